@@ -41,10 +41,10 @@ def running(**settings: Any) -> Iterator[LLMEngine]:
         engine.shutdown()
 
 
-def executor_of(engine: LLMEngine) -> MultiprocessExecutor:
+def pids_of(engine: LLMEngine) -> dict[int, int | None]:
     executor = engine.core.executor
     assert isinstance(executor, MultiprocessExecutor)
-    return executor
+    return {rank: process.pid for rank, process in executor._processes.by_rank.items()}
 
 
 def run_world(folder: Path, size: int, function: Callable[..., Any], *arguments: Any, **variables: str) -> list[Any]:

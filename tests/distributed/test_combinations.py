@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.distributed.ranks import executor_of, running
+from tests.distributed.ranks import pids_of, running
 from tests.helpers.engines import run_requests
 from tests.helpers.faulty_connector import OFFLOADING, connector, faulty
 from tests.helpers.prefill_decode import REQUESTS, ROOMY, SIZE, Tokens, decodes, nixl, prefilled, settle, tokens_of
@@ -97,7 +97,7 @@ def test_tokens_and_logprobs_are_those_of_one_process(
             check(engine, expected, SEEDS[:1])
     with running(**settings) as engine:
         assert engine.runner_name == runner
-        assert len(executor_of(engine).worker_pids) == (4 if way == "both" else 2)
+        assert len(pids_of(engine)) == (4 if way == "both" else 2)
         check(engine, expected)
         if store == "host":  # a second time: what was evicted since the first comes back
             check(engine, expected)

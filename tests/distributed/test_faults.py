@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.distributed.ranks import LONG, PROMPT, SMALL, executor_of, running
+from tests.distributed.ranks import LONG, PROMPT, SMALL, pids_of, running
 from tests.helpers.engines import change_weights, make_text_checkpoint
 from tests.helpers.faulty_connector import EXIT_CODE, OFFLOADING, faulty
 from tests.helpers.processes import HANG, Watched, running_child
@@ -50,8 +50,8 @@ def step_until_dead(engine: LLMEngine) -> EngineDeadError:
 
 def test_killed_worker_ends_every_call_with_the_cause() -> None:
     llm = LLM(**SMALL, pipeline_parallel_size=2)
-    engine, executor = llm.llm_engine, executor_of(llm.llm_engine)
-    pids = executor.worker_pids
+    engine = llm.llm_engine
+    pids = pids_of(engine)
     engine.add_request("a", PROMPT, LONG)
     engine.step()
     workers = Watched(pids.values())
@@ -66,7 +66,7 @@ def test_killed_worker_ends_every_call_with_the_cause() -> None:
             call()
         assert message in str(again.value)
     with pytest.raises(WorkerError, match="was ended by SIGKILL"):
-        executor.execute_model(None)  # type: ignore[arg-type]
+        engine.core.executor.execute_model(None)  # type: ignore[arg-type]
     llm.shutdown()
     llm.shutdown()
 
@@ -79,7 +79,7 @@ def test_killed_worker_ends_every_stream() -> None:
                 has_begun.set()
 
     async def work() -> list[BaseException | None]:
-        pid = executor_of(llm._engine).worker_pids[0]
+        pid = pids_of(llm._engine)[0]
         events = [asyncio.Event() for _ in range(8)]  # more than run at the same time: some wait for their turn
         tasks = [asyncio.ensure_future(read(f"r{i}", event)) for i, event in enumerate(events)]
         await asyncio.wait_for(events[0].wait(), HANG)
@@ -114,7 +114,7 @@ def test_error_of_a_step_has_its_traceback(rank: int) -> None:
 def test_error_of_a_shutdown_is_raised(capfd: pytest.CaptureFixture[str]) -> None:
     llm = LLM(**SMALL, pipeline_parallel_size=2, kv_transfer_config=faulty_rank(1, "shutdown"))
     llm.generate([PROMPT], LONG, use_tqdm=False)
-    pid = executor_of(llm.llm_engine).worker_pids[1]
+    pid = pids_of(llm.llm_engine)[1]
     with pytest.raises(WorkerError, match=rf"worker 1 \(process {pid}\) ended with exit code 1 when it was to shut"):
         llm.shutdown()
     llm.shutdown()
@@ -138,7 +138,7 @@ def test_error_of_the_last_step_is_raised_at_the_shutdown(capfd: pytest.CaptureF
 def test_killed_worker_does_not_delay_the_shutdown(connector: dict[str, Any] | None) -> None:
     llm = LLM(**SMALL, tensor_parallel_size=2, kv_transfer_config=connector)
     llm.generate([PROMPT], LONG, use_tqdm=False)
-    pids = executor_of(llm.llm_engine).worker_pids
+    pids = pids_of(llm.llm_engine)
     dead, all_workers = Watched([pids[1]]), Watched(pids.values())
     dead.kill(pids[1])
     dead.wait()
@@ -176,7 +176,7 @@ def test_worker_that_ends_at_its_start_is_named() -> None:
 def test_collected_engine_leaves_no_process() -> None:
     llm = LLM(tensor_parallel_size=2, **SMALL)
     llm.generate([PROMPT], LONG, use_tqdm=False)
-    workers = Watched(executor_of(llm.llm_engine).worker_pids.values())
+    workers = Watched(pids_of(llm.llm_engine).values())
     del llm
     gc.collect()
     workers.wait()
@@ -188,7 +188,7 @@ from fleetfoot import LLM, SamplingParams
 class Params(SamplingParams):
     pass
 llm = LLM(tensor_parallel_size=2, **{SMALL})
-print(*llm.llm_engine.core.executor.worker_pids.values(), flush=True)
+print(*[process.pid for process in llm.llm_engine.core.executor._processes.by_rank.values()], flush=True)
 def generate():
     llm.generate([{PROMPT}] * 4, Params(max_tokens=60, ignore_eos=True), use_tqdm=False)
 """
@@ -247,7 +247,7 @@ def test_tokens_are_those_of_one_process(way: str, port: int) -> None:
     size = {f"{way}_parallel_size": 2}
     with second_node(port, **size) as command:
         with running(**size, nnodes=2, master_port=port) as engine:
-            assert len(executor_of(engine).worker_pids) == 1
+            assert len(pids_of(engine)) == 1
             assert_lives_agree(engine, lives, expected, way, tolerance=1e-4)
         _, errors = command.communicate(timeout=HANG)
     assert (command.returncode, errors) == (0, f"this is node 1 of 2, and waits for node 0 at 127.0.0.1:{port}\n")
@@ -268,7 +268,7 @@ def test_lost_node_ends_the_engine(port: int) -> None:
     with second_node(port, **size) as command, running(**size, nnodes=2, master_port=port) as engine:
         engine.add_request("a", PROMPT, LONG)
         engine.step()
-        workers = Watched(executor_of(engine).worker_pids.values())
+        workers = Watched(pids_of(engine).values())
         command.kill()
         error = step_until_dead(engine)
         assert isinstance(error.__cause__, WorkerError)
@@ -280,7 +280,7 @@ def test_killed_worker_ends_the_other_node(port: int) -> None:
     """A worker of node 0 dies; node 1 reports the reason."""
     size = {"tensor_parallel_size": 2}
     with second_node(port, **size) as command, running(**size, nnodes=2, master_port=port) as engine:
-        (pid,) = executor_of(engine).worker_pids.values()
+        (pid,) = pids_of(engine).values()
         workers = Watched([pid])
         workers.kill(pid)
         cause = f"worker 0 (process {pid}) was ended by {signal.SIGKILL.name}"

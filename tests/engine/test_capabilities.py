@@ -23,14 +23,14 @@ from fleetfoot.config.json_fields import ConfigError
 from fleetfoot.executor.multiprocess import MultiprocessExecutor
 from fleetfoot.outputs import CompletionOutput, RequestOutput
 from fleetfoot.plan.oracle import UnsupportedFeatureError
-from fleetfoot.runner.capabilities import CAPABILITIES, Feature, Support
+from fleetfoot.runner.capabilities import CAPABILITIES, Feature
 
 DECLARED, REFUSED = (
     [
         pytest.param(runner, feature, id=f"{runner}-{feature.name}")
         for runner, declared in CAPABILITIES.items()
-        for feature, support in declared.items()
-        if support.is_supported == is_supported
+        for feature, why_not in declared.items()
+        if (why_not == "") == is_supported
     ]
     for is_supported in (True, False)
 )
@@ -257,7 +257,7 @@ def ngram(subject: Subject) -> None:
 def in_processes(subject: Subject, **sizes: int) -> None:
     engine = subject.engine(**sizes)
     executor = engine.core.executor
-    assert isinstance(executor, MultiprocessExecutor) and len(executor.worker_pids) == 2
+    assert isinstance(executor, MultiprocessExecutor) and len(executor._processes.by_rank) == 2
     subject.check(engine)
     engine.shutdown()
 
@@ -341,7 +341,7 @@ def test_what_is_not_declared_is_refused(runner: str, feature: Feature, text_mod
     if feature in SETTINGS:
         with pytest.raises(UnsupportedFeatureError) as caught:
             make_engine(text_model, runner=runner, **SETTINGS[feature])
-        why = CAPABILITIES[runner][feature].why_not
+        why = CAPABILITIES[runner][feature]
         parts = ("no model runner supports what is on:", f"- {feature.value} (", why)
         assert all(part in str(caught.value) for part in parts)
     if feature in MODELS:
@@ -359,7 +359,7 @@ def test_what_v2_lacks_and_v1_has_is_one_warning_and_v1(
     text_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for feature in (Feature.PREFIX_CACHING, Feature.CHUNKED_PREFILL):
-        monkeypatch.setitem(CAPABILITIES["v2"], feature, Support("Not today."))  # type: ignore[arg-type]
+        monkeypatch.setitem(CAPABILITIES["v2"], feature, "Not today.")
     monkeypatch.delenv("FLEETFOOT_USE_V2_MODEL_RUNNER", raising=False)
     engine = make_engine(text_model)
     assert (engine.runner_name, engine.plan.runner, engine.plan.explicit) == ("v1", "v1", False)

@@ -239,11 +239,11 @@ def test_the_controller_observes_how_long_each_step_took() -> None:
     scheduler = Scheduler(SchedulerConfig(16, 4, 4, 32, num_drafts=1), controller=controller)
     core = EngineCore(scheduler, ScriptedExecutor(before_step=work), StatsCollector(), clock=lambda: now[0])
     for name in "ab":
-        core.add_request(Request(name, [5, 6], params(3), max_tokens=3, seed=0))
+        core.scheduler.add_request(Request(name, [5, 6], params(3), max_tokens=3, seed=0))
     core.step()
     now[0] += 100.0  # idle
     core.step()
-    core.finish("a", RequestStatus.FINISHED_ABORTED)
+    core.scheduler.finish("a", RequestStatus.FINISHED_ABORTED)
     core.step()
     assert seconds == [3.0, 3.0, 2.0]
 
@@ -261,8 +261,8 @@ def test_the_loop_with_everything_at_once(num_stages: int, num_drafts: int) -> N
         for number in range(12)
     ]
     for request in requests:
-        core.add_request(request)
-    while core.has_work or core.has_transfers:
+        core.scheduler.add_request(request)
+    while core.has_work or core.scheduler.has_idle_work:
         core.step()
         scheduler.check_integrity()
     for request in requests:

@@ -390,12 +390,13 @@ def test_workers_fuse_the_layers_that_the_plan_names(
     monkeypatch.setattr("fleetfoot.plan.resolve.plan_fusion", plan_some)
     eagle = {"method": "eagle", "num_speculative_tokens": 2}
     engine = make_engine(STORY, runner=runner, speculative_config=eagle)
-    worker = engine.core.executor._worker  # type: ignore[attr-defined]
+    worker = engine.core.executor
     assert kinds(worker.runner._model.model.layers) == built
     fused = [layer for run in built if isinstance(run, list) for layer in run]
-    assert list(worker.build.fused_layers) == fused
-    assert worker.build.fused_drafter_layers == ((0,) if runner == "v2" and 0 not in plain else ())
-    assert worker.build == WorkerBuild.planned(engine.plan, 0)
+    build = worker.build()  # type: ignore[attr-defined]
+    assert list(build.fused_layers) == fused
+    assert build.fused_drafter_layers == ((0,) if runner == "v2" and 0 not in plain else ())
+    assert build == WorkerBuild.planned(engine.plan, 0)
     for layer, fusion in enumerate(engine.plan.fusion):
         assert fusion.is_fused == (layer in fused)
         assert runner == "v2" or fusion.reason == "Model Runner V1 runs plain layers"

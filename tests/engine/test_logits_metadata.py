@@ -61,7 +61,7 @@ def test_a_model_returns_the_rows_that_are_read(
 
 def count_mlp_rows(engine: LLMEngine, index: int) -> list[int]:
     """Number of tokens that reach the MLP of a fused layer, for each step from now on."""
-    (run,) = engine.core.executor._worker.runner._model.model.layers._runs  # type: ignore[attr-defined]
+    (run,) = engine.core.executor.runner._model.model.layers._runs  # type: ignore[attr-defined]
     down, steps = run._layers[index]._down, []
 
     def counted(x: torch.Tensor, *others: Any) -> torch.Tensor:

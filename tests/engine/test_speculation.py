@@ -19,7 +19,7 @@ from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.runner.graphs import GraphKey
 from fleetfoot.sampling.shape import PLAIN, SamplingVariant
-from fleetfoot.scheduler.drafting import ConstantDrafts
+from fleetfoot.scheduler.drafting import DraftController
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.scheduler.stats import SchedulerStats
 from fleetfoot.speculative.drafter import NO_DRAFTING, DraftBatch, DraftSettings, NgramSettings
@@ -359,7 +359,7 @@ def test_a_prefix_of_earlier_requests_has_the_drafters_kv_too(prompts: Prompts, 
     assert stats.drafts.num_accepted > 30
 
 
-class EveryOtherStep(ConstantDrafts):
+class EveryOtherStep(DraftController):
     """Steps that propose, and steps in which a drafter only fills its cache."""
 
     def choose(self, num_decodes: int) -> int:
@@ -421,7 +421,7 @@ def test_a_steady_step_is_one_copy_in_one_replay_and_one_copy_out(
     is_captured_at_start = sampling is PLAIN and num_drafts > 0
     if is_captured_at_start:
         runner.warm_up()
-    scheduler = lives.make_scheduler(lives.NUM_DRAFTS, num_blocks=128, controller=ConstantDrafts(num_drafts))
+    scheduler = lives.make_scheduler(lives.NUM_DRAFTS, num_blocks=128, controller=DraftController(num_drafts))
     prompt = Tokenizer.from_path(lives.STORY).encode("Pip the mouse, Pip the mouse, Pip")
     params = SamplingParams(**{"max_tokens": 100, "ignore_eos": True, **features})
     for request in lives.requests_of([params] * 3, [prompt] * 3):

@@ -58,7 +58,7 @@ def checked_engine(reference: LLMEngine, model: str, **settings: Any) -> tuple[L
     for seed in range(3):
         lives = random_lives(seed, VOCAB)
         assert_lives_agree(tried, lives, live_alone(reference, lives), f"seed {seed}", tolerance=1e-3)
-    return tried, getattr(tried.core.executor._worker.runner, "graphs", None)  # type: ignore[attr-defined]
+    return tried, getattr(tried.core.executor.runner, "graphs", None)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("reference", "model"), [(name, name) for name in MODELS], indirect=["reference"])

@@ -132,7 +132,7 @@ def engine(**changes: Any) -> LLMEngine:
 
 
 def graphs_of(engine: LLMEngine) -> Any:
-    return engine.core.executor._worker.runner.graphs  # type: ignore[attr-defined]
+    return engine.core.executor.runner.graphs  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("drafts", [False, True], ids=["plain", "ngram"])

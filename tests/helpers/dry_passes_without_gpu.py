@@ -142,6 +142,7 @@ def make_runner(kind: Kind) -> ModelRunnerV2:
         max_model_len=MAX_MODEL_LEN,
         capture_table=CaptureTable.of(device="cuda", enforce_eager=kind.is_eager, num_drafts=num_drafts, **limits),
         device=RecordingDevice(has_graphs=True),
+        fusion=plan_fusion(config, "v2"),
         draft_settings=make_speculation(kind, config, context, is_last=pipeline.is_last_rank),
         pipeline=pipeline,
     )
@@ -167,7 +168,7 @@ def make_speculation(kind: Kind, config: ModelConfig, context: ModelContext, *, 
         small = replace(small, hidden_size=128, num_heads=4, num_kv_heads=1, intermediate_size=256)
     found = DrafterModel(kind.method, "head", embedded_model_path(), small)
     make = EagleDrafter if kind.method == "eagle" else DraftModel
-    context_of_drafter = DrafterContext(NUM_DRAFTS, alone, found, "dummy", 0, plan_fusion(small, "v2"))
+    context_of_drafter = DrafterContext(alone, found, "dummy", 0, plan_fusion(small, "v2"))
     return DraftSettings(NUM_DRAFTS, drafter=make(context_of_drafter))
 
 

@@ -177,7 +177,7 @@ def make_runner(
             most_full_tokens=max_num_batched_tokens,
         )
         options |= {"max_num_batched_tokens": max_num_batched_tokens, "capture_table": table, "device": device}
-        runner = ModelRunnerV2(loader, **options)
+        runner = ModelRunnerV2(loader, fusion=plan_fusion(config, "v2"), **options)
     runner.load_model()
     layout = KVLayout.of(config, num_blocks, BLOCK_SIZE, "float32", layers=layers)
     if draft_settings.drafter is not None:

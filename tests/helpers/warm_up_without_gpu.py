@@ -18,6 +18,7 @@ from triton.runtime.driver import driver
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.parsing import load_model_config
+from fleetfoot.fusion import plan_fusion
 from fleetfoot.kernels.attention.triton_backend import TritonBackend
 from fleetfoot.kernels.runtime.compile_ahead import Compilations, CompileAhead
 from fleetfoot.kernels.runtime.triton_support import instead_of_launching, triton_kernel
@@ -77,6 +78,7 @@ def warm_up(table: CaptureTable) -> dict[str, Any]:
         max_model_len=256,
         capture_table=table,
         device=RecordingDevice(has_graphs=True),
+        fusion=plan_fusion(config, "v2"),
     )
     runner.load_model()
     runner.initialize_kv_cache(KVLayout.of(config, 16, 16, "bfloat16"))

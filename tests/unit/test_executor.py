@@ -28,7 +28,6 @@ from fleetfoot.executor.messages import Failure, Ready, StepOutput, WorkerAddres
 from fleetfoot.executor.multiprocess import MultiprocessExecutor, StepOutputs
 from fleetfoot.executor.nodes import EngineNodes, Invitation, Link, check_devices, join_engine, run_node
 from fleetfoot.executor.processes import RendezvousDir
-from fleetfoot.executor.protocol import WorkerBuild
 from fleetfoot.kv_transfer.blockstore.blocks import BlockStoreMetadata, BlockTransfer
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan
@@ -51,7 +50,6 @@ FULL = dataclasses.replace(
     awaited_step=2**40 - 2,
     kv_connector_metadata=BlockStoreMetadata("epoch", loads=[("näme", [BlockTransfer(7, b"\0digest")])]),
 )
-BUILD = WorkerBuild("v2", "torch", "sdpa", "block-contiguous-hnd", "none", "ngram", 2)
 OUTPUT = records.ModelRunnerOutput(
     sampled_token_ids=[[5, 6], []],
     logprobs={0: [records.RowLogprobs([5, 9], [-0.5, float("-inf")], 3)]},
@@ -87,7 +85,7 @@ def test_plain_step_is_not_pickled() -> None:
 
 
 @pytest.mark.parametrize(
-    "reply", [StepOutput(3, 12, OUTPUT), StepOutput(0, 0, records.ModelRunnerOutput([])), Ready(1, LAYOUT, BUILD)]
+    "reply", [StepOutput(3, 12, OUTPUT), StepOutput(0, 0, records.ModelRunnerOutput([])), Ready(1, LAYOUT, "v2")]
 )
 def test_replies_round_trip(reply: StepOutput | Ready) -> None:
     assert messages.decode_reply(messages.encode_reply(reply)) == reply

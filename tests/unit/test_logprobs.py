@@ -12,7 +12,7 @@ from fleetfoot.kernels.sampling.token_logprobs import (
     token_logprobs_triton,
 )
 from fleetfoot.outputs import Logprob, logprob_dict
-from fleetfoot.sampling.logprobs import prompt_logprobs, token_logprobs
+from fleetfoot.sampling.logprobs import PromptLogprobs, token_logprobs
 
 
 def test_equals_a_stable_sort():
@@ -69,7 +69,7 @@ def test_prompt_logprobs_make_few_logits_at_a_time(monkeypatch):
         sizes.append(len(states))
         return states @ head.T
 
-    result = prompt_logprobs(hidden, next_ids, 2, compute_logits, vocab_size=30)
+    result = PromptLogprobs(compute_logits, 30, token_logprobs_torch).logprobs(hidden, next_ids, 2)
     assert sizes == [3, 3, 3, 3, 3, 2]
     assert torch.equal(result.token_ids, whole.token_ids) and torch.equal(result.ranks, whole.ranks)
     torch.testing.assert_close(result.logprobs, whole.logprobs)

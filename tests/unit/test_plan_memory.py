@@ -272,7 +272,9 @@ def test_blocks_that_fit_after_loading() -> None:
 def test_the_worker_takes_what_was_planned() -> None:
     machine = Machine(3 * GIB, has_native=Machine.detect().has_native)
     plan = resolve_plan(EngineConfig(max_num_seqs=4, skip_tokenizer_init=True), machine, environ={})
-    layout = Worker(plan).start()
+    worker = Worker(plan)
+    worker.start()
+    layout = worker.layout
     assert layout.num_blocks == plan.memory.num_blocks == 4 * 128
     assert layout.num_bytes == plan.memory.kv_cache
 

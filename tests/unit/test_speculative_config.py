@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers.int8_method import Int8
 
 from fleetfoot.assets import embedded_eagle_path, embedded_model_path
 from fleetfoot.config.engine import EngineConfig
@@ -187,6 +188,10 @@ def test_a_draft_models_memory() -> None:
     assert on_cpu.weight_bytes - shape.weight_bytes == 4 * 2048 * 64  # the packed head
     untied = dataclasses.replace(TARGET, tie_word_embeddings=False)
     assert shape_of(config, untied, "float32", "cuda") == shape
+    int8 = drafter_shape(config, TARGET, shape.model, "float32", "cuda", Int8())
+    assert shape.weight_bytes - int8.weight_bytes == draft.num_layers * sum(
+        outputs * (3 * inputs - 4) for outputs, inputs, _ in draft.layer_linears()
+    )
 
 
 def test_the_memory_of_a_head_far_from_the_embedding_and_of_n_grams() -> None:

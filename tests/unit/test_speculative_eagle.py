@@ -58,7 +58,7 @@ def make_drafter(folder: Path, tensors: dict[str, Any], target: Target | None = 
     save_file(tensors, folder / "model.safetensors")
     context = ModelContext(cpu_kernels(), SDPABackend(), torch.float32, torch.device("cpu"))
     head = DrafterModel("eagle", "a/head", folder, CONFIG)
-    drafter = EagleDrafter(DrafterContext(NUM_DRAFTS, context, head, fusion=plan_fusion(CONFIG, "v2")))
+    drafter = EagleDrafter(DrafterContext(context, head, fusion=plan_fusion(CONFIG, "v2")))
     drafter.load_model(target or Target())  # type: ignore[arg-type]
     drafter.bind_kv_caches([torch.zeros(9, 2, 2, BLOCK_SIZE, 16)])
     return drafter

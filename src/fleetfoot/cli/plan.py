@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fleetfoot.cli.arguments import add_engine_arguments, engine_config, size_in_bytes
 from fleetfoot.cli.command import Command, UsageError, count, dump_object, usage_errors
 from fleetfoot.config.sharding import num_kv_heads, pipeline_layers, vocab_rows
+from fleetfoot.records.kv_layout import KVLayout
 
 if TYPE_CHECKING:
     from fleetfoot.config.engine import EngineConfig
@@ -239,7 +240,7 @@ def _drafter(plan: EnginePlan) -> dict[str, Any] | None:
     config, drafter, memory = plan.config.speculative_config, plan.drafter, plan.memory
     if config is None:
         return None
-    per_block = drafter.kv_block_bytes(plan.dtype, memory.block_size)
+    per_block = KVLayout(1, memory.block_size, plan.dtype, drafter.kv_specs).bytes_per_block
     return {
         **dataclasses.asdict(config),
         "model": None if drafter.model is None else drafter.model.name,

@@ -7,8 +7,8 @@ _COLLECTIVE_BYTES, _POINT_TO_POINT_BYTES = 752 * MIB, 520 * MIB
 """NCCL's memory for a communicator of collectives, and for one between two ranks, each with its kernels in the driver:
 measured on two H200s, torch 2.11."""
 ALL_REDUCE_ROWS, ALL_REDUCE_SETS = 128, 2
-"""The most rows of `fleetfoot.distributed.custom_all_reduce`, and its sets of words. Each row has a program. All
-run at the same time on a GPU with more multiprocessors, so none waits for one that has not started."""
+"""The most rows of `fleetfoot.distributed.peer_memory.CustomAllReduce`, and its sets of words. Each row has a program.
+All run at the same time on a GPU with more multiprocessors, so none waits for one that has not started."""
 
 
 def all_reduce_words(num_ranks: int, row_bytes: int) -> int:

@@ -13,18 +13,16 @@ import gc
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fleetfoot.config import env
+from fleetfoot.distributed.peer_memory import CustomAllReduce, P2PChannel, make_channel, make_custom_all_reduce
 from fleetfoot.kernels.elementwise import sum_parts
 from fleetfoot.kernels.interface import AddRMSNorm
 from fleetfoot.records.forward_context import IntermediateTensors
-
-if TYPE_CHECKING:  # it has Triton kernels
-    from fleetfoot.distributed.peer_memory import CustomAllReduce, P2PChannel
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.12
 
@@ -73,13 +71,12 @@ class TensorGroup(_Ranks):
         """
         if self.size == 1 or self.bitwise_reproducible:
             return add_rms_norm
+        return partial(self._reduce_add_rms_norm, add_rms_norm)
 
-        def reduce_add_rms_norm(
-            x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            return add_rms_norm(self.all_reduce(sum_parts(x, residual)), residual, weight, eps)
-
-        return reduce_add_rms_norm
+    def _reduce_add_rms_norm(
+        self, add_rms_norm: AddRMSNorm, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return add_rms_norm(self.all_reduce(sum_parts(x, residual)), residual, weight, eps)
 
 
 class PipelineGroup(_Ranks):
@@ -183,18 +180,12 @@ class CudaTensorGroup(TorchTensorGroup):
             dist.all_reduce(x, group=self.process_group)
         return x
 
-    def reducing(self, add_rms_norm: AddRMSNorm) -> AddRMSNorm:
-        custom, separately = self._custom_all_reduce, super().reducing(add_rms_norm)
-        if custom is None:
-            return separately
-
-        def reduce_add_rms_norm(
-            x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            operation = custom.add_rms_norm if custom.fits(residual) else separately
-            return operation(x, residual, weight, eps)
-
-        return reduce_add_rms_norm
+    def _reduce_add_rms_norm(
+        self, add_rms_norm: AddRMSNorm, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._custom_all_reduce is not None and self._custom_all_reduce.fits(residual):
+            return self._custom_all_reduce.add_rms_norm(x, residual, weight, eps)
+        return super()._reduce_add_rms_norm(add_rms_norm, x, residual, weight, eps)
 
 
 class TorchPipelineGroup(PipelineGroup):
@@ -334,32 +325,23 @@ def make_groups(tensor_size: int, pipeline_size: int, shape: StepShape) -> Worke
         )
     by_pipeline_rank = torch.arange(world).view(pipeline_size, tensor_size)
     backend = "nccl" if shape.device.type == "cuda" else "gloo"
+    tensor, pipeline = SINGLE_TENSOR_GROUP, SINGLE_PIPELINE_GROUP
     with env.variable("NCCL_NVLS_ENABLE", "0"):  # see `fleetfoot.distributed.peer_memory.NO_MULTICAST`
-        tensor = SINGLE_TENSOR_GROUP
         if tensor_size > 1:
             group, _ = dist.new_subgroups_by_enumeration(by_pipeline_rank.tolist(), backend=backend)
-            tensor = _tensor_group(group, shape)
-        pipeline = SINGLE_PIPELINE_GROUP
+            if backend == "nccl":
+                dist.all_reduce(torch.zeros(1, device=shape.device), group=group)
+                custom_all_reduce = make_custom_all_reduce(group, shape.hidden_size, shape.dtype, shape.device)
+                tensor = CudaTensorGroup(group, custom_all_reduce)
+            else:
+                tensor = TorchTensorGroup(group)
         if pipeline_size > 1:
             activations, token_group = (
                 dist.new_subgroups_by_enumeration(by_pipeline_rank.t().tolist(), backend=backend)[0] for _ in range(2)
             )
-            pipeline = TorchPipelineGroup(activations, token_group, shape, _channel(activations, shape))
+            channel = None
+            if backend == "nccl":
+                hidden = shape.max_num_tokens, shape.hidden_size, shape.dtype, shape.device
+                channel = make_channel(activations, *hidden)
+            pipeline = TorchPipelineGroup(activations, token_group, shape, channel)
     return WorkerGroups(tensor, pipeline)
-
-
-def _tensor_group(group: dist.ProcessGroup, shape: StepShape) -> TensorGroup:
-    if shape.device.type != "cuda":
-        return TorchTensorGroup(group)
-    from fleetfoot.distributed.peer_memory import make_custom_all_reduce
-
-    dist.all_reduce(torch.zeros(1, device=shape.device), group=group)
-    return CudaTensorGroup(group, make_custom_all_reduce(group, shape.hidden_size, shape.dtype, shape.device))
-
-
-def _channel(group: dist.ProcessGroup, shape: StepShape) -> P2PChannel | None:
-    if shape.device.type != "cuda":
-        return None
-    from fleetfoot.distributed.peer_memory import make_channel
-
-    return make_channel(group, shape.max_num_tokens, shape.hidden_size, shape.dtype, shape.device)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from fleetfoot.engine.stats import StatsCollector, StepStats
 from fleetfoot.executor.protocol import Executor
-from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import EngineOutput, PendingOutput, SchedulerOutput
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.utils.process import run_all
@@ -61,18 +60,6 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether a request is unfinished or a step is in flight."""
         return self.scheduler.has_unfinished or bool(self._in_flight)
-
-    @property
-    def has_transfers(self) -> bool:
-        """Whether the KV connector needs further steps, possibly for finished requests."""
-        return self.scheduler.has_idle_work
-
-    def add_request(self, request: Request) -> None:
-        self.scheduler.add_request(request)
-
-    def finish(self, request_id: str, status: RequestStatus, stop_reason: int | str | None = None) -> None:
-        """End a request. Its tokens of steps in flight are discarded."""
-        self.scheduler.finish(request_id, status, stop_reason)
 
     def step(self, before_update: Callable[[], object] = no_callback) -> list[EngineOutput] | None:
         """Run one iteration of the loop.

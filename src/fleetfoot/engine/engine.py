@@ -29,7 +29,7 @@ from fleetfoot.records.request import RequestStatus
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.sampling.request_params import read_sampling_defaults
 from fleetfoot.scheduler.config import SchedulerConfig
-from fleetfoot.scheduler.drafting import ConstantDrafts, DraftController
+from fleetfoot.scheduler.drafting import DraftController
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.speculative.controller import AdaptiveDrafts
 from fleetfoot.utils.process import EXIT_GUARD, run_all
@@ -177,10 +177,10 @@ class LLMEngine:
         sequences = self.input_processor.make_requests(request)
         for index, sequence in enumerate(sequences):
             try:
-                self.core.add_request(sequence)
+                self.core.scheduler.add_request(sequence)
             except ValueError:
                 for added in sequences[:index]:
-                    self.core.finish(added.request_id, RequestStatus.FINISHED_ABORTED)
+                    self.core.scheduler.finish(added.request_id, RequestStatus.FINISHED_ABORTED)
                 raise
         self._output_processor.add(request, sequences, self._clock())
         self.stats_collector.num_prompt_tokens += len(request.prompt_token_ids)
@@ -219,7 +219,7 @@ class LLMEngine:
 
     def has_transfers(self) -> bool:
         """Whether the KV connector needs further steps, possibly for finished requests."""
-        return self._cause is None and self.core.has_transfers
+        return self._cause is None and self.core.scheduler.has_idle_work
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -370,7 +370,8 @@ def build_engine(config: EngineConfig) -> LLMEngine:
 
         tokenizer = Tokenizer.from_path(plan.tokenizer_path)
         tokenizer.tensor_types["pt"] = torch.tensor
-    executor, layout = start_executor(plan)
+    executor = start_executor(plan)
+    layout = executor.layout
     # steps in flight behind which another one is queued: as many as keep every stage of a pipeline busy
     num_stages = config.pipeline_parallel_size
     is_pipelined = num_stages > 1 and config.async_scheduling is not False
@@ -396,7 +397,7 @@ def _build_scheduler(plan: EnginePlan, layout: KVLayout) -> Scheduler:
     config, num_drafts, connector = plan.config, plan.drafter.num_drafts, plan.connector
     controller: DraftController | None = None
     if (speculative := config.speculative_config) is not None:
-        kind = AdaptiveDrafts if speculative.adaptive else ConstantDrafts
+        kind = AdaptiveDrafts if speculative.adaptive else DraftController
         controller = kind(speculative.num_speculative_tokens, speculative.disable_by_batch_size)
     return Scheduler(
         SchedulerConfig(

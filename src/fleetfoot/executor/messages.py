@@ -21,7 +21,6 @@ from typing import Any, get_type_hints
 import msgspec
 import zmq
 
-from fleetfoot.executor.protocol import WorkerBuild
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 
@@ -71,7 +70,8 @@ class Ready(msgspec.Struct, array_like=True, tag=True):
 
     rank: int
     layout: KVLayout
-    build: WorkerBuild
+    runner: str
+    """``v1`` or ``v2``."""
 
 
 class StepOutput(msgspec.Struct, array_like=True, tag=True):

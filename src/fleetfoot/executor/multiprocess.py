@@ -20,7 +20,7 @@ import zmq
 from fleetfoot.executor.messages import EngineChannel, Failure, Ready, StepOutput, decode_reply, encode_call
 from fleetfoot.executor.nodes import EngineNodes, check_devices
 from fleetfoot.executor.processes import RendezvousDir, WorkerProcesses
-from fleetfoot.executor.protocol import WorkerError, check_builds
+from fleetfoot.executor.protocol import WorkerError
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.step import (
     KVConnectorOutput,
@@ -76,17 +76,11 @@ class MultiprocessExecutor:
                 self._poller.register(source, zmq.POLLIN)
             while len(self._ready) < self._num_workers:
                 self._poll()
-            check_builds(plan, {rank: ready.build for rank, ready in self._ready.items()})
         except BaseException as error:
             self._close(str(error) or type(error).__name__)
             raise
         self.layout = self._ready[0].layout
-        self.runner_name = self._ready[0].build.runner
-
-    @property
-    def worker_pids(self) -> dict[int, int]:
-        """Process ids of this machine's workers, by rank."""
-        return self._processes.pids
+        self.runner_name = self._ready[0].runner
 
     # --- steps ------------------------------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ class WorkerProcesses:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("spawn")
         self._reader, self._lifeline = self._context.Pipe(duplex=False)
-        self._by_rank: dict[int, BaseProcess] = {}
+        self.by_rank: dict[int, BaseProcess] = {}
 
     def start(self, plan: EnginePlan, addresses: Sequence[WorkerAddresses], store: Store) -> None:
         """Start all, given the addresses of all ranks; if that fails, `kill` ends those that were started."""
@@ -54,7 +54,7 @@ class WorkerProcesses:
         # the parent, if it lives as long as the thread that starts the processes
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
         log_level = logging.getLogger("fleetfoot").getEffectiveLevel()
-        with self._reader, env.defaults(_variables(plan, size)), _without_main_module(), _without_interrupts():
+        with self._reader, env.defaults(_variables(plan, size)), _spawning():
             for rank in range(plan.config.node_rank * size, (plan.config.node_rank + 1) * size):
                 arguments = (plan, rank, addresses[rank], store, self._reader, parent, log_level)
                 name = f"fleetfoot-worker-{rank}"
@@ -62,22 +62,17 @@ class WorkerProcesses:
                 process.start()
                 # a fork of this process would end it when it exits
                 multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
-                self._by_rank[rank] = process
-
-    @property
-    def pids(self) -> dict[int, int]:
-        """Process ids, by rank."""
-        return {rank: process.pid for rank, process in self._by_rank.items() if process.pid is not None}
+                self.by_rank[rank] = process
 
     @property
     def sentinels(self) -> list[int]:
         """File descriptors that become readable when their process ends."""
-        return [process.sentinel for process in self._by_rank.values()]
+        return [process.sentinel for process in self.by_rank.values()]
 
     def find_loss(self, *, only_failed: bool = False) -> str:
         """A sentence about a worker that has ended (``only_failed``: with an error); empty if all are there."""
         over = set(wait(self.sentinels, timeout=0))
-        for rank, process in self._by_rank.items():
+        for rank, process in self.by_rank.items():
             if process.sentinel in over:
                 process.join(_REAP_S)
                 if not (only_failed and process.exitcode == 0):
@@ -90,7 +85,7 @@ class WorkerProcesses:
         Raises WorkerError if a worker has ended with an error.
         """
         until = time.monotonic() + SHUTDOWN_S
-        for process in self._by_rank.values():
+        for process in self.by_rank.values():
             process.join(max(0.0, until - time.monotonic()))
         loss = self.find_loss(only_failed=True)
         self.kill()
@@ -100,34 +95,25 @@ class WorkerProcesses:
     def kill(self) -> None:
         """End all at once. Safe in any thread, and again."""
         self._lifeline.close()
-        for process in self._by_rank.values():
+        for process in self.by_rank.values():
             process.kill()
-        for process in self._by_rank.values():
+        for process in self.by_rank.values():
             process.join(_REAP_S)
 
 
 @contextmanager
-def _without_main_module() -> Iterator[None]:
-    """Spawned processes do not run the program's main file again, which they would to find what it defines.
-
-    Workers need nothing of it. So a script can make an engine at its top level, and there need not be a file at all.
-    """
+def _spawning() -> Iterator[None]:
+    """Processes that are spawned within do not run the program's main file again, to find what it defines: workers need
+    nothing of it, so a script can make an engine at its top level. They inherit that Ctrl-C is blocked, and ignore it
+    once Python has started."""
+    resource_tracker.ensure_running()  # its start unblocks the signal
     program = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
+        sys.modules["__main__"] = ModuleType("__main__")
         yield
     finally:
         sys.modules["__main__"] = program
-
-
-@contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Spawned processes inherit that Ctrl-C is blocked, and ignore it when Python has started."""
-    resource_tracker.ensure_running()  # its start unblocks the signal
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

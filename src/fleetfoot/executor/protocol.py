@@ -1,13 +1,13 @@
-"""The executor's interface, its errors, and the check of what workers have built against the plan. No torch."""
+"""The executor's interface, its errors, and the check of what a worker has built against the plan. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.plan.plan import EnginePlan
+from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import PendingOutput, SchedulerOutput
 
 
@@ -24,14 +24,16 @@ class Executor(Protocol):
 
     runner_name: str
     """``v1`` or ``v2``: the runner that the workers report."""
+    layout: KVLayout
+    """Of the KV cache on rank 0; all ranks have equally many blocks."""
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> object:
         """Take a step; it is executed at the latest when `sample_tokens` is called."""
 
     def sample_tokens(self, grammar_output: object | None) -> PendingOutput:
         """Sample the tokens of the step that `execute_model` took."""
 
-    def shutdown(self) -> None:
+    def shutdown(self) -> object:
         """End the workers and give their memory back."""
 
 
@@ -76,15 +78,13 @@ class WorkerBuild:
         )
 
 
-def check_builds(plan: EnginePlan, builds: Mapping[int, WorkerBuild]) -> None:
+def check_build(plan: EnginePlan, rank: int, build: WorkerBuild) -> None:
     """Raise PlanMismatchError, with both sides of each difference, if a rank has not built what the plan names."""
-    differences = []
-    for rank, build in sorted(builds.items()):
-        planned = asdict(WorkerBuild.planned(plan, rank))
-        differences += [
-            f"\n  - worker {rank}: {name} is {built!r}, and the plan names {planned[name]!r}"
-            for name, built in asdict(build).items()
-            if built != planned[name]
-        ]
+    planned = asdict(WorkerBuild.planned(plan, rank))
+    differences = [
+        f"\n  - worker {rank}: {name} is {built!r}, and the plan names {planned[name]!r}"
+        for name, built in asdict(build).items()
+        if built != planned[name]
+    ]
     if differences:
         raise PlanMismatchError(f"the engine was not built as planned:{''.join(differences)}")

@@ -44,18 +44,18 @@ def run_worker_loop(plan: EnginePlan, rank: int, addresses: WorkerAddresses, sto
     try:
         worker = _start(plan, rank, store)
         with channel.open_replies() as replies:
-            replies.send(encode_reply(Ready(rank, worker.layout, worker.build)))
+            replies.send(encode_reply(Ready(rank, worker.layout, worker.runner_name)))
         with _reply_sender(worker, channel) as send, short_collections():
             while message := channel.receive():
                 number, scheduler_output, grammar_output = decode_call(message)
-                worker.runner.execute_model(scheduler_output)
-                send(number, worker.runner.sample_tokens(grammar_output))
+                worker.execute_model(scheduler_output)
+                send(number, worker.sample_tokens(grammar_output))
     except BaseException as error:
         channel.open_replies().send(encode_reply(Failure.of(rank, error, traceback.format_exc())))
         while channel.receive():
             pass
         raise
-    worker.runner.shutdown()
+    worker.shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()
     channel.close()

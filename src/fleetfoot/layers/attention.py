@@ -46,13 +46,9 @@ class PagedAttention:
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions, and an RMSNorm on each head of q and k where the model has it.
 
-    Args:
-        cos_sin: the table of `rotary_table`, shared by all layers.
-        layer: its number in the model.
-        kv_index: of its KV cache in `ForwardContext.kv_caches`.
-
-    Raises:
-        ValueError: the ranks of the tensor group cannot share the heads; the message names group sizes that can.
+    ``cos_sin``: the table of `rotary_table`, shared by all layers; ``layer``: its number in the model; ``kv_index``: of
+    its KV cache in `ForwardContext.kv_caches`. Raises ValueError, with group sizes that can, if the ranks of the tensor
+    group cannot share the heads.
     """
 
     def __init__(

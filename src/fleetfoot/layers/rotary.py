@@ -16,12 +16,8 @@ from fleetfoot.config.model import RopeConfig
 
 
 def rotary_table(rope: RopeConfig, head_dim: int, max_positions: int, device: torch.device) -> torch.Tensor:
-    """Cosines and sines of every position.
-
-    Returns:
-        ``[max_positions, head_dim]`` float32: cosines of the ``head_dim / 2`` angles, then their sines, both times the
-        attention factor where the type has one.
-    """
+    """``[max_positions, head_dim]`` float32: of every position the cosines of the ``head_dim / 2`` angles, then their
+    sines, both times the attention factor where the type has one."""
     if device.type == "meta":  # torch.arange would import torch._dynamo, which takes a second
         return torch.empty(max_positions, head_dim, device=device)
     frequencies = inverse_frequencies(rope, head_dim).to(device)  # [head_dim / 2]

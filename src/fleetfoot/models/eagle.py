@@ -23,7 +23,8 @@ INPUT_NORM = "layers.0.input_layernorm.weight"
 FC_WEIGHT, FC_BIAS = "fc.weight", "fc.bias"
 OF_THE_TARGET = ("embed_tokens.weight", "lm_head.weight")
 """What a head's checkpoint may hold besides, as a copy of the target's."""
-_BASE_PREFIX = "model."
+BASE_PREFIX = "model."
+"""Before the names in some checkpoints."""
 
 
 class EagleHead(WeightTree):
@@ -50,29 +51,16 @@ class EagleHead(WeightTree):
             self.layers["0"].input_layernorm = nn.Identity()
 
     def forward(self, embeddings: torch.Tensor, hidden: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """Predict the target's hidden states one token on, and write K and V.
+        """Predict the target's hidden states one token on, as its logits head reads them, and write K and V.
 
         Args:
             embeddings: ``[num_tokens, hidden_size]``, of the token behind each token.
             hidden: ``[num_tokens, hidden_size]``: of each token, the target's hidden state or its prediction.
             ctx: with the KV caches of the head's layers.
-
-        Returns:
-            ``[num_tokens, hidden_size]``, as the target's logits head reads them.
         """
         return self.layers(self.fc(torch.cat((embeddings, hidden), dim=-1)), ctx)
 
     def weight_specs(self) -> Iterator[WeightSpec]:
         """Every tensor that it holds; a checkpoint may have ``model.`` before the names."""
         for spec in super().weight_specs():
-            yield replace(spec, aliases=(_BASE_PREFIX + spec.name,))
-
-
-def plain_name(name: str) -> str:
-    """A tensor's name without ``model.`` before it."""
-    return name.removeprefix(_BASE_PREFIX)
-
-
-def not_of_the_head(names: Collection[str]) -> set[str]:
-    """Those of a checkpoint's tensors that belong to the target, or are constants."""
-    return {name for name in names if plain_name(name) in OF_THE_TARGET}
+            yield replace(spec, aliases=(BASE_PREFIX + spec.name,))

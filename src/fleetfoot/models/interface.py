@@ -30,10 +30,8 @@ class Decoder(nn.Module):
 class CausalLM(WeightTree):
     """A decoder-only language model, or the consecutive ``layers`` of it that one pipeline rank holds (None: all).
 
-    A model's class makes `model` and `lm_head`; the rest is common to all.
-
-    Raises:
-        ValueError: ``layers`` is empty, has gaps or reaches beyond the model.
+    A model's class makes `model` and `lm_head`; the rest is common to all. Raises ValueError if ``layers`` is empty,
+    has gaps or reaches beyond the model.
     """
 
     model: Decoder

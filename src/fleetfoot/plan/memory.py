@@ -128,10 +128,7 @@ def weight_bytes(shape: EngineShape) -> int:
     """Weights on one rank of a pipeline stage, with those of its drafter."""
     model, ranks, method = shape.model, shape.config.tensor_parallel_size, shape.linear_method
     size = DTYPE_BYTES[shape.dtype]
-    linears = model.layer_linears(ranks)
-    layer = sum(method.num_bytes(outputs, inputs, shape.dtype) for outputs, inputs, _ in linears)
-    layer += size * (model.layer_norm_parameters + sum(outputs for outputs, _, has_bias in linears if has_bias))
-    total = len(shape.layers) * layer
+    total = len(shape.layers) * method.layer_bytes(model, shape.dtype, ranks)
     rows, hidden = vocab_rows(model.vocab_size, ranks), model.hidden_size
     if shape.is_first or (shape.is_last and model.tie_word_embeddings):
         total += rows * hidden * size

@@ -139,9 +139,9 @@ def unsupported_features(runner: str, required: Mapping[Feature, str]) -> tuple[
     """The required features that ``runner`` (``v1`` or ``v2``) does not support."""
     declared = CAPABILITIES[runner]
     return tuple(
-        Unsupported(feature.value, requested_by, declared[feature].why_not)
+        Unsupported(feature.value, requested_by, declared[feature])
         for feature, requested_by in required.items()
-        if not declared[feature].is_supported
+        if declared[feature]
     )
 
 

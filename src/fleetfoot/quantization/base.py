@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
 from fleetfoot.records.weights import WeightSpec
 
 if TYPE_CHECKING:
@@ -97,3 +98,10 @@ class LinearMethod(ABC):
     @abstractmethod
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: str) -> int:
         """Of a weight without its bias, for the memory plan. ``dtype``: of activations, by its name."""
+
+    def layer_bytes(self, model: ModelConfig, dtype: str, num_ranks: int = 1) -> int:
+        """Of a decoder layer on the first of ``num_ranks``, which alone has row-parallel layers' biases."""
+        linears = model.layer_linears(num_ranks)
+        others = model.layer_norm_parameters + sum(outputs for outputs, _, has_bias in linears if has_bias)
+        matrices = sum(self.num_bytes(outputs, inputs, dtype) for outputs, inputs, _ in linears)
+        return matrices + others * DTYPE_BYTES[dtype]

@@ -1,4 +1,5 @@
-"""A model runner: its interface, and what the runners share: the KV cache, and the order of a step.
+"""A model runner: its interface, and what the runners share: the KV cache, the order of a step, and in a pipeline the
+sampled tokens.
 
 execute_model   the KV connector begins the step; prepare the inputs; forward
 sample_tokens   logits; sample and verify drafts; propose drafts; the KV connector ends the step
@@ -8,6 +9,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,9 +21,8 @@ from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, PipelineGroup
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import IntermediateTensors
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.records.step import KVConnectorOutput, PendingOutput, SchedulerOutput
+from fleetfoot.records.step import ModelRunnerOutput, PendingOutput, SchedulerOutput
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
-from fleetfoot.runner.token_sync import SampledTokenSync
 from fleetfoot.speculative.drafter import NO_DRAFTING, DraftSettings
 from fleetfoot.weights.loading import ModelLoader
 
@@ -63,7 +65,7 @@ class ModelRunner(ABC):
         self._kv_caches: list[torch.Tensor] = []
         self._execute_state: tuple[SchedulerOutput, Any] | None = None
         """The step between `execute_model` and `sample_tokens`, and the results of its forward pass."""
-        self._ready_output: PendingOutput | None = None
+        self._ready_output: ModelRunnerOutput | None = None
         """The output of a step that was complete after `execute_model`."""
 
     # --- start ------------------------------------------------------------------------------------------------------
@@ -111,14 +113,15 @@ class ModelRunner(ABC):
             raise RuntimeError("execute_model was called before load_model and initialize_kv_cache")
         if scheduler_output.is_idle:
             self._free_rows(scheduler_output)
-            self._ready_output = self._output_without_tokens(self._connector.no_forward(scheduler_output))
+            kv_output = self._connector.no_forward(scheduler_output)
+            self._ready_output = ModelRunnerOutput([], kv_connector_output=kv_output)
             return None
         try:
             self._connector.pre_forward(scheduler_output)
             next_stage_input = self._forward(scheduler_output, intermediate_tensors)
             if self._execute_state is None:  # a rank that does not sample: its last write of KV is queued
                 kv_output = self._connector.post_forward(scheduler_output.finished_req_ids)
-                self._ready_output = self._output_without_tokens(kv_output)
+                self._ready_output = ModelRunnerOutput([], kv_connector_output=kv_output)
         except BaseException:
             self._connector.abandon()
             raise
@@ -156,9 +159,6 @@ class ModelRunner(ABC):
     def _sample(self) -> Any:
         """The output of the step of ``_execute_state``, which it clears."""
 
-    @abstractmethod
-    def _output_without_tokens(self, kv_connector_output: KVConnectorOutput | None) -> PendingOutput: ...
-
     def _send_to_next_stage(
         self, hidden_states: IntermediateTensors, scheduler_output: SchedulerOutput, rows: Any
     ) -> IntermediateTensors | None:
@@ -174,6 +174,46 @@ class ModelRunner(ABC):
         self._connector.shutdown()
         self._model = self._execute_state = self._ready_output = None
         self._kv_caches = []
+
+
+class SampledTokenSync:
+    """Sends what a step has sampled as a message ``[n, 2 + k]`` int32: the newest token, the number of rejected query
+    tokens (-1 for a request without a new token), and k drafts for the next step.
+
+    An earlier rank counts each query as accepted, and corrects its rows when it receives the message, which is before
+    it prepares a step of one of these rows.
+
+    ``apply`` corrects rows. Its arguments are the rows, their message, and the number of query tokens of each decode.
+    """
+
+    def __init__(
+        self,
+        pipeline: PipelineGroup,
+        num_drafts: int,
+        device: torch.device,
+        apply: Callable[[Any, torch.Tensor, int], None],
+    ) -> None:
+        self.send = pipeline.send_sampled_tokens
+        self._receive = pipeline.receive_sampled_tokens
+        self._width = 2 + num_drafts
+        self._device = device
+        self._apply = apply
+        self._pending: deque[tuple[int, Any, int]] = deque()
+        """Step, rows and query length of messages that have not been received."""
+
+    def expect(self, scheduler_output: SchedulerOutput, rows: Any) -> None:
+        """Register a step that sends a message if a request samples. ``rows``: ``[n]``: of the requests that sample;
+        not changed until the message is received."""
+        if scheduler_output.num_sampled:
+            self._pending.append((scheduler_output.step, rows, 1 + scheduler_output.num_drafts))
+
+    def receive(self, last_step: int) -> None:
+        """Receive and apply the messages of all steps up to ``last_step``."""
+        while self._pending and self._pending[0][0] <= last_step:
+            _, rows, query_len = self._pending.popleft()
+            message = torch.empty((len(rows), self._width), dtype=torch.int32, device=self._device)
+            self._receive(message)
+            self._apply(rows, message, query_len)
 
 
 def allocate_kv_cache(layout: KVLayout, device: torch.device) -> list[torch.Tensor]:

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass
 
 
 class Feature(enum.Enum):
@@ -51,18 +49,6 @@ class Feature(enum.Enum):
     STRUCTURED_OUTPUTS = "structured outputs"
 
 
-@dataclass(frozen=True, slots=True)
-class Support:
-    """Whether a runner supports a feature."""
-
-    why_not: str = ""
-    """A sentence for the user; empty: the feature is supported."""
-
-    @property
-    def is_supported(self) -> bool:
-        return not self.why_not
-
-
 _UNSUPPORTED = {
     Feature.QUANTIZED_WEIGHTS: "The loader and the linear layers support only bfloat16, float16 and float32.",
     Feature.MIXTURE_OF_EXPERTS: "No model here routes tokens to experts.",
@@ -78,15 +64,11 @@ _UNSUPPORTED = {
     Feature.STRUCTURED_OUTPUTS: "The sampler takes no grammar's bitmask.",
 }
 """What no runner supports, and why."""
-_UNSUPPORTED_BY_V1 = {Feature.GRAPHS: "It runs eagerly; graphs are Model Runner V2's."}
 
+_EAGER = "It runs eagerly; graphs are Model Runner V2's."
 
-def _capabilities(unsupported: Mapping[Feature, str]) -> Mapping[Feature, Support]:
-    return {feature: Support(unsupported.get(feature, "")) for feature in Feature}
-
-
-CAPABILITIES: Mapping[str, Mapping[Feature, Support]] = {
-    "v1": _capabilities(_UNSUPPORTED | _UNSUPPORTED_BY_V1),
-    "v2": _capabilities(_UNSUPPORTED),
+CAPABILITIES: dict[str, dict[Feature, str]] = {
+    "v1": dict.fromkeys(Feature, "") | _UNSUPPORTED | {Feature.GRAPHS: _EAGER},
+    "v2": dict.fromkeys(Feature, "") | _UNSUPPORTED,
 }
-"""Runner -> feature -> whether it is supported."""
+"""Runner -> feature -> why it is not supported, a sentence for the user; empty: it is supported."""

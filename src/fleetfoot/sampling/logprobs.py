@@ -67,38 +67,14 @@ def token_logprobs(
     return LogprobsTensors(op(logits, token_ids, vocab_size if num == -1 else min(num, vocab_size)))
 
 
-def prompt_logprobs(
-    hidden_states: torch.Tensor,
-    next_token_ids: torch.Tensor,
-    num: int,
-    compute_logits: Callable[[torch.Tensor], torch.Tensor],
-    vocab_size: int,
-    op: TokenLogprobs = token_logprobs_torch,
-) -> LogprobsTensors:
-    """Logprobs of prompt tokens, from the hidden states that predict them.
-
-    Args:
-        hidden_states: ``[m, hidden]``; row ``i`` predicts ``next_token_ids[i]``.
-        next_token_ids: ``[m]`` int64.
-        num: number of top tokens; -1: all.
-        compute_logits: ``[k, hidden]`` -> ``[k, vocab_size]``, called for a few rows at a time: the logits of a whole
-            prompt would be the largest tensor of the step.
-    """
-    step = rows_per_chunk(vocab_size, hidden_states.device)
-    chunks = zip(hidden_states.split(step), next_token_ids.split(step), strict=True)
-    return LogprobsTensors(
-        torch.cat([token_logprobs(compute_logits(states), num, token_ids, op).packed for states, token_ids in chunks])
-    )
-
-
 class PromptLogprobs:
-    """The requests with ``prompt_logprobs`` while their prompts are computed. ``compute_logits``, ``vocab_size``,
-    ``op``: as for `prompt_logprobs`."""
+    """Requests with ``prompt_logprobs`` and an incomplete prompt. ``compute_logits``: ``[n, hidden_size]`` -> ``[n,
+    vocab_size]``; ``op``: see `Kernels.token_logprobs`."""
 
     def __init__(
         self, compute_logits: Callable[[torch.Tensor], torch.Tensor], vocab_size: int, op: TokenLogprobs
     ) -> None:
-        self._model = (compute_logits, vocab_size, op)
+        self._compute_logits, self._vocab_size, self._op = compute_logits, vocab_size, op
         self._prefills: dict[int, tuple[NewRequest, int, int]] = {}  # row -> request, num, prompt tokens computed
 
     @property
@@ -114,14 +90,8 @@ class PromptLogprobs:
         self._prefills.pop(row, None)
 
     def collect(self, hidden: torch.Tensor, output: SchedulerOutput) -> Iterator[tuple[int, int, LogprobsTensors]]:
-        """Compute the logprobs of the prompt tokens that this step's positions predict.
-
-        Args:
-            hidden: ``[num_tokens, hidden_size]``, in batch order.
-
-        Yields:
-            (batch index, position of the first of these prompt tokens, their logprobs).
-        """
+        """Compute the logprobs of the prompt tokens that a step predicts. ``hidden``: ``[num_tokens, hidden_size]``, in
+        batch order. Yields (batch index, position of the first of these prompt tokens, their logprobs)."""
         if not self._prefills:
             return
         first = 0
@@ -135,4 +105,14 @@ class PromptLogprobs:
             targets = request.token_ids[begin + 1 : min(begin + 1 + num_tokens, request.num_prompt_tokens)].tolist()
             if targets:
                 target_ids = torch.tensor(targets, device=hidden.device)
-                yield index, begin + 1, prompt_logprobs(states[: len(targets)], target_ids, num, *self._model)
+                yield index, begin + 1, self.logprobs(states[: len(targets)], target_ids, num)
+
+    def logprobs(self, hidden: torch.Tensor, next_ids: torch.Tensor, num: int) -> LogprobsTensors:
+        """Logprobs of the prompt tokens ``next_ids [n]`` int64, which ``hidden [n, hidden_size]`` predict, and of the
+        ``num`` top tokens (-1: all). A few rows at a time: the logits of a whole prompt would be the largest tensor of
+        the step."""
+        step = rows_per_chunk(self._vocab_size, hidden.device)
+        chunks = zip(hidden.split(step), next_ids.split(step), strict=True)
+        return LogprobsTensors(
+            torch.cat([token_logprobs(self._compute_logits(x), num, ids, self._op).packed for x, ids in chunks])
+        )

@@ -1,4 +1,5 @@
-"""The model's default sampling parameters, and a request's seed. No torch: admission does not need it."""
+"""The model's default sampling parameters, what a request's parameters need, and its seed. No torch: admission does not
+need it."""
 
 from __future__ import annotations
 
@@ -48,6 +49,16 @@ def read_sampling_defaults(
             remedy = "override_generation_config can replace it, generation_config='none' all"
             raise ValueError(f"{path}: {name} is {value!r}: {error}; {remedy}") from error
     return defaults
+
+
+def has_filters(params: SamplingParams) -> bool:
+    """Whether tokens are drawn, and min_p, top_k or top_p are on."""
+    return params.temperature > 0 and (params.min_p > 0 or params.top_k > 0 or params.top_p < 1)
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether the tokens of a sequence change its logits."""
+    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
 
 
 def request_seed(seed: int | None, index: int, engine_seed: int = 0, counter: int = 0) -> int:

@@ -14,6 +14,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from fleetfoot.kernels.sampling.token_logprobs import token_logprobs_torch
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import NewRequest
 from fleetfoot.sampling.logprobs import LogprobsTensors, PromptLogprobs, token_logprobs
+from fleetfoot.sampling.request_params import has_filters, has_penalties
 from fleetfoot.sampling.verification import HostSamples, verify_drafts
 
 
@@ -46,21 +48,13 @@ class SamplingRow:
     bad_words_token_ids: Sequence[Sequence[int]] = ()
     """Token sequences that must not be completed."""
 
-    has_filters: bool = field(init=False)
-    """Whether the row draws, and min_p, top_k or top_p are on."""
-    has_penalties: bool = field(init=False)
-    has_biases: bool = field(init=False)
-    """Whether it has a logit bias, or its output can ban tokens."""
     _prompt_tokens: np.ndarray | None = field(init=False, default=None, repr=False)
 
-    def __post_init__(self) -> None:
-        params = self.params
-        self.has_filters = params.temperature > 0 and (params.min_p > 0 or params.top_k > 0 or params.top_p < 1)
-        self.has_penalties = (
-            params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
-        )
-        has_bans = bool(self.bad_words_token_ids) or (params.min_tokens > 0 and bool(self.stop_token_ids))
-        self.has_biases = has_bans or bool(params.logit_bias)
+    @property
+    def has_biases(self) -> bool:
+        """Whether it has a logit bias, or its output can ban tokens."""
+        has_bans = bool(self.bad_words_token_ids) or (self.params.min_tokens > 0 and bool(self.stop_token_ids))
+        return has_bans or bool(self.params.logit_bias)
 
     @property
     def output_token_ids(self) -> Sequence[int]:
@@ -108,12 +102,9 @@ class AllowedTokens:
         """From row -> token ids; ``None`` if there are none."""
         if not allowed:
             return None
-        entry_rows = np.repeat(np.arange(len(allowed)), [len(token_ids) for token_ids in allowed.values()])
-        return cls(
-            torch.tensor(list(allowed), device=device),
-            torch.from_numpy(entry_rows).to(device),
-            torch.from_numpy(np.concatenate([*map(np.asarray, allowed.values())])).to(device),
-        )
+        rows, lists = torch.tensor(list(allowed), device=device), list(allowed.values())
+        entry_rows = np.repeat(np.arange(len(lists)), [*map(len, lists)])
+        return cls(rows, torch.tensor(entry_rows, device=device), torch.tensor([*chain(*lists)], device=device))
 
     def apply(self, logits: torch.Tensor) -> None:
         """Exclude all other tokens of ``logits [n, vocab]`` float32, in place."""
@@ -150,7 +141,7 @@ class SamplingMetadata:
             _random_rows(rows, device),
             AllowedTokens.build(allowed, device),
             [i for i, row in enumerate(rows) if row.has_biases],
-            [i for i, row in enumerate(rows) if row.has_penalties],
+            [i for i, row in enumerate(rows) if has_penalties(row.params)],
             {i: count for i, row in enumerate(rows) if (count := row.params.logprobs) is not None},
         )
 
@@ -174,7 +165,7 @@ def _random_rows(rows: Sequence[SamplingRow], device: torch.device) -> RandomRow
         return torch.tensor(list(values), dtype=torch.float32, device=device)
 
     filters = None
-    if any(row.has_filters for row in rows):
+    if any(map(has_filters, params)):
         filters = RowFilters(
             floats(math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params),
             torch.tensor([max(p.top_k, 0) for p in params], dtype=torch.int32, device=device),
@@ -209,14 +200,9 @@ class Sampler:
 
     def add(self, request: NewRequest) -> None:
         """A request takes a row. Its ``token_ids`` grow while it runs."""
-        self._rows[request.row] = SamplingRow(
-            params=request.params,
-            seed=request.seed,
-            token_ids=request.token_ids,
-            num_prompt_tokens=request.num_prompt_tokens,
-            stop_token_ids=request.stop_token_ids,
-            bad_words_token_ids=request.bad_words_token_ids,
-        )
+        lists = request.stop_token_ids, request.bad_words_token_ids
+        row = SamplingRow(request.params, request.seed, request.token_ids, request.num_prompt_tokens, *lists)
+        self._rows[request.row] = row
         self.prompt_logprobs.add(request)
 
     def remove(self, row: int) -> None:
@@ -227,13 +213,9 @@ class Sampler:
     def __call__(
         self, logits: torch.Tensor, rows: Sequence[int], drafts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]
     ) -> HostSamples:
-        """Sample, and verify drafts. Waits for the device.
-
-        Args:
-            logits: ``[num_logits, vocab_size]``: ``1 + d`` rows for each decode, then one for each other request.
-            rows: ``[num_sampled]``: the requests' rows.
-            drafts, max_new_tokens: as for `verify_drafts`.
-        """
+        """Sample, and verify drafts. Waits for the device. ``logits``: ``[num_logits, vocab_size]``: ``1 + d`` rows for
+        each decode, then one for each other request; ``rows``: of the requests that sample; ``drafts``,
+        ``max_new_tokens``: as for `verify_drafts`."""
         batch: list[SamplingRow] = []
         for index, row in enumerate(rows):
             batch.append(self._rows[row])

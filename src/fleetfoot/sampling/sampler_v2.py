@@ -32,6 +32,7 @@ from fleetfoot.kernels.sampling.sample import MAX_TOP_K, RandomRows, RowFilters
 from fleetfoot.kernels.sampling.token_logprobs import MAX_SELECTED
 from fleetfoot.records.step import NewRequest
 from fleetfoot.sampling.logprobs import LogprobsTensors, PromptLogprobs, token_logprobs
+from fleetfoot.sampling.request_params import has_filters, has_penalties
 from fleetfoot.sampling.shape import (
     LIST_CAPACITY,
     MASK_BITS,
@@ -53,15 +54,13 @@ _RANDOM, _FILTERS, _OTHER_FILTERS, _PROCESSORS = "random", "filters", "other fil
 class SamplingTables:
     """Sampling parameters, with an entry for each of ``R = max_num_seqs`` rows, in tables on the device.
 
-    The host writes a row when its request is admitted, through the staging buffer; eager steps and graphs read it.
-
-    A list of tokens that exceeds `LIST_CAPACITY` gets a tensor of its own, which graphs do not read: while such a
-    request runs, sampling is not part of the graphs.
+    The host writes a row when its request is admitted, through the staging buffer; eager steps and graphs read it. A
+    list of tokens that exceeds `LIST_CAPACITY` gets a tensor of its own, which graphs do not read: while such a request
+    runs, sampling is not part of the graphs.
 
     Args:
-        seeds: ``[R, 2]``, aligned to 8 bytes. fields: ``[NUM_FIELDS, R]``. lists: ``[R, 4, LIST_CAPACITY]``.
-        masks: ``[R, ceil(vocab_size / 32)]``.
-        history: the tokens of each row.
+        seeds: ``[R, 2]``, aligned to 8 bytes. fields: ``[NUM_FIELDS, R]``.
+        lists: ``[R, 4, LIST_CAPACITY]``. masks: ``[R, ceil(vocab_size / 32)]``. history: the tokens of each row.
     """
 
     def __init__(
@@ -182,13 +181,8 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Tracks the features that the running requests use, and samples batches.
-
-    Args:
-        tables: parameters of the rows.
-        verification: accepts drafts.
-        compute_logits: ``[n, hidden_size]`` -> ``[n, vocab_size]``, for prompt logprobs.
-    """
+    """Tracks the features that the running requests use, and samples batches. ``compute_logits``: ``[n, hidden_size]``
+    -> ``[n, vocab_size]``, for prompt logprobs."""
 
     def __init__(
         self,
@@ -249,19 +243,12 @@ class Sampler:
     def sample(
         self, logits: torch.Tensor, batch: LogitsBatch, variant: SamplingVariant, *, all_greedy: bool = False
     ) -> SamplerOutput:
-        """Sample each row of logits, without host synchronisation: a graph can contain it.
-
-        Args:
-            logits: ``[L, vocab_size]``, with padding rows if ``batch`` has any.
-            variant: has at least the parts that the rows use.
-            all_greedy: no row draws.
-        """
-        tables = self._tables
-        processed = logits
+        """Sample each row of ``logits [L, vocab_size]``, padding included, without host synchronisation: a graph can
+        contain it. ``variant``: has at least the parts that the rows use; ``all_greedy``: no row draws."""
+        tables, processed = self._tables, logits
         if variant.logits_processors:
-            processed = self._ops.process_logits(
-                logits, batch.rows, batch.seq_lens, tables.logits_processors, tables.long_lists
-            )
+            parameters = tables.logits_processors, tables.long_lists
+            processed = self._ops.process_logits(logits, batch.rows, batch.seq_lens, *parameters)
         sampled = torch.empty((2, len(logits)), dtype=torch.int64, device=logits.device)
         token_ids, invalid = sampled
         random = None
@@ -271,10 +258,9 @@ class Sampler:
         self._ops.sample(processed, random, invalid=invalid, out=token_ids)
         logprobs = None
         if variant.logprobs is not None:
-            sizes = tables.logprobs_size
-            logprobs = LogprobsTensors(
-                self._ops.token_logprobs(logits, token_ids, variant.logprobs, sizes=sizes, rows=batch.rows)
-            )
+            sizes, rows = tables.logprobs_size, batch.rows
+            packed = self._ops.token_logprobs(logits, token_ids, variant.logprobs, sizes=sizes, rows=rows)
+            logprobs = LogprobsTensors(packed)
         return SamplerOutput(self._verification(sampled, batch), token_ids, invalid, logprobs)
 
     def num_logprobs(self, rows: Sequence[int]) -> dict[int, int]:
@@ -308,14 +294,12 @@ def _is_large(num_logprobs: int) -> bool:
 def _features(request: NewRequest) -> list[str]:
     """The optional parts of sampling that a request uses."""
     params = request.params
-    is_random = params.temperature > 0
-    has_filters = is_random and (params.min_p > 0 or params.top_k > 0 or params.top_p < 1)
-    is_penalized = params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
+    is_filtered = has_filters(params)
     has_lists = params.allowed_token_ids is not None or bool(params.logit_bias) or bool(request.bad_words_token_ids)
     features = {
-        _RANDOM: is_random,
-        _FILTERS: has_filters,
-        _OTHER_FILTERS: has_filters and not 0 < params.top_k <= MAX_TOP_K,
-        _PROCESSORS: is_penalized or has_lists or params.min_tokens > 0,
+        _RANDOM: params.temperature > 0,
+        _FILTERS: is_filtered,
+        _OTHER_FILTERS: is_filtered and not 0 < params.top_k <= MAX_TOP_K,
+        _PROCESSORS: has_penalties(params) or has_lists or params.min_tokens > 0,
     }
     return [name for name, is_on in features.items() if is_on]

@@ -52,14 +52,9 @@ def verify_drafts(
     max_new_tokens: Sequence[int],
     logprobs: dict[int, RowLogprobs],
 ) -> HostSamples:
-    """Accept drafts.
-
-    Args:
-        sampled, invalid: ``[num_logits]``: the target's samples.
-        drafts: ``[num_decodes][d]``; -1: no draft. Empty without drafts.
-        max_new_tokens: ``[num_sampled]``: number of tokens until each request reaches its length.
-        logprobs: row of the logits -> logprobs, if requested.
-    """
+    """Accept drafts. ``sampled``, ``invalid``: ``[num_logits]``, the target's samples; ``drafts``: ``[num_decodes][d]``
+    (-1: none), empty without drafts; ``max_new_tokens``: ``[num_sampled]``, tokens until each request reaches its
+    length; ``logprobs``: row of the logits -> logprobs, if requested."""
     token_ids: list[list[int]] = []
     num_rejected: list[int] = []
     messages: dict[int, str] = {}

@@ -49,11 +49,7 @@ class SchedulerConfig:
             )
 
     def check_fits(self, request: Request) -> None:
-        """Check that a request can be scheduled if it is alone.
-
-        Raises:
-            ValueError: it never can; the message has what would fit.
-        """
+        """Raise ValueError, with what would fit, if a request cannot be scheduled even if it is alone."""
         room = self.num_blocks * self.block_size
         needed = request.max_total_tokens - 1  # the last token is never an input
         if needed > room:

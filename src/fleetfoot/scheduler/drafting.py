@@ -3,64 +3,43 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Protocol
 
 from fleetfoot.records.request import Request
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.scheduler.stats import DraftStats
 
 
-class DraftController(Protocol):
-    """Decides step by step whether to propose drafts."""
+class DraftController:
+    """Decides step by step whether to propose ``num_drafts`` drafts: always, but for batches above ``max_num_decodes``
+    (None: no limit)."""
 
-    @property
-    def off_reason(self) -> str:
+    def __init__(self, num_drafts: int = 0, max_num_decodes: int | None = None) -> None:
+        self.num_drafts = num_drafts
+        self.off_reason = ""
         """Why the last `choose` returned 0, in a few words, for statistics; empty if it did not."""
+        self._max_num_decodes = max_num_decodes
 
     def choose(self, num_decodes: int) -> int:
-        """How many drafts to propose for a step of ``num_decodes`` decodes: 0, or the configured number."""
+        """How many drafts to propose for a step of ``num_decodes`` decodes: 0, or ``num_drafts``."""
+        self.off_reason = self._why_not(num_decodes)
+        return 0 if self.off_reason else self.num_drafts
+
+    def _why_not(self, num_decodes: int) -> str:
+        """Why not to propose drafts; empty to propose them."""
+        most = self._max_num_decodes
+        return "" if most is None or num_decodes <= most else f"more than {most} request{'s' * (most != 1)}"
 
     def observe(
         self, num_decodes: int, num_drafts: int, num_drafted: int, num_accepted: int, num_tokens: int, seconds: float
     ) -> None:
-        """Record a step that has ended. Called for every step that computed something, with drafts or without.
+        """Record a step that has ended and computed something, with drafts or without.
 
         Args:
-            num_decodes: decodes of the step.
             num_drafts: drafts that each decode verified; 0, or the configured number.
-            num_drafted: drafts that were really proposed, over all decodes.
-            num_accepted: how many of those were accepted.
+            num_drafted, num_accepted: of the drafts that were really proposed, over all decodes.
             num_tokens: tokens computed for decodes (``1 + num_drafts`` each) and prefills.
             seconds: since the previous step ended, or since this one began if that was later.
         """
-
-
-class ConstantDrafts:
-    """A `DraftController` that always proposes the same number of drafts.
-
-    Args:
-        num_drafts: the number; 0: no drafts.
-        max_num_decodes: larger batches propose none; None: no limit.
-    """
-
-    def __init__(self, num_drafts: int = 0, max_num_decodes: int | None = None) -> None:
-        self.off_reason = ""
-        self.num_drafts = num_drafts
-        self._max_num_decodes = max_num_decodes
-
-    def choose(self, num_decodes: int) -> int:
-        self.off_reason = too_many_decodes(num_decodes, self._max_num_decodes)
-        return 0 if self.off_reason else self.num_drafts
-
-    def observe(self, *step: float) -> None:
-        pass
-
-
-def too_many_decodes(num_decodes: int, max_num_decodes: int | None) -> str:
-    """Why a batch of this size gets no drafts; empty if it gets them."""
-    if max_num_decodes is None or num_decodes <= max_num_decodes:
-        return ""
-    return f"more than {max_num_decodes} request{'s' * (max_num_decodes != 1)}"
 
 
 class Drafting:

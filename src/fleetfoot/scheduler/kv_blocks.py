@@ -25,16 +25,12 @@ DIGEST_BYTES = 16
 
 
 class BlockPool:
-    """A fixed number of KV blocks with reference counts and a prefix cache.
+    """``num_blocks`` KV blocks with reference counts and a prefix cache.
 
     A block is free as soon as its last reference is dropped, but keeps its contents and its hash until it is reused, so
     that its prefix can be hit again. Blocks without a cached prefix are reused first (the last freed first: it is the
-    warmest in the CPU's caches), then cached ones, least recently used first.
-
-    Args:
-        num_blocks: number of blocks; ids are 0 .. num_blocks - 1.
-        block_size: tokens in a block.
-        enable_caching: False makes `lookup` find nothing.
+    warmest in the CPU's caches), then cached ones, least recently used first. Without ``enable_caching``, `lookup`
+    finds nothing.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_caching: bool = True) -> None:
@@ -59,11 +55,8 @@ class BlockPool:
         return STATE_NAMES[self._states[block]]
 
     def take(self, count: int) -> list[int]:
-        """Allocate ``count`` free blocks, each with one reference, in state FILLING.
-
-        Raises:
-            RuntimeError: fewer are free. The scheduler checks first.
-        """
+        """Allocate ``count`` free blocks, each with one reference, in state FILLING. Raises RuntimeError if fewer are
+        free: the scheduler checks first."""
         if count > self.num_free:
             raise RuntimeError(f"{count} KV blocks requested, {self.num_free} of {self.num_blocks} free")
         taken = [self._plain.pop() if self._plain else self._evict() for _ in range(count)]
@@ -99,10 +92,8 @@ class BlockPool:
         return sum(self._references[block] == holds[block] for block in blocks)
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Mark ``block`` as full of the tokens that ``digest`` stands for, so that it can be hit.
-
-        If another block has the same hash, that earlier one stays the cached one.
-        """
+        """Mark ``block`` as full of the tokens that ``digest`` stands for, so that it can be hit. If another block has
+        the same hash, that one stays the cached one."""
         if self._references[block] > self._holds[block]:
             self._states[block] = READY
         if self.enable_caching and self._hashes[block] is None and digest not in self._by_hash:
@@ -110,11 +101,7 @@ class BlockPool:
             self._by_hash[digest] = block
 
     def hold(self, blocks: Iterable[int], *, add_reference: bool = False) -> None:
-        """Hold each of ``blocks`` until `release`.
-
-        Args:
-            add_reference: False turns the owner's reference into the hold; True adds a reference for it.
-        """
+        """Hold each of ``blocks`` until `release`. The owner's reference becomes the hold, unless ``add_reference``."""
         for block in blocks:
             self._references[block] += add_reference
             self._holds[block] += 1
@@ -130,10 +117,8 @@ class BlockPool:
         self.free(blocks)
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Drop one reference of each of a request's blocks.
-
-        The last block is freed first, so that the tail of a prefix is reused before its head.
-        """
+        """Drop one reference of each of a request's blocks, the last one first: the tail of a prefix is reused before
+        its head."""
         for block in reversed(blocks):
             left = self._references[block] - 1
             if left < self._holds[block]:
@@ -164,15 +149,10 @@ class BlockPool:
         return block
 
     def check_integrity(self, owners: Iterable[Sequence[int]], holds: Iterable[Sequence[int]] = ()) -> None:
-        """Compare the pool with the block lists of all owners and holders.
+        """Compare the pool with every list of blocks that has references (``owners``), and with the held ones of them.
 
-        Args:
-            owners: every list of blocks that has references, the held ones included.
-            holds: the held ones.
-
-        Raises:
-            RuntimeError: a block is lost, owned twice, both free and in use, or its hash maps to another block. The
-                message lists up to ten problems.
+        Raises RuntimeError, with up to ten problems, if a block is lost, owned twice, both free and in use, or its hash
+        maps to another block.
         """
         num_owners, num_holds = (Counter(chain.from_iterable(lists)) for lists in (owners, holds))
         num_free = Counter(chain(self._plain, self._cached))
@@ -200,17 +180,8 @@ def root_hash(cache_salt: str | None) -> bytes:
 
 
 def extend_chain(parent: bytes, token_ids: array[int], start: int, stop: int, block_size: int) -> list[bytes]:
-    """Hashes of the full blocks of ``token_ids[start:stop]``, chained to ``parent``.
-
-    Equal hashes mean the same tokens in the same order from the first one on.
-
-    Args:
-        parent: the hash of the block before ``start``, or `root_hash`.
-        token_ids: all tokens, as int32.
-        start: a block boundary.
-        stop: any later position; a last block that is not full is left out.
-        block_size: tokens in a block.
-    """
+    """Hashes of the full blocks of int32 ``token_ids[start:stop]``, chained to ``parent``: the hash of the block before
+    ``start``, or `root_hash`. Equal hashes mean the same tokens in the same order from the first one on."""
     data = token_ids[start:stop].tobytes()
     step = token_ids.itemsize * block_size
     hashes = []
@@ -258,9 +229,7 @@ class RequestBlocks:
 
         Prompts are published chunk by chunk. Generated tokens are published together when the request leaves: until
         then only an identical request could hit them, and hashing them one by one would slow down every step.
-
-        Args:
-            by_this_step: see `SchedulerConnector.blocks_filled`.
+        ``by_this_step``: see `SchedulerConnector.blocks_filled`.
         """
         # drafts in flight count as computed, but their tokens are not known
         final = min(request.num_computed, request.num_tokens, request.max_total_tokens - 1)

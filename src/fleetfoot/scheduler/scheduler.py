@@ -20,7 +20,7 @@ from fleetfoot.records.kv_connector import NoSchedulerConnector, SchedulerConnec
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import EngineOutput, ModelRunnerOutput, NewRequest, SchedulerOutput
 from fleetfoot.scheduler.config import SchedulerConfig
-from fleetfoot.scheduler.drafting import ConstantDrafts, DraftController, Drafting
+from fleetfoot.scheduler.drafting import DraftController, Drafting
 from fleetfoot.scheduler.kv_blocks import BlockPool, RequestBlocks
 from fleetfoot.scheduler.request_queues import WaitingQueue, record_microbatch, select_microbatch
 from fleetfoot.scheduler.stats import SchedulerStats
@@ -51,10 +51,8 @@ class Scheduler:
     a decode finds no free block, the last request in the order is preempted: it frees all its blocks and is computed
     again later.
 
-    Args:
-        config: limits.
-        connector: moves KV in and out of the engine; None: no KV connector.
-        controller: decides which steps propose drafts; None: all of them, if ``config.num_drafts`` is above 0.
+    ``connector``: moves KV in and out of the engine; None: there is none. ``controller``: decides which steps propose
+    drafts; None: all of them, if ``config.num_drafts`` is above 0.
     """
 
     def __init__(
@@ -69,7 +67,7 @@ class Scheduler:
         self.pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.blocks = RequestBlocks(config, self.pool, connector)
         self.transfers = Transfers(connector, self.blocks, fail_on_error=config.kv_load_failure_policy == "fail")
-        self.drafting = Drafting(config.num_drafts, controller or ConstantDrafts(config.num_drafts))
+        self.drafting = Drafting(config.num_drafts, controller or DraftController(config.num_drafts))
         self.requests: dict[str, Request] = {}  # all that have not ended
         self.running: list[Request] = []  # in order of priority and arrival; the last one is preempted first
         self._waiting = WaitingQueue()
@@ -86,12 +84,8 @@ class Scheduler:
         self._num_arrivals = self._num_preemptions = self._prefix_queries = self._prefix_hits = 0
 
     def add_request(self, request: Request) -> None:
-        """Queue a request.
-
-        Raises:
-            ValueError: its id is in use, it can never fit in the KV cache, or the KV connector refuses its
-                kv_transfer_params.
-        """
+        """Queue a request. Raises ValueError if its id is in use, it can never fit in the KV cache, or the KV connector
+        refuses its kv_transfer_params."""
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use by a request that has not ended")
         if self.transfers.uses(request.request_id):
@@ -365,7 +359,8 @@ class Scheduler:
     # --- finish -----------------------------------------------------------------------------------------------------
 
     def finish(self, request_id: str, status: RequestStatus, stop_reason: int | str | None = None) -> Request | None:
-        """End a request from outside: aborted, or stopped by its text. None if it has already ended."""
+        """End a request from outside: aborted, or stopped by its text. Its tokens of steps in flight are dropped. None
+        if it has already ended."""
         request = self.requests.get(request_id)
         if request is None:
             return None
@@ -456,22 +451,15 @@ class Scheduler:
             self._waiting.push(*self.transfers.invalidate())
 
     def check_idle(self) -> None:
-        """Check that everything but the blocks of transfers is free. Cheap, and done whenever no request is left.
-
-        Raises:
-            RuntimeError: blocks or rows were lost.
-        """
+        """Check whenever no request is left, cheaply, that everything but the blocks of transfers is free. Raises
+        RuntimeError if blocks or rows were lost."""
         num_lost = self.config.num_blocks - self.pool.num_free - self.transfers.num_held_blocks
         num_rows = self.config.max_num_seqs - len(self._free_rows)
         if num_lost or num_rows:
             raise RuntimeError(f"no request is left, but {num_lost} KV blocks and {num_rows} rows are not free")
 
     def check_integrity(self) -> None:
-        """Compare blocks, rows and queues with each other. For tests.
-
-        Raises:
-            RuntimeError: they do not match.
-        """
+        """Compare blocks, rows and queues with each other, for tests. Raises RuntimeError if they do not match."""
         owners = {id(request): request for _, batch in self._in_flight for request in batch if request.row >= 0}
         owners |= {id(request): request for request in self.running}
         rows = sorted([request.row for request in owners.values()] + self._free_rows)

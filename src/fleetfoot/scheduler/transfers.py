@@ -25,10 +25,7 @@ logger = logging.getLogger(__name__)
 
 class Transfers:
     """The scheduler's use of a KV connector. Without an active connector every operation is a cheap no-op.
-
-    Args:
-        fail_on_error: whether a request fails with its load; False: its tokens are computed instead.
-    """
+    ``fail_on_error``: a request fails with its load; else its tokens are computed instead."""
 
     def __init__(self, connector: SchedulerConnector, blocks: RequestBlocks, *, fail_on_error: bool) -> None:
         self.connector = connector
@@ -64,11 +61,8 @@ class Transfers:
         return request_id in self._aborted or request_id in self._held
 
     def num_matched(self, request: Request, num_local: int) -> int:
-        """Tokens that the connector can load after the ``num_local`` tokens of the prefix cache.
-
-        Raises:
-            RuntimeError: the connector returned an impossible number.
-        """
+        """Tokens that the connector can load after the ``num_local`` tokens of the prefix cache. Raises RuntimeError if
+        it returns an impossible number."""
         if not request.can_load or request.has_prompt_logprobs:
             return 0
         matched = self.connector.get_num_new_matched_tokens(request, num_local)
@@ -96,12 +90,8 @@ class Transfers:
         return bool(self._loading or self._aborted or self._held) or self.connector.has_pending
 
     def update(self, output: KVConnectorOutput) -> tuple[list[Request], list[tuple[Request, str]]]:
-        """Process the transfers that have ended on all ranks.
-
-        Returns:
-            Requests that wait again because their load failed (their blocks are free, and their tokens will be
-            computed), and requests that must end, each with its error.
-        """
+        """Process the transfers that have ended on all ranks. Returns the requests that wait again because their load
+        failed (without blocks; their tokens will be computed), and those that must end, each with its error."""
         self.connector.update_connector_output(output)
         self._counters.update(output.counters)
         requeued: list[Request] = []

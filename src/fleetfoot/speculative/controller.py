@@ -7,11 +7,10 @@ Both kinds of steps are measured, not modelled.
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+from collections import defaultdict, deque
 from statistics import median
 
-from fleetfoot.scheduler.drafting import too_many_decodes
+from fleetfoot.scheduler.drafting import DraftController
 
 NUM_SAMPLES = 12
 """Steps of each kind that a decision is based on."""
@@ -21,22 +20,21 @@ LONGEST_PATIENCE = 8192
 MEASURING = "steps without drafts are measured"
 
 
-@dataclass(slots=True)
 class _Kind:
     """The latest steps with drafts, or without, of one group of batch sizes."""
 
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_SAMPLES))
-    tokens: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_SAMPLES))
-    """Mean tokens per request, for each step."""
+    def __init__(self) -> None:
+        self.steps: deque[tuple[float, float]] = deque(maxlen=NUM_SAMPLES)  # mean tokens per request, seconds
 
     @property
     def is_known(self) -> bool:
-        return len(self.seconds) == NUM_SAMPLES
+        return len(self.steps) == NUM_SAMPLES
 
     @property
     def speed(self) -> float:
         """Tokens per second of a request, by the median time: a few steps may wait for a compiler or a busy machine."""
-        return sum(self.tokens) / len(self.tokens) / max(median(self.seconds), 1e-9)
+        tokens, seconds = zip(*self.steps, strict=True)
+        return sum(tokens) / len(tokens) / max(median(seconds), 1e-9)
 
 
 class _BatchSize:
@@ -53,10 +51,8 @@ class _BatchSize:
         return self.with_drafts.is_known and self.without.is_known
 
     def add(self, num_drafts: int, tokens: float, seconds: float) -> None:
-        kind = self.with_drafts if num_drafts else self.without
         was_measured = self.is_measured
-        kind.seconds.append(seconds)
-        kind.tokens.append(tokens)
+        (self.with_drafts if num_drafts else self.without).steps.append((tokens, seconds))
         if not self.is_measured:
             return
         pays = self.with_drafts.speed > self.without.speed
@@ -66,37 +62,24 @@ class _BatchSize:
         self.pays = pays
         self._steps_left -= 1
         if self._steps_left <= 0:  # measure the other kind again
-            other = self.without if pays else self.with_drafts
-            other.seconds.clear()
-            other.tokens.clear()
+            (self.without if pays else self.with_drafts).steps.clear()
 
 
-class AdaptiveDrafts:
-    """Implements `fleetfoot.scheduler.drafting.DraftController`: proposes drafts where measurements show a gain.
+class AdaptiveDrafts(DraftController):
+    """Proposes drafts where measurements show a gain.
 
     Batch sizes are grouped by powers of two: 1, 2-3, 4-7, ... Each group starts with drafts, then runs without them for
     enough steps to compare, and keeps the faster kind. From time to time it measures the other kind again.
-
-    Args:
-        num_drafts: k.
-        max_num_decodes: larger batches propose no drafts; None: measurements decide.
     """
 
     def __init__(self, num_drafts: int, max_num_decodes: int | None = None) -> None:
-        self.off_reason = ""
-        self._num_drafts = num_drafts
-        self._max_num_decodes = max_num_decodes
-        self._sizes: dict[int, _BatchSize] = {}
+        super().__init__(num_drafts, max_num_decodes)
+        self._sizes: defaultdict[int, _BatchSize] = defaultdict(_BatchSize)
 
-    def choose(self, num_decodes: int) -> int:
-        self.off_reason = self._reason(num_decodes)
-        return 0 if self.off_reason else self._num_drafts
-
-    def _reason(self, num_decodes: int) -> str:
-        """Why not to propose drafts; empty to propose them."""
-        if reason := too_many_decodes(num_decodes, self._max_num_decodes):
+    def _why_not(self, num_decodes: int) -> str:
+        if reason := super()._why_not(num_decodes):
             return reason
-        size = self._size(num_decodes)
+        size = self._sizes[num_decodes.bit_length()]
         if not size.with_drafts.is_known:
             return ""
         if not size.without.is_known:
@@ -113,7 +96,4 @@ class AdaptiveDrafts:
     ) -> None:
         if not num_decodes or num_tokens != num_decodes * (1 + num_drafts):
             return  # with prefills, the time is not comparable
-        self._size(num_decodes).add(num_drafts, 1 + num_accepted / num_decodes, seconds)
-
-    def _size(self, num_decodes: int) -> _BatchSize:
-        return self._sizes.setdefault(num_decodes.bit_length(), _BatchSize())
+        self._sizes[num_decodes.bit_length()].add(num_drafts, 1 + num_accepted / num_decodes, seconds)

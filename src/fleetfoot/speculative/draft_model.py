@@ -6,19 +6,19 @@ import torch
 
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext
-from fleetfoot.speculative.drafter import DraftBatch, DraftSteps, ModelDrafter, as_drafts
+from fleetfoot.speculative.drafter import DraftBatch, Drafter, DraftSteps, as_drafts
 from fleetfoot.weights.loading import ModelLoader
 
 
-class DraftModel(ModelDrafter):
-    """Implements `Drafter`. Each rank of a tensor group runs the whole draft model and gets the same drafts."""
+class DraftModel(Drafter):
+    """Each rank of a tensor group runs the whole draft model and gets the same drafts."""
 
     method = "draft_model"
-    reads_hidden = False
     _model: CausalLM | None = None
 
     def load_model(self, target: CausalLM) -> None:
-        context, found = self._context, self._found
+        context, found = self._context, self._context.model
+        assert found is not None
         loader = ModelLoader(found.config, context.context, found.folder, context.load_format, context.seed)
         self._model = loader.load()
         self._fuse(self._model.model.layers)

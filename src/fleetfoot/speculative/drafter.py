@@ -6,10 +6,11 @@ with it, and all shapes follow from the number of requests, so that a graph can 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 
@@ -24,7 +25,7 @@ from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.decoder import DecoderStack
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import AttentionMetadata
-from fleetfoot.records.kv_layout import KVCacheSpec, kv_cache_specs
+from fleetfoot.records.kv_layout import kv_cache_specs
 from fleetfoot.speculative.find import DrafterModel
 
 
@@ -68,43 +69,10 @@ class DraftBatch:
     """An upper bound of ``p + m + k``."""
 
 
-class Drafter(Protocol):
-    """Proposes drafts with a model that has its own KV cache, addressed by the target's block tables.
-
-    A draft for position ``i`` is drawn with the same random numbers as the target's token for position ``i``
-    (`kernels.sampling.gumbel`: seed, position, vocabulary index), so a draft is accepted wherever both
-    distributions agree, also when sampling. Drafts never change a token, only how many tokens a step yields.
-    """
-
-    num_drafts: int
-    """``k``."""
-    kv_specs: tuple[KVCacheSpec, ...]
-    """Its layers in the KV cache, which follow the target's."""
-    method: str
-    """Its name in DRAFT_METHODS."""
-    reads_hidden: bool
-    """Whether it reads ``DraftBatch.hidden``."""
-
-    def load_model(self, target: CausalLM) -> None:
-        """Load its weights to the device. It may share matrices of ``target``, the model that it drafts for."""
-
-    def bind_kv_caches(self, kv_caches: Sequence[torch.Tensor]) -> None:
-        """Set the tensors of its layers."""
-
-    def propose(self, batch: DraftBatch, num_drafts: int) -> torch.Tensor | None:
-        """Fill its KV cache for the step, then propose ``num_drafts`` drafts: k, or 0 to only fill the cache.
-
-        Returns ``[n, k]`` int32, or None if ``num_drafts`` is 0. Never synchronizes with the device, so that graphs can
-        capture it if ``batch.is_decode``.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class DrafterContext:
     """What a drafter is made from."""
 
-    num_drafts: int
-    """``k``."""
     context: ModelContext
     """The target's, for a single rank."""
     model: DrafterModel | None
@@ -116,19 +84,42 @@ class DrafterContext:
     """Which decoder layers of the model that drafts are fused, from the plan."""
 
 
-class ModelDrafter:
-    """What the drafters with a model have in common."""
+class Drafter(ABC):
+    """Proposes drafts, with a model that has its own KV cache, addressed by the target's block tables, or without.
+
+    A draft for position ``i`` is drawn with the same random numbers as the target's token for position ``i``
+    (`kernels.sampling.gumbel`: seed, position, vocabulary index), so a draft is accepted wherever both
+    distributions agree, also when sampling. Drafts never change a token, only how many tokens a step yields.
+    """
+
+    method: ClassVar[str]
+    """Its name in DRAFT_METHODS."""
+    reads_hidden: ClassVar[bool] = False
+    """Whether it reads ``DraftBatch.hidden``."""
+    fused_layers: tuple[int, ...] = ()
+    """Numbers of its decoder layers that run fused, set by `load_model`."""
 
     def __init__(self, context: DrafterContext) -> None:
-        assert context.model is not None
-        self.num_drafts = context.num_drafts
-        self.kv_specs = kv_cache_specs(context.model.config)
         self._context = context
-        self._found = context.model
+        self.kv_specs = () if context.model is None else kv_cache_specs(context.model.config)
+        """Its layers in the KV cache, which follow the target's."""
         self._kv_caches: Sequence[torch.Tensor] = ()
 
+    @abstractmethod
+    def load_model(self, target: CausalLM) -> None:
+        """Load its weights to the device. It may share matrices of ``target``, the model that it drafts for."""
+
     def bind_kv_caches(self, kv_caches: Sequence[torch.Tensor]) -> None:
+        """Set the tensors of its layers."""
         self._kv_caches = kv_caches
+
+    @abstractmethod
+    def propose(self, batch: DraftBatch, num_drafts: int) -> torch.Tensor | None:
+        """Fill its KV cache for the step, then propose ``num_drafts`` drafts: k, or 0 to only fill the cache.
+
+        Returns ``[n, k]`` int32, or None if ``num_drafts`` is 0. Never synchronizes with the device, so that graphs can
+        capture it if ``batch.is_decode``.
+        """
 
     def _fuse(self, layers: DecoderStack) -> None:
         if self._context.fusion:
@@ -157,11 +148,6 @@ class DraftSettings:
     """``k``, of each step that drafts; 0: no speculative decoding."""
     ngram: NgramSettings | None = None
     drafter: Drafter | None = None
-
-    @property
-    def is_on(self) -> bool:
-        """Whether there is speculative decoding."""
-        return self.num_drafts > 0
 
 
 NO_DRAFTING = DraftSettings()
@@ -194,7 +180,7 @@ def build_speculation(
     alone = replace(context, tensor_group=SINGLE_TENSOR_GROUP, max_positions=max_model_len + num_drafts)
     module, _, function = DRAFT_METHODS[speculative.method].make.partition(":")
     make = getattr(import_module(module), function)
-    drafter = make(DrafterContext(num_drafts, alone, found, config.load_format, config.seed, fusion))
+    drafter = make(DrafterContext(alone, found, config.load_format, config.seed, fusion))
     return DraftSettings(num_drafts, drafter=drafter)
 
 

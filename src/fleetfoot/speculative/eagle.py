@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from fleetfoot.models.eagle import FC_WEIGHT, EagleHead, not_of_the_head, plain_name
+from fleetfoot.models.eagle import BASE_PREFIX, FC_WEIGHT, OF_THE_TARGET, EagleHead
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import ForwardContext
 from fleetfoot.records.weights import WeightError
-from fleetfoot.speculative.drafter import DraftBatch, ModelDrafter, as_drafts
+from fleetfoot.speculative.drafter import DraftBatch, Drafter, as_drafts
 from fleetfoot.weights.checkpoint import Checkpoint, load_safetensors
 from fleetfoot.weights.dummy import fill_dummy
 
 
-class EagleDrafter(ModelDrafter):
-    """Implements `Drafter`.
+class EagleDrafter(Drafter):
+    """One rank's whole head.
 
     The head's KV for position i is in that token's slot, but also depends on the token at i + 1. After a cached prefix
     another token may follow than when the KV was computed; then one entry differs, which may cost a draft but never
@@ -30,21 +30,22 @@ class EagleDrafter(ModelDrafter):
     def load_model(self, target: CausalLM) -> None:
         """Raises WeightError if the checkpoint cannot be read or does not fit."""
         self._target = target
-        found, context, needs_embedding = self._found, self._context, not target.has_embedding
+        context, found, needs_embedding = self._context, self._context.model, not target.has_embedding
+        assert found is not None
         if context.load_format == "dummy":
             self._head = EagleHead(found.config, context.context, has_embedding=needs_embedding)
             fill_dummy(self._head.weight_specs(), context.seed)
         else:
             with Checkpoint(found.folder) as checkpoint:
-                names = list(checkpoint.names())
-            own_names = {plain_name(name) for name in names}
-            if FC_WEIGHT not in own_names:
+                full_names = {name.removeprefix(BASE_PREFIX): name for name in checkpoint.names()}
+            if FC_WEIGHT not in full_names:
                 raise WeightError(
                     f"{found} in {found.folder} has no tensor {FC_WEIGHT}, which every EAGLE head has; a whole model "
                     "drafts with method 'draft_model'"
                 )
-            self._head = EagleHead(found.config, context.context, own_names, has_embedding=needs_embedding)
-            load_safetensors(self._head.weight_specs(), found.folder, not_of_the_head(names))
+            self._head = EagleHead(found.config, context.context, full_names, has_embedding=needs_embedding)
+            of_the_target = {full_names[name] for name in OF_THE_TARGET if name in full_names}
+            load_safetensors(self._head.weight_specs(), found.folder, of_the_target)
         self._head.process_weights_after_loading()
         self._fuse(self._head.layers)
         self._embed = target.embed if self._head.embed_tokens is None else self._head.embed_tokens

@@ -10,6 +10,8 @@ from fleetfoot.config.engine import EMBEDDED_MODEL, EngineConfig
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig, read_config_json
 from fleetfoot.config.parsing import parse_model_config
 from fleetfoot.config.speculative import DRAFT_METHODS, EMBEDDED_EAGLE
+from fleetfoot.quantization.base import LinearMethod
+from fleetfoot.quantization.unquantized import UNQUANTIZED
 from fleetfoot.records.kv_layout import KVCacheSpec, kv_cache_specs
 from fleetfoot.weights.hub import ModelNotFoundError, resolve_model
 
@@ -42,15 +44,11 @@ class DrafterModel:
 
 
 def find_drafter(config: EngineConfig, target: ModelConfig, *, config_only: bool = False) -> DrafterModel | None:
-    """The model that ``speculative_config`` names; None: the method has no model.
+    """The model that ``speculative_config`` names, to draft for ``target``; None: the method has no model.
+    ``config_only``: download ``config.json`` only.
 
-    Args:
-        target: the model that it drafts for.
-        config_only: download ``config.json`` only.
-
-    Raises:
-        ValueError: a model must be named and is not, or it does not fit its method or the target.
-        FileNotFoundError: there is no such model.
+    Raises ValueError if a model must be named and is not, or does not fit its method or the target, and
+    FileNotFoundError if there is no such model.
     """
     speculative = config.speculative_config
     if speculative is None or not DRAFT_METHODS[speculative.method].has_model:
@@ -63,22 +61,16 @@ def find_drafter(config: EngineConfig, target: ModelConfig, *, config_only: bool
                 f"carries a head for its own model, {EMBEDDED_MODEL!r}, and for no other"
             )
         name = EMBEDDED_EAGLE
-    folder = _find_folder(name, config_only=config_only)
+    try:
+        folder = _EMBEDDED[name]() if _is_embedded(name) else resolve_model(name, config_only=config_only)
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(f"speculative_config: {error}") from error
     is_head = speculative.method == "eagle"
     found = DrafterModel(speculative.method, name, folder, _read_config(folder, is_head=is_head))
     _check_fits(found, target)
     if config.max_model_len is not None:
         found.check_length(config.max_model_len)
     return found
-
-
-def _find_folder(name: str, *, config_only: bool) -> Path:
-    if _is_embedded(name):
-        return _EMBEDDED[name]()
-    try:
-        return resolve_model(name, config_only=config_only)
-    except ModelNotFoundError as error:
-        raise ModelNotFoundError(f"speculative_config: {error}") from error
 
 
 def _is_embedded(name: str) -> bool:
@@ -119,41 +111,36 @@ _FLOAT32 = 4
 
 
 def drafter_shape(
-    config: EngineConfig, target: ModelConfig, found: DrafterModel | None, dtype: str, device: str
+    config: EngineConfig,
+    target: ModelConfig,
+    found: DrafterModel | None,
+    dtype: str,
+    device: str,
+    method: LinearMethod = UNQUANTIZED,
 ) -> DrafterShape:
-    """What drafts add to the memory of the last pipeline stage.
-
-    Args:
-        found: from `find_drafter`.
-        dtype: of weights and KV, the target's. device: ``cpu`` or ``cuda``.
-    """
+    """What drafts add to the memory of the last pipeline stage. ``found``: from `find_drafter`; ``dtype``, ``method``:
+    of the target, and so of the drafter; ``device``: ``cpu`` or ``cuda``."""
     speculative = config.speculative_config
     if speculative is None:
         return NO_DRAFTER
     if found is None:
         return DrafterShape(speculative.num_speculative_tokens)
+    drafter, hidden, size = found.config, found.config.hidden_size, DTYPE_BYTES[dtype]
+    embedding = drafter.vocab_size * hidden * size
     max_positions = (config.max_model_len or target.max_position_embeddings) + speculative.num_speculative_tokens
-    rotary_table = max_positions * found.config.head_dim * _FLOAT32
-    parameters = _num_parameters(found, target, device, has_embedding=config.pipeline_parallel_size == 1)
-    return DrafterShape(
-        speculative.num_speculative_tokens,
-        parameters * DTYPE_BYTES[dtype] + rotary_table,
-        kv_cache_specs(found.config),
-        found,
-    )
-
-
-def _num_parameters(found: DrafterModel, target: ModelConfig, device: str, *, has_embedding: bool) -> int:
-    """Weights on one rank. ``has_embedding``: whether the rank of an EAGLE head has the target's embedding."""
-    config = found.config
-    matrix = config.vocab_size * config.hidden_size
-    layers = config.num_layers * config.layer_parameters()
+    total = max_positions * drafter.head_dim * _FLOAT32  # the rotary table
+    total += drafter.num_layers * method.layer_bytes(drafter, dtype)
     if found.method == "eagle":
-        fc = 2 * config.hidden_size**2 + config.hidden_size  # with the bias, which nearly all have
-        own = 0 if has_embedding or target.tie_word_embeddings else matrix
-        return layers + fc + own
-    # a tied head is the embedding; on a CPU it is packed, which makes a copy
-    return layers + config.hidden_size + matrix * (1 if config.tie_word_embeddings and device != "cpu" else 2)
+        total += method.num_bytes(hidden, 2 * hidden, dtype) + hidden * size  # fc with the bias, which nearly all have
+        if config.pipeline_parallel_size > 1 and not target.tie_word_embeddings:
+            total += embedding  # the target's is on another rank
+    else:
+        total += embedding + hidden * size  # and the final norm
+        if not drafter.tie_word_embeddings:
+            total += method.num_bytes(drafter.vocab_size, hidden, dtype)
+        elif device == "cpu":  # the tied head is the embedding, packed, which makes a copy
+            total += embedding
+    return DrafterShape(speculative.num_speculative_tokens, total, kv_cache_specs(drafter), found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +155,6 @@ class DrafterShape:
     """Its layers in the KV cache, with one rank's heads."""
     model: DrafterModel | None = None
     """None: the method has no model, or there is no speculative decoding."""
-
-    def kv_block_bytes(self, dtype: str, block_size: int) -> int:
-        """Bytes of its layers in one KV block."""
-        elements = sum(spec.num_kv_heads * spec.head_dim for spec in self.kv_specs)
-        return 2 * elements * DTYPE_BYTES[dtype] * block_size
 
 
 NO_DRAFTER = DrafterShape()

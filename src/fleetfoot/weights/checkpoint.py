@@ -51,9 +51,6 @@ class Checkpoint:
         """In the order of the values on disk, so that reading all of them is sequential."""
         return iter(self._files)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
-
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._files[name].get_slice(name).get_shape())
 

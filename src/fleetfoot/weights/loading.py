@@ -33,12 +33,8 @@ class ModelLoader:
     """The part of the model to hold; None: all."""
 
     def load(self) -> CausalLM:
-        """Build the model, load its weights and process them.
-
-        Raises:
-            ValueError: an unknown load format or architecture, or no folder.
-            WeightError: the checkpoint cannot be read or does not fit.
-        """
+        """Build the model, load its weights and process them. Raises ValueError if the load format or architecture is
+        unknown or there is no folder, and WeightError if the checkpoint cannot be read or does not fit."""
         if self.load_format not in LOAD_FORMATS:
             raise ValueError(f"load_format is {self.load_format!r}; expected one of {', '.join(LOAD_FORMATS)}")
         model = model_class(self.config.architecture)(self.config, self.context, self.layers)

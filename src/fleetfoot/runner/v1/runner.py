@@ -11,9 +11,8 @@ from fleetfoot.kernels.prepare.ngram import prompt_lookup
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.records.step import KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
-from fleetfoot.runner.base import ModelRunner
-from fleetfoot.runner.token_sync import SampledTokenSync
+from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
+from fleetfoot.runner.base import ModelRunner, SampledTokenSync
 from fleetfoot.runner.v1.host_state import HostState, StepInputs, draft_batch, logits_indices, prepare_inputs
 from fleetfoot.sampling.sampler_v1 import Sampler
 from fleetfoot.sampling.verification import NO_SAMPLES, HostSamples
@@ -70,7 +69,7 @@ class ModelRunnerV1(ModelRunner):
             samples = self._sample_logits(scheduler_output, hidden_states, inputs)
             host.append_tokens(rows, samples.token_ids)
             host.num_computed[rows] -= samples.num_rejected
-        if self._draft_settings.is_on:
+        if self._draft_settings.num_drafts:
             self._propose(scheduler_output, inputs, hidden_states, samples)
         if len(rows) and self._pipeline.size > 1:
             self._token_sync.send(host.sampled_token_message(rows, samples).to(self._device))
@@ -109,6 +108,3 @@ class ModelRunnerV1(ModelRunner):
             for row in rows.tolist():
                 known = host.token_ids[row, : host.num_tokens[row]]
                 host.drafts[row] = prompt_lookup(known, num_drafts, ngram.max_ngram, ngram.min_ngram)
-
-    def _output_without_tokens(self, kv_connector_output: KVConnectorOutput | None) -> ModelRunnerOutput:
-        return ModelRunnerOutput([], kv_connector_output=kv_connector_output)

@@ -39,12 +39,8 @@ class AsyncOutput:
     def send_logprobs(
         self, tensors: LogprobsTensors, counts: Mapping[int, int], positions: Sequence[int] | None = None
     ) -> None:
-        """Queue the copy of logprobs.
-
-        Args:
-            counts: rows of logits that use them -> number of top logprobs; -1: all tokens.
-            positions: the row of ``tensors`` of each; None: the row of logits.
-        """
+        """Queue the copy of logprobs. ``counts``: rows of logits that use them -> number of top logprobs (-1: all
+        tokens); ``positions``: the row of ``tensors`` of each; None: the row of logits."""
         self._logprobs.append((self._copied(tensors), list(counts) if positions is None else positions, counts))
 
     def send_prompt_logprobs(self, index: int, position: int, tensors: LogprobsTensors) -> None:

@@ -37,13 +37,8 @@ class Drafting:
     def propose(
         self, batch: InputBatch, hidden_states: torch.Tensor, samples: DeviceSamples | None, num_to_propose: int | None
     ) -> None:
-        """Write drafts to the rows of the requests that sampled, after the post-update.
-
-        Args:
-            hidden_states: ``[padded_tokens, hidden_size]``; undefined unless `reads_hidden`.
-            samples: None: no request samples in this step.
-            num_to_propose: see `num_to_propose`.
-        """
+        """Write drafts to the rows of the requests that sampled, after the post-update. ``hidden_states``:
+        ``[padded_tokens, hidden_size]``, undefined unless `reads_hidden`; ``samples``: None: no request samples."""
         if num_to_propose is None:
             return
         drafter, ngram, tables = self._draft_settings.drafter, self._draft_settings.ngram, self._state.tables

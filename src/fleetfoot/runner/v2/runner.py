@@ -21,16 +21,15 @@ from typing import Any
 
 import torch
 
-from fleetfoot.fusion import LayerFusion, plan_fusion
+from fleetfoot.fusion import LayerFusion
 from fleetfoot.fusion.decoder import fuse
 from fleetfoot.kernels.runtime.compile_ahead import can_compile_ahead
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.records.step import KVConnectorOutput, SchedulerOutput
-from fleetfoot.runner.base import ModelRunner
+from fleetfoot.records.step import SchedulerOutput
+from fleetfoot.runner.base import ModelRunner, SampledTokenSync
 from fleetfoot.runner.graphs import BatchShape, CaptureTable, GraphKey, GraphManager
-from fleetfoot.runner.token_sync import SampledTokenSync
 from fleetfoot.runner.v2.async_output import AsyncOutput
 from fleetfoot.runner.v2.device import Device, open_device
 from fleetfoot.runner.v2.drafting import Drafting, newest_tokens
@@ -67,9 +66,9 @@ class ModelRunnerV2(ModelRunner):
     Args:
         loader: as for `ModelRunner`, like ``options``.
         max_num_batched_tokens: maximum number of tokens in a step.
+        fusion: which layers of the whole model are fused, from the plan.
         capture_table: the shapes to capture as graphs, from the plan.
         device: copies, events and graphs; None: those of the loader's device.
-        fusion: which layers of the whole model are fused, from the plan; empty: all that fit.
     """
 
     name = "v2"
@@ -79,9 +78,9 @@ class ModelRunnerV2(ModelRunner):
         loader: ModelLoader,
         *,
         max_num_batched_tokens: int,
+        fusion: Sequence[LayerFusion],
         capture_table: CaptureTable | None = None,
         device: Device | None = None,
-        fusion: Sequence[LayerFusion] = (),
         **options: Any,
     ) -> None:
         super().__init__(loader, **options)
@@ -101,8 +100,7 @@ class ModelRunnerV2(ModelRunner):
 
     def _load(self) -> CausalLM:
         model = super()._load()
-        fusion = self._fusion or plan_fusion(model.config, "v2")
-        fuse(model.model.layers, self._loader.context, [fusion[layer].is_fused for layer in model.layers])
+        fuse(model.model.layers, self._loader.context, [self._fusion[layer].is_fused for layer in model.layers])
         return model
 
     def _initialize_state(self, model: CausalLM, layout: KVLayout) -> None:
@@ -354,9 +352,6 @@ class ModelRunnerV2(ModelRunner):
         self._kernels.post_update(rows, starts, tables, newest, has_new.to(torch.int32), num_rejected.contiguous())
         if message.shape[1] > 2:
             tables.draft_tokens.index_copy_(0, rows.to(torch.int64), message[:, 2:].contiguous())
-
-    def _output_without_tokens(self, kv_connector_output: KVConnectorOutput | None) -> AsyncOutput:
-        return AsyncOutput(self.device, kv_connector_output)
 
     def shutdown(self) -> None:
         if self._compiler is not None:

@@ -78,13 +78,9 @@ def later_shapes(captured: Sequence[GraphKey], num_drafts: int, max_num_batched_
 
 
 class KernelCompiler:
-    """Compiles the kernels of the warm-up, and afterwards the other kernels of serving.
-
-    Args:
-        make_step: a step of one shape, with padding requests only.
-        shortened: a context in which steps run few layers, which launch the kernels of all.
-        num_ranks: ranks that compile at the same time.
-    """
+    """Compiles the kernels of the warm-up, and afterwards the other kernels of serving. ``make_step``: a step of one
+    shape, with padding requests only; ``shortened``: a context in which steps run few layers, which launch the kernels
+    of all; ``num_ranks``: ranks that compile at the same time."""
 
     def __init__(
         self,
@@ -101,16 +97,11 @@ class KernelCompiler:
 
     def compile_first(self, shapes: Sequence[GraphKey]) -> None:
         """Compile the kernels of some shapes, wait for them, and log their number and the seconds."""
-        begin = time.perf_counter()
+        begin, ahead = time.perf_counter(), self.ahead
         num_failed = self._queue(shapes).wait()
-        logger.info(
-            "kernels: %d compiled by %d threads, %d found in the cache, %d failed: %.2f s",
-            self.ahead.num_compiled,
-            self.ahead.num_threads,
-            self.ahead.num_found,
-            num_failed,
-            time.perf_counter() - begin,
-        )
+        message = "kernels: %d compiled by %d threads, %d found in the cache, %d failed: %.2f s"
+        seconds = time.perf_counter() - begin
+        logger.info(message, ahead.num_compiled, ahead.num_threads, ahead.num_found, num_failed, seconds)
 
     def compile_later(self, shapes: Sequence[GraphKey]) -> None:
         """Start compiling the kernels of other shapes, unless all kernels so far were cached: then an earlier start has
