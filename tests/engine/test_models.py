@@ -103,9 +103,10 @@ def test_dtypes(case: str, tmp_path: Path) -> None:
     assert_logits(model, reference)
     cache = PagedCache(model.config, 16)
     cache.kv_caches = [kv_cache.to(torch.bfloat16) for kv_cache in cache.kv_caches]
-    logits = run(load(tmp_path, dtype=torch.bfloat16), cache, {0: prompt(30)})[0]
-    expected = reference_logits(reference, prompt(30))
-    assert logits.dtype == torch.bfloat16
+    model = load(tmp_path, dtype=torch.bfloat16)
+    hidden = model(*cache.step({0: prompt(30)}))
+    assert isinstance(hidden, torch.Tensor) and hidden.dtype == torch.bfloat16
+    logits, expected = model.compute_logits(hidden), reference_logits(reference, prompt(30))
     assert (logits.float() - expected).abs().max() < 0.1 * expected.abs().max()
 
 

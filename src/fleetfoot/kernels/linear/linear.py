@@ -18,7 +18,8 @@ class PreparedLinear(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
     def unrounded(self, x: torch.Tensor) -> torch.Tensor:
-        """`__call__` with its sums in float32, where the kernel can write them; else `__call__`."""
+        """`__call__` in float32, where the kernel supports it; else `__call__`. The largest output of each row is that
+        of the sums before they are rounded."""
         ...
 
     def weight(self) -> torch.Tensor:
@@ -73,19 +74,30 @@ class PackedLinear:
     Only the packed copy is kept. Unpacking restores the weight exactly.
     """
 
-    __slots__ = ("_apply", "_bias", "_packed")
+    __slots__ = ("_apply", "_apply_and_add", "_bias", "_packed")
     is_dense = False
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._packed = _pack(weight)
         self._bias = None if bias is None else bias.contiguous()  # oneDNN assumes a stride of 1
         self._apply = torch.ops.mkldnn._linear_pointwise.default
+        self._apply_and_add = torch.ops.mkldnn._linear_pointwise.binary
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._apply(x, self._packed, self._bias, "none", [], "")
 
     def unrounded(self, x: torch.Tensor) -> torch.Tensor:
-        return self(x)
+        """See `PreparedLinear.unrounded`. oneDNN writes rounded sums only. Rounding is monotonic: the largest output
+        of a row is wrong only where several are equal to it. For such rows, what rounding removed is computed by a
+        second product, from which the first is subtracted before it is rounded."""
+        rounded = self(x)
+        if rounded.dtype is torch.float32:
+            return rounded
+        output = rounded.float()
+        is_tied = (rounded == rounded.amax(dim=1, keepdim=True)).sum(dim=1) > 1  # [n]
+        if is_tied.any():
+            output[is_tied] += self._apply_and_add(x[is_tied], -rounded[is_tied], self._packed, self._bias, "add")
+        return output
 
     def weight(self) -> torch.Tensor:
         return self._packed.to_dense()
