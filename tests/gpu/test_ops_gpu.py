@@ -17,6 +17,7 @@ from fleetfoot.kernels.runtime.gpu_limits import has_hopper_kernels
 from fleetfoot.kernels.sampling.filter_cuts_triton import filter_cuts_triton
 from fleetfoot.kernels.sampling.sample import MAX_TOP_K, RandomRows, RowFilters, sample_torch
 from fleetfoot.kernels.sampling.sample_triton import sample_triton
+from fleetfoot.records.forward_context import RotaryInputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -143,11 +144,10 @@ class Chain:
         rows = len(x)
         slots, positions = torch.arange(rows, device="cuda"), torch.arange(rows, device="cuda") % 64
         cache = torch.zeros(rows // 16 + 1, 2, 1, 16, 128, dtype=x.dtype, device="cuda")
+        rotary, places = RotaryInputs(self.cos_sin, self.norm[:128], None, 1e-6), checks.at_slots(slots, positions)
         normed, residual = TRITON.rms_norm(x, self.norm, 1e-6), x
         for qkv, o, gate_up, down in self.layers:
-            query = TRITON.rope_and_cache(
-                qkv(normed), cache, slots, positions, self.cos_sin, self.heads, self.norm[:128], None, 1e-6
-            )
+            query = TRITON.rope_and_cache(qkv(normed), cache, places, self.heads, rotary)
             residual, between = self.add_and_norm(o, query.flatten(1), residual, gate_up)
             residual, normed = self.add_and_norm(down, between, residual, None)
         logits = self.head(normed)

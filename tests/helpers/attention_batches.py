@@ -126,8 +126,8 @@ class FusedBatch:
         """``run()`` returns and caches what the references of the two operations do in float32."""
         cache, rotary, metadata = self.kv_cache.float(), self.rotary, self.metadata
         norms = (None if norm is None else norm.float() for norm in (rotary.q_norm, rotary.k_norm))
-        places = (metadata.slot_mapping, metadata.positions, rotary.cos_sin)
-        query = rope_and_cache_torch(self.qkv.float(), cache, *places, self.num_heads, *norms, rotary.eps)
+        in_float32 = RotaryInputs(rotary.cos_sin, *norms, rotary.eps)
+        query = rope_and_cache_torch(self.qkv.float(), cache, metadata, self.num_heads, in_float32)
         expected = Batch(query, cache, metadata).attend(SDPABackend(), window)
         actual, live, written = run(), metadata.slot_mapping >= 0, ~cache.isnan()
         assert relative_error(actual[live], expected[live]) < bound

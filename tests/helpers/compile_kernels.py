@@ -30,10 +30,12 @@ from fleetfoot.kernels.prepare.tables import RowTables
 from fleetfoot.kernels.runtime import gpu_limits
 from fleetfoot.kernels.runtime.triton_support import TritonKernel
 from fleetfoot.kernels.sampling.sample import RandomRows, RowFilters
-from fleetfoot.records.forward_context import IntermediateTensors
+from fleetfoot.kernels.sampling.token_logprobs import LogprobRows
+from fleetfoot.records.forward_context import IntermediateTensors, RotaryInputs
 from tests.helpers.attention_batches import make_batch, make_fused_batch
 from tests.helpers.kernels import triton_kernels
 from tests.helpers.logits_processor_cases import processor_case
+from tests.helpers.ops_checks import at_slots
 from tests.helpers.prepare_runs import OPS, run
 
 H100 = gpu_limits.GPULimits(num_sms=132, shared_bytes=227 * 1024, capability=(9, 0))
@@ -113,7 +115,8 @@ def operations() -> None:
     ops.add_rms_norm(empty(4, 2, 1024, dtype=torch.float32), empty(2, 1024), empty(1024), 1e-6)
     ops.silu_and_mul(empty(2, 256))
     angles, norm = empty(32, 128, dtype=torch.float32), empty(128)
-    ops.rope_and_cache(empty(2, 1024), empty(4, 2, 2, 16, 128), zeros(2), zeros(2), angles, 4, norm, norm, 1e-6)
+    rotary, places = RotaryInputs(angles, norm, norm, 1e-6), at_slots(zeros(2), zeros(2))
+    ops.rope_and_cache(empty(2, 1024), empty(4, 2, 2, 16, 128), places, 4, rotary)
     temperatures, rows, invalid = empty(2, dtype=torch.float32), zeros(2, dtype=torch.int32), empty(2, dtype=torch.bool)
     ops.sample(empty(2, 40000), RandomRows(temperatures, zeros(2), zeros(2), rows=rows), invalid=invalid)
     filters = RowFilters(temperatures, rows, temperatures)
@@ -142,7 +145,7 @@ def steps() -> None:
     case = processor_case(0)
     logits = kernels.process_logits(case.logits, case.rows, case.seq_lens, case.tables)
     sampled = zeros(len(logits))
-    kernels.token_logprobs(torch.empty(len(logits), 40000), sampled, 32, sizes=case.rows, rows=case.rows)
+    kernels.token_logprobs(torch.empty(len(logits), 40000), sampled, 32, LogprobRows(case.rows, case.rows))
     for vocab_size in (5, 2049, 40000):  # one tile, two, many
         for num in (0, 5):
             kernels.token_logprobs(torch.empty(len(logits), vocab_size), sampled, num)

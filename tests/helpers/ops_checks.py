@@ -15,6 +15,7 @@ from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
 from fleetfoot.kernels.linear.tilings import Tiling
 from fleetfoot.kernels.sampling.sample import RandomRows
+from fleetfoot.records.forward_context import AttentionMetadata, RotaryInputs
 from tests.helpers.kernels import reference_kernels, triton_kernels
 
 REFERENCE = reference_kernels()
@@ -86,6 +87,11 @@ def silu_and_mul(ops: Kernels, dtype: torch.dtype, num_rows: int, width: int, de
     assert_near(ops.silu_and_mul(gate_up), gate / (1 + (-gate).exp()) * up, ops)
 
 
+def at_slots(slots: torch.Tensor, positions: torch.Tensor) -> AttentionMetadata:
+    """What `Kernels.rope_and_cache` reads of a batch."""
+    return AttentionMetadata(slots, slots, slots, slots, positions, 0, 0, 0)
+
+
 def rope_and_cache(
     ops: Kernels, dtype: torch.dtype, num_tokens: int, head_dim: int, norm: bool, device: str = "cpu"
 ) -> None:
@@ -102,10 +108,11 @@ def rope_and_cache(
     norms = [torch.rand(head_dim, device=device).to(dtype) if norm else None for _ in range(2)]
     cache = torch.full((num_blocks, 2, num_kv_heads, block_size, head_dim), 7.0, dtype=dtype, device=device)
     expected_cache = cache.double().cpu()
-    places = (slots.cpu(), positions.cpu(), cos_sin.cpu())
-    norms_64 = (None if weight is None else weight.cpu() for weight in norms)
-    expected = REFERENCE.rope_and_cache(qkv.double().cpu(), expected_cache, *places, num_heads, *norms_64, EPS)
-    query = ops.rope_and_cache(qkv, cache, slots, positions, cos_sin, num_heads, *norms, EPS)
+    on_host = RotaryInputs(cos_sin.cpu(), *(None if weight is None else weight.cpu() for weight in norms), EPS)
+    places = at_slots(slots.cpu(), positions.cpu())
+    expected = REFERENCE.rope_and_cache(qkv.double().cpu(), expected_cache, places, num_heads, on_host)
+    rotary = RotaryInputs(cos_sin, *norms, EPS)
+    query = ops.rope_and_cache(qkv, cache, at_slots(slots, positions), num_heads, rotary)
     assert_near(query, expected, ops)
     assert_near(cache, expected_cache, ops)
     written = slots >= 0

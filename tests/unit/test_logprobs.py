@@ -7,6 +7,7 @@ from tests.helpers.interpreter import interpreted
 from fleetfoot.kernels import sampling
 from fleetfoot.kernels.sampling.token_logprobs import (
     MAX_SELECTED,
+    LogprobRows,
     select_logprobs,
     token_logprobs_torch,
     token_logprobs_triton,
@@ -120,8 +121,8 @@ def test_rows_are_independent(triton: bool) -> None:
 
     def compute(select: slice, num: int) -> torch.Tensor:
         arguments = (logits[select], sampled[select], num)
-        of_rows = {"sizes": sizes, "rows": rows[select]}
-        return select_logprobs(*arguments, **of_rows)[0] if triton else token_logprobs_torch(*arguments, **of_rows)
+        of_rows = LogprobRows(sizes, rows[select])
+        return select_logprobs(*arguments, of_rows)[0] if triton else token_logprobs_torch(*arguments, of_rows)
 
     together = compute(slice(0, 5), 32)
     for index, count in ((0, 2), (2, 0), (3, 5)):

@@ -18,6 +18,7 @@ from fleetfoot.kernels.native_ops import NativeLinear
 from fleetfoot.kernels.sampling.sample import RandomRows
 from fleetfoot.native import loading
 from fleetfoot.native.loading import NativeUnavailableError, load_library
+from fleetfoot.records.forward_context import RotaryInputs
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NATIVE_DTYPES = DTYPES[:2]
@@ -112,7 +113,8 @@ def test_reference_of_rope_and_cache(dtype: torch.dtype, norm: bool) -> None:
             expected_cache[slot // block_size, 0, :, slot % block_size] = rotated[1][token]
             expected_cache[slot // block_size, 1, :, slot % block_size] = value[token]
 
-    actual = REFERENCE.rope_and_cache(heads.flatten(1), cache, slots, positions, cos_sin, num_heads, *norms, checks.EPS)
+    rotary, places = RotaryInputs(cos_sin, *norms, checks.EPS), checks.at_slots(slots, positions)
+    actual = REFERENCE.rope_and_cache(heads.flatten(1), cache, places, num_heads, rotary)
     checks.assert_near(actual, rotated[0])
     checks.assert_near(cache, expected_cache)
     assert torch.equal(cache[:, 1].double(), expected_cache[:, 1])
@@ -138,13 +140,13 @@ def test_mismatched_tensors_are_rejected(native: Kernels) -> None:
     with pytest.raises(ValueError, match="add_rms_norm"):
         native.add_rms_norm(torch.ones(2, 8), torch.ones(1, 8), torch.ones(8), 1e-5)
     cache = torch.zeros(2, 2, 1, 4, 16)
-    arguments = (torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), torch.zeros(9, 16), 1)
+    rotary, index = RotaryInputs(torch.zeros(9, 16), None, None, 1e-6), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"rope_and_cache.*qkv \[1, 47\]"):
-        native.rope_and_cache(torch.zeros(1, 47), cache, *arguments, None, None, 1e-6)
+        native.rope_and_cache(torch.zeros(1, 47), cache, checks.at_slots(index, index), 1, rotary)
     for slot, position in ((8, 0), (0, 9), (0, -1)):
-        places = (torch.tensor([slot]), torch.tensor([position]))
+        places = checks.at_slots(torch.tensor([slot]), torch.tensor([position]))
         with pytest.raises(ValueError, match="rope_and_cache: the step's metadata is invalid"):
-            native.rope_and_cache(torch.zeros(1, 48), cache, *places, *arguments[2:], None, None, 1e-6)
+            native.rope_and_cache(torch.zeros(1, 48), cache, places, 1, rotary)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,7 +12,7 @@ from fleetfoot.kernels import sampling
 from fleetfoot.kernels.sampling import sample as filters
 from fleetfoot.kernels.sampling.gumbel import gumbel_noise
 from fleetfoot.kernels.sampling.sample import RandomRows, sample_cpu, sample_torch
-from fleetfoot.kernels.sampling.token_logprobs import token_logprobs_cpu, token_logprobs_torch
+from fleetfoot.kernels.sampling.token_logprobs import LogprobRows, token_logprobs_cpu, token_logprobs_torch
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.sampling.request_params import request_seed
 from fleetfoot.sampling.sampler_v1 import SamplingMetadata, SamplingRow, process_logits, sample
@@ -261,10 +261,11 @@ def test_the_reference_equals_the_cpu_without_host_synchronisation(filtered):
     invalid, expected_invalid = torch.empty((2, 9), dtype=torch.bool)
     expected = sample_cpu(logits, random, invalid=expected_invalid)
     sizes = torch.tensor([0, 1, 6, 3, 0, 2, 4], dtype=torch.int32)
-    expected_logprobs = token_logprobs_cpu(logits, expected, 5, sizes=sizes, rows=rows)
+    of_rows = LogprobRows(sizes, rows)
+    expected_logprobs = token_logprobs_cpu(logits, expected, 5, of_rows)
     with NoValues():
         token_ids = sample_torch(logits, random, invalid=invalid)
-        logprobs = token_logprobs_torch(logits, expected, 5, sizes=sizes, rows=rows)
+        logprobs = token_logprobs_torch(logits, expected, 5, of_rows)
     assert token_ids.tolist() == expected.tolist() and invalid.tolist() == expected_invalid.tolist()
     assert torch.equal(logprobs, expected_logprobs)
 

@@ -17,6 +17,7 @@ from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear,
 from fleetfoot.kernels.linear.tilings import Tiling, choose_tiling, gated_row_groups
 from fleetfoot.kernels.runtime.gpu_limits import GPULimits
 from fleetfoot.kernels.sampling.sample import RandomRows
+from fleetfoot.records.forward_context import RotaryInputs
 
 TRITON = triton_kernels()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -68,6 +69,7 @@ def test_sample_from_rows_without_a_maximum(dtype: torch.dtype) -> None:
 
 def test_mismatched_tensors_are_rejected() -> None:
     index, cache = torch.zeros(3, dtype=torch.int64), torch.zeros(1, 2, 1, 4, 8)
+    rotary = RotaryInputs(torch.zeros(4, 8), None, None, 1e-6)
     with pytest.raises(ValueError, match="contiguous in memory"):
         TRITON.sample(torch.zeros(4, 4).T)
     with pytest.raises(ValueError, match="3 positions for 4 rows"):
@@ -79,7 +81,7 @@ def test_mismatched_tensors_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"\[2, 7\] must have an even number of columns"):
         TRITON.silu_and_mul(torch.zeros(2, 7))
     with pytest.raises(ValueError, match=r"qkv \[3, 32\] with strides"):
-        TRITON.rope_and_cache(torch.zeros(3, 32), cache, index, index, torch.zeros(4, 8), 1, None, None, 1e-6)
+        TRITON.rope_and_cache(torch.zeros(3, 32), cache, checks.at_slots(index, index), 1, rotary)
     with pytest.raises(ValueError, match=r"x \[2, 8\] torch.float32 does not match a weight \[4, 8\] torch.bfloat16"):
         TRITON.prepare_linear(torch.zeros(4, 8).bfloat16())(torch.zeros(2, 8))
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from fleetfoot.kernels.prepare.tables import RowTables, StepBuffers
     from fleetfoot.kernels.sampling.logits_processors import ListedTokens, LogitsProcessorTables
     from fleetfoot.kernels.sampling.sample import RandomRows
+    from fleetfoot.kernels.sampling.token_logprobs import LogprobRows
+    from fleetfoot.records.forward_context import AttentionMetadata, RotaryInputs
 
 
 _CAPTURABLE_ATTENTION = frozenset({"triton"})
@@ -59,23 +61,8 @@ RMSNorm = Callable[["torch.Tensor", "torch.Tensor", float], "torch.Tensor"]
 """See `Kernels.rms_norm`: ``(x, weight, eps)``."""
 AddRMSNorm = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor", float], "tuple[torch.Tensor, torch.Tensor]"]
 """See `Kernels.add_rms_norm`: ``(x, residual, weight, eps)``."""
-
-
-class RopeAndCache(Protocol):
-    """See `Kernels.rope_and_cache`."""
-
-    def __call__(
-        self,
-        qkv: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        positions: torch.Tensor,
-        cos_sin: torch.Tensor,
-        num_heads: int,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        eps: float,
-    ) -> torch.Tensor: ...
+RopeAndCache = Callable[["torch.Tensor", "torch.Tensor", "AttentionMetadata", int, "RotaryInputs"], "torch.Tensor"]
+"""See `Kernels.rope_and_cache`: ``(qkv, kv_cache, metadata, num_heads, rotary)``."""
 
 
 class PrepareLinear(Protocol):
@@ -114,13 +101,7 @@ class TokenLogprobs(Protocol):
     """See `Kernels.token_logprobs`."""
 
     def __call__(
-        self,
-        logits: torch.Tensor,
-        token_ids: torch.Tensor,
-        num: int,
-        *,
-        sizes: torch.Tensor | None = None,
-        rows: torch.Tensor | None = None,
+        self, logits: torch.Tensor, token_ids: torch.Tensor, num: int, rows: LogprobRows | None = None
     ) -> torch.Tensor: ...
 
 
@@ -140,9 +121,8 @@ class Kernels:
     """``[num_tokens, 2 * intermediate]`` (gate, up) -> ``silu(gate) * up [num_tokens, intermediate]``."""
     rope_and_cache: RopeAndCache
     """Split ``qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]``, norm q and k per head where weights are
-    given, rotate both by ``cos_sin [max_positions, head_dim]`` (float32; cosines in the first half, sines in the
-    second) at ``positions``, write K and V to ``kv_cache`` at ``slot_mapping`` (a negative slot writes nothing), and
-    return ``query [num_tokens, num_heads, head_dim]``."""
+    given, rotate both at ``metadata.positions``, write K and V to ``kv_cache`` at ``metadata.slot_mapping`` (a negative
+    slot writes nothing), and return ``query [num_tokens, num_heads, head_dim]``."""
     prepare_linear: PrepareLinear
     """Arrange ``weight [out, in]`` once for the device; the result maps ``x [n, in]`` -> ``[n, out]``."""
     sample: Sample

@@ -11,7 +11,7 @@ from fleetfoot.kernels.elementwise import add_rms_norm_torch, rms_norm_torch, si
 from fleetfoot.kernels.linear.linear import PreparedLinear, check_replacement, prepare_linear_torch
 from fleetfoot.kernels.sampling.sample import RandomRows, draw_filtered, mark_invalid, sample_cpu
 from fleetfoot.native.loading import NativeLibrary, check_status, load_library
-from fleetfoot.records.forward_context import AttentionMetadata
+from fleetfoot.records.forward_context import AttentionMetadata, RotaryInputs
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """The dtypes that the kernels support, and their codes."""
@@ -67,19 +67,17 @@ def rope_and_cache_native(
     library: NativeLibrary,
     qkv: torch.Tensor,
     kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
+    metadata: AttentionMetadata,
     num_heads: int,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
+    rotary: RotaryInputs,
 ) -> torch.Tensor:
     """See `Kernels.rope_and_cache`."""
     dtype = qkv.dtype
     code = DTYPES.get(dtype)
     if code is None:
-        return rope_and_cache_torch(qkv, kv_cache, slot_mapping, positions, cos_sin, num_heads, q_norm, k_norm, eps)
+        return rope_and_cache_torch(qkv, kv_cache, metadata, num_heads, rotary)
+    slot_mapping, positions = metadata.slot_mapping, metadata.positions
+    cos_sin, q_norm, k_norm = rotary.cos_sin, rotary.q_norm, rotary.k_norm
     num_tokens, width = qkv.shape
     num_blocks, _, num_kv_heads, block_size, head_dim = kv_cache.shape
     kv_stride, qkv_stride = kv_cache.stride(), qkv.stride()
@@ -105,8 +103,8 @@ def rope_and_cache_native(
     status = library.rope_and_cache(
         query.data_ptr(), qkv.data_ptr(), qkv_stride[0], kv_cache.data_ptr(), num_blocks, *kv_stride[:4],
         slot_mapping.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), cos_sin.shape[0],
-        None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(), eps, num_tokens,
-        num_heads, num_kv_heads, block_size, head_dim, code, torch.get_num_threads(),
+        None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(), rotary.eps,
+        num_tokens, num_heads, num_kv_heads, block_size, head_dim, code, torch.get_num_threads(),
     )  # fmt: skip
     check_status(status, "rope_and_cache")
     return query

@@ -34,9 +34,7 @@ class PagedAttention:
     def rotate_and_cache(self, qkv: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """Split ``qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]``, norm and rotate q and k, and write K
         and V. Returns ``query [num_tokens, num_heads, head_dim]``."""
-        kv_cache, slots, positions = ctx.kv_caches[self.kv_index], ctx.attention.slot_mapping, ctx.attention.positions
-        cos_sin, q_norm, k_norm, eps = self.rotary.cos_sin, self.rotary.q_norm, self.rotary.k_norm, self.rotary.eps
-        return self.rope_and_cache(qkv, kv_cache, slots, positions, cos_sin, self.num_heads, q_norm, k_norm, eps)
+        return self.rope_and_cache(qkv, ctx.kv_caches[self.kv_index], ctx.attention, self.num_heads, self.rotary)
 
     def attend(self, query: torch.Tensor, ctx: ForwardContext, metadata: AttentionMetadata) -> torch.Tensor:
         """``query [n, num_heads, head_dim]`` of the tokens of ``metadata`` -> the same shape."""

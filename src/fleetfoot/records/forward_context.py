@@ -20,7 +20,7 @@ class RotaryInputs:
     """A layer's parameters of `Kernels.rope_and_cache`, which makes its queries, and K and V in the cache."""
 
     cos_sin: torch.Tensor
-    """``[max_positions, head_dim]`` float32, contiguous."""
+    """``[max_positions, head_dim]`` float32, contiguous; cosines in the first half, sines in the second."""
     q_norm: torch.Tensor | None
     """``[head_dim]``; None: no norm. Likewise ``k_norm``."""
     k_norm: torch.Tensor | None

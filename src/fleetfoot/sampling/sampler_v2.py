@@ -29,7 +29,7 @@ from fleetfoot.kernels.sampling.logits_processors import (
     TokenHistory,
 )
 from fleetfoot.kernels.sampling.sample import MAX_TOP_K, RandomRows, RowFilters
-from fleetfoot.kernels.sampling.token_logprobs import MAX_SELECTED
+from fleetfoot.kernels.sampling.token_logprobs import MAX_SELECTED, LogprobRows
 from fleetfoot.records.step import NewRequest
 from fleetfoot.sampling.logprobs import LogprobsTensors, PromptLogprobs, token_logprobs
 from fleetfoot.sampling.request_params import has_filters, has_penalties
@@ -258,9 +258,8 @@ class Sampler:
         self._ops.sample(processed, random, invalid=invalid, out=token_ids)
         logprobs = None
         if variant.logprobs is not None:
-            sizes, rows = tables.logprobs_size, batch.rows
-            packed = self._ops.token_logprobs(logits, token_ids, variant.logprobs, sizes=sizes, rows=rows)
-            logprobs = LogprobsTensors(packed)
+            rows = LogprobRows(tables.logprobs_size, batch.rows)
+            logprobs = LogprobsTensors(self._ops.token_logprobs(logits, token_ids, variant.logprobs, rows))
         return SamplerOutput(self._verification(sampled, batch), token_ids, invalid, logprobs)
 
     def num_logprobs(self, rows: Sequence[int]) -> dict[int, int]:

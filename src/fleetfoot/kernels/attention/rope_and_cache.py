@@ -13,6 +13,7 @@ from fleetfoot.kernels.elementwise import rms_norm_torch
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
 from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, triton_kernel
+from fleetfoot.records.forward_context import AttentionMetadata, RotaryInputs
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -48,25 +49,14 @@ def write_kv_torch(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tenso
 
 
 def rope_and_cache_torch(
-    qkv: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    num_heads: int,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
+    qkv: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata, num_heads: int, rotary: RotaryInputs
 ) -> torch.Tensor:
     """Reference of `Kernels.rope_and_cache`. Norm and rotation run in float32; q and k are rounded once, after that.
 
     Args:
         qkv: ``[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]``.
         kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, written in place.
-        slot_mapping: ``[num_tokens]`` int64, block id * block_size + offset; negative: not written.
-        positions: ``[num_tokens]`` int64.
-        cos_sin: ``[max_positions, head_dim]`` float32.
-        q_norm, k_norm: ``[head_dim]``; None: no norm.
+        metadata: ``slot_mapping`` and ``positions``; a negative slot is not written.
 
     Returns:
         query ``[num_tokens, num_heads, head_dim]``.
@@ -76,25 +66,17 @@ def rope_and_cache_torch(
     heads = qkv.view(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
     query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     query, key = query.float(), key.float()
-    if q_norm is not None:
-        query = rms_norm_torch(query, q_norm, eps)
-    if k_norm is not None:
-        key = rms_norm_torch(key, k_norm, eps)
-    angles = cos_sin[positions]  # [num_tokens, head_dim]
-    write_kv_torch(rotate_torch(key, angles).to(qkv.dtype), value, kv_cache, slot_mapping)
+    if rotary.q_norm is not None:
+        query = rms_norm_torch(query, rotary.q_norm, rotary.eps)
+    if rotary.k_norm is not None:
+        key = rms_norm_torch(key, rotary.k_norm, rotary.eps)
+    angles = rotary.cos_sin[metadata.positions]  # [num_tokens, head_dim]
+    write_kv_torch(rotate_torch(key, angles).to(qkv.dtype), value, kv_cache, metadata.slot_mapping)
     return rotate_torch(query, angles).to(qkv.dtype)
 
 
 def rope_and_cache_triton(
-    qkv: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    num_heads: int,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
+    qkv: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata, num_heads: int, rotary: RotaryInputs
 ) -> torch.Tensor:
     """`rope_and_cache_torch` in one launch: each program handles some heads of one token. It rounds at the same places.
 
@@ -103,6 +85,8 @@ def rope_and_cache_triton(
     """
     num_tokens, width = qkv.shape
     _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+    slot_mapping, positions = metadata.slot_mapping, metadata.positions
+    cos_sin, q_norm, k_norm = rotary.cos_sin, rotary.q_norm, rotary.k_norm
     if (
         width != (num_heads + 2 * num_kv_heads) * head_dim
         or head_dim % 2
@@ -129,7 +113,7 @@ def rope_and_cache_triton(
     overlap = can_overlap(qkv.device)
     _rope_and_cache_kernel[(num_tokens, cdiv(total_heads, heads_tile))](
         query, kv_cache, qkv, slot_mapping, positions, cos_sin, qkv if q_norm is None else q_norm,
-        qkv if k_norm is None else k_norm, eps, qkv.stride(0), *kv_cache.stride()[:4],
+        qkv if k_norm is None else k_norm, rotary.eps, qkv.stride(0), *kv_cache.stride()[:4],
         num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=block_size, head_dim=head_dim,
         has_q_norm=q_norm is not None, has_k_norm=k_norm is not None, heads_tile=heads_tile,
         half_tile=next_power_of_2(head_dim // 2), overlap=overlap, num_warps=max(1, min(8, heads_tile // 2)),

@@ -12,7 +12,7 @@ for the token that follows. A row takes as many iterations over one tile as it h
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -37,13 +37,21 @@ _TILE = 2048
 """Tokens in a tile."""
 
 
+class LogprobRows(NamedTuple):
+    """Numbers of top tokens that differ between rows."""
+
+    sizes: torch.Tensor
+    """``[R]`` int32: 1 + number of top tokens, up to ``num``; 0: no logprobs. Entries beyond it are undefined."""
+    indices: torch.Tensor
+    """``[n]`` int32: row ``i`` of the logits has entry ``indices[i]``; -1: padding."""
+
+    def selected(self) -> torch.Tensor:
+        """``[n]`` bool: the rows with logprobs."""
+        return (self.indices >= 0) & (self.sizes[self.indices] > 0)
+
+
 def token_logprobs_torch(
-    logits: torch.Tensor,
-    token_ids: torch.Tensor,
-    num: int,
-    *,
-    sizes: torch.Tensor | None = None,
-    rows: torch.Tensor | None = None,
+    logits: torch.Tensor, token_ids: torch.Tensor, num: int, rows: LogprobRows | None = None
 ) -> torch.Tensor:
     """The sampled token of each row, then the ``num`` most probable tokens; equal logits are in order of token ids.
 
@@ -52,33 +60,24 @@ def token_logprobs_torch(
     Args:
         logits: ``[n, vocab]`` of any float dtype, contiguous within rows.
         token_ids: ``[n]`` int64, the sampled tokens.
-        num: 0 to vocab; with ``sizes`` at most `MAX_SELECTED`, and no launch or copy depends on a value.
-        sizes: ``[R]`` int32: 1 + number of top tokens of a row; 0: none. Entries beyond it are undefined. None: ``num``
-            top tokens for every row.
-        rows: ``[n]`` int32, required with ``sizes``: row ``i`` uses entry ``rows[i]``; -1: padding.
+        num: 0 to vocab; with ``rows`` at most `MAX_SELECTED`, and no launch or copy depends on a value.
+        rows: None: ``num`` top tokens for every row.
 
     Returns:
         ``[n, 2 * (num + 1) + 1]`` int32, one tensor for one copy: token ids, log-probabilities (the bits of float32),
         and the number of tokens with a logit at least that of the sampled token.
     """
     packed = logprobs_by_sorting(logits, token_ids, num)
-    if sizes is None or rows is None:
-        return packed
-    return torch.where(((rows >= 0) & (sizes[rows] > 0))[:, None], packed, 0)
+    return packed if rows is None else torch.where(rows.selected()[:, None], packed, 0)
 
 
 def token_logprobs_cpu(
-    logits: torch.Tensor,
-    token_ids: torch.Tensor,
-    num: int,
-    *,
-    sizes: torch.Tensor | None = None,
-    rows: torch.Tensor | None = None,
+    logits: torch.Tensor, token_ids: torch.Tensor, num: int, rows: LogprobRows | None = None
 ) -> torch.Tensor:
     """`token_logprobs_torch` for CPU tensors: sorts only the rows with logprobs."""
-    if sizes is None or rows is None:
+    if rows is None:
         return logprobs_by_sorting(logits, token_ids, num)
-    selected = torch.from_numpy(np.flatnonzero(((rows >= 0) & (sizes[rows] > 0)).numpy()))
+    selected = torch.from_numpy(np.flatnonzero(rows.selected().numpy()))
     packed = torch.zeros((len(logits), 2 * num + 3), dtype=torch.int32)
     packed[selected] = logprobs_by_sorting(logits[selected], token_ids[selected], num)
     return packed
@@ -127,26 +126,16 @@ def _top_token_ids(values: torch.Tensor, num: int) -> torch.Tensor:
 
 
 def token_logprobs_triton(
-    logits: torch.Tensor,
-    token_ids: torch.Tensor,
-    num: int,
-    *,
-    sizes: torch.Tensor | None = None,
-    rows: torch.Tensor | None = None,
+    logits: torch.Tensor, token_ids: torch.Tensor, num: int, rows: LogprobRows | None = None
 ) -> torch.Tensor:
     """See `token_logprobs_torch`."""
     if num <= MAX_SELECTED:
-        return select_logprobs(logits, token_ids, num, sizes=sizes, rows=rows)[0]
+        return select_logprobs(logits, token_ids, num, rows)[0]
     return logprobs_by_sorting(logits, token_ids, num, select_logprobs(logits, token_ids, 0)[1])
 
 
 def select_logprobs(
-    logits: torch.Tensor,
-    token_ids: torch.Tensor,
-    num: int,
-    *,
-    sizes: torch.Tensor | None = None,
-    rows: torch.Tensor | None = None,
+    logits: torch.Tensor, token_ids: torch.Tensor, num: int, rows: LogprobRows | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`token_logprobs_torch` for ``num`` up to `MAX_SELECTED`.
 
@@ -161,10 +150,10 @@ def select_logprobs(
         return packed, normalizers
     dtypes = (torch.int64, torch.float32, torch.int32)
     tile_stats = [torch.empty((num_rows, num_tiles), dtype=dtype, device=device) for dtype in dtypes]
-    row_sizes = (token_ids if rows is None else rows, token_ids if sizes is None else sizes)
-    arguments = (*tile_stats, logits, token_ids, *row_sizes, logits.stride(0), vocab_size)
+    sizes, indices = (token_ids, token_ids) if rows is None else rows
+    arguments = (*tile_stats, logits, token_ids, indices, sizes, logits.stride(0), vocab_size)
     overlap = can_overlap(device)
-    constants = {"has_sizes": sizes is not None, "tile": _TILE, "overlap": overlap, **launch_options(overlap)}
+    constants = {"has_sizes": rows is not None, "tile": _TILE, "overlap": overlap, **launch_options(overlap)}
     _tile_stats_kernel[(num_rows, num_tiles)](*arguments, **constants)
     tiles = {"num_tiles": num_tiles, "tiles_pow2": next_power_of_2(num_tiles)}
     _select_kernel[(num_rows,)](packed, normalizers, *arguments, num=num, **tiles, **constants)
