@@ -1,6 +1,5 @@
 """What these tests share."""
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +8,7 @@ import pytest
 import torch
 from tests.helpers.engines import make_engine, make_text_checkpoint, run_requests
 from tests.helpers.kv_bench import Clock
+from tests.helpers.kv_pair import join_threads
 from tests.helpers.prefill_decode import REQUESTS, SIZE
 
 from fleetfoot.outputs import RequestOutput
@@ -52,7 +52,4 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def no_threads_left() -> Iterator[None]:
     """Threads of connectors and lines end with them."""
     yield
-    for thread in threading.enumerate():
-        if thread.name.startswith(("kv-", "line")):
-            thread.join(20)
-            assert not thread.is_alive(), thread.name
+    join_threads()

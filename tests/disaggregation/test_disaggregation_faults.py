@@ -25,7 +25,12 @@ from tests.helpers.streams import async_test
 from fleetfoot import AsyncLLM, LLMEngine, SamplingParams
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.outputs import RequestOutput
-from fleetfoot.server.disaggregation.client import EngineClient, EngineProcess, EngineUnreachableError, Generate
+from fleetfoot.server.disaggregation.client import (
+    EngineClient,
+    EngineProcess,
+    EngineUnreachableError,
+    Generate,
+)
 from fleetfoot.server.disaggregation.proxy import DisaggregatedLLM, ProxyStats
 from fleetfoot.server.disaggregation.serve import EngineServer, LocalEngine, reserve
 
@@ -171,7 +176,10 @@ async def test_consumer_that_hangs_while_it_reads(
         clock.now += 29
         producer.step()
         assert producer.stats().transfers.num_held_blocks == 10
-        clock.now += 30  # after its last renewal, which may have come meanwhile
+        while producer.has_transfers():  # renewals that it has sent may still arrive
+            clock.now += 31
+            producer.step()
+        assert clock.now < 500  # abort_timeout is later
         assert settle(producer) == {"sends_expired": 1}
         consumer.kill()
 
@@ -179,10 +187,11 @@ async def test_consumer_that_hangs_while_it_reads(
 @RUNNERS
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_transfer_that_takes_too_long(
-    runner: str, policy: str, make: MakeEngine, expected: Outputs, clock: Clock
+    runner: str, policy: str, make: MakeEngine, expected: Outputs, request: pytest.FixtureRequest
 ) -> None:
-    producer, consumer = make("kv_producer", runner=runner), make("kv_consumer", runner=runner, policy=policy)
-    held = prefilled(producer, ["long"])
+    held = prefilled(producer := make("kv_producer", runner=runner), ["long"])
+    clock = request.getfixturevalue("clock")  # of the consumer alone: the lease does not expire
+    consumer = make("kv_consumer", runner=runner, policy=policy)
     with relayed(held) as line:
         line.data.spoil = gate = Gate()
         consumer.add_request("long", *decodes(held)["long"])
@@ -211,9 +220,6 @@ def test_transfer_that_takes_too_long(
 
 SPOIL: dict[str, tuple[str, Callable[[bytes, int], bytes]]] = {
     "KV is damaged": ("data", flip_at(1000)),
-    "KV is cut short": ("data", cut_at(5000)),
-    "its checksum is damaged": ("data", flip_at(9 + 9 * 2048)),
-    "an announced length is damaged": ("data", flip_at(3)),
     "the side channel is cut": ("side", cut_at(10)),
     "the side channel sends garbage": ("side", flip_at(6)),
 }

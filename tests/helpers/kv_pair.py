@@ -28,6 +28,14 @@ def skip_without(backend: str) -> None:
             pytest.skip("the extra nixl is not installed")
 
 
+def join_threads(*names: str) -> None:
+    """Wait until the threads of these names have ended; by default those of all connectors and lines."""
+    for thread in threading.enumerate():
+        if thread.name in names or (not names and thread.name.startswith(("kv-", "line"))):
+            thread.join(60)
+            assert not thread.is_alive(), thread.name
+
+
 def whole(content: bytes, offset: int) -> bytes:
     """No fault."""
     return content

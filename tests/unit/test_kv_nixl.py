@@ -1,26 +1,29 @@
 """KV between engines: it arrives bitwise equal or not at all, and all blocks are released."""
 
+import asyncio
 import contextlib
 import gc
 import os
-import queue
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
-from tests.helpers.kv_bench import BLOCK_SIZE, FINGERPRINT, LAYOUT, Clock, ManualJobs, same
-from tests.helpers.kv_pair import TOKENS, Engine, Gate, cut_at, flip_at, skip_without, whole
+from tests.helpers.kv_bench import BLOCK_SIZE, FINGERPRINT, LAYOUT, Clock, InlineJobs, ManualJobs, same
+from tests.helpers.kv_pair import TOKENS, Engine, Gate, cut_at, flip_at, join_threads, skip_without, whole
 
 from fleetfoot.config.kv_transfer import KVTransferConfig
-from fleetfoot.kv_transfer.base.sockets import connect, receive_message, send_message
+from fleetfoot.kv_transfer.base.sockets import ConnectionLostError, SocketServer, connect, receive_message, send_message
+from fleetfoot.kv_transfer.nixl import consumer as nixl_consumer
 from fleetfoot.kv_transfer.nixl import side_channel
 from fleetfoot.kv_transfer.nixl.params import NixlSettings
-from fleetfoot.kv_transfer.nixl.side_channel import DECLINED, Acquire, Decline, LeaseError, Leases, Renew
+from fleetfoot.kv_transfer.nixl.side_channel import Acquire, Decline, Granted, LeaseError, Leases, ProducerServer, Renew
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.records.request import RequestStatus
 from fleetfoot.records.step import SchedulerOutput
+from fleetfoot.server.disaggregation.client import release
 
 MakeEngine = Callable[..., Engine]
 HELD, LOADED = [3, 7, 1, 12], [9, 8, 2, 0]
@@ -91,7 +94,8 @@ def test_cached_blocks_are_not_read(make: MakeEngine) -> None:
     assert consumer.counters["blocks_loaded"] == 2
 
 
-def test_consumer_waits_for_the_step_that_grants_its_lease(make: MakeEngine) -> None:
+def test_consumer_waits_for_the_step_that_grants_its_lease(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_channel, "ACQUIRE_SECONDS", 60.0)
     producer, consumer = make(), make()
     request = consumer.remote(producer.hold("p", step=False))
     consumer.begin(request)
@@ -118,6 +122,7 @@ REFUSALS: dict[str, tuple[str, dict[str, Any]]] = {
     "fewer ranks": ("its tp_size is 3, and 1 here", {"producer": {"num_ranks": 3}}),  # each declines
     "block size": ("its block_size is 16, and 4 here", {"description": {"block_size": 16}}),
     "dtype": ("its dtype is 'bfloat16', and ", {"description": {"dtype": "bfloat16"}}),
+    "an unknown fact": ("its scale is 2, and None here", {"description": {"scale": 2}}),
     "pipeline ranks": ("its pp_size is 2, and 1 here", {"description": {"pp_size": 2}}),
     "layout": (  # the producer refuses it: the descriptions are equal
         f"its layout is '{LAYOUT.fingerprint}', and '{OTHER_LAYOUT.fingerprint}' here",
@@ -212,8 +217,9 @@ Stalled = tuple[Engine, Engine, Gate, Clock, Any]
 
 
 @pytest.fixture
-def stalled(make: MakeEngine) -> Iterator[Stalled]:
-    """A producer and a consumer with a load that is under way and stalled."""
+def stalled(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stalled]:
+    """A producer and a consumer with a load that is under way and stalled. No renewal arrives, early or late."""
+    monkeypatch.setattr(side_channel, "notify", lambda *_: None)
     clock, gate = Clock(), Gate()
     producer, consumer = make(line=True, clock=clock), make(clock=clock, timeout=20.0)
     producer.lines[0].spoil = gate
@@ -271,20 +277,24 @@ def test_blocks_released_during_a_read_do_not_count(stalled: Stalled) -> None:
     assert EXPIRED in consumer.until_ended(request).failed["r"].reason
 
 
+def ended(leases: Leases) -> dict[str, str]:
+    return {lease.request_id: how for lease, how in leases.get_finished()}
+
+
 def test_lease_declined_before_it_is_granted() -> None:
     """Its consumer is faster than the step that grants it."""
     leases = Leases(30.0, 480.0, Clock())
-    leases.give_up("early", DECLINED)
+    leases.give_up("early", side_channel.DECLINED)
     with pytest.raises(LeaseError, match="it was declined"):
         leases.acquire("early", 30.0)
     leases.grant("early", "p", [1, 2], None)
     leases.grant("other", "q", [3], None)
-    assert [(lease.request_id, how) for lease, how in leases.get_finished()] == [("p", DECLINED)]
+    assert ended(leases) == {"p": side_channel.DECLINED}
     assert leases.acquire("other", 0.0) == [3]
     with pytest.raises(LeaseError, match="there is no lease late here"):
         leases.acquire("late", 0.0)  # no step has granted it within the timeout
     leases.grant("late", "r", [4], None)
-    assert [(lease.request_id, how) for lease, how in leases.get_finished()] == [("r", DECLINED)]
+    assert ended(leases) == {"r": side_channel.DECLINED}
 
 
 def tell(address: str, *messages: Decline | Renew) -> None:
@@ -307,16 +317,16 @@ def test_lease_lasts_while_it_is_renewed(make: MakeEngine) -> None:
 
 
 def test_consumer_renews_while_a_request_waits_or_loads(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages: list[Any] = []
+    monkeypatch.setattr(side_channel, "notify", lambda addresses, message, *_: messages.append((addresses, message)))
+    monkeypatch.setattr(nixl_consumer, "IOThreads", lambda *_: InlineJobs())
     producer, consumer = make(), make(jobs=ManualJobs(), clock=(clock := Clock()))
-    params, messages = producer.hold("p"), queue.SimpleQueue[Any]()
-    monkeypatch.setattr(side_channel, "notify", lambda addresses, message, *_: messages.put((addresses, message)))
-    request = consumer.remote(params)
-    for clock.now in range(100, 104):
+    request = consumer.remote(params := producer.hold("p"))
+    for clock.now in range(100, 106):  # it waits until 102, then it loads
         consumer.step()
-        if clock.now % 2 == 0:
-            assert messages.get(timeout=30) == (params["remote_addresses"], Renew([params["remote_lease"]]))
         if clock.now == 102:
             consumer.begin(request)
+    assert messages == [(params["remote_addresses"], Renew([params["remote_lease"]]))] * 3
     clock.now += 60
     assert consumer.step().failed["r"].timed_out
     clock.now += 2
@@ -345,6 +355,63 @@ def test_lease_that_is_being_read_is_neither_evicted_nor_declined(stalled: Stall
     assert producer.counters["sends_sent"] == 1
 
 
+def test_leases_that_are_being_read() -> None:
+    """Each has one reader, each connection reads one, and an eviction leaves a read seconds."""
+    leases = Leases(30.0, 480.0, clock := Clock())
+    server = ProducerServer("127.0.0.1", 0, "p", {}, leases, Granted(b"", [], 0, 1, []))
+    for lease in "abc":
+        leases.grant(lease, lease, [1], None)
+    with contextlib.closing(connect(server.address, 30.0)) as connection:
+        for request in (Acquire("p", {}, "a"), Acquire("p", {}, "b")):
+            send_message(connection, msgspec.msgpack.encode(request))
+            assert b"Granted" in receive_message(connection)
+        send_message(connection, b"no message")
+        with pytest.raises(ConnectionLostError):
+            receive_message(connection)
+    assert ended(leases) == {"a": side_channel.LOST, "b": side_channel.LOST}
+    assert leases.acquire("c", 0.0) == [1]
+    with pytest.raises(LeaseError, match="the lease c is being read by another consumer"):
+        leases.acquire("c", 0.0)
+    leases.give_up("c", side_channel.EVICTED)
+    clock.now += 9
+    leases.renew("c")
+    assert not ended(leases)
+    clock.now += 1
+    assert ended(leases) == {"c": side_channel.EXPIRED}
+    server.close()
+
+
+def test_server_survives_a_failure_to_start_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = threading.Event()
+    server = SocketServer("127.0.0.1", 0, lambda connection: served.set(), "kv-test")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        with contextlib.closing(connect(server.address, 30.0)) as connection, pytest.raises(ConnectionLostError):
+            receive_message(connection)
+    connect(server.address, 30.0).close()
+    assert served.wait(30)
+    server.close()
+
+
+def test_many_leases_are_declined_at_once(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a proxy can end, though a prefill engine does not respond."""
+    params, connecting = make().hold("p"), asyncio.Semaphore(0)
+
+    async def connect_forever(*address: Any) -> Any:
+        connecting.release()
+        await asyncio.Event().wait()
+
+    async def decline() -> None:
+        tasks = [asyncio.ensure_future(release(params)) for _ in range(50)]
+        for _ in tasks:
+            await connecting.acquire()
+        for task in tasks:
+            task.cancel()
+
+    monkeypatch.setattr(asyncio, "open_connection", connect_forever)
+    asyncio.run(decline())
+
+
 def test_lease_is_read_once(make: MakeEngine) -> None:
     params, consumer = make().hold("p"), make()
     assert consumer.load(consumer.remote(params)).loaded == {"r"}
@@ -370,10 +437,11 @@ def damaged(content: bytes, offset: int) -> bytes:
 
 def test_connections_and_threads_end() -> None:
     """After loads of every outcome."""
-    before, threads_before = num_descriptors(), set(threading.enumerate())
+    join_threads()  # of the tests before
+    before = num_descriptors()
     producer, consumer = Engine(line=True), Engine(extra={"num_threads": 2})
     for number in range(5):
-        for spoil in (damaged, cut_at(0), whole):
+        for spoil in (whole, damaged, cut_at(0)):
             producer.lines[0].spoil = spoil
             output = consumer.load(consumer.remote(producer.hold(name := f"{number}")))
             assert bool(output.loaded) == (spoil is whole)
@@ -383,12 +451,11 @@ def test_connections_and_threads_end() -> None:
         params = gone.hold("p")
         gone.shutdown()
         assert "cannot be reached" in failure(consumer, params)
+    join_threads("line", "kv-tcp-agent", "kv-side-channel")  # each has served a connection
     busy = num_descriptors()
     consumer.shutdown()
     producer.shutdown()
-    for thread in set(threading.enumerate()) - threads_before:
-        thread.join(20)
-        assert not thread.is_alive(), thread.name
+    join_threads()
     assert num_descriptors() == before
     assert busy < before + 20  # 20 loads, of which most have failed
 
@@ -436,10 +503,10 @@ def test_loads_that_wait_for_a_thread(make: MakeEngine) -> None:
     assert consumer.step().loaded == {"one"}
     clock.now += 5
     assert set(consumer.step().failed) == {"two"}
-    jobs.run()  # the load was given up, so its lease is declined
-    assert consumer.step().is_empty
     producer.until_sent("one")
-    producer.until_sent("two")
+    producer.until_sent("two")  # the load was given up, so its lease is declined
+    jobs.run()
+    assert consumer.step().is_empty
     assert producer.counters["sends_sent"] == producer.counters["sends_declined"] == 1
     consumer.begin(consumer.remote(producer.hold("three"), "three"))
     consumer.step()

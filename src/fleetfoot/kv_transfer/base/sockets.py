@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 64 << 20
 _LENGTH_BYTES = 4
 _POLL_SECONDS = 0.05
+_RETRY_SECONDS = 0.1
 _KEEPALIVE_SECONDS = 10
 
 
@@ -108,14 +109,14 @@ class SocketServer:
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
-        self._is_closed = False
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop listening, and close all connections at once."""
         with self._lock:
-            self._is_closed = True
+            self._closed.set()
             connections = list(self._connections)
         for connection in (self._listener, *connections):
             with contextlib.suppress(OSError):
@@ -124,23 +125,25 @@ class SocketServer:
         self._thread.join()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed.is_set():
+            connection = None
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            with self._lock:
-                if self._is_closed:
+                threading.Thread(target=self._run, args=(connection,), name=self._name, daemon=True).start()
+            except (OSError, RuntimeError) as error:  # closed, or no descriptor or thread is left for now
+                if connection is not None:
                     connection.close()
-                    return
-                self._connections.add(connection)
-            threading.Thread(target=self._run, args=(connection,), name=self._name, daemon=True).start()
+                if not self._closed.wait(_RETRY_SECONDS):
+                    logger.warning("%s cannot serve a connection (%s)", self._name, error)
 
     def _run(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._connections.add(connection)
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            keep_alive(connection)
-            self._serve(connection)
+            if not self._closed.is_set():
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                keep_alive(connection)
+                self._serve(connection)
         except (ConnectionLostError, OSError):
             pass
         except Exception:

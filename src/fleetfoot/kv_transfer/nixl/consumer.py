@@ -235,7 +235,6 @@ class Loads:
         self._loads.append(load)
         if spec.refusal:
             self._ended.put(load)
-            self.decline(spec.remote)
         else:
             self._jobs.submit(partial(self._run, load))
 
@@ -300,6 +299,8 @@ class Loads:
 
     def _fail(self, load: Load, failure: TransferFailure, output: KVConnectorOutput) -> None:
         load.give_up(has_timed_out=failure.timed_out)
+        if not load.has_acquired:
+            self.decline(load.spec.remote)
         self._loads.remove(load)
         output.failed[load.spec.request_id] = failure
         self._counters.add("loads_failed")
@@ -317,9 +318,6 @@ class Loads:
         except Exception as error:  # any error must end the load
             load.error = str(error) or type(error).__name__
         self._ended.put(load)
-        if not load.has_acquired:
-            with contextlib.suppress(RuntimeError):  # the threads were stopped by shutdown
-                self.decline(load.spec.remote)
 
     def _read(self, load: Load) -> None:
         """Read all blocks, and check that they were held until the last was read."""

@@ -114,9 +114,9 @@ def engine_description(context: TransferContext) -> dict[str, Any]:
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     """How the description of another engine differs from this engine's; empty: it does not."""
     return "; ".join(
-        f"its {name} is {theirs.get(name)!r}, and {value!r} here"
-        for name, value in ours.items()
-        if theirs.get(name) != value
+        f"its {name} is {theirs.get(name)!r}, and {ours.get(name)!r} here"
+        for name in {**ours, **theirs}
+        if theirs.get(name) != ours.get(name)
     )
 
 

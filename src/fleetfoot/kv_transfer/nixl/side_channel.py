@@ -6,14 +6,15 @@ One TCP connection per load, from the consumer (C) to the producer (P):
        (C reads them, through the transfer agent)
     C  Finish                                       P  Accepted   they were held all the time; or Refusal
 
-A lost connection ends the lease that it has acquired. Two messages have no reply: `Decline`, in place of all this, ends
-a lease that will not be read; `Renew` extends leases while their requests wait or load.
+A lost connection ends the lease that it has acquired, and so does an Acquire of another one. Two messages have no
+reply: `Decline`, in place of all this, ends a lease that will not be read; `Renew` extends leases while their requests
+wait or load.
 
 Reads are one-sided: the producer does not notice them. So a consumer sends two requests: before the reads, for the
 blocks; and after the last read, for whether they were held all the time. Only then does the KV count. Blocks are
 released through `Leases.get_finished`, and later consumers are refused, so clocks need not agree, and a late read never
-yields wrong KV. A lease that is being read is neither declined nor evicted: it ends with the read or its connection,
-or expires because its consumer has stopped renewing it.
+yields wrong KV. A lease that is being read is not declined: it ends with the read or its connection, or expires because
+its consumer has stopped renewing it. If it is evicted, the read has `EVICTION_SECONDS` left.
 """
 
 from __future__ import annotations
@@ -135,6 +136,8 @@ def notify(addresses: Iterable[str], message: Decline | Renew, timeout: float = 
 
 ACQUIRE_SECONDS = 5.0
 """How long a consumer waits here for the step that grants its lease."""
+EVICTION_SECONDS = 10.0
+"""How long a read under way delays requests that need its blocks."""
 NUM_REMEMBERED = 1024
 """Ended leases that are remembered, for late consumers."""
 
@@ -229,6 +232,8 @@ class Leases:
                 self._remember(lease_id, DECLINED)  # the consumer gives up, so a later grant must end at once
                 raise LeaseError(f"there is no lease {lease_id} here")
             lease = self._find(lease_id)
+            if lease.is_acquired:
+                raise LeaseError(f"the lease {lease_id} is being read by another consumer")
             lease.is_acquired, lease.last_deadline = True, self._clock() + self._timeout
             self._extend(lease)
         if lease.written is not None:
@@ -249,13 +254,16 @@ class Leases:
 
     def give_up(self, lease_id: str, reason: str) -> None:
         """End a lease that will not be read, or not completely; also one that is granted later. While it is being read,
-        only the loss of its reader's connection ends it."""
+        only the loss of its reader's connection ends it, and an eviction limits its time."""
         with self._changed:
             lease = self._live.get(lease_id)
             if lease is None:
                 self._remember(lease_id, reason)
             elif reason == LOST or not lease.is_acquired:
                 self._end(lease_id, reason)
+            elif reason == EVICTED:
+                lease.last_deadline = min(lease.last_deadline, self._clock() + EVICTION_SECONDS)
+                self._extend(lease)
 
     def _extend(self, lease: Lease) -> None:
         lease.deadline = min(self._clock() + self._duration, lease.last_deadline)
@@ -317,8 +325,9 @@ class ProducerServer:
                         self._leases.renew(request.leases)
                         continue
                     if isinstance(request, Acquire):
-                        reply = self._acquire(request)
-                        acquired = request.lease
+                        if acquired:
+                            self._leases.give_up(acquired, LOST)
+                        reply, acquired = self._acquire(request), request.lease
                     else:
                         finished, acquired = acquired, ""
                         self._leases.finish(finished)

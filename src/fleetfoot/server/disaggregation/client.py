@@ -23,7 +23,7 @@ from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.inputs import PromptType
 from fleetfoot.kv_transfer.base.sockets import keep_alive, parse_address
 from fleetfoot.kv_transfer.nixl.params import parse_params
-from fleetfoot.kv_transfer.nixl.side_channel import Decline, notify
+from fleetfoot.kv_transfer.nixl.side_channel import CONNECT_SECONDS, Decline
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
 
@@ -107,7 +107,7 @@ EngineReply = Output | Report | Failed
 _R = TypeVar("_R", Output, Report)
 
 
-async def write_message(writer: asyncio.StreamWriter, message: EngineCall | EngineReply) -> None:
+async def write_message(writer: asyncio.StreamWriter, message: EngineCall | EngineReply | Decline) -> None:
     """Write one message; waits while the other end does not read."""
     body = msgspec.msgpack.encode(message)
     writer.write(_LENGTH.pack(len(body)) + body)
@@ -136,12 +136,20 @@ async def read_message(reader: asyncio.StreamReader, kind: Any) -> Any:
         raise ConnectionError(f"received data that is not a message ({error})") from error
 
 
-def release(transfer: Mapping[str, Any] | None) -> None:
-    """Notify a prefill engine, in a thread, that the KV of these ``kv_transfer_params`` will not be loaded."""
+async def release(transfer: Mapping[str, Any] | None) -> None:
+    """Notify a prefill engine that the KV of these ``kv_transfer_params`` will not be loaded."""
     with contextlib.suppress(ValueError, TypeError):  # of another connector, which does not hold blocks for others
         if transfer is not None and (remote := parse_params(transfer)) is not None:
-            message = Decline(remote.remote_lease)
-            asyncio.get_running_loop().run_in_executor(None, notify, remote.remote_addresses, message)
+            await asyncio.gather(*(_decline(address, remote.remote_lease) for address in remote.remote_addresses))
+
+
+async def _decline(address: str, lease: str) -> None:
+    """`fleetfoot.kv_transfer.nixl.side_channel.notify` without a thread. A rank that cannot be reached is skipped."""
+    with contextlib.suppress(OSError):
+        async with asyncio.timeout(CONNECT_SECONDS):
+            _, writer = await asyncio.open_connection(*parse_address(address))
+            with contextlib.closing(writer):
+                await write_message(writer, Decline(lease))
 
 
 class EngineClient:

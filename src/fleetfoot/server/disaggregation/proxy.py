@@ -68,7 +68,7 @@ class DisaggregatedLLM:
                     transfer = None  # the decode engine has loaded the KV
                     yield output
         finally:  # the decode engine is dead or has refused the request, or the client has disconnected
-            release(transfer)
+            await release(transfer)
 
     async def stats(self) -> dict[str, Any]:
         """`ProxyStats`."""
@@ -108,13 +108,13 @@ class DisaggregatedLLM:
                     if completion.finish_reason == "error":
                         raise RuntimeError(f"the prefill engine failed: {completion.stop_reason}")
         except Exception as error:  # the decode engine reports invalid requests
-            release(transfer)
+            await release(transfer)
             self.counts.num_prefills_failed += 1
             reason = str(error) or f"it took longer than {self._prefill_timeout:g} s"
             logger.warning("request %r goes without prefill: %s", request_id, reason)
             return None
         except BaseException:  # the client has disconnected
-            release(transfer)
+            await release(transfer)
             raise
         self.counts.num_prefilled += transfer is not None
         return transfer

@@ -213,18 +213,23 @@ class EngineServer:
             await write_message(writer, Failed.of(error))
             return
         received = asyncio.ensure_future(reader.read(1))  # an acknowledgement; empty at disconnection
-        work = asyncio.ensure_future(self._reply(call, writer, received))
+        transfers: list[dict[str, Any]] = []
+        work = asyncio.ensure_future(self._reply(call, writer, transfers))
         try:
             await asyncio.wait((work, received), return_when=asyncio.FIRST_COMPLETED)
-            if received.done() and received.exception() is None and received.result():
+            if (transfers or received.done()) and await received:
                 await work  # all has been sent
+                transfers.clear()
         finally:
             work.cancel()  # aborts its request, if it has not finished
             received.cancel()
             await asyncio.gather(work, received, return_exceptions=True)
+            for transfer in transfers:
+                await release(transfer)
 
-    async def _reply(self, call: EngineCall, writer: asyncio.StreamWriter, received: asyncio.Future[bytes]) -> None:
-        engine, transfer = self._engine, None
+    async def _reply(self, call: EngineCall, writer: asyncio.StreamWriter, transfers: list[dict[str, Any]]) -> None:
+        """Append the ``kv_transfer_params`` of the output to ``transfers`` before it is sent."""
+        engine = self._engine
         try:
             if isinstance(call, Stats):
                 await write_message(writer, Report(await (engine.drain() if call.is_drained else engine.stats())))
@@ -232,18 +237,15 @@ class EngineServer:
             outputs = engine.generate(call.prompt, call.params, call.request_id, priority=call.priority)
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
-                    transfer = output.kv_transfer_params
+                    if output.kv_transfer_params is not None:
+                        transfers.append(output.kv_transfer_params)
                     await write_message(writer, Output(output))
-            if transfer is not None and await received:
-                transfer = None
         except ConnectionError:
             raise  # of the client's connection: no reply is possible
         except Exception as error:
             if isinstance(error, EngineDeadError):
                 self._on_death(error)
             await write_message(writer, Failed.of(error))
-        finally:
-            release(transfer)
 
 
 def main(config: str, host: str, port: str) -> None:
