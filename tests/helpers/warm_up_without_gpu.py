@@ -68,7 +68,7 @@ def launch_nothing(jit: Any, grid: tuple[int, ...]) -> Callable[..., None]:
 def warm_up(table: CaptureTable) -> dict[str, Any]:
     """``compiled``, ``found``: by the dry pass; ``late``: kernels that the warm-up itself had to compile;
     ``compiled_later``, ``found_later``: by this process behind the warm-up, where others compile for it;
-    ``failed_later``."""
+    ``failed_later``; ``texts``: stages of those compilations that are kept beside the binaries."""
     config = load_model_config(embedded_model_path())
     context = ModelContext(triton_kernels(), TritonBackend(), torch.bfloat16, torch.device("cpu"), max_positions=256)
     runner = ModelRunnerV2(
@@ -98,6 +98,9 @@ def warm_up(table: CaptureTable) -> dict[str, Any]:
     def queue_and_wait(compiler: KernelCompiler, shapes: list[GraphKey], at_once: int) -> Compilations:
         compilations = queue(compiler, shapes, at_once)
         compilations.wait()
+        counts.update(
+            texts=sum(isinstance(code, str) for job in compilations._kernels for code in job.kernel.asm.values())
+        )
         return compilations
 
     def listen_no_more(compiler: KernelCompiler, shapes: list[GraphKey]) -> None:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fleetfoot.kernels.runtime.compile_worker import CompileWorker, build_launcher
+from fleetfoot.kernels.runtime.compile_worker import CompileWorker, build_launcher, release_sources
 from fleetfoot.kernels.runtime.dry_tensors import dry_torch
 from fleetfoot.kernels.runtime.triton_support import Launch, instead_of_launching
 
@@ -138,7 +138,7 @@ class CompileAhead:
                 kernel = jit.warmup(*arguments, grid=grid, **options)
                 if isinstance(kernel, FutureKernel):
                     kernels.append(kernel)
-                    kernel.future.add_done_callback(lambda _: kernel.result(ignore_errors=True))
+                    kernel.future.add_done_callback(lambda _: release_sources(kernel.result(ignore_errors=True)))
 
             return launch
 

@@ -85,6 +85,17 @@ def build_launcher(kernel: Any) -> None:
         CudaLauncher(kernel.src, kernel.metadata)
 
 
+def release_sources(kernel: Any) -> None:
+    """Release the texts of all stages of a compilation, 0.3 MB, which Triton keeps: launches need the binary only.
+
+    Args:
+        kernel: ``triton.compiler.CompiledKernel``; None: the compilation failed.
+    """
+    for stage, code in [] if kernel is None else [*kernel.asm.items()]:
+        if isinstance(code, str):
+            del kernel.asm[stage]
+
+
 def _jit_in(module: object, name: str) -> Any:
     """The ``triton.JITFunction`` of a name in a module; None: it has no such name."""
     kernel = getattr(module, name, None)
