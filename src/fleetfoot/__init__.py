@@ -7,41 +7,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fleetfoot._version import __version__
-from fleetfoot.utils.vllm_paths import install, provide_names
+from fleetfoot._version import __version__ as __version__
+from fleetfoot.utils.vllm_paths import install, names_of, provide_names
 
 if TYPE_CHECKING:
-    from fleetfoot.async_llm import AsyncLLM
-    from fleetfoot.async_llm import AsyncLLM as AsyncLLMEngine
-    from fleetfoot.config.engine import EngineConfig
-    from fleetfoot.engine.arg_utils import AsyncEngineArgs, EngineArgs
-    from fleetfoot.engine.engine import LLMEngine
-    from fleetfoot.engine.errors import EngineDeadError
-    from fleetfoot.inputs import PromptType, TextPrompt, TokensPrompt
-    from fleetfoot.llm import LLM
-    from fleetfoot.outputs import CompletionOutput, RequestOutput
-    from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
+    from fleetfoot.async_llm import AsyncLLM as AsyncLLM
+    from fleetfoot.async_llm import AsyncLLMEngine as AsyncLLMEngine
+    from fleetfoot.config.engine import EngineConfig as EngineConfig
+    from fleetfoot.engine.arg_utils import AsyncEngineArgs as AsyncEngineArgs
+    from fleetfoot.engine.arg_utils import EngineArgs as EngineArgs
+    from fleetfoot.engine.engine import LLMEngine as LLMEngine
+    from fleetfoot.engine.errors import EngineDeadError as EngineDeadError
+    from fleetfoot.inputs import PromptType as PromptType
+    from fleetfoot.inputs import TextPrompt as TextPrompt
+    from fleetfoot.inputs import TokensPrompt as TokensPrompt
+    from fleetfoot.llm import LLM as LLM
+    from fleetfoot.outputs import CompletionOutput as CompletionOutput
+    from fleetfoot.outputs import RequestOutput as RequestOutput
+    from fleetfoot.records.sampling_params import RequestOutputKind as RequestOutputKind
+    from fleetfoot.records.sampling_params import SamplingParams as SamplingParams
 
-__all__ = [
-    "LLM",
-    "AsyncEngineArgs",
-    "AsyncLLM",
-    "AsyncLLMEngine",
-    "CompletionOutput",
-    "EngineArgs",
-    "EngineConfig",
-    "EngineDeadError",
-    "LLMEngine",
-    "PromptType",
-    "RequestOutput",
-    "RequestOutputKind",
-    "SamplingParams",
-    "TextPrompt",
-    "TokensPrompt",
-    "__version__",
-]
-
-
+__all__ = [*names_of(""), "__version__"]  # names
 install()
 provide_names(__name__)
 

@@ -344,6 +344,10 @@ class AsyncLLM:
                 del self._result_queues[output.request_id]
 
 
+AsyncLLMEngine = AsyncLLM
+"""vLLM's other name."""
+
+
 def _is_long(prompt: object) -> bool:
     """Whether the prompt is a long text without token ids."""
     if isinstance(prompt, dict):

@@ -17,10 +17,11 @@ from fleetfoot.cli.command import UsageError
 from fleetfoot.cli.main import logs_on_stderr
 from fleetfoot.config.engine import UNSUPPORTED, EngineConfig
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
+from fleetfoot.utils.argparse_utils import FlexibleArgumentParser
 
 
 def parse(argv: list[str], **defaults: Any) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+    parser = FlexibleArgumentParser()
     arguments.add_engine_arguments(parser)
     arguments.add_sampling_arguments(parser, **defaults)
     return parser.parse_args(argv)
@@ -62,10 +63,11 @@ def test_what_is_not_given_is_left_to_the_config_and_the_command() -> None:
     ).skip_tokenizer_init
 
 
-def test_neutral_flags_of_vllm_are_taken() -> None:
+def test_flags_of_vllm_are_taken() -> None:
     words = "--tokenizer-mode auto --kv-cache-dtype auto -dp 1 --disable-log-stats --no-enable-expert-parallel"
     words += " --swap-space 4 --hf-overrides {} --dtype half --task auto --max-seq-len-to-capture 8192"
-    assert arguments.engine_config(parse(words.split())) == EngineConfig(dtype="float16")
+    words += " -tp 2 --node_rank 0"
+    assert arguments.engine_config(parse(words.split())) == EngineConfig(dtype="float16", tensor_parallel_size=2)
 
 
 def test_help_has_every_setting_with_its_default(run: CommandRunner) -> None:
@@ -186,13 +188,10 @@ OVERRIDE = ["--override-generation-config"]
         (["generat"], "there is no command 'generat'; did you mean generate?"),
         (["xyzzy"], "there is no command 'xyzzy'; there are generate, chat, bench, plan"),
         (["serve", "M"], "there is no command 'serve'; fleetfoot engine runs an engine behind a port"),
-        (["plan", "-tp", "2"], "unknown argument '-tp'; it is --tensor-parallel-size"),
         (["plan", "--pp=2"], "unknown argument '--pp'; it is --pipeline-parallel-size"),
-        (["plan", "--node_rank", "1"], "unknown argument '--node_rank'; it is --node-rank"),
-        (["worker", "-dp", "2"], "-dp 2 is not supported; start one engine for each replica"),
-        (["plan", "--enable-expert-parallel"], "--enable-expert-parallel is not supported; models are dense"),
-        (["plan", "--speculative-model", "x"], "--speculative-model x is not supported; set speculative_config="),
-        (["plan", "--tokenizer_mode", "auto"], "unknown argument '--tokenizer_mode'; it is --tokenizer-mode"),
+        (["plan", "-dp", "2"], "the engine does not support data_parallel_size=2; start one engine for each replica"),
+        (["plan", "--enable_expert_parallel"], "does not support enable_expert_parallel=True; models are dense"),
+        (["plan", "--speculative-model", "x"], "does not support speculative_model='x'; set speculative_config="),
         (["bench", "latency", "--output", "/"], "--output /: it is a folder"),
         (["bench", "throughput", "--output", ""], "it is a folder"),
         *(([name, "M", "--model", "N"], "two models are given, 'M' and 'N'") for name in ("generate", "chat")),

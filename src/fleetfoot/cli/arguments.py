@@ -6,7 +6,6 @@ Engine flags are generated from `EngineConfig`: each field has its flag, help te
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import difflib
 import json
@@ -17,12 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.config.vllm_names import ENGINE_KEYWORDS, check_engine_keyword
-from fleetfoot.engine.arg_utils import flag_of, flag_options, help_text, keyword_flags
+from fleetfoot.engine.arg_utils import add_setting_flags, flag_of, flag_options, help_text
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
-
-_RENAMED_FLAGS = {"seed": "--engine-seed"}
-"""Field -> flag, where the flag differs from the field: ``--seed`` is the sampling seed of a request."""
 
 _ENGINE, _SAMPLING = "engine.", "sampling."
 """Prefixes of parsed arguments: separate engine settings and sampling parameters from a command's own flags."""
@@ -40,37 +35,16 @@ def add_engine_arguments(
     """Add a flag for each field of `EngineConfig`. ``leave_out``: fields that do not apply to the command;
     ``takes_model``: whether the model can also be given as a positional argument."""
     group = parser.add_argument_group("engine")
+    own = {"seed", *leave_out, *(["chat_template"] if "--chat-template" in parser._option_string_actions else [])}
     for field in dataclasses.fields(EngineConfig):
-        if field.name in leave_out:
-            continue
-        # only given flags are passed on; EngineConfig has the defaults
         options = {"dest": _ENGINE + field.name, "default": argparse.SUPPRESS, **flag_options(field)}
-        if takes_model and field.name == "model":
-            options["action"] = _ModelAction
-            parser.add_argument(nargs="?", **options | {"metavar": "MODEL"})
-        group.add_argument(_RENAMED_FLAGS.get(field.name, flag_of(field.name)), **options)
-    for name, (neutral, _) in ENGINE_KEYWORDS.items():
-        flags = keyword_flags(name)
-        switch: dict[str, Any] = {"nargs": 0} if any(isinstance(value, bool) for value in neutral) else {}
-        flags += [flag_of(f"no_{name}")] if switch else []
-        if flags[0] not in parser._option_string_actions:  # chat has a --chat-template
-            options = {"action": _NeutralAction, "dest": name, "default": argparse.SUPPRESS}
-            group.add_argument(*flags, help=argparse.SUPPRESS, **options, **switch)
-
-
-class _NeutralAction(argparse.Action):
-    """Accepts a flag that is vLLM's alone if its value changes nothing."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, option: str | None = None
-    ) -> None:
-        given = "" if self.nargs == 0 else f" {value}"
-        with contextlib.suppress(json.JSONDecodeError):
-            value = json.loads(value) if given else not str(option).startswith("--no-")
-        try:
-            check_engine_keyword(str(option), self.dest, value)
-        except TypeError:
-            parser.error(f"{option}{given} is not supported; {ENGINE_KEYWORDS[self.dest][1]}")
+        if field.name == "seed":
+            group.add_argument("--engine-seed", **options)  # --seed is the sampling seed of a request
+        elif field.name == "model" and takes_model:
+            own.add("model")
+            parser.add_argument(nargs="?", action=_ModelAction, **options | {"metavar": "MODEL"})
+            group.add_argument("--model", action=_ModelAction, **options)
+    add_setting_flags(group, prefix=_ENGINE, leave_out=own)
 
 
 class _ModelAction(argparse.Action):
@@ -90,7 +64,7 @@ class _ModelAction(argparse.Action):
 
 def engine_config(arguments: argparse.Namespace, **defaults: Any) -> EngineConfig:
     """The `EngineConfig` of the given flags, with ``defaults`` for fields that were not given. Raises as it does."""
-    return EngineConfig(**(defaults | given_settings(arguments)))
+    return EngineConfig.from_keywords(defaults | given_settings(arguments), owner="the engine")
 
 
 def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:

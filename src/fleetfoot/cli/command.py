@@ -54,7 +54,7 @@ def usage_errors() -> Iterator[None]:
         raise UsageError(str(error)) from error
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], command: Command) -> None:
+def add_command(commands: argparse._SubParsersAction[Any], command: Command) -> None:
     """Add a command's parser. The parsed arguments get its ``run`` and ``parser``."""
     parser = commands.add_parser(
         command.name,

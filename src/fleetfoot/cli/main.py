@@ -18,9 +18,9 @@ from contextlib import contextmanager
 
 from fleetfoot._version import __version__
 from fleetfoot.cli import bench, chat, generate, plan, processes, verify
-from fleetfoot.cli.arguments import flag_of
 from fleetfoot.cli.command import UsageError, add_command
 from fleetfoot.config.vllm_names import ENGINE_FLAGS
+from fleetfoot.utils.argparse_utils import FlexibleArgumentParser
 
 COMMANDS = (
     *(generate.COMMAND, chat.COMMAND, bench.COMMAND, plan.COMMAND, verify.COMMAND),
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(
+    parser = FlexibleArgumentParser(
         prog="fleetfoot",
         description="An LLM inference and serving engine.",
         epilog=_EXIT_CODES,
@@ -100,11 +100,9 @@ def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Na
 def _hint(flag: str, known: argparse.ArgumentParser) -> str:
     """What to use instead of an unknown flag."""
     flags = [option for option, action in known._option_string_actions.items() if action.help is not argparse.SUPPRESS]
-    name = flag.lstrip("-").replace("-", "_")
-    if flag.startswith("-") and flag_of("tensor_parallel_size") in flags:  # the command has engine flags
-        name = ENGINE_FLAGS.get(name, name)
-        if flag_of(name) in known._option_string_actions:
-            return f"it is {flag_of(name)}"
+    long = f"--{ENGINE_FLAGS.get(flag.lstrip('-'), '').replace('_', '-')}"
+    if long in known._option_string_actions:
+        return f"it is {long}"
     near = difflib.get_close_matches(flag, flags, n=3)
     return f"did you mean {' or '.join(near)}?" if near else f"{known.prog} --help lists what it takes"
 

@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING
 from fleetfoot.utils.vllm_paths import provide_names
 
 if TYPE_CHECKING:
-    from fleetfoot.config.engine import CompilationConfig as CompilationConfig
     from fleetfoot.config.kv_transfer import KVTransferConfig as KVTransferConfig
-    from fleetfoot.config.speculative import SpeculativeConfig as SpeculativeConfig
 
 provide_names(__name__)

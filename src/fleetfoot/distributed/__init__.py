@@ -1,6 +1,7 @@
 """Groups of ranks and their transports. No torch here: the memory plan uses the buffers' sizes."""
 
-from fleetfoot.utils.vllm_paths import provide_names
+import gc
+import sys
 
 MIB = 1 << 20
 _COLLECTIVE_BYTES, _POINT_TO_POINT_BYTES = 752 * MIB, 520 * MIB
@@ -31,4 +32,8 @@ def pipeline_group_bytes(rank: int, num_ranks: int, step_bytes: int, *, on_gpu: 
     return num_buffers * step_bytes + (num_peers * _POINT_TO_POINT_BYTES if on_gpu else 0)
 
 
-provide_names(__name__)
+def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
+    """Free the memory of engines that the program has deleted. ``shutdown_ray`` has no effect: there is no Ray."""
+    gc.collect()
+    if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()

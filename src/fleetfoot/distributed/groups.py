@@ -9,7 +9,6 @@ group, which communicate twice per layer, are adjacent.
 
 from __future__ import annotations
 
-import gc
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
@@ -25,13 +24,6 @@ from fleetfoot.kernels.interface import AddRMSNorm
 from fleetfoot.records.forward_context import IntermediateTensors
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.12
-
-
-def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Free the memory of engines that the program has deleted. ``shutdown_ray`` has no effect: there is no Ray."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 class _Ranks:

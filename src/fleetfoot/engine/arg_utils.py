@@ -1,11 +1,12 @@
-"""`EngineArgs`: settings of an engine that are not checked yet, and flags made of the fields of `EngineConfig`."""
+"""Flags for the fields of `EngineConfig`, and `EngineArgs`: settings that are not checked yet."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 from dataclasses import Field, fields, make_dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from fleetfoot.config.engine import UNSUPPORTED, EngineConfig, plain_value
 from fleetfoot.config.vllm_names import ENGINE_FLAGS, ENGINE_KEYWORDS
@@ -14,17 +15,11 @@ from fleetfoot.utils.validation import checked_keywords
 
 _VALUES: dict[str, tuple[type, str]] = {"int": (int, "N"), "float": (float, "X"), "str": (str, "NAME")}
 """Type of a field -> type and name of the flag's value."""
-_Parser = TypeVar("_Parser", bound=argparse._ActionsContainer)
 
 
 def flag_of(name: str) -> str:
     """``max_model_len`` -> ``--max-model-len``."""
     return "--" + name.replace("_", "-")
-
-
-def keyword_flags(name: str) -> list[str]:
-    """Flags of a keyword of vLLM's: ``--data-parallel-size``, ``-dp``."""
-    return [flag_of(name), *(f"-{short}" for short, long in ENGINE_FLAGS.items() if long == name)]
 
 
 def help_text(text: str, default: Any) -> str:
@@ -35,10 +30,9 @@ def help_text(text: str, default: Any) -> str:
 
 
 def flag_options(field: Field[Any]) -> dict[str, Any]:
-    """Arguments of ``add_argument`` for a field of `EngineConfig`: help and how a value is read."""
-    options: dict[str, Any] = {"help": help_text(field.metadata["help"], field.default)}
-    if field.name in UNSUPPORTED:
-        options["help"] = argparse.SUPPRESS
+    """Arguments of ``add_argument`` for a field of `EngineConfig`."""
+    shown = help_text(field.metadata["help"], field.default)
+    options: dict[str, Any] = {"help": argparse.SUPPRESS if field.name in UNSUPPORTED else shown}
     value_type = str(field.type).removesuffix(" | None")
     if "record" in field.metadata:
         options["metavar"] = "JSON"  # parsed by EngineConfig
@@ -51,8 +45,21 @@ def flag_options(field: Field[Any]) -> dict[str, Any]:
     return options
 
 
-_SETTINGS = {field.name: field.default for field in fields(EngineConfig)}
-_DEFAULTS = _SETTINGS | {name: (neutral or (None,))[0] for name, (neutral, _) in ENGINE_KEYWORDS.items()}
+def add_setting_flags(group: Any, *, prefix: str = "", leave_out: Collection[str] = ()) -> None:
+    """Add a flag for each field of `EngineConfig`, and hidden ones for vLLM's other keywords. What is not given is not
+    in the parsed arguments. ``prefix``: of the names there; ``leave_out``: fields and keywords without a flag."""
+    options = {field.name: flag_options(field) for field in fields(EngineConfig)}
+    for name, (neutral, _) in ENGINE_KEYWORDS.items():
+        is_switch = any(isinstance(value, bool) for value in neutral)
+        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if is_switch else {"type": parse_value}
+        options[name] = {"help": argparse.SUPPRESS, **how}
+    for name in [name for name in options if name not in leave_out]:
+        flags = [flag_of(name), *(f"-{short}" for short, long in ENGINE_FLAGS.items() if long == name)]
+        group.add_argument(*flags, dest=prefix + name, default=argparse.SUPPRESS, **options[name])
+
+
+_DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
+_DEFAULTS |= {name: (neutral or (None,))[0] for name, (neutral, _) in ENGINE_KEYWORDS.items()}
 _Fields: Any = make_dataclass("_Fields", [(name, Any, default) for name, default in _DEFAULTS.items()])
 
 
@@ -68,24 +75,18 @@ class EngineArgs(_Fields):
         return EngineConfig.from_keywords(self.__dict__, owner=type(self).__name__)
 
     @staticmethod
-    def add_cli_args(parser: _Parser, async_args_only: bool = False) -> _Parser:
-        """Add a flag for each field to a parser, or to a group of it, and return that."""
-        is_group = isinstance(parser, argparse._ArgumentGroup)
-        group = parser if is_group else parser.add_argument_group("engine")
-        options = {} if async_args_only else {field.name: flag_options(field) for field in fields(EngineConfig)}
-        for name, (neutral, _) in {} if async_args_only else ENGINE_KEYWORDS.items():
-            is_switch = any(isinstance(value, bool) for value in neutral)
-            how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if is_switch else {"type": parse_value}
-            options[name] = {"help": argparse.SUPPRESS, **how}
-        for name, arguments in options.items():
-            group.add_argument(*keyword_flags(name), default=argparse.SUPPRESS, **arguments)
-        parser.set_defaults(**{name: _DEFAULTS[name] for name in options})  # a default of a switch would be in its help
+    def add_cli_args(parser: Any, async_args_only: bool = False) -> Any:
+        """Add a flag for each field to a parser or a group of one, and return that."""
+        if not async_args_only:
+            is_group = isinstance(parser, argparse._ArgumentGroup)
+            add_setting_flags(parser if is_group else parser.add_argument_group("engine"))
+            parser.set_defaults(**_DEFAULTS)
         return parser
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
         """Of parsed arguments; those that are no fields are ignored."""
-        return cls(**{name: getattr(args, name) for name in _DEFAULTS if hasattr(args, name)})
+        return cls(**{name: value for name, value in vars(args).items() if name in _DEFAULTS})
 
 
 class AsyncEngineArgs(EngineArgs):

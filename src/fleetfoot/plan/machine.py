@@ -63,25 +63,18 @@ class Machine:
 
 
 class Platform:
-    """What a script of vLLM's asks of ``current_platform``."""
-
-    @property
-    def device_type(self) -> str:
-        """``cpu`` or ``cuda``: the device of an engine."""
-        return Machine.detect().choose_device("auto")
+    """vLLM's ``current_platform``, as far as its scripts use it."""
 
     def is_cpu(self) -> bool:
-        return self.device_type == "cpu"
+        return Machine.detect().choose_device("auto") == "cpu"
 
     def is_cuda(self) -> bool:
-        return self.device_type == "cuda"
-
-    is_cuda_alike = is_cuda
+        return not self.is_cpu()
 
     def is_rocm(self) -> bool:
         return False
 
-    is_hpu = is_tpu = is_xpu = is_rocm
+    is_cuda_alike = is_cuda
 
 
 current_platform = Platform()

@@ -1,10 +1,11 @@
-"""Validation shared by settings of several packages: unknown keywords, host names."""
+"""Validation shared by settings of several packages: unknown keywords, host names; and free ports."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import re
+import socket
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -51,3 +52,10 @@ def checked_keywords(cls: _Class) -> _Class:
 def is_host(text: str) -> bool:
     """Whether ``text`` can be a host name or an IPv4 address, without port and scheme."""
     return _HOST.fullmatch(text) is not None
+
+
+def get_open_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -16,36 +16,27 @@ from typing import Any
 
 ROOT = "fleetfoot"
 
-_PLACES = {
-    "async_llm": "AsyncLLM", "config.engine": "CompilationConfig EngineConfig",
-    "config.kv_transfer": "KVTransferConfig", "config.speculative": "SpeculativeConfig",
-    "distributed.groups": "cleanup_dist_env_and_memory", "engine.arg_utils": "AsyncEngineArgs EngineArgs",
-    "engine.engine": "LLMEngine", "engine.errors": "EngineDeadError", "llm": "LLM",
-    "inputs": "PromptType TextPrompt TokensPrompt", "outputs": "CompletionOutput Logprob RequestOutput",
-    "plan.machine": "current_platform", "records.sampling_params": "RequestOutputKind SamplingParams",
-    "utils.argparse_utils": "FlexibleArgumentParser", "utils.network_utils": "get_open_port", "_version": "__version__",
-}  # fmt: skip
-_RENAMED = {"AsyncLLMEngine": "AsyncLLM", "VllmConfig": "EngineConfig"}
-_PLACE = {name: module for module, names in _PLACES.items() for name in names.split()}
-
 NAMES = {
-    "": "AsyncEngineArgs AsyncLLM AsyncLLMEngine CompletionOutput EngineArgs EngineConfig EngineDeadError LLM "
-        "LLMEngine PromptType RequestOutput RequestOutputKind SamplingParams TextPrompt TokensPrompt",
-    "config": "CompilationConfig KVTransferConfig SpeculativeConfig VllmConfig",
-    "distributed": "cleanup_dist_env_and_memory",
-    "distributed.parallel_state": "cleanup_dist_env_and_memory",
-    "engine.async_llm_engine": "AsyncLLMEngine",
-    "engine.llm_engine": "LLMEngine",
-    "entrypoints.llm": "LLM",
-    "logprobs": "Logprob",
-    "platforms": "current_platform",
-    "utils": "FlexibleArgumentParser get_open_port",
-    "v1.engine.async_llm": "AsyncLLM",
-    "v1.engine.exceptions": "EngineDeadError",
-    "v1.engine.llm_engine": "LLMEngine",
-    "version": "__version__",
+    "": "async_llm.AsyncLLM async_llm.AsyncLLMEngine config.engine.EngineConfig engine.arg_utils.AsyncEngineArgs "
+        "engine.arg_utils.EngineArgs engine.engine.LLMEngine engine.errors.EngineDeadError inputs.PromptType "
+        "inputs.TextPrompt inputs.TokensPrompt llm.LLM outputs.CompletionOutput outputs.RequestOutput "
+        "records.sampling_params.RequestOutputKind records.sampling_params.SamplingParams",
+    "config": "config.engine.CompilationConfig config.kv_transfer.KVTransferConfig "
+              "config.speculative.SpeculativeConfig",
+    "distributed.parallel_state": "distributed.cleanup_dist_env_and_memory",
+    "engine.async_llm_engine": "async_llm.AsyncLLMEngine",
+    "engine.llm_engine": "engine.engine.LLMEngine",
+    "entrypoints.llm": "llm.LLM",
+    "logprobs": "outputs.Logprob",
+    "platforms": "plan.machine.current_platform",
+    "utils": "utils.argparse_utils.FlexibleArgumentParser utils.validation.get_open_port",
+    "utils.network_utils": "utils.validation.get_open_port",
+    "v1.engine.async_llm": "async_llm.AsyncLLM",
+    "v1.engine.exceptions": "engine.errors.EngineDeadError",
+    "v1.engine.llm_engine": "engine.engine.LLMEngine",
+    "version": "_version.__version__",
 }  # fmt: skip
-"""Module of vLLM's, without the package -> its names."""
+"""Module of vLLM's -> the places of its names; all without the package."""
 
 NO_LORA = "LoRA adapters are not served; merge the adapter into the checkpoint"
 NO_MULTIMODAL = "models take text alone; leave it out"
@@ -53,32 +44,38 @@ NO_GRAMMAR = "output is not constrained by grammars; leave it out"
 NO_POOLING = "models generate text; SamplingParams(prompt_logprobs=...) scores a text"
 NO_CALLBACK = "the sampler calls no code of the user's; SamplingParams has logit_bias, allowed_token_ids and bad_words"
 NO_UPDATE = "a running engine keeps its weights; make a new LLM of the changed checkpoint"
-_NO_PROFILER = "run the script under torch.profiler or py-spy; stats() has the engine's own times"
-_INTERNAL = "it belongs to vLLM's own code; docs/vllm_names.md lists what there is"
+NO_PROFILER = "run the script under torch.profiler or py-spy; stats() has the engine's own times"
 
 _BY_ADVICE = {
     NO_LORA: "lora",
     NO_MULTIMODAL: "multimodal assets.audio assets.base assets.image assets.video inputs.EmbedsPrompt "
                    "inputs.ExplicitEncoderDecoderPrompt",
     NO_GRAMMAR: "reasoning tool_parsers sampling_params.GuidedDecodingParams sampling_params.StructuredOutputsParams",
-    NO_POOLING: "pooling_params PoolingParams config.PoolerConfig PoolingOutput PoolingRequestOutput "
+    NO_POOLING: "pooling_params config.PoolerConfig PoolingParams PoolingOutput PoolingRequestOutput "
                 "ClassificationOutput ClassificationRequestOutput EmbeddingOutput EmbeddingRequestOutput ScoringOutput "
                 "ScoringRequestOutput",
     NO_CALLBACK: "v1.sample logits_process",
     NO_UPDATE: "config.WeightTransferConfig distributed.weight_transfer",
-    _NO_PROFILER: "config.ProfilerConfig profiler",
+    NO_PROFILER: "config.ProfilerConfig profiler",
     "fleetfoot bench measures; give the script prompts of its own": "benchmarks",
     "CONTRIBUTING.md shows how to add an architecture, a kernel or a method": "ModelRegistry model_executor",
     "docs/kv_connectors.md has the connectors, and how to write one": "distributed.kv_transfer",
     "there is no HTTP server; AsyncLLM works in one of your own": "entrypoints",
     "LLM.get_tokenizer() returns the tokenizer": "transformers_utils tokenizers",
-    "settings are keywords of LLM": "envs",
+    "settings are keywords of LLM": "config.VllmConfig envs",
     "use logging.getLogger": "logger",
-    _INTERNAL: "attention compilation distributed executor forward_context usage v1 worker",
+    "it belongs to vLLM's own code; docs/vllm_names.md lists what there is":
+        "attention compilation distributed executor forward_context usage v1 worker",
 }  # fmt: skip
 ADVICE = {name: advice for advice, names in _BY_ADVICE.items() for name in names.split()}
 """Module or name of vLLM's, without the package -> what to do instead; modules include those below them, and what is
 missing in the package is missing in ``outputs`` as well."""
+
+
+def names_of(module: str) -> dict[str, str]:
+    """The names of a module in NAMES, and the modules that define them."""
+    places = [place.rpartition(".") for place in NAMES.get(module, "").split()]
+    return {name: f"{ROOT}.{source}" for source, _, name in places}
 
 
 def provide_names(module: str) -> None:
@@ -89,13 +86,11 @@ def provide_names(module: str) -> None:
     path = module.removeprefix(ROOT).removeprefix(".")
 
     def get(name: str) -> Any:
-        if name in NAMES.get(path, "").split():
-            name_here = _RENAMED.get(name, name)
-            value = getattr(import_module(f"{ROOT}.{_PLACE[name_here]}"), name_here)
+        if source := names_of(path).get(name):
+            value = getattr(import_module(source), name)
             setattr(sys.modules[module], name, value)  # later accesses do not call this function
             return value
-        advice = ADVICE.get(f"{path}.{name}") or ADVICE.get(name if path in ("", "outputs") else "")
-        if advice:
+        if advice := ADVICE.get(f"{path}.{name}") or ADVICE.get(name if path in ("", "outputs") else ""):
             raise ImportError(f"{module} has no {name}; {advice}", name=module)
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
@@ -107,15 +102,13 @@ class VllmPaths(MetaPathFinder, Loader):
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         root, _, inner = name.partition(".")
-        if root != ROOT:
-            return None
         is_package = any(known.startswith(f"{inner}.") for known in NAMES)
-        if inner in NAMES or is_package:
+        if root == ROOT and (inner in NAMES or is_package):
             return ModuleSpec(name, self, is_package=is_package)
-        parts = inner.split(".")
-        for end in range(len(parts), 0, -1):  # the most specific one
-            if advice := ADVICE.get(".".join(parts[:end])):
+        while root == ROOT and inner:
+            if advice := ADVICE.get(inner):
                 raise ModuleNotFoundError(f"there is no {name}; {advice}", name=name)
+            inner = inner.rpartition(".")[0]
         return None
 
     def exec_module(self, module: ModuleType) -> None:
