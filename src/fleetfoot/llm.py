@@ -8,17 +8,21 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.vllm_names import check_call_keywords
+from fleetfoot.engine.beam_search import BeamSearchOutput, search
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.input_processor import EngineRequest
+from fleetfoot.engine.metrics import Metric
 from fleetfoot.engine.stats import EngineStats
 from fleetfoot.inputs import ChatMessage, PromptType
-from fleetfoot.outputs import RequestOutput
-from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams, is_integer
+from fleetfoot.outputs import Logprob, RequestOutput
+from fleetfoot.records.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, is_integer
 from fleetfoot.utils.process import StopSignal, deferred_interrupts, progress_bar, short_collections
+from fleetfoot.utils.vllm_paths import missing_attribute
 
 if TYPE_CHECKING:
     from fleetfoot.engine.arg_utils import EngineArgs
@@ -137,6 +141,44 @@ class LLM:
             prompts.append({"prompt": text, "prompt_token_ids": ids.tolist()})
         return self.generate(prompts if is_batch else prompts[0], sampling_params, use_tqdm=use_tqdm)
 
+    def beam_search(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool | Callable[..., Any] = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Search for the most probable continuations of each prompt.
+
+        Args:
+            prompts, use_tqdm: as of `generate`.
+            lora_request: only None is accepted.
+            concurrency_limit: has no effect: the engine runs ``max_num_seqs`` sequences at a time.
+
+        Raises:
+            As `generate`; ValueError if ``2 * beam_width`` is more than the engine's ``max_logprobs``.
+        """
+        check_call_keywords("LLM.beam_search", self.beam_search, {"lora_request": lora_request})
+        engine, tokenizer = self.llm_engine, self.get_tokenizer()
+        options = SamplingParams(max_tokens=1, logprobs=2 * params.beam_width, temperature=params.temperature)
+        roots = [engine.process_inputs("beam search", prompt, options) for prompt in _as_list(prompts)[0]]
+        with progress_bar(use_tqdm, total=params.max_tokens, description="Beam search") as advance:
+
+            def step(beams: list[tuple[int, list[int]]]) -> list[dict[int, Logprob]]:
+                inputs: list[Any] = [
+                    {"prompt_token_ids": tokens, "cache_salt": roots[index].cache_salt} for index, tokens in beams
+                ]
+                outputs = self.generate(inputs, options, use_tqdm=False)
+                advance(len(outputs))
+                return [entries for output in outputs for entries in output.outputs[0].logprobs or ()]
+
+            prompt_token_ids = [root.prompt_token_ids.tolist() for root in roots]
+            found = search(step, prompt_token_ids, params, engine.input_processor.eos_token_ids)
+        for beam in (beam for output in found for beam in output.sequences):
+            beam.text = tokenizer.decode(beam.tokens)
+        return found
+
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer.
 
@@ -159,12 +201,31 @@ class LLM:
         """Counters since the start, and the scheduler's state."""
         return self.llm_engine.stats()
 
-    def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
-        """Forget cached prefixes; with ``reset_connector`` also KV that a KV connector has saved."""
+    def get_metrics(self) -> list[Metric]:
+        """See `LLMEngine.get_metrics`."""
+        return self.llm_engine.get_metrics()
+
+    @property
+    def model_config(self) -> SimpleNamespace:
+        """See `LLMEngine.model_config`."""
+        return self.llm_engine.model_config
+
+    def collective_rpc(self, method: str | Callable[..., Any], *arguments: Any, **keywords: Any) -> list[Any]:
+        """See `LLMEngine.collective_rpc`; it runs between steps."""
         self.llm_engine.check_process()
         with self._turns.take():
-            self.llm_engine.reset_prefix_cache(reset_connector=reset_connector)
-        return True
+            return self.llm_engine.collective_rpc(method, *arguments, **keywords)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """See `LLMEngine.reset_prefix_cache`."""
+        self.llm_engine.check_process()
+        with self._turns.take():
+            return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
+
+    if not TYPE_CHECKING:  # a type checker would take every name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing_attribute("LLM", name)
 
     def shutdown(self) -> None:
         """Release all memory, after a step of another thread. Does nothing when called again or in a forked process."""

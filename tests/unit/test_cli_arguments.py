@@ -39,7 +39,7 @@ ENGINE_VALUES: dict[str, Any] = {
     "block_size": 32, "gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": 12345, "num_gpu_blocks_override": 9,
     "kv_transfer_config": '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}', "kv_offloading_size": 1.5,
     "enable_sleep_mode": True, "tensor_parallel_size": 2, "pipeline_parallel_size": 3,
-    "prefill_context_parallel_size": 4,
+    "prefill_context_parallel_size": 4, "hf_overrides": '{"rope_theta": 5}',
 }  # fmt: skip
 
 

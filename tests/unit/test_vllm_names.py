@@ -29,7 +29,7 @@ def call(self: object, prompts: object, lora_request: None = None, *, use_tqdm: 
         ("disable_log_stats", 5, r"stats\(\) has the numbers"),
         ("max_seq_len_to_capture", 4096, "enforce_eager=True"),
         ("kv_cache_dtype", "fp8", "KV has the model's dtype"),
-        ("hf_overrides", {"a": 1}, "config.json"),
+        ("rope_theta", 1e6, "set hf_overrides={...}: fields in place of those of config.json"),
         ("limit_mm_per_prompt", {"image": 1}, "text alone"),
         ("data_parallel_size", 2, "one engine for each replica"),
         ("speculative_model", "x/y", "speculative_config="),
@@ -55,7 +55,7 @@ def test_values_that_change_nothing_are_taken() -> None:
         neutral,
         dict.fromkeys(vllm_names.ENGINE_KEYWORDS),
         dict.fromkeys(SETTINGS),
-        {"hf_overrides": {}, "convert": ""},
+        {"mm_processor_kwargs": {}, "convert": ""},
     ):
         assert EngineConfig.from_keywords(given, owner="LLM") == EngineConfig()
     named = {"dtype": "half", "task": "auto", "runner": "generate", "disable_log_stats": False, "swap_space": 4.0}
@@ -84,6 +84,22 @@ def test_advice_is_about_settings_that_there_are() -> None:
     of_calls = [advice for _, advice in (*vllm_names.ENGINE_KEYWORDS.values(), *vllm_names.CALL_KEYWORDS.values())]
     for advice in [*vllm_names.SPECULATIVE_KEYS.values(), *of_calls]:
         assert advice and set(re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", advice)) <= known, advice
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "advice"),
+    [
+        ("best_of", 3, "set n, and keep the outputs with the highest cumulative_logprob"),
+        ("use_beam_search", True, "LLM.beam_search"),
+        ("structured_outputs", {"json": {}}, "not constrained by grammars"),
+        ("best_off", 1, "it takes allowed_token_ids"),
+    ],
+)
+def test_sampling_parameters_of_vllm(name: str, value: Any, advice: str) -> None:
+    neutral = {name: neutral for name, (neutral, _) in vllm_names.SAMPLING_KEYWORDS.items()}
+    assert SamplingParams(**neutral, n=2) == SamplingParams(n=2)
+    with pytest.raises(TypeError, match=f"SamplingParams got an unknown keyword '{name}'; .*{advice}"):
+        SamplingParams(**{name: value})
 
 
 def test_keywords_that_ask_for_nothing_are_taken() -> None:

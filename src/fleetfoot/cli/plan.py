@@ -125,7 +125,8 @@ def make_report(config: EngineConfig, machine: Machine) -> dict[str, Any]:
     try:
         plan = resolve_plan(config, machine, config_only=True)
     except ConfigError as error:
-        model = ModelFeatures.of(read_config_json(find_model(config.model, config.revision, config_only=True)), None)
+        folder = find_model(config.model, config.revision, config_only=True)
+        model = ModelFeatures.of(read_config_json(folder, config.hf_overrides), None)
         if model.is_loadable:
             raise  # the config is invalid
         decision, device = decide(config, model, machine), machine.choose_device(config.device)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from fleetfoot.config.json_fields import ABOVE_ZERO, Bounds, JSONSettings, check_fields
 from fleetfoot.config.kv_transfer import KVTransferConfig
-from fleetfoot.config.model import GenerationOverride
+from fleetfoot.config.model import GenerationOverride, HFConfig
 from fleetfoot.config.speculative import SpeculativeConfig
 from fleetfoot.config.vllm_names import ENGINE_KEYWORDS, check_engine_keyword
 from fleetfoot.utils.validation import is_host, unknown_keyword
@@ -106,6 +106,12 @@ class EngineConfig:
     enable_lora: bool = _flag(False, "serve LoRA adapters beside the model")
     enable_prompt_embeds: bool = _flag(False, "take prompts as embeddings too")
 
+    hf_overrides: Any = _flag(
+        None,
+        "JSON: fields in place of those of config.json; in Python also a function of them",
+        record=HFConfig,
+        is_hashed=False,
+    )
     generation_config: str = _flag(
         "auto",
         "where sampling defaults come from: auto, the model's generation_config.json if it has one; none, the engine's "

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from fleetfoot.config.json_fields import ConfigError, check_key, json_object
@@ -112,12 +113,31 @@ class ModelConfig:
         return 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
 
 
-def read_config_json(folder: str | Path) -> dict[str, Any]:
-    """The content of ``config.json``. Raises ConfigError: the file is missing or is not a JSON object."""
+class HFConfig(SimpleNamespace):
+    """The fields of ``config.json`` as attributes, for a function as ``hf_overrides``."""
+
+    def update(self, fields: Mapping[str, Any]) -> None:
+        vars(self).update(fields)
+
+    @staticmethod
+    def parse(value: Any) -> Any:
+        """The setting: a function of an `HFConfig` that returns it, or an object with fields in place of the file's."""
+        return value if callable(value) else dict(json_object("hf_overrides", value)) or None
+
+
+def read_config_json(folder: str | Path, hf_overrides: Any = None) -> dict[str, Any]:
+    """The content of ``config.json`` with overrides (see `HFConfig.parse`). Raises ConfigError: the file is missing or
+    is not a JSON object; TypeError: a function returns no config."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ConfigError(f"no config.json in {path.parent}: a model folder holds config.json and *.safetensors")
-    return _read_json(path)
+    content = _read_json(path)
+    if not callable(hf_overrides):
+        return content | (hf_overrides or {})
+    changed = hf_overrides(HFConfig(**content))
+    if not isinstance(changed, HFConfig):
+        raise TypeError(f"hf_overrides has returned {changed!r}; it must return the config that it was called with")
+    return vars(changed)
 
 
 def read_generation_json(folder: str | Path) -> dict[str, Any]:

@@ -30,12 +30,13 @@ _COMMON_DEFAULTS: dict[str, Any] = {
 }
 
 
-def load_model_config(folder: str | Path) -> ModelConfig:
+def load_model_config(folder: str | Path, hf_overrides: Any = None) -> ModelConfig:
     """Read ``config.json`` (and ``generation_config.json``) of a local checkpoint folder. Raises ConfigError: the file
     is missing or is not JSON, or a field is missing or not supported; the message names the file, the field, the value
     found and what would work."""
     path = Path(folder)
-    return parse_model_config(read_config_json(path), read_generation_json(path), source=str(path / "config.json"))
+    content = read_config_json(path, hf_overrides)
+    return parse_model_config(content, read_generation_json(path), source=str(path / "config.json"))
 
 
 def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any], source: str) -> ModelConfig:
@@ -65,6 +66,12 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
     vocab_size = fields.integer("vocab_size")
     num_layers = fields.integer("num_hidden_layers")
     num_heads, num_kv_heads, head_dim = _heads(fields)
+    rope = parse_rope(fields, source)
+    num_positions = fields.integer("max_position_embeddings", minimum=2)
+    if rope.rope_type == "yarn":  # many files have the length before it was extended
+        num_positions = max(
+            num_positions, int(rope.parameters["original_max_position_embeddings"] * rope.parameters["factor"])
+        )
     generation_fields = Fields(generation, {}, source.replace("config.json", "generation_config.json"))
     return ModelConfig(
         architecture=name,
@@ -75,9 +82,9 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=fields.integer("max_position_embeddings", minimum=2),
+        max_position_embeddings=num_positions,
         rms_norm_eps=fields.number("rms_norm_eps"),
-        rope=parse_rope(fields, source),
+        rope=rope,
         layer_windows=architecture.windows(fields, num_layers),
         tie_word_embeddings=fields.boolean("tie_word_embeddings"),
         dtype=_dtype(fields),

@@ -9,7 +9,7 @@ from typing import Any
 from fleetfoot.utils.validation import unknown_keyword
 from fleetfoot.utils.vllm_paths import NO_CALLBACK, NO_GRAMMAR, NO_LORA, NO_MULTIMODAL
 
-_CONFIG = "change config.json in a copy of the checkpoint's folder"
+_CONFIG = "set hf_overrides={...}: fields in place of those of config.json"
 _SWITCH = (False, True)
 _BY_ADVICE: dict[str, dict[str, tuple[Any, ...]]] = {
     "leave it out: a preempted request is computed again; kv_offloading_size keeps KV in CPU memory":
@@ -28,7 +28,6 @@ _BY_ADVICE: dict[str, dict[str, tuple[Any, ...]]] = {
     "leave it out: the environment variables HF_HOME and HF_TOKEN set the hub's folder and token":
         {"download_dir": (), "hf_token": ()},
     "leave it out: model is the name": {"served_model_name": ()},
-    f"{_CONFIG}; max_model_len has a keyword of its own": {"hf_overrides": ()},
     _CONFIG: {"rope_scaling": (), "rope_theta": (), "hf_config_path": (), "disable_sliding_window": (False,)},
     NO_MULTIMODAL: {"limit_mm_per_prompt": (), "mm_processor_kwargs": (), "allowed_local_media_path": ()},
     NO_LORA: {"max_loras": (1,), "max_lora_rank": (16,), "max_cpu_loras": (), "lora_dtype": ("auto",),
@@ -116,6 +115,17 @@ CALL_KEYWORDS: dict[str, tuple[Any, str]] = {
     "enable_multiprocessing": (False, "leave it out: distributed_executor_backend sets where workers run"),
 }
 """Keywords of the calls of vLLM's ``LLM`` and engines: the neutral value, and what to do instead."""
+
+_BEAM_SEARCH = "call LLM.beam_search with BeamSearchParams"
+SAMPLING_KEYWORDS: dict[str, tuple[Any, str]] = {
+    "best_of": (1, "set n, and keep the outputs with the highest cumulative_logprob (logprobs=0 computes it)"),
+    **dict.fromkeys(("use_beam_search", "early_stopping"), (False, _BEAM_SEARCH)),
+    "length_penalty": (1.0, _BEAM_SEARCH),
+    **dict.fromkeys(("guided_decoding", "structured_outputs"), (None, NO_GRAMMAR)),
+    "logits_processors": (None, NO_CALLBACK),
+    "skip_clone": (True, "leave it out: parameters are copied"),
+}
+"""Keywords of vLLM's ``SamplingParams``: as CALL_KEYWORDS."""
 
 
 def check_call_keywords(owner: str, call: Callable[..., Any], given: Mapping[str, Any]) -> None:

@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from fleetfoot.config.engine import EngineConfig
@@ -15,6 +17,7 @@ from fleetfoot.config.vllm_names import check_call_keywords
 from fleetfoot.engine.core import EngineCore, no_callback
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.input_processor import COPY_MARK, EngineRequest, InputProcessor
+from fleetfoot.engine.metrics import Metric, engine_metrics
 from fleetfoot.engine.output_processor import OutputProcessor
 from fleetfoot.engine.stats import EngineStats, StatsCollector
 from fleetfoot.executor.build import start_executor
@@ -282,9 +285,36 @@ class LLMEngine:
         """Counters since the start, and the scheduler's state."""
         return self.stats_collector.snapshot(self.core.scheduler.stats())
 
-    def reset_prefix_cache(self, *, reset_connector: bool = False) -> None:
-        """Forget cached prefixes; with ``reset_connector`` also KV that a KV connector has saved."""
-        self.core.scheduler.reset_prefix_cache(reset_connector=reset_connector)
+    def get_metrics(self) -> list[Metric]:
+        """The statistics as vLLM's metrics: counters, gauges and histograms."""
+        return engine_metrics(self.stats_collector, self.core.scheduler.stats(), self.plan.config.model)
+
+    @property
+    def model_config(self) -> SimpleNamespace:
+        """``model``, ``tokenizer``, ``dtype``, ``max_model_len`` and ``vocab_size``, for scripts that read them."""
+        config, served = self.plan.config, self.input_processor
+        names = {"model": config.model, "tokenizer": config.tokenizer or config.model, "dtype": self.plan.dtype}
+        return SimpleNamespace(**names, max_model_len=served.max_model_len, vocab_size=served.vocab_size)
+
+    def collective_rpc(
+        self, method: str | Callable[..., Any], timeout: float | None = None, args: Any = (), kwargs: Any = None
+    ) -> list[Any]:
+        """A list of the result of a function of the worker, or of its method of this name; ``timeout`` has no effect.
+        Raises ValueError: workers run in other processes, or have no such method."""
+        worker = self.core.executor
+        if not hasattr(worker, "runner"):
+            raise ValueError("collective_rpc needs the worker in this process; set distributed_executor_backend='uni'")
+        function = partial(method, worker) if callable(method) else getattr(worker, method, None)
+        if function is None:
+            raise ValueError(f"method is {method!r}, which a worker does not have; give a function of the worker")
+        return [function(*args, **(kwargs or {}))]
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget cached prefixes; with ``reset_connector`` also KV that a KV connector has saved, and with
+        ``reset_running_requests`` that of running requests, which is computed again. Returns True, as in vLLM."""
+        scheduler = self.core.scheduler
+        scheduler.reset_prefix_cache(reset_running_requests=reset_running_requests, reset_connector=reset_connector)
+        return True
 
     def check_integrity(self) -> None:
         """Raises RuntimeError if KV blocks, rows or queues are inconsistent."""

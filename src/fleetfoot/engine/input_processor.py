@@ -186,7 +186,7 @@ class InputProcessor:
         if not isinstance(prompt, dict):
             return None, _as_token_ids(prompt), None
         for key in prompt:
-            if key not in PROMPT_KEYS:
+            if key not in PROMPT_KEYS and prompt[key] is not None:  # type: ignore[literal-required]
                 raise ValueError(f"a prompt has no field {key!r}; it can have {', '.join(PROMPT_KEYS)}")
         text, token_ids, salt = map(prompt.get, PROMPT_KEYS)
         if salt is not None and (not isinstance(salt, str) or not salt):

@@ -68,12 +68,13 @@ class StatsCollector:
     def __init__(self) -> None:
         self.ttft, self.itl, self.tpot = (deque[float](maxlen=WINDOW) for _ in range(3))
         self.steps: deque[StepStats] = deque(maxlen=WINDOW)
+        self.requests: deque[RequestMetrics] = deque(maxlen=WINDOW)  # that have finished
         self.num_steps = self.num_idle_steps = self.num_prompt_tokens = self.num_generation_tokens = 0
         self.num_finished: Counter[str] = Counter()
 
     def clear_samples(self) -> None:
         """Drop latency samples but not counters, as a benchmark does after its warm-up."""
-        for samples in (self.ttft, self.itl, self.tpot, self.steps):
+        for samples in (self.ttft, self.itl, self.tpot, self.steps, self.requests):
             samples.clear()
 
     def step(self, stats: StepStats) -> None:
@@ -82,6 +83,7 @@ class StatsCollector:
 
     def request_finished(self, metrics: RequestMetrics, reason: str | None) -> None:
         self.num_finished[str(reason)] += 1
+        self.requests.append(metrics)
         if metrics.num_generation_tokens > 1:
             self.tpot.append(metrics.time_per_output_token)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from fleetfoot.assets import embedded_model_path
@@ -38,12 +39,15 @@ def resolve_plan(
         FileNotFoundError: there is no such model.
     """
     model_path = find_model(config.model, config.revision, config_only=config_only)
-    model = load_model_config(model_path)
+    model = load_model_config(model_path, config.hf_overrides)
     device = machine.choose_device(config.device)
     # a GPU is built for bfloat16; float32 must be set
     own_dtype = "bfloat16" if device == "cuda" and model.dtype == "float32" else model.dtype
     dtype = own_dtype if config.dtype == "auto" else config.dtype
-    decision = decide(config, ModelFeatures.of(read_config_json(model_path), model), machine, environ)
+    features = ModelFeatures.of(read_config_json(model_path, config.hf_overrides), model)
+    decision = decide(config, features, machine, environ)
+    if callable(config.hf_overrides):  # a worker process could not import it, and needs the result alone
+        config = replace(config, hf_overrides=None)
     found = find_drafter(config, model, config_only=config_only)
     check_tensor_parallel_size(model, config.tensor_parallel_size)
     check_pipeline_parallel_size(model, config.pipeline_parallel_size)

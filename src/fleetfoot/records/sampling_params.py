@@ -10,8 +10,9 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, ClassVar
 
+from fleetfoot.config.vllm_names import SAMPLING_KEYWORDS
 from fleetfoot.utils.validation import checked_keywords
 
 EXTRA_ARGS = ("kv_transfer_params",)
@@ -41,6 +42,8 @@ class SamplingParams:
     A ``stop`` string becomes a list of one; lists are copied, and ``None`` becomes an empty list for ``stop``,
     ``stop_token_ids`` and ``bad_words``. No other value is changed.
     """
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, str]]] = SAMPLING_KEYWORDS
 
     n: int = 1
     """Number of outputs, each with a seed of its own. Must be 1 with greedy sampling, where all would be equal."""
@@ -177,6 +180,26 @@ class SamplingParams:
                     f"{name}={getattr(self, name)!r} needs a tokenizer, and the engine has none (skip_tokenizer_init); "
                     f"use stop_token_ids or logit_bias"
                 )
+
+
+@checked_keywords
+@dataclass(slots=True)
+class BeamSearchParams:
+    """Parameters of `fleetfoot.LLM.beam_search`."""
+
+    beam_width: int
+    """Sequences to keep, and to return."""
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    """Above 0, a sampled token is a candidate beside the ``2 * beam_width`` most probable ones."""
+    length_penalty: float = 1.0
+    """Sequences are ranked by their logprob, divided by their length, prompt included, to this power."""
+
+    def __post_init__(self) -> None:
+        for name in ("beam_width", "max_tokens"):
+            if not isinstance(value := getattr(self, name), int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
 
 
 _FIELD_NAMES = tuple(item.name for item in dataclasses.fields(SamplingParams))

@@ -160,16 +160,9 @@ class Scheduler:
             if self.transfers.make_room(self._num_held_reserved + count - self._num_held):
                 self._num_held_reserved += count  # steps in flight and evictions will free enough: no preemption
                 return False
-            victim = self.running.pop()
+            victim = self._preempt_last()
             if self._microbatch and self._microbatch[-1] is victim:
                 self._microbatch.pop()
-            # it frees everything, and waits ahead of all later requests to be computed again
-            self._num_preemptions += 1
-            victim.num_preemptions += 1
-            victim.status = RequestStatus.PREEMPTED
-            self.blocks.publish(victim, by_this_step=False)
-            self._release(victim)
-            self._waiting.push(victim)
             if victim is request:
                 return False
         blocks = self.pool.take(count)
@@ -177,6 +170,17 @@ class Scheduler:
         request.block_ids += blocks
         request.capacity += count * self.config.block_size
         return True
+
+    def _preempt_last(self) -> Request:
+        """The last running request frees everything, and waits ahead of all later ones to be computed again."""
+        victim = self.running.pop()
+        self._num_preemptions += 1
+        victim.num_preemptions += 1
+        victim.status = RequestStatus.PREEMPTED
+        self.blocks.publish(victim, by_this_step=False)
+        self._release(victim)
+        self._waiting.push(victim)
+        return victim
 
     def _schedule_chunk(self, batch: _Batch, request: Request) -> None:
         """Add the next chunk of a prefill. Its blocks were allocated when it was admitted."""
@@ -440,13 +444,15 @@ class Scheduler:
             transfers=self.transfers.stats(),
         )
 
-    def reset_prefix_cache(self, *, reset_connector: bool = False) -> None:
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False, reset_connector: bool = False) -> None:
         """Drop every cached prefix, and with ``reset_connector`` what the KV connector holds, because the weights have
-        changed. Running requests keep their blocks."""
+        changed. Running requests keep their blocks, or with ``reset_running_requests`` are preempted."""
         self.pool.clear_cache()
         for request in chain(self.running, *(batch for _, batch in self._in_flight)):
             # blocks that it fills from now on depend on dropped ones, and must not be published
             request.num_published = sys.maxsize
+        while reset_running_requests and self.running:
+            self._preempt_last()
         if reset_connector:
             self._waiting.push(*self.transfers.invalidate())
 

@@ -34,7 +34,8 @@ def unknown_keyword(owner: str, name: str, known: Iterable[str], advice: str | N
 def checked_keywords(cls: _Class) -> _Class:
     """Class decorator: a keyword that the constructor does not take raises `unknown_keyword`.
 
-    The constructor must name all of its parameters. `inspect.signature` still shows its signature.
+    The constructor must name all of its parameters. `inspect.signature` still shows its signature. A class attribute
+    ``unsupported`` can have further keywords: the value of each that changes nothing, and advice about others.
     """
     init = cls.__init__  # type: ignore[misc]  # looked up on the class on purpose
     known = frozenset(list(inspect.signature(init).parameters)[1:])  # without self
@@ -42,7 +43,9 @@ def checked_keywords(cls: _Class) -> _Class:
     @functools.wraps(init)
     def checked_init(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in kwargs.keys() - known:
-            raise unknown_keyword(cls.__name__, name, sorted(known))
+            neutral, advice = getattr(cls, "unsupported", {}).get(name, (None, None))
+            if advice is None or kwargs.pop(name) not in (None, neutral):
+                raise unknown_keyword(cls.__name__, name, sorted(known), advice)
         init(self, *args, **kwargs)
 
     cls.__init__ = checked_init  # type: ignore[misc]

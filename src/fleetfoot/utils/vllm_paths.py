@@ -21,6 +21,7 @@ NAMES = {
         "engine.arg_utils.EngineArgs engine.engine.LLMEngine engine.errors.EngineDeadError inputs.PromptType "
         "inputs.TextPrompt inputs.TokensPrompt llm.LLM outputs.CompletionOutput outputs.RequestOutput "
         "records.sampling_params.RequestOutputKind records.sampling_params.SamplingParams",
+    "beam_search": "engine.beam_search.BeamSearchOutput engine.beam_search.BeamSearchSequence",
     "config": "config.engine.CompilationConfig config.kv_transfer.KVTransferConfig "
               "config.speculative.SpeculativeConfig",
     "distributed.parallel_state": "distributed.cleanup_dist_env_and_memory",
@@ -34,6 +35,8 @@ NAMES = {
     "v1.engine.async_llm": "async_llm.AsyncLLM",
     "v1.engine.exceptions": "engine.errors.EngineDeadError",
     "v1.engine.llm_engine": "engine.engine.LLMEngine",
+    "v1.metrics.reader": "engine.metrics.Counter engine.metrics.Gauge engine.metrics.Histogram engine.metrics.Metric "
+                         "engine.metrics.Vector",
     "version": "_version.__version__",
 }  # fmt: skip
 """Module of vLLM's -> the places of its names; all without the package."""
@@ -53,10 +56,10 @@ _BY_ADVICE = {
     NO_GRAMMAR: "reasoning tool_parsers sampling_params.GuidedDecodingParams sampling_params.StructuredOutputsParams",
     NO_POOLING: "pooling_params config.PoolerConfig PoolingParams PoolingOutput PoolingRequestOutput "
                 "ClassificationOutput ClassificationRequestOutput EmbeddingOutput EmbeddingRequestOutput ScoringOutput "
-                "ScoringRequestOutput",
+                "ScoringRequestOutput LLM.encode LLM.embed LLM.classify LLM.score LLM.reward",
     NO_CALLBACK: "v1.sample logits_process",
-    NO_UPDATE: "config.WeightTransferConfig distributed.weight_transfer",
-    NO_PROFILER: "config.ProfilerConfig profiler",
+    NO_UPDATE: "config.WeightTransferConfig distributed.weight_transfer LLM.update_weights",
+    NO_PROFILER: "config.ProfilerConfig profiler LLM.start_profile LLM.stop_profile",
     "fleetfoot bench measures; give the script prompts of its own": "benchmarks",
     "CONTRIBUTING.md shows how to add an architecture, a kernel or a method": "ModelRegistry model_executor",
     "docs/kv_connectors.md has the connectors, and how to write one": "distributed.kv_transfer",
@@ -64,18 +67,26 @@ _BY_ADVICE = {
     "LLM.get_tokenizer() returns the tokenizer": "transformers_utils tokenizers",
     "settings are keywords of LLM": "config.VllmConfig envs",
     "use logging.getLogger": "logger",
+    "collective_rpc takes a function of the worker": "LLM.apply_model",
+    "shutdown() gives the memory back; make a new LLM later": "LLM.sleep LLM.wake_up",
     "it belongs to vLLM's own code; docs/vllm_names.md lists what there is":
         "attention compilation distributed executor forward_context usage v1 worker",
 }  # fmt: skip
 ADVICE = {name: advice for advice, names in _BY_ADVICE.items() for name in names.split()}
-"""Module or name of vLLM's, without the package -> what to do instead; modules include those below them, and what is
-missing in the package is missing in ``outputs`` as well."""
+"""Module, name or attribute of vLLM's, without the package -> what to do instead; modules include those below them, and
+what is missing in the package is missing in ``outputs`` as well."""
 
 
 def names_of(module: str) -> dict[str, str]:
     """The names of a module in NAMES, and the modules that define them."""
     places = [place.rpartition(".") for place in NAMES.get(module, "").split()]
     return {name: f"{ROOT}.{source}" for source, _, name in places}
+
+
+def missing_attribute(owner: str, name: str) -> AttributeError:
+    """The error for an attribute that is missing, with advice if vLLM has it."""
+    advice = ADVICE.get(f"{owner}.{name}")
+    return AttributeError(f"{owner!r} object has no attribute {name!r}{(advice and f'; {advice}') or ''}")
 
 
 def provide_names(module: str) -> None:
