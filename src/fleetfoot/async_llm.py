@@ -22,7 +22,7 @@ from fleetfoot.engine.stats import EngineStats
 from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
-from fleetfoot.utils.process import EXIT_GUARD, EXIT_S, short_collections
+from fleetfoot.utils.process import EXIT_GUARD, EXIT_S, SHORT_COLLECTIONS
 
 if TYPE_CHECKING:
     from fleetfoot.engine.arg_utils import EngineArgs
@@ -100,7 +100,7 @@ class AsyncLLM:
         self._cause: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="fleetfoot-engine", daemon=True)
         self._is_exiting = False
-        EXIT_GUARD.threads.add(self)
+        EXIT_GUARD.add_thread(self)
         self._thread.start()
 
     # --- public methods -----------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ class AsyncLLM:
 
     def _run(self) -> None:
         try:
-            with short_collections():
+            with SHORT_COLLECTIONS:
                 while self._poll():
                     for output in self._engine.step(self._run_commands):
                         self._put(output)

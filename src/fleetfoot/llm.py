@@ -21,7 +21,7 @@ from fleetfoot.engine.stats import EngineStats
 from fleetfoot.inputs import ChatMessage, PromptType
 from fleetfoot.outputs import Logprob, RequestOutput
 from fleetfoot.records.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, is_integer
-from fleetfoot.utils.process import StopSignal, deferred_interrupts, progress_bar, short_collections
+from fleetfoot.utils.process import SHORT_COLLECTIONS, StopSignal, deferred_interrupts, progress_bar
 from fleetfoot.utils.vllm_paths import missing_attribute
 
 if TYPE_CHECKING:
@@ -212,13 +212,13 @@ class LLM:
 
     def collective_rpc(self, method: str | Callable[..., Any], *arguments: Any, **keywords: Any) -> list[Any]:
         """See `LLMEngine.collective_rpc`; it runs between steps."""
-        self.llm_engine.check_process()
+        self._check_usable()
         with self._turns.take():
             return self.llm_engine.collective_rpc(method, *arguments, **keywords)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """See `LLMEngine.reset_prefix_cache`."""
-        self.llm_engine.check_process()
+        self._check_usable()
         with self._turns.take():
             return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
@@ -249,11 +249,11 @@ class LLM:
         use_tqdm: bool | Callable[..., Any],
         is_batch: bool,
     ) -> list[RequestOutput]:
-        self.llm_engine.check_process()  # before the lock, which a thread of a parent process may hold
+        self._check_usable()
         call = _Call()
         use_tqdm = use_tqdm if use_tqdm is not True else not self._calls  # another thread may show its bar
         # an interrupted step would end the engine
-        with short_collections(), deferred_interrupts() as interrupts:
+        with SHORT_COLLECTIONS, deferred_interrupts() as interrupts:
             try:
                 self._add(call, prompts, params, priorities, is_batch, interrupts)
                 with progress_bar(use_tqdm, total=len(prompts), description="Generating") as advance:
@@ -314,6 +314,12 @@ class LLM:
                         has_stepped = True  # the device computes while the other prompts are added
                         self._step()
             interrupts.check()
+
+    def _check_usable(self) -> None:
+        """Raise EngineDeadError in a forked process, and RuntimeError in what interrupts a step of this thread."""
+        self.llm_engine.check_process()  # before the lock, which a thread of the parent may hold
+        if self._turns.owner == threading.get_ident():
+            raise RuntimeError("a signal handler or __del__ has called the LLM during a step; call it after the step")
 
     def _step(self) -> None:
         """Run a step; every call gets its finished outputs. The engine may have requests of no call."""

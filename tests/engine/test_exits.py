@@ -77,6 +77,13 @@ def run_program(code: str) -> tuple[int, str, str]:
         ),
         ("start in a daemon thread", 0, "in_daemon(lambda: (started.set(), LLM(device='cpu')))"),
         (
+            "a thread after the end of another engine",
+            6,
+            "import atexit, contextlib\nstack = contextlib.ExitStack()\natexit.register(stack.close)\n"
+            "stack.push(lambda kind, *_: kind is RuntimeError and os._exit(6))\n"
+            "stack.callback(AsyncLLM, device='cpu')\nllm = LLM(device='cpu')",
+        ),
+        (
             "a handler of a signal shuts down",
             4,
             "import signal\nllm = LLM(device='cpu')\n"

@@ -4,12 +4,13 @@ import gc
 import signal
 import weakref
 from functools import partial
+from unittest import mock
 
 import pytest
 from tests.helpers.engines import ScriptedExecutor, scripted_engine
 
 from fleetfoot import SamplingParams
-from fleetfoot.utils.process import StopSignal, deferred_interrupts, run_all, short_collections
+from fleetfoot.utils.process import SHORT_COLLECTIONS, StopSignal, deferred_interrupts, run_all
 
 
 class Knot:
@@ -23,14 +24,16 @@ def test_short_collections() -> None:
     """Only new garbage is collected within; all of it afterwards."""
     gc.collect()
     old = weakref.ref(Knot())
-    with short_collections():
+    with SHORT_COLLECTIONS:
         new = weakref.ref(Knot())
         gc.collect()
         assert new() is None
         assert old() is not None
     gc.collect()
     assert old() is None
-    with pytest.raises(KeyError), short_collections(), short_collections():
+    with pytest.raises(KeyError), SHORT_COLLECTIONS:
+        with mock.patch("gc.get_freeze_count") as visit, SHORT_COLLECTIONS:  # of another thread
+            assert not visit.called
         assert gc.get_freeze_count() > 0
         raise KeyError
     assert gc.get_freeze_count() == 0
@@ -41,7 +44,7 @@ def test_objects_that_were_frozen_before_stay_so() -> None:
     frozen = weakref.ref(Knot())
     gc.freeze()
     try:
-        with short_collections():
+        with SHORT_COLLECTIONS:
             pass
         gc.collect()
         assert frozen() is not None

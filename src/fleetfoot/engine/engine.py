@@ -69,7 +69,7 @@ class LLMEngine:
         self._output_processor = OutputProcessor(tokenizer, core.scheduler.finish, core.stats)
         self._aborted: list[RequestOutput] = []  # last outputs of aborted requests, returned by the next step
         self._cause: BaseException | None = None
-        self._is_shut_down = False
+        self._is_shut_down = self._is_stepping = False
         self._pid = os.getpid()
         EXIT_GUARD.add_engine(self)
 
@@ -240,16 +240,23 @@ class LLMEngine:
 
         Raises:
             EngineDeadError: the engine has failed, now or before, or was shut down; the first cause is chained.
+            RuntimeError: a step is running, in another thread or interrupted by the caller; it is not affected.
         """
         self._check_alive()
-        aborted = self.pop_aborted()
-        with self._failing():
-            engine_outputs = self.core.step(before_update)
-            if engine_outputs is None:
-                return aborted
-            outputs = self._output_processor.process(engine_outputs, self._clock())
-            self.core.drain()
-        return aborted + outputs
+        if self._is_stepping:
+            raise RuntimeError("step was called during a step; call it from one thread, and not from signal handlers")
+        self._is_stepping = True
+        try:
+            aborted = self.pop_aborted()
+            with self._failing():
+                engine_outputs = self.core.step(before_update)
+                if engine_outputs is None:
+                    return aborted
+                outputs = self._output_processor.process(engine_outputs, self._clock())
+                self.core.drain()
+            return aborted + outputs
+        finally:
+            self._is_stepping = False
 
     def fills_first_step(self, num_prompt_tokens: int) -> bool:
         """Whether prompts of so many tokens fill a step that later requests cannot change."""

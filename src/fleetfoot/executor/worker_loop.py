@@ -26,7 +26,7 @@ from fleetfoot.executor.messages import (
 from fleetfoot.executor.worker import Worker
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.step import PendingOutput
-from fleetfoot.utils.process import short_collections
+from fleetfoot.utils.process import SHORT_COLLECTIONS
 
 _SWITCH_INTERVAL_S = 0.0005
 """For how long the thread that queues steps may hold Python's lock while another replies; the default, 5 ms, is as long
@@ -45,7 +45,7 @@ def run_worker_loop(plan: EnginePlan, rank: int, addresses: WorkerAddresses, sto
         worker = _start(plan, rank, store)
         with channel.open_replies() as replies:
             replies.send(encode_reply(Ready(rank, worker.layout, worker.runner_name)))
-        with _reply_sender(worker, channel) as send, short_collections():
+        with _reply_sender(worker, channel) as send, SHORT_COLLECTIONS:
             while message := channel.receive():
                 number, scheduler_output, grammar_output = decode_call(message)
                 worker.execute_model(scheduler_output)

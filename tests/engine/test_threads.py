@@ -1,0 +1,116 @@
+"""Threads that share an `LLM`: their calls run as one batch, and what ends one call ends no other."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+from tests.helpers.engines import prompt_of
+from tests.helpers.processes import HANG
+
+from fleetfoot import LLM, EngineDeadError, SamplingParams
+from fleetfoot.records.step import SchedulerOutput
+
+CALLS = [
+    (
+        [prompt_of(3 + 2 * index, 2048, seed=number) for index in range(number % 3 + 1)],
+        SamplingParams(temperature=number % 2, seed=number, max_tokens=5 + number, ignore_eos=True),
+    )
+    for number in range(7)
+]
+
+
+class Beside:
+    """Runs functions in threads beside the next call: they start in its second step, and ``then`` is called in that
+    step when all of them wait for their turn. Counts the requests of each step."""
+
+    def __init__(self, llm: LLM, *functions: Callable[[], object], then: Callable[[], object] = lambda: None) -> None:
+        self._functions, self._then = functions, then
+        self._pool = ThreadPoolExecutor(16)
+        self._waiting: SimpleQueue[int] = SimpleQueue()
+        turns, executor = llm._turns._changed, llm.llm_engine.core.executor
+        self._wait, turns.wait = turns.wait, self._note_and_wait
+        self._execute, executor.execute_model = executor.execute_model, self._execute_model
+        self.num_requests: list[int] = []
+
+    def _note_and_wait(self, timeout: float) -> bool:
+        self._waiting.put(threading.get_ident())
+        return self._wait(timeout)
+
+    def _execute_model(self, step: SchedulerOutput) -> None:
+        self.num_requests.append(len(step.rows))
+        if len(self.num_requests) == 2:
+            self._futures = [self._pool.submit(function) for function in self._functions]
+            threads: set[int] = set()
+            while len(threads) < len(self._futures):
+                threads.add(self._waiting.get(timeout=HANG))
+            self._then()
+        self._execute(step)
+
+    def results(self) -> list[Any]:
+        """What the functions have returned or raised."""
+        return [future.exception(HANG) or future.result() for future in self._futures]
+
+
+@pytest.fixture
+def llm(text_model: Path) -> Iterator[LLM]:
+    with LLM(text_model, device="cpu", max_num_seqs=32, block_size=4) as llm:
+        yield llm
+
+
+def tokens(llm: LLM, prompts: Any, params: Any, use_tqdm: Any = False) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=use_tqdm)]
+
+
+@pytest.fixture
+def expected(llm: LLM) -> Iterator[list[list[list[int]]]]:
+    """The tokens of CALLS, which are the same after the test."""
+    expected = [tokens(llm, *call) for call in CALLS]
+    yield expected
+    assert not llm.llm_engine.has_unfinished_requests() and not llm._calls
+    llm.llm_engine.check_integrity()
+    assert [tokens(llm, *call) for call in CALLS] == expected
+
+
+def test_calls_of_threads_run_as_one_batch(llm: LLM, expected: Any) -> None:
+    beside = Beside(llm, *(partial(tokens, llm, *call) for call in CALLS[1:]))
+    assert tokens(llm, *CALLS[0]) == expected[0]
+    assert beside.results() == expected[1:]
+    assert beside.num_requests[2] == sum(len(prompts) for prompts, _ in CALLS)
+
+
+def test_what_ends_a_call_ends_no_other(llm: LLM, expected: Any) -> None:
+    """A bad prompt, bad parameters, a progress bar that raises, Ctrl-C."""
+    bad = [([[5], []], None), ("text", SamplingParams(stop_token_ids=[9**9])), (*CALLS[1], lambda **_: None)]
+    others = [partial(tokens, llm, *call) for call in (*CALLS[1:], *bad)]
+    beside = Beside(llm, *others, then=lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        tokens(llm, *CALLS[0])
+    *results, prompt, params, bar = beside.results()
+    assert results == expected[1:]
+    assert [type(error) for error in (prompt, params, bar)] == [ValueError, ValueError, AttributeError]
+
+
+def test_a_shutdown_ends_all_calls_after_the_step(llm: LLM) -> None:
+    beside = Beside(llm, llm.shutdown, *(partial(tokens, llm, *call) for call in CALLS[1:]))
+    with pytest.raises(EngineDeadError, match="was shut down"):
+        tokens(llm, *CALLS[0])
+    assert [type(result) for result in beside.results()] == [type(None), *[EngineDeadError] * 6]
+
+
+def test_calls_in_the_middle_of_a_step_are_refused(llm: LLM, expected: Any) -> None:
+    """They come from a signal handler or `__del__`; those of the engine itself also from another thread."""
+
+    def interrupt() -> None:
+        for refused in (partial(tokens, llm, *CALLS[1]), llm.reset_prefix_cache, llm.llm_engine.step):
+            with pytest.raises(RuntimeError, match="during a step"):
+                refused()
+
+    beside = Beside(llm, then=interrupt)
+    assert tokens(llm, *CALLS[0]) == expected[0]
+    assert len(beside.num_requests) == 5
