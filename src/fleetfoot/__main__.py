@@ -8,9 +8,11 @@ def run() -> int:
     try:
         from fleetfoot.cli.main import main
 
-        return main()
+        code = main()
     except KeyboardInterrupt:  # during the imports
-        return 130
+        code = 130
+    exec("")  # else Python ends by the signal, whatever the code, if an `exec` was interrupted, as in a dataclass
+    return code
 
 
 if __name__ == "__main__":

@@ -296,7 +296,7 @@ def test_a_second_ctrl_c_ends_the_chat(run: Command, monkeypatch: Patch, pipe: P
 
 
 def test_a_chat_that_outgrows_the_model_forgets_its_beginning(run: Command, pipe: Pipe, prompts: Prompts) -> None:
-    pipe("One day a fox went out.\n" * 5 + "word " * 90 + "\nShort again.\n")
+    pipe("One day a fox went out.\n" * 5 + "word " * 90 + "\n" + "x" * 10**6 + "\nShort again.\n")
     flags = ["--max-tokens", "8", "--max-model-len", "64", "--system", "Be kind."]
     replies = run.chat(*flags, code=1)  # a turn was refused
     lengths = list(map(len, prompts))
@@ -304,6 +304,7 @@ def test_a_chat_that_outgrows_the_model_forgets_its_beginning(run: Command, pipe
     assert max(lengths) + 8 <= 64 and lengths[0] < lengths[1]
     assert "(the conversation grew too long; forgotten from its beginning: 1 turn)" in run.err
     assert "fleetfoot chat: error: the message makes a prompt of" in run.err
+    assert "fleetfoot chat: error: the prompt has 10000" in run.err  # characters, which are not tokenized
     assert lengths[5] > lengths[0]  # turns before the refused message are still remembered
     assert all(prompt[:4] == prompts[0][:4] for prompt in prompts)  # of the system message
 

@@ -88,7 +88,7 @@ SAMPLING: dict[str, tuple[list[str], Any]] = {
     "n": (["2"], 2), "seed": (["42"], 42), "min_tokens": (["3"], 3), "max_tokens": (["none"], None),
     "presence_penalty": (["-0.5"], -0.5), "frequency_penalty": (["1.5"], 1.5), "repetition_penalty": (["1.1"], 1.1),
     "temperature": (["0.7"], 0.7), "top_p": (["0.9"], 0.9), "top_k": (["-1"], -1), "min_p": (["0.05"], 0.05),
-    "stop": (["END", "and then"], ["END", "and then"]), "bad_words": (["war", "and peace"], ["war", "and peace"]),
+    "stop": (["and then"], ["and then"]), "bad_words": (["and peace"], ["and peace"]),
     "stop_token_ids": (["7,8", "9"], [7, 8, 9]), "allowed_token_ids": (["1", "2"], [1, 2]),
     "logprobs": (["5"], 5), "prompt_logprobs": (["0"], 0), "truncate_prompt_tokens": (["10"], 10),
     "logit_bias": (['{"42": -1.5}'], {42: -1.5}), "ignore_eos": ([], True), "detokenize": ([], True),
@@ -105,9 +105,9 @@ def test_every_sampling_parameter_has_a_flag(name: str) -> None:
 
 
 def test_lists_can_be_given_in_pieces() -> None:
-    words = ["--stop", "a", "--stop", "b", "c", "--allowed-token-ids", "1,2", "--allowed-token-ids", "3"]
+    words = ["--stop", "a", "--stop", "b c", "--allowed-token-ids", "1,2", "--allowed-token-ids", "3"]
     params = arguments.sampling_params(parse(words), DELTA)
-    assert (params.stop, params.allowed_token_ids) == (["a", "b", "c"], [1, 2, 3])
+    assert (params.stop, params.allowed_token_ids) == (["a", "b c"], [1, 2, 3])
 
 
 @pytest.mark.parametrize(
@@ -171,6 +171,8 @@ OVERRIDE = ["--override-generation-config"]
         (["generate", "--n", "2", "--temperature", "0"], "n must be 1 with greedy sampling"),
         (["generate", "--prompt", "x", "--max-model-len", "0"], "max_model_len is 0; it must be at least 2"),
         (["generate", "--prompt", "x", "--gpu-memory-utilization", "2"], "gpu_memory_utilization is 2.0"),
+        (["generate", "/no/model", "a prompt"], "unknown argument 'a prompt'; a prompt goes to --prompt"),
+        (["generate", "--stop", "a", "./no-model", "--prompt", "x"], "model './no-model': no such folder"),
         (["generate", "--prompt", "x", "--generation-config", ""], "generation_config is an empty string"),
         (["generate", "--prompt", "x", *OVERRIDE, "[1]"], "generation_config is [1]; it must be"),
         (["generate", "--prompt", "x", *OVERRIDE, '{"top_q": 1}'], "'top_q'; did you mean 'top_p'"),
@@ -219,7 +221,7 @@ def test_verbose_shows_the_traceback_of_a_wrong_value(run: CommandRunner) -> Non
         (KeyError("x"), 1, "fleetfoot generate: error: KeyError: 'x'\n"),
         (MemoryError(), 1, "fleetfoot generate: error: MemoryError"),
         (UsageError("not like this"), 2, "fleetfoot generate: error: not like this\n"),
-        (KeyboardInterrupt(), 130, "\n"),
+        (KeyboardInterrupt(), 130, ""),
         (BrokenPipeError(), 141, ""),
     ],
 )
@@ -228,7 +230,7 @@ def test_exit_codes(
 ) -> None:
     monkeypatch.setattr(generate.command, "started_engine", mock.Mock(side_effect=error))
     run("generate", "--prompt", "x", code=code)
-    assert run.err.startswith(message)
+    assert run.err.startswith(message) if message else not run.err
     assert "Traceback" not in run.err
     assert ("--verbose" in run.err) == (code == 1)
 
@@ -249,6 +251,32 @@ sys.exit(f"{codes} {heavy}" if codes != [0, 0, 0, 2, 2] or heavy else 0)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_word_in_place_of_a_model(run: CommandRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", mock.Mock(side_effect=OSError("offline\nhelp")))
+    error = run.refused("generate", "hello", "--prompt", "x")
+    assert "there is no model 'hello': no folder " in error
+    assert error.endswith("(OSError: offline); a prompt goes to --prompt\n")
+
+
+def test_standard_error_that_cannot_be_written_ends_no_command(
+    run: CommandRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        assert run("plan", "--gpu-name", "x", "--json").startswith("{")
+
+
+def test_an_interrupted_exec_does_not_change_the_exit_code() -> None:
+    script = """
+import sys
+from fleetfoot.cli import main
+main.main = lambda: exec("raise KeyboardInterrupt")
+from fleetfoot.__main__ import run
+sys.exit(run())
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 130
 
 
 def test_python_m_runs_the_command() -> None:

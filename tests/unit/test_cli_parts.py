@@ -42,6 +42,7 @@ def test_prompts_of_flags_come_before_those_of_a_file(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("a.jsonl", b'{"prompt": "x"}\n{"prompt"', "a.jsonl, line 2 is not JSON"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1 is not JSON: maximum recursion"),
         ("a.jsonl", b'\n"x"\n', "a.jsonl, line 2 is no prompt"),
         ("a.jsonl", b'{"text": "x"}', "a.jsonl, line 1 is no prompt"),
         ("a.txt", b" \n\n", "holds no prompt"),
@@ -133,9 +134,15 @@ def test_the_numbers_are_means_over_requests() -> None:
     assert numbers_line([RequestMetrics()], 0.1) == "0.0 tokens/s"
 
 
-def tokenize(messages: list[dict[str, Any]]) -> list[int]:
-    """As many tokens as there are characters."""
-    return [0] * sum(len(message["content"]) for message in messages)
+def render(messages: list[dict[str, Any]]) -> str:
+    return "".join(message["content"] for message in messages)
+
+
+def tokenize(text: str) -> list[int]:
+    """As many tokens as there are characters; of a long text, which is not tokenized, none."""
+    if len(text) > 70:
+        raise ValueError("the prompt has too many characters")
+    return [0] * len(text)
 
 
 @pytest.fixture
@@ -158,13 +165,13 @@ def test_a_conversation_that_is_too_long_loses_its_oldest_turns(
     messages = conversation.messages(num_dropped)
     assert messages[0] == {"role": "system", "content": "sys"}
     assert messages[-1] == {"role": "user", "content": "last"}
-    assert conversation.fit(tokenize, limit=limit, reserve=reserve) == (tokenize(messages), num_dropped)
+    assert conversation.fit(render, tokenize, limit=limit, reserve=reserve) == (tokenize(render(messages)), num_dropped)
     assert conversation.messages() == messages
 
 
 def test_a_message_that_can_never_fit_changes_nothing(conversation: Conversation) -> None:
     with pytest.raises(ValueError, match="a prompt of 7 tokens, and there is room for 6"):
-        conversation.fit(tokenize, limit=7, reserve=1)
+        conversation.fit(render, tokenize, limit=7, reserve=1)
     assert len(conversation.turns) == 4
 
 

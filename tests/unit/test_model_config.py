@@ -220,6 +220,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (llama(hidden_size=68), "hidden_size is 68; without head_dim, expected a multiple of num_attention"),
     (llama(vocab_size=0), "vocab_size is 0; expected an integer of at least 1"),
     (llama(num_hidden_layers=-2), "num_hidden_layers is -2; expected an integer"),
+    (llama(num_hidden_layers=10**25), "expected an integer of at least 1, at most 10000"),
     (llama(hidden_size=64.5), "hidden_size is 64.5; expected an integer"),
     (llama(intermediate_size="128"), "intermediate_size is '128'; expected an integer"),
     (llama(num_attention_heads=True), "num_attention_heads is True; expected an integer"),

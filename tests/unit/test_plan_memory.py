@@ -281,6 +281,11 @@ def test_the_worker_takes_what_was_planned() -> None:
 
 SETTING = re.compile(r"(\w+)=([\d.]+|True) \(--([a-z-]+)(?: [\d.]+)?\)")
 
+ENOUGH = re.compile(
+    r"([\d.]+) GiB of (?:GPU )?memory(?: for each rank)?, or more"
+    r"(?:, for requests of up to [\d,]+ tokens; ([\d.]+) GiB for [\d,]+)?"
+)
+
 
 def remedies_of(error: MemoryPlanError) -> list[str]:
     return str(error).split("\n  - ")[1:]
@@ -289,9 +294,12 @@ def remedies_of(error: MemoryPlanError) -> list[str]:
 def assert_each_works(error: MemoryPlanError, model: ModelConfig, device: str, total: int, **settings: Any) -> None:
     """Every line of advice, taken literally, makes a plan."""
     for line in remedies_of(error):
-        enough = re.fullmatch(r"([\d.]+) GiB of (GPU )?memory( for each rank)?, or more", line)
+        enough = ENOUGH.fullmatch(line)
         if enough:
-            fitted(int((float(enough[1]) + 0.01) * GIB), model, device, **settings)
+            fitted(int(float(enough[1]) * GIB), model, device, **settings)
+            if enough[2]:
+                shape, _ = fitted_engine(int(float(enough[2]) * GIB), model, device, **settings)
+                assert shape.max_model_len == model.max_position_embeddings
             continue
         found = SETTING.findall(line)
         assert found, line

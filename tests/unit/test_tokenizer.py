@@ -164,8 +164,8 @@ def test_without_tokenizer_json_the_error_lists_the_files(
     [
         ("tokenizer.json", "not json", "not a file of the tokenizers library"),
         ("tokenizer.json", "{}", "not a file of the tokenizers library"),
-        ("tokenizer_config.json", "{", "not valid JSON"),
-        ("tokenizer_config.json", "[]", "an object is expected"),
+        ("tokenizer_config.json", "{", "cannot be read as JSON"),
+        ("tokenizer_config.json", "[]", "holds a JSON list, not an object"),
         ("tokenizer_config.json", '{"chat_template": 3}', "chat_template .* is a int"),
         ("tokenizer_config.json", '{"chat_template": ["x"]}', "chat_template .* is a list"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {"content": "a"}}}', "must map token ids"),

@@ -200,12 +200,15 @@ BROKEN: dict[str, tuple[dict[str, bytes | Tensors], str]] = {
     ),
     **{
         f"index {content!r}": ({INDEX: content}, f"{INDEX} has no weight_map from tensor to file")
-        for content in (b"{", b"[]", b"{}", b'{"weight_map": 3}', b'{"weight_map": {"a": 3}}')
+        for content in (b"{}", b'{"weight_map": []}', b'{"weight_map": 3}', b'{"weight_map": {"a": 3}}')
     },
     **{
         f"outside {name}": ({INDEX: json.dumps({"weight_map": {"a": name}}).encode()}, f"outside its folder.*{name}")
         for name in ("/etc/passwd", "../a.safetensors", "part/../../a.safetensors", "..")
     },
+    "cut off": ({INDEX: b"{"}, f"{INDEX} cannot be read as JSON"),
+    "too deep": ({INDEX: b"[" * 100_000}, f"{INDEX} cannot be read as JSON: maximum recursion"),
+    "a list": ({INDEX: b"[]"}, f"{INDEX} holds a JSON list, not an object"),
     "twice": ({"a.safetensors": SAME, "b.safetensors": SAME}, rf"tensor {Q} is in .*b.safetensors and in another file"),
     "int8": ({ONE: {Q: torch.ones(8, 8, dtype=torch.int8)}}, f"quantized {Q}: found I8, expected one of BF16"),
 }

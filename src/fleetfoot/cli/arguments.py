@@ -102,8 +102,8 @@ def add_sampling_arguments(
             options["action"] = argparse.BooleanOptionalAction
         else:
             options |= {"type": flag.read, "metavar": flag.metavar}
-            if flag.is_list:
-                options |= {"action": "extend", "nargs": "+"}
+            if flag.is_list:  # a list of texts would take MODEL for one of them
+                options |= {"action": "append"} if flag.read is str else {"action": "extend", "nargs": "+"}
         group.add_argument(flag_of(name), **options)
 
 
@@ -172,7 +172,7 @@ def _json_object(text: str) -> dict[str, Any]:
     """``{"42": -1.5}``."""
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error}); write '{{\"42\": -1.5}}'") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON object; write '{{\"42\": -1.5}}'")
@@ -198,7 +198,9 @@ _FLAGS = {
     "top_k": _Flag(int, "sample from this many most probable tokens; 0 is off", "N"),
     "min_p": _Flag(float, "sample from tokens at least this probable relative to the most probable one; 0 is off"),
     "seed": _Flag(int, "makes samples repeatable, whatever else runs; without it they follow from --engine-seed", "N"),
-    "stop": _Flag(str, "strings that end the output when they appear in it", "TEXT", is_list=True),
+    "stop": _Flag(
+        str, "text that ends the output when it appears in it; give the flag again for more", "TEXT", is_list=True
+    ),
     "stop_token_ids": _Flag(_token_ids, "tokens that end the output, beside the model's own", "ID", is_list=True),
     "ignore_eos": _Flag(bool, "go on past the model's end tokens"),
     "max_tokens": _Flag(_integer_or_none, "most tokens to generate; 'none': as many as the model has room for", "N"),
@@ -211,7 +213,7 @@ _FLAGS = {
     "include_stop_str_in_output": _Flag(bool, "keep the stop string at the end of the text"),
     "logit_bias": _Flag(_json_object, "numbers to add to tokens' logits, as JSON: '{\"42\": -1.5}'", "JSON"),
     "allowed_token_ids": _Flag(_token_ids, "the only tokens that can be generated", "ID", is_list=True),
-    "bad_words": _Flag(str, "words that cannot be generated", "WORD", is_list=True),
+    "bad_words": _Flag(str, "a word that cannot be generated; give the flag again for more", "WORD", is_list=True),
     "truncate_prompt_tokens": _Flag(int, "keep this many tokens from the end of a prompt; -1: as many as fit", "N"),
 }
 SAMPLING_NAMES = tuple(_FLAGS)

@@ -248,7 +248,7 @@ def _print(report: dict[str, Any], output: str | None) -> int:
         print(text)
     else:
         Path(output).write_text(text + "\n", encoding="utf-8")
-    print(summary(report["results"]), file=sys.stderr)
+    command.print_status(summary(report["results"]))
     return 0
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fleetfoot.cli import arguments as flags
-from fleetfoot.cli.command import Command, UsageError, count, numbers_line, started_engine, usage_errors
+from fleetfoot.cli.command import Command, UsageError, count, numbers_line, print_status, started_engine, usage_errors
 from fleetfoot.inputs import ChatMessage
 from fleetfoot.outputs import CompletionOutput
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
@@ -112,12 +112,18 @@ class Conversation:
         return system + [message for turn in self.turns[first:] for message in turn]
 
     def fit(
-        self, tokenize: Callable[[list[ChatMessage]], list[int]], *, limit: int, reserve: int
+        self,
+        render: Callable[[list[ChatMessage]], str],
+        tokenize: Callable[[str], list[int]],
+        *,
+        limit: int,
+        reserve: int,
     ) -> tuple[list[int], int]:
         """The prompt for the next reply. A conversation that is too long loses its oldest turns.
 
         Args:
-            tokenize: renders messages as token ids.
+            render: makes a text of messages.
+            tokenize: makes token ids of a text, or raises ValueError if there are too many.
             limit: most tokens of prompt and reply together.
             reserve: tokens to keep free for the reply, unless the last message alone leaves fewer.
 
@@ -129,7 +135,13 @@ class Conversation:
         """
         last = len(self.turns) - 1
         for first in range(last + 1):
-            token_ids = tokenize(self.messages(first))
+            text = render(self.messages(first))
+            try:
+                token_ids = tokenize(text)
+            except ValueError:
+                if first == last:
+                    raise
+                continue
             if len(token_ids) + reserve <= limit or (first == last and len(token_ids) < limit):
                 del self.turns[:first]
                 return token_ids, first
@@ -162,7 +174,7 @@ class _Chat:
         if self.is_interactive:
             engine = self.engine
             title = f"{engine.plan.config.model} on {engine.plan.device}, runner {engine.runner_name}"
-            _print_status(f"{title}. /help shows the commands.")
+            print_status(f"{title}. /help shows the commands.")
         for text, is_command in self._messages():
             if is_command:
                 if not self._run_command(text):
@@ -201,7 +213,7 @@ class _Chat:
                         text += f"\n{input()}"
                 yield text
             except EOFError:  # Ctrl-D
-                _print_status("")
+                print_status("")
                 return
 
     def _run_command(self, line: str) -> bool:
@@ -217,24 +229,24 @@ class _Chat:
             case "/save":
                 self._save(*rest)
             case "/help":
-                _print_status(_COMMANDS)
+                print_status(_COMMANDS)
             case "/reset":
                 self.conversation.turns.clear()
                 self.unanswered = None
-                _print_status("the conversation is forgotten")
+                print_status("the conversation is forgotten")
             case "/system":
                 self.conversation.system = rest[0].strip() if rest else None
-                _print_status("the system message is set" if rest else "there is no system message now")
+                print_status("the system message is set" if rest else "there is no system message now")
             case "/stats":
-                _print_status(self._stats())
+                print_status(self._stats())
             case unknown:
-                _print_status(f"unknown command {unknown}; /help shows the commands")
+                print_status(f"unknown command {unknown}; /help shows the commands")
         return True
 
     def _retry(self) -> None:
         turns = self.conversation.turns
         if self.unanswered is None and not turns:
-            _print_status("there is no message yet")
+            print_status("there is no message yet")
             return
         if self.params.seed is not None:  # the same seed would draw the same reply
             self.params = dataclasses.replace(self.params, seed=(self.params.seed + 1) % 2**63)
@@ -248,20 +260,20 @@ class _Chat:
             if name:
                 self.params = flags.changed_sampling_params(self.params, name, value.strip(), names)
         except ValueError as error:
-            _print_status(f"/set: {error}")
+            print_status(f"/set: {error}")
             return
         default = SamplingParams()
         shown = [name] if name else [n for n in names if getattr(self.params, n) != getattr(default, n)]
-        _print_status("; ".join(f"{n} is {getattr(self.params, n)}" for n in shown) or "nothing is set")
+        print_status("; ".join(f"{n} is {getattr(self.params, n)}" for n in shown) or "nothing is set")
 
     def _save(self, file: str = "") -> None:
         path = Path(os.path.expanduser(file.strip()))
         content = json.dumps(self.conversation.messages(), indent=2, ensure_ascii=False) + "\n"
         try:
             path.write_text(content, encoding="utf-8", errors="replace")
-            _print_status(f"{count(len(self.conversation.turns), 'turn')} written to {path}")
+            print_status(f"{count(len(self.conversation.turns), 'turn')} written to {path}")
         except (OSError, ValueError) as error:
-            _print_status(f"/save FILE: {error}")
+            print_status(f"/save FILE: {error}")
 
     def _stats(self) -> str:
         if not self.num_replies:
@@ -288,20 +300,24 @@ class _Chat:
             self.unanswered = text
         self.has_failed |= reply.finish_reason == "error"
         if reply.finish_reason == "error":
-            _print_status(f"fleetfoot chat: error: {reply.stop_reason}")
+            print_status(f"fleetfoot chat: error: {reply.stop_reason}")
         elif reply.finish_reason == "abort":
-            _print_status("(stopped)" if reply.text else "(stopped before the first word: the turn is forgotten)")
+            print_status("(stopped)" if reply.text else "(stopped before the first word: the turn is forgotten)")
 
     def _prompt(self) -> list[int]:
         """Token ids of the conversation; drops its oldest turns if it is too long."""
         limit = self.engine.max_request_len
         reserve = limit // 4 if self.params.max_tokens is None else min(limit // 4, self.params.max_tokens)
-        tokenize = partial(self.tokenizer.apply_chat_template_ids, chat_template=self.template)
-        token_ids, num_dropped = self.conversation.fit(tokenize, limit=limit, reserve=reserve)
+        apply = partial(self.tokenizer.apply_chat_template, chat_template=self.template, tokenize=False)
+        render = partial(apply, add_generation_prompt=True)
+        token_ids, num_dropped = self.conversation.fit(render, self._tokenize, limit=limit, reserve=reserve)
         if num_dropped:
             turns = count(num_dropped, "turn")
-            _print_status(f"(the conversation grew too long; forgotten from its beginning: {turns})")
+            print_status(f"(the conversation grew too long; forgotten from its beginning: {turns})")
         return token_ids
+
+    def _tokenize(self, text: str) -> list[int]:
+        return self.engine.input_processor.tokenize(text, add_special_tokens=False).tolist()
 
     def _reply(self, token_ids: list[int]) -> CompletionOutput:
         """Stream one reply to standard output; returns it with its whole text. Raises ValueError or TypeError if the
@@ -333,11 +349,6 @@ def _has_input() -> bool:
     with contextlib.suppress(OSError, ValueError):  # standard input is no file, or of a kind that select does not take
         return bool(select.select([sys.stdin], [], [], 0.02)[0])
     return False
-
-
-def _print_status(text: str) -> None:
-    """Print to standard error: standard output holds the replies only."""
-    print(text, file=sys.stderr, flush=True)
 
 
 COMMAND = Command("chat", "talk with a model", _add_arguments, _run, _EPILOG, "[MODEL] ")

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from fleetfoot.cli.arguments import engine_config
 from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import RequestMetrics
 from fleetfoot.scheduler.stats import DraftStats
+from fleetfoot.weights.hub import ModelNotFoundError
 
 if TYPE_CHECKING:
     from fleetfoot.engine.engine import LLMEngine
@@ -91,7 +92,11 @@ def started_engine(arguments: argparse.Namespace, **defaults: Any) -> Iterator[t
 
         from fleetfoot.engine.engine import LLMEngine
 
-        engine = LLMEngine.from_config(config)
+        try:
+            engine = LLMEngine.from_config(config)
+        except ModelNotFoundError as error:
+            is_word = hasattr(arguments, "prompt") and "/" not in config.model
+            raise UsageError(f"{error}{'; a prompt goes to --prompt' * is_word}") from error
     try:
         yield engine, time.perf_counter() - begin
     finally:
@@ -146,7 +151,7 @@ def read_prompts_file(file: str) -> list[PromptType]:
 def _read_json_prompt(line: str, where: str) -> Any:
     try:
         value = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{where} is not JSON: {error}") from error
     if not isinstance(value, dict) or not value.keys() & {"prompt", "prompt_token_ids"}:
         raise UsageError(f'{where} is no prompt; write {{"prompt": "..."}} or {{"prompt_token_ids": [...]}}')
@@ -160,6 +165,20 @@ def _read_stdin() -> str:
         return sys.stdin.read().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise UsageError(f"standard input is not {sys.stdin.encoding} text: {error}") from error
+
+
+def print_status(text: str) -> None:
+    """Print to standard error: standard output holds results alone. A reader that has left ends no command."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        discard(sys.stderr)
+
+
+def discard(stream: TextIO) -> None:
+    """Redirect a standard stream to the null device: the interpreter flushes its buffer at exit."""
+    with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as null:  # it may have no file descriptor
+        os.dup2(null.fileno(), stream.fileno())
 
 
 def dump_object(value: dict[str, Any]) -> str:

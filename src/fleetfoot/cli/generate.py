@@ -82,7 +82,7 @@ def _run(arguments: argparse.Namespace) -> int:
         elif not arguments.stream:
             for output in finished:
                 printer.add(output)
-        print(_summary(engine, finished, duration_s, start_s), file=sys.stderr)
+        command.print_status(_summary(engine, finished, duration_s, start_s))
     return _report_errors(finished)
 
 
@@ -133,7 +133,7 @@ def _report_errors(finished: list[RequestOutput]) -> int:
             if completion.finish_reason == "error":
                 exit_code = 1
                 where = f"prompt {number}, output {completion.index + 1}"
-                print(f"fleetfoot generate: error: {where}: {completion.stop_reason}", file=sys.stderr)
+                command.print_status(f"fleetfoot generate: error: {where}: {completion.stop_reason}")
     return exit_code
 
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 from fleetfoot._version import __version__
 from fleetfoot.cli import bench, chat, generate, plan, processes, verify
-from fleetfoot.cli.command import UsageError, add_command
+from fleetfoot.cli.command import UsageError, add_command, discard, print_status
 from fleetfoot.config.vllm_names import ENGINE_FLAGS
 from fleetfoot.utils.argparse_utils import FlexibleArgumentParser
 
@@ -91,7 +91,7 @@ def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Na
         parser.error(f"there is no command {words[0]!r}; {_OTHER_COMMANDS.get(words[0], hint)}")
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
-        flag = unknown[0].partition("=")[0]
+        flag = unknown[0].partition("=")[0] if unknown[0].startswith("-") else unknown[0]
         known: argparse.ArgumentParser = arguments.parser
         known.error(f"unknown argument {flag!r}; {_hint(flag, known)}")
     return arguments
@@ -100,6 +100,8 @@ def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Na
 def _hint(flag: str, known: argparse.ArgumentParser) -> str:
     """What to use instead of an unknown flag."""
     flags = [option for option, action in known._option_string_actions.items() if action.help is not argparse.SUPPRESS]
+    if not flag.startswith("-") and "--prompt" in flags:
+        return "a prompt goes to --prompt"
     long = f"--{ENGINE_FLAGS.get(flag.lstrip('-'), '').replace('_', '-')}"
     if long in known._option_string_actions:
         return f"it is {long}"
@@ -116,10 +118,11 @@ def _run(arguments: argparse.Namespace) -> int:
         _print_error(arguments, str(error))
         return EXIT_USAGE
     except KeyboardInterrupt:
-        print(file=sys.stderr)  # ends the line with the terminal's ^C
+        if sys.stderr.isatty():
+            print_status("")  # ends the line with the terminal's ^C
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        _close_stdout()
+        discard(sys.stdout)
         return EXIT_BROKEN_PIPE
     except Exception as error:
         text = str(error) or type(error).__name__
@@ -127,14 +130,14 @@ def _run(arguments: argparse.Namespace) -> int:
             text = f"{type(error).__name__}: {error}"  # the text of a KeyError is only the key
         _print_error(arguments, text)
         if not arguments.verbose:
-            print("(--verbose shows the traceback)", file=sys.stderr)
+            print_status("(--verbose shows the traceback)")
         return EXIT_FAILURE
 
 
 def _print_error(arguments: argparse.Namespace, message: str) -> None:
     if arguments.verbose:
         traceback.print_exc()
-    print(f"{arguments.parser.prog}: error: {message}", file=sys.stderr)
+    print_status(f"{arguments.parser.prog}: error: {message}")
 
 
 def _open_closed_streams() -> None:
@@ -150,17 +153,11 @@ def _open_closed_streams() -> None:
                 setattr(sys, name, os.fdopen(number, "w", closefd=False))
 
 
-def _close_stdout() -> None:
-    """Redirect standard output to the null device: the interpreter flushes its buffer at exit."""
-    with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as null:  # it may have no file descriptor
-        os.dup2(null.fileno(), sys.stdout.fileno())
-
-
 class _StderrHandler(logging.Handler):
     """Looks standard error up for each record: a progress bar replaces it while it is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr)
+        print_status(self.format(record))
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -13,7 +12,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from fleetfoot.cli.arguments import add_engine_arguments, engine_config, size_in_bytes
-from fleetfoot.cli.command import Command, UsageError, count, dump_object, usage_errors
+from fleetfoot.cli.command import Command, UsageError, count, dump_object, print_status, usage_errors
 from fleetfoot.config.sharding import num_kv_heads, pipeline_layers, vocab_rows
 from fleetfoot.records.kv_layout import KVLayout
 
@@ -85,7 +84,7 @@ def _run(arguments: argparse.Namespace) -> int:
     print(plan_text(config.model, report))
     for warning in report["warnings"]:
         if warning not in report["reasons"]:
-            print(f"fleetfoot plan: warning: {warning}", file=sys.stderr)
+            print_status(f"fleetfoot plan: warning: {warning}")
     return code
 
 
@@ -287,9 +286,11 @@ def _decision_lines(model: str, report: dict[str, Any]) -> _Lines:
     size = "" if memory is None else f", {readable(memory['total'])}"
     yield "device", f"{report['device']}{f' ({gpu})' if gpu else ''}{size}"
     name = f"{report['model_runner'].upper()}{' (you chose it)' * report['explicit']}"
-    yield "model runner", name if report["runnable"] else f"none; the plan is that of {name}"
+    has_plan = f"; the plan is that of {name}" * (memory is not None)
+    yield "model runner", name if report["runnable"] else f"none{has_plan}"
     yield from (("", reason) for reason in report["reasons"])
-    yield "V2 lacks", ", ".join(report["unsupported"]) or "nothing that is on"
+    if report["runnable"] or report["unsupported"]:
+        yield "V2 lacks", ", ".join(report["unsupported"]) or "nothing that is on"
     if not report["runnable"]:
         texts = [*report["problems"], *filter(None, [report["advice"]])]
         yield from zip(["NOT RUNNABLE", *[""] * (len(texts) - 1)], texts, strict=True)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from functools import partial
 
 from fleetfoot.cli.arguments import add_engine_arguments, add_listen_arguments, engine_config
-from fleetfoot.cli.command import Command, usage_errors
+from fleetfoot.cli.command import Command, print_status, usage_errors
 
 _ENGINE_EPILOG = """\
 Once the engine can take requests, a line {"address": "HOST:PORT"} is printed. It ends with SIGINT or SIGTERM.
@@ -92,7 +91,7 @@ def _run_worker(arguments: argparse.Namespace) -> int:
         config = engine_config(arguments)  # validated before torch is imported
         if config.node_rank != 0:
             node, address = f"node {config.node_rank} of {config.nnodes}", f"{config.master_addr}:{config.master_port}"
-            print(f"this is {node}, and waits for node 0 at {address}", file=sys.stderr)
+            print_status(f"this is {node}, and waits for node 0 at {address}")
 
         from fleetfoot.executor.nodes import run_node
 

@@ -10,6 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from fleetfoot.utils.validation import unknown_keyword
@@ -48,11 +49,11 @@ class Fields:
         found = "missing" if value is None else repr(value)
         return ConfigError(f"{self.source}: {self.prefix}{name} is {found}; {expected}")
 
-    def integer(self, name: str, *, minimum: int = 1) -> int:
+    def integer(self, name: str, *, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
         value = self.raw(name)
         # bool is a subclass of int, but `true` is not a size
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.error(name, f"expected an integer of at least {minimum}")
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            raise self.error(name, f"expected an integer of at least {minimum}, at most {maximum}")
         return value
 
     def optional_integer(self, name: str, *, minimum: int = 1) -> int | None:
@@ -175,6 +176,17 @@ def check_key(field: str, key: object, known: Collection[str], advice: Mapping[s
         raise unknown_keyword(field, key, known, (advice or {}).get(key))
 
 
+def read_json_object(path: Path, error: type[Exception] = ConfigError) -> dict[str, Any]:
+    """The object in a JSON file. Raises ``error``: the file cannot be read, or holds something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as problem:
+        raise error(f"{path} cannot be read as JSON: {problem}") from problem
+    if not isinstance(content, dict):
+        raise error(f"{path} holds a JSON {type(content).__name__}, not an object")
+    return content
+
+
 def json_object(field: str, value: Any) -> dict[str, Any]:
     """The object in ``value``, a dictionary or JSON text; ``field`` is the setting's name, for messages.
 
@@ -194,7 +206,7 @@ def json_object(field: str, value: Any) -> dict[str, Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value, object_pairs_hook=object_of)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(
                 f"{field} is not JSON ({error}): {value!r}; it must be an object, in a shell between single quotes: "
                 '\'{"key": "value"}\''

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from fleetfoot.config.json_fields import ConfigError, check_key, json_object
+from fleetfoot.config.json_fields import ConfigError, check_key, json_object, read_json_object
 
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -131,7 +130,7 @@ def read_config_json(folder: str | Path, hf_overrides: Any = None) -> dict[str, 
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ConfigError(f"no config.json in {path.parent}: a model folder holds config.json and *.safetensors")
-    content = _read_json(path)
+    content = read_json_object(path)
     if not callable(hf_overrides):
         return content | (hf_overrides or {})
     changed = hf_overrides(HFConfig(**content))
@@ -144,17 +143,7 @@ def read_generation_json(folder: str | Path) -> dict[str, Any]:
     """The content of ``generation_config.json``; empty if there is no such file. Raises ConfigError: the file is not a
     JSON object."""
     path = Path(folder) / "generation_config.json"
-    return _read_json(path) if path.is_file() else {}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds a JSON {type(content).__name__}, not an object")
-    return content
+    return read_json_object(path) if path.is_file() else {}
 
 
 class GenerationOverride:

@@ -64,7 +64,7 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
     if fields.raw("hidden_act") not in architecture.activations:
         raise fields.error("hidden_act", f"supported: {', '.join(architecture.activations)}")
     vocab_size = fields.integer("vocab_size")
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.integer("num_hidden_layers", maximum=10_000)
     num_heads, num_kv_heads, head_dim = _heads(fields)
     rope = parse_rope(fields, source)
     num_positions = fields.integer("max_position_embeddings", minimum=2)

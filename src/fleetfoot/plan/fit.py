@@ -88,11 +88,18 @@ def _remedies(shape: parts.EngineShape, total: int) -> Iterator[str]:
     if not found:
         yield from _together(shape, total)
     yield from _tensor_parallel(shape, total)
-    needed = _needed(shape)
+    needed, whole = _needed(shape), shape.config.max_model_len or shape.model.max_position_embeddings
     if needed is not None:
         is_shared = shape.config.world_size > 1
         memory = f"{'' if shape.device == 'cpu' else 'GPU '}memory{' for each rank' * is_shared}"
-        yield f"{needed / parts.GIB:.2f} GiB of {memory}, or more"
+        more = None if parts.is_kv_given(shape.config) else _needed(replace(shape, max_model_len=whole))
+        note = f", for requests of up to {shape.max_model_len:,} tokens; {_gib(more)} for {whole:,}" if more else ""
+        yield f"{_gib(needed)} of {memory}, or more{note if more != needed else ''}"
+
+
+def _gib(num_bytes: int) -> str:
+    """Rounded up: as much is enough."""
+    return f"{math.ceil(num_bytes / parts.GIB * 100) / 100:.2f} GiB"
 
 
 def _together(shape: parts.EngineShape, total: int) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ import tokenizers
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
+from fleetfoot.config.json_fields import read_json_object
 from fleetfoot.tokenizer.detokenizer import TokenPieces
 
 if TYPE_CHECKING:
@@ -417,15 +417,7 @@ def _read_text(path: Path) -> str:
 
 def _read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; an empty one when there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a JSON {type(value).__name__}; an object is expected")
-    return value
+    return read_json_object(path, ValueError) if path.is_file() else {}
 
 
 def _read_added_tokens(folder: Path, configured: object) -> dict[int, Mapping[str, Any]]:

@@ -49,5 +49,5 @@ def parse_value(text: str) -> Any:
     """A JSON value; other text as it is."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return text

@@ -6,7 +6,6 @@ tensor.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fleetfoot.config.json_fields import read_json_object
 from fleetfoot.records.weights import WeightError, WeightSpec
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -104,9 +104,10 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 def _indexed_files(index: Path) -> list[Path]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = [index.parent / name for name in sorted(set(weight_map.values()))]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        files = [
+            index.parent / name for name in sorted(set(read_json_object(index, WeightError)["weight_map"].values()))
+        ]
+    except (KeyError, TypeError, AttributeError) as error:
         raise WeightError(f"{index} has no weight_map from tensor to file: {error}") from error
     # not resolved: in the hub's cache files are links to elsewhere
     depth = len(index.parent.parts)

@@ -62,10 +62,11 @@ def _download(name: str, revision: str | None, patterns: list[str], what: str) -
         folder = snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=_IGNORED)
     except Exception as error:  # the exception types depend on the version of huggingface_hub
         at = "" if revision is None else f" at revision {revision!r}"
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise ModelNotFoundError(
-            f"{what}: there is no folder {Path(name).absolute()}, and the Hugging Face hub did not give "
-            f"{name!r}{at} ({type(error).__name__}: {error}). Check the spelling, the network or HF_HUB_OFFLINE, "
-            "and HF_TOKEN for a private or gated model"
+            f"there is no {what}{at}: no folder {Path(name).absolute()}, and no such name on the Hugging Face hub, or "
+            f"the hub cannot be reached. Check the spelling, the network or HF_HUB_OFFLINE, and HF_TOKEN for a private "
+            f"or gated model ({reason})"
         ) from error
     return Path(folder)
 
