@@ -19,6 +19,10 @@ from tests.helpers.commands import CommandRunner
 settings.register_profile("fleetfoot", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fleetfoot")
 
+# On tensors this small, threads do nothing but wait for each other; so it is in child processes.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -47,17 +51,6 @@ def no_warning_of_missing_c_kernels() -> Iterator[None]:
     logger.addFilter(is_expected)
     yield
     logger.removeFilter(is_expected)
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Here and in the processes that are started, for tensors so small that threads cost more than they save."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -8,10 +8,6 @@ from tests.helpers.engines import make_engine, make_text_checkpoint, run_request
 from tests.helpers.prefill_decode import REQUESTS, SIZE, Tokens, tokens_of
 
 
-@pytest.fixture(autouse=True, scope="module")
-def always_one_thread(one_thread: None) -> None: ...
-
-
 @pytest.fixture(scope="session")
 def text_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """The folder of a tiny random checkpoint with a real tokenizer, and its reference model."""

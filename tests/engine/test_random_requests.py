@@ -1,17 +1,15 @@
-"""Random requests with random aborts through the real engine: each gets what it gets alone, and nothing is lost.
-
-Preempted requests: their logprobs are those of requests that were never preempted, and priorities decide which.
-"""
+"""Random requests with random aborts through the real engine: each gets what it gets alone; preempted requests."""
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.helpers.checkpoints import reference_logits
 from tests.helpers.engines import TEXT_MODEL, drain, make_engine, prompt_of, run_requests
+from tests.helpers.schedules import Life, assert_agree, live, live_alone
 
 from fleetfoot import LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from fleetfoot.engine.core import EngineCore
@@ -32,8 +30,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "whole": {"enable_chunked_prefill": False, "max_model_len": 90, "max_num_batched_tokens": 90},
 }
 TIGHT: dict[str, Any] = {"num_gpu_blocks_override": 20, "block_size": 4, "max_num_seqs": 4}
-Contents = list[tuple[list[int], str, Any, Any]]
-Catalogue = list[tuple[list[int], SamplingParams, Contents]]
+Catalogue = list[tuple[Life, RequestOutput]]
 
 
 def preemptions(engine: LLMEngine) -> int:
@@ -44,36 +41,34 @@ def random_params(rng: random.Random) -> SamplingParams:
     """Any parameters but the output kind."""
     params: dict[str, Any] = {"max_tokens": rng.randint(1, 30)}
     if rng.random() < 0.7:
-        params |= {"temperature": rng.choice([0.3, 1.0, 2.0]), "seed": rng.randrange(2**32), "n": rng.choice([1, 1, 3])}
+        params |= {"temperature": rng.choice([0.3, 1.0, 2.0]), "n": rng.choice([1, 1, 3])}
+        params["seed"] = rng.choice([1, -7, 2**64 - 1])
         params |= rng.choice([{}, {"top_p": 0.8}, {"top_k": 30}, {"min_p": 0.02}])
     else:
         params["temperature"] = 0
     params |= rng.choice([{}, {"ignore_eos": True}, {"min_tokens": params["max_tokens"] // 2}])
-    params |= rng.choice([{}, {"repetition_penalty": 1.3}, {"frequency_penalty": 0.9}, {"logit_bias": {1: 5.0}}])
+    params |= rng.choice([{}, {"repetition_penalty": 1.3}, {"frequency_penalty": 0.9}, {"frequency_penalty": -1.0}])
+    params |= rng.choice([{}, {}, {"logit_bias": {1: 5.0}}])
     params |= rng.choice([{}, {"stop": ["e", " the"]}, {"stop": "a", "include_stop_str_in_output": True}])
     params |= rng.choice([{}, {"bad_words": ["fox", "her"]}, {"stop_token_ids": list(range(0, VOCAB, 40))}])
-    params |= rng.choice([{}, {"logprobs": 2}, {"prompt_logprobs": 1}])
+    params |= rng.choice([{}, {"logprobs": 2}, {"logprobs": 0, "allowed_token_ids": list(range(100, 900))}])
+    params |= rng.choice([{}, {"prompt_logprobs": 1}, {"skip_special_tokens": False}])
     return SamplingParams(**params)
-
-
-def content(output: RequestOutput) -> Contents:
-    return [(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in output.outputs]
 
 
 @pytest.fixture(scope="module")
 def catalogue(text_model: Path) -> Catalogue:
     """Requests, some of which share a beginning, and what each yields alone."""
-    rng = random.Random(0)
-    engine = make_engine(text_model, enable_prefix_caching=False, max_num_seqs=3)
-    found: Catalogue = []
+    rng, lives = random.Random(0), []
     for number in range(40):
         shared = prompt_of(30, VOCAB)[: rng.choice([0, 0, 8, 17, 30])]
         prompt = shared + prompt_of(rng.randint(1, 25), VOCAB, seed=number)
-        params = random_params(rng)
-        found.append((prompt, params, content(run_requests(engine, {"r": (prompt, params)})["r"])))
+        lives.append(Life(f"r{number}", prompt, random_params(rng)))
+    engine = make_engine(text_model, enable_prefix_caching=False, max_num_seqs=3)
+    outputs = list(live_alone(engine, lives).values())
     engine.shutdown()
-    assert {completion[2] for _, _, outputs in found for completion in outputs} == {"stop", "length"}
-    return found
+    assert {completion.finish_reason for output in outputs for completion in output.outputs} == {"stop", "length"}
+    return list(zip(lives, outputs, strict=True))
 
 
 @pytest.fixture(scope="module", params=ENGINES)
@@ -85,82 +80,35 @@ def engine(request: pytest.FixtureRequest, text_model: Path) -> Iterator[LLMEngi
     engine.shutdown()
 
 
-@dataclass
-class Running:
-    """A request of the catalogue that has not ended; for each of its sequences, tokens and text so far."""
-
-    expected: Contents
-    kind: RequestOutputKind
-    so_far: list[tuple[list[int], str]]
-    is_aborted: bool = False
-
-    def take(self, output: RequestOutput) -> None:
-        for index, (completion, wanted) in enumerate(zip(output.outputs, self.expected, strict=True)):
-            tokens, text = completion.token_ids, completion.text
-            if self.kind is RequestOutputKind.DELTA:
-                tokens, text = self.so_far[index][0] + tokens, self.so_far[index][1] + text
-            self.so_far[index] = tokens, text
-            assert tokens == wanted[0][: len(tokens)]
-            if completion.finish_reason == "abort":
-                assert self.is_aborted
-            elif output.finished:
-                assert (tokens, text, completion.finish_reason, completion.stop_reason) == wanted
-
-
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_requests(seed: int, depth: int, engine: LLMEngine, catalogue: Catalogue) -> None:
     rng = random.Random(1000 * depth + seed)
     core = EngineCore(engine.core.scheduler, engine.core.executor, engine.core.stats, depth=depth)
     engine = LLMEngine(core, engine.input_processor, engine.tokenizer)
-    running: dict[str, Running] = {}
-    num_added = num_finished = 0
-    while num_added < 25 or engine.has_unfinished_requests():
-        if num_added < 25 and rng.random() < 0.5:
-            prompt, params, expected = rng.choice(catalogue)
-            params = params.clone()
-            params.output_kind = rng.choice(list(RequestOutputKind))
-            priority = rng.randint(0, 2) if core.scheduler.config.priority else 0
-            engine.add_request(f"r{num_added}", prompt, params, priority=priority)
-            running[f"r{num_added}"] = Running(expected, params.output_kind, [([], "")] * len(expected))
-            num_added += 1
-        if running and rng.random() < 0.08:
-            name = rng.choice(sorted(running))
-            engine.abort_request(name)
-            running[name].is_aborted = True
+    lives, expected, aborted = [], {}, set()
+    for number, (life, output) in enumerate(rng.choices(catalogue, k=25)):
+        params = replace(life.params, output_kind=rng.choice(list(RequestOutputKind)))
+        priority = rng.randint(0, 2) if core.scheduler.config.priority else 0
+        expected[f"r{number}"] = output
+        lives.append(Life(f"r{number}", life.prompt, params, rng.randint(0, 50), priority=priority))
+
+    def disturb() -> None:
+        if rng.random() < 0.08:
+            aborted.add(name := f"r{rng.randrange(25)}")
+            engine.abort_request(name)  # if it is running
         if rng.random() < 0.03:
             engine.reset_prefix_cache()
-        outputs = engine.step()
-        engine.check_integrity()
-        for output in outputs:
-            running[output.request_id].take(output)
-            if output.finished:
-                num_finished += 1
-                del running[output.request_id]
-    assert not running
-    assert num_finished == 25
+
+    got = live(engine, lives, disturb)
+    for name, output in expected.items():
+        assert_agree(got[name], output, tolerance=1e-4)
+        assert name in aborted or "abort" not in [completion.finish_reason for completion in got[name].outputs]
     core.scheduler.check_idle()
 
 
 def seeded(number: int, **params: Any) -> SamplingParams:
     return SamplingParams(**{"seed": number, "max_tokens": 40, "ignore_eos": True, **params})
-
-
-def test_preemption_changes_no_logprob(text_model: Path) -> None:
-    roomy, tight = make_engine(text_model), make_engine(text_model, **TIGHT)
-    requests = {str(number): (prompt_of(9 + number, VOCAB, number), seeded(number, logprobs=2)) for number in range(4)}
-    expected, found = run_requests(roomy, requests), run_requests(tight, requests)
-    for name in requests:
-        mine, other = found[name].outputs[0], expected[name].outputs[0]
-        assert (mine.token_ids, mine.text) == (other.token_ids, other.text)
-        logprobs = [
-            [entry[token].logprob for token, entry in zip(c.token_ids, c.logprobs or [], strict=True)]
-            for c in (mine, other)
-        ]
-        assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
-    assert preemptions(tight) > 0 == preemptions(roomy)
-    for engine in (roomy, tight):
-        engine.shutdown()
 
 
 def test_prompt_logprobs_of_a_preempted_prefill(text_checkpoint: tuple[Path, Any]) -> None:

@@ -61,62 +61,8 @@ def one(llm: LLM, prompt: list[int] = PROMPT, **params: Any) -> CompletionOutput
     return completion
 
 
-def result(output: RequestOutput) -> list[Any]:
-    """What must not depend on the path. Logprobs may differ by rounding and have tests of their own."""
-    return [(one.token_ids, one.text, one.finish_reason, one.stop_reason) for one in output.outputs]
-
-
 def contains(tokens: list[int], sequence: list[int]) -> bool:
     return any(tokens[i : i + len(sequence)] == sequence for i in range(len(tokens)))
-
-
-def _features(llm: LLM) -> list[SamplingParams]:
-    """One request for each parameter, on top of greedy or seeded sampling."""
-    greedy = one(llm, max_tokens=40, ignore_eos=True).token_ids
-    spelled = llm.get_tokenizer().decode_token
-    own: list[dict[str, Any]] = [
-        {},
-        {"ignore_eos": True},
-        {"stop_token_ids": [greedy[7]]},
-        {"stop": [spelled(greedy[5])]},
-        {"stop_token_ids": [greedy[3]], "min_tokens": 20},
-        {"bad_words": [spelled(greedy[0])]},
-        {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.7},
-        {"logit_bias": {greedy[1]: -50.0, 99: 3.0}},
-        {"allowed_token_ids": list(range(100, 200)), "logprobs": 3},
-    ]
-    random: list[dict[str, Any]] = [
-        {},
-        {"top_p": 0.7, "n": 3},
-        {"top_k": 20, "logprobs": 0},
-        {"min_p": 0.05, "frequency_penalty": -1.0},
-        {"seed": 2**64 - 1, "temperature": 3.0, "top_p": 0.9, "top_k": 100},
-        {"seed": -7, "prompt_logprobs": 2, "min_tokens": 5},
-        {"detokenize": False},
-        {"skip_special_tokens": False, "include_stop_str_in_output": True},
-    ]
-    params = [{"temperature": 0, **one} for one in own] + [{"temperature": 1.0, "seed": 1, **one} for one in random]
-    return [SamplingParams(**{"max_tokens": 40, **one}) for one in params]
-
-
-PATHS: dict[str, dict[str, Any]] = {
-    "together": {},
-    "one-by-one": {"max_num_seqs": 1},
-    "chunked": {"max_num_batched_tokens": 10},
-    "whole-no-cache": {"enable_chunked_prefill": False, "enable_prefix_caching": False},
-    "preempted": {"num_gpu_blocks_override": 24, "block_size": 4, "max_num_seqs": 6},
-}
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_tokens_depend_on_the_request_alone(path: str, start: Start) -> None:
-    features = _features(start())
-    prompts = [PROMPT] * 3 + [PROMPTS[number % len(PROMPTS)] for number in range(len(features) - 3)]
-    alone = [result(run(start(), prompt, params)[0]) for prompt, params in zip(prompts, features, strict=True)]
-    llm = start(**PATHS[path])
-    assert [result(output) for output in run(llm, prompts, features)] == alone
-    assert [result(output) for output in run(llm, prompts[::-1], features[::-1])] == alone[::-1]
-    assert (llm.stats().scheduler.num_preemptions > 0) == (path == "preempted")
 
 
 def test_copies_and_seeds_give_other_tokens_and_the_first_copy_is_the_lone_one(llm: LLM) -> None:

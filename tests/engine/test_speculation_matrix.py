@@ -3,14 +3,14 @@ blocks and small steps: whatever its parameters, a request gets what it gets alo
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from tests.helpers.engines import make_engine
 from tests.helpers.prefill_decode import settle
 from tests.helpers.runner_lives import MAX_MODEL_LEN, METHODS, NUM_DRAFTS, STORY
+from tests.helpers.schedules import Life, assert_lives_agree, live_alone
 
 from fleetfoot.config.speculative import MAX_SPECULATIVE_TOKENS
 from fleetfoot.engine.engine import LLMEngine
@@ -35,15 +35,8 @@ OPENINGS = (
 )
 
 
-class Case(NamedTuple):
-    """A request; it is aborted once it has ``abort_at`` output tokens."""
-
-    prompt: list[int]
-    params: SamplingParams
-    abort_at: int | None = None
-
-
-Cases = dict[str, Case]
+Cases = dict[str, Life]
+Outputs = dict[str, RequestOutput]
 
 
 def make_cases(stop_inside: str) -> Cases:
@@ -54,23 +47,18 @@ def make_cases(stop_inside: str) -> Cases:
     common = tokenizer.encode(" the and was a to", add_special_tokens=False)
     some_words = sorted({*range(260, 700), *common})
 
-    def case(opening: int, abort_at: int | None = None, **features: Any) -> Case:
-        return Case(openings[opening], SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **features}), abort_at)
+    def case(opening: int, abort_at: int | None = None, **features: Any) -> tuple[Any, ...]:
+        params = SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **features})
+        return openings[opening], params, 0, abort_at
 
-    def near_the_end(length: int, **features: Any) -> Case:
-        return Case(long[:length], SamplingParams(**{"max_tokens": None, "ignore_eos": True, **features}))
+    def near_the_end(length: int, **features: Any) -> tuple[Any, ...]:
+        return long[:length], SamplingParams(**{"max_tokens": None, "ignore_eos": True, **features})
 
     greedy, random = {"temperature": 0.0}, {"temperature": 1.0, "seed": 5}
-    everything: dict[str, Any] = {
-        "temperature": 0.7,
-        "seed": 9,
-        "top_k": 50,
-        "repetition_penalty": 1.2,
-        "min_tokens": 6,
-    }
+    everything: dict[str, Any] = {"temperature": 0.7, "seed": 9, "top_k": 50, "repetition_penalty": 1.2}
     everything |= {"stop": ["zz", " and"], "bad_words": ["Pip"], "logit_bias": {common[1]: 2.0}}
     everything |= {"min_tokens": 6, "logprobs": 2, "prompt_logprobs": 1}
-    return {
+    made = {
         "greedy": case(0, **greedy, max_tokens=40),
         "greedy-delta": case(1, **greedy, output_kind=RequestOutputKind.DELTA),
         "random": case(0, **random, max_tokens=40),
@@ -100,6 +88,7 @@ def make_cases(stop_inside: str) -> Cases:
         "aborted-at-once": case(0, abort_at=0, **greedy),
         "everything": case(2, **everything),
     }
+    return {name: Life(name, *fields) for name, fields in made.items()}
 
 
 def story_engine(**settings: Any) -> LLMEngine:
@@ -107,117 +96,44 @@ def story_engine(**settings: Any) -> LLMEngine:
     return make_engine(STORY, **{"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "block_size": 8, **settings})
 
 
-@dataclass
-class Outcome:
-    """What a user of a request has seen; lists hold an entry for each of its sequences."""
-
-    token_ids: list[list[int]] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    last: RequestOutput | None = None
-
-    def take(self, output: RequestOutput, kind: RequestOutputKind) -> None:
-        token_ids = [list(completion.token_ids) for completion in output.outputs]
-        texts = [completion.text for completion in output.outputs]
-        if kind is RequestOutputKind.DELTA and self.last is not None:
-            token_ids = list(map(list.__add__, self.token_ids, token_ids))
-            texts = list(map(str.__add__, self.texts, texts))
-        self.token_ids, self.texts, self.last = token_ids, texts, output
-
-
-Outcomes = dict[str, Outcome]
-
-
-def run_cases(engine: LLMEngine, cases: Cases, *, together: bool = True) -> Outcomes:
-    """Run them, all at once or one after the other. The books are checked after each step."""
-    outcomes = {name: Outcome() for name in cases}
-    for group in [list(cases)] if together else [[name] for name in cases]:
-        for name in group:
-            engine.add_request(name, cases[name].prompt, cases[name].params)
-            if cases[name].abort_at == 0:
-                engine.abort_request(name)
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                name = output.request_id
-                outcomes[name].take(output, cases[name].params.output_kind)
-                abort_at = cases[name].abort_at
-                if not output.finished and abort_at is not None and len(outcomes[name].token_ids[0]) >= abort_at:
-                    engine.abort_request(name)
-            engine.check_integrity()
-    return outcomes
-
-
-def check_cases(engine: LLMEngine, cases: Cases, expected: Outcomes) -> Outcomes:
-    outcomes = run_cases(engine, cases)
-    for name, outcome in outcomes.items():
-        assert_same_outcome(name, outcome, expected[name])
-    return outcomes
-
-
-def outcomes_alone(cases: Cases) -> Outcomes:
+def outputs_alone(cases: Cases) -> Outputs:
     """Of V1, one request at a time, nothing cached and no drafts."""
     engine = story_engine(runner="v1", enable_prefix_caching=False)
-    outcomes = run_cases(engine, cases, together=False)
+    outputs = live_alone(engine, list(cases.values()))
     engine.shutdown()
-    return outcomes
+    return outputs
 
 
-def assert_same_outcome(name: str, got: Outcome, expected: Outcome) -> None:
-    assert got.last is not None and expected.last is not None, name
-    assert got.last.finished and expected.last.finished, name
-    if got.last.outputs[0].finish_reason == "abort":  # when it ends depends on the number of tokens of a step
-        assert expected.last.outputs[0].finish_reason == "abort", name
-        length = min(len(got.token_ids[0]), len(expected.token_ids[0]))
-        assert got.token_ids[0][:length] == expected.token_ids[0][:length], name
-        return
-    assert (name, got.token_ids, got.texts) == (name, expected.token_ids, expected.texts)
-    for here, there in zip(got.last.outputs, expected.last.outputs, strict=True):
-        assert (name, here.finish_reason, here.stop_reason) == (name, there.finish_reason, there.stop_reason)
-        assert_logprobs(here.logprobs, there.logprobs)
-        if there.cumulative_logprob is not None:
-            assert here.cumulative_logprob == pytest.approx(there.cumulative_logprob, abs=1e-3)
-    assert_logprobs(got.last.prompt_logprobs, expected.last.prompt_logprobs)
-
-
-def assert_logprobs(got: Any, expected: Any) -> None:
-    """For each token an entry of token id to logprob, or None."""
-    assert (got is None) == (expected is None)
-    for here, there in zip(got or (), expected or (), strict=True):
-        assert (here is None) == (there is None)
-        values = [{token: entry.logprob for token, entry in (row or {}).items()} for row in (here, there)]
-        assert values[0] == pytest.approx(values[1], abs=1e-4)
+def check_cases(engine: LLMEngine, cases: Cases, expected: Outputs) -> Outputs:
+    return assert_lives_agree(engine, list(cases.values()), expected, "a case", tolerance=1e-4, ties=False)
 
 
 @pytest.fixture(scope="module")
 def cases() -> Cases:
-    greedy = outcomes_alone({"greedy": make_cases("none")["greedy"]})["greedy"]
-    return make_cases(greedy.texts[0][61:67])
+    greedy = outputs_alone({"greedy": make_cases("none")["greedy"]})["greedy"]
+    return make_cases(greedy.outputs[0].text[61:67])
 
 
 @pytest.fixture(scope="module")
-def expected(cases: Cases) -> Outcomes:
-    return outcomes_alone(cases)
+def expected(cases: Cases) -> Outputs:
+    return outputs_alone(cases)
 
 
-def test_the_cases_mean_something(expected: Outcomes) -> None:
-    def last(name: str) -> Any:
-        output = expected[name].last
-        assert output is not None
-        return output.outputs[0]
-
-    greedy = expected["greedy"]
+def test_the_cases_mean_something(expected: Outputs) -> None:
+    last = {name: output.outputs[0] for name, output in expected.items()}
+    greedy, tokens = last["greedy"].token_ids, {name: completion.token_ids for name, completion in last.items()}
     for name in ("stop-string", "stop-included"):
-        assert last(name).finish_reason == "stop"
-        assert 8 < len(last(name).token_ids) < len(greedy.token_ids[0])
-    assert [last(name).finish_reason for name in ("stop-token", "min-tokens", "stop-late")] == ["stop"] * 3
-    assert len(last("min-tokens").token_ids) > 10 and len(last("stop-late").token_ids) > 9
-    assert 1 < len(last("stop-token").token_ids) < 24
-    assert [len(expected[name].token_ids[0]) for name in ("last", "last-two", "last-few")] == [1, 2, 7]
-    assert len(expected["to-the-end"].token_ids[0]) == 56
-    assert len({tuple(tokens) for tokens in expected["copies"].token_ids}) == 3
-    assert last("bias").token_ids != expected["random"].token_ids[0][:24]
-    assert last("allowed").token_ids != greedy.token_ids[0][:24]
-    assert last("penalties").token_ids != expected["greedy-delta"].token_ids[0]
-    assert last("bad-words").token_ids != expected["greedy-delta"].token_ids[0]
+        assert last[name].finish_reason == "stop"
+        assert 8 < len(tokens[name]) < len(greedy)
+    assert [last[name].finish_reason for name in ("stop-token", "min-tokens", "stop-late")] == ["stop"] * 3
+    assert len(tokens["min-tokens"]) > 10 and len(tokens["stop-late"]) > 9
+    assert 1 < len(tokens["stop-token"]) < 24
+    assert [len(tokens[name]) for name in ("last", "last-two", "last-few")] == [1, 2, 7]
+    assert len(tokens["to-the-end"]) == 56
+    assert len({tuple(copy.token_ids) for copy in expected["copies"].outputs}) == 3
+    assert tokens["bias"] != tokens["random"][:24]
+    assert tokens["allowed"] != greedy[:24]
+    assert tokens["penalties"] != tokens["greedy-delta"] != tokens["bad-words"]
 
 
 HALF = [
@@ -231,7 +147,7 @@ HALF = [
 
 @pytest.mark.parametrize(("method", "connector", "runner", "async_scheduling"), HALF)
 def test_outputs_are_those_without(
-    method: str, connector: str, runner: str, async_scheduling: bool, tmp_path: Path, cases: Cases, expected: Outcomes
+    method: str, connector: str, runner: str, async_scheduling: bool, tmp_path: Path, cases: Cases, expected: Outputs
 ) -> None:
     transfers: dict[str, Any] | None = None
     if (named := CONNECTORS[connector]) is not None:
@@ -245,9 +161,9 @@ def test_outputs_are_those_without(
         **TIGHT,
     )
     assert engine.runner_name == runner
-    outcomes = check_cases(engine, cases, expected)
+    outputs = check_cases(engine, cases, expected)
     first = engine.stats().drafts
-    metrics = [outcome.last.metrics for outcome in outcomes.values() if outcome.last is not None]
+    metrics = [output.metrics for output in outputs.values()]
     assert sum(request.num_drafted_tokens for request in metrics) == first.num_drafted
     assert sum(request.num_accepted_tokens for request in metrics) == first.num_accepted
     if transfers is not None:  # once more, with much of the KV loaded, a drafter's too; an engine's own seeds go on
@@ -271,7 +187,7 @@ FEW = ("greedy", "random", "stop-string", "copies", "one", "two", "last", "last-
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("num_drafts", [1, MAX_SPECULATIVE_TOKENS])
 def test_the_fewest_and_the_most_drafts(
-    num_drafts: int, method: str, runner: str, cases: Cases, expected: Outcomes
+    num_drafts: int, method: str, runner: str, cases: Cases, expected: Outputs
 ) -> None:
     """Up to 64 of them, also behind prompts that leave room for one token."""
     config = {**METHODS[method], "num_speculative_tokens": num_drafts, "adaptive": False}

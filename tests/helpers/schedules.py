@@ -1,12 +1,15 @@
-"""Random requests, with arrivals and aborts; all from one seed, so that a failure can be repeated."""
+"""Requests with arrivals and aborts, also random ones from a seed; in every schedule each gets what it gets alone."""
 
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
+
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.outputs import RequestOutput
-from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +19,9 @@ class Life:
     request_id: str
     prompt: list[int]
     params: SamplingParams
-    arrival: int
-    abort_at: int | None
+    arrival: int = 0
+    abort_at: int | None = None
+    priority: int = 0
 
 
 def random_params(rng: random.Random, vocab_size: int) -> SamplingParams:
@@ -70,8 +74,10 @@ def random_lives(seed: int, vocab_size: int, *, most: int = 10, longest: int = 4
     return lives
 
 
-def live(engine: LLMEngine, lives: list[Life]) -> dict[str, RequestOutput]:
-    """Run them, checking integrity after each step; the last output of each, aborted ones too."""
+def live(
+    engine: LLMEngine, lives: Sequence[Life], before_step: Callable[[], object] = lambda: None
+) -> dict[str, RequestOutput]:
+    """Run them, checking integrity after each step; the last output of each, aborted ones too, with all its deltas."""
     arriving = sorted(lives, key=lambda life: life.arrival)
     by_id = {life.request_id: life for life in lives}
     last: dict[str, RequestOutput] = {}
@@ -79,12 +85,17 @@ def live(engine: LLMEngine, lives: list[Life]) -> dict[str, RequestOutput]:
     while arriving or engine.has_unfinished_requests():
         while arriving and arriving[0].arrival <= step:
             life = arriving.pop(0)
-            engine.add_request(life.request_id, life.prompt, life.params)
+            engine.add_request(life.request_id, life.prompt, life.params, priority=life.priority)
             if life.abort_at == 0:
                 engine.abort_request(life.request_id)
+        before_step()
         for output in engine.step():
+            life, abort_at = by_id[output.request_id], by_id[output.request_id].abort_at
+            if life.params.output_kind is RequestOutputKind.DELTA and output.request_id in last:
+                for new, before in zip(output.outputs, last[output.request_id].outputs, strict=True):
+                    new.token_ids, new.text = before.token_ids + new.token_ids, before.text + new.text
+                    new.logprobs = None if new.logprobs is None else (before.logprobs or []) + new.logprobs
             last[output.request_id] = output
-            abort_at = by_id[output.request_id].abort_at
             if not output.finished and abort_at is not None and len(output.outputs[0].token_ids) >= abort_at:
                 engine.abort_request(output.request_id)
         engine.check_integrity()
@@ -92,44 +103,53 @@ def live(engine: LLMEngine, lives: list[Life]) -> dict[str, RequestOutput]:
     return last
 
 
-def live_alone(engine: LLMEngine, lives: list[Life]) -> dict[str, RequestOutput]:
+def live_alone(engine: LLMEngine, lives: Sequence[Life]) -> dict[str, RequestOutput]:
     """Run each alone to its end: the reference of every schedule."""
     return {life.request_id: live(engine, [replace(life, arrival=0, abort_at=None)])[life.request_id] for life in lives}
 
 
 def assert_lives_agree(
-    engine: LLMEngine, lives: list[Life], expected: dict[str, RequestOutput], label: str, *, tolerance: float = 1e-5
-) -> None:
-    """Run the requests together: each agrees with its output of `live_alone`."""
+    engine: LLMEngine, lives: Sequence[Life], expected: dict[str, RequestOutput], label: str, **how: Any
+) -> dict[str, RequestOutput]:
+    """Run the requests together: each agrees with its output of `live_alone`. ``how``: see `assert_agree`."""
     got = live(engine, lives)
     for life in lives:
         try:
-            assert_agree(got[life.request_id], expected[life.request_id], tolerance=tolerance)
+            assert_agree(got[life.request_id], expected[life.request_id], **how)
         except AssertionError as error:
             raise AssertionError(f"{label}, {life}: {error}") from error
     engine.core.scheduler.check_idle()
+    return got
 
 
-def assert_agree(got: RequestOutput, expected: RequestOutput, *, tolerance: float = 1e-5) -> None:
-    """The same tokens, reasons and logprobs; an aborted request has a beginning of them."""
-    mine, other = got.outputs[0], expected.outputs[0]
-    if mine.finish_reason == "abort":
-        assert mine.token_ids == other.token_ids[: len(mine.token_ids)]
-    else:
-        assert mine.token_ids == other.token_ids
-        assert (mine.finish_reason, mine.stop_reason) == (other.finish_reason, other.stop_reason)
-    assert (mine.logprobs is None) == (other.logprobs is None)
-    for here, there in zip(mine.logprobs or [], other.logprobs or [], strict=False):
-        _assert_close(here, there, tolerance)
-    if mine.token_ids and expected.prompt_logprobs is not None:
-        assert got.prompt_logprobs is not None
-        for here, there in zip(got.prompt_logprobs, expected.prompt_logprobs, strict=True):
+def assert_agree(got: RequestOutput, expected: RequestOutput, *, tolerance: float = 1e-5, ties: bool = True) -> None:
+    """The same tokens, texts, reasons and logprobs of all sequences; an aborted request has a beginning of the tokens.
+
+    Args:
+        ties: whether tokens that tie within the tolerance may be in either list of the most probable ones.
+    """
+    assert got.finished
+    for mine, other in zip(got.outputs, expected.outputs, strict=True):
+        if mine.finish_reason == "abort":
+            assert mine.token_ids == other.token_ids[: len(mine.token_ids)]
+        else:
+            assert (mine.token_ids, mine.text) == (other.token_ids, other.text)
+            assert (mine.finish_reason, mine.stop_reason) == (other.finish_reason, other.stop_reason)
+            total = pytest.approx(other.cumulative_logprob, abs=tolerance * len(mine.token_ids))
+            assert mine.cumulative_logprob == total
+        assert (mine.logprobs is None) == (other.logprobs is None)
+        for here, there in zip(mine.logprobs or [], other.logprobs or [], strict=False):
+            _assert_close(here, there, tolerance, ties)
+    if got.outputs[0].token_ids:
+        assert (got.prompt_logprobs is None) == (expected.prompt_logprobs is None)
+        for here, there in zip(got.prompt_logprobs or [], expected.prompt_logprobs or [], strict=True):
             assert (here is None) == (there is None)
-            _assert_close(here or {}, there or {}, tolerance)
+            _assert_close(here or {}, there or {}, tolerance, ties)
 
 
-def _assert_close(here: dict[int, Any], there: dict[int, Any], tolerance: float) -> None:
-    """Two entries of logprobs. Tokens that tie within the tolerance may be in either's list."""
+def _assert_close(here: dict[int, Any], there: dict[int, Any], tolerance: float, ties: bool) -> None:
+    """Two entries of logprobs."""
+    assert ties or here.keys() == there.keys()
     for token in here.keys() & there.keys():
         assert abs(here[token].logprob - there[token].logprob) <= tolerance
     values = (sorted(entry.logprob for entry in entries.values()) for entries in (here, there))

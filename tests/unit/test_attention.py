@@ -36,11 +36,9 @@ def native(request: pytest.FixtureRequest) -> AttentionBackend:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tests set two threads explicitly: on a busy machine threads that wait for each other are slow."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """After each test: some set two threads."""
     yield
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
 
 
 def small_batch(requests: Requests, **shape: Any) -> Batch:

@@ -1,21 +1,36 @@
-"""``speculative_config``: what it takes, which drafter it means, whether that fits, and its memory."""
+"""``speculative_config``: what it takes, which drafter it means, whether that fits, and its memory; the EAGLE head and
+a direct computation, the shapes of its checkpoints, and the short steps of drafters."""
 
 import dataclasses
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
 from tests.helpers.int8_method import Int8
+from tests.helpers.kernels import cpu_kernels
 
 from fleetfoot.assets import embedded_eagle_path, embedded_model_path
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.speculative import SpeculativeConfig
+from fleetfoot.fusion import plan_fusion
+from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
+from fleetfoot.kernels.sampling.gumbel import gumbel_noise
+from fleetfoot.kernels.sampling.sample import sample_torch
+from fleetfoot.layers.context import ModelContext
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.resolve import resolve_plan
+from fleetfoot.records.forward_context import AttentionMetadata
 from fleetfoot.records.kv_layout import KVCacheSpec
+from fleetfoot.records.weights import WeightError
+from fleetfoot.speculative.drafter import DraftBatch, DrafterContext, DraftSteps, as_drafts
+from fleetfoot.speculative.eagle import EagleDrafter
 from fleetfoot.speculative.find import NO_DRAFTER, DrafterModel, DrafterShape, drafter_shape, find_drafter
 from fleetfoot.weights.checkpoint import Checkpoint
 
@@ -201,3 +216,229 @@ def test_the_memory_of_a_head_far_from_the_embedding_and_of_n_grams() -> None:
     assert far.weight_bytes - near.weight_bytes == 4 * 2048 * 192
     assert shape_of(make_config(method="ngram"), TARGET, "float32", "cpu") == DrafterShape(3)
     assert shape_of(EngineConfig(), TARGET, "float32", "cpu") == NO_DRAFTER
+
+
+CONFIG = ModelConfig("LlamaForCausalLM", 101, 48, 80, 1, 4, 2, 16, 64)
+BLOCK_SIZE, NUM_DRAFTS = 8, 3
+
+
+def weights(*, bias: bool = False, norm: bool = False, prefix: str = "", extra: tuple[str, ...] = ()) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    sizes = {"q": (64, 48), "k": (32, 48), "v": (32, 48), "o": (48, 64)}
+    layer: dict[str, tuple[int, ...]] = {f"self_attn.{name}_proj": size for name, size in sizes.items()}
+    layer |= {"mlp.gate_proj": (80, 48), "mlp.up_proj": (80, 48), "mlp.down_proj": (48, 80)}
+    layer |= {"post_attention_layernorm": (48,), **({"input_layernorm": (48,)} if norm else {})}
+    shapes = {f"layers.0.{name}.weight": shape for name, shape in layer.items()}
+    shapes |= {"fc.weight": (48, 96), **({"fc.bias": (48,)} if bias else {}), **dict.fromkeys(extra, (101, 48))}
+    return {prefix + name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+
+
+@dataclass
+class Target:
+    """The two ends of a model, without any layers between them."""
+
+    has_embedding: bool = True
+
+    def __post_init__(self) -> None:
+        self.table = torch.randn(101, 48, generator=torch.Generator().manual_seed(2))
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        assert self.has_embedding
+        return self.table[input_ids]
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ self.table.T
+
+
+def make_drafter(folder: Path, tensors: dict[str, Any], target: Target | None = None) -> EagleDrafter:
+    save_file(tensors, folder / "model.safetensors")
+    context = ModelContext(cpu_kernels(), SDPABackend(), torch.float32, torch.device("cpu"))
+    head = DrafterModel("eagle", "a/head", folder, CONFIG)
+    drafter = EagleDrafter(DrafterContext(context, head, fusion=plan_fusion(CONFIG, "v2")))
+    drafter.load_model(target or Target())  # type: ignore[arg-type]
+    drafter.bind_kv_caches([torch.zeros(9, 2, 2, BLOCK_SIZE, 16)])
+    return drafter
+
+
+def computed_directly(tensors: dict[str, torch.Tensor], embeddings: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """The head's output for one sequence ``[length, 48]``, all at once."""
+    length = len(hidden)
+    x = F.linear(torch.cat((embeddings, hidden), -1), tensors["fc.weight"], tensors.get("fc.bias"))
+    norm = tensors.get("layers.0.input_layernorm.weight")
+    normed = x if norm is None else F.rms_norm(x, (48,), norm, 1e-6)
+    layer = {name.removeprefix("layers.0."): tensor for name, tensor in tensors.items()}
+    angles = torch.arange(length)[:, None] * 10000.0 ** (-torch.arange(8) / 8)
+
+    def heads(name: str) -> torch.Tensor:
+        return F.linear(normed, layer[f"self_attn.{name}_proj.weight"]).view(length, -1, 16).transpose(0, 1)
+
+    def rotated(y: torch.Tensor) -> torch.Tensor:
+        first, second = y[..., :8], y[..., 8:]
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    query, key, value = rotated(heads("q")), rotated(heads("k")), heads("v")
+    attended = F.scaled_dot_product_attention(
+        query[None], key[None], value[None], is_causal=True, enable_gqa=True
+    ).squeeze(0)
+    x = x + F.linear(attended.transpose(0, 1).flatten(1), layer["self_attn.o_proj.weight"])
+    y = F.rms_norm(x, (48,), layer["post_attention_layernorm.weight"], 1e-6)
+    y = F.silu(F.linear(y, layer["mlp.gate_proj.weight"])) * F.linear(y, layer["mlp.up_proj.weight"])
+    return x + F.linear(y, layer["mlp.down_proj.weight"])
+
+
+def drafts_computed_directly(
+    tensors: dict[str, torch.Tensor], target: Target, next_ids: torch.Tensor, hidden: torch.Tensor
+) -> list[int]:
+    """Greedy drafts behind ``next_ids``: the sequence is computed anew for each, its own outputs appended."""
+    drafts: list[int] = []
+    for _ in range(NUM_DRAFTS):
+        foreseen = computed_directly(tensors, target.table[next_ids], hidden)[-1:]
+        drafts.append(int(target.compute_logits(foreseen).argmax()))
+        next_ids = torch.cat((next_ids, torch.tensor(drafts[-1:])))
+        hidden = torch.cat((hidden, foreseen))
+    return drafts
+
+
+def first_step(num_tokens: int, next_ids: torch.Tensor | None = None) -> DraftBatch:
+    """A prompt's step: one request in blocks 3, 1, 5, 7."""
+    next_ids = torch.arange(num_tokens) if next_ids is None else next_ids
+    tables = torch.tensor([[3, 1, 5, 7]], dtype=torch.int32)
+    positions = torch.arange(num_tokens)
+    slots = tables[0, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+    starts, seq_lens = torch.tensor([0, num_tokens]).int(), torch.tensor([num_tokens]).int()
+    return DraftBatch(
+        input_ids=next_ids,
+        metadata=AttentionMetadata(starts, seq_lens, tables, slots, positions, 0, num_tokens, num_tokens),
+        hidden=torch.randn(num_tokens, 48, generator=torch.Generator().manual_seed(3)),
+        next_ids=next_ids,
+        last_index=torch.tensor([num_tokens - 1]),
+        newest=next_ids[-1:],
+        positions=torch.tensor([num_tokens]),
+        limits=torch.tensor([30]),
+        block_tables=tables,
+        rows=torch.tensor([0], dtype=torch.int32),
+        temperatures=torch.zeros(1),
+        seeds=torch.zeros(1, dtype=torch.int64),
+        is_decode=False,
+        max_seq_len=32,
+    )
+
+
+def written_slots(cache: torch.Tensor, before: torch.Tensor) -> list[int]:
+    return (cache != before).any(dim=4).any(dim=2).any(dim=1).view(-1).nonzero().squeeze(1).tolist()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"bias": True}, {"norm": True}, {"prefix": "model."}, {"bias": True, "extra": ("embed_tokens.weight",)}],
+    ids=str,
+)
+def test_drafts_are_those_of_the_direct_computation(tmp_path: Path, shape: dict[str, Any]) -> None:
+    tensors, target = weights(**shape), Target()
+    drafter = make_drafter(tmp_path, tensors, target)
+    batch = first_step(13, torch.randint(101, (13,), generator=torch.Generator().manual_seed(3)))
+    plain = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    drafts = drafter.propose(batch, NUM_DRAFTS)
+    assert drafts is not None
+    assert drafts.tolist() == [drafts_computed_directly(plain, target, batch.next_ids, batch.hidden)]
+
+
+def test_without_drafts_the_cache_is_filled_all_the_same(tmp_path: Path) -> None:
+    drafter = make_drafter(tmp_path, weights())
+    cache = torch.zeros(9, 2, 2, BLOCK_SIZE, 16)
+    drafter.bind_kv_caches([cache])
+    batch = first_step(13)
+    assert drafter.propose(batch, 0) is None
+    assert written_slots(cache, torch.zeros_like(cache)) == sorted(batch.metadata.slot_mapping.tolist())
+
+
+def test_a_head_far_from_the_embedding_reads_its_own(tmp_path: Path) -> None:
+    tensors = weights(extra=("embed_tokens.weight",))
+    drafter = make_drafter(tmp_path, tensors, Target(has_embedding=False))
+    batch, target = first_step(5), Target()
+    drafts = drafter.propose(batch, 1)
+    foreseen = computed_directly(tensors, tensors["embed_tokens.weight"][batch.next_ids], batch.hidden)[-1]
+    assert drafts is not None
+    assert drafts.tolist() == [[int(target.compute_logits(foreseen).argmax())]]
+
+
+def test_a_head_far_from_the_embedding_must_have_its_own(tmp_path: Path) -> None:
+    with pytest.raises(WeightError, match=r"1 missing\n.*embed_tokens.weight"):
+        make_drafter(tmp_path, weights(), Target(has_embedding=False))
+
+
+def test_short_steps_read_what_the_first_pass_wrote(tmp_path: Path) -> None:
+    """Another request's blocks make no difference, and a limit in the middle stops writing."""
+    tensors, target = weights(), Target()
+    drafter = make_drafter(tmp_path, tensors, target)
+    cache = torch.randn(9, 2, 2, BLOCK_SIZE, 16)
+    before = cache.clone()
+    drafter.bind_kv_caches([cache])
+    batch = first_step(15)
+    batch.limits.fill_(16)  # the first draft's entry is the last that has room
+    drafts = drafter.propose(batch, NUM_DRAFTS)
+    assert drafts is not None
+    assert int(drafts[0, 0]) == drafts_computed_directly(tensors, target, batch.next_ids, batch.hidden)[0]
+    steps = DraftSteps(batch, BLOCK_SIZE, lambda *_, **__: torch.zeros(1))
+    last = int(steps.singles(0, 1)[0].slot_mapping)
+    assert written_slots(cache, before) == sorted([*batch.metadata.slot_mapping.tolist(), last])
+
+
+def make_batch(positions: list[int], limits: list[int], rows: list[int]) -> DraftBatch:
+    """A step of decodes; request i has blocks 4i + 1 to 4i + 4."""
+    return replace(
+        first_step(1),
+        positions=torch.tensor(positions),
+        limits=torch.tensor(limits),
+        block_tables=torch.arange(1, 1 + len(rows) * 4, dtype=torch.int32).view(len(rows), 4),
+        rows=torch.tensor(rows, dtype=torch.int32),
+        temperatures=torch.tensor([0.0, 0.7, 1.3]),
+        seeds=torch.tensor([5, -6, 7]),
+        is_decode=True,
+        max_seq_len=16,
+    )
+
+
+def test_slots_follow_the_block_tables_up_to_the_limit() -> None:
+    batch = make_batch([5, 7, 9, 3], limits=[14, 8, 9, 14], rows=[2, 0, 1, -1])
+    steps = DraftSteps(batch, 4, sample_torch)
+    first, second = steps.singles(0, 2)
+    assert first.slot_mapping.tolist() == [2 * 4 + 1, 6 * 4 + 3, -1, -1]
+    assert first.positions.tolist() == [5, 7, 9, 3]
+    assert first.seq_lens.tolist() == [6, 8, 10, 4]
+    assert first.query_start_loc.tolist() == [0, 1, 2, 3, 4]
+    assert (first.num_decodes, first.max_query_len, first.max_seq_len) == (4, 1, 16)
+    assert second.slot_mapping.tolist() == [2 * 4 + 2, -1, -1, -1]
+    assert second.positions.tolist() == [6, 8, 9, 4]  # dead ones stay at the limit
+    assert all(tensor.is_contiguous() for tensor in (second.positions, second.slot_mapping, second.seq_lens))
+    assert steps.singles(3, 0) == []
+    assert all(tensor.dtype == torch.int32 for tensor in (first.query_start_loc, first.seq_lens))
+    assert first.slot_mapping.dtype == first.positions.dtype == torch.int64
+
+
+def test_a_step_of_two_tokens_ends_at_the_position() -> None:
+    batch = make_batch([5, 8, 14, 0], limits=[14, 8, 8, 0], rows=[0, 1, 2, -1])
+    pairs = DraftSteps(batch, 4, sample_torch).pairs()
+    # the second request has room for its last token alone; the third has long ended; the last one is padding
+    assert pairs.slot_mapping.view(4, 2).tolist() == [[2 * 4, 2 * 4 + 1], [6 * 4 + 3, -1], [-1, -1], [-1, -1]]
+    assert pairs.positions.view(4, 2).tolist() == [[4, 5], [7, 8], [8, 8], [0, 0]]
+    assert pairs.query_start_loc.tolist() == [0, 2, 4, 6, 8]
+    assert pairs.seq_lens.tolist() == [6, 9, 9, 2]
+    assert (pairs.num_decodes, pairs.max_query_len) == (0, 2)
+
+
+def test_draws_have_the_noise_of_the_position_that_they_are_for() -> None:
+    batch = make_batch([5, 7, 9], limits=[14, 14, 14], rows=[2, 0, 1])
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    positions = torch.tensor([6, 8, 10])
+    drawn = DraftSteps(batch, 4, sample_torch).draw(logits, positions)
+    noise = gumbel_noise(batch.seeds[[2, 0, 1]], positions, 50)
+    assert drawn.tolist() == [
+        int((logits[0] / 1.3 + noise[0]).argmax()),
+        int(logits[1].argmax()),
+        int((logits[2] / 0.7 + noise[2]).argmax()),
+    ]
+    drafts = as_drafts([drawn, drawn + 1])
+    assert drafts.dtype == torch.int32
+    assert drafts.tolist() == [[token, token + 1] for token in drawn.tolist()]

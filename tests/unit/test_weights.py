@@ -25,8 +25,6 @@ from fleetfoot.weights.dummy import fill_dummy
 from fleetfoot.weights.hub import ModelNotFoundError, resolve_model
 from fleetfoot.weights.loading import ModelLoader, reload_weights
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 Patch, LogCapture = pytest.MonkeyPatch, pytest.LogCaptureFixture
 Tensors = dict[str, torch.Tensor]
 
