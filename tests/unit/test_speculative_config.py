@@ -97,6 +97,7 @@ def test_invalid_keys() -> None:
         parse(disable_by_batchsize=8)
     with pytest.raises(TypeError, match=r"'draft_tensor_parallel_size'; leave it out: .* each rank runs the"):
         parse(draft_tensor_parallel_size=1)
+    assert parse(disable_padded_drafter_batch=False, revision=None) == parse()
     assert parse(model=Path("a") / "draft").model == "a/draft"
 
 

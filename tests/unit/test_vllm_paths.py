@@ -1,39 +1,38 @@
 """vLLM's import paths, its argument parser and its engine arguments."""
 
-import argparse
 import dataclasses
-import json
 import re
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fleetfoot.platforms import current_platform
 
 import fleetfoot
 from fleetfoot import AsyncEngineArgs, EngineArgs
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.config.vllm_names import ENGINE_KEYWORDS
-from fleetfoot.utils import vllm_paths
-from fleetfoot.utils.argparse_utils import FlexibleArgumentParser
+from fleetfoot.distributed import cleanup_dist_env_and_memory
+from fleetfoot.utils import get_open_port, vllm_paths
+from fleetfoot.utils.argparse_utils import FlexibleArgumentParser, parse_value
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "vllm_names.md"
-
-
-def full_name(path: str) -> str:
-    return f"fleetfoot.{path}".rstrip(".")
 
 
 def test_every_path_has_its_names() -> None:
     documented = DOCUMENT.read_text()
     for path, names in vllm_paths.NAMES.items():
-        module = import_module(full_name(path))
+        module = import_module(f"fleetfoot.{path}".rstrip("."))
         for name in (place.rpartition(".")[2] for place in names.split()):
             assert getattr(module, name) is not None
             assert name in vars(module)  # found without a call the next time
             assert f"`{name}`" in documented
-        assert f"`{full_name(path)}`" in documented
+        assert f"`{module.__name__}`" in documented
+    assert not current_platform.is_rocm() and current_platform.is_cpu() is not current_platform.is_cuda()
+    assert 0 < get_open_port() < 65536
+    cleanup_dist_env_and_memory()
     assert import_module("fleetfoot.v1.engine.async_llm").AsyncLLM is fleetfoot.AsyncLLMEngine is fleetfoot.AsyncLLM
 
 
@@ -43,11 +42,9 @@ def test_every_path_has_its_names() -> None:
         ("from fleetfoot import PoolingParams", "fleetfoot has no PoolingParams; models generate text"),
         ("from fleetfoot.lora.request import LoRARequest", "there is no fleetfoot.lora; .*merge the adapter"),
         ("from fleetfoot.assets.image import ImageAsset", "there is no fleetfoot.assets.image; models take text alone"),
-        ("from fleetfoot.sampling_params import StructuredOutputsParams", "constrained by grammars"),
         ("from fleetfoot.outputs import EmbeddingRequestOutput", "fleetfoot.outputs has no Embedding.*generate text"),
         ("from fleetfoot.v1.sample.logits_processor import BatchUpdate", "no fleetfoot.v1.sample; .*logit_bias"),
         ("import fleetfoot.v1.worker.gpu_worker", r"no fleetfoot.v1.worker; .*docs/vllm_names.md"),
-        ("import fleetfoot.entrypoints.openai.api_server", "no fleetfoot.entrypoints.openai; there is no HTTP server"),
     ],
 )
 def test_what_there_is_not_has_advice(statement: str, message: str) -> None:
@@ -67,27 +64,13 @@ def test_other_names_are_missing_as_usual(monkeypatch: pytest.MonkeyPatch) -> No
         exec("from fleetfoot.v1.engine.broken import Broken")
 
 
-def parser() -> FlexibleArgumentParser:
-    made = FlexibleArgumentParser(prog="script")
-    made.add_argument("--max-len", type=int)
-    made.add_argument("--top_k", type=int)
-    made.add_argument("--config-of-kv", type=json.loads)
-    made.add_argument("--eager", action=argparse.BooleanOptionalAction)
-    made.add_argument("--names", nargs="*")
-    return made
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--max_len", "3", "--top_k=2"], {"max_len": 3, "top_k": 2}),
-        (["--config-of-kv.a", "3", "--config_of_kv.b_c.d=x.y"], {"config_of_kv": {"a": 3, "b_c": {"d": "x.y"}}}),
-        (["--config-of-kv.a", "-1.5", "--names", "a_b", "0.5"], {"config_of_kv": {"a": -1.5}, "names": ["a_b", "0.5"]}),
-    ],
-)
-def test_forms_of_arguments(words: list[str], expected: dict[str, Any]) -> None:
-    parsed = vars(parser().parse_args(words))
-    assert {name: value for name, value in parsed.items() if value is not None} == expected
+def test_forms_of_arguments() -> None:
+    parser = FlexibleArgumentParser(prog="script")
+    for name in ("--max-len", "--top_k", "--config-of-kv", "--names"):
+        parser.add_argument(name, type=parse_value, nargs="*" if name == "--names" else None)
+    words = "--max_len 3 --top-k=2 --config-of-kv.a -1.5 --config_of_kv.b_c.d=x.y --names a_b 0.5"
+    parsed = {"max_len": 3, "top_k": 2, "names": ["a_b", 0.5], "config_of_kv": {"a": -1.5, "b_c": {"d": "x.y"}}}
+    assert vars(parser.parse_args(words.split())) == parsed
 
 
 def test_engine_arguments_are_settings() -> None:
@@ -109,20 +92,8 @@ def test_engine_arguments_are_flags(in_group: bool, capsys: pytest.CaptureFixtur
     target: Any = made.add_argument_group("Engine arguments") if in_group else made
     assert EngineArgs.add_cli_args(target) is target
     target.set_defaults(max_num_seqs=5)
-    words = [
-        "--model",
-        "m",
-        "-tp",
-        "2",
-        "-dp",
-        "3",
-        "--seed",
-        "9",
-        "--no-enforce-eager",
-        "--speculative-config.method",
-        "ngram",
-    ]
-    parsed = made.parse_args([*words, "--hf_token", "text"])
+    words = "--model m -tp 2 -dp 3 --seed 9 --no-enforce-eager --speculative-config.method ngram --hf_token text"
+    parsed = made.parse_args(words.split())
     names = {field.name for field in dataclasses.fields(EngineConfig)} | ENGINE_KEYWORDS.keys()
     assert vars(parsed).keys() == names
     arguments = EngineArgs.from_cli_args(parsed)

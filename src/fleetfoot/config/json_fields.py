@@ -150,7 +150,7 @@ class JSONSettings:
     setting: ClassVar[str]
     """Name of the setting, for messages."""
     advice: ClassVar[Mapping[str, str]] = {}
-    """Unsupported keys, each with what to do instead."""
+    """Unsupported keys, each with what to do instead of a value other than null and false."""
 
     @classmethod
     def parse(cls, value: Any) -> Self:
@@ -159,6 +159,7 @@ class JSONSettings:
         if isinstance(value, cls):
             return value
         content = json_object(cls.setting, value)
+        content = {key: item for key, item in content.items() if key not in cls.advice or item not in (None, False)}
         for key in content:
             check_key(cls.setting, key, [item.name for item in dataclasses.fields(cls)], cls.advice)  # type: ignore[arg-type]
         return cls(**content)

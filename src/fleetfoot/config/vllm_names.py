@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fleetfoot.utils.validation import unknown_keyword
-from fleetfoot.utils.vllm_paths import NO_CALLBACK, NO_GRAMMAR, NO_LORA, NO_MULTIMODAL
+from fleetfoot.utils.vllm_paths import NO_CALLBACK, NO_GRAMMAR, NO_LORA, NO_MULTIMODAL, NO_PROFILER, NO_UPDATE
 
 _CONFIG = "set hf_overrides={...}: fields in place of those of config.json"
 _SWITCH = (False, True)
@@ -29,7 +29,8 @@ _BY_ADVICE: dict[str, dict[str, tuple[Any, ...]]] = {
         {"download_dir": (), "hf_token": ()},
     "leave it out: model is the name": {"served_model_name": ()},
     _CONFIG: {"rope_scaling": (), "rope_theta": (), "hf_config_path": (), "disable_sliding_window": (False,)},
-    NO_MULTIMODAL: {"limit_mm_per_prompt": (), "mm_processor_kwargs": (), "allowed_local_media_path": ()},
+    NO_MULTIMODAL: {"limit_mm_per_prompt": (), "mm_processor_kwargs": (), "allowed_local_media_path": (),
+                    "disable_chunked_mm_input": _SWITCH},
     NO_LORA: {"max_loras": (1,), "max_lora_rank": (16,), "max_cpu_loras": (), "lora_dtype": ("auto",),
                "fully_sharded_loras": (False,)},
     "start one engine for each replica; tensor_parallel_size splits a model over GPUs":
@@ -44,6 +45,8 @@ _BY_ADVICE: dict[str, dict[str, tuple[Any, ...]]] = {
     "leave it out: logprobs are of the model's own logits": {"logprobs_mode": ("raw_logprobs",)},
     NO_CALLBACK: {"logits_processors": ()},
     "leave it out: models generate text": {"pooler_config": (), "convert": ("auto", "none")},
+    NO_PROFILER: {"profiler_config": ()},
+    NO_UPDATE: {"weight_transfer_config": ()},
     "set speculative_config={'model': ..., 'num_speculative_tokens': ...}": {"speculative_model": ()},
     "set speculative_config={'num_speculative_tokens': ..., 'method': ...}": {"num_speculative_tokens": ()},
     "give it to chat(chat_template=...)": {"chat_template": ()},
@@ -96,6 +99,7 @@ SPECULATIVE_KEYS = {
     "num_lookahead_slots": "it is num_speculative_tokens",
     "disable_logprobs": "leave it out: logprobs are the same with drafts",
     "disable_padded_drafter_batch": "leave it out",
+    "parallel_drafting": "leave it out: a draft model proposes one token after the other",
     "enforce_eager": "set the engine's enforce_eager",
 }
 """Keys of vLLM's ``speculative_config``, each with what to do instead."""
