@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from tests.helpers import prefill_decode
 from tests.helpers.engines import make_engine, prompt_of, run_requests
-from tests.helpers.kv_bench import Clock
 from tests.helpers.kv_pair import skip_without
 from tests.helpers.prefill_decode import PARAMS, PROMPTS, RUNNERS, VOCAB, decodes, nixl, prefilled, settle, tokens_of
 
@@ -53,20 +52,6 @@ def test_tokens_are_those_of_one_engine(
 
 
 @RUNNERS
-def test_cached_blocks_are_not_read(runner: str, make: Make, expected: Outputs) -> None:
-    producer, consumer = make("kv_producer", runner=runner), make("kv_consumer", runner=runner)
-    alone = tokens_of(expected)
-    assert tokens_of(run_requests(consumer, {"one": prefill_decode.REQUESTS["one"]})) == {"one": alone["one"]}
-    for _ in range(2):  # the request's id is free again
-        output = run_requests(consumer, decodes(prefilled(producer, ["two"])))["two"]
-        assert output.outputs[0].token_ids == alone["two"]
-        assert output.num_cached_tokens == 24
-        assert settle(consumer)["blocks_loaded"] == 1  # five blocks of six are those of the other prompt
-        sent = settle(producer)
-    assert sent == {"sends_sent": 1, "blocks_sent": 6, "bytes_sent": 6 * 2048, "sends_declined": 1}
-
-
-@RUNNERS
 def test_shutdown_saves_files_and_waits_for_no_consumer(runner: str, make: Make, tmp_path: Path) -> None:
     files = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_path": tmp_path}}
     several = {"connectors": [nixl("kv_producer"), files]}
@@ -105,19 +90,6 @@ def test_requests_that_are_not_loaded_starve_no_others(runner: str, make: Make, 
     output = run_requests(consumer, decodes({"long": outputs["0"].kv_transfer_params}))
     assert tokens_of(output)["long"] == expected["long"].outputs[0].token_ids
     assert consumer.stats().transfers.loads_failed == 1  # it was evicted, and computed again
-
-
-@RUNNERS
-def test_unread_blocks_are_released(runner: str, make: Make, clock: Clock) -> None:
-    producer = make("kv_producer", runner=runner)
-    prefilled(producer)
-    # each prompt's blocks, with the last that is not full; "one" and "two" begin with the same five
-    assert producer.stats().transfers.num_held_blocks == 5 + 8 + 7 + 10 - 5
-    clock.now += 29
-    producer.step()
-    assert producer.stats().transfers.num_held_blocks == 25
-    clock.now += 1
-    assert settle(producer) == {"sends_expired": 4}
 
 
 @RUNNERS

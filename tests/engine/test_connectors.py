@@ -1,6 +1,5 @@
 """KV connectors through the engine, on both runners: the same tokens as without, whatever happens to the transfers."""
 
-import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,9 +13,9 @@ from tests.helpers import faulty_connector, prefill_decode
 from tests.helpers.engines import drain, make_engine, prompt_of, run_requests
 from tests.helpers.faulty_connector import SCHEDULER_POINTS, WORKER_POINTS, Faults, InjectedError, connector, faulty
 from tests.helpers.kv_bench import InlineJobs
-from tests.helpers.prefill_decode import ROOMY, SIZE, VOCAB, Tokens, last_output, settle, tokens_of
+from tests.helpers.prefill_decode import ROOMY, SIZE, VOCAB, Tokens, settle, tokens_of
 
-from fleetfoot import AsyncLLM, LLMEngine, SamplingParams
+from fleetfoot import LLMEngine, SamplingParams
 from fleetfoot.cli.main import main
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.kv_transfer.blockstore import worker
@@ -197,20 +196,6 @@ def test_an_engine_that_ends_after_its_last_request_has_saved_all_of_it(
     assert len(list(tmp_path.rglob("*.kv"))) == 7  # all but the last of 30 tokens have KV
 
 
-def test_async_engine(runner: str, text_model: Path, configs: Configs, no_connector: Tokens) -> None:
-    async def everything() -> None:
-        for _ in range(2):
-            settings = {"device": "cpu", "max_num_seqs": 8, "kv_transfer_config": configs["multi"], **SIZE}
-            llm = AsyncLLM(str(text_model), runner=runner, **settings)
-            try:
-                outputs = await asyncio.gather(*(last_output(llm, *REQUESTS[name], name) for name in REQUESTS))
-                assert tokens_of(dict(zip(REQUESTS, outputs, strict=True))) == no_connector
-            finally:
-                llm.shutdown()
-
-    asyncio.run(everything())
-
-
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_damaged_files(
     start: Start, configs: Configs, policy: str, tmp_path: Path, no_connector: Tokens, monkeypatch: pytest.MonkeyPatch
@@ -323,24 +308,6 @@ def test_a_slow_load_delays_no_other_request(saved: Start, faults: Faults, no_co
     assert finished == ["new"]
     faults.released.set()
     assert drain(engine)[-1].outputs[0].token_ids == no_connector["alone"]
-    close(engine)
-
-
-def test_a_request_that_is_aborted_while_it_loads(saved: Start, faults: Faults) -> None:
-    engine = saved()
-    faults.loads = "hold"
-    engine.add_request("long", *REQUESTS["long"])
-    for _ in range(3):
-        assert engine.step() == []
-    engine.abort_request("long")
-    (output,) = engine.step()
-    assert output.finished and output.outputs[0].finish_reason == "abort"
-    assert not engine.has_unfinished_requests()
-    assert engine.has_transfers()
-    assert engine.stats().transfers.num_held_blocks == 10
-    with pytest.raises(ValueError, match="is still being transferred"):
-        engine.add_request("long", *REQUESTS["long"])
-    faults.released.set()
     close(engine)
 
 

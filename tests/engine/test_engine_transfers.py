@@ -129,16 +129,6 @@ def test_requests_do_not_wait_for_blocks_of_others_to_be_sent() -> None:
     assert (executor.num_idle, engine.stats().transfers.num_held_blocks) == (0, 3)
 
 
-def test_a_request_waits_for_held_blocks_if_there_are_no_others() -> None:
-    executor = TransferExecutor({2: KVConnectorOutput(sent={"a"})})
-    engine = engine_of(executor, ScriptedConnector(holds="ab"), num_blocks=3)
-    engine.add_request("a", [5] * 8, params())
-    engine.add_request("b", [6] * 8, params())
-    outputs = [output for _ in range(8) for output in engine.step() if output.finished]
-    assert [output.request_id for output in outputs] == ["a", "b"]
-    assert executor.num_idle > 2
-
-
 def test_the_asynchronous_engine_steps_while_blocks_are_held_and_then_sleeps() -> None:
     executor = TransferExecutor()
     llm = AsyncLLM.from_engine(engine_of(executor, ScriptedConnector(holds={"first", "second"})))

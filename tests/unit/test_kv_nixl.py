@@ -10,14 +10,16 @@ from typing import Any
 from unittest.mock import Mock
 
 import msgspec
+import numpy as np
 import pytest
-from tests.helpers.kv_bench import BLOCK_SIZE, FINGERPRINT, LAYOUT, Clock, InlineJobs, ManualJobs, same
-from tests.helpers.kv_pair import TOKENS, Engine, Gate, cut_at, flip_at, join_threads, skip_without, whole
+import torch
+from tests.helpers.kv_bench import BLOCK_SIZE, FINGERPRINT, LAYOUT, Clock, ManualJobs, same
+from tests.helpers.kv_pair import TOKENS, Engine, EngineLine, Gate, cut_at, flip_at, join_threads, skip_without, whole
 
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.kv_transfer.base.sockets import ConnectionLostError, SocketServer, connect, receive_message, send_message
 from fleetfoot.kv_transfer.nixl import consumer as nixl_consumer
-from fleetfoot.kv_transfer.nixl import side_channel
+from fleetfoot.kv_transfer.nixl import side_channel, transfer_agent
 from fleetfoot.kv_transfer.nixl.params import NixlSettings
 from fleetfoot.kv_transfer.nixl.side_channel import Acquire, Decline, Granted, LeaseError, Leases, ProducerServer, Renew
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
@@ -213,6 +215,31 @@ def test_corrupt_bytes_never_become_kv(make: MakeEngine, how: str) -> None:
     assert same(consumer.contents(LOADED), producer.contents(HELD))
 
 
+@pytest.mark.parametrize("spoil", [cut_at(10), flip_at(6)], ids=["cut", "garbage"])
+def test_corrupt_side_channel(make: MakeEngine, spoil: Callable[[bytes, int], bytes]) -> None:
+    producer, consumer = make(), make()
+    params = producer.hold("p")
+    with EngineLine(params["remote_addresses"][0]) as line:
+        line.spoil = spoil
+        assert failure(consumer, params | {"remote_addresses": [line.address]})
+    producer.until_sent("p")
+
+
+def test_only_registered_memory_is_read() -> None:
+    agents = [transfer_agent.TcpAgent(name, "127.0.0.1") for name in "ab"]
+    memory = [torch.zeros(64, dtype=torch.uint8) for _ in agents]
+    for agent, tensor in zip(agents, memory, strict=True):
+        agent.register([tensor])
+    theirs, ours = np.array([[memory[0].data_ptr() + 1, 64]]), np.array([[memory[1].data_ptr(), 64]])
+    transfer = agents[1].read(agents[1].connect(agents[0].metadata), theirs, ours, 0)
+    with pytest.raises(transfer_agent.TransferError, match="has not registered the memory"):
+        while not transfer.poll():
+            transfer.wait(30.0)
+    transfer.release()
+    for agent in agents:
+        agent.close()
+
+
 Stalled = tuple[Engine, Engine, Gate, Clock, Any]
 
 
@@ -225,7 +252,7 @@ def stalled(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stall
     producer.lines[0].spoil = gate
     request = consumer.remote(producer.hold("p"))
     consumer.begin(request)
-    assert consumer.step().is_empty
+    assert consumer.step(["r"]).is_empty  # an earlier request of this id has ended
     assert gate.reached.wait(30)
     yield producer, consumer, gate, clock, request
     gate.opened.set()
@@ -241,14 +268,16 @@ def test_slow_load(stalled: Stalled) -> None:
     assert same(consumer.contents(LOADED), producer.contents(HELD))
 
 
-def test_load_that_takes_too_long(stalled: Stalled) -> None:
+def test_load_that_takes_too_long(stalled: Stalled, monkeypatch: pytest.MonkeyPatch) -> None:
     producer, consumer, gate, clock, _ = stalled
+    monkeypatch.setattr(transfer_agent.TcpAgent, "disconnect", disconnect := Mock())  # which stops the read
     before = consumer.contents(LOADED)
     clock.now += 20
     output = consumer.step()
     assert output.failed["r"].timed_out
     assert "4 of 4 KV blocks had not come from engine 'bench' after 20 s" in output.failed["r"].reason
     producer.until_sent("p")  # the consumer has closed its connection
+    disconnect.assert_called_once()
     gate.opened.set()
     assert consumer.load(consumer.remote(producer.hold("q"), "again", blocks=[10, 11, 12, 13, 14])).loaded == {"again"}
     assert same(consumer.contents(LOADED), before)
@@ -295,6 +324,9 @@ def test_lease_declined_before_it_is_granted() -> None:
         leases.acquire("late", 0.0)  # no step has granted it within the timeout
     leases.grant("late", "r", [4], None)
     assert ended(leases) == {"r": side_channel.DECLINED}
+    for number in range(2000):
+        leases.give_up(str(number), side_channel.DECLINED)
+    assert len(leases._past) == side_channel.NUM_REMEMBERED
 
 
 def tell(address: str, *messages: Decline | Renew) -> None:
@@ -317,16 +349,18 @@ def test_lease_lasts_while_it_is_renewed(make: MakeEngine) -> None:
 
 
 def test_consumer_renews_while_a_request_waits_or_loads(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    messages: list[Any] = []
+    messages, jobs = list[Any](), ManualJobs()
     monkeypatch.setattr(side_channel, "notify", lambda addresses, message, *_: messages.append((addresses, message)))
-    monkeypatch.setattr(nixl_consumer, "IOThreads", lambda *_: InlineJobs())
+    monkeypatch.setattr(nixl_consumer, "IOThreads", lambda *_: jobs)
     producer, consumer = make(), make(jobs=ManualJobs(), clock=(clock := Clock()))
     request = consumer.remote(params := producer.hold("p"))
     for clock.now in range(100, 106):  # it waits until 102, then it loads
         consumer.step()
         if clock.now == 102:
             consumer.begin(request)
-    assert messages == [(params["remote_addresses"], Renew([params["remote_lease"]]))] * 3
+            jobs.run()  # one for 100 and 102
+    jobs.run()
+    assert messages == [(params["remote_addresses"], Renew([params["remote_lease"]]))] * 2
     clock.now += 60
     assert consumer.step().failed["r"].timed_out
     clock.now += 2
@@ -339,6 +373,7 @@ def test_evicted_lease(make: MakeEngine) -> None:
     producer.hold("q", step=False)
     assert [producer.scheduler.evict(name) for name in "pqr"] == [True, True, False]
     assert producer.scheduler.has_pending and producer.step().sent == {"p", "q"}
+    assert not producer.scheduler.evict("p")
     reason = consumer.load(consumer.remote(params)).failed["r"].reason
     assert "has ended: it was evicted, because other requests needed its blocks" in reason
     assert producer.counters == {"sends_evicted": 2}
@@ -357,7 +392,7 @@ def test_lease_that_is_being_read_is_neither_evicted_nor_declined(stalled: Stall
 
 def test_leases_that_are_being_read() -> None:
     """Each has one reader, each connection reads one, and an eviction leaves a read seconds."""
-    leases = Leases(30.0, 480.0, clock := Clock())
+    leases = Leases(30.0, 60.0, clock := Clock())
     server = ProducerServer("127.0.0.1", 0, "p", {}, leases, Granted(b"", [], 0, 1, []))
     for lease in "abc":
         leases.grant(lease, lease, [1], None)
@@ -365,20 +400,28 @@ def test_leases_that_are_being_read() -> None:
         for request in (Acquire("p", {}, "a"), Acquire("p", {}, "b")):
             send_message(connection, msgspec.msgpack.encode(request))
             assert b"Granted" in receive_message(connection)
-        send_message(connection, b"no message")
+        connection.sendall(b"\xff" * 8)  # no message
         with pytest.raises(ConnectionLostError):
             receive_message(connection)
     assert ended(leases) == {"a": side_channel.LOST, "b": side_channel.LOST}
+    clock.now += 20
     assert leases.acquire("c", 0.0) == [1]
     with pytest.raises(LeaseError, match="the lease c is being read by another consumer"):
         leases.acquire("c", 0.0)
+    for seconds in (25, 20):  # both limits count from there
+        clock.now += seconds
+        assert not ended(leases)
+        leases.renew("c")
     leases.give_up("c", side_channel.EVICTED)
     clock.now += 9
     leases.renew("c")
     assert not ended(leases)
     clock.now += 1
     assert ended(leases) == {"c": side_channel.EXPIRED}
+    leases.grant("late", "late", [1], None)
     server.close()
+    with pytest.raises(LeaseError, match="there is no lease late here"):
+        leases.acquire("late", 0.0)
 
 
 def test_server_survives_a_failure_to_start_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,14 +445,48 @@ def test_many_leases_are_declined_at_once(make: MakeEngine, monkeypatch: pytest.
         await asyncio.Event().wait()
 
     async def decline() -> None:
-        tasks = [asyncio.ensure_future(release(params)) for _ in range(50)]
-        for _ in tasks:
+        declines = asyncio.gather(*(release(params) for _ in range(50)))
+        for _ in range(50):
             await connecting.acquire()
-        for task in tasks:
-            task.cancel()
+        declines.cancel()
 
     monkeypatch.setattr(asyncio, "open_connection", connect_forever)
     asyncio.run(decline())
+
+
+def test_grants_are_checked(make: MakeEngine) -> None:
+    producer, consumer = make(), make()
+    params, worker = producer.hold("p"), producer.steps[0]._connector
+    worker._leases._live[params["remote_lease"]].block_ids.pop()
+    assert "blocks 0 to 3 are needed, and 3 are held" in failure(consumer, params)
+    worker._server._granted = msgspec.structs.replace(worker._server._granted, num_blocks=max(HELD))
+    assert "block ids beyond the producer's 12 blocks are held" in failure(consumer, producer.hold("q"))
+
+
+def test_load_that_is_given_up_when_all_has_arrived(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    producer, consumer = make(), make()
+    poll = transfer_agent._TcpTransfer.poll
+
+    def last_poll(transfer: Any) -> bool:
+        if has_ended := poll(transfer):
+            consumer.steps[0]._connector._loads._loads[0].give_up()
+        return has_ended
+
+    monkeypatch.setattr(transfer_agent._TcpTransfer, "poll", last_poll)
+    assert failure(consumer, producer.hold("p")) == "the load was given up"
+
+
+def test_peers_are_connected_again_after_a_failed_read() -> None:
+    agent = Mock(connect=Mock(return_value="peer"))
+    peers = nixl_consumer.Peers(agent)
+    peers.acquire(b"")
+    peers.release(peers.acquire(b""), is_broken=True)
+    with pytest.raises(transfer_agent.TransferError, match="other reads from peer have just failed"):
+        peers.acquire(b"")
+    assert not agent.disconnect.called
+    peers.release("peer", is_broken=False)
+    agent.disconnect.assert_called_once_with("peer")
+    assert peers.acquire(b"") == "peer"
 
 
 def test_lease_is_read_once(make: MakeEngine) -> None:

@@ -221,6 +221,7 @@ def test_new_weights_while_loading() -> None:
     assert b.status is RequestStatus.WAITING
     output, _ = step(scheduler)
     assert [(new.request_id, new.num_computed_tokens) for new in output.new_requests] == [("b", 0)]
+    assert not scheduler.transfers._stale
 
 
 def test_what_ran_with_old_weights_is_not_found_after_new_ones_even_if_its_step_was_in_flight() -> None:
@@ -341,6 +342,13 @@ def test_held_blocks_are_evicted_oldest_first_before_a_request_waits() -> None:
     assert step(scheduler, sent={"b"})[0].is_idle
     assert step(scheduler)[0].num_scheduled_tokens == [20]
     assert connector.of("evict") == [("a",), ("b",)] and scheduler.stats().transfers.num_held_blocks == 2
+    assert not scheduler.transfers._evicting
+
+
+def test_room_that_is_being_made_is_used_first() -> None:
+    scheduler, connector = holding(8, 8, num_blocks=8)
+    assert scheduler.transfers.evict("b") and scheduler.transfers.make_room(2) and not scheduler.transfers.make_room(5)
+    assert connector.of("evict") == [("b",)]
 
 
 @pytest.mark.parametrize("evicts", [True, False])

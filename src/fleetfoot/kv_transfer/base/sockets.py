@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 64 << 20
 _LENGTH_BYTES = 4
 _POLL_SECONDS = 0.05
-_RETRY_SECONDS = 0.1
+_RETRY_SECONDS = 0.5
 _KEEPALIVE_SECONDS = 10
 
 
