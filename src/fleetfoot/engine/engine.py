@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -311,10 +310,10 @@ class LLMEngine:
         worker = self.core.executor
         if not hasattr(worker, "runner"):
             raise ValueError("collective_rpc needs the worker in this process; set distributed_executor_backend='uni'")
-        function = partial(method, worker) if callable(method) else getattr(worker, method, None)
+        function = method if callable(method) else getattr(type(worker), method, None)
         if function is None:
             raise ValueError(f"method is {method!r}, which a worker does not have; give a function of the worker")
-        return [function(*args, **(kwargs or {}))]
+        return [function(worker, *args, **(kwargs or {}))]
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget cached prefixes; with ``reset_connector`` also KV that a KV connector has saved, and with

@@ -198,8 +198,7 @@ class BeamSearchParams:
 
     def __post_init__(self) -> None:
         for name in ("beam_width", "max_tokens"):
-            if not isinstance(value := getattr(self, name), int) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+            setattr(self, name, _checked(name, getattr(self, name), int, 1, _INF, "an integer of at least 1"))
 
 
 _FIELD_NAMES = tuple(item.name for item in dataclasses.fields(SamplingParams))
