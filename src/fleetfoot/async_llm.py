@@ -149,7 +149,8 @@ class AsyncLLM:
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests: the last output of their generators has finish reason "abort". Unknown ids are ignored."""
-        request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        is_one = isinstance(request_id, str) or not isinstance(request_id, Iterable)
+        request_ids: list[Any] = [request_id] if is_one else list(request_id)
         if not all(isinstance(entry, str) for entry in request_ids):
             raise TypeError(f"request_id is {request_id!r}; it must be a string, or hold strings")
         self._submit_if_alive(partial(self._abort, request_ids))

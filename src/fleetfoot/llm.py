@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _DEFAULTS = {"add_generation_prompt": True, "continue_final_message": False, "tools": None}
 _RESULT_ARGUMENTS = ("tokenize", "return_dict", "return_tensors", "tokenizer_kwargs", "padding", "truncation")
-_NO_VARIABLES = ("chat_template", "messages", "conversation", "max_length", *_RESULT_ARGUMENTS)
+_NO_VARIABLES = ("chat_template", "messages", "conversation", "self", "max_length", *_RESULT_ARGUMENTS)
 """Names that ``chat_template_kwargs`` cannot have: the other arguments of `Tokenizer.apply_chat_template`."""
 
 
@@ -137,6 +137,8 @@ class LLM:
         for index, conversation in enumerate(messages if is_batch else [messages]):
             with _naming(f"messages[{index}]" * is_batch):
                 text = tokenizer.apply_chat_template(conversation, tokenize=False, **variables)
+                if not isinstance(text, str):
+                    raise ValueError("messages must be one conversation or a list of them, not lists in such a list")
                 ids = self.llm_engine.input_processor.tokenize(text, is_cut=is_cut, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids.tolist()})
         return self.generate(prompts if is_batch else prompts[0], sampling_params, use_tqdm=use_tqdm)
@@ -251,7 +253,8 @@ class LLM:
     ) -> list[RequestOutput]:
         self._check_usable()
         call = _Call()
-        use_tqdm = use_tqdm if use_tqdm is not True else not self._calls  # another thread may show its bar
+        if not callable(use_tqdm):
+            use_tqdm = bool(use_tqdm) and not self._calls  # another thread may show its bar
         # an interrupted step would end the engine
         with SHORT_COLLECTIONS, deferred_interrupts() as interrupts:
             try:
@@ -400,10 +403,11 @@ def _template_variables(given: dict[str, Any], variables: object) -> dict[str, A
 
 def _as_list(prompts: PromptType | Sequence[PromptType]) -> tuple[list[PromptType], bool]:
     """One prompt or many as a list, and whether many were given."""
-    num_dims = getattr(prompts, "ndim", None)  # of an array
+    is_bytes = isinstance(prompts, bytes | bytearray | memoryview)
+    num_dims = None if is_bytes else getattr(prompts, "ndim", None)  # of an array
     if isinstance(prompts, str | dict) or num_dims == 1:
         return [cast("PromptType", prompts)], False
-    if num_dims != 2 and (not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray | memoryview)):
+    if num_dims != 2 and (is_bytes or not isinstance(prompts, Sequence)):
         raise TypeError(f"prompts is a {type(prompts).__name__}; it must be a prompt or a list of prompts")
     many = list(prompts)
     is_one = bool(many) and all(map(is_integer, many))
@@ -411,6 +415,8 @@ def _as_list(prompts: PromptType | Sequence[PromptType]) -> tuple[list[PromptTyp
 
 
 def _one_for_each(name: str, value: Any, prompts: list[PromptType]) -> Sequence[Any]:
+    if getattr(value, "ndim", 0) == 1:  # of an array
+        value = value.tolist()
     if not isinstance(value, Sequence):
         return [value] * len(prompts)
     if len(value) != len(prompts):

@@ -169,7 +169,7 @@ async def test_aborts_by_id() -> None:
         await llm.abort([])
         wrong: list[Any] = [5, None, [None], [["r"]], ["c", 5]]
         for request_ids in wrong:
-            with pytest.raises(TypeError):
+            with pytest.raises(TypeError, match="request_id is"):
                 await llm.abort(request_ids)
         gate.open()
         for name, reason in {"a": "abort", "b": "abort", "c": "length"}.items():

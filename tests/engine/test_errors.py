@@ -44,8 +44,8 @@ REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
     (None, GREEDY, TypeError, "prompts is a NoneType"),
     (5, GREEDY, TypeError, "prompts is a int"),
     (b"abc", GREEDY, TypeError, "prompts is a bytes"),
-    (["a", None], GREEDY, TypeError, "prompt_token_ids is None"),
-    (["a", 5], GREEDY, TypeError, "prompt_token_ids is 5"),
+    (["a", None], GREEDY, TypeError, r"^prompts\[1\]: the prompt is None; it must be a string, a dictionary or a list"),
+    (["a", bytearray(8)], GREEDY, TypeError, r"^prompts\[1\]: the prompt is bytearray"),
     ([5, -1], GREEDY, ValueError, r"prompt_token_ids\[1\] is -1; the model's vocabulary has 2048 tokens, 0 to 2047"),
     ([[5], [6], [9999], [7]], GREEDY, ValueError, r"prompt_token_ids\[0\] is 9999"),
     ([5] * MAX_LEN, GREEDY, ValueError, rf"prompt has {MAX_LEN} tokens; with max_model_len={MAX_LEN} .* {MAX_LEN - 1}"),
@@ -64,6 +64,7 @@ REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
     (np.array([[5, 6], [7, -1]]), GREEDY, ValueError, r"^prompts\[1\]: prompt_token_ids\[1\] is -1"),
     ([np.int64(5), np.int64(-1)], GREEDY, ValueError, r"^prompt_token_ids\[1\] is -1"),
     (np.array(5), GREEDY, TypeError, "prompts is a ndarray"),
+    (memoryview(b"ab"), GREEDY, TypeError, "prompts is a memoryview"),
     ({5, 6}, GREEDY, TypeError, "prompts is a set"),
 ]
 
@@ -88,6 +89,7 @@ def test_conversations_that_are_refused(llm: LLM) -> None:
         (r"^messages\[0\] is a str", ["hello"]),
         (r"^messages\[1\]: messages\[0\] has no content", [[user], [{"role": "user"}]]),
         (r"^messages\[1\]: messages must be a list", [[user], user]),
+        (r"^messages\[0\]: messages must be one conversation or a list of them", [[[user]]]),
         (r"^messages\[1\]: the prompt has \d+ characters", [[user], [{"role": "user", "content": "a" * 10**6}]]),
     ]
     for message, messages in conversations:
@@ -101,7 +103,7 @@ def test_conversations_that_are_refused(llm: LLM) -> None:
         ("chat_template_kwargs is {5: 6}; it must be a dict", {"chat_template_kwargs": {5: 6}}),
         *(
             (f"chat_template_kwargs has '{name}', which is not", {"chat_template_kwargs": {name: True}})
-            for name in ("tokenize", "messages", "chat_template", "return_dict")
+            for name in ("tokenize", "messages", "chat_template", "return_dict", "self")
         ),
         ("tools is .*, and in chat_template_kwargs", {"tools": [{}], "chat_template_kwargs": {"tools": [{"a": 1}]}}),
         (
@@ -127,7 +129,7 @@ def test_prompts_of_an_array_library(llm: LLM) -> None:
 def test_priorities_and_no_prompts(llm: LLM) -> None:
     for priority in ([1, 2], []):
         with pytest.raises(ValueError, match="scheduling_policy='priority'"):
-            llm.generate([[5, 6], [7, 8]], GREEDY, use_tqdm=False, priority=priority)
+            llm.generate([[5, 6], [7, 8]], GREEDY, use_tqdm=False, priority=np.array(priority))
     assert llm.generate([], GREEDY, use_tqdm=False) == []
 
 

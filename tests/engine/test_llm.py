@@ -126,7 +126,7 @@ def test_progress_bars(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(PROMPTS, SamplingParams(max_tokens=2), use_tqdm=bar)
     made = mock.call(total=4, desc="Generating")
     assert bar.mock_calls == [made, *[mock.call().update(1)] * 4, mock.call().close()]
-    llm.generate(PROMPTS, SamplingParams(max_tokens=2), use_tqdm=False)
+    llm.generate(PROMPTS, SamplingParams(max_tokens=2), use_tqdm=None)
     assert capsys.readouterr() == ("", "")
 
 

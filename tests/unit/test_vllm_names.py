@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fleetfoot.config import vllm_names
-from fleetfoot.config.engine import EngineConfig
+from fleetfoot.config.engine import CompilationConfig, EngineConfig
 from fleetfoot.config.speculative import SpeculativeConfig
 from fleetfoot.records.sampling_params import SamplingParams
 
@@ -59,7 +59,9 @@ def test_values_that_change_nothing_are_taken() -> None:
     ):
         assert EngineConfig.from_keywords(given, owner="LLM") == EngineConfig()
     named = {"dtype": "half", "task": "auto", "runner": "generate", "disable_log_stats": False, "swap_space": 4.0}
-    assert EngineConfig.from_keywords(named, owner="LLM") == EngineConfig(dtype="float16")
+    named["compilation_config"] = 0
+    config = EngineConfig.from_keywords(named, owner="LLM")
+    assert config == EngineConfig(dtype="float16", compilation_config=CompilationConfig())
     assert [EngineConfig(dtype=name).dtype for name in ("float", torch.half)] == ["float32", "float16"]  # type: ignore[arg-type]
     for name, value in (("data_parallel_size", True), ("enable_expert_parallel", 0), ("tokenizer_mode", object())):
         with pytest.raises(TypeError, match=f"LLM does not support {name}="):
@@ -107,14 +109,14 @@ def test_keywords_that_ask_for_nothing_are_taken() -> None:
         "LLM.chat", call, {name: neutral for name, (neutral, _) in vllm_names.CALL_KEYWORDS.items()}
     )
     vllm_names.check_call_keywords("LLM.chat", call, dict.fromkeys(vllm_names.CALL_KEYWORDS))
-    vllm_names.check_call_keywords("LLM.chat", call, {})
+    vllm_names.check_call_keywords("LLM.chat", call, {"lora_request": [], "mm_processor_kwargs": {}})
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"lora_request": "adapter"}, "'lora_request'; LoRA adapters are not served"),
-        ({"tokenization_kwargs": {}}, r"'tokenization_kwargs'; SamplingParams\(truncate_prompt_tokens"),
+        ({"tokenization_kwargs": {"a": 1}}, r"'tokenization_kwargs'; SamplingParams\(truncate_prompt_tokens"),
         ({"chat_template_content_format": "openai"}, "'chat_template_content_format'; leave it out"),
         ({"prompt_token_ids": [[5]]}, r"'prompt_token_ids'; give \{'prompt_token_ids': \[...\]\} as a prompt"),
         ({"use_tqmd": False}, r"'use_tqmd'; did you mean 'use_tqdm'\?"),

@@ -289,6 +289,8 @@ def plain_value(name: str, value: Any) -> Any:
     """Convert paths and torch dtypes, which scripts may pass, to strings, and vLLM's other names of values."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    if name == "compilation_config" and str(value).isdecimal():
+        return {"mode": int(value)}
     if type(value).__module__ == "torch" or isinstance(value, str):
         value = str(value).removeprefix("torch.") if name == "dtype" else value
         return _SYNONYMS.get(name, {}).get(value, value)

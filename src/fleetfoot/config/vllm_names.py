@@ -19,7 +19,9 @@ _BY_ADVICE: dict[str, dict[str, tuple[Any, ...]]] = {
     "revision holds for model and tokenizer; give tokenizer a folder for another one": {"tokenizer_revision": ()},
     "leave it out: nothing is logged; stats() has the numbers":
         {"disable_log_stats": _SWITCH, "disable_log_requests": _SWITCH, "enable_log_requests": (False,),
-         "aggregate_engine_logging": (False,), "otlp_traces_endpoint": (), "collect_detailed_traces": ()},
+         "aggregate_engine_logging": (False,), "otlp_traces_endpoint": (), "collect_detailed_traces": (),
+         "show_hidden_metrics_for_version": (), "kv_cache_metrics": (False,), "cudagraph_metrics": (False,),
+         "enable_mfu_metrics": (False,)},
     "leave it out: max_num_seqs sets the captured shapes; enforce_eager=True captures none":
         {"max_seq_len_to_capture": (8192,), "cuda_graph_sizes": (), "cudagraph_capture_sizes": (),
          "max_cudagraph_capture_size": ()},
@@ -28,16 +30,31 @@ _BY_ADVICE: dict[str, dict[str, tuple[Any, ...]]] = {
     "leave it out: the environment variables HF_HOME and HF_TOKEN set the hub's folder and token":
         {"download_dir": (), "hf_token": ()},
     "leave it out: model is the name": {"served_model_name": ()},
-    _CONFIG: {"rope_scaling": (), "rope_theta": (), "hf_config_path": (), "disable_sliding_window": (False,)},
+    _CONFIG: {"rope_scaling": (), "rope_theta": (), "rope_parameters": (), "hf_config_path": (),
+              "disable_sliding_window": (False,)},
     NO_MULTIMODAL: {"limit_mm_per_prompt": (), "mm_processor_kwargs": (), "allowed_local_media_path": (),
-                    "disable_chunked_mm_input": _SWITCH},
+                    "disable_chunked_mm_input": _SWITCH, "disable_mm_preprocessor_cache": _SWITCH,
+                    "mm_processor_cache_gb": (0, 4), "mm_processor_cache_type": ("lru",), "mm_encoder_only": (False,),
+                    "mm_encoder_tp_mode": ("weights",), "mm_encoder_attn_backend": (), "enable_mm_embeds": (False,),
+                    "mm_shm_cache_max_object_size_mb": (128,), "interleave_mm_strings": _SWITCH,
+                    "skip_mm_profiling": _SWITCH, "video_pruning_rate": (), "media_io_kwargs": (),
+                    "allowed_media_domains": (), "io_processor_plugin": ()},
     NO_LORA: {"max_loras": (1,), "max_lora_rank": (16,), "max_cpu_loras": (), "lora_dtype": ("auto",),
-               "fully_sharded_loras": (False,)},
+               "fully_sharded_loras": (False,), "enable_lora_bias": (False,), "default_mm_loras": (),
+               "lora_extra_vocab_size": (256,), "enable_prompt_adapter": (False,)},
     "start one engine for each replica; tensor_parallel_size splits a model over GPUs":
-        {"data_parallel_size": (1,), "data_parallel_rank": (0,), "data_parallel_backend": ("mp",)},
-    "models are dense; leave it out": {"enable_expert_parallel": (False,), "enable_eplb": (False,)},
+        {"data_parallel_size": (1,), "data_parallel_rank": (0,), "data_parallel_backend": ("mp",),
+         "data_parallel_size_local": (1,), "data_parallel_start_rank": (0,), "data_parallel_address": (),
+         "data_parallel_rpc_port": (), "data_parallel_hybrid_lb": (False,), "data_parallel_external_lb": (False,)},
+    "models are dense; leave it out": {"enable_expert_parallel": (False,), "enable_eplb": (False,),
+        "eplb_config": (), "num_redundant_experts": (0,), "expert_placement_strategy": ("linear",),
+        "all2all_backend": ("allgather_reducescatter",), "moe_backend": ("auto",), "enable_dbo": (False,),
+        "dbo_decode_token_threshold": (32,), "dbo_prefill_token_threshold": (512,)},
     NO_GRAMMAR:
-        {"guided_decoding_backend": ("auto",), "structured_outputs_config": (), "reasoning_parser": ()},
+        {"guided_decoding_backend": ("auto",), "structured_outputs_config": (), "reasoning_parser": (),
+         "reasoning_parser_plugin": (), "enable_reasoning": (False,), "guided_decoding_disable_fallback": (False,),
+         "guided_decoding_disable_any_whitespace": (False,),
+         "guided_decoding_disable_additional_properties": (False,)},
     "leave it out: async_scheduling hides the host's work behind the device's": {"num_scheduler_steps": (1,)},
     "leave it out; async_scheduling=False runs step by step": {"disable_async_output_proc": (False,)},
     "leave it out: max_num_batched_tokens limits a step":
@@ -58,7 +75,13 @@ _BY_ADVICE: dict[str, dict[str, tuple[Any, ...]]] = {
          "disable_cascade_attn": _SWITCH, "disable_hybrid_kv_cache_manager": _SWITCH, "stream_interval": (1,),
          "prefix_caching_hash_algo": ("builtin", "sha256"), "scheduler_cls": (), "worker_cls": ("auto",),
          "worker_extension_cls": (), "attention_backend": (), "kv_sharing_fast_prefill": (False,),
-         "kv_events_config": (), "additional_config": ()},
+         "kv_events_config": (), "additional_config": (),
+         "attention_config": (), "kernel_config": (), "ec_transfer_config": (), "kv_offloading_backend": ("native",),
+         "optimization_level": (), "pt_load_map_location": ("cpu",), "mamba_cache_dtype": ("auto",),
+         "mamba_ssm_cache_dtype": ("auto",), "mamba_block_size": (), "override_attention_dtype": (),
+         "dcp_kv_cache_interleave_size": (1,), "cp_kv_cache_interleave_size": (1,), "worker_use_ray": (False,),
+         "ray_workers_use_nsight": (False,), "num_lookahead_slots": (0,), "preemption_mode": (),
+         "scheduler_delay_factor": (0,), "multi_step_stream_outputs": _SWITCH, "tokenizer_pool_size": (0,)},
 }  # fmt: skip
 ENGINE_KEYWORDS = {name: (neutral, advice) for advice, names in _BY_ADVICE.items() for name, neutral in names.items()}
 """Keywords of vLLM's ``LLM`` and ``EngineArgs`` that are no settings here: the values that change nothing, beside None
@@ -145,7 +168,8 @@ def check_call_keywords(owner: str, call: Callable[..., Any], given: Mapping[str
     """
     for name, value in given.items():
         neutral, hint = CALL_KEYWORDS.get(name, (None, None))
-        is_neutral = value is None or (isinstance(value, str | bool) and value == neutral)
+        is_empty = isinstance(value, dict | list | tuple) and not value
+        is_neutral = value is None or is_empty or (isinstance(value, str | bool) and value == neutral)
         if hint is None or not is_neutral:
             known = [parameter for parameter in inspect.signature(call).parameters if parameter not in CALL_KEYWORDS]
             raise unknown_keyword(owner, name, [word for word in known if word not in ("self", "unknown")], hint)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -105,7 +105,7 @@ class InputProcessor:
         """
         arrival_time = self._wall_clock()
         params = params if params_checked else self.check_params(params)
-        if not isinstance(priority, int) or isinstance(priority, bool):
+        if is_boolean(priority) or not is_integer(priority):
             raise TypeError(f"priority is {priority!r}; it must be an int, lower is sooner")
         text, ids, cache_salt = self._read_prompt(prompt, is_cut=params.truncate_prompt_tokens is not None)
         if params.truncate_prompt_tokens is not None:
@@ -127,7 +127,7 @@ class InputProcessor:
             bad_words_token_ids=self._bad_words(tuple(params.bad_words)) if params.bad_words else [],
             kv_transfer_params=_kv_transfer_params(params),
             max_tokens=max_tokens,
-            priority=priority,
+            priority=int(priority),
             cache_salt=cache_salt,
             arrival_time=arrival_time,
         )
@@ -184,7 +184,7 @@ class InputProcessor:
         if isinstance(prompt, str):
             return prompt, self.tokenize(prompt, is_cut=is_cut), None
         if not isinstance(prompt, dict):
-            return None, _as_token_ids(prompt), None
+            return None, _as_token_ids(prompt, "the prompt", "a string, a dictionary or a list of token ids"), None
         for key in prompt:
             if key not in PROMPT_KEYS and prompt[key] is not None:  # type: ignore[literal-required]
                 raise ValueError(f"a prompt has no field {key!r}; it can have {', '.join(PROMPT_KEYS)}")
@@ -249,16 +249,22 @@ class InputProcessor:
         )
 
 
-def _as_token_ids(token_ids: object) -> np.ndarray:
-    if isinstance(token_ids, (str, bytes, Mapping)) or not hasattr(token_ids, "__iter__"):
-        raise TypeError(f"prompt_token_ids is {token_ids!r}; it must be a list of ints")
+_NO_TOKENS = str, bytes, bytearray, memoryview, Mapping, Set
+
+
+def _as_token_ids(token_ids: object, name: str = "prompt_token_ids", allowed: str = "a list of ints") -> np.ndarray:
+    num_dims = getattr(token_ids, "ndim", 1)  # of an array
+    if isinstance(token_ids, _NO_TOKENS) or not hasattr(token_ids, "__iter__") or num_dims != 1:
+        raise TypeError(f"{name} is {token_ids!r:.200}; it must be {allowed}")
     entries: Any = token_ids if hasattr(token_ids, "__getitem__") else list(token_ids)
     try:
         ids = np.frombuffer(array("q", entries), np.int64)  # checks the types of all entries, in C
     except (TypeError, OverflowError):
         for position, token in enumerate(entries):
-            if is_boolean(token) or not is_integer(token) or not -(2**63) <= int(token) < 2**63:
-                raise TypeError(f"prompt_token_ids[{position}] is {token!r}; token ids are ints") from None
+            if is_boolean(token) or not is_integer(token):
+                raise TypeError(f"prompt_token_ids[{position}] is {token!r:.200}; token ids are ints") from None
+            if not -(2**63) <= int(token) < 2**63:
+                raise ValueError(f"prompt_token_ids[{position}] is {token}; token ids are much smaller") from None
         raise
     # booleans have become 0 and 1: refuse a mask in place of token ids
     for position in np.flatnonzero(ids <= 1).tolist():

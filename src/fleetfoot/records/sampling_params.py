@@ -164,7 +164,9 @@ class SamplingParams:
         ):
             outside = [token_id for token_id in ids or () if token_id >= vocab_size]
             if outside:
-                raise ValueError(f"{name} names tokens {outside} outside the model's vocabulary [0, {vocab_size - 1}]")
+                raise ValueError(
+                    f"{name} names tokens {outside!s:.100} outside the model's vocabulary [0, {vocab_size - 1}]"
+                )
         most = vocab_size if max_logprobs == -1 else max_logprobs
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             num_logprobs = vocab_size if count == -1 else count
@@ -289,11 +291,14 @@ def _strings(name: str, values: Any) -> list[str]:
     for value in values:
         if not isinstance(value, str) or not value:
             raise ValueError(f"{name} must hold strings that are not empty, got {value!r}")
+        if any("\ud800" <= character <= "\udfff" for character in value):
+            raise ValueError(f"{name} must hold text without lone surrogates, which has a UTF-8 form, got {value!r}")
     return list(values)
 
 
 def _token_ids(name: str, values: Any) -> list[int]:
-    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+    num_dims = getattr(values, "ndim", 1)  # of an array
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable) or num_dims != 1:
         raise ValueError(f"{name} must be a list of token ids, got {values!r}")
     return [_checked(name, value, int, 0, _INF, f"a list of {_TOKEN_IDS}") for value in values]
 
@@ -303,7 +308,7 @@ def _logit_bias(values: Any) -> dict[int, float]:
         raise ValueError(f"logit_bias must be a dict of token id to bias, got {values!r}")
     biases: dict[int, float] = {}
     for key, bias in values.items():
-        token_id = int(key) if isinstance(key, str) and key.isdecimal() else key
+        token_id = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
         token_id = _checked("logit_bias", token_id, int, 0, _INF, f"keyed by {_TOKEN_IDS}")
         if token_id in biases:
             raise ValueError(f"logit_bias must name each token once, as an int or as a string, got {values!r}")

@@ -197,6 +197,7 @@ def progress_bar(bar: bool | Callable[..., Any], *, total: int, description: str
         bar: True: on the terminal; False: none; else a factory such as ``tqdm``, of objects with ``update(n)`` and
             ``close()``.
     """
+    bar = bar if callable(bar) else bool(bar)
     if bar is False:
         yield lambda num_tokens: None
     elif bar is True:
