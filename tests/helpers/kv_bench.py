@@ -159,7 +159,7 @@ class Bench:
     def begin(self, request: Request, num_computed_tokens: int = 0) -> None:
         """Begin to load all matched tokens."""
         matched = self.matched(request, num_computed_tokens)
-        assert matched > 0
+        assert matched % BLOCK_SIZE == 0 < matched
         self.scheduler.update_state_after_alloc(request, num_computed_tokens, matched)
 
     def load(self, request: Request, num_computed_tokens: int = 0) -> KVConnectorOutput:

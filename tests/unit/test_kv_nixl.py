@@ -96,8 +96,7 @@ def test_cached_blocks_are_not_read(make: MakeEngine) -> None:
     assert consumer.counters["blocks_loaded"] == 2
 
 
-def test_consumer_waits_for_the_step_that_grants_its_lease(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_channel, "ACQUIRE_SECONDS", 60.0)
+def test_consumer_waits_for_the_step_that_grants_its_lease(make: MakeEngine) -> None:
     producer, consumer = make(), make()
     request = consumer.remote(producer.hold("p", step=False))
     consumer.begin(request)
@@ -131,6 +130,7 @@ REFUSALS: dict[str, tuple[str, dict[str, Any]]] = {
         {"consumer": {"layout": OTHER_LAYOUT}},
     ),
     "tokens": ("other tokens or another cache_salt", {"request": {"tokens": [1, *TOKENS[1:]]}}),
+    "part of a block": ("offers KV of 6 tokens, and the request has 17", {"params": {"remote_num_tokens": 6}}),
     "fewer tokens": ("and the request has 12", {"request": {"tokens": TOKENS[:12]}}),
 }
 
@@ -139,7 +139,7 @@ REFUSALS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_refused_loads_write_nothing_and_release_blocks(make: MakeEngine, what: str) -> None:
     reason, options = REFUSALS[what]
     producer, consumer = make(**options.get("producer", {})), make(**options.get("consumer", {}))
-    params = producer.hold("p")
+    params = producer.hold("p") | options.get("params", {})
     params["remote_engine"] = {**params["remote_engine"], **options.get("description", {})}
     assert reason in failure(consumer, params, **options.get("request", {}))
     producer.until_sent("p")
@@ -324,7 +324,7 @@ def test_lease_declined_before_it_is_granted() -> None:
         leases.acquire("late", 0.0)  # no step has granted it within the timeout
     leases.grant("late", "r", [4], None)
     assert ended(leases) == {"r": side_channel.DECLINED}
-    for number in range(2000):
+    for number in range(side_channel.NUM_REMEMBERED):
         leases.give_up(str(number), side_channel.DECLINED)
     assert len(leases._past) == side_channel.NUM_REMEMBERED
 
@@ -492,6 +492,7 @@ def test_peers_are_connected_again_after_a_failed_read() -> None:
 def test_lease_is_read_once(make: MakeEngine) -> None:
     params, consumer = make().hold("p"), make()
     assert consumer.load(consumer.remote(params)).loaded == {"r"}
+    tell(params["remote_addresses"][0], Decline(params["remote_lease"]))  # too late
     assert "it was read before" in failure(make(), params)
 
 

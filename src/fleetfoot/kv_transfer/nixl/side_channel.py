@@ -134,12 +134,12 @@ def notify(addresses: Iterable[str], message: Decline | Renew, timeout: float = 
             logger.info("a lease could not be declined or renewed: %s", error)
 
 
-ACQUIRE_SECONDS = 5.0
-"""How long a consumer waits here for the step that grants its lease."""
+ACQUIRE_SECONDS = 30.0
+"""How long a consumer waits here for the step that grants its lease, behind other steps of the producer."""
 EVICTION_SECONDS = 10.0
 """How long a read under way delays requests that need its blocks."""
-NUM_REMEMBERED = 1024
-"""Ended leases that are remembered, for late consumers."""
+NUM_REMEMBERED = 1 << 16
+"""Ended leases that are remembered, for late consumers: an unknown one costs each of them `ACQUIRE_SECONDS`."""
 
 SENT, DECLINED, EXPIRED, EVICTED, LOST = "sent", "declined", "expired", "evicted", "lost"
 _ENDS = {
