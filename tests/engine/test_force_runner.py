@@ -126,7 +126,7 @@ def test_the_runner_that_ran_counts_not_the_planned_one(
 ) -> None:
     """Workers report V1 whatever the plan names, and the check of what was built is switched off."""
     monkeypatch.setattr(ModelRunnerV2, "name", "v1")
-    monkeypatch.setattr("fleetfoot.executor.worker.check_build", lambda *_: None)
+    monkeypatch.setattr("fleetfoot.executor.worker.check_parts", lambda *_: None)
     with pytest.raises(AssertionError, match=f"force_runner{message}"), force_runner("v2"):
         if not in_thread:
             start()

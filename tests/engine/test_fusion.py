@@ -21,7 +21,7 @@ from tests.helpers.runner_lives import STORY
 from torch import nn
 
 from fleetfoot.config.parsing import load_model_config
-from fleetfoot.executor.protocol import WorkerBuild
+from fleetfoot.executor.protocol import planned_parts
 from fleetfoot.fusion import LayerFusion, plan_fusion
 from fleetfoot.fusion.decoder import FusedDecoder, fuse
 from fleetfoot.kernels.elementwise import DeferredRMSNorm
@@ -360,12 +360,10 @@ def test_a_shortened_model(fused: str, whole: list[Any], short: list[Any], tmp_p
     config = model.config
     assert kinds(model.model.layers) == whole
     expected = outputs(model, PagedCache(config, 4), SCHEDULE)
-    shortened = model.shortened()
-    assert kinds(shortened.model.layers) == short
-    assert list(shortened.parameters()) == list(model.parameters())
-    assert shortened.lm_head is model.lm_head and shortened.model.norm is model.model.norm
-    for (_, num_read), logits in zip(SCHEDULE, outputs(shortened, PagedCache(config, 4), SCHEDULE), strict=True):
-        assert num_read is None or len(logits) == num_read
+    with model.shortened():
+        assert kinds(model.model.layers) == short
+        for (_, num_read), logits in zip(SCHEDULE, outputs(model, PagedCache(config, 4), SCHEDULE), strict=True):
+            assert num_read is None or len(logits) == num_read
     assert kinds(model.model.layers) == whole
     for one, other in zip(outputs(model, PagedCache(config, 4), SCHEDULE), expected, strict=True):
         assert torch.equal(one, other)
@@ -393,10 +391,10 @@ def test_workers_fuse_the_layers_that_the_plan_names(
     worker = engine.core.executor
     assert kinds(worker.runner._model.model.layers) == built
     fused = [layer for run in built if isinstance(run, list) for layer in run]
-    build = worker.build()  # type: ignore[attr-defined]
-    assert list(build.fused_layers) == fused
-    assert build.fused_drafter_layers == ((0,) if runner == "v2" and 0 not in plain else ())
-    assert build == WorkerBuild.planned(engine.plan, 0)
+    build = worker.parts()  # type: ignore[attr-defined]
+    assert list(build["fused_layers"]) == fused
+    assert build["fused_drafter_layers"] == ((0,) if runner == "v2" and 0 not in plain else ())
+    assert build == planned_parts(engine.plan, 0)
     for layer, fusion in enumerate(engine.plan.fusion):
         assert fusion.is_fused == (layer in fused)
         assert runner == "v2" or fusion.reason == "Model Runner V1 runs plain layers"

@@ -204,6 +204,7 @@ def test_a_shortened_model_has_a_layer_of_each_kind(tmp_path: Path) -> None:
     sliding = {"use_sliding_window": True, "sliding_window": 5, "layer_types": kinds}
     make_checkpoint(tmp_path, "qwen3", num_hidden_layers=len(kinds), **sliding)
     model = load(tmp_path, range(2, 6))
-    runs, modules = model.shortened().model.layers._runs, list(model.model.layers.values())
-    assert [modules.index(run) for run in runs] == [0, 1, 3]
+    modules = list(model.model.layers.values())
+    with model.shortened():
+        assert [modules.index(run) for run in model.model.layers._runs] == [0, 1, 3]
     assert len(model.model.layers._runs) == len(model.layers)

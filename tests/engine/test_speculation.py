@@ -22,14 +22,14 @@ from fleetfoot.sampling.shape import PLAIN, SamplingVariant
 from fleetfoot.scheduler.drafting import DraftController
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.scheduler.stats import SchedulerStats
-from fleetfoot.speculative.drafter import NO_DRAFTING, DraftBatch, DraftSettings, NgramSettings
+from fleetfoot.speculative.drafter import NO_DRAFTING, DraftBatch, DraftSettings
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 REQUESTS = [lives.params_of(number) for number in range(10)]
 CAPTURED = [SamplingParams(max_tokens=12 + 5 * n, temperature=0.5 * (n % 3), ignore_eos=True) for n in range(9)]
 """All of their sampling is in graphs."""
 QWEN = lives.DRAFT.parent / "story-qwen3"
-NGRAM = DraftSettings(lives.NUM_DRAFTS, ngram=NgramSettings(3, 1))
+NGRAM = DraftSettings(lives.NUM_DRAFTS, ngram=(3, 1))
 ALONE = [("v1",), ("v2",)]
 PAIRS = [("v1", "v1"), ("v2", "v2"), ("v1", "v2"), ("v2", "v1")]
 SHARES = {"right": 0.0, "mixed": 0.3, "wrong": 1.0}

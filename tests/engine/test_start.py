@@ -15,7 +15,7 @@ from fleetfoot import LLM, AsyncLLM, SamplingParams
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.env import USE_NATIVE_KERNELS
 from fleetfoot.executor.build import start_executor
-from fleetfoot.executor.protocol import PlanMismatchError, WorkerBuild, check_build
+from fleetfoot.executor.protocol import PlanMismatchError, check_parts, planned_parts
 from fleetfoot.kernels.interface import KernelPlan
 from fleetfoot.kernels.registry import DeviceFacts, KernelUnavailableError, load_kernels, plan_kernels
 from fleetfoot.kv_transfer.base.registry import find_connector
@@ -184,13 +184,13 @@ def test_a_difference_from_the_plan_ends_the_start(what: str, text_model: Path, 
 def test_each_rank_is_compared_with_its_own_part(text_model: Path) -> None:
     """Only the last pipeline stage has the drafter."""
     plan = plan_of(text_model, pipeline_parallel_size=2, **NGRAM)
-    builds = {rank: WorkerBuild.planned(plan, rank) for rank in range(2)}
-    assert [builds[rank].drafter for rank in range(2)] == ["none", "ngram"]
+    builds = {rank: planned_parts(plan, rank) for rank in range(2)}
+    assert [builds[rank]["drafter"] for rank in range(2)] == ["none", "ngram"]
     for rank, build in builds.items():
-        check_build(plan, rank, build)
-    builds[1] = dataclasses.replace(builds[1], attention="odd", num_ranks=3)
+        check_parts(plan, rank, build)
+    builds[1] = {**builds[1], "attention": "odd", "num_ranks": 3}
     with pytest.raises(PlanMismatchError) as caught:
-        check_build(plan, 1, builds[1])
+        check_parts(plan, 1, builds[1])
     assert str(caught.value).count("\n  - worker 1: ") == 2
 
 

@@ -215,8 +215,8 @@ def test_a_runner_has_all_its_layers_again_after_a_dry_pass() -> None:
     assert len(kv_caches) > 2
     (run,) = model.model.layers._runs
     layers = list(run._layers)
-    with pytest.raises(KeyError, match="dry"), runner._shortened():
-        (short,) = runner._model.model.layers._runs
+    with pytest.raises(KeyError, match="dry"), model.shortened():
+        (short,) = model.model.layers._runs
         assert short._layers == [layers[0], layers[-1]]
         raise KeyError("dry")
     assert runner._model is model

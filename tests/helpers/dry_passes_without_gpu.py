@@ -43,7 +43,7 @@ from fleetfoot.runner.graphs import CaptureTable, GraphKey  # noqa: E402
 from fleetfoot.runner.v2.runner import ModelRunnerV2  # noqa: E402
 from fleetfoot.runner.v2.warm_up import KernelCompiler, warm_up_steps  # noqa: E402
 from fleetfoot.speculative.draft_model import DraftModel  # noqa: E402
-from fleetfoot.speculative.drafter import NO_DRAFTING, DrafterContext, DraftSettings, NgramSettings  # noqa: E402
+from fleetfoot.speculative.drafter import NO_DRAFTING, DrafterContext, DraftSettings  # noqa: E402
 from fleetfoot.speculative.eagle import EagleDrafter  # noqa: E402
 from fleetfoot.speculative.find import DrafterModel  # noqa: E402
 from fleetfoot.weights.loading import ModelLoader  # noqa: E402
@@ -161,7 +161,7 @@ def make_speculation(kind: Kind, config: ModelConfig, context: ModelContext, *, 
     if not is_last:
         return DraftSettings(NUM_DRAFTS)
     if kind.method == "ngram":
-        return DraftSettings(NUM_DRAFTS, ngram=NgramSettings(3, 1))
+        return DraftSettings(NUM_DRAFTS, ngram=(3, 1))
     alone = replace(context, tensor_group=SINGLE_TENSOR_GROUP)
     small = replace(config, num_layers=1, layer_windows=(None,))
     if kind.method != "eagle":
@@ -235,7 +235,7 @@ def try_kind(kind: Kind) -> dict[str, Any]:
     before = {path: bits(tensor) for path, tensor in tensors.items()}
     first = runner._first_shapes(warm_up_steps(runner._max_num_batched_tokens, MAX_MODEL_LEN, 16))
     later = runner._later_shapes()
-    compiler = KernelCompiler(runner._step, runner._shortened)
+    compiler = KernelCompiler(runner._step, runner._model.shortened)
     knobs.runtime.jit_cache_hook = requested = Requested()
     warnings: list[str] = []
     handler = logging.NullHandler(logging.WARNING)

@@ -117,11 +117,8 @@ class CustomAllReduce:
     calls in the same order. A rank is at most one call ahead of another, because it has waited for that rank's words of
     the previous call. Two alternating sets of words are therefore enough, and nothing is ever cleared.
 
-    Args:
-        memory: `fleetfoot.distributed.all_reduce_words` words on every rank.
-        rank, num_ranks: of the tensor group.
-        hidden_size: of the widest model of the group.
-        dtype, device: of the rows.
+    ``memory``: `fleetfoot.distributed.all_reduce_words` words on every rank; ``rank``, ``num_ranks``: of the tensor
+    group; ``hidden_size``: of the widest model of the group; ``dtype``, ``device``: of the rows.
     """
 
     def __init__(

@@ -10,11 +10,9 @@ from fleetfoot.plan.plan import EnginePlan
 def start_executor(plan: EnginePlan) -> Executor:
     """Load the model and allocate the KV cache, in this process or in others.
 
-    Raises:
-        ValueError: there are fewer GPUs than ranks, this is not the first node, the nodes' settings differ, or what a
-            worker raised when it started: there is no memory, or the weights do not fit.
-        KernelUnavailableError: kernels that the plan names cannot be used.
-        PlanMismatchError: a worker has built something else than the plan names.
+    Raises ValueError if there are fewer GPUs than ranks, this is not the first node, or the nodes' settings differ; and
+    what a worker raises when it starts: ValueError if there is no memory or the weights do not fit, and the errors of
+    `Worker`.
     """
     if plan.config.world_size > 1 or plan.config.distributed_executor_backend == "mp":
         from fleetfoot.executor.multiprocess import MultiprocessExecutor  # it needs zmq

@@ -184,14 +184,12 @@ class EngineNodes:
         invitation = Invitation(shared_facts(self._plan), self._plan.engine_id, list(addresses), self.store)
         config = self._plan.config
         expected = range(1, config.nnodes)
-        logger.warning(
+        message = (
             "this is node 0 of %d, and waits at %s:%d for the others: `fleetfoot worker` with the same settings and "
-            "--node-rank %s",
-            config.nnodes,
-            config.master_addr,
-            config.master_port,
-            ", ".join(map(str, expected)),
+            "--node-rank %s"
         )
+        others = ", ".join(map(str, expected))
+        logger.warning(message, config.nnodes, config.master_addr, config.master_port, others)
         until = time.monotonic() + GATHER_S
         while missing := sorted(expected - self._links.keys()):
             self._server.settimeout(max(0.001, until - time.monotonic()))
@@ -287,10 +285,8 @@ def _connect(address: str, port: int, where: str) -> socket.socket:
 def run_node(config: EngineConfig) -> None:
     """Run the workers of this node; return when the engine has shut down.
 
-    Raises:
-        ValueError: the settings name the first node, do not fit together, or are not those of the first node.
-        TimeoutError, ConnectionError: the first node does not answer, or does not accept this one.
-        WorkerError: a worker, or another node, has failed.
+    Raises ValueError if the settings name the first node, do not fit together, or are not those of the first node;
+    TimeoutError or ConnectionError if that does not answer or accept this one; WorkerError if a worker or node fails.
     """
     if config.node_rank == 0:
         raise ValueError(

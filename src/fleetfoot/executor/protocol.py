@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from typing import Protocol
 
 from fleetfoot.config.sharding import pipeline_layers
@@ -37,53 +37,31 @@ class Executor(Protocol):
         """End the workers and give their memory back."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerBuild:
-    """The parts of a worker, by name."""
-
-    runner: str
-    """``v1`` or ``v2``."""
-    kernels: str
-    """The `KernelPlan`, as text."""
-    attention: str
-    kv_layout: str
-    connector: str
-    """The connector's class with its module; ``none`` without one."""
-    drafter: str
-    """``ngram``, ``draft_model``, ``eagle``, or ``none``: ranks before the last pipeline stage have none."""
-    num_ranks: int
-    fused_layers: tuple[int, ...] = ()
-    """Numbers of the decoder layers that run fused."""
-    fused_drafter_layers: tuple[int, ...] = ()
-    """The same of the model that drafts."""
-
-    @classmethod
-    def planned(cls, plan: EnginePlan, rank: int) -> WorkerBuild:
-        """What the plan names for a rank."""
-        speculative, config = plan.config.speculative_config, plan.config
-        drafts = speculative is not None and rank >= config.world_size - config.tensor_parallel_size
-        layers = pipeline_layers(plan.model, rank // config.tensor_parallel_size, config.pipeline_parallel_size)
-        return cls(
-            runner=plan.runner,
-            kernels=str(plan.kernels),
-            attention=plan.kernels["attention"],
-            kv_layout=plan.kv_layout,
-            connector="none" if plan.connector is None else plan.connector.class_name,
-            drafter=speculative.method if speculative is not None and drafts else "none",
-            num_ranks=config.world_size,
-            fused_layers=tuple(layer for layer in layers if plan.fusion[layer].is_fused),
-            fused_drafter_layers=tuple(
-                layer for layer, fusion in enumerate(plan.drafter_fusion) if drafts and fusion.is_fused
-            ),
-        )
+def planned_parts(plan: EnginePlan, rank: int) -> dict[str, object]:
+    """The parts of a worker that the plan names for a rank. Ranks before the last pipeline stage have no drafter."""
+    speculative, config = plan.config.speculative_config, plan.config
+    layers = pipeline_layers(plan.model, rank // config.tensor_parallel_size, config.pipeline_parallel_size)
+    drafts = rank >= config.world_size - config.tensor_parallel_size
+    fused = [layer for layer, fusion in enumerate(plan.drafter_fusion) if drafts and fusion.is_fused]
+    return {
+        "runner": plan.runner,
+        "kernels": str(plan.kernels),
+        "attention": plan.kernels["attention"],
+        "kv_layout": plan.kv_layout,
+        "connector": "none" if plan.connector is None else plan.connector.class_name,
+        "drafter": speculative.method if speculative is not None and drafts else "none",
+        "num_ranks": config.world_size,
+        "fused_layers": tuple(layer for layer in layers if plan.fusion[layer].is_fused),
+        "fused_drafter_layers": tuple(fused),
+    }
 
 
-def check_build(plan: EnginePlan, rank: int, build: WorkerBuild) -> None:
-    """Raise PlanMismatchError, with both sides of each difference, if a rank has not built what the plan names."""
-    planned = asdict(WorkerBuild.planned(plan, rank))
+def check_parts(plan: EnginePlan, rank: int, parts: Mapping[str, object]) -> None:
+    """Raise PlanMismatchError, with both sides of each difference, if a rank has other parts than the plan names."""
+    planned = planned_parts(plan, rank)
     differences = [
         f"\n  - worker {rank}: {name} is {built!r}, and the plan names {planned[name]!r}"
-        for name, built in asdict(build).items()
+        for name, built in parts.items()
         if built != planned[name]
     ]
     if differences:

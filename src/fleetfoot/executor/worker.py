@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.distributed.groups import WorkerGroups
-from fleetfoot.executor.protocol import WorkerBuild, check_build
+from fleetfoot.executor.protocol import check_parts
 from fleetfoot.kernels.registry import load_kernels
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.plan.connector import qualified_name
@@ -96,7 +96,7 @@ class Worker:
         """
         with _phase("weights"):
             self.runner.load_model()
-        check_build(self.plan, self.rank, self.build())  # before the ranks wait for each other
+        check_parts(self.plan, self.rank, self.parts())  # before the ranks wait for each other
         with _phase("KV cache"):
             self.layout = layout = self._make_layout()
             try:
@@ -110,21 +110,21 @@ class Worker:
         with _phase("warm-up"):
             self.runner.warm_up()
 
-    def build(self) -> WorkerBuild:
-        """What has been built, once the weights are loaded."""
+    def parts(self) -> dict[str, object]:
+        """What has been built, once the weights are loaded; see `planned_parts`."""
         connector, drafter = self.plan.connector, self._draft_settings.drafter
         method = "none" if drafter is None else drafter.method
-        return WorkerBuild(
-            runner=self.runner_name,
-            kernels=str(self._context.ops.plan),
-            attention=self._context.attention.name,
-            kv_layout=KVLayout.name,
-            connector="none" if connector is None else qualified_name(connector.connector_class),
-            drafter=method if self._draft_settings.ngram is None else "ngram",
-            num_ranks=self._groups.tensor.size * self._groups.pipeline.size,
-            fused_layers=self.runner.fused_layers,
-            fused_drafter_layers=() if drafter is None else drafter.fused_layers,
-        )
+        return {
+            "runner": self.runner_name,
+            "kernels": str(self._context.ops.plan),
+            "attention": self._context.attention.name,
+            "kv_layout": KVLayout.name,
+            "connector": "none" if connector is None else qualified_name(connector.connector_class),
+            "drafter": method if self._draft_settings.ngram is None else "ngram",
+            "num_ranks": self._groups.tensor.size * self._groups.pipeline.size,
+            "fused_layers": self.runner.fused_layers,
+            "fused_drafter_layers": () if drafter is None else drafter.fused_layers,
+        }
 
     def _make_layout(self) -> KVLayout:
         """Of this rank's layers, with as many blocks as fit on all ranks; the last stage has a drafter's layers too."""

@@ -96,8 +96,8 @@ def _reply_sender(worker: Worker, channel: WorkerChannel) -> Iterator[Callable[[
             yield lambda number, pending: replies.send(encode_reply(StepOutput(worker.rank, number, pending.get())))
         return
     outputs: SimpleQueue[tuple[int, PendingOutput] | None] = SimpleQueue()
-    thread = threading.Thread(target=_send_outputs, args=(worker.rank, channel, outputs), name="fleetfoot-replies")
-    thread.daemon = True
+    arguments = worker.rank, channel, outputs
+    thread = threading.Thread(target=_send_outputs, args=arguments, name="fleetfoot-replies", daemon=True)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     thread.start()
     yield lambda number, pending: outputs.put((number, pending))

@@ -173,7 +173,11 @@ class _FusedLayer:
         hidden, residual = self.input_norm.add(hidden, residual)
         qkv = self._qkv(hidden)  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
         if logits is None:
-            attended = self._attended(qkv, ctx)  # [num_tokens, num_heads, head_dim]
+            kv_cache, metadata, weight = ctx.kv_caches[attention.kv_index], ctx.attention, self._o.prefetch_weight
+            shape = attention.num_heads, attention.rotary, attention.scale, attention.window
+            attended = attention.backend.forward_fused(qkv, kv_cache, metadata, *shape, weight)
+            if attended is None:
+                attended = attention.attend(attention.rotate_and_cache(qkv, ctx), ctx, metadata)
         else:
             residual = logits.select(residual)  # [num_logits, hidden_size], like all below
             query = logits.select(attention.rotate_and_cache(qkv, ctx))
@@ -183,15 +187,6 @@ class _FusedLayer:
         attended_sum = self._o(attended.flatten(1), residual, self.mlp_norm)
         hidden, residual = self.mlp_norm.add(attended_sum, residual)
         return self._down(self._gate_up(hidden), residual, next_norm), residual
-
-    def _attended(self, qkv: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        paged, kv_cache, weight = self._attention, ctx.kv_caches[self._attention.kv_index], self._o.prefetch_weight
-        attended = paged.backend.forward_fused(
-            qkv, kv_cache, ctx.attention, paged.num_heads, paged.rotary, paged.scale, paged.window, weight
-        )
-        if attended is None:
-            attended = paged.attend(paged.rotate_and_cache(qkv, ctx), ctx, ctx.attention)
-        return attended
 
 
 def _norm(norm: RMSNorm | None, context: ModelContext, reads_deferred_norm: Callable[[int], bool]) -> _Norm:

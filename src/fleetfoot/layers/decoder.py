@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from copy import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -59,18 +59,14 @@ class DecoderLayer(nn.Module):
 class DecoderRun(Protocol):
     """Consecutive layers that run as one, such as those of `fleetfoot.fusion`."""
 
+    selects_logits: bool
+    """Whether it returns only the rows of ``ctx.logits``."""
+
     def __call__(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """``x [num_tokens, hidden_size]`` -> the same shape, or only the rows of ``ctx.logits`` of it."""
-        ...
-
-    @property
-    def selects_logits(self) -> bool:
-        """Whether it returns only the rows of ``ctx.logits``."""
-        ...
 
     def shortened(self) -> DecoderRun:
         """With as few layers as launch all the kernels that it launches."""
-        ...
 
 
 class DecoderStack(nn.ModuleDict):
@@ -106,14 +102,18 @@ class DecoderStack(nn.ModuleDict):
             x = run(x, ctx)
         return x if ctx.logits is None or self._selects_logits else ctx.logits.select(x)
 
-    def shortened(self, windows: Sequence[int | None]) -> DecoderStack:
-        """The same weights, with as few layers as launch all the kernels that this launches. ``windows``: of each."""
-        short = copy(self)
-        if all(isinstance(run, nn.Module) for run in self._runs):
-            short._runs = [self._runs[index] for index in representatives(windows)]
+    @contextmanager
+    def shortened(self, windows: Sequence[int | None]) -> Iterator[None]:
+        """Within this context, as few layers run as launch all the kernels that this launches. ``windows``: of each."""
+        runs = self._runs
+        if all(isinstance(run, nn.Module) for run in runs):
+            self._runs = [runs[index] for index in representatives(windows)]
         else:
-            short._runs = [run if isinstance(run, nn.Module) else run.shortened() for run in self._runs]
-        return short
+            self._runs = [run if isinstance(run, nn.Module) else run.shortened() for run in runs]
+        try:
+            yield
+        finally:
+            self._runs = runs
 
 
 def representatives(windows: Sequence[int | None]) -> list[int]:

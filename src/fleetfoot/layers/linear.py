@@ -28,10 +28,8 @@ class ColumnParallelLinear(WeightModule):
     Several layers of the checkpoint that read the same input are one matrix product (q, k and v; gate and up).
 
     Args:
-        in_features, parts: as in the checkpoint: the number of input features, and the name of each fused layer with
-            its number of output features.
-        rows: of each part, the outputs that this rank computes; None: all.
-        columns: the inputs that this rank has; None: all.
+        in_features, parts: as in the checkpoint: input features, and each fused layer's name and output features.
+        rows, columns: of each part the outputs that this rank computes, and the inputs that it has; None: all.
         padding: outputs behind the others that are always 0.
     """
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from copy import copy
+from contextlib import AbstractContextManager
 from importlib import import_module
-from typing import Self
 
 import torch
 from torch import nn
@@ -104,14 +103,9 @@ class CausalLM(WeightTree):
             raise ValueError(f"layers {self.layers} have no logits head; it is with the last one")
         return self.lm_head(hidden)
 
-    def shortened(self) -> Self:
-        """This part with as few of its layers as launch all the kernels that it launches: the same weights. Its results
-        are meaningless."""
-        short, model = copy(self), copy(self.model)
-        short._modules, model._modules = dict(self._modules), dict(self.model._modules)
-        model.layers = self.model.layers.shortened([self.config.layer_windows[layer] for layer in self.layers])
-        short.model = model
-        return short
+    def shortened(self) -> AbstractContextManager[None]:
+        """Within this context, as few layers run as launch all the kernels of this part. Results are meaningless."""
+        return self.model.layers.shortened([self.config.layer_windows[layer] for layer in self.layers])
 
 
 def model_class(architecture: str) -> type[CausalLM]:

@@ -24,14 +24,9 @@ def read_sampling_defaults(
 
     The meaning is that of vLLM's ``ModelConfig.get_diff_sampling_param``: of the file, only temperature, top_p, top_k,
     min_p, repetition_penalty and max_new_tokens count, ``do_sample`` does not; the override replaces fields of the
-    file, or stands alone without a file; null means the engine's default.
-
-    Args:
-        setting: ``EngineConfig.generation_config``. override: ``EngineConfig.override_generation_config``.
-        model_folder: where the model's own file would be.
-
-    Raises:
-        ValueError: a value is out of its range (the message names file, field and value), or there is no such file.
+    file, or stands alone without a file; null means the engine's default. ``setting``, ``override``: the settings
+    ``generation_config`` and ``override_generation_config``. Raises ValueError, with file, field and value, if a value
+    is out of its range, or there is no such file.
     """
     override = override or {}
     path = generation_file(setting, Path(model_folder))

@@ -131,22 +131,13 @@ class Drafter(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class NgramSettings:
-    """Prompt lookup decoding (Saxena 2023): see `fleetfoot.kernels.prepare.ngram`."""
-
-    max_ngram: int
-    """Tokens of the longest n-gram, which is looked up first."""
-    min_ngram: int
-    """Tokens of the shortest n-gram."""
-
-
-@dataclass(frozen=True, slots=True)
 class DraftSettings:
     """How drafts are proposed: by n-gram lookup, by a model, or not at all."""
 
     num_drafts: int = 0
     """``k``, of each step that drafts; 0: no speculative decoding."""
-    ngram: NgramSettings | None = None
+    ngram: tuple[int, int] | None = None
+    """Tokens of the longest and of the shortest n-gram; see `fleetfoot.kernels.prepare.ngram`."""
     drafter: Drafter | None = None
 
 
@@ -176,7 +167,7 @@ def build_speculation(
     if speculative.method == "ngram":
         longest, shortest = speculative.prompt_lookup_max, speculative.prompt_lookup_min
         assert longest is not None and shortest is not None  # filled in by the config
-        return DraftSettings(num_drafts, ngram=NgramSettings(longest, shortest))
+        return DraftSettings(num_drafts, ngram=(longest, shortest))
     alone = replace(context, tensor_group=SINGLE_TENSOR_GROUP, max_positions=max_model_len + num_drafts)
     module, _, function = DRAFT_METHODS[speculative.method].make.partition(":")
     make = getattr(import_module(module), function)
@@ -228,16 +219,11 @@ class DraftSteps:
         return positions, slots.masked_fill_(self._is_padding | (unclamped >= self._limits), -1)
 
     def _metadata(
-        self,
-        query_start_loc: torch.Tensor,
-        seq_lens: torch.Tensor,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        query_len: int,
+        self, starts: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, query_len: int
     ) -> AttentionMetadata:
-        num_decodes, tables = len(seq_lens) if query_len == 1 else 0, self._batch.block_tables
-        lengths = query_len, self._batch.max_seq_len
-        return AttentionMetadata(query_start_loc, seq_lens, tables, slots, positions, num_decodes, *lengths)
+        num_decodes, batch = len(seq_lens) if query_len == 1 else 0, self._batch
+        lengths = query_len, batch.max_seq_len
+        return AttentionMetadata(starts, seq_lens, batch.block_tables, slots, positions, num_decodes, *lengths)
 
     def draw(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Sample a token for each request, with its temperature and the noise that the target uses at that position.

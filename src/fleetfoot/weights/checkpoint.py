@@ -151,8 +151,7 @@ def load_safetensors(specs: Iterable[WeightSpec], folder: Path, elsewhere: Colle
     specs = list(specs)
     with Checkpoint(folder) as checkpoint:
         found = _by_model_name(checkpoint, {*(spec.name for spec in specs), *elsewhere})
-        problems = [*_unfit(specs, found, checkpoint), *_unexpected(specs, found, checkpoint, elsewhere)]
-        if problems:
+        if problems := [*_problems(specs, found, checkpoint, elsewhere)]:
             raise _misfit(folder, problems)
         sources = {}  # tensor name in the checkpoint -> spec
         for spec in specs:
@@ -177,8 +176,10 @@ def _present(spec: WeightSpec, found: dict[str, str]) -> list[str]:
     return [name for name in (spec.name, *spec.aliases) if name in found]
 
 
-def _unfit(specs: list[WeightSpec], found: dict[str, str], checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """``(kind, description)`` of each spec that the checkpoint cannot fill."""
+def _problems(
+    specs: list[WeightSpec], found: dict[str, str], checkpoint: Checkpoint, elsewhere: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """``(kind, description)`` of each spec that the checkpoint cannot fill, and of each tensor that has no spec."""
     for spec in specs:
         names = _present(spec, found)
         if not names:
@@ -190,11 +191,6 @@ def _unfit(specs: list[WeightSpec], found: dict[str, str], checkpoint: Checkpoin
             if dtype not in (dtypes := _INTEGERS if spec.is_integer else _FLOATS):
                 kind = "unquantized" if spec.is_integer else "quantized"
                 yield kind, f"{found[name]}: found {dtype}, expected one of {', '.join(dtypes)}"
-
-
-def _unexpected(
-    specs: list[WeightSpec], found: dict[str, str], checkpoint: Checkpoint, elsewhere: Collection[str]
-) -> Iterator[tuple[str, str]]:
     known = {name for spec in specs for name in (spec.name, *spec.aliases)} | set(elsewhere)
     for name, source in found.items():
         if name not in known and not name.endswith(_REDUNDANT_SUFFIX):

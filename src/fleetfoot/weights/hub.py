@@ -84,24 +84,22 @@ def weights_identity(folder: Path, load_format: str, seed: int) -> str:
         return f"{parts[-3]}@{parts[-1]}"  # models--owner--name@commit, in the hub's cache
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(folder.glob("*.safetensors")):
-        _add_file(digest, path)
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(f"{path.name} {size} ".encode())
+            prefix = file.read(8)
+            header = file.read(min(struct.unpack("<Q", prefix)[0], size)) if len(prefix) == 8 else b""
+            digest.update(header)
+            for begin, end in _tensor_spans(header):
+                for start in ((begin + end - _SAMPLE_BYTES) // 2, end - _SAMPLE_BYTES):
+                    start = max(begin, start)
+                    digest.update(os.pread(file.fileno(), min(_SAMPLE_BYTES, end - start), 8 + len(header) + start))
     return digest.hexdigest()
 
 
-def _add_file(digest: hashlib.blake2b, path: Path) -> None:
-    """See `weights_identity`. A truncated file differs by its size; loading it fails anyway."""
-    with open(path, "rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        digest.update(f"{path.name} {size} ".encode())
-        prefix = file.read(8)
-        header = file.read(min(struct.unpack("<Q", prefix)[0], size)) if len(prefix) == 8 else b""
-        digest.update(header)
-        try:
-            tensors = json.loads(header)
-            spans = [value["data_offsets"] for name, value in sorted(tensors.items()) if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return
-        for begin, end in spans:
-            for start in ((begin + end - _SAMPLE_BYTES) // 2, end - _SAMPLE_BYTES):
-                start = max(begin, start)
-                digest.update(os.pread(file.fileno(), min(_SAMPLE_BYTES, end - start), 8 + len(header) + start))
+def _tensor_spans(header: bytes) -> list[list[int]]:
+    """Of a truncated file, which differs by its size and cannot be loaded: empty."""
+    try:
+        return [value["data_offsets"] for name, value in sorted(json.loads(header).items()) if name != "__metadata__"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return []

@@ -37,22 +37,19 @@ class HostState:
     def update(self, scheduler_output: SchedulerOutput) -> None:
         """Write the rows of new requests, append new blocks."""
         for request in scheduler_output.new_requests:
-            self._fill(request)
+            row = request.row
+            self.requests[row] = request
+            self.token_ids[row, : len(request.token_ids)] = request.token_ids
+            self.num_tokens[row] = request.num_tokens
+            self.num_computed[row] = request.num_computed_tokens
+            self.limits[row] = request.max_total_tokens - 1
+            self.drafts[row] = -1
+            self.temperatures[row] = request.params.temperature
+            self.seeds[row : row + 1].view(np.uint64)[0] = request.seed & 0xFFFFFFFFFFFFFFFF
+            self.num_blocks[row] = 0
+            self._append_blocks(row, request.block_ids)
         for row, _, block_ids in scheduler_output.new_block_ids:
             self._append_blocks(row, block_ids)
-
-    def _fill(self, request: NewRequest) -> None:
-        row = request.row
-        self.requests[row] = request
-        self.token_ids[row, : len(request.token_ids)] = request.token_ids
-        self.num_tokens[row] = request.num_tokens
-        self.num_computed[row] = request.num_computed_tokens
-        self.limits[row] = request.max_total_tokens - 1
-        self.drafts[row] = -1
-        self.temperatures[row] = request.params.temperature
-        self.seeds[row : row + 1].view(np.uint64)[0] = request.seed & 0xFFFFFFFFFFFFFFFF
-        self.num_blocks[row] = 0
-        self._append_blocks(row, request.block_ids)
 
     def _append_blocks(self, row: int, block_ids: list[int]) -> None:
         begin = self.num_blocks[row]

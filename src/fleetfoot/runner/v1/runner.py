@@ -107,4 +107,4 @@ class ModelRunnerV1(ModelRunner):
         elif ngram is not None and num_drafts:
             for row in rows.tolist():
                 known = host.token_ids[row, : host.num_tokens[row]]
-                host.drafts[row] = prompt_lookup(known, num_drafts, ngram.max_ngram, ngram.min_ngram)
+                host.drafts[row] = prompt_lookup(known, num_drafts, *ngram)

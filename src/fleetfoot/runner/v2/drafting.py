@@ -52,7 +52,7 @@ class Drafting:
         elif ngram is not None and len(rows):
             num_computed = tables.num_computed.index_select(0, rows.clamp(min=0).to(torch.int64))
             # the newest token is not computed yet
-            self._propose_ngrams(rows, num_computed + 1, tables, ngram.max_ngram, ngram.min_ngram)
+            self._propose_ngrams(rows, num_computed + 1, tables, *ngram)
 
     def _draft_batch(
         self, batch: InputBatch, rows: torch.Tensor, hidden_states: torch.Tensor, samples: DeviceSamples | None

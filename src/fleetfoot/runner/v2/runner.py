@@ -14,8 +14,7 @@ gets them from `AsyncOutput.get`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,8 +128,9 @@ class ModelRunnerV2(ModelRunner):
     def warm_up(self) -> None:
         steps = warm_up_steps(self._max_num_batched_tokens, self._max_model_len, self._state.block_size)
         if can_compile_ahead(self.device.torch_device):
+            assert self._model is not None
             num_ranks = self._loader.context.tensor_group.size * self._pipeline.size
-            self._compiler = KernelCompiler(self._step, self._shortened, num_ranks)
+            self._compiler = KernelCompiler(self._step, self._model.shortened, num_ranks)
             self._compiler.compile_first(self._first_shapes(steps))
         for scheduler_output in steps:
             self._forward(scheduler_output)
@@ -143,17 +143,6 @@ class ModelRunnerV2(ModelRunner):
         self.graphs.num_steps.clear()
         if self._compiler is not None:
             self._compiler.compile_later(self._later_shapes())
-
-    @contextmanager
-    def _shortened(self) -> Iterator[None]:
-        """Within this context, steps run few layers, which launch the kernels of all layers."""
-        whole = self._model
-        assert whole is not None
-        self._model = whole.shortened()
-        try:
-            yield
-        finally:
-            self._model = whole
 
     def _first_shapes(self, steps: list[SchedulerOutput]) -> list[GraphKey]:
         """The shapes of the warm-up's steps, and of the graphs that it captures."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from fleetfoot.kernels.runtime.compile_ahead import Compilations, CompileAhead
+from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import NewRequest, SchedulerOutput
 from fleetfoot.runner.graphs import MIXED_TOKENS, GraphKey
@@ -34,31 +35,14 @@ def warm_up_steps(max_num_batched_tokens: int, max_model_len: int, block_size: i
     They bypass the scheduler. What they leave in rows and blocks is overwritten before it is read.
     """
     length = max(1, min(4, block_size, max_num_batched_tokens, max_model_len - 1))
-    request = NewRequest(
-        request_id=NAME,
-        row=0,
-        token_ids=array("i", [0] * length),
-        num_prompt_tokens=length,
-        num_computed_tokens=0,
-        block_ids=[0],
-        params=SamplingParams(max_tokens=2, temperature=1.0),
-        seed=0,
-        stop_token_ids=frozenset(),
-        bad_words_token_ids=[],
-    )
-    prefill = SchedulerOutput(
-        step=-2,
-        rows=[0],
-        num_scheduled_tokens=[length],
-        num_decodes=int(length == 1),
-        num_sampled=1,
-        total_num_scheduled_tokens=length,
-        new_requests=[request],
-    )
-    decode = SchedulerOutput(
-        step=-1, rows=[0], num_scheduled_tokens=[1], num_decodes=1, num_sampled=1, total_num_scheduled_tokens=1
-    )
-    return [prefill, decode]
+    request = Request(NAME, array("i", [0] * length), SamplingParams(temperature=1.0), max_tokens=2, seed=0)
+    request.row, request.block_ids = 0, [0]
+
+    def step(number: int, num_tokens: int, new_requests: list[NewRequest]) -> SchedulerOutput:
+        num_decodes = int(num_tokens == 1)
+        return SchedulerOutput(number, [0], [num_tokens], num_decodes, 1, num_tokens, new_requests=new_requests)
+
+    return [step(-2, length, [NewRequest.of(request)]), step(-1, 1, [])]
 
 
 def eager_shape(step: SchedulerOutput, drafting: int | None) -> GraphKey:
