@@ -13,8 +13,8 @@ from tests.helpers.checkpoints import make_checkpoint, make_reference, reference
 from tests.helpers.engines import make_engine
 
 from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.records.step import ModelRunnerOutput
 from fleetfoot.sampling import sampler_v1, verification
-from fleetfoot.sampling.verification import HostSamples
 from fleetfoot.scheduler.stats import DraftStats
 
 VOCAB = 6
@@ -141,7 +141,7 @@ def test_the_drafters_own_samples_are_caught(models: dict[str, Any], drafter: st
 def test_a_rule_that_accepts_too_much_is_caught(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first draft is accepted even if the target has chosen another token."""
 
-    def too_much(sampled: list[int], invalid: list[bool], drafts: list[list[int]], *others: Any) -> HostSamples:
+    def too_much(sampled: list[int], invalid: list[bool], drafts: list[list[int]], *others: Any) -> ModelRunnerOutput:
         width = 1 + len(drafts[0]) if drafts else 1
         accepted = [[sampled[index * width], *proposed[1:]] for index, proposed in enumerate(drafts)]
         return verification.verify_drafts(sampled, invalid, accepted, *others)

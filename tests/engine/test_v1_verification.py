@@ -68,11 +68,11 @@ def test_drafts_are_accepted_as_on_the_device(seed: int) -> None:
     decodes, *of_decodes = (torch.tensor(values) for values in (output.rows[:num_decodes], chosen, flags))
     accept_drafts_torch(decodes, *(t[:verified].view(num_decodes, width) for t in of_decodes), tables, counts)
     taken, rejected, drafted = counts
-    assert [len(tokens) for tokens in new.token_ids] == taken.tolist() + [1] * num_ending
-    assert new.num_rejected.tolist() == rejected.tolist() + [0] * num_ending
+    assert [len(tokens) for tokens in new.sampled_token_ids] == taken.tolist() + [1] * num_ending
+    assert [width - len(tokens) for tokens in new.sampled_token_ids[:num_decodes]] == rejected.tolist()
     assert new.num_drafted == drafted.tolist()
     starts = [width * index for index in range(num_decodes)] + [verified + index for index in range(num_ending)]
-    for index, (tokens, begin) in enumerate(zip(new.token_ids, starts, strict=True)):
+    for index, (tokens, begin) in enumerate(zip(new.sampled_token_ids, starts, strict=True)):
         assert tokens == chosen[begin : begin + len(tokens)]
         assert (index in new.invalid) == (bool(tokens) and flags[begin + len(tokens) - 1])
 
@@ -96,5 +96,5 @@ def test_logprobs_are_those_of_the_accepted_tokens() -> None:
     logprobs = dict(enumerate(rows[:4])) | {8: rows[8]}
     for room, expected in ((9, {0: rows[:2], 2: [rows[8]]}), (0, {2: [rows[8]]})):
         new = verify_drafts(list(range(9)), [False] * 9, [[0, 7, 7], [7, 7, 7]], [room, 9, 9], logprobs)
-        assert new.token_ids == [[0, 1] if room else [], [4], [8]]
+        assert new.sampled_token_ids == [[0, 1] if room else [], [4], [8]]
         assert new.logprobs == expected

@@ -27,13 +27,13 @@ class Executor(Protocol):
     layout: KVLayout
     """Of the KV cache on rank 0; all ranks have equally many blocks."""
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> object:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         """Take a step; it is executed at the latest when `sample_tokens` is called."""
 
     def sample_tokens(self, grammar_output: object | None) -> PendingOutput:
         """Sample the tokens of the step that `execute_model` took."""
 
-    def shutdown(self) -> object:
+    def shutdown(self) -> None:
         """End the workers and give their memory back."""
 
 

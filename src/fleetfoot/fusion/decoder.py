@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -23,8 +22,6 @@ import torch
 from torch import nn
 
 from fleetfoot.kernels.elementwise import DeferredRMSNorm, sum_parts
-from fleetfoot.kernels.interface import AddRMSNorm
-from fleetfoot.kernels.interface import RMSNorm as RMSNormOp
 from fleetfoot.kernels.linear.linear_triton import ChainedLinear, LinearChain
 from fleetfoot.layers.attention import Attention
 from fleetfoot.layers.context import ModelContext
@@ -63,7 +60,8 @@ class FusedDecoder:
         self._layers = layers
         self._next_norms = [layer.input_norm for layer in layers[1:]]
         # The last product of few rows makes the residual sum too. Of the norm behind that sum, nothing is read.
-        self._end = replace(layers[-1].mlp_norm, reads_deferred_norm=lambda num_rows: True)
+        self._end = copy(layers[-1].mlp_norm)
+        self._end.reads_deferred_norm = lambda num_rows: True
 
     def __call__(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """``x [num_tokens, hidden_size]`` -> the same shape, or ``[num_logits, hidden_size]``; may write to ``x``."""
@@ -88,18 +86,16 @@ class FusedDecoder:
         return short
 
 
-@dataclass(frozen=True, slots=True)
 class _Norm:
-    """A norm, with the residual sum before it and the linear layer behind it."""
+    """A norm, with the residual sum before it and the linear layer behind it. ``norm``: None: the residual stream is
+    read as it is; ``reads_deferred_norm``: of the linear layer."""
 
-    weight: torch.Tensor | None
-    """None: the residual stream is read as it is."""
-    eps: float
-    rms_norm: RMSNormOp
-    add_rms_norm: AddRMSNorm
-    """Sums over the tensor group too."""
-    reads_deferred_norm: Callable[[int], bool]
-    """Of the linear layer."""
+    def __init__(self, norm: RMSNorm | None, context: ModelContext, reads_deferred_norm: Callable[[int], bool]) -> None:
+        self.weight = None if norm is None else norm.weight
+        self.eps = 0.0 if norm is None else norm.eps
+        self.reads_deferred_norm = reads_deferred_norm
+        self._rms_norm = context.ops.rms_norm
+        self._add_rms_norm = context.tensor_group.reducing(context.ops.add_rms_norm)
 
     def add(self, hidden: Hidden, residual: torch.Tensor) -> tuple[Hidden, torch.Tensor]:
         """The input of the linear layer, and the residual stream, which is ``residual`` plus ``hidden`` unless that is
@@ -109,8 +105,8 @@ class _Norm:
         if self.weight is None:
             return hidden, residual
         if hidden is residual:
-            return self.rms_norm(residual, self.weight, self.eps), residual
-        return self.add_rms_norm(hidden, residual, self.weight, self.eps)
+            return self._rms_norm(residual, self.weight, self.eps), residual
+        return self._add_rms_norm(hidden, residual, self.weight, self.eps)
 
 
 class _Residual:
@@ -154,8 +150,8 @@ class _FusedLayer:
             self._gate_up = lambda x: silu_and_mul(gate_up(x))
         self._o, self._down = _Residual(attention.o_proj, chain), _Residual(mlp.down_proj, chain)
         norm = layer.input_layernorm if isinstance(layer.input_layernorm, RMSNorm) else None
-        self.input_norm = _norm(norm, context, reads_qkv)
-        self.mlp_norm = _norm(layer.post_attention_layernorm, context, reads_gate_up)
+        self.input_norm = _Norm(norm, context, reads_qkv)
+        self.mlp_norm = _Norm(layer.post_attention_layernorm, context, reads_gate_up)
         self.is_summed = self._down.is_summed
         self.window = self._attention.window
 
@@ -187,12 +183,6 @@ class _FusedLayer:
         attended_sum = self._o(attended.flatten(1), residual, self.mlp_norm)
         hidden, residual = self.mlp_norm.add(attended_sum, residual)
         return self._down(self._gate_up(hidden), residual, next_norm), residual
-
-
-def _norm(norm: RMSNorm | None, context: ModelContext, reads_deferred_norm: Callable[[int], bool]) -> _Norm:
-    weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-    add_rms_norm = context.tensor_group.reducing(context.ops.add_rms_norm)
-    return _Norm(weight, eps, context.ops.rms_norm, add_rms_norm, reads_deferred_norm)
 
 
 def _column(linear: ColumnParallelLinear, chained: type[ChainedLinear] | None) -> tuple[Product, Callable[[int], bool]]:

@@ -101,31 +101,24 @@ class ModelRunner(ABC):
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
-    def execute_model(
-        self, scheduler_output: SchedulerOutput, intermediate_tensors: IntermediateTensors | None = None
-    ) -> IntermediateTensors | None:
-        """Queue the forward pass. `sample_tokens` is called next.
-
-        ``intermediate_tensors``: of the previous pipeline stage; None: there is none, or the runner receives it.
-        Returns the input of the next pipeline stage, if the caller sends it; else None.
-        """
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        """Queue the forward pass. `sample_tokens` is called next."""
         if self._model is None or not self._kv_caches:
             raise RuntimeError("execute_model was called before load_model and initialize_kv_cache")
         if scheduler_output.is_idle:
             self._free_rows(scheduler_output)
             kv_output = self._connector.no_forward(scheduler_output)
             self._ready_output = ModelRunnerOutput([], kv_connector_output=kv_output)
-            return None
+            return
         try:
             self._connector.pre_forward(scheduler_output)
-            next_stage_input = self._forward(scheduler_output, intermediate_tensors)
+            self._forward(scheduler_output)
             if self._execute_state is None:  # a rank that does not sample: its last write of KV is queued
                 kv_output = self._connector.post_forward(scheduler_output.finished_req_ids)
                 self._ready_output = ModelRunnerOutput([], kv_connector_output=kv_output)
         except BaseException:
             self._connector.abandon()
             raise
-        return next_stage_input
 
     def sample_tokens(self, grammar_output: object | None) -> PendingOutput:
         """Logits, sampling, verification of drafts, drafting, and then the KV connector, for the step that
@@ -150,9 +143,7 @@ class ModelRunner(ABC):
         """Forget the requests that have ended or are preempted."""
 
     @abstractmethod
-    def _forward(
-        self, scheduler_output: SchedulerOutput, intermediate_tensors: IntermediateTensors | None
-    ) -> IntermediateTensors | None:
+    def _forward(self, scheduler_output: SchedulerOutput) -> None:
         """See `execute_model`. On a rank that samples it sets ``_execute_state``."""
 
     @abstractmethod
@@ -161,13 +152,10 @@ class ModelRunner(ABC):
 
     def _send_to_next_stage(
         self, hidden_states: IntermediateTensors, scheduler_output: SchedulerOutput, rows: Any
-    ) -> IntermediateTensors | None:
+    ) -> None:
         """End a step on a rank that is not the last of its pipeline; ``rows`` are those of all requests that sample."""
-        if self._pipeline.size == 1:
-            return hidden_states
         self._token_sync.expect(scheduler_output, rows)
         self._pipeline.send(hidden_states)
-        return None
 
     def shutdown(self) -> None:
         """Free the memory; the runner cannot be used afterwards."""

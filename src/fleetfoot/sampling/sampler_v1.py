@@ -24,10 +24,10 @@ from fleetfoot.kernels.sampling.logits_processors import count_tokens, penalize
 from fleetfoot.kernels.sampling.sample import RandomRows, RowFilters, sample_torch
 from fleetfoot.kernels.sampling.token_logprobs import token_logprobs_torch
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.records.step import NewRequest
+from fleetfoot.records.step import ModelRunnerOutput, NewRequest
 from fleetfoot.sampling.logprobs import LogprobsTensors, PromptLogprobs, token_logprobs
 from fleetfoot.sampling.request_params import has_filters, has_penalties
-from fleetfoot.sampling.verification import HostSamples, verify_drafts
+from fleetfoot.sampling.verification import verify_drafts
 
 
 @dataclass(slots=True, eq=False)
@@ -212,7 +212,7 @@ class Sampler:
 
     def __call__(
         self, logits: torch.Tensor, rows: Sequence[int], drafts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]
-    ) -> HostSamples:
+    ) -> ModelRunnerOutput:
         """Sample, and verify drafts. Waits for the device. ``logits``: ``[num_logits, vocab_size]``: ``1 + d`` rows for
         each decode, then one for each other request; ``rows``: of the requests that sample; ``drafts``,
         ``max_new_tokens``: as for `verify_drafts`."""

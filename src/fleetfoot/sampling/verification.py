@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from fleetfoot.kernels.prepare.tables import RowTables
-from fleetfoot.records.step import RowLogprobs
+from fleetfoot.records.step import ModelRunnerOutput, RowLogprobs
 
 INVALID_MESSAGE = (
     "no token can be sampled: the model's logits are NaN or infinite (check the weights and the dtype), or the "
@@ -26,39 +25,18 @@ INVALID_MESSAGE = (
 # --- Model Runner V1: on the host -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class HostSamples:
-    """The tokens of the requests that sampled."""
-
-    token_ids: list[list[int]]
-    """Up to ``1 + d`` for each; empty for a request that had reached its length."""
-    num_rejected: np.ndarray
-    """``[num_sampled]`` int64: query tokens that are not part of the sequence."""
-    num_drafted: list[int]
-    """For each decode, the number of drafts that were proposed; empty without drafts."""
-    invalid: dict[int, str]
-    """Batch index -> error, if the last of its tokens is invalid."""
-    logprobs: dict[int, list[RowLogprobs]]
-    """Batch index -> logprobs of each of its tokens, if requested."""
-
-
-NO_SAMPLES = HostSamples([], np.zeros(0, dtype=np.int64), [], {}, {})
-
-
 def verify_drafts(
     sampled: list[int],
     invalid: list[bool],
     drafts: Sequence[Sequence[int]],
     max_new_tokens: Sequence[int],
     logprobs: dict[int, RowLogprobs],
-) -> HostSamples:
+) -> ModelRunnerOutput:
     """Accept drafts. ``sampled``, ``invalid``: ``[num_logits]``, the target's samples; ``drafts``: ``[num_decodes][d]``
     (-1: none), empty without drafts; ``max_new_tokens``: ``[num_sampled]``, tokens until each request reaches its
     length; ``logprobs``: row of the logits -> logprobs, if requested."""
     token_ids: list[list[int]] = []
-    num_rejected: list[int] = []
-    messages: dict[int, str] = {}
-    request_logprobs: dict[int, list[RowLogprobs]] = {}
+    output = ModelRunnerOutput(token_ids)
     begin = 0
     for index, max_new in enumerate(max_new_tokens):
         proposed = drafts[index] if index < len(drafts) else ()
@@ -69,14 +47,13 @@ def verify_drafts(
             accepted += 1
         count = min(accepted + 1, max_new)
         token_ids.append(tokens[:count])
-        num_rejected.append(len(tokens) - count)
         if count and flags[count - 1]:
-            messages[index] = INVALID_MESSAGE
+            output.invalid[index] = INVALID_MESSAGE
         if count and begin in logprobs:
-            request_logprobs[index] = [logprobs[row] for row in range(begin, begin + count)]
+            output.logprobs[index] = [logprobs[row] for row in range(begin, begin + count)]
         begin = end
-    num_drafted = [sum(draft >= 0 for draft in proposed) for proposed in drafts]
-    return HostSamples(token_ids, np.array(num_rejected, dtype=np.int64), num_drafted, messages, request_logprobs)
+    output.num_drafted = [sum(draft >= 0 for draft in proposed) for proposed in drafts]
+    return output
 
 
 # --- Model Runner V2: on the device -----------------------------------------------------------------------------------

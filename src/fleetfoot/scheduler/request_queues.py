@@ -84,7 +84,7 @@ def select_microbatch(running: list[Request], num_stages: int, step: int) -> tup
 def record_microbatch(output: SchedulerOutput, batch: list[Request], newest_updated: int) -> None:
     """Record which step samples each request of ``batch``, and set ``output.awaited_step``.
 
-    Results up to step ``newest_updated``, which the host has seen, cost the earlier ranks no waiting, and are always
+    Results up to step ``newest_updated``, which are on the host, cost the earlier ranks no waiting, and are always
     awaited: the row of a new request is then never changed by a step of the row's previous owner.
     """
     output.awaited_step = max([newest_updated, *(request.last_sampled_step for request in batch[: output.num_decodes])])

@@ -2,7 +2,7 @@
 
 A running request has a row of the runner's state and a list of KV blocks. Steps may be queued before the results of
 earlier steps are known (overlapped scheduling): the next step computes the token that a step in flight will sample, and
-the host learns its value in `Scheduler.update`. Drafts count as accepted until then. Blocks and rows are freed only
+its value reaches the host in `Scheduler.update`. Drafts count as accepted until then. Blocks and rows are freed only
 after the last step that uses them has retired.
 
 The device may wait for this code, so loops over running requests do one thing each and skip what did not change.
@@ -269,7 +269,7 @@ class Scheduler:
         return output
 
     def _attach_finished(self, output: SchedulerOutput) -> None:
-        """Add what the runner and the KV connector must learn about requests that have left."""
+        """Add the requests that have left, for the runner and the KV connector."""
         output.finished, self._freed_rows = self._freed_rows, []
         output.finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
         output.kv_connector_metadata = self.transfers.connector.build_connector_meta(output)

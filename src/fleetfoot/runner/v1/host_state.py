@@ -10,7 +10,6 @@ import torch
 
 from fleetfoot.records.forward_context import AttentionMetadata
 from fleetfoot.records.step import NewRequest, SchedulerOutput
-from fleetfoot.sampling.verification import HostSamples
 from fleetfoot.speculative.drafter import DraftBatch
 
 
@@ -62,8 +61,8 @@ class HostState:
         index = self.num_tokens[rows, None] + np.arange(num_drafts)  # [n, num_drafts]
         self.token_ids[rows[:, None], index] = self.drafts[rows, :num_drafts].clip(min=0)
 
-    def append_tokens(self, rows: np.ndarray, new_token_ids: list[list[int]]) -> None:
-        """Append the new tokens of each of ``rows [n]``, which may be none."""
+    def append_tokens(self, rows: np.ndarray, new_token_ids: list[list[int]]) -> np.ndarray:
+        """Append the new tokens of each of ``rows [n]``, which may be none. Returns their numbers ``[n]``."""
         counts = np.array([len(token_ids) for token_ids in new_token_ids])  # [n]
         lengths = self.num_tokens[rows] + counts  # [n]
         # the index of each new token in its row, in the order of their concatenation
@@ -74,12 +73,15 @@ class HostState:
             request = self.requests[row]
             assert request is not None, f"row {row} is scheduled, but no request has it"
             request.token_ids.extend(token_ids)
+        return counts
 
-    def sampled_token_message(self, rows: np.ndarray, samples: HostSamples) -> torch.Tensor:
+    def sampled_token_message(
+        self, rows: np.ndarray, new_token_ids: list[list[int]], num_rejected: np.ndarray
+    ) -> torch.Tensor:
         """The message of `SampledTokenSync`, after `append_tokens`, for ``rows [n]``."""
         message = np.empty((len(rows), 2 + self.drafts.shape[1]), dtype=np.int32)
         message[:, 0] = self.token_ids[rows, self.num_tokens[rows] - 1]
-        message[:, 1] = np.where([bool(tokens) for tokens in samples.token_ids], samples.num_rejected, -1)
+        message[:, 1] = np.where([*map(bool, new_token_ids)], num_rejected, -1)
         message[:, 2:] = self.drafts[rows]
         return torch.from_numpy(message)
 
@@ -163,14 +165,15 @@ def logits_indices(inputs: StepInputs, scheduler_output: SchedulerOutput) -> np.
 
 
 def draft_batch(
-    state: HostState, inputs: StepInputs, hidden_states: torch.Tensor, samples: HostSamples, max_seq_len: int
+    state: HostState, inputs: StepInputs, hidden_states: torch.Tensor, num_rejected: np.ndarray, max_seq_len: int
 ) -> DraftBatch:
     """The step for a drafter, after the new tokens were appended. ``hidden_states``: ``[num_tokens, hidden_size]``, in
-    batch order; ``max_seq_len``: maximum number of tokens of a request, and of its drafts."""
-    num_sampled = len(samples.token_ids)
+    batch order; ``num_rejected``: ``[num_sampled]``, query tokens that are not part of the sequence; ``max_seq_len``:
+    maximum number of tokens of a request, and of its drafts."""
+    num_sampled = len(num_rejected)
     rows = inputs.rows[:num_sampled]
     starts, ends = inputs.query_start_loc[:num_sampled], inputs.query_start_loc[1 : num_sampled + 1]
-    last_index = np.maximum(ends - 1 - samples.num_rejected, starts)  # [num_sampled]
+    last_index = np.maximum(ends - 1 - num_rejected, starts)  # [num_sampled]
     # entries behind the known tokens of a row are undefined, but valid token ids
     next_position = (inputs.positions + 1).clip(max=state.token_ids.shape[1] - 1)  # [num_tokens]
 

@@ -5,6 +5,7 @@ It is the reference of V2, and runs where V2 cannot: on every torch device, with
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from fleetfoot.kernels.prepare.ngram import prompt_lookup
@@ -15,7 +16,6 @@ from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.runner.base import ModelRunner, SampledTokenSync
 from fleetfoot.runner.v1.host_state import HostState, StepInputs, draft_batch, logits_indices, prepare_inputs
 from fleetfoot.sampling.sampler_v1 import Sampler
-from fleetfoot.sampling.verification import NO_SAMPLES, HostSamples
 
 
 class ModelRunnerV1(ModelRunner):
@@ -35,9 +35,7 @@ class ModelRunnerV1(ModelRunner):
             self._sampler.remove(row)
 
     @torch.inference_mode()
-    def _forward(
-        self, scheduler_output: SchedulerOutput, intermediate_tensors: IntermediateTensors | None
-    ) -> IntermediateTensors | None:
+    def _forward(self, scheduler_output: SchedulerOutput) -> None:
         """Update the rows, prepare the inputs, and run this rank's layers."""
         assert self._model is not None
         host = self._host
@@ -48,38 +46,39 @@ class ModelRunnerV1(ModelRunner):
             self._sampler.add(request)
         inputs = prepare_inputs(host, scheduler_output, self._device)
         host.num_computed[inputs.rows] += inputs.query_lens
-        received = intermediate_tensors or self._pipeline.receive(len(inputs.positions))
+        received = self._pipeline.receive(len(inputs.positions))
         hidden_states = self._model(inputs.input_ids, ForwardContext(inputs.metadata, self._kv_caches), received)
         if isinstance(hidden_states, IntermediateTensors):
             sampled_rows = inputs.rows[: scheduler_output.num_sampled]
-            return self._send_to_next_stage(hidden_states, scheduler_output, sampled_rows)
-        self._execute_state = scheduler_output, (hidden_states, inputs)
-        return None
+            self._send_to_next_stage(hidden_states, scheduler_output, sampled_rows)
+        else:
+            self._execute_state = scheduler_output, (hidden_states, inputs)
 
     @torch.inference_mode()
     def _sample(self) -> ModelRunnerOutput:
         """Sample, verify drafts, append the tokens to the rows, and propose new drafts."""
         assert self._execute_state is not None
         (scheduler_output, (hidden_states, inputs)), self._execute_state = self._execute_state, None
-        output, samples, host = ModelRunnerOutput(sampled_token_ids=[]), NO_SAMPLES, self._host
+        host, rows = self._host, inputs.rows[: scheduler_output.num_sampled]
+        if not len(rows):
+            output, num_rejected = ModelRunnerOutput(sampled_token_ids=[]), np.zeros(0, dtype=np.int64)
+        else:
+            output = self._sample_logits(scheduler_output, hidden_states, inputs)
+            num_rejected = 1 - host.append_tokens(rows, output.sampled_token_ids)  # [num_sampled]
+            num_rejected[: scheduler_output.num_decodes] += scheduler_output.num_drafts
+            host.num_computed[rows] -= num_rejected
         for index, position, tensors in self._sampler.prompt_logprobs.collect(hidden_states, scheduler_output):
             output.prompt_logprobs[index] = (position, tensors.to_rows())
-        rows = inputs.rows[: scheduler_output.num_sampled]
-        if len(rows):
-            samples = self._sample_logits(scheduler_output, hidden_states, inputs)
-            host.append_tokens(rows, samples.token_ids)
-            host.num_computed[rows] -= samples.num_rejected
         if self._draft_settings.num_drafts:
-            self._propose(scheduler_output, inputs, hidden_states, samples)
+            self._propose(scheduler_output, inputs, hidden_states, num_rejected)
         if len(rows) and self._pipeline.size > 1:
-            self._token_sync.send(host.sampled_token_message(rows, samples).to(self._device))
-        output.sampled_token_ids, output.num_drafted = samples.token_ids, samples.num_drafted
-        output.invalid, output.logprobs = samples.invalid, samples.logprobs
+            message = host.sampled_token_message(rows, output.sampled_token_ids, num_rejected)
+            self._token_sync.send(message.to(self._device))
         return output
 
     def _sample_logits(
         self, scheduler_output: SchedulerOutput, hidden_states: torch.Tensor, inputs: StepInputs
-    ) -> HostSamples:
+    ) -> ModelRunnerOutput:
         assert self._model is not None
         host, num_drafts = self._host, scheduler_output.num_drafts
         indices = logits_indices(inputs, scheduler_output)
@@ -92,7 +91,11 @@ class ModelRunnerV1(ModelRunner):
         return self._sampler(logits, rows.tolist(), drafts, max_new_tokens)
 
     def _propose(
-        self, scheduler_output: SchedulerOutput, inputs: StepInputs, hidden_states: torch.Tensor, samples: HostSamples
+        self,
+        scheduler_output: SchedulerOutput,
+        inputs: StepInputs,
+        hidden_states: torch.Tensor,
+        num_rejected: np.ndarray,
     ) -> None:
         """Write drafts to the rows of the requests that sampled, after their new tokens."""
         host, num_drafts = self._host, scheduler_output.num_to_propose
@@ -101,7 +104,7 @@ class ModelRunnerV1(ModelRunner):
         host.drafts[rows] = -1  # drafts of an earlier step are not verified
         if drafter is not None:  # without drafts to propose, it only fills its KV cache
             max_seq_len = self._max_model_len + self._draft_settings.num_drafts
-            drafts = drafter.propose(draft_batch(host, inputs, hidden_states, samples, max_seq_len), num_drafts)
+            drafts = drafter.propose(draft_batch(host, inputs, hidden_states, num_rejected, max_seq_len), num_drafts)
             if drafts is not None:
                 host.drafts[rows] = drafts.cpu().numpy()
         elif ngram is not None and num_drafts:

@@ -163,9 +163,7 @@ class ModelRunnerV2(ModelRunner):
     # --- a step -----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _forward(
-        self, scheduler_output: SchedulerOutput, intermediate_tensors: IntermediateTensors | None = None
-    ) -> IntermediateTensors | None:
+    def _forward(self, scheduler_output: SchedulerOutput) -> None:
         """From the staged updates to the hidden states, or in a graph to the drafts."""
         self._token_sync.receive(scheduler_output.awaited_step)
         self._stage_updates(scheduler_output)
@@ -178,7 +176,7 @@ class ModelRunnerV2(ModelRunner):
         batch = self._buffers.batch(shape, scheduler_output.rows)
         if graph is None:
             self._buffers.fill(batch)
-            received = intermediate_tensors or self._pipeline.receive(shape.num_tokens)
+            received = self._pipeline.receive(shape.num_tokens)
             step_output = self._run_model(batch, received, all_tokens=self._sampler.prompt_logprobs.is_active)
         else:
             self._pipeline.receive(shape.num_tokens)  # into the buffer that the graph reads
@@ -187,9 +185,9 @@ class ModelRunnerV2(ModelRunner):
         hidden_states = step_output.hidden_states
         if isinstance(hidden_states, IntermediateTensors):
             sampled_rows = batch.idx_mapping[: shape.num_sampled].clone()  # the next step overwrites the buffer
-            return self._send_to_next_stage(hidden_states.first(shape.num_tokens), scheduler_output, sampled_rows)
-        self._execute_state = scheduler_output, (batch, step_output)
-        return None
+            self._send_to_next_stage(hidden_states.first(shape.num_tokens), scheduler_output, sampled_rows)
+        else:
+            self._execute_state = scheduler_output, (batch, step_output)
 
     def _stage_updates(self, scheduler_output: SchedulerOutput) -> None:
         """Stage the rows of new requests and new blocks, and update what the host tracks of the rows."""
