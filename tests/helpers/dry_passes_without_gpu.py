@@ -168,7 +168,7 @@ def make_speculation(kind: Kind, config: ModelConfig, context: ModelContext, *, 
         small = replace(small, hidden_size=128, num_heads=4, num_kv_heads=1, intermediate_size=256)
     found = DrafterModel(kind.method, "head", embedded_model_path(), small)
     make = EagleDrafter if kind.method == "eagle" else DraftModel
-    context_of_drafter = DrafterContext(alone, found, "dummy", 0, plan_fusion(small, "v2"))
+    context_of_drafter = DrafterContext(alone, found, plan_fusion(small, "v2"), "dummy")
     return DraftSettings(NUM_DRAFTS, drafter=make(context_of_drafter))
 
 

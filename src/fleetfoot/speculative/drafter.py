@@ -77,11 +77,11 @@ class DrafterContext:
     """The target's, for a single rank."""
     model: DrafterModel | None
     """The checkpoint to load; None: the method has no model."""
+    fusion: Sequence[LayerFusion]
+    """Which decoder layers of that model are fused, from the plan."""
     load_format: str = "auto"
     seed: int = 0
     """Of dummy weights."""
-    fusion: Sequence[LayerFusion] = ()
-    """Which decoder layers of the model that drafts are fused, from the plan."""
 
 
 class Drafter(ABC):
@@ -122,8 +122,7 @@ class Drafter(ABC):
         """
 
     def _fuse(self, layers: DecoderStack) -> None:
-        if self._context.fusion:
-            fuse(layers, self._context.context, [layer.is_fused for layer in self._context.fusion])
+        fuse(layers, self._context.context, [layer.is_fused for layer in self._context.fusion])
         self.fused_layers = layers.fused_layers
 
     def _steps(self, batch: DraftBatch) -> DraftSteps:
@@ -171,7 +170,7 @@ def build_speculation(
     alone = replace(context, tensor_group=SINGLE_TENSOR_GROUP, max_positions=max_model_len + num_drafts)
     module, _, function = DRAFT_METHODS[speculative.method].make.partition(":")
     make = getattr(import_module(module), function)
-    drafter = make(DrafterContext(alone, found, config.load_format, config.seed, fusion))
+    drafter = make(DrafterContext(alone, found, fusion, config.load_format, config.seed))
     return DraftSettings(num_drafts, drafter=drafter)
 
 

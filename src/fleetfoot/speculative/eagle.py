@@ -14,14 +14,12 @@ from fleetfoot.weights.dummy import fill_dummy
 
 
 class EagleDrafter(Drafter):
-    """One rank's whole head.
+    """Each rank of a tensor group runs the whole head. The target's embedding and logits are equal on all ranks, and so
+    are the drafts.
 
     The head's KV for position i is in that token's slot, but also depends on the token at i + 1. After a cached prefix
     another token may follow than when the KV was computed; then one entry differs, which may cost a draft but never
     changes a token.
-
-    Each rank of a tensor group runs the whole head. The target's embedding and logits are equal on all ranks, and so
-    are the drafts.
     """
 
     method = "eagle"
