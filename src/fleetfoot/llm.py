@@ -151,15 +151,9 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """Search for the most probable continuations of each prompt.
+        """Search for the most probable continuations of each prompt; as `generate` else.
 
-        Args:
-            prompts, use_tqdm: as of `generate`.
-            lora_request: only None is accepted.
-            concurrency_limit: has no effect: the engine runs ``max_num_seqs`` sequences at a time.
-
-        Raises:
-            As `generate`; ValueError if ``2 * beam_width`` is more than the engine's ``max_logprobs``.
+        ``2 * beam_width`` is at most the engine's ``max_logprobs``. ``concurrency_limit`` has no effect.
         """
         check_call_keywords("LLM.beam_search", self.beam_search, {"lora_request": lora_request})
         engine, tokenizer = self.llm_engine, self.get_tokenizer()

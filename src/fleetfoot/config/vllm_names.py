@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fleetfoot.utils.validation import unknown_keyword
+from fleetfoot.utils.validation import is_neutral, unknown_keyword
 from fleetfoot.utils.vllm_paths import NO_CALLBACK, NO_GRAMMAR, NO_LORA, NO_MULTIMODAL, NO_PROFILER, NO_UPDATE
 
 _CONFIG = "set hf_overrides={...}: fields in place of those of config.json"
@@ -91,10 +91,7 @@ and empty ones, and what to do instead of others."""
 def check_engine_keyword(owner: str, name: str, value: Any) -> None:
     """Raise TypeError, with advice, unless ``value`` of a keyword in ENGINE_KEYWORDS changes nothing."""
     neutral, advice = ENGINE_KEYWORDS[name]
-    if value is None or (isinstance(value, str | dict | list | tuple) and not value):
-        return
-    same = (isinstance(value, bool) == isinstance(other, bool) and value == other for other in neutral)
-    if not (isinstance(value, bool | int | float | str) and any(same)):
+    if not is_neutral(value, neutral):
         raise TypeError(f"{owner} does not support {name}={value!r}; {advice}")
 
 
@@ -156,20 +153,10 @@ SAMPLING_KEYWORDS: dict[str, tuple[Any, str]] = {
 
 
 def check_call_keywords(owner: str, call: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Raise TypeError for keywords that a call does not have, unless they are vLLM's and have a neutral value.
-
-    Args:
-        owner: name of the call, for messages.
-        call: the function; its parameters are the known keywords.
-        given: the other keywords, with their values.
-
-    Raises:
-        TypeError: the message has advice, or near names.
-    """
+    """Raise TypeError, with advice or near names, for keywords that a call does not have, unless they are vLLM's with a
+    neutral value. ``owner``: the call's name, for messages; ``given``: the other keywords, with their values."""
     for name, value in given.items():
         neutral, hint = CALL_KEYWORDS.get(name, (None, None))
-        is_empty = isinstance(value, dict | list | tuple) and not value
-        is_neutral = value is None or is_empty or (isinstance(value, str | bool) and value == neutral)
-        if hint is None or not is_neutral:
+        if hint is None or not is_neutral(value, (neutral,)):
             known = [parameter for parameter in inspect.signature(call).parameters if parameter not in CALL_KEYWORDS]
             raise unknown_keyword(owner, name, [word for word in known if word not in ("self", "unknown")], hint)

@@ -14,15 +14,16 @@ _Class = TypeVar("_Class", bound=type)
 _HOST = re.compile(r"[^\s:/]+")
 
 
-def unknown_keyword(owner: str, name: str, known: Iterable[str], advice: str | None = None) -> TypeError:
-    """The error for an unknown keyword.
+def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:
+    """Whether a value is None, empty or one of ``neutral``; a boolean equals no number."""
+    if isinstance(value, bool | int | float | str) and value != "":
+        return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)
+    return value is None or (isinstance(value, str | dict | list | tuple) and not value)
 
-    Args:
-        owner: the class or function, by its public name.
-        name: the unknown keyword.
-        known: valid keywords; near matches are listed.
-        advice: what to do instead; replaces the near matches.
-    """
+
+def unknown_keyword(owner: str, name: str, known: Iterable[str], advice: str | None = None) -> TypeError:
+    """The error for an unknown keyword. ``owner``: the class or function, by its public name; ``known``: valid ones, of
+    which near matches are listed; ``advice``: what to do instead, in place of these."""
     import difflib  # only needed for errors
 
     known = list(known)
@@ -44,7 +45,7 @@ def checked_keywords(cls: _Class) -> _Class:
     def checked_init(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in kwargs.keys() - known:
             neutral, advice = getattr(cls, "unsupported", {}).get(name, (None, None))
-            if advice is None or kwargs.pop(name) not in (None, neutral):
+            if advice is None or not is_neutral(kwargs.pop(name), (neutral,)):
                 raise unknown_keyword(cls.__name__, name, sorted(known), advice)
         init(self, *args, **kwargs)
 
