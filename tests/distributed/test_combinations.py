@@ -83,9 +83,7 @@ def test_every_pair_is_there() -> None:
 
 
 @pytest.mark.parametrize("case", [*WITHOUT_DRAFTS, *CASES], ids=", ".join)
-def test_tokens_and_logprobs_are_those_of_one_process(
-    case: tuple[str, str, str, str], tmp_path: Path, expected: Expected
-) -> None:
+def test_outputs_are_those_of_one_process(case: tuple[str, str, str, str], tmp_path: Path, expected: Expected) -> None:
     method, store, way, runner = case
     settings = {"runner": runner, **TIGHT, **WAYS[way]}
     if METHODS[method]:

@@ -253,7 +253,7 @@ def test_tokens_are_those_of_one_process(way: str, port: int) -> None:
     assert (command.returncode, errors) == (0, f"this is node 1 of 2, and waits for node 0 at 127.0.0.1:{port}\n")
 
 
-def test_different_settings_are_refused_on_both_sides(port: int) -> None:
+def test_different_settings_are_refused(port: int) -> None:
     size = {"tensor_parallel_size": 2}
     with second_node(port, **size, block_size=8) as command:
         with pytest.raises(ValueError, match=r"node 1 is set up differently.*\n  - block_size: 4 here, 8 there"):

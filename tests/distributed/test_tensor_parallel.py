@@ -184,9 +184,7 @@ Found = list[dict[Any, Any]]
 
 @pytest.mark.parametrize("way", ["exact", "summed", "fused exact", "fused summed"])
 @pytest.mark.parametrize(("name", "size"), CASES)
-def test_logits_are_those_of_the_whole_model(
-    four: Found, folders: dict[str, Path], name: str, size: int, way: str
-) -> None:
+def test_logits_equal_the_whole_models(four: Found, folders: dict[str, Path], name: str, size: int, way: str) -> None:
     ranks = [found[way, name, size] for found in four[:size]]
     assert_close(ranks[0], run_steps(load(folders[name])))
     for logits in ranks[1:]:
@@ -208,9 +206,7 @@ def test_dummy_reloaded_and_quantized_weights(four: Found, folders: dict[str, Pa
 
 @pytest.mark.parametrize("way", ["exact", "summed"])
 @pytest.mark.parametrize("is_fused", [False, True])
-def test_residual_stream_between_stages_is_complete_on_every_tensor_rank(
-    four: Found, folders: dict[str, Path], way: str, is_fused: bool
-) -> None:
+def test_residual_is_whole_on_every_rank(four: Found, folders: dict[str, Path], way: str, is_fused: bool) -> None:
     first, second = (found["residual", way, is_fused] for found in four[:2])
     assert_close(first, residual_streams(folders["biases"], SINGLE_TENSOR_GROUP, is_fused=False))
     assert_equal(first, second)

@@ -21,7 +21,7 @@ from fleetfoot import LLM, LLMEngine, SamplingParams
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.json_fields import ConfigError
 from fleetfoot.executor.multiprocess import MultiprocessExecutor
-from fleetfoot.outputs import CompletionOutput, RequestOutput
+from fleetfoot.outputs import CompletionOutput
 from fleetfoot.plan.oracle import UnsupportedFeatureError
 from fleetfoot.runner.capabilities import CAPABILITIES, Feature
 
@@ -156,44 +156,25 @@ def priority_scheduling(subject: Subject) -> None:
 def sampling(subject: Subject) -> None:
     filters: list[dict[str, Any]] = [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}, {"top_k": 40, "top_p": 0.9}]
     seeded = [{"temperature": 1.3, "seed": seed, **more} for more in filters for seed in (1, 2)]
-    outputs = both_runners(subject, *(make_params(**params) for params in seeded))
+    outputs = sampled(subject, *(make_params(**params) for params in seeded))
     assert all(output != other for i, output in enumerate(outputs) for other in outputs[:i])
     subject.check(subject.engine(), make_params(temperature=2.0, top_k=1, seed=3))
 
 
-def both_runners(subject: Subject, *requests: SamplingParams) -> list[list[list[int]]]:
-    """For each of ``requests`` the tokens of PROMPTS. They differ from greedy ones, and are those of both runners: what
-    they should be, with logprobs, is in test_sampling_features.py."""
-    outputs = []
-    for name in CAPABILITIES:
-        engine = make_engine(subject.folder, runner=name, dtype="float32", max_num_batched_tokens=16)
-        tests = {f"{i} {j}": (prompt, params) for i, params in enumerate(requests) for j, prompt in enumerate(PROMPTS)}
-        outputs.append(run_requests(engine, tests))
-        engine.shutdown()
-    for request_id, output in outputs[0].items():
-        other = outputs[1][request_id]
-        assert output.outputs[0].token_ids == other.outputs[0].token_ids
-        (known, values), (other_known, other_values) = logprobs_of(output), logprobs_of(other)
-        assert known == other_known and values == pytest.approx(other_values, abs=1e-4)
-        params = tests[request_id][1]
-        assert bool(known) == (params.logprobs is not None or params.prompt_logprobs is not None)
-    tokens = [[outputs[0][f"{i} {j}"].outputs[0].token_ids for j in range(len(PROMPTS))] for i in range(len(requests))]
-    greedy = [subject.expected(prompt) for prompt in PROMPTS]
-    assert [found == greedy for found in tokens] == [params == make_params(logprobs=4) for params in requests]
+def sampled(subject: Subject, *requests: SamplingParams) -> list[list[list[int]]]:
+    """For each of ``requests`` the tokens of PROMPTS, which are not the greedy ones. What they should be is in
+    test_sampling_features.py, and that they are those of both runners in test_random_requests.py."""
+    engine = subject.engine(max_num_batched_tokens=16)
+    tokens = [[output.token_ids for output in run_all(engine, PROMPTS, params)] for params in requests]
+    engine.shutdown()
+    assert [subject.expected(prompt) for prompt in PROMPTS] not in tokens
     return tokens
-
-
-def logprobs_of(output: RequestOutput) -> tuple[list[tuple[int, int | None]], list[float]]:
-    """Tokens with their ranks, and their logprobs, of the prompt and the output."""
-    entries = [entry or {} for entry in (*(output.prompt_logprobs or ()), *(output.outputs[0].logprobs or ()))]
-    found = [(token, chance) for entry in entries for token, chance in entry.items()]
-    return [(token, chance.rank) for token, chance in found], [chance.logprob for _, chance in found]
 
 
 def penalties(subject: Subject) -> None:
     few = {"allowed_token_ids": [PROMPT[3], PROMPT[9], 90, 1000]}  # so few that tokens come again, of the prompt too
     penalized = make_params(**few, repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=1.1)
-    plain, changed = both_runners(subject, make_params(**few), penalized)
+    plain, changed = sampled(subject, make_params(**few), penalized)
     assert plain != changed
 
 
@@ -201,7 +182,7 @@ def logit_bias(subject: Subject) -> None:
     plain = subject.expected(PROMPT)
     allowed = [5, 90, 1000]
     params = [make_params(logit_bias={plain[1]: -5.0, 77: 2.0}), make_params(allowed_token_ids=allowed)]
-    biased, restricted = both_runners(subject, *params)
+    biased, restricted = sampled(subject, *params)
     assert biased[0][1] != plain[1] and {token for tokens in restricted for token in tokens} <= set(allowed)
 
 
@@ -211,18 +192,28 @@ def bad_words(subject: Subject) -> None:
     word, stops = tokenizer.decode([plain[2]]), {"stop_token_ids": [plain[1]], "ignore_eos": False}
     assert tokenizer.encode(word, add_special_tokens=False) == [plain[2]]
     params = [make_params(bad_words=[word]), make_params(**stops), make_params(**stops, min_tokens=6)]
-    banned, early, late = both_runners(subject, *params)
+    banned, early, late = sampled(subject, *params)
     assert banned[0][:2] == plain[:2] and plain[2] not in banned[0]
     assert early[0] == plain[:2]
     assert len(late[0]) >= 6 and plain[1] not in late[0][:5]
 
 
 def logprobs(subject: Subject) -> None:
-    both_runners(subject, make_params(logprobs=4))
+    """Of the prompt, in chunks, and of the output, with ranks."""
+    engine = subject.engine(max_num_batched_tokens=16)
+    output = run_requests(engine, {"r": (PROMPT, make_params(logprobs=4, prompt_logprobs=3))})["r"]
+    tokens = PROMPT + output.outputs[0].token_ids
+    entries = [*(output.prompt_logprobs or [])[1:], *(output.outputs[0].logprobs or [])]
+    expected = reference_logits(subject.reference, tokens).log_softmax(-1)[:-1]
+    for place, (entry, token, chances) in enumerate(zip(entries, tokens[1:], expected, strict=True), start=1):
+        order = chances.argsort(descending=True).tolist()
+        assert entry is not None and entry.keys() == {token, *order[: 3 if place < len(PROMPT) else 4]}
+        for known, logprob in entry.items():
+            assert order[logprob.rank - 1] == known
+            assert logprob.logprob == pytest.approx(chances[known].item(), abs=1e-4)
 
 
-def prompt_logprobs(subject: Subject) -> None:
-    both_runners(subject, make_params(prompt_logprobs=3, allowed_token_ids=[5, 90]))
+prompt_logprobs = logprobs
 
 
 def draft_model(subject: Subject) -> None:

@@ -272,9 +272,7 @@ def test_the_metadata_is_cleared_whatever_raises(kind: str, where: str, step: st
 
 
 @pytest.mark.parametrize(("step", "raising"), [(step, raising) for where, step, raising in FAULTS if where == "alone"])
-def test_clearing_never_hides_the_first_cause(
-    kind: str, step: str, raising: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_clearing_hides_no_first_cause(kind: str, step: str, raising: str, caplog: pytest.LogCaptureFixture) -> None:
     rank = Rank(kind, drafts=True)
     rank.log.raising = {raising, CLEAR}
     with pytest.raises(FaultError, match=raising):

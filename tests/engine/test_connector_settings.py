@@ -157,9 +157,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", ACCEPTED)
-def test_a_plan_opens_and_makes_nothing(
-    case: str, capsys: Streams, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_makes_nothing(case: str, capsys: Streams, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(socket, "socket", None)
     monkeypatch.setattr(socket, "getaddrinfo", None)

@@ -77,9 +77,7 @@ def close(engine: LLMEngine) -> TransferStats:
 
 @pytest.mark.parametrize("name", ["offload", "files", "multi", "own"])
 @pytest.mark.parametrize("caching", [True, False])
-def test_tokens_are_those_without(
-    start: Start, configs: Configs, name: str, caching: bool, no_connector: Tokens
-) -> None:
+def test_tokens_are_as_without(start: Start, configs: Configs, name: str, caching: bool, no_connector: Tokens) -> None:
     engine = start(configs[name], enable_prefix_caching=caching)
     for _ in range(2):  # the second time much of it is loaded
         assert tokens_of(run_requests(engine, REQUESTS)) == no_connector
@@ -90,9 +88,7 @@ def test_tokens_are_those_without(
 
 
 @pytest.mark.parametrize("reset_connector", [False, True])
-def test_a_reset_of_the_prefix_cache_resets_the_connector_if_it_is_to(
-    start: Start, reset_connector: bool, no_connector: Tokens
-) -> None:
+def test_reset_of_the_prefix_cache(start: Start, reset_connector: bool, no_connector: Tokens) -> None:
     engine = start(OFFLOAD)
     for _ in range(2):
         assert tokens_of(run_requests(engine, {"long": REQUESTS["long"]})) == {"long": no_connector["long"]}
@@ -117,9 +113,7 @@ def test_another_engine_finds_what_one_has_computed(
     assert (stats.loads_done, stats.tokens_loaded, stats.loads_failed) == (4, sum(NUM_CACHED.values()), 0)
 
 
-def test_loaded_kv_is_what_is_used(
-    start: Start, configs: Configs, no_connector: Tokens, own_connector: ModuleType
-) -> None:
+def test_loaded_kv_is_used(start: Start, configs: Configs, no_connector: Tokens, own_connector: ModuleType) -> None:
     one = start(configs["own"])
     run_requests(one, REQUESTS)
     close(one)
@@ -187,9 +181,7 @@ def test_a_conversation_goes_on_in_another_engine(start: Start, configs: Configs
 
 
 @pytest.mark.parametrize("name", ["files", "multi"])
-def test_an_engine_that_ends_after_its_last_request_has_saved_all_of_it(
-    start: Start, configs: Configs, name: str, tmp_path: Path
-) -> None:
+def test_an_engine_that_ends_has_saved_everything(start: Start, configs: Configs, name: str, tmp_path: Path) -> None:
     engine = start(configs[name])
     run_requests(engine, {"alone": REQUESTS["alone"]})
     engine.shutdown()
@@ -242,9 +234,7 @@ def test_an_error_at_any_point_ends_the_engine_and_nothing_hangs(start: Start, p
 
 
 @pytest.mark.parametrize("point", ["build_connector_meta", "bind_connector_metadata", "flush", "get_finished"])
-def test_both_sides_are_shut_down_after_an_error_at_the_end(
-    start: Start, point: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_sides_end_after_a_late_error(start: Start, point: str, monkeypatch: pytest.MonkeyPatch) -> None:
     faults, ended = Faults(), []
     for side in (faulty_connector.FaultyScheduler, faulty_connector.FaultyWorker):
         monkeypatch.setattr(side, "shutdown", lambda self: ended.append(type(self)))

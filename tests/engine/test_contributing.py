@@ -137,19 +137,6 @@ def test_a_kernel_is_planned_and_loaded_by_its_line(page: Page) -> None:
 
 
 @RUNNERS
-def test_a_connector_brings_kv_to_the_next_engine(runner: str, text_model: Path, page: Page) -> None:
-    page.add_module("my_connector", "connector")
-    transfer = {"kv_connector": "DictConnector", "kv_connector_module_path": "my_connector", "kv_role": "kv_both"}
-    expected = tokens(text_model, runner="v1")
-    for num_cached in (0, 28):
-        engine = make_engine(text_model, runner=runner, block_size=4, kv_transfer_config=transfer)
-        outputs = run_requests(engine, REQUESTS)
-        engine.shutdown()
-        assert tokens_of(outputs) == expected
-        assert outputs["30"].num_cached_tokens == num_cached
-
-
-@RUNNERS
 def test_a_drafter_proposes_tokens_and_changes_none(runner: str, text_model: Path, page: Page) -> None:
     page.add_module("fleetfoot.speculative.bigram", "drafter")
     page.add_entry(speculative, "DRAFT_METHODS", "method")
@@ -176,7 +163,8 @@ def test_a_linear_method_computes_with_its_weights(page: Page, tmp_path: Path) -
 
 def test_every_example_is_run() -> None:
     assert len(EXAMPLES) == PAGE.count("```python") == PAGE.count("<!-- example:")
-    source = Path(__file__).read_text(encoding="utf-8")
+    files = (Path(__file__), Path(__file__).with_name("test_connectors.py"))
+    source = "".join(path.read_text(encoding="utf-8") for path in files)
     assert not [name for name in EXAMPLES if f'"{name}"' not in source]
 
 

@@ -171,20 +171,6 @@ def test_paths_torch_dtypes_and_names_of_the_tokenizer(text_model: Path) -> None
     assert len(tokenizer) == tokenizer.vocab_size
 
 
-def test_a_cache_salt_keeps_prompts_apart(llm: LLM) -> None:
-    token_ids = list(range(5, 30))
-    text = llm.get_tokenizer().decode(token_ids)
-
-    def cached(prompt: Any) -> int:
-        return llm.generate([prompt], greedy(4), use_tqdm=False)[0].num_cached_tokens
-
-    assert cached({"prompt_token_ids": token_ids, "cache_salt": "mine"}) == 0
-    assert cached({"prompt_token_ids": token_ids}) == 0
-    assert cached({"prompt_token_ids": token_ids, "cache_salt": "mine"}) == 24
-    assert cached({"prompt": text, "cache_salt": "theirs"}) == 0
-    assert cached({"prompt": text, "cache_salt": "theirs"}) > 0
-
-
 def test_chat(llm: LLM) -> None:
     params, tokenizer = SamplingParams(temperature=0, max_tokens=12), llm.get_tokenizer()
     (single,) = llm.chat(CONVERSATION, params, use_tqdm=False)

@@ -78,6 +78,7 @@ def test_salts_keep_prefixes_apart(engine: LLMEngine) -> None:
 
     assert [cached(), cached(cache_salt="a"), cached(cache_salt="b")] == [0, 0, 0]
     assert [cached(), cached(cache_salt="a"), cached(cache_salt="b")] == [16, 16, 16]
+    assert [run_one(engine, {"prompt": "Once upon a time", "cache_salt": salt})[0] for salt in "aab"] == [0, 4, 0]
 
 
 def test_prompt_logprobs_need_the_whole_prompt(engine: LLMEngine) -> None:
@@ -119,13 +120,6 @@ def test_requests_from_before_a_reset_are_not_cached_after_it() -> None:
     engine.add_request("newer", tokens, SamplingParams(max_tokens=1))
     (newer,) = drain(engine)
     assert newer.num_cached_tokens == 12
-
-
-def test_caching_off(text_model: Path) -> None:
-    engine = make_engine(text_model, enable_prefix_caching=False)
-    first = run_one(engine, PROMPT)
-    assert run_one(engine, PROMPT) == first == (0, first[1])
-    engine.shutdown()
 
 
 def test_nan_stays_with_its_request(tmp_path: Path) -> None:

@@ -45,9 +45,7 @@ def test_tokens_are_the_same(runner: str, settings: dict[str, Any], expected: li
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
-def test_a_connector_loads_what_another_engine_has_saved(
-    runner: str, tmp_path: Path, expected: list[list[int]]
-) -> None:
+def test_a_connector_loads_what_another_engine_saved(runner: str, tmp_path: Path, expected: list[list[int]]) -> None:
     config: dict[str, Any] = {"kv_connector": "SharedStorageConnector", "kv_role": "kv_both"}
     config |= {"kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}
     settings = {"runner": runner, "kv_transfer_config": config, "block_size": 4}

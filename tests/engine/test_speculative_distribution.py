@@ -120,9 +120,7 @@ def drafts_of(models: dict[str, Any], drafter: str) -> dict[str, Any]:
     ("drafter", "features"),
     [("close", {}), ("different", {}), ("ngram", {}), ("close", {"temperature": 1.5, "top_k": 4})],
 )
-def test_drafts_do_not_change_the_distribution(
-    models: dict[str, Any], drafter: str, features: dict[str, Any], runner: str
-) -> None:
+def test_drafts_keep_distributions(models: dict[str, Any], drafter: str, features: dict[str, Any], runner: str) -> None:
     folder, reference = models["target"]
     triples, drafts = sample(folder, runner, drafts_of(models, drafter), **features)
     assert p_value(triples, probabilities_of(reference, **features)) > SUSPICIOUS

@@ -1,19 +1,27 @@
-"""Engines that cannot start say why: settings, missing or broken files, unknown models."""
+"""Engines that cannot start say why: settings, files, models, drafters; `force_runner` wins, and is restored."""
 
+import asyncio
 import dataclasses
 import json
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from tests.helpers.commands import CommandRunner
 from tests.helpers.engines import TEXT_MODEL
+from tests.helpers.runner_lives import DRAFT
 
 from fleetfoot import LLM, AsyncLLM, SamplingParams
+from fleetfoot.assets import embedded_eagle_path, embedded_model_path
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.config.env import USE_NATIVE_KERNELS
+from fleetfoot.config.env import USE_NATIVE_KERNELS, USE_V2_MODEL_RUNNER
+from fleetfoot.engine import engine as engine_module
 from fleetfoot.executor.build import start_executor
 from fleetfoot.executor.protocol import PlanMismatchError, check_parts, planned_parts
 from fleetfoot.kernels.interface import KernelPlan
@@ -23,7 +31,10 @@ from fleetfoot.native import loading
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import resolve_plan
+from fleetfoot.records.weights import WeightError
+from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.speculative.drafter import NO_DRAFTING
+from fleetfoot.testing import force_runner
 
 Patch = pytest.MonkeyPatch
 MAX_LEN = TEXT_MODEL["max_position_embeddings"]
@@ -199,3 +210,281 @@ def test_a_worker_process_compares_what_it_built(text_model: Path) -> None:
     plan = dataclasses.replace(plan, kv_layout="odd")
     with pytest.raises(PlanMismatchError, match=r"worker 0: kv_layout is 'block-contiguous-hnd', .*names 'odd'"):
         start_executor(plan)
+
+
+def start(model: str | Path | None = None, method: str = "", target: str = "story-llama", **settings: Any) -> None:
+    speculative = {"method": method, "num_speculative_tokens": 2} | ({} if model is None else {"model": str(model)})
+    LLM(model=target, device="cpu", num_gpu_blocks_override=64, speculative_config=speculative, **settings).shutdown()
+
+
+def copy_of(source: Path, folder: Path, **fields: Any) -> Path:
+    """A checkpoint with other fields in its config.json."""
+    made = folder / "drafter"
+    shutil.copytree(source, made)
+    content = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps({**content, **fields}))
+    return made
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_no_such_model(method: str) -> None:
+    with pytest.raises(FileNotFoundError, match=r"^speculative_config: model '/no/such/folder': no such folder"):
+        start("/no/such/folder", method)
+
+
+def test_a_whole_model_is_no_head() -> None:
+    with pytest.raises(WeightError, match=r"'story-llama' .* has no tensor fc.weight, .* method 'draft_model'"):
+        start("story-llama", "eagle")
+
+
+def test_a_folder_without_weights(tmp_path: Path) -> None:
+    folder = copy_of(DRAFT, tmp_path)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(WeightError, match=r"no \*.safetensors in"):
+        start(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"no config.json in"):
+        start(folder)
+
+
+HEAD = embedded_eagle_path()
+
+
+@pytest.mark.parametrize(
+    ("source", "fields", "message"),
+    [
+        (HEAD, {"vocab_size": 100}, "a vocabulary of 100 tokens and the model one of 2,048"),
+        (DRAFT, {"architectures": ["GPT2LMHeadModel"]}, r"architectures is \['GPT2LMHeadModel'\]"),
+        (DRAFT, {"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints are not"),
+        (DRAFT, {"intermediate_size": 64}, "do not fit its config.json"),
+        (HEAD, {"intermediate_size": 64}, "do not fit its config.json"),
+    ],
+)
+def test_a_drafter_that_does_not_fit(source: Path, fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        start(copy_of(source, tmp_path, **fields), "eagle" if source == HEAD else "draft_model")
+
+
+def test_a_drafter_with_few_positions(tmp_path: Path, run: CommandRunner) -> None:
+    """Also without ``max_model_len``, which is then the model's."""
+    folder = copy_of(DRAFT, tmp_path, max_position_embeddings=512)
+    message = r"has 512 positions \(max_position_embeddings\), fewer than the max_model_len 1,024; set max_model_len to"
+    with pytest.raises(ValueError, match=message):
+        start(folder)
+    config = json.dumps({"model": str(folder), "num_speculative_tokens": 2})
+    error = run.refused("plan", "--device", "cpu", "--speculative-config", config)
+    assert "fewer than the max_model_len 2,048" in error
+    start(folder, max_model_len=512)
+
+
+def plan(run: CommandRunner, speculative: dict[str, Any] | None, *flags: str) -> tuple[dict[str, Any], str]:
+    """The report, and the text with every run of blanks as one."""
+    given = [] if speculative is None else ["--speculative-config", json.dumps(speculative)]
+    words = ("plan", "--device", "cpu", "--cpu-memory", "64GiB", *given, *flags)
+    return run.json(*words, "--json"), " ".join(run(*words).split())
+
+
+PLANS: dict[str, tuple[dict[str, Any], tuple[str | None, int], str]] = {
+    "eagle": (
+        {"method": "eagle", "num_speculative_tokens": 3},
+        ("story-llama-eagle", 1),
+        "drafter EAGLE head story-llama-eagle: 3 drafts for each decode, where it is seen to pay 1 layer: ",
+    ),
+    "draft_model": (
+        {"model": str(DRAFT), "num_speculative_tokens": 1, "adaptive": False, "disable_by_batch_size": 8},
+        (str(DRAFT), 2),
+        f"drafter draft model {DRAFT}: 1 draft for each decode, up to 8 requests at a time 2 layers: ",
+    ),
+    "ngram": (
+        {"num_speculative_tokens": 4, "prompt_lookup_max": 3},
+        (None, 0),
+        "drafter n-grams of 1 to 3 tokens: 4 drafts for each decode, where it is seen to pay KV layout",
+    ),
+}
+"""The speculative config, the name of the model and its number of layers, and a line of the text."""
+
+
+@pytest.mark.parametrize("method", PLANS)
+def test_the_plan_of_a_drafter(method: str, run: CommandRunner) -> None:
+    speculative, model, line = PLANS[method]
+    plain, plain_text = plan(run, None)
+    report, text = plan(run, speculative)
+    drafter, memory = report["drafter"], report["memory"]
+    assert plain["drafter"] is None and "drafter" not in plain_text
+    assert line in text
+    assert (drafter["method"], drafter["model"], drafter["num_layers"]) == (method, *model)
+    assert {"adaptive": True, **speculative}.items() <= {**drafter, "disable_by_batch_size": 8}.items()
+    assert method != "ngram" or (drafter["prompt_lookup_max"], drafter["prompt_lookup_min"]) == (3, 1)
+    assert drafter["weights"] == memory["weights"] - plain["memory"]["weights"]
+    assert report["kv_layout"]["bytes_per_block"] == plain["kv_layout"]["bytes_per_block"] + drafter["bytes_per_block"]
+    assert drafter["kv_cache"] == memory["num_blocks"] * drafter["bytes_per_block"]
+    assert method != "eagle" or drafter["bytes_per_block"] == 2 * 2 * 32 * 16 * 2  # K and V, heads, size, tokens, bf16
+    assert (drafter["weights"] > 0) == (drafter["kv_cache"] > 0) == (method != "ngram")
+
+
+def test_the_drafter_is_on_the_last_rank(run: CommandRunner) -> None:
+    report, _ = plan(run, {"model": str(DRAFT), "num_speculative_tokens": 1}, "--pipeline-parallel-size", "2")
+    first, last = report["parallel"]["stages"]
+    assert last["kv_cache"] - first["kv_cache"] == report["drafter"]["kv_cache"] > 0
+
+
+def test_the_plan_of_graphs_with_drafts(run: CommandRunner) -> None:
+    speculative = json.dumps({"num_speculative_tokens": 3})
+    flags = ["--device", "cuda", "--gpu-memory", "80GiB", "--max-num-seqs", "16", "--speculative-config", speculative]
+    graphs = run.json("plan", "--json", *flags)["graphs"]
+    assert graphs["num_drafts"] == 3
+    assert graphs["uniform"] == graphs["decode"] == [1, 2, 4, 8, 16]
+    assert graphs["captured_at_start"] == 4
+
+
+@pytest.mark.parametrize("target", ["story-llama", embedded_model_path()], ids=["name", "path"])
+@pytest.mark.parametrize("model", [None, "story-llama-eagle"])
+def test_the_embedded_head_is_found(target: str | Path, model: str | None) -> None:
+    start(model, "eagle", target=str(target), max_model_len=64)
+
+
+RUNNERS = ("v1", "v2")
+
+
+@pytest.fixture(params=[None, "0", "1", "nonsense"], ids=lambda value: f"holds-{value}")
+def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """What the environment holds around the test."""
+    if request.param is None:
+        monkeypatch.delenv(USE_V2_MODEL_RUNNER, raising=False)
+    else:
+        monkeypatch.setenv(USE_V2_MODEL_RUNNER, request.param)
+    return request.param
+
+
+def start_engine(**settings: object) -> LLM:
+    return LLM(device="cpu", skip_tokenizer_init=True, max_num_seqs=2, num_gpu_blocks_override=16, **settings)
+
+
+def runs() -> str:
+    """Start an engine, run a request, and read which runner it was."""
+    with start_engine() as llm:
+        (output,) = llm.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+        assert len(output.outputs[0].token_ids) >= 1
+        assert llm.llm_engine.plan.explicit
+        assert llm.llm_engine.plan.use_v2_model_runner == (llm.llm_engine.runner_name == "v2")
+        return llm.llm_engine.runner_name
+
+
+def is_as_before(held: str | None) -> bool:
+    return os.environ.get(USE_V2_MODEL_RUNNER) == held and engine_module.resolve_plan is resolve_plan
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_it_wins_and_restores_the_environment(runner: str, held: str | None) -> None:
+    with force_runner(runner) as forced:
+        assert runs() == runner
+        assert os.environ[USE_V2_MODEL_RUNNER] == str(RUNNERS.index(runner))  # for processes that are started
+        os.environ[USE_V2_MODEL_RUNNER] = "1"  # not by monkeypatch, which would put back what the block has set
+        assert runs() == runner
+    assert [plan.runner for plan in forced.plans] == [runner, runner]
+    assert is_as_before(held)
+
+
+def test_blocks_may_be_nested(held: str | None) -> None:
+    with force_runner("v1"):
+        with force_runner("v2"):
+            assert runs() == "v2"
+        assert runs() == "v1"
+    assert is_as_before(held)
+
+
+def test_as_a_decorator(held: str | None) -> None:
+    @force_runner("v1")
+    def first(suffix: str, *, times: int) -> str:
+        """Its own."""
+        return runs() + suffix * times
+
+    @force_runner("v2")
+    async def second() -> str:
+        await asyncio.sleep(0)
+        return runs()
+
+    assert first("!", times=2) == "v1!!"
+    assert first("", times=0) == "v1"  # again
+    assert asyncio.run(second()) == "v2"
+    assert first.__doc__ == "Its own."
+    assert is_as_before(held)
+
+
+def plan_only() -> None:
+    engine_module.resolve_plan(EngineConfig(device="cpu"), Machine.detect())
+
+
+def nested() -> None:
+    """An engine counts for the innermost block alone."""
+    with force_runner("v2"):
+        runs()
+
+
+@pytest.mark.parametrize("work", [plan_only, nested])
+def test_without_an_engine_it_is_an_error(work: Callable[[], None], held: str | None) -> None:
+    with pytest.raises(AssertionError, match=r"force_runner\('v1'\) had no effect: no engine"), force_runner("v1"):
+        work()
+    assert is_as_before(held)
+
+
+@pytest.mark.parametrize("part", ["start_executor", "InputProcessor"])
+def test_a_start_that_fails_does_not_count(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the workers have started, and after that."""
+    monkeypatch.setattr(engine_module, part, mock.Mock(side_effect=RuntimeError("injected")))
+    failed = pytest.raises(RuntimeError, match="injected")
+    with pytest.raises(AssertionError, match="no engine has started"), force_runner("v1"), failed:
+        start_engine()
+
+
+def test_an_engine_of_another_thread_counts() -> None:
+    with force_runner("v1") as forced, ThreadPoolExecutor(1) as pool:
+        assert pool.submit(runs).result() == "v1"
+    assert [plan.runner for plan in forced.plans] == ["v1"]
+
+
+@pytest.mark.parametrize(
+    ("in_thread", "message"),
+    [(False, r"\('v2'\) is in effect, and the engine runs on 'v1'"), (True, r"\('v2'\): 1 engine\(s\) ran on another")],
+)
+def test_the_runner_that_ran_counts(in_thread: bool, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers report V1 whatever the plan names, and the check of what was built is switched off."""
+    monkeypatch.setattr(ModelRunnerV2, "name", "v1")
+    monkeypatch.setattr("fleetfoot.executor.worker.check_parts", lambda *_: None)
+    with pytest.raises(AssertionError, match=f"force_runner{message}"), force_runner("v2"):
+        if not in_thread:
+            start_engine()
+        with ThreadPoolExecutor(1) as pool:
+            assert isinstance(pool.submit(start_engine).exception(), AssertionError)  # which a thread may drop
+
+
+def test_an_exception_is_raised_unchanged(held: str | None) -> None:
+    with pytest.raises(KeyError, match="mine"), force_runner("v2"):
+        raise KeyError("mine")
+    assert is_as_before(held)
+    with pytest.raises(ValueError, match="max_num_seqs is 0"), force_runner("v2"):
+        LLM(max_num_seqs=0)
+    assert is_as_before(held)
+
+
+@pytest.mark.parametrize("settings", [{"runner": "v2"}, {"use_v2_model_runner": True}])
+def test_a_setting_that_contradicts_it_is_an_error(settings: dict[str, object], held: str | None) -> None:
+    (name,) = settings
+    message = rf"force_runner\('v1'\) is in effect, and the engine would run on 'v2': .*{name} is .*Leave that"
+    with pytest.raises(ValueError, match=message), force_runner("v1"):
+        start_engine(**settings)
+    with force_runner("v2"), start_engine(**settings) as llm:  # the same runner
+        assert llm.llm_engine.runner_name == "v2"
+    assert is_as_before(held)
+
+
+def test_what_it_refuses() -> None:
+    with pytest.raises(ValueError, match="runner is 'v3'; it can be 'v1' or 'v2'"):
+        force_runner("v3")
+    forced = force_runner("v1")
+    with forced:
+        with pytest.raises(RuntimeError, match="in use already"), forced:
+            pass
+        assert runs() == "v1"
+    with forced:  # one after the other is fine
+        assert runs() == "v1"

@@ -53,10 +53,9 @@ def processor_case(
     if logits is not None:
         vocab_size = logits.shape[1]
     num_blocks = MAX_LEN // BLOCK_SIZE
-    sizes = {"max_num_seqs": num_rows, "max_model_len": MAX_LEN, "max_num_batched_tokens": MAX_LEN * num_rows}
-    state = DeviceState(
-        CpuDevice(), num_blocks=num_rows * num_blocks, block_size=BLOCK_SIZE, vocab_size=vocab_size, **sizes
-    )
+    sizes = {"num_blocks": num_rows * num_blocks, "block_size": BLOCK_SIZE}
+    sizes |= {"max_num_seqs": num_rows, "max_model_len": MAX_LEN, "max_num_batched_tokens": MAX_LEN * num_rows}
+    state = DeviceState(CpuDevice(), vocab_size=vocab_size, **sizes)
     state.sampling.logits_processors.listed.planes.random_(0, 5)  # unused entries are random
     blocks = rng.sample(range(num_rows * num_blocks), num_rows * num_blocks)
     requests = [_request(rng, row, blocks[row::num_rows], vocab_size) for row in range(num_rows)]

@@ -41,12 +41,8 @@ Tokens = dict[str, list[int]]
 
 def nixl(role: str, *, backend: str = "tcp", **fields: Any) -> dict[str, Any]:
     """A kv_transfer_config."""
-    return {
-        "kv_connector": "NixlConnector",
-        "kv_role": role,
-        "kv_connector_extra_config": {"backend": backend},
-        **fields,
-    }
+    extra = {"kv_connector_extra_config": {"backend": backend}}
+    return {"kv_connector": "NixlConnector", "kv_role": role, **extra, **fields}
 
 
 def tokens_of(outputs: dict[str, RequestOutput]) -> Tokens:

@@ -256,16 +256,12 @@ BATCHES: dict[str, Callable[[], Batch]] = {
         [Request(r, 10, 4, prefill_len=9 + r) for r in range(7)], num_drafts=3
     ),
     "decodes_fill_a_tile": lambda: make_batch([decode(r, r % 128) for r in range(256)], num_rows=256),
-    "tokens_fill_a_tile": lambda: make_batch(
-        [prefill(0, 0, 100), prefill(1, 28, 100), prefill(2, 10, 55)], padding_tokens=1
-    ),
+    "full_tile": lambda: make_batch([prefill(0, 0, 100), prefill(1, 28, 100), prefill(2, 10, 55)], padding_tokens=1),
     "tokens_overflow_a_tile": lambda: make_batch([prefill(0, 1, 127), prefill(1, 0, 128), prefill(2, 4, 3)]),
     "table_wider_than_a_tile": lambda: make_batch(
         [decode(0, 1090), decode(1, 1023), decode(2, 1024)], block_size=1, max_blocks=1100, num_rows=3, spare_width=9
     ),
-    "1024_decodes": lambda: make_batch(
-        [decode(r, r % 120) for r in reversed(range(1024))], num_rows=1024, max_blocks=8
-    ),
+    "1024_decodes": lambda: make_batch([decode(r, r % 120) for r in reversed(range(1024))], num_rows=1024),
     "1024_mixed": _many_mixed,
     "graph_full": lambda: make_batch([decode(r, 9 * r, 2) for r in range(8)], num_drafts=2, spare_width=8),
     "graph_padded": lambda: make_batch(

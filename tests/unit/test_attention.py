@@ -99,9 +99,7 @@ def test_block_sizes(backend: AttentionBackend, block_size: int, shuffled: bool)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 17, TILE])
 @pytest.mark.parametrize("block_size", [1, 16, 24, 600])
-def test_borders_of_blocks_and_tiles(
-    native: AttentionBackend, dtype: torch.dtype, window: int | None, block_size: int
-) -> None:
+def test_tile_borders(native: AttentionBackend, dtype: torch.dtype, window: int | None, block_size: int) -> None:
     lengths = [(1, length) for length in (1, 15, 16, 17, TILE - 1, TILE, TILE + 1, 2 * TILE)]
     chunks = [(16, 16), (17, TILE + 1), (2, TILE + 1), (40, 2 * TILE + 20)]
     check(native, [*lengths, *chunks], window, block_size=block_size, dtype=dtype, num_heads=6)

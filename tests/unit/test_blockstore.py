@@ -131,9 +131,7 @@ def test_roles(make: MakeBench, store: str, tmp_path: Path) -> None:
         assert consumer.load(consumer.request("again", TOKENS, PLACES)).loaded == {"again"}
 
 
-def test_freed_blocks_are_flushed_before_they_are_overwritten(
-    make: MakeBench, store: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_freed_blocks_are_flushed_before_reuse(make: MakeBench, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "block_copies", kv_bench.LateCopies)
     bench = make(store)
     request = bench.request("r", TOKENS, BLOCKS)

@@ -27,11 +27,7 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "empty_like": lambda x, index: torch.empty_like(x[:, :3]),
     "new_empty": lambda x, index: index.new_empty((2, 3)),
     "factories": lambda x, index: (torch.zeros(3), torch.arange(2, 9), torch.full((2,), 7)),
-    "ranges": lambda x, index: (
-        *map(torch.arange, (5, 2.0)),
-        torch.arange(3, dtype=torch.int32),
-        torch.arange(0, 9, 2),
-    ),
+    "range": lambda x, index: (*map(torch.arange, (5, 2.0)), torch.arange(3, dtype=torch.int32), torch.arange(0, 9, 2)),
     "like": lambda x, index: (torch.zeros_like(x.t()), torch.full_like(x[:, ::2], 3)),
     "like, of another dtype": lambda x, index: torch.ones_like(index, dtype=torch.int32),
     "like, contiguous": lambda x, index: torch.empty_like(x.t(), memory_format=torch.contiguous_format),

@@ -296,9 +296,7 @@ def test_closed_connection_is_a_lost_node(engine: EngineNodes, joined: tuple[Lin
     assert joined[0].receive_end("lost") == "lost"
 
 
-def test_other_connections_are_ignored(
-    engine: EngineNodes, plan: MakePlan, port: int, threads: ThreadPoolExecutor
-) -> None:
+def test_strangers_are_ignored(engine: EngineNodes, plan: MakePlan, port: int, threads: ThreadPoolExecutor) -> None:
     gathering = threads.submit(engine.gather, ADDRESSES)
     bodies = (b"junk", msgspec.msgpack.encode({"node_rank": "one"}))
     framed = (len(body).to_bytes(4, "little") + body for body in bodies)
@@ -317,9 +315,7 @@ def test_other_connections_are_ignored(
     second.close()
 
 
-def test_different_settings_are_refused_on_both_sides(
-    engine: EngineNodes, plan: MakePlan, threads: ThreadPoolExecutor
-) -> None:
+def test_different_settings_are_refused(engine: EngineNodes, plan: MakePlan, threads: ThreadPoolExecutor) -> None:
     member: Future[Any] = threads.submit(join_engine, plan(1, max_num_seqs=7, model="/elsewhere/model"))
     here = r"^node 1 is set up differently.*:\n  - max_num_seqs: 256 here, 7 there\nstart"
     with pytest.raises(ValueError, match=here):
@@ -328,9 +324,7 @@ def test_different_settings_are_refused_on_both_sides(
         member.result()
 
 
-def test_timeouts_name_the_missing_node(
-    engine: EngineNodes, plan: MakePlan, port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_timeouts_name_nodes(engine: EngineNodes, plan: MakePlan, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "GATHER_S", 0.0)
     with pytest.raises(TimeoutError, match="node 1 has not come"):
         engine.gather(ADDRESSES)

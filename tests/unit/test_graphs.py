@@ -84,9 +84,7 @@ FULL = table(**LARGE)
         (table(enforce_eager=True), step([1], 1), None),
     ],
 )
-def test_a_step_runs_in_the_smallest_shape_that_holds_it(
-    shapes: CaptureTable, output: SchedulerOutput, key: tuple[str, int, int] | None
-) -> None:
+def test_smallest_shapes(shapes: CaptureTable, output: SchedulerOutput, key: tuple[str, int, int] | None) -> None:
     assert shapes.dispatch(output) == (key and GraphKey(*key))
     if key is not None and key[0] == "mixed":
         assert shapes.dispatch(output, drafting=3) is None

@@ -112,12 +112,7 @@ def test_rope_scaling_wins_and_an_inner_theta_too() -> None:
 def test_yarn_is_completed() -> None:
     rope = parse(llama(rope_parameters={"rope_type": "yarn", "factor": 4.0})).rope
     expected = {"factor": 4.0, "original_max_position_embeddings": 512, "attention_factor": pytest.approx(1.1386294361)}
-    assert rope.parameters == {
-        **expected,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": True,
-    }  # 1.13 is 0.1 ln 4 + 1
+    assert rope.parameters == {**expected, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}  # 1 + 0.1 ln 4
     by_ratio = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 128, "attention_factor": 1.5}
     rope = parse(llama(rope_parameters=by_ratio)).rope
     assert (rope.parameters["factor"], rope.parameters["attention_factor"]) == (4.0, 1.5)

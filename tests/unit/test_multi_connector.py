@@ -78,9 +78,7 @@ def test_a_block_that_one_flushes_is_not_loaded_into_before(make: Callable[..., 
     assert same(other.contents([6]), contents)
 
 
-def test_a_block_that_one_still_copies_out_is_not_loaded_into(
-    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_being_copied_out_are_not_loaded(make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
     earlier = make(None)
     earlier.save(earlier.request("other", OTHERS, [3, 7]), 0, 2)
     others = earlier.contents([3, 7])
@@ -184,9 +182,7 @@ ENDS = st.dictionaries(st.sampled_from("abcd"), st.sampled_from(["loaded", "fail
 
 
 @given(order=st.permutations(range(6)), ranks=st.lists(ENDS, min_size=3, max_size=3), size=st.integers(1, 3))
-def test_transfers_end_once_when_they_have_ended_everywhere(
-    order: list[int], ranks: list[dict[str, str]], size: int
-) -> None:
+def test_transfers_end_when_ended_everywhere(order: list[int], ranks: list[dict[str, str]], size: int) -> None:
     """Six outputs, two of each rank, with the ends of two requests each."""
     merger, merged = KVOutputMerger(3), KVConnectorOutput(counters={"steps": 0})
     ends = {request_id: [rank.get(request_id, "loaded") for rank in ranks] for request_id in "abcd"}

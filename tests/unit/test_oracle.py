@@ -324,9 +324,7 @@ SETTINGS = [{}, *({**settings} for settings in REQUIRING.values() if "model" not
     environ=st.sampled_from([{}, {VARIABLE: "0"}, {VARIABLE: "1"}]),
     runner=st.sampled_from(["auto", "v1", "v2"]),
 )
-def test_any_combination(
-    chosen: list[dict[str, Any]], model: ModelFeatures, machine: Machine, environ: dict[str, str], runner: str
-) -> None:
+def test_any_combination(chosen: list[Any], model: ModelFeatures, machine: Machine, environ: Env, runner: str) -> None:
     settings: dict[str, Any] = reduce(or_, chosen, {"runner": runner})
     decision = ask(model, machine, environ, **settings)
     assert decision.explicit == (runner != "auto" or bool(environ))

@@ -59,9 +59,7 @@ def test_sampled_tokens_may_be_int64(kernels: Callable[[], Kernels]) -> None:
 
 @pytest.mark.parametrize("kernels", [reference_kernels, cpu_kernels, triton_kernels])
 @pytest.mark.parametrize(("num_reqs", "num_tokens"), [(0, 0), (4, 0), (4, 6), (4, 12)])
-def test_prepare_decode_takes_uniform_batches_only(
-    kernels: Callable[[], Kernels], num_reqs: int, num_tokens: int
-) -> None:
+def test_prepare_decode_takes_uniform_batches(kernels: Callable[[], Kernels], num_reqs: int, num_tokens: int) -> None:
     batch = get_batch("graph_full")
     tokens, requests = torch.zeros(num_tokens, dtype=torch.int64), torch.zeros(num_reqs, dtype=torch.int32)
     starts, tables = torch.zeros(num_reqs + 1, dtype=torch.int32), torch.zeros(num_reqs, 8, dtype=torch.int32)

@@ -154,9 +154,7 @@ def inject(rng: random.Random, faults: Faults, folder: Path, engine: Engine, *, 
     kind=st.sampled_from(["offload", "shared", "multi"]), policy=st.sampled_from(["recompute", "fail"]),
     caching=st.booleans(), num_ranks=st.integers(1, 2), depth=st.integers(0, 2), seed=st.integers(0, 2**32),
 )  # fmt: skip
-def test_tokens_do_not_depend_on_transfers(
-    kind: str, policy: str, caching: bool, num_ranks: int, depth: int, seed: int
-) -> None:
+def test_transfers_change_nothing(kind: str, policy: str, caching: bool, num_ranks: int, depth: int, seed: int) -> None:
     rng = random.Random(seed)
     jobs: list[ManualJobs] = []
 

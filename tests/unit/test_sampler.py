@@ -35,9 +35,6 @@ def draw(logits, count, **params):
     return torch.bincount(run(logits.expand(count, -1), *rows).token_ids, minlength=logits.shape[-1])
 
 
-# -- greedy ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_greedy_takes_the_highest_and_the_lowest_id_among_equals(dtype):
     logits = torch.tensor([[1.0, 5.0, 5.0, 2.0], [7.0, 1.0, 0.0, 7.0]], dtype=dtype)
@@ -45,8 +42,6 @@ def test_greedy_takes_the_highest_and_the_lowest_id_among_equals(dtype):
     assert output.token_ids.tolist() == [1, 0] and output.token_ids.dtype == torch.int64
     assert output.logprobs is None and not output.invalid.any()
 
-
-# -- logits processors -----------------------------------------------------------------------------------------------
 
 BAD_WORDS = {"bad_words": [[1], [5, 2], [3, 5, 2]]}  # 1 is never generated; (3, 5, 2) is longer than some outputs
 STOP = {"min_tokens": 2, "stop": (1, 2)}
@@ -91,8 +86,6 @@ def test_refresh_follows_the_tokens():
     assert sample(logits, fresh).token_ids[[0, 2]].tolist() == [1, 2]
     assert fresh.random.positions.tolist() == [2, 3, 3]
 
-
-# -- random rows -----------------------------------------------------------------------------------------------------
 
 LOGITS = torch.tensor([2.0, 1.5, 1.4, 0.3, 0.0, -0.4, -1.0, -2.5])
 
@@ -168,9 +161,6 @@ def test_extreme_temperatures_are_exact(temperature):
     assert (counts == [300, 0, 0]) if temperature < 1 else all(count > 60 for count in counts)
 
 
-# -- filters ---------------------------------------------------------------------------------------------------------
-
-
 def remaining(scores):
     return [line.isfinite().nonzero().flatten().tolist() for line in scores]
 
@@ -208,9 +198,6 @@ def test_top_p_of_long_rows_equals_a_full_sort():
     assert remaining(scores) == expected
 
 
-# -- broken logits ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("temperature", [0, 1.0])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_invalid_rows_are_flagged_and_do_not_affect_others(temperature, value):
@@ -242,9 +229,6 @@ def test_wrong_number_of_rows():
         run(torch.zeros(2, 4), row())
 
 
-# -- references ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("filtered", [False, True])
 def test_the_reference_equals_the_cpu_without_host_synchronisation(filtered):
     generator = torch.Generator().manual_seed(11)
@@ -270,9 +254,6 @@ def test_the_reference_equals_the_cpu_without_host_synchronisation(filtered):
     assert torch.equal(logprobs, expected_logprobs)
 
 
-# -- logprobs --------------------------------------------------------------------------------------------------------
-
-
 def test_logprobs_are_the_models_own_and_only_of_rows_with_logprobs():
     logits = torch.tensor([[1.0, 2.0, 3.0], [0.0, 1.0, 0.0], [3.0, 2.0, 1.0]])
     rows = [row(temperature=0, logprobs=1, logit_bias={0: 50}), row(), row(temperature=0, logprobs=0)]
@@ -291,8 +272,6 @@ def test_plain_batches_skip_processors_and_filters():
     logits = torch.zeros(2, 3)
     assert process_logits(logits, greedy) is process_logits(logits, plain) is logits
 
-
-# -- independence ----------------------------------------------------------------------------------------------------
 
 VOCAB = 37
 TOKENS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12)

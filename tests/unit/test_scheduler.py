@@ -73,17 +73,15 @@ def test_an_id_in_use() -> None:
     assert drive.step() == {"a": 2}
 
 
-@pytest.mark.parametrize(
-    ("prompt", "max_tokens", "fits"), [(16, 1, True), (12, 5, True), (12, 6, False), (17, 1, False)]
-)
-def test_what_can_never_fit_is_refused(prompt: int, max_tokens: int, fits: bool) -> None:
+@pytest.mark.parametrize(("size", "max_tokens", "fits"), [(16, 1, True), (12, 5, True), (12, 6, False), (17, 1, False)])
+def test_what_can_never_fit_is_refused(size: int, max_tokens: int, fits: bool) -> None:
     scheduler = scheduler_of(num_blocks=4)
     if fits:
-        Drive(scheduler, request_of("a", prompt, max_tokens)).run()
+        Drive(scheduler, request_of("a", size, max_tokens)).run()
         assert scheduler.stats().num_preemptions == 0
     else:
-        with pytest.raises(ValueError, match=rf"the whole cache holds 16 \(4 blocks of 4\).*at most {17 - prompt}"):
-            scheduler.add_request(request_of("a", prompt, max_tokens))
+        with pytest.raises(ValueError, match=rf"the whole cache holds 16 \(4 blocks of 4\).*at most {17 - size}"):
+            scheduler.add_request(request_of("a", size, max_tokens))
         assert not scheduler.has_unfinished
     scheduler.check_idle()
 

@@ -148,9 +148,7 @@ def test_truncation_and_padding_of_the_file_have_no_effect(tmp_path: Path) -> No
         (["tokenizer.model"], "tokenizer.model", ["a file of another kind"]),
     ],
 )
-def test_without_tokenizer_json_the_error_lists_the_files(
-    tmp_path: Path, files: list[str], path: str, words: list[str]
-) -> None:
+def test_without_tokenizer_json_files_are_listed(tmp_path: Path, files: list[str], path: str, words: list[str]) -> None:
     for name in files:
         (tmp_path / name).touch()
     with pytest.raises(FileNotFoundError) as caught:

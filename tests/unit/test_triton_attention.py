@@ -191,10 +191,8 @@ def test_another_version_of_triton_gets_the_plain_kernel(monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 def test_importing_the_backend_needs_no_triton() -> None:
-    script = (
-        "import sys; sys.modules['triton'] = None; import fleetfoot.kernels.attention.triton_backend; print('done')"
-    )
-    assert run_python("-c", script) == "done\n"
+    code = "import sys; sys.modules['triton'] = None; import fleetfoot.kernels.attention.triton_backend; print('done')"
+    assert run_python("-c", code) == "done\n"
 
 
 @compiled
@@ -212,13 +210,9 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
 @interpreted
 @pytest.mark.parametrize("has_norm", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize("head_dim", [16, 24])
-@pytest.mark.parametrize(
-    "requests", [DECODES, [(3, 50), (3, 3), (3, 17), (3, 34), (3, 131)]], ids=["decodes", "drafts"]
-)
+@pytest.mark.parametrize("requests", [DECODES, [(3, 50), (3, 3), (3, 17), (3, 34), (3, 131)]], ids=["plain", "drafts"])
 @pytest.mark.parametrize("window", [None, 20])
-def test_norm_rotation_and_cache_write_within_the_kernel(
-    requests: Requests, head_dim: int, has_norm: bool, window: int | None
-) -> None:
+def test_fused_norm_rotation_and_write(requests: Requests, head_dim: int, has_norm: bool, window: int | None) -> None:
     """The kernel with its inputs as the linear layer returns them, against the references of the two operations."""
     batch = make_fused_batch(requests, head_dim=head_dim, has_norm=has_norm)
 
