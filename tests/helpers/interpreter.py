@@ -39,10 +39,12 @@ def run_python(*arguments: str, **environment: str) -> str:
 
 
 def _patch_interpreter() -> None:
+    import numpy as np
     from triton import language as tl
     from triton.runtime import interpreter
 
     patch_tensor, create_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+    convert = interpreter._convert_float
 
     def patched_tensor(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
@@ -57,6 +59,14 @@ def _patch_interpreter() -> None:
     def patched_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         return create_dot(self, widen(a), widen(b), *rest)
 
+    def rounded(values: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return convert(values, source, target, mode)
+        bits = np.frombuffer(values.tobytes(), np.uint32)
+        nearest = np.where(bits << 1 > 0xFF000000, 0x7FC0, bits + 0x7FFF + (bits >> 16 & 1) >> 16)  # NaN stays NaN
+        return nearest.astype(np.uint16).reshape(values.shape)
+
+    interpreter._convert_float = rounded
     interpreter._patch_lang_tensor = patched_tensor
     interpreter.InterpreterBuilder.create_dot = patched_dot
 
