@@ -62,7 +62,7 @@ def test_the_runners_agree(model: str, flags: list[str], run: Command) -> None:
     requests, num_logprobs = report.pop("requests"), report.pop("num_logprobs")
     assert abs(report.pop("largest_logprob_difference")["difference"]) < 1e-5
     assert report == {
-        "equal": True, "first_difference": None, "differences": [], "num_equal_tokens": 32 * 6,
+        "equal": True, "first_difference": None, "differences": [], "num_equal_tokens": 32 * 6, "num_wrong_greedy": 0,
         "model": model, "device": "cpu", "dtype": "float32" if flags else "bfloat16",
         "runners": ["v1", "v2"], "num_prompts": 8, "num_requests": 32, "max_tokens": 6,  # runners that really ran
     }  # fmt: skip
@@ -94,14 +94,28 @@ def test_other_paths_and_float32_are_compared(run: Command, monkeypatch: pytest.
 
     monkeypatch.setattr(LLMEngine, "shutdown", spy)
     monkeypatch.setattr(verify, "_run_all", changed)
-    report = run.json("verify", "--json", "--max-tokens", "20")
-    assert set(report["paths"]) == {"one request at a time", "prompts in chunks", "preempted"}
+    report = run.json("verify", "--json", "--max-tokens", "20", code=1)
+    assert report["equal"] and report["num_wrong_greedy"] == 0
+    assert list(report["paths"]) == ["one request at a time", "prompts in chunks", "preempted"]
     alone, float32 = report["paths"]["one request at a time"], report["float32"]
     assert alone["num_different"] >= 1 and alone["largest_gap"] > 0  # more where the batch size changes a sum
     assert alone["share"] == alone["num_different"] / 32
-    assert preemptions[4] > 0
+    assert [path["num_wrong"] for path in report["paths"].values()] == [1, 0, 0] and preemptions[4] > 0
     assert float32["num_tokens"] == 8 * 20 and float32["num_different"] < 8 * 20 / 4
     assert (float32["largest_gap"] is None) == (float32["num_different"] == 0)
+
+
+def test_a_token_that_is_wrong_on_both_runners(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_path = verify._run_all
+
+    def changed(*positional: Any, **settings: Any) -> Any:
+        facts, outputs = run_path(*positional, **settings)
+        outputs[4].outputs[0].token_ids[3] ^= 1
+        return facts, outputs
+
+    monkeypatch.setattr(verify, "_run_all", changed)
+    out = run("verify", "--runners-only", code=1)
+    assert "all 192 tokens are equal" in out and "WRONG: 2 greedy tokens are not the most probable" in out
 
 
 def test_a_path_that_cannot_start_is_reported(run: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
