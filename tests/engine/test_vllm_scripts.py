@@ -60,7 +60,9 @@ def test_an_asynchronous_engine(greedy: list[int]) -> None:
 
 def test_metrics(llm: LLM) -> None:
     outputs = llm.generate([PROMPT, {"prompt_token_ids": [5, 6] * 9, "multi_modal_data": None}], PARAMS, use_tqdm=False)
-    metrics = {metric.name.removeprefix("fleetfoot:"): metric for metric in llm.get_metrics()}
+    named = {metric.name: metric for metric in llm.get_metrics()}
+    metrics = {name.removeprefix("fleetfoot:"): metric for name, metric in named.items() if name.startswith("fleet")}
+    assert all(named[f"vllm:{name}"].labels == metric.labels for name, metric in metrics.items())
     counters = {name: metric.value for name, metric in metrics.items() if isinstance(metric, Counter)}
     assert counters["generation_tokens"] >= sum(len(output.outputs[0].token_ids) for output in outputs)
     accepted, waiting = metrics["spec_decode_num_accepted_tokens_per_pos"], metrics["num_requests_waiting"]

@@ -96,8 +96,8 @@ def test_invalid_keys() -> None:
     with pytest.raises(TypeError, match="did you mean 'disable_by_batch_size'"):
         parse(disable_by_batchsize=8)
     with pytest.raises(TypeError, match=r"'draft_tensor_parallel_size'; leave it out: .* each rank runs the"):
-        parse(draft_tensor_parallel_size=1)
-    assert parse(disable_padded_drafter_batch=False, revision=None) == parse()
+        parse(draft_tensor_parallel_size=2)
+    assert parse(disable_padded_drafter_batch=False, revision=None, draft_tensor_parallel_size=1) == parse()
     assert parse(model=Path("a") / "draft").model == "a/draft"
 
 

@@ -149,6 +149,8 @@ class JSONSettings:
     __slots__ = ()
     setting: ClassVar[str]
     """Name of the setting, for messages."""
+    neutral: ClassVar[Mapping[str, Any]] = {}
+    """Values of unsupported keys that change nothing, beside None and False."""
     advice: ClassVar[Mapping[str, str]] = {}
     """Unsupported keys, each with what to do instead of a value other than null and false."""
 
@@ -159,7 +161,11 @@ class JSONSettings:
         if isinstance(value, cls):
             return value
         content = json_object(cls.setting, value)
-        content = {key: item for key, item in content.items() if key not in cls.advice or item not in (None, False)}
+        content = {
+            key: item
+            for key, item in content.items()
+            if key not in cls.advice or item not in (None, False, cls.neutral.get(key))
+        }
         for key in content:
             check_key(cls.setting, key, [item.name for item in dataclasses.fields(cls)], cls.advice)  # type: ignore[arg-type]
         return cls(**content)

@@ -43,6 +43,7 @@ class SpeculativeConfig(JSONSettings):
     """``--speculative-config``; names as in vLLM."""
 
     setting: ClassVar[str] = "speculative_config"
+    neutral: ClassVar[Mapping[str, Any]] = {"draft_tensor_parallel_size": 1}
     advice: ClassVar[Mapping[str, str]] = SPECULATIVE_KEYS
 
     method: str = ""

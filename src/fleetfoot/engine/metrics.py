@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fleetfoot.engine.stats import StatsCollector
 from fleetfoot.scheduler.stats import SchedulerStats
@@ -60,7 +60,7 @@ class Histogram(Metric):
 
 
 def engine_metrics(collector: StatsCollector, scheduler: SchedulerStats, model: str) -> list[Metric]:
-    """All metrics, under vLLM's names behind ``fleetfoot:``. ``model``: for the labels."""
+    """All metrics, under vLLM's names behind ``fleetfoot:``, and again behind ``vllm:``. ``model``: for the labels."""
     labels, drafts = {"model_name": model, "engine": "0"}, scheduler.drafts
     metrics: list[Metric] = [
         Gauge("num_requests_running", labels, scheduler.num_running),
@@ -89,6 +89,4 @@ def engine_metrics(collector: StatsCollector, scheduler: SchedulerStats, model: 
     for name, ordered in samples.items():
         buckets = {f"{limit:g}": bisect_right(ordered, limit) for limit in _BUCKETS} | {"+Inf": len(ordered)}
         metrics.append(Histogram(f"{name}_seconds", labels, len(ordered), sum(ordered), buckets))
-    for metric in metrics:
-        metric.name = f"fleetfoot:{metric.name}"
-    return metrics
+    return [replace(metric, name=f"{prefix}:{metric.name}") for prefix in ("fleetfoot", "vllm") for metric in metrics]
