@@ -186,10 +186,8 @@ class TorchPipelineGroup(PipelineGroup):
     Hidden states are copied before the next step can overwrite them, so a step can be in transit while both neighbours
     compute others. A rank that is a step ahead waits: on a GPU the device, not the host.
 
-    Args:
-        activations, token_group: groups of the same ranks, in pipeline order.
-        shape: of a step.
-        channel: between GPUs that access each other's memory; None: hidden states go through ``activations``.
+    ``activations``, ``token_group``: groups of the same ranks, in pipeline order; ``channel``: between GPUs that access
+    each other's memory; None: hidden states go through ``activations``.
     """
 
     def __init__(

@@ -31,12 +31,10 @@ def no_callback() -> None:
 
 
 class EngineCore:
-    """A scheduler and an executor.
+    """A scheduler and an executor. ``clock``: seconds, monotonic.
 
-    Args:
-        depth: most steps in flight while another one is scheduled. 0: lockstep; 1: step N+1 is scheduled while the
-            device runs step N; P: keeps P pipeline stages busy.
-        clock: seconds, monotonic.
+    ``depth``: most steps in flight while another one is scheduled. 0: lockstep; 1: step N+1 is scheduled while the
+    device runs step N; P: keeps P pipeline stages busy.
     """
 
     def __init__(

@@ -30,12 +30,10 @@ BASE_PREFIX = "model."
 class EagleHead(WeightTree):
     """The whole head, on one rank.
 
-    Args:
-        config: of its decoder layers; ``hidden_size`` and ``vocab_size`` are the target's.
-        names: of the tensors in its checkpoint, without ``model.`` before them. A bias of ``fc`` and a norm before the
-            first layer's attention are there or not: published heads have the bias and no norm, because the target has
-            normalised their input.
-        has_embedding: hold the embedding too, where the target's is on another rank.
+    ``config``: of its decoder layers; ``hidden_size`` and ``vocab_size`` are the target's. ``names``: of the tensors in
+    its checkpoint, without ``model.`` before them: a bias of ``fc`` and a norm before the first layer's attention are
+    there or not (published heads have the bias and no norm, because the target has normalised their input).
+    ``has_embedding``: hold the embedding too, where the target's is on another rank.
     """
 
     def __init__(

@@ -70,15 +70,11 @@ class CausalLM(WeightTree):
     def forward(
         self, input_ids: torch.Tensor, ctx: ForwardContext, intermediate_tensors: IntermediateTensors | None = None
     ) -> torch.Tensor | IntermediateTensors:
-        """Run a step's tokens through the layers and write their K and V.
+        """Run a step's tokens, ``input_ids [num_tokens]`` int64, through the layers and write their K and V.
 
-        Args:
-            input_ids: ``[num_tokens]`` int64; read by the first part only.
-            intermediate_tensors: the output of the part before; None for the first part. It may be written to.
-
-        Returns:
-            The last part: hidden states ``[num_tokens, hidden_size]`` after the final norm, or ``[num_logits,
-            hidden_size]`` where ``ctx`` has `LogitsMetadata`; others: the next part's input.
+        ``intermediate_tensors``: the output of the part before, which may be written to; None for the first part, which
+        alone reads ``input_ids``. Returns the next part's input, or on the last part hidden states ``[num_tokens,
+        hidden_size]`` after the final norm, ``[num_logits, hidden_size]`` where ``ctx`` has `LogitsMetadata`.
         """
         if intermediate_tensors is None and not self.is_first:
             raise ValueError(f"layers {self.layers} need the intermediate_tensors of the layers before them")

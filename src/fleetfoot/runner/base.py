@@ -30,13 +30,9 @@ from fleetfoot.weights.loading import ModelLoader
 class ModelRunner(ABC):
     """Turns a `SchedulerOutput` into tokens. Calls come in pairs: `execute_model`, then `sample_tokens`.
 
-    Args:
-        loader: builds the model, or a pipeline stage of it, when `load_model` is called.
-        max_num_seqs: maximum number of requests in a step.
-        max_model_len: maximum number of tokens of a request.
-        draft_settings: the number of drafts, and on the last rank of a pipeline the drafter.
-        connector: moves KV; None: there is none.
-        pipeline: the pipeline-parallel ranks.
+    ``loader`` builds the model, or a pipeline stage of it, when `load_model` is called. ``max_num_seqs``: requests in a
+    step; ``max_model_len``: tokens of a request; ``draft_settings``: the number of drafts, and on the last rank of a
+    pipeline the drafter; ``connector``: None: there is none.
     """
 
     name: ClassVar[str]

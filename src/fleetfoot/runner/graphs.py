@@ -197,10 +197,8 @@ class Capture(Protocol):
 class GraphManager:
     """Decides whether a step replays a graph or runs eagerly, captures shapes when they are first needed, and counts.
 
-    Args:
-        table: the shapes; with an empty table every step is eager.
-        capture: captures a shape, and is called at most once for each; None: the device has no graphs.
-        includes_sampling: False on a rank that is not the last of its pipeline, where steps end with the forward pass.
+    ``capture``: captures a shape, and is called at most once for each; None: the device has no graphs.
+    ``includes_sampling``: False on a rank that is not the last of its pipeline, where steps end with the forward pass.
     """
 
     def __init__(

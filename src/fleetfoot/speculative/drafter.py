@@ -152,12 +152,9 @@ def build_speculation(
 ) -> DraftSettings:
     """The drafter of the last rank of a pipeline. Nothing is loaded yet.
 
-    Args:
-        found: the model that drafts, as the plan has it; None: the method has none.
-        max_model_len: the engine's.
-        fusion: which of the drafter's decoder layers are fused, from the plan.
-        context: of the target on this rank. Over a tensor group each rank has the whole drafter: a drafter is small,
-            and sharing its layers would put two sums over the ranks into each of its short passes.
+    ``found``, ``fusion``: from the plan; ``context``: of the target on this rank. Over a tensor group each rank has the
+    whole drafter: a drafter is small, and sharing its layers would put two sums over the ranks into each of its short
+    passes.
     """
     speculative = config.speculative_config
     if speculative is None:

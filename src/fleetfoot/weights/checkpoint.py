@@ -104,9 +104,8 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 def _indexed_files(index: Path) -> list[Path]:
     try:
-        files = [
-            index.parent / name for name in sorted(set(read_json_object(index, WeightError)["weight_map"].values()))
-        ]
+        weight_map = read_json_object(index, WeightError)["weight_map"]
+        files = [index.parent / name for name in sorted(set(weight_map.values()))]
     except (KeyError, TypeError, AttributeError) as error:
         raise WeightError(f"{index} has no weight_map from tensor to file: {error}") from error
     # not resolved: in the hub's cache files are links to elsewhere

@@ -60,15 +60,9 @@ class StepOutput:
 
 
 class ModelRunnerV2(ModelRunner):
-    """Implements `ModelRunner`.
-
-    Args:
-        loader: as for `ModelRunner`, like ``options``.
-        max_num_batched_tokens: maximum number of tokens in a step.
-        fusion: which layers of the whole model are fused, from the plan.
-        capture_table: the shapes to capture as graphs, from the plan.
-        device: copies, events and graphs; None: those of the loader's device.
-    """
+    """Implements `ModelRunner`, with its arguments and: ``max_num_batched_tokens``, of a step; ``fusion``, which layers
+    of the whole model are fused, and ``capture_table``, the shapes to capture as graphs, both from the plan;
+    ``device``: copies, events and graphs; None: those of the loader's device."""
 
     name = "v2"
 

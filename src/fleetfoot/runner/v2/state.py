@@ -24,13 +24,8 @@ class DeviceState:
     which the block table indexes too: a prefix cache hit includes its tokens, and memory grows with the KV cache
     instead of max_num_seqs * max_model_len. Entries of the block table behind a request's last block are undefined.
 
-    Args:
-        max_num_seqs: number of rows. max_model_len: maximum number of tokens of a request.
-        num_blocks, block_size: of the KV cache.
-        max_num_batched_tokens: maximum number of tokens in a step, which bounds the staged writes.
-        vocab_size: length of the logits.
-        num_draft: draft tokens of a row.
-        stages_all_tokens: stage a request's computed tokens too, because a connector may have loaded their KV.
+    ``max_num_batched_tokens`` bounds the staged writes; ``num_draft``: draft tokens of a row; ``stages_all_tokens``:
+    stage a request's computed tokens too, because a connector may have loaded their KV.
     """
 
     def __init__(
