@@ -215,6 +215,8 @@ TALK = [{"role": "user", "content": " Tell me a story "}, {"role": "assistant", 
 TALKS = (TALK, [TALK, TALK[:1]])
 IDS = ([0, 300, 1], 300, [[0, 300], [301]], np.array([[0, 300]]), torch.tensor([[300], [0]]), [], [0, np.int64(300)])
 LONG = "Once upon a time a little fox lived in a wood"
+TEXTS = ["one", LONG]
+FURTHER_COLUMNS = [f"return_{name}" for name in ("offsets_mapping", "special_tokens_mask", "token_type_ids", "length")]
 CALLS: list[Callable[[Any], Any]] = [
     lambda t: [t(LONG), t([LONG]), t((LONG, "a")), t(LONG, return_attention_mask=False), t(text=LONG)],
     lambda t: [t(LONG, None, stride=0, is_split_into_words=False, verbose=True, text_target=None)],
@@ -235,6 +237,16 @@ CALLS: list[Callable[[Any], Any]] = [
     lambda t: t.apply_chat_template(
         TALK, continue_final_message=True, tokenizer_kwargs={"return_attention_mask": False}
     ),
+    lambda t: [t(TEXTS, padding=pads, return_tensors="np") for pads in (True, "longest", "max_length")],
+    lambda t: t(TEXTS, padding="max_length", max_length=20),
+    lambda t: [t(TEXTS, padding=True, padding_side="left", pad_to_multiple_of=8), t(TEXTS, padding="max_length")],
+    lambda t: [t(TEXTS, truncation=cuts, max_length=3) for cuts in (True, False, None, "longest_first")],
+    lambda t: [t.encode(LONG, None, adds, max_length=most) for most in (2, 99) for adds in (True, False)],
+    lambda t: [t("a", LONG), t(TEXTS, TEXTS), t([("a", "b"), ["c", "d"]]), t.encode("a", "b"), t.tokenize(LONG)],
+    lambda t: t(TEXTS, **dict.fromkeys(FURTHER_COLUMNS, True)) | t("a", **dict.fromkeys(FURTHER_COLUMNS, True)),
+    lambda t: [t.apply_chat_template(TALK, max_length=5, truncation=cuts) for cuts in (True, False)],
+    lambda t: [t.convert_tokens_to_string(["Ġa", "b"]), t.vocab, t.get_added_vocab(), t.added_tokens_decoder.keys()],
+    lambda t: t(TEXTS, padding=True, return_tensors="pt").to("cpu").data,
     lambda t: t.apply_chat_template(TALK, None, None, "{{ messages[0].role }}{{ eos_token }}", True, False, False),
 ]
 
@@ -250,7 +262,7 @@ def test_attributes_are_those_of_transformers() -> None:
     kinds = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
     names = [f"{kind}_token{end}" for kind in kinds for end in ("", "_id")]
     names += ["all_special_tokens", "all_special_ids", "special_tokens_map", "extra_special_tokens"]
-    names += ["vocab_size", "is_fast", "chat_template"]
+    names += ["vocab_size", "is_fast", "chat_template", "model_max_length", "padding_side", "truncation_side"]
     assert {name: getattr(ours, name) for name in names} == {name: getattr(theirs, name) for name in names}
     assert len(ours) == len(theirs)
     assert ours("a").attention_mask == [1, 1] and not hasattr(ours("a"), "nothing")
@@ -258,22 +270,23 @@ def test_attributes_are_those_of_transformers() -> None:
     assert own.pad_token is own.pad_token_id is None
     own.pad_token = own.eos_token
     assert (own.pad_token_id, own.eos_token_id) == (1, 1) and not hasattr(own, "nothing")
-    with pytest.raises(AttributeError, match="chat_template"):
-        own.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(ValueError, match="padding needs a pad token"):
+        Tokenizer(byte_level_backend())("a", padding=True)
+    own.chat_template = "{{ messages[0].content }}"
+    assert own.apply_chat_template(TALK[1:], tokenize=False) == TALK[1]["content"]
 
 
 REFUSED: list[tuple[Callable[[Any], Any], str]] = [
-    (lambda t: t("a", "b"), "does not support text_pair='b'"),
+    (lambda t: t("a", "b", truncation=True, max_length=1), "a pair of texts cannot be truncated"),
+    (lambda t: t("a", padding="most"), "padding='most' and truncation=False cannot be used"),
+    (lambda t: t("a", truncation="only_second"), "truncation='only_second' cannot be used"),
     (lambda t: t("a", stride=3), "does not support stride=3"),
     (lambda t: t("a", retrun_tensors="pt"), "does not support retrun_tensors='pt'"),
-    (lambda t: t("a", return_offsets_mapping=True), "does not support return_offsets_mapping=True"),
-    (lambda t: t("a", padding=True), "does not support padding=True"),
-    (lambda t: t.encode("a", truncation=True, max_length=5), "does not support truncation=True"),
-    (lambda t: t.apply_chat_template(TALK, max_length=5), "does not support max_length=5"),
+    (lambda t: t("a", return_overflowing_tokens=True), "does not support return_overflowing_tokens=True"),
     (lambda t: t("a", return_tensors="tf"), "return_tensors is 'tf'; it can be None"),
     (lambda t: t(["a", LONG], return_tensors="np"), "None, or for texts of one length"),
     (lambda t: t(None), "text must be a str or a list of them, not NoneType"),
-    (lambda t: t([["a", "b"]]), "text must be a str or a list of them, not list"),
+    (lambda t: t([["a"]]), "text must be a str or a list of them, not list"),
     (lambda t: t.encode("a", text_target="b"), "text_target='b'"),
     (lambda t: t.decode([5], clean_up_tokenization_spaces=True), "clean_up_tokenization_spaces=True"),
     (lambda t: t.decode([5], skip_specials=True), "skip_specials=True"),

@@ -95,7 +95,7 @@ def started_engine(arguments: argparse.Namespace, **defaults: Any) -> Iterator[t
         try:
             engine = LLMEngine.from_config(config)
         except ModelNotFoundError as error:
-            is_word = hasattr(arguments, "prompt") and "/" not in config.model
+            is_word = hasattr(arguments, "prompt") and f"model {config.model!r}" in str(error)
             raise UsageError(f"{error}{'; a prompt goes to --prompt' * is_word}") from error
     try:
         yield engine, time.perf_counter() - begin
@@ -106,14 +106,20 @@ def started_engine(arguments: argparse.Namespace, **defaults: Any) -> Iterator[t
 
 
 def check_output_file(flag: str, file: str) -> None:
-    """Raise UsageError unless a file of this name can be written; writes nothing."""
+    """Raise UsageError unless a file of this name can be written; leaves it as it is."""
     path = Path(file)
     if path.is_dir():
         raise UsageError(f"{flag} {file}: it is a folder; name a file in it")
     if not path.absolute().parent.is_dir():
         raise UsageError(f"{flag} {file}: there is no such folder")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise UsageError(f"{flag} {file}: it cannot be written; permission is denied")
+    is_new = not os.path.lexists(path)
+    try:
+        if is_new or path.is_file():  # a pipe would end for its reader
+            path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise UsageError(f"{flag} {file}: it cannot be written: {error.strerror}") from error
 
 
 def read_prompts(texts: Sequence[str], file: str | None) -> list[PromptType]:

@@ -15,6 +15,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from fleetfoot.config.json_fields import read_json_object
+from fleetfoot.tokenizer.batch_encoding import MOST_TOKENS, PADDING, TRUNCATION, BatchEncoding, as_columns, pad
 from fleetfoot.tokenizer.detokenizer import TokenPieces
 
 if TYPE_CHECKING:
@@ -29,18 +30,9 @@ _CHAT_TEMPLATE_FILE = "chat_template.jinja"
 _CHAT_TEMPLATE_FOLDER = "additional_chat_templates"
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_INPUTS = (
-    "text_pair",
-    "text_target",
-    "text_pair_target",
-    "split_special_tokens",
-    "is_split_into_words",
-    "padding_side",
-)
-_RESULTS = ("return_length", "return_overflowing_tokens", "return_assistant_tokens_mask", "sanitize_control_tokens")
-_COLUMNS = ("return_token_type_ids", "return_special_tokens_mask", "return_offsets_mapping", "pad_to_multiple_of")
-_LENGTHS = ("padding", "truncation", "max_length", "clean_up_tokenization_spaces")
-_UNSUPPORTED = dict.fromkeys((*_INPUTS, *_RESULTS, *_COLUMNS, *_LENGTHS)) | {"stride": 0, "verbose": True}
+_INPUTS = ("text_target", "text_pair_target", "split_special_tokens", "is_split_into_words")
+_RESULTS = ("return_overflowing_tokens", "return_assistant_tokens_mask", "sanitize_control_tokens")
+_UNSUPPORTED = dict.fromkeys((*_INPUTS, *_RESULTS, "clean_up_tokenization_spaces")) | {"stride": 0, "verbose": True}
 """transformers' arguments that are refused, except with these values, None or False, which change nothing."""
 
 _SPACE_MARK = '{"type":"Replace","pattern":{"String":" "},"content":"▁"}'
@@ -52,15 +44,6 @@ TokenSpec = str | Mapping[str, Any]
 
 _MAX_NAMES_LISTED = 20
 _MAX_COMPILED_TEMPLATES = 16  # bounded, because requests can have templates of their own
-
-
-class BatchEncoding(dict[str, Any]):
-    """Columns (``input_ids``, ...) of one text or several, by name and as attributes."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in self:
-            raise AttributeError(f"there is no column {name!r}; there are {', '.join(self)}")
-        return self[name]
 
 
 class Tokenizer:
@@ -75,9 +58,11 @@ class Tokenizer:
         special_tokens: Name -> token, `{"bos_token": "<s>", ...}`. Chat templates see them under these names.
         extra_special_tokens: Special tokens without a name.
         chat_templates: Name -> Jinja source; the template that is used without a name is called "default".
+        settings: Of tokenizer_config.json, for calls: `model_max_length`, `padding_side` and `truncation_side`.
     """
 
     is_fast = True
+    model_input_names = ("input_ids", "attention_mask")
 
     def __init__(
         self,
@@ -85,7 +70,12 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         extra_special_tokens: Sequence[str] = (),
         chat_templates: Mapping[str, str] | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
+        settings = settings or {}
+        self.model_max_length: int = settings.get("model_max_length") or MOST_TOKENS
+        self.padding_side: str = settings.get("padding_side") or "right"
+        self.truncation_side: str = settings.get("truncation_side") or "right"
         # A file may have truncation and padding settings from training; a prompt must never be truncated silently.
         backend.no_truncation()
         backend.no_padding()
@@ -127,6 +117,7 @@ class Tokenizer:
             special_tokens={name: _content(spec) for name, spec in named.items()},
             extra_special_tokens=[_content(spec) for spec in extra],
             chat_templates=_read_chat_templates(folder, settings.get("chat_template")),
+            settings=settings,
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -141,6 +132,8 @@ class Tokenizer:
         if name in _NAMED_TOKENS:
             others = {key: token for key, token in self.special_tokens.items() if key != name}
             name, value = "special_tokens", others if value is None else {**others, name: str(value)}
+        elif name == "chat_template":
+            name, value = "chat_templates", {**self.chat_templates, "default": value}
         super().__setattr__(name, value)
 
     vocab_size = property(lambda self: self.backend.get_vocab_size(with_added_tokens=False))
@@ -157,6 +150,13 @@ class Tokenizer:
         """Name -> special token, in transformers' order."""
         tokens = self.special_tokens
         return {name: tokens[name] for name in dict.fromkeys((*_NAMED_TOKENS, *tokens)) if name in tokens}
+
+    vocab = property(get_vocab)
+    added_tokens_decoder = property(lambda self: self.backend.get_added_tokens_decoder())
+
+    def get_added_vocab(self) -> dict[str, int]:
+        """Added token -> id."""
+        return {token.content: token_id for token_id, token in self.added_tokens_decoder.items()}
 
     chat_template = property(lambda self: self.chat_templates.get("default"))
     all_special_tokens = property(
@@ -186,6 +186,10 @@ class Tokenizer:
         token_id = self.backend.token_to_id(tokens)
         return self.backend.token_to_id(self.unk_token) if token_id is None and self.unk_token else token_id
 
+    def convert_tokens_to_string(self, tokens: Sequence[str]) -> str:
+        """The text of tokens as they stand in the vocabulary."""
+        return self.backend.decoder.decode(list(tokens)) if self.backend.decoder else " ".join(tokens)
+
     def convert_ids_to_tokens(self, ids: Any, skip_special_tokens: bool = False) -> Any:
         """The token of an id as it stands in the vocabulary, None for an unknown one; or a list of tokens."""
         ids, skipped = _as_lists(ids), self.all_special_ids if skip_special_tokens else ()
@@ -193,45 +197,78 @@ class Tokenizer:
             return self.backend.id_to_token(ids)
         return [self.backend.id_to_token(token_id) for token_id in ids if token_id not in skipped]
 
-    def encode(self, text: Any, text_pair: None = None, add_special_tokens: bool = True, **options: Any) -> Any:
+    def tokenize(self, text: str, pair: str | None = None, add_special_tokens: bool = False) -> list[str]:
+        """The tokens of a text as they stand in the vocabulary."""
+        return self._encode(text, pair, add_special_tokens).tokens
+
+    def encode(self, text: Any, text_pair: Any = None, add_special_tokens: bool = True, **options: Any) -> Any:
         """Token ids of a text, or of each of several. Raises TypeError, or ValueError: a text has no UTF-8 form."""
         if isinstance(text, str) and text_pair is None and not options:
-            return self._encode(text, add_special_tokens).ids
+            return self._encode(text, None, add_special_tokens).ids
         return self(text, text_pair, add_special_tokens=add_special_tokens, **options)["input_ids"]
 
     def __call__(
-        self, text: Any, text_pair: None = None, *, add_special_tokens: bool = True, **options: Any
+        self,
+        text: Any,
+        text_pair: Any = None,
+        *,
+        add_special_tokens: bool = True,
+        padding: bool | str | None = False,
+        truncation: bool | str | None = None,
+        max_length: int | None = None,
+        padding_side: str | None = None,
+        pad_to_multiple_of: int | None = None,
+        return_tensors: str | None = None,
+        **options: Any,
     ) -> BatchEncoding:
-        """Token ids and masks of a text or of several. Of transformers' other arguments, `return_attention_mask` and
-        `return_tensors` ("pt" or "np") are supported. `add_special_tokens`: whether the post-processor adds its own."""
-        kind, has_mask = options.pop("return_tensors", None), options.pop("return_attention_mask", None)
-        _refuse_unsupported("__call__", {"text_pair": text_pair, **options})
+        """Columns of a text, of a pair, or of each of several, with the arguments of transformers; those that are not
+        supported raise TypeError. `add_special_tokens`: whether the post-processor adds its own."""
+        names = {"input_ids": True, "attention_mask": options.pop("return_attention_mask", None) is not False}
+        for name in ("token_type_ids", "special_tokens_mask", "offsets_mapping", "length"):
+            names[name.replace("offsets_", "offset_")] = bool(options.pop(f"return_{name}", None))
+        _refuse_unsupported("__call__", options)
+        pads = PADDING.get(padding, padding)  # type: ignore[arg-type]
+        if truncation is None:
+            truncation = max_length is not None and pads == "do_not_pad"
+        cuts = TRUNCATION.get(truncation, truncation)
+        if pads not in ("longest", "max_length", "do_not_pad") or cuts not in ("longest_first", "do_not_truncate"):
+            raise ValueError(f"{padding=} and {truncation=} cannot be used; leave them out, or give True or False")
+        most = self.model_max_length if max_length is None else max_length
         is_batch = isinstance(text, list | tuple)
-        rows = [self._encode(one, add_special_tokens) for one in (text if is_batch else [text])]
-        columns: dict[str, Any] = {"input_ids": [row.ids for row in rows]}
-        if has_mask is not False:
-            columns["attention_mask"] = [row.attention_mask for row in rows]
-        if kind is None:
-            return BatchEncoding(columns if is_batch else {name: values[0] for name, values in columns.items()})
-        if kind not in self.tensor_types or len(set(map(len, rows))) > 1:
-            kinds = ", ".join(map(repr, self.tensor_types))
-            raise ValueError(
-                f"return_tensors is {kind!r}; it can be None, or for texts of one length in tokens {kinds}"
-            )
-        return BatchEncoding({name: self.tensor_types[kind](values) for name, values in columns.items()})
+        texts = zip(text, text_pair or [None] * len(text), strict=True) if is_batch else [(text, text_pair)]
+        limit = None if cuts == "do_not_truncate" else most
+        pairs: list[Any] = [
+            one if isinstance(one, list | tuple) and len(one) == 2 else (one, other) for one, other in texts
+        ]
+        rows = [self._encode(one, other, add_special_tokens, limit) for one, other in pairs]
+        if rows and (pads == "longest" or (pads == "max_length" and most < MOST_TOKENS)):
+            length, multiple = most if pads == "max_length" else max(map(len, rows)), pad_to_multiple_of or 1
+            side = padding_side or self.padding_side
+            pad(rows, -(-length // multiple) * multiple, side, self.pad_token, self.pad_token_id)
+        return as_columns(rows, names, return_tensors, self.tensor_types, is_batch=is_batch)
 
-    def _encode(self, text: Any, add_special_tokens: bool) -> tokenizers.Encoding:
-        if not isinstance(text, str):
-            raise TypeError(f"text must be a str or a list of them, not {type(text).__name__}")
+    def _encode(self, text: Any, pair: Any, adds: bool, most: int | None = None) -> tokenizers.Encoding:
+        """``adds``: whether special tokens are added; ``most``: tokens with them, or None for no limit."""
+        for one in (text, pair):
+            if not isinstance(one, str) and (one is text or one is not None):
+                raise TypeError(f"text must be a str or a list of them, not {type(one).__name__}")
         try:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens)
+            row = self.backend.encode(text, pair, add_special_tokens=adds)
+            if most is None or len(row) <= most:
+                return row
+            if pair is not None:
+                raise ValueError("a pair of texts cannot be truncated; truncate each of them")
+            row = self.backend.encode(text, add_special_tokens=False)
+            num_added = self.backend.num_special_tokens_to_add(is_pair=False) if adds else 0
+            row.truncate(max(0, most - num_added), direction=self.truncation_side)
+            return self.backend.post_process(row, add_special_tokens=adds)
         except TypeError:  # the library's error for a str that is not valid Unicode
             try:
-                text.encode()
+                (text + (pair or "")).encode()
             except UnicodeEncodeError as error:
                 raise ValueError(
-                    f"the text has a lone surrogate {text[error.start]!a} at position {error.start} and so no UTF-8 "
-                    f"form; remove it, or decode the text's source with errors='replace'"
+                    f"the text has a lone surrogate {error.object[error.start]!a} at position {error.start} and so no "
+                    f"UTF-8 form; remove it, or decode the text's source with errors='replace'"
                 ) from None
             raise
 
@@ -269,9 +306,12 @@ class Tokenizer:
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
         tokenize: bool = True,
-        *,
+        padding: bool | str = False,
+        truncation: bool = False,
+        max_length: int | None = None,
         return_tensors: str | None = None,
         return_dict: bool = True,
+        *,
         tokenizer_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -291,7 +331,8 @@ class Tokenizer:
         text = texts if is_batch else texts[0]
         if not tokenize:
             return text
-        options = {"return_tensors": return_tensors, "add_special_tokens": False, **(tokenizer_kwargs or {})}
+        options: dict[str, Any] = {"padding": padding, "truncation": truncation, "max_length": max_length}
+        options |= {"return_tensors": return_tensors, "add_special_tokens": False, **(tokenizer_kwargs or {})}
         return self(text, **options) if return_dict else self.encode(text, **options)
 
     def apply_chat_template_ids(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> list[int]:
