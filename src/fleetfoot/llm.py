@@ -95,7 +95,7 @@ class LLM:
         if priority is not None and self.config.scheduling_policy != "priority":
             raise ValueError("priority was given, but scheduling_policy is 'fcfs'; set scheduling_policy='priority'")
         priorities = _one_for_each("priority", 0 if priority is None else priority, many)
-        return self._run(many, params, priorities, use_tqdm, is_batch)
+        return self._run(_Call(many, params, priorities, is_batch), use_tqdm)
 
     def chat(
         self,
@@ -237,29 +237,21 @@ class LLM:
 
     # --- running ------------------------------------------------------------------------------------------------------
 
-    def _run(
-        self,
-        prompts: list[PromptType],
-        params: Sequence[SamplingParams],
-        priorities: Sequence[int],
-        use_tqdm: bool | Callable[..., Any],
-        is_batch: bool,
-    ) -> list[RequestOutput]:
+    def _run(self, call: _Call, use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
         self._check_usable()
-        call = _Call()
         if not callable(use_tqdm):
             use_tqdm = bool(use_tqdm) and not self._calls  # another thread may show its bar
         # an interrupted step would end the engine
         with SHORT_COLLECTIONS, deferred_interrupts() as interrupts:
             try:
-                self._add(call, prompts, params, priorities, is_batch, interrupts)
-                with progress_bar(use_tqdm, total=len(prompts), description="Generating") as advance:
+                self._add(call, interrupts)
+                with progress_bar(use_tqdm, total=len(call.prompts), description="Generating") as advance:
                     while True:
                         for output in call.outputs[call.num_shown :]:
                             call.num_shown += 1
                             advance(output.metrics.num_generation_tokens)
                         interrupts.check()
-                        if call.num_shown == len(prompts):
+                        if call.num_shown == len(call.prompts):
                             break
                         until = lambda: len(call.outputs) > call.num_shown or interrupts.is_set  # noqa: E731
                         with self._turns.take(until, is_step=True) as has_turn:
@@ -276,34 +268,26 @@ class LLM:
         by_id = {output.request_id: output for output in call.outputs}
         return [by_id[request_id] for request_id in call.request_ids]
 
-    def _add(
-        self,
-        call: _Call,
-        prompts: list[PromptType],
-        params: Sequence[SamplingParams],
-        priorities: Sequence[int],
-        is_batch: bool,
-        interrupts: StopSignal,
-    ) -> None:
+    def _add(self, call: _Call, interrupts: StopSignal) -> None:
         """Add the requests of a call, at once or, if another thread steps, together after its step."""
         engine, before = self.llm_engine, self.llm_engine.num_prompt_tokens
         previous = checked = None
         has_stepped = False
         waiting: list[EngineRequest] = []
-        for index, (prompt, given, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
+        for index, (prompt, given, priority) in enumerate(zip(call.prompts, call.params, call.priorities, strict=True)):
             if checked is None or given is not previous:  # shared parameters are validated once
-                with _naming(f"sampling_params[{index}]" * any(other is not given for other in params)):
+                with _naming(f"sampling_params[{index}]" * any(other is not given for other in call.params)):
                     previous, checked = given, engine.input_processor.check_params(given)
                 checked.output_kind = RequestOutputKind.FINAL_ONLY
             request_id = self._new_request_id()
-            with _naming(f"prompts[{index}]" * is_batch):
+            with _naming(f"prompts[{index}]" * call.is_batch):
                 request = engine.process_inputs(request_id, prompt, checked, priority=priority, params_checked=True)
             waiting.append(request)
-            if len(prompts) == index + 1 or self._turns.owner is None:
+            if len(call.prompts) == index + 1 or self._turns.owner is None:
                 with self._turns.take():
                     for request in waiting:
                         call.request_ids.append(request.request_id)
-                        with _naming(f"prompts[{len(call.request_ids) - 1}]" * is_batch):
+                        with _naming(f"prompts[{len(call.request_ids) - 1}]" * call.is_batch):
                             engine.submit(request)
                         self._calls[request.request_id] = call
                     waiting.clear()
@@ -331,8 +315,12 @@ class LLM:
 
 @dataclass(slots=True)
 class _Call:
-    """The requests of one call of `generate`; outputs are those that have finished."""
+    """A call of `generate`: its arguments, the ids of its requests, and the outputs of those that have finished."""
 
+    prompts: list[PromptType]
+    params: Sequence[SamplingParams]
+    priorities: Sequence[int]
+    is_batch: bool
     request_ids: list[str] = field(default_factory=list)
     outputs: list[RequestOutput] = field(default_factory=list)
     num_shown: int = 0

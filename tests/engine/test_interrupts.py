@@ -1,13 +1,12 @@
 """Ctrl-C during `LLM.generate`: it waits for the end of the step, ends that call alone, and is never lost."""
 
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.engines import TEXT_MODEL, drain, prompt_of
+from tests.helpers.engines import TEXT_MODEL, prompt_of
 
 from fleetfoot import LLM, EngineDeadError, SamplingParams
 
@@ -94,18 +93,6 @@ def test_an_interrupt_between_steps(llm: LLM) -> None:
     assert_as_before(llm, expected)
 
 
-def test_requests_of_others_go_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = tokens(llm)
-    llm.llm_engine.add_request("stranger", PROMPTS[1], GREEDY)
-    with monkeypatch.context() as patch:
-        at_call(patch, llm, "forward", 2)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
-    (output,) = [output for output in drain(llm.llm_engine) if output.finished]
-    assert (output.request_id, output.outputs[0].token_ids) == ("stranger", expected[1])
-    assert_as_before(llm, expected)
-
-
 def test_a_second_interrupt_does_not_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     at_call(monkeypatch, llm, "forward", 2, lambda: (press_ctrl_c(), press_ctrl_c()))
     with pytest.raises(KeyboardInterrupt):
@@ -127,15 +114,3 @@ def test_a_handler_of_the_users_own_is_left_alone(llm: LLM, monkeypatch: pytest.
     finally:
         signal.signal(signal.SIGINT, former)
     assert received == [signal.SIGINT]
-
-
-def test_another_thread_leaves_signals_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = tokens(llm)
-    handlers: list[Any] = []
-    found: list[list[int]] = []
-    at_call(monkeypatch, llm, "forward", 2, lambda: handlers.append(signal.getsignal(signal.SIGINT)))
-    thread = threading.Thread(target=lambda: found.extend(tokens(llm)))
-    thread.start()
-    thread.join()
-    assert found == expected
-    assert handlers == [signal.default_int_handler]

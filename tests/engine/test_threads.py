@@ -3,7 +3,7 @@
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -25,36 +25,38 @@ CALLS = [
 ]
 
 
-class Beside:
-    """Runs functions in threads beside the next call: they start in its second step, and ``then`` is called in that
-    step when all of them wait for their turn. Counts the requests of each step."""
+def run_beside(
+    llm: LLM, *functions: Callable[[], object], then: Callable[[], object] = lambda: None
+) -> tuple[list[Future[Any]], list[int]]:
+    """Run functions in threads beside the next call. They start in its second step, and ``then`` is called in that step
+    when all of them wait for their turn. Returns their futures and the numbers of requests in each step, so far."""
+    futures: list[Future[Any]] = []
+    num_requests: list[int] = []
+    waiting: SimpleQueue[int] = SimpleQueue()
+    turns, executor = llm._turns._changed, llm.llm_engine.core.executor
+    wait, execute = turns.wait, executor.execute_model
 
-    def __init__(self, llm: LLM, *functions: Callable[[], object], then: Callable[[], object] = lambda: None) -> None:
-        self._functions, self._then = functions, then
-        self._pool = ThreadPoolExecutor(16)
-        self._waiting: SimpleQueue[int] = SimpleQueue()
-        turns, executor = llm._turns._changed, llm.llm_engine.core.executor
-        self._wait, turns.wait = turns.wait, self._note_and_wait
-        self._execute, executor.execute_model = executor.execute_model, self._execute_model
-        self.num_requests: list[int] = []
+    def noted_wait(timeout: float) -> bool:
+        waiting.put(threading.get_ident())
+        return wait(timeout)
 
-    def _note_and_wait(self, timeout: float) -> bool:
-        self._waiting.put(threading.get_ident())
-        return self._wait(timeout)
-
-    def _execute_model(self, step: SchedulerOutput) -> None:
-        self.num_requests.append(len(step.rows))
-        if len(self.num_requests) == 2:
-            self._futures = [self._pool.submit(function) for function in self._functions]
+    def execute_model(step: SchedulerOutput) -> None:
+        num_requests.append(len(step.rows))
+        if len(num_requests) == 2:
+            futures.extend(map(ThreadPoolExecutor(16).submit, functions))
             threads: set[int] = set()
-            while len(threads) < len(self._futures):
-                threads.add(self._waiting.get(timeout=HANG))
-            self._then()
-        self._execute(step)
+            while len(threads) < len(futures):
+                threads.add(waiting.get(timeout=HANG))
+            then()
+        execute(step)
 
-    def results(self) -> list[Any]:
-        """What the functions have returned or raised."""
-        return [future.exception(HANG) or future.result() for future in self._futures]
+    turns.wait, executor.execute_model = noted_wait, execute_model
+    return futures, num_requests
+
+
+def results(futures: list[Future[Any]]) -> list[Any]:
+    """What the functions have returned or raised."""
+    return [future.exception(HANG) or future.result() for future in futures]
 
 
 @pytest.fixture
@@ -78,29 +80,28 @@ def expected(llm: LLM) -> Iterator[list[list[list[int]]]]:
 
 
 def test_calls_of_threads_run_as_one_batch(llm: LLM, expected: Any) -> None:
-    beside = Beside(llm, *(partial(tokens, llm, *call) for call in CALLS[1:]))
-    assert tokens(llm, *CALLS[0]) == expected[0]
-    assert beside.results() == expected[1:]
-    assert beside.num_requests[2] == sum(len(prompts) for prompts, _ in CALLS)
+    futures, num_requests = run_beside(llm, *(partial(tokens, llm, *call) for call in CALLS[1:]))
+    assert [tokens(llm, *CALLS[0]), *results(futures)] == expected
+    assert num_requests[2] == sum(len(prompts) for prompts, _ in CALLS)
 
 
 def test_what_ends_a_call_ends_no_other(llm: LLM, expected: Any) -> None:
     """A bad prompt, bad parameters, a progress bar that raises, Ctrl-C."""
     bad = [([[5], []], None), ("text", SamplingParams(stop_token_ids=[9**9])), (*CALLS[1], lambda **_: None)]
-    others = [partial(tokens, llm, *call) for call in (*CALLS[1:], *bad)]
-    beside = Beside(llm, *others, then=lambda: signal.raise_signal(signal.SIGINT))
+    calls = [partial(tokens, llm, *call) for call in (*CALLS[1:], *bad)]
+    futures, _ = run_beside(llm, *calls, then=lambda: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         tokens(llm, *CALLS[0])
-    *results, prompt, params, bar = beside.results()
-    assert results == expected[1:]
+    *others, prompt, params, bar = results(futures)
+    assert others == expected[1:]
     assert [type(error) for error in (prompt, params, bar)] == [ValueError, ValueError, AttributeError]
 
 
 def test_a_shutdown_ends_all_calls_after_the_step(llm: LLM) -> None:
-    beside = Beside(llm, llm.shutdown, *(partial(tokens, llm, *call) for call in CALLS[1:]))
+    futures, _ = run_beside(llm, llm.shutdown, *(partial(tokens, llm, *call) for call in CALLS[1:]))
     with pytest.raises(EngineDeadError, match="was shut down"):
         tokens(llm, *CALLS[0])
-    assert [type(result) for result in beside.results()] == [type(None), *[EngineDeadError] * 6]
+    assert [type(result) for result in results(futures)] == [type(None), *[EngineDeadError] * 6]
 
 
 def test_calls_in_the_middle_of_a_step_are_refused(llm: LLM, expected: Any) -> None:
@@ -111,6 +112,6 @@ def test_calls_in_the_middle_of_a_step_are_refused(llm: LLM, expected: Any) -> N
             with pytest.raises(RuntimeError, match="during a step"):
                 refused()
 
-    beside = Beside(llm, then=interrupt)
+    _, num_requests = run_beside(llm, then=interrupt)
     assert tokens(llm, *CALLS[0]) == expected[0]
-    assert len(beside.num_requests) == 5
+    assert len(num_requests) == 5

@@ -68,7 +68,8 @@ class LLMEngine:
         self._output_processor = OutputProcessor(tokenizer, core.scheduler.finish, core.stats)
         self._aborted: list[RequestOutput] = []  # last outputs of aborted requests, returned by the next step
         self._cause: BaseException | None = None
-        self._is_shut_down = self._is_stepping = False
+        self._is_shut_down = False
+        self._stepping = threading.Lock()
         self._pid = os.getpid()
         EXIT_GUARD.add_engine(self)
 
@@ -242,20 +243,16 @@ class LLMEngine:
             RuntimeError: a step is running, in another thread or interrupted by the caller; it is not affected.
         """
         self._check_alive()
-        if self._is_stepping:
+        if self._stepping.locked():
             raise RuntimeError("step was called during a step; call it from one thread, and not from signal handlers")
-        self._is_stepping = True
-        try:
+        with self._stepping, self._failing():
             aborted = self.pop_aborted()
-            with self._failing():
-                engine_outputs = self.core.step(before_update)
-                if engine_outputs is None:
-                    return aborted
-                outputs = self._output_processor.process(engine_outputs, self._clock())
-                self.core.drain()
-            return aborted + outputs
-        finally:
-            self._is_stepping = False
+            engine_outputs = self.core.step(before_update)
+            if engine_outputs is None:
+                return aborted
+            outputs = self._output_processor.process(engine_outputs, self._clock())
+            self.core.drain()
+        return aborted + outputs
 
     def fills_first_step(self, num_prompt_tokens: int) -> bool:
         """Whether prompts of so many tokens fill a step that later requests cannot change."""

@@ -289,10 +289,8 @@ def _strings(name: str, values: Any) -> list[str]:
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise ValueError(f"{name} must be a list of strings, got {values!r}")
     for value in values:
-        if not isinstance(value, str) or not value:
-            raise ValueError(f"{name} must hold strings that are not empty, got {value!r}")
-        if any("\ud800" <= character <= "\udfff" for character in value):
-            raise ValueError(f"{name} must hold text without lone surrogates, which has a UTF-8 form, got {value!r}")
+        if not isinstance(value, str) or not value or any("\ud800" <= character <= "\udfff" for character in value):
+            raise ValueError(f"{name} must hold strings that are not empty, without lone surrogates, got {value!r}")
     return list(values)
 
 
