@@ -1,20 +1,171 @@
-"""Whatever the runner, overlap, cache, batch and drafts, a request gets the tokens that it gets alone."""
+"""Whatever the runner, overlap, cache, batch and drafts, a request gets the tokens that it gets alone; also random
+requests with aborts, and preempted requests."""
 
+import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.helpers.engines import make_engine
+from tests.helpers.checkpoints import reference_logits
+from tests.helpers.engines import TEXT_MODEL, drain, make_engine, prompt_of, run_requests
 from tests.helpers.runner_lives import DRAFT, METHODS, STORY
-from tests.helpers.schedules import assert_lives_agree, live, live_alone, random_lives
+from tests.helpers.schedules import Life, assert_agree, assert_lives_agree, live, live_alone, random_lives
 
-from fleetfoot.engine.engine import LLMEngine
+from fleetfoot import LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
+from fleetfoot.engine.core import EngineCore
+
+VOCAB = TEXT_MODEL["vocab_size"]
+ENGINES: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "chunked": {"max_num_batched_tokens": 9},
+    "tight": {"num_gpu_blocks_override": 22, "block_size": 4, "max_num_seqs": 5},
+    "tight-chunked-no-cache": {
+        "num_gpu_blocks_override": 45,
+        "block_size": 2,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 7,
+        "enable_prefix_caching": False,
+    },
+    "priority": {"num_gpu_blocks_override": 30, "block_size": 3, "max_num_seqs": 6, "scheduling_policy": "priority"},
+    "whole": {"enable_chunked_prefill": False, "max_model_len": 90, "max_num_batched_tokens": 90},
+}
+TIGHT: dict[str, Any] = {"num_gpu_blocks_override": 20, "block_size": 4, "max_num_seqs": 4}
+Catalogue = list[tuple[Life, RequestOutput]]
+
+
+def preemptions(engine: LLMEngine) -> int:
+    return engine.stats().scheduler.num_preemptions
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    """Any parameters but the output kind."""
+    params: dict[str, Any] = {"max_tokens": rng.randint(1, 30)}
+    if rng.random() < 0.7:
+        params |= {"temperature": rng.choice([0.3, 1.0, 2.0]), "n": rng.choice([1, 1, 3])}
+        params["seed"] = rng.choice([1, -7, 2**64 - 1])
+        params |= rng.choice([{}, {"top_p": 0.8}, {"top_k": 30}, {"min_p": 0.02}])
+    else:
+        params["temperature"] = 0
+    params |= rng.choice([{}, {"ignore_eos": True}, {"min_tokens": params["max_tokens"] // 2}])
+    params |= rng.choice([{}, {"repetition_penalty": 1.3}, {"frequency_penalty": 0.9}, {"frequency_penalty": -1.0}])
+    params |= rng.choice([{}, {}, {"logit_bias": {1: 5.0}}])
+    params |= rng.choice([{}, {"stop": ["e", " the"]}, {"stop": "a", "include_stop_str_in_output": True}])
+    params |= rng.choice([{}, {"bad_words": ["fox", "her"]}, {"stop_token_ids": list(range(0, VOCAB, 40))}])
+    params |= rng.choice([{}, {"logprobs": 2}, {"logprobs": 0, "allowed_token_ids": list(range(100, 900))}])
+    params |= rng.choice([{}, {"prompt_logprobs": 1}, {"skip_special_tokens": False}])
+    return SamplingParams(**params)
+
+
+@pytest.fixture(scope="module")
+def catalogue(text_model: Path) -> Catalogue:
+    """Requests, some of which share a beginning, and what each yields alone."""
+    rng, lives = random.Random(0), []
+    for number in range(40):
+        shared = prompt_of(30, VOCAB)[: rng.choice([0, 0, 8, 17, 30])]
+        prompt = shared + prompt_of(rng.randint(1, 25), VOCAB, seed=number)
+        lives.append(Life(f"r{number}", prompt, random_params(rng)))
+    engine = make_engine(text_model, enable_prefix_caching=False, max_num_seqs=3)
+    outputs = list(live_alone(engine, lives).values())
+    engine.shutdown()
+    assert {completion.finish_reason for output in outputs for completion in output.outputs} == {"stop", "length"}
+    return list(zip(lives, outputs, strict=True))
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request: pytest.FixtureRequest, text_model: Path) -> Iterator[LLMEngine]:
+    engine = make_engine(text_model, **ENGINES[request.param])
+    yield engine
+    if request.param.startswith(("tight", "priority")):
+        assert preemptions(engine) > 0
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_requests(seed: int, depth: int, engine: LLMEngine, catalogue: Catalogue) -> None:
+    rng = random.Random(1000 * depth + seed)
+    core = EngineCore(engine.core.scheduler, engine.core.executor, engine.core.stats, depth=depth)
+    engine = LLMEngine(core, engine.input_processor, engine.tokenizer)
+    lives, expected, aborted = [], {}, set()
+    for number, (life, output) in enumerate(rng.choices(catalogue, k=25)):
+        params = replace(life.params, output_kind=rng.choice(list(RequestOutputKind)))
+        priority = rng.randint(0, 2) if core.scheduler.config.priority else 0
+        expected[f"r{number}"] = output
+        lives.append(Life(f"r{number}", life.prompt, params, rng.randint(0, 50), priority=priority))
+
+    def disturb() -> None:
+        if rng.random() < 0.08:
+            aborted.add(name := f"r{rng.randrange(25)}")
+            engine.abort_request(name)  # if it is running
+        if rng.random() < 0.03:
+            engine.reset_prefix_cache()
+
+    got = live(engine, lives, disturb)
+    for name, output in expected.items():
+        assert_agree(got[name], output, tolerance=1e-4)
+        assert name in aborted or "abort" not in [completion.finish_reason for completion in got[name].outputs]
+    core.scheduler.check_idle()
+
+
+def seeded(number: int, **params: Any) -> SamplingParams:
+    return SamplingParams(**{"seed": number, "max_tokens": 40, "ignore_eos": True, **params})
+
+
+def test_prompt_logprobs_of_a_preempted_prefill(text_checkpoint: tuple[Path, Any]) -> None:
+    """The first chunks are computed twice; each position must be reported once."""
+    folder, reference = text_checkpoint
+    engine = make_engine(folder, num_gpu_blocks_override=18, block_size=4, max_num_seqs=3, max_num_batched_tokens=6)
+    prompt = prompt_of(44, VOCAB, 9)
+    for number in range(2):  # they grow, and need the blocks that the long prompt was admitted with
+        engine.add_request(str(number), prompt_of(4, VOCAB, number), seeded(number, max_tokens=30))
+    for _ in range(3):
+        engine.step()
+    engine.add_request("long", prompt, SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1))
+    outputs = drain(engine)
+    assert preemptions(engine) > 0
+    (long,) = [output for output in outputs if output.request_id == "long" and output.finished]
+    assert long.prompt_logprobs is not None and len(long.prompt_logprobs) == len(prompt)
+    logprobs = reference_logits(reference, prompt).log_softmax(-1)
+    expected = [logprobs[i - 1, prompt[i]].item() for i in range(1, len(prompt))]
+    found = [entry.get(prompt[i]) for i, entry in enumerate(long.prompt_logprobs) if entry is not None]
+    assert [entry.logprob if entry else None for entry in found] == pytest.approx(expected, abs=1e-4)
+    engine.shutdown()
+
+
+def test_requests_of_low_priority_are_preempted(text_model: Path) -> None:
+    """Those of high priority arrive last, finish first, and are never preempted."""
+    engine = make_engine(text_model, **TIGHT, scheduling_policy="priority")
+    for number in range(3):
+        engine.add_request(f"low{number}", prompt_of(10, VOCAB, number), seeded(number), priority=5)
+    for _ in range(5):
+        engine.step()
+    for number in range(2):
+        engine.add_request(f"high{number}", prompt_of(10, VOCAB, number), seeded(number), priority=-1)
+    finished = [output for output in drain(engine) if output.finished]
+    assert {output.request_id for output in finished[:2]} == {"high0", "high1"}
+    assert preemptions(engine) > 0
+    tokens = {output.request_id: output.outputs[0].token_ids for output in finished}
+    assert tokens["high0"] == tokens["low0"] and tokens["high1"] == tokens["low1"]
+    engine.shutdown()
+
+
+def test_one_request_fills_the_whole_cache(text_model: Path) -> None:
+    """80 tokens of KV hold 40 of prompt and 40 of output."""
+    engine = make_engine(text_model, **TIGHT)
+    output = run_requests(engine, {"r": (prompt_of(40, VOCAB), SamplingParams(temperature=0, max_tokens=None))})["r"]
+    other = run_requests(engine, {"r": (prompt_of(40, VOCAB), seeded(0, max_tokens=40))})["r"]
+    assert len(other.outputs[0].token_ids) == 40
+    assert output.outputs[0].finish_reason in ("length", "stop")
+    assert engine.input_processor.max_model_len == 80
+    engine.shutdown()
+
 
 MODELS = {"llama": STORY} | {name: DRAFT.parent / f"story-{name}" for name in ("qwen3", "mistral", "draft")}
-VOCAB = 2048
+STORY_VOCAB = 2048
 LIMITS: dict[str, dict[str, int]] = {
     "roomy": {"max_num_seqs": 16, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 256, "block_size": 8},
     # few blocks, few rows, small chunks: everything happens
@@ -63,32 +214,32 @@ DRAFTING = [
 
 @pytest.fixture(scope="module", params=MODELS, ids=str)
 def engines(request: pytest.FixtureRequest) -> Iterator[dict[Way | None, LLMEngine]]:
-    """An engine for each way, and under None the reference: V1, no prefix cache, one request at a time."""
+    """An made_engine for each way, and under None the reference: V1, no prefix cache, one request at a time."""
     model = MODELS[request.param]
     ways = WAYS + DRAFTING if request.param == "llama" else PAIRS
     made: dict[Way | None, LLMEngine] = {way: engine_in(way, model) for way in ways}
     made[None] = engine_of(model, runner="v1", enable_prefix_caching=False, max_num_seqs=1)
     yield made
-    for engine in made.values():
-        engine.shutdown()
+    for made_engine in made.values():
+        made_engine.shutdown()
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32 - 1))
 def test_every_way_gives_the_same_tokens(engines: dict[Way | None, LLMEngine], seed: int) -> None:
-    lives = random_lives(seed, VOCAB)
+    lives = random_lives(seed, STORY_VOCAB)
     expected = live_alone(engines[None], lives)
-    for way, engine in engines.items():
+    for way, made_engine in engines.items():
         if way is not None:
-            assert engine.runner_name == way.runner
+            assert made_engine.runner_name == way.runner
             tolerance = 1e-5 if way.method is None else 1e-4
-            assert_lives_agree(engine, lives, expected, f"seed {seed}, {way}", tolerance=tolerance)
+            assert_lives_agree(made_engine, lives, expected, f"seed {seed}, {way}", tolerance=tolerance)
 
 
 @pytest.mark.parametrize("seed", [6, 19])
 def test_the_tight_ways_really_preempt(engines: dict[Way | None, LLMEngine], seed: int) -> None:
     """With seeds for which that is known, whatever other tests have run on these engines."""
-    lives = random_lives(seed, VOCAB)
+    lives = random_lives(seed, STORY_VOCAB)
     for way in (way for way in engines if way is not None and way.limits == "tight"):
         before = engines[way].stats()
         live(engines[way], lives)
