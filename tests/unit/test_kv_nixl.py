@@ -508,18 +508,13 @@ def num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def damaged(content: bytes, offset: int) -> bytes:
-    """The last bit of each piece."""
-    return content[:-1] + bytes([content[-1] ^ 1])
-
-
 def test_connections_and_threads_end() -> None:
     """After loads of every outcome."""
     join_threads()  # of the tests before
     before = num_descriptors()
     producer, consumer = Engine(line=True), Engine(extra={"num_threads": 2})
     for number in range(5):
-        for spoil in (whole, damaged, cut_at(0)):
+        for spoil in (whole, lambda content, offset: content[:-1] + bytes([content[-1] ^ 1]), cut_at(0)):
             producer.lines[0].spoil = spoil
             output = consumer.load(consumer.remote(producer.hold(name := f"{number}")))
             assert bool(output.loaded) == (spoil is whole)

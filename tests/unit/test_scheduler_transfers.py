@@ -101,10 +101,14 @@ def test_requests_overtake_a_loading_one_up_to_the_number_of_rows() -> None:
 
 
 def test_loaded_requests_run_in_order_of_arrival_before_waiting_ones() -> None:
-    scheduler, _ = world(ScriptedConnector({"a": 8, "b": 8}), max_num_batched_tokens=8, max_num_seqs=8)
-    for name in "ab":
+    scheduler, _ = world(ScriptedConnector(dict.fromkeys("xab", 8)), max_num_batched_tokens=8, max_num_seqs=8)
+    for name in "xab":
         scheduler.add_request(request_of(name, prompt=12))
-    step(scheduler, loaded={"b", "a"})
+    output = schedule(scheduler)
+    for name in "xb":
+        scheduler.transfers.update(KVConnectorOutput(loaded={name}))
+    update(scheduler, output, loaded={"a"})
+    scheduler.finish("x", RequestStatus.FINISHED_ABORTED)
     scheduler.add_request(request_of("c", prompt=3, priority=-1))
     output = schedule(scheduler)
     assert [new.request_id for new in output.new_requests] == ["a", "b"]

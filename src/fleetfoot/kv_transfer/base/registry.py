@@ -147,7 +147,13 @@ def part_configs(config: KVTransferConfig) -> tuple[KVTransferConfig, ...]:
             f"kv_transfer_config: {MULTI_CONNECTOR} accepts {PARTS!r} only, and kv_connector_extra_config also has "
             f"{', '.join(unknown)}; settings of one of the connectors belong into its own config"
         )
-    return tuple(_part(config, index, value) for index, value in enumerate(listed))
+    parts = tuple(_part(config, index, value) for index, value in enumerate(listed))
+    if [part.kv_connector for part in parts].count("NixlConnector") > 1:
+        raise ValueError(
+            f"kv_transfer_config: {MULTI_CONNECTOR} has several connectors NixlConnector, and the kv_transfer_params "
+            "of a request name the blocks of one; configure one, with kv_role kv_both if it is to save and load"
+        )
+    return parts
 
 
 def _part(config: KVTransferConfig, index: int, value: Any) -> KVTransferConfig:

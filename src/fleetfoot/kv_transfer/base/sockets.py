@@ -100,11 +100,9 @@ class SocketServer:
 
     def __init__(self, host: str, port: int, serve: Callable[[socket.socket], None], name: str) -> None:
         self._serve, self._name = serve, name
-        if not 0 <= port < 1 << 16:
-            raise ValueError(f"cannot listen on {host}:{port}; ports end at 65535")
         try:
             self._listener = socket.create_server((host, port))
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise ValueError(f"cannot listen on {host}:{port} ({error}); choose another host or port") from error
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self._lock = threading.Lock()

@@ -119,10 +119,8 @@ class NixlScheduler(SchedulerConnector):
         if not is_remote_decode(request.kv_transfer_params) or self._has_new_weights or not is_complete:
             return False, None
         num_ranks, block_size = self._context.num_ranks, self._context.block_size
-        num_missing = num_ranks - len(self._addresses)
-        if num_missing:
-            message = "KV of request %r is not held: the addresses of %d of %d ranks are not known yet"
-            logger.warning(message, request.request_id, num_missing, num_ranks)
+        if len(self._addresses) < num_ranks:
+            logger.warning("KV of request %r is not held: not all ranks have an address yet", request.request_id)
             return False, None
         num_blocks = min((request.num_prompt_tokens - 1) // block_size, len(request.block_hashes))
         if num_blocks == 0:

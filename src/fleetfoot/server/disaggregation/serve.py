@@ -224,8 +224,7 @@ class EngineServer:
             work.cancel()  # aborts its request, if it has not finished
             received.cancel()
             await asyncio.gather(work, received, return_exceptions=True)
-            for transfer in transfers:
-                await release(transfer)
+            await asyncio.gather(*map(release, transfers))
 
     async def _reply(self, call: EngineCall, writer: asyncio.StreamWriter, transfers: list[dict[str, Any]]) -> None:
         """Append the ``kv_transfer_params`` of the output to ``transfers`` before it is sent."""
