@@ -31,7 +31,7 @@ import torch
 
 from fleetfoot.kernels.attention import AttentionInputs
 from fleetfoot.kernels.attention.rope_and_cache import load_cos_sin, norm_and_rotate
-from fleetfoot.kernels.attention.split_kv import AttentionWorkspace, clear_output, store_pair
+from fleetfoot.kernels.attention.split_kv import AttentionWorkspace, DecodeShape, clear_output, store_pair
 from fleetfoot.kernels.runtime.dependent_launch import (
     can_overlap,
     launch_dependents,
@@ -149,22 +149,25 @@ def paged_attention_decode(
     # Such that the programs of a multiprocessor fit in its 65,536 registers.
     max_registers = 65536 // (tiling.programs_per_sm * tiling.num_warps * 32) // 8 * 8
     limit = {"maxnreg": max_registers} if torch.version.hip is None and max_registers < 255 else {}
-    overlap = can_overlap(query.device)
     rope = rotary or RotaryInputs(query, None, None, 0.0)
-    _paged_attention_decode_kernel[(num_programs,)](
-        query, kv_cache, out, splits, arrivals, query_start_loc, seq_lens, block_tables,
-        rope.cos_sin, query if slot_mapping is None else slot_mapping, query if rope.q_norm is None else rope.q_norm,
-        query if rope.k_norm is None else rope.k_norm, rope.eps, num_reqs, num_tokens,
-        query.stride(0), kv_cache.stride(0), block_tables.stride(0), scale * math.log2(math.e), window or 0,
-        tiling.min_tiles, tiling.full_tiles, tiling.pair_tiles,
-        query if prefetch_weight is None else prefetch_weight, *_prefetch_arguments(prefetch_weight, num_programs),
+    shape = DecodeShape(
         num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, padded_dim=padded_dim, block_size=block_size,
         rows=rows, stored_rows=stored_rows, merge_tile=max(1, min(32, _MERGED_FLOATS // (stored_rows * padded_dim))),
         tile=tiling.tile, has_window=window is not None, is_fused=rotary is not None,
         has_q_norm=rope.q_norm is not None, has_k_norm=rope.k_norm is not None,
         new_rows=next_power_of_2(max_query_len), programs_per_sm=tiling.programs_per_sm,
         requests_tile=next(size for size in (*_REQUEST_BUCKETS, next_power_of_2(num_reqs)) if size >= num_reqs),
-        overlap=overlap, num_warps=tiling.num_warps, num_stages=tiling.num_stages, **limit, **launch_options(overlap),
+        overlap=can_overlap(query.device),
+    )  # fmt: skip
+    _paged_attention_decode_kernel[(num_programs,)](
+        query, kv_cache, out, splits, arrivals, query_start_loc, seq_lens, block_tables,
+        rope.cos_sin, query if slot_mapping is None else slot_mapping, query if rope.q_norm is None else rope.q_norm,
+        query if rope.k_norm is None else rope.k_norm, rope.eps,
+        num_reqs, num_tokens, query.stride(0), kv_cache.stride(0), block_tables.stride(0),
+        scale * math.log2(math.e), window or 0,
+        tiling.min_tiles, tiling.full_tiles, tiling.pair_tiles,
+        query if prefetch_weight is None else prefetch_weight, *_prefetch_arguments(prefetch_weight, num_programs),
+        shape=shape, num_warps=tiling.num_warps, num_stages=tiling.num_stages, **limit, **launch_options(shape.overlap),
     )  # fmt: skip
 
 
@@ -180,45 +183,41 @@ def _prefetch_arguments(prefetch_weight: torch.Tensor | None, num_programs: int)
 
 
 @triton_kernel(specialize=False)
-def _first_tile(seq_len, window, max_query_len: tl.constexpr, tile: tl.constexpr, has_window: tl.constexpr):
+def _first_tile(seq_len, window, shape: tl.constexpr):
     """The tile of the first position that any of the last ``max_query_len`` tokens attends to."""
-    if has_window:
-        return tl.maximum(seq_len - max_query_len + 1 - window, 0) // tile
+    if shape.has_window:
+        return tl.maximum(seq_len - shape.max_query_len + 1 - window, 0) // shape.tile
     else:
         return seq_len * 0
 
 
 @triton_kernel(specialize=False)
-def _count_tiles(seq_len, first_tile, tile: tl.constexpr):
+def _count_tiles(seq_len, first_tile, shape: tl.constexpr):
     """The number of tiles from ``first_tile`` on; 0 for a padding request."""
-    return (seq_len + tile - 1) // tile - first_tile
+    return (seq_len + shape.tile - 1) // shape.tile - first_tile
 
 
 @triton_kernel(specialize=False)
-def _find_range(
-    seq_lens_ptr, num_reqs, window, min_tiles, full_tiles, pair_tiles,
-    num_kv_heads: tl.constexpr, max_query_len: tl.constexpr, tile: tl.constexpr, has_window: tl.constexpr,
-    programs_per_sm: tl.constexpr, requests_tile: tl.constexpr,
-):  # fmt: skip
+def _find_range(seq_lens_ptr, num_reqs, window, min_tiles, full_tiles, pair_tiles, shape: tl.constexpr):
     """This program's range of the linear tile index space, which is ordered by request, then by KV head, and where the
     requests and pairs in it begin."""
-    index = tl.arange(0, requests_tile)
+    index = tl.arange(0, shape.requests_tile)
     lens = tl.load(seq_lens_ptr + index, mask=index < num_reqs, other=0)
-    counts = _count_tiles(lens, _first_tile(lens, window, max_query_len, tile, has_window), tile)
+    counts = _count_tiles(lens, _first_tile(lens, window, shape), shape)
     # [requests_tile], per head; a padding request has none, wherever it is in the batch
-    num_tiles = tl.sum(counts, 0) * num_kv_heads
+    num_tiles = tl.sum(counts, 0) * shape.num_kv_heads
     # With enough programs, no program works on two pairs: each pair is padded to a multiple of the range size.
     aligned_tiles = tl.maximum((num_tiles + tl.num_programs(0) - 1) // tl.num_programs(0), min_tiles)
-    if tl.sum((counts + aligned_tiles - 1) // aligned_tiles, 0) * num_kv_heads > tl.num_programs(0):
+    if tl.sum((counts + aligned_tiles - 1) // aligned_tiles, 0) * shape.num_kv_heads > tl.num_programs(0):
         aligned_tiles *= 2
-    is_aligned = tl.sum((counts + aligned_tiles - 1) // aligned_tiles, 0) * num_kv_heads <= tl.num_programs(0)
+    is_aligned = tl.sum((counts + aligned_tiles - 1) // aligned_tiles, 0) * shape.num_kv_heads <= tl.num_programs(0)
     alignment = tl.where(is_aligned, aligned_tiles, 1)
     # Otherwise `pair_cost` slots before each pair's tiles account for its fixed cost, so that ranges take equally long.
     pair_cost = tl.where(is_aligned, 0, pair_tiles)
     widths = tl.where(counts > 0, (counts + pair_cost + alignment - 1) // alignment * alignment, 0)  # of one pair
-    ends = tl.cumsum(widths * num_kv_heads, 0)
+    ends = tl.cumsum(widths * shape.num_kv_heads, 0)
     total_width = tl.max(ends, 0)
-    num_sms = tl.maximum(tl.num_programs(0) // programs_per_sm, 1)
+    num_sms = tl.maximum(tl.num_programs(0) // shape.programs_per_sm, 1)
     num_waves = (total_width + num_sms * full_tiles - 1) // (num_sms * full_tiles)
     num_active = tl.minimum(num_sms * tl.maximum(num_waves, 1), tl.num_programs(0))
     balanced_tiles = tl.maximum((total_width + num_active - 1) // num_active, min_tiles)
@@ -228,7 +227,7 @@ def _find_range(
     request = tl.sum((ends <= cursor).to(tl.int32), 0)
     request_begin = tl.max(tl.where(ends <= cursor, ends, 0), 0)
     # A range that would end within the cost slots of a pair ends before them.
-    last_width = tl.max(tl.where((ends >= end) & (ends - widths * num_kv_heads < end), widths, 0), 0)
+    last_width = tl.max(tl.where((ends >= end) & (ends - widths * shape.num_kv_heads < end), widths, 0), 0)
     last_offset = (end - tl.max(tl.where(ends < end, ends, 0), 0)) % tl.maximum(last_width, 1)
     end = tl.where(last_offset <= pair_cost, end - last_offset, end)
     return cursor, end, program_tiles, alignment, pair_cost, request, request_begin
@@ -238,35 +237,35 @@ def _find_range(
 def _rotate_and_cache(
     query_ptr, query_offset, query_stride, head_ptr, value_offset, block_stride, cos_sin_ptr, slot_mapping_ptr,
     q_norm_ptr, k_norm_ptr, eps, query_begin, query_len, seq_len, kv_head, first_tile, begin, stop, is_row,
-    row_position,
-    num_kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, padded_dim: tl.constexpr,
-    block_size: tl.constexpr, tile: tl.constexpr, new_rows: tl.constexpr, has_q_norm: tl.constexpr,
-    has_k_norm: tl.constexpr, overlap: tl.constexpr,
+    row_position, shape: tl.constexpr,
 ):  # fmt: skip
     """The query of a pair after norm and rotation; K and V of the new tokens in the program's tiles are written."""
-    column = tl.arange(0, padded_dim)
-    new = tl.arange(0, new_rows)
+    head_dim: tl.constexpr = shape.head_dim
+    column = tl.arange(0, shape.padded_dim)
+    new = tl.arange(0, shape.new_rows)
     new_position = seq_len - query_len + new
-    new_cos, new_sin = load_cos_sin(cos_sin_ptr, new_position, new < query_len, head_dim, padded_dim)
+    new_cos, new_sin = load_cos_sin(cos_sin_ptr, new_position, new < query_len, head_dim, shape.padded_dim)
     slot = tl.load(slot_mapping_ptr + query_begin + new, mask=new < query_len, other=-1)
-    new_tile = new_position // tile - first_tile
+    new_tile = new_position // shape.tile - first_tile
     is_new = (new < query_len) & (new_tile >= begin) & (new_tile < stop) & (slot >= 0)
-    if new_rows == 1:
+    if shape.new_rows == 1:
         cos, sin = new_cos, new_sin
     else:
-        cos, sin = load_cos_sin(cos_sin_ptr, row_position, is_row, head_dim, padded_dim)
-    wait_for_inputs(overlap)
-    q = norm_and_rotate(query_ptr + query_offset, is_row, q_norm_ptr, eps, cos, sin, head_dim, padded_dim, has_q_norm)
+        cos, sin = load_cos_sin(cos_sin_ptr, row_position, is_row, head_dim, shape.padded_dim)
+    wait_for_inputs(shape.overlap)
+    query_ptrs = query_ptr + query_offset
+    q = norm_and_rotate(query_ptrs, is_row, q_norm_ptr, eps, cos, sin, head_dim, shape.padded_dim, shape.has_q_norm)
     q = q.to(query_ptr.dtype.element_ty)
     if tl.max(is_new.to(tl.int32), 0) > 0:
-        source = (query_begin + new).to(tl.int64) * query_stride + (num_kv_heads * group + kv_head) * head_dim
+        source = (query_begin + new).to(tl.int64) * query_stride
+        source += (shape.num_kv_heads * shape.group + kv_head) * head_dim
         new_k = norm_and_rotate(
-            query_ptr + source, is_new, k_norm_ptr, eps, new_cos, new_sin, head_dim, padded_dim, has_k_norm
+            query_ptr + source, is_new, k_norm_ptr, eps, new_cos, new_sin, head_dim, shape.padded_dim, shape.has_k_norm
         )
         mask = is_new[:, None] & (column < head_dim)[None, :]
-        source_ptrs = query_ptr + source[:, None] + num_kv_heads * head_dim + column[None, :]
+        source_ptrs = query_ptr + source[:, None] + shape.num_kv_heads * head_dim + column[None, :]
         new_v = tl.load(source_ptrs, mask=mask, other=0.0)
-        target = (slot // block_size) * block_stride + (slot % block_size) * head_dim
+        target = (slot // shape.block_size) * block_stride + (slot % shape.block_size) * head_dim
         target_ptrs = head_ptr + target[:, None] + column[None, :]
         tl.store(target_ptrs, new_k.to(head_ptr.dtype.element_ty), mask=mask)
         tl.store(target_ptrs + value_offset, new_v.to(head_ptr.dtype.element_ty), mask=mask)
@@ -277,30 +276,31 @@ def _rotate_and_cache(
 @triton_kernel(specialize=False)
 def _attend(
     q, head_ptr, value_offset, table_ptr, next_block, block_stride, first_tile, end_tile, seq_len, row_position,
-    scale_log2, window,
-    rows: tl.constexpr, head_dim: tl.constexpr, padded_dim: tl.constexpr, block_size: tl.constexpr, tile: tl.constexpr,
-    has_window: tl.constexpr,
+    scale_log2, window, shape: tl.constexpr,
 ):  # fmt: skip
     """Maximum scores and sums of weights ``[rows]``, and weighted sums of V ``[rows, padded_dim]``, over some tiles."""
+    rows: tl.constexpr = shape.rows
+    tile: tl.constexpr = shape.tile
+    padded_dim: tl.constexpr = shape.padded_dim
     column = tl.arange(0, padded_dim)
     position_in_tile = tl.arange(0, tile)
     row_max = tl.full([rows], -1.0e30, tl.float32)  # finite, so that differences are not NaN
-    weights = tl.zeros([rows, tile], tl.float32)  # summed over tiles here, over a tile's positions at the end
+    weights = tl.zeros([rows, tile], tl.float32)  # summed over tiles here, over positions at the end
     acc = tl.zeros([rows, padded_dim], tl.float32)
     for tile_index in tl.range(first_tile, end_tile):
         position = tile_index * tile + position_in_tile
         is_position = position < seq_len
         block = next_block
         next_position = position + tile
-        next_block = tl.load(table_ptr + next_position // block_size, mask=next_position < seq_len, other=0)
-        offset = block.to(tl.int64) * block_stride + (position % block_size) * head_dim
+        next_block = tl.load(table_ptr + next_position // shape.block_size, mask=next_position < seq_len, other=0)
+        offset = block.to(tl.int64) * block_stride + (position % shape.block_size) * shape.head_dim
         k_ptrs = tl.multiple_of(head_ptr + offset[:, None] + column[None, :], (1, 16))
         # Positions past the end must be zeroed, not only masked: they may be NaN, and 0 * NaN is NaN.
-        mask = is_position[:, None] & (column < head_dim)[None, :]
+        mask = is_position[:, None] & (column < shape.head_dim)[None, :]
         k = tl.load(k_ptrs, mask=mask, other=0.0)  # [tile, padded_dim]
         scores = tl.dot(q, k.T, input_precision="ieee") * scale_log2
         visible = position[None, :] <= row_position[:, None]
-        if has_window:
+        if shape.has_window:
             visible &= position[None, :] > row_position[:, None] - window
         scores = tl.where(visible, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -317,26 +317,22 @@ def _attend(
 @triton_kernel(specialize=False)
 def _paged_attention_decode_kernel(
     query_ptr, kv_ptr, out_ptr, splits_ptr, arrivals_ptr, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr,
-    cos_sin_ptr, slot_mapping_ptr, q_norm_ptr, k_norm_ptr, eps, num_reqs, num_tokens, query_stride, block_stride,
-    table_stride, scale_log2, window, min_tiles, full_tiles, pair_tiles, prefetch_ptr, num_prefetch_rows,
-    prefetch_rows_per_program, prefetch_row_bytes, num_prefetch_bytes,
-    num_kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, padded_dim: tl.constexpr,
-    block_size: tl.constexpr, rows: tl.constexpr, stored_rows: tl.constexpr, merge_tile: tl.constexpr,
-    tile: tl.constexpr, has_window: tl.constexpr, is_fused: tl.constexpr, has_q_norm: tl.constexpr,
-    has_k_norm: tl.constexpr, new_rows: tl.constexpr, programs_per_sm: tl.constexpr, requests_tile: tl.constexpr,
-    overlap: tl.constexpr,
+    cos_sin_ptr, slot_mapping_ptr, q_norm_ptr, k_norm_ptr, eps,
+    num_reqs, num_tokens, query_stride, block_stride, table_stride, scale_log2, window,
+    min_tiles, full_tiles, pair_tiles,
+    prefetch_ptr, num_prefetch_rows, prefetch_rows_per_program, prefetch_row_bytes, num_prefetch_bytes,
+    shape: tl.constexpr,
 ):  # fmt: skip
-    launch_dependents(overlap)
+    launch_dependents(shape.overlap)
     program = tl.program_id(0)
-    max_query_len: tl.constexpr = rows // group
+    head_dim: tl.constexpr = shape.head_dim
     row_bytes: tl.constexpr = head_dim * (kv_ptr.dtype.element_ty.primitive_bitwidth // 8)
     tail_token = tl.load(query_start_loc_ptr + num_reqs) + program  # the first token without a request is program 0's
     cursor, end, program_tiles, alignment, pair_cost, request, request_begin = _find_range(
-        seq_lens_ptr, num_reqs, window, min_tiles, full_tiles, pair_tiles, num_kv_heads, max_query_len, tile,
-        has_window, programs_per_sm, requests_tile,
-    )  # fmt: skip
-    row = tl.arange(0, rows)
-    column = tl.arange(0, padded_dim)
+        seq_lens_ptr, num_reqs, window, min_tiles, full_tiles, pair_tiles, shape
+    )
+    row = tl.arange(0, shape.rows)
+    column = tl.arange(0, shape.padded_dim)
     query_stride = tl.multiple_of(query_stride, 8)
     block_stride = tl.multiple_of(block_stride, 8)
 
@@ -347,61 +343,57 @@ def _paged_attention_decode_kernel(
             seq_len = tl.load(seq_lens_ptr + request)
         query_begin = tl.load(query_start_loc_ptr + request)
         query_len = tl.load(query_start_loc_ptr + request + 1) - query_begin
-        first_tile = _first_tile(seq_len, window, max_query_len, tile, has_window)
-        count = _count_tiles(seq_len, first_tile, tile)
+        first_tile = _first_tile(seq_len, window, shape)
+        count = _count_tiles(seq_len, first_tile, shape)
         width = (count + pair_cost + alignment - 1) // alignment * alignment
         kv_head = (cursor - request_begin) // width
         pair_offset = (cursor - request_begin) % width
         num_taken = tl.minimum(width - pair_offset, end - cursor)
         begin = tl.maximum(pair_offset - pair_cost, 0)
         stop = tl.minimum(pair_offset + num_taken - pair_cost, count)  # > begin: no range ends in cost slots
-        token = row // group
+        token = row // shape.group
         is_row = token < query_len
         row_position = seq_len - query_len + token
-        query_offset = (query_begin + token).to(tl.int64) * query_stride + (kv_head * group + row % group) * head_dim
+        query_offset = (query_begin + token).to(tl.int64) * query_stride
+        query_offset += (kv_head * shape.group + row % shape.group) * head_dim
         table_ptr = block_tables_ptr + request.to(tl.int64) * table_stride
-        head_ptr = kv_ptr + kv_head * (block_size * head_dim)
-        value_offset = num_kv_heads * block_size * head_dim
+        head_ptr = kv_ptr + kv_head * (shape.block_size * head_dim)
+        value_offset = shape.num_kv_heads * shape.block_size * head_dim
         # Block ids are loaded one tile ahead, so that the address of K does not wait for them.
-        position = (first_tile + begin) * tile + tl.arange(0, tile)
-        next_block = tl.load(table_ptr + position // block_size, mask=position < seq_len, other=0)
-        if overlap:
-            row_ptrs = head_ptr + next_block.to(tl.int64) * block_stride + (position % block_size) * head_dim
+        position = (first_tile + begin) * shape.tile + tl.arange(0, shape.tile)
+        next_block = tl.load(table_ptr + position // shape.block_size, mask=position < seq_len, other=0)
+        if shape.overlap:
+            row_ptrs = head_ptr + next_block.to(tl.int64) * block_stride + (position % shape.block_size) * head_dim
             prefetch(row_ptrs, position < seq_len, row_bytes)
             prefetch(row_ptrs + value_offset, position < seq_len, row_bytes)
-        if is_fused:
+        if shape.is_fused:
             q = _rotate_and_cache(
                 query_ptr, query_offset, query_stride, head_ptr, value_offset, block_stride, cos_sin_ptr,
                 slot_mapping_ptr, q_norm_ptr, k_norm_ptr, eps, query_begin, query_len, seq_len, kv_head, first_tile,
-                begin, stop, is_row, row_position, num_kv_heads, group, head_dim, padded_dim, block_size, tile,
-                new_rows, has_q_norm, has_k_norm, overlap,
+                begin, stop, is_row, row_position, shape,
             )  # fmt: skip
         else:
-            wait_for_inputs(overlap)
+            wait_for_inputs(shape.overlap)
             query_ptrs = tl.multiple_of(query_ptr + query_offset[:, None] + column[None, :], (1, 16))
             q = tl.load(query_ptrs, mask=is_row[:, None] & (column < head_dim)[None, :], other=0.0)
         row_max, row_sum, acc = _attend(
             q, head_ptr, value_offset, table_ptr, next_block, block_stride, first_tile + begin, first_tile + stop,
-            seq_len, row_position, scale_log2, window, rows, head_dim, padded_dim, block_size, tile, has_window,
+            seq_len, row_position, scale_log2, window, shape,
         )  # fmt: skip
         if cursor == program * program_tiles:  # once for each program
             first_row = program * prefetch_rows_per_program
             first_prefetch_ptr = prefetch_ptr.to(tl.pointer_type(tl.int8)) + first_row.to(tl.int64) * prefetch_row_bytes
             num_rows = tl.minimum(num_prefetch_rows - first_row, prefetch_rows_per_program)
-            prefetch_rows(first_prefetch_ptr, prefetch_row_bytes, num_rows, num_prefetch_bytes, overlap)
-        arrivals_of_pair = arrivals_ptr + request * num_kv_heads + kv_head
+            prefetch_rows(first_prefetch_ptr, prefetch_row_bytes, num_rows, num_prefetch_bytes, shape.overlap)
+        arrivals_of_pair = arrivals_ptr + request * shape.num_kv_heads + kv_head
         store_pair(
             out_ptr, splits_ptr, arrivals_of_pair, row_max, row_sum, acc, query_begin, query_len, kv_head, begin, stop,
-            count, request_begin + kv_head * width + pair_cost, program_tiles, is_row, num_kv_heads, group, head_dim,
-            padded_dim, rows, stored_rows, merge_tile,
+            count, request_begin + kv_head * width + pair_cost, program_tiles, is_row, shape,
         )  # fmt: skip
         cursor += num_taken
-        if cursor == request_begin + width * num_kv_heads:
+        if cursor == request_begin + width * shape.num_kv_heads:
             request_begin = cursor
             request += 1
 
-    wait_for_inputs(overlap)  # also in programs without work
-    clear_output(
-        out_ptr, query_start_loc_ptr, seq_lens_ptr, num_reqs, tail_token, num_tokens, num_kv_heads, group, head_dim,
-        stored_rows, padded_dim,
-    )  # fmt: skip
+    wait_for_inputs(shape.overlap)  # also in programs without work
+    clear_output(out_ptr, query_start_loc_ptr, seq_lens_ptr, num_reqs, tail_token, num_tokens, shape)

@@ -34,7 +34,6 @@ from fleetfoot.kernels.attention.decode_hopper_producer import (
     KV_HEAD,
     LAST_PROGRAM,
     NUM_FIELDS,
-    NUM_TILES,
     QUERY_BEGIN,
     QUERY_LEN,
     REQUEST,
@@ -45,7 +44,7 @@ from fleetfoot.kernels.attention.decode_hopper_producer import (
 )  # fmt: skip
 from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_options
-from fleetfoot.kernels.runtime.gluon_support import get_field, launch_dependents, wait_for_inputs
+from fleetfoot.kernels.runtime.gluon_support import get_field, launch_dependents, wait_for_inputs, wait_for_work
 from fleetfoot.kernels.runtime.triton_support import launcher, next_power_of_2
 
 MAX_ROWS = 16
@@ -104,15 +103,15 @@ def paged_attention_decode_hopper(
         num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, block_size=block_size, max_query_len=max_query_len,
         rows=rows, stored_rows=stored_rows, tile=_TILE, stages=_STAGES,
         requests_tile=next(size for size in (*_REQUEST_BUCKETS, next_power_of_2(num_reqs)) if size >= num_reqs),
-        has_window=window is not None, overlap=overlap, num_warps=4, maxnreg=65536 // (_PROGRAMS_PER_SM * 256),
-        **launch_options(overlap),
+        has_window=window is not None, overlap=overlap,
+        num_warps=4, maxnreg=65536 // (_PROGRAMS_PER_SM * 256), **launch_options(overlap),
     )  # fmt: skip
 
 
 @gluon.jit
 def _load_query(
-    query_ptr, work, slot, query_stride, part: gl.constexpr, group: gl.constexpr, head_dim: gl.constexpr,
-    rows: gl.constexpr,
+    query_ptr, work, slot, query_stride,
+    part: gl.constexpr, group: gl.constexpr, head_dim: gl.constexpr, rows: gl.constexpr,
 ):  # fmt: skip
     """64 elements of the query heads of a work tile, ``[4, 64, rows]``: the same for each of the four warps."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8, 1], [1, 8, 4], [4, 1, 1], [1, 2, 0])
@@ -142,8 +141,9 @@ def _load_queries(query_ptr, work, slot, query_stride, group: gl.constexpr, head
 
 @gluon.jit
 def _attend_to_work_tile(
-    queries, work_tile, kv_stages, step, scale_log2, window, group: gl.constexpr, head_dim: gl.constexpr,
-    rows: gl.constexpr, tile: gl.constexpr, stages: gl.constexpr, has_window: gl.constexpr,
+    queries, work_tile, kv_stages, step, scale_log2, window,
+    group: gl.constexpr, head_dim: gl.constexpr, rows: gl.constexpr, tile: gl.constexpr, stages: gl.constexpr,
+    has_window: gl.constexpr,
 ):  # fmt: skip
     """Partial results of each warp: maximum scores, sums of weights, weighted sums of V in chunks of 64 elements."""
     tiles, full, empty = kv_stages
@@ -240,8 +240,8 @@ def _address(base_ptr, row_offset, head_dim: gl.constexpr, layout: gl.constexpr)
 
 @gluon.jit
 def _store_split(
-    splits_ptr, stats_ptr, split, merged_max, row_sum, sums, head_dim: gl.constexpr, rows: gl.constexpr,
-    stored_rows: gl.constexpr, layout: gl.constexpr,
+    splits_ptr, stats_ptr, split, merged_max, row_sum, sums,
+    head_dim: gl.constexpr, rows: gl.constexpr, stored_rows: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Write the partial result of a pair that is split over programs."""
     row = gl.arange(0, rows, gl.SliceLayout(0, layout))
@@ -254,8 +254,8 @@ def _store_split(
 
 @gluon.jit
 def _merge_splits(
-    splits_ptr, stats_ptr, first_program, last_program, head_dim: gl.constexpr, rows: gl.constexpr,
-    stored_rows: gl.constexpr, layout: gl.constexpr,
+    splits_ptr, stats_ptr, first_program, last_program,
+    head_dim: gl.constexpr, rows: gl.constexpr, stored_rows: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """``row_sum`` and ``sums`` of a pair, from the splits of a range of programs. The index of a program's split is
     2 * program, plus 1 if the split starts the pair."""
@@ -326,8 +326,7 @@ def _consumer_warps(
     wait_for_inputs(overlap)
     count = 0
     step = 0
-    mbarrier.wait(work_full.index(0), 0)
-    num_tiles = get_field(work, 0, NUM_TILES, NUM_FIELDS, 4)
+    num_tiles = wait_for_work(work, work_full, 0, SLOTS, NUM_FIELDS, 4)
     loaded = _load_queries(query_ptr, work, 0, query_stride, group, head_dim, rows)
     while num_tiles > 0:
         slot = count % SLOTS
@@ -349,10 +348,8 @@ def _consumer_warps(
         )  # fmt: skip
         # The next query is loaded while the results of this work tile are merged.
         count += 1
-        next_slot = count % SLOTS
-        mbarrier.wait(work_full.index(next_slot), (count // SLOTS) & 1)
-        num_tiles = get_field(work, next_slot, NUM_TILES, NUM_FIELDS, 4)
-        loaded = _load_queries(query_ptr, work, next_slot, query_stride, group, head_dim, rows)
+        num_tiles = wait_for_work(work, work_full, count, SLOTS, NUM_FIELDS, 4)
+        loaded = _load_queries(query_ptr, work, count % SLOTS, query_stride, group, head_dim, rows)
         stage = (step - 1) % stages
         merged_max, row_sum, sums = _merge_warps(
             warp_max, warp_sum, accs, max_mem, sum_mem, sums_of_stages.index(stage * (16 // rows)), empty.index(stage),

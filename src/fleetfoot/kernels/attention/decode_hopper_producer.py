@@ -14,18 +14,10 @@ from fleetfoot.kernels.runtime.gluon_support import block_ids, put_field, wait_f
 SLOTS = gl.constexpr(4)
 """Work tiles that may be described in advance."""
 # A work tile is a program's part of a (request, KV head) pair: a range of KV tiles. Its descriptor has these fields,
-# 32-bit words of shared memory:
-NUM_TILES = gl.constexpr(0)  # 0: there is no more work; QUERY_LEN is 0 as well
-FIRST_TILE = gl.constexpr(1)
-SEQ_LEN = gl.constexpr(2)
-QUERY_BEGIN = gl.constexpr(3)
-QUERY_LEN = gl.constexpr(4)
-KV_HEAD = gl.constexpr(5)
-REQUEST = gl.constexpr(6)
-SPLIT = gl.constexpr(7)  # 0: the whole pair; 1: a split of it; 2: its first split
-FIRST_PROGRAM = gl.constexpr(8)  # of the programs with splits of the pair
-LAST_PROGRAM = gl.constexpr(9)
-NUM_FIELDS = gl.constexpr(10)
+# 32-bit words of shared memory. NUM_TILES and QUERY_LEN are 0 if there is no more work. SPLIT is 0 for a whole pair, 1
+# for a split of it, 2 for its first split. The programs with splits of the pair are FIRST_PROGRAM to LAST_PROGRAM.
+NUM_TILES, FIRST_TILE, SEQ_LEN, QUERY_BEGIN, QUERY_LEN = map(gl.constexpr, range(5))
+KV_HEAD, REQUEST, SPLIT, FIRST_PROGRAM, LAST_PROGRAM, NUM_FIELDS = map(gl.constexpr, range(5, 11))
 
 
 @gluon.jit
@@ -44,8 +36,9 @@ def _first_tile(seq_len, window, max_query_len: gl.constexpr, tile: gl.constexpr
 
 @gluon.jit
 def _find_range(
-    seq_lens_ptr, num_reqs, window, pair_tiles, num_kv_heads: gl.constexpr, max_query_len: gl.constexpr,
-    tile: gl.constexpr, requests_tile: gl.constexpr, has_window: gl.constexpr,
+    seq_lens_ptr, num_reqs, window, pair_tiles,
+    num_kv_heads: gl.constexpr, max_query_len: gl.constexpr, tile: gl.constexpr, requests_tile: gl.constexpr,
+    has_window: gl.constexpr,
 ):  # fmt: skip
     """This program's range of the linear tile index space: see `fleetfoot.kernels.attention.decode`."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -92,10 +85,11 @@ def _copy_tile(
 
 @gluon.jit
 def producer_warp(
-    cache_desc, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr, slots, kv_stages, num_reqs, num_rows,
-    rows_per_block, table_stride, window, pair_tiles, num_kv_heads: gl.constexpr, head_dim: gl.constexpr,
-    block_size: gl.constexpr, max_query_len: gl.constexpr, tile: gl.constexpr, stages: gl.constexpr,
-    requests_tile: gl.constexpr, has_window: gl.constexpr, overlap: gl.constexpr,
+    cache_desc, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr, slots, kv_stages,
+    num_reqs, num_rows, rows_per_block, table_stride, window, pair_tiles,
+    num_kv_heads: gl.constexpr, head_dim: gl.constexpr, block_size: gl.constexpr, max_query_len: gl.constexpr,
+    tile: gl.constexpr, stages: gl.constexpr, requests_tile: gl.constexpr, has_window: gl.constexpr,
+    overlap: gl.constexpr,
 ):  # fmt: skip
     """Describe the program's work tiles, and fill the stages with their tiles of K and V as they become empty."""
     work, work_full, work_empty = slots

@@ -22,7 +22,6 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -32,23 +31,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fleetfoot.kernels.attention import AttentionInputs
-from fleetfoot.kernels.runtime.gluon_support import block_ids, get_field, put_field
+from fleetfoot.kernels.attention.prefill_hopper_scheduler import (
+    FIRST_POSITION,
+    FIRST_TILE,
+    FIRST_TOKEN,
+    KV_END,
+    KV_HEAD,
+    NUM_FIELDS,
+    NUM_TOKENS,
+    REQUEST,
+    ROWS,
+    TILE,
+    scheduler_warp,
+)  # fmt: skip
+from fleetfoot.kernels.runtime.gluon_support import block_ids, get_field, wait_for_work
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
 from fleetfoot.kernels.runtime.triton_support import launcher
 
-# Fields of a work tile's descriptor, 32-bit words of shared memory that all warps read.
-NUM_TILES = gl.constexpr(0)  # 0: there is no more work
-FIRST_TILE = gl.constexpr(1)
-FIRST_POSITION = gl.constexpr(2)
-KV_END = gl.constexpr(3)
-FIRST_TOKEN = gl.constexpr(4)
-NUM_TOKENS = gl.constexpr(5)
-KV_HEAD = gl.constexpr(6)
-REQUEST = gl.constexpr(7)
-NUM_FIELDS = gl.constexpr(8)
-
-TILE = gl.constexpr(128)  # KV positions
-ROWS = gl.constexpr(128)  # query tokens times query heads per KV head: 64 for each of two warp groups
 STAGES = gl.constexpr(2)  # of K and V
 _PASS_BYTES = 24 << 20  # of K and V that all programs read at the same time: about half of the L2 cache
 _GROUP_OF_64, _TOKENS_OF_64 = 2, 2048
@@ -92,129 +91,12 @@ def paged_attention_prefill_hopper(inputs: AttentionInputs, *, counter: torch.Te
     )
     num_work_tiles = (num_tokens // (ROWS.value // group) + num_reqs + 1) * num_kv_heads
     launcher(_paged_attention_prefill_kernel, (gpu_limits(query.device).num_sms,))(
-        query, cache_desc, out, query_start_loc, seq_lens, block_tables, counter, num_reqs, num_tokens, num_work_tiles,
-        num_rows, rows_per_block, query.stride(0), block_tables.stride(0), scale * math.log2(math.e), window or 0,
-        _PASS_BYTES // (4 * head_dim),
+        query, cache_desc, out, query_start_loc, seq_lens, block_tables, counter,
+        num_reqs, num_tokens, num_work_tiles, num_rows, rows_per_block, query.stride(0), block_tables.stride(0),
+        scale * math.log2(math.e), window or 0, _PASS_BYTES // (4 * head_dim),
         num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, block_size=block_size,
         has_window=window is not None, num_warps=4,
     )  # fmt: skip
-
-
-@gluon.jit
-def _find_request(query_start_loc_ptr, num_reqs, slot, tile_tokens: gl.constexpr):
-    """The last request with a first slot <= ``slot``; ``num_reqs`` represents the tokens after the last request."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    width: gl.constexpr = 128
-    first = gl.load(query_start_loc_ptr)
-    count = 0
-    begin = 0
-    while begin <= num_reqs:
-        request = begin + gl.arange(0, width, layout)
-        starts = gl.load(query_start_loc_ptr + request, mask=request <= num_reqs, other=0)
-        first_slot = (starts - first) // tile_tokens + request
-        count += gl.sum(((first_slot <= slot) & (request <= num_reqs)).to(gl.int32), 0)
-        begin += width
-    return count - 1
-
-
-@gluon.jit
-def _find_head(index_in_request, num_slots, seq_len, pass_positions, num_kv_heads: gl.constexpr):
-    """The KV head of a request's work tile, and the index of its tile of query tokens.
-
-    Heads are processed in passes of as many heads as fit L2 with their K and V. Within a pass the last tokens of all
-    heads come first: one head after the other would leave the last head's long work tiles to the end.
-    """
-    pass_heads = gl.minimum(gl.maximum(pass_positions // gl.maximum(seq_len, 1), 1), num_kv_heads)
-    num_passes = (num_kv_heads + pass_heads - 1) // pass_heads
-    pass_heads = (num_kv_heads + num_passes - 1) // num_passes
-    first_head = index_in_request // (pass_heads * num_slots) * pass_heads
-    index_in_request -= first_head * num_slots
-    pass_heads = gl.minimum(pass_heads, num_kv_heads - first_head)
-    return first_head + index_in_request % pass_heads, index_in_request // pass_heads
-
-
-@gluon.jit
-def _scheduler_warp(
-    query_ptr, query_start_loc_ptr, seq_lens_ptr, counter_ptr, queries, slots, num_reqs, num_tokens, num_work_tiles,
-    query_stride, window, pass_positions,
-    num_kv_heads: gl.constexpr, group: gl.constexpr, head_dim: gl.constexpr, has_window: gl.constexpr,
-):  # fmt: skip
-    """Fetch work tiles from the counter, write their descriptors to one of two slots, and load their queries."""
-    work, work_full, query_full, work_empty = slots
-    tile_tokens: gl.constexpr = ROWS // group
-    parts: gl.constexpr = head_dim // 64
-    # A box is 16 rows by 64 columns of a warp group's queries, contiguous in shared memory.
-    box_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    boxes = queries._reinterpret(queries.dtype, [ROWS // 8 * parts, 16, 64], box_layout)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    column = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, layout)), 0)
-    query_stride = gl.multiple_of(query_stride, 8)
-    first = gl.load(query_start_loc_ptr)
-    count = 0
-    work_index = gl.program_id(0)  # the first work tile is static
-    while work_index < num_work_tiles:
-        # From the back, where a prompt's tiles attend to the most positions: longest work first.
-        work_tile = num_work_tiles - 1 - work_index
-        request = _find_request(query_start_loc_ptr, num_reqs, work_tile // num_kv_heads, tile_tokens)
-        is_request = request < num_reqs
-        query_begin = gl.load(query_start_loc_ptr + request)
-        query_end = gl.load(query_start_loc_ptr + request + 1, mask=is_request, other=0)
-        seq_len = gl.load(seq_lens_ptr + request, mask=is_request, other=0)
-        query_end = gl.where(is_request, query_end, num_tokens)
-        query_len = query_end - query_begin
-        first_slot = (query_begin - first) // tile_tokens + request
-        end_slot = (query_end - first) // tile_tokens + request + 1
-        num_slots = gl.where(is_request, end_slot, num_work_tiles // num_kv_heads) - first_slot
-        index_in_request = work_tile - first_slot * num_kv_heads
-        kv_head, query_tile = _find_head(index_in_request, num_slots, seq_len, pass_positions, num_kv_heads)
-        first_token = query_tile * tile_tokens
-        if first_token < query_len:
-            slot = count % 2
-            first_position = seq_len - query_len + first_token
-            kv_end = gl.maximum(gl.minimum(first_position + tile_tokens, seq_len), 0)
-            first_tile = 0
-            if has_window:
-                first_tile = gl.maximum(first_position + 1 - window, 0) // TILE
-            mbarrier.wait(work_empty.index(slot), ((count // 2) & 1) ^ 1)
-            put_field(work, slot, NUM_TILES, NUM_FIELDS, gl.maximum((kv_end + TILE - 1) // TILE - first_tile, 1))
-            put_field(work, slot, FIRST_TILE, NUM_FIELDS, first_tile)
-            put_field(work, slot, FIRST_POSITION, NUM_FIELDS, first_position)
-            put_field(work, slot, KV_END, NUM_FIELDS, kv_end)
-            put_field(work, slot, FIRST_TOKEN, NUM_FIELDS, query_begin + first_token)
-            put_field(work, slot, NUM_TOKENS, NUM_FIELDS, query_len - first_token)
-            put_field(work, slot, KV_HEAD, NUM_FIELDS, kv_head)
-            put_field(work, slot, REQUEST, NUM_FIELDS, request)
-            gl.thread_barrier()
-            mbarrier.arrive(work_full.index(slot), count=1)
-            for box in range(ROWS // 16):
-                row = box * 16 + gl.arange(0, 16, gl.SliceLayout(1, layout))
-                token = first_token + row // group
-                head = kv_head * group + row % group
-                offset = (query_begin + token).to(gl.int64) * query_stride + head * head_dim
-                is_row = gl.expand_dims((token < query_len) & (row < tile_tokens * group), 1)
-                index = slot * (ROWS // 16) * parts + box // 4 * 4 * parts + box % 4
-                for part in gl.static_range(parts):
-                    pointers = query_ptr + gl.expand_dims(offset + part * 64, 1) + column
-                    pointers = gl.multiple_of(pointers, [1, 16])
-                    async_copy.async_copy_global_to_shared(boxes.index(index + part * 4), pointers, mask=is_row)
-            async_copy.commit_group()
-            async_copy.wait_group(0)
-            fence_async_shared()
-            gl.thread_barrier()
-            mbarrier.arrive(query_full.index(slot), count=1)
-            count += 1
-            # Fetch the next work tile only if a slot is empty: another program may process it sooner.
-            mbarrier.wait(work_empty.index(count % 2), ((count // 2) & 1) ^ 1)
-        work_index = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
-    # Each work tile increments the counter once. The program that gets the last value resets it.
-    if work_index == gl.num_programs(0) + num_work_tiles - 1:
-        gl.store(counter_ptr, 0)
-    slot = count % 2
-    mbarrier.wait(work_empty.index(slot), ((count // 2) & 1) ^ 1)
-    put_field(work, slot, NUM_TILES, NUM_FIELDS, 0)
-    gl.thread_barrier()
-    mbarrier.arrive(work_full.index(slot), count=1)
-    mbarrier.arrive(query_full.index(slot), count=1)
 
 
 @gluon.jit
@@ -266,8 +148,7 @@ def _producer_warp(
     count = 0
     step = 0
     num_ends = 0
-    mbarrier.wait(work_full.index(0), 0)
-    num_tiles = get_field(work, 0, NUM_TILES, NUM_FIELDS, 1)
+    num_tiles = wait_for_work(work, work_full, 0, 2, NUM_FIELDS, 1)
     while num_tiles > 0:
         slot = count % 2
         first_tile = get_field(work, slot, FIRST_TILE, NUM_FIELDS, 1)
@@ -312,8 +193,13 @@ def _producer_warp(
             blocks = next_blocks
             step += 1
         count += 1
-        mbarrier.wait(work_full.index(count % 2), (count // 2) & 1)
-        num_tiles = get_field(work, count % 2, NUM_TILES, NUM_FIELDS, 1)
+        num_tiles = wait_for_work(work, work_full, count, 2, NUM_FIELDS, 1)
+
+
+@gluon.jit
+def _wait_for_stage(full, step, pred):
+    """Wait until the tile of a step is loaded."""
+    mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1, pred=pred)
 
 
 @gluon.jit
@@ -341,6 +227,25 @@ def _online_softmax(scores, row_max, row_sum, scale_log2):
 
 
 @gluon.jit
+def _store_rows(
+    out_ptr, acc, row_sum, first_token, num_tokens, kv_head,
+    warp_group: gl.constexpr, num_kv_heads: gl.constexpr, group: gl.constexpr,
+):  # fmt: skip
+    """Store ``acc / row_sum``, the 64 rows of a warp group of a work tile."""
+    layout: gl.constexpr = acc.type.layout
+    head_dim: gl.constexpr = acc.shape[1]
+    factor = gl.convert_layout(gl.expand_dims(1.0 / gl.where(row_sum > 0, row_sum, 1.0), 1), layout)
+    result = (acc * factor).to(out_ptr.dtype.element_ty)
+    row = warp_group * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    column = gl.expand_dims(gl.arange(0, head_dim, gl.SliceLayout(0, layout)), 0)
+    token = row // group
+    token_offset = (first_token + token).to(gl.int64) * (num_kv_heads * group * head_dim)
+    offset = token_offset + (kv_head * group + row % group) * head_dim
+    is_row = (token < num_tokens) & (row < ROWS // group * group)
+    gl.store(out_ptr + gl.expand_dims(offset, 1) + column, result, mask=gl.expand_dims(is_row, 1))
+
+
+@gluon.jit
 def _consumer_warps(
     out_ptr, queries, slots, key_stages, value_stages, pingpong, scale_log2, window,
     warp_group: gl.constexpr, num_kv_heads: gl.constexpr, group: gl.constexpr, head_dim: gl.constexpr,
@@ -351,7 +256,6 @@ def _consumer_warps(
     keys, k_full, k_empty = key_stages
     values, v_full, v_empty = value_stages
     num_groups: gl.constexpr = ROWS // 64
-    tile_tokens: gl.constexpr = ROWS // group
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, head_dim, 16])
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
@@ -361,8 +265,7 @@ def _consumer_warps(
     count = 0
     step = 0
     pingpong_count = 0
-    mbarrier.wait(query_full.index(0), 0)
-    num_tiles = get_field(work, 0, NUM_TILES, NUM_FIELDS, 4)
+    num_tiles = wait_for_work(work, query_full, 0, 2, NUM_FIELDS, 4)
     while num_tiles > 0:
         slot = count % 2
         tile_position = get_field(work, slot, FIRST_POSITION, NUM_FIELDS, 4)
@@ -389,8 +292,7 @@ def _consumer_warps(
         acc = gl.zeros([64, head_dim], gl.float32, acc_layout)
         weights, row_max, row_sum, rescale = _online_softmax(scores, row_max, row_sum, scale_log2)
         p = gl.convert_layout(weights.to(keys.dtype), weights_layout)
-        next_step = step + 1
-        mbarrier.wait(k_full.index(next_step % STAGES), (next_step // STAGES) & 1, pred=num_tiles > 1)
+        _wait_for_stage(k_full, step + 1, num_tiles > 1)
         for index in range(1, num_tiles):
             v_stage = step % STAGES
             v_phase = (step // STAGES) & 1
@@ -410,9 +312,7 @@ def _consumer_warps(
             next_p = gl.convert_layout(weights.to(keys.dtype), weights_layout)
             # Waiting for the next K here, while the matmul with V runs, also prevents the assembler from moving the
             # softmax after the end of that matmul.
-            next_step = step + 1
-            is_next = index + 1 < num_tiles
-            mbarrier.wait(k_full.index(next_step % STAGES), (next_step // STAGES) & 1, pred=is_next)
+            _wait_for_stage(k_full, step + 1, index + 1 < num_tiles)
             acc, p = warpgroup_mma_wait(0, deps=[next_acc, p])
             mbarrier.arrive(v_empty.index(v_stage), count=1)
             acc = acc * gl.convert_layout(gl.expand_dims(rescale, 1), acc_layout)
@@ -425,18 +325,9 @@ def _consumer_warps(
         mbarrier.arrive(v_empty.index(v_stage), count=1)
         step += 1
 
-        factor = gl.convert_layout(gl.expand_dims(1.0 / gl.where(row_sum > 0, row_sum, 1.0), 1), acc_layout)
-        result = (acc * factor).to(out_ptr.dtype.element_ty)
-        out_row = warp_group * 64 + gl.arange(0, 64, gl.SliceLayout(1, acc_layout))
-        column = gl.expand_dims(gl.arange(0, head_dim, gl.SliceLayout(0, acc_layout)), 0)
-        token = out_row // group
-        token_offset = (first_token + token).to(gl.int64) * (num_kv_heads * group * head_dim)
-        offset = token_offset + (kv_head * group + out_row % group) * head_dim
-        is_row = (token < num_tokens) & (out_row < tile_tokens * group)
-        gl.store(out_ptr + gl.expand_dims(offset, 1) + column, result, mask=gl.expand_dims(is_row, 1))
+        _store_rows(out_ptr, acc, row_sum, first_token, num_tokens, kv_head, warp_group, num_kv_heads, group)
         count += 1
-        mbarrier.wait(query_full.index(count % 2), (count // 2) & 1)
-        num_tiles = get_field(work, count % 2, NUM_TILES, NUM_FIELDS, 4)
+        num_tiles = wait_for_work(work, query_full, count, 2, NUM_FIELDS, 4)
 
 
 # Query and output are checked to be aligned; the other tensors may be slices with any offset.
@@ -448,9 +339,9 @@ def _consumer_warps(
     ]
 )  # fmt: skip
 def _paged_attention_prefill_kernel(
-    query_ptr, cache_desc, out_ptr, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr, counter_ptr, num_reqs,
-    num_tokens, num_work_tiles, num_rows, rows_per_block, query_stride, table_stride, scale_log2, window,
-    pass_positions,
+    query_ptr, cache_desc, out_ptr, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr, counter_ptr,
+    num_reqs, num_tokens, num_work_tiles, num_rows, rows_per_block, query_stride, table_stride,
+    scale_log2, window, pass_positions,
     num_kv_heads: gl.constexpr, group: gl.constexpr, head_dim: gl.constexpr, block_size: gl.constexpr,
     has_window: gl.constexpr,
 ):  # fmt: skip
@@ -497,9 +388,9 @@ def _paged_attention_prefill_kernel(
                            head_dim, has_window)),
         (_consumer_warps, (out_ptr, queries, slots, keys, values, pingpong, scale_log2, window, 1, num_kv_heads, group,
                            head_dim, has_window)),
-        (_scheduler_warp, (query_ptr, query_start_loc_ptr, seq_lens_ptr, counter_ptr, queries, slots, num_reqs,
-                           num_tokens, num_work_tiles, query_stride, window, pass_positions, num_kv_heads, group,
-                           head_dim, has_window)),
+        (scheduler_warp, (query_ptr, query_start_loc_ptr, seq_lens_ptr, counter_ptr, queries, slots, num_reqs,
+                          num_tokens, num_work_tiles, query_stride, window, pass_positions, num_kv_heads, group,
+                          head_dim, has_window)),
         (_producer_warp, (cache_desc, block_tables_ptr, slots, keys, values, num_rows, rows_per_block, table_stride,
                           num_kv_heads, head_dim, block_size)),
     ], [4, 1, 1], [232, 40, 40])

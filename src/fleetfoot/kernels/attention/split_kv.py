@@ -6,7 +6,7 @@ score, the sum of the weights relative to it, and the weighted sum of V (Flash-D
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -16,6 +16,41 @@ from fleetfoot.kernels.runtime.triton_support import next_power_of_2, triton_ker
 
 if TYPE_CHECKING:
     import triton.language as tl
+
+
+class DecodeShape(NamedTuple):
+    """The constants of a decode kernel: one argument of the kernel and of its device functions."""
+
+    num_kv_heads: int
+    group: int
+    """Query heads per KV head."""
+    head_dim: int
+    padded_dim: int
+    """``head_dim``, rounded up to a power of 2."""
+    block_size: int
+    rows: int
+    """Of the query tile: query heads per KV head times query tokens per request, rounded up."""
+    stored_rows: int
+    """Those of a split; at most ``rows``, which has a minimum."""
+    merge_tile: int
+    """Splits that a merging program loads at once."""
+    tile: int
+    """KV positions."""
+    has_window: bool
+    is_fused: bool
+    """The kernel applies norm and rotation, and writes K and V."""
+    has_q_norm: bool
+    has_k_norm: bool
+    new_rows: int
+    """Query tokens per request, rounded up to a power of 2."""
+    programs_per_sm: int
+    requests_tile: int
+    """Requests, rounded up."""
+    overlap: bool
+
+    @property
+    def max_query_len(self) -> int:
+        return self.rows // self.group
 
 
 class AttentionWorkspace:
@@ -67,67 +102,57 @@ def _zeros(size: int, like: torch.Tensor) -> torch.Tensor:
 @triton_kernel(specialize=False)
 def store_pair(
     out_ptr, splits_ptr, arrivals_of_pair, row_max, row_sum, acc, query_begin, query_len, kv_head, begin, stop, count,
-    pair_begin, program_tiles, is_row,
-    num_kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, padded_dim: tl.constexpr,
-    rows: tl.constexpr, stored_rows: tl.constexpr, merge_tile: tl.constexpr,
+    pair_begin, program_tiles, is_row, shape: tl.constexpr,
 ):  # fmt: skip
     """Write the result of tiles ``begin`` to ``stop`` of ``count``: to the output if these are all, otherwise as a
     split; the program that writes the last one merges them. ``pair_begin``: the pair's first tile in the index space.
     """
     if (begin == 0) & (stop == count):
         result = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
-        _store_rows(out_ptr, result, query_begin, query_len, kv_head, num_kv_heads, group, head_dim, rows, padded_dim)
+        _store_rows(out_ptr, result, query_begin, query_len, kv_head, shape.rows, shape)
     else:
         # If a split starts the pair it is the program's last split, otherwise its first.
-        stats_ptr = splits_ptr + tl.num_programs(0) * (2 * stored_rows * padded_dim)
+        stats_ptr = splits_ptr + tl.num_programs(0) * (2 * shape.stored_rows * shape.padded_dim)
         split = tl.program_id(0) * 2 + (begin == 0).to(tl.int32)
-        _store_split(splits_ptr, stats_ptr, split, row_max, row_sum, acc, is_row, rows, padded_dim, stored_rows)
+        _store_split(splits_ptr, stats_ptr, split, row_max, row_sum, acc, is_row, shape)
         first_program = pair_begin // program_tiles
         last_program = (pair_begin + count - 1) // program_tiles
         tl.debug_barrier()  # all threads have written their part of the split before one signals it
         if tl.atomic_add(arrivals_of_pair, 1, sem="acq_rel") == last_program - first_program:
             tl.store(arrivals_of_pair, 0)
-            is_stored_row = tl.arange(0, stored_rows) // group < query_len
-            result = _merge_splits(
-                splits_ptr, stats_ptr, first_program, last_program, is_stored_row, padded_dim, stored_rows, merge_tile
-            )
-            _store_rows(
-                out_ptr, result, query_begin, query_len, kv_head, num_kv_heads, group, head_dim, stored_rows, padded_dim
-            )
+            is_stored_row = tl.arange(0, shape.stored_rows) // shape.group < query_len
+            result = _merge_splits(splits_ptr, stats_ptr, first_program, last_program, is_stored_row, shape)
+            _store_rows(out_ptr, result, query_begin, query_len, kv_head, shape.stored_rows, shape)
 
 
 @triton_kernel(specialize=False)
-def _store_split(
-    splits_ptr, stats_ptr, split, row_max, row_sum, acc, is_row,
-    rows: tl.constexpr, padded_dim: tl.constexpr, stored_rows: tl.constexpr,
-):  # fmt: skip
+def _store_split(splits_ptr, stats_ptr, split, row_max, row_sum, acc, is_row, shape: tl.constexpr):
     """Write ``row_max``, ``row_sum [rows]`` and ``acc [rows, padded_dim]``; at most ``stored_rows`` rows are valid."""
-    row = tl.arange(0, rows)
-    column = tl.arange(0, padded_dim)
-    split_ptrs = splits_ptr + (split * stored_rows + row[:, None]) * padded_dim + column[None, :]
+    row = tl.arange(0, shape.rows)
+    column = tl.arange(0, shape.padded_dim)
+    split_ptrs = splits_ptr + (split * shape.stored_rows + row[:, None]) * shape.padded_dim + column[None, :]
     tl.store(tl.multiple_of(split_ptrs, (1, 16)), acc, mask=is_row[:, None])
-    tl.store(stats_ptr + split * (2 * stored_rows) + row, row_max, mask=is_row)
-    tl.store(stats_ptr + split * (2 * stored_rows) + stored_rows + row, row_sum, mask=is_row)
+    tl.store(stats_ptr + split * (2 * shape.stored_rows) + row, row_max, mask=is_row)
+    tl.store(stats_ptr + split * (2 * shape.stored_rows) + shape.stored_rows + row, row_sum, mask=is_row)
 
 
 @triton_kernel(specialize=False)
-def _merge_splits(
-    splits_ptr, stats_ptr, first_program, last_program, is_row,
-    padded_dim: tl.constexpr, stored_rows: tl.constexpr, merge_tile: tl.constexpr,
-):  # fmt: skip
+def _merge_splits(splits_ptr, stats_ptr, first_program, last_program, is_row, shape: tl.constexpr):
     """``[stored_rows, padded_dim]``: attention over all positions of a pair, from the splits of a range of programs.
 
     Reads ``merge_tile`` splits at once, so that their loads are in flight together. The index of a program's split is
     2 * program, plus 1 if the split starts the pair.
     """
+    stored_rows: tl.constexpr = shape.stored_rows
+    padded_dim: tl.constexpr = shape.padded_dim
     row = tl.arange(0, stored_rows)
     column = tl.arange(0, padded_dim)
     row_max = tl.full([stored_rows], -1.0e30, tl.float32)
     row_sum = tl.zeros([stored_rows], tl.float32)
     acc = tl.zeros([stored_rows, padded_dim], tl.float32)
-    for begin in tl.range(first_program, last_program + 1, merge_tile, num_stages=1):
+    for begin in tl.range(first_program, last_program + 1, shape.merge_tile, num_stages=1):
         # Rows come first: warps are distributed over the first dimension, and one thread should hold a row's splits.
-        program = begin + tl.arange(0, merge_tile)
+        program = begin + tl.arange(0, shape.merge_tile)
         is_split = is_row[:, None] & (program <= last_program)[None, :]
         split = (program * 2 + (program == first_program).to(tl.int32))[None, :]
         stat_ptrs = stats_ptr + split * (2 * stored_rows) + row[:, None]
@@ -147,28 +172,20 @@ def _merge_splits(
 
 
 @triton_kernel(specialize=False)
-def _store_rows(
-    out_ptr, result, query_begin, query_len, kv_head,
-    num_kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, num_rows: tl.constexpr,
-    padded_dim: tl.constexpr,
-):  # fmt: skip
+def _store_rows(out_ptr, result, query_begin, query_len, kv_head, num_rows: tl.constexpr, shape: tl.constexpr):
     """Write ``result [num_rows, padded_dim]``; row ``i`` is head ``i % group`` of query token ``i // group``."""
     row = tl.arange(0, num_rows)
-    column = tl.arange(0, padded_dim)
-    token = row // group
-    token_offset = (query_begin + token).to(tl.int64) * (num_kv_heads * group * head_dim)
-    head_offset = (kv_head * group + row % group) * head_dim
+    column = tl.arange(0, shape.padded_dim)
+    token = row // shape.group
+    token_offset = (query_begin + token).to(tl.int64) * (shape.num_kv_heads * shape.group * shape.head_dim)
+    head_offset = (kv_head * shape.group + row % shape.group) * shape.head_dim
     out_ptrs = tl.multiple_of(out_ptr + (token_offset + head_offset)[:, None] + column[None, :], (1, 16))
-    mask = (token < query_len)[:, None] & (column < head_dim)[None, :]
+    mask = (token < query_len)[:, None] & (column < shape.head_dim)[None, :]
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton_kernel(specialize=False)
-def clear_output(
-    out_ptr, query_start_loc_ptr, seq_lens_ptr, num_reqs, tail_token, num_tokens,
-    num_kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, num_rows: tl.constexpr,
-    padded_dim: tl.constexpr,
-):  # fmt: skip
+def clear_output(out_ptr, query_start_loc_ptr, seq_lens_ptr, num_reqs, tail_token, num_tokens, shape: tl.constexpr):
     """Write zeros for the tokens of padding requests, and for those from ``tail_token`` on."""
     padding = tl.program_id(0)
     while padding < num_reqs:
@@ -176,27 +193,24 @@ def clear_output(
             token = tl.load(query_start_loc_ptr + padding)
             end_token = tl.load(query_start_loc_ptr + padding + 1)
             while token < end_token:
-                _store_zeros(out_ptr, token, num_kv_heads, group, head_dim, num_rows, padded_dim)
+                _store_zeros(out_ptr, token, shape)
                 token += 1
         padding += tl.num_programs(0)
     while tail_token < num_tokens:
-        _store_zeros(out_ptr, tail_token, num_kv_heads, group, head_dim, num_rows, padded_dim)
+        _store_zeros(out_ptr, tail_token, shape)
         tail_token += tl.num_programs(0)
 
 
 @triton_kernel(specialize=False)
-def _store_zeros(
-    out_ptr, token,
-    num_kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, num_rows: tl.constexpr,
-    padded_dim: tl.constexpr,
-):  # fmt: skip
+def _store_zeros(out_ptr, token, shape: tl.constexpr):
     """Write zeros to all heads of a token that belongs to no request."""
-    row = tl.arange(0, num_rows)
+    stored_rows: tl.constexpr = shape.stored_rows
+    padded_dim: tl.constexpr = shape.padded_dim
+    row = tl.arange(0, stored_rows)
     column = tl.arange(0, padded_dim)
-    mask = (row < group)[:, None] & (column < head_dim)[None, :]
-    for kv_head in tl.range(0, num_kv_heads, num_stages=1):
-        head_offset = (kv_head * group + row)[:, None] * head_dim + column[None, :]
-        out_ptrs = out_ptr + token.to(tl.int64) * (num_kv_heads * group * head_dim) + head_offset
-        tl.store(
-            tl.multiple_of(out_ptrs, (1, 16)), tl.zeros([num_rows, padded_dim], out_ptr.dtype.element_ty), mask=mask
-        )
+    mask = (row < shape.group)[:, None] & (column < shape.head_dim)[None, :]
+    for kv_head in tl.range(0, shape.num_kv_heads, num_stages=1):
+        head_offset = (kv_head * shape.group + row)[:, None] * shape.head_dim + column[None, :]
+        out_ptrs = out_ptr + token.to(tl.int64) * (shape.num_kv_heads * shape.group * shape.head_dim) + head_offset
+        zeros = tl.zeros([stored_rows, padded_dim], out_ptr.dtype.element_ty)
+        tl.store(tl.multiple_of(out_ptrs, (1, 16)), zeros, mask=mask)

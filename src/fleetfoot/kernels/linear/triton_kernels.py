@@ -85,8 +85,8 @@ def launch_linear(
         residual, norm_weight, result = add_norm
         total, squares_out = result.total, result.squares
     _linear_few_rows_kernel[(cdiv(num_outputs, tiling.outputs),)](
-        output, x, weight, biases, squares, num_parts, eps, residual, norm_weight, total, squares_out, num_rows,
-        num_outputs, num_inputs, x.stride(0), min(_PREFETCHED, num_inputs) * 2,
+        output, x, weight, biases, squares, num_parts, eps, residual, norm_weight, total, squares_out,
+        num_rows, num_outputs, num_inputs, x.stride(0), min(_PREFETCHED, num_inputs) * 2,
         outputs=tiling.outputs, slices=tiling.num_warps, staged=tiling.kernel == "staged",
         whole_chunks=num_inputs % (tiling.num_warps * tiling.inputs) == 0, parts_tile=next_power_of_2(num_parts),
         has_deferred_norm=deferred is not None, fused_add_norm=add_norm is not None, **options,
@@ -96,7 +96,8 @@ def launch_linear(
 @triton_kernel(unspecialized=("num_rows",))
 def _linear_few_rows_kernel(
     output_ptr, x_ptr, weight_ptr, bias_ptr, squares_in_ptr, num_parts, eps, residual_ptr, norm_ptr, total_ptr,
-    squares_ptr, num_rows, num_outputs, num_inputs, x_stride, prefetched_bytes,
+    squares_ptr,
+    num_rows, num_outputs, num_inputs, x_stride, prefetched_bytes,
     outputs: tl.constexpr, slices: tl.constexpr, inputs: tl.constexpr, stages: tl.constexpr, row_tile: tl.constexpr,
     staged: tl.constexpr, whole_chunks: tl.constexpr, has_bias: tl.constexpr, gated: tl.constexpr,
     parts_tile: tl.constexpr, has_deferred_norm: tl.constexpr, fused_add_norm: tl.constexpr, overlap: tl.constexpr,

@@ -37,8 +37,9 @@ def _tensors(step: StepBuffers, rows: RowTables) -> tuple[torch.Tensor | int, ..
     """The first arguments of both kernels that prepare a step."""
     return (
         step.idx_mapping, rows.num_computed, rows.prefill_lens, rows.last_sampled, rows.draft_tokens, rows.limits,
-        rows.block_table, rows.token_pages, step.positions, step.seq_lens, step.batch_index, step.slots, step.input_ids,
-        step.block_tables, rows.draft_tokens.stride(0), rows.block_table.stride(0), step.block_tables.stride(0),
+        rows.block_table, rows.token_pages,
+        step.positions, step.seq_lens, step.batch_index, step.slots, step.input_ids, step.block_tables,
+        rows.draft_tokens.stride(0), rows.block_table.stride(0), step.block_tables.stride(0),
     )  # fmt: skip
 
 
@@ -88,9 +89,9 @@ def apply_staged_writes_triton(
 @triton_kernel(specialize=False)
 def _prepare_inputs_kernel(
     idx_mapping_ptr, num_computed_ptr, prefill_lens_ptr, last_sampled_ptr, draft_tokens_ptr, limits_ptr,
-    block_table_ptr, token_pages_ptr, positions_ptr, seq_lens_ptr, batch_index_ptr, slots_ptr, input_ids_ptr,
-    block_tables_ptr, draft_stride, row_stride, tables_stride, query_start_loc_ptr, num_reqs, num_tokens, steps,
-    num_drafts,
+    block_table_ptr, token_pages_ptr,
+    positions_ptr, seq_lens_ptr, batch_index_ptr, slots_ptr, input_ids_ptr, block_tables_ptr,
+    draft_stride, row_stride, tables_stride, query_start_loc_ptr, num_reqs, num_tokens, steps, num_drafts,
     block_size: tl.constexpr, tile: tl.constexpr, block_tile: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -141,8 +142,9 @@ def _copy_table(num_blocks, table_ptr, copy_ptr, tile: tl.constexpr):
 @triton_kernel(specialize=False)
 def _prepare_decode_kernel(
     idx_mapping_ptr, num_computed_ptr, prefill_lens_ptr, last_sampled_ptr, draft_tokens_ptr, limits_ptr,
-    block_table_ptr, token_pages_ptr, positions_ptr, seq_lens_ptr, batch_index_ptr, slots_ptr, input_ids_ptr,
-    block_tables_ptr, draft_stride, row_stride, tables_stride,
+    block_table_ptr, token_pages_ptr,
+    positions_ptr, seq_lens_ptr, batch_index_ptr, slots_ptr, input_ids_ptr, block_tables_ptr,
+    draft_stride, row_stride, tables_stride,
     query_len: tl.constexpr, query_tile: tl.constexpr, block_size: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     # One program for each request; the rows differ, so nothing that it writes is read by another one.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 @gluon.jit
@@ -39,6 +40,14 @@ def put_field(work, slot, field: gl.constexpr, num_fields: gl.constexpr, value):
     """Write a field of a work descriptor. One warp calls this."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     work.index(slot * num_fields + field).store(gl.full([1], value, gl.int32, layout))
+
+
+@gluon.jit
+def wait_for_work(work, work_full, count, slots: gl.constexpr, num_fields: gl.constexpr, num_warps: gl.constexpr):
+    """Wait until the descriptor of the ``count``-th work tile is written; return its first field."""
+    slot = count % slots
+    mbarrier.wait(work_full.index(slot), (count // slots) & 1)
+    return get_field(work, slot, 0, num_fields, num_warps)
 
 
 @gluon.jit

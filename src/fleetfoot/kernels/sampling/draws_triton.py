@@ -1,13 +1,26 @@
-"""What kernels that draw share: scores as integers, and noise."""
+"""What kernels that draw share: the start of a program, scores as integers, and noise."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fleetfoot.kernels.runtime.dependent_launch import launch_dependents, wait_for_inputs
 from fleetfoot.kernels.runtime.triton_support import triton_kernel
 
 if TYPE_CHECKING:
     import triton.language as tl
+
+
+@triton_kernel()
+def begin_row(rows_ptr, temperatures_ptr, has_rows: tl.constexpr, overlap: tl.constexpr):
+    """Wait for the inputs. Returns the program's request, its row (-1: padding) and the row's temperature."""
+    launch_dependents(overlap)
+    wait_for_inputs(overlap)
+    request = tl.program_id(0).to(tl.int64)
+    row = request
+    if has_rows:
+        row = tl.load(rows_ptr + request).to(tl.int64)
+    return request, row, tl.load(temperatures_ptr + row, mask=row >= 0, other=0.0)
 
 
 @triton_kernel()

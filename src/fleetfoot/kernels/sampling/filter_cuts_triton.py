@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fleetfoot.kernels.runtime.dependent_launch import launch_dependents, launch_options, wait_for_inputs
+from fleetfoot.kernels.runtime.dependent_launch import launch_options
 from fleetfoot.kernels.runtime.triton_support import (
     best_candidate,
     candidate_value,
@@ -31,7 +31,7 @@ from fleetfoot.kernels.runtime.triton_support import (
     next_power_of_2,
     triton_kernel,
 )
-from fleetfoot.kernels.sampling.draws_triton import eighths, mass_of, score_depth
+from fleetfoot.kernels.sampling.draws_triton import begin_row, eighths, mass_of, score_depth
 from fleetfoot.kernels.sampling.sample import MAX_TOP_K, RandomRows
 
 if TYPE_CHECKING:
@@ -69,9 +69,10 @@ def filter_cuts_triton(
         for phase in range(levels + 2):
             is_last = phase == levels + 1
             _cuts_kernel[(num_rows,) if is_last else (num_rows, num_tiles)](
-                sums[int(is_mass)], close, limits, cuts, highest, logits, random.temperatures, filters.log_min_p,
-                filters.top_k, filters.top_p, cuts if random.rows is None else random.rows, logits.stride(0),
-                vocab_size,
+                sums[int(is_mass)], close, limits, cuts, highest, logits,
+                random.temperatures, filters.log_min_p, filters.top_k, filters.top_p,
+                cuts if random.rows is None else random.rows,
+                logits.stride(0), vocab_size,
                 phase=phase, levels=levels, is_mass=is_mass, has_rows=random.rows is not None,
                 num_tiles=highest.shape[1], tiles_pow2=next_power_of_2(highest.shape[1]),
                 index_bits=vocab_size.bit_length(), max_top_k=MAX_TOP_K, tile=_TILE, num_sums=_NUM_SUMS,
@@ -136,20 +137,15 @@ def _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, levels: tl.constexpr, 
 
 @triton_kernel()
 def _cuts_kernel(
-    sums_ptr, close_ptr, limits_ptr, cuts_ptr, highest_ptr, logits_ptr, temperatures_ptr, log_min_p_ptr, top_k_ptr,
-    top_p_ptr, rows_ptr, row_stride, vocab_size,
+    sums_ptr, close_ptr, limits_ptr, cuts_ptr, highest_ptr, logits_ptr,
+    temperatures_ptr, log_min_p_ptr, top_k_ptr, top_p_ptr, rows_ptr,
+    row_stride, vocab_size,
     phase: tl.constexpr, levels: tl.constexpr, is_mass: tl.constexpr, has_rows: tl.constexpr, num_tiles: tl.constexpr,
     tiles_pow2: tl.constexpr, index_bits: tl.constexpr, max_top_k: tl.constexpr, tile: tl.constexpr,
     num_sums: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Weigh in the phases before ``levels``, then collect, then refine."""
-    launch_dependents(overlap)
-    wait_for_inputs(overlap)
-    request = tl.program_id(0).to(tl.int64)
-    row = request
-    if has_rows:
-        row = tl.load(rows_ptr + request).to(tl.int64)
-    temperature = tl.load(temperatures_ptr + row, mask=row >= 0, other=0.0)
+    request, row, temperature = begin_row(rows_ptr, temperatures_ptr, has_rows, overlap)
     highest = candidate_value(best_candidate(highest_ptr + request * num_tiles, num_tiles, tiles_pow2))
     is_random = (temperature > 0) & (tl.abs(highest) < float("inf"))  # false for NaN
     if phase > levels:

@@ -28,7 +28,7 @@ from fleetfoot.kernels.runtime.triton_support import (
     pack_candidates,
     triton_kernel,
 )
-from fleetfoot.kernels.sampling.draws_triton import exact_noise, rough_noise, score_depth
+from fleetfoot.kernels.sampling.draws_triton import begin_row, exact_noise, rough_noise, score_depth
 from fleetfoot.kernels.sampling.filter_cuts_triton import filter_cuts_triton
 from fleetfoot.kernels.sampling.sample import MAX_TOP_K, RandomRows
 from fleetfoot.kernels.sampling.top_k_triton import GROUP, draw_top_k
@@ -128,14 +128,8 @@ def _draw_kernel(
     has_rows: tl.constexpr, has_top_k: tl.constexpr, max_top_k: tl.constexpr, has_cuts: tl.constexpr,
     num_tiles: tl.constexpr, tiles_pow2: tl.constexpr, tile: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    launch_dependents(overlap)
-    wait_for_inputs(overlap)
-    request = tl.program_id(0).to(tl.int64)
+    request, row, temperature = begin_row(rows_ptr, temperatures_ptr, has_rows, overlap)
     tile_id = tl.program_id(1)
-    row = request
-    if has_rows:
-        row = tl.load(rows_ptr + request).to(tl.int64)
-    temperature = tl.load(temperatures_ptr + row, mask=row >= 0, other=0.0)
     highest = candidate_value(best_candidate(highest_ptr + request * num_tiles, num_tiles, tiles_pow2))
     best = tl.load(highest_ptr + request * num_tiles + tile_id)
     is_random = (temperature > 0) & (tl.abs(highest) < float("inf"))  # false for NaN

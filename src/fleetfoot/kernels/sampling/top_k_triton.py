@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fleetfoot.kernels.runtime.dependent_launch import launch_dependents, launch_options, wait_for_inputs
+from fleetfoot.kernels.runtime.dependent_launch import launch_options
 from fleetfoot.kernels.runtime.triton_support import (
     best_candidate,
     candidate_index,
@@ -25,7 +25,7 @@ from fleetfoot.kernels.runtime.triton_support import (
     pack_candidates,
     triton_kernel,
 )
-from fleetfoot.kernels.sampling.draws_triton import eighths, exact_noise, mass_of, score_depth
+from fleetfoot.kernels.sampling.draws_triton import begin_row, eighths, exact_noise, mass_of, score_depth
 from fleetfoot.kernels.sampling.sample import MAX_TOP_K, RandomRows
 
 if TYPE_CHECKING:
@@ -74,11 +74,12 @@ def draw_top_k(
     _draw_top_k_kernel[(num_rows,)](
         token_ids, token_ids if invalid is None else invalid, best, highest, groups, above, close, logits,
         random.temperatures, random.seeds, random.positions, filters.log_min_p, filters.top_k, filters.top_p,
-        token_ids if random.rows is None else random.rows, logits.stride(0), vocab_size, num_groups,
+        token_ids if random.rows is None else random.rows,
+        logits.stride(0), vocab_size, num_groups,
         has_rows=random.rows is not None, has_invalid=invalid is not None, num_tiles=num_tiles,
         tiles_pow2=next_power_of_2(num_tiles), groups_pow2=next_power_of_2(num_groups), max_top_k=MAX_TOP_K,
-        group=GROUP, chunk=_CHUNK, slack=_SLACK, few=_FEW, some=_SOME, many=_MANY, overlap=overlap, num_warps=8,
-        **launch_options(overlap),
+        group=GROUP, chunk=_CHUNK, slack=_SLACK, few=_FEW, some=_SOME, many=_MANY, overlap=overlap,
+        num_warps=8, **launch_options(overlap),
     )  # fmt: skip
 
 
@@ -223,19 +224,14 @@ def _draw_many(
 
 @triton_kernel()
 def _draw_top_k_kernel(
-    token_ids_ptr, invalid_ptr, best_ptr, highest_ptr, groups_ptr, above_ptr, close_ptr, logits_ptr, temperatures_ptr,
-    seeds_ptr, positions_ptr, log_min_p_ptr, top_k_ptr, top_p_ptr, rows_ptr, row_stride, vocab_size, num_groups,
+    token_ids_ptr, invalid_ptr, best_ptr, highest_ptr, groups_ptr, above_ptr, close_ptr, logits_ptr,
+    temperatures_ptr, seeds_ptr, positions_ptr, log_min_p_ptr, top_k_ptr, top_p_ptr, rows_ptr,
+    row_stride, vocab_size, num_groups,
     has_rows: tl.constexpr, has_invalid: tl.constexpr, num_tiles: tl.constexpr, tiles_pow2: tl.constexpr,
     groups_pow2: tl.constexpr, max_top_k: tl.constexpr, group: tl.constexpr, chunk: tl.constexpr, slack: tl.constexpr,
     few: tl.constexpr, some: tl.constexpr, many: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    launch_dependents(overlap)
-    wait_for_inputs(overlap)
-    request = tl.program_id(0).to(tl.int64)
-    row = request
-    if has_rows:
-        row = tl.load(rows_ptr + request).to(tl.int64)
-    temperature = tl.load(temperatures_ptr + row, mask=row >= 0, other=0.0)
+    request, row, temperature = begin_row(rows_ptr, temperatures_ptr, has_rows, overlap)
     top_k = tl.load(top_k_ptr + row, mask=row >= 0, other=0)
     logits_ptr += request * row_stride
     token_id = candidate_index(best_candidate(best_ptr + request * num_tiles, num_tiles, tiles_pow2))
