@@ -65,7 +65,7 @@ _Fields: Any = make_dataclass("_Fields", [(name, Any, default) for name, default
 
 @checked_keywords
 class EngineArgs(_Fields):
-    """The fields of `EngineConfig`, and vLLM's other keywords, as a dataclass whose fields can be assigned.
+    """The fields of `EngineConfig`, and vLLM's other keywords, as a dataclass with fields that can be assigned.
 
     They are checked by what takes them: `create_engine_config`, ``LLM(**vars(engine_args))``, ``from_engine_args``.
     """
