@@ -423,7 +423,8 @@ def nested() -> None:
 
 @pytest.mark.parametrize("work", [plan_only, nested])
 def test_without_an_engine_it_is_an_error(work: Callable[[], None], held: str | None) -> None:
-    with pytest.raises(AssertionError, match=r"force_runner\('v1'\) had no effect: no engine"), force_runner("v1"):
+    message = r"force_runner\('v1'\) had no effect: no engine has started in its block"
+    with pytest.raises(AssertionError, match=message), force_runner("v1"):
         work()
     assert is_as_before(held)
 
@@ -443,10 +444,13 @@ def test_an_engine_of_another_thread_counts() -> None:
     assert [plan.runner for plan in forced.plans] == ["v1"]
 
 
-@pytest.mark.parametrize(
-    ("in_thread", "message"),
-    [(False, r"\('v2'\) is in effect, and the engine runs on 'v1'"), (True, r"\('v2'\): 1 engine\(s\) ran on another")],
+ON_V1, ON_OTHER = (
+    r"\('v2'\) is in effect, and the engine runs on 'v1'",
+    r"\('v2'\): 1 engine\(s\) ran on another runner",
 )
+
+
+@pytest.mark.parametrize(("in_thread", "message"), [(False, ON_V1), (True, ON_OTHER)])
 def test_the_runner_that_ran_counts(in_thread: bool, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers report V1 whatever the plan names, and the check of what was built is switched off."""
     monkeypatch.setattr(ModelRunnerV2, "name", "v1")

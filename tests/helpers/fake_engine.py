@@ -2,8 +2,9 @@
 
 import random
 from collections import deque
+from collections.abc import Callable
 
-from fleetfoot.records.request import Request
+from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import EngineOutput, ModelRunnerOutput, SchedulerOutput
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
 from tests.helpers.fake_connector import Behaviour, FakeSchedulerConnector, FakeWorkers
@@ -96,33 +97,14 @@ class FakeDevice:
         pass
 
 
-class FakeEngine:
-    """An engine without outputs.
+Hook = Callable[[dict[str, Request], bool], None]
 
-    Args:
-        behaviour: of a KV connector; None: there is none.
-        num_ranks, accuracy: see `FakeDevice`.
-        drafting: probability that a step proposes drafts.
-        depth: steps that may be in flight when another is queued.
-    """
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        rng: random.Random,
-        *,
-        behaviour: Behaviour | None = None,
-        num_ranks: int = 1,
-        accuracy: float = 0.7,
-        drafting: float = 0.9,
-        depth: int = 0,
-    ) -> None:
-        self.config = config
-        self.depth = depth
-        self.connector = None if behaviour is None else FakeSchedulerConnector(config.block_size, rng, behaviour)
-        controller = RandomController(config.num_drafts, drafting, rng)
-        self.scheduler = Scheduler(config, connector=self.connector, controller=controller)
-        self.device = FakeDevice(self.scheduler, rng, num_ranks=num_ranks, accuracy=accuracy)
+class Loop:
+    """A scheduler and ``run``, which runs its steps; ``depth`` steps may be in flight when another is queued."""
+
+    def __init__(self, scheduler: Scheduler, run: Callable[[SchedulerOutput], ModelRunnerOutput], depth: int) -> None:
+        self.scheduler, self.run, self.depth = scheduler, run, depth
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.num_idle_steps = 0
 
@@ -131,10 +113,10 @@ class FakeEngine:
         results: list[EngineOutput] = []
         output = self.scheduler.schedule()
         if output is not None:
-            assert output.total_num_scheduled_tokens <= self.config.max_num_batched_tokens
+            assert output.total_num_scheduled_tokens <= self.scheduler.config.max_num_batched_tokens
             assert not output.is_idle or not self.in_flight, "an idle step would hold up those in flight"
             self.num_idle_steps += output.is_idle
-            self.in_flight.append((output, self.device.run(output)))
+            self.in_flight.append((output, self.run(output)))
         if self.in_flight and (len(self.in_flight) > self.depth or output is None or output.is_idle):
             oldest, result = self.in_flight.popleft()
             results = self.scheduler.update(oldest, result)
@@ -143,6 +125,61 @@ class FakeEngine:
             assert output is not None or not self.scheduler.has_unfinished, "requests wait, and nothing is under way"
         self.scheduler.check_integrity()
         return results
+
+    def run_random_requests(self, rng: random.Random, make: Callable[[str], Request], disturb: Hook) -> list[Request]:
+        """Requests arrive and are aborted; each step, ``disturb`` gets those that run, and whether all have arrived."""
+        scheduler, running, requests = self.scheduler, dict[str, Request](), list[Request]()
+        total = rng.randint(1, 12)
+        while len(requests) < total or self.in_flight or scheduler.has_unfinished or scheduler.transfers.has_pending:
+            if len(requests) < total and (not running or rng.random() < 0.5):
+                requests.append(make(f"r{len(requests)}"))
+                running[requests[-1].request_id] = requests[-1]
+                scheduler.add_request(requests[-1])
+            if running and rng.random() < 0.1:
+                victim = rng.choice(sorted(running))
+                assert scheduler.finish(victim, RequestStatus.FINISHED_ABORTED) is running.pop(victim)
+            disturb(running, len(requests) == total)
+            self.step()
+            running = {name: request for name, request in running.items() if not request.is_finished}
+        scheduler.check_idle()
+        assert scheduler.pool.num_free == scheduler.config.num_blocks
+        assert scheduler.transfers.num_held_blocks == 0
+        return requests
+
+
+def check_output(request: Request, policy: str, num_valid: int = 10**6) -> None:
+    """The tokens of the fake model for the request alone, of which ``num_valid`` are valid; or a beginning of them."""
+    expected, got = expected_output(request), request.output_token_ids
+    if request.status == RequestStatus.FINISHED_ABORTED or request.stop_reason == "text":
+        assert got == expected[: len(got)]
+    elif request.stop_reason == "NaN":
+        assert (request.finish_reason, got) == ("error", expected[:num_valid])
+    elif request.status == RequestStatus.FINISHED_ERROR:
+        assert policy == "fail" and "its KV could not be loaded: " in str(request.stop_reason)
+        assert got == expected[: len(got)]
+    else:
+        assert got == expected
+        assert request.stop_reason == (got[-1] if request.finish_reason == "stop" else None)
+
+
+class FakeEngine(Loop):
+    """An engine without outputs.
+
+    Args:
+        behaviour: of a KV connector; None: there is none.
+        num_ranks, accuracy: see `FakeDevice`.
+        drafting: probability that a step proposes drafts.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, rng: random.Random, *, behaviour: Behaviour | None = None, num_ranks: int = 1,
+        accuracy: float = 0.7, drafting: float = 0.9, depth: int = 0,
+    ) -> None:  # fmt: skip
+        self.connector = None if behaviour is None else FakeSchedulerConnector(config.block_size, rng, behaviour)
+        controller = RandomController(config.num_drafts, drafting, rng)
+        scheduler = Scheduler(config, connector=self.connector, controller=controller)
+        self.device = FakeDevice(scheduler, rng, num_ranks=num_ranks, accuracy=accuracy)
+        super().__init__(scheduler, self.device.run, depth)
 
     def change_weights(self) -> None:
         """KV that was computed before must not be used any more."""
@@ -155,7 +192,7 @@ class FakeEngine:
             self.step()
         self.scheduler.check_idle()
         assert self.scheduler.transfers.num_held_blocks == 0
-        assert self.scheduler.pool.num_free == self.config.num_blocks
+        assert self.scheduler.pool.num_free == self.scheduler.config.num_blocks
 
 
 def expected_output(request: Request) -> list[int]:

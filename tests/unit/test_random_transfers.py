@@ -3,7 +3,6 @@ now and then, and no token changes."""
 
 import random
 import tempfile
-from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ from unittest.mock import patch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.fake_runner import FakeRunner, reference
+from tests.helpers.fake_engine import VOCAB, Loop, check_output
+from tests.helpers.fake_runner import FakeRunner
 from tests.helpers.faulty_connector import Faults, faulty
 from tests.helpers.kv_bench import Bench, LateCopies, ManualJobs
 
@@ -20,13 +20,12 @@ from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.kv_transfer.blockstore import worker
 from fleetfoot.kv_transfer.blockstore.connector import HostIndex
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
-from fleetfoot.records.request import Request, RequestStatus
+from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.scheduler import Scheduler
 
-VOCAB = 11
 BLOCK_SIZE = 2
 
 
@@ -95,41 +94,6 @@ def make_request(rng: random.Random, name: str) -> Request:
     return Request(name, prompt, params, max_tokens=max_tokens, seed=0, cache_salt=rng.choice([None, None, "a"]))
 
 
-def play(
-    engine: Engine, rng: random.Random, depth: int, faults: Faults, folder: Path, jobs: list[ManualJobs]
-) -> list[Request]:
-    """All requests, which arrive and run; KV is damaged, weights change, and transfers fail or are delayed."""
-    scheduler, alive, everyone = engine.scheduler, dict[str, Request](), list[Request]()
-    in_flight: deque[Any] = deque()
-    num_requests = rng.randint(1, 10)
-    while len(everyone) < num_requests or scheduler.has_unfinished or in_flight or scheduler.transfers.has_pending:
-        if len(everyone) < num_requests and (not alive or rng.random() < 0.5):
-            request = make_request(rng, f"r{len(everyone)}")
-            everyone.append(request)
-            alive[request.request_id] = request
-            scheduler.add_request(request)
-        if alive and rng.random() < 0.1:
-            victim = rng.choice(sorted(alive))
-            assert scheduler.finish(victim, RequestStatus.FINISHED_ABORTED) is alive.pop(victim)
-        for threads in jobs:
-            threads.run(rng.randint(0, len(threads.waiting)))
-        inject(rng, faults, folder, engine, is_over=not alive and len(everyone) == num_requests)
-        output = scheduler.schedule()
-        if output is not None:
-            in_flight.append((output, engine.run(output)))
-        if in_flight and (len(in_flight) > depth or output is None):
-            for result in scheduler.update(*in_flight.popleft()):
-                if result.request.is_finished:
-                    alive.pop(result.request.request_id, None)
-        else:
-            assert output is not None or not alive, "requests wait, nothing is in flight, and nothing is scheduled"
-        scheduler.check_integrity()
-        check_slots(engine.connector.inner)
-    scheduler.check_idle()
-    assert scheduler.pool.num_free == scheduler.config.num_blocks
-    return everyone
-
-
 def inject(rng: random.Random, faults: Faults, folder: Path, engine: Engine, *, is_over: bool) -> None:
     if rng.random() < 0.2:
         faults.loads = rng.choice(["", "", "fail", "time_out", "corrupt", "hold"])
@@ -179,10 +143,18 @@ def test_transfers_change_nothing(kind: str, policy: str, caching: bool, num_ran
             )
             faults = Faults()
             engine = Engine(config, transfer_config(kind, Path(name), rng, faults), num_ranks)
-            requests = play(engine, rng, depth, faults, Path(name), jobs)
+
+            def disturb(running: Any, have_all_arrived: bool, engine: Engine = engine, faults: Faults = faults) -> None:
+                for threads in jobs:
+                    threads.run(rng.randint(0, len(threads.waiting)))
+                check_slots(engine.connector.inner)
+                inject(rng, faults, Path(name), engine, is_over=have_all_arrived and not running)
+
+            loop = Loop(engine.scheduler, engine.run, depth)
+            requests = loop.run_random_requests(rng, partial(make_request, rng), disturb)
             engine.shutdown()
             for request in requests:
-                check(request, policy)
+                check_output(request, policy)
 
 
 def check_slots(connector: Any) -> None:
@@ -191,19 +163,3 @@ def check_slots(connector: Any) -> None:
         if isinstance(part.index, HostIndex):
             part.index.slots.check_integrity()
             assert len(part.index.slots) <= part.index.slots.num_slots
-
-
-def check(request: Request, policy: str) -> None:
-    prompt = request.token_ids[: request.num_prompt_tokens]
-    num_tokens = request.max_total_tokens - len(prompt)
-    expected = reference(prompt, num_tokens, request.stop_token_ids, request.params.min_tokens, VOCAB)
-    got = request.output_token_ids
-    if request.status == RequestStatus.FINISHED_LENGTH:
-        assert got == expected
-    else:
-        assert got == expected[: len(got)]
-        assert request.status == RequestStatus.FINISHED_ABORTED or (
-            request.status == RequestStatus.FINISHED_ERROR
-            and policy == "fail"
-            and "could not be loaded" in str(request.stop_reason)
-        )

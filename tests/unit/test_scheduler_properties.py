@@ -5,7 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.fake_connector import Behaviour
-from tests.helpers.fake_engine import VOCAB, FakeEngine, expected_output
+from tests.helpers.fake_engine import VOCAB, FakeEngine, check_output, expected_output
 
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.sampling_params import SamplingParams
@@ -37,7 +37,7 @@ def behaviours() -> st.SearchStrategy[Behaviour | None]:
     return st.none() | st.builds(Behaviour, match=chance, fail=chance, hold=chance, end=end, has_all=st.booleans())
 
 
-def make_request(rng: random.Random, number: int, config: SchedulerConfig) -> Request:
+def make_request(rng: random.Random, name: str, config: SchedulerConfig) -> Request:
     room = config.num_blocks * config.block_size
     longest = min(30, room - 1 if config.enable_chunked_prefill else config.max_num_batched_tokens, room - 1)
     size = rng.randint(1, max(1, longest))
@@ -53,7 +53,7 @@ def make_request(rng: random.Random, number: int, config: SchedulerConfig) -> Re
         prompt_logprobs=rng.choice([None, None, None, 1]),
     )
     return Request(
-        f"r{number}",
+        name,
         prompt,
         params,
         max_tokens=max_tokens,
@@ -64,48 +64,30 @@ def make_request(rng: random.Random, number: int, config: SchedulerConfig) -> Re
 
 
 def run_random_requests(engine: FakeEngine, rng: random.Random) -> None:
-    """Requests arrive, are aborted or stopped from outside, and sample invalid tokens; weights change."""
+    """They are also stopped from outside, and sample invalid tokens; weights change."""
     scheduler, invalid = engine.scheduler, engine.device.invalid
-    unfinished: dict[str, Request] = {}
-    requests: list[Request] = []
-    num_requests = rng.randint(1, 12)
-    while len(requests) < num_requests or scheduler.has_unfinished or engine.in_flight:
-        if len(requests) < num_requests and (not unfinished or rng.random() < 0.5):
-            request = make_request(rng, len(requests), engine.config)
-            requests.append(request)
-            unfinished[request.request_id] = request
-            if rng.random() < 0.2:
-                invalid[request.request_id] = rng.randint(1, 10)
-            scheduler.add_request(request)
-        if unfinished and rng.random() < 0.1:
-            victim = rng.choice(sorted(unfinished))
-            assert scheduler.finish(victim, RequestStatus.FINISHED_ABORTED) is unfinished.pop(victim)
+
+    def make(name: str) -> Request:
+        if rng.random() < 0.2:
+            invalid[name] = rng.randint(1, 10)
+        return make_request(rng, name, scheduler.config)
+
+    def disturb(running: dict[str, Request], have_all_arrived: bool) -> None:
         if rng.random() < 0.03:
             engine.change_weights()
-        for result in engine.step():
-            request = result.request
-            if not request.is_finished and rng.random() < 0.05:  # as for a stop string in its text
-                scheduler.finish(request.request_id, RequestStatus.FINISHED_STOPPED, "text")
-            if request.is_finished:
-                unfinished.pop(request.request_id, None)
-    engine.settle()
+        for name, request in list(running.items()):
+            if request.output_token_ids and rng.random() < 0.05:  # as for a stop string in its text
+                scheduler.finish(name, RequestStatus.FINISHED_STOPPED, "text")
+                del running[name]
+
+    requests = engine.run_random_requests(rng, make, disturb)
     for request in requests:
-        expected, got = expected_output(request), request.output_token_ids
-        num_valid = invalid.get(request.request_id, len(expected) + 1) - 1
-        if request.status == RequestStatus.FINISHED_ABORTED or request.stop_reason == "text":
-            assert got == expected[: len(got)]
-        elif request.stop_reason == "NaN":
-            assert (request.finish_reason, got) == ("error", expected[:num_valid])
-        elif request.status == RequestStatus.FINISHED_ERROR:
-            assert engine.config.kv_load_failure_policy == "fail"
-            assert request.stop_reason == "its KV could not be loaded: a fault"
-            assert got == expected[: len(got)]
-        else:
-            assert got == expected
-            stop_reason = got[-1] if request.finish_reason == "stop" else None
-            assert request.stop_reason == stop_reason
+        num_valid = invalid.get(request.request_id, len(expected_output(request)) + 1) - 1
+        check_output(request, scheduler.config.kv_load_failure_policy, num_valid)
+        if request.status == RequestStatus.FINISHED_ERROR:
+            assert request.stop_reason in ("NaN", "its KV could not be loaded: a fault")
         # with drafts the invalid token may not be the last one of its step
-        assert engine.config.num_drafts or len(got) <= num_valid
+        assert scheduler.config.num_drafts or len(request.output_token_ids) <= num_valid
     if engine.connector is not None:
         assert sorted(engine.connector.finished) == sorted(request.request_id for request in requests)
         assert not engine.connector.loading

@@ -71,7 +71,7 @@ def test_values_that_change_nothing_are_taken() -> None:
 def test_misspelt_settings_and_what_vllm_calls_runner() -> None:
     with pytest.raises(TypeError, match="'gpu_memory_utilisation'; did you mean 'gpu_memory_utilization'"):
         EngineConfig.from_keywords({"gpu_memory_utilisation": 0.5}, owner="LLM")
-    message = "runner is 'pooling'; it can be auto, v1, v2; what vLLM calls runner is task"
+    message = "runner is 'pooling'; it can be auto, v1, v2; what vLLM calls runner is task here"
     with pytest.raises(ValueError, match=message):
         EngineConfig.from_keywords({"runner": "pooling"}, owner="LLM")
 
