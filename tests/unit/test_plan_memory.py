@@ -327,6 +327,7 @@ ALL = {"gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs", "enfo
         (80, "cuda", {"kv_cache_memory_bytes": 10**12}, {"kv_cache_memory_bytes"}),
         (80, "cuda", {"kv_cache_memory_bytes": 10}, {"kv_cache_memory_bytes"}),
         (64, "cpu", {"kv_cache_memory_bytes": 10**12}, {"kv_cache_memory_bytes"}),
+        (80, "cuda", {"block_size": 10**9}, {"block_size"}),
         (9, "cuda", {"pipeline_parallel_size": 2}, set()),
         (9, "cuda", FOUR_RANKS, {"max_model_len"}),
         (4, "cuda", {"tensor_parallel_size": 4}, set()),

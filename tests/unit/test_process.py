@@ -10,6 +10,7 @@ import pytest
 from tests.helpers.engines import ScriptedExecutor, scripted_engine
 
 from fleetfoot import SamplingParams
+from fleetfoot.records.request import Request
 from fleetfoot.utils.process import SHORT_COLLECTIONS, StopSignal, deferred_interrupts, run_all
 
 
@@ -54,16 +55,21 @@ def test_objects_that_were_frozen_before_stay_so() -> None:
     assert frozen() is None
 
 
-@pytest.mark.parametrize("is_aborted", [False, True])
-def test_ended_requests_leave_no_garbage(is_aborted: bool) -> None:
-    engine = scripted_engine(ScriptedExecutor())
+def num_requests() -> int:
     gc.collect()
+    return sum(type(entry) is Request for entry in gc.get_objects())
+
+
+@pytest.mark.parametrize("aborted", ["none", "running", "waiting"])
+def test_ended_requests_leave_no_garbage(aborted: str) -> None:
+    engine, before = scripted_engine(ScriptedExecutor()), num_requests()
     gc.set_debug(gc.DEBUG_SAVEALL)  # keeps what collections find
     try:
         for number in range(3):
             engine.add_request(str(number), [5, 6], SamplingParams(max_tokens=4, n=2, detokenize=False))
-        engine.step()
-        if is_aborted:
+        if aborted != "waiting":
+            engine.step()
+        if aborted != "none":
             engine.abort_request(["0", "1", "2"])
         while engine.has_unfinished_requests():
             engine.step()
@@ -73,6 +79,7 @@ def test_ended_requests_leave_no_garbage(is_aborted: bool) -> None:
         gc.set_debug(0)
         gc.garbage.clear()
     assert found == []
+    assert aborted != "waiting" or num_requests() == before
 
 
 def test_every_action_runs_and_the_first_error_is_raised(caplog: pytest.LogCaptureFixture) -> None:

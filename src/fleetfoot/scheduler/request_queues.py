@@ -13,7 +13,8 @@ from fleetfoot.records.step import SchedulerOutput
 class WaitingQueue:
     """A heap of requests, ordered by priority and arrival.
 
-    A request that ends while it waits stays in the heap until it reaches the front, but is no longer counted.
+    A request that ends while it waits is no longer counted. It stays in the heap until it reaches the front, or until
+    most entries have ended.
     """
 
     def __init__(self) -> None:
@@ -36,6 +37,8 @@ class WaitingQueue:
     def discard_finished(self) -> None:
         """Stop counting one request, which has ended while it was waiting."""
         self._size -= 1
+        if len(self._heap) > 2 * self._size:
+            self._heap = sorted(entry for entry in self._heap if not entry[2].is_finished)
 
     @property
     def first(self) -> Request:

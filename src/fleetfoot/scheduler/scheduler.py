@@ -385,13 +385,11 @@ class Scheduler:
         return output
 
     def _end(self, request: Request, status: RequestStatus, stop_reason: int | str | None) -> None:
-        was = request.status
+        was, request.status, request.stop_reason = request.status, status, stop_reason
         if was is RUNNING:
             self._num_ended += 1
         elif was is not RequestStatus.LOADING:
             self._waiting.discard_finished()
-        request.status = status
-        request.stop_reason = stop_reason
         del self.requests[request.request_id]
         self._finished_req_ids.add(request.request_id)
         if status != RequestStatus.FINISHED_ERROR:
