@@ -195,7 +195,7 @@ def test_parts_inherit_settings() -> None:
         (multi(OFFLOAD, {"kv_role": "kv_both"}), "connector 1 of MultiConnector has no kv_connector"),
         (multi({**SHARED, "kv_load_failure_policy": "fail"}), "the policy is one for all"),
         (multi({**SHARED, "kv_roll": 1}), "unknown keyword 'kv_roll'"),
-        (multi(*[{"kv_connector": "NixlConnector"}] * 2), "has several connectors NixlConnector"),
+        (multi(*[{"kv_connector": "NixlConnector"}] * 2), "has NixlConnector twice; configure it once"),
         (multi(5), "connector 0 of MultiConnector is 5; it must be an object"),
         (multi("OffloadingConnector"), "connector 0 of MultiConnector is 'OffloadingConnector'; it must be an object"),
         (

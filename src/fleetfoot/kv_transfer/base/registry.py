@@ -150,8 +150,7 @@ def part_configs(config: KVTransferConfig) -> tuple[KVTransferConfig, ...]:
     parts = tuple(_part(config, index, value) for index, value in enumerate(listed))
     if [part.kv_connector for part in parts].count("NixlConnector") > 1:
         raise ValueError(
-            f"kv_transfer_config: {MULTI_CONNECTOR} has several connectors NixlConnector, and the kv_transfer_params "
-            "of a request name the blocks of one; configure one, with kv_role kv_both if it is to save and load"
+            f"kv_transfer_config: {MULTI_CONNECTOR} has NixlConnector twice; configure it once, as kv_both"
         )
     return parts
 
