@@ -235,9 +235,8 @@ def test_parameters_that_leave_no_token(llm: LLM) -> None:
     everything_banned = SamplingParams(allowed_token_ids=[300], bad_words=[word], max_tokens=4)
     outputs = llm.generate([[5, 6], [5, 6]], [everything_banned, GREEDY], use_tqdm=False)
     assert outputs[0].outputs[0].finish_reason == "error"
-    assert "allowed_token_ids, bad_words, min_tokens and logit_bias leave no token" in str(
-        outputs[0].outputs[0].stop_reason
-    )
+    reason = str(outputs[0].outputs[0].stop_reason)
+    assert "allowed_token_ids, bad_words, min_tokens and logit_bias leave no token" in reason
     assert outputs[1].outputs[0].finish_reason == "length"
 
 

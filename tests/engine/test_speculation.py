@@ -277,14 +277,9 @@ def drafting_runner(drafter: str, kind: str = "v2", *, num_blocks: int = 128, **
 
 
 def run_stories(
-    runner: Any,
-    prompts: Prompts,
-    temperature: float,
-    num_drafts: int = lives.NUM_DRAFTS,
-    *,
-    depth: int = 0,
+    runner: Any, prompts: Prompts, temperature: float, num_drafts: int = lives.NUM_DRAFTS, *, depth: int = 0,
     **limits: Any,
-) -> tuple[dict[str, list[int]], SchedulerStats]:
+) -> tuple[dict[str, list[int]], SchedulerStats]:  # fmt: skip
     common: dict[str, Any] = {"ignore_eos": True, "temperature": temperature}
     params = [SamplingParams(max_tokens=40 + 3 * number, **common) for number in range(len(prompts))]
     scheduler = lives.make_scheduler(num_drafts, **{"num_blocks": 128, **limits})

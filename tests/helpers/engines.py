@@ -105,16 +105,10 @@ class ScriptedExecutor:
 
 
 def scripted_engine(
-    executor: Any,
-    *,
-    tokenizer: Tokenizer | None = None,
-    vocab_size: int = 2048,
-    max_model_len: int = 128,
-    depth: int = 0,
-    connector: SchedulerConnector | None = None,
-    clock: Callable[[], float] = time.perf_counter,
+    executor: Any, *, tokenizer: Tokenizer | None = None, vocab_size: int = 2048, max_model_len: int = 128,
+    depth: int = 0, connector: SchedulerConnector | None = None, clock: Callable[[], float] = time.perf_counter,
     **limits: Any,
-) -> LLMEngine:
+) -> LLMEngine:  # fmt: skip
     """The engine above an executor, with limits as in `SchedulerConfig`; ``depth`` and ``clock`` as in `EngineCore`."""
     sizes = {"num_blocks": 128, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64}
     scheduler = Scheduler(SchedulerConfig(**{**sizes, **limits}), connector=connector)

@@ -76,16 +76,10 @@ class Bench:
     """An engine's connector, and its ranks' KV caches with random values. ``make_worker`` replaces the worker side."""
 
     def __init__(
-        self,
-        config: KVTransferConfig,
-        *,
-        num_ranks: int = 1,
-        fingerprint: str = FINGERPRINT,
-        layout: KVLayout = LAYOUT,
-        clock: Callable[[], float] | None = None,
-        make_worker: Callable[[TransferContext], WorkerConnector] | None = None,
-        device: str | torch.device = "cpu",
-    ) -> None:
+        self, config: KVTransferConfig, *, num_ranks: int = 1, fingerprint: str = FINGERPRINT,
+        layout: KVLayout = LAYOUT, clock: Callable[[], float] | None = None,
+        make_worker: Callable[[TransferContext], WorkerConnector] | None = None, device: str | torch.device = "cpu",
+    ) -> None:  # fmt: skip
         self.layout = layout
         num_bytes = layout.bytes_per_block * num_ranks
         shared = config, layout.block_size, fingerprint, "bench", num_ranks

@@ -81,17 +81,9 @@ def int32(values: Any) -> torch.Tensor:
 
 
 def make_batch(
-    requests: list[Request],
-    *,
-    seed: int = 0,
-    block_size: int = 16,
-    max_blocks: int = 8,
-    num_rows: int = 16,
-    num_drafts: int = 0,
-    padding_tokens: int = 0,
-    num_sampling: int | None = None,
-    spare_width: int = 0,
-) -> Batch:
+    requests: list[Request], *, seed: int = 0, block_size: int = 16, max_blocks: int = 8, num_rows: int = 16,
+    num_drafts: int = 0, padding_tokens: int = 0, num_sampling: int | None = None, spare_width: int = 0,
+) -> Batch:  # fmt: skip
     """A batch of ``requests`` in rows among others that hold leftovers, with tokens, blocks and samples at random.
 
     Args:

@@ -144,20 +144,11 @@ def make_context(
 
 
 def make_runner(
-    kind: str,
-    draft_settings: DraftSettings = NO_DRAFTING,
-    *,
-    device: RecordingDevice | None = None,
-    layers: range | None = None,
-    folder: Path = DRAFT,
-    ops: Kernels | None = None,
-    wrap: Callable[[CausalLM], CausalLM] = lambda model: model,
-    num_blocks: int = 64,
-    max_num_seqs: int = MAX_NUM_SEQS,
-    max_num_batched_tokens: int = 64,
-    max_model_len: int = MAX_MODEL_LEN,
-    **options: Any,
-) -> Any:
+    kind: str, draft_settings: DraftSettings = NO_DRAFTING, *, device: RecordingDevice | None = None,
+    layers: range | None = None, folder: Path = DRAFT, ops: Kernels | None = None,
+    wrap: Callable[[CausalLM], CausalLM] = lambda model: model, num_blocks: int = 64, max_num_seqs: int = MAX_NUM_SEQS,
+    max_num_batched_tokens: int = 64, max_model_len: int = MAX_MODEL_LEN, **options: Any,
+) -> Any:  # fmt: skip
     """A runner, ``v1`` or ``v2``, ready for steps. Only V2 takes a device; ``wrap``: given the model, returns what the
     runner takes for it; ``options``: of `ModelRunner`."""
     config = load_model_config(folder)
@@ -287,15 +278,10 @@ def requests_of(params: list[SamplingParams], prompts: list[list[int]] | None = 
 
 
 def live(
-    execute: Execute,
-    params: list[SamplingParams],
-    *,
-    scheduler: Scheduler | None = None,
-    drafter: ScriptedDrafter | None = None,
-    expected: dict[str, Life] | None = None,
-    depth: int = 0,
+    execute: Execute, params: list[SamplingParams], *, scheduler: Scheduler | None = None,
+    drafter: ScriptedDrafter | None = None, expected: dict[str, Life] | None = None, depth: int = 0,
     prompts: list[list[int]] | None = None,
-) -> dict[str, Life]:
+) -> dict[str, Life]:  # fmt: skip
     """Run `requests_of` to their end, with ``depth`` steps queued ahead; ``expected`` scripts the drafter."""
     scheduler = scheduler or make_scheduler(0 if drafter is None else NUM_DRAFTS)
     lives: dict[str, Life] = {}

@@ -139,9 +139,8 @@ def test_connector_outputs_of_all_ranks_are_merged_in_the_order_of_steps() -> No
     merged = []
     for rank, steps in enumerate(ranks):
         for number, transfers in enumerate(steps):
-            outputs.add(
-                StepOutput(rank, number, records.ModelRunnerOutput([[number]] * rank, kv_connector_output=transfers))
-            )
+            result = records.ModelRunnerOutput([[number]] * rank, kv_connector_output=transfers)
+            outputs.add(StepOutput(rank, number, result))
             output = outputs.pop(number)
             assert (output is None) == (rank == 0)
             if output is not None:

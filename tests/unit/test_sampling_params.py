@@ -183,9 +183,8 @@ def test_validate_for_model_refuses(fields, model, message):
 
 
 def test_validate_for_model_accepts():
-    SamplingParams(stop_token_ids=[9], logit_bias={0: 1}, allowed_token_ids=[9], logprobs=20).validate_for_model(
-        vocab_size=10
-    )
+    params = SamplingParams(stop_token_ids=[9], logit_bias={0: 1}, allowed_token_ids=[9], logprobs=20)
+    params.validate_for_model(vocab_size=10)
     SamplingParams(logprobs=-1, prompt_logprobs=10).validate_for_model(vocab_size=10, max_logprobs=-1)
     SamplingParams(stop_token_ids=[9]).validate_for_model(vocab_size=10, has_tokenizer=False)
 

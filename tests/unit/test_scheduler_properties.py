@@ -105,14 +105,9 @@ def run_random_requests(engine: FakeEngine, rng: random.Random) -> None:
     seed=st.integers(0, 2**32),
 )
 def test_tokens_do_not_depend_on_the_schedule(
-    config: SchedulerConfig,
-    behaviour: Behaviour | None,
-    depth: int,
-    num_ranks: int,
-    accuracy: float,
-    drafting: float,
+    config: SchedulerConfig, behaviour: Behaviour | None, depth: int, num_ranks: int, accuracy: float, drafting: float,
     seed: int,
-) -> None:
+) -> None:  # fmt: skip
     rng = random.Random(seed)
     engine = FakeEngine(
         config, rng, behaviour=behaviour, num_ranks=num_ranks, accuracy=accuracy, drafting=drafting, depth=depth

@@ -136,12 +136,6 @@ def test_a_load_needs_blocks_for_the_whole_prompt() -> None:
     assert connector.of("load") == [("b", 0, 8, 3)]
 
 
-def test_prompt_logprobs_need_the_prompt_computed() -> None:
-    scheduler, connector = world(ScriptedConnector({"a": 8}), request_of("a", prompt_logprobs=1))
-    assert step(scheduler)[0].num_scheduled_tokens == [9]
-    assert connector.of("match") == []
-
-
 @pytest.mark.parametrize("matched", [3, 12, -4])
 def test_a_connector_that_matches_what_cannot_be(matched: int) -> None:
     scheduler, _ = world(ScriptedConnector({"a": matched}), request_of("a", prompt=12))
