@@ -14,7 +14,7 @@ class DraftModel(Drafter):
     """Each rank of a tensor group runs the whole draft model and gets the same drafts."""
 
     method = "draft_model"
-    _model: CausalLM | None = None
+    _model: CausalLM
 
     def load_model(self, target: CausalLM) -> None:
         context, found = self._context, self._context.model
@@ -55,13 +55,10 @@ class DraftModel(Drafter):
 
     def _run(self, input_ids: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         """``[num_tokens]`` int64 -> hidden states ``[num_tokens, hidden_size]``."""
-        if self._model is None:
-            raise RuntimeError("propose was called before load_model")
         hidden = self._model(input_ids, ForwardContext(metadata, self._kv_caches))
         assert isinstance(hidden, torch.Tensor)
         return hidden
 
     def _draw(self, steps: DraftSteps, hidden: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         """Sample from ``hidden [n, hidden_size]``: the last token of each request in the step of ``metadata``."""
-        assert self._model is not None
         return steps.draw(self._model.compute_logits(hidden), metadata.seq_lens)
