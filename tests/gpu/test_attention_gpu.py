@@ -16,10 +16,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 BOUND = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 DECODES: Requests = [(1, 100), (1, 1), (1, 0), (1, 5000), (1, 16), (1, 17), (1, 1024), (1, 0)]
 DRAFTS: Requests = [(3, 100), (3, 3), (2, 900), (1, 0), (3, 4097)]
-MIXED: Requests = [
-    *((1, 5), (1, 2049), (1, 64), (5, 77), (300, 300)),
-    *((130, 1030), (7, 7), (128, 128), (1, 40), (333, 4000)),
-]
+SHORT: Requests = [(1, 5), (1, 2049), (1, 64), (5, 77), (300, 300)]
+MIXED: Requests = [*SHORT, (130, 1030), (7, 7), (128, 128), (1, 40), (333, 4000)]
 HEADS = [(8, 8), (8, 4), (12, 4), (32, 8), (14, 2), (16, 2), (16, 1)]
 
 
@@ -51,9 +49,8 @@ SHAPES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("requests", [DECODES, DRAFTS, MIXED], ids=["decodes", "drafts", "mixed"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(requests: Requests, shape: dict[str, Any]) -> None:
-    check(
-        cuda_batch(requests, **{name: value for name, value in shape.items() if name != "window"}), shape.get("window")
-    )
+    window = shape.get("window")
+    check(cuda_batch(requests, **{name: value for name, value in shape.items() if name != "window"}), window)
 
 
 @pytest.mark.parametrize("window", [None, 700])

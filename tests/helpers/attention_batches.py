@@ -7,8 +7,10 @@ import torch
 from hypothesis import strategies as st
 
 from fleetfoot.kernels.attention import AttentionBackend, AttentionInputs
+from fleetfoot.kernels.attention.decode import DecodeTiling, paged_attention_decode
 from fleetfoot.kernels.attention.rope_and_cache import rope_and_cache_torch
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
+from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
 from fleetfoot.records.forward_context import AttentionMetadata, RotaryInputs
 
 Requests = list[tuple[int, int]]
@@ -121,6 +123,15 @@ class FusedBatch:
         head_dim = self.kv_cache.shape[4]
         heads = self.qkv.view(len(self.qkv), -1, head_dim)
         return AttentionInputs.of(heads, self.kv_cache, self.metadata, head_dim**-0.5, window)
+
+    def decode(
+        self, workspace: AttentionWorkspace, window: int | None, tiling: DecodeTiling | None, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """By the decode kernel, which prefetches ``weight``."""
+        out = self.qkv.new_full((len(self.qkv), self.num_heads, self.kv_cache.shape[4]), float("nan"))
+        fused = {"rotary": self.rotary, "slot_mapping": self.metadata.slot_mapping, "prefetch_weight": weight}
+        paged_attention_decode(self.inputs(window), workspace=workspace, out=out, tiling=tiling, **fused)
+        return out
 
     def check(self, run: Any, bound: float, window: int | None = None) -> torch.Tensor:
         """``run()`` returns and caches what the references of the two operations do in float32."""

@@ -93,14 +93,7 @@ def attention() -> None:
     decode.paged_attention_decode(batch.inputs(), workspace=workspace, out=out)
     for query_len in (1, 4):
         fused = make_fused_batch([(query_len, 5)], num_kv_heads=8, **shape)
-        decode.paged_attention_decode(
-            fused.inputs(),
-            workspace=workspace,
-            out=empty(len(fused.qkv), 32, 128),
-            rotary=fused.rotary,
-            slot_mapping=fused.metadata.slot_mapping,
-            prefetch_weight=empty(1024, 4096),
-        )
+        fused.decode(workspace, None, None, empty(1024, 4096))
     for num_kv_heads in (8, 2):  # 8 rows, and 16
         grouped = make_batch([(1, 5)], num_kv_heads=num_kv_heads, **shape)
         decode_hopper.paged_attention_decode_hopper(grouped.inputs(), workspace=workspace, out=out)

@@ -23,19 +23,25 @@ from fleetfoot.kernels.runtime import gpu_limits
 
 BOUND = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 DECODES: Requests = [(1, 50), (1, 1), (1, 0), (1, 130), (1, 16), (1, 17)]
+CPU = torch.device("cpu")
 TILING = decode.DecodeTiling(16, min_tiles=1, full_tiles=2, pair_tiles=1, programs_per_sm=2, num_warps=4, num_stages=3)
 MIXED: Requests = [(1, 5), (1, 40), (3, 3), (33, 80), (1, 7), (17, 17)]
 
 
+SPLITS: dict[str, Requests] = {
+    "decodes": [(1, 30), (1, 1)],
+    "one launch for all": [(1, 30), (1, 9), (6, 20)],
+    "decodes, then short requests": [(1, 30), (1, 9), (20, 40), (3, 3)],
+    "decodes, then prompts": [(1, 30), (1, 9), (40, 70), (33, 33)],
+    "a prompt": [(40, 70)],
+}
+
+
 def check_decode(
-    batch: Batch,
-    window: int | None = None,
-    *,
-    num_programs: int = 5,
-    tiling: decode.DecodeTiling = TILING,
-    times: int = 1,
+    batch: Batch, window: int | None = None, *, num_programs: int = 5, pair_tiles: int = 1, times: int = 1
 ) -> None:
-    workspace = AttentionWorkspace(torch.device("cpu"), num_programs)
+    tiling = replace(TILING, pair_tiles=pair_tiles)
+    workspace = AttentionWorkspace(CPU, num_programs)
     for _ in range(times):
         out = torch.full(batch.query.shape, float("nan"), dtype=batch.query.dtype)
         decode.paged_attention_decode(batch.inputs(window), workspace=workspace, out=out, tiling=tiling)
@@ -56,8 +62,7 @@ def test_decodes_cut_anywhere(num_programs: int, pair_tiles: int, window: int | 
     """From one program for all pairs to more programs than tiles. The cost of a pair only moves the cuts, requests that
     pad the batch take no part, and a launch leaves the workspace as it was."""
     requests = [(1, 0), (1, 1), (1, 130), (0, 0), (1, 0), (1, 5), (1, 48), (1, 49), (1, 16), (1, 17), (1, 0)]
-    tiling = replace(TILING, pair_tiles=pair_tiles)
-    check_decode(make_batch(requests, behind=3), window, num_programs=num_programs, tiling=tiling, times=2)
+    check_decode(make_batch(requests, behind=3), window, num_programs=num_programs, pair_tiles=pair_tiles, times=2)
 
 
 @interpreted
@@ -104,16 +109,7 @@ def test_ragged_batches(requests: Requests, window: int | None, data: st.DataObj
 
 
 @interpreted
-@pytest.mark.parametrize(
-    "requests",
-    [
-        pytest.param([(1, 30), (1, 1)], id="decodes"),
-        pytest.param([(1, 30), (1, 9), (6, 20)], id="one launch for all"),
-        pytest.param([(1, 30), (1, 9), (20, 40), (3, 3)], id="decodes, then short requests"),
-        pytest.param([(1, 30), (1, 9), (40, 70), (33, 33)], id="decodes, then prompts"),
-        pytest.param([(40, 70)], id="a prompt"),
-    ],
-)
+@pytest.mark.parametrize("requests", SPLITS.values(), ids=SPLITS)
 @pytest.mark.parametrize("window", [None, 12])
 def test_backend_splits_the_batch(requests: Requests, window: int | None) -> None:
     batch = make_batch(requests, behind=2)
@@ -214,22 +210,8 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize("window", [None, 20])
 def test_fused_norm_rotation_and_write(requests: Requests, head_dim: int, has_norm: bool, window: int | None) -> None:
     """The kernel with its inputs as the linear layer returns them, against the references of the two operations."""
-    batch = make_fused_batch(requests, head_dim=head_dim, has_norm=has_norm)
-
-    def run() -> torch.Tensor:
-        out = torch.full((len(batch.qkv), batch.num_heads, head_dim), float("nan"))
-        decode.paged_attention_decode(
-            batch.inputs(window),
-            workspace=AttentionWorkspace(torch.device("cpu"), 5),
-            out=out,
-            tiling=TILING,
-            rotary=batch.rotary,
-            slot_mapping=batch.metadata.slot_mapping,
-            prefetch_weight=torch.ones(37, 24),
-        )
-        return out
-
-    batch.check(run, BOUND[torch.float32], window)
+    batch, workspace = make_fused_batch(requests, head_dim=head_dim, has_norm=has_norm), AttentionWorkspace(CPU, 5)
+    batch.check(lambda: batch.decode(workspace, window, TILING, torch.ones(37, 24)), BOUND[torch.float32], window)
 
 
 def test_how_much_of_a_weight_is_prefetched() -> None:
