@@ -7,6 +7,8 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +53,21 @@ def no_warning_of_missing_c_kernels() -> Iterator[None]:
     logger.addFilter(is_expected)
     yield
     logger.removeFilter(is_expected)
+
+
+@pytest.fixture(scope="session")
+def text_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The folder of a tiny random checkpoint with a real tokenizer, and its reference model."""
+    from tests.helpers.engines import make_text_checkpoint
+
+    folder = tmp_path_factory.mktemp("text-model")
+    return folder, make_text_checkpoint(folder)
+
+
+@pytest.fixture(scope="session")
+def text_model(text_checkpoint: tuple[Path, Any]) -> Path:
+    """The folder alone."""
+    return text_checkpoint[0]
 
 
 @pytest.fixture

@@ -5,30 +5,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from tests.helpers.engines import make_engine, make_text_checkpoint, run_requests
+from tests.helpers.engines import make_engine, run_requests
 from tests.helpers.kv_bench import Clock
 from tests.helpers.kv_pair import join_threads
 from tests.helpers.prefill_decode import REQUESTS, SIZE
 
 from fleetfoot.outputs import RequestOutput
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
-    """On tensors this small, threads do nothing but wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="session")
-def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny random checkpoint with a real tokenizer."""
-    folder = tmp_path_factory.mktemp("text-model")
-    make_text_checkpoint(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")

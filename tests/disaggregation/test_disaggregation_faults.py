@@ -154,9 +154,7 @@ async def reading(consumer: EngineProcess, held: dict[str, Any]) -> AsyncIterato
 
 @RUNNERS
 @async_test
-async def test_consumer_killed_while_it_reads(
-    runner: str, make: MakeEngine, processes: StartEngine, clock: Clock
-) -> None:
+async def test_consumer_killed_in_a_read(runner: str, make: MakeEngine, processes: StartEngine, clock: Clock) -> None:
     """Its connection is lost, so the blocks are freed at once."""
     consumer, producer = processes("kv_consumer", runner=runner), make("kv_producer", runner=runner)
     async with reading(consumer, prefilled(producer, ["long"])):
@@ -166,9 +164,7 @@ async def test_consumer_killed_while_it_reads(
 
 @RUNNERS
 @async_test
-async def test_consumer_that_hangs_while_it_reads(
-    runner: str, make: MakeEngine, processes: StartEngine, clock: Clock
-) -> None:
+async def test_consumer_hanging_in_a_read(runner: str, make: MakeEngine, processes: StartEngine, clock: Clock) -> None:
     """It keeps its connection without a message: the blocks are freed when their lease expires."""
     consumer, producer = processes("kv_consumer", runner=runner), make("kv_producer", runner=runner)
     async with reading(consumer, prefilled(producer, ["long"])):
@@ -278,9 +274,7 @@ async def test_proxy_with_a_prefill_engine_that_refuses(text_model: Path, expect
 
 
 @async_test
-async def test_proxy_with_a_decode_engine_that_dies(
-    text_model: Path, processes: StartEngine, expected: Outputs
-) -> None:
+async def test_proxy_with_a_dead_decode_engine(text_model: Path, processes: StartEngine, expected: Outputs) -> None:
     """Pending and later requests fail, and the prefill engine frees its blocks."""
     decode = processes("kv_consumer", runner="v2", **prefill_decode.SIZE)
     async with AsyncLLM(**engine_settings(text_model, "kv_producer", runner="v2")) as llm:

@@ -32,9 +32,7 @@ def make(request: pytest.FixtureRequest, text_model: Path) -> Make:
 @RUNNERS
 @pytest.mark.parametrize("backend", ["tcp", "nixl"])
 @pytest.mark.parametrize("caching", [True, False])
-def test_tokens_are_those_of_one_engine(
-    runner: str, backend: str, caching: bool, make: Make, expected: Outputs
-) -> None:
+def test_tokens_are_of_one_engine(runner: str, backend: str, caching: bool, make: Make, expected: Outputs) -> None:
     skip_without(backend)
     settings: dict[str, Any] = {"runner": runner, "backend": backend, "enable_prefix_caching": caching}
     producer, consumer = make("kv_producer", **settings), make("kv_consumer", **settings, **prefill_decode.SIZE)

@@ -310,10 +310,7 @@ MODELS: dict[Feature, dict[str, Any]] = {
 }
 """Features that a model requires, by fields of its config.json."""
 
-REQUESTS: dict[Feature, str] = {
-    Feature.LOGITS_PROCESSORS: "logits_processors",
-    Feature.STRUCTURED_OUTPUTS: "structured_outputs",
-}
+REQUESTS = {Feature.LOGITS_PROCESSORS: "logits_processors", Feature.STRUCTURED_OUTPUTS: "structured_outputs"}
 """Features that a request would require, by the name that it would have in SamplingParams."""
 
 CALLS: dict[Feature, tuple[str, ...]] = {

@@ -251,9 +251,7 @@ def test_commands_of_a_chat(run: Command, pipe: Pipe, prompts: Prompts) -> None:
     assert "unknown command /what" in run.err and "there is no system message now" in run.err
 
 
-def test_a_chat_takes_several_lines_and_repeats_sets_and_saves(
-    run: Command, pipe: Pipe, prompts: Prompts, tmp_path: Path
-) -> None:
+def test_a_chat_takes_lines_repeats_sets_and_saves(run: Command, pipe: Pipe, prompts: Prompts, tmp_path: Path) -> None:
     def encoded(*texts: str) -> list[int]:
         roles = ("user", "assistant") * 2
         return TOKENIZER.apply_chat_template_ids(

@@ -223,9 +223,8 @@ def test_the_controller_observes_how_long_each_step_took() -> None:
         now[0] += 1.0 + len(output.rows)
 
     seconds: list[float] = []
-    controller: Any = SimpleNamespace(
-        off_reason="", choose=lambda num_decodes: 1, observe=lambda *args: seconds.append(args[-1])
-    )
+    observe = {"off_reason": "", "observe": lambda *args: seconds.append(args[-1])}
+    controller: Any = SimpleNamespace(choose=lambda num_decodes: 1, **observe)
     scheduler = Scheduler(SchedulerConfig(16, 4, 4, 32, num_drafts=1), controller=controller)
     core = EngineCore(scheduler, ScriptedExecutor(before_step=work), StatsCollector(), clock=lambda: now[0])
     for name in "ab":

@@ -64,9 +64,7 @@ STEPS = [(place, call) for place in ("forward", "sample", "schedule", "update") 
 
 
 @pytest.mark.parametrize(("place", "call"), [*STEPS, ("add", 2), ("output", 3)])  # 3: in the last step
-def test_an_interrupt_ends_the_call_and_not_the_engine(
-    place: str, call: int, llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_ends_the_call_alone(place: str, call: int, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = tokens(llm)
     before = llm.stats()
     with monkeypatch.context() as patch:

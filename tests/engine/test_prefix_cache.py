@@ -52,11 +52,6 @@ def test_a_hit_ends_at_the_first_token_that_differs(engine: LLMEngine) -> None:
     assert run_one(engine, PROMPT[4:])[0] == 0  # the same tokens in another place
 
 
-def test_outputs_are_cached_too(engine: LLMEngine) -> None:
-    _, tokens = run_one(engine, PROMPT)
-    assert run_one(engine, PROMPT + tokens)[0] == 24  # of 25 computed tokens: the last one never was an input
-
-
 def test_requests_of_one_step_share(engine: LLMEngine) -> None:
     """Attention of the second request reads KV that the same layer has just written for the first."""
     _, alone = run_one(engine, PROMPT)

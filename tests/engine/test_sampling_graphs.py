@@ -70,10 +70,8 @@ def params_of(*settings: dict[str, Any]) -> list[SamplingParams]:
     return [SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **one}) for one in settings]
 
 
-def captured_runner(
-    draft_settings: DraftSettings = NO_DRAFTING, device: RecordingDevice | None = None
-) -> ModelRunnerV2:
-    runner = make_runner("v2", draft_settings, device=device or StrictDevice(), ops=unwatched(cpu_kernels()))
+def captured_runner(settings: DraftSettings = NO_DRAFTING, device: RecordingDevice | None = None) -> ModelRunnerV2:
+    runner = make_runner("v2", settings, device=device or StrictDevice(), ops=unwatched(cpu_kernels()))
     assert isinstance(runner, ModelRunnerV2)
     return runner
 

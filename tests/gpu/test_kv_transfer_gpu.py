@@ -134,7 +134,7 @@ def test_blocks_are_the_same_bits(pair: tuple[Engine, Engine], backend: str) -> 
 
 @BACKENDS
 @RUNNERS
-def test_tokens_are_those_of_one_engine(runner: str, backend: str) -> None:
+def test_tokens_are_of_one_engine(runner: str, backend: str) -> None:
     skip_without(backend)
     settings: dict[str, Any] = {"device": "cuda", "dtype": "float32", "runner": runner, "skip_tokenizer_init": True}
     settings |= {"block_size": 16, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 64}

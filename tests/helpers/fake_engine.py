@@ -197,9 +197,8 @@ class FakeEngine(Loop):
 
 def expected_output(request: Request) -> list[int]:
     """The output of the fake model for the request alone."""
-    return reference(
-        request.prompt_token_ids, request.max_tokens, request.stop_token_ids, request.params.min_tokens, VOCAB
-    )
+    prompt, stops = request.prompt_token_ids, request.stop_token_ids
+    return reference(prompt, request.max_tokens, stops, request.params.min_tokens, VOCAB)
 
 
 Packet = list[tuple[int, int, int, list[int]]]

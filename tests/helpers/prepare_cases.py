@@ -113,9 +113,8 @@ def make_batch(
     pairs = [x for index in rng.sample(range(arena_size), capacity) for x in (index, rng.randrange(-(2**31), 2**31))]
 
     def token_ids(*shape: int) -> torch.Tensor:
-        return torch.randint(
-            0, 150_000, shape, dtype=torch.int32, generator=torch.Generator().manual_seed(rng.randrange(2**31))
-        )
+        generator = torch.Generator().manual_seed(rng.randrange(2**31))
+        return torch.randint(0, 150_000, shape, dtype=torch.int32, generator=generator)
 
     draft_tokens = token_ids(num_rows + 1, num_drafts)
     for row in range(num_rows):

@@ -260,9 +260,7 @@ def test_a_word_in_place_of_a_model(run: CommandRunner, monkeypatch: pytest.Monk
     assert error.endswith("(OSError: offline); a prompt goes to --prompt\n")
 
 
-def test_standard_error_that_cannot_be_written_ends_no_command(
-    run: CommandRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_standard_error_ends_no_command(run: CommandRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stderr", full)
         assert run("plan", "--gpu-name", "x", "--json").startswith("{")

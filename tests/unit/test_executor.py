@@ -50,15 +50,14 @@ FULL = dataclasses.replace(
     awaited_step=2**40 - 2,
     kv_connector_metadata=BlockStoreMetadata("epoch", loads=[("näme", [BlockTransfer(7, b"\0digest")])]),
 )
+LOST = records.TransferFailure("lost", timed_out=True)
 OUTPUT = records.ModelRunnerOutput(
     sampled_token_ids=[[5, 6], []],
     logprobs={0: [records.RowLogprobs([5, 9], [-0.5, float("-inf")], 3)]},
     prompt_logprobs={1: (64, [records.RowLogprobs([3], [-1.25], 4)])},
     invalid={1: "logits are not numbers"},
     num_drafted=[2],
-    kv_connector_output=records.KVConnectorOutput(
-        {"a"}, {"b": records.TransferFailure("lost", timed_out=True)}, {"c"}, {"n": 1}
-    ),
+    kv_connector_output=records.KVConnectorOutput({"a"}, {"b": LOST}, {"c"}, {"n": 1}),
 )
 LAYOUT = KVLayout(9, 16, "bfloat16", (KVCacheSpec(2, 64), KVCacheSpec(2, 64, 7)))
 

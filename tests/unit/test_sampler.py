@@ -69,10 +69,6 @@ def test_logits_processors_decide_the_token(logits, tokens, params, expected):
     assert output.token_ids.tolist() == [expected, len(logits) - 1]
 
 
-def test_draws_are_limited_to_allowed_tokens():
-    assert draw(torch.tensor([9.0, 1.0, 3.0, 2.0]), 200, allowed_token_ids=[1, 3])[[0, 2]].tolist() == [0, 0]
-
-
 def test_refresh_follows_the_tokens():
     logits = torch.tensor([[0.0, 5.0, 4.0, 3.0]] * 3)
     rows = [row([7], 1, temperature=0, min_tokens=1, stop=(1,)), row([7, 7], 2, seed=3)]

@@ -109,8 +109,7 @@ def test_tokens_do_not_depend_on_the_schedule(
     seed: int,
 ) -> None:  # fmt: skip
     rng = random.Random(seed)
-    engine = FakeEngine(
-        config, rng, behaviour=behaviour, num_ranks=num_ranks, accuracy=accuracy, drafting=drafting, depth=depth
-    )
+    ways = {"num_ranks": num_ranks, "accuracy": accuracy, "drafting": drafting, "depth": depth}
+    engine = FakeEngine(config, rng, behaviour=behaviour, **ways)
     run_random_requests(engine, rng)
     assert behaviour is not None or engine.num_idle_steps == 0

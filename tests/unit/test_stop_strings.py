@@ -36,9 +36,7 @@ def longest_held_back(text: str, stop: list[str]) -> str:
 
 @settings(max_examples=400)
 @given(chunks=CHUNKS, stop=STOPS, include=st.booleans(), cuts=st.lists(st.integers(0, 60)))
-def test_checker_agrees_with_the_oracle(
-    chunks: list[tuple[str, bool]], stop: list[str], include: bool, cuts: list[int]
-) -> None:
+def test_checker_and_oracle(chunks: list[tuple[str, bool]], stop: list[str], include: bool, cuts: list[int]) -> None:
     checker = StopStringChecker(stop, include)
     match = first_match(chunks, stop)
     whole = text = "".join(chunk for chunk, _ in chunks)
