@@ -60,17 +60,11 @@ class EngineCore:
         return self.scheduler.has_unfinished or bool(self._in_flight)
 
     def step(self, before_update: Callable[[], object] = no_callback) -> list[EngineOutput] | None:
-        """Run one iteration of the loop.
+        """Run one iteration of the loop. Returns the outputs of the oldest step in flight; None if none was retired.
 
         An idle step, which computes nothing and serves the KV connector, blocks until a transfer makes progress or a
-        short timeout has passed.
-
-        Args:
-            before_update: called when a step's result has arrived, before the scheduler is updated. Requests that it
-                finishes end there: their tokens in the result are discarded.
-
-        Returns:
-            The outputs of the oldest step in flight; None if no step was retired.
+        short timeout has passed. ``before_update``: called when a step's result has arrived, before the scheduler is
+        updated. Requests that it finishes end there: their tokens in the result are discarded.
         """
         outputs = self.step_overlapped(before_update) if self._depth else self.step_lockstep(before_update)
         if outputs is None and not self._in_flight and self.scheduler.has_unfinished:

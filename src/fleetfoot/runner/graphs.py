@@ -80,15 +80,11 @@ class BatchShape:
 class CaptureTable:
     """The shapes, smallest first in each kind. A kind may be empty.
 
-    Attributes:
-        decode: requests in a pure decode.
-        num_drafts: draft tokens of a uniform decode; 0: there is none.
-        uniform: requests in a uniform decode with drafts.
-        mixed: tokens in a small batch that holds prefills; padded to ``max_num_seqs`` requests.
-        full_step: tokens in such a batch that fills a step, as chunks of prompts do under load; None: it runs eagerly,
-            as in any case those do that are larger than ``mixed`` and do not fill a step.
-        eager_capture: how many of the smallest decode shapes, with drafts if there are any, are captured at the start;
-            the others when first needed.
+    ``decode``: requests in a pure decode; ``uniform``: requests in a uniform decode with ``num_drafts`` drafts each;
+    ``mixed``: tokens in a small batch that holds prefills, padded to ``max_num_seqs`` requests; ``full_step``: tokens
+    in such a batch that fills a step, as chunks of prompts do under load. Other batches run eagerly. ``eager_capture``:
+    how many of the smallest decode shapes, with drafts if there are any, are captured at the start; the others when
+    they are needed.
     """
 
     decode: tuple[int, ...] = ()

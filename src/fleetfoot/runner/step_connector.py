@@ -1,13 +1,5 @@
-"""The KV connector within a step: the order of its calls, the same on both runners.
-
-The contract, which ``tests/engine/test_connector_order.py`` tests:
-
-    execute_model   pre_forward, forward; on ranks that are not last in their pipeline, then post_forward
-    sample_tokens   on the last rank: sampling, drafting, post_forward
-    idle step       no_forward
-
-The metadata is always cleared, also after an exception.
-"""
+"""The KV connector within a step: the order of its calls, the same on both runners; `fleetfoot.runner.base` makes them.
+``tests/engine/test_connector_order.py`` tests the order. The metadata is always cleared, also after an exception."""
 
 from __future__ import annotations
 
@@ -95,17 +87,7 @@ class NoConnector(StepConnector):
     def __init__(self) -> None:
         pass
 
-    def register_kv_caches(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
+    def _do_nothing(self, *_: object, **__: object) -> None:
         pass
 
-    def pre_forward(self, scheduler_output: SchedulerOutput) -> None:
-        pass
-
-    def post_forward(self, finished_req_ids: set[str], wait_for_save: bool = True) -> None:
-        return None
-
-    def no_forward(self, scheduler_output: SchedulerOutput) -> None:
-        return None
-
-    def shutdown(self) -> None:
-        pass
+    register_kv_caches = pre_forward = post_forward = no_forward = shutdown = _do_nothing
