@@ -156,9 +156,17 @@ class LLM:
         ``2 * beam_width`` is at most the engine's ``max_logprobs``. ``concurrency_limit`` has no effect.
         """
         check_call_keywords("LLM.beam_search", self.beam_search, {"lora_request": lora_request})
-        engine, tokenizer = self.llm_engine, self.get_tokenizer()
+        if not isinstance(params, BeamSearchParams):
+            raise TypeError(f"params is {params!r}; it must be a BeamSearchParams")
+        engine, tokenizer, roots = self.llm_engine, self.get_tokenizer(), []
         options = SamplingParams(max_tokens=1, logprobs=2 * params.beam_width, temperature=params.temperature)
-        roots = [engine.process_inputs("beam search", prompt, options) for prompt in _as_list(prompts)[0]]
+        many, is_batch = _as_list(prompts)
+        for index, prompt in enumerate(many):
+            with _naming(f"prompts[{index}]" * is_batch):
+                roots.append(engine.process_inputs("beam search", prompt, options))
+                room = engine.input_processor.max_model_len - len(roots[-1].prompt_token_ids)
+                if params.max_tokens > room:
+                    raise ValueError(f"max_tokens is {params.max_tokens}, but the prompt leaves room for {room} tokens")
         with progress_bar(use_tqdm, total=params.max_tokens, description="Beam search") as advance:
 
             def step(beams: list[tuple[int, list[int]]]) -> list[dict[int, Logprob]]:
@@ -270,7 +278,7 @@ class LLM:
 
     def _add(self, call: _Call, interrupts: StopSignal) -> None:
         """Add the requests of a call, at once or, if another thread steps, together after its step."""
-        engine, before = self.llm_engine, self.llm_engine.num_prompt_tokens
+        engine, num_tokens = self.llm_engine, 0
         previous = checked = None
         has_stepped = False
         waiting: list[EngineRequest] = []
@@ -289,9 +297,10 @@ class LLM:
                         call.request_ids.append(request.request_id)
                         with _naming(f"prompts[{len(call.request_ids) - 1}]" * call.is_batch):
                             engine.submit(request)
+                        num_tokens += len(request.prompt_token_ids)
                         self._calls[request.request_id] = call
                     waiting.clear()
-                    if not has_stepped and engine.fills_first_step(engine.num_prompt_tokens - before):
+                    if not has_stepped and engine.fills_first_step(num_tokens):
                         has_stepped = True  # the device computes while the other prompts are added
                         self._step()
             interrupts.check()

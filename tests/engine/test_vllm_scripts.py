@@ -1,6 +1,7 @@
 """Scripts of vLLM's with the import changed: their names, what they call and what they read."""
 
 import asyncio
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,8 +89,20 @@ def test_beam_search(llm: LLM) -> None:
         assert beam.cum_logprob == pytest.approx(
             sum(entry[token].logprob for token, entry in entries if entry), abs=1e-3
         )
-    with pytest.raises(ValueError, match="beam_width must be an integer of at least 1, got 0"):
-        BeamSearchParams(beam_width=0, max_tokens=1)
+    for name, value in (("beam_width", 0), ("max_tokens", 0), ("temperature", -1), ("length_penalty", math.nan)):
+        with pytest.raises(ValueError, match=f"^{name} must be .*, got {value}"):
+            BeamSearchParams(**{"beam_width": 1, "max_tokens": 1, name: value})
+    for given, params, message in (
+        (["a", ""], BeamSearchParams(1, 1), r"prompts\[1\]: prompt is an empty string"),
+        (
+            ["a", "b"],
+            BeamSearchParams(1, 9999),
+            r"prompts\[0\]: max_tokens is 9999, but the prompt leaves room",
+        ),
+        ("a", None, "params is None; it must be a BeamSearchParams"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=f"^{message}"):
+            llm.beam_search(given, params)
     with pytest.raises(ValueError, match=r"logprobs must be at most 20, got 22; .*max_logprobs=22"):
         llm.beam_search(PROMPT, BeamSearchParams(beam_width=11, max_tokens=2))
 

@@ -107,20 +107,12 @@ class LLMEngine:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def add_request(
-        self,
-        request_id: str,
-        prompt: PromptType,
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        params_checked: bool = False,
-        **unknown: Any,
+        self, request_id: str, prompt: PromptType, params: SamplingParams, *, priority: int = 0, **unknown: Any
     ) -> None:
         """Add a request; `step` returns its outputs.
 
         Args:
             priority: lower runs sooner; needs ``scheduling_policy="priority"``.
-            params_checked: ``params`` is a result of `InputProcessor.check_params`.
             unknown: refused, except neutral values of vLLM's keywords (``lora_request=None``).
 
         Raises:
@@ -130,7 +122,7 @@ class LLMEngine:
         check_call_keywords("LLMEngine.add_request", self.add_request, unknown)
         self._check_alive()
         self.check_request_id(request_id)
-        self.submit(self.process_inputs(request_id, prompt, params, priority=priority, params_checked=params_checked))
+        self.submit(self.process_inputs(request_id, prompt, params, priority=priority))
 
     def check_request_id(self, request_id: str) -> None:
         """Check that a new request can have this id.
@@ -279,11 +271,6 @@ class LLMEngine:
         cache = self.core.scheduler.config
         return min(self.input_processor.max_model_len, cache.num_blocks * cache.block_size)
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Of all requests since the start."""
-        return self.stats_collector.num_prompt_tokens
-
     def stats(self) -> EngineStats:
         """Counters since the start, and the scheduler's state."""
         return self.stats_collector.snapshot(self.core.scheduler.stats())
@@ -307,7 +294,7 @@ class LLMEngine:
         worker = self.core.executor
         if not hasattr(worker, "runner"):
             raise ValueError("collective_rpc needs the worker in this process; set distributed_executor_backend='uni'")
-        function = method if callable(method) else getattr(type(worker), method, None)
+        function = method if callable(method) else getattr(type(worker), str(method), None)
         if function is None:
             raise ValueError(f"method is {method!r}, which a worker does not have; give a function of the worker")
         return [function(worker, *args, **(kwargs or {}))]

@@ -201,6 +201,9 @@ class BeamSearchParams:
     def __post_init__(self) -> None:
         for name in ("beam_width", "max_tokens"):
             setattr(self, name, _checked(name, getattr(self, name), int, 1, _INF, "an integer of at least 1"))
+        self.temperature = SamplingParams(temperature=self.temperature).temperature
+        words = "a number in [-40, 40]"  # lengths to this power are floats
+        self.length_penalty = _checked("length_penalty", self.length_penalty, float, -40, 40, words)
 
 
 _FIELD_NAMES = tuple(item.name for item in dataclasses.fields(SamplingParams))
