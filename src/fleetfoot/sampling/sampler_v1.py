@@ -89,29 +89,18 @@ def banned_tokens(
     return banned
 
 
-@dataclass(frozen=True, slots=True)
-class AllowedTokens:
-    """Rows with ``allowed_token_ids``."""
-
-    rows: torch.Tensor  # [a] int64
-    entry_rows: torch.Tensor  # [m] int64, for each allowed token the index into `rows`
-    token_ids: torch.Tensor  # [m] int64
-
-    @classmethod
-    def build(cls, allowed: Mapping[int, Sequence[int]], device: torch.device) -> AllowedTokens | None:
-        """From row -> token ids; ``None`` if there are none."""
-        if not allowed:
-            return None
-        rows, lists = torch.tensor(list(allowed), device=device), list(allowed.values())
-        entry_rows = np.repeat(np.arange(len(lists)), [*map(len, lists)])
-        return cls(rows, torch.tensor(entry_rows, device=device), torch.tensor([*chain(*lists)], device=device))
-
-    def apply(self, logits: torch.Tensor) -> None:
-        """Exclude all other tokens of ``logits [n, vocab]`` float32, in place."""
-        limited = logits[self.rows]  # [a, vocab]
-        masked = limited - torch.inf
-        masked[self.entry_rows, self.token_ids] = limited[self.entry_rows, self.token_ids]
-        logits[self.rows] = masked
+def _allowed_tokens(
+    rows: Sequence[SamplingRow], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """``[a]``: the rows with ``allowed_token_ids``; of each of their allowed tokens ``[m]`` the index into these rows,
+    and ``[m]`` its id. None: there are no such rows."""
+    allowed = {i: ids for i, row in enumerate(rows) if (ids := row.params.allowed_token_ids) is not None}
+    if not allowed:
+        return None
+    entry_rows = np.repeat(np.arange(len(allowed)), [*map(len, allowed.values())])
+    indices = list(allowed), entry_rows, [*chain(*allowed.values())]
+    limited, entries, token_ids = (torch.tensor(values, device=device) for values in indices)
+    return limited, entries, token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +113,8 @@ class SamplingMetadata:
     rows: Sequence[SamplingRow]
     random: RandomRows | None = None
     """None: every row is greedy."""
-    allowed: AllowedTokens | None = None
+    allowed: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    """See `_allowed_tokens`."""
     biased: Sequence[int] = ()
     """Indices of the rows with biases or bans."""
     penalized: Sequence[int] = ()
@@ -135,11 +125,10 @@ class SamplingMetadata:
     @classmethod
     def build(cls, rows: Sequence[SamplingRow], device: torch.device) -> SamplingMetadata:
         """Gather the rows' parameters, in the order of the logits."""
-        allowed = {i: ids for i, row in enumerate(rows) if (ids := row.params.allowed_token_ids) is not None}
         return cls(
             rows,
             _random_rows(rows, device),
-            AllowedTokens.build(allowed, device),
+            _allowed_tokens(rows, device),
             [i for i, row in enumerate(rows) if row.has_biases],
             [i for i, row in enumerate(rows) if has_penalties(row.params)],
             {i: count for i, row in enumerate(rows) if (count := row.params.logprobs) is not None},
@@ -273,13 +262,16 @@ def process_logits(logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Te
         return logits
     processed = logits.to(torch.float32, copy=True)
     if metadata.allowed is not None:
-        metadata.allowed.apply(processed)
+        rows, entry_rows, token_ids = metadata.allowed
+        limited = processed[rows]  # [a, vocab]
+        masked = limited - torch.inf
+        masked[entry_rows, token_ids] = limited[entry_rows, token_ids]
+        processed[rows] = masked
     entries = [(i, token, bias) for i in metadata.biased for token, bias in metadata.rows[i].biases().items()]
     if entries:
-        rows, token_ids, biases = zip(*entries, strict=True)
-        index = torch.tensor((rows, token_ids), device=logits.device)
+        *index, biases = zip(*entries, strict=True)
         values = torch.tensor(biases, dtype=torch.float32, device=logits.device)
-        processed.index_put_(tuple(index), values, accumulate=True)
+        processed.index_put_(tuple(torch.tensor(index, device=logits.device)), values, accumulate=True)
     if metadata.penalized:
         penalized = [metadata.rows[i] for i in metadata.penalized]
         counts = [count_tokens(row.prompt_tokens(), row.output_token_ids) for row in penalized]

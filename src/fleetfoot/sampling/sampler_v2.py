@@ -58,9 +58,8 @@ class SamplingTables:
     list of tokens that exceeds `LIST_CAPACITY` gets a tensor of its own, which graphs do not read: while such a request
     runs, sampling is not part of the graphs.
 
-    Args:
-        seeds: ``[R, 2]``, aligned to 8 bytes. fields: ``[NUM_FIELDS, R]``.
-        lists: ``[R, 4, LIST_CAPACITY]``. masks: ``[R, ceil(vocab_size / 32)]``. history: the tokens of each row.
+    ``seeds``: ``[R, 2]``, aligned to 8 bytes; ``fields``: ``[NUM_FIELDS, R]``; ``lists``: ``[R, 4, LIST_CAPACITY]``;
+    ``masks``: ``[R, ceil(vocab_size / 32)]``; ``history``: the tokens of each row.
     """
 
     def __init__(

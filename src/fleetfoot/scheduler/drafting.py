@@ -32,14 +32,10 @@ class DraftController:
     def observe(
         self, num_decodes: int, num_drafts: int, num_drafted: int, num_accepted: int, num_tokens: int, seconds: float
     ) -> None:
-        """Record a step that has ended and computed something, with drafts or without.
-
-        Args:
-            num_drafts: drafts that each decode verified; 0, or the configured number.
-            num_drafted, num_accepted: of the drafts that were really proposed, over all decodes.
-            num_tokens: tokens computed for decodes (``1 + num_drafts`` each) and prefills.
-            seconds: since the previous step ended, or since this one began if that was later.
-        """
+        """Record a step that has ended and computed something, with drafts or without. ``num_drafts``: drafts that each
+        decode verified; ``num_drafted``, ``num_accepted``: of those really proposed, over all decodes; ``num_tokens``:
+        computed for decodes (``1 + num_drafts`` each) and prefills; ``seconds``: since the previous step ended, or
+        since this one began if that was later."""
 
 
 class Drafting:

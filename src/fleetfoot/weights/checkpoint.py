@@ -141,11 +141,9 @@ def load_safetensors(specs: Iterable[WeightSpec], folder: Path, elsewhere: Colle
 
     All mismatches are found before the first byte is copied. Names without the prefix ``model.``, as in an export of
     the base model, are accepted if no name has it. A tied checkpoint may contain the matrix as ``lm_head.weight``, or
-    twice. Of two copies only evenly spaced rows are compared: a separately trained head differs in all rows, and
-    comparing gigabytes would slow every start. ``elsewhere``: names that belong to the model but not to these specs
-    (other ranks'). Raises WeightError if a file cannot be read; tensors are missing, misshapen, of another kind of
-    dtype or unexpected (the error counts all of them and names the first ten); or the two copies of a tied matrix
-    differ.
+    twice; then evenly spaced rows are compared, because a separately trained head differs in all rows. ``elsewhere``:
+    names that belong to other ranks' specs. Raises WeightError if a file cannot be read, tensors are missing,
+    misshapen, of another kind of dtype or unexpected, or the two copies of a tied matrix differ.
     """
     specs = list(specs)
     with Checkpoint(folder) as checkpoint:

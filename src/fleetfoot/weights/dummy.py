@@ -18,12 +18,9 @@ _MAX_COPIED = 1 << 24  # values that are generated at once to copy some columns
 
 
 def fill_dummy(specs: Iterable[WeightSpec], seed: int) -> None:
-    """Fill norms with 1, integers with any values and other weights with normally distributed ones, generated on their
-    device.
-
+    """Fill norms with 1, integers with any values and other weights with normally distributed ones, on their device.
     The values of a tensor depend on the seed, its name, shape, dtype and device type only, so each part of a sharded
-    model holds the same weights as the whole model.
-    """
+    model holds the same weights as the whole model."""
     for spec in specs:
         destination = spec.destination()
         if spec.init == "ones":
