@@ -99,33 +99,21 @@ def _run(arguments: argparse.Namespace) -> int:
     prompts = None if arguments.prompts_file is None else read_prompts_file(arguments.prompts_file)
     (v1_runner, *_), v1 = _run_all(arguments, prompts, use_v2_model_runner=False)
     (v2_runner, device, dtype), v2 = _run_all(arguments, prompts, use_v2_model_runner=True)
-    names = list(_SAMPLING)
+    names, size = list(_SAMPLING), len(_SAMPLING)
     others: dict[str, Any] = {} if arguments.runners_only else {
         "paths": {name: _compare_path(arguments, v2, other, dtype) for name, other in _paths(arguments, v2).items()},
-        "float32": None if dtype == "float32" else _compare_float32(arguments, v2[:: len(names)], dtype),
+        "float32": None if dtype == "float32" else _compare_float32(arguments, v2[::size], dtype),
     }  # fmt: skip
-    report = (
-        compare(v1, v2)
-        | others
-        | {
-            "num_wrong_greedy": sum(map(_num_wrong_greedy, [*v1[:: len(names)], *v2[:: len(names)]])),
-            "model": given_settings(arguments).get("model", EMBEDDED_MODEL),
-            "device": device,
-            "dtype": dtype,
-            "runners": [v1_runner, v2_runner],
-            "num_prompts": len(v1) // len(names),
-            "num_requests": len(v1),
-            "max_tokens": arguments.max_tokens,
-            "requests": [
-                {
-                    "prompt": number // len(names),
-                    "num_prompt_tokens": len(output.prompt_token_ids),
-                    "sampling": names[number % len(names)],
-                }
-                for number, output in enumerate(v1)
-            ],
-        }
-    )
+    report = compare(v1, v2) | others | {
+        "num_wrong_greedy": sum(map(_num_wrong_greedy, [*v1[::size], *v2[::size]])),
+        "model": given_settings(arguments).get("model", EMBEDDED_MODEL), "device": device, "dtype": dtype,
+        "runners": [v1_runner, v2_runner], "num_prompts": len(v1) // size, "num_requests": len(v1),
+        "max_tokens": arguments.max_tokens,
+        "requests": [
+            {"prompt": n // size, "num_prompt_tokens": len(run.prompt_token_ids), "sampling": names[n % size]}
+            for n, run in enumerate(v1)
+        ],
+    }  # fmt: skip
     print(dump_object(report) if arguments.json else _text(report))
     parts = [*others.get("paths", {}).values(), others.get("float32") or {}]
     is_wrong = report["num_wrong_greedy"] or any(part.get("num_wrong") for part in parts)
