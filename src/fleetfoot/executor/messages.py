@@ -2,8 +2,7 @@
 
 A call goes to all workers, as the same bytes; replies of all workers arrive on one socket. On one machine the sockets
 are files in a directory that only the user can enter. Between machines they are TCP with CURVE (http://curvezmq.org):
-encrypted, and only usable with the engine's public key, which nodes receive at the rendezvous. Messages are queued
-without limit.
+encrypted, and only usable with the engine's public key, which nodes receive at the rendezvous.
 
 The fields that every step has, numbers and strings, are msgpack with known types. New requests and the metadata of a KV
 connector can hold objects of any class and are pickled. Both ends belong to one engine: processes that it started, or

@@ -36,9 +36,8 @@ as a step."""
 def run_worker_loop(plan: EnginePlan, rank: int, addresses: WorkerAddresses, store: Store) -> None:
     """Return when the engine ends the worker; arguments as of `fleetfoot.executor.processes.run_worker`.
 
-    A worker that raises reports it, and then keeps all its connections until the engine ends it: closing them would
-    make other ranks raise as well, and hide the cause. What it raised, or raises after the engine's last message, is
-    raised here.
+    A worker that raises reports it, and keeps all its connections until the engine ends it: closing them would make
+    other ranks raise too, and hide the cause. What it raised, or raises after the last message, is raised here.
     """
     channel = WorkerChannel(addresses)
     try:

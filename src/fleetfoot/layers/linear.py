@@ -65,9 +65,8 @@ class RowParallelLinear(ColumnParallelLinear):
 
     There are two ways over a tensor group. Split by inputs, each rank computes a part of a sum (Megatron-LM, Shoeybi et
     al. 2019): one all-reduce, and rounding that depends on the number of ranks. Split by outputs, the inputs are
-    gathered before and the outputs behind: two messages, and the bits of one rank. The group determines which
-    (`TensorGroup.bitwise_reproducible`). ``name``: in the checkpoint; ``inputs``: those of ``in_features`` that this
-    rank has.
+    gathered before and the outputs behind: two messages, and the bits of one rank. `TensorGroup.bitwise_reproducible`
+    determines which. ``name``: in the checkpoint; ``inputs``: those of ``in_features`` that this rank has.
     """
 
     def __init__(

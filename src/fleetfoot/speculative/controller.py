@@ -1,8 +1,7 @@
 """Adaptive speculative decoding: measures while the engine runs whether drafts make it faster.
 
-Verifying drafts makes a step longer and yields more than one token per request. At batch sizes where the first
-outweighs the second, because the device is compute-bound or few drafts are accepted, steps without drafts are faster.
-Both kinds of steps are measured, not modelled.
+Verifying drafts makes a step longer and yields more than one token per request. Where the first outweighs the second,
+because the device is compute-bound or few drafts are accepted, steps without drafts are faster.
 """
 
 from __future__ import annotations

@@ -28,11 +28,10 @@ def resolve_model(
     """The folder of a model, downloaded from the Hugging Face hub if it is not a local one.
 
     A name that can only be a path (it is absolute, starts with ``.`` or ``~``, or is inside an existing folder) is
-    never looked up on the hub, so that a mistyped path does not wait for a network.
-
-    ``revision``: a branch, tag or commit on the hub; for a local folder it is ignored with a warning. ``config_only``:
-    download the configuration files only. ``setting``: the setting with the name, for messages; a ``tokenizer`` is
-    downloaded without weights. Raises ModelNotFoundError, with what was tried and why it failed.
+    never looked up on the hub, so that a mistyped path does not wait for a network. ``revision``: a branch, tag or
+    commit on the hub; for a local folder it is ignored with a warning. ``config_only``: download the configuration
+    files only. ``setting``: the setting with the name, for messages; a ``tokenizer`` is downloaded without weights.
+    Raises ModelNotFoundError, with what was tried and why it failed.
     """
     name, what = str(path_or_id), f"{setting} {str(path_or_id)!r}"
     path = Path(os.path.expanduser(name))  # Path.expanduser raises on an unknown user
