@@ -124,11 +124,10 @@ def _paths(arguments: argparse.Namespace, v2: list[RequestOutput]) -> dict[str, 
     """Settings with which V2 takes another path to the same tokens."""
     config = engine_config(arguments)
     longest = max((len(output.prompt_token_ids) for output in v2), default=0) + arguments.max_tokens
-    few_blocks = {"max_model_len": longest, "num_gpu_blocks_override": longest // config.block_size + 2}
     paths: dict[str, dict[str, Any]] = {
         "one request at a time": {"max_num_seqs": 1},
         "prompts in chunks": {"max_num_seqs": 4, "max_num_batched_tokens": 32, "enable_chunked_prefill": True},
-        "preempted": few_blocks,
+        "preempted": {"max_model_len": longest, "num_gpu_blocks_override": longest // config.block_size + 2},
     }
     if max(config.tensor_parallel_size, config.pipeline_parallel_size) > 1:
         paths["one rank"] = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
@@ -245,15 +244,11 @@ def _generate(
         for number, prompt in enumerate(prompts):
             for name in names:
                 params = SamplingParams(
-                    **_SAMPLING[name],
-                    max_tokens=max_tokens,
-                    ignore_eos=True,
-                    logprobs=num_logprobs,
+                    **_SAMPLING[name], max_tokens=max_tokens, ignore_eos=True, logprobs=num_logprobs, detokenize=False,
                     # prompt logprobs bypass the prefix cache, so only one of the requests has them
                     prompt_logprobs=num_logprobs if name == "greedy" else None,
-                    detokenize=False,
                     output_kind=RequestOutputKind.FINAL_ONLY,
-                )
+                )  # fmt: skip
                 engine.add_request(f"{number} {name}", prompt, params)
     finished: dict[str, RequestOutput] = {}
     while engine.has_unfinished_requests():
@@ -354,12 +349,10 @@ def _difference(v1: CompletionOutput, v2: CompletionOutput, position: int) -> di
     """What the runners have at the first position that differs."""
     errors = [str(output.stop_reason) for output in (v1, v2) if output.finish_reason == "error"]
     return {
-        "v1_token": _at(v1.token_ids, position),
-        "v2_token": _at(v2.token_ids, position),
-        "v1_gap": _gap(_at(v1.logprobs, position)),
-        "v2_gap": _gap(_at(v2.logprobs, position)),
+        "v1_token": _at(v1.token_ids, position), "v1_gap": _gap(_at(v1.logprobs, position)),
+        "v2_token": _at(v2.token_ids, position), "v2_gap": _gap(_at(v2.logprobs, position)),
         "error": errors[0] if errors else None,
-    }
+    }  # fmt: skip
 
 
 def _logprobs(run: RequestOutput, end: int) -> list[dict[int, Logprob] | None]:
