@@ -206,6 +206,7 @@ BROKEN: dict[str, tuple[dict[str, bytes | Tensors], str]] = {
     },
     "cut off": ({INDEX: b"{"}, f"{INDEX} cannot be read as JSON"),
     "too deep": ({INDEX: b"[" * 100_000}, f"{INDEX} cannot be read as JSON: maximum recursion"),
+    "too long": ({INDEX: json.dumps({"weight_map": {"a": "x" * 5000}}).encode()}, "names 1 of 1 files that are absent"),
     "a list": ({INDEX: b"[]"}, f"{INDEX} holds a JSON list, not an object"),
     "twice": ({"a.safetensors": SAME, "b.safetensors": SAME}, rf"tensor {Q} is in .*b.safetensors and in another file"),
     "int8": ({ONE: {Q: torch.ones(8, 8, dtype=torch.int8)}}, f"quantized {Q}: found I8, expected one of BF16"),

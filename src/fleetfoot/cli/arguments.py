@@ -197,10 +197,8 @@ _FLAGS = {
     "top_p": _Flag(float, "sample from the most probable tokens that together have this probability; 1 is off"),
     "top_k": _Flag(int, "sample from this many most probable tokens; 0 is off", "N"),
     "min_p": _Flag(float, "sample from tokens at least this probable relative to the most probable one; 0 is off"),
-    "seed": _Flag(int, "makes samples repeatable, whatever else runs; without it they follow from --engine-seed", "N"),
-    "stop": _Flag(
-        str, "text that ends the output when it appears in it; give the flag again for more", "TEXT", is_list=True
-    ),
+    "seed": _Flag(_integer_or_none, "makes samples repeatable; without it they follow from --engine-seed", "N"),
+    "stop": _Flag(str, "text that ends the output; give the flag again for more", "TEXT", is_list=True),
     "stop_token_ids": _Flag(_token_ids, "tokens that end the output, beside the model's own", "ID", is_list=True),
     "ignore_eos": _Flag(bool, "go on past the model's end tokens"),
     "max_tokens": _Flag(_integer_or_none, "most tokens to generate; 'none': as many as the model has room for", "N"),

@@ -6,6 +6,7 @@ tensor.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -91,7 +92,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
         return [folder / SINGLE_FILE]
     # Mistral's repositories contain the same weights a second time, in another layout.
     files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
-    if files:
+    if files := [path for path in files if path.is_file()]:
         return files
     other = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern))
     if other:
@@ -113,7 +114,7 @@ def _indexed_files(index: Path) -> list[Path]:
     outside = [str(file) for file in files if ".." in file.parts[depth:] or not file.is_relative_to(index.parent)]
     if outside:
         raise WeightError(f"{index} names files outside its folder, which are not read: {', '.join(outside[:10])}")
-    absent = [file.name for file in files if not file.is_file()]
+    absent = [file.name for file in files if not os.path.isfile(file)]  # False for a name that is too long
     if absent:
         raise WeightError(
             f"{index} names {len(absent)} of {len(files)} files that are absent: {', '.join(absent[:10])}"
