@@ -70,6 +70,12 @@ def text_model(text_checkpoint: tuple[Path, Any]) -> Path:
     return text_checkpoint[0]
 
 
+@pytest.fixture(params=["v1", "v2"])
+def runner(request: pytest.FixtureRequest) -> str:
+    """Each model runner."""
+    return request.param
+
+
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> CommandRunner:
     """Runs commands of the CLI."""

@@ -19,7 +19,7 @@ from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import TEXT_MODEL, drain, run_requests
 from tests.helpers.kv_bench import Clock
 from tests.helpers.kv_pair import EngineLine, Gate, Line, skip_without
-from tests.helpers.prefill_decode import PARAMS, PROMPTS, RUNNERS, decodes, engine_settings, generate, prefilled, settle
+from tests.helpers.prefill_decode import PARAMS, PROMPTS, decodes, engine_settings, generate, prefilled, settle
 from tests.helpers.streams import async_test
 
 from fleetfoot import AsyncLLM, LLMEngine, SamplingParams
@@ -98,7 +98,6 @@ def finished(engine: LLMEngine) -> RequestOutput:
 
 @pytest.mark.parametrize("backend", ["tcp", "nixl"])
 @pytest.mark.parametrize("when", ["before", "during", "after"])
-@RUNNERS
 def test_producer_killed_around_a_transfer(
     runner: str, when: str, backend: str, make: MakeEngine, processes: StartEngine, expected: Outputs
 ) -> None:
@@ -152,7 +151,6 @@ async def reading(consumer: EngineProcess, held: dict[str, Any]) -> AsyncIterato
         gate.opened.set()
 
 
-@RUNNERS
 @async_test
 async def test_consumer_killed_in_a_read(runner: str, make: MakeEngine, processes: StartEngine, clock: Clock) -> None:
     """Its connection is lost, so the blocks are freed at once."""
@@ -162,7 +160,6 @@ async def test_consumer_killed_in_a_read(runner: str, make: MakeEngine, processe
         assert settle(producer) == {"sends_lost": 1}
 
 
-@RUNNERS
 @async_test
 async def test_consumer_hanging_in_a_read(runner: str, make: MakeEngine, processes: StartEngine, clock: Clock) -> None:
     """It keeps its connection without a message: the blocks are freed when their lease expires."""
@@ -180,7 +177,6 @@ async def test_consumer_hanging_in_a_read(runner: str, make: MakeEngine, process
         consumer.kill()
 
 
-@RUNNERS
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_transfer_that_takes_too_long(
     runner: str, policy: str, make: MakeEngine, expected: Outputs, request: pytest.FixtureRequest
@@ -214,7 +210,6 @@ def test_transfer_that_takes_too_long(
     assert (stats.loads_failed, stats.loads_timed_out) == (1, 1)
 
 
-@RUNNERS
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_different_engines(runner: str, policy: str, make: MakeEngine, expected: Outputs, tmp_path: Path) -> None:
     """The differences are detected at once, and named."""
@@ -235,7 +230,6 @@ def test_different_engines(runner: str, policy: str, make: MakeEngine, expected:
     assert consumer.stats().transfers.loads_failed == 1
 
 
-@RUNNERS
 @async_test
 async def test_proxy_with_a_prefill_engine_that_dies(
     runner: str, text_model: Path, processes: StartEngine, expected: Outputs

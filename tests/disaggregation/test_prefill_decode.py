@@ -9,7 +9,7 @@ import pytest
 from tests.helpers import prefill_decode
 from tests.helpers.engines import make_engine, prompt_of, run_requests
 from tests.helpers.kv_pair import skip_without
-from tests.helpers.prefill_decode import PARAMS, PROMPTS, RUNNERS, VOCAB, decodes, nixl, prefilled, settle, tokens_of
+from tests.helpers.prefill_decode import PARAMS, PROMPTS, VOCAB, decodes, nixl, prefilled, settle, tokens_of
 
 from fleetfoot import LLMEngine, SamplingParams
 from fleetfoot.outputs import RequestOutput
@@ -29,7 +29,6 @@ def make(request: pytest.FixtureRequest, text_model: Path) -> Make:
     return make_one
 
 
-@RUNNERS
 @pytest.mark.parametrize("backend", ["tcp", "nixl"])
 @pytest.mark.parametrize("caching", [True, False])
 def test_tokens_are_of_one_engine(runner: str, backend: str, caching: bool, make: Make, expected: Outputs) -> None:
@@ -49,7 +48,6 @@ def test_tokens_are_of_one_engine(runner: str, backend: str, caching: bool, make
     assert stats.loads_done >= 3
 
 
-@RUNNERS
 def test_shutdown_saves_files_and_waits_for_no_consumer(runner: str, make: Make, tmp_path: Path) -> None:
     files = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_path": tmp_path}}
     several = {"connectors": [nixl("kv_producer"), files]}
@@ -62,7 +60,6 @@ def test_shutdown_saves_files_and_waits_for_no_consumer(runner: str, make: Make,
     assert len(list(tmp_path.rglob("*.kv"))) == 7
 
 
-@RUNNERS
 def test_requests_aborted_before_and_during_their_load(runner: str, make: Make) -> None:
     producer, consumer = make("kv_producer", runner=runner), make("kv_consumer", runner=runner)
     for num_steps in (0, 1):
@@ -77,7 +74,6 @@ def test_requests_aborted_before_and_during_their_load(runner: str, make: Make) 
     assert producer.stats().transfers.counters["sends_declined"] >= 1
 
 
-@RUNNERS
 def test_requests_that_are_not_loaded_starve_no_others(runner: str, make: Make, expected: Outputs) -> None:
     """No time passes. Together they need four times the blocks that there are."""
     producer, consumer = make("kv_producer", runner=runner, **prefill_decode.SIZE), make("kv_consumer", runner=runner)
@@ -90,7 +86,6 @@ def test_requests_that_are_not_loaded_starve_no_others(runner: str, make: Make, 
     assert consumer.stats().transfers.loads_failed == 1  # it was evicted, and computed again
 
 
-@RUNNERS
 def test_beside_host_memory(runner: str, make: Make, expected: Outputs) -> None:
     """A request is loaded from the connector with more of its tokens; the other producer's lease is declined."""
     producer = make("kv_producer", runner=runner)

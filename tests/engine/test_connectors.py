@@ -49,11 +49,6 @@ def configs(tmp_path: Path) -> Configs:
     return {"offload": OFFLOAD, "files": files, "multi": several, "own": own}
 
 
-@pytest.fixture(params=["v1", "v2"])
-def runner(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 @pytest.fixture
 def start(runner: str, text_model: Path) -> Start:
     """Starts an engine with a connector, and by default with a cache that is too small for all requests."""

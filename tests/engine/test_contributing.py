@@ -28,7 +28,6 @@ from fleetfoot.weights.loading import ModelLoader
 
 PAGE = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)```", PAGE, re.DOTALL))
-RUNNERS = pytest.mark.parametrize("runner", ["v1", "v2"])
 VOCAB = 2048  # of the `text_model`
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 REQUESTS = {str(length): (prompt_of(length, VOCAB, seed=length), GREEDY) for length in (30, 11, 5)}
@@ -93,7 +92,6 @@ def test_a_model_has_the_logits_and_weights_of_transformers(tmp_path: Path) -> N
     parity.test_the_weight_specs_are_the_parameters_of_transformers("granite", tmp_path / "names")
 
 
-@RUNNERS
 def test_a_model_runs_on_both_runners(runner: str, granite: Any, tmp_path: Path) -> None:
     requests = {"a": (prompt(30), GREEDY), "b": (prompt(9), GREEDY)}
     actual = tokens(tmp_path, requests, runner=runner, skip_tokenizer_init=True, block_size=4)
@@ -136,7 +134,6 @@ def test_a_kernel_is_planned_and_loaded_by_its_line(page: Page) -> None:
     assert registry._load("squared_relu", "torch", None) is reference.squared_relu_torch
 
 
-@RUNNERS
 def test_a_drafter_proposes_tokens_and_changes_none(runner: str, text_model: Path, page: Page) -> None:
     page.add_module("fleetfoot.speculative.bigram", "drafter")
     page.add_entry(speculative, "DRAFT_METHODS", "method")

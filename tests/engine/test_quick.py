@@ -34,7 +34,6 @@ def expected() -> list[list[int]]:
     return generate(runner="v1", enable_prefix_caching=False, max_num_seqs=1)
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize(
     "settings",
     [{}, {"max_num_seqs": 3, **FEW_BLOCKS}, {"speculative_config": NGRAMS}, {"speculative_config": EAGLE}],
@@ -44,7 +43,6 @@ def test_tokens_are_the_same(runner: str, settings: dict[str, Any], expected: li
     assert generate(runner=runner, **settings) == expected
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_a_connector_loads_what_another_engine_saved(runner: str, tmp_path: Path, expected: list[list[int]]) -> None:
     config: dict[str, Any] = {"kv_connector": "SharedStorageConnector", "kv_role": "kv_both"}
     config |= {"kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}

@@ -125,7 +125,6 @@ def drafts_of(models: dict[str, Any], drafter: str) -> dict[str, Any]:
     return {"method": "ngram"} if drafter == "ngram" else {"model": str(models[drafter][0])}
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize(
     ("drafter", "features"),
     [("close", {}), ("different", {}), ("ngram", {}), ("close", {"temperature": 1.5, "top_k": 4})],

@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from fleetfoot import LLMEngine, SamplingParams
 from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import RequestOutput
@@ -35,7 +33,6 @@ SIZE: dict[str, Any] = {"block_size": 4, "max_num_batched_tokens": 32, "num_gpu_
 """Room for 96 tokens: less than the requests need together, so some are preempted, and blocks are evicted."""
 ROOMY: dict[str, Any] = {**SIZE, "num_gpu_blocks_override": 100}
 
-RUNNERS = pytest.mark.parametrize("runner", ["v1", "v2"])
 Tokens = dict[str, list[int]]
 
 
