@@ -181,6 +181,7 @@ OVERRIDE = ["--override-generation-config"]
         (["chat", "--n", "2"], "unknown argument '--n'"),
         (["bench", "latency", "--batch-size", "0"], "'0' is no integer of at least 1"),
         (["bench", "latency", "--output", "/no/such/folder/x.json"], "there is no such folder"),
+        (["bench", "latency", "--output", "/proc/x.json"], "--output /proc/x.json: it cannot be written: "),
         (["bench", "throughput", "--input-len", "9:3"], "'9:3' is no range"),
         (["bench", "throughput", "--request-rate", "0"], "'0' is no number above 0"),
         (["bench", "throughput", "--prefix-len", "600"], "--prefix-len 600 is more than --input-len 512"),
