@@ -154,6 +154,14 @@ def test_texts_that_are_too_long_are_refused_before_they_are_tokenized(monkeypat
         process("a" * 31 * longest, with_text())
     assert process("<|assistant|>" * 30, with_text()).prompt_token_ids.tolist()[1:] == [4] * 30
     assert len(process("a" * 1000, with_text(), truncate_prompt_tokens=3).prompt_token_ids) == 3
+    tokenizer = Tokenizer.from_path(embedded_model_path())
+    tokenizer.backend.add_tokens(
+        [long := "x" * 100]
+    )  # with such a token, only the beginning of a text shows its length
+    vocabulary = {"tokenizer": tokenizer, "vocab_size": len(tokenizer)}
+    with pytest.raises(ValueError, match=r"has 3000 characters, the first 248 of them \d{3} tokens; .* at most 31"):
+        process("a1" * 1500, processor_of(**vocabulary))
+    assert len(process(long * 29, processor_of(**vocabulary)).prompt_token_ids) == 30
     tokenizer = Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0}, unk_token="<unk>")))
     assert tokenizer.max_token_chars is None  # one token for a word of any length
     assert len(process("a" * 1000, processor_of(tokenizer=tokenizer)).prompt_token_ids) == 1

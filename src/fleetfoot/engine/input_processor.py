@@ -217,11 +217,19 @@ class InputProcessor:
         longest = self.max_model_len - 1
         if self.tokenizer is None or len(text) <= 4 * longest:  # no need to find the longest token
             return
-        num_chars = self.tokenizer.max_token_chars
-        if num_chars is not None and len(text) > longest * num_chars:
+        num_chars, limit = self.tokenizer.max_token_chars, f"with max_model_len={self.max_model_len} it can have"
+        if num_chars is None:
+            return
+        if len(text) > longest * num_chars:
             raise ValueError(
-                f"{what} has {len(text)} characters; with max_model_len={self.max_model_len} it can have at most "
-                f"{longest * num_chars}: {longest} tokens of at most {num_chars} characters"
+                f"{what} has {len(text)} characters; {limit} at most {longest * num_chars}: {longest} tokens of at "
+                f"most {num_chars} characters"
+            )
+        begin = text[: 8 * longest]  # a token that is cut off may become as many as it has characters
+        if len(text) > 2 * len(begin) and (count := len(self.tokenizer.encode(begin))) > 1.5 * longest + num_chars:
+            raise ValueError(
+                f"{what} has {len(text)} characters, the first {len(begin)} of them {count} tokens; {limit} at most "
+                f"{longest}"
             )
 
     def _check_tokens(self, ids: np.ndarray) -> None:
