@@ -25,7 +25,7 @@ from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.native_ops import NativeBackend
 from fleetfoot.kernels.registry import DeviceFacts, load_kernels, plan_kernels
 from fleetfoot.kernels.sampling.sample import RandomRows
-from fleetfoot.records.forward_context import AttentionMetadata
+from fleetfoot.records.forward_context import AttentionMetadata, RotaryInputs
 
 BLOCK_SIZE = 16
 CACHE_BYTES = 128 << 20  # more than any last-level cache that the weights of one operation should come from
@@ -81,9 +81,12 @@ def elementwise_cases(
     yield both("rms_norm", lambda ops: ops.rms_norm(x, weight, 1e-5))
     yield both("add_rms_norm", lambda ops: ops.add_rms_norm(x, residual, weight, 1e-5))
     yield both("silu_and_mul", lambda ops: ops.silu_and_mul(gate_up))
-    rotary = (cache, places, places, cos_sin, shape.num_heads)
-    yield both("rope_and_cache", lambda ops: ops.rope_and_cache(qkv, *rotary, None, None, 1e-6))
-    yield both("rope_and_cache with q/k norm", lambda ops: ops.rope_and_cache(qkv, *rotary, norm, norm, 1e-6))
+    lens = torch.arange(num_tokens + 1, dtype=torch.int32)
+    metadata = AttentionMetadata(lens, lens[1:], lens[1:, None], places, places, num_tokens, 1, num_tokens)
+    inputs = (cache, metadata, shape.num_heads)
+    for name, norm_weight in (("", None), (" with q/k norm", norm)):
+        rotary = RotaryInputs(cos_sin, norm_weight, norm_weight, 1e-6)
+        yield both(f"rope_and_cache{name}", lambda ops, rotary=rotary: ops.rope_and_cache(qkv, *inputs, rotary))
 
 
 def linear_cases(shape: Shape, dtype: torch.dtype, num_tokens: int, fast: Kernels, twin: Kernels) -> Iterator[Case]:

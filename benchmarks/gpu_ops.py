@@ -21,6 +21,7 @@ from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.linear.linear import PlainLinear
 from fleetfoot.kernels.registry import DeviceFacts, load_kernels, plan_kernels
 from fleetfoot.kernels.sampling.sample import RandomRows
+from fleetfoot.records.forward_context import AttentionMetadata, RotaryInputs
 
 READ_BYTES_PER_US = 3.05e6  # of an H100 with HBM3, measured
 EPS = 1e-6
@@ -114,8 +115,10 @@ class Step:
         self.x = random_weight((rows, model.hidden)) * model.hidden**0.5
         shape = (model.layers, rows + 1, 2, model.kv_heads, 16, model.head_dim)
         self.kv_caches = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
-        self.positions = torch.arange(rows, device="cuda") * 7 % 4096
-        self.slots = torch.arange(rows, device="cuda") * 16
+        lens = torch.arange(rows + 1, dtype=torch.int32, device="cuda")
+        positions, slots = torch.arange(rows, device="cuda") * 7 % 4096, torch.arange(rows, device="cuda") * 16
+        self.metadata = AttentionMetadata(lens, lens[1:], lens[:rows, None], slots, positions, rows, 1, rows)
+        self.rotary = RotaryInputs(weights.cos_sin, weights.head_norm, weights.head_norm, EPS)
         self.temperatures = torch.ones(rows, device="cuda")
         self.invalid = torch.empty(rows, dtype=torch.bool, device="cuda")
 
@@ -124,17 +127,7 @@ class Step:
         ops, model, weights = self.ops, self.model, self.weights
         normed, residual = ops.rms_norm(self.x, weights.norm, EPS), self.x
         for layer, kv_cache in zip(self.layers, self.kv_caches, strict=True):
-            query = ops.rope_and_cache(
-                layer["qkv"](normed),
-                kv_cache,
-                self.slots,
-                self.positions,
-                weights.cos_sin,
-                model.heads,
-                weights.head_norm,
-                weights.head_norm,
-                EPS,
-            )
+            query = ops.rope_and_cache(layer["qkv"](normed), kv_cache, self.metadata, model.heads, self.rotary)
             normed, residual = ops.add_rms_norm(layer["o"](query.flatten(1)), residual, weights.norm, EPS)
             hidden = layer["down"](layer["gate_up"](normed))
             normed, residual = ops.add_rms_norm(hidden, residual, weights.norm, EPS)
@@ -142,7 +135,7 @@ class Step:
 
     def __call__(self) -> torch.Tensor:
         logits = self.head(self.hidden_states())
-        random = RandomRows(self.temperatures, self.positions, self.positions)
+        random = RandomRows(self.temperatures, self.metadata.positions, self.metadata.positions)
         return self.ops.sample(logits, random, invalid=self.invalid)
 
 

@@ -165,10 +165,11 @@ def measure_prompts(args: argparse.Namespace, profiler: cProfile.Profile) -> dic
         device.clear()
         begin = time.perf_counter()
         checked = engine.input_processor.check_params(params)
-        before, has_stepped = engine.num_prompt_tokens, False
+        has_stepped = False
         for number, prompt in enumerate(prompts):
-            engine.add_request(str(number), {"prompt_token_ids": prompt}, checked, params_checked=True)
-            if not has_stepped and engine.fills_first_step(engine.num_prompt_tokens - before):
+            inputs = {"prompt_token_ids": prompt}
+            engine.submit(engine.process_inputs(str(number), inputs, checked, params_checked=True))
+            if not has_stepped and engine.fills_first_step((number + 1) * num_tokens):
                 has_stepped = True
                 engine.step()
         while engine.has_unfinished_requests():

@@ -9,7 +9,7 @@ import torch
 from tests.helpers.engines import make_engine, run_requests
 from tests.helpers.kv_bench import Bench, same, transfer_config
 from tests.helpers.kv_pair import Engine, skip_without
-from tests.helpers.prefill_decode import REQUESTS, RUNNERS, decodes, nixl, prefilled, settle, tokens_of
+from tests.helpers.prefill_decode import REQUESTS, decodes, nixl, prefilled, settle, tokens_of
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.kv_transfer.base.block_copies import CudaBlockCopies, HostMemory, block_copies
@@ -133,7 +133,6 @@ def test_blocks_are_the_same_bits(pair: tuple[Engine, Engine], backend: str) -> 
 
 
 @BACKENDS
-@RUNNERS
 def test_tokens_are_of_one_engine(runner: str, backend: str) -> None:
     skip_without(backend)
     settings: dict[str, Any] = {"device": "cuda", "dtype": "float32", "runner": runner, "skip_tokenizer_init": True}
