@@ -57,6 +57,7 @@ def native_problem() -> str:
     OpenMP runtime is made.
     """
     try:
+        _check_usable()  # also if the library is open: the environment may have changed
         if "torch" in sys.modules:
             _check(open_library())
         else:
@@ -139,7 +140,6 @@ def _check(library: ctypes.CDLL) -> None:
 
 
 def _probe() -> None:
-    _check_usable()
     dl = ctypes.CDLL(None)
     dl.dlopen.argtypes, dl.dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
     dl.dlclose.argtypes = (ctypes.c_void_p,)
