@@ -15,6 +15,8 @@ TORCH := torch==2.13.0
 # two processes, each of which takes over tests that the other has not begun
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
+unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, and each would compile the package again
+
 .PHONY: demo test test-quick check bench clean
 
 demo: .venv/demo
