@@ -213,7 +213,7 @@ class InputProcessor:
         return np.frombuffer(array("q", self.tokenizer.encode(text, **options)), np.int64)
 
     def _check_length(self, what: str, text: str) -> None:
-        """Raise ValueError for a text that has too many tokens whatever they are: tokenizing it would take long."""
+        """Raise ValueError for a text that its length or its beginning shows to have too many tokens."""
         longest = self.max_model_len - 1
         if self.tokenizer is None or len(text) <= 4 * longest:  # no need to find the longest token
             return
