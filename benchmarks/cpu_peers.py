@@ -51,7 +51,7 @@ def fleetfoot(model: str, runner: str) -> Generate:
     from fleetfoot import LLM, SamplingParams
 
     llm = LLM(
-        model, dtype=dtype_of(model), device="cpu", runner=runner, skip_tokenizer_init=True, max_model_len=MAX_LEN
+        model, dtype=dtype_of(model), device="cpu", model_runner=runner, skip_tokenizer_init=True, max_model_len=MAX_LEN
     )
 
     def generate(prompts: list[list[int]], count: int) -> list[list[int]]:

@@ -22,8 +22,17 @@ if TYPE_CHECKING:
     from fleetfoot.inputs import TextPrompt as TextPrompt
     from fleetfoot.inputs import TokensPrompt as TokensPrompt
     from fleetfoot.llm import LLM as LLM
+    from fleetfoot.outputs import ClassificationOutput as ClassificationOutput
+    from fleetfoot.outputs import ClassificationRequestOutput as ClassificationRequestOutput
     from fleetfoot.outputs import CompletionOutput as CompletionOutput
+    from fleetfoot.outputs import EmbeddingOutput as EmbeddingOutput
+    from fleetfoot.outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
+    from fleetfoot.outputs import PoolingOutput as PoolingOutput
+    from fleetfoot.outputs import PoolingRequestOutput as PoolingRequestOutput
     from fleetfoot.outputs import RequestOutput as RequestOutput
+    from fleetfoot.outputs import ScoringOutput as ScoringOutput
+    from fleetfoot.outputs import ScoringRequestOutput as ScoringRequestOutput
+    from fleetfoot.records.pooling_params import PoolingParams as PoolingParams
     from fleetfoot.records.sampling_params import RequestOutputKind as RequestOutputKind
     from fleetfoot.records.sampling_params import SamplingParams as SamplingParams
 

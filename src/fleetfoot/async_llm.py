@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.vllm_names import check_call_keywords
@@ -20,7 +20,8 @@ from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.input_processor import EngineRequest
 from fleetfoot.engine.stats import EngineStats
 from fleetfoot.inputs import PromptType
-from fleetfoot.outputs import RequestOutput
+from fleetfoot.outputs import PoolingRequestOutput, RequestOutput
+from fleetfoot.records.pooling_params import PoolingParams
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.utils.process import EXIT_GUARD, EXIT_S, SHORT_COLLECTIONS
 
@@ -138,7 +139,7 @@ class AsyncLLM:
             while not finished:
                 item = await results.queue.get()
                 while not results.queue.empty():  # a slow reader gets several outputs merged into one
-                    item = _merge(item, results.queue.get_nowait(), sampling_params.output_kind)
+                    item = _merge(item, results.queue.get_nowait(), getattr(sampling_params, "output_kind", None))
                 finished = isinstance(item, BaseException) or item.finished
                 if isinstance(item, BaseException):
                     raise item
@@ -146,6 +147,21 @@ class AsyncLLM:
         finally:
             if not finished:
                 self._submit_if_alive(partial(self._discard, request_id, results))
+
+    def encode(
+        self,
+        prompt: PromptType,
+        pooling_params: PoolingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        **unknown: Any,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """The vector or the scores of a prompt, as the only output; as `generate` else."""
+        check_call_keywords("AsyncLLM.encode", self.encode, unknown)
+        params: Any = pooling_params
+        outputs: Any = self.generate(prompt, params, request_id, priority=priority)
+        return cast("AsyncGenerator[PoolingRequestOutput, None]", outputs)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests: the last output of their generators has finish reason "abort". Unknown ids are ignored."""
@@ -356,7 +372,7 @@ def _is_long(prompt: object) -> bool:
     return isinstance(prompt, str) and len(prompt) >= LONG_TEXT
 
 
-def _merge(earlier: _Item, later: _Item, kind: RequestOutputKind) -> _Item:
+def _merge(earlier: _Item, later: _Item, kind: RequestOutputKind | None) -> _Item:
     """Two outputs of one request as one. Only deltas are joined; other outputs are complete by themselves."""
     if isinstance(earlier, BaseException) or isinstance(later, BaseException):
         return later

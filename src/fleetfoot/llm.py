@@ -17,9 +17,11 @@ from fleetfoot.engine.beam_search import BeamSearchOutput, search
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.input_processor import EngineRequest
 from fleetfoot.engine.metrics import Metric
+from fleetfoot.engine.pooling import PoolingCalls, Progress
 from fleetfoot.engine.stats import EngineStats
 from fleetfoot.inputs import ChatMessage, PromptType
-from fleetfoot.outputs import Logprob, RequestOutput
+from fleetfoot.outputs import Logprob, PoolingRequestOutput, RequestOutput
+from fleetfoot.records.pooling_params import PoolingParams
 from fleetfoot.records.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, is_integer
 from fleetfoot.utils.process import SHORT_COLLECTIONS, StopSignal, deferred_interrupts, progress_bar
 from fleetfoot.utils.vllm_paths import missing_attribute
@@ -34,7 +36,7 @@ _NO_VARIABLES = ("chat_template", "messages", "conversation", "self", "max_lengt
 """Names that ``chat_template_kwargs`` cannot have: the other arguments of `Tokenizer.apply_chat_template`."""
 
 
-class LLM:
+class LLM(PoolingCalls):
     """A model for offline inference. Use it as a context manager, or call `shutdown` to release its memory.
 
     Threads can share it: their calls run as one batch. A forked process cannot: its calls raise `EngineDeadError`.
@@ -88,6 +90,8 @@ class LLM:
                 aborted, and the engine remains usable. A second Ctrl-C is raised at once, and ends the engine.
         """
         check_call_keywords("LLM.generate", self.generate, unknown)
+        if self.llm_engine.plan.pooling is not None:
+            raise ValueError("LLM.generate needs a model that generates, and this one pools; set runner='generate'")
         many, is_batch = _as_list(prompts)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
@@ -245,7 +249,12 @@ class LLM:
 
     # --- running ------------------------------------------------------------------------------------------------------
 
-    def _run(self, call: _Call, use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
+    def _pool(self, prompts: Any, params: Any, use_tqdm: Progress) -> list[PoolingRequestOutput]:
+        many, is_batch = _as_list(prompts)
+        each = _one_for_each("pooling_params", params, many)
+        return self._run(_Call(many, each, [0] * len(many), is_batch), use_tqdm)
+
+    def _run(self, call: _Call, use_tqdm: bool | Callable[..., Any]) -> list[Any]:
         self._check_usable()
         if not callable(use_tqdm):
             use_tqdm = bool(use_tqdm) and not self._calls  # another thread may show its bar
@@ -284,9 +293,11 @@ class LLM:
         waiting: list[EngineRequest] = []
         for index, (prompt, given, priority) in enumerate(zip(call.prompts, call.params, call.priorities, strict=True)):
             if checked is None or given is not previous:  # shared parameters are validated once
-                with _naming(f"sampling_params[{index}]" * any(other is not given for other in call.params)):
+                name = "pooling_params" if isinstance(given, PoolingParams) else "sampling_params"
+                with _naming(f"{name}[{index}]" * any(other is not given for other in call.params)):
                     previous, checked = given, engine.input_processor.check_params(given)
-                checked.output_kind = RequestOutputKind.FINAL_ONLY
+                if isinstance(checked, SamplingParams):
+                    checked.output_kind = RequestOutputKind.FINAL_ONLY
             request_id = self._new_request_id()
             with _naming(f"prompts[{index}]" * call.is_batch):
                 request = engine.process_inputs(request_id, prompt, checked, priority=priority, params_checked=True)
@@ -327,11 +338,11 @@ class _Call:
     """A call of `generate`: its arguments, the ids of its requests, and the outputs of those that have finished."""
 
     prompts: list[PromptType]
-    params: Sequence[SamplingParams]
+    params: Sequence[Any]
     priorities: Sequence[int]
     is_batch: bool
     request_ids: list[str] = field(default_factory=list)
-    outputs: list[RequestOutput] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
     num_shown: int = 0
 
 

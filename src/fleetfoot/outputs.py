@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 from fleetfoot.utils.vllm_paths import provide_names
 
@@ -103,6 +106,68 @@ class RequestOutput:
     """Prompt tokens with prefix cache hits."""
     kv_transfer_params: dict[str, Any] | None = None
     """Parameters from the KV connector about the finished request's KV, if any."""
+
+
+# --- pooling ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """The result of a prompt."""
+
+    data: torch.Tensor
+    """float32, on the host: ``[dimensions]`` or ``[num_labels]``; for tasks of tokens with ``num_tokens`` before."""
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """A vector."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """A score of each class."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """The score of a pair of texts."""
+
+    score: float
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput:
+    """The output of a request for a vector or scores."""
+
+    request_id: str
+    outputs: Any
+    """`PoolingOutput`, `EmbeddingOutput`, `ClassificationOutput` or `ScoringOutput`, by the call."""
+    prompt_token_ids: list[int]
+    finished: bool = True
+    num_cached_tokens: int = 0
+    finish_reason: str | None = None
+    """``stop``, ``abort`` or ``error``."""
+    stop_reason: int | str | None = None
+    """The message, if the reason is ``error``."""
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+
+EmbeddingRequestOutput = PoolingRequestOutput
+ClassificationRequestOutput = PoolingRequestOutput
+ScoringRequestOutput = PoolingRequestOutput
 
 
 provide_names(__name__)

@@ -16,7 +16,7 @@ from fleetfoot.outputs import RequestOutput
 @pytest.fixture(scope="session")
 def expected(text_model: Path) -> dict[str, RequestOutput]:
     """The outputs of REQUESTS on one engine without a connector."""
-    engine = make_engine(text_model, runner="v1", **SIZE)
+    engine = make_engine(text_model, model_runner="v1", **SIZE)
     outputs = run_requests(engine, REQUESTS)
     engine.shutdown()
     return outputs

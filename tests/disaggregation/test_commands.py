@@ -84,7 +84,7 @@ def test_invalid_arguments(command: Command) -> None:
 
 def test_dead_engine_is_reported(text_model: Path) -> None:
     async def everything() -> None:
-        llm = AsyncLLM(**engine_settings(text_model, "kv_both", runner="v2"))
+        llm = AsyncLLM(**engine_settings(text_model, "kv_both", model_runner="v2"))
         deaths: list[EngineDeadError] = []
         server = EngineServer(LocalEngine(llm), on_death=deaths.append)
         await server.start(reserve())
@@ -110,7 +110,7 @@ signal.pause()
 
 
 def test_engine_ends_with_its_killed_parent(text_model: Path) -> None:
-    settings = json.dumps(engine_settings(text_model, "kv_both", runner="v2"))
+    settings = json.dumps(engine_settings(text_model, "kv_both", model_runner="v2"))
     with running_child(sys.executable, "-c", PARENT, settings) as parent:
         assert parent.stdout is not None
         engine = Watched([int(parent.stdout.readline())])

@@ -103,8 +103,8 @@ def test_producer_killed_around_a_transfer(
 ) -> None:
     """During: with TCP in the middle of the KV, with NIXL just before it. After: another one takes its place."""
     skip_without(backend)
-    producer = processes("kv_producer", runner=runner, backend=backend)
-    consumer = make("kv_consumer", runner=runner, backend=backend)
+    producer = processes("kv_producer", model_runner=runner, backend=backend)
+    consumer = make("kv_consumer", model_runner=runner, backend=backend)
     held = held_by(producer)
     if when == "before":
         producer.kill()
@@ -130,7 +130,7 @@ def test_producer_killed_around_a_transfer(
     transfers = consumer.stats().transfers
     assert (transfers.loads_done, transfers.loads_failed) == ((1, 0) if when == "after" else (0, 1))
     if when == "after":
-        successor = processes("kv_producer", runner=runner, backend=backend)
+        successor = processes("kv_producer", model_runner=runner, backend=backend)
         other = run_requests(consumer, decodes(held_by(successor, "alone")))["alone"]
         assert tokens(other) == tokens(expected["alone"])
         settle(consumer)
@@ -154,7 +154,7 @@ async def reading(consumer: EngineProcess, held: dict[str, Any]) -> AsyncIterato
 @async_test
 async def test_consumer_killed_in_a_read(runner: str, make: MakeEngine, processes: StartEngine, clock: Clock) -> None:
     """Its connection is lost, so the blocks are freed at once."""
-    consumer, producer = processes("kv_consumer", runner=runner), make("kv_producer", runner=runner)
+    consumer, producer = processes("kv_consumer", model_runner=runner), make("kv_producer", model_runner=runner)
     async with reading(consumer, prefilled(producer, ["long"])):
         consumer.kill()
         assert settle(producer) == {"sends_lost": 1}
@@ -163,7 +163,7 @@ async def test_consumer_killed_in_a_read(runner: str, make: MakeEngine, processe
 @async_test
 async def test_consumer_hanging_in_a_read(runner: str, make: MakeEngine, processes: StartEngine, clock: Clock) -> None:
     """It keeps its connection without a message: the blocks are freed when their lease expires."""
-    consumer, producer = processes("kv_consumer", runner=runner), make("kv_producer", runner=runner)
+    consumer, producer = processes("kv_consumer", model_runner=runner), make("kv_producer", model_runner=runner)
     async with reading(consumer, prefilled(producer, ["long"])):
         os.kill(consumer.pid, signal.SIGSTOP)
         clock.now += 29
@@ -181,9 +181,9 @@ async def test_consumer_hanging_in_a_read(runner: str, make: MakeEngine, process
 def test_transfer_that_takes_too_long(
     runner: str, policy: str, make: MakeEngine, expected: Outputs, request: pytest.FixtureRequest
 ) -> None:
-    held = prefilled(producer := make("kv_producer", runner=runner), ["long"])
+    held = prefilled(producer := make("kv_producer", model_runner=runner), ["long"])
     clock = request.getfixturevalue("clock")  # of the consumer alone: the lease does not expire
-    consumer = make("kv_consumer", runner=runner, policy=policy)
+    consumer = make("kv_consumer", model_runner=runner, policy=policy)
     with relayed(held) as line:
         line.data.spoil = gate = Gate()
         consumer.add_request("long", *decodes(held)["long"])
@@ -214,8 +214,8 @@ def test_transfer_that_takes_too_long(
 def test_different_engines(runner: str, policy: str, make: MakeEngine, expected: Outputs, tmp_path: Path) -> None:
     """The differences are detected at once, and named."""
     make_checkpoint(tmp_path, "llama", **TEXT_MODEL, seed=1)
-    producer = make("kv_producer", runner=runner, model=tmp_path, skip_tokenizer_init=True, dtype="bfloat16")
-    consumer = make("kv_consumer", runner=runner, policy=policy)
+    producer = make("kv_producer", model_runner=runner, model=tmp_path, skip_tokenizer_init=True, dtype="bfloat16")
+    consumer = make("kv_consumer", model_runner=runner, policy=policy)
     held = prefilled(producer, ["long"])
     completion = run_requests(consumer, decodes(held))["long"].outputs[0]
     if policy == "fail":
@@ -235,8 +235,8 @@ async def test_proxy_with_a_prefill_engine_that_dies(
     runner: str, text_model: Path, processes: StartEngine, expected: Outputs
 ) -> None:
     """Before a request, and while it computes one: the decode engine computes prompts itself."""
-    prefill = processes("kv_producer", runner=runner)
-    async with AsyncLLM(**engine_settings(text_model, "kv_consumer", runner=runner)) as llm:
+    prefill = processes("kv_producer", model_runner=runner)
+    async with AsyncLLM(**engine_settings(text_model, "kv_consumer", model_runner=runner)) as llm:
         with Line(prefill.wait_until_ready()) as line:
             proxy = DisaggregatedLLM(EngineClient(line.address), LocalEngine(llm))
             assert await generate(proxy, "alone") == tokens(expected["alone"])
@@ -259,7 +259,7 @@ async def test_proxy_with_a_prefill_engine_that_dies(
 @async_test
 async def test_proxy_with_a_prefill_engine_that_refuses(text_model: Path, expected: Outputs) -> None:
     """It has another role, or no connector at all."""
-    settings = engine_settings(text_model, "kv_consumer", runner="v2")
+    settings = engine_settings(text_model, "kv_consumer", model_runner="v2")
     async with AsyncLLM(**settings) as llm, AsyncLLM(**{**settings, "kv_transfer_config": None}) as plain:
         for prefill in (llm, plain):
             proxy = DisaggregatedLLM(LocalEngine(prefill), LocalEngine(llm))
@@ -270,8 +270,8 @@ async def test_proxy_with_a_prefill_engine_that_refuses(text_model: Path, expect
 @async_test
 async def test_proxy_with_a_dead_decode_engine(text_model: Path, processes: StartEngine, expected: Outputs) -> None:
     """Pending and later requests fail, and the prefill engine frees its blocks."""
-    decode = processes("kv_consumer", runner="v2", **prefill_decode.SIZE)
-    async with AsyncLLM(**engine_settings(text_model, "kv_producer", runner="v2")) as llm:
+    decode = processes("kv_consumer", model_runner="v2", **prefill_decode.SIZE)
+    async with AsyncLLM(**engine_settings(text_model, "kv_producer", model_runner="v2")) as llm:
         proxy = DisaggregatedLLM(LocalEngine(llm), EngineClient(decode.wait_until_ready()))
         assert await generate(proxy, "alone") == tokens(expected["alone"])
         await LocalEngine(llm).drain()
@@ -293,7 +293,7 @@ async def test_proxy_with_a_dead_decode_engine(text_model: Path, processes: Star
 @async_test
 async def test_client_that_leaves_before_decode(how: str, text_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
-    async with AsyncLLM(**engine_settings(text_model, "kv_producer", runner="v2")) as llm:
+    async with AsyncLLM(**engine_settings(text_model, "kv_producer", model_runner="v2")) as llm:
         server, ended = EngineServer(engine := LocalEngine(llm)), threading.Event()
         await server.start(reserve())
         client = EngineClient(server.address)
@@ -322,7 +322,7 @@ async def test_client_that_leaves_before_decode(how: str, text_model: Path, monk
 
 
 def test_engine_that_cannot_start(processes: StartEngine, capfd: pytest.CaptureFixture[str]) -> None:
-    process = processes("kv_consumer", runner="v2", max_num_seqs=0)
+    process = processes("kv_consumer", model_runner="v2", max_num_seqs=0)
     with pytest.raises(RuntimeError, match="has ended with code 1 before it was ready"):
         process.wait_until_ready()
     assert "max_num_seqs" in capfd.readouterr().err

@@ -46,8 +46,8 @@ def pair(request: pytest.FixtureRequest, text_model: Path) -> Iterator[Pair]:
     runner, backend = request.param.split("-")
     skip_without(backend)
     with (
-        start(text_model, "kv_producer", runner=runner, backend=backend) as prefill,
-        start(text_model, "kv_consumer", runner=runner, backend=backend, **SIZE) as decode,
+        start(text_model, "kv_producer", model_runner=runner, backend=backend) as prefill,
+        start(text_model, "kv_consumer", model_runner=runner, backend=backend, **SIZE) as decode,
     ):
         yield Pair(EngineClient(prefill.wait_until_ready()), EngineClient(decode.wait_until_ready()))
         assert (prefill.stop(), decode.stop()) == (0, 0)

@@ -33,7 +33,7 @@ def make(request: pytest.FixtureRequest, text_model: Path) -> Make:
 @pytest.mark.parametrize("caching", [True, False])
 def test_tokens_are_of_one_engine(runner: str, backend: str, caching: bool, make: Make, expected: Outputs) -> None:
     skip_without(backend)
-    settings: dict[str, Any] = {"runner": runner, "backend": backend, "enable_prefix_caching": caching}
+    settings: dict[str, Any] = {"model_runner": runner, "backend": backend, "enable_prefix_caching": caching}
     producer, consumer = make("kv_producer", **settings), make("kv_consumer", **settings, **prefill_decode.SIZE)
     assert producer.runner_name == consumer.runner_name == runner
     held = prefilled(producer)
@@ -52,7 +52,7 @@ def test_shutdown_saves_files_and_waits_for_no_consumer(runner: str, make: Make,
     files = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_path": tmp_path}}
     several = {"connectors": [nixl("kv_producer"), files]}
     config = {"kv_connector": "MultiConnector", "kv_role": "kv_producer", "kv_connector_extra_config": several}
-    producer = make(None, runner=runner, kv_transfer_config=config)
+    producer = make(None, model_runner=runner, kv_transfer_config=config)
     params = replace(PARAMS["alone"], extra_args={"kv_transfer_params": {"do_remote_decode": True}})
     output = run_requests(producer, {"alone": (PROMPTS["alone"], params)})["alone"]
     assert output.kv_transfer_params is not None and producer.has_transfers()
@@ -61,7 +61,7 @@ def test_shutdown_saves_files_and_waits_for_no_consumer(runner: str, make: Make,
 
 
 def test_requests_aborted_before_and_during_their_load(runner: str, make: Make) -> None:
-    producer, consumer = make("kv_producer", runner=runner), make("kv_consumer", runner=runner)
+    producer, consumer = make("kv_producer", model_runner=runner), make("kv_consumer", model_runner=runner)
     for num_steps in (0, 1):
         consumer.add_request("long", *decodes(prefilled(producer, ["long"]))["long"])
         for _ in range(num_steps):
@@ -76,7 +76,7 @@ def test_requests_aborted_before_and_during_their_load(runner: str, make: Make) 
 
 def test_requests_that_are_not_loaded_starve_no_others(runner: str, make: Make, expected: Outputs) -> None:
     """No time passes. Together they need four times the blocks that there are."""
-    producer, consumer = make("kv_producer", runner=runner, **prefill_decode.SIZE), make("kv_consumer", runner=runner)
+    producer, consumer = make("kv_producer", model_runner=runner, **prefill_decode.SIZE), make("kv_consumer", model_runner=runner)
     hold = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
     outputs = run_requests(producer, {name: (prompt_of(40, VOCAB, seed=6 + int(name)), hold) for name in "0123456789"})
     assert producer.stats().transfers.num_held_blocks == 20
@@ -88,9 +88,9 @@ def test_requests_that_are_not_loaded_starve_no_others(runner: str, make: Make, 
 
 def test_beside_host_memory(runner: str, make: Make, expected: Outputs) -> None:
     """A request is loaded from the connector with more of its tokens; the other producer's lease is declined."""
-    producer = make("kv_producer", runner=runner)
+    producer = make("kv_producer", model_runner=runner)
     consumer = make(
-        "kv_consumer", runner=runner, kv_offloading_size=0.01, enable_prefix_caching=False, **prefill_decode.SIZE
+        "kv_consumer", model_runner=runner, kv_offloading_size=0.01, enable_prefix_caching=False, **prefill_decode.SIZE
     )
     for _ in range(2):
         assert tokens_of(run_requests(consumer, decodes(prefilled(producer)))) == tokens_of(expected)

@@ -273,7 +273,7 @@ def lives_of(seed: int) -> list[Life]:
 
 @pytest.fixture(scope="module")
 def expected() -> Expected:
-    with running(runner="v1", enable_prefix_caching=False, max_num_seqs=1) as engine:
+    with running(model_runner="v1", enable_prefix_caching=False, max_num_seqs=1) as engine:
         return {seed: live_alone(engine, lives_of(seed)) for seed in SEEDS}
 
 
@@ -293,7 +293,7 @@ def test_every_pair_is_there() -> None:
 @pytest.mark.parametrize("case", [*WITHOUT_DRAFTS, *COMBINATIONS], ids=", ".join)
 def test_outputs_are_those_of_one_process(case: tuple[str, str, str, str], tmp_path: Path, expected: Expected) -> None:
     method, store, way, runner = case
-    settings = {"runner": runner, **TIGHT, **WAYS[way]}
+    settings = {"model_runner": runner, **TIGHT, **WAYS[way]}
     if METHODS[method]:
         settings["speculative_config"] = {**METHODS[method], "adaptive": False}
     if store != "none":
@@ -318,7 +318,7 @@ def test_outputs_are_those_of_one_process(case: tuple[str, str, str, str], tmp_p
 @pytest.mark.parametrize(("way", "runner"), [("tensor", "v2"), ("pipeline", "v1")])
 def test_with_room_for_all_requests(way: str, runner: str, expected: Expected) -> None:
     settings = {"num_gpu_blocks_override": 256, "max_num_batched_tokens": 512, "max_num_seqs": 256, **WAYS[way]}
-    with running(runner=runner, async_scheduling=runner == "v2", **settings) as engine:
+    with running(model_runner=runner, async_scheduling=runner == "v2", **settings) as engine:
         check(engine, expected)
         assert (engine.runner_name, engine.stats().scheduler.num_preemptions) == (runner, 0)
 
@@ -326,7 +326,7 @@ def test_with_room_for_all_requests(way: str, runner: str, expected: Expected) -
 @pytest.mark.parametrize(("way", "runner"), [("tensor", "v2"), ("pipeline", "v1"), ("pipeline", "v2")])
 def test_every_rank_has_saved_all_of_the_last_request(way: str, runner: str, tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=13, ignore_eos=True)
-    with running(runner=runner, kv_transfer_config=files(tmp_path), **WAYS[way]) as engine:
+    with running(model_runner=runner, kv_transfer_config=files(tmp_path), **WAYS[way]) as engine:
         run_requests(engine, {"r": ([40, 50, 60, 40, 50, 60, 40, 50], params)})
     saved = Counter(path.parent.name.rpartition("-")[2] for path in tmp_path.rglob("*.kv"))
     assert saved == {"rank0": 5, "rank1": 5}  # all but the last of 21 tokens have KV
@@ -335,7 +335,7 @@ def test_every_rank_has_saved_all_of_the_last_request(way: str, runner: str, tmp
 @pytest.mark.parametrize(("way", "runner", "rank"), [("tensor", "v1", 1), ("pipeline", "v2", 0)])
 def test_load_that_fails_on_one_rank_has_failed(way: str, runner: str, rank: int, expected: Expected) -> None:
     config = faulty(OFFLOADING, {"rank": rank, "loads": "corrupt"})
-    with running(runner=runner, kv_transfer_config=config, **TIGHT, **WAYS[way]) as engine:
+    with running(model_runner=runner, kv_transfer_config=config, **TIGHT, **WAYS[way]) as engine:
         for _ in range(2):
             check(engine, expected)
         transfers = engine.stats().transfers
@@ -346,7 +346,7 @@ def test_load_that_fails_on_one_rank_has_failed(way: str, runner: str, rank: int
 @pytest.fixture(scope="module")
 def alone() -> Tokens:
     """The tokens of REQUESTS on one engine without drafts and connectors."""
-    with running(runner="v1", max_num_seqs=8, **SIZE) as engine:
+    with running(model_runner="v1", max_num_seqs=8, **SIZE) as engine:
         return tokens_of(run_requests(engine, REQUESTS))
 
 
@@ -361,8 +361,8 @@ def test_prefill_and_decode_engines(case: tuple[str, str, str], alone: Tokens) -
     settings = {"max_num_seqs": 8, "speculative_config": METHODS[method], **WAYS[way]}
     num_ranks = 1 if way == "one rank" else 2
     with (
-        running(runner=runner, kv_transfer_config=nixl("kv_producer"), **settings, **ROOMY) as producer,
-        running(runner=runner, kv_transfer_config=nixl("kv_consumer"), **settings, **SIZE) as consumer,
+        running(model_runner=runner, kv_transfer_config=nixl("kv_producer"), **settings, **ROOMY) as producer,
+        running(model_runner=runner, kv_transfer_config=nixl("kv_consumer"), **settings, **SIZE) as consumer,
     ):
         assert consumer.runner_name == runner
         held = prefilled(producer)

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.helpers import engines
 from tests.helpers.checkpoints import make_checkpoint, reference_logits
 from tests.helpers.engines import TEXT_MODEL, drain, make_engine, prompt_of, run_requests
 from tests.helpers.recording_device import RecordingDevice
 from tests.helpers.runner_lives import in_one_runner, live, make_runner, make_scheduler
 
-from fleetfoot import LLM, LLMEngine, SamplingParams
+from fleetfoot import LLM, LLMEngine, PoolingParams, SamplingParams
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.json_fields import ConfigError
 from fleetfoot.executor.multiprocess import MultiprocessExecutor
@@ -51,7 +52,7 @@ class Subject:
     tmp_path: Path
 
     def engine(self, folder: Path | None = None, **settings: Any) -> LLMEngine:
-        made = make_engine(folder or self.folder, runner=self.runner, dtype="float32", **settings)
+        made = make_engine(folder or self.folder, model_runner=self.runner, dtype="float32", **settings)
         assert made.runner_name == self.runner  # what really runs
         return made
 
@@ -245,6 +246,29 @@ def ngram(subject: Subject) -> None:
     subject.check(engine)
 
 
+def pooling(subject: Subject) -> None:
+    """The last hidden state of each prompt, as a vector of length 1."""
+    engine = subject.engine(runner="pooling")
+    outputs: dict[str, Any] = run_requests(engine, {str(len(ids)): (ids, PoolingParams()) for ids in PROMPTS})
+    for prompt in PROMPTS:
+        with torch.no_grad():
+            state = subject.reference.model(torch.tensor([prompt])).last_hidden_state[0, -1]
+        vector = outputs[str(len(prompt))].outputs.data
+        torch.testing.assert_close(vector, state / state.norm(), rtol=1e-4, atol=1e-5)
+
+
+def torch_compile(subject: Subject) -> None:
+    subject.check(subject.engine(compilation_config={"mode": 1}))
+
+
+def logits_processors(subject: Subject) -> None:
+    """One that leaves a single token, in a request's own parameters."""
+    engine = subject.engine()
+    only_9 = make_params(logits_processors=[lambda _, logits: logits.index_fill(0, torch.tensor([9]), 1e9)])
+    assert [output.token_ids for output in run_all(engine, PROMPTS, only_9)] == [[9] * NUM_TOKENS] * len(PROMPTS)
+    subject.check(engine)
+
+
 def in_processes(subject: Subject, **sizes: int) -> None:
     engine = subject.engine(**sizes)
     executor = engine.core.executor
@@ -286,6 +310,7 @@ CASES: dict[Feature, Callable[[Subject], None]] = {
 } | {feature: globals()[feature.name.lower()] for feature in Feature if feature.name.lower() in globals()}
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # inductor's own
 @pytest.mark.parametrize(("runner", "feature"), DECLARED)
 def test_what_is_declared_runs(runner: str, feature: Feature, subjects: dict[str, Subject]) -> None:
     assert feature in CASES, f"{feature.name} is declared by {runner}, and nothing here runs it"
@@ -294,8 +319,9 @@ def test_what_is_declared_runs(runner: str, feature: Feature, subjects: dict[str
 
 SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.QUANTIZED_WEIGHTS: {"quantization": "fp8"},
-    Feature.POOLING: {"task": "embed"},
+    Feature.POOLING: {"runner": "pooling"},
     Feature.TORCH_COMPILE: {"compilation_config": {"mode": 1}},
+    Feature.LOGITS_PROCESSORS: {"logits_processors": ["fleetfoot.sampling.custom_processors:LogitsProcessor"]},
     Feature.PREFILL_CONTEXT_PARALLELISM: {"prefill_context_parallel_size": 2},
     Feature.SLEEP: {"enable_sleep_mode": True},
     Feature.PROMPT_EMBEDDINGS: {"enable_prompt_embeds": True},
@@ -310,7 +336,7 @@ MODELS: dict[Feature, dict[str, Any]] = {
 }
 """Features that a model requires, by fields of its config.json."""
 
-REQUESTS = {Feature.LOGITS_PROCESSORS: "logits_processors", Feature.STRUCTURED_OUTPUTS: "structured_outputs"}
+REQUESTS = {Feature.STRUCTURED_OUTPUTS: "structured_outputs"}
 """Features that a request would require, by the name that it would have in SamplingParams."""
 
 CALLS: dict[Feature, tuple[str, ...]] = {
@@ -323,20 +349,22 @@ CALLS: dict[Feature, tuple[str, ...]] = {
 @pytest.mark.parametrize(("runner", "feature"), REFUSED)
 def test_what_is_not_declared_is_refused(runner: str, feature: Feature, text_model: Path, tmp_path: Path) -> None:
     if feature is Feature.GRAPHS:  # no setting demands them: the plan has none
-        assert make_engine(text_model, runner=runner).plan.capture_table.keys == ()
+        assert make_engine(text_model, model_runner=runner).plan.capture_table.keys == ()
         return
     assert any(feature in table for table in (SETTINGS, MODELS, REQUESTS, CALLS)), f"nothing here needs {feature}"
     if feature in SETTINGS:
         with pytest.raises(UnsupportedFeatureError) as caught:
-            make_engine(text_model, runner=runner, **SETTINGS[feature])
+            make_engine(text_model, model_runner=runner, **SETTINGS[feature])
         why = CAPABILITIES[runner][feature]
-        parts = ("no model runner supports what is on:", f"- {feature.value} (", why)
+        no_runner = all(declared[feature] for declared in CAPABILITIES.values())
+        which = "no model runner supports" if no_runner else "it does not support"
+        parts = (f"{which} what is on:", f"- {feature.value} (", why)
         assert all(part in str(caught.value) for part in parts)
     if feature in MODELS:
         content = json.loads((text_model / "config.json").read_text()) | MODELS[feature]
         (tmp_path / "config.json").write_text(json.dumps(content))
         with pytest.raises(ConfigError, match=str(tmp_path)):
-            make_engine(tmp_path, runner=runner)
+            make_engine(tmp_path, model_runner=runner)
     if feature in REQUESTS:
         with pytest.raises(TypeError, match=f"unknown keyword '{REQUESTS[feature]}'"):
             SamplingParams(**{REQUESTS[feature]: object()})

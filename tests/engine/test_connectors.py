@@ -17,8 +17,11 @@ from tests.helpers.prefill_decode import ROOMY, SIZE, VOCAB, Tokens, settle, tok
 
 from fleetfoot import LLMEngine, SamplingParams
 from fleetfoot.cli.main import main
+from fleetfoot.cli.plan import plan_report
+from fleetfoot.config.env import USE_V2_MODEL_RUNNER
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.kv_transfer.blockstore import worker
+from fleetfoot.records.kv_layout import TOKEN_MAJOR_NHD, KVLayout
 from fleetfoot.scheduler.stats import TransferStats
 
 PROMPTS = prefill_decode.PROMPTS
@@ -54,9 +57,9 @@ def start(runner: str, text_model: Path) -> Start:
     """Starts an engine with a connector, and by default with a cache that is too small for all requests."""
 
     def start_engine(config: dict[str, Any] | None, **settings: Any) -> LLMEngine:
-        settings = {"runner": runner, **SIZE, **settings}
+        settings = {"model_runner": runner, **SIZE, **settings}
         engine = make_engine(text_model, kv_transfer_config=config, **settings)
-        assert engine.runner_name == settings["runner"]
+        assert engine.runner_name == settings["model_runner"]
         return engine
 
     return start_engine
@@ -96,7 +99,7 @@ def test_reset_of_the_prefix_cache(start: Start, reset_connector: bool, no_conne
 def test_another_engine_finds_what_one_has_computed(
     start: Start, configs: Configs, depth: int, name: str, no_connector: Tokens, tmp_path: Path
 ) -> None:
-    one = start(configs[name], runner="v1")
+    one = start(configs[name], model_runner="v1")
     assert tokens_of(run_requests(one, REQUESTS)) == no_connector
     close(one)
     assert bool(list(tmp_path.rglob("*.kv"))) == (name == "files")
@@ -117,6 +120,38 @@ def test_loaded_kv_is_used(start: Start, configs: Configs, no_connector: Tokens,
     other = start(configs["own"])
     assert tokens_of(run_requests(other, {"long": REQUESTS["long"]}))["long"] != no_connector["long"]
     other.shutdown()
+
+
+def test_a_connector_of_the_other_layout(
+    text_model: Path, own_connector: Any, no_connector: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """V1 keeps the layout that the connector accepts; a second engine loads what the first one has computed."""
+    monkeypatch.delenv(USE_V2_MODEL_RUNNER, raising=False)
+
+    class TokenMajorWorker(own_connector.DictWorker):  # type: ignore[misc]
+        def register_kv_caches(self, kv_caches: Any, layout: KVLayout) -> None:
+            assert [tuple(kv_cache.shape) for kv_cache in kv_caches] == layout.layer_shapes
+            super().register_kv_caches([kv_cache.transpose(0, 1) for kv_cache in kv_caches], layout)
+
+    class TokenMajorConnector(own_connector.DictConnector):  # type: ignore[misc]
+        accepted_kv_layouts = frozenset({TOKEN_MAJOR_NHD})
+
+        @staticmethod
+        def worker_side(context: object) -> Any:
+            return TokenMajorWorker()
+
+    monkeypatch.setattr(own_connector, "TokenMajorConnector", TokenMajorConnector, raising=False)
+    for _ in range(2):
+        engine = make_engine(
+            text_model, kv_transfer_config=connector("TokenMajorConnector", "own_connector"), **SIZE
+        )
+        layout = engine.core.executor.layout
+        assert (engine.runner_name, layout.name) == ("v1", TOKEN_MAJOR_NHD)
+        shape = plan_report(engine.plan)["kv_layout"]["shape"]
+        assert shape == list(layout.layer_shapes[0]) and shape[0] == 2 < shape[1]
+        assert tokens_of(run_requests(engine, REQUESTS)) == no_connector
+        stats = close(engine)
+    assert stats.loads_done > 0 and stats.loads_failed == 0
 
 
 EXPECTED_CALLS = [

@@ -94,7 +94,7 @@ def test_a_model_has_the_logits_and_weights_of_transformers(tmp_path: Path) -> N
 
 def test_a_model_runs_on_both_runners(runner: str, granite: Any, tmp_path: Path) -> None:
     requests = {"a": (prompt(30), GREEDY), "b": (prompt(9), GREEDY)}
-    actual = tokens(tmp_path, requests, runner=runner, skip_tokenizer_init=True, block_size=4)
+    actual = tokens(tmp_path, requests, model_runner=runner, skip_tokenizer_init=True, block_size=4)
     for name, (prompt_ids, _) in requests.items():
         inputs = torch.tensor([prompt_ids])
         expected = granite.generate(inputs, max_new_tokens=24, min_new_tokens=24, do_sample=False, pad_token_id=0)
@@ -114,7 +114,7 @@ def test_a_model_is_not_fused_and_v1_is_its_default(tmp_path: Path, monkeypatch:
     undeclared = replace(entry, traits=lambda fields: {**entry.traits(fields), "unfusible": ""})
     monkeypatch.setitem(architectures.ARCHITECTURES, "GraniteForCausalLM", undeclared)
     with pytest.raises(TypeError, match=r"GraniteDecoderLayer, and only DecoderLayer .* ModelConfig.unfusible"):
-        make_engine(tmp_path, skip_tokenizer_init=True, runner="v2")
+        make_engine(tmp_path, skip_tokenizer_init=True, model_runner="v2")
 
 
 @interpreted
@@ -138,8 +138,8 @@ def test_a_drafter_proposes_tokens_and_changes_none(runner: str, text_model: Pat
     page.add_module("fleetfoot.speculative.bigram", "drafter")
     page.add_entry(speculative, "DRAFT_METHODS", "method")
     config = {"method": "bigram", "num_speculative_tokens": 3, "adaptive": False}
-    expected = tokens(text_model, runner="v1")
-    engine = make_engine(text_model, runner=runner, speculative_config=config)
+    expected = tokens(text_model, model_runner="v1")
+    engine = make_engine(text_model, model_runner=runner, speculative_config=config)
     for _ in range(2):  # the second time it has seen all of it
         assert tokens_of(run_requests(engine, REQUESTS)) == expected
     assert engine.stats().drafts.num_accepted > 20

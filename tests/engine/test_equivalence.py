@@ -188,7 +188,11 @@ def engine_of(model: Path, **options: Any) -> LLMEngine:
 
 
 def engine_in(way: Way, model: Path) -> LLMEngine:
-    options: dict[str, Any] = {"runner": way.runner, "async_scheduling": way.async_scheduling, **LIMITS[way.limits]}
+    options: dict[str, Any] = {
+        "model_runner": way.runner,
+        "async_scheduling": way.async_scheduling,
+        **LIMITS[way.limits],
+    }
     if way.method is not None:
         options["speculative_config"] = {**METHODS[way.method], "adaptive": False}
     if not way.enable_chunked_prefill:
@@ -218,7 +222,7 @@ def engines(request: pytest.FixtureRequest) -> Iterator[dict[Way | None, LLMEngi
     model = MODELS[request.param]
     ways = WAYS + DRAFTING if request.param == "llama" else PAIRS
     made: dict[Way | None, LLMEngine] = {way: engine_in(way, model) for way in ways}
-    made[None] = engine_of(model, runner="v1", enable_prefix_caching=False, max_num_seqs=1)
+    made[None] = engine_of(model, model_runner="v1", enable_prefix_caching=False, max_num_seqs=1)
     yield made
     for made_engine in made.values():
         made_engine.shutdown()

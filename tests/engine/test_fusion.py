@@ -387,7 +387,7 @@ def test_workers_fuse_the_layers_that_the_plan_names(
 
     monkeypatch.setattr("fleetfoot.plan.resolve.plan_fusion", plan_some)
     eagle = {"method": "eagle", "num_speculative_tokens": 2}
-    engine = make_engine(STORY, runner=runner, speculative_config=eagle)
+    engine = make_engine(STORY, model_runner=runner, speculative_config=eagle)
     worker = engine.core.executor
     assert kinds(worker.runner._model.model.layers) == built
     fused = [layer for run in built if isinstance(run, list) for layer in run]

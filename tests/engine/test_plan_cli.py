@@ -107,9 +107,9 @@ def test_the_environment_is_reported(value: str, runner: str, other: str, run: C
     report = run.plan()
     assert (report["model_runner"], report["explicit"]) == (runner, True)
     assert f"{USE_V2_MODEL_RUNNER} is {value}" in report["reasons"][0]
-    assert run.plan("--runner", other)["model_runner"] == other
+    assert run.plan("--model-runner", other)["model_runner"] == other
     monkeypatch.setenv(USE_V2_MODEL_RUNNER, "true")
-    assert f"{USE_V2_MODEL_RUNNER} is 'true'; it can be 0" in run.refused("plan", "--runner", "v1")
+    assert f"{USE_V2_MODEL_RUNNER} is 'true'; it can be 0" in run.refused("plan", "--model-runner", "v1")
 
 
 def test_the_plan_of_the_embedded_model(run: Command) -> None:
@@ -161,7 +161,7 @@ def test_captured_shapes_and_fused_layers(run: Command, llama_8b: str) -> None:
     assert run.plan(str(embedded_model_path()), *H100)["graphs"]["mixed"][-2:] == [1024, 2048]
     assert (graphs["uniform"], graphs["num_drafts"], graphs["num_shapes"]) == ([], 0, 12)
     assert graphs["full_step"] is None
-    for flags, is_fused in ((["--enforce-eager"], True), (["--runner", "v1"], False)):
+    for flags, is_fused in ((["--enforce-eager"], True), (["--model-runner", "v1"], False)):
         report = run.plan(llama_8b, *H100, *flags)
         assert report["graphs"]["num_shapes"] == report["memory"]["graphs"] == 0
         (layers,) = report["layers"]
@@ -271,10 +271,10 @@ def test_the_text_says_what_the_object_says(run: Command, llama_8b: str) -> None
         "cuda (NVIDIA H100), 80.00 GiB",
     ):
         assert text in words
-    words = " ".join(run("plan", llama_8b, *H100, "--enable-lora", "--runner", "v2", code=1).split())
+    words = " ".join(run("plan", llama_8b, *H100, "--enable-lora", "--model-runner", "v2", code=1).split())
     assert "model runner none; the plan is that of V2 (you chose it)" in words and "V2 lacks LoRA adapters" in words
     assert "NOT RUNNABLE LoRA adapters (enable_lora is on): " in words
-    assert "runs:" not in run("plan", llama_8b, *H100, "--no-triton", "--runner", "v2", code=1)
+    assert "runs:" not in run("plan", llama_8b, *H100, "--no-triton", "--model-runner", "v2", code=1)
 
 
 MODELS: dict[str, dict[str, Any]] = {"MODEL": {}, "WRONG": {"hidden_size": "wide"}}
@@ -295,7 +295,10 @@ MODELS: dict[str, dict[str, Any]] = {"MODEL": {}, "WRONG": {"hidden_size": "wide
         (["--max-model-len", "1"], ["max_model_len is 1; it must be at least 2"]),
         (["--block-size", "1", "--num-gpu-blocks-override", "1"], ["KV of at least 2 tokens", "override=2 (--num"]),
         (["--block-size", "1", "--kv-cache-memory-bytes", "2048", "--max-model-len", "2"], ["memory_bytes=4096 (--kv"]),
-        (["--runner", "v2", "--no-use-v2-model-runner"], ["runner is 'v2' and use_v2_model_runner is False"]),
+        (
+            ["--model-runner", "v2", "--no-use-v2-model-runner"],
+            ["model_runner is 'v2' and use_v2_model_runner is False"],
+        ),
         (["--kv-transfer-config", "{"], ["kv_transfer_config is not JSON"]),
         (["--speculative-config", '{"method": "magic", "num_speculative_tokens": 1}'], ["method is 'magic'"]),
         (["--prompt", "x"], ["unknown argument '--prompt'"]),

@@ -31,7 +31,7 @@ def generate(**settings: Any) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    return generate(runner="v1", enable_prefix_caching=False, max_num_seqs=1)
+    return generate(model_runner="v1", enable_prefix_caching=False, max_num_seqs=1)
 
 
 @pytest.mark.parametrize(
@@ -40,13 +40,13 @@ def expected() -> list[list[int]]:
     ids=["plain", "few blocks and small steps", "ngram", "eagle"],
 )
 def test_tokens_are_the_same(runner: str, settings: dict[str, Any], expected: list[list[int]]) -> None:
-    assert generate(runner=runner, **settings) == expected
+    assert generate(model_runner=runner, **settings) == expected
 
 
 def test_a_connector_loads_what_another_engine_saved(runner: str, tmp_path: Path, expected: list[list[int]]) -> None:
     config: dict[str, Any] = {"kv_connector": "SharedStorageConnector", "kv_role": "kv_both"}
     config |= {"kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}
-    settings = {"runner": runner, "kv_transfer_config": config, "block_size": 4}
+    settings = {"model_runner": runner, "kv_transfer_config": config, "block_size": 4}
     assert generate(**settings) == expected
     with LLM(**SETTINGS | settings) as llm:
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)

@@ -184,7 +184,7 @@ def test_a_step_without_logprobs_copies_none() -> None:
 def test_random_lives_with_aborts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     limits: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "num_gpu_blocks_override": 16}
     settings: dict[str, Any] = {"block_size": 8, "max_model_len": 80, "dtype": "float32", "skip_tokenizer_init": True}
-    reference = make_engine(embedded_model_path(), device="cpu", runner="v1", **settings)
+    reference = make_engine(embedded_model_path(), device="cpu", model_runner="v1", **settings)
     lives = random_lives(seed, VOCAB, most=12)
     expected = live_alone(reference, lives)
     reference.shutdown()
@@ -192,7 +192,7 @@ def test_random_lives_with_aborts(seed: int, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(v2, "open_device", lambda *_: device)
     shapes = CaptureTable.of(device="cuda", enforce_eager=False, max_num_seqs=6, max_num_batched_tokens=48)
     monkeypatch.setattr(CaptureTable, "of", lambda **_: shapes)
-    engine = make_engine(embedded_model_path(), device="cpu", runner="v2", **settings, **limits)
+    engine = make_engine(embedded_model_path(), device="cpu", model_runner="v2", **settings, **limits)
     got = live_in_engine(engine, lives)
     engine.shutdown()
     for life in lives:

@@ -98,7 +98,7 @@ def story_engine(**settings: Any) -> LLMEngine:
 
 def outputs_alone(cases: Cases) -> Outputs:
     """Of V1, one request at a time, nothing cached and no drafts."""
-    engine = story_engine(runner="v1", enable_prefix_caching=False)
+    engine = story_engine(model_runner="v1", enable_prefix_caching=False)
     outputs = live_alone(engine, list(cases.values()))
     engine.shutdown()
     return outputs
@@ -154,7 +154,7 @@ def test_outputs_are_those_without(
         extra = {name: value or str(tmp_path) for name, value in named[1].items()}
         transfers = {"kv_connector": named[0], "kv_role": "kv_both", "kv_connector_extra_config": extra}
     engine = story_engine(
-        runner=runner,
+        model_runner=runner,
         async_scheduling=async_scheduling,
         speculative_config={**METHODS[method], "adaptive": False},
         kv_transfer_config=transfers,
@@ -191,7 +191,7 @@ EXTREMES = [(MAX_SPECULATIVE_TOKENS if most else 1, way[0], way[2]) for *way, mo
 def test_fewest_and_most_drafts(num_drafts: int, method: str, runner: str, cases: Cases, expected: Outputs) -> None:
     """Up to 64 of them, also behind prompts that leave room for one token."""
     config = {**METHODS[method], "num_speculative_tokens": num_drafts, "adaptive": False}
-    engine = story_engine(runner=runner, speculative_config=config, max_num_batched_tokens=600)
+    engine = story_engine(model_runner=runner, speculative_config=config, max_num_batched_tokens=600)
     check_cases(engine, {name: cases[name] for name in FEW}, expected)
     drafts = engine.stats().drafts
     assert len(drafts.accepted_at) == num_drafts
@@ -200,7 +200,7 @@ def test_fewest_and_most_drafts(num_drafts: int, method: str, runner: str, cases
     engine.shutdown()
 
 
-WAYS = {"v1": {"runner": "v1"}, "v2": {"runner": "v2"}, "v2-overlapped": {"runner": "v2", "async_scheduling": True}}
+WAYS = {"v1": {"model_runner": "v1"}, "v2": {"model_runner": "v2"}, "v2-overlapped": {"model_runner": "v2", "async_scheduling": True}}
 WAY = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 LENGTHS = (30, 420, 420)
 """Two of three requests are long enough for two tests of drafting."""
@@ -252,7 +252,7 @@ def run(
 
 @functools.cache
 def tokens_without(lengths: tuple[int, ...]) -> dict[str, list[int]]:
-    return run(lengths, runner="v1")[0]
+    return run(lengths, model_runner="v1")[0]
 
 
 @WAY

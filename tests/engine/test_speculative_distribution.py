@@ -107,7 +107,12 @@ def sample(folder: Path, runner: str, config: dict[str, Any] | None, **params: A
     """The first three tokens of each of NUM_REQUESTS requests of different seeds, and the counters of drafts."""
     speculative = config and {"num_speculative_tokens": NUM_DRAFTS, "adaptive": False, **config}
     limits = {"max_num_seqs": 512, "max_num_batched_tokens": 4096, "block_size": 16, "num_gpu_blocks_override": 1100}
-    settings = {"runner": runner, "dtype": "float32", "skip_tokenizer_init": True, "speculative_config": speculative}
+    settings = {
+        "model_runner": runner,
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "speculative_config": speculative,
+    }
     engine = make_engine(folder, **settings, **limits)
     for seed in range(NUM_REQUESTS):
         of_request = SamplingParams(**{"temperature": 1.0, "max_tokens": 4, "ignore_eos": True, "seed": seed, **params})
@@ -148,10 +153,10 @@ def test_the_drafters_own_samples_are_caught(models: dict[str, Any], drafter: st
 def test_a_rule_that_accepts_too_much_is_caught(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first draft is accepted even if the target has chosen another token."""
 
-    def too_much(sampled: list[int], invalid: list[bool], drafts: list[list[int]], *others: Any) -> ModelRunnerOutput:
+    def too_much(sampled: list[int], errors: list[str], drafts: list[list[int]], *others: Any) -> ModelRunnerOutput:
         width = 1 + len(drafts[0]) if drafts else 1
         accepted = [[sampled[index * width], *proposed[1:]] for index, proposed in enumerate(drafts)]
-        return verification.verify_drafts(sampled, invalid, accepted, *others)
+        return verification.verify_drafts(sampled, errors, accepted, *others)
 
     monkeypatch.setattr(sampler_v1, "verify_drafts", too_much)
     folder, reference = models["target"]
@@ -222,7 +227,7 @@ def test_drafts_are_accepted_as_on_the_device(seed: int) -> None:
     flags = [rng.random() < 0.1 for _ in range(num_logits)]
     rows = output.rows[: num_decodes + num_ending]
     room = (host.limits[rows] + 1 - host.num_tokens[rows]).tolist()
-    new = verify_drafts(chosen, flags, host.drafts[rows[:num_decodes]].tolist(), room, {})
+    new = verify_drafts(chosen, ["invalid" * flag for flag in flags], host.drafts[rows[:num_decodes]].tolist(), room, {})
 
     verified, width = num_decodes * (1 + K), 1 + K
     unused = torch.zeros(0, dtype=torch.int32)
@@ -259,6 +264,6 @@ def test_logprobs_are_those_of_the_accepted_tokens() -> None:
     rows = [RowLogprobs([token], [-0.5], 1) for token in range(9)]
     logprobs = dict(enumerate(rows[:4])) | {8: rows[8]}
     for room, expected in ((9, {0: rows[:2], 2: [rows[8]]}), (0, {2: [rows[8]]})):
-        new = verify_drafts(list(range(9)), [False] * 9, [[0, 7, 7], [7, 7, 7]], [room, 9, 9], logprobs)
+        new = verify_drafts(list(range(9)), [""] * 9, [[0, 7, 7], [7, 7, 7]], [room, 9, 9], logprobs)
         assert new.sampled_token_ids == [[0, 1] if room else [], [4], [8]]
         assert new.logprobs == expected

@@ -32,6 +32,7 @@ from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import resolve_plan
 from fleetfoot.records.weights import WeightError
+from fleetfoot.records.kv_layout import TOKEN_MAJOR_NHD, KVLayout
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.speculative.drafter import NO_DRAFTING
 from fleetfoot.testing import force_runner
@@ -48,7 +49,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"model": 5}, TypeError, "model is 5, a int; it must be str"),
     ({"dtype": "float8"}, ValueError, r"dtype is 'float8'; it can be auto, bfloat16, float16, float32"),
     ({"device": "tpu"}, ValueError, "device is 'tpu'; it can be auto, cpu, cuda"),
-    ({"runner": "v3"}, ValueError, "runner is 'v3'; it can be auto, v1, v2"),
+    ({"model_runner": "v3"}, ValueError, "model_runner is 'v3'; it can be auto, v1, v2"),
     ({"max_num_seqs": 0}, ValueError, "max_num_seqs is 0; it must be at least 1"),
     ({"max_num_seqs": True}, TypeError, "max_num_seqs is True, a bool"),
     ({"max_num_seqs": "8"}, TypeError, "max_num_seqs is '8', a str; it must be int"),
@@ -168,12 +169,17 @@ def odd_connector(config: Any) -> type:
     return type("Odd", (find_connector(config),), {})
 
 
+def odd_layout(*sizes: Any, **more: Any) -> KVLayout:
+    return dataclasses.replace(LAYOUT_OF(*sizes, **more), name=TOKEN_MAJOR_NHD)
+
+
+LAYOUT_OF = KVLayout.of
 NGRAM: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
 DIFFERENCES: dict[str, tuple[str, Any, str, str]] = {
     "runner": ("runner.v2.runner.ModelRunnerV2.name", "v9", "'v9'", "'v2'"),
     "kernels": ("executor.worker.load_kernels", odd_kernels, "'odd: rms_norm'", "'torch: rms_norm"),
     "attention": ("kernels.attention.sdpa_backend.SDPABackend.name", "odd", "'odd'", "'sdpa'"),
-    "kv_layout": ("records.kv_layout.KVLayout.name", "odd", "'odd'", "'block-contiguous-hnd'"),
+    "kv_layout": ("records.kv_layout.KVLayout.of", odd_layout, "'token-major-nhd'", "'block-contiguous-hnd'"),
     "connector": ("plan.connector.find_connector", odd_connector, r"'[\w.]*Odd'", r"'[\w.]*OffloadingConnector'"),
     "drafter": ("executor.worker.build_speculation", lambda *_, **__: NO_DRAFTING, "'none'", "'ngram'"),
     "fused_layers": ("runner.v2.runner.fuse", lambda *_: None, r"\(\)", r"\(0, 1"),
@@ -206,9 +212,10 @@ def test_each_rank_is_compared_with_its_own_part(text_model: Path) -> None:
 
 
 def test_a_worker_process_compares_what_it_built(text_model: Path) -> None:
-    plan = plan_of(text_model, distributed_executor_backend="mp")
-    plan = dataclasses.replace(plan, kv_layout="odd")
-    with pytest.raises(PlanMismatchError, match=r"worker 0: kv_layout is 'block-contiguous-hnd', .*names 'odd'"):
+    plan = plan_of(text_model, distributed_executor_backend="mp", kv_offloading_size=0.01)
+    assert plan.connector is not None
+    plan = dataclasses.replace(plan, connector=dataclasses.replace(plan.connector, class_name="odd"))
+    with pytest.raises(PlanMismatchError, match=r"worker 0: connector is '[\w.]*OffloadingConnector', .*names 'odd'"):
         start_executor(plan)
 
 
@@ -471,7 +478,7 @@ def test_an_exception_is_raised_unchanged(held: str | None) -> None:
     assert is_as_before(held)
 
 
-@pytest.mark.parametrize("settings", [{"runner": "v2"}, {"use_v2_model_runner": True}])
+@pytest.mark.parametrize("settings", [{"model_runner": "v2"}, {"use_v2_model_runner": True}])
 def test_a_setting_that_contradicts_it_is_an_error(settings: dict[str, object], held: str | None) -> None:
     (name,) = settings
     message = rf"force_runner\('v1'\) is in effect, and the engine would run on 'v2': .*{name} is .*Leave that"

@@ -191,7 +191,7 @@ def test_prompts_of_ones_own_and_those_cut_to_the_room_there_is(run: Command, tm
     [
         (["--max-tokens", "0"], "--max-tokens is 0; it must be at least 1"),
         (["--max-model-len", "6"], "--max-tokens is 6, which leaves no room for a prompt"),
-        (["--runner", "v1"], "unknown argument '--runner'"),
+        (["--model-runner", "v1"], "unknown argument '--model-runner'"),
         (["--use-v2-model-runner"], "unknown argument '--use-v2-model-runner'"),
         (["--prompts-file", "/no/such/file"], "No such file"),
         (["/no/such/model"], "no such folder"),

@@ -70,8 +70,8 @@ KINDS = {
     "files, ngram": Kind({"kv_transfer_config": FILES, "speculative_config": NGRAM}, "float32", "cpu"),
     "offloading": Kind({"kv_offloading_size": 0.1}, "float32", "cpu"),
     "nixl": Kind({"kv_transfer_config": nixl("kv_both", backend="nixl")}, "float32", "cpu"),
-    "v1": Kind({"runner": "v1"}, "float32", "cpu"),
-    "v1, ngram": Kind({"runner": "v1", "speculative_config": NGRAM}, "float32", "cpu"),
+    "v1": Kind({"model_runner": "v1"}, "float32", "cpu"),
+    "v1, ngram": Kind({"model_runner": "v1", "speculative_config": NGRAM}, "float32", "cpu"),
     "tensor ranks": Kind({"tensor_parallel_size": 2}, "float32", "cpu", num_gpus=2),
     "tensor ranks, bfloat16": Kind({"tensor_parallel_size": 2}, tokens=None, num_gpus=2),
     "tensor ranks, eagle": Kind({"tensor_parallel_size": 2, "speculative_config": EAGLE}, "float32", "cpu", num_gpus=2),
@@ -118,7 +118,13 @@ def start(how: str, settings: dict[str, Any], folder: Path, cache: str = "cache"
 
 @cache
 def tokens_of_a_cpu(model: Path) -> dict[str, list[int]]:
-    settings = {"model": str(model), "device": "cpu", "dtype": "float32", "runner": "v1", "skip_tokenizer_init": True}
+    settings = {
+        "model": str(model),
+        "device": "cpu",
+        "dtype": "float32",
+        "model_runner": "v1",
+        "skip_tokenizer_init": True,
+    }
     with TemporaryDirectory() as folder:
         tokens: dict[str, list[int]] = start("lazily", settings, Path(folder))[0]["tokens"]
     return tokens
@@ -126,7 +132,7 @@ def tokens_of_a_cpu(model: Path) -> dict[str, list[int]]:
 
 def settings_of(kind: Kind) -> dict[str, Any]:
     own = {"model": str(kind.model), "dtype": kind.dtype, **kind.settings}
-    return {"device": "cuda", "runner": "v2", "num_gpu_blocks_override": 1024, "skip_tokenizer_init": True, **own}
+    return {"device": "cuda", "model_runner": "v2", "num_gpu_blocks_override": 1024, "skip_tokenizer_init": True, **own}
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -138,11 +144,11 @@ def test_a_cold_start_serves(name: str, tmp_path: Path) -> None:
         skip_without("nixl")
     settings = settings_of(kind)
     report, output = start("ahead", settings, tmp_path)
-    assert report["runner"] == settings["runner"], output
+    assert report["runner"] == settings["model_runner"], output
     assert report["threads"] == [], output
     # of ranks too: all steps are dry, all kernels compile
     assert "compiled ahead" not in output.partition("--- stderr")[2], output
-    if settings["runner"] == "v2" and kind.num_gpus == 1:
+    if settings["model_runner"] == "v2" and kind.num_gpus == 1:
         empty = {name: report[name] for name in ("late", "warnings", "imports")}
         # imports take seconds: see `fleetfoot.kernels.runtime.dry_tensors`
         assert empty == {"late": [], "warnings": [], "imports": []}, output

@@ -19,10 +19,10 @@ ASSETS = Path(__file__).parent.parent / "assets"
 MODELS = {"llama": embedded_model_path(), "qwen3": ASSETS / "story-qwen3", "mistral": ASSETS / "story-mistral"}
 VOCAB = 2048
 WAYS: dict[str, dict[str, Any]] = {
-    "graphs": {"runner": "v2"},
-    "eager": {"runner": "v2", "enforce_eager": True},
-    "v1": {"runner": "v1"},
-    "tight": {"runner": "v2", "num_gpu_blocks_override": 12, "max_num_batched_tokens": 24},
+    "graphs": {"model_runner": "v2"},
+    "eager": {"model_runner": "v2", "enforce_eager": True},
+    "v1": {"model_runner": "v1"},
+    "tight": {"model_runner": "v2", "num_gpu_blocks_override": 12, "max_num_batched_tokens": 24},
 }
 DRAFTS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 3},
@@ -46,7 +46,7 @@ def _exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def reference(request: pytest.FixtureRequest) -> Iterator[LLMEngine]:
-    made = engine(MODELS[getattr(request, "param", "llama")], "cpu", runner="v1", enable_prefix_caching=False)
+    made = engine(MODELS[getattr(request, "param", "llama")], "cpu", model_runner="v1", enable_prefix_caching=False)
     yield made
     made.shutdown()
 
@@ -54,7 +54,7 @@ def reference(request: pytest.FixtureRequest) -> Iterator[LLMEngine]:
 def checked_engine(reference: LLMEngine, model: str, **settings: Any) -> tuple[LLMEngine, Any]:
     """An engine with the tokens of the reference, and its graphs, if it has any."""
     tried = engine(MODELS[model], "cuda", **settings)
-    assert tried.runner_name == settings["runner"]
+    assert tried.runner_name == settings["model_runner"]
     for seed in range(3):
         lives = random_lives(seed, VOCAB)
         assert_lives_agree(tried, lives, live_alone(reference, lives), f"seed {seed}", tolerance=1e-3)
@@ -76,7 +76,7 @@ def test_tokens_equal_the_cpus(reference: LLMEngine, model: str, way: str) -> No
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_drafts_change_no_token(reference: LLMEngine, runner: str, method: str, adaptive: bool) -> None:
     drafts = {**DRAFTS[method], "adaptive": adaptive}
-    tried, graphs = checked_engine(reference, "llama", runner=runner, speculative_config=drafts)
+    tried, graphs = checked_engine(reference, "llama", model_runner=runner, speculative_config=drafts)
     assert tried.stats().scheduler.drafts.num_drafted > 0
     if runner == "v2":
         assert graphs.num_steps["uniform"] > 0
@@ -86,7 +86,7 @@ def test_drafts_change_no_token(reference: LLMEngine, runner: str, method: str, 
 
 @pytest.mark.parametrize("method", ["draft", "eagle"])
 def test_most_drafts_are_accepted(method: str) -> None:
-    tried = engine(MODELS["llama"], "cuda", runner="v2", speculative_config={**DRAFTS[method], "adaptive": False})
+    tried = engine(MODELS["llama"], "cuda", model_runner="v2", speculative_config={**DRAFTS[method], "adaptive": False})
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     run_requests(tried, {str(number): ([*OPENING, number], params) for number in range(4, 12)})
     assert tried.stats().scheduler.drafts.acceptance_rate > 0.5

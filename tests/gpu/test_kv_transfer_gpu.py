@@ -135,7 +135,12 @@ def test_blocks_are_the_same_bits(pair: tuple[Engine, Engine], backend: str) -> 
 @BACKENDS
 def test_tokens_are_of_one_engine(runner: str, backend: str) -> None:
     skip_without(backend)
-    settings: dict[str, Any] = {"device": "cuda", "dtype": "float32", "runner": runner, "skip_tokenizer_init": True}
+    settings: dict[str, Any] = {
+        "device": "cuda",
+        "dtype": "float32",
+        "model_runner": runner,
+        "skip_tokenizer_init": True,
+    }
     settings |= {"block_size": 16, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 64}
     alone = make_engine(embedded_model_path(), **settings)
     expected = tokens_of(run_requests(alone, REQUESTS))

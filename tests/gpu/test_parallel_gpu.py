@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 
 WAYS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_parallel_size": 2},
-    "tensor, v1": {"tensor_parallel_size": 2, "runner": "v1"},
+    "tensor, v1": {"tensor_parallel_size": 2, "model_runner": "v1"},
     "pipeline": {"pipeline_parallel_size": 2},
     "pipeline, tight": {"pipeline_parallel_size": 2, "num_gpu_blocks_override": 12, "max_num_batched_tokens": 24},
     "pipeline, drafts": {
@@ -27,8 +27,8 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_tokens_equal_the_cpus(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")  # read by the workers' processes
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=":")
-    reference = engine(MODELS["llama"], "cpu", runner="v1", enable_prefix_caching=False)
-    tried = engine(MODELS["llama"], "cuda", **{"runner": "v2", **WAYS[way]})
+    reference = engine(MODELS["llama"], "cpu", model_runner="v1", enable_prefix_caching=False)
+    tried = engine(MODELS["llama"], "cuda", **{"model_runner": "v2", **WAYS[way]})
     try:
         for seed in range(3):
             lives = random_lives(seed, VOCAB)

@@ -140,12 +140,12 @@ def graphs_of(engine: LLMEngine) -> Any:
 def test_random_requests_in_graphs(seed: int, drafts: bool) -> None:
     lives = random_lives(seed, 2048)
     speculative = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False} if drafts else None
-    captured = engine(runner="v2", speculative_config=speculative)
+    captured = engine(model_runner="v2", speculative_config=speculative)
     outputs = live(captured, lives)
     variants = {key.sampling for key in graphs_of(captured).captured if key.kind != "mixed"}
     assert variants - {None, PLAIN}
     captured.shutdown()
-    eager = engine(runner="v2", enforce_eager=True)
+    eager = engine(model_runner="v2", enforce_eager=True)
     expected = live(eager, lives)
     eager.shutdown()
     for life in lives:
@@ -154,7 +154,7 @@ def test_random_requests_in_graphs(seed: int, drafts: bool) -> None:
 
 def test_no_step_of_decodes_ends_with_its_forward_pass() -> None:
     """Every sampling parameter is in graphs, and each variant is captured once."""
-    tried = engine(runner="v2")
+    tried = engine(model_runner="v2")
     biased = {"logit_bias": {5: 1.0}, "top_p": 0.9, "min_tokens": 9}
     for number, features in enumerate(({}, {"repetition_penalty": 1.2, "logprobs": 5}, biased)):
         params = SamplingParams(max_tokens=30, ignore_eos=True, detokenize=False, **features)

@@ -86,7 +86,7 @@ def engine_settings(model: Path, role: str, *, runner: str, backend: str = "tcp"
         "model": str(model),
         "device": "cpu",
         "max_num_seqs": 8,
-        "runner": runner,
+        "model_runner": runner,
         "kv_transfer_config": nixl(role, backend=backend),
         **ROOMY,
         **settings,

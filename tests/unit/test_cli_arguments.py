@@ -29,9 +29,10 @@ def parse(argv: list[str], **defaults: Any) -> argparse.Namespace:
 
 ENGINE_VALUES: dict[str, Any] = {
     "model": "some/where", "tokenizer": "else/where", "revision": "v1.0", "device": "cpu", "dtype": "float16",
-    "load_format": "dummy", "skip_tokenizer_init": True, "trust_remote_code": True, "task": "embed",
+    "load_format": "dummy", "skip_tokenizer_init": True, "trust_remote_code": True, "runner": "pooling",
+    "pooler_config": '{"pooling_type": "MEAN"}', "logits_processors": "module:Class,module:Other",
     "quantization": "fp8", "enable_lora": True, "generation_config": "a/folder", "enable_prompt_embeds": True,
-    "override_generation_config": '{"temperature": 0.5, "max_new_tokens": null}', "runner": "v1",
+    "override_generation_config": '{"temperature": 0.5, "max_new_tokens": null}', "model_runner": "v1",
     "use_v2_model_runner": False, "compilation_config": '{"mode": 1}', "enforce_eager": True, "seed": 11,
     "speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}', "max_model_len": 77,
     "max_num_seqs": 5, "max_num_batched_tokens": 300, "enable_chunked_prefill": False,
@@ -74,7 +75,7 @@ def test_help_has_every_setting_with_its_default(run: CommandRunner) -> None:
     text = " ".join(run("generate", "--help").split())
     for field in dataclasses.fields(EngineConfig):
         assert (field.metadata["help"] in text) == (field.name not in UNSUPPORTED)
-    for word in ("lora", "quantiz", "--task", "embeds", "sleep", "compilation", "context-parallel", "swap-space"):
+    for word in ("lora", "quantiz", "--task", "embeds", "sleep", "context-parallel", "swap-space"):
         assert word not in text
     assert "most requests that run at the same time (default: 256)" in text
     assert "{auto,cpu,cuda}" in text
@@ -82,7 +83,7 @@ def test_help_has_every_setting_with_its_default(run: CommandRunner) -> None:
 
 
 DELTA = RequestOutputKind.DELTA
-NOT_FLAGS = {"output_kind", "extra_args"}
+NOT_FLAGS = {"output_kind", "extra_args", "logits_processors"}
 """Set by commands, and for programs only."""
 SAMPLING: dict[str, tuple[list[str], Any]] = {
     "n": (["2"], 2), "seed": (["42"], 42), "min_tokens": (["3"], 3), "max_tokens": (["none"], None),

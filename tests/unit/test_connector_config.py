@@ -25,7 +25,7 @@ from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan, engine_fingerprint
 from fleetfoot.plan.resolve import resolve_plan
 from fleetfoot.records.kv_connector import NoSchedulerConnector
-from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.records.kv_layout import BLOCK_CONTIGUOUS_HND, KVLayout
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
 from fleetfoot.weights.hub import weights_identity
 
@@ -55,7 +55,7 @@ def layout_of(plan: EnginePlan) -> KVLayout:
 
 @pytest.mark.parametrize("name", registry.CONNECTORS)
 def test_connectors_accept_the_layout_of_v2(name: str) -> None:
-    assert find_connector(KVTransferConfig(name, "kv_both")).accepted_kv_layouts == {registry.V2_LAYOUT}
+    assert find_connector(KVTransferConfig(name, "kv_both")).accepted_kv_layouts == {BLOCK_CONTIGUOUS_HND}
 
 
 def test_connector_of_another_module() -> None:
@@ -210,7 +210,7 @@ def test_invalid_parts(config: KVTransferConfig, message: str) -> None:
 
 
 def test_layout_refused_by_one_part() -> None:
-    assert registry.V2_LAYOUT in connector_layouts(multi(SHARED, OFFLOAD)).accepted
+    assert BLOCK_CONTIGUOUS_HND in connector_layouts(multi(SHARED, OFFLOAD)).accepted
     stranger = {"kv_connector": "NotAConnector", "kv_connector_module_path": __name__}
     layouts = connector_layouts(multi(SHARED, stranger))
     assert (layouts.name, layouts.accepted) == ("NotAConnector", frozenset())
@@ -219,7 +219,7 @@ def test_layout_refused_by_one_part() -> None:
 
 def test_layouts_must_be_a_set_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
     stranger = KVTransferConfig("NotAConnector", "kv_both", __name__)
-    for declared in (registry.V2_LAYOUT, 5):
+    for declared in (BLOCK_CONTIGUOUS_HND, 5):
         monkeypatch.setattr(NotAConnector, "accepted_kv_layouts", declared, raising=False)
         layouts = connector_layouts(stranger)
         assert layouts.accepted == frozenset()
@@ -232,7 +232,7 @@ def test_joined_connectors_keep_unused_fields_once() -> None:
 
 
 def test_equal_engines_have_equal_fingerprints() -> None:
-    assert engine_fingerprint(plan_of()) == engine_fingerprint(plan_of(max_num_seqs=3, runner="v1", seed=9))
+    assert engine_fingerprint(plan_of()) == engine_fingerprint(plan_of(max_num_seqs=3, model_runner="v1", seed=9))
     assert len(engine_fingerprint(plan_of())) == 32
 
 

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from fleetfoot.config import env
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KVTransferConfig
-from fleetfoot.kv_transfer.base.registry import CONNECTORS, V2_LAYOUT, connector_layouts
+from fleetfoot.kv_transfer.base.registry import CONNECTORS, connector_layouts
 from fleetfoot.plan import oracle
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.oracle import Decision, ModelFeatures, UnsupportedFeatureError
 from fleetfoot.plan.resolve import resolve_plan
+from fleetfoot.records.kv_layout import BLOCK_CONTIGUOUS_HND, TOKEN_MAJOR_NHD
 from fleetfoot.runner.capabilities import CAPABILITIES, Feature
 
 GIB = 1 << 30
@@ -33,7 +34,11 @@ Env = dict[str, str]
 
 
 class DeclaresLayout:
-    accepted_kv_layouts: ClassVar = (V2_LAYOUT, "another")
+    accepted_kv_layouts: ClassVar = (BLOCK_CONTIGUOUS_HND, "another")
+
+
+class DeclaresTokenMajor:
+    accepted_kv_layouts: ClassVar = (TOKEN_MAJOR_NHD,)
 
 
 class DeclaresOther:
@@ -58,14 +63,14 @@ def declare(monkeypatch: pytest.MonkeyPatch, why_not: str, runners: Iterable[str
 
 
 @pytest.mark.parametrize("value", ["", "true", "True", "2", "v2", " 1", "01", "no"])
-@pytest.mark.parametrize("settings", [{}, {"runner": "v1"}])
+@pytest.mark.parametrize("settings", [{}, {"model_runner": "v1"}])
 def test_other_values_of_the_variable_are_refused(value: str, settings: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=rf"{VARIABLE} is '{value}'; it can be 0 .*, 1 .* or unset"):
         ask(environ={VARIABLE: value}, **settings)
 
 
 @pytest.mark.parametrize("environ", [{}, {VARIABLE: "0"}, {VARIABLE: "1"}], ids=str)
-@pytest.mark.parametrize("settings", [{}, {"runner": "v1"}, {"runner": "v2"}, {"use_v2_model_runner": True},
+@pytest.mark.parametrize("settings", [{}, {"model_runner": "v1"}, {"model_runner": "v2"}, {"use_v2_model_runner": True},
                                       {"use_v2_model_runner": False}], ids=str)  # fmt: skip
 def test_a_setting_beats_the_environment_and_both_the_oracle(environ: dict[str, str], settings: dict[str, Any]) -> None:
     runners = {"v1": "v1", "v2": "v2", "0": "v1", "1": "v2", False: "v1", True: "v2"}
@@ -82,8 +87,8 @@ def test_a_setting_beats_the_environment_and_both_the_oracle(environ: dict[str, 
 @pytest.mark.parametrize(("runner", "use_v2"), [("v1", True), ("v2", False)])
 def test_settings_that_contradict_each_other(runner: Any, use_v2: bool) -> None:
     with pytest.raises(ValueError, match=f"runner is '{runner}' and use_v2_model_runner is {use_v2}: they contradict"):
-        EngineConfig(runner=runner, use_v2_model_runner=use_v2)
-    EngineConfig(runner=runner, use_v2_model_runner=not use_v2)
+        EngineConfig(model_runner=runner, use_v2_model_runner=use_v2)
+    EngineConfig(model_runner=runner, use_v2_model_runner=not use_v2)
 
 
 def test_v1_is_named_where_it_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +101,8 @@ def test_v1_is_named_where_it_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
 LORA: dict[str, Any] = {"enable_lora": True}
 STRANGER = connector("DeclaresNothing")
-V2 = {"runner": "v2"}
+TOKEN_MAJOR = connector("DeclaresTokenMajor")
+V2 = {"model_runner": "v2"}
 MISSING: list[tuple[dict[str, Any], list[str]]] = [
     (
         {**V2, **LORA, "prefill_context_parallel_size": 4},
@@ -107,17 +113,19 @@ MISSING: list[tuple[dict[str, Any], list[str]]] = [
             "Leave these settings out",
         ],
     ),
-    ({**V2, **STRANGER}, ["does not say which KV layouts it accepts"]),
+    ({**V2, **STRANGER}, ["no model runner supports", "does not say which KV layouts it accepts"]),
+    ({**V2, **TOKEN_MAJOR}, ["DeclaresTokenMajor accepts token-major-nhd alone", "with model_runner='v1'"]),
+    ({"model_runner": "v1", **TOKEN_MAJOR}, []),
     ({**V2, "machine": NO_TRITON}, ["written in Triton"]),
     ({**V2, "machine": NO_TRITON, "device": "cpu"}, []),
-    ({"runner": "v1", "machine": NO_TRITON}, []),
+    ({"model_runner": "v1", "machine": NO_TRITON}, []),
 ]
 
 
 @pytest.mark.parametrize(("settings", "parts"), MISSING)
 def test_an_explicit_choice_is_never_overridden(settings: dict[str, Any], parts: list[str]) -> None:
     decision = ask(**settings)
-    assert (decision.runner, decision.explicit) == (settings["runner"], True)
+    assert (decision.runner, decision.explicit) == (settings["model_runner"], True)
     if not parts:
         decision.check()
         return
@@ -127,23 +135,29 @@ def test_an_explicit_choice_is_never_overridden(settings: dict[str, Any], parts:
     assert all(str(feature) in str(caught.value) for feature in decision.missing)
 
 
-NOTHING = "default of LlamaForCausalLM, and nothing is on that it does not support"
+NOTHING = "default of LlamaForCausalLM, and no feature is on that it does not support"
+ACCEPTED = "the KV connector DeclaresTokenMajor accepts token-major-nhd alone"
+LAYOUT = f"V2 keeps its KV cache as block-contiguous-hnd, and {ACCEPTED}"
+POOLING = dataclasses.replace(LLAMA, task="pooling")
+OTHER = ModelFeatures("OtherForCausalLM", task="pooling")
+DEFAULTS = ", ".join(oracle.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES)
+ARCHITECTURE = f"OtherForCausalLM is not one of the architectures that V2 is the default of ({DEFAULTS})"
+TRITON = "V2's GPU kernels are written in Triton, and this GPU is to run without it"
+FEATURES = "V2 does not support LoRA adapters (enable_lora is on)"
 ORDER: list[tuple[dict[str, Any], str, str]] = [
     ({}, "v2", NOTHING),
     ({"machine": CPU}, "v2", NOTHING),
     ({"machine": NO_TRITON, "device": "cpu"}, "v2", NOTHING),
-    (STRANGER, "v1", "the KV connector DeclaresNothing does not say which KV layouts it accepts"),
-    ({**STRANGER, **LORA, "model": QWEN2, "machine": NO_TRITON, "task": "embed"}, "v1", "connector DeclaresNothing"),
-    ({"model": QWEN2}, "v1", "Qwen2ForCausalLM is not one of the architectures"),
-    ({**LORA, "model": QWEN2, "machine": NO_TRITON, "task": "embed"}, "v1", "Qwen2ForCausalLM is not one of"),
-    ({"task": "embed"}, "v1", "the task is embed"),
-    ({**LORA, "machine": NO_TRITON, "task": "score"}, "v1", "the task is score"),
-    ({"machine": NO_TRITON}, "v1", "written in Triton"),
-    ({**LORA, "machine": NO_TRITON}, "v1", "written in Triton"),
-    (LORA, "v1", "Model Runner V2 does not support LoRA adapters (enable_lora is on)"),
+    (TOKEN_MAJOR, "v1", LAYOUT),
+    ({**TOKEN_MAJOR, **LORA, "model": OTHER, "machine": NO_TRITON}, "v1",
+     f"{LAYOUT}; {ARCHITECTURE}; the task is pooling, and V2 only generates; {TRITON}; {FEATURES}"),
+    ({"model": dataclasses.replace(OTHER, task="generate")}, "v1", ARCHITECTURE),
+    ({"model": POOLING}, "v1", "the task is pooling, and V2 only generates"),
+    ({"machine": NO_TRITON}, "v1", TRITON),
+    ({**LORA, "machine": NO_TRITON}, "v1", f"{TRITON}; {FEATURES}"),
+    (LORA, "v1", FEATURES),
     ({"kv_offloading_size": 2}, "v2", NOTHING),
-    ({"kv_offloading_size": 2, **STRANGER}, "v1", "KV connector DeclaresNothing"),
-]
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -151,6 +165,8 @@ def runners_that_call_connectors(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests do not depend on what the runners support."""
     declare(monkeypatch, "", ("v1", "v2"), Feature.KV_CONNECTOR, Feature.KV_OFFLOADING)
     declare(monkeypatch, "", ("v1",), Feature.LORA, Feature.POOLING)
+    entry = dataclasses.replace(oracle.ARCHITECTURES["LlamaForCausalLM"], default_on_v2=False)
+    monkeypatch.setitem(oracle.ARCHITECTURES, OTHER.architecture, entry)
 
 
 @pytest.mark.usefixtures("runners_that_call_connectors")
@@ -158,22 +174,22 @@ def runners_that_call_connectors(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_order_of_decisions(settings: dict[str, Any], runner: str, reason: str) -> None:
     decision = ask(**settings)
     assert (decision.runner, decision.explicit) == (runner, False)
+    assert decision.reasons[0].removesuffix(".").endswith(reason)
     assert decision.reasons[0].startswith(f"Model Runner {runner.upper()} runs: ")
-    assert reason in decision.reasons[0]
+    assert decision.warnings == (decision.reasons if runner == "v1" and settings != {"model": POOLING} else ())
     assert all(sentence.endswith(".") and sentence[0].isupper() for sentence in decision.reasons)
 
 
 def test_defaults_of_v2() -> None:
     defaults = oracle.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES
-    assert defaults == ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM")
+    assert defaults == ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
     assert {ask(ModelFeatures(name)).runner for name in defaults} == {"v2"}
-    assert ask(QWEN2, runner="v2").runner == "v2"
     assert "torch twins" in ask(machine=CPU).reasons[1]
-    assert len(ask(machine=GPU).reasons) == len(ask(machine=CPU, runner="v1").reasons) == 1
+    assert len(ask(machine=GPU).reasons) == len(ask(machine=CPU, model_runner="v1").reasons) == 1
 
 
 def test_what_no_runner_supports_runs_on_none() -> None:
-    for settings in ({}, {"runner": "v1"}, {"runner": "v2"}):
+    for settings in ({}, {"model_runner": "v1"}, {"model_runner": "v2"}):
         decision = ask(enable_lora=True, model=ModelFeatures("MixtralForCausalLM", has_experts=True), **settings)
         parts = "mixture of experts (MixtralForCausalLM has experts), LoRA adapters (enable_lora is on)"
         expected = f"No model runner supports the architecture MixtralForCausalLM, {parts}."
@@ -190,33 +206,36 @@ def test_one_warning_names_every_feature_that_v2_lacks(monkeypatch: pytest.Monke
     (warning,) = decision.warnings
     assert all(name in warning for name in ("quantized weights", "LoRA adapters", "prompt embeddings"))
     assert ask(machine=NO_TRITON).warnings == ask(machine=NO_TRITON).reasons
-    for quiet in (ask(), ask(QWEN2), ask(**STRANGER), ask(runner="v2", enable_lora=True)):
+    for quiet in (ask(), ask(model_runner="v2", enable_lora=True)):
         assert quiet.warnings == ()
 
 
 @pytest.mark.usefixtures("runners_that_call_connectors")
 @pytest.mark.parametrize(
-    ("name", "path", "accepts"),
+    ("name", "path", "layout"),
     [
-        *((name, None, True) for name in CONNECTORS if name != "MultiConnector"),
-        ("DeclaresLayout", __name__, True),
-        *((name, __name__, False) for name in ("DeclaresOther", "DeclaresNothing", "NoSuchClass")),
-        ("DeclaresLayout", "no.such.module", False),
-        ("SomebodysConnector", None, False),
+        *((name, None, BLOCK_CONTIGUOUS_HND) for name in CONNECTORS if name != "MultiConnector"),
+        ("DeclaresLayout", __name__, BLOCK_CONTIGUOUS_HND),
+        ("DeclaresTokenMajor", __name__, TOKEN_MAJOR_NHD),
+        *((name, __name__, None) for name in ("DeclaresOther", "DeclaresNothing", "NoSuchClass")),
+        ("DeclaresLayout", "no.such.module", None),
+        ("SomebodysConnector", None, None),
     ],
 )
-def test_connectors_declare_the_layouts_that_they_accept(name: str, path: str | None, accepts: bool) -> None:
+def test_connectors_declare_the_layouts_that_they_accept(name: str, path: str | None, layout: str | None) -> None:
     settings = connector(name, path)
     layouts = connector_layouts(KVTransferConfig.parse(settings["kv_transfer_config"]))
-    assert (V2_LAYOUT in layouts.accepted) == accepts
+    assert (BLOCK_CONTIGUOUS_HND in layouts.accepted) == (layout == BLOCK_CONTIGUOUS_HND)
     decision = ask(**settings)
-    assert decision.runner == ("v2" if accepts else "v1")
-    exists = name in ("DeclaresOther", "DeclaresNothing")
-    assert (f"in the layout {V2_LAYOUT}, and the KV connector {name} " in decision.reasons[0]) == exists
-    assert accepts or exists or f"KV connector (kv_transfer_config has {name} as " in decision.reasons[0]
-    lacking = "Model Runner V2's KV layout" if exists else "this KV connector"
-    assert [feature.name for feature in decision.unsupported] == [lacking] * (not accepts)
-    assert bool(decision.missing) == (not accepts and not exists)  # V1 cannot run a class without a module either
+    assert decision.runner == ("v2" if layout == BLOCK_CONTIGUOUS_HND else "v1")
+    names = {BLOCK_CONTIGUOUS_HND: [], TOKEN_MAJOR_NHD: ["this KV connector's layout"], None: ["this KV connector"]}
+    assert [feature.name for feature in decision.unsupported] == names[layout]
+    assert bool(decision.missing) == (layout is None)
+    assert layout is None or decision.kv_layout == layout
+    reason = f"No model runner supports this KV connector (kv_transfer_config has {name} as kv_both)."
+    assert layout is not None or decision.reasons == (reason,)
+    kept = "alone; KV caches are kept as block-contiguous-hnd or token-major-nhd."
+    assert name != "DeclaresOther" or decision.missing[0].why_not.endswith(f"accepts another {kept}")
 
 
 def test_a_runner_without_connectors_does_not_start_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,13 +247,27 @@ def test_a_runner_without_connectors_does_not_start_with_one(monkeypatch: pytest
 
 @pytest.mark.usefixtures("runners_that_call_connectors")
 def test_of_several_connectors_one_that_refuses_decides() -> None:
-    ours, theirs = {"kv_connector": "OffloadingConnector"}, STRANGER["kv_transfer_config"]
+    ours, theirs, other = (
+        {"kv_connector": "OffloadingConnector"},
+        *(settings["kv_transfer_config"] for settings in (STRANGER, TOKEN_MAJOR)),
+    )
     settings = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
-    for parts, runner in (([ours, ours], "v2"), ([ours, theirs], "v1"), ([theirs], "v1")):
+    expected: list[tuple[list[Any], str, str]] = [
+        ([ours, ours], "v2", ""),
+        ([other, other], "v1", ""),
+        ([ours, theirs], "v1", "the KV connector DeclaresNothing does not say"),
+        ([theirs, other], "v1", "the KV connector DeclaresNothing does not say"),
+        (
+            [ours, other],
+            "v1",
+            "connectors without a common KV layout (OffloadingConnector accepts block-contiguous-hnd;",
+        ),
+    ]
+    for parts, runner, refusal in expected:
         extra = {"kv_connector_extra_config": {"connectors": parts}}
         decision = ask(kv_transfer_config={**settings, **extra})
         assert decision.runner == runner
-        assert ("the KV connector DeclaresNothing does not say" in decision.reasons[0]) == (runner == "v1")
+        assert [refusal in feature.why_not for feature in decision.missing] == [True] * bool(refusal)
     with pytest.raises(ValueError, match="MultiConnector needs kv_connector_extra_config"):
         ask(kv_transfer_config=settings)
 
@@ -267,7 +300,7 @@ REQUIRING: dict[Feature, dict[str, Any]] = {
     Feature.MIXTURE_OF_EXPERTS: {"model": ModelFeatures("MixtralForCausalLM", has_experts=True)},
     Feature.HYBRID_LAYERS: {"model": ModelFeatures("JambaForCausalLM", is_hybrid=True)},
     Feature.SLIDING_WINDOW: {"model": ModelFeatures("MistralForCausalLM", has_windows=True)},
-    Feature.POOLING: {"task": "embed"},
+    Feature.POOLING: {"model": POOLING},
     Feature.TORCH_COMPILE: {"compilation_config": {"mode": "STOCK_TORCH_COMPILE"}},
     Feature.ASYNC_SCHEDULING: {"async_scheduling": True},
     Feature.TENSOR_PARALLELISM: {"tensor_parallel_size": 2},
@@ -285,6 +318,7 @@ REQUIRING: dict[Feature, dict[str, Any]] = {
     Feature.KV_OFFLOADING: {"kv_offloading_size": 4.0},
     Feature.PROMPT_EMBEDDINGS: {"enable_prompt_embeds": True},
     Feature.LORA: {"enable_lora": True},
+    Feature.LOGITS_PROCESSORS: {"logits_processors": ["module:Class"]},
 }
 PLAIN: dict[str, Any] = {"enable_chunked_prefill": False, "enable_prefix_caching": False}
 
@@ -326,12 +360,12 @@ SETTINGS = [{}, *({**settings} for settings in REQUIRING.values() if "model" not
     runner=st.sampled_from(["auto", "v1", "v2"]),
 )
 def test_any_combination(chosen: list[Any], model: ModelFeatures, machine: Machine, environ: Env, runner: str) -> None:
-    settings: dict[str, Any] = reduce(or_, chosen, {"runner": runner})
+    settings: dict[str, Any] = reduce(or_, chosen, {"model_runner": runner})
     decision = ask(model, machine, environ, **settings)
     assert decision.explicit == (runner != "auto" or bool(environ))
     if runner == "auto" and not environ:  # the oracle itself never chooses a V2 that could not run
         assert decision.runner == "v1" or not decision.missing
-        assert decision.runner == "v2" or decision.unsupported or machine is NO_TRITON or model is not LLAMA
+        assert decision.runner == "v2" or decision.unsupported or machine is NO_TRITON or decision.impossible
     else:
         assert decision.runner == (f"v{int(environ[VARIABLE]) + 1}" if runner == "auto" else runner)
     lacking = oracle.unsupported_features(decision.runner, oracle.required_features(EngineConfig(**settings), model))
@@ -354,7 +388,7 @@ def test_the_plan_is_resolved_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_depends_on_the_runner_follows_the_plan() -> None:
-    v1, v2 = (resolve_plan(EngineConfig(runner=runner), GPU, environ={}) for runner in ("v1", "v2"))
+    v1, v2 = (resolve_plan(EngineConfig(model_runner=runner), GPU, environ={}) for runner in ("v1", "v2"))
     assert (v1.async_scheduling, v2.async_scheduling) == (False, True)
     assert v1.capture_table.keys == () and v2.capture_table.keys
     assert v1.memory.state_bytes_per_block == 0 < v2.memory.state_bytes_per_block
@@ -395,7 +429,8 @@ INVALID: list[tuple[str, Any, type[Exception], str]] = [
     ("compilation_config", {"mode": 3}, ValueError, "mode is 3; it can be 0 or NONE, 1 or STOCK_TORCH_COMPILE"),
     ("compilation_config", {"mode": True}, ValueError, "mode is True"),
     ("tensor_parallel_size", 0, ValueError, "tensor_parallel_size is 0"),
-    ("task", "translate", ValueError, "task is 'translate'; it can be generate, embed"),
+    ("runner", "translate", ValueError, "runner is 'translate'; it can be auto, generate, pooling"),
+    ("runner", "v1", ValueError, "runner is 'v1'; it can be auto, generate, pooling; the model runner is model_runner"),
     ("quantization", "", ValueError, "quantization is an empty string"),
 ]
 

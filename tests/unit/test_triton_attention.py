@@ -20,6 +20,7 @@ from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
 from fleetfoot.kernels.attention.triton_backend import TritonBackend
 from fleetfoot.kernels.runtime import gpu_limits
+from fleetfoot.records.kv_layout import TOKEN_MAJOR_NHD, KVLayout
 
 BOUND = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 DECODES: Requests = [(1, 50), (1, 1), (1, 0), (1, 130), (1, 16), (1, 17)]
@@ -114,6 +115,18 @@ def test_ragged_batches(requests: Requests, window: int | None, data: st.DataObj
 def test_backend_splits_the_batch(requests: Requests, window: int | None) -> None:
     batch = make_batch(requests, behind=2)
     check_batch(batch.attend(TritonBackend(), window), batch, BOUND, window)
+
+
+@interpreted
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_token_major_layout(head_dim: int) -> None:
+    """The same bits as in blocks that are contiguous."""
+    layout = KVLayout(1, 16, "float32", (), TOKEN_MAJOR_NHD)
+    for requests in (MIXED, DECODES):
+        batch = make_batch(requests, num_heads=6, num_kv_heads=3, head_dim=head_dim)
+        expected = batch.attend(TritonBackend())
+        batch.kv_cache = layout.attention_view(batch.kv_cache.permute(1, 0, 3, 2, 4).contiguous())
+        assert torch.equal(batch.attend(TritonBackend()), expected)
 
 
 @interpreted

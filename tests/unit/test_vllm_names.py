@@ -35,6 +35,7 @@ def call(self: object, prompts: object, lora_request: None = None, *, use_tqdm: 
         ("speculative_model", "x/y", "speculative_config="),
         ("max_lora_rank", 8, "merge the adapter"),
         ("guided_decoding_backend", "xgrammar", "not constrained by grammars"),
+        ("task", "embed", "set runner='pooling'"),
     ],
 )
 def test_a_setting_that_only_vllm_has(name: str, value: Any, advice: str, owner: str) -> None:
@@ -58,7 +59,7 @@ def test_values_that_change_nothing_are_taken() -> None:
         {"mm_processor_kwargs": {}, "convert": ""},
     ):
         assert EngineConfig.from_keywords(given, owner="LLM") == EngineConfig()
-    named = {"dtype": "half", "task": "auto", "runner": "generate", "disable_log_stats": False, "swap_space": 4.0}
+    named = {"dtype": "half", "task": "auto", "runner": "auto", "disable_log_stats": False, "swap_space": 4.0}
     named["compilation_config"] = 0
     config = EngineConfig.from_keywords(named, owner="LLM")
     assert config == EngineConfig(dtype="float16", compilation_config=CompilationConfig())
@@ -71,9 +72,6 @@ def test_values_that_change_nothing_are_taken() -> None:
 def test_misspelt_settings_and_what_vllm_calls_runner() -> None:
     with pytest.raises(TypeError, match="'gpu_memory_utilisation'; did you mean 'gpu_memory_utilization'"):
         EngineConfig.from_keywords({"gpu_memory_utilisation": 0.5}, owner="LLM")
-    message = "runner is 'pooling'; it can be auto, v1, v2; what vLLM calls runner is task here"
-    with pytest.raises(ValueError, match=message):
-        EngineConfig.from_keywords({"runner": "pooling"}, owner="LLM")
 
 
 def test_advice_is_about_settings_that_there_are() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fleetfoot.cli.arguments import add_engine_arguments, engine_config, size_in_bytes
 from fleetfoot.cli.command import Command, UsageError, count, dump_object, print_status, usage_errors
 from fleetfoot.config.sharding import num_kv_heads, pipeline_layers, vocab_rows
-from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.records.kv_layout import LAYOUT_DIMENSIONS, KVCacheSpec, KVLayout
 
 if TYPE_CHECKING:
     from fleetfoot.config.engine import EngineConfig
@@ -45,6 +45,8 @@ Without flags of the machine, the plan is for this one. With them it is for the 
   drafter: of speculative decoding, else null: method, model (null for n-grams), num_speculative_tokens,
     prompt_lookup_max, prompt_lookup_min, disable_by_batch_size, adaptive; num_layers, weights, bytes_per_block and
     kv_cache are its own, on the last rank of a pipeline, and part of that rank's weights and KV cache below
+  pooling: null where text is generated; else task, pooling_type and how results are made of hidden states
+  logits_processors: classes that change logits, in their order
   kv_connector: null without one; else name, role, connectors (one, or several by their order) and
     load_failure_policy
   kv_layout: name, dimensions, shape (of a layer, on a rank), num_layers (of the model), dtype, bytes_per_block (over
@@ -148,17 +150,16 @@ def _decision_report(decision: Decision, architecture: str, device: str, *, prob
         "architecture": architecture,
         "device": device,
     }
-    of_the_shape = ("attention_backend", "kernels", "layers", "graphs", "parallel", "drafter", "kv_connector")
-    return decided | dict.fromkeys((*of_the_shape, "kv_layout", "memory", "capacity"))
+    of_the_shape = ("attention_backend", "kernels", "layers", "graphs", "parallel", "drafter", "pooling", "logits_processors")
+    return decided | dict.fromkeys((*of_the_shape, "kv_connector", "kv_layout", "memory", "capacity"))
 
 
 def plan_report(plan: EnginePlan) -> dict[str, Any]:
     """Everything that was decided. Sizes in bytes, lengths in tokens. `fleetfoot plan --help` describes the keys."""
-    from fleetfoot.kv_transfer.base.registry import LAYOUT_DIMENSIONS
-
     model, memory, table, most = plan.model, plan.memory, plan.capture_table, plan.config.max_num_seqs
     longest = min(plan.max_model_len, memory.num_tokens)
-    kv_heads = num_kv_heads(model, plan.config.tensor_parallel_size)
+    spec = KVCacheSpec(num_kv_heads(model, plan.config.tensor_parallel_size), model.head_dim)
+    layout = KVLayout(memory.num_blocks, memory.block_size, plan.dtype, (spec,), plan.kv_layout)
     return _decision_report(plan.decision, model.architecture, plan.device) | {
         "warnings": list(plan.warnings),
         "gpu_name": plan.machine.gpu_name if plan.device == "cuda" else None,
@@ -183,11 +184,13 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
         },
         "parallel": _parallel(plan),
         "drafter": _drafter(plan),
+        "pooling": None if plan.pooling is None else dataclasses.asdict(plan.pooling),
+        "logits_processors": [processor.__qualname__ for processor in plan.logits_processors],
         "kv_connector": None if plan.connector is None else _kv_connector(plan.connector.config),
         "kv_layout": {
             "name": plan.kv_layout,
             "dimensions": list(LAYOUT_DIMENSIONS[plan.kv_layout]),
-            "shape": [memory.num_blocks, 2, kv_heads, memory.block_size, model.head_dim],
+            "shape": list(layout.layer_shapes[0]),
             "num_layers": model.num_layers,
             "dtype": plan.dtype,
             "bytes_per_block": memory.bytes_per_block,
@@ -307,6 +310,10 @@ def _setup_lines(report: dict[str, Any]) -> _Lines:
     yield from _parallel_lines(report["parallel"])
     if report["drafter"] is not None:
         yield from _drafter_lines(report["drafter"])
+    if (pooling := report["pooling"]) is not None:
+        yield "pooling", f"{pooling['task']}, {pooling['pooling_type']} of the hidden states of a prompt"
+    if report["logits_processors"]:
+        yield "logits processors", ", ".join(report["logits_processors"])
     if (connector := report["kv_connector"]) is not None:
         after = {"recompute": "are computed again", "fail": "fail their request"}[connector["load_failure_policy"]]
         names = ", then ".join(connector["connectors"])

@@ -90,7 +90,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help=tokens_help)
     runners_help = "leave out the other paths and the comparison with float32, which takes memory for float32 weights"
     parser.add_argument("--runners-only", action="store_true", help=runners_help)
-    add_engine_arguments(parser, leave_out=("runner", "use_v2_model_runner", "max_logprobs"), takes_model=True)
+    add_engine_arguments(parser, leave_out=("model_runner", "use_v2_model_runner", "max_logprobs"), takes_model=True)
 
 
 def _run(arguments: argparse.Namespace) -> int:

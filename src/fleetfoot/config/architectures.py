@@ -123,7 +123,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "MistralForCausalLM": Architecture(
         "mistral", "MistralModel", _LLAMA, _MISTRAL_DEFAULTS, _mistral_traits, _mistral_windows, default_on_v2=True
     ),
-    "Qwen2ForCausalLM": Architecture("qwen2", "Qwen2Model", _LLAMA, _QWEN_DEFAULTS, _qwen2_traits, _qwen_windows),
+    "Qwen2ForCausalLM": Architecture(
+        "qwen2", "Qwen2Model", _LLAMA, _QWEN_DEFAULTS, _qwen2_traits, _qwen_windows, default_on_v2=True
+    ),
     "Qwen3ForCausalLM": Architecture(
         "qwen3", "Qwen3Model", _LLAMA, {**_QWEN_DEFAULTS, "head_dim": 128}, _qwen3_traits, _qwen_windows,
         default_on_v2=True,

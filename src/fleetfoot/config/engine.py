@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, get_args
 from fleetfoot.config.json_fields import ABOVE_ZERO, Bounds, JSONSettings, check_fields
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.config.model import GenerationOverride, HFConfig
+from fleetfoot.config.pooling import PoolerConfig
 from fleetfoot.config.speculative import SpeculativeConfig
 from fleetfoot.config.vllm_names import ENGINE_KEYWORDS, check_engine_keyword
 from fleetfoot.utils.validation import is_host, unknown_keyword
@@ -16,10 +17,10 @@ from fleetfoot.utils.validation import is_host, unknown_keyword
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
-Runner = Literal["auto", "v1", "v2"]
+ModelRunnerName = Literal["auto", "v1", "v2"]
+Runner = Literal["auto", "generate", "pooling"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 ExecutorBackend = Literal["auto", "uni", "mp"]
-Task = Literal["generate", "embed", "classify", "score", "reward"]
 
 EMBEDDED_MODEL = "story-llama"
 """The name of the model in the package; the default of ``model``."""
@@ -27,14 +28,11 @@ COMPILATION_MODES = ("NONE", "STOCK_TORCH_COMPILE")
 """Indices are vLLM's numbers of the modes."""
 
 UNSUPPORTED = {
-    "task", "quantization", "enable_lora", "enable_prompt_embeds", "enable_sleep_mode", "compilation_config",
-    "prefill_context_parallel_size",
+    "quantization", "enable_lora", "enable_prompt_embeds", "enable_sleep_mode", "prefill_context_parallel_size",
 }  # fmt: skip
 """Settings of which the runners support the default alone: the oracle refuses others, and --help does not show them."""
-_SYNONYMS = {
-    "dtype": {"half": "float16", "float": "float32"}, "task": {"auto": "generate"}, "runner": {"generate": "auto"}
-}  # fmt: skip
-"""vLLM's other names of values. What vLLM calls runner is task here."""
+_SYNONYMS = {"dtype": {"half": "float16", "float": "float32"}}
+"""vLLM's other names of values."""
 
 _OFFLOADING_GIB = 1 << 33  # from here on the number of bytes does not fit in 64 bits
 
@@ -55,6 +53,21 @@ class CompilationConfig(JSONSettings):
                 return
         known = ", ".join(f"{number} or {name}" for number, name in enumerate(COMPILATION_MODES))
         raise ValueError(f"compilation_config: mode is {self.mode!r}; it can be {known}")
+
+
+class ProcessorNames:
+    """``logits_processors``."""
+
+    metavar = "NAMES"
+
+    @staticmethod
+    def parse(value: Any) -> tuple[Any, ...]:
+        """Classes or names of classes. Raises TypeError: the value is neither a list nor comma-separated names."""
+        if isinstance(value, str):
+            value = [name.strip() for name in value.split(",")]
+        if not isinstance(value, list | tuple) or not all(isinstance(item, type | str) and item for item in value):
+            raise TypeError(f"logits_processors is {value!r}; it must be a list of classes or of 'module:Class' names")
+        return tuple(value)
 
 
 def _flag(
@@ -97,7 +110,14 @@ class EngineConfig:
     load_format: LoadFormat = _flag("auto", "dummy makes random weights from config.json alone", choices=LoadFormat)
     skip_tokenizer_init: bool = _flag(False, "run on token ids, without a tokenizer")
     trust_remote_code: bool = _flag(False, "accepted for compatibility: code from a checkpoint is never run")
-    task: Task = _flag("generate", "what the model is for: text, or one of the pooling tasks", choices=Task)
+    runner: Runner = _flag(
+        "auto", "what the model computes: text, or vectors and scores (pooling); auto: its config says", choices=Runner
+    )
+    pooler_config: PoolerConfig | None = _flag(
+        None,
+        "JSON: pooling_type (LAST, MEAN, CLS, STEP, ALL), use_activation, dimensions",
+        record=PoolerConfig,
+    )
     quantization: str | None = _flag(
         None,
         "how weights are quantized, fp8 for instance; default: not at all",
@@ -126,7 +146,9 @@ class EngineConfig:
         is_hashed=False,
     )
 
-    runner: Runner = _flag("auto", "which model runner: auto lets the oracle choose", choices=Runner)
+    model_runner: ModelRunnerName = _flag(
+        "auto", "which model runner: auto lets the oracle choose", choices=ModelRunnerName
+    )
     use_v2_model_runner: bool | None = _flag(
         None, "Model Runner V2, or V1; default: FLEETFOOT_USE_V2_MODEL_RUNNER (0 or 1) if it is set, else the oracle"
     )
@@ -135,7 +157,9 @@ class EngineConfig:
     )
     enforce_eager: bool = _flag(False, "never capture or replay graphs")
     compilation_config: CompilationConfig | None = _flag(
-        None, "JSON: mode (0 or NONE, 1 or STOCK_TORCH_COMPILE)", record=CompilationConfig
+        None,
+        "JSON: mode (0 or NONE; 1 or STOCK_TORCH_COMPILE: torch.compile, on V1)",
+        record=CompilationConfig,
     )
     speculative_config: SpeculativeConfig | None = _flag(
         None,
@@ -159,6 +183,9 @@ class EngineConfig:
     enable_prefix_caching: bool = _flag(True, "reuse the KV blocks of a prompt's known beginning")
     scheduling_policy: SchedulingPolicy = _flag(
         "fcfs", "fcfs: first come, first served; priority: lower values first", choices=SchedulingPolicy
+    )
+    logits_processors: tuple[Any, ...] = _flag(
+        (), "LogitsProcessor classes as module:Class, comma-separated; they run on V1", record=ProcessorNames
     )
     max_logprobs: int = _flag(
         20, "most logprobs of one position; -1: no limit", bounds=Bounds("be -1 (no limit), 0 or more", -1)
@@ -208,17 +235,23 @@ class EngineConfig:
             record, value = item.metadata.get("record"), plain_value(item.name, getattr(self, item.name))
             value = value if record is None or value is None else record.parse(value)
             object.__setattr__(self, item.name, value)
-        if self.runner == "pooling":
-            known = ", ".join(get_args(Runner))
-            raise ValueError(f"runner is {self.runner!r}; it can be {known}; what vLLM calls runner is task here")
-        check_fields(self)
-        if self.use_v2_model_runner is not None and self.runner == ("v1" if self.use_v2_model_runner else "v2"):
+        if self.runner in ("v1", "v2"):
             raise ValueError(
-                f"runner is {self.runner!r} and use_v2_model_runner is {self.use_v2_model_runner}: they contradict "
-                "each other; leave one of them out"
+                f"runner is {self.runner!r}; it can be {', '.join(get_args(Runner))}; the model runner is model_runner"
+            )
+        check_fields(self)
+        if self.use_v2_model_runner is not None and self.model_runner == ("v1" if self.use_v2_model_runner else "v2"):
+            raise ValueError(
+                f"model_runner is {self.model_runner!r} and use_v2_model_runner is {self.use_v2_model_runner}: they "
+                "contradict each other; leave one of them out"
             )
         self._check_processes()
         self._check_batched_tokens()
+
+    @property
+    def compiles_layers(self) -> bool:
+        """Whether ``torch.compile`` compiles the layers."""
+        return self.compilation_config is not None and self.compilation_config.mode == COMPILATION_MODES[1]
 
     @property
     def world_size(self) -> int:
@@ -283,6 +316,10 @@ class EngineConfig:
             elif name not in known:
                 raise unknown_keyword(owner, name, known)
         return cls(**{name: keywords[name] for name in known if keywords.get(name) is not None})
+
+
+VllmConfig = EngineConfig
+"""vLLM's name of what a `LogitsProcessor` gets."""
 
 
 def plain_value(name: str, value: Any) -> Any:

@@ -63,6 +63,12 @@ class ModelConfig:
     """Whether each head of q and k has an RMSNorm before the rotation (Qwen3)."""
     attention_scale: float | None = None
     """Factor of the attention scores; None: ``head_dim ** -0.5``."""
+    head: str = "logits"
+    """Behind the final norm: ``logits``, ``score`` or ``none``."""
+    num_labels: int = 0
+    """Outputs of a ``score`` head."""
+    is_causal: bool = True
+    """Whether tokens attend to earlier ones only."""
     unfusible: str = ""
     """How the decoder layers differ from those that `fleetfoot.fusion` can fuse; empty: they do not."""
     extras: Mapping[str, Any] = field(default_factory=dict)
@@ -85,7 +91,8 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Number of weights; a tied logits head is counted once."""
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        num_matrices = 1 if self.tie_word_embeddings or self.head != "logits" else 2
+        embeddings = (self.vocab_size * num_matrices + self.num_labels) * self.hidden_size
         return self.num_layers * self.layer_parameters() + embeddings + self.hidden_size
 
     def layer_parameters(self, num_ranks: int = 1) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 from fleetfoot.config.architectures import ARCHITECTURES, Architecture
 from fleetfoot.config.json_fields import ConfigError, Fields
 from fleetfoot.config.model import DTYPES, ModelConfig, RopeConfig, read_config_json, read_generation_json
+from fleetfoot.config.pooling import HEAD
 
 logger = logging.getLogger(__name__)
 
@@ -103,10 +104,11 @@ def _find_architecture(config: Mapping[str, Any], source: str) -> tuple[str, Arc
         names = [name for name, entry in ARCHITECTURES.items() if entry.model_type == model_type]
         if not names:
             raise ConfigError(f"{source}: architectures is missing and model_type is {model_type!r}; {supported}")
-    for name, entry in ARCHITECTURES.items() if isinstance(names, list) else ():
+    names = [str(name).replace(HEAD, "ForCausalLM") for name in names] if isinstance(names, list) else ()
+    for name, entry in ARCHITECTURES.items():
         if name in names or entry.base_model in names:
             return name, entry
-    raise ConfigError(f"{source}: architectures is {names!r}; {supported}")
+    raise ConfigError(f"{source}: architectures is {config.get('architectures')!r}; {supported}")
 
 
 def _heads(fields: Fields) -> tuple[int, int, int]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fleetfoot.utils.validation import is_neutral, unknown_keyword
-from fleetfoot.utils.vllm_paths import NO_CALLBACK, NO_GRAMMAR, NO_LORA, NO_MULTIMODAL, NO_PROFILER, NO_UPDATE
+from fleetfoot.utils.vllm_paths import NO_GRAMMAR, NO_LORA, NO_MULTIMODAL, NO_PROFILER, NO_UPDATE
 
 _CONFIG = "set hf_overrides={...}: fields in place of those of config.json"
 _SWITCH = (False, True)
@@ -60,8 +60,9 @@ _BY_ADVICE: dict[str, dict[str, tuple[Any, ...]]] = {
     "leave it out: max_num_batched_tokens limits a step":
         {"long_prefill_token_threshold": (0,), "max_num_partial_prefills": (1,), "max_long_partial_prefills": (1,)},
     "leave it out: logprobs are of the model's own logits": {"logprobs_mode": ("raw_logprobs",)},
-    NO_CALLBACK: {"logits_processors": ()},
-    "leave it out: models generate text": {"pooler_config": (), "convert": ("auto", "none")},
+    "leave it out: runner='pooling' selects what the checkpoint is for":
+        {"convert": ("auto", "none", "embed", "classify")},
+    "set runner='pooling' for embeddings and scores": {"task": ("generate", "auto")},
     NO_PROFILER: {"profiler_config": ()},
     NO_UPDATE: {"weight_transfer_config": ()},
     "set speculative_config={'model': ..., 'num_speculative_tokens': ...}": {"speculative_model": ()},
@@ -146,7 +147,6 @@ SAMPLING_KEYWORDS: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("use_beam_search", "early_stopping"), (False, _BEAM_SEARCH)),
     "length_penalty": (1.0, _BEAM_SEARCH),
     **dict.fromkeys(("guided_decoding", "structured_outputs"), (None, NO_GRAMMAR)),
-    "logits_processors": (None, NO_CALLBACK),
     "skip_clone": (True, "leave it out: parameters are copied"),
 }
 """Keywords of vLLM's ``SamplingParams``: as CALL_KEYWORDS."""

@@ -26,7 +26,7 @@ def help_text(text: str, default: Any) -> str:
     """Help with the default, if there is one to show. Percent signs are escaped for argparse."""
     if isinstance(default, bool):
         default = "on" if default else "off"
-    return (text if default is None else f"{text} (default: {default})").replace("%", "%%")
+    return (text if default in (None, ()) else f"{text} (default: {default})").replace("%", "%%")
 
 
 def flag_options(field: Field[Any]) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def flag_options(field: Field[Any]) -> dict[str, Any]:
     options: dict[str, Any] = {"help": argparse.SUPPRESS if field.name in UNSUPPORTED else shown}
     value_type = str(field.type).removesuffix(" | None")
     if "record" in field.metadata:
-        options["metavar"] = "JSON"  # parsed by EngineConfig
+        options["metavar"] = getattr(field.metadata["record"], "metavar", "JSON")  # parsed by EngineConfig
     elif "choices" in field.metadata:
         options |= {"choices": field.metadata["choices"], "type": partial(plain_value, field.name)}
     elif value_type == "bool":

@@ -15,7 +15,7 @@ from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.vllm_names import check_call_keywords
 from fleetfoot.engine.core import EngineCore, no_callback
 from fleetfoot.engine.errors import EngineDeadError
-from fleetfoot.engine.input_processor import COPY_MARK, EngineRequest, InputProcessor
+from fleetfoot.engine.input_processor import COPY_MARK, EngineRequest, InputProcessor, params_check
 from fleetfoot.engine.metrics import Metric, engine_metrics
 from fleetfoot.engine.output_processor import OutputProcessor
 from fleetfoot.engine.stats import EngineStats, StatsCollector
@@ -406,6 +406,8 @@ def build_engine(config: EngineConfig) -> LLMEngine:
             max_logprobs=config.max_logprobs,
             seed=config.seed,
             sampling_defaults=defaults,
+            pooling=plan.pooling,
+            check_further=params_check(plan),
         )
     except BaseException:
         executor.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -11,9 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fleetfoot.config.pooling import Pooling
 from fleetfoot.inputs import PromptType
+from fleetfoot.plan.plan import EnginePlan
+from fleetfoot.records.pooling_params import PoolingParams
 from fleetfoot.records.request import Request
-from fleetfoot.records.sampling_params import SamplingParams, bad_words_token_ids, is_boolean, is_integer
+from fleetfoot.records.sampling_params import (
+    EXTRA_ARGS,
+    RequestOutputKind,
+    SamplingParams,
+    bad_words_token_ids,
+    is_boolean,
+    is_integer,
+)
 from fleetfoot.sampling.request_params import request_seed
 
 if TYPE_CHECKING:
@@ -46,6 +57,7 @@ class EngineRequest:
     cache_salt: str | None
     arrival_time: float
     """Wall clock, seconds since the epoch."""
+    pooling_params: PoolingParams | None = None
 
 
 class InputProcessor:
@@ -59,6 +71,8 @@ class InputProcessor:
         max_logprobs: most logprobs of one position; -1: the whole vocabulary.
         seed: of the engine; the default for sequences without a seed.
         sampling_defaults: of the model; used for requests without parameters.
+        pooling: what the engine computes of prompts; None: it generates text.
+        check_further: raises ValueError for parameters that the engine's runner or logits processors refuse.
     """
 
     def __init__(
@@ -71,6 +85,8 @@ class InputProcessor:
         max_logprobs: int,
         seed: int,
         sampling_defaults: Mapping[str, Any] | None = None,
+        pooling: Pooling | None = None,
+        check_further: Callable[[SamplingParams], None] = lambda _: None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.vocab_size = vocab_size
@@ -81,6 +97,8 @@ class InputProcessor:
         self.max_logprobs = max_logprobs
         self.sampling_defaults = dict(sampling_defaults or {})
         self._seed = seed
+        self._check_further = check_further
+        self._pooling = pooling
         self._wall_clock = wall_clock
         self._num_requests = 0
         self._bad_words = lru_cache(_MAX_CACHED_BAD_WORDS)(self._tokenize_bad_words)
@@ -89,7 +107,7 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         priority: int = 0,
         params_checked: bool = False,
@@ -108,11 +126,18 @@ class InputProcessor:
         if is_boolean(priority) or not is_integer(priority):
             raise TypeError(f"priority is {priority!r}; it must be an int, lower is sooner")
         text, ids, cache_salt = self._read_prompt(prompt, is_cut=params.truncate_prompt_tokens is not None)
+        pooling_params = None
+        if isinstance(params, PoolingParams):
+            pooling_params = params
+            params = SamplingParams(
+                max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+                truncate_prompt_tokens=params.truncate_prompt_tokens,
+            )  # fmt: skip
         if params.truncate_prompt_tokens is not None:
-            keep = self.max_model_len - 1 if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
+            keep = self._longest_prompt if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
             ids = ids[-keep:]
         self._check_tokens(ids)
-        room = self.max_model_len - len(ids)
+        room = self._longest_prompt + 1 - len(ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         if params.min_tokens > max_tokens:
             raise ValueError(
@@ -130,14 +155,22 @@ class InputProcessor:
             priority=int(priority),
             cache_salt=cache_salt,
             arrival_time=arrival_time,
+            pooling_params=pooling_params,
         )
 
-    def check_params(self, params: SamplingParams) -> SamplingParams:
+    @property
+    def _longest_prompt(self) -> int:
+        """In tokens: without pooling, there is room for one more."""
+        return self.max_model_len - (self._pooling is None)
+
+    def check_params(self, params: SamplingParams | PoolingParams) -> Any:
         """A validated copy of parameters, which several requests can share.
 
         Raises:
             ValueError, TypeError: the message names the field, its value and what would work.
         """
+        if self._pooling is not None:
+            return _checked_pooling_params(params, self._pooling)
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params is {params!r}; it must be a SamplingParams")
         params = params.clone()  # validates again, because fields may have been assigned
@@ -155,6 +188,7 @@ class InputProcessor:
                     f"min_tokens={params.min_tokens} bans at first; allow another token, or set min_tokens=0"
                 )
         _kv_transfer_params(params)
+        self._check_further(params)
         return params
 
     def make_requests(self, request: EngineRequest) -> list[Request]:
@@ -175,6 +209,8 @@ class InputProcessor:
                 priority=request.priority,
                 cache_salt=request.cache_salt,
                 kv_transfer_params=request.kv_transfer_params,
+                pooling_params=request.pooling_params,
+                reads_whole_prompt=_reads_whole_prompt(request.pooling_params, self._pooling),
             )
             for index in range(params.n)
         ]
@@ -214,7 +250,7 @@ class InputProcessor:
 
     def _check_length(self, what: str, text: str) -> None:
         """Raise ValueError for a text that its length or its beginning shows to have too many tokens."""
-        longest = self.max_model_len - 1
+        longest = self._longest_prompt
         if self.tokenizer is None or len(text) <= 4 * longest:  # no need to find the longest token
             return
         num_chars, limit = self.tokenizer.max_token_chars, f"with max_model_len={self.max_model_len} it can have"
@@ -241,10 +277,11 @@ class InputProcessor:
                 f"prompt_token_ids[{position}] is {ids[position]}; the model's vocabulary has "
                 f"{self.vocab_size} tokens, 0 to {self.vocab_size - 1}"
             )
-        if len(ids) >= self.max_model_len:
+        if len(ids) > self._longest_prompt:
+            room = ", so that there is room for one more" if self._pooling is None else ""
             raise ValueError(
                 f"the prompt has {len(ids)} tokens; with max_model_len={self.max_model_len} it can have at most "
-                f"{self.max_model_len - 1}, so that there is room for one more"
+                f"{self._longest_prompt}{room}"
             )
 
     def _tokenize_bad_words(self, bad_words: tuple[str, ...]) -> list[list[int]]:
@@ -255,6 +292,29 @@ class InputProcessor:
         return bad_words_token_ids(
             bad_words, lambda text: tokenizer.encode(text, add_special_tokens=False), self.vocab_size
         )
+
+
+def _checked_pooling_params(params: Any, pooling: Pooling) -> PoolingParams:
+    if not isinstance(params, PoolingParams):
+        raise TypeError(
+            f"pooling_params is {params!r}; this engine pools (runner is 'pooling'), so it must be a PoolingParams"
+        )
+    params = params.clone(task=params.task or pooling.tasks[0])
+    if params.task not in pooling.tasks:
+        raise ValueError(f"task is {params.task!r}; with this model it can be {', '.join(pooling.tasks)}")
+    sizes = pooling.matryoshka
+    if params.dimensions is not None:
+        if pooling.task != "embed" or sizes is None:
+            raise ValueError(f"dimensions is {params.dimensions}, but the model's config has no matryoshka dimensions")
+        if sizes and params.dimensions not in sizes:
+            raise ValueError(f"dimensions is {params.dimensions}; it can be {', '.join(map(str, sizes))}")
+    return params
+
+
+def _reads_whole_prompt(params: PoolingParams | None, pooling: Pooling | None) -> bool:
+    if params is None or pooling is None:
+        return False
+    return pooling.needs_whole_prompt or str(params.task).startswith("token_")
 
 
 _NO_TOKENS = str, bytes, bytearray, memoryview, Mapping, Set
@@ -291,3 +351,34 @@ def _kv_transfer_params(params: SamplingParams) -> dict[str, Any] | None:
     if params.n > 1:
         raise ValueError(f"n is {params.n}, and kv_transfer_params speak of the KV of one sequence; n must be 1")
     return given
+
+
+def params_check(plan: EnginePlan) -> Callable[[SamplingParams], None]:
+    """What an engine requires of a request's own logits processors, and of the parameters of its own.
+
+    The result raises ValueError for a request that the engine cannot run.
+    """
+    crosses_processes = plan.config.world_size > 1 or plan.config.distributed_executor_backend == "mp"
+
+    def check(params: SamplingParams) -> None:
+        if params.logits_processors and plan.runner != "v1":
+            raise ValueError(
+                f"logits_processors is {params.logits_processors!r}, and Model Runner V2, which samples on the device, "
+                "calls no functions; start the engine with model_runner='v1'"
+            )
+        if params.logits_processors and crosses_processes:
+            try:
+                pickle.dumps(params.logits_processors)
+            except Exception as error:
+                raise ValueError(
+                    f"logits_processors is {params.logits_processors!r}, which cannot be sent to the worker processes "
+                    f"({error}); use functions of a module"
+                ) from error
+        if params.extra_args and not plan.logits_processors:
+            for name in params.extra_args:
+                if name not in EXTRA_ARGS:
+                    raise ValueError(f"extra_args can hold {', '.join(EXTRA_ARGS)}, got {name!r}")
+        for processor in plan.logits_processors:
+            processor.validate_params(params)
+
+    return check

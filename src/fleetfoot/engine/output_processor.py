@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fleetfoot.engine.input_processor import EngineRequest
-from fleetfoot.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, logprob_dict
+from fleetfoot.outputs import (
+    CompletionOutput,
+    Logprob,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestMetrics,
+    RequestOutput,
+    logprob_dict,
+)
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.sampling_params import RequestOutputKind
 from fleetfoot.records.step import EngineOutput, RowLogprobs
@@ -57,6 +65,8 @@ class _RequestState:
     first_token_ts: float = 0.0
     metrics: RequestMetrics | None = None
     """Set when it has finished."""
+    pooled: tuple[list[int], bytes] | None = None
+    """Of a pooling request: shape and float32 values."""
 
 
 class OutputProcessor:
@@ -162,6 +172,8 @@ class OutputProcessor:
         request, new_token_ids = output.request, output.new_token_ids
         if output.prompt_logprobs is not None:
             self._add_prompt_logprobs(sequence.state, *output.prompt_logprobs)
+        if output.pooled is not None:
+            sequence.state.pooled = output.pooled
         if new_token_ids:
             new_token_ids = self._detokenize(sequence, new_token_ids)
             sequence.token_ids += new_token_ids
@@ -227,10 +239,12 @@ class OutputProcessor:
 
     # --- outputs ------------------------------------------------------------------------------------------------------
 
-    def _request_output(self, state: _RequestState) -> RequestOutput:
+    def _request_output(self, state: _RequestState) -> Any:
         request, finished = state.request, not state.num_unfinished
         if state.prompt_token_ids is None:
             state.prompt_token_ids = request.prompt_token_ids.tolist()
+        if request.pooling_params is not None:
+            return self._pooling_output(state)
         output = RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
@@ -244,6 +258,27 @@ class OutputProcessor:
         )
         if finished:
             state.sequences = []  # breaks a reference cycle, which only the garbage collector could free
+        return output
+
+    @staticmethod
+    def _pooling_output(state: _RequestState) -> PoolingRequestOutput:
+        """The output of a finished pooling request; without a result if it was aborted or has failed."""
+        import torch
+
+        shape, values = state.pooled or ([0], b"")
+        data = torch.frombuffer(bytearray(values), dtype=torch.float32).reshape(shape) if values else torch.empty(shape)
+        request = state.sequences[0].request
+        output = PoolingRequestOutput(
+            request_id=state.request.request_id,
+            outputs=PoolingOutput(data),
+            prompt_token_ids=state.prompt_token_ids or [],
+            num_cached_tokens=max(0, request.num_cached_tokens),
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+        )
+        if state.metrics is not None:
+            output.metrics = state.metrics
+        state.sequences = []
         return output
 
     @staticmethod

@@ -21,6 +21,7 @@ from fleetfoot.plan.plan import EnginePlan, transfer_context
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.runner.base import ModelRunner
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
+from fleetfoot.runner.v1.pooling import PoolingModelRunner
 from fleetfoot.runner.v1.runner import ModelRunnerV1
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.speculative.drafter import DraftSettings, build_speculation
@@ -70,7 +71,12 @@ class Worker:
         }
         self.runner: ModelRunner
         if plan.runner == "v1":
-            self.runner = ModelRunnerV1(loader, **common)
+            common["compiles_layers"] = plan.config.compiles_layers
+            if plan.pooling is None:
+                processors = [kind(plan.config, self.device, False) for kind in plan.logits_processors]
+                self.runner = ModelRunnerV1(loader, logits_processors=processors, **common)
+            else:
+                self.runner = PoolingModelRunner(loader, pooling=plan.pooling, **common)
         else:
             self.runner = ModelRunnerV2(
                 loader,
@@ -107,18 +113,18 @@ class Worker:
                     f"{self.plan.memory.kv_reason}) and the state of max_num_seqs={self.plan.config.max_num_seqs:,} "
                     f"requests: {error}; lower num_gpu_blocks_override, kv_cache_memory_bytes or max_num_seqs"
                 ) from error
+        check_parts(self.plan, self.rank, {"kv_layout": self.runner.kv_layout})
         with _phase("warm-up"):
             self.runner.warm_up()
 
     def parts(self) -> dict[str, object]:
-        """What has been built, once the weights are loaded; see `planned_parts`."""
+        """What has been built, once the weights are loaded, but the KV cache; see `planned_parts`."""
         connector, drafter = self.plan.connector, self._draft_settings.drafter
         method = "none" if drafter is None else drafter.method
         return {
             "runner": self.runner_name,
             "kernels": str(self._context.ops.plan),
             "attention": self._context.attention.name,
-            "kv_layout": KVLayout.name,
             "connector": "none" if connector is None else qualified_name(connector.connector_class),
             "drafter": method if self._draft_settings.ngram is None else "ngram",
             "num_ranks": self._groups.tensor.size * self._groups.pipeline.size,
@@ -135,7 +141,13 @@ class Worker:
             dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
             num_blocks = int(smallest.item())
         layout = KVLayout.of(
-            plan.model, num_blocks, plan.config.block_size, plan.dtype, tensor_parallel_size=size, layers=self._layers
+            plan.model,
+            num_blocks,
+            plan.config.block_size,
+            plan.dtype,
+            tensor_parallel_size=size,
+            layers=self._layers,
+            name=plan.kv_layout,
         )
         return layout.with_layers(plan.drafter.kv_specs) if pipeline.is_last_rank else layout
 

@@ -33,6 +33,8 @@ class DeviceFacts:
     """The C library loads."""
     has_triton: bool = False
     """Triton is installed."""
+    compiles_layers: bool = False
+    """The plain layers are compiled by ``torch.compile``, which needs their operations in torch."""
 
 
 _REQUIREMENTS: Mapping[str, tuple[str | None, str | None]] = MappingProxyType(
@@ -42,6 +44,7 @@ _REQUIREMENTS: Mapping[str, tuple[str | None, str | None]] = MappingProxyType(
         "numpy": ("cpu", None),
         "cpu": ("cpu", None),
         "torch": (None, None),
+        "plain": (None, None),
         "sdpa": (None, None),
     }
 )
@@ -67,6 +70,7 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "triton": "linear.linear_triton:TritonLinear",
             "native": "native_ops",
             "torch": "linear.linear",
+            "plain": "linear.linear:PlainLinear",
         },
         "linear_chain": {"triton": "linear.linear_triton:TRITON_CHAIN", "torch": "linear.linear:NO_CHAIN"},
         # sampling
@@ -106,6 +110,9 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 """Operation -> its implementations, the fastest first, each with its module below ``fleetfoot.kernels``. Unless a name
 follows, the function is called ``operation_implementation``. `Kernels` documents what an operation does."""
 
+_COMPILED = dict.fromkeys(("rms_norm", "add_rms_norm", "silu_and_mul", "linear_chain"), "torch")
+_COMPILED["prepare_linear"] = "plain"
+"""Operations within layers, and the implementations that ``torch.compile`` can trace."""
 _INSTANTIATED = frozenset({"attention"})
 """Operations with classes as implementations: a worker has one instance."""
 
@@ -117,7 +124,10 @@ def plan_kernels(facts: DeviceFacts) -> KernelPlan:
         device, field = _REQUIREMENTS[name]
         return device in (None, facts.device) and (field is None or getattr(facts, field))
 
-    return KernelPlan(tuple((op, next(filter(is_met, implementations))) for op, implementations in OPERATIONS.items()))
+    fastest = {op: next(filter(is_met, implementations)) for op, implementations in OPERATIONS.items()}
+    if facts.compiles_layers:
+        fastest |= _COMPILED
+    return KernelPlan(tuple(fastest.items()))
 
 
 def load_kernels(plan: Mapping[str, str], *, native_variant: str | None = None) -> Kernels:

@@ -10,6 +10,7 @@ from torch import nn
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.config.sharding import check_tensor_parallel_size, even_span, kv_head_span
 from fleetfoot.kernels.attention import AttentionBackend
+from fleetfoot.kernels.attention.sdpa_backend import BidirectionalBackend
 from fleetfoot.kernels.interface import RopeAndCache
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -73,7 +74,7 @@ class Attention(nn.Module):
             head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
             config.layer_windows[layer],
             context.ops.rope_and_cache,
-            context.attention,
+            context.attention if config.is_causal else BidirectionalBackend(),
         )
 
     def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:

@@ -12,7 +12,7 @@ from fleetfoot.config.architectures import ARCHITECTURES
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.layers.context import ModelContext, WeightTree
 from fleetfoot.layers.decoder import DecoderStack
-from fleetfoot.layers.linear import LMHead, TiedLMHead, VocabParallelEmbedding
+from fleetfoot.layers.linear import ColumnParallelLinear, LMHead, TiedLMHead, VocabParallelEmbedding
 from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors
 
@@ -35,6 +35,8 @@ class CausalLM(WeightTree):
 
     model: Decoder
     lm_head: LMHead | TiedLMHead | None
+    score: ColumnParallelLinear | None
+    """Of a model for scores, in place of the logits head: ``[n, hidden_size]`` -> ``[n, num_labels]``."""
 
     def __init__(self, config: ModelConfig, context: ModelContext, layers: range | None = None) -> None:
         super().__init__()
@@ -45,6 +47,10 @@ class CausalLM(WeightTree):
         self.config = config
         self.layers = layers
         """The decoder layers of this rank."""
+        self.dtype = context.dtype
+        has_score = config.head == "score" and self.is_last
+        parts = (("score", config.num_labels),)
+        self.score = ColumnParallelLinear(context, config.hidden_size, parts) if has_score else None
 
     @property
     def is_first(self) -> bool:
@@ -59,13 +65,13 @@ class CausalLM(WeightTree):
     @property
     def has_tied_head(self) -> bool:
         """Whether the logits head of this part is the embedding's matrix."""
-        return self.is_last and self.config.tie_word_embeddings
+        return self.is_last and self.config.tie_word_embeddings and self.config.head == "logits"
 
     def make_lm_head(self, context: ModelContext) -> LMHead | TiedLMHead | None:
         """For a model with `model.embed_tokens` if `is_first` or `has_tied_head`."""
         if self.has_tied_head and self.model.embed_tokens is not None:
             return TiedLMHead(self.model.embed_tokens, context)
-        return LMHead(self.config, context) if self.is_last else None
+        return LMHead(self.config, context) if self.is_last and self.config.head == "logits" else None
 
     def forward(
         self, input_ids: torch.Tensor, ctx: ForwardContext, intermediate_tensors: IntermediateTensors | None = None

@@ -9,6 +9,7 @@ from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.kv_transfer.base import registry
 from fleetfoot.kv_transfer.base.connector import KVConnector
 from fleetfoot.kv_transfer.base.registry import find_connector
+from fleetfoot.runner.capabilities import KV_LAYOUTS
 
 _GIB, _OFFLOADING = 1 << 30, registry.OFFLOADING_CONNECTOR
 
@@ -26,15 +27,15 @@ class ConnectorPlan:
     class_name: str = ""
     """Of the class, with its module; set once an engine is planned, and empty if there is no such class."""
 
+    def layout(self, runner: str) -> str | None:
+        """The layout in which ``runner`` (``v1`` or ``v2``) keeps the KV cache; None: none is accepted."""
+        return next((name for name in KV_LAYOUTS[runner] if name in self.layouts.accepted), None)
+
     @property
-    def refusal(self) -> str | None:
-        """A sentence if the connector does not accept Model Runner V2's KV layout."""
-        if registry.V2_LAYOUT in self.layouts.accepted:
-            return None
-        if self.layouts.remark:
-            return f"the KV connector {self.layouts.name} {self.layouts.remark}."
-        accepted = ", ".join(sorted(self.layouts.accepted)) or "no layout"
-        return f"the KV connector {self.layouts.name} accepts {accepted} alone."
+    def accepts(self) -> str:
+        """A clause: the layouts that the connector accepts, or why there are none."""
+        accepted = f"accepts {', '.join(sorted(self.layouts.accepted)) or 'no layout'} alone"
+        return f"the KV connector {self.layouts.name} {self.layouts.remark or accepted}"
 
     @property
     def connector_class(self) -> type[KVConnector]:

@@ -1,8 +1,8 @@
 """The oracle: which model runner runs, and why; and the features that settings and a model require of it. No torch.
 
-An explicit setting wins. Without one, in this order: an active KV connector that does not take Model Runner V2's KV
-layout, an architecture or a task that V2 is not the default of, a GPU without Triton, and any feature that V2 lacks
-each select V1. Else it is V2.
+An explicit setting wins. Without one, each of these selects V1: an active KV connector that does not accept the KV
+layout of Model Runner V2, an architecture or a task that V2 is not the default of, a GPU without Triton, and any
+feature that V2 lacks. Else it is V2. All rules are evaluated, and one warning names all that apply.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from fleetfoot.config.architectures import ARCHITECTURES
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KV_ROLES, KVTransferConfig
 from fleetfoot.config.model import ModelConfig
-from fleetfoot.kv_transfer.base.registry import CONNECTORS, V2_LAYOUT
+from fleetfoot.kv_transfer.base.registry import CONNECTORS
 from fleetfoot.plan.connector import ConnectorPlan, resolve_connector
+from fleetfoot.plan.logits_processors import listed_processors
 from fleetfoot.plan.machine import Machine
-from fleetfoot.runner.capabilities import CAPABILITIES, Feature
+from fleetfoot.runner.capabilities import CAPABILITIES, KV_LAYOUTS, Feature
 
 _EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _STATE_FIELDS = ("ssm_cfg", "mamba_d_state", "mamba_num_heads", "ssm_state_size", "state_size", "linear_num_key_heads")
@@ -57,6 +58,8 @@ class ModelFeatures:
     has_experts: bool = False
     is_hybrid: bool = False
     has_windows: bool = False
+    task: str = "generate"
+    """``generate`` or ``pooling``."""
 
     @classmethod
     def of(cls, content: Mapping[str, Any], model: ModelConfig | None) -> ModelFeatures:
@@ -105,6 +108,7 @@ def required_features(config: EngineConfig, model: ModelFeatures) -> dict[Featur
 
     What a single request may require (logprobs, penalties, ...) is not among them.
     """
+    processors = listed_processors(config)
     architecture, transfer, speculative = model.architecture, config.kv_transfer_config, config.speculative_config
     method = "" if speculative is None else speculative.method
     drafts = f"speculative_config has method {method!r}" if method else None
@@ -121,8 +125,8 @@ def required_features(config: EngineConfig, model: ModelFeatures) -> dict[Featur
         Feature.MIXTURE_OF_EXPERTS: model.has_experts and f"{architecture} has experts",
         Feature.HYBRID_LAYERS: model.is_hybrid and f"{architecture} has layers that are not attention",
         Feature.SLIDING_WINDOW: model.has_windows and f"{architecture} has layers that see a window",
-        Feature.POOLING: config.task != "generate" and f"task is {config.task!r}; only 'generate' works",
-        Feature.TORCH_COMPILE: mode != "NONE" and f"compilation_config has mode {mode}; only NONE works",
+        Feature.POOLING: model.task == "pooling" and "the task is pooling",
+        Feature.TORCH_COMPILE: mode != "NONE" and f"compilation_config has mode {mode}",
         **{feature: size > 1 and f"{name} is {size}" for feature, (name, size) in sizes.items()},
         # methods without a feature of their own are a `Drafter` as well
         _SPECULATIVE.get(method, Feature.SPECULATIVE_DRAFT_MODEL): drafts,
@@ -131,6 +135,7 @@ def required_features(config: EngineConfig, model: ModelFeatures) -> dict[Featur
         Feature.PRIORITY_SCHEDULING: config.scheduling_policy == "priority" and "scheduling_policy is 'priority'",
         Feature.KV_OFFLOADING: config.kv_offloading_size and f"kv_offloading_size is {config.kv_offloading_size:g}",
         Feature.KV_CONNECTOR: connector,
+        Feature.LOGITS_PROCESSORS: processors and f"logits_processors has {len(processors)}",
     }
     return {feature: reason for feature, reason in reasons.items() if reason}
 
@@ -176,6 +181,14 @@ class Decision:
     """How to avoid ``missing``, in a sentence."""
     connector: ConnectorPlan | None
     """The active KV connector."""
+    logits_processors: tuple[Any, ...]
+    """The user's own: see `fleetfoot.plan.logits_processors.listed_processors`."""
+
+    @property
+    def kv_layout(self) -> str:
+        """The layout of the KV cache: the first one of the runner that the connector accepts."""
+        accepted = None if self.connector is None else self.connector.layout(self.runner)
+        return accepted or KV_LAYOUTS[self.runner][0]
 
     def check(self) -> None:
         """Raise UnsupportedFeatureError if anything is missing."""
@@ -197,36 +210,35 @@ def decide(
     lacks_triton = device == "cuda" and not machine.has_triton
     required = required_features(config, model)
     lacking = {runner: unsupported_features(runner, required) for runner in NAMES}
-    if connector is not None and not connector.layouts.exists:
-        absent = Unsupported("this KV connector", connector.requested_by, f"{connector.refusal}")
-        lacking = {runner: (*features, absent) for runner, features in lacking.items()}
-    elif connector is not None and connector.refusal is not None:
-        lacking["v2"] += (Unsupported("Model Runner V2's KV layout", connector.requested_by, connector.refusal),)
+    rules = [] if choice is not None else _rules_for_v1(model, connector, lacks_triton, lacking["v2"])
+    if connector is not None:
+        lacking = {runner: (*lacking[runner], *_refused_layout(connector, runner)) for runner in NAMES}
     names = {feature.name for feature in lacking["v1"]}
     impossible = tuple(f"{lack.name} ({lack.requested_by})" for lack in lacking["v2"] if lack.name in names)
     if model.architecture not in ARCHITECTURES:
         impossible = (f"the architecture {model.architecture}", *impossible)
-    chosen = None if choice is None else (*choice, False)
-    runner, reason, warns = chosen or _choose(config, model, connector, lacks_triton, lacking["v2"])
+    default = ("v1", "; ".join(rules)) if rules else ("v2", _DEFAULT.format(model.architecture))
+    runner, why = choice or default
     missing = lacking[runner]
     if runner == "v2" and lacks_triton:
-        missing += (Unsupported("a GPU without Triton", "the device is cuda", _NO_TRITON),)
-    reasons = [f"{NAMES[runner]} {'is chosen' if missing else 'runs'}: {reason}."]
+        missing += (Unsupported("a GPU without Triton", "the device is cuda", f"{_NO_TRITON}."),)
+    reasons = [f"{NAMES[runner]} {'is chosen' if missing else 'runs'}: {why}."]
     if impossible:
-        reasons, warns = [f"No model runner supports {', '.join(impossible)}."], False
+        reasons, rules = [f"No model runner supports {', '.join(impossible)}."], []
     elif runner == "v2" and device == "cpu":
         reasons.append(_ON_CPU)
+    warns = rules and (len(rules) > 1 or model.task == "generate")  # V1 is the runner of pooling
     warnings = (*(reasons if warns else ()), *_inactive_transfer(config))
     advice = "" if not missing else _V1_HELPS if runner == "v2" and not lacking["v1"] else _NOTHING_HELPS
     found = choice is not None, tuple(reasons), lacking["v2"], missing, warnings
-    return Decision(runner, *found, impossible, advice, connector)
+    return Decision(runner, *found, impossible, advice, connector, listed_processors(config))
 
 
 def _explicit_choice(config: EngineConfig, environ: Mapping[str, str] | None) -> tuple[str, str] | None:
     """The runner, and the setting or variable that names it."""
     from_environment = env.use_v2_model_runner(environ)
-    if config.runner != "auto":
-        return config.runner, f"runner is {config.runner!r}"
+    if config.model_runner != "auto":
+        return config.model_runner, f"model_runner is {config.model_runner!r}"
     if config.use_v2_model_runner is not None:
         return "v2" if config.use_v2_model_runner else "v1", f"use_v2_model_runner is {config.use_v2_model_runner}"
     if from_environment is not None:
@@ -234,37 +246,46 @@ def _explicit_choice(config: EngineConfig, environ: Mapping[str, str] | None) ->
     return None
 
 
-def _choose(
-    config: EngineConfig,
-    model: ModelFeatures,
-    connector: ConnectorPlan | None,
-    lacks_triton: bool,
-    lacking: tuple[Unsupported, ...],
-) -> tuple[str, str, bool]:
-    """The runner, the reason, and whether it is a reason to warn of. ``lacking``: what V2 does not support."""
-    if connector is not None and connector.refusal is not None:
-        reason = f"Model Runner V2 keeps its KV in the layout {V2_LAYOUT}, and {connector.refusal.rstrip('.')}"
-        return "v1", reason, False
-    entry = ARCHITECTURES.get(model.architecture)
+def _refused_layout(connector: ConnectorPlan, runner: str) -> tuple[Unsupported, ...]:
+    """The connector as a feature that ``runner`` lacks, if it accepts no layout that the runner keeps."""
+    if connector.layout(runner) is not None:
+        return ()
+    if connector.layout("v1") is None:  # nor does V1 keep one
+        kept = "" if connector.layouts.remark else f"; KV caches are kept as {' or '.join(KV_LAYOUTS['v1'])}"
+        return (Unsupported("this KV connector", connector.requested_by, f"{connector.accepts}{kept}."),)
+    return (Unsupported("this KV connector's layout", connector.requested_by, f"{_other_layout(connector)}."),)
+
+
+def _other_layout(connector: ConnectorPlan) -> str:
+    return f"Model Runner V2 keeps its KV cache as {KV_LAYOUTS['v2'][0]}, and {connector.accepts}"
+
+
+def _rules_for_v1(
+    model: ModelFeatures, connector: ConnectorPlan | None, lacks_triton: bool, lacking: Iterable[Unsupported]
+) -> list[str]:
+    """The rules that select V1, as clauses. ``lacking``: the required features that V2 does not support."""
+    rules, entry = [], ARCHITECTURES.get(model.architecture)
+    if connector is not None and connector.layout("v2") is None:
+        rules.append(_other_layout(connector))
     if entry is None or not entry.default_on_v2:
-        reason = (
-            f"{model.architecture} is not one of the architectures that Model Runner V2 is the default of "
-            f"({', '.join(DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES)})"
-        )
-        return "v1", reason + ("" if entry is None else "; use_v2_model_runner=True would choose it"), False
-    if config.task != "generate":
-        return "v1", f"the task is {config.task}, and Model Runner V2 is for generate alone", False
+        others = ", ".join(DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES)
+        rules.append(f"{model.architecture} is not one of the architectures that V2 is the default of ({others})")
+    if model.task == "pooling":
+        rules.append("the task is pooling, and V2 only generates")
     if lacks_triton:
-        return "v1", _NO_TRITON.rstrip("."), True
-    if lacking:
-        listed = "; ".join(f"{feature.name} ({feature.requested_by})" for feature in lacking)
-        return "v1", f"Model Runner V2 does not support {listed}", True
-    return "v2", f"it is the default of {model.architecture}, and nothing is on that it does not support", False
+        rules.append(_NO_TRITON)
+    listed = [
+        f"{feature.name} ({feature.requested_by})" for feature in lacking if feature.name != Feature.POOLING.value
+    ]
+    if listed:
+        rules.append(f"V2 does not support {', '.join(listed)}")
+    return rules
 
 
-_NO_TRITON = "Model Runner V2's GPU kernels are written in Triton, and this GPU is to run without it."
+_DEFAULT = "it is the default of {}, and no feature is on that it does not support"
+_NO_TRITON = "V2's GPU kernels are written in Triton, and this GPU is to run without it"
 _ON_CPU = "On a CPU it takes the same steps, with the torch twins of its kernels or what is compiled for the CPU."
-_V1_HELPS = "Model Runner V1 supports all of it: let it run, with runner='v1' or use_v2_model_runner=False."
+_V1_HELPS = "Model Runner V1 supports all of it: let it run, with model_runner='v1' or use_v2_model_runner=False."
 _NOTHING_HELPS = "Leave these settings out, or take another model."
 
 

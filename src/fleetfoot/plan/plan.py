@@ -7,10 +7,11 @@ import json
 import uuid
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
+from fleetfoot.config.pooling import Pooling
 from fleetfoot.fusion import LayerFusion
 from fleetfoot.kernels.interface import KernelPlan
 from fleetfoot.kv_transfer.base.connector import TransferContext
@@ -22,6 +23,9 @@ from fleetfoot.records.kv_layout import kv_cache_specs
 from fleetfoot.runner.graphs import CaptureTable
 from fleetfoot.speculative.find import NO_DRAFTER, DrafterShape
 from fleetfoot.weights.hub import weights_identity
+
+if TYPE_CHECKING:
+    from fleetfoot.sampling.custom_processors import LogitsProcessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,10 @@ class EnginePlan:
     """What speculative decoding adds on the last rank of a pipeline, and the model that drafts."""
     drafter_fusion: tuple[LayerFusion, ...] = ()
     """For each decoder layer of the model that drafts."""
+    pooling: Pooling | None = None
+    """What is computed of prompts; None: text is generated."""
+    logits_processors: tuple[type[LogitsProcessor], ...] = ()
+    """The user's, in the order in which they run."""
     engine_id: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
     """This engine's id for other engines, unless kv_transfer_config names it: the same in all of its processes."""
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.engine import EMBEDDED_MODEL, EngineConfig
-from fleetfoot.config.model import read_config_json
+from fleetfoot.config.json_fields import ConfigError
+from fleetfoot.config.model import ModelConfig, read_config_json
 from fleetfoot.config.parsing import load_model_config
+from fleetfoot.config.pooling import Pooling, is_pooling_model, resolve_pooling
 from fleetfoot.config.sharding import check_pipeline_parallel_size, check_tensor_parallel_size
 from fleetfoot.fusion import plan_fusion
 from fleetfoot.kernels.registry import DeviceFacts, plan_kernels
-from fleetfoot.kv_transfer.base.registry import V2_LAYOUT
 from fleetfoot.plan.connector import locate_connector
 from fleetfoot.plan.fit import fit_engine
+from fleetfoot.plan.logits_processors import load_processors
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.memory import EngineShape
 from fleetfoot.plan.oracle import ModelFeatures, decide
@@ -44,7 +47,11 @@ def resolve_plan(
     # a GPU is built for bfloat16; float32 must be set
     own_dtype = "bfloat16" if device == "cuda" and model.dtype == "float32" else model.dtype
     dtype = own_dtype if config.dtype == "auto" else config.dtype
-    features = ModelFeatures.of(read_config_json(model_path, config.hf_overrides), model)
+    content = read_config_json(model_path, config.hf_overrides)
+    pooling = _pooling(config, content, model_path, config_only=config_only)
+    if pooling is not None:
+        config, model = _for_pooling(config, model, pooling)
+    features = replace(ModelFeatures.of(content, model), task="generate" if pooling is None else "pooling")
     decision = decide(config, features, machine, environ)
     if callable(config.hf_overrides):  # a worker process could not import it, and needs the result alone
         config = replace(config, hf_overrides=None)
@@ -63,10 +70,15 @@ def resolve_plan(
         dtype=dtype,
         device=device,
         runner=decision.runner,
-        kernels=plan_kernels(DeviceFacts(device, machine.has_native, machine.has_triton)),
+        kernels=plan_kernels(DeviceFacts(device, machine.has_native, machine.has_triton, config.compiles_layers)),
         max_model_len=config.max_model_len or limit,
         drafter=drafter_shape(config, model, found, dtype, device),
     )
+    if decision.logits_processors and config.speculative_config is not None:
+        raise ValueError(
+            "logits_processors is set, and so is speculative_config; the batches of LogitsProcessor classes have no "
+            "drafts: leave one of them out"
+        )
     _ = shape.max_num_batched_tokens  # settings that do not go together are refused first
     total = machine.memory_bytes(device)
     shape, memory = fit_engine(shape, total // config.world_size if device == "cpu" else total)  # ranks share a CPU's
@@ -83,7 +95,7 @@ def resolve_plan(
         dtype=dtype,
         decision=decision,
         kernels=shape.kernels,
-        kv_layout=V2_LAYOUT,  # V1 keeps its KV in the same one
+        kv_layout=decision.kv_layout,
         max_model_len=shape.max_model_len,
         max_num_batched_tokens=shape.max_num_batched_tokens,
         async_scheduling=overlaps if config.async_scheduling is None else config.async_scheduling,
@@ -92,10 +104,43 @@ def resolve_plan(
         fusion=plan_fusion(model, decision.runner),
         connector=locate_connector(decision.connector),
         drafter=shape.drafter,
+        pooling=pooling,
+        logits_processors=load_processors(decision.logits_processors),
         drafter_fusion=() if found is None else plan_fusion(found.config, decision.runner),
     )
     check_connector_settings(plan)
     return plan
+
+
+def _pooling(config: EngineConfig, content: Mapping[str, Any], folder: Path, *, config_only: bool) -> Pooling | None:
+    """What the engine pools; None: it generates. ``content``: of ``config.json``, with overrides."""
+    is_own = is_pooling_model(content, folder)
+    if config.runner == "generate" or (config.runner == "auto" and not is_own):
+        return None
+    pooling = resolve_pooling(content, folder, config.pooler_config)
+    if tokens := content.get("classifier_from_token"):
+        if not isinstance(tokens, list) or len(tokens) != 2:
+            raise ConfigError(f"classifier_from_token is {tokens!r}; it must be two tokens, of which the second is yes")
+        from fleetfoot.tokenizer.tokenizer import Tokenizer  # other plans need none
+
+        # of the config alone, the plan has placeholders
+        ids = (0, 1) if config_only else Tokenizer.from_path(folder).convert_tokens_to_ids(tokens)
+        if None in ids:
+            raise ConfigError(f"classifier_from_token is {tokens!r}, and the vocabulary does not have all of them")
+        pooling = replace(pooling, token_ids=tuple(ids))
+    return pooling
+
+
+def _for_pooling(config: EngineConfig, model: ModelConfig, pooling: Pooling) -> tuple[EngineConfig, ModelConfig]:
+    """The settings and the model with a head for scores, or with none."""
+    if config.speculative_config is not None or config.async_scheduling:
+        name = "async_scheduling" if config.async_scheduling else "speculative_config"
+        raise ValueError(f"{name} is {getattr(config, name)!r}, but the engine pools; leave it out")
+    if not pooling.is_causal:  # each token attends to all others, so a prompt is one chunk
+        config = replace(config, enable_chunked_prefill=False, enable_prefix_caching=False)
+    head = "logits" if pooling.token_ids else "score" if pooling.num_labels else "none"
+    model = replace(model, head=head, num_labels=pooling.num_labels, is_causal=pooling.is_causal)
+    return config, model if head == "logits" else replace(model, tie_word_embeddings=False)
 
 
 def find_model(name: str, revision: str | None = None, *, config_only: bool = False, setting: str = "model") -> Path:

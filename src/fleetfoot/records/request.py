@@ -7,6 +7,7 @@ from array import array
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any
 
+from fleetfoot.records.pooling_params import PoolingParams
 from fleetfoot.records.sampling_params import SamplingParams
 
 
@@ -62,6 +63,10 @@ class Request:
     """Requests with different salts share no cached prefix."""
     kv_transfer_params: dict[str, Any] | None = None
     """The user's parameters for the KV connector."""
+    pooling_params: PoolingParams | None = None
+    """Of a request that ends with its prompt, and yields a vector or scores."""
+    reads_whole_prompt: bool = False
+    """Whether the hidden states of all prompt tokens are read, so that none can come from a cache."""
 
     kv_transfer_output: dict[str, Any] | None = None  # from the KV connector, when the request has ended
     output_token_ids: list[int] = field(default_factory=list)
@@ -99,6 +104,7 @@ class Request:
         end_tokens = frozenset() if self.params.ignore_eos else eos_token_ids
         self.stop_token_ids = end_tokens | frozenset(self.params.stop_token_ids or ())
         self.has_prompt_logprobs = self.params.prompt_logprobs is not None
+        self.reads_whole_prompt |= self.has_prompt_logprobs
 
     @property
     def is_finished(self) -> bool:

@@ -99,7 +99,11 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     """Keep this many tokens from the end of the prompt; -1: as many as the model's length allows."""
     extra_args: dict[str, Any] | None = None
-    """Other parameters: ``kv_transfer_params``, a dict for the KV connector."""
+    """Other parameters: ``kv_transfer_params``, a dict for the KV connector, and those of the engine's own logits
+    processors."""
+    logits_processors: list[Callable[..., Any]] | None = None
+    """Functions of the output's token ids and the logits ``[vocab_size]``, or of the prompt's, the output's and the
+    logits, that return the logits. They need Model Runner V1."""
 
     def __post_init__(self) -> None:
         for name, kind, low, high, allowed, *others in _BOUNDS:
@@ -123,7 +127,14 @@ class SamplingParams:
         if self.logit_bias is not None:
             self.logit_bias = _logit_bias(self.logit_bias)
         if self.extra_args is not None:
-            self.extra_args = _extra_args(self.extra_args)
+            if not isinstance(self.extra_args, dict):
+                raise ValueError(f"extra_args must be None or a dict, got {self.extra_args!r}")
+            self.extra_args = copy.deepcopy(self.extra_args)
+        if self.logits_processors is not None:
+            given = self.logits_processors
+            if not isinstance(given, list | tuple) or not all(callable(function) for function in given):
+                raise ValueError(f"logits_processors must be None or a list of functions, got {given!r}")
+            self.logits_processors = list(given)
         self._check_combinations()
 
     def _check_combinations(self) -> None:
@@ -315,12 +326,3 @@ def _logit_bias(values: Any) -> dict[int, float]:
             raise ValueError(f"logit_bias must name each token once, as an int or as a string, got {values!r}")
         biases[token_id] = _checked(f"logit_bias[{token_id}]", bias, float, -1e9, 1e9, "a number in [-1e+09, 1e+09]")
     return biases
-
-
-def _extra_args(values: Any) -> dict[str, Any]:
-    if not isinstance(values, dict):
-        raise ValueError(f"extra_args must be None or a dict, got {values!r}")
-    for name in values:
-        if name not in EXTRA_ARGS:
-            raise ValueError(f"extra_args can hold {', '.join(EXTRA_ARGS)}, got {name!r}")
-    return copy.deepcopy(values)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
+from fleetfoot.records.pooling_params import PoolingParams
 from fleetfoot.records.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class NewRequest:
     Drafts may extend past it: results there are discarded, and no KV is written."""
     num_tokens: int = 0
     """How many tokens are known; 0: as many as ``token_ids`` holds."""
+    pooling_params: PoolingParams | None = None
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_tokens or len(self.token_ids)
@@ -58,6 +60,7 @@ class NewRequest:
             stop_token_ids=request.stop_token_ids,
             bad_words_token_ids=request.bad_words_token_ids,
             max_total_tokens=request.max_total_tokens,
+            pooling_params=request.pooling_params,
         )
 
 
@@ -142,6 +145,8 @@ class ModelRunnerOutput:
     num_drafted: list[int] = field(default_factory=list)
     """For each decode, how many of the ``num_drafts`` were real proposals (n-gram lookup may find fewer); empty if
     there were none. ``len(sampled_token_ids[i]) - 1`` of them were accepted."""
+    pooled: dict[int, tuple[list[int], bytes]] = field(default_factory=dict)
+    """Batch index -> shape and float32 values of the result of a pooling request; it has no tokens."""
     kv_connector_output: KVConnectorOutput | None = None
     """Transfers that have ended."""
 
@@ -203,4 +208,6 @@ class EngineOutput(msgspec.Struct):
     logprobs: list[RowLogprobs] | None = None
     """An entry for each new token, for requests with logprobs."""
     prompt_logprobs: tuple[int, list[RowLogprobs]] | None = None
+    """As in `ModelRunnerOutput`."""
+    pooled: tuple[list[int], bytes] | None = None
     """As in `ModelRunnerOutput`."""

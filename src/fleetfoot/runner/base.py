@@ -39,6 +39,8 @@ class ModelRunner(ABC):
     """``v1`` or ``v2``."""
     fused_layers: tuple[int, ...]
     """Numbers of the decoder layers that run fused, set by `load_model`."""
+    kv_layout: str
+    """Name of the KV cache's layout, set by `initialize_kv_cache`."""
     _token_sync: SampledTokenSync
 
     def __init__(
@@ -81,10 +83,12 @@ class ModelRunner(ABC):
         model, drafter = self._model, self._draft_settings.drafter
         if model is None:
             raise RuntimeError("initialize_kv_cache was called before load_model")
+        self.kv_layout = layout.name
         kv_caches = allocate_kv_cache(layout, self._loader.context.device)
-        self._kv_caches = kv_caches[: len(model.layers)]
+        views = [layout.attention_view(kv_cache) for kv_cache in kv_caches]
+        self._kv_caches = views[: len(model.layers)]
         if drafter is not None:
-            drafter.bind_kv_caches(kv_caches[len(model.layers) :])
+            drafter.bind_kv_caches(views[len(model.layers) :])
         self._connector.register_kv_caches(kv_caches, layout)
         self._initialize_state(model, layout)
 

@@ -1,4 +1,4 @@
-"""The features of model runners, and which of them each runner supports. No torch.
+"""The features of model runners, which of them each runner supports, and the KV layouts that it keeps. No torch.
 
 ``tests/engine/test_capabilities.py`` runs a model for each of them on each runner.
 """
@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import enum
+
+from fleetfoot.records.kv_layout import BLOCK_CONTIGUOUS_HND, TOKEN_MAJOR_NHD
 
 
 class Feature(enum.Enum):
@@ -53,22 +55,29 @@ _UNSUPPORTED = {
     Feature.QUANTIZED_WEIGHTS: "The loader and the linear layers support only bfloat16, float16 and float32.",
     Feature.MIXTURE_OF_EXPERTS: "No model here routes tokens to experts.",
     Feature.HYBRID_LAYERS: "Every layer must be attention over the paged KV cache.",
-    Feature.POOLING: "Each step ends in logits and tokens; hidden states are not handed out.",
-    Feature.TORCH_COMPILE: "Its operations are chosen by hand, and no model is passed through torch.compile.",
     Feature.PREFILL_CONTEXT_PARALLELISM: "A prompt is computed on one device.",
     Feature.SLEEP: "Memory is only given back at shutdown.",
     Feature.LIVE_WEIGHTS: "Weights are read once, at the start.",
     Feature.PROMPT_EMBEDDINGS: "Its inputs are token ids.",
     Feature.LORA: "Linear layers have one set of weights for all requests.",
-    Feature.LOGITS_PROCESSORS: "The sampler calls no code of the user's.",
     Feature.STRUCTURED_OUTPUTS: "The sampler takes no grammar's bitmask.",
 }
 """What no runner supports, and why."""
-
-_EAGER = "It runs eagerly; graphs are Model Runner V2's."
+_UNSUPPORTED_BY_V1 = {Feature.GRAPHS: "It runs eagerly; graphs are Model Runner V2's."}
+_UNSUPPORTED_BY_V2 = {
+    Feature.POOLING: "Each step ends in logits and tokens; hidden states are not handed out.",
+    Feature.TORCH_COMPILE: "Its layers run fused, with kernels of their own, inside graphs.",
+    Feature.LOGITS_PROCESSORS: "It samples on the device and calls no Python code meanwhile.",
+}
 
 CAPABILITIES: dict[str, dict[Feature, str]] = {
-    "v1": dict.fromkeys(Feature, "") | _UNSUPPORTED | {Feature.GRAPHS: _EAGER},
-    "v2": dict.fromkeys(Feature, "") | _UNSUPPORTED,
+    "v1": dict.fromkeys(Feature, "") | _UNSUPPORTED | _UNSUPPORTED_BY_V1,
+    "v2": dict.fromkeys(Feature, "") | _UNSUPPORTED | _UNSUPPORTED_BY_V2,
 }
 """Runner -> feature -> why it is not supported, a sentence for the user; empty: it is supported."""
+
+KV_LAYOUTS: dict[str, tuple[str, ...]] = {
+    "v1": (BLOCK_CONTIGUOUS_HND, TOKEN_MAJOR_NHD),
+    "v2": (BLOCK_CONTIGUOUS_HND,),
+}
+"""Runner -> the layouts in which it can keep the KV cache; it keeps the first one that the KV connector accepts."""

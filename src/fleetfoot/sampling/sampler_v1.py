@@ -25,9 +25,16 @@ from fleetfoot.kernels.sampling.sample import RandomRows, RowFilters, sample_tor
 from fleetfoot.kernels.sampling.token_logprobs import token_logprobs_torch
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import ModelRunnerOutput, NewRequest
+from fleetfoot.sampling.custom_processors import (
+    NO_PROCESSORS,
+    LogitsProcessor,
+    ProcessorBatch,
+    bind_tokens,
+    describe,
+)
 from fleetfoot.sampling.logprobs import LogprobsTensors, PromptLogprobs, token_logprobs
 from fleetfoot.sampling.request_params import has_filters, has_penalties
-from fleetfoot.sampling.verification import verify_drafts
+from fleetfoot.sampling.verification import INVALID_MESSAGE, verify_drafts
 
 
 @dataclass(slots=True, eq=False)
@@ -175,14 +182,28 @@ class SamplerOutput:
     """``[n]`` bool: the row's logits contain NaN or +inf, or only -inf; its token is undefined."""
     logprobs: LogprobsTensors | None
     """Of the rows in ``metadata.logprobs``, in that order; ``None`` if there are none."""
+    errors: Mapping[int, str]
+    """Row -> what a logits processor raised; the row's token is not to be used."""
+
+    def reasons(self) -> list[str]:
+        """``[n]``: why a row's token cannot be used; empty: it can."""
+        flags = self.invalid.tolist()
+        return [self.errors.get(row) or (INVALID_MESSAGE if flag else "") for row, flag in enumerate(flags)]
 
 
 class Sampler:
     """Holds a `SamplingRow` for each running request, and the metadata of the last batch. ``compute_logits``:
     ``[n, hidden_size]`` -> ``[n, vocab_size]``, for prompt logprobs."""
 
-    def __init__(self, ops: Kernels, compute_logits: Callable[[torch.Tensor], torch.Tensor], vocab_size: int) -> None:
+    def __init__(
+        self,
+        ops: Kernels,
+        compute_logits: Callable[[torch.Tensor], torch.Tensor],
+        vocab_size: int,
+        logits_processors: Sequence[LogitsProcessor] = (),
+    ) -> None:
         self._ops = ops
+        self._processors = ProcessorBatch(logits_processors)
         self._rows: dict[int, SamplingRow] = {}
         self._last = SamplingMetadata([])
         self.prompt_logprobs = PromptLogprobs(compute_logits, vocab_size, ops.token_logprobs)
@@ -192,11 +213,12 @@ class Sampler:
         lists = request.stop_token_ids, request.bad_words_token_ids
         row = SamplingRow(request.params, request.seed, request.token_ids, request.num_prompt_tokens, *lists)
         self._rows[request.row] = row
+        self._processors.add(row)
         self.prompt_logprobs.add(request)
 
     def remove(self, row: int) -> None:
         """A row is freed."""
-        self._rows.pop(row, None)
+        self._processors.remove(self._rows.pop(row, None))
         self.prompt_logprobs.remove(row)
 
     def __call__(
@@ -213,12 +235,12 @@ class Sampler:
         last = self._last
         is_same = len(last.rows) == len(batch) and all(map(operator.is_, last.rows, batch))
         self._last = metadata = last.refresh() if is_same else SamplingMetadata.build(batch, logits.device)
-        output = sample(logits, metadata, self._ops.sample, self._ops.token_logprobs)
+        output = sample(logits, metadata, self._ops.sample, self._ops.token_logprobs, self._processors)
         logprobs = {}
         if output.logprobs is not None:
             entries = output.logprobs.to_rows(list(metadata.logprobs.values()))
             logprobs = dict(zip(metadata.logprobs, entries, strict=True))
-        return verify_drafts(output.token_ids.tolist(), output.invalid.tolist(), drafts, max_new_tokens, logprobs)
+        return verify_drafts(output.token_ids.tolist(), output.reasons(), drafts, max_new_tokens, logprobs)
 
 
 def _rows_behind(row: SamplingRow, drafts: Sequence[int]) -> Iterator[SamplingRow]:
@@ -235,30 +257,43 @@ def sample(
     metadata: SamplingMetadata,
     sample_op: Sample = sample_torch,
     logprobs_op: TokenLogprobs = token_logprobs_torch,
+    processors: ProcessorBatch = NO_PROCESSORS,
 ) -> SamplerOutput:
-    """Sample one token per row of ``logits [n, vocab]`` (any float dtype), which are not modified.
+    """Sample one token per row of ``logits [n, vocab]`` (any float dtype), which are not modified. ``processors``: the
+    engine's own `LogitsProcessor`s, if it has any.
 
     Raises `ValueError` if ``metadata`` describes another number of rows.
     """
     if len(logits) != len(metadata.rows):
         raise ValueError(f"logits have {len(logits)} rows and the sampling metadata {len(metadata.rows)}")
     invalid = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
-    token_ids = sample_op(process_logits(logits, metadata), metadata.random, invalid=invalid)
+    errors = processors.begin(metadata.rows)
+    processed, random = process_logits(logits, metadata, processors, errors), metadata.random
+    if random is not None:
+        processed, random = _process_scaled(processed, random, processors, errors)
+    token_ids = sample_op(processed, random, invalid=invalid)
     logprobs = None
     if counts := metadata.logprobs.values():
         rows = torch.tensor(list(metadata.logprobs), device=logits.device)
         largest = -1 if -1 in counts else max(counts)
         logprobs = token_logprobs(logits[rows], largest, token_ids[rows], logprobs_op)
-    return SamplerOutput(token_ids, invalid, logprobs)
+    return SamplerOutput(token_ids, invalid, logprobs, errors)
 
 
-def process_logits(logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
-    """The logits ``[n, vocab]`` after the logits processors, in float32 if there are any.
+def process_logits(
+    logits: torch.Tensor,
+    metadata: SamplingMetadata,
+    processors: ProcessorBatch = NO_PROCESSORS,
+    errors: dict[int, str] | None = None,
+) -> torch.Tensor:
+    """The logits ``[n, vocab]`` after the logits processors, in float32 if there are any. ``errors``: of each row, what
+    a processor raised; extended.
 
     Tokens are excluded by adding -inf, not by assigning it: NaN and +inf in the model's logits then stay visible as
     NaN, and the sampler reports the row instead of sampling from the rest.
     """
-    if metadata.allowed is None and not metadata.biased and not metadata.penalized:
+    own = [i for i, row in enumerate(metadata.rows) if row.params.logits_processors]
+    if metadata.allowed is None and not (metadata.biased or metadata.penalized or own or processors):
         return logits
     processed = logits.to(torch.float32, copy=True)
     if metadata.allowed is not None:
@@ -272,6 +307,11 @@ def process_logits(logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Te
         *index, biases = zip(*entries, strict=True)
         values = torch.tensor(biases, dtype=torch.float32, device=logits.device)
         processed.index_put_(tuple(torch.tensor(index, device=logits.device)), values, accumulate=True)
+    errors = {} if errors is None else errors
+    processed, raised = processors.apply(processed, argmax_invariant=False)
+    errors |= raised
+    for i in own:
+        _apply_callables(processed, i, metadata.rows[i], errors)
     if metadata.penalized:
         penalized = [metadata.rows[i] for i in metadata.penalized]
         counts = [count_tokens(row.prompt_tokens(), row.output_token_ids) for row in penalized]
@@ -279,3 +319,26 @@ def process_logits(logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Te
         factors = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params]
         penalize(processed, metadata.penalized, counts, factors)
     return processed
+
+
+def _apply_callables(processed: torch.Tensor, index: int, row: SamplingRow, errors: dict[int, str]) -> None:
+    """Apply the callables of a request to its row of ``processed [n, vocab]``."""
+    prompt = row.token_ids[: row.num_prompt_tokens]
+    for function in row.params.logits_processors or ():
+        try:
+            processed[index] = bind_tokens(function, list(prompt), list(row.output_token_ids))(processed[index])
+        except Exception as error:
+            errors[index] = describe(function, error)
+
+
+def _process_scaled(
+    logits: torch.Tensor, random: RandomRows, processors: ProcessorBatch, errors: dict[int, str]
+) -> tuple[torch.Tensor, RandomRows]:
+    """Apply the processors that greedy rows ignore, which see logits divided by the temperature."""
+    if not processors.has_invariant:
+        return logits, random
+    is_random = random.temperatures > 0  # [n]
+    divisors = torch.where(is_random, random.temperatures, 1.0)[:, None]
+    scaled, raised = processors.apply(logits.to(torch.float32) / divisors, argmax_invariant=True)
+    errors |= raised
+    return torch.where(is_random[:, None], scaled, logits), replace(random, temperatures=is_random.to(torch.float32))

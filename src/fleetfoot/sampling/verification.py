@@ -27,28 +27,29 @@ INVALID_MESSAGE = (
 
 def verify_drafts(
     sampled: list[int],
-    invalid: list[bool],
+    errors: Sequence[str],
     drafts: Sequence[Sequence[int]],
     max_new_tokens: Sequence[int],
     logprobs: dict[int, RowLogprobs],
 ) -> ModelRunnerOutput:
-    """Accept drafts. ``sampled``, ``invalid``: ``[num_logits]``, the target's samples; ``drafts``: ``[num_decodes][d]``
-    (-1: none), empty without drafts; ``max_new_tokens``: ``[num_sampled]``, tokens until each request reaches its
-    length; ``logprobs``: row of the logits -> logprobs, if requested."""
+    """Accept drafts. ``sampled``, ``errors``: ``[num_logits]``, the target's samples, and why each is invalid, empty if
+    it is valid; ``drafts``: ``[num_decodes][d]`` (-1: none), empty without drafts; ``max_new_tokens``:
+    ``[num_sampled]``, tokens until each request reaches its length; ``logprobs``: row of the logits -> logprobs, if
+    requested."""
     token_ids: list[list[int]] = []
     output = ModelRunnerOutput(token_ids)
     begin = 0
     for index, max_new in enumerate(max_new_tokens):
         proposed = drafts[index] if index < len(drafts) else ()
         end = begin + 1 + len(proposed)
-        tokens, flags = sampled[begin:end], invalid[begin:end]
+        tokens, wrong = sampled[begin:end], errors[begin:end]
         accepted = 0
-        while accepted < len(proposed) and proposed[accepted] == tokens[accepted] and not flags[accepted]:
+        while accepted < len(proposed) and proposed[accepted] == tokens[accepted] and not wrong[accepted]:
             accepted += 1
         count = min(accepted + 1, max_new)
         token_ids.append(tokens[:count])
-        if count and flags[count - 1]:
-            output.invalid[index] = INVALID_MESSAGE
+        if count and wrong[count - 1]:
+            output.invalid[index] = wrong[count - 1]
         if count and begin in logprobs:
             output.logprobs[index] = [logprobs[row] for row in range(begin, begin + count)]
         begin = end

@@ -203,7 +203,7 @@ class RequestBlocks:
 
     def find_cached_prefix(self, request: Request) -> list[int]:
         """Cached blocks of the request's first tokens. At least one token is left to compute, for its logits."""
-        if not self._publishes or request.has_prompt_logprobs:
+        if not self._publishes or request.reads_whole_prompt:
             return []
         usable = (request.num_tokens - 1) // self.block_size
         self._hash(request, usable)

@@ -314,6 +314,10 @@ class Scheduler:
             for item in results:
                 item.logprobs = result.logprobs.get(item.index)
                 item.prompt_logprobs = result.prompt_logprobs.get(item.index)
+        for item in results if result.pooled else ():
+            if (pooled := result.pooled.get(item.index)) is not None and item.request.status is RUNNING:
+                item.pooled = pooled
+                self._end(item.request, RequestStatus.FINISHED_STOPPED, None)
         for index, message in result.invalid.items():
             self._fail(batch[index], message, len(result.sampled_token_ids[index]), results)
         if self._num_ended:

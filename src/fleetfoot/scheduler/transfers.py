@@ -63,7 +63,7 @@ class Transfers:
     def num_matched(self, request: Request, num_local: int) -> int:
         """Tokens that the connector can load after the ``num_local`` tokens of the prefix cache. Raises RuntimeError if
         it returns an impossible number."""
-        if not request.can_load or request.has_prompt_logprobs:
+        if not request.can_load or request.reads_whole_prompt:
             return 0
         matched = self.connector.get_num_new_matched_tokens(request, num_local)
         if matched and (matched < 0 or matched % self._blocks.block_size or num_local + matched >= request.num_tokens):

@@ -6,6 +6,7 @@ made when it is imported, and a name in it is imported on first access. docs/vll
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -15,21 +16,33 @@ from types import ModuleType
 from typing import Any
 
 ROOT = "fleetfoot"
+init_logger = logging.getLogger
+"""vLLM's name."""
+
+_PROCESSORS = " ".join(
+    f"sampling.custom_processors.{name}"
+    for name in ("AdapterLogitsProcessor", "BatchUpdate", "LogitsProcessor", "MoveDirectionality")
+)
 
 NAMES = {
     "": "async_llm.AsyncLLM async_llm.AsyncLLMEngine config.engine.EngineConfig engine.arg_utils.AsyncEngineArgs "
         "engine.arg_utils.EngineArgs engine.engine.LLMEngine engine.errors.EngineDeadError inputs.PromptType "
-        "inputs.TextPrompt inputs.TokensPrompt llm.LLM outputs.CompletionOutput outputs.RequestOutput "
+        "inputs.TextPrompt inputs.TokensPrompt llm.LLM outputs.ClassificationOutput "
+        "outputs.ClassificationRequestOutput outputs.CompletionOutput outputs.EmbeddingOutput "
+        "outputs.EmbeddingRequestOutput outputs.PoolingOutput outputs.PoolingRequestOutput outputs.RequestOutput "
+        "outputs.ScoringOutput outputs.ScoringRequestOutput records.pooling_params.PoolingParams "
         "records.sampling_params.RequestOutputKind records.sampling_params.SamplingParams",
     "beam_search": "engine.beam_search.BeamSearchOutput engine.beam_search.BeamSearchSequence",
-    "config": "config.engine.CompilationConfig config.kv_transfer.KVTransferConfig "
-              "config.speculative.SpeculativeConfig",
+    "config": "config.engine.CompilationConfig config.engine.VllmConfig config.kv_transfer.KVTransferConfig "
+              "config.pooling.PoolerConfig config.speculative.SpeculativeConfig",
     "distributed.parallel_state": "distributed.cleanup_dist_env_and_memory",
     "engine.async_llm_engine": "async_llm.AsyncLLMEngine",
     "engine.llm_engine": "engine.engine.LLMEngine",
     "entrypoints.llm": "llm.LLM",
+    "logger": "utils.vllm_paths.init_logger",
     "logprobs": "outputs.Logprob",
     "platforms": "plan.machine.current_platform",
+    "pooling_params": "records.pooling_params.PoolingParams",
     "utils": "utils.argparse_utils.FlexibleArgumentParser utils.validation.get_open_port",
     "utils.network_utils": "utils.validation.get_open_port",
     "v1.engine.async_llm": "async_llm.AsyncLLM",
@@ -37,6 +50,9 @@ NAMES = {
     "v1.engine.llm_engine": "engine.engine.LLMEngine",
     "v1.metrics.reader": "engine.metrics.Counter engine.metrics.Gauge engine.metrics.Histogram engine.metrics.Metric "
                          "engine.metrics.Vector",
+    "v1.sample.logits_processor": f"{_PROCESSORS} sampling.custom_processors.RequestLogitsProcessor",
+    "v1.sample.logits_processor.builtin": "sampling.custom_processors.process_dict_updates",
+    "v1.sample.logits_processor.interface": _PROCESSORS,
     "version": "_version.__version__",
 }  # fmt: skip
 """Module of vLLM's -> the places of its names; all without the package."""
@@ -44,8 +60,6 @@ NAMES = {
 NO_LORA = "LoRA adapters are not served; merge the adapter into the checkpoint"
 NO_MULTIMODAL = "models take text alone; leave it out"
 NO_GRAMMAR = "output is not constrained by grammars; leave it out"
-NO_POOLING = "models generate text; SamplingParams(prompt_logprobs=...) scores a text"
-NO_CALLBACK = "the sampler calls no code of the user's; SamplingParams has logit_bias, allowed_token_ids and bad_words"
 NO_UPDATE = "a running engine keeps its weights; make a new LLM of the changed checkpoint"
 NO_PROFILER = "run the script under torch.profiler or py-spy; stats() has the engine's own times"
 
@@ -54,10 +68,8 @@ _BY_ADVICE = {
     NO_MULTIMODAL: "multimodal assets.audio assets.base assets.image assets.video inputs.EmbedsPrompt "
                    "inputs.ExplicitEncoderDecoderPrompt",
     NO_GRAMMAR: "reasoning tool_parsers sampling_params.GuidedDecodingParams sampling_params.StructuredOutputsParams",
-    NO_POOLING: "pooling_params config.PoolerConfig PoolingParams PoolingOutput PoolingRequestOutput "
-                "ClassificationOutput ClassificationRequestOutput EmbeddingOutput EmbeddingRequestOutput ScoringOutput "
-                "ScoringRequestOutput LLM.encode LLM.embed LLM.classify LLM.score LLM.reward",
-    NO_CALLBACK: "v1.sample logits_process",
+    "SamplingParams(logits_processors=[...]) takes functions, LLM(logits_processors=[...]) classes":
+        "logits_process v1.sample.logits_processor.LogitsProcessors",
     NO_UPDATE: "config.WeightTransferConfig distributed.weight_transfer LLM.update_weights",
     NO_PROFILER: "config.ProfilerConfig profiler LLM.start_profile LLM.stop_profile",
     "fleetfoot bench measures; give the script prompts of its own": "benchmarks",
@@ -65,8 +77,7 @@ _BY_ADVICE = {
     "docs/kv_connectors.md has the connectors, and how to write one": "distributed.kv_transfer",
     "there is no HTTP server; AsyncLLM works in one of your own": "entrypoints",
     "LLM.get_tokenizer() returns the tokenizer": "transformers_utils tokenizers",
-    "settings are keywords of LLM": "config.VllmConfig envs",
-    "use logging.getLogger": "logger",
+    "settings are keywords of LLM": "envs",
     "collective_rpc takes a function of the worker": "LLM.apply_model",
     "shutdown() gives the memory back; make a new LLM later": "LLM.sleep LLM.wake_up",
     "it belongs to vLLM's own code; docs/vllm_names.md lists what there is":

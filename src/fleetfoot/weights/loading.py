@@ -53,10 +53,11 @@ class ModelLoader:
 def reload_weights(model: CausalLM, context: ModelContext, folder: str | Path) -> None:
     """Load all weights again from a checkpoint with the same shapes, while no step runs. Raises WeightError: as
     `ModelLoader.load`; the model keeps its old weights."""
-    elsewhere = set()  # the other tensors of the whole model, named by a model on the `meta` device
+    # the other tensors of the whole model, named by a model on the `meta` device
+    elsewhere = set() if model.config.head == "logits" else {"lm_head.weight"}
     if not (model.is_first and model.is_last and context.tensor_group.size == 1):
         meta = replace(context, device=torch.device("meta"), max_positions=1, tensor_group=SINGLE_TENSOR_GROUP)
         whole = model_class(model.config.architecture)(model.config, meta)
-        elsewhere = {name for spec in whole.weight_specs() for name in (spec.name, *spec.aliases)}
+        elsewhere |= {name for spec in whole.weight_specs() for name in (spec.name, *spec.aliases)}
     load_safetensors(model.weight_specs(), Path(folder), elsewhere)
     model.process_weights_after_loading()

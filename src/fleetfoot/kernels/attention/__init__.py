@@ -64,7 +64,7 @@ class AttentionInputs(NamedTuple):
     query: torch.Tensor
     """``[num_tokens, num_heads, head_dim]``; the stride between tokens is arbitrary."""
     kv_cache: torch.Tensor
-    """``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; the stride between blocks is arbitrary."""
+    """``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; of any strides but that of the last dimension, 1."""
     query_start_loc: torch.Tensor
     """``[num_reqs + 1]`` int32: where each request's query tokens begin in ``query``."""
     seq_lens: torch.Tensor
@@ -98,6 +98,18 @@ class AttentionInputs(NamedTuple):
     def group(self) -> int:
         """Query heads per KV head."""
         return self.query.shape[1] // self.kv_cache.shape[2]
+
+    @property
+    def is_block_contiguous(self) -> bool:
+        """Whether a block is contiguous, as in ``block-contiguous-hnd``."""
+        _, _, num_kv_heads, block_size, head_dim = self.kv_cache.shape
+        strides = num_kv_heads * block_size * head_dim, block_size * head_dim, head_dim, 1
+        return self.kv_cache.stride()[1:] == strides
+
+    @property
+    def kv_strides(self) -> dict[str, int]:
+        """Strides within a block, which are compile-time constants of the Triton kernels."""
+        return dict(zip(("value_offset", "head_stride", "token_stride"), self.kv_cache.stride()[1:4], strict=True))
 
 
 def sdpa_workspace_bytes(

@@ -152,7 +152,8 @@ def paged_attention_decode(
     rope = rotary or RotaryInputs(query, None, None, 0.0)
     shape = DecodeShape(
         num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, padded_dim=padded_dim, block_size=block_size,
-        rows=rows, stored_rows=stored_rows, merge_tile=max(1, min(32, _MERGED_FLOATS // (stored_rows * padded_dim))),
+        **inputs.kv_strides, rows=rows, stored_rows=stored_rows,
+        merge_tile=max(1, min(32, _MERGED_FLOATS // (stored_rows * padded_dim))),
         tile=tiling.tile, has_window=window is not None, is_fused=rotary is not None,
         has_q_norm=rope.q_norm is not None, has_k_norm=rope.k_norm is not None,
         new_rows=next_power_of_2(max_query_len), programs_per_sm=tiling.programs_per_sm,
@@ -235,7 +236,7 @@ def _find_range(seq_lens_ptr, num_reqs, window, min_tiles, full_tiles, pair_tile
 
 @triton_kernel(specialize=False)
 def _rotate_and_cache(
-    query_ptr, query_offset, query_stride, head_ptr, value_offset, block_stride, cos_sin_ptr, slot_mapping_ptr,
+    query_ptr, query_offset, query_stride, head_ptr, block_stride, cos_sin_ptr, slot_mapping_ptr,
     q_norm_ptr, k_norm_ptr, eps, query_begin, query_len, seq_len, kv_head, first_tile, begin, stop, is_row,
     row_position, shape: tl.constexpr,
 ):  # fmt: skip
@@ -265,17 +266,17 @@ def _rotate_and_cache(
         mask = is_new[:, None] & (column < head_dim)[None, :]
         source_ptrs = query_ptr + source[:, None] + shape.num_kv_heads * head_dim + column[None, :]
         new_v = tl.load(source_ptrs, mask=mask, other=0.0)
-        target = (slot // shape.block_size) * block_stride + (slot % shape.block_size) * head_dim
+        target = (slot // shape.block_size) * block_stride + (slot % shape.block_size) * shape.token_stride
         target_ptrs = head_ptr + target[:, None] + column[None, :]
         tl.store(target_ptrs, new_k.to(head_ptr.dtype.element_ty), mask=mask)
-        tl.store(target_ptrs + value_offset, new_v.to(head_ptr.dtype.element_ty), mask=mask)
+        tl.store(target_ptrs + shape.value_offset, new_v.to(head_ptr.dtype.element_ty), mask=mask)
         tl.debug_barrier()  # other threads of this program read them
     return q
 
 
 @triton_kernel(specialize=False)
 def _attend(
-    q, head_ptr, value_offset, table_ptr, next_block, block_stride, first_tile, end_tile, seq_len, row_position,
+    q, head_ptr, table_ptr, next_block, block_stride, first_tile, end_tile, seq_len, row_position,
     scale_log2, window, shape: tl.constexpr,
 ):  # fmt: skip
     """Maximum scores and sums of weights ``[rows]``, and weighted sums of V ``[rows, padded_dim]``, over some tiles."""
@@ -293,7 +294,7 @@ def _attend(
         block = next_block
         next_position = position + tile
         next_block = tl.load(table_ptr + next_position // shape.block_size, mask=next_position < seq_len, other=0)
-        offset = block.to(tl.int64) * block_stride + (position % shape.block_size) * shape.head_dim
+        offset = block.to(tl.int64) * block_stride + (position % shape.block_size) * shape.token_stride
         k_ptrs = tl.multiple_of(head_ptr + offset[:, None] + column[None, :], (1, 16))
         # Positions past the end must be zeroed, not only masked: they may be NaN, and 0 * NaN is NaN.
         mask = is_position[:, None] & (column < shape.head_dim)[None, :]
@@ -307,7 +308,7 @@ def _attend(
         p = tl.exp2(scores - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
         weights = weights * rescale[:, None] + p
-        v_ptrs = tl.multiple_of(k_ptrs + value_offset, (1, 16))
+        v_ptrs = tl.multiple_of(k_ptrs + shape.value_offset, (1, 16))
         v = tl.load(v_ptrs, mask=mask, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
         row_max = new_max
@@ -357,18 +358,18 @@ def _paged_attention_decode_kernel(
         query_offset = (query_begin + token).to(tl.int64) * query_stride
         query_offset += (kv_head * shape.group + row % shape.group) * head_dim
         table_ptr = block_tables_ptr + request.to(tl.int64) * table_stride
-        head_ptr = kv_ptr + kv_head * (shape.block_size * head_dim)
-        value_offset = shape.num_kv_heads * shape.block_size * head_dim
+        head_ptr = kv_ptr + kv_head * shape.head_stride
         # Block ids are loaded one tile ahead, so that the address of K does not wait for them.
         position = (first_tile + begin) * shape.tile + tl.arange(0, shape.tile)
         next_block = tl.load(table_ptr + position // shape.block_size, mask=position < seq_len, other=0)
         if shape.overlap:
-            row_ptrs = head_ptr + next_block.to(tl.int64) * block_stride + (position % shape.block_size) * head_dim
+            row_ptrs = head_ptr + next_block.to(tl.int64) * block_stride
+            row_ptrs += (position % shape.block_size) * shape.token_stride
             prefetch(row_ptrs, position < seq_len, row_bytes)
-            prefetch(row_ptrs + value_offset, position < seq_len, row_bytes)
+            prefetch(row_ptrs + shape.value_offset, position < seq_len, row_bytes)
         if shape.is_fused:
             q = _rotate_and_cache(
-                query_ptr, query_offset, query_stride, head_ptr, value_offset, block_stride, cos_sin_ptr,
+                query_ptr, query_offset, query_stride, head_ptr, block_stride, cos_sin_ptr,
                 slot_mapping_ptr, q_norm_ptr, k_norm_ptr, eps, query_begin, query_len, seq_len, kv_head, first_tile,
                 begin, stop, is_row, row_position, shape,
             )  # fmt: skip
@@ -377,7 +378,7 @@ def _paged_attention_decode_kernel(
             query_ptrs = tl.multiple_of(query_ptr + query_offset[:, None] + column[None, :], (1, 16))
             q = tl.load(query_ptrs, mask=is_row[:, None] & (column < head_dim)[None, :], other=0.0)
         row_max, row_sum, acc = _attend(
-            q, head_ptr, value_offset, table_ptr, next_block, block_stride, first_tile + begin, first_tile + stop,
+            q, head_ptr, table_ptr, next_block, block_stride, first_tile + begin, first_tile + stop,
             seq_len, row_position, scale_log2, window, shape,
         )  # fmt: skip
         if cursor == program * program_tiles:  # once for each program

@@ -67,6 +67,7 @@ def supports(inputs: AttentionInputs) -> bool:
         and inputs.group * inputs.max_query_len <= MAX_ROWS
         and block_size >= 16
         and block_size & (block_size - 1) == 0
+        and inputs.is_block_contiguous
         and inputs.kv_cache.stride(0) % head_dim == 0
     )
 

@@ -72,7 +72,7 @@ def paged_attention_prefill(inputs: AttentionInputs, *, out: torch.Tensor, tilin
         query, kv_cache, out, query_start_loc, seq_lens, block_tables, num_reqs, num_tokens, search_steps(num_reqs + 1),
         query.stride(0), kv_cache.stride(0), block_tables.stride(0), scale * math.log2(math.e), window or 0,
         num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, padded_dim=padded_dim, block_size=block_size,
-        rows=tiling.rows, tile=tiling.tile, has_window=window is not None,
+        **inputs.kv_strides, rows=tiling.rows, tile=tiling.tile, has_window=window is not None,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
 
@@ -97,7 +97,8 @@ def _paged_attention_prefill_kernel(
     query_ptr, kv_ptr, out_ptr, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr, num_reqs, num_tokens, steps,
     query_stride, block_stride, table_stride, scale_log2, window,
     num_kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, padded_dim: tl.constexpr,
-    block_size: tl.constexpr, rows: tl.constexpr, tile: tl.constexpr, has_window: tl.constexpr,
+    block_size: tl.constexpr, value_offset: tl.constexpr, head_stride: tl.constexpr, token_stride: tl.constexpr,
+    rows: tl.constexpr, tile: tl.constexpr, has_window: tl.constexpr,
 ):  # fmt: skip
     tile_tokens: tl.constexpr = rows // group
     # The slots of a request are ordered by KV head, so that neighboring programs read the same K and V. They are
@@ -139,7 +140,7 @@ def _paged_attention_prefill_kernel(
             kv_begin = tl.maximum(first_position + 1 - window, 0) // tile * tile
 
         table_ptr = block_tables_ptr + request.to(tl.int64) * table_stride
-        head_ptr = kv_ptr + kv_head * (block_size * head_dim)
+        head_ptr = kv_ptr + kv_head * head_stride
         position_in_tile = tl.arange(0, tile)
         row_max = tl.full([rows], -1.0e30, tl.float32)  # finite, so that differences are not NaN
         row_sum = tl.zeros([rows], tl.float32)
@@ -153,7 +154,7 @@ def _paged_attention_prefill_kernel(
             block = next_block
             next_position = position + tile
             next_block = tl.load(table_ptr + next_position // block_size, mask=next_position < kv_end, other=0)
-            offset = block.to(tl.int64) * block_stride + (position % block_size) * head_dim
+            offset = block.to(tl.int64) * block_stride + (position % block_size) * token_stride
             k_ptrs = tl.multiple_of(head_ptr + offset[:, None] + column[None, :], (1, 16))
             mask = is_position[:, None] & is_column[None, :]
             k = tl.load(k_ptrs, mask=mask, other=0.0)  # [tile, padded_dim]
@@ -172,7 +173,7 @@ def _paged_attention_prefill_kernel(
             row_sum = row_sum * rescale + tl.sum(p, 1)
             acc = acc * rescale[:, None]
             # Positions past the end must be zeroed, not only masked: they may be NaN, and 0 * NaN is NaN.
-            v_ptrs = tl.multiple_of(k_ptrs + num_kv_heads * block_size * head_dim, (1, 16))
+            v_ptrs = tl.multiple_of(k_ptrs + value_offset, (1, 16))
             v = tl.load(v_ptrs, mask=mask, other=0.0)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
             row_max = new_max

@@ -68,6 +68,7 @@ def supports(inputs: AttentionInputs) -> bool:
         and group <= 64
         and block_size >= 8
         and block_size & (block_size - 1) == 0
+        and inputs.is_block_contiguous
         and inputs.kv_cache.stride(0) % head_dim == 0
     )
 

@@ -142,3 +142,23 @@ def _prefill(
             enable_gqa=num_heads != num_kv_heads,
         )
         output[begin:end] = attended.squeeze(0).transpose(0, 1)
+
+
+class BidirectionalBackend(AttentionBackend):
+    """Attention of every token to all tokens of its request, which are in one step. For embeddings."""
+
+    name = "bidirectional"
+    is_capturable = False
+
+    def forward(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """See `AttentionBackend.forward`."""
+        output, starts = torch.empty_like(query), metadata.query_start_loc.tolist()
+        for row, seq_len in enumerate(metadata.seq_lens.tolist()):
+            tokens = slice(starts[row], starts[row + 1])
+            keys, values = _gather_one(kv_cache, metadata.block_tables[row], seq_len)
+            heads = (query[tokens].transpose(0, 1)[None], keys[None], values[None])
+            attended = F.scaled_dot_product_attention(*heads, scale=scale, enable_gqa=True)
+            output[tokens] = attended[0].transpose(0, 1)
+        return output

@@ -28,6 +28,10 @@ class DecodeShape(NamedTuple):
     padded_dim: int
     """``head_dim``, rounded up to a power of 2."""
     block_size: int
+    value_offset: int
+    """Elements between K and V of a block; ``head_stride``, ``token_stride``: between its heads and its tokens."""
+    head_stride: int
+    token_stride: int
     rows: int
     """Of the query tile: query heads per KV head times query tokens per request, rounded up."""
     stored_rows: int

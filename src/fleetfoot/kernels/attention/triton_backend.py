@@ -140,15 +140,15 @@ def _hopper_kernels(device: torch.device) -> tuple[ModuleType | None, ModuleType
 def _check(inputs: AttentionInputs) -> None:
     query, kv_cache = inputs.query, inputs.kv_cache
     num_heads, head_dim = query.shape[1:]
-    _, kinds, num_kv_heads, block_size, kv_head_dim = kv_cache.shape
-    strides = (tensor.stride(0) * tensor.element_size() for tensor in (query, kv_cache))
+    _, kinds, num_kv_heads, _, kv_head_dim = kv_cache.shape
+    strides = (stride * query.element_size() for stride in (query.stride(0), *kv_cache.stride()[:4]))
     if (
         kv_cache.dtype != query.dtype
         or kinds != 2
         or head_dim != kv_head_dim
         or num_heads % num_kv_heads
         or query.stride()[1:] != (head_dim, 1)
-        or kv_cache.stride()[1:] != (num_kv_heads * block_size * head_dim, block_size * head_dim, head_dim, 1)
+        or kv_cache.stride(4) != 1
         or any(address % _ALIGNMENT for address in (query.data_ptr(), kv_cache.data_ptr(), *strides))
     ):
         raise ValueError(

@@ -49,7 +49,7 @@ class PlainLinear:
     __slots__ = ("_bias", "_weight")
     is_dense = True
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._weight = weight
         self._bias = bias
 

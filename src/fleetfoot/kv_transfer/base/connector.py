@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from fleetfoot.config.json_fields import check_key
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.records.kv_connector import SchedulerConnector as SchedulerConnector  # for authors of connectors
+from fleetfoot.records.kv_layout import BLOCK_CONTIGUOUS_HND as BLOCK_CONTIGUOUS_HND
+from fleetfoot.records.kv_layout import TOKEN_MAJOR_NHD as TOKEN_MAJOR_NHD
 from fleetfoot.records.step import KVConnectorOutput
 
 if TYPE_CHECKING:
@@ -34,10 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _D = TypeVar("_D", int, None)
-
-BLOCK_CONTIGUOUS_HND = "block-contiguous-hnd"
-"""The KV layout of `fleetfoot.records.kv_layout.KVLayout`: a block of a layer is contiguous, with dimensions K and V,
-heads, tokens, elements."""
 
 MAX_THREADS = 1024  # of one kind on a rank
 UNUSED_FIELDS = ("kv_rank", "kv_parallel_size", "kv_ip", "kv_port", "kv_buffer_device", "kv_buffer_size")
@@ -77,8 +75,7 @@ class WorkerConnector(ABC):
 
     @abstractmethod
     def register_kv_caches(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
-        """Called once with the KV caches of this rank's layers, the drafter's last: ``[num_blocks, 2, num_kv_heads,
-        block_size, head_dim]`` each."""
+        """Called once with the KV caches of this rank's layers, the drafter's last, with ``layout.layer_shapes``."""
 
     @abstractmethod
     def bind_connector_metadata(self, metadata: object | None) -> None:

@@ -13,14 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from fleetfoot.config.kv_transfer import KVTransferConfig
-from fleetfoot.kv_transfer.base.connector import BLOCK_CONTIGUOUS_HND, UNUSED_FIELDS, KVConnector
-
-V2_LAYOUT = BLOCK_CONTIGUOUS_HND
-"""The layout of Model Runner V2's KV cache."""
-LAYOUT_DIMENSIONS: Mapping[str, tuple[str, ...]] = {
-    BLOCK_CONTIGUOUS_HND: ("num_blocks", "key_and_value", "num_kv_heads", "block_size", "head_dim")
-}
-"""The dimensions of a layer's tensor, outermost first."""
+from fleetfoot.kv_transfer.base.connector import UNUSED_FIELDS, KVConnector
 
 OFFLOADING_CONNECTOR = "OffloadingConnector"
 """The connector that ``kv_offloading_size`` implies."""
@@ -103,18 +96,20 @@ def connector_layouts(config: KVTransferConfig) -> ConnectorLayouts:
     """The layouts that the class of an active config declares as ``accepted_kv_layouts``.
 
     A class without a declaration, and an unknown connector, accept none. Several connectors accept what all of them
-    accept; the result names one that refuses V2's layout. Raises ValueError or TypeError if the settings of several
-    connectors are invalid.
+    accept. Raises ValueError or TypeError if the settings
+    of several connectors are invalid.
     """
     name = config.kv_connector or ""
     if name == MULTI_CONNECTOR and config.kv_connector_module_path is None:
         parts = [connector_layouts(part) for part in part_configs(config)]
         accepted = frozenset.intersection(*(part.accepted for part in parts))
-        refusing = [part for part in parts if V2_LAYOUT not in part.accepted]
-        if not refusing:
+        if accepted:
             return ConnectorLayouts(name, accepted)
-        first = min(refusing, key=lambda part: part.exists)  # connectors that do not exist first
-        return dataclasses.replace(first, accepted=accepted)
+        least = min(parts, key=lambda part: (part.exists, len(part.accepted)))  # connectors that do not exist first
+        if not least.accepted:
+            return least
+        listed = "; ".join(f"{part.name} accepts {', '.join(sorted(part.accepted))}" for part in parts)
+        return ConnectorLayouts(name, remark=f"combines connectors without a common KV layout ({listed})")
     try:
         declared = getattr(_lookup(config), "accepted_kv_layouts", None)
     except _NotFoundError as error:

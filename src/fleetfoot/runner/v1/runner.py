@@ -5,6 +5,9 @@ It is the reference of V2, and runs where V2 cannot: on every torch device, with
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -14,20 +17,48 @@ from fleetfoot.records.forward_context import ForwardContext, IntermediateTensor
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.runner.base import ModelRunner, SampledTokenSync
+from fleetfoot.runner.v1.compiled import compile_layers, warm_up_layers
 from fleetfoot.runner.v1.host_state import HostState, StepInputs, draft_batch, logits_indices, prepare_inputs
+from fleetfoot.sampling.custom_processors import LogitsProcessor
 from fleetfoot.sampling.sampler_v1 import Sampler
+from fleetfoot.weights.loading import ModelLoader
 
 
 class ModelRunnerV1(ModelRunner):
-    """Implements `ModelRunner`, with the same arguments."""
+    """Implements `ModelRunner`, with its arguments and: ``compiles_layers``: run ``torch.compile`` over the decoder
+    layers; ``logits_processors``: those of the settings."""
 
     name = "v1"
+
+    def __init__(
+        self,
+        loader: ModelLoader,
+        *,
+        compiles_layers: bool = False,
+        logits_processors: Sequence[LogitsProcessor] = (),
+        **common: Any,
+    ) -> None:
+        super().__init__(loader, **common)
+        self._compiles_layers, self._logits_processors = compiles_layers, logits_processors
+
+    def _load(self) -> CausalLM:
+        model = super()._load()
+        if self._compiles_layers:
+            compile_layers(model)
+        return model
 
     def _initialize_state(self, model: CausalLM, layout: KVLayout) -> None:
         self._device, num_drafts = self._loader.context.device, self._draft_settings.num_drafts
         self._host = host = HostState(self._max_num_seqs, self._max_model_len, layout.block_size, num_drafts)
-        self._sampler = Sampler(self._loader.context.ops, model.compute_logits, model.config.vocab_size)
+        ops, vocab_size = self._loader.context.ops, model.config.vocab_size
+        self._sampler = Sampler(ops, model.compute_logits, vocab_size, self._logits_processors)
         self._token_sync = SampledTokenSync(self._pipeline, num_drafts, self._device, host.apply_sampled_tokens)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compile the layers, if they are to be compiled."""
+        if self._compiles_layers and self._model is not None:
+            warm_up_layers(self._model, self._kv_caches)
 
     def _free_rows(self, scheduler_output: SchedulerOutput) -> None:
         for _, row in scheduler_output.finished:

@@ -1,0 +1,217 @@
+"""Custom logits processors: functions of a request, and classes of an engine, on Model Runner V1."""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from fleetfoot import LLM, SamplingParams
+from fleetfoot.sampling.custom_processors import (
+    AdapterLogitsProcessor,
+    BatchUpdate,
+    LogitsProcessor,
+    MoveDirectionality,
+    process_dict_updates,
+)
+
+SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 64}
+PROMPTS = [{"prompt_token_ids": ids} for ids in ([5, 6, 7], [8, 9], [10, 11, 12, 13, 14])]
+
+
+def only(token: int) -> Any:
+    def keep(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        kept = torch.full_like(logits, float("-inf"))
+        kept[(token + len(output)) % 100] = logits[token]
+        return kept
+
+    return keep
+
+
+def by_prompt(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
+    return only(prompt[-1])(output, logits)
+
+
+def fails(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+    if len(output) == 2:
+        raise KeyError("lost")
+    return logits
+
+
+class Target(LogitsProcessor):
+    """Restricts each request with ``extra_args["target"]`` to that token."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self.targets: dict[int, int] = {}
+
+    @classmethod
+    def validate_params(cls, params: SamplingParams) -> None:
+        if not isinstance((params.extra_args or {}).get("target", 0), int):
+            raise ValueError("target must be an int")
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        if batch_update is None:
+            return
+        for index in batch_update.removed:
+            self.targets.pop(index, None)
+        for index, params, _, _ in batch_update.added:
+            if params.extra_args is not None:
+                self.targets[index] = params.extra_args["target"]
+        for first, second, how in batch_update.moved:
+            assert how is MoveDirectionality.UNIDIRECTIONAL
+            if first in self.targets:
+                self.targets[second] = self.targets.pop(first)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        for index, token in self.targets.items():
+            kept = logits[index, token].clone()
+            logits[index] = float("-inf")
+            logits[index, token] = kept
+        return logits
+
+
+class AddedFirst(Target):
+    """Takes the changes in the order of vLLM's own function."""
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        if batch_update is None:
+            return
+        for index, params, _, _ in batch_update.added:
+            self.targets.pop(index, None)
+            if params.extra_args is not None:
+                self.targets[index] = params.extra_args["target"]
+        for index in batch_update.removed:
+            self.targets.pop(index, None)
+        for first, second, _ in batch_update.moved:
+            if (target := self.targets.pop(first, None)) is not None:
+                self.targets[second] = target
+
+
+class Updated(Target):
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        changes = process_dict_updates(self.targets, batch_update, lambda params, *_: (params.extra_args or {}).get("target"))
+        assert changes == (batch_update is not None)
+
+
+class Adapted(AdapterLogitsProcessor):
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params: SamplingParams) -> Any:
+        return None if params.extra_args is None else only(params.extra_args["target"])
+
+
+class Sharp(LogitsProcessor):
+    """Draws the most probable token; sees logits divided by the temperature."""
+
+    largest: ClassVar[list[float]] = []
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None: ...
+
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None: ...
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        self.largest.append(float(logits.max()))
+        return torch.where(logits == logits.max(1, keepdim=True).values, logits, float("-inf"))
+
+
+class Broken(Sharp):
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        if batch_update is not None and any(params.seed == 13 for _, params, _, _ in batch_update.added):
+            raise RuntimeError("thirteen")
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+
+def greedy(**more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, **more)
+
+
+def tokens(llm: LLM, params: list[SamplingParams]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+
+def test_states_of_requests_that_move() -> None:
+    new = [(1, greedy(), None, []), (2, greedy(), None, [])]
+    states = {0: "a", 1: "b", 3: "d"}
+    assert not process_dict_updates(states, None, lambda *_: "x")
+    assert process_dict_updates(states, BatchUpdate(4, [0], new, []), lambda params, *_: "new")
+    assert states == {1: "new", 2: "new", 3: "d"}
+    moved = [(3, 0, MoveDirectionality.UNIDIRECTIONAL), (1, 4, MoveDirectionality.SWAP)]
+    assert process_dict_updates(states, BatchUpdate(4, [2], [], moved), lambda *_: None)
+    assert states == {0: "d", 4: "new"}
+
+
+def test_functions_of_a_request(text_model: Path) -> None:
+    with LLM(text_model, **SETTINGS, model_runner="v1") as llm:
+        plain = tokens(llm, [greedy()] * 3)
+        params = [greedy(logits_processors=[only(20)]), greedy(), greedy(logits_processors=[by_prompt])]
+        assert tokens(llm, params) == [[20, 21, 22, 23], plain[1], [14, 15, 16, 17]]
+        outputs = llm.generate(PROMPTS, [greedy(), greedy(logits_processors=[fails]), greedy()], use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == [plain[0], plain[1][:2], plain[2]]
+        assert outputs[1].outputs[0].finish_reason == "error"
+
+
+def test_functions_see_drafts_as_output(text_model: Path) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    params = [greedy(logits_processors=[only(20)]), greedy(), greedy(logits_processors=[by_prompt])]
+    with LLM(text_model, **SETTINGS, model_runner="v1", speculative_config=drafts) as llm:
+        assert tokens(llm, params)[::2] == [[20, 21, 22, 23], [14, 15, 16, 17]]
+
+
+@pytest.mark.parametrize("kind", [Target, AddedFirst, Updated, Adapted, f"{__name__}:Target"], ids=str)
+def test_classes_select_v1_and_change_their_requests(kind: Any, text_model: Path) -> None:
+    with LLM(text_model, **SETTINGS, max_num_seqs=2, logits_processors=[kind]) as llm:
+        assert llm.llm_engine.runner_name == "v1"
+        assert "custom logits processors" in llm.llm_engine.plan.reasons[0]
+        plain = tokens(llm, [greedy()] * 3)
+        params = [greedy(extra_args={"target": 30}), greedy(), greedy(extra_args={"target": 40})]
+        step = int(kind is Adapted)
+        expected = [[first + step * index for index in range(4)] for first in (30, 40)]
+        assert tokens(llm, params) == [expected[0], plain[1], expected[1]]
+        assert tokens(llm, params[::-1]) == [expected[1], plain[1], expected[0]]
+        if kind is Target:
+            with pytest.raises(ValueError, match="target must be an int"):
+                llm.generate(PROMPTS[0], greedy(extra_args={"target": "x"}), use_tqdm=False)
+
+
+def test_processors_that_greedy_requests_ignore(text_model: Path) -> None:
+    with LLM(text_model, **SETTINGS, logits_processors=[Sharp]) as llm:
+        plain = tokens(llm, [greedy()] * 3)
+        assert not Sharp.largest
+        drawn = SamplingParams(temperature=0.5, max_tokens=4, ignore_eos=True, top_p=0.9)
+        assert tokens(llm, [drawn, greedy(), drawn]) == plain
+        assert len(Sharp.largest) >= 4
+
+
+def test_a_class_that_raises_ends_requests_and_not_the_engine(text_model: Path) -> None:
+    with LLM(text_model, **SETTINGS, logits_processors=[Broken]) as llm:
+        outputs = llm.generate(PROMPTS[:1], greedy(seed=13), use_tqdm=False)
+        assert outputs[0].outputs[0].finish_reason == "error"
+        assert all(map(len, tokens(llm, [greedy()] * 3)))
+
+
+def test_what_is_refused(text_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(text_model, **SETTINGS, model_runner="v2") as llm:
+        with pytest.raises(ValueError, match=r"logits_processors is .* start the engine with model_runner='v1'"):
+            llm.generate(PROMPTS[0], greedy(logits_processors=[fails]), use_tqdm=False)
+        with pytest.raises(ValueError, match="extra_args can hold kv_transfer_params, got 'target'"):
+            llm.generate(PROMPTS[0], greedy(extra_args={"target": 1}), use_tqdm=False)
+    with pytest.raises(ValueError, match="logits_processors must be None or a list of functions"):
+        greedy(logits_processors="x")
+    for kind, message in ((dict, "it must be a class derived from"), ("no.such:Class", "cannot be imported")):
+        with pytest.raises(ValueError, match=f"logits_processors has .*{message}"):
+            LLM(text_model, **SETTINGS, logits_processors=[kind])
+    drafts = {"method": "ngram", "num_speculative_tokens": 2}
+    with pytest.raises(ValueError, match="logits_processors is set, and so is speculative_config"):
+        LLM(text_model, **SETTINGS, logits_processors=[Target], speculative_config=drafts)
