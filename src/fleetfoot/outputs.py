@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fleetfoot.utils.vllm_paths import provide_names
+
 if TYPE_CHECKING:
     import torch
-
-from fleetfoot.utils.vllm_paths import provide_names
 
 
 @dataclass(slots=True)
