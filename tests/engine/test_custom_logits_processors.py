@@ -58,6 +58,7 @@ class Target(LogitsProcessor):
         for index in batch_update.removed:
             self.targets.pop(index, None)
         for index, params, _, _ in batch_update.added:
+            self.targets.pop(index, None)  # a new request may have the index of one that is gone
             if params.extra_args is not None:
                 self.targets[index] = params.extra_args["target"]
         for first, second, how in batch_update.moved:
@@ -92,8 +93,12 @@ class AddedFirst(Target):
 
 class Updated(Target):
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        changes = process_dict_updates(self.targets, batch_update, lambda params, *_: (params.extra_args or {}).get("target"))
-        assert changes == (batch_update is not None)
+        has_changed = process_dict_updates(self.targets, batch_update, self.target_of)
+        assert has_changed == (batch_update is not None)
+
+    @staticmethod
+    def target_of(params: SamplingParams, prompt: list[int] | None, output: list[int]) -> int | None:
+        return (params.extra_args or {}).get("target")
 
 
 class Adapted(AdapterLogitsProcessor):

@@ -196,6 +196,7 @@ def test_what_is_refused(tmp_path: Path, text_model: Path) -> None:
     for setting in (
         {"async_scheduling": True},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        {"logits_processors": ["module:Class"]},
     ):
         with pytest.raises(ValueError, match=f"{next(iter(setting))} is .* but the engine pools"):
             LLM(tmp_path, **SETTINGS, runner="pooling", **setting)

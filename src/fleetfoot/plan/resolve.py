@@ -133,9 +133,9 @@ def _pooling(config: EngineConfig, content: Mapping[str, Any], folder: Path, *, 
 
 def _for_pooling(config: EngineConfig, model: ModelConfig, pooling: Pooling) -> tuple[EngineConfig, ModelConfig]:
     """The settings and the model with a head for scores, or with none."""
-    if config.speculative_config is not None or config.async_scheduling:
-        name = "async_scheduling" if config.async_scheduling else "speculative_config"
-        raise ValueError(f"{name} is {getattr(config, name)!r}, but the engine pools; leave it out")
+    for name in ("async_scheduling", "speculative_config", "logits_processors"):
+        if value := getattr(config, name):
+            raise ValueError(f"{name} is {value!r}, but the engine pools; leave it out")
     if not pooling.is_causal:  # each token attends to all others, so a prompt is one chunk
         config = replace(config, enable_chunked_prefill=False, enable_prefix_caching=False)
     head = "logits" if pooling.token_ids else "score" if pooling.num_labels else "none"

@@ -123,8 +123,8 @@ def process_dict_updates(
         return False
     for index in batch_update.removed:
         req_entries.pop(index, None)
-    for index, *request in batch_update.added:
-        _set(req_entries, index, new_state(*request))
+    for index, params, prompt_token_ids, output_token_ids in batch_update.added:
+        _set(req_entries, index, new_state(params, prompt_token_ids, output_token_ids))
     for first, second, how in batch_update.moved:
         moving, replaced = (req_entries.pop(index, None) for index in (first, second))
         _set(req_entries, second, moving)
