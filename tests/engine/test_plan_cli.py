@@ -351,7 +351,8 @@ def test_no_more_than_the_config_is_downloaded(run: Command, llama_8b: str, monk
     assert report["num_parameters"] == 8_030_261_248
     (call,) = download.call_args_list
     assert (call.args, call.kwargs["revision"]) == (("some/model",), "main")
-    assert call.kwargs["allow_patterns"] == ["config.json", "generation_config.json"]
+    of_pooling = ["modules.json", "*_Pooling/config.json"]
+    assert call.kwargs["allow_patterns"] == ["config.json", "generation_config.json", *of_pooling]
 
 
 def test_sizes() -> None:

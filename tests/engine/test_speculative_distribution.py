@@ -227,7 +227,8 @@ def test_drafts_are_accepted_as_on_the_device(seed: int) -> None:
     flags = [rng.random() < 0.1 for _ in range(num_logits)]
     rows = output.rows[: num_decodes + num_ending]
     room = (host.limits[rows] + 1 - host.num_tokens[rows]).tolist()
-    new = verify_drafts(chosen, ["invalid" * flag for flag in flags], host.drafts[rows[:num_decodes]].tolist(), room, {})
+    errors = ["invalid" * flag for flag in flags]
+    new = verify_drafts(chosen, errors, host.drafts[rows[:num_decodes]].tolist(), room, {})
 
     verified, width = num_decodes * (1 + K), 1 + K
     unused = torch.zeros(0, dtype=torch.int32)

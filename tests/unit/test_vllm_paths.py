@@ -42,7 +42,7 @@ def test_every_path_has_its_names() -> None:
         ("from fleetfoot.config import ProfilerConfig", "fleetfoot.config has no ProfilerConfig; run the script under"),
         ("from fleetfoot.lora.request import LoRARequest", "there is no fleetfoot.lora; .*merge the adapter"),
         ("from fleetfoot.assets.image import ImageAsset", "there is no fleetfoot.assets.image; models take text alone"),
-        ("from fleetfoot.logits_process import Any", r"no fleetfoot.logits_process; SamplingParams\(logits_processors="),
+        ("from fleetfoot.logits_process import Any", r"; SamplingParams\(logits_processors="),
         ("from fleetfoot.v1.sample.logits_processor import LogitsProcessors", r"; .*LLM\(logits_processors="),
         ("from fleetfoot.v1.sample.sampler import Sampler", r"no fleetfoot.v1.sample.sampler; .*docs/vllm_names.md"),
         ("import fleetfoot.v1.worker.gpu_worker", r"no fleetfoot.v1.worker; .*docs/vllm_names.md"),

@@ -150,8 +150,9 @@ def _decision_report(decision: Decision, architecture: str, device: str, *, prob
         "architecture": architecture,
         "device": device,
     }
-    of_the_shape = ("attention_backend", "kernels", "layers", "graphs", "parallel", "drafter", "pooling", "logits_processors")
-    return decided | dict.fromkeys((*of_the_shape, "kv_connector", "kv_layout", "memory", "capacity"))
+    of_the_shape = ("attention_backend", "kernels", "layers", "graphs", "parallel", "drafter", "kv_connector")
+    of_requests = ("pooling", "logits_processors")
+    return decided | dict.fromkeys((*of_the_shape, *of_requests, "kv_layout", "memory", "capacity"))
 
 
 def plan_report(plan: EnginePlan) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _ALLOWED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
-_CONFIGS = ["config.json", "generation_config.json"]
+_CONFIGS = ["config.json", "generation_config.json", "modules.json", "*_Pooling/config.json"]
 _IGNORED = ["consolidated*", "original/*"]  # the same weights in another layout
 _SAMPLE_BYTES = 512
 
