@@ -128,12 +128,12 @@ def test_a_connector_of_the_other_layout(
     """V1 keeps the layout that the connector accepts; a second engine loads what the first one has computed."""
     monkeypatch.delenv(USE_V2_MODEL_RUNNER, raising=False)
 
-    class TokenMajorWorker(own_connector.DictWorker):  # type: ignore[misc]
+    class TokenMajorWorker(own_connector.DictWorker):
         def register_kv_caches(self, kv_caches: Any, layout: KVLayout) -> None:
             assert [tuple(kv_cache.shape) for kv_cache in kv_caches] == layout.layer_shapes
             super().register_kv_caches([kv_cache.transpose(0, 1) for kv_cache in kv_caches], layout)
 
-    class TokenMajorConnector(own_connector.DictConnector):  # type: ignore[misc]
+    class TokenMajorConnector(own_connector.DictConnector):
         accepted_kv_layouts = frozenset({TOKEN_MAJOR_NHD})
 
         @staticmethod

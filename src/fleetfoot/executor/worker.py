@@ -113,15 +113,17 @@ class Worker:
                     f"{self.plan.memory.kv_reason}) and the state of max_num_seqs={self.plan.config.max_num_seqs:,} "
                     f"requests: {error}; lower num_gpu_blocks_override, kv_cache_memory_bytes or max_num_seqs"
                 ) from error
-        check_parts(self.plan, self.rank, {"kv_layout": self.runner.kv_layout})
+        check_parts(self.plan, self.rank, self.parts())
         with _phase("warm-up"):
             self.runner.warm_up()
 
     def parts(self) -> dict[str, object]:
-        """What has been built, once the weights are loaded, but the KV cache; see `planned_parts`."""
+        """What has been built, once the weights are loaded; see `planned_parts`."""
         connector, drafter = self.plan.connector, self._draft_settings.drafter
         method = "none" if drafter is None else drafter.method
+        layout = {"kv_layout": self.runner.kv_layout} if self.runner.kv_layout else {}  # set with the KV cache
         return {
+            **layout,
             "runner": self.runner_name,
             "kernels": str(self._context.ops.plan),
             "attention": self._context.attention.name,

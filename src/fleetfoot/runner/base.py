@@ -39,7 +39,7 @@ class ModelRunner(ABC):
     """``v1`` or ``v2``."""
     fused_layers: tuple[int, ...]
     """Numbers of the decoder layers that run fused, set by `load_model`."""
-    kv_layout: str
+    kv_layout = ""
     """Name of the KV cache's layout, set by `initialize_kv_cache`."""
     _token_sync: SampledTokenSync
 
