@@ -111,7 +111,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = _flag(False, "run on token ids, without a tokenizer")
     trust_remote_code: bool = _flag(False, "accepted for compatibility: code from a checkpoint is never run")
     runner: Runner = _flag(
-        "auto", "what the model computes: text, or vectors and scores (pooling); auto: its config says", choices=Runner
+        "auto", "what the model computes: text, or vectors and scores (pooling); auto: by its config", choices=Runner
     )
     pooler_config: PoolerConfig | None = _flag(
         None,

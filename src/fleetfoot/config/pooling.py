@@ -23,7 +23,7 @@ _ENCODERS = ("Bert", "Roberta", "XLMRoberta", "DistilBert", "Electra", "ModernBe
 
 @dataclass(frozen=True, slots=True)
 class PoolerConfig(JSONSettings):
-    """``--pooler-config``: replaces what the checkpoint says; names as in vLLM."""
+    """``--pooler-config``: in place of what the checkpoint has; names as in vLLM."""
 
     setting: ClassVar[str] = "pooler_config"
 

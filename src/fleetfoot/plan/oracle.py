@@ -182,7 +182,7 @@ class Decision:
     connector: ConnectorPlan | None
     """The active KV connector."""
     logits_processors: tuple[Any, ...]
-    """The user's own: see `fleetfoot.plan.logits_processors.listed_processors`."""
+    """Custom ones: see `fleetfoot.plan.logits_processors.listed_processors`."""
 
     @property
     def kv_layout(self) -> str:

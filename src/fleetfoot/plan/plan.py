@@ -66,7 +66,7 @@ class EnginePlan:
     pooling: Pooling | None = None
     """What is computed of prompts; None: text is generated."""
     logits_processors: tuple[type[LogitsProcessor], ...] = ()
-    """The user's, in the order in which they run."""
+    """Custom ones, in the order in which they run."""
     engine_id: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
     """This engine's id for other engines, unless kv_transfer_config names it: the same in all of its processes."""
 

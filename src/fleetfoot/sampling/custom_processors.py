@@ -148,7 +148,7 @@ def bind_tokens(
 
 
 def num_parameters(function: Any) -> int:
-    """Of a callable, positional ones without a default; 2 if it cannot be told."""
+    """Of a callable, positional ones without a default; 2 if it has no signature."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
