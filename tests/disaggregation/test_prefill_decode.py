@@ -76,7 +76,10 @@ def test_requests_aborted_before_and_during_their_load(runner: str, make: Make) 
 
 def test_requests_that_are_not_loaded_starve_no_others(runner: str, make: Make, expected: Outputs) -> None:
     """No time passes. Together they need four times the blocks that there are."""
-    producer, consumer = make("kv_producer", model_runner=runner, **prefill_decode.SIZE), make("kv_consumer", model_runner=runner)
+    producer, consumer = (
+        make("kv_producer", model_runner=runner, **prefill_decode.SIZE),
+        make("kv_consumer", model_runner=runner),
+    )
     hold = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
     outputs = run_requests(producer, {name: (prompt_of(40, VOCAB, seed=6 + int(name)), hold) for name in "0123456789"})
     assert producer.stats().transfers.num_held_blocks == 20

@@ -142,9 +142,7 @@ def test_a_connector_of_the_other_layout(
 
     monkeypatch.setattr(own_connector, "TokenMajorConnector", TokenMajorConnector, raising=False)
     for _ in range(2):
-        engine = make_engine(
-            text_model, kv_transfer_config=connector("TokenMajorConnector", "own_connector"), **SIZE
-        )
+        engine = make_engine(text_model, kv_transfer_config=connector("TokenMajorConnector", "own_connector"), **SIZE)
         layout = engine.core.executor.layout
         assert (engine.runner_name, layout.name) == ("v1", TOKEN_MAJOR_NHD)
         shape = plan_report(engine.plan)["kv_layout"]["shape"]

@@ -42,7 +42,9 @@ def with_modules(folder: Path, mode: str, *, normalize: bool) -> None:
     """The files of sentence-transformers."""
     kinds = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
     paths = ["", "1_Pooling", "2_Normalize"]
-    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in zip(paths, kinds)]
+    modules = [
+        {"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in zip(paths, kinds, strict=False)
+    ]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{mode}": True}))
@@ -118,7 +120,7 @@ def test_each_token_and_dimensions(tmp_path: Path) -> None:
         long = [5] * 128  # all of max_model_len: nothing is generated
         assert len(llm.embed(ids([long]), use_tqdm=False)[0].outputs.embedding) == 48
         with pytest.raises(
-            ValueError, match="the prompt has 129 tokens; with max_model_len=128 it can have at most 128$"
+            ValueError, match=r"the prompt has 129 tokens; with max_model_len=128 it can have at most 128$"
         ):
             llm.embed(ids([[*long, 5]]), use_tqdm=False)
 
@@ -179,19 +181,19 @@ def test_what_is_refused(tmp_path: Path, text_model: Path) -> None:
     (tmp_path / "bert").mkdir()
     (tmp_path / "bert" / "config.json").write_text(json.dumps({"architectures": ["BertModel"], "model_type": "bert"}))
     with LLM(tmp_path, **SETTINGS, runner="pooling") as llm:
-        with pytest.raises(ValueError, match="LLM.generate needs a model that generates"):
+        with pytest.raises(ValueError, match=r"LLM.generate needs a model that generates"):
             llm.generate(ids(PROMPTS), SamplingParams(), use_tqdm=False)
         with pytest.raises(
             ValueError, match=r"LLM.classify needs the task 'classify'; this model has embed, token_embed"
         ):
             llm.classify(ids(PROMPTS), use_tqdm=False)
-        with pytest.raises(TypeError, match="LLM.embed got an unknown keyword 'lora_request'; LoRA adapters"):
+        with pytest.raises(TypeError, match=r"LLM.embed got an unknown keyword 'lora_request'; LoRA adapters"):
             llm.embed(ids(PROMPTS), use_tqdm=False, lora_request=1)
         with pytest.raises(ValueError, match="dimensions is 8, but the model's config has no matryoshka"):
             llm.embed(ids(PROMPTS), pooling_params=PoolingParams(dimensions=8), use_tqdm=False)
     with pytest.raises(ValueError, match="BertModel"):
         LLM(tmp_path / "bert", **SETTINGS, runner="pooling")
-    with LLM(text_model, **SETTINGS) as llm, pytest.raises(ValueError, match="LLM.embed needs a model for pooling"):
+    with LLM(text_model, **SETTINGS) as llm, pytest.raises(ValueError, match=r"LLM.embed needs a model for pooling"):
         llm.embed(ids(PROMPTS), use_tqdm=False)
     for setting in (
         {"async_scheduling": True},

@@ -200,7 +200,11 @@ def test_fewest_and_most_drafts(num_drafts: int, method: str, runner: str, cases
     engine.shutdown()
 
 
-WAYS = {"v1": {"model_runner": "v1"}, "v2": {"model_runner": "v2"}, "v2-overlapped": {"model_runner": "v2", "async_scheduling": True}}
+WAYS = {
+    "v1": {"model_runner": "v1"},
+    "v2": {"model_runner": "v2"},
+    "v2-overlapped": {"model_runner": "v2", "async_scheduling": True},
+}
 WAY = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 LENGTHS = (30, 420, 420)
 """Two of three requests are long enough for two tests of drafting."""

@@ -31,8 +31,8 @@ from fleetfoot.native import loading
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import resolve_plan
-from fleetfoot.records.weights import WeightError
 from fleetfoot.records.kv_layout import TOKEN_MAJOR_NHD, KVLayout
+from fleetfoot.records.weights import WeightError
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.speculative.drafter import NO_DRAFTING
 from fleetfoot.testing import force_runner
