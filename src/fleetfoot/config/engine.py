@@ -185,7 +185,7 @@ class EngineConfig:
         "fcfs", "fcfs: first come, first served; priority: lower values first", choices=SchedulingPolicy
     )
     logits_processors: tuple[Any, ...] = _flag(
-        (), "LogitsProcessor classes as module:Class, comma-separated; they run on V1", record=ProcessorNames
+        (), "LogitsProcessor classes as module:Class, with commas between them; they run on V1", record=ProcessorNames
     )
     max_logprobs: int = _flag(
         20, "most logprobs of one position; -1: no limit", bounds=Bounds("be -1 (no limit), 0 or more", -1)

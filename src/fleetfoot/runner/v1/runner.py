@@ -17,7 +17,6 @@ from fleetfoot.records.forward_context import ForwardContext, IntermediateTensor
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.runner.base import ModelRunner, SampledTokenSync
-from fleetfoot.runner.v1.compiled import compile_layers, warm_up_layers
 from fleetfoot.runner.v1.host_state import HostState, StepInputs, draft_batch, logits_indices, prepare_inputs
 from fleetfoot.sampling.custom_processors import LogitsProcessor
 from fleetfoot.sampling.sampler_v1 import Sampler
@@ -44,6 +43,8 @@ class ModelRunnerV1(ModelRunner):
     def _load(self) -> CausalLM:
         model = super()._load()
         if self._compiles_layers:
+            from fleetfoot.runner.v1.compiled import compile_layers  # imports torch's compiler, which takes a second
+
             compile_layers(model)
         return model
 
@@ -58,6 +59,8 @@ class ModelRunnerV1(ModelRunner):
     def warm_up(self) -> None:
         """Compile the layers, if they are to be compiled."""
         if self._compiles_layers and self._model is not None:
+            from fleetfoot.runner.v1.compiled import warm_up_layers
+
             warm_up_layers(self._model, self._kv_caches)
 
     def _free_rows(self, scheduler_output: SchedulerOutput) -> None:
