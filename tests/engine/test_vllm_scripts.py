@@ -121,8 +121,8 @@ def test_calls_of_the_worker(llm: LLM) -> None:
     with pytest.raises(ValueError, match="method is 'reload_weights', which a worker does not have"):
         llm.collective_rpc("reload_weights")
     assert (llm.model_config.max_model_len, llm.model_config.vocab_size) == (2048, 2048)
-    with pytest.raises(AttributeError, match="'LLM' object has no attribute 'embed'; models generate text"):
-        llm.embed  # noqa: B018
+    with pytest.raises(AttributeError, match="'LLM' object has no attribute 'apply_model'; collective_rpc takes"):
+        llm.apply_model  # noqa: B018
     assert not hasattr(llm, "nothing") and llm.reset_prefix_cache(reset_running_requests=True)
 
 
