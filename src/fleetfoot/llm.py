@@ -90,7 +90,7 @@ class LLM(PoolingCalls):
                 aborted, and the engine remains usable. A second Ctrl-C is raised at once, and ends the engine.
         """
         check_call_keywords("LLM.generate", self.generate, unknown)
-        if self.llm_engine.plan.pooling is not None:
+        if self.llm_engine.input_processor.pooling is not None:
             raise ValueError("LLM.generate needs a model that generates, and this one pools; set runner='generate'")
         many, is_batch = _as_list(prompts)
         if sampling_params is None:

@@ -98,7 +98,7 @@ class InputProcessor:
         self.sampling_defaults = dict(sampling_defaults or {})
         self._seed = seed
         self._check_further = check_further
-        self._pooling = pooling
+        self.pooling = pooling
         self._wall_clock = wall_clock
         self._num_requests = 0
         self._bad_words = lru_cache(_MAX_CACHED_BAD_WORDS)(self._tokenize_bad_words)
@@ -161,7 +161,7 @@ class InputProcessor:
     @property
     def _longest_prompt(self) -> int:
         """In tokens: without pooling, there is room for one more."""
-        return self.max_model_len - (self._pooling is None)
+        return self.max_model_len - (self.pooling is None)
 
     def check_params(self, params: SamplingParams | PoolingParams) -> Any:
         """A validated copy of parameters, which several requests can share.
@@ -169,8 +169,8 @@ class InputProcessor:
         Raises:
             ValueError, TypeError: the message names the field, its value and what would work.
         """
-        if self._pooling is not None:
-            return _checked_pooling_params(params, self._pooling)
+        if self.pooling is not None:
+            return _checked_pooling_params(params, self.pooling)
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params is {params!r}; it must be a SamplingParams")
         params = params.clone()  # validates again, because fields may have been assigned
@@ -210,7 +210,7 @@ class InputProcessor:
                 cache_salt=request.cache_salt,
                 kv_transfer_params=request.kv_transfer_params,
                 pooling_params=request.pooling_params,
-                reads_whole_prompt=_reads_whole_prompt(request.pooling_params, self._pooling),
+                reads_whole_prompt=_reads_whole_prompt(request.pooling_params, self.pooling),
             )
             for index in range(params.n)
         ]
@@ -278,7 +278,7 @@ class InputProcessor:
                 f"{self.vocab_size} tokens, 0 to {self.vocab_size - 1}"
             )
         if len(ids) > self._longest_prompt:
-            room = ", so that there is room for one more" if self._pooling is None else ""
+            room = ", so that there is room for one more" if self.pooling is None else ""
             raise ValueError(
                 f"the prompt has {len(ids)} tokens; with max_model_len={self.max_model_len} it can have at most "
                 f"{self._longest_prompt}{room}"

@@ -142,7 +142,7 @@ class PoolingCalls:
 
     @property
     def _pooling(self) -> Any:
-        return self.llm_engine.plan.pooling
+        return self.llm_engine.input_processor.pooling
 
     def _check_pools(self, method: Callable[..., Any], task: str | None, unknown: dict[str, Any]) -> None:
         call = method.__name__
