@@ -80,13 +80,15 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """On tensors this small, threads do nothing but wait for each other."""
 
 
-def engine_settings(model: Path, role: str, *, runner: str, backend: str = "tcp", **settings: Any) -> dict[str, Any]:
+def engine_settings(
+    model: Path, role: str, *, model_runner: str, backend: str = "tcp", **settings: Any
+) -> dict[str, Any]:
     """The fields of an `EngineConfig`."""
     return {
         "model": str(model),
         "device": "cpu",
         "max_num_seqs": 8,
-        "model_runner": runner,
+        "model_runner": model_runner,
         "kv_transfer_config": nixl(role, backend=backend),
         **ROOMY,
         **settings,
