@@ -5,6 +5,7 @@ Where there is no GPU, Triton kernels run in Triton's interpreter, which must be
 
 import logging
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,9 @@ settings.load_profile("fleetfoot")
 # On tensors this small, threads do nothing but wait for each other; so it is in child processes.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# A shell without job control starts background commands with interrupts ignored, and child processes inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
