@@ -87,7 +87,7 @@ def steps(model: CausalLM) -> Iterator[tuple[torch.Tensor, ForwardContext]]:
     """Inputs, the same on every rank: prompts, a decode beside the rest of a prompt, and decodes."""
     attention = model.model.layers[str(model.layers[0])].self_attn
     num_layers, num_kv_heads = len(model.layers), attention.num_kv_heads
-    part = replace(model.config, num_layers=num_layers, num_kv_heads=num_kv_heads, layer_windows=())
+    part = replace(model.config, num_layers=num_layers, num_kv_heads=num_kv_heads, layer_windows=(), layer_ropes=())
     cache = PagedCache(part, block_size=4)
     for number, lengths in enumerate(((20, 3), (1, 27), (1, 1))):
         prompts = [prompt(length, part.vocab_size, seed=10 * number + length) for length in lengths]

@@ -15,6 +15,7 @@ from tests.helpers.paged_models import LLAMA3, MODELS, YARN, PagedCache, assert_
 from fleetfoot.config.architectures import ARCHITECTURES
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.config.parsing import load_model_config
+from fleetfoot.kernels.attention.rope_and_cache import rotate_torch
 from fleetfoot.layers.decoder import representatives
 from fleetfoot.layers.rotary import inverse_frequencies, rotary_table
 from fleetfoot.models.interface import CausalLM, model_class
@@ -64,14 +65,23 @@ def test_rotary_angles_equal_those_of_transformers(rope: dict[str, Any], tmp_pat
     reference = make_reference("llama", **fields)
     reference.config.save_pretrained(tmp_path)
     config = load_model_config(tmp_path)
-    frequencies = inverse_frequencies(config.rope, config.head_dim)
+    (rope_config,) = config.layer_ropes
+    assert rope_config is not None
+    frequencies = inverse_frequencies(rope_config, config.head_dim)
     torch.testing.assert_close(frequencies, reference.model.rotary_emb.inv_freq, rtol=0, atol=0)
-    table = rotary_table(config.rope, config.head_dim, config.max_position_embeddings, torch.device("cpu"))
+    table = rotary_table(rope_config, config.head_dim, config.max_position_embeddings, torch.device("cpu"))
     assert table.shape == (131072, 128)
     positions = torch.cat((torch.arange(64), torch.arange(64, 131072, 997), torch.tensor([131071])))
     cos, sin = reference.model.rotary_emb(torch.zeros(1), positions[None])
     expected = torch.cat((cos[0, :, :64], sin[0, :, :64]), dim=-1)
     torch.testing.assert_close(table[positions], expected, rtol=0, atol=2e-7)  # a vector's cosine and a scalar's
+
+
+def test_a_layer_without_positions_rotates_nothing() -> None:
+    table = rotary_table(None, 6, 5, torch.device("cpu"))
+    assert table.tolist() == [[1.0] * 3 + [0.0] * 3] * 5
+    x = torch.randn(5, 2, 6, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(rotate_torch(x, table), x, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("case", ["llama", "llama-biases", "mistral-window", "qwen2", "qwen3-layer-types"])

@@ -163,7 +163,7 @@ def make_speculation(kind: Kind, config: ModelConfig, context: ModelContext, *, 
     if kind.method == "ngram":
         return DraftSettings(NUM_DRAFTS, ngram=(3, 1))
     alone = replace(context, tensor_group=SINGLE_TENSOR_GROUP)
-    small = replace(config, num_layers=1, layer_windows=(None,))
+    small = replace(config, num_layers=1, layer_windows=(None,), layer_ropes=())
     if kind.method != "eagle":
         small = replace(small, hidden_size=128, num_heads=4, num_kv_heads=1, intermediate_size=256)
     found = DrafterModel(kind.method, "head", embedded_model_path(), small)

@@ -12,6 +12,7 @@ import pytest
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KVTransferConfig
+from fleetfoot.config.model import RopeConfig
 from fleetfoot.engine.engine import make_connector as scheduler_connector
 from fleetfoot.executor.worker import make_connector as worker_connector
 from fleetfoot.kv_transfer.base import registry
@@ -247,13 +248,14 @@ def test_model_fields_in_the_fingerprint() -> None:
     model = plan.model
     changes: list[dict[str, Any]] = [
         {"architecture": "Other"},
-        {"num_layers": model.num_layers + 1, "layer_windows": ()},
+        {"num_layers": model.num_layers + 1, "layer_windows": (), "layer_ropes": ()},
         {"num_kv_heads": model.num_kv_heads + 1},
         {"head_dim": model.head_dim + 1},
         {"rms_norm_eps": 1.0},
         {"layer_windows": (8,) * model.num_layers},
         {"qk_norm": not model.qk_norm},
-        {"rope": dataclasses.replace(model.rope, theta=3.0)},
+        {"layer_ropes": (*model.layer_ropes[1:], RopeConfig(theta=3.0))},
+        {"layer_ropes": (*model.layer_ropes[1:], None)},
     ]
     plans = [dataclasses.replace(plan, model=dataclasses.replace(model, **change)) for change in ({}, *changes)]
     assert len({engine_fingerprint(plan) for plan in plans}) == len(plans)

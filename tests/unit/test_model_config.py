@@ -51,7 +51,8 @@ def test_a_plain_llama() -> None:
     for name, other in RENAMED.items():
         assert getattr(config, name) == {**LLAMA, "tie_word_embeddings": True, "bos_token_id": 5}[other], name
     assert (config.architecture, config.head_dim, config.dtype) == ("LlamaForCausalLM", 8, "bfloat16")
-    assert (config.rope, config.layer_windows) == (RopeConfig(10000.0, "default", {}), (None,) * 4)
+    assert config.layer_ropes == (RopeConfig(10000.0, "default", {}),) * 4
+    assert config.layer_windows == (None,) * 4
     assert config.eos_token_ids == (6, 7)
 
 
@@ -65,7 +66,8 @@ def test_absent_fields_take_the_defaults_of_transformers(architecture: str) -> N
     for name, other in RENAMED.items():
         assert getattr(ours, name) == getattr(theirs, other), name
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
-    assert ours.rope == RopeConfig(theirs.rope_parameters["rope_theta"], theirs.rope_parameters["rope_type"])
+    rope = RopeConfig(theirs.rope_parameters["rope_theta"], theirs.rope_parameters["rope_type"])
+    assert ours.layer_ropes == (rope,) * ours.num_layers
     assert ours.layer_windows == (theirs.sliding_window if model_type == "mistral" else None,) * ours.num_layers
     assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
     assert (ours.qkv_bias, ours.qk_norm) == (model_type == "qwen2", model_type == "qwen3")
@@ -106,15 +108,15 @@ def test_both_spellings_mean_the_same(today: dict[str, Any], yesterday: dict[str
 def test_rope_scaling_wins_and_an_inner_theta_too() -> None:
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1.0}, "rope_theta": 2.0}
     config = llama(**rope, rope_scaling={"rope_type": "linear", "factor": 2.0, "rope_theta": 3.0})
-    assert parse(config).rope == RopeConfig(3.0, "linear", {"factor": 2.0})
+    assert parse(config).layer_ropes[0] == RopeConfig(3.0, "linear", {"factor": 2.0})
 
 
 def test_yarn_is_completed() -> None:
-    rope = parse(llama(rope_parameters={"rope_type": "yarn", "factor": 4.0})).rope
+    rope = parse(llama(rope_parameters={"rope_type": "yarn", "factor": 4.0})).layer_ropes[0]
     expected = {"factor": 4.0, "original_max_position_embeddings": 512, "attention_factor": pytest.approx(1.1386294361)}
     assert rope.parameters == {**expected, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}  # 1 + 0.1 ln 4
     by_ratio = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 128, "attention_factor": 1.5}
-    rope = parse(llama(rope_parameters=by_ratio)).rope
+    rope = parse(llama(rope_parameters=by_ratio)).layer_ropes[0]
     assert (rope.parameters["factor"], rope.parameters["attention_factor"]) == (4.0, 1.5)
 
 
@@ -265,17 +267,20 @@ def test_any_json_is_parsed_or_refused_and_never_crashes(architecture: str, chan
         return
     assert config.num_heads % config.num_kv_heads == 0
     assert config.head_dim % 2 == 0
-    assert len(config.layer_windows) == config.num_layers
+    assert len(config.layer_windows) == len(config.layer_ropes) == config.num_layers
 
 
 def test_the_record_survives_pickling_and_replacing() -> None:
     config = parse(llama(rope_parameters={"rope_type": "yarn", "factor": 4.0}))
     assert pickle.loads(pickle.dumps(config)) == config
     fields = dataclasses.asdict(config)
-    assert ModelConfig(**{**fields, "rope": RopeConfig(**fields["rope"])}) == config
-    assert dataclasses.replace(config, num_layers=2, layer_windows=()).layer_windows == (None, None)
-    with pytest.raises(ValueError, match="layer_windows has 4 entries and num_layers is 2"):
-        dataclasses.replace(config, num_layers=2)
+    ropes = tuple(RopeConfig(**rope) for rope in fields["layer_ropes"])
+    assert ModelConfig(**{**fields, "layer_ropes": ropes}) == config
+    shorter = dataclasses.replace(config, num_layers=2, layer_windows=(), layer_ropes=())
+    assert (shorter.layer_windows, shorter.layer_ropes) == ((None, None), (RopeConfig(),) * 2)
+    for name, other in (("layer_windows", "layer_ropes"), ("layer_ropes", "layer_windows")):
+        with pytest.raises(ValueError, match=f"{name} has 4 entries and num_layers is 2"):
+            dataclasses.replace(config, num_layers=2, **{other: ()})
 
 
 def test_files(tmp_path: Path) -> None:

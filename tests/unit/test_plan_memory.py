@@ -14,7 +14,7 @@ from tests.helpers.paged_models import Rank
 
 from fleetfoot.cli.plan import plan_report, plan_text
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
+from fleetfoot.config.model import DTYPE_BYTES, ModelConfig, RopeConfig
 from fleetfoot.config.sharding import vocab_rows
 from fleetfoot.distributed import all_reduce_words
 from fleetfoot.executor.worker import Worker
@@ -160,6 +160,20 @@ def test_a_drafter_is_with_the_last_rank() -> None:
     assert footprint(last)["rotary_table"] - footprint(plain_last)["rotary_table"] == 4 * 128 * 4
     assert footprint(last)["sampling_scratch"] > footprint(plain_last)["sampling_scratch"]
     assert footprint(first)["sampling_scratch"] == 0
+
+
+@pytest.mark.parametrize(("num_ranks", "num_tables"), [(1, [3]), (2, [2, 2]), (6, [1] * 6)])
+def test_layers_with_equal_ropes_share_a_table(num_ranks: int, num_tables: list[int]) -> None:
+    ropes = (RopeConfig(), RopeConfig(theta=3.0), RopeConfig(), None, RopeConfig(), None)
+    model = dataclasses.replace(SMALL, num_layers=6, layer_windows=(), layer_ropes=ropes)
+    ops = cpu_kernels()
+    context = ModelContext(ops, ops.attention, torch.float32, torch.device("cpu"), max_positions=256)
+    for stage, count in zip(
+        shape_of(model, "cpu", EngineConfig(pipeline_parallel_size=num_ranks)).stages(), num_tables, strict=True
+    ):
+        layers = model_class(model.architecture)(model, context, stage.layers).model.layers.values()
+        assert len({layer.self_attn.paged.rotary.cos_sin.data_ptr() for layer in layers}) == count
+        assert footprint(stage)["rotary_table"] == count * 256 * 12 * 4
 
 
 def test_buffers_between_ranks() -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleetfoot.config.json_fields import Fields
+from fleetfoot.config.model import LayerRopes
+from fleetfoot.config.rope import uniform_ropes
 
 LayerWindows = tuple[int | None, ...]
 
@@ -32,6 +34,8 @@ class Architecture:
     """Further fields of `ModelConfig`. Raises ConfigError for a field of ``config.json`` that is not supported."""
     windows: Callable[[Fields, int], LayerWindows]
     """``(fields, num_layers)`` -> the sliding window of each layer."""
+    ropes: Callable[[Fields, int], LayerRopes] = uniform_ropes
+    """``(fields, num_layers)`` -> the rotation of each layer."""
     activations: tuple[str, ...] = ("silu", "swish")
     """Values of ``hidden_act`` that the model computes."""
     default_on_v2: bool = False

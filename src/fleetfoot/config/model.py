@@ -30,6 +30,10 @@ class RopeConfig:
     """Further parameters of the type, by their names in ``config.json`` (``factor``, ``low_freq_factor``, ...)."""
 
 
+LayerRopes = tuple[RopeConfig | None, ...]
+"""The rotation of each layer; None: the layer has no positions."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The shape of a decoder-only model. Sizes are counts; ``head_dim`` is in elements."""
@@ -48,7 +52,8 @@ class ModelConfig:
     max_position_embeddings: int
     """Longest context, in tokens."""
     rms_norm_eps: float = 1e-6
-    rope: RopeConfig = RopeConfig()
+    layer_ropes: LayerRopes = ()
+    """Empty: every layer has RopeConfig's defaults (replaced by one for each)."""
     layer_windows: tuple[int | None, ...] = ()
     """For each layer, how many positions a token attends to, its own included; None: all. Empty: no layer has a window
     (replaced by None for each)."""
@@ -80,13 +85,20 @@ class ModelConfig:
     """End tokens, from ``generation_config.json`` if it has them, else from ``config.json``."""
 
     def __post_init__(self) -> None:
-        if not self.layer_windows:
-            object.__setattr__(self, "layer_windows", (None,) * self.num_layers)
-        if len(self.layer_windows) != self.num_layers:
-            raise ValueError(
-                f"layer_windows has {len(self.layer_windows)} entries and num_layers is {self.num_layers}; "
-                "expected one for each layer, or () for no windows"
-            )
+        defaults: dict[str, Any] = {"layer_windows": None, "layer_ropes": RopeConfig()}
+        for name, default in defaults.items():
+            if not getattr(self, name):
+                object.__setattr__(self, name, (default,) * self.num_layers)
+            if len(getattr(self, name)) != self.num_layers:
+                raise ValueError(
+                    f"{name} has {len(getattr(self, name))} entries and num_layers is {self.num_layers}; "
+                    "expected one for each layer, or () for the default"
+                )
+
+    def distinct_ropes(self, layers: range) -> list[RopeConfig | None]:
+        """Those of the layers, each once: layers with equal ropes share a table."""
+        ropes = [self.layer_ropes[layer] for layer in layers]
+        return [rope for index, rope in enumerate(ropes) if rope not in ropes[:index]]
 
     @property
     def num_parameters(self) -> int:

@@ -45,9 +45,9 @@ class PagedAttention:
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions, and an RMSNorm on each head of q and k where the model has it.
 
-    ``cos_sin``: the table of `rotary_table`, shared by all layers; ``layer``: its number in the model; ``kv_index``: of
-    its KV cache in `ForwardContext.kv_caches`. Raises ValueError, with group sizes that can, if the ranks of the tensor
-    group cannot share the heads.
+    ``cos_sin``: of `rotary_table`, shared by the layers with equal ropes; ``layer``: its number in the model;
+    ``kv_index``: of its KV cache in `ForwardContext.kv_caches`. Raises ValueError, with group sizes that can, if the
+    ranks of the tensor group cannot share the heads.
     """
 
     def __init__(

@@ -79,8 +79,10 @@ class DecoderStack(nn.ModuleDict):
         self, config: ModelConfig, context: ModelContext, numbers: range, layer_class: type[DecoderLayer] = DecoderLayer
     ) -> None:
         max_positions = context.max_positions or config.max_position_embeddings
-        cos_sin = rotary_table(config.rope, config.head_dim, max_positions, context.device)
-        layers = (layer_class(config, context, cos_sin, layer, index) for index, layer in enumerate(numbers))
+        ropes = config.distinct_ropes(numbers)
+        tables = [rotary_table(rope, config.head_dim, max_positions, context.device) for rope in ropes]
+        cos_sin = [tables[ropes.index(config.layer_ropes[layer])] for layer in numbers]
+        layers = (layer_class(config, context, cos_sin[index], layer, index) for index, layer in enumerate(numbers))
         super().__init__({str(number): layer for number, layer in zip(numbers, layers, strict=True)})
         self._runs: list[DecoderRun | nn.Module] = list(self.values())
         self._selects_logits = False

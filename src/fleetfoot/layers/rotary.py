@@ -15,11 +15,15 @@ import torch
 from fleetfoot.config.model import RopeConfig
 
 
-def rotary_table(rope: RopeConfig, head_dim: int, max_positions: int, device: torch.device) -> torch.Tensor:
+def rotary_table(rope: RopeConfig | None, head_dim: int, max_positions: int, device: torch.device) -> torch.Tensor:
     """``[max_positions, head_dim]`` float32: of every position the cosines of the ``head_dim / 2`` angles, then their
-    sines, both times the attention factor where the type has one."""
+    sines, both times the attention factor where the type has one. ``rope``: None: no rotation, all angles are 0."""
     if device.type == "meta":  # torch.arange would import torch._dynamo, which takes a second
         return torch.empty(max_positions, head_dim, device=device)
+    if rope is None:
+        table = torch.zeros(max_positions, head_dim, device=device)
+        table[:, : head_dim // 2] = 1.0
+        return table
     frequencies = inverse_frequencies(rope, head_dim).to(device)  # [head_dim / 2]
     positions = torch.arange(max_positions, dtype=torch.float32, device=device)
     angles = positions[:, None] * frequencies  # [max_positions, head_dim / 2]

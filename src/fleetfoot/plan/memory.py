@@ -221,12 +221,13 @@ _LOADED = ("weights", "rotary_table", "communication", "driver")
 
 def footprint(shape: EngineShape) -> dict[str, int]:
     """Bytes of each part on the device, without the KV cache and the state that grows with it."""
+    model = shape.model
     return {
         "weights": weight_bytes(shape),
         "graphs": graph_bytes(shape),
         "activations": activation_bytes(shape),
         "runner_state": runner_state_bytes(shape),
-        "rotary_table": shape.max_positions * shape.model.head_dim * _FLOAT32,
+        "rotary_table": len(model.distinct_ropes(shape.layers)) * shape.max_positions * model.head_dim * _FLOAT32,
         "sampling_scratch": sampling_scratch_bytes(shape),
         "communication": communication_bytes(shape),
         "driver": _DRIVER_BYTES if shape.device == "cuda" else 0,

@@ -128,7 +128,8 @@ def drafter_shape(
     drafter, hidden, size = found.config, found.config.hidden_size, DTYPE_BYTES[dtype]
     embedding = drafter.vocab_size * hidden * size
     max_positions = (config.max_model_len or target.max_position_embeddings) + speculative.num_speculative_tokens
-    total = max_positions * drafter.head_dim * _FLOAT32  # the rotary table
+    num_tables = len(drafter.distinct_ropes(range(drafter.num_layers)))
+    total = num_tables * max_positions * drafter.head_dim * _FLOAT32  # the rotary tables
     total += drafter.num_layers * method.layer_bytes(drafter, dtype)
     if found.method == "eagle":
         total += method.num_bytes(hidden, 2 * hidden, dtype) + hidden * size  # fc with the bias, which nearly all have
