@@ -1,5 +1,7 @@
 """Custom logits processors: functions of a request, and classes of an engine, on Model Runner V1."""
 
+import re
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -7,6 +9,8 @@ import pytest
 import torch
 
 from fleetfoot import LLM, SamplingParams
+from fleetfoot.config.engine import EngineConfig
+from fleetfoot.plan import logits_processors as plan_processors
 from fleetfoot.sampling.custom_processors import (
     AdapterLogitsProcessor,
     BatchUpdate,
@@ -126,20 +130,50 @@ class Sharp(LogitsProcessor):
         return torch.where(logits == logits.max(1, keepdim=True).values, logits, float("-inf"))
 
 
-class Broken(Sharp):
-    def update_state(self, batch_update: BatchUpdate | None) -> None:
-        if batch_update is not None and any(params.seed == 13 for _, params, _, _ in batch_update.added):
-            raise RuntimeError("thirteen")
+class Faulty(Target):
+    """Raises in ``extra_args["fails"]``, for the requests that have it."""
 
-    def is_argmax_invariant(self) -> bool:
-        return False
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        assert vllm_config.scheduler_config.max_num_seqs == 256
+        assert isinstance(vllm_config.model_config.max_model_len, int)
+        super().__init__(vllm_config, device, is_pin_memory)
+        self.fails: dict[int, str] = {}
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        super().update_state(batch_update)
+        process_dict_updates(self.fails, batch_update, lambda params, *_: (params.extra_args or {}).get("fails"))
+        self.check("update_state")
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        logits = super().apply(logits)
+        self.check("apply")
         return logits
+
+    def check(self, place: str) -> None:
+        if place in self.fails.values():
+            raise RuntimeError(f"in {place}")
+
+
+class FaultyInBatch(Faulty):
+    def check(self, place: str) -> None:
+        if len(self.targets) > 1:
+            raise RuntimeError("two")
+
+
+class FaultyAdapter(Adapted):
+    def new_req_logits_processor(self, params: SamplingParams) -> Any:
+        match (params.extra_args or {}).get("fails"):
+            case "update_state":
+                raise RuntimeError("in update_state")
+            case "apply":
+                return lambda output, logits: [][0]
+            case "shape":
+                return lambda output, logits: logits[:1]
+        return super().new_req_logits_processor(params)
 
 
 def greedy(**more: Any) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, **more)
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 4, "ignore_eos": True} | more)
 
 
 def tokens(llm: LLM, params: list[SamplingParams]) -> list[list[int]]:
@@ -199,11 +233,62 @@ def test_processors_that_greedy_requests_ignore(text_model: Path) -> None:
         assert len(Sharp.largest) >= 4
 
 
-def test_a_class_that_raises_ends_requests_and_not_the_engine(text_model: Path) -> None:
-    with LLM(text_model, **SETTINGS, logits_processors=[Broken]) as llm:
-        outputs = llm.generate(PROMPTS[:1], greedy(seed=13), use_tqdm=False)
-        assert outputs[0].outputs[0].finish_reason == "error"
-        assert all(map(len, tokens(llm, [greedy()] * 3)))
+@pytest.mark.parametrize(
+    ("kind", "places"), [(Faulty, ["update_state", "apply"]), (FaultyAdapter, ["update_state", "apply", "shape"])]
+)
+def test_a_class_that_raises_for_a_request_ends_it_alone(kind: Any, places: list[str], text_model: Path) -> None:
+    with LLM(text_model, **SETTINGS, logits_processors=[kind, Sharp]) as llm:
+        plain = tokens(llm, [greedy()] * 3)
+        step = int(kind is FaultyAdapter)
+        for place in places:
+            params = [greedy(extra_args={"target": 30}), greedy(extra_args={"fails": place, "target": 9}), greedy()]
+            first, second, third = (output.outputs[0] for output in llm.generate(PROMPTS, params, use_tqdm=False))
+            assert [first.token_ids, third.token_ids] == [[30 + step * index for index in range(4)], plain[2]]
+            assert (second.token_ids, second.finish_reason) == ([], "error")
+            assert f"the logits processor {kind.__name__} raised" in str(second.stop_reason)
+        assert tokens(llm, [greedy()] * 3) == plain
+
+
+def test_a_class_that_raises_for_the_batch_ends_it(text_model: Path) -> None:
+    with LLM(text_model, **SETTINGS, logits_processors=[FaultyInBatch]) as llm:
+        params = [greedy(extra_args={"target": 30 + index}) for index in range(3)]
+        outputs = [output.outputs[0] for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+        assert [output.stop_reason for output in outputs] == [
+            "the logits processor FaultyInBatch raised RuntimeError: two"
+        ] * 3
+        assert tokens(llm, params[:1] + [greedy()] * 2)[0] == [30] * 4
+
+
+def test_preempted_chunked_and_copied_requests_keep_their_processors(text_model: Path) -> None:
+    few = SETTINGS | {"num_gpu_blocks_override": 9, "max_num_batched_tokens": 4, "max_num_seqs": 3}
+    with LLM(text_model, **few, max_model_len=32, logits_processors=[Target]) as llm:
+        params = [
+            greedy(max_tokens=18, extra_args={"target": target}, logprobs=0, n=n, temperature=0.5)
+            for target, n in ((30, 1), (40, 2), (50, 1))
+        ]
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert llm.stats().scheduler.num_preemptions > 0
+        assert [{*request.outputs[-1].token_ids} for request in outputs] == [{30}, {40}, {50}]
+        for output in (output for request in outputs for output in request.outputs):
+            assert len(output.token_ids) == len(output.logprobs or ()) == 18
+
+
+def test_entry_points_run_first(text_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = EntryPoint("target", f"{__name__}:Target", plan_processors.GROUP)
+    monkeypatch.setattr(plan_processors, "entry_points", lambda *, group: [found] if group == found.group else [])
+    listed = plan_processors.listed_processors(EngineConfig(model=str(text_model), logits_processors=(Sharp,)))
+    assert [kind.__name__ for kind in plan_processors.load_processors(listed)] == ["Target", "Sharp"]
+
+
+@pytest.mark.parametrize("name", ["function", "class"])
+def test_the_examples_of_the_documentation(name: str, text_model: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "logits_processors.md").read_text(encoding="utf-8")
+    (example,) = re.findall(rf"<!-- example: {name} -->\n```python\n(.*?)```", page, re.DOTALL)
+    scope: dict[str, Any] = {"LLM": LLM, "SamplingParams": SamplingParams, "model": text_model}
+    exec(example, scope)
+    with scope["llm"]:
+        first = scope["outputs"][0].outputs[0].token_ids
+        assert set(first) == {42} if name == "class" else len(set(first)) == 16
 
 
 def test_what_is_refused(text_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +302,8 @@ def test_what_is_refused(text_model: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for kind, message in ((dict, "it must be a class derived from"), ("no.such:Class", "cannot be imported")):
         with pytest.raises(ValueError, match=f"logits_processors has .*{message}"):
             LLM(text_model, **SETTINGS, logits_processors=[kind])
+    with pytest.raises(ValueError, match="logits processor LogitsProcessor raised TypeError: Can't instantiate"):
+        LLM(text_model, **SETTINGS, logits_processors=[LogitsProcessor])
     drafts = {"method": "ngram", "num_speculative_tokens": 2}
     with pytest.raises(ValueError, match="logits_processors is set, and so is speculative_config"):
         LLM(text_model, **SETTINGS, logits_processors=[Target], speculative_config=drafts)

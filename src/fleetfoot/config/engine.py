@@ -248,6 +248,9 @@ class EngineConfig:
         self._check_processes()
         self._check_batched_tokens()
 
+    model_config = scheduler_config = cache_config = parallel_config = property(lambda self: self)
+    """vLLM's groups of settings, for a `LogitsProcessor` that reads ``vllm_config.scheduler_config.max_num_seqs``."""
+
     @property
     def compiles_layers(self) -> bool:
         """Whether ``torch.compile`` compiles the layers."""

@@ -25,6 +25,7 @@ from fleetfoot.records.sampling_params import (
     is_boolean,
     is_integer,
 )
+from fleetfoot.sampling.custom_processors import describe
 from fleetfoot.sampling.request_params import request_seed
 
 if TYPE_CHECKING:
@@ -379,6 +380,11 @@ def params_check(plan: EnginePlan) -> Callable[[SamplingParams], None]:
                 if name not in EXTRA_ARGS:
                     raise ValueError(f"extra_args can hold {', '.join(EXTRA_ARGS)}, got {name!r}")
         for processor in plan.logits_processors:
-            processor.validate_params(params)
+            try:
+                processor.validate_params(params)
+            except (ValueError, TypeError):
+                raise
+            except Exception as error:
+                raise ValueError(describe(processor, error)) from error
 
     return check

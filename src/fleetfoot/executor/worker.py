@@ -6,11 +6,13 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
+from fleetfoot.config.engine import Dtype
 from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.distributed.groups import WorkerGroups
 from fleetfoot.executor.protocol import check_parts
@@ -24,6 +26,7 @@ from fleetfoot.runner.step_connector import NoConnector, StepConnector
 from fleetfoot.runner.v1.pooling import PoolingModelRunner
 from fleetfoot.runner.v1.runner import ModelRunnerV1
 from fleetfoot.runner.v2.runner import ModelRunnerV2
+from fleetfoot.sampling.custom_processors import EngineProcessor
 from fleetfoot.speculative.drafter import DraftSettings, build_speculation
 from fleetfoot.weights.loading import ModelLoader
 
@@ -73,7 +76,8 @@ class Worker:
         if plan.runner == "v1":
             common["compiles_layers"] = plan.config.compiles_layers
             if plan.pooling is None:
-                processors = [kind(plan.config, self.device, False) for kind in plan.logits_processors]
+                resolved = replace(plan.config, max_model_len=plan.max_model_len, dtype=cast("Dtype", plan.dtype))
+                processors = [EngineProcessor(kind, resolved, self.device) for kind in plan.logits_processors]
                 self.runner = ModelRunnerV1(loader, logits_processors=processors, **common)
             else:
                 self.runner = PoolingModelRunner(loader, pooling=plan.pooling, **common)

@@ -11,6 +11,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -35,17 +36,23 @@ class MoveDirectionality(enum.Enum):
     """Both indices exchange their requests."""
 
 
+AddedRequest = tuple[int, "SamplingParams", list[int] | None, list[int]]
+"""Of a new request its index, parameters, prompt, and the list of its output tokens, which grows."""
+MovedRequest = tuple[int, int, MoveDirectionality]
+RemovedRequest = int
+
+
 @dataclass(frozen=True)
 class BatchUpdate:
     """How the batch differs from that of the step before. The changes happen in the order of the fields."""
 
     batch_size: int
     """Requests in the batch, after the changes."""
-    removed: Sequence[int]
+    removed: Sequence[RemovedRequest]
     """Indices of requests that are gone, and that no new request has."""
-    added: Sequence[tuple[int, SamplingParams, list[int] | None, list[int]]]
-    """Of each new request its index, parameters, prompt, and the list of its output tokens, which grows."""
-    moved: Sequence[tuple[int, int, MoveDirectionality]]
+    added: Sequence[AddedRequest]
+    """A request that was preempted is added again, with the output that it has."""
+    moved: Sequence[MovedRequest]
 
 
 class LogitsProcessor(ABC):
@@ -81,7 +88,8 @@ class AdapterLogitsProcessor(LogitsProcessor):
     """A batch's processor made of one callable for each request that has one (`new_req_logits_processor`)."""
 
     def __init__(self, vllm_config: EngineConfig, device: torch.device, is_pin_memory: bool) -> None:
-        self._callables: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
+        self.req_info: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
+        """Index in the batch -> the callable, which takes logits alone."""
         self.errors: dict[int, Exception] = {}
         """Index in the batch -> what its callable raised in the last `apply`."""
 
@@ -90,22 +98,29 @@ class AdapterLogitsProcessor(LogitsProcessor):
         """The callable of a new request; None: it has none."""
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        process_dict_updates(self._callables, batch_update, self._new_callable)
+        process_dict_updates(self.req_info, batch_update, self._new_callable)
 
     def _new_callable(
         self, params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]
     ) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        function = self.new_req_logits_processor(params)
+        try:
+            function = self.new_req_logits_processor(params)
+        except Exception as error:
+            return partial(_raise, error)  # in `apply`, which reports it on this request
         return None if function is None else bind_tokens(function, prompt_token_ids or [], output_token_ids)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         self.errors = {}
-        for index, function in self._callables.items():
+        for index, function in self.req_info.items():
             try:
                 logits[index] = function(logits[index])
             except Exception as error:
                 self.errors[index] = error
         return logits
+
+
+def _raise(error: Exception, logits: torch.Tensor) -> torch.Tensor:
+    raise error
 
 
 def process_dict_updates(
@@ -142,9 +157,17 @@ def _set(entries: dict[int, _State], index: int, state: _State | None) -> None:
 def bind_tokens(
     function: RequestLogitsProcessor, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """``function`` with its arguments before the logits: the output; prompt and output if it has three parameters."""
+    """``function`` with its arguments before the logits: the output; prompt and output if it has three parameters. A
+    result that is not ``[vocab_size]`` raises ValueError."""
     tokens = (prompt_token_ids, output_token_ids) if num_parameters(function) == 3 else (output_token_ids,)
-    return lambda logits: function(*tokens, logits)
+    return lambda logits: _checked(function(*tokens, logits), logits.shape)
+
+
+def _checked(result: Any, shape: torch.Size) -> torch.Tensor:
+    if not isinstance(result, torch.Tensor) or result.shape != shape:
+        got = f"logits {list(result.shape)}" if isinstance(result, torch.Tensor) else repr(result)
+        raise ValueError(f"it returned {got}; it must return logits {list(shape)}")
+    return result
 
 
 def num_parameters(function: Any) -> int:
@@ -165,17 +188,51 @@ class ProcessorRow(Protocol):
     num_prompt_tokens: int
 
 
+class EngineProcessor:
+    """A `LogitsProcessor` of the engine, and new instances of it: after an error its state may be inconsistent.
+
+    Raises ValueError: the class cannot be instantiated.
+    """
+
+    def __init__(self, kind: type[LogitsProcessor], config: EngineConfig, device: torch.device) -> None:
+        self._make = partial(kind, config, device, device.type == "cuda")
+        try:
+            self.current = self._make()
+            self.is_argmax_invariant = self.current.is_argmax_invariant()
+        except Exception as error:
+            raise ValueError(describe(kind, error)) from error
+
+    def restart(self, requests: Sequence[AddedRequest], batch_size: int) -> None:
+        """Replace the instance by a new one that has these requests."""
+        self.current = self._new(requests, batch_size)
+
+    def alone(self, request: AddedRequest) -> LogitsProcessor:
+        """A new instance that has one request, at index 0."""
+        return self._new([(0, *request[1:])], 1)
+
+    def _new(self, requests: Sequence[AddedRequest], batch_size: int) -> LogitsProcessor:
+        processor = self._make()
+        processor.update_state(BatchUpdate(batch_size, (), requests, ()))
+        return processor
+
+
 class ProcessorBatch:
     """The requests of Model Runner V1 as its `LogitsProcessor`s see them: numbered from 0, without gaps. A request that
-    does not sample in a step keeps its index, with logits of 0."""
+    does not sample in a step keeps its index, with logits of 0.
 
-    def __init__(self, processors: Sequence[LogitsProcessor] = ()) -> None:
+    After an error, each request is tried with an instance of its own. Those for which it raises are ended; the others
+    continue with a new instance. If it raises for none of them, all are ended.
+    """
+
+    def __init__(self, processors: Sequence[EngineProcessor] = ()) -> None:
         self._processors = list(processors)
-        self._is_invariant = [processor.is_argmax_invariant() for processor in processors]
         self._slots: list[ProcessorRow | None] = []
         self._outputs: dict[int, list[int]] = {}  # by the id of the row
+        self._errors: dict[int, str] = {}  # by the id of the row
         self._new: list[ProcessorRow] = []
         self._gone: list[ProcessorRow] = []
+        self._rows: Sequence[ProcessorRow] = []
+        """Of the requests that sample."""
         self._index: list[int] = []
         """Of the requests that sample, in their order."""
 
@@ -185,7 +242,7 @@ class ProcessorBatch:
     @property
     def has_invariant(self) -> bool:
         """Whether a processor does not affect greedy requests."""
-        return any(self._is_invariant)
+        return any(processor.is_argmax_invariant for processor in self._processors)
 
     def add(self, row: ProcessorRow) -> None:
         """A new request."""
@@ -208,36 +265,88 @@ class ProcessorBatch:
             output = self._outputs[id(row)]
             output += row.token_ids[row.num_prompt_tokens + len(output) :]
         places = {id(row): index for index, row in enumerate(self._slots)}
-        self._index = [places[id(row)] for row in rows]
-        errors: dict[int, str] = {}
+        self._rows, self._index = rows, [places[id(row)] for row in rows]
         for processor in self._processors:
             try:
-                processor.update_state(update)
+                processor.current.update_state(update)
             except Exception as error:
-                errors |= dict.fromkeys(range(len(rows)), describe(processor, error))
-        return errors
+                self._fail(processor, self._find_update_errors(processor), error)
+        return self._step_errors()
 
     def apply(self, logits: torch.Tensor, *, argmax_invariant: bool) -> tuple[torch.Tensor, dict[int, str]]:
         """The logits ``[num_sampled, vocab_size]`` float32 after the processors of one kind, and errors."""
-        errors: dict[int, str] = {}
-        chosen = [p for p, kind in zip(self._processors, self._is_invariant, strict=True) if kind == argmax_invariant]
+        chosen = [processor for processor in self._processors if processor.is_argmax_invariant == argmax_invariant]
         if not chosen:
-            return logits, errors
+            return logits, {}
         index = torch.tensor(self._index, device=logits.device)
         batch = logits.new_zeros(len(self._slots), logits.shape[1]).index_copy_(0, index, logits)
-        for processor in chosen:
+        for number, processor in enumerate(chosen):
             try:
-                result = processor.apply(batch)
-                if result.shape != batch.shape:
-                    raise ValueError(f"it returned logits {list(result.shape)} for {list(batch.shape)}")
-                batch = result
+                batch = _checked(processor.current.apply(batch), batch.shape)
             except Exception as error:
-                errors |= dict.fromkeys(range(len(self._index)), describe(processor, error))
-            own = getattr(processor, "errors", {}) if isinstance(processor, AdapterLogitsProcessor) else {}
-            for place, raised in own.items():
-                if place in self._index:
-                    errors[self._index.index(place)] = describe(processor, raised)
-        return batch[index].to(torch.float32), errors
+                return self._apply_alone(logits, chosen, chosen[number], error), self._step_errors()
+            if isinstance(processor.current, AdapterLogitsProcessor):
+                for place, raised in processor.current.errors.items():
+                    if place in self._index:
+                        self._set_error(place, describe(processor.current, raised))
+        return batch[index].to(torch.float32), self._step_errors()
+
+    def _apply_alone(
+        self, logits: torch.Tensor, chosen: Sequence[EngineProcessor], failed: EngineProcessor, cause: Exception
+    ) -> torch.Tensor:
+        """`apply` with instances of each request, after ``cause``, which ``failed`` has raised."""
+        result = logits.clone()
+        errors: dict[EngineProcessor, dict[int, Exception]] = {processor: {} for processor in chosen}
+        requests = {request[0]: request for request in self._requests()}
+        for place, index in enumerate(self._index):
+            row = logits[place : place + 1].clone()  # [1, vocab_size]
+            for processor in chosen if index in requests else ():
+                try:
+                    row = _checked(processor.alone(requests[index]).apply(row), row.shape)
+                except Exception as error:
+                    errors[processor][index] = error
+                    break
+            result[place] = row[0]
+        for processor in chosen:
+            self._fail(processor, errors[processor], cause)
+        return result
+
+    def _find_update_errors(self, processor: EngineProcessor) -> dict[int, Exception]:
+        """What it raises for each request alone, in the step that adds the request or in the next one."""
+        errors: dict[int, Exception] = {}
+        for request in self._requests():
+            try:
+                processor.alone(request).update_state(None)
+            except Exception as error:
+                errors[request[0]] = error
+        return errors
+
+    def _fail(self, processor: EngineProcessor, errors: dict[int, Exception], cause: Exception) -> None:
+        """End the requests with ``errors``, or all with ``cause`` if there are none; restart it with the others."""
+        requests = self._requests()
+        for index, error in (errors or {request[0]: cause for request in requests}).items():
+            self._set_error(index, describe(processor.current, error))
+        try:
+            processor.restart(self._requests(), len(self._slots))
+        except Exception as error:
+            for index, *_ in self._requests():
+                self._set_error(index, describe(processor.current, error))
+
+    def _requests(self) -> list[AddedRequest]:
+        """All requests of the batch that have no error."""
+        return [
+            (index, row.params, list(row.token_ids[: row.num_prompt_tokens]), self._outputs[id(row)])
+            for index, row in enumerate(self._slots)
+            if row is not None and id(row) not in self._errors
+        ]
+
+    def _set_error(self, index: int, message: str) -> None:
+        self._errors.setdefault(id(self._slots[index]), message)
+
+    def _step_errors(self) -> dict[int, str]:
+        """By the index of the row that samples."""
+        errors = ((place, self._errors.get(id(row))) for place, row in enumerate(self._rows))
+        return {place: error for place, error in errors if error is not None}
 
     def _update(self) -> BatchUpdate:
         """Number new requests: indices of removed ones first, then behind the last; the last ones fill what is left."""
@@ -246,6 +355,7 @@ class ProcessorBatch:
         added, moved = [], []
         for index in holes:
             self._outputs.pop(id(self._slots[index]))
+            self._errors.pop(id(self._slots[index]), None)
             self._slots[index] = None
         for row in self._new:
             index = holes.pop(0) if holes else len(self._slots)

@@ -27,7 +27,7 @@ from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import ModelRunnerOutput, NewRequest
 from fleetfoot.sampling.custom_processors import (
     NO_PROCESSORS,
-    LogitsProcessor,
+    EngineProcessor,
     ProcessorBatch,
     bind_tokens,
     describe,
@@ -200,7 +200,7 @@ class Sampler:
         ops: Kernels,
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
         vocab_size: int,
-        logits_processors: Sequence[LogitsProcessor] = (),
+        logits_processors: Sequence[EngineProcessor] = (),
     ) -> None:
         self._ops = ops
         self._processors = ProcessorBatch(logits_processors)

@@ -21,7 +21,15 @@ init_logger = logging.getLogger
 
 _PROCESSORS = " ".join(
     f"sampling.custom_processors.{name}"
-    for name in ("AdapterLogitsProcessor", "BatchUpdate", "LogitsProcessor", "MoveDirectionality")
+    for name in (
+        "AdapterLogitsProcessor",
+        "AddedRequest",
+        "BatchUpdate",
+        "LogitsProcessor",
+        "MoveDirectionality",
+        "MovedRequest",
+        "RemovedRequest",
+    )
 )
 
 NAMES = {
@@ -50,7 +58,8 @@ NAMES = {
     "v1.engine.llm_engine": "engine.engine.LLMEngine",
     "v1.metrics.reader": "engine.metrics.Counter engine.metrics.Gauge engine.metrics.Histogram engine.metrics.Metric "
                          "engine.metrics.Vector",
-    "v1.sample.logits_processor": f"{_PROCESSORS} sampling.custom_processors.RequestLogitsProcessor",
+    "v1.sample.logits_processor": f"{_PROCESSORS} sampling.custom_processors.RequestLogitsProcessor "
+                                  "sampling.custom_processors.process_dict_updates",
     "v1.sample.logits_processor.builtin": "sampling.custom_processors.process_dict_updates",
     "v1.sample.logits_processor.interface": _PROCESSORS,
     "version": "_version.__version__",

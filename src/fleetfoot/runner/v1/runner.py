@@ -18,7 +18,7 @@ from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.runner.base import ModelRunner, SampledTokenSync
 from fleetfoot.runner.v1.host_state import HostState, StepInputs, draft_batch, logits_indices, prepare_inputs
-from fleetfoot.sampling.custom_processors import LogitsProcessor
+from fleetfoot.sampling.custom_processors import EngineProcessor
 from fleetfoot.sampling.sampler_v1 import Sampler
 from fleetfoot.weights.loading import ModelLoader
 
@@ -34,7 +34,7 @@ class ModelRunnerV1(ModelRunner):
         loader: ModelLoader,
         *,
         compiles_layers: bool = False,
-        logits_processors: Sequence[LogitsProcessor] = (),
+        logits_processors: Sequence[EngineProcessor] = (),
         **common: Any,
     ) -> None:
         super().__init__(loader, **common)
