@@ -17,6 +17,7 @@ from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.vllm_names import check_call_keywords
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.errors import EngineDeadError
+from fleetfoot.engine.hold import Hold
 from fleetfoot.engine.input_processor import EngineRequest
 from fleetfoot.engine.stats import EngineStats
 from fleetfoot.inputs import PromptType
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 LONG_TEXT = 4096
 """Characters from which on a prompt is tokenized in a thread of the event loop: it takes about a millisecond."""
 
-_Item = RequestOutput | BaseException
+_Item = RequestOutput | BaseException | Hold
 
 
 class _ResultQueue:
@@ -170,6 +171,31 @@ class AsyncLLM:
         if not all(isinstance(entry, str) for entry in request_ids):
             raise TypeError(f"request_id is {request_id!r}; it must be a string, or hold strings")
         self._submit_if_alive(partial(self._abort, request_ids))
+
+    async def run_held(self, function: Callable[[LLMEngine], Any], mode: str = "drain") -> Any:
+        """Call ``function(engine)`` in the engine's thread between steps, when no step is in flight; see
+        `LLMEngine.hold`. Other calls go on meanwhile; cancellation before the function runs cancels it.
+
+        Returns or raises what the function does. Raises EngineDeadError as `generate`.
+        """
+        results = _ResultQueue()
+        hold = Hold(lambda: function(self._engine), mode, results.put)
+        self._submit(partial(self._engine.add_hold, hold), results)
+        item = None
+        try:
+            item = await results.queue.get()
+        finally:
+            if item is None:
+                self._submit_if_alive(partial(self._engine.cancel_hold, hold))
+        if item is not hold:
+            raise item
+        return hold.result()
+
+    async def collective_rpc(
+        self, method: str | Callable[..., Any], timeout: float | None = None, args: Any = (), kwargs: Any = None
+    ) -> list[Any]:
+        """See `LLMEngine.collective_rpc`."""
+        return await self.run_held(lambda engine: engine.collective_rpc(method, timeout, args, kwargs), "keep")
 
     @property
     def is_running(self) -> bool:
@@ -312,7 +338,7 @@ class AsyncLLM:
     def _poll(self) -> bool:
         """Wait for commands or unfinished requests, then run the commands. Returns False at shutdown."""
         with self._wake:
-            while not (self._next_command() or self._stopping or self._engine.has_unfinished_requests()):
+            while not (self._next_command() or self._stopping or self._engine.can_step):
                 if self._engine.has_transfers():
                     break  # a step waits for them, with a short timeout
                 self._wake.wait()
@@ -374,7 +400,7 @@ def _is_long(prompt: object) -> bool:
 
 def _merge(earlier: _Item, later: _Item, kind: RequestOutputKind | None) -> _Item:
     """Two outputs of one request as one. Only deltas are joined; other outputs are complete by themselves."""
-    if isinstance(earlier, BaseException) or isinstance(later, BaseException):
+    if not isinstance(earlier, RequestOutput) or not isinstance(later, RequestOutput):
         return later
     if kind is RequestOutputKind.DELTA:
         for before, after in zip(earlier.outputs, later.outputs, strict=True):

@@ -56,7 +56,7 @@ class LLM(PoolingCalls):
         self.config = EngineConfig.from_keywords(keywords, owner="LLM")
         self.llm_engine = LLMEngine.from_config(self.config)
         self._numbers = count()
-        self._turns = _Turns()
+        self._turns = _Turns(lambda: self.llm_engine.can_step)
         self._calls: dict[str, _Call] = {}  # request id -> the call that waits for its output
 
     @classmethod
@@ -219,10 +219,30 @@ class LLM(PoolingCalls):
         return self.llm_engine.model_config
 
     def collective_rpc(self, method: str | Callable[..., Any], *arguments: Any, **keywords: Any) -> list[Any]:
-        """See `LLMEngine.collective_rpc`; it runs between steps."""
+        """See `LLMEngine.collective_rpc`."""
+        return self.run_held(lambda engine: engine.collective_rpc(method, *arguments, **keywords), "keep")
+
+    def run_held(self, function: Callable[[LLMEngine], Any], mode: str = "drain") -> Any:
+        """Call ``function(engine)`` between steps, when no step is in flight; see `LLMEngine.hold`. Calls of other
+        threads go on meanwhile.
+
+        Returns or raises what the function does. Raises EngineDeadError, KeyboardInterrupt: as `generate`.
+        """
         self._check_usable()
-        with self._turns.take():
-            return self.llm_engine.collective_rpc(method, *arguments, **keywords)
+        engine = self.llm_engine
+        with SHORT_COLLECTIONS, deferred_interrupts() as interrupts:
+            with self._turns.take():
+                hold = engine.hold(lambda: function(engine), mode)
+            try:
+                while not hold.is_done:
+                    interrupts.check()
+                    with self._turns.take(lambda: hold.is_done or interrupts.is_set, is_step=True) as has_turn:
+                        if has_turn:
+                            self._step()
+            finally:
+                with self._turns.take():
+                    engine.cancel_hold(hold)
+        return hold.result()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """See `LLMEngine.reset_prefix_cache`."""
@@ -347,9 +367,11 @@ class _Call:
 
 
 class _Turns:
-    """One thread at a time uses the engine; those that add or remove requests come before those that step."""
+    """One thread at a time uses the engine; those that add or remove requests come before those that step, which wait
+    while the engine cannot step."""
 
-    def __init__(self) -> None:
+    def __init__(self, can_step: Callable[[], bool]) -> None:
+        self._can_step = can_step
         self._changed = threading.Condition()
         self.owner: int | None = None
         self._num_first = 0  # threads that wait in `take` without ``until``
@@ -365,7 +387,9 @@ class _Turns:
             with self._changed:
                 self._num_first += not is_step
                 try:  # with a timeout: a deferred Ctrl-C notifies no condition
-                    while not (ends := until()) and (self.owner is not None or (is_step and self._num_first)):
+                    while not (ends := until()) and (
+                        self.owner is not None or (is_step and (self._num_first or not self._can_step()))
+                    ):
                         self._changed.wait(0.1)
                     previous, self.owner = None, self.owner if ends else self_id
                 finally:

@@ -13,7 +13,7 @@ from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.config.model import RopeConfig
-from fleetfoot.engine.engine import make_connector as scheduler_connector
+from fleetfoot.engine.building import make_connector as scheduler_connector
 from fleetfoot.executor.worker import make_connector as worker_connector
 from fleetfoot.kv_transfer.base import registry
 from fleetfoot.kv_transfer.base.connector import TransferContext

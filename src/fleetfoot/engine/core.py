@@ -131,6 +131,15 @@ class EngineCore:
             self.scheduler.check_idle()
         return outputs
 
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a step has been queued and not retired."""
+        return bool(self._in_flight)
+
+    def retire(self, before_update: Callable[[], object] = no_callback) -> list[EngineOutput] | None:
+        """Wait for the oldest step in flight without scheduling another one. None: there is none."""
+        return self._retire(before_update) if self._in_flight else None
+
     def drain(self) -> None:
         """Retire all steps in flight once no request is unfinished, so that their rows and blocks are freed."""
         while self._in_flight and not self.scheduler.has_unfinished:

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.vllm_names import check_call_keywords
+from fleetfoot.engine.building import build_core, served_model_len
 from fleetfoot.engine.core import EngineCore, no_callback
 from fleetfoot.engine.errors import EngineDeadError
+from fleetfoot.engine.hold import Hold, HoldQueue
 from fleetfoot.engine.input_processor import COPY_MARK, EngineRequest, InputProcessor, params_check
 from fleetfoot.engine.metrics import Metric, engine_metrics
 from fleetfoot.engine.output_processor import OutputProcessor
@@ -23,17 +25,11 @@ from fleetfoot.executor.build import start_executor
 from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.plan.machine import Machine
-from fleetfoot.plan.plan import EnginePlan, transfer_context
+from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import resolve_plan
-from fleetfoot.records.kv_connector import NoSchedulerConnector, SchedulerConnector
-from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.request import RequestStatus
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.sampling.request_params import read_sampling_defaults
-from fleetfoot.scheduler.config import SchedulerConfig
-from fleetfoot.scheduler.drafting import DraftController
-from fleetfoot.scheduler.scheduler import Scheduler
-from fleetfoot.speculative.controller import AdaptiveDrafts
 from fleetfoot.utils.process import EXIT_GUARD, run_all
 
 if TYPE_CHECKING:
@@ -67,6 +63,7 @@ class LLMEngine:
         self._clock = clock
         self._output_processor = OutputProcessor(tokenizer, core.scheduler.finish, core.stats)
         self._aborted: list[RequestOutput] = []  # last outputs of aborted requests, returned by the next step
+        self._holds = HoldQueue(core, lambda: self.abort_request(self._output_processor.request_ids))
         self._cause: BaseException | None = None
         self._is_shut_down = False
         self._stepping = threading.Lock()
@@ -210,11 +207,16 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` must be called again."""
-        return bool(self._output_processor.num_unfinished or self._aborted or self.core.has_work)
+        return bool(self._output_processor.num_unfinished or self._aborted or self._holds or self.core.has_work)
+
+    @property
+    def can_step(self) -> bool:
+        """Whether `step` has an effect: a paused engine runs holds, and returns the outputs of aborted requests."""
+        return bool(self._aborted or self._holds or (not self.is_paused and self.has_unfinished_requests()))
 
     def has_transfers(self) -> bool:
         """Whether the KV connector needs further steps, possibly for finished requests."""
-        return self._cause is None and self.core.scheduler.has_idle_work
+        return self._cause is None and not self.is_paused and self.core.scheduler.has_idle_work
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -238,13 +240,16 @@ class LLMEngine:
         if self._stepping.locked():
             raise RuntimeError("step was called during a step; call it from one thread, and not from signal handlers")
         with self._stepping, self._failing():
-            aborted = self.pop_aborted()
-            engine_outputs = self.core.step(before_update)
-            if engine_outputs is None:
-                return aborted
-            outputs = self._output_processor.process(engine_outputs, self._clock())
-            self.core.drain()
-        return aborted + outputs
+            outputs, holds = self.pop_aborted(), self._holds
+            if not (holds or holds.is_paused):
+                engine_outputs = self.core.step(before_update)
+            else:
+                engine_outputs = holds.step(before_update) if holds else None
+            if engine_outputs is not None:
+                outputs += self._output_processor.process(engine_outputs, self._clock())
+                self.core.drain()
+            holds.run_if_reached()
+        return outputs
 
     def fills_first_step(self, num_prompt_tokens: int) -> bool:
         """Whether prompts of so many tokens fill a step that later requests cannot change."""
@@ -255,9 +260,66 @@ class LLMEngine:
     def report_finished(self) -> None:
         """Call when no step may follow soon: retires steps in flight that no request needs, and sends the last finished
         ids to the KV connector."""
-        if self._cause is None and not self._is_shut_down:
+        if self._cause is None and not self._is_shut_down and not self.is_paused:
             with self._failing():
                 self.core.report_finished()
+
+    # --- holding ------------------------------------------------------------------------------------------------------
+
+    def hold(self, function: Callable[[], Any], mode: str = "drain", **options: Any) -> Hold:
+        """Queue a function that runs within a later `step`, in its thread, when no step is in flight.
+
+        The function may use the engine, except `step` and `run_held`; `collective_rpc` calls all workers. `pause` in it
+        makes the engine stay held.
+
+        Args:
+            function, mode, options: see `Hold`. ``mode``: ``drain``, ``wait``, ``keep`` or ``abort``.
+
+        Raises:
+            ValueError: ``mode`` is unknown.
+            EngineDeadError: the engine has failed or was shut down. If it does so later, `Hold.result` raises it.
+        """
+        hold = Hold(function, mode, **options)
+        self.add_hold(hold)
+        return hold
+
+    def add_hold(self, hold: Hold) -> None:
+        """Queue a hold; see `hold`."""
+        self._check_alive()
+        self._holds.add(hold)
+
+    def cancel_hold(self, hold: Hold) -> None:
+        """Forget a hold that is not done."""
+        self._holds.remove(hold)
+
+    def run_held(self, function: Callable[[], Any], mode: str = "drain") -> Any:
+        """`hold`, then `step` until the function has run; within a hold's function, call it at once.
+
+        Returns or raises what the function does. The next `step` returns the outputs of these steps.
+        """
+        if self._holds.is_held:
+            return function()
+        hold, outputs = self.hold(function, mode), list[RequestOutput]()
+        try:
+            while not hold.is_done:
+                outputs += self.step()
+        finally:
+            self.cancel_hold(hold)
+            self._aborted = outputs + self._aborted
+        return hold.result()
+
+    def pause(self) -> None:
+        """Within a hold's function: take no further step until `resume`. Requests can be added and aborted."""
+        self._holds.pause()
+
+    def resume(self) -> None:
+        """Go on with steps; does nothing in an engine that is not paused."""
+        self._holds.resume()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether `step` runs no request until `resume`."""
+        return self._holds.is_paused
 
     # --- state --------------------------------------------------------------------------------------------------------
 
@@ -289,15 +351,13 @@ class LLMEngine:
     def collective_rpc(
         self, method: str | Callable[..., Any], timeout: float | None = None, args: Any = (), kwargs: Any = None
     ) -> list[Any]:
-        """A list of the result of a function of the worker, or of its method of this name; ``timeout`` has no effect.
-        Raises ValueError: workers run in other processes, or have no such method."""
-        worker = self.core.executor
-        if not hasattr(worker, "runner"):
-            raise ValueError("collective_rpc needs the worker in this process; set distributed_executor_backend='uni'")
-        function = method if callable(method) else getattr(type(worker), str(method), None)
-        if function is None:
-            raise ValueError(f"method is {method!r}, which a worker does not have; give a function of the worker")
-        return [function(worker, *args, **(kwargs or {}))]
+        """Call a function of the worker, or its method of this name, on every rank between steps; running requests are
+        kept. ``timeout`` has no effect.
+
+        Returns the ranks' results in their order; raises what the first of them raises, and ValueError: workers have no
+        such method, or run in other processes, to which the call cannot be sent.
+        """
+        return self.run_held(lambda: self.core.executor.collective_rpc(method, tuple(args), dict(kwargs or {})), "keep")
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget cached prefixes; with ``reset_connector`` also KV that a KV connector has saved, and with
@@ -317,6 +377,7 @@ class LLMEngine:
         if self._is_shut_down or self.is_foreign:
             return
         self._is_shut_down = True
+        self._holds.fail_all(EngineDeadError("the engine was shut down"))
         flush = self.core.flush if self._cause is None else no_callback  # a failed engine's state may be inconsistent
         run_all(flush, self.core.shutdown)
 
@@ -335,6 +396,7 @@ class LLMEngine:
             is_interrupt = not isinstance(error, Exception) and threading.current_thread() is threading.main_thread()
             level = logging.INFO if is_interrupt else logging.ERROR
             logger.log(level, "the engine has failed with %d unfinished requests: %r", num_unfinished, error)
+            self._holds.fail_all(_dead(self._cause))
             if isinstance(error, Exception):
                 raise _dead(self._cause) from self._cause
             raise
@@ -391,16 +453,11 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         tokenizer = Tokenizer.from_path(plan.tokenizer_path)
         tokenizer.tensor_types["pt"] = torch.tensor
     executor = start_executor(plan)
-    layout = executor.layout
-    # steps in flight behind which another one is queued: as many as keep every stage of a pipeline busy
-    num_stages = config.pipeline_parallel_size
-    is_pipelined = num_stages > 1 and config.async_scheduling is not False
-    depth = num_stages if is_pipelined else int(plan.async_scheduling)
     try:
-        core = EngineCore(_build_scheduler(plan, layout), executor, StatsCollector(), depth=depth)
+        core = build_core(plan, executor)
         input_processor = InputProcessor(
             vocab_size=plan.model.vocab_size,
-            max_model_len=_served_model_len(plan, layout),
+            max_model_len=served_model_len(plan, executor.layout),
             eos_token_ids=plan.model.eos_token_ids,
             tokenizer=tokenizer,
             max_logprobs=config.max_logprobs,
@@ -413,49 +470,3 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         executor.shutdown()
         raise
     return LLMEngine(core, input_processor, tokenizer, plan=plan)
-
-
-def _build_scheduler(plan: EnginePlan, layout: KVLayout) -> Scheduler:
-    config, num_drafts, connector = plan.config, plan.drafter.num_drafts, plan.connector
-    controller: DraftController | None = None
-    if (speculative := config.speculative_config) is not None:
-        kind = AdaptiveDrafts if speculative.adaptive else DraftController
-        controller = kind(speculative.num_speculative_tokens, speculative.disable_by_batch_size)
-    return Scheduler(
-        SchedulerConfig(
-            num_blocks=layout.num_blocks,
-            block_size=layout.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=plan.max_num_batched_tokens,
-            enable_prefix_caching=config.enable_prefix_caching,
-            enable_chunked_prefill=config.enable_chunked_prefill,
-            priority=config.scheduling_policy == "priority",
-            num_drafts=num_drafts,
-            num_lookahead=num_drafts if plan.drafter.kv_specs else 0,  # for a drafter that keeps KV too
-            num_stages=config.pipeline_parallel_size,
-            kv_load_failure_policy="recompute" if connector is None else connector.config.kv_load_failure_policy,
-        ),
-        connector=make_connector(plan),
-        controller=controller,
-    )
-
-
-def make_connector(plan: EnginePlan) -> SchedulerConnector:
-    """The scheduler's side of the plan's KV connector.
-
-    Raises:
-        ValueError: the connector's settings do not fit this engine.
-    """
-    if plan.connector is None:
-        return NoSchedulerConnector()
-    return plan.connector.connector_class.scheduler_side(transfer_context(plan))
-
-
-def _served_model_len(plan: EnginePlan, layout: KVLayout) -> int:
-    """max_model_len; if it is not set, at most what the KV cache holds."""
-    room = layout.num_blocks * layout.block_size
-    if plan.config.max_model_len is not None or plan.max_model_len <= room:
-        return plan.max_model_len
-    message = "the model's %d positions do not fit in a KV cache of %d tokens: requests are limited to that"
-    logger.warning(message, plan.max_model_len, room)
-    return room

@@ -117,6 +117,11 @@ class OutputProcessor:
     def num_unfinished(self) -> int:
         return len(self._requests)
 
+    @property
+    def request_ids(self) -> list[str]:
+        """Of the unfinished requests, in the order in which they were added."""
+        return list(self._requests)
+
     def has(self, request_id: str) -> bool:
         return request_id in self._requests
 

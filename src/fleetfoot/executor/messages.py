@@ -12,7 +12,7 @@ nodes that `fleetfoot.executor.nodes` has accepted. Messages from anywhere else 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -61,6 +61,35 @@ def decode_call(message: bytes) -> tuple[int, SchedulerOutput, object | None]:
     return number, output, grammar_output
 
 
+# --- collective calls -----------------------------------------------------------------------------------------------
+
+_RPC_MARK = b"\xc1"
+"""A byte that begins no msgpack value."""
+
+
+def encode_rpc(number: int, method: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """A call of a worker's method, or of a function of the worker. Raises ValueError: it cannot be pickled."""
+    try:
+        payload = pickle.dumps((method, args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{method!r} and its arguments cannot be sent to the workers, which run in other processes: {error}; give "
+            "the name of a worker's method, or a function of an importable module"
+        ) from error
+    return _RPC_MARK + _ENCODER.encode((number, payload))
+
+
+def is_rpc(message: bytes) -> bool:
+    """Whether a message is of `encode_rpc`, and not of `encode_call`."""
+    return message.startswith(_RPC_MARK)
+
+
+def decode_rpc(message: bytes) -> tuple[int, bytes]:
+    """The call's number, and the rest, pickled."""
+    number, payload = msgspec.msgpack.decode(message[1:])
+    return number, payload
+
+
 # --- replies --------------------------------------------------------------------------------------------------------
 
 
@@ -104,8 +133,19 @@ class Failure(msgspec.Struct, array_like=True, tag=True):
         return cls(rank, text, trace, pickled if is_whole else b"")
 
 
+class RpcResult(msgspec.Struct, array_like=True, tag=True):
+    """The result of a collective call on a rank."""
+
+    rank: int
+    number: int
+    value: bytes = b""
+    """Pickled."""
+    failure: Failure | None = None
+    """The call has raised; the worker goes on."""
+
+
 encode_reply = _ENCODER.encode
-decode_reply = msgspec.msgpack.Decoder(Ready | StepOutput | Failure).decode
+decode_reply = msgspec.msgpack.Decoder(Ready | StepOutput | RpcResult | Failure).decode
 
 
 # --- sockets --------------------------------------------------------------------------------------------------------

@@ -12,12 +12,22 @@ import os
 import pickle
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import zmq
 
-from fleetfoot.executor.messages import EngineChannel, Failure, Ready, StepOutput, decode_reply, encode_call
+from fleetfoot.executor.messages import (
+    EngineChannel,
+    Failure,
+    Ready,
+    RpcResult,
+    StepOutput,
+    decode_reply,
+    encode_call,
+    encode_rpc,
+)
 from fleetfoot.executor.nodes import EngineNodes, check_devices
 from fleetfoot.executor.processes import RendezvousDir, WorkerProcesses
 from fleetfoot.executor.protocol import WorkerError
@@ -56,6 +66,8 @@ class MultiprocessExecutor:
         self._is_shut_down = False
         self._step: SchedulerOutput | None = None
         self._num_steps = 0
+        self._num_rpcs = 0
+        self._rpc_results: dict[int, RpcResult] = {}  # of the last call, by rank
         self._ready: dict[int, Ready] = {}
         self._outputs = StepOutputs(plan.output_rank, len(plan.reply_ranks))
         self._num_workers = config.world_size
@@ -113,6 +125,23 @@ class MultiprocessExecutor:
             self._poll()
         return output
 
+    def collective_rpc(
+        self, method: str | Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> list[Any]:
+        """See `Executor`."""
+        self._check()
+        self._num_rpcs += 1
+        self._rpc_results.clear()
+        self._send(encode_rpc(self._num_rpcs, method, args, kwargs or {}))
+        while len(self._rpc_results) < self._num_workers:
+            self._poll()
+        results = [self._rpc_results[rank] for rank in range(self._num_workers)]
+        for result in results:
+            if (failure := result.failure) is not None:
+                reported = RuntimeError(f"worker {failure.rank}: {failure.text}\n\n{failure.trace}")
+                raise (pickle.loads(failure.error) if failure.error else reported) from reported
+        return [pickle.loads(result.value) for result in results]
+
     def shutdown(self) -> None:
         """End all workers. Does nothing when called again. Raises WorkerError if a worker has failed before, or could
         not shut down; all have ended nevertheless."""
@@ -161,6 +190,9 @@ class MultiprocessExecutor:
             reply = decode_reply(message)
             if isinstance(reply, StepOutput):
                 self._outputs.add(reply)
+            elif isinstance(reply, RpcResult):
+                if reply.number == self._num_rpcs:
+                    self._rpc_results[reply.rank] = reply
             elif isinstance(reply, Ready):
                 self._ready[reply.rank] = reply
             else:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.plan.plan import EnginePlan
@@ -32,6 +32,19 @@ class Executor(Protocol):
 
     def sample_tokens(self, grammar_output: object | None) -> PendingOutput:
         """Sample the tokens of the step that `execute_model` took."""
+
+    def collective_rpc(
+        self, method: str | Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> list[Any]:
+        """Call a function of the worker, or its method of this name, on every rank; no step is in flight.
+
+        Returns the results in the order of the ranks.
+
+        Raises:
+            ValueError: there is no such method, or the call cannot be sent to another process.
+            Exception: what the first of the ranks raises; the workers go on.
+            WorkerError: a worker has ended.
+        """
 
     def shutdown(self) -> None:
         """End the workers and give their memory back."""

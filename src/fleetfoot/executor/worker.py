@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -120,6 +120,19 @@ class Worker:
         check_parts(self.plan, self.rank, self.parts())
         with _phase("warm-up"):
             self.runner.warm_up()
+
+    def collective_rpc(
+        self, method: str | Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> list[Any]:
+        """See `Executor`; this is the only rank."""
+        return [self.call(method, args, kwargs or {})]
+
+    def call(self, method: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function of the worker, or its method of this name. Raises ValueError: there is no such method."""
+        function = method if callable(method) else getattr(type(self), str(method), None)
+        if function is None:
+            raise ValueError(f"method is {method!r}, which a worker does not have; give a function of the worker")
+        return function(self, *args, **kwargs)
 
     def parts(self) -> dict[str, object]:
         """What has been built, once the weights are loaded; see `planned_parts`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 import threading
 import traceback
@@ -16,12 +17,15 @@ from fleetfoot.distributed.groups import StepShape, make_groups
 from fleetfoot.executor.messages import (
     Failure,
     Ready,
+    RpcResult,
     StepOutput,
     Store,
     WorkerAddresses,
     WorkerChannel,
     decode_call,
+    decode_rpc,
     encode_reply,
+    is_rpc,
 )
 from fleetfoot.executor.worker import Worker
 from fleetfoot.plan.plan import EnginePlan
@@ -44,8 +48,11 @@ def run_worker_loop(plan: EnginePlan, rank: int, addresses: WorkerAddresses, sto
         worker = _start(plan, rank, store)
         with channel.open_replies() as replies:
             replies.send(encode_reply(Ready(rank, worker.layout, worker.runner_name)))
-        with _reply_sender(worker, channel) as send, SHORT_COLLECTIONS:
+        with channel.open_replies() as replies, _reply_sender(worker, channel) as send, SHORT_COLLECTIONS:
             while message := channel.receive():
+                if is_rpc(message):
+                    replies.send(encode_reply(_run_rpc(worker, message)))
+                    continue
                 number, scheduler_output, grammar_output = decode_call(message)
                 worker.execute_model(scheduler_output)
                 send(number, worker.sample_tokens(grammar_output))
@@ -58,6 +65,16 @@ def run_worker_loop(plan: EnginePlan, rank: int, addresses: WorkerAddresses, sto
     if dist.is_initialized():
         dist.destroy_process_group()
     channel.close()
+
+
+def _run_rpc(worker: Worker, message: bytes) -> RpcResult:
+    number, payload = decode_rpc(message)
+    try:
+        method, args, kwargs = pickle.loads(payload)
+        value = pickle.dumps(worker.call(method, args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        return RpcResult(worker.rank, number, failure=Failure.of(worker.rank, error, traceback.format_exc()))
+    return RpcResult(worker.rank, number, value)
 
 
 def _start(plan: EnginePlan, rank: int, store: Store) -> Worker:

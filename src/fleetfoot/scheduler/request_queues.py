@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from heapq import heappop, heappush
+from itertools import chain
 
 from fleetfoot.records.request import Request
 from fleetfoot.records.step import SchedulerOutput
@@ -14,25 +15,45 @@ class WaitingQueue:
     """A heap of requests, ordered by priority and arrival.
 
     A request that ends while it waits is no longer counted. It stays in the heap until it reaches the front, or until
-    most entries have ended.
+    most entries have ended. Between `hold_new` and `release_new`, requests that have never run are set aside.
     """
 
     def __init__(self) -> None:
         # with its sort key: tuples of ints compare faster than `Request.__lt__`
         self._heap: list[tuple[int, int, Request]] = []
         self._size = 0
+        self._new: list[Request] | None = None  # set aside; None: not holding
 
     def __len__(self) -> int:
         return self._size
 
     def __iter__(self) -> Iterator[Request]:
         """The counted requests, in no particular order."""
-        return (request for _, _, request in self._heap if not request.is_finished)
+        entries = (request for _, _, request in self._heap)
+        return (request for request in chain(entries, self._new or ()) if not request.is_finished)
 
     def push(self, *requests: Request) -> None:
         for request in requests:
-            heappush(self._heap, (request.priority, request.sequence_number, request))
+            if self._new is not None and request.num_cached_tokens < 0:
+                self._new.append(request)
+            else:
+                heappush(self._heap, (request.priority, request.sequence_number, request))
         self._size += len(requests)
+
+    def hold_new(self) -> None:
+        """Set aside the requests that have never run, and those that arrive."""
+        waiting, self._heap, self._size, self._new = list(self), [], 0, []
+        self.push(*waiting)
+
+    def release_new(self) -> None:
+        """Undo `hold_new`; does nothing otherwise."""
+        waiting, self._heap, self._size, self._new = list(self), [], 0, None
+        self.push(*waiting)
+
+    @property
+    def num_held(self) -> int:
+        """How many requests are set aside."""
+        return sum(not request.is_finished for request in self._new or ())
 
     def discard_finished(self) -> None:
         """Stop counting one request, which has ended while it was waiting."""
@@ -41,11 +62,11 @@ class WaitingQueue:
             self._heap = sorted(entry for entry in self._heap if not entry[2].is_finished)
 
     @property
-    def first(self) -> Request:
-        """The next request to run. The queue must not be empty."""
-        while self._heap[0][2].is_finished:
+    def first(self) -> Request | None:
+        """The next request to run; None if there is none that may."""
+        while self._heap and self._heap[0][2].is_finished:
             heappop(self._heap)
-        return self._heap[0][2]
+        return self._heap[0][2] if self._heap else None
 
     def pop(self) -> None:
         """Remove `first`."""

@@ -202,8 +202,7 @@ class Scheduler:
             if self._fits_step(request, request.num_computed, budget):
                 return self._run(transfers.pop_ready())
             return None
-        while self._waiting and len(self._free_rows) > transfers.num_loading:
-            request = self._waiting.first
+        while (request := self._waiting.first) is not None and len(self._free_rows) > transfers.num_loading:
             if request.num_in_flight:
                 return None  # just preempted: its last token and its blocks are still on the device
             hits = self.blocks.find_cached_prefix(request)
@@ -453,10 +452,30 @@ class Scheduler:
         for request in chain(self.running, *(batch for _, batch in self._in_flight)):
             # blocks that it fills from now on depend on dropped ones, and must not be published
             request.num_published = sys.maxsize
-        while reset_running_requests and self.running:
-            self._preempt_last()
+        if reset_running_requests:
+            self.preempt_running()
         if reset_connector:
             self._waiting.push(*self.transfers.invalidate())
+
+    # --- holding ----------------------------------------------------------------------------------------------------
+
+    def hold_new(self) -> None:
+        """Start no request that has never run, until `release_new`. Those that have, or load KV, run to their end."""
+        self._waiting.hold_new()
+
+    def release_new(self) -> None:
+        """Undo `hold_new`; does nothing otherwise."""
+        self._waiting.release_new()
+
+    @property
+    def has_started(self) -> bool:
+        """After `hold_new`: whether unfinished requests have run before, or load KV."""
+        return len(self.requests) > self._waiting.num_held
+
+    def preempt_running(self) -> None:
+        """Preempt every running request, so that none has blocks or a row once the steps in flight have retired."""
+        while self.running:
+            self._preempt_last()
 
     def check_idle(self) -> None:
         """Check whenever no request is left, cheaply, that everything but the blocks of transfers is free. Raises

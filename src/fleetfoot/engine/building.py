@@ -1,0 +1,74 @@
+"""The parts of an engine that its plan describes: the scheduler, its side of the KV connector, and the loop."""
+
+from __future__ import annotations
+
+import logging
+
+from fleetfoot.engine.core import EngineCore
+from fleetfoot.engine.stats import StatsCollector
+from fleetfoot.executor.protocol import Executor
+from fleetfoot.plan.plan import EnginePlan, transfer_context
+from fleetfoot.records.kv_connector import NoSchedulerConnector, SchedulerConnector
+from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.scheduler.config import SchedulerConfig
+from fleetfoot.scheduler.drafting import DraftController
+from fleetfoot.scheduler.scheduler import Scheduler
+from fleetfoot.speculative.controller import AdaptiveDrafts
+
+logger = logging.getLogger(__name__)
+
+
+def build_core(plan: EnginePlan, executor: Executor) -> EngineCore:
+    """The loop over a new scheduler and an executor that has started. Raises ValueError as `make_connector`."""
+    config = plan.config
+    # steps in flight behind which another one is queued: as many as keep every stage of a pipeline busy
+    num_stages = config.pipeline_parallel_size
+    is_pipelined = num_stages > 1 and config.async_scheduling is not False
+    depth = num_stages if is_pipelined else int(plan.async_scheduling)
+    return EngineCore(_build_scheduler(plan, executor.layout), executor, StatsCollector(), depth=depth)
+
+
+def _build_scheduler(plan: EnginePlan, layout: KVLayout) -> Scheduler:
+    config, num_drafts, connector = plan.config, plan.drafter.num_drafts, plan.connector
+    controller: DraftController | None = None
+    if (speculative := config.speculative_config) is not None:
+        kind = AdaptiveDrafts if speculative.adaptive else DraftController
+        controller = kind(speculative.num_speculative_tokens, speculative.disable_by_batch_size)
+    return Scheduler(
+        SchedulerConfig(
+            num_blocks=layout.num_blocks,
+            block_size=layout.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=plan.max_num_batched_tokens,
+            enable_prefix_caching=config.enable_prefix_caching,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            priority=config.scheduling_policy == "priority",
+            num_drafts=num_drafts,
+            num_lookahead=num_drafts if plan.drafter.kv_specs else 0,  # for a drafter that keeps KV too
+            num_stages=config.pipeline_parallel_size,
+            kv_load_failure_policy="recompute" if connector is None else connector.config.kv_load_failure_policy,
+        ),
+        connector=make_connector(plan),
+        controller=controller,
+    )
+
+
+def make_connector(plan: EnginePlan) -> SchedulerConnector:
+    """The scheduler's side of the plan's KV connector.
+
+    Raises:
+        ValueError: the connector's settings do not fit this engine.
+    """
+    if plan.connector is None:
+        return NoSchedulerConnector()
+    return plan.connector.connector_class.scheduler_side(transfer_context(plan))
+
+
+def served_model_len(plan: EnginePlan, layout: KVLayout) -> int:
+    """max_model_len; if it is not set, at most what the KV cache holds."""
+    room = layout.num_blocks * layout.block_size
+    if plan.config.max_model_len is not None or plan.max_model_len <= room:
+        return plan.max_model_len
+    message = "the model's %d positions do not fit in a KV cache of %d tokens: requests are limited to that"
+    logger.warning(message, plan.max_model_len, room)
+    return room

@@ -1,0 +1,142 @@
+"""Holding the step loop between steps: for weight updates, sleep, a restart, and calls of the workers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+from fleetfoot.engine.core import EngineCore
+from fleetfoot.records.step import EngineOutput
+
+HoldMode = Literal["drain", "wait", "keep", "abort"]
+"""What happens to unfinished requests before the loop is held.
+
+``drain``: those that have run finish first; those that have not, and new ones, wait.
+``wait``: running requests are preempted. They keep their tokens; their KV is computed again later.
+``keep``: running requests keep their KV too, and go on later as if nothing had happened.
+``abort``: all end as aborted, with the tokens that they have.
+"""
+HOLD_MODES: tuple[str, ...] = get_args(HoldMode)
+
+
+class Hold:
+    """A function that runs between two steps, when no step is in flight.
+
+    Args:
+        function: its result, or the exception that it raises, becomes that of `result`; the engine goes on either way.
+        mode: see `HoldMode`. In a paused engine, ``drain`` means ``keep``.
+        on_done: called when there is a result, in the thread that steps.
+
+    Raises:
+        ValueError: ``mode`` is unknown.
+    """
+
+    def __init__(
+        self, function: Callable[[], Any], mode: str = "drain", on_done: Callable[[Hold], object] = lambda hold: None
+    ) -> None:
+        if mode not in HOLD_MODES:
+            raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(HOLD_MODES)}")
+        self.mode = mode
+        self.is_done = False
+        self._function, self._on_done = function, on_done
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Call the function. Only exceptions that are no `Exception`, such as KeyboardInterrupt, are raised."""
+        try:
+            self._value = self._function()
+        except Exception as error:
+            self._error = error
+        self._end()
+
+    def fail(self, error: BaseException) -> None:
+        """End without calling the function."""
+        self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        self.is_done = True
+        self._on_done(self)
+
+    def result(self) -> Any:
+        """The function's result; raises what it has raised, or what has kept it from running."""
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+class HoldQueue:
+    """The holds of an engine, in order, and whether it is paused. Its methods are called by the thread that steps.
+
+    Args:
+        abort_all: ends all requests as aborted.
+    """
+
+    def __init__(self, core: EngineCore, abort_all: Callable[[], object]) -> None:
+        self._core = core
+        self._abort_all = abort_all
+        self._queue: deque[Hold] = deque()
+        self._begun: Hold | None = None
+        self.is_paused = False
+        """Whether steps do nothing until `resume`. Holds still run."""
+        self.is_held = False
+        """Whether a hold's function is running."""
+
+    def __bool__(self) -> bool:
+        return bool(self._queue)
+
+    def add(self, hold: Hold) -> None:
+        """Queue a hold."""
+        self._queue.append(hold)
+
+    def remove(self, hold: Hold) -> None:
+        """Forget a hold, unless it is done."""
+        if hold in self._queue:
+            self._queue.remove(hold)
+        if hold is self._begun:
+            self._begun = None
+            self._core.scheduler.release_new()
+
+    def pause(self) -> None:
+        """Within a hold's function: take no further step until `resume`."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Go on with steps."""
+        self.is_paused = False
+
+    def step(self, before_update: Callable[[], object]) -> list[EngineOutput] | None:
+        """One step towards the first hold: with started requests where it drains, else only of what is in flight."""
+        hold, core = self._queue[0], self._core
+        drains = hold.mode == "drain" and not self.is_paused
+        if hold is not self._begun:
+            self._begun = hold
+            if drains:
+                core.scheduler.hold_new()
+            elif hold.mode == "abort":
+                self._abort_all()
+        return core.step(before_update) if drains and core.scheduler.has_started else core.retire(before_update)
+
+    def run_if_reached(self) -> None:
+        """After `step`, with its outputs processed: run the hold's function if nothing is in flight, and with
+        ``drain`` no started request is left."""
+        hold, scheduler = self._begun, self._core.scheduler
+        if hold is None or self._core.is_in_flight:
+            return
+        if hold.mode == "drain" and not self.is_paused and scheduler.has_started:
+            return
+        if hold.mode == "wait":
+            scheduler.preempt_running()
+        self.is_held = True
+        try:
+            hold.run()
+        finally:
+            self.is_held = False
+            self.remove(hold)
+
+    def fail_all(self, error: BaseException) -> None:
+        """End all holds: the engine has failed, or is shut down."""
+        while self._queue:
+            self._queue.popleft().fail(error)

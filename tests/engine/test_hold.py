@@ -1,0 +1,218 @@
+"""Holding the step loop: each mode on every face, in lockstep and with steps in flight; errors, pauses, the workers."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.helpers.engines import ScriptedExecutor, drain, prompt_of, scripted_engine
+from tests.helpers.processes import HANG
+from tests.helpers.streams import async_test, collect, gated, submit, tokens_of
+
+from fleetfoot import LLM, AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams
+from fleetfoot.engine.engine import LLMEngine
+from fleetfoot.records.step import ModelRunnerOutput
+
+PARAMS = SamplingParams(max_tokens=6, output_kind=RequestOutputKind.DELTA)
+TOKENS = list(range(10, 16))
+
+
+class Pending:
+    """Counts the steps whose results have been read."""
+
+    def __init__(self, executor: "CountingExecutor", output: ModelRunnerOutput) -> None:
+        self.executor, self.output = executor, output
+
+    def get(self) -> ModelRunnerOutput:
+        self.executor.num_in_flight -= 1
+        return self.output
+
+
+class CountingExecutor(ScriptedExecutor):
+    num_in_flight = 0
+
+    def sample_tokens(self, grammar_output: object | None) -> Any:
+        self.num_in_flight += 1
+        return Pending(self, super().sample_tokens(grammar_output))
+
+    def collective_rpc(self, method: Any, args: Any, kwargs: Any) -> list[Any]:
+        assert self.num_in_flight == 0
+        return [method(*args, **kwargs)]
+
+
+def engine_with_three(depth: int) -> LLMEngine:
+    """Requests a and b run, and have two tokens or more; c waits for a row."""
+    engine = scripted_engine(CountingExecutor(), depth=depth, max_num_seqs=2)
+    for name in "abc":
+        engine.add_request(name, [5, 6, 7], PARAMS)
+    for _ in range(3):
+        engine.step()
+    return engine
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("mode", ["drain", "wait", "keep", "abort"])
+def test_what_requests_do_in_each_mode(mode: str, depth: int) -> None:
+    engine = engine_with_three(depth)
+    scheduler = engine.core.scheduler
+
+    def function() -> tuple[int, int, int]:
+        assert not engine.core.is_in_flight
+        engine.check_integrity()
+        engine.add_request("d", [5, 6, 7], PARAMS)  # waits until the loop goes on
+        stats = scheduler.stats()
+        assert engine.collective_rpc(lambda value: value + 1, args=(4,)) == [5]  # within a hold, at once
+        return stats.num_running, stats.num_waiting, stats.num_preemptions
+
+    counts = {"drain": (0, 2, 0), "wait": (0, 4, 2), "keep": (2, 2, 0), "abort": (0, 1, 0)}
+    assert engine.run_held(function, mode) == counts[mode]
+    outputs = drain(engine)
+    last = {output.request_id: output for output in outputs if output.finished}
+    assert sorted(output.request_id for output in outputs if output.finished) == ["a", "b", "c", "d"]
+    aborted = "abc" if mode == "abort" else ""
+    for name, output in last.items():
+        assert output.outputs[0].finish_reason == ("abort" if name in aborted else "length")
+    assert tokens_of([output for output in outputs if output.request_id == "d"]) == TOKENS
+    order = [output.request_id for output in outputs]
+    if mode == "drain":
+        assert order.index("c") > max(index for index, name in enumerate(order) if name in "ab")
+    scheduler.check_idle()
+
+
+def test_an_idle_engine_and_errors() -> None:
+    engine = scripted_engine(CountingExecutor())
+    assert engine.run_held(lambda: 5) == 5
+
+    def fail() -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        engine.run_held(fail, "wait")
+    with pytest.raises(ValueError, match="mode is 'stop'; it must be one of drain, wait, keep, abort"):
+        engine.run_held(fail, "stop")
+    with pytest.raises(RuntimeError, match="step was called during a step"):
+        engine.run_held(engine.step)
+    engine.add_request("a", [5], PARAMS)
+    engine.step()
+    cancelled = engine.hold(fail)
+    engine.step()
+    engine.cancel_hold(cancelled)
+    assert len(tokens_of(drain(engine))) == 4 and not cancelled.is_done
+    later = engine.hold(fail)
+    engine.shutdown()
+    for refused in (later.result, lambda: engine.hold(fail)):
+        with pytest.raises(EngineDeadError, match="was shut down"):
+            refused()
+
+
+def test_a_failing_engine_ends_its_holds() -> None:
+    engine = engine_with_three(1)
+    hold = engine.hold(lambda: None)
+    engine.core.executor.before_step = lambda step: 1 / 0  # type: ignore[attr-defined]
+    with pytest.raises(EngineDeadError):
+        drain(engine)
+    with pytest.raises(EngineDeadError, match="ZeroDivisionError"):
+        hold.result()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("mode", ["drain", "wait", "keep", "abort"])
+def test_a_paused_engine(mode: str, depth: int) -> None:
+    engine = engine_with_three(depth)
+    engine.run_held(engine.pause, mode)
+    before = engine.step()
+    assert engine.is_paused and not engine.can_step and engine.has_unfinished_requests() == (mode != "abort")
+    engine.add_request("late", [5], PARAMS)
+    num_steps = engine.core.executor.num_steps  # type: ignore[attr-defined]
+    assert engine.step() == [] and engine.run_held(lambda: engine.is_paused)  # drains nothing: a pause keeps
+    engine.abort_request("late")
+    assert engine.can_step and [output.request_id for output in engine.step()] == ["late"]
+    assert engine.core.executor.num_steps == num_steps  # type: ignore[attr-defined]
+    engine.resume()
+    after = drain(engine)
+    for name in "abc":
+        ends = [output.outputs[0].finish_reason for output in before + after if output.request_id == name]
+        assert ends[-1] == ("abort" if mode == "abort" else "length")
+
+
+@async_test
+async def test_an_asynchronous_engine() -> None:
+    with gated(depth=1) as (llm, gate):
+        first = submit(llm, [5, 6], PARAMS, "first")
+        await gate.arrival()
+        seen: list[Any] = []
+        held = asyncio.ensure_future(llm.run_held(lambda engine: seen.append(engine.core.is_in_flight) or 3))
+        await asyncio.sleep(0)
+        second = submit(llm, [5, 6], PARAMS, "second")
+        gate.open()
+        assert await held == 3 and seen == [False]
+        assert tokens_of(await first) == tokens_of(await second) == TOKENS
+        with pytest.raises(ZeroDivisionError):
+            await llm.run_held(lambda engine: 1 / 0, "keep")
+        await llm.run_held(LLMEngine.pause)
+        waiting = submit(llm, [5], PARAMS, "third")
+        assert await llm.run_held(lambda engine: engine.is_paused)
+        cancelled = asyncio.ensure_future(llm.run_held(LLMEngine.pause))
+        cancelled.cancel()
+        await llm.run_held(LLMEngine.resume)
+        assert tokens_of(await waiting) == TOKENS
+        llm.shutdown()
+        with pytest.raises(EngineDeadError):
+            await llm.run_held(lambda engine: 1)
+
+
+@async_test
+async def test_streams_go_on_until_the_engine_is_drained() -> None:
+    llm = AsyncLLM.from_engine(scripted_engine(ScriptedExecutor()))
+    held = asyncio.ensure_future(llm.run_held(lambda engine: engine.stats().num_finished))
+    streams = [asyncio.ensure_future(collect(llm.generate([5], PARAMS, str(name)))) for name in range(5)]
+    assert sum((await held).values()) <= 5
+    assert [tokens_of(await stream) for stream in streams] == [TOKENS] * 5
+    llm.shutdown()
+
+
+def test_threads_that_share_an_llm(text_model: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(text_model, device="cpu", max_num_seqs=4) as llm:
+        expected = llm.generate(prompt_of(6, 2048), params, use_tqdm=False)[0].outputs[0].token_ids
+        assert llm.collective_rpc("parts")[0]["num_ranks"] == 1
+        llm.run_held(LLMEngine.pause)
+        has_begun = threading.Event()
+
+        def generate() -> list[int]:
+            has_begun.set()
+            return llm.generate(prompt_of(6, 2048), params, use_tqdm=False)[0].outputs[0].token_ids
+
+        with ThreadPoolExecutor(2) as pool:
+            futures = [pool.submit(generate) for _ in range(2)]
+            assert has_begun.wait(HANG) and not any(future.done() for future in futures)
+            resumed = llm.run_held(LLMEngine.resume)
+            assert resumed is None and [future.result(HANG) for future in futures] == [expected] * 2
+        for mode in ("drain", "wait", "keep"):
+            with ThreadPoolExecutor(4) as pool:
+                calls: list[Callable[[], Any]] = [generate, lambda mode=mode: llm.run_held(lambda engine: 7, mode)]
+                results = [pool.submit(call) for call in calls * 2]
+                assert [future.result(HANG) for future in results] == [expected, 7] * 2
+
+
+def failing_on_the_last(worker: Any) -> int:
+    if worker.rank:
+        raise LookupError(f"on rank {worker.rank}")
+    return worker.rank
+
+
+def test_calls_of_workers_in_other_processes(text_model: Path) -> None:
+    size = {"max_model_len": 64, "num_gpu_blocks_override": 16, "max_num_seqs": 2}
+    with LLM(text_model, device="cpu", tensor_parallel_size=2, skip_tokenizer_init=True, **size) as llm:
+        assert [parts["num_ranks"] for parts in llm.collective_rpc("parts")] == [2, 2]
+        with pytest.raises(LookupError, match="on rank 1") as caught:
+            llm.collective_rpc(failing_on_the_last)
+        assert "failing_on_the_last" in str(caught.value.__cause__)
+        with pytest.raises(ValueError, match="method is 'nothing', which a worker does not have"):
+            llm.collective_rpc("nothing")
+        with pytest.raises(ValueError, match="cannot be sent to the workers, which run in other processes"):
+            llm.collective_rpc(lambda worker: 1)
+        assert llm.collective_rpc("parts", None, ()) and llm.generate([[5]], use_tqdm=False)[0].finished
