@@ -42,10 +42,12 @@ ASSETS = {
     "story-mistral": Path(__file__).parents[1] / "assets" / "story-mistral",
     "story-qwen3": Path(__file__).parents[1] / "assets" / "story-qwen3",
 }
+PARTIAL = {"rope_type": "default", "partial_rotary_factor": 0.5}
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "window": ("mistral", {"sliding_window": 7}),
+    "phi3-partial": ("phi3", {"rope_parameters": PARTIAL, "tie_word_embeddings": True}),
     "one-kv-head": ("llama", {"num_key_value_heads": 1}),
     "small-vocabulary": ("llama", {"vocab_size": 40, "tie_word_embeddings": True}),  # the last of 4 ranks has no token
 }
@@ -58,6 +60,8 @@ CASES = [
     ("biases", 4),
     ("qwen2-tied", 2),
     ("window", 4),
+    ("phi3-partial", 2),  # tensors of several layers
+    ("phi3-partial", 4),
     ("one-kv-head", 4),
     ("small-vocabulary", 4),
 ]

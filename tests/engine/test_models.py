@@ -157,6 +157,14 @@ def test_the_rotary_table_can_be_shorter_than_the_models_limit(tmp_path: Path) -
         run(model, PagedCache(model.config, 16), {0: prompt(31)})
 
 
+def test_the_longest_sequence_selects_the_factors_of_longrope(tmp_path: Path) -> None:
+    reference = checkpoint(tmp_path, "phi3-long", original_max_position_embeddings=40)
+    expected = {length: reference_logits(reference, prompt(length)) for length in (40, 60)}  # `transformers` switches
+    for max_positions, length in ((40, 40), (60, 60), (None, 60)):
+        model = load(tmp_path, max_positions=max_positions)
+        assert_close(run(model, PagedCache(model.config, 16), {0: prompt(length)})[0], expected[length])
+
+
 @pytest.mark.parametrize("case", ["llama-tied", "llama-biases", "qwen3"])
 def test_reloaded_weights_take_effect(case: str, tmp_path: Path) -> None:
     checkpoint(tmp_path / "old", case, seed=1)

@@ -277,6 +277,24 @@ def test_the_text_says_what_the_object_says(run: Command, llama_8b: str) -> None
     assert "runs:" not in run("plan", llama_8b, *H100, "--no-triton", "--model-runner", "v2", code=1)
 
 
+DRAFTS = '{"method": "ngram", "num_speculative_tokens": 3}'
+PHI_4_MINI: dict[str, Any] = {"architectures": ["Phi3ForCausalLM"], "vocab_size": 200064, "tie_word_embeddings": True}
+PHI_4_MINI |= {"num_attention_heads": 24, "num_key_value_heads": 8, "partial_rotary_factor": 0.75}
+PHI_4_MINI |= {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "sliding_window": 262144}
+PHI_4_MINI |= {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.1] * 48}}
+
+
+@pytest.mark.parametrize(("length", "factors"), [("4096", "short"), ("4097", "long")])
+def test_the_factors_of_longrope(run: Command, length: str, factors: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PHI_4_MINI))
+    flags = [str(tmp_path), *H100, "--max-model-len", length, "--speculative-config", DRAFTS]
+    report = run.plan(*flags)
+    rope = f"longrope ({factors} factors), theta 10000, 96 elements of each head"
+    assert report["positions"] == [{"rope": rope, "layers": [*range(32)]}]
+    assert report["num_parameters"] == 3_836_021_760
+    assert f"positions 32 layers: {rope}" in " ".join(run("plan", *flags).split())
+
+
 MODELS: dict[str, dict[str, Any]] = {"MODEL": {}, "WRONG": {"hidden_size": "wide"}}
 
 

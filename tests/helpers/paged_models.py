@@ -29,6 +29,14 @@ SHORT = {"max_position_embeddings": 128}
 WINDOW = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.3, 1.1],
+    "long_factor": [1.5, 3.0, 9.0],
+}
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -52,6 +60,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3-tied-bias": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 20}),
     "qwen3-layer-types": ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "layer_types": LAYER_TYPES}),
+    "phi3": ("phi3", {}),
+    "phi3-window-tied": ("phi3", {"sliding_window": 6, "tie_word_embeddings": True}),
+    "phi3-partial": ("phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}}),
+    "phi3-long": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 20}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4}),
+    "smollm3-layers": ("smollm3", {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 5}),
 }
 
 

@@ -67,7 +67,8 @@ def test_absent_fields_take_the_defaults_of_transformers(architecture: str) -> N
         assert getattr(ours, name) == getattr(theirs, other), name
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
     rope = RopeConfig(theirs.rope_parameters["rope_theta"], theirs.rope_parameters["rope_type"])
-    assert ours.layer_ropes == (rope,) * ours.num_layers
+    has_rope = getattr(theirs, "no_rope_layers", [1] * ours.num_layers)
+    assert ours.layer_ropes == tuple(rope if each else None for each in has_rope)
     assert ours.layer_windows == (theirs.sliding_window if model_type == "mistral" else None,) * ours.num_layers
     assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
     assert (ours.qkv_bias, ours.qk_norm) == (model_type == "qwen2", model_type == "qwen3")
@@ -200,7 +201,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (llama(partial_rotary_factor=0.5), r"config.json: partial_rotary_factor is 0.5; only 1.0"),
     (llama(rope_scaling={"partial_rotary_factor": 0.5}), r"rope_scaling.partial_rotary_factor is 0.5"),
     (llama(rope_interleaved=True), "rope_interleaved is True"),
-    (llama(rope_scaling={"type": "longrope"}), "rope_scaling.rope_type is 'longrope'; supported: default"),
+    (llama(rope_scaling={"type": "longrope"}), "rope_scaling.short_factor is missing; expected a list of 4 numbers"),
+    (llama(rope_scaling={"type": "ntk"}), "rope_scaling.rope_type is 'ntk'; supported: default"),
     (llama(rope_parameters={"rope_type": "su"}), "rope_parameters.rope_type is 'su'; supported"),
     (llama(rope_parameters={"full_attention": {"rope_theta": 1.0}}), "one set of parameters for all"),
     (llama(rope_scaling=3), "rope_scaling is 3; expected an object"),

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import re
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ from safetensors.torch import save_file
 from tests.helpers.kernels import reference_kernels
 from tests.helpers.paged_models import Rank
 
-from fleetfoot.config.model import ModelConfig
+from fleetfoot.config.model import ModelConfig, RopeConfig
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.interface import CausalLM
-from fleetfoot.records.weights import WeightError, WeightSpec
+from fleetfoot.records.weights import Rows, WeightError, WeightSpec, slices_of
 from fleetfoot.weights.checkpoint import Checkpoint, load_safetensors
 from fleetfoot.weights.dummy import fill_dummy
 from fleetfoot.weights.hub import ModelNotFoundError, resolve_model
@@ -41,10 +42,32 @@ def config(*, tied: bool = False) -> ModelConfig:
 
 
 def weights(model: CausalLM) -> Tensors:
-    """A copy of the specs' tensors."""
-    values = {spec.name: spec.destination().clone() for spec in model.weight_specs()}
+    """A copy of the specs' tensors, as the checkpoint has them."""
+    values = {}
+    for spec in model.weight_specs():
+        values[spec.name] = spec.destination().new_full(spec.shape, float("nan"))
+        put_part(values, spec)
     model.process_weights_after_loading()
     return values
+
+
+def parts(spec: WeightSpec) -> Iterator[tuple[tuple[slice, ...], slice]]:
+    """Where each run of rows lies in the checkpoint and in the destination."""
+    rows, *columns = spec.part or (slice(0, spec.shape[0]),)
+    begin = 0
+    for run in slices_of(rows):
+        end = begin + run.stop - run.start
+        yield (run, *(slices_of(column)[0] for column in columns)), slice(begin, end)
+        begin = end
+
+
+def put_part(tensors: Tensors, spec: WeightSpec) -> None:
+    for place, span in parts(spec):
+        tensors[spec.name][place] = spec.destination()[span]
+
+
+def part_of(tensors: Tensors, spec: WeightSpec) -> torch.Tensor:
+    return torch.cat([tensors[spec.name][place] for place, _ in parts(spec)])
 
 
 def random_tensors(*, tied: bool = False, seed: int = 0) -> Tensors:
@@ -246,18 +269,17 @@ def test_load_formats(tmp_path: Path) -> None:
 
 
 SHARED = ModelConfig("LlamaForCausalLM", 40, 16, 24, 2, 4, 2, 4, 32, qkv_bias=True, o_bias=True, mlp_bias=True)
+ROPES = (RopeConfig(rotary_dim=2), RopeConfig())
+MERGED = dataclasses.replace(SHARED, has_merged_projections=True, qk_norm=True, layer_ropes=ROPES)
+"""One tensor of several layers in the checkpoint, and rows that are stored in another order."""
 
 
 def load_rank(config: ModelConfig, folder: Path | None, rank: int, size: int, *more: Any) -> CausalLM:
     return ModelLoader(config, dataclasses.replace(CONTEXT, tensor_group=Rank(rank, size)), folder, *more).load()
 
 
-def part_of(tensors: Tensors, spec: WeightSpec) -> torch.Tensor:
-    return tensors[spec.name][spec.part] if spec.part else tensors[spec.name]
-
-
-def save_shared(folder: Path, *, tied: bool = False) -> tuple[ModelConfig, Tensors]:
-    shared = dataclasses.replace(SHARED, tie_word_embeddings=tied)
+def save_shared(folder: Path, config: ModelConfig = SHARED, *, tied: bool = False) -> tuple[ModelConfig, Tensors]:
+    shared = dataclasses.replace(config, tie_word_embeddings=tied)
     whole = ModelLoader(shared, CONTEXT, None, "dummy").load()
     for spec in whole.weight_specs():  # biases and norms are made to differ too
         spec.destination().normal_()
@@ -266,18 +288,17 @@ def save_shared(folder: Path, *, tied: bool = False) -> tuple[ModelConfig, Tenso
     return shared, tensors
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("tied", "config"), [(False, SHARED), (True, SHARED), (False, MERGED)])
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_hold_their_parts_and_together_all(tied: bool, size: int, tmp_path: Path) -> None:
-    shared, tensors = save_shared(tmp_path, tied=tied)
+def test_ranks_hold_their_parts_and_together_all(tied: bool, config: ModelConfig, size: int, tmp_path: Path) -> None:
+    shared, tensors = save_shared(tmp_path, config, tied=tied)
     found = {name: torch.full_like(tensor, float("nan")) for name, tensor in tensors.items()}
     for rank in range(size):
         specs = list(load_rank(shared, tmp_path, rank, size).weight_specs())
         for spec in specs:
-            held = spec.destination()
-            assert torch.equal(held, part_of(tensors, spec))
+            assert torch.equal(spec.destination(), part_of(tensors, spec))
             assert spec.shape == tensors[spec.name].shape
-            found[spec.name][spec.part] = held
+            put_part(found, spec)
         absent = tensors.keys() - {spec.name for spec in specs}
         assert absent == {name for name in tensors if rank and name.endswith(("o_proj.bias", "down_proj.bias"))}
     assert_same(found, tensors)
@@ -290,7 +311,7 @@ def test_a_rank_reads_only_its_bytes(size: int, layers: range | None, tmp_path: 
     read: dict[str, int] = {}
     whole_tensor = Checkpoint.tensor
 
-    def counted(self: Checkpoint, name: str, part: tuple[slice, ...] = ()) -> torch.Tensor:
+    def counted(self: Checkpoint, name: str, part: tuple[Rows, ...] = ()) -> torch.Tensor:
         tensor = whole_tensor(self, name, part)
         read[name] = read.get(name, 0) + tensor.nbytes
         return tensor
@@ -357,11 +378,12 @@ def test_a_rank_compares_tied_copies_within_its_part(tmp_path: Path) -> None:
         load_rank(shared, tmp_path, 2, 4)
 
 
+@pytest.mark.parametrize("config", [SHARED, MERGED])
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_share_the_dummy_weights_of_the_whole(size: int) -> None:
-    whole = weights(ModelLoader(SHARED, CONTEXT, None, "dummy", 3).load())
+def test_ranks_share_the_dummy_weights_of_the_whole(config: ModelConfig, size: int) -> None:
+    whole = weights(ModelLoader(config, CONTEXT, None, "dummy", 3).load())
     for rank in range(size):
-        for spec in load_rank(SHARED, None, rank, size, "dummy", 3).weight_specs():
+        for spec in load_rank(config, None, rank, size, "dummy", 3).weight_specs():
             assert torch.equal(spec.destination(), part_of(whole, spec))
 
 

@@ -19,6 +19,7 @@ from fleetfoot.records.kv_layout import LAYOUT_DIMENSIONS, KVCacheSpec, KVLayout
 if TYPE_CHECKING:
     from fleetfoot.config.engine import EngineConfig
     from fleetfoot.config.kv_transfer import KVTransferConfig
+    from fleetfoot.config.model import ModelConfig
     from fleetfoot.plan.machine import Machine
     from fleetfoot.plan.oracle import Decision
     from fleetfoot.plan.plan import EnginePlan
@@ -35,6 +36,7 @@ Without flags of the machine, the plan is for this one. With them it is for the 
   architecture, num_parameters, device, gpu_name, dtype, attention_backend, async_scheduling
   kernels: for each operation, the implementation that runs
   layers: runs of decoder layers (first, last), fused or not, with the reason
+  positions: each rotary embedding (rope), and the layers that have it; null: layers without positions
   max_model_len, max_num_seqs, max_num_batched_tokens
   graphs: num_shapes; decode (requests), uniform (requests, num_drafts drafts each), mixed (tokens), full_step (tokens
     of a mixed batch that fills a step; null: it runs eagerly): the shapes; captured_at_start; is_captured (false:
@@ -150,7 +152,16 @@ def _decision_report(decision: Decision, architecture: str, device: str, *, prob
         "architecture": architecture,
         "device": device,
     }
-    of_the_shape = ("attention_backend", "kernels", "layers", "graphs", "parallel", "drafter", "kv_connector")
+    of_the_shape = (
+        "attention_backend",
+        "kernels",
+        "layers",
+        "positions",
+        "graphs",
+        "parallel",
+        "drafter",
+        "kv_connector",
+    )
     of_requests = ("pooling", "logits_processors")
     return decided | dict.fromkeys((*of_the_shape, *of_requests, "kv_layout", "memory", "capacity"))
 
@@ -169,6 +180,7 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
         "attention_backend": plan.kernels["attention"],
         "kernels": dict(plan.kernels),
         "layers": list(_layers(plan)),
+        "positions": list(_positions(model)),
         "async_scheduling": plan.async_scheduling,
         "max_model_len": plan.max_model_len,
         "max_num_seqs": most,
@@ -220,6 +232,12 @@ def _layers(plan: EnginePlan) -> Iterator[dict[str, Any]]:
     for fusion, run in itertools.groupby(enumerate(plan.fusion), key=itemgetter(1)):
         layers = [index for index, _ in run]
         yield {"first": layers[0], "last": layers[-1], "fused": fusion.is_fused, "reason": fusion.reason}
+
+
+def _positions(model: ModelConfig) -> Iterator[dict[str, Any]]:
+    for rope in model.distinct_ropes(range(model.num_layers)):
+        layers = [layer for layer, other in enumerate(model.layer_ropes) if other == rope]
+        yield {"rope": None if rope is None else str(rope), "layers": layers}
 
 
 def _parallel(plan: EnginePlan) -> dict[str, Any]:
@@ -307,6 +325,8 @@ def _setup_lines(report: dict[str, Any]) -> _Lines:
     for run in report["layers"]:
         fused = "fused" if run["fused"] else "plain"
         yield "" if run["first"] else "layers", f"{run['first']} to {run['last']} {fused}: {run['reason']}"
+    ropes = [f"{len(each['layers'])} layers: {each['rope'] or 'none'}" for each in report["positions"]]
+    yield "positions", "; ".join(ropes)
     yield "scheduling", "overlapped with the device" if report["async_scheduling"] else "in lockstep"
     yield from _parallel_lines(report["parallel"])
     if report["drafter"] is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fleetfoot.config.json_fields import Fields
 from fleetfoot.config.model import LayerRopes
-from fleetfoot.config.rope import uniform_ropes
+from fleetfoot.config.rope import parse_rope, uniform_ropes
 
 LayerWindows = tuple[int | None, ...]
 
@@ -64,10 +64,46 @@ def _qwen3_traits(fields: Fields) -> dict[str, bool]:
     return {"qkv_bias": attention_bias, "o_bias": attention_bias, "qk_norm": True}
 
 
+def _phi3_traits(fields: Fields) -> dict[str, bool]:
+    fields.refuse("attention_bias", "mlp_bias", "lm_head_bias", because="Phi-3 has no biases; expected false")
+    return {"has_merged_projections": True}
+
+
+def _phi3_ropes(fields: Fields, num_layers: int) -> LayerRopes:
+    """A part of each head (Phi-4-mini), with factors for longer contexts, which older files name otherwise."""
+    old_names = {"su": "longrope", "yarn": "longrope"}
+    return (parse_rope(fields, may_be_partial=True, old_names=old_names),) * num_layers
+
+
+def _smollm3_ropes(fields: Fields, num_layers: int) -> LayerRopes:
+    """``no_rope_layers`` has a 0 for each layer without positions; without it, each
+    ``no_rope_layer_interval``-th layer is one."""
+    has_rope = _layers_with_rope(fields, num_layers)
+    rope = parse_rope(fields)
+    return tuple(rope if each else None for each in has_rope)
+
+
+def _layers_with_rope(fields: Fields, num_layers: int) -> list[bool]:
+    given = fields.raw("no_rope_layers")
+    if given is None:
+        interval = fields.integer("no_rope_layer_interval")
+        return [(layer + 1) % interval != 0 for layer in range(num_layers)]
+    if not isinstance(given, list) or len(given) < num_layers or any(value not in (0, 1) for value in given):
+        raise fields.error("no_rope_layers", f"expected 0 (no positions) or 1 for each of {num_layers} layers")
+    return [bool(value) for value in given[:num_layers]]
+
+
 def no_windows(fields: Fields, num_layers: int) -> LayerWindows:
     """Full attention in every layer."""
     fields.refuse("sliding_window", because="this architecture attends to every position; expected null")
     return _uniform_windows(fields, num_layers, None)
+
+
+def _phi3_windows(fields: Fields, num_layers: int) -> LayerWindows:
+    """One window for all layers. That of the models for long contexts is longer than these, and so is none."""
+    window = fields.optional_integer("sliding_window")
+    is_limit = window is not None and window < fields.integer("max_position_embeddings")
+    return _uniform_windows(fields, num_layers, window if is_limit else None)
 
 
 def _mistral_windows(fields: Fields, num_layers: int) -> LayerWindows:
@@ -82,6 +118,15 @@ def _qwen_windows(fields: Fields, num_layers: int) -> LayerWindows:
         return _uniform_windows(fields, num_layers, None)
     first = fields.integer("max_window_layers", minimum=0)
     default = [_SLIDING if layer >= first else _FULL for layer in range(num_layers)]
+    return _windows_by_layer(fields, default, {_FULL: None, _SLIDING: window})
+
+
+def _smollm3_windows(fields: Fields, num_layers: int) -> LayerWindows:
+    """With ``use_sliding_window``: the layers in ``layer_types``, else those without positions."""
+    window = fields.optional_integer("sliding_window") if fields.boolean("use_sliding_window") else None
+    if window is None:
+        return _uniform_windows(fields, num_layers, None)
+    default = [_FULL if has_rope else _SLIDING for has_rope in _layers_with_rope(fields, num_layers)]
     return _windows_by_layer(fields, default, {_FULL: None, _SLIDING: window})
 
 
@@ -118,6 +163,31 @@ _QWEN_DEFAULTS: dict[str, Any] = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+_PHI3_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 32000,
+}
+_SMOLLM3_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "rope_theta": 2000000.0,
+    "use_sliding_window": False,
+    "no_rope_layer_interval": 4,
+    "tie_word_embeddings": True,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
 _LLAMA = "fleetfoot.models.llama:LlamaForCausalLM"
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -133,6 +203,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen3ForCausalLM": Architecture(
         "qwen3", "Qwen3Model", _LLAMA, {**_QWEN_DEFAULTS, "head_dim": 128}, _qwen3_traits, _qwen_windows,
         default_on_v2=True,
+    ),
+    "Phi3ForCausalLM": Architecture(
+        "phi3", "Phi3Model", _LLAMA, _PHI3_DEFAULTS, _phi3_traits, _phi3_windows, _phi3_ropes
+    ),
+    "SmolLM3ForCausalLM": Architecture(
+        "smollm3", "SmolLM3Model", _LLAMA, _SMOLLM3_DEFAULTS, llama_traits, _smollm3_windows, _smollm3_ropes
     ),
 }  # fmt: skip
 """By the names in ``architectures`` of ``config.json``."""

@@ -66,6 +66,14 @@ class Fields:
             raise self.error(name, f"expected a finite number above {above:g}")
         return float(value)
 
+    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+        """A list of ``count`` finite numbers above 0."""
+        values = self.raw(name)
+        if not isinstance(values, list) or len(values) != count:
+            raise self.error(name, f"expected a list of {count} numbers")
+        each = [Fields({name: value}, {}, self.source, self.prefix) for value in values]
+        return tuple(field.number(name) for field in each)
+
     def boolean(self, name: str) -> bool:
         value = self.raw(name)
         if not isinstance(value, bool):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,9 +25,26 @@ class RopeConfig:
     theta: float = 10000.0
     """Base of the geometric series of wavelengths."""
     rope_type: str = "default"
-    """``default``, ``linear``, ``dynamic``, ``llama3`` or ``yarn``."""
+    """``default``, ``linear``, ``dynamic``, ``llama3``, ``longrope`` or ``yarn``."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """Further parameters of the type, by their names in ``config.json`` (``factor``, ``low_freq_factor``, ...)."""
+    rotary_dim: int | None = None
+    """The first elements of each head that are rotated; None: all."""
+
+    def for_context(self, max_model_len: int) -> RopeConfig:
+        """With the choice between two sets of factors that ``longrope`` makes, as ``is_long`` of the parameters: the
+        long ones if the longest sequence is longer than those of the original training. It is made once, because keys
+        that were rotated with one set do not fit queries with the other."""
+        if self.rope_type != "longrope" or "is_long" in self.parameters:
+            return self
+        is_long = max_model_len > self.parameters["original_max_position_embeddings"]
+        return replace(self, parameters={**self.parameters, "is_long": is_long})
+
+    def __str__(self) -> str:
+        """``longrope (long factors), theta 10000, 96 elements of each head``."""
+        factors = {True: " (long factors)", False: " (short factors)", None: ""}[self.parameters.get("is_long")]
+        partial = "" if self.rotary_dim is None else f", {self.rotary_dim} elements of each head"
+        return f"{self.rope_type}{factors}, theta {self.theta:g}{partial}"
 
 
 LayerRopes = tuple[RopeConfig | None, ...]
@@ -64,6 +81,8 @@ class ModelConfig:
     mlp_bias: bool = False
     mlp_gate: bool = True
     """Whether the MLP has three matrices (gate, up and down) rather than two."""
+    has_merged_projections: bool = False
+    """Whether the checkpoint has q, k and v in one tensor, ``qkv_proj``, and gate and up in ``gate_up_proj``."""
     qk_norm: bool = False
     """Whether each head of q and k has an RMSNorm before the rotation (Qwen3)."""
     attention_scale: float | None = None
@@ -94,6 +113,11 @@ class ModelConfig:
                     f"{name} has {len(getattr(self, name))} entries and num_layers is {self.num_layers}; "
                     "expected one for each layer, or () for the default"
                 )
+
+    def for_context(self, max_model_len: int) -> ModelConfig:
+        """For sequences of at most this many tokens: see `RopeConfig.for_context`."""
+        ropes = tuple(rope and rope.for_context(max_model_len) for rope in self.layer_ropes)
+        return replace(self, layer_ropes=ropes)
 
     def distinct_ropes(self, layers: range) -> list[RopeConfig | None]:
         """Those of the layers, each once: layers with equal ropes share a table."""

@@ -10,6 +10,7 @@ from fleetfoot.config.architectures import ARCHITECTURES, Architecture
 from fleetfoot.config.json_fields import ConfigError, Fields
 from fleetfoot.config.model import DTYPES, ModelConfig, read_config_json, read_generation_json
 from fleetfoot.config.pooling import HEAD
+from fleetfoot.config.rope import read_head_dim
 
 _NULLABLE = ("num_key_value_heads", "head_dim", "sliding_window", "bos_token_id", "eos_token_id")
 # defaults of `transformers` 5 for absent fields
@@ -109,21 +110,11 @@ def _find_architecture(config: Mapping[str, Any], source: str) -> tuple[str, Arc
 
 def _heads(fields: Fields) -> tuple[int, int, int]:
     """``(num_heads, num_kv_heads, head_dim)``."""
-    hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")
     num_kv_heads = fields.optional_integer("num_key_value_heads") or num_heads
     if num_heads % num_kv_heads:
         raise fields.error("num_key_value_heads", f"expected a divisor of num_attention_heads, {num_heads}")
-    head_dim = fields.optional_integer("head_dim")
-    if head_dim is None and hidden_size % num_heads:
-        raise fields.error("hidden_size", f"without head_dim, expected a multiple of num_attention_heads, {num_heads}")
-    head_dim = head_dim or hidden_size // num_heads
-    if head_dim % 2:
-        raise ConfigError(
-            f"{fields.source}: head_dim is {head_dim} (hidden_size {hidden_size}, {num_heads} heads); "
-            "expected an even number, because the rotary embedding rotates pairs of elements"
-        )
-    return num_heads, num_kv_heads, head_dim
+    return num_heads, num_kv_heads, read_head_dim(fields)
 
 
 def _dtype(fields: Fields) -> str:

@@ -15,6 +15,7 @@ from fleetfoot.kernels.interface import RopeAndCache
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.linear import ColumnParallelLinear, RowParallelLinear
 from fleetfoot.layers.norm import RMSNorm
+from fleetfoot.layers.rotary import stored_rows
 from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext, RotaryInputs
 
 
@@ -58,13 +59,20 @@ class Attention(nn.Module):
         check_tensor_parallel_size(config, group.size)
         q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
         q = even_span(q_size, group.rank, group.size)
+        heads = even_span(config.num_heads, group.rank, group.size)
         kv_heads = kv_head_span(config, group.rank, group.size)
-        kv = slice(kv_heads.start * head_dim, kv_heads.stop * head_dim)
+        rope = config.layer_ropes[layer]
+        v = slice(kv_heads.start * head_dim, kv_heads.stop * head_dim)
+        rows = (stored_rows(rope, head_dim, heads), stored_rows(rope, head_dim, kv_heads), v)
         parts = (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
-        self.qkv_proj = ColumnParallelLinear(context, config.hidden_size, parts, config.qkv_bias, rows=(q, kv, kv))
+        merged = "qkv_proj" if config.has_merged_projections else None
+        self.qkv_proj = ColumnParallelLinear(
+            context, config.hidden_size, parts, config.qkv_bias, rows=rows, merged=merged
+        )
         self.o_proj = RowParallelLinear(context, "o_proj", q_size, config.hidden_size, config.o_bias, q)
-        self.q_norm = RMSNorm(context, head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(context, head_dim, config.rms_norm_eps) if config.qk_norm else None
+        of_a_head = stored_rows(rope, head_dim, slice(0, 1))
+        self.q_norm = RMSNorm(context, head_dim, config.rms_norm_eps, of_a_head) if config.qk_norm else None
+        self.k_norm = RMSNorm(context, head_dim, config.rms_norm_eps, of_a_head) if config.qk_norm else None
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
         self.num_kv_heads = kv_heads.stop - kv_heads.start
         self.paged = PagedAttention(

@@ -27,7 +27,10 @@ class GatedMLP(nn.Module):
         size, group = config.intermediate_size, context.tensor_group
         part = even_span(size, group.rank, group.size)
         parts = (("gate_proj", size), ("up_proj", size))
-        self.gate_up_proj = ColumnParallelLinear(context, config.hidden_size, parts, config.mlp_bias, rows=(part, part))
+        merged = "gate_up_proj" if config.has_merged_projections else None
+        self.gate_up_proj = ColumnParallelLinear(
+            context, config.hidden_size, parts, config.mlp_bias, rows=(part, part), merged=merged
+        )
         self.down_proj = RowParallelLinear(context, "down_proj", size, config.hidden_size, config.mlp_bias, part)
         self._silu_and_mul = context.ops.silu_and_mul
 
@@ -79,6 +82,7 @@ class DecoderStack(nn.ModuleDict):
         self, config: ModelConfig, context: ModelContext, numbers: range, layer_class: type[DecoderLayer] = DecoderLayer
     ) -> None:
         max_positions = context.max_positions or config.max_position_embeddings
+        config = config.for_context(max_positions)
         ropes = config.distinct_ropes(numbers)
         tables = [rotary_table(rope, config.head_dim, max_positions, context.device) for rope in ropes]
         cos_sin = [tables[ropes.index(config.layer_ropes[layer])] for layer in numbers]

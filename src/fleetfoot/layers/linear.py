@@ -17,7 +17,7 @@ from fleetfoot.config.sharding import vocab_rows, vocab_span
 from fleetfoot.kernels.linear.linear import PreparedLinear
 from fleetfoot.layers.context import ModelContext, WeightModule
 from fleetfoot.quantization.base import LinearShape
-from fleetfoot.records.weights import WeightSpec
+from fleetfoot.records.weights import Rows, WeightSpec
 
 _LM_HEAD = "lm_head"
 
@@ -31,6 +31,7 @@ class ColumnParallelLinear(WeightModule):
         in_features, parts: as in the checkpoint: input features, and each fused layer's name and output features.
         rows, columns: of each part the outputs that this rank computes, and the inputs that it has; None: all.
         padding: outputs behind the others that are always 0.
+        merged: the name of one tensor that has all parts in the checkpoint; None: each part has its own.
     """
 
     def __init__(
@@ -40,13 +41,15 @@ class ColumnParallelLinear(WeightModule):
         parts: Sequence[tuple[str, int]],
         bias: bool = False,
         *,
-        rows: Sequence[slice] | None = None,
+        rows: Sequence[Rows] | None = None,
         columns: slice | None = None,
         padding: int = 0,
+        merged: str | None = None,
     ) -> None:
         super().__init__()
-        own_rows = tuple(slice(0, size) for _, size in parts) if rows is None else tuple(rows)
+        own_rows: tuple[Rows, ...] = tuple(slice(0, size) for _, size in parts) if rows is None else tuple(rows)
         shape = LinearShape(in_features, tuple(parts), own_rows, columns or slice(0, in_features), bias, padding)
+        shape = shape if merged is None else shape.merged(merged)
         self.weight = context.linear_method.make_weight(shape, context.ops, context.dtype, context.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -7,16 +7,18 @@ from collections.abc import Iterator
 import torch
 
 from fleetfoot.layers.context import ModelContext, WeightModule
-from fleetfoot.records.weights import WeightSpec
+from fleetfoot.records.weights import Rows, WeightSpec
 
 
 class RMSNorm(WeightModule):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (Zhang and Sennrich 2019)."""
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (Zhang and Sennrich 2019). ``rows``: the weight's
+    elements in the order in which they are stored; None: that of the checkpoint."""
 
-    def __init__(self, context: ModelContext, size: int, eps: float) -> None:
+    def __init__(self, context: ModelContext, size: int, eps: float, rows: Rows | None = None) -> None:
         super().__init__()
         self.weight = torch.empty(size, dtype=context.dtype, device=context.device)
         self.eps = eps
+        self._part: tuple[Rows, ...] = () if rows is None else (rows,)
         self._rms_norm = context.ops.rms_norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -24,4 +26,5 @@ class RMSNorm(WeightModule):
         return self._rms_norm(x, self.weight, self.eps)
 
     def own_weight_specs(self, prefix: str, name: str) -> Iterator[WeightSpec]:
-        yield WeightSpec(f"{prefix}{name}.weight", tuple(self.weight.shape), lambda: self.weight, init="ones")
+        shape = tuple(self.weight.shape)
+        yield WeightSpec(f"{prefix}{name}.weight", shape, lambda: self.weight, init="ones", part=self._part)

@@ -85,10 +85,14 @@ def resolve_plan(
     if found is not None:
         found.check_length(shape.max_model_len)
     overlaps = decision.runner == "v2" and device != "cpu"  # a CPU that computes cannot schedule at the same time
+    drafter = shape.drafter
+    if found is not None:
+        found = replace(found, config=found.config.for_context(shape.max_model_len))
+        drafter = replace(drafter, model=found)
     plan = EnginePlan(
         config=config,
         machine=machine,
-        model=model,
+        model=model.for_context(shape.max_model_len),
         model_path=model_path,
         tokenizer_path=None if config_only else _tokenizer_path(config, model_path),
         device=device,
@@ -103,7 +107,7 @@ def resolve_plan(
         memory=memory,
         fusion=plan_fusion(model, decision.runner),
         connector=locate_connector(decision.connector),
-        drafter=shape.drafter,
+        drafter=drafter,
         pooling=pooling,
         logits_processors=load_processors(decision.logits_processors),
         drafter_fusion=() if found is None else plan_fusion(found.config, decision.runner),

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
-from fleetfoot.records.weights import WeightSpec
+from fleetfoot.records.weights import Rows, WeightSpec, count_rows, join_rows, slices_of
 
 if TYPE_CHECKING:
     import torch
@@ -28,8 +28,8 @@ class LinearShape:
     """As in the checkpoint."""
     parts: tuple[tuple[str, int], ...]
     """Name and number of output features of each fused layer, as in the checkpoint."""
-    rows: tuple[slice, ...]
-    """Of each part, the outputs that this rank computes."""
+    rows: tuple[Rows, ...]
+    """Of each part, the outputs that this rank computes, in the order in which they are stored."""
     columns: slice
     """The inputs that this rank has."""
     has_bias: bool = False
@@ -39,18 +39,26 @@ class LinearShape:
     @property
     def num_outputs(self) -> int:
         """On this rank, without the padding."""
-        return sum(span.stop - span.start for span in self.rows)
+        return sum(map(count_rows, self.rows))
 
     @property
     def num_inputs(self) -> int:
         """On this rank."""
         return self.columns.stop - self.columns.start
 
-    def row_spans(self) -> Iterator[tuple[str, int, slice, slice]]:
+    def merged(self, name: str) -> LinearShape:
+        """The same layer of a checkpoint that has all parts in one tensor, ``name``."""
+        first, runs = 0, []
+        for (_, size), rows in zip(self.parts, self.rows, strict=True):
+            runs += [slice(first + run.start, first + run.stop) for run in slices_of(rows)]
+            first += size
+        return replace(self, parts=((name, first),), rows=(join_rows(runs),))
+
+    def row_spans(self) -> Iterator[tuple[str, int, Rows, slice]]:
         """For each part: its name, its outputs in the checkpoint, those of this rank, and where they lie here."""
         first = 0
         for (name, size), rows in zip(self.parts, self.rows, strict=True):
-            span = slice(first, first + rows.stop - rows.start)
+            span = slice(first, first + count_rows(rows))
             yield name, size, rows, span
             first = span.stop
 

@@ -51,9 +51,10 @@ class UnquantizedWeight(LinearWeight):
         columns, in_features = self._shape.columns, self._shape.in_features
         for name, size, rows, span in self._shape.row_spans():
             has_all_rows = rows == slice(0, size)
-            part = () if has_all_rows and columns == slice(0, in_features) else (rows, columns)
-            destination = partial(self._plain_rows, span)
-            yield WeightSpec(f"{prefix}{name}.weight", (size, in_features), destination, part=part)
+            is_whole = has_all_rows and columns == slice(0, in_features)
+            weight = partial(self._plain_rows, span)
+            part = () if is_whole else (rows, columns)
+            yield WeightSpec(f"{prefix}{name}.weight", (size, in_features), weight, part=part)
             if self._bias is not None:
                 bias = partial(self._bias.__getitem__, span)
                 yield WeightSpec(f"{prefix}{name}.bias", (size,), bias, part=() if has_all_rows else (rows,))

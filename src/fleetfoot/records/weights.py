@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -12,6 +12,30 @@ if TYPE_CHECKING:
 
 class WeightError(ValueError):
     """A checkpoint cannot be read, or does not fit the model; the message names files, tensors and shapes."""
+
+
+Rows = slice | tuple[slice, ...]
+"""Rows of a tensor: a slice with two bounds, or several slices in the order in which their rows are stored."""
+
+
+def slices_of(rows: Rows) -> tuple[slice, ...]:
+    """The slices of ``rows``, in the order of storage."""
+    return (rows,) if isinstance(rows, slice) else rows
+
+
+def count_rows(rows: Rows) -> int:
+    return sum(run.stop - run.start for run in slices_of(rows))
+
+
+def join_rows(runs: Iterable[slice]) -> Rows:
+    """Slices in the order of storage; adjacent ones are joined."""
+    joined: list[slice] = []
+    for run in runs:
+        if joined and joined[-1].stop == run.start:
+            joined[-1] = slice(joined[-1].start, run.stop)
+        elif run.start < run.stop:
+            joined.append(run)
+    return joined[0] if len(joined) == 1 else tuple(joined)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,5 +59,6 @@ class WeightSpec:
     """Whether the checkpoint holds integers, as quantized or packed weights are."""
     aliases: tuple[str, ...] = ()
     """Further names under which a checkpoint may hold the same tensor, in place of ``name`` or beside it."""
-    part: tuple[slice, ...] = ()
-    """What this rank holds of the tensor: a slice with two bounds for each dimension. Empty: all of it."""
+    part: tuple[Rows, ...] = ()
+    """What ``destination`` holds of the tensor: rows, in its order, and then a slice with two bounds for each further
+    dimension, none if it holds all of that. Empty: the whole tensor in its own order."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fleetfoot.config.json_fields import read_json_object
-from fleetfoot.records.weights import WeightError, WeightSpec
+from fleetfoot.records.weights import Rows, WeightError, WeightSpec, slices_of
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -59,15 +59,19 @@ class Checkpoint:
         """The name in safetensors: ``BF16``, ``F32``, ``I8``, ..."""
         return self._files[name].get_slice(name).get_dtype()
 
-    def tensor(self, name: str, part: tuple[slice, ...] = ()) -> torch.Tensor:
-        """A view of the mapped file on the CPU: a whole tensor, or the ``part`` given by slices of its dimensions.
+    def tensor(self, name: str, part: tuple[Rows, ...] = ()) -> torch.Tensor:
+        """A view of the mapped file on the CPU: a whole tensor, or the ``part`` of a `WeightSpec`. Several slices of
+        rows are a copy.
 
         Pages are read on access: for a part of the rows only these rows, for a part of the columns all pages with some
         of these columns.
         """
         if not part:
             return self._files[name].get_tensor(name)
-        return self._files[name].get_slice(name)[part]
+        rows, *columns = part
+        values = self._files[name].get_slice(name)
+        parts = [values[(each, *columns)] for each in slices_of(rows)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _open(self, path: Path) -> None:
         from safetensors import SafetensorError, safe_open

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
-from fleetfoot.records.weights import WeightSpec
+from fleetfoot.records.weights import WeightSpec, slices_of
 
 _STD = 0.02  # the usual initialization of these models
 # A CPU generates some hundred million values per second, and a model has billions, so the values repeat with a period.
@@ -40,7 +40,14 @@ def _drawn(spec: WeightSpec, like: torch.Tensor, seed: int) -> torch.Tensor:
 
 def _fill_part(destination: torch.Tensor, spec: WeightSpec, drawn: torch.Tensor) -> None:
     """Write the spec's part of the tensor with the flat values ``drawn``, repeated."""
-    rows = spec.part[0] if spec.part else slice(0, spec.shape[0])
+    begin = 0
+    for rows in slices_of(spec.part[0]) if spec.part else (slice(0, spec.shape[0]),):
+        end = begin + rows.stop - rows.start
+        _fill_rows(destination[begin:end], spec, rows, drawn)
+        begin = end
+
+
+def _fill_rows(destination: torch.Tensor, spec: WeightSpec, rows: slice, drawn: torch.Tensor) -> None:
     row_size = math.prod(spec.shape[1:])
     has_all_columns = len(spec.part) < 2 or spec.part[1] == slice(0, spec.shape[1])
     if has_all_columns and destination.is_contiguous():
@@ -58,6 +65,8 @@ def _fill_part(destination: torch.Tensor, spec: WeightSpec, drawn: torch.Tensor)
 
 def _repeat(flat: torch.Tensor, drawn: torch.Tensor, first: int) -> None:
     """Write values ``first``, ``first + 1``, ... of ``drawn``, repeated, to ``flat``."""
-    rolled = drawn.roll(-(first % len(drawn)))
-    for part in flat.split(len(drawn)):
-        part.copy_(rolled[: len(part)])
+    first %= len(drawn)
+    begin = drawn[first : first + len(flat)]
+    flat[: len(begin)].copy_(begin)
+    for part in flat[len(begin) :].split(len(drawn)):
+        part.copy_(drawn[: len(part)])
