@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -109,6 +110,32 @@ def test_error_of_a_step_has_its_traceback(rank: int) -> None:
     message = str(error)
     assert f"worker {rank} failed: InjectedError: injected at bind_connector_metadata on rank {rank}" in message
     assert "Traceback (most recent call last)" in message and "faulty_connector.py" in message
+
+
+RESTARTS = {
+    "killed": ({"pipeline_parallel_size": 2}, 1, "save_kv", {"error": "kill", "on_call": 7}),
+    "exited": ({"distributed_executor_backend": "mp"}, 0, "start_load_kv", {"error": "exit", "on_call": 4}),
+}
+
+
+@pytest.mark.parametrize("way", RESTARTS)
+def test_requests_resume_after_a_restart(way: str, tmp_path: Path) -> None:
+    """Nothing of the old workers is left: no process, file descriptor or folder."""
+    size, rank, point, fault = RESTARTS[way]
+    faults = faulty_rank(rank, point, once=str(tmp_path / "once"), **fault)
+    lives = random_lives(9, 2048)
+    with running() as engine:
+        expected = live_alone(engine, lives)
+    with running(**size, kv_transfer_config=faults, on_error="restart") as engine:
+        gc.collect()
+        descriptors, folders = os.listdir("/proc/self/fd"), {*Path(tempfile.gettempdir()).glob("fleetfoot-*")}
+        first = Watched(pids_of(engine).values())
+        assert_lives_agree(engine, lives, expected, way, tolerance=1e-4)
+        assert engine.stats().num_restarts == 1
+        first.wait()
+        gc.collect()
+        assert len(os.listdir("/proc/self/fd")) == len(descriptors)
+        assert len({*Path(tempfile.gettempdir()).glob("fleetfoot-*")} - folders) <= 1
 
 
 def test_error_of_a_shutdown_is_raised(capfd: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from fleetfoot.config.engine import EngineConfig
 from fleetfoot.engine.core import EngineCore
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.input_processor import InputProcessor
+from fleetfoot.engine.restart import Rebuild
 from fleetfoot.engine.stats import StatsCollector
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.kv_connector import SchedulerConnector
@@ -107,15 +108,16 @@ class ScriptedExecutor:
 def scripted_engine(
     executor: Any, *, tokenizer: Tokenizer | None = None, vocab_size: int = 2048, max_model_len: int = 128,
     depth: int = 0, connector: SchedulerConnector | None = None, clock: Callable[[], float] = time.perf_counter,
-    **limits: Any,
+    rebuild: Rebuild | None = None, max_restarts: int = 16, **limits: Any,
 ) -> LLMEngine:  # fmt: skip
-    """The engine above an executor, with limits as in `SchedulerConfig`; ``depth`` and ``clock`` as in `EngineCore`."""
+    """The engine above an executor, with limits as in `SchedulerConfig`; ``depth`` and ``clock`` as in `EngineCore`;
+    ``rebuild`` as in `LLMEngine`."""
     sizes = {"num_blocks": 128, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64}
     scheduler = Scheduler(SchedulerConfig(**{**sizes, **limits}), connector=connector)
     facts: dict[str, Any] = {"vocab_size": vocab_size, "max_model_len": max_model_len, "max_logprobs": 20, "seed": 0}
     processor = InputProcessor(**facts, eos_token_ids=[EOS], tokenizer=tokenizer)
     core = EngineCore(scheduler, executor, StatsCollector(), depth=depth, clock=clock)
-    return LLMEngine(core, processor, tokenizer)
+    return LLMEngine(core, processor, tokenizer, rebuild=rebuild, max_restarts=max_restarts)
 
 
 def make_engine(folder: Path, **keywords: Any) -> LLMEngine:

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import os
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -60,7 +61,9 @@ class Faults:
     on_call: int = 1
     """At which of its calls."""
     error: str = "InjectedError"
-    """What is raised there: that, ``ValueError``, or ``exit``: the process ends."""
+    """What is raised there: that, ``ValueError``, or ``exit``: the process ends; ``kill``: by SIGKILL."""
+    once: str = ""
+    """A file that is made by the first fault: with it, there is no other. Else each new worker has the fault again."""
     rank: int = 0
     loads: str = ""
     """``fail``, ``time_out``: successful loads are reported as such failures. ``corrupt``: their blocks are also NaN.
@@ -78,8 +81,14 @@ class Faults:
     def at(self, point: str) -> None:
         self.calls.append(point)
         if point == self.raise_at and self.calls.count(point) == self.on_call:
+            if self.once and os.path.exists(self.once):
+                return
+            if self.once:
+                open(self.once, "x").close()
             if self.error == "exit":
                 os._exit(EXIT_CODE)
+            if self.error == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError(f"injected at {point}") if self.error == "ValueError" else InjectedError(point, self.rank)
 
 

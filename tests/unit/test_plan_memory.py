@@ -233,6 +233,23 @@ def test_ranks_on_a_cpu_share_its_memory() -> None:
     assert "0-1: layers 0-2, 3 heads and 1 KV heads each" in plan_text("story-llama", report)
 
 
+def test_workers_that_restart_on_a_gpu_have_processes_of_their_own() -> None:
+    gpu = Machine(64 * GIB, gpu_memory_bytes=80 * GIB, has_triton=True)
+    for machine, settings, executor in (
+        (Machine(3 * GIB), {"on_error": "restart"}, "uni"),
+        (gpu, {}, "uni"),
+        (gpu, {"on_error": "restart", "max_restarts": 3}, "mp"),
+    ):
+        plan = resolve_plan(EngineConfig(max_num_seqs=4, **settings), machine, environ={}, config_only=True)
+        assert plan.executor == executor
+    text = plan_text("story-llama", plan_report(plan))
+    assert "restart workers in processes of their own, at most 3 times within an hour" in text
+    with pytest.raises(ValueError, match=r"on_error is 'restart', but distributed_executor_backend is 'uni'.*'mp'"):
+        resolve_plan(EngineConfig(on_error="restart", distributed_executor_backend="uni"), gpu, environ={})
+    with pytest.raises(ValueError, match="on_error is 'restart', but nnodes is 2"):
+        EngineConfig(on_error="restart", nnodes=2, tensor_parallel_size=2)
+
+
 def test_a_gpu_is_filled() -> None:
     plan = fitted(80 * GIB)
     assert plan.left < plan.bytes_per_block + plan.state_bytes_per_block

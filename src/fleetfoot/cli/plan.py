@@ -41,6 +41,8 @@ Without flags of the machine, the plan is for this one. With them it is for the 
   graphs: num_shapes; decode (requests), uniform (requests, num_drafts drafts each), mixed (tokens), full_step (tokens
     of a mixed batch that fills a step; null: it runs eagerly): the shapes; captured_at_start; is_captured (false:
     shapes are dispatched to, but run eagerly, for the attention backend cannot be captured)
+  workers: executor, uni (one, in the engine's process) or mp (a process for each rank); on_error, raise or restart;
+    max_restarts, within an hour
   parallel: tensor_parallel_size, pipeline_parallel_size, vocab_rows (of a rank); stages: for each pipeline rank, its
     ranks (first and last in the world), layers (first and last), num_heads and num_kv_heads (of a rank), and the parts
     of a rank's memory
@@ -162,7 +164,7 @@ def _decision_report(decision: Decision, architecture: str, device: str, *, prob
         "drafter",
         "kv_connector",
     )
-    of_requests = ("pooling", "logits_processors")
+    of_requests = ("workers", "pooling", "logits_processors")
     return decided | dict.fromkeys((*of_the_shape, *of_requests, "kv_layout", "memory", "capacity"))
 
 
@@ -194,6 +196,11 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
             "full_step": table.full_step,
             "captured_at_start": len(table.first_keys),
             "is_captured": bool(table.keys) and plan.kernels.is_capturable,
+        },
+        "workers": {
+            "executor": plan.executor,
+            "on_error": plan.config.on_error,
+            "max_restarts": plan.config.max_restarts,
         },
         "parallel": _parallel(plan),
         "drafter": _drafter(plan),
@@ -328,6 +335,10 @@ def _setup_lines(report: dict[str, Any]) -> _Lines:
     ropes = [f"{len(each['layers'])} layers: {each['rope'] or 'none'}" for each in report["positions"]]
     yield "positions", "; ".join(ropes)
     yield "scheduling", "overlapped with the device" if report["async_scheduling"] else "in lockstep"
+    if (workers := report["workers"])["on_error"] == "restart":
+        where = {"uni": "the worker in the engine's process", "mp": "workers in processes of their own"}
+        limit = f"{count(workers['max_restarts'], 'time')} within an hour"
+        yield "after an error", f"restart {where[workers['executor']]}, at most {limit}"
     yield from _parallel_lines(report["parallel"])
     if report["drafter"] is not None:
         yield from _drafter_lines(report["drafter"])

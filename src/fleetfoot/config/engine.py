@@ -21,6 +21,7 @@ ModelRunnerName = Literal["auto", "v1", "v2"]
 Runner = Literal["auto", "generate", "pooling"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 ExecutorBackend = Literal["auto", "uni", "mp"]
+OnError = Literal["raise", "restart"]
 
 EMBEDDED_MODEL = "story-llama"
 """The name of the model in the package; the default of ``model``."""
@@ -230,6 +231,18 @@ class EngineConfig:
         29500, "port at which machine 0 waits for the others", bounds=Bounds("be 1 to 65535", 1, 65535)
     )
 
+    on_error: OnError = _flag(
+        "raise",
+        "after an error of a step: raise, end the engine and every request with it; restart, rebuild the workers and "
+        "resume the requests",
+        choices=OnError,
+    )
+    max_restarts: int = _flag(
+        16,
+        "most restarts within an hour, with on_error restart; one more error ends the engine",
+        bounds=Bounds("be at least 1; on_error='raise' never restarts", 1),
+    )
+
     def __post_init__(self) -> None:
         for item in fields(self):
             record, value = item.metadata.get("record"), plain_value(item.name, getattr(self, item.name))
@@ -299,6 +312,8 @@ class EngineConfig:
                 f"nnodes is {nodes}, but {sizes}, which cannot be spread evenly over so many; it can be "
                 f"{', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}"
             )
+        if nodes > 1 and self.on_error == "restart":
+            raise ValueError(f"on_error is 'restart', but nnodes is {nodes}; it can be 'restart' on one machine alone")
         if not 0 <= self.node_rank < nodes:
             others = f" to {nodes - 1}" if nodes > 1 else "; set nnodes to the number of machines"
             raise ValueError(f"node_rank is {self.node_rank}; with nnodes {nodes} it can be 0{others}")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import uuid
+from dataclasses import replace
 
 from fleetfoot.engine.core import EngineCore
 from fleetfoot.engine.stats import StatsCollector
+from fleetfoot.executor.build import start_executor
 from fleetfoot.executor.protocol import Executor
 from fleetfoot.plan.plan import EnginePlan, transfer_context
 from fleetfoot.records.kv_connector import NoSchedulerConnector, SchedulerConnector
@@ -26,6 +29,17 @@ def build_core(plan: EnginePlan, executor: Executor) -> EngineCore:
     is_pipelined = num_stages > 1 and config.async_scheduling is not False
     depth = num_stages if is_pipelined else int(plan.async_scheduling)
     return EngineCore(_build_scheduler(plan, executor.layout), executor, StatsCollector(), depth=depth)
+
+
+def start_again(plan: EnginePlan) -> tuple[Executor, SchedulerConnector, int]:
+    """New workers, and a new scheduler's side of the connector; see `fleetfoot.engine.restart.Rebuild`."""
+    plan = replace(plan, engine_id=uuid.uuid4().hex)  # for other engines it is another one, without the old KV
+    executor = start_executor(plan)
+    try:
+        return executor, make_connector(plan), executor.layout.num_blocks
+    except BaseException:
+        executor.shutdown()
+        raise
 
 
 def _build_scheduler(plan: EnginePlan, layout: KVLayout) -> Scheduler:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from fleetfoot.engine.stats import StatsCollector, StepStats
 from fleetfoot.executor.protocol import Executor
+from fleetfoot.records.kv_connector import SchedulerConnector
+from fleetfoot.records.request import Request
 from fleetfoot.records.step import EngineOutput, PendingOutput, SchedulerOutput
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.utils.process import run_all
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -47,10 +52,10 @@ class EngineCore:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.scheduler = scheduler
-        self.executor = executor
+        self.executor: Executor = executor
         self.stats = stats
         self.clock = clock
-        self._depth = depth
+        self.depth = depth
         self._in_flight: deque[_StepInFlight] = deque()
         self._last_arrival = clock()  # when the last result arrived
 
@@ -66,7 +71,7 @@ class EngineCore:
         short timeout has passed. ``before_update``: called when a step's result has arrived, before the scheduler is
         updated. Requests that it finishes end there: their tokens in the result are discarded.
         """
-        outputs = self.step_overlapped(before_update) if self._depth else self.step_lockstep(before_update)
+        outputs = self.step_overlapped(before_update) if self.depth else self.step_lockstep(before_update)
         if outputs is None and not self._in_flight and self.scheduler.has_unfinished:
             raise RuntimeError(f"requests wait for nothing, and none can be scheduled: {self.scheduler.stats()}")
         return outputs
@@ -82,7 +87,7 @@ class EngineCore:
         """
         step = self._launch()
         is_computing = step is not None and not step.is_idle
-        if len(self._in_flight) > self._depth or (self._in_flight and not is_computing):
+        if len(self._in_flight) > self.depth or (self._in_flight and not is_computing):
             return self._retire(before_update)
         return None
 
@@ -160,6 +165,23 @@ class EngineCore:
         if (last := self.scheduler.final_output()) is not None:
             self.executor.execute_model(last)
             self.executor.sample_tokens(None)
+
+    def end_workers(self) -> None:
+        """End the workers and the connector after an error. What they raise is logged: it must not hide the first."""
+        for end in (self.executor.shutdown, self.scheduler.transfers.connector.shutdown):
+            try:
+                end()
+            except Exception as error:
+                logger.info("after an error, what has failed could not shut down cleanly: %r", error)
+
+    def restart(
+        self, executor: Executor, connector: SchedulerConnector, num_blocks: int, requests: Iterable[Request]
+    ) -> list[tuple[Request, str]]:
+        """Go on with new workers; see `Scheduler.restart`. Results of steps in flight are lost, and computed again."""
+        self._in_flight.clear()
+        self.executor = executor
+        self._last_arrival = self.clock()
+        return self.scheduler.restart(connector, num_blocks, requests)
 
     def shutdown(self) -> None:
         """Release all resources; unfinished transfers are abandoned."""

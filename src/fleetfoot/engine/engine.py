@@ -8,18 +8,20 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.vllm_names import check_call_keywords
-from fleetfoot.engine.building import build_core, served_model_len
+from fleetfoot.engine.building import build_core, served_model_len, start_again
 from fleetfoot.engine.core import EngineCore, no_callback
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.hold import Hold, HoldQueue
 from fleetfoot.engine.input_processor import COPY_MARK, EngineRequest, InputProcessor, params_check
 from fleetfoot.engine.metrics import Metric, engine_metrics
 from fleetfoot.engine.output_processor import OutputProcessor
+from fleetfoot.engine.restart import NoRestarts, Rebuild, Restarts
 from fleetfoot.engine.stats import EngineStats, StatsCollector
 from fleetfoot.executor.build import start_executor
 from fleetfoot.inputs import PromptType
@@ -29,6 +31,7 @@ from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import resolve_plan
 from fleetfoot.records.request import RequestStatus
 from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.records.step import EngineOutput
 from fleetfoot.sampling.request_params import read_sampling_defaults
 from fleetfoot.utils.process import EXIT_GUARD, run_all
 
@@ -44,6 +47,10 @@ class LLMEngine:
 
     Each added request ends with an output that has ``finished`` set, or with the exception that ended the engine, which
     every later call raises again.
+
+    Args:
+        rebuild: starts new workers after an error, at most ``max_restarts`` times within an hour; None: an error ends
+            the engine.
     """
 
     def __init__(
@@ -54,6 +61,8 @@ class LLMEngine:
         *,
         plan: EnginePlan | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        rebuild: Rebuild | None = None,
+        max_restarts: int = 0,
     ) -> None:
         self._plan = plan
         self.core = core
@@ -61,7 +70,10 @@ class LLMEngine:
         self.tokenizer = tokenizer
         self.stats_collector: StatsCollector = core.stats
         self._clock = clock
-        self._output_processor = OutputProcessor(tokenizer, core.scheduler.finish, core.stats)
+        self._output_processor = OutputProcessor(tokenizer, self._finish, core.stats)
+        self._restarts = NoRestarts()
+        if rebuild is not None:
+            self._restarts = Restarts(core, self._output_processor, rebuild, max_restarts)
         self._aborted: list[RequestOutput] = []  # last outputs of aborted requests, returned by the next step
         self._holds = HoldQueue(core, lambda: self.abort_request(self._output_processor.request_ids))
         self._cause: BaseException | None = None
@@ -187,7 +199,12 @@ class LLMEngine:
             if (output := self._output_processor.abort(request_id)) is not None:
                 self._aborted.append(output)
             else:
-                self.core.scheduler.transfers.evict(request_id)
+                with self._restarts.deferring():
+                    self.core.scheduler.transfers.evict(request_id)
+
+    def _finish(self, request_id: str, status: RequestStatus, stop_reason: int | str | None = None) -> None:
+        with self._restarts.deferring():
+            self.core.scheduler.finish(request_id, status, stop_reason)
 
     def discard(self, request_ids: Iterable[str]) -> None:
         """Abort requests and drop their outputs. May be called during a step, see ``before_update`` of `step`."""
@@ -240,16 +257,20 @@ class LLMEngine:
         if self._stepping.locked():
             raise RuntimeError("step was called during a step; call it from one thread, and not from signal handlers")
         with self._stepping, self._failing():
-            outputs, holds = self.pop_aborted(), self._holds
-            if not (holds or holds.is_paused):
-                engine_outputs = self.core.step(before_update)
-            else:
-                engine_outputs = holds.step(before_update) if holds else None
+            outputs = self.pop_aborted()
+            engine_outputs = self._restarts.step(self._advance, before_update)
             if engine_outputs is not None:
                 outputs += self._output_processor.process(engine_outputs, self._clock())
-                self.core.drain()
-            holds.run_if_reached()
+                with self._restarts.deferring():
+                    self.core.drain()
+            self._holds.run_if_reached()
         return outputs
+
+    def _advance(self, before_update: Callable[[], object]) -> list[EngineOutput] | None:
+        """A step of the core; with holds, a step towards the first of them."""
+        if not (self._holds or self._holds.is_paused):
+            return self.core.step(before_update)
+        return self._holds.step(before_update) if self._holds else None
 
     def fills_first_step(self, num_prompt_tokens: int) -> bool:
         """Whether prompts of so many tokens fill a step that later requests cannot change."""
@@ -261,7 +282,7 @@ class LLMEngine:
         """Call when no step may follow soon: retires steps in flight that no request needs, and sends the last finished
         ids to the KV connector."""
         if self._cause is None and not self._is_shut_down and not self.is_paused:
-            with self._failing():
+            with self._failing(), self._restarts.deferring():
                 self.core.report_finished()
 
     # --- holding ------------------------------------------------------------------------------------------------------
@@ -368,7 +389,8 @@ class LLMEngine:
 
     def check_integrity(self) -> None:
         """Raises RuntimeError if KV blocks, rows or queues are inconsistent."""
-        self.core.scheduler.check_integrity()
+        if self._restarts.error is None:  # else the next step begins with empty ones
+            self.core.scheduler.check_integrity()
 
     @EXIT_GUARD
     def shutdown(self) -> None:
@@ -378,7 +400,8 @@ class LLMEngine:
             return
         self._is_shut_down = True
         self._holds.fail_all(EngineDeadError("the engine was shut down"))
-        flush = self.core.flush if self._cause is None else no_callback  # a failed engine's state may be inconsistent
+        has_failed = self._cause is not None or self._restarts.error is not None
+        flush = no_callback if has_failed else self.core.flush  # a failed engine's state may be inconsistent
         run_all(flush, self.core.shutdown)
 
     @contextmanager
@@ -469,4 +492,5 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     except BaseException:
         executor.shutdown()
         raise
-    return LLMEngine(core, input_processor, tokenizer, plan=plan)
+    rebuild = partial(start_again, plan) if config.on_error == "restart" else None
+    return LLMEngine(core, input_processor, tokenizer, plan=plan, rebuild=rebuild, max_restarts=config.max_restarts)

@@ -359,7 +359,7 @@ def params_check(plan: EnginePlan) -> Callable[[SamplingParams], None]:
 
     The result raises ValueError for a request that the engine cannot run.
     """
-    crosses_processes = plan.config.world_size > 1 or plan.config.distributed_executor_backend == "mp"
+    crosses_processes = plan.executor == "mp"
 
     def check(params: SamplingParams) -> None:
         if params.logits_processors and plan.runner != "v1":

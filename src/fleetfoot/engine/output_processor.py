@@ -125,6 +125,14 @@ class OutputProcessor:
     def has(self, request_id: str) -> bool:
         return request_id in self._requests
 
+    def resumed(self) -> list[Request]:
+        """The unfinished sequences, to be computed on. Tokens of theirs that no output has are dropped: the step that
+        sampled them has failed."""
+        requests = [sequence.request for sequence in self._sequences.values()]
+        for sequence in self._sequences.values():
+            del sequence.request.output_token_ids[len(sequence.token_ids) :]
+        return sorted(requests)
+
     def process(self, outputs: list[EngineOutput], now: float) -> list[RequestOutput]:
         """Process the outputs of a step.
 

@@ -47,6 +47,8 @@ class EngineStats:
     scheduler: SchedulerStats
     num_idle_steps: int = 0
     """Steps without requests, which serve the KV connector; not counted in ``num_steps``."""
+    num_restarts: int = 0
+    """How often the workers were rebuilt after an error."""
 
     @property
     def drafts(self) -> DraftStats:
@@ -70,6 +72,7 @@ class StatsCollector:
         self.steps: deque[StepStats] = deque(maxlen=WINDOW)
         self.requests: deque[RequestMetrics] = deque(maxlen=WINDOW)  # that have finished
         self.num_steps = self.num_idle_steps = self.num_prompt_tokens = self.num_generation_tokens = 0
+        self.num_restarts = 0
         self.num_finished: Counter[str] = Counter()
 
     def clear_samples(self) -> None:
@@ -89,4 +92,4 @@ class StatsCollector:
 
     def snapshot(self, scheduler: SchedulerStats) -> EngineStats:
         counts = self.num_steps, self.num_prompt_tokens, self.num_generation_tokens
-        return EngineStats(*counts, dict(self.num_finished), scheduler, self.num_idle_steps)
+        return EngineStats(*counts, dict(self.num_finished), scheduler, self.num_idle_steps, self.num_restarts)

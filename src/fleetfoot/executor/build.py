@@ -14,7 +14,7 @@ def start_executor(plan: EnginePlan) -> Executor:
     what a worker raises when it starts: ValueError if there is no memory or the weights do not fit, and the errors of
     `Worker`.
     """
-    if plan.config.world_size > 1 or plan.config.distributed_executor_backend == "mp":
+    if plan.executor == "mp":
         from fleetfoot.executor.multiprocess import MultiprocessExecutor  # it needs zmq
 
         return MultiprocessExecutor(plan)

@@ -67,6 +67,8 @@ class EnginePlan:
     """What is computed of prompts; None: text is generated."""
     logits_processors: tuple[type[LogitsProcessor], ...] = ()
     """Custom ones, in the order in which they run."""
+    executor: str = "uni"
+    """``uni``: one worker, in the engine's process; ``mp``: a process for each rank."""
     engine_id: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
     """This engine's id for other engines, unless kv_transfer_config names it: the same in all of its processes."""
 

@@ -111,9 +111,22 @@ def resolve_plan(
         pooling=pooling,
         logits_processors=load_processors(decision.logits_processors),
         drafter_fusion=() if found is None else plan_fusion(found.config, decision.runner),
+        executor=_executor(config, device),
     )
     check_connector_settings(plan)
     return plan
+
+
+def _executor(config: EngineConfig, device: str) -> str:
+    """Where workers run: see `EnginePlan.executor`."""
+    backend = config.distributed_executor_backend
+    restarts_gpu = config.on_error == "restart" and device == "cuda"  # an error can leave a process without the GPU
+    if restarts_gpu and backend == "uni":
+        raise ValueError(
+            "on_error is 'restart', but distributed_executor_backend is 'uni': a process cannot use a GPU again after "
+            "an error of it; set distributed_executor_backend to 'mp' or 'auto'"
+        )
+    return "mp" if backend == "mp" or config.world_size > 1 or restarts_gpu else "uni"
 
 
 def _pooling(config: EngineConfig, content: Mapping[str, Any], folder: Path, *, config_only: bool) -> Pooling | None:

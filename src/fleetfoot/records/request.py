@@ -106,6 +106,17 @@ class Request:
         self.has_prompt_logprobs = self.params.prompt_logprobs is not None
         self.reads_whole_prompt |= self.has_prompt_logprobs
 
+    def restart(self) -> None:
+        """Forget everything that is on workers, which are gone; prompt, output and counts of statistics stay."""
+        if self.status is not RequestStatus.WAITING:
+            self.status = RequestStatus.PREEMPTED
+        self.row, self.stop_reason, self.kv_transfer_output = -1, None, None
+        self.block_ids, self.block_hashes = [], []
+        self.capacity = self.num_prefill = self.num_computed = self.num_published = self.num_loaded = 0
+        self.num_in_flight = self.num_proposed = 0
+        self.last_sampled_step = -1
+        self.is_held, self.can_load = False, True
+
     @property
     def is_finished(self) -> bool:
         return self.status >= RequestStatus.FINISHED_STOPPED

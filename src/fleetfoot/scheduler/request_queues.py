@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from heapq import heappop, heappush
 from itertools import chain
 
@@ -15,14 +15,17 @@ class WaitingQueue:
     """A heap of requests, ordered by priority and arrival.
 
     A request that ends while it waits is no longer counted. It stays in the heap until it reaches the front, or until
-    most entries have ended. Between `hold_new` and `release_new`, requests that have never run are set aside.
+    most entries have ended. Between `hold_new` and `release_new`, requests that have never run are set aside, and after
+    `select`, all that are not selected.
     """
 
     def __init__(self) -> None:
         # with its sort key: tuples of ints compare faster than `Request.__lt__`
         self._heap: list[tuple[int, int, Request]] = []
         self._size = 0
-        self._new: list[Request] | None = None  # set aside; None: not holding
+        self._aside: list[Request] = []  # counted, and not in the heap
+        self._holds_new = False
+        self._selected: Set[str] | None = None
 
     def __len__(self) -> int:
         return self._size
@@ -30,36 +33,48 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Request]:
         """The counted requests, in no particular order."""
         entries = (request for _, _, request in self._heap)
-        return (request for request in chain(entries, self._new or ()) if not request.is_finished)
+        return (request for request in chain(entries, self._aside) if not request.is_finished)
 
     def push(self, *requests: Request) -> None:
         for request in requests:
-            if self._new is not None and request.num_cached_tokens < 0:
-                self._new.append(request)
+            is_new = self._holds_new and request.num_cached_tokens < 0
+            if is_new if self._selected is None else request.request_id not in self._selected:
+                self._aside.append(request)
             else:
                 heappush(self._heap, (request.priority, request.sequence_number, request))
         self._size += len(requests)
 
+    def clear(self) -> list[Request]:
+        """Remove all requests, and return those that were counted."""
+        waiting, self._heap, self._aside, self._size = list(self), [], [], 0
+        return waiting
+
     def hold_new(self) -> None:
         """Set aside the requests that have never run, and those that arrive."""
-        waiting, self._heap, self._size, self._new = list(self), [], 0, []
-        self.push(*waiting)
+        self._holds_new = True
+        self.push(*self.clear())
 
     def release_new(self) -> None:
         """Undo `hold_new`; does nothing otherwise."""
-        waiting, self._heap, self._size, self._new = list(self), [], 0, None
-        self.push(*waiting)
+        self._holds_new = False
+        self.push(*self.clear())
+
+    def select(self, request_ids: Set[str] | None) -> None:
+        """From now on `first` is one of these requests, held or not; None: any."""
+        if request_ids != self._selected:
+            self._selected = request_ids
+            self.push(*self.clear())
 
     @property
     def num_held(self) -> int:
-        """How many requests are set aside."""
-        return sum(not request.is_finished for request in self._new or ())
+        """How many requests `hold_new` sets aside."""
+        return sum(not request.is_finished and request.num_cached_tokens < 0 for request in self._aside)
 
     def discard_finished(self) -> None:
         """Stop counting one request, which has ended while it was waiting."""
         self._size -= 1
-        if len(self._heap) > 2 * self._size:
-            self._heap = sorted(entry for entry in self._heap if not entry[2].is_finished)
+        if len(self._heap) + len(self._aside) > 2 * self._size:
+            self.push(*self.clear())
 
     @property
     def first(self) -> Request | None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import sys
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Set
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from fleetfoot.records.kv_connector import NoSchedulerConnector, SchedulerConnector
@@ -62,26 +63,31 @@ class Scheduler:
         connector: SchedulerConnector | None = None,
         controller: DraftController | None = None,
     ) -> None:
-        connector = connector or NoSchedulerConnector()
         self.config = config
+        self.drafting = Drafting(config.num_drafts, controller or DraftController(config.num_drafts))
+        self._waiting = WaitingQueue()
+        self._step = 0
+        self._num_arrivals = self._num_preemptions = self._prefix_queries = self._prefix_hits = 0
+        self._reset(connector or NoSchedulerConnector())
+
+    def _reset(self, connector: SchedulerConnector) -> None:
+        """Without requests: every block and every row is free."""
+        config = self.config
         self.pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.blocks = RequestBlocks(config, self.pool, connector)
         self.transfers = Transfers(connector, self.blocks, fail_on_error=config.kv_load_failure_policy == "fail")
-        self.drafting = Drafting(config.num_drafts, controller or DraftController(config.num_drafts))
         self.requests: dict[str, Request] = {}  # all that have not ended
         self.running: list[Request] = []  # in order of priority and arrival; the last one is preempted first
-        self._waiting = WaitingQueue()
+        self._waiting.clear()
         self._microbatch = self.running  # requests of `running` that may join the step that is being scheduled
         self._in_flight: deque[tuple[SchedulerOutput, list[Request]]] = deque()
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._freed_rows: list[tuple[str, int]] = []  # since the last step, for the runner
         self._finished_req_ids: set[str] = set()  # since the last step, for the KV connector
-        self._step = 0
         self._newest_updated = -1
         self._num_held = 0  # blocks that the steps in flight will free
         self._num_held_reserved = 0  # of these, blocks that requests of the current step wait for
         self._num_ended = 0  # requests of `running` that have ended in the current update
-        self._num_arrivals = self._num_preemptions = self._prefix_queries = self._prefix_hits = 0
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises ValueError if its id is in use, it can never fit in the KV cache, or the KV connector
@@ -100,6 +106,48 @@ class Scheduler:
         self._num_arrivals += 1
         self.requests[request.request_id] = request
         self._waiting.push(request)
+
+    def restart(
+        self, connector: SchedulerConnector, num_blocks: int, requests: Iterable[Request]
+    ) -> list[tuple[Request, str]]:
+        """Begin again with workers that have just started. ``requests``: those that have not ended. They wait, in their
+        order, and keep their tokens; the prefix cache is empty, and held blocks are free. Counters of statistics go on.
+
+        Returns the requests that have ended because the cache or the connector refuses them, each with the reason.
+        """
+        self.config = replace(self.config, num_blocks=num_blocks)
+        counts = self.transfers.counts
+        self._reset(connector)
+        self.transfers.counts = counts
+        self.drafting.num_proposed = 0
+        refused = []
+        for request in requests:
+            has_begun = request.status is not RequestStatus.WAITING
+            request.restart()
+            try:
+                self.config.check_fits(request)
+                if request.kv_transfer_params is None or not has_begun:  # else its KV may not be there any more
+                    connector.check_request(request)
+            except ValueError as error:
+                request.status = RequestStatus.FINISHED_ERROR
+                refused.append((request, str(error)))
+                continue
+            self.requests[request.request_id] = request
+            self._waiting.push(request)
+        return refused
+
+    def admit_only(self, request_ids: Set[str] | None) -> None:
+        """Until the next call, begin no other waiting requests than these; None: any."""
+        self._waiting.select(request_ids)
+
+    @property
+    def involved(self) -> list[Request]:
+        """The unfinished requests of the steps in flight and of transfers, in their order; all requests if there are
+        none: an error has come from one of them, if it has come from a request."""
+        in_flight = {id(request): request for _, batch in self._in_flight for request in batch}
+        loading = {id(request): request for request in self.transfers.owners}
+        found = [request for request in (in_flight | loading).values() if not request.is_finished]
+        return sorted(found or self.requests.values())
 
     # --- schedule: decodes, prefills in progress, waiting requests --------------------------------------------------
 

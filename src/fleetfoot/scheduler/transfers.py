@@ -37,8 +37,8 @@ class Transfers:
         self._aborted: dict[str, Request] = {}  # ended while they were loading
         self._held: dict[str, list[int]] = {}  # blocks of ended requests that the connector reads, oldest first
         self._evicting: set[str] = set()  # of these
-        self._counts: Counter[str] = Counter()  # by their names in TransferStats
-        self._counters: Counter[str] = Counter()  # of the connector
+        self.counts = Counter[str](), Counter[str]()
+        """By their names in TransferStats, and those of the connector."""
 
     # --- before a request runs --------------------------------------------------------------------------------------
 
@@ -79,7 +79,7 @@ class Transfers:
         request.status = RequestStatus.LOADING
         request.num_loaded = num_matched
         self._loading[request.request_id] = request
-        self._counts["loads_started"] += 1
+        self.counts[0]["loads_started"] += 1
         self.connector.update_state_after_alloc(request, request.num_computed, num_matched)
 
     # --- a step -----------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ class Transfers:
         """Process the transfers that have ended on all ranks. Returns the requests that wait again because their load
         failed (without blocks; their tokens will be computed), and those that must end, each with its error."""
         self.connector.update_connector_output(output)
-        self._counters.update(output.counters)
+        self.counts[1].update(output.counters)
         requeued: list[Request] = []
         failed: list[tuple[Request, str]] = []
         ended: dict[str, TransferFailure | None] = {**dict.fromkeys(sorted(output.loaded)), **output.failed}
@@ -106,12 +106,12 @@ class Transfers:
                 self._stale.discard(request_id)
                 requeued.append(self._restart(request))
             elif failure is None:
-                self._counts.update(loads_done=1, tokens_loaded=request.num_loaded)
+                self.counts[0].update(loads_done=1, tokens_loaded=request.num_loaded)
                 request.num_computed += request.num_loaded
                 self._blocks.publish_loaded(request)
                 heappush(self._ready, request)
             else:
-                self._counts.update(loads_failed=1, loads_timed_out=int(failure.timed_out))
+                self.counts[0].update(loads_failed=1, loads_timed_out=int(failure.timed_out))
                 if self._fail_on_error:
                     heappush(self._ready, request)  # it keeps its blocks until the scheduler ends it
                     failed.append((request, f"its KV could not be loaded: {failure.reason}"))
@@ -200,4 +200,5 @@ class Transfers:
         return len(set(chain(*self.held, *aborted)))
 
     def stats(self) -> TransferStats:
-        return TransferStats(self.num_loading, self.num_held_blocks, counters=dict(self._counters), **self._counts)
+        counts, counters = self.counts
+        return TransferStats(self.num_loading, self.num_held_blocks, counters=dict(counters), **counts)
