@@ -17,7 +17,7 @@ from tests.helpers.engines import run_requests
 from tests.helpers.faulty_connector import OFFLOADING, connector, faulty
 from tests.helpers.int8_method import Int8, quantize
 from tests.helpers.kernels import cpu_kernels
-from tests.helpers.paged_models import PagedCache, prompt
+from tests.helpers.paged_models import MULTIPLIERS, PagedCache, prompt
 from tests.helpers.prefill_decode import REQUESTS, ROOMY, SIZE, Tokens, decodes, nixl, prefilled, settle, tokens_of
 from tests.helpers.runner_lives import DRAFT
 from tests.helpers.schedules import Life, assert_lives_agree, live_alone, random_lives
@@ -48,6 +48,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "window": ("mistral", {"sliding_window": 7}),
     "phi3-partial": ("phi3", {"rope_parameters": PARTIAL, "tie_word_embeddings": True}),
+    "granite": ("granite", MULTIPLIERS),
     "one-kv-head": ("llama", {"num_key_value_heads": 1}),
     "small-vocabulary": ("llama", {"vocab_size": 40, "tie_word_embeddings": True}),  # the last of 4 ranks has no token
 }
@@ -62,6 +63,7 @@ CASES = [
     ("window", 4),
     ("phi3-partial", 2),  # tensors of several layers
     ("phi3-partial", 4),
+    ("granite", 4),
     ("one-kv-head", 4),
     ("small-vocabulary", 4),
 ]

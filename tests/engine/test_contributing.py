@@ -76,44 +76,44 @@ def tokens(folder: Path, requests: dict[str, Any] = REQUESTS, **settings: Any) -
 
 
 @pytest.fixture
-def granite(page: Page, tmp_path: Path) -> Any:
+def arcee(page: Page, tmp_path: Path) -> Any:
     """The reference model; its checkpoint is in ``tmp_path``."""
-    page.add_module("fleetfoot.models.granite", "model")
+    page.add_module("fleetfoot.models.arcee", "model")
     page.add_entry(architectures, "ARCHITECTURES", "architecture")
     page.add_entry(parity, "MODELS", "parity")
-    model_type, fields = MODELS["granite"]
+    model_type, fields = MODELS["arcee"]
     return make_checkpoint(tmp_path, model_type, **fields)
 
 
-@pytest.mark.usefixtures("granite")
+@pytest.mark.usefixtures("arcee")
 def test_a_model_has_the_logits_and_weights_of_transformers(tmp_path: Path) -> None:
-    parity.test_logits_equal_those_of_transformers("granite", tmp_path / "logits")
+    parity.test_logits_equal_those_of_transformers("arcee", tmp_path / "logits")
     (tmp_path / "names").mkdir()
-    parity.test_the_weight_specs_are_the_parameters_of_transformers("granite", tmp_path / "names")
+    parity.test_the_weight_specs_are_the_parameters_of_transformers("arcee", tmp_path / "names")
 
 
-def test_a_model_runs_on_both_runners(runner: str, granite: Any, tmp_path: Path) -> None:
+def test_a_model_runs_on_both_runners(runner: str, arcee: Any, tmp_path: Path) -> None:
     requests = {"a": (prompt(30), GREEDY), "b": (prompt(9), GREEDY)}
     actual = tokens(tmp_path, requests, model_runner=runner, skip_tokenizer_init=True, block_size=4)
     for name, (prompt_ids, _) in requests.items():
         inputs = torch.tensor([prompt_ids])
-        expected = granite.generate(inputs, max_new_tokens=24, min_new_tokens=24, do_sample=False, pad_token_id=0)
+        expected = arcee.generate(inputs, max_new_tokens=24, min_new_tokens=24, do_sample=False, pad_token_id=0)
         assert actual[name] == expected[0, len(prompt_ids) :].tolist()
 
 
-@pytest.mark.usefixtures("granite")
+@pytest.mark.usefixtures("arcee")
 def test_a_model_is_not_fused_and_v1_is_its_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for settings, runner in (({}, "v1"), ({"use_v2_model_runner": True}, "v2")):
         engine = make_engine(tmp_path, skip_tokenizer_init=True, **settings)
         assert engine.runner_name == runner
         reasons = {(layer.is_fused, layer.reason) for layer in engine.plan.fusion}
-        assert runner == "v1" or reasons == {(False, "factors on the residual branches")}
+        assert runner == "v1" or reasons == {(False, "an MLP without a gate")}
         engine.shutdown()
     # without that declaration, fused layers would compute something else
-    entry = architectures.ARCHITECTURES["GraniteForCausalLM"]
+    entry = architectures.ARCHITECTURES["ArceeForCausalLM"]
     undeclared = replace(entry, traits=lambda fields: {**entry.traits(fields), "unfusible": ""})
-    monkeypatch.setitem(architectures.ARCHITECTURES, "GraniteForCausalLM", undeclared)
-    with pytest.raises(TypeError, match=r"GraniteDecoderLayer, and only DecoderLayer .* ModelConfig.unfusible"):
+    monkeypatch.setitem(architectures.ARCHITECTURES, "ArceeForCausalLM", undeclared)
+    with pytest.raises(TypeError, match=r"ArceeDecoderLayer, and only DecoderLayer .* ModelConfig.unfusible"):
         make_engine(tmp_path, skip_tokenizer_init=True, model_runner="v2")
 
 
@@ -168,7 +168,7 @@ def test_every_example_is_run() -> None:
 def test_the_pages_name_files_that_exist() -> None:
     root = Path(__file__).parents[2]
     source = root / "src" / "fleetfoot"
-    added = {"granite.py", "squared_relu.py", "squared_relu_triton.py", "bigram.py"}  # by the examples
+    added = {"arcee.py", "squared_relu.py", "squared_relu_triton.py", "bigram.py"}  # by the examples
     for page in (root / "README.md", root / "CONTRIBUTING.md", *(root / "docs").glob("*.md")):
         for name in re.findall(r"`([\w./]*\w+\.py)`", page.read_text(encoding="utf-8")):
             exists = (root / name).exists() or any(source.rglob(name))

@@ -40,6 +40,7 @@ from fleetfoot.weights.loading import ModelLoader
 ALL = (True, True, True)
 MIXES = [ALL, (False, True, True), (True, False, True), (True, True, False), (False, True, False)]
 FAMILIES = ["llama", "llama-biases", "llama-tied", "mistral-window", "qwen2-tied-window", "qwen3-layer-types"]
+FAMILIES += ["phi3-long", "granite-tied-biases", "smollm3-layers"]
 
 
 class ChainedTorch(PlainLinear):
@@ -72,8 +73,12 @@ class PlainGateUp(ChainedTorchGateUp):
 class ChainedTorchResidual(ChainedTorch):
     """Defers norms of at most 8 rows, leaves up to 16 to the norm as partial sums, and adds more rows in place."""
 
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, scale: float) -> None:
+        super().__init__(weight, bias)
+        self._scale = scale
+
     def __call__(self, x: torch.Tensor | DeferredRMSNorm) -> torch.Tensor:
-        product = super().__call__(x)
+        product = super().__call__(x) * self._scale
         return product if len(product) > 16 else torch.stack((product * 0.25, product * 0.75)).float()
 
     def add_and_norm(
@@ -82,7 +87,7 @@ class ChainedTorchResidual(ChainedTorch):
         if len(x) > 8:
             return None
         ChainedTorch.num_deferred += 1
-        total = residual + PlainLinear.__call__(self, x)
+        total = residual + PlainLinear.__call__(self, x) * self._scale
         squares = torch.stack([half.sum(dim=1) for half in total.square().chunk(2, dim=1)])
         return DeferredRMSNorm(total * norm_weight, squares, total, eps)
 
@@ -90,7 +95,7 @@ class ChainedTorchResidual(ChainedTorch):
         if len(x) <= 16:
             return False
         ChainedTorch.num_added += 1
-        residual.add_(PlainLinear.__call__(self, x))
+        residual.add_(PlainLinear.__call__(self, x), alpha=self._scale)
         return True
 
 
@@ -175,7 +180,7 @@ def test_fused_and_plain_layers_agree(case: str, fused: tuple[bool, ...], ops: s
 @interpreted
 @pytest.mark.parametrize(
     ("case", "fused", "num_norms"),  # behind attention and behind MLPs; at the end of a run only the sum is read
-    [("llama-biases", (True, True), 4), ("qwen3", (True, False, True), 4)],
+    [("llama-biases", (True, True), 4), ("qwen3", (True, False, True), 4), ("granite", (True, True), 4)],
 )
 def test_the_triton_chain_in_bfloat16(
     case: str, fused: tuple[bool, ...], num_norms: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -211,7 +216,7 @@ def test_the_triton_chain_in_bfloat16(
         assert plain_error < 0.03 and error < max(1.5 * plain_error, 0.01)
 
 
-@pytest.mark.parametrize("case", ["llama-biases", "qwen3"])
+@pytest.mark.parametrize("case", ["llama-biases", "qwen3", "granite"])
 @pytest.mark.parametrize("ends", [(20, 32, 60), (20, 24, 25, 40)], ids=str)
 @pytest.mark.parametrize("gate_up", [ChainedTorchGateUp, PlainGateUp])
 def test_residual_sums_within_a_chain(case: str, ends: Any, gate_up: type[ChainedTorch], tmp_path: Path) -> None:
@@ -278,7 +283,7 @@ def dense_tensors(model: CausalLM) -> Iterator[torch.Tensor]:
 
 
 @pytest.mark.parametrize("ops", OPS)
-@pytest.mark.parametrize("case", ["llama-biases", "llama-tied", "qwen3"])
+@pytest.mark.parametrize("case", ["llama-biases", "llama-tied", "qwen3", "phi3-partial"])
 def test_new_weights_reach_a_fused_model_at_the_same_addresses(case: str, ops: str, tmp_path: Path) -> None:
     for number, name in enumerate(("old", "new")):
         checkpoint(tmp_path / name, case, seed=number)

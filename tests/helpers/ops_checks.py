@@ -116,8 +116,16 @@ def rope_and_cache(
     assert torch.equal(cached.view(bits), values.contiguous().view(bits))  # values are copied unchanged
 
 
-def _layer(kind: type[ChainedLinear], dtype: torch.dtype, num_outputs: int, num_inputs: int, bias: bool, device: str):
-    """A layer with random weights, and its product in float64."""
+def _layer(
+    kind: type[ChainedLinear],
+    dtype: torch.dtype,
+    num_outputs: int,
+    num_inputs: int,
+    bias: bool,
+    device: str,
+    scale: float = 1.0,
+):
+    """A layer with random weights, and its product in float64, times ``scale``."""
     num_outputs *= 2 if kind is ChainedGateUp else 1
     weight = (torch.randn(num_outputs, num_inputs, device=device) * num_inputs**-0.5).to(dtype)
     offset = torch.randn(num_outputs, device=device).to(dtype) if bias else None
@@ -129,6 +137,9 @@ def _layer(kind: type[ChainedLinear], dtype: torch.dtype, num_outputs: int, num_
         gate, up = product.to(dtype).double().chunk(2, dim=1)
         return F.silu(gate) * up
 
+    if scale != 1.0:
+        assert kind is ChainedResidual
+        return ChainedResidual(weight, offset, scale), lambda x: scale * multiply(x)
     return kind(weight, offset), multiply
 
 
@@ -144,6 +155,7 @@ def linear_error(
     bias: bool,
     device: str = "cpu",
     tiling: Tiling | None = None,
+    scale: float = 1.0,
 ) -> float:
     """The relative error, in norm, of a layer of ``shape`` (rows, outputs, inputs) with random weights.
 
@@ -151,7 +163,7 @@ def linear_error(
         tiling: None: what the layer chooses by itself.
     """
     num_rows, num_outputs, num_inputs = shape
-    layer, multiply = _layer(kind, dtype, num_outputs, num_inputs, bias, device)
+    layer, multiply = _layer(kind, dtype, num_outputs, num_inputs, bias, device, scale)
     x = torch.randn(num_rows, num_inputs + 16, device=device).to(dtype)[:, :num_inputs]
     actual = layer(x) if tiling is None else layer.launch(x, tiling)
     if actual.ndim == 3:
@@ -162,7 +174,7 @@ def linear_error(
 
 
 def deferred_norm(
-    kind: type[ChainedLinear], shape: tuple[int, int, int, int], *, bias: bool, device: str = "cpu"
+    kind: type[ChainedLinear], shape: tuple[int, int, int, int], *, bias: bool, device: str = "cpu", scale: float = 1.0
 ) -> None:
     """A layer that adds to the residual and defers the norm of the sum, and the layer that reads it.
 
@@ -171,13 +183,14 @@ def deferred_norm(
     """
     num_rows, num_inputs, hidden, num_outputs = shape
     dtype, ops = torch.bfloat16, triton_kernels()
-    adding, _ = _layer(ChainedResidual, dtype, hidden, num_inputs, True, device)
+    adding, multiply_added = _layer(ChainedResidual, dtype, hidden, num_inputs, True, device, scale)
     reading, multiply = _layer(kind, dtype, num_outputs, hidden, bias, device)
     x, residual = (torch.randn(num_rows, size, device=device).to(dtype) for size in (num_inputs, hidden))
     residual, norm = 20 * residual, torch.randn(hidden, device=device).to(dtype)
     deferred = adding.add_and_norm(x, residual, norm, EPS)
     assert deferred is not None
     assert reading.reads_deferred_norm(num_rows)
+    assert _error(deferred.total, multiply_added(x) + residual.double()) < torch.finfo(dtype).eps
     total = ops.add_rms_norm(adding(x), residual, norm, EPS)[1]
     assert torch.equal(deferred.total, total)  # the same sums, rounded at the same places as in separate steps
     normed = rms_norm_64(total, norm)

@@ -36,6 +36,13 @@ LONGROPE = {
     "short_factor": [1.0, 1.3, 1.1],
     "long_factor": [1.5, 3.0, 9.0],
 }
+MULTIPLIERS = {
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 3.0,
+}
+BIASES = {"attention_bias": True, "mlp_bias": True}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -44,7 +51,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-groups-of-3": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}),
     "llama-groups-of-8": ("llama", {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 6}),
     "llama-wide-heads": ("llama", {"head_dim": 32}),
-    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-biases": ("llama", BIASES),
     "llama-odd-sizes": ("llama", {"hidden_size": 52, "intermediate_size": 71, "vocab_size": 89, "head_dim": 10}),
     "llama-theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
     "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}}),
@@ -64,6 +71,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-window-tied": ("phi3", {"sliding_window": 6, "tie_word_embeddings": True}),
     "phi3-partial": ("phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}}),
     "phi3-long": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 20}),
+    "granite": ("granite", MULTIPLIERS),
+    "granite-tied-biases": (
+        "granite",
+        {**MULTIPLIERS, **BIASES, "tie_word_embeddings": True},
+    ),
     "smollm3": ("smollm3", {"num_hidden_layers": 4}),
     "smollm3-layers": ("smollm3", {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 5}),
 }

@@ -120,6 +120,16 @@ def test_linear_selects_a_kernel(num_rows: int) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("num_rows", [1, 16, 257])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_factor_on_what_is_added_to_the_residual(num_rows: int, bias: bool) -> None:
+    """Of every kernel, and of the library."""
+    assert checks.linear_error(ChainedResidual, torch.bfloat16, (num_rows, 64, 32), bias=bias, scale=0.3) < 1e-2
+    if num_rows <= 8:
+        checks.deferred_norm(ChainedLinear, (num_rows, 72, 200, 64), bias=bias, scale=-0.3)
+
+
+@interpreted
 @both_kinds
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
@@ -160,10 +170,11 @@ def test_linear_leaves_other_batches_to_the_library(num_rows: int, gated: bool) 
 
 def test_the_library_adds_to_the_residual() -> None:
     weight, x, total = torch.randn(1024, 64).bfloat16(), torch.randn(300, 64).bfloat16(), torch.randn(300, 1024)
-    summed = total.bfloat16()
-    assert ChainedResidual(weight).add_to(x, summed)
-    expected = total.bfloat16().float() + x.float() @ weight.float().t()
-    torch.testing.assert_close(summed, expected.bfloat16(), rtol=1e-2, atol=1e-2)
+    for scale in (1.0, 0.3):
+        summed = total.bfloat16()
+        assert ChainedResidual(weight, None, scale).add_to(x, summed)
+        expected = total.bfloat16().float() + scale * (x.float() @ weight.float().t())
+        torch.testing.assert_close(summed, expected.bfloat16(), rtol=1e-2, atol=1e-2)
     # Nothing is done if one of our kernels is faster, or with a bias.
     for rows, bias in ((16, None), (300, torch.ones(1024).bfloat16())):
         kept = total[:rows].bfloat16()

@@ -64,6 +64,16 @@ def _qwen3_traits(fields: Fields) -> dict[str, bool]:
     return {"qkv_bias": attention_bias, "o_bias": attention_bias, "qk_norm": True}
 
 
+def _granite_traits(fields: Fields) -> dict[str, Any]:
+    """The factors on attention scores and residual branches, which all layers know, and the two of the model's ends."""
+    return {
+        **llama_traits(fields),
+        "attention_scale": fields.number("attention_multiplier"),
+        "residual_multiplier": fields.number("residual_multiplier"),
+        "extras": {name: fields.number(name) for name in ("embedding_multiplier", "logits_scaling")},
+    }
+
+
 def _phi3_traits(fields: Fields) -> dict[str, bool]:
     fields.refuse("attention_bias", "mlp_bias", "lm_head_bias", because="Phi-3 has no biases; expected false")
     return {"has_merged_projections": True}
@@ -163,6 +173,8 @@ _QWEN_DEFAULTS: dict[str, Any] = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+_GRANITE_DEFAULTS: dict[str, Any] = {**LLAMA_DEFAULTS, **dict.fromkeys(_MULTIPLIERS, 1.0)}
 _PHI3_DEFAULTS: dict[str, Any] = {
     "vocab_size": 32064,
     "hidden_size": 3072,
@@ -203,6 +215,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen3ForCausalLM": Architecture(
         "qwen3", "Qwen3Model", _LLAMA, {**_QWEN_DEFAULTS, "head_dim": 128}, _qwen3_traits, _qwen_windows,
         default_on_v2=True,
+    ),
+    "GraniteForCausalLM": Architecture(
+        "granite", "GraniteModel", "fleetfoot.models.granite:GraniteForCausalLM", _GRANITE_DEFAULTS, _granite_traits,
+        no_windows,
     ),
     "Phi3ForCausalLM": Architecture(
         "phi3", "Phi3Model", _LLAMA, _PHI3_DEFAULTS, _phi3_traits, _phi3_windows, _phi3_ropes

@@ -87,6 +87,8 @@ class ModelConfig:
     """Whether each head of q and k has an RMSNorm before the rotation (Qwen3)."""
     attention_scale: float | None = None
     """Factor of the attention scores; None: ``head_dim ** -0.5``."""
+    residual_multiplier: float = 1.0
+    """Factor of the outputs of attention and MLP, before they are added to the residual stream."""
     head: str = "logits"
     """Behind the final norm: ``logits``, ``score`` or ``none``."""
     num_labels: int = 0

@@ -23,7 +23,7 @@ from fleetfoot.kernels.elementwise import DeferredRMSNorm, sum_parts
 from fleetfoot.kernels.linear.linear_triton import ChainedLinear, LinearChain
 from fleetfoot.layers.attention import Attention
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.layers.decoder import DecoderLayer, DecoderStack, GatedMLP, representatives
+from fleetfoot.layers.decoder import DecoderLayer, DecoderStack, GatedMLP, ScaledDecoderLayer, representatives
 from fleetfoot.layers.linear import ColumnParallelLinear, RowParallelLinear
 from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.records.forward_context import ForwardContext, LogitsMetadata
@@ -108,12 +108,13 @@ class _Norm:
 
 
 class _Residual:
-    """A row-parallel linear layer with an output that is added to the residual stream."""
+    """A row-parallel linear layer with an output that is added to the residual stream, times ``scale``."""
 
-    def __init__(self, linear: RowParallelLinear, chain: LinearChain | None) -> None:
+    def __init__(self, linear: RowParallelLinear, chain: LinearChain | None, scale: float) -> None:
         dense = linear.weight.dense if chain is not None and not linear.is_gathered else None
-        self._chained = None if dense is None or chain is None else chain.residual(*dense)
-        self._product = self._chained or (linear.partial if linear.is_gathered else linear.weight.product)
+        self._chained = None if dense is None or chain is None else chain.residual(*dense, scale)
+        product = linear.partial if linear.is_gathered else linear.weight.product
+        self._product = self._chained or (product if scale == 1.0 else lambda x: product(x) * scale)
         self._is_alone = linear.group.size == 1  # else the sum over the ranks comes before the residual sum
         self.is_summed = self._is_alone or linear.is_gathered
         self.prefetch_weight = None if dense is None else dense[0]
@@ -133,11 +134,12 @@ class _FusedLayer:
     """One decoder layer of a run."""
 
     def __init__(self, layer: nn.Module, context: ModelContext) -> None:
-        if type(layer) is not DecoderLayer:  # a subclass computes something else
+        if type(layer) not in (DecoderLayer, ScaledDecoderLayer):  # a subclass computes something else
             raise TypeError(
-                f"the plan fuses a {type(layer).__name__}, and only DecoderLayer can be fused; set "
-                "ModelConfig.unfusible in the traits of the architecture"
+                f"the plan fuses a {type(layer).__name__}, and only DecoderLayer and ScaledDecoderLayer can be fused; "
+                "set ModelConfig.unfusible in the traits of the architecture"
             )
+        assert isinstance(layer, DecoderLayer)
         attention, mlp, chain = layer.self_attn, layer.mlp, context.ops.linear_chain
         assert isinstance(attention, Attention) and isinstance(mlp, GatedMLP)
         self._attention = attention.paged
@@ -146,7 +148,9 @@ class _FusedLayer:
         if chain is None or mlp.gate_up_proj.weight.dense is None:
             gate_up, silu_and_mul = mlp.gate_up_proj.weight.product, context.ops.silu_and_mul
             self._gate_up = lambda x: silu_and_mul(gate_up(x))
-        self._o, self._down = _Residual(attention.o_proj, chain), _Residual(mlp.down_proj, chain)
+        self._o, self._down = (
+            _Residual(linear, chain, layer.residual_multiplier) for linear in (attention.o_proj, mlp.down_proj)
+        )
         norm = layer.input_layernorm if isinstance(layer.input_layernorm, RMSNorm) else None
         self.input_norm = _Norm(norm, context, reads_qkv)
         self.mlp_norm = _Norm(layer.post_attention_layernorm, context, reads_gate_up)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -43,6 +43,9 @@ class GatedMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm, each added to the residual stream."""
 
+    mlp_class: ClassVar[type[nn.Module]] = GatedMLP
+    residual_multiplier = 1.0
+
     def __init__(
         self, config: ModelConfig, context: ModelContext, cos_sin: torch.Tensor, layer: int, kv_index: int
     ) -> None:
@@ -51,12 +54,27 @@ class DecoderLayer(nn.Module):
         self.input_layernorm: nn.Module = RMSNorm(context, config.hidden_size, eps)
         self.self_attn = Attention(config, context, cos_sin, layer, kv_index)
         self.post_attention_layernorm = RMSNorm(context, config.hidden_size, eps)
-        self.mlp = GatedMLP(config, context)
+        self.mlp = self.mlp_class(config, context)
 
     def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """``x [num_tokens, hidden_size]`` -> the same shape."""
         x = x + self.self_attn(self.input_layernorm(x), ctx)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class ScaledDecoderLayer(DecoderLayer):
+    """With a factor on what is added to the residual stream."""
+
+    def __init__(
+        self, config: ModelConfig, context: ModelContext, cos_sin: torch.Tensor, layer: int, kv_index: int
+    ) -> None:
+        super().__init__(config, context, cos_sin, layer, kv_index)
+        self.residual_multiplier = config.residual_multiplier
+
+    def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """``x [num_tokens, hidden_size]`` -> the same shape."""
+        x = x + self.residual_multiplier * self.self_attn(self.input_layernorm(x), ctx)
+        return x + self.residual_multiplier * self.mlp(self.post_attention_layernorm(x))
 
 
 class DecoderRun(Protocol):

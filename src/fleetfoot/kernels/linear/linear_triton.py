@@ -25,6 +25,7 @@ class TritonLinear(PlainLinear):
     """
 
     _is_gated = False
+    _scale = 1.0
     _may_split = False
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -50,7 +51,7 @@ class TritonLinear(PlainLinear):
             shape, dtype = (tiling.splits, *shape), torch.float32
         output = torch.empty(shape, dtype=dtype, device=x.device)
         x = x if x.stride(1) == 1 else x.contiguous()
-        launch_linear(output, x, self._weight, self._bias, self._is_gated, tiling, deferred)
+        launch_linear(output, x, self._weight, self._bias, self._is_gated, tiling, deferred, scale=self._scale)
         return output
 
     @property
@@ -113,17 +114,25 @@ class ChainedGateUp(ChainedLinear):
 
 
 class ChainedResidual(ChainedLinear):
-    """A layer with an output that is added to the residual stream. `__call__` may return partial sums ``[splits, n,
-    out]`` float32 for the next norm."""
+    """A layer with an output that is added to the residual stream, times ``scale``. `__call__` may return partial sums
+    ``[splits, n, out]`` float32 for the next norm."""
 
     _may_split = True
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, scale: float = 1.0) -> None:
+        super().__init__(weight, bias)
+        self._scale = scale
+
+    def _of_many_rows(self, x: torch.Tensor) -> torch.Tensor:
+        output = super()._of_many_rows(x)
+        return output if self._scale == 1.0 else output.mul_(self._scale)
 
     def add_to(self, x: torch.Tensor, residual: torch.Tensor) -> bool:
         """Add the product to ``residual [n, out]`` in place, if the library multiplies: it adds in the same pass. The
         sum is rounded once instead of twice. Returns False if nothing was done."""
         if self._bias is not None or self._tiling(x.shape[0]) is not None:
             return False
-        residual.addmm_(x, self._weight.t())
+        residual.addmm_(x, self._weight.t(), alpha=self._scale)
         return True
 
     def add_and_norm(
@@ -137,7 +146,7 @@ class ChainedResidual(ChainedLinear):
         result = DeferredRMSNorm.empty(residual, cdiv(residual.shape[1], tiling.outputs), eps)
         x = x if x.stride(1) == 1 else x.contiguous()
         add_norm = (residual, norm_weight, result)
-        launch_linear(result.weighted, x, self._weight, self._bias, False, tiling, add_norm=add_norm)
+        launch_linear(result.weighted, x, self._weight, self._bias, False, tiling, add_norm=add_norm, scale=self._scale)
         return result
 
 

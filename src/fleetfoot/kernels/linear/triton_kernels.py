@@ -51,8 +51,10 @@ def launch_linear(
     tiling: Tiling,
     deferred: DeferredRMSNorm | None = None,
     add_norm: tuple[torch.Tensor, torch.Tensor, DeferredRMSNorm] | None = None,
+    scale: float = 1.0,
 ) -> None:
-    """Write ``x [n, in] @ weight.T + bias`` to ``output``; gated: ``silu`` of its first half times the second.
+    """Write ``x [n, in] @ weight.T + bias`` times ``scale`` to ``output``; gated: ``silu`` of its first half times the
+    second.
 
     Args:
         output: ``[n, out]``; tiled with splits: ``[splits, n, out]`` float32, and their sum is the product.
@@ -67,7 +69,7 @@ def launch_linear(
     biases = weight if bias is None else bias
     options = {
         "inputs": tiling.inputs, "stages": tiling.stages, "row_tile": tiling.row_tile, "has_bias": bias is not None,
-        "gated": gated, "overlap": overlap, "num_warps": tiling.num_warps, **launch_options(overlap),
+        "scale": scale, "gated": gated, "overlap": overlap, "num_warps": tiling.num_warps, **launch_options(overlap),
     }  # fmt: skip
     if tiling.kernel == "tiled":
         split_inputs = cdiv(cdiv(num_inputs, tiling.splits), tiling.inputs) * tiling.inputs
@@ -99,7 +101,7 @@ def _linear_few_rows_kernel(
     squares_ptr,
     num_rows, num_outputs, num_inputs, x_stride, prefetched_bytes,
     outputs: tl.constexpr, slices: tl.constexpr, inputs: tl.constexpr, stages: tl.constexpr, row_tile: tl.constexpr,
-    staged: tl.constexpr, whole_chunks: tl.constexpr, has_bias: tl.constexpr, gated: tl.constexpr,
+    staged: tl.constexpr, whole_chunks: tl.constexpr, has_bias: tl.constexpr, scale: tl.constexpr, gated: tl.constexpr,
     parts_tile: tl.constexpr, has_deferred_norm: tl.constexpr, fused_add_norm: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(overlap)
@@ -175,7 +177,8 @@ def _linear_few_rows_kernel(
 
     _write_outputs(
         sums, up_sums, squares, residual, norm_weight, output_ptr, bias_ptr, total_ptr, squares_ptr, first, num_valid,
-        num_rows, num_outputs, num_inputs, eps, outputs, row_tile, has_bias, gated, has_deferred_norm, fused_add_norm,
+        num_rows, num_outputs, num_inputs, eps,
+        outputs, row_tile, has_bias, scale, gated, has_deferred_norm, fused_add_norm,
     )  # fmt: skip
 
 
@@ -183,7 +186,7 @@ def _linear_few_rows_kernel(
 def _write_outputs(
     sums, up_sums, squares, residual, norm_weight, output_ptr, bias_ptr, total_ptr, squares_ptr, first, num_valid,
     num_rows, num_outputs, num_inputs, eps,
-    outputs: tl.constexpr, row_tile: tl.constexpr, has_bias: tl.constexpr, gated: tl.constexpr,
+    outputs: tl.constexpr, row_tile: tl.constexpr, has_bias: tl.constexpr, scale: tl.constexpr, gated: tl.constexpr,
     has_deferred_norm: tl.constexpr, fused_add_norm: tl.constexpr,
 ):  # fmt: skip
     """Add up the slices ``[slices, outputs, row_tile]``, and write a program's ``num_valid`` outputs."""
@@ -199,6 +202,8 @@ def _write_outputs(
         result *= factor
     if has_bias:
         result += tl.load(bias_ptr + first + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
+    if scale != 1.0:
+        result *= scale
     if gated:
         up = tl.sum(up_sums, axis=0)
         if has_deferred_norm:
@@ -222,7 +227,7 @@ def _write_outputs(
 def _linear_tiled_kernel(
     output_ptr, x_ptr, weight_ptr, bias_ptr, num_rows, num_outputs, num_inputs, x_stride, split_inputs, prefetched,
     outputs: tl.constexpr, inputs: tl.constexpr, stages: tl.constexpr, row_tile: tl.constexpr,
-    whole_chunks: tl.constexpr, has_bias: tl.constexpr, gated: tl.constexpr, overlap: tl.constexpr,
+    whole_chunks: tl.constexpr, has_bias: tl.constexpr, scale: tl.constexpr, gated: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(overlap)
     first = tl.program_id(0) * outputs
@@ -265,6 +270,8 @@ def _linear_tiled_kernel(
         bias_ptrs = bias_ptr + first + tile_row % outputs + (tile_row // outputs) * num_outputs
         bias = tl.load(bias_ptrs, mask=(tile_row % outputs < num_valid) & (split == 0), other=0.0)
         sums += bias.to(tl.float32)[:, None]
+    if scale != 1.0:
+        sums *= scale
     if gated:
         halves = tl.permute(tl.reshape(sums.to(dtype), (2, outputs, row_tile)), (1, 2, 0))
         gate, up = tl.split(halves)
