@@ -214,7 +214,12 @@ def test_one_warning_names_every_feature_that_v2_lacks(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("name", "path", "layout"),
     [
-        *((name, None, BLOCK_CONTIGUOUS_HND) for name in CONNECTORS if name != "MultiConnector"),
+        *(
+            (name, None, BLOCK_CONTIGUOUS_HND)
+            for name in CONNECTORS
+            if name not in ("ExampleConnector", "MultiConnector")
+        ),
+        ("ExampleConnector", None, TOKEN_MAJOR_NHD),
         ("DeclaresLayout", __name__, BLOCK_CONTIGUOUS_HND),
         ("DeclaresTokenMajor", __name__, TOKEN_MAJOR_NHD),
         *((name, __name__, None) for name in ("DeclaresOther", "DeclaresNothing", "NoSuchClass")),
@@ -224,7 +229,7 @@ def test_one_warning_names_every_feature_that_v2_lacks(monkeypatch: pytest.Monke
 )
 def test_connectors_declare_the_layouts_that_they_accept(name: str, path: str | None, layout: str | None) -> None:
     settings = connector(name, path)
-    layouts = connector_layouts(KVTransferConfig.parse(settings["kv_transfer_config"]))
+    layouts = connector_layouts(KVTransferConfig.parse(settings["kv_transfer_config"]), EngineConfig())
     assert (BLOCK_CONTIGUOUS_HND in layouts.accepted) == (layout == BLOCK_CONTIGUOUS_HND)
     decision = ask(**settings)
     assert decision.runner == ("v2" if layout == BLOCK_CONTIGUOUS_HND else "v1")

@@ -73,3 +73,11 @@ class KVTransferConfig(JSONSettings):
     def can_save(self) -> bool:
         """Whether the role includes saving KV."""
         return self.kv_role in ("kv_producer", "kv_both")
+
+    # --- vLLM's names -----------------------------------------------------------------------------------------------
+
+    is_kv_transfer_instance, is_kv_consumer, is_kv_producer = is_active, can_load, can_save
+
+    def get_from_extra_config(self, key: str, default: Any) -> Any:
+        """A setting of ``kv_connector_extra_config``, or ``default``."""
+        return self.kv_connector_extra_config.get(key, default)

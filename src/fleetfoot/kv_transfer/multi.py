@@ -52,8 +52,11 @@ class MultiScheduler(SchedulerConnector):
         if not checkers:
             super().check_request(request)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        counts = [part.get_num_new_matched_tokens(request, num_computed_tokens) for part in self._parts]
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        found = [part.get_num_new_matched_tokens(request, num_computed_tokens) for part in self._parts]
+        counts = [count for count in found if count is not None]
+        if len(counts) < len(found):
+            return None
         best = max(counts)
         if best:
             self._chosen[request.request_id] = self._parts[counts.index(best)]

@@ -70,7 +70,10 @@ def resolve_connector(config: EngineConfig) -> ConnectorPlan | None:
         requested_by = f"kv_transfer_config has {transfer.kv_connector} as {transfer.kv_role}"
     if size is not None:
         transfer = _with_offloading(transfer, size)
-    return None if transfer is None else ConnectorPlan(transfer, registry.connector_layouts(transfer), requested_by)
+    if transfer is None:
+        return None
+    transfer = registry.with_modules(transfer)
+    return ConnectorPlan(transfer, registry.connector_layouts(transfer, config), requested_by)
 
 
 def _with_offloading(transfer: KVTransferConfig | None, size: float) -> KVTransferConfig:

@@ -162,6 +162,11 @@ def _context(plan: EnginePlan, *, fingerprint: str, rank: int) -> TransferContex
         pipeline_parallel_size=engine.pipeline_parallel_size,
         bytes_per_block=2 * elements * engine.block_size * DTYPE_BYTES[plan.dtype],
         dtype=plan.dtype,
+        engine=engine,
+        model=plan.model,
+        max_model_len=plan.max_model_len,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        num_blocks=plan.memory.num_blocks,
     )
 
 

@@ -256,7 +256,7 @@ class Scheduler:
             hits = self.blocks.find_cached_prefix(request)
             num_local = len(hits) * self.config.block_size
             num_matched = transfers.num_matched(request, num_local)
-            if not num_matched and not self._fits_step(request, num_local, budget):
+            if num_matched is None or (not num_matched and not self._fits_step(request, num_local, budget)):
                 return None
             if num_missing := self.blocks.allocate(request, hits):
                 transfers.make_room(num_missing - self._num_held)

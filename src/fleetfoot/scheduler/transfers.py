@@ -60,9 +60,9 @@ class Transfers:
         """Whether a transfer of an ended request still has this id."""
         return request_id in self._aborted or request_id in self._held
 
-    def num_matched(self, request: Request, num_local: int) -> int:
-        """Tokens that the connector can load after the ``num_local`` tokens of the prefix cache. Raises RuntimeError if
-        it returns an impossible number."""
+    def num_matched(self, request: Request, num_local: int) -> int | None:
+        """Tokens that the connector can load after the ``num_local`` tokens of the prefix cache; None: not known yet.
+        Raises RuntimeError if it returns an impossible number."""
         if not request.can_load or request.reads_whole_prompt:
             return 0
         matched = self.connector.get_num_new_matched_tokens(request, num_local)

@@ -6,6 +6,7 @@ made when it is imported, and a name in it is imported on first access. docs/vll
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from typing import Any
 ROOT = "fleetfoot"
 init_logger = logging.getLogger
 """vLLM's name."""
+safe_hash = hashlib.md5
+"""vLLM's name; for names of files, not for secrets."""
 
 _PROCESSORS = " ".join(
     f"sampling.custom_processors.{name}"
@@ -31,6 +34,13 @@ _PROCESSORS = " ".join(
         "RemovedRequest",
     )
 )
+_CONNECTORS = "kv_transfer.vllm"
+_KV = "distributed.kv_transfer.kv_connector"
+
+
+def _connector_names(place: str, *names: str) -> str:
+    return " ".join(f"{_CONNECTORS}.{place}.{name}" for name in names)
+
 
 NAMES = {
     "": "async_llm.AsyncLLM async_llm.AsyncLLMEngine config.engine.EngineConfig engine.arg_utils.AsyncEngineArgs "
@@ -40,24 +50,43 @@ NAMES = {
         "outputs.EmbeddingRequestOutput outputs.PoolingOutput outputs.PoolingRequestOutput outputs.RequestOutput "
         "outputs.ScoringOutput outputs.ScoringRequestOutput records.pooling_params.PoolingParams "
         "records.sampling_params.RequestOutputKind records.sampling_params.SamplingParams",
+    "attention.backends.abstract": _connector_names("records", "AttentionMetadata"),
     "beam_search": "engine.beam_search.BeamSearchOutput engine.beam_search.BeamSearchSequence",
     "config": "config.engine.CompilationConfig config.engine.VllmConfig config.kv_transfer.KVTransferConfig "
               "config.pooling.PoolerConfig config.speculative.SpeculativeConfig",
+    f"{_KV}.base": _connector_names("base", "KVConnectorBase"),
+    f"{_KV}.factory": _connector_names("factory", "KVConnectorFactory"),
+    f"{_KV}.v1": _connector_names("base", "KVConnectorBase_V1", "KVConnectorRole"),
+    f"{_KV}.v1.base": _connector_names(
+        "base", "KVConnectorBase_V1", "KVConnectorMetadata", "KVConnectorRole", "SupportsHMA"
+    ),
+    f"{_KV}.v1.example_connector": "kv_transfer.example.ExampleConnector kv_transfer.example.ExampleConnectorMetadata",
     "distributed.parallel_state": "distributed.cleanup_dist_env_and_memory",
     "engine.async_llm_engine": "async_llm.AsyncLLMEngine",
     "engine.llm_engine": "engine.engine.LLMEngine",
     "entrypoints.llm": "llm.LLM",
+    "forward_context": _connector_names("records", "ForwardContext"),
     "logger": "utils.vllm_paths.init_logger",
     "logprobs": "outputs.Logprob",
+    "model_executor.layers.attention.mla_attention": _connector_names("records", "MLACommonMetadata"),
     "platforms": "plan.machine.current_platform",
     "pooling_params": "records.pooling_params.PoolingParams",
     "utils": "utils.argparse_utils.FlexibleArgumentParser utils.validation.get_open_port",
+    "utils.hashing": "utils.vllm_paths.safe_hash",
     "utils.network_utils": "utils.validation.get_open_port",
+    "v1.attention.backend": _connector_names("records", "AttentionMetadata"),
+    "v1.attention.backends.mla.common": _connector_names("records", "MLACommonMetadata"),
+    "v1.attention.backends.triton_attn": _connector_names("records", "TritonAttentionMetadata"),
+    "v1.core.kv_cache_manager": _connector_names("records", "KVCacheBlocks"),
+    "v1.core.sched.output": _connector_names("records", "CachedRequestData", "NewRequestData", "SchedulerOutput"),
     "v1.engine.async_llm": "async_llm.AsyncLLM",
     "v1.engine.exceptions": "engine.errors.EngineDeadError",
     "v1.engine.llm_engine": "engine.engine.LLMEngine",
+    "v1.kv_cache_interface": _connector_names("records", "KVCacheConfig", "KVCacheGroupSpec"),
     "v1.metrics.reader": "engine.metrics.Counter engine.metrics.Gauge engine.metrics.Histogram engine.metrics.Metric "
                          "engine.metrics.Vector",
+    "v1.outputs": _connector_names("records", "KVConnectorOutput"),
+    "v1.request": _connector_names("records", "Request", "RequestStatus"),
     "v1.sample.logits_processor": f"{_PROCESSORS} sampling.custom_processors.RequestLogitsProcessor "
                                   "sampling.custom_processors.process_dict_updates",
     "v1.sample.logits_processor.builtin": "sampling.custom_processors.process_dict_updates",
@@ -83,7 +112,7 @@ _BY_ADVICE = {
     NO_PROFILER: "config.ProfilerConfig profiler LLM.start_profile LLM.stop_profile",
     "fleetfoot bench measures; give the script prompts of its own": "benchmarks",
     "CONTRIBUTING.md shows how to add an architecture, a kernel or a method": "ModelRegistry model_executor",
-    "docs/kv_connectors.md has the connectors, and how to write one": "distributed.kv_transfer",
+    "docs/kv_connectors.md has the connectors, and how to write one": "distributed.kv_events distributed.kv_transfer",
     "there is no HTTP server; AsyncLLM works in one of your own": "entrypoints",
     "LLM.get_tokenizer() returns the tokenizer": "transformers_utils tokenizers",
     "settings are keywords of LLM": "envs",

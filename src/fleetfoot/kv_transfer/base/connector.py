@@ -19,7 +19,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from fleetfoot.config.json_fields import check_key
@@ -32,6 +32,8 @@ from fleetfoot.records.step import KVConnectorOutput
 if TYPE_CHECKING:
     import torch
 
+    from fleetfoot.config.engine import EngineConfig
+    from fleetfoot.config.model import ModelConfig
     from fleetfoot.records.kv_layout import KVLayout
 
 logger = logging.getLogger(__name__)
@@ -67,6 +69,13 @@ class TransferContext:
     """Whether other connectors access the same blocks."""
     clock: Callable[[], float] | None = None
     """Seconds, monotonic; None: `time.monotonic`."""
+    engine: EngineConfig | None = field(default=None, hash=False)
+    """All settings."""
+    model: ModelConfig | None = field(default=None, hash=False)
+    max_model_len: int = 0
+    max_num_batched_tokens: int = 0
+    num_blocks: int = 0
+    """Of the KV cache, as planned; the workers may have room for fewer."""
 
 
 class WorkerConnector(ABC):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.kv_transfer.base.connector import UNUSED_FIELDS, KVConnector
 
@@ -25,6 +26,7 @@ PARTS = "connectors"
 _INHERITED = ("kv_role", "engine_id", "kv_load_failure_policy", "kv_transfer_timeout")
 
 CONNECTORS: Mapping[str, str] = {
+    "ExampleConnector": "fleetfoot.kv_transfer.example:ExampleConnector",
     OFFLOADING_CONNECTOR: "fleetfoot.kv_transfer.blockstore.connector:OffloadingConnector",
     "NixlConnector": "fleetfoot.kv_transfer.nixl.connector:NixlConnector",
     "SharedStorageConnector": "fleetfoot.kv_transfer.blockstore.connector:SharedStorageConnector",
@@ -32,6 +34,9 @@ CONNECTORS: Mapping[str, str] = {
     MULTI_CONNECTOR: "fleetfoot.kv_transfer.multi:MultiConnector",
 }
 """``kv_connector`` -> module and class."""
+_REGISTERED: dict[str, str] = {}
+"""The same for classes that are not Fleetfoot's own; see `register_connector`."""
+_ADAPTER = "fleetfoot.kv_transfer.vllm.adapter"
 
 
 # --- classes and layouts --------------------------------------------------------------------------------------------
@@ -49,9 +54,9 @@ def _lookup(config: KVTransferConfig) -> Any:
     elif name in CONNECTORS:
         module_path, _, class_name = CONNECTORS[name].partition(":")
     else:
-        near = difflib.get_close_matches(name, CONNECTORS, n=1)
+        near = difflib.get_close_matches(name, [*CONNECTORS, *_REGISTERED], n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        known = ", ".join(CONNECTORS)
+        known = ", ".join([*CONNECTORS, *_REGISTERED])
         own = "for a class of your own give its module as kv_connector_module_path"
         raise _NotFoundError(f"is not known; {hint}known are {known}; {own}")
     try:
@@ -63,21 +68,53 @@ def _lookup(config: KVTransferConfig) -> Any:
     return getattr(module, class_name)
 
 
-def find_connector(config: KVTransferConfig) -> type[KVConnector]:
-    """The class of an active config: one of `CONNECTORS`, or a class in ``kv_connector_module_path``. Raises ValueError
-    if the connector is unknown, cannot be imported, or is not a `KVConnector`."""
-    where = f"kv_transfer_config: kv_connector {config.kv_connector!r}"
+def lookup_connector(config: KVTransferConfig) -> Any:
+    """What a config names. Raises ValueError: it is unknown, or cannot be imported."""
     try:
-        found = _lookup(config)
+        return _lookup(config)
     except _NotFoundError as error:
-        raise ValueError(f"{where} {error}") from error
+        raise ValueError(f"kv_transfer_config: kv_connector {config.kv_connector!r} {error}") from error
+
+
+def _adapted(found: Any) -> Any:
+    """A `KVConnector` of a class of vLLM's; all else as it is."""
+    if not isinstance(found, type) or issubclass(found, KVConnector):
+        return found
+    return import_module(_ADAPTER).adapted(found)
+
+
+def find_connector(config: KVTransferConfig) -> type[KVConnector]:
+    """The class of an active config: one of `CONNECTORS`, or a class in ``kv_connector_module_path``. A class with
+    vLLM's base class is adapted. Raises ValueError if the connector is unknown, cannot be imported, or is neither."""
+    found = _adapted(lookup_connector(config))
     if not (isinstance(found, type) and issubclass(found, KVConnector)):
         module = f" of {config.kv_connector_module_path}" if config.kv_connector_module_path else ""
         raise ValueError(
-            f"{where}{module} is no connector; it must be a class derived from "
-            "fleetfoot.kv_transfer.base.connector.KVConnector"
+            f"kv_transfer_config: kv_connector {config.kv_connector!r}{module} is no connector; it must be a class "
+            "derived from fleetfoot.kv_transfer.base.connector.KVConnector, or from "
+            "fleetfoot.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1"
         )
     return found
+
+
+def register_connector(name: str, module_path: str, class_name: str) -> None:
+    """Let ``kv_connector`` name a class in another module. Raises ValueError: the name is in use."""
+    if name in CONNECTORS or name in _REGISTERED:
+        raise ValueError(f"the KV connector {name!r} is registered already; choose another name")
+    _REGISTERED[name] = f"{module_path}:{class_name}"
+
+
+def with_modules(config: KVTransferConfig) -> KVTransferConfig:
+    """``config`` with the modules of registered names, so that worker processes find them. Raises as `part_configs`."""
+    if config.kv_connector_module_path is not None:
+        return config
+    if config.kv_connector == MULTI_CONNECTOR:
+        parts = tuple(with_modules(part) for part in part_configs(config))
+        return dataclasses.replace(config, kv_connector_extra_config={PARTS: parts})
+    if config.kv_connector not in _REGISTERED:
+        return config
+    module_path, _, class_name = _REGISTERED[config.kv_connector].partition(":")
+    return dataclasses.replace(config, kv_connector=class_name, kv_connector_module_path=module_path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +129,17 @@ class ConnectorLayouts:
     """Whether the connector is known and can be imported."""
 
 
-def connector_layouts(config: KVTransferConfig) -> ConnectorLayouts:
-    """The layouts that the class of an active config declares as ``accepted_kv_layouts``.
+def connector_layouts(config: KVTransferConfig, engine: EngineConfig) -> ConnectorLayouts:
+    """The layouts that the class of an active config declares as ``accepted_kv_layouts``, or a class of vLLM's by
+    ``get_required_kvcache_layout``.
 
     A class without a declaration, and an unknown connector, accept none. Several connectors accept what all of them
-    accept. Raises ValueError or TypeError if the settings
-    of several connectors are invalid.
+    accept. Raises ValueError or TypeError if the settings of several connectors are invalid, or a class of vLLM's
+    requires a layout that does not exist.
     """
     name = config.kv_connector or ""
     if name == MULTI_CONNECTOR and config.kv_connector_module_path is None:
-        parts = [connector_layouts(part) for part in part_configs(config)]
+        parts = [connector_layouts(part, engine) for part in part_configs(config)]
         accepted = frozenset.intersection(*(part.accepted for part in parts))
         if accepted:
             return ConnectorLayouts(name, accepted)
@@ -111,9 +149,12 @@ def connector_layouts(config: KVTransferConfig) -> ConnectorLayouts:
         listed = "; ".join(f"{part.name} accepts {', '.join(sorted(part.accepted))}" for part in parts)
         return ConnectorLayouts(name, remark=f"combines connectors without a common KV layout ({listed})")
     try:
-        declared = getattr(_lookup(config), "accepted_kv_layouts", None)
+        found = _adapted(_lookup(config))
     except _NotFoundError as error:
         return ConnectorLayouts(name, remark=str(error), exists=False)
+    declared = getattr(found, "accepted_kv_layouts", None)
+    if hasattr(found, "required_kv_layouts"):
+        declared = found.required_kv_layouts(config, engine)
     if isinstance(declared, Set | list | tuple):
         return ConnectorLayouts(name, frozenset(declared))
     reason = "it has no accepted_kv_layouts"

@@ -1,0 +1,241 @@
+"""Connectors with vLLM's base class: `ExampleConnector`, and classes of users."""
+
+import re
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from fleetfoot.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from safetensors.torch import load_file
+from tests.engine.test_connectors import NUM_CACHED, REQUESTS, close
+from tests.helpers import vllm_connector
+from tests.helpers.engines import drain, make_engine, prompt_of, run_requests
+from tests.helpers.faulty_connector import Faults, InjectedError, connector
+from tests.helpers.prefill_decode import PARAMS, ROOMY, SIZE, VOCAB, Tokens, tokens_of
+
+from fleetfoot import LLMEngine, SamplingParams
+from fleetfoot.config.env import USE_V2_MODEL_RUNNER
+from fleetfoot.engine.errors import EngineDeadError
+from fleetfoot.kv_transfer.base import registry
+from fleetfoot.records.kv_layout import BLOCK_CONTIGUOUS_HND, TOKEN_MAJOR_NHD
+
+HELPERS = vllm_connector.__name__
+PAGE = Path(__file__).parents[2] / "docs" / "kv_connectors.md"
+
+
+@pytest.fixture(autouse=True)
+def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(USE_V2_MODEL_RUNNER, raising=False)
+
+
+def example(folder: Path, name: str = "ExampleConnector", **extra: Any) -> dict[str, Any]:
+    """A kv_transfer_config."""
+    module = None if name == "ExampleConnector" else HELPERS
+    return connector(name, module, shared_storage_path=str(folder), **extra)
+
+
+def start(model: Path, config: dict[str, Any] | None, **settings: Any) -> LLMEngine:
+    return make_engine(model, kv_transfer_config=config, **{**SIZE, **settings})
+
+
+def saved_files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("settings", [{}, {"enable_prefix_caching": False}, {"async_scheduling": True}])
+def test_one_engine_saves_and_another_loads(
+    text_model: Path, tmp_path: Path, no_connector: Tokens, settings: dict[str, Any]
+) -> None:
+    """Prompts in chunks, preemption, and a cache that is too small for all requests."""
+    one = start(text_model, example(tmp_path), **{"num_gpu_blocks_override": 16, **settings})
+    assert (one.runner_name, one.core.executor.layout.name) == ("v1", TOKEN_MAJOR_NHD)
+    assert tokens_of(run_requests(one, REQUESTS)) == no_connector
+    assert one.stats().scheduler.num_preemptions > 0
+    close(one)
+    assert len(saved_files(tmp_path)) == len(REQUESTS) - 1  # one prompt has no full block
+    other = start(text_model, example(tmp_path), **{**ROOMY, **settings})
+    outputs = run_requests(other, REQUESTS)
+    assert tokens_of(outputs) == no_connector
+    assert {name: output.num_cached_tokens for name, output in outputs.items()} == NUM_CACHED
+    stats = close(other)
+    assert (stats.loads_done, stats.loads_failed, stats.tokens_loaded) == (4, 0, sum(NUM_CACHED.values()))
+
+
+def test_the_bytes_are_those_of_an_engine_that_computes(text_model: Path, tmp_path: Path) -> None:
+    """In files of an engine with other chunks, and in the KV cache of one that has loaded them."""
+    params = SamplingParams(temperature=0, max_tokens=1)
+    prompt = prompt_of(40, VOCAB, seed=6)
+    caches = []
+    for folder, budget in (("a", 32), ("b", 64), ("a", 32)):
+        engine = start(text_model, example(tmp_path / folder), max_num_batched_tokens=budget)
+        run_requests(engine, {"long": (prompt, params)})
+        blocks = [engine.core.executor.runner._connector._connector._kv_caches]  # by the names of layers
+        caches.append({name: kv_cache.clone() for name, kv_cache in blocks[0].items()})
+        loaded = close(engine).tokens_loaded
+    assert loaded == 36
+    first, second = (load_file(saved_files(tmp_path / folder)[0]) for folder in "ab")
+    assert list(first) == [f"model.layers.{layer}.self_attn.attn" for layer in range(2)]
+    for name, layer in first.items():
+        assert layer.shape == (2, 9, 4, 2, 16) and layer.any()
+        assert torch.equal(layer, second[name])
+        written = [cache[name].flatten(1, 2) for cache in (caches[0], caches[2])]
+        assert torch.equal(*written)  # the same blocks in both engines, the last token's included
+
+
+def test_a_longer_prompt_finds_a_shorter_one(text_model: Path, tmp_path: Path) -> None:
+    """Not with another salt; and no engine loads what another model, dtype or layout has saved."""
+    prompt, params = prompt_of(40, VOCAB, seed=6), SamplingParams(temperature=0, max_tokens=2)
+    engine = start(text_model, example(tmp_path))
+    run_requests(engine, {"short": (prompt[:22], params)})
+    salted: Any = {"prompt_token_ids": prompt, "cache_salt": "s"}
+    engine.reset_prefix_cache()
+    found = run_requests(engine, {"salted": (salted, params), "long": (prompt, params)})
+    assert {name: output.num_cached_tokens for name, output in found.items()} == {"salted": 0, "long": 20}
+    engine.reset_prefix_cache(reset_connector=True)
+    assert run_requests(engine, {"r": (prompt, params)})["r"].num_cached_tokens == 0
+    close(engine)
+    for settings in ({"dtype": "bfloat16"}, {"block_size": 8}):
+        other = start(text_model, example(tmp_path), **settings)
+        assert run_requests(other, {"r": (prompt, params)})["r"].num_cached_tokens == 0
+        close(other)
+    either = example(tmp_path, "EitherExample")
+    for runner, layout, num_cached in (("v1", BLOCK_CONTIGUOUS_HND, 0), ("v2", BLOCK_CONTIGUOUS_HND, 36)):
+        other = start(text_model, either, model_runner=runner)
+        assert other.core.executor.layout.name == layout
+        output = run_requests(other, {"r": (prompt, params)})["r"]
+        assert output.num_cached_tokens == num_cached  # nothing of the other layout, then that of the first engine
+        close(other)
+
+
+def test_the_example_of_the_documentation(
+    text_model: Path, tmp_path: Path, no_connector: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a name that is registered, beside another connector."""
+    module = ModuleType("prompt_store")
+    (source,) = re.findall(r"<!-- example: vllm_connector -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    exec(source, module.__dict__)
+    monkeypatch.setitem(sys.modules, "prompt_store", module)
+    monkeypatch.setattr(registry, "_REGISTERED", {})
+    KVConnectorFactory.register_connector("Prompts", "prompt_store", "PromptStore")
+    with pytest.raises(ValueError, match="'Prompts' is registered already"):
+        KVConnectorFactory.register_connector("Prompts", "prompt_store", "PromptStore")
+    assert KVConnectorFactory.get_connector_class_by_name("Prompts") is module.PromptStore
+    parts = [example(tmp_path, "EitherExample"), connector("Prompts")]
+    several = connector("MultiConnector", connectors=parts)
+    for config, num_loaded in ((connector("Prompts"), 0), (several, 4)):
+        engine = start(text_model, config, **ROOMY)
+        assert (engine.runner_name, engine.plan.kv_layout) == ("v1", TOKEN_MAJOR_NHD)
+        assert tokens_of(run_requests(engine, REQUESTS)) == no_connector
+        assert close(engine).loads_done == num_loaded
+    assert len(module.STORE) == 4
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_files_that_cannot_be_loaded(text_model: Path, tmp_path: Path, policy: str, no_connector: Tokens) -> None:
+    config = {**example(tmp_path), "kv_load_failure_policy": policy}
+    one = start(text_model, config, **ROOMY)
+    run_requests(one, REQUESTS)
+    close(one)
+    for path in saved_files(tmp_path):
+        path.write_bytes(path.read_bytes()[:-8])
+    other = start(text_model, config, **ROOMY)
+    for name, output in run_requests(other, REQUESTS).items():
+        if policy == "recompute" or name == "tiny":
+            assert output.outputs[0].token_ids == no_connector[name]
+        else:
+            assert output.outputs[0].finish_reason == "error"
+            assert "ExampleConnector could not load the blocks" in str(output.outputs[0].stop_reason)
+    assert close(other).loads_failed == 4
+    third = start(text_model, config, **ROOMY)  # invalid files are gone, and with `recompute` written again
+    assert tokens_of(run_requests(third, REQUESTS)) == no_connector
+    stats = close(third)
+    assert (stats.loads_done, stats.loads_failed) == (4 if policy == "recompute" else 0, 0)
+
+
+def test_asynchronous_loads(text_model: Path, tmp_path: Path, no_connector: Tokens) -> None:
+    """They delay no other request, may be aborted, and may fail."""
+    faults = Faults()
+    config = example(tmp_path, "FaultyExample", faults=faults, asynchronous=True)
+    engine = start(text_model, config, **ROOMY, enable_prefix_caching=False)
+    assert tokens_of(run_requests(engine, REQUESTS)) == no_connector
+    faults.loads = "hold"
+    for name in ("alone", "long"):
+        engine.add_request(name, *REQUESTS[name])
+    engine.add_request("new", prompt_of(30, VOCAB, seed=99), PARAMS["alone"])
+    finished = []
+    for step in range(60):
+        finished += [output.request_id for output in engine.step() if output.finished]
+        engine.check_integrity()
+        if step == 20:
+            engine.abort_request(["long"])
+    assert finished == ["new", "long"] and engine.stats().transfers.num_loading == 1
+    faults.released.set()
+    assert drain(engine)[-1].outputs[0].token_ids == no_connector["alone"]
+    faults.loads = "fail"
+    assert tokens_of(run_requests(engine, REQUESTS)) == no_connector
+    stats = close(engine)
+    assert (stats.loads_done, stats.loads_failed) == (1, 4)
+
+
+@pytest.mark.parametrize("point", vllm_connector.POINTS)
+def test_an_error_at_any_point_ends_the_engine(text_model: Path, tmp_path: Path, point: str) -> None:
+    faults = Faults(raise_at=point, on_call=1 if point == "update_connector_output" else 2)
+    config = example(tmp_path, "FaultyExample", faults=faults)
+    engine = start(text_model, config, enable_prefix_caching=False)
+    with pytest.raises(EngineDeadError, match=f"injected at {point}") as caught:
+        for _ in range(2):
+            run_requests(engine, {name: REQUESTS[name] for name in ("alone", "long")})
+    assert isinstance(caught.value.__cause__, InjectedError)
+    num_bound, num_cleared = (faults.calls.count(f"{verb}_connector_metadata") for verb in ("bind", "clear"))
+    assert num_bound == num_cleared
+    engine.shutdown()
+
+
+def test_what_the_methods_get(text_model: Path) -> None:
+    """The attributes are vLLM's: of the settings, of each step in the life of requests, and of its KV."""
+    records: list[tuple[str, Any]] = []
+    released = threading.Event()
+    config = connector("Recorder", HELPERS, records=records, released=released)
+    engine = start(text_model, config)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, extra_args={"kv_transfer_params": {"a": 1}})
+    prompt = prompt_of(40, VOCAB, seed=6)
+    outputs = run_requests(engine, {"r": (prompt, params)})
+    assert outputs["r"].kv_transfer_params == {"seen": {"a": 1}}
+    assert engine.has_transfers()  # its blocks are held
+    released.set()
+    close(engine)
+    (worker, worker_cache), (scheduler, scheduler_cache) = (dict(records)[role] for role in ("WORKER", "SCHEDULER"))
+    for settings in (worker, scheduler):
+        assert settings.cache_config.block_size == 4 and settings.parallel_config.world_size == 1
+        assert settings.model_config.dtype is torch.float32 and settings.model_config.get_head_size() == 16
+        assert settings.model_config.get_num_layers(settings.parallel_config) == 2
+        assert settings.kv_transfer_config.engine_id == engine.plan.engine_id and len(settings.compute_hash()) == 32
+        with pytest.raises(AttributeError, match="Facts has no 'swap_space' here; it has block_size"):
+            _ = settings.cache_config.swap_space
+    names = [f"model.layers.{layer}.self_attn.attn" for layer in range(2)]
+    assert worker_cache.kv_cache_groups[0].layer_names == scheduler_cache.kv_cache_groups[0].layer_names == names
+    assert dict(records)["kv_caches"] == dict.fromkeys(names, (2, 24, 4, 2, 16))
+
+    steps = [step for name, step in records if name == "step"]
+    (first,) = steps[0].scheduled_new_reqs
+    assert (first.req_id, first.prompt_token_ids, first.num_computed_tokens) == ("r", prompt, 0)
+    (block_ids,) = first.block_ids
+    assert len(block_ids) == 10 and steps[0].num_scheduled_tokens == {"r": 32}
+    running = [step.scheduled_cached_reqs for step in steps[1:4]]
+    assert [request.num_computed_tokens for request in running] == [[32], [40], [41]]
+    assert [step.num_scheduled_tokens for step in steps[1:4]] == [{"r": 8}, {"r": 1}, {"r": 1}]
+    no_blocks, (((appended,),),), _ = [request.new_block_ids for request in running]
+    assert no_blocks == [None]
+    block_ids = [*block_ids, appended]
+    assert any(step.finished_req_ids == {"r"} for step in steps)
+    slots = [slots for name, slots in records if name == "slots"]
+    positions = [range(32), range(32, 40), range(40, 41), range(41, 42)]
+    assert slots[:4] == [[block_ids[i // 4] * 4 + i % 4 for i in step] for step in positions]
+    ((_, status, tokens, held),) = [value for name, value in records if name == "finished"]
+    assert (status, tokens, held) == ("FINISHED_LENGTH_CAPPED", prompt + outputs["r"].outputs[0].token_ids, block_ids)
+    name, blocks, num_external = dict(records)["allocated"]
+    assert (name, blocks.get_block_ids(), num_external) == ("r", (block_ids[:10],), 0)
