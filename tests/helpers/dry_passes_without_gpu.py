@@ -119,6 +119,7 @@ def make_runner(kind: Kind) -> ModelRunnerV2:
         head_dim=kind.head_dim,
         num_layers=4,
         layer_windows=(None, kind.window) * 2,
+        layer_ropes=(),
         qk_norm=kind.qk_norm,
     )
     tensor_group, pipeline, layers = SINGLE_TENSOR_GROUP, SINGLE_PIPELINE_GROUP, None
