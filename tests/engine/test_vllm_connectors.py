@@ -181,6 +181,28 @@ def test_asynchronous_loads(text_model: Path, tmp_path: Path, no_connector: Toke
     assert (stats.loads_done, stats.loads_failed) == (1, 4)
 
 
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_ranks(
+    text_model: Path, tmp_path: Path, no_connector: Tokens, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]
+) -> None:
+    """In processes of their own, which know a registered name by its class. Each rank has its files; one of them is
+    removed."""
+    monkeypatch.setattr(registry, "_REGISTERED", {})
+    KVConnectorFactory.register_connector("Registered", "fleetfoot.kv_transfer.example", "ExampleConnector")
+    config = {**connector("MultiConnector", connectors=[{**example(tmp_path), "kv_connector": "Registered"}])}
+    engine = start(text_model, config, **ROOMY, **sizes)
+    assert tokens_of(run_requests(engine, REQUESTS)) == no_connector
+    files = saved_files(tmp_path)
+    assert len(files) == 8 and len({path.name for path in files}) == 2
+    first, second = (load_file(path) for path in files[:2])
+    assert (first.keys() == second.keys()) == ("tensor_parallel_size" in sizes)
+    files[0].write_bytes(b"")
+    engine.reset_prefix_cache()
+    assert tokens_of(run_requests(engine, REQUESTS)) == no_connector
+    stats = close(engine)
+    assert (stats.loads_done, stats.loads_failed) == (3, 1)
+
+
 @pytest.mark.parametrize("point", vllm_connector.POINTS)
 def test_an_error_at_any_point_ends_the_engine(text_model: Path, tmp_path: Path, point: str) -> None:
     faults = Faults(raise_at=point, on_call=1 if point == "update_connector_output" else 2)

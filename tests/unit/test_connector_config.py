@@ -20,7 +20,9 @@ from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.kv_transfer.base.registry import connector_layouts, find_connector, part_configs
 from fleetfoot.kv_transfer.blockstore import connector
 from fleetfoot.kv_transfer.blockstore.connector import OffloadingConnector, SharedStorageConnector
+from fleetfoot.kv_transfer.example import ExampleConnector
 from fleetfoot.kv_transfer.multi import MultiScheduler
+from fleetfoot.kv_transfer.vllm.base import KVConnectorBase_V1
 from fleetfoot.plan.connector import resolve_connector
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan, engine_fingerprint
@@ -79,6 +81,33 @@ def test_connector_of_another_module() -> None:
 def test_invalid_names(name: str, module_path: str | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         find_connector(KVTransferConfig(name, "kv_both", module_path))
+
+
+class Unfinished(KVConnectorBase_V1): ...
+
+
+class Handshakes(ExampleConnector):
+    def get_handshake_metadata(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "extra", "message"),
+    [
+        ("ExampleConnector", None, {}, "shared_storage_path is None; it must be a folder"),
+        (
+            "ExampleConnector",
+            None,
+            {"shared_storage_path": "kv", "paht": 1},
+            "ExampleConnector has paht; it has shared",
+        ),
+        ("Unfinished", __name__, {}, "the KV connector Unfinished has no build_connector_meta, get_num_new_matched_"),
+        ("Handshakes", __name__, {}, "Handshakes has get_handshake_metadata, which is not called here: workers"),
+    ],
+)
+def test_refused_connectors_of_vllm(name: str, path: str | None, extra: dict[str, Any], message: str) -> None:
+    config = KVTransferConfig(name, "kv_both", path, extra)
+    with pytest.raises((ValueError, TypeError), match=message):
+        plan_of(kv_transfer_config=config)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from fleetfoot.config import env
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.kv_transfer.base.registry import CONNECTORS, connector_layouts
+from fleetfoot.kv_transfer.vllm.base import KVConnectorBase_V1
 from fleetfoot.plan import oracle
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.oracle import Decision, ModelFeatures, UnsupportedFeatureError
@@ -46,6 +47,17 @@ class DeclaresOther:
 
 
 class DeclaresNothing: ...
+
+
+class Theirs(KVConnectorBase_V1):
+    """Written for vLLM."""
+
+    required: ClassVar[Any] = None
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> Any:
+        assert vllm_config.kv_transfer_config.kv_role == "kv_both" and vllm_config.cache_config.block_size == 16
+        return cls.required(vllm_config) if callable(cls.required) else cls.required
 
 
 def connector(name: str, path: str | None = __name__) -> dict[str, Any]:
@@ -241,6 +253,60 @@ def test_connectors_declare_the_layouts_that_they_accept(name: str, path: str | 
     assert layout is not None or decision.reasons == (reason,)
     kept = "alone; KV caches are kept as block-contiguous-hnd or token-major-nhd."
     assert name != "DeclaresOther" or decision.missing[0].why_not.endswith(f"accepts another {kept}")
+
+
+@pytest.mark.parametrize(
+    ("required", "accepted", "runner", "layout"),
+    [
+        (None, None, "v1", TOKEN_MAJOR_NHD),  # vLLM's default
+        ("NHD", None, "v1", TOKEN_MAJOR_NHD),
+        ("HND", None, "v2", BLOCK_CONTIGUOUS_HND),
+        (TOKEN_MAJOR_NHD, ("HND",), "v1", TOKEN_MAJOR_NHD),
+        (BLOCK_CONTIGUOUS_HND, None, "v2", BLOCK_CONTIGUOUS_HND),
+        (None, ("NHD", "HND"), "v2", BLOCK_CONTIGUOUS_HND),
+        (None, (TOKEN_MAJOR_NHD,), "v1", TOKEN_MAJOR_NHD),
+        (None, (), "v1", None),
+        (None, ("CROSS", "NHWC"), "v1", None),
+    ],
+)
+def test_layouts_of_connectors_that_are_written_for_vllm(
+    monkeypatch: pytest.MonkeyPatch, required: str | None, accepted: Any, runner: str, layout: str | None
+) -> None:
+    monkeypatch.setattr(Theirs, "required", required)
+    if accepted is not None:
+        monkeypatch.setattr(Theirs, "accepted_kv_layouts", accepted, raising=False)
+    decision = ask(**connector("Theirs"))
+    assert decision.runner == runner and bool(decision.missing) == (layout is None)
+    assert layout is None or decision.kv_layout == layout
+    assert layout is not None or decision.missing[0].name == "this KV connector"
+    if layout is not None:  # V1 prefers the layout of V2, whatever the order of the accepted ones
+        other = ask(**connector("Theirs"), model_runner="v1")
+        assert (other.kv_layout, other.missing) == (layout, ())
+        reason = (
+            f"Model Runner V1 keeps {BLOCK_CONTIGUOUS_HND} by default, and the KV connector Theirs accepts {layout}"
+        )
+        assert other.kv_layout_reason == (None if layout == BLOCK_CONTIGUOUS_HND else f"{reason} alone")
+
+
+@pytest.mark.parametrize(
+    ("required", "message"),
+    [
+        (
+            "NWHD",
+            "of the KV connector Theirs returns 'NWHD'; it can return NHD, HND, block-contiguous-hnd, token-major",
+        ),
+        (["NHD"], r"returns \['NHD'\]; it can return"),
+        (
+            lambda config: config.model_config.get_head_size(),
+            "has raised ValueError: the model's shape is not known yet",
+        ),
+        (lambda config: config.nothing, "has raised AttributeError: VllmConfig has no 'nothing' here; it has"),
+    ],
+)
+def test_layouts_that_do_not_exist(monkeypatch: pytest.MonkeyPatch, required: Any, message: str) -> None:
+    monkeypatch.setattr(Theirs, "required", staticmethod(required) if callable(required) else required)
+    with pytest.raises(ValueError, match=f"get_required_kvcache_layout.*{message}"):
+        ask(**connector("Theirs"))
 
 
 def test_a_runner_without_connectors_does_not_start_with_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,8 +53,8 @@ Without flags of the machine, the plan is for this one. With them it is for the 
   logits_processors: classes that change logits, in their order
   kv_connector: null without one; else name, role, connectors (one, or several by their order) and
     load_failure_policy
-  kv_layout: name, dimensions, shape (of a layer, on a rank), num_layers (of the model), dtype, bytes_per_block (over
-    all layers of a rank)
+  kv_layout: name, reason (why it is not the runner's first one; null: it is), dimensions, shape (of a layer, on a
+    rank), num_layers (of the model), dtype, bytes_per_block (over all layers of a rank)
   memory: of a rank, the one with the least room: total; budget (what the engine may use), which is weights + kv_cache
     + graphs + activations + runner_state + rotary_table + sampling_scratch + communication + driver + left;
     num_blocks, block_size, num_tokens (of the KV cache), kv_cache_is (what decided on its size)
@@ -209,6 +209,7 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
         "kv_connector": None if plan.connector is None else _kv_connector(plan.connector.config),
         "kv_layout": {
             "name": plan.kv_layout,
+            "reason": plan.decision.kv_layout_reason,
             "dimensions": list(LAYOUT_DIMENSIONS[plan.kv_layout]),
             "shape": list(layout.layer_shapes[0]),
             "num_layers": model.num_layers,
@@ -353,6 +354,8 @@ def _setup_lines(report: dict[str, Any]) -> _Lines:
     layout = report["kv_layout"]
     shape = ", ".join(f"{name} {size}" for name, size in zip(layout["dimensions"], layout["shape"], strict=True))
     yield "KV layout", f"{layout['name']}: [{shape}], {layout['num_layers']} layers, {layout['dtype']}"
+    if layout["reason"] is not None:
+        yield "", layout["reason"]
 
 
 def _parallel_lines(parallel: dict[str, Any]) -> _Lines:

@@ -190,6 +190,14 @@ class Decision:
         accepted = None if self.connector is None else self.connector.layout(self.runner)
         return accepted or KV_LAYOUTS[self.runner][0]
 
+    @property
+    def kv_layout_reason(self) -> str | None:
+        """Why it is not the runner's first one, as a clause; None: it is."""
+        first = KV_LAYOUTS[self.runner][0]
+        if self.connector is None or self.kv_layout == first:
+            return None
+        return f"{NAMES[self.runner]} keeps {first} by default, and {self.connector.accepts}"
+
     def check(self) -> None:
         """Raise UnsupportedFeatureError if anything is missing."""
         if self.missing:

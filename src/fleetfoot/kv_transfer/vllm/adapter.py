@@ -152,10 +152,14 @@ class VllmScheduler(SchedulerConnector):
         self.connector.on_new_request(tracked.view)
         self._requests[request.request_id] = tracked
 
+    def _track(self, request: Request) -> _Tracked:
+        """After a restart of the workers, requests of before may be unknown."""
+        return self._requests.setdefault(request.request_id, _Tracked(request, vllm.Request(request)))
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         if self._loads_nothing:
             return 0
-        tracked = self._requests[request.request_id]
+        tracked = self._track(request)
         count, tracked.is_async = self.connector.get_num_new_matched_tokens(tracked.view, num_computed_tokens)
         if count is None:
             self._undecided.add(request.request_id)
@@ -166,7 +170,7 @@ class VllmScheduler(SchedulerConnector):
         return max(0, last * self.block_size - num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, num_computed_tokens: int, num_external_tokens: int) -> None:
-        tracked, size = self._requests[request.request_id], self.block_size
+        tracked, size = self._track(request), self.block_size
         first, count = num_computed_tokens // size, num_external_tokens // size
         blocks = vllm.KVCacheBlocks(list(request.block_ids), first)
         self.connector.update_state_after_alloc(tracked.view, blocks, num_external_tokens)
@@ -179,7 +183,8 @@ class VllmScheduler(SchedulerConnector):
         """The connector sees this in `records.SchedulerOutput`."""
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        tracked = self._requests.pop(request.request_id)
+        tracked = self._track(request)
+        del self._requests[request.request_id]
         self._undecided.discard(request.request_id)
         is_held, params = self.connector.request_finished(tracked.view, list(request.block_ids))
         if is_held:
@@ -192,11 +197,13 @@ class VllmScheduler(SchedulerConnector):
         for event in self.connector.take_events():
             logger.debug("KV connector %s: %s", type(self.connector).__name__, event)
         loads, self._new_loads = self._new_loads, {}
-        return StepMetadata(content, loads, [self._query(*item) for item in self._scheduled(scheduler_output)])
+        queries = [self._query(tracked, count) for _, tracked, count in self._scheduled(scheduler_output)]
+        return StepMetadata(content, loads, queries)
 
-    def _scheduled(self, output: SchedulerOutput) -> list[tuple[_Tracked, int]]:
-        """The requests of a step in batch order, each with its number of tokens."""
-        return [(self._rows[row], count) for row, count in zip(output.rows, output.num_scheduled_tokens, strict=True)]
+    def _scheduled(self, output: SchedulerOutput) -> list[tuple[int, _Tracked, int]]:
+        """The rows of a step in batch order, each with its request and the number of its tokens."""
+        rows = zip(output.rows, output.num_scheduled_tokens, strict=True)
+        return [(row, self._rows[row], count) for row, count in rows if row in self._rows]
 
     def _query(self, tracked: _Tracked, count: int) -> tuple[int, int, list[int]]:
         request, size = tracked.request, self.block_size
@@ -209,9 +216,9 @@ class VllmScheduler(SchedulerConnector):
             total_num_scheduled_tokens=output.total_num_scheduled_tokens, finished_req_ids=set(output.finished_req_ids)
         )
         for request_id, row in output.finished:
-            tracked = self._rows.pop(row)
-            if self._requests.get(request_id) is tracked:  # it has not ended
-                tracked.shown_block_ids = None
+            freed = self._rows.pop(row, None)
+            if freed is not None and self._requests.get(request_id) is freed:  # it has not ended
+                freed.shown_block_ids = None
                 shown.preempted_req_ids.add(request_id)
         for tracked in self._loading_now:
             request = tracked.request
@@ -220,19 +227,21 @@ class VllmScheduler(SchedulerConnector):
         self._loading_now = []
         started = set()
         for new in output.new_requests:
-            self._rows[new.row] = tracked = self._requests[new.request_id]
-            if tracked.shown_block_ids != new.block_ids:
+            if (starting := self._requests.get(new.request_id)) is None:
+                continue
+            self._rows[new.row] = starting
+            if starting.shown_block_ids != new.block_ids:
                 started.add(new.row)
                 blocks = vllm.KVCacheBlocks(list(new.block_ids), new.num_computed_tokens // self.block_size)
-                self.connector.update_state_after_alloc(tracked.view, blocks, 0)
-                self._show_first(shown, tracked, new.num_computed_tokens)
+                self.connector.update_state_after_alloc(starting.view, blocks, 0)
+                self._show_first(shown, starting, new.num_computed_tokens)
         appended = {row: block_ids for row, _, block_ids in output.new_block_ids}
-        for row, (tracked, count) in zip(output.rows, self._scheduled(output), strict=True):
-            request_id = tracked.request.request_id
+        for row, running, count in self._scheduled(output):
+            request_id = running.request.request_id
             shown.num_scheduled_tokens[request_id] = count
             if row not in started:
-                num_computed = tracked.request.num_computed - count
-                shown.scheduled_cached_reqs.add(tracked.view, num_computed, appended.get(row), is_resumed=False)
+                num_computed = running.request.num_computed - count
+                shown.scheduled_cached_reqs.add(running.view, num_computed, appended.get(row), is_resumed=False)
             if output.num_drafts and len(shown.scheduled_spec_decode_tokens) < output.num_decodes:
                 shown.scheduled_spec_decode_tokens[request_id] = [-1] * output.num_drafts
         return shown
