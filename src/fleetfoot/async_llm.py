@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, cast
+from itertools import count
+from typing import TYPE_CHECKING, Any, Self
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.vllm_names import check_call_keywords
@@ -19,10 +20,10 @@ from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.hold import Hold
 from fleetfoot.engine.input_processor import EngineRequest
+from fleetfoot.engine.pooling import AsyncPoolingCalls
 from fleetfoot.engine.stats import EngineStats
 from fleetfoot.inputs import PromptType
-from fleetfoot.outputs import PoolingRequestOutput, RequestOutput
-from fleetfoot.records.pooling_params import PoolingParams
+from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.utils.process import EXIT_GUARD, EXIT_S, SHORT_COLLECTIONS
 
@@ -63,7 +64,7 @@ class _Command:
     """Gets an error if the engine ends before the command has run."""
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncPoolingCalls):
     """Runs many requests concurrently, each an async generator of partial outputs.
 
     Every generator ends with a finished output, or with the exception that ended its request or the engine. Use it as
@@ -97,6 +98,7 @@ class AsyncLLM:
         self._engine = engine
         self._result_queues: dict[str, _ResultQueue] = {}  # used by the engine's thread only
         self._commands: deque[_Command] = deque()
+        self._pooling_numbers = count()
         self._wake = threading.Condition()
         self._stopping = False
         self._cause: BaseException | None = None
@@ -148,21 +150,6 @@ class AsyncLLM:
         finally:
             if not finished:
                 self._submit_if_alive(partial(self._discard, request_id, results))
-
-    def encode(
-        self,
-        prompt: PromptType,
-        pooling_params: PoolingParams,
-        request_id: str,
-        *,
-        priority: int = 0,
-        **unknown: Any,
-    ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """The vector or the scores of a prompt, as the only output; as `generate` else."""
-        check_call_keywords("AsyncLLM.encode", self.encode, unknown)
-        params: Any = pooling_params
-        outputs: Any = self.generate(prompt, params, request_id, priority=priority)
-        return cast("AsyncGenerator[PoolingRequestOutput, None]", outputs)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests: the last output of their generators has finish reason "abort". Unknown ids are ignored."""

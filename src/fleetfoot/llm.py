@@ -53,11 +53,21 @@ class LLM(PoolingCalls):
     def __init__(self, model: str | os.PathLike[str] | None = None, **keywords: Any) -> None:
         if model is not None:
             keywords["model"] = model
-        self.config = EngineConfig.from_keywords(keywords, owner="LLM")
+        self._start(EngineConfig.from_keywords(keywords, owner="LLM"))
+
+    def _start(self, config: EngineConfig) -> None:
+        self.config = config
         self.llm_engine = LLMEngine.from_config(self.config)
         self._numbers = count()
         self._turns = _Turns(lambda: self.llm_engine.can_step)
         self._calls: dict[str, _Call] = {}  # request id -> the call that waits for its output
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> Self:
+        """An engine with checked settings. Raises as the class."""
+        self = cls.__new__(cls)
+        self._start(config)
+        return self
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -90,8 +100,7 @@ class LLM(PoolingCalls):
                 aborted, and the engine remains usable. A second Ctrl-C is raised at once, and ends the engine.
         """
         check_call_keywords("LLM.generate", self.generate, unknown)
-        if self.llm_engine.input_processor.pooling is not None:
-            raise ValueError("LLM.generate needs a model that generates, and this one pools; set runner='generate'")
+        self._check_generates("LLM.generate")
         many, is_batch = _as_list(prompts)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
@@ -131,6 +140,7 @@ class LLM(PoolingCalls):
         """
         vllm_only = {"lora_request": lora_request, "chat_template_content_format": chat_template_content_format}
         check_call_keywords("LLM.chat", self.chat, vllm_only | unknown)
+        self._check_generates("LLM.chat")
         tokenizer = self.get_tokenizer()
         given = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         variables = _template_variables(given | {"tools": tools, "chat_template": chat_template}, chat_template_kwargs)
@@ -160,6 +170,7 @@ class LLM(PoolingCalls):
         ``2 * beam_width`` is at most the engine's ``max_logprobs``. ``concurrency_limit`` has no effect.
         """
         check_call_keywords("LLM.beam_search", self.beam_search, {"lora_request": lora_request})
+        self._check_generates("LLM.beam_search")
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params is {params!r}; it must be a BeamSearchParams")
         engine, tokenizer, roots = self.llm_engine, self.get_tokenizer(), []
@@ -335,6 +346,10 @@ class LLM(PoolingCalls):
                         has_stepped = True  # the device computes while the other prompts are added
                         self._step()
             interrupts.check()
+
+    def _check_generates(self, call: str) -> None:
+        if self.llm_engine.input_processor.pooling is not None:
+            raise ValueError(f"{call} needs a model that generates, and this one pools; set runner='generate'")
 
     def _check_usable(self) -> None:
         """Raise EngineDeadError in a forked process, and RuntimeError in what interrupts a step of this thread."""

@@ -16,6 +16,7 @@ from fleetfoot import LLM
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.cli.arguments import size_in_bytes
 from fleetfoot.cli.plan import make_report, plan_report, readable
+from fleetfoot.config import sentence_transformers
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.env import USE_V2_MODEL_RUNNER
 from fleetfoot.plan.machine import Machine
@@ -369,8 +370,7 @@ def test_no_more_than_the_config_is_downloaded(run: Command, llama_8b: str, monk
     assert report["num_parameters"] == 8_030_261_248
     (call,) = download.call_args_list
     assert (call.args, call.kwargs["revision"]) == (("some/model",), "main")
-    of_pooling = ["modules.json", "*_Pooling/config.json"]
-    assert call.kwargs["allow_patterns"] == ["config.json", "generation_config.json", *of_pooling]
+    assert call.kwargs["allow_patterns"] == ["config.json", "generation_config.json", *sentence_transformers.FILES]
 
 
 def test_sizes() -> None:

@@ -2,14 +2,33 @@
 
 import asyncio
 import json
+import re
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForSequenceClassification, LlamaConfig, MistralConfig, Qwen3Config
+from safetensors.torch import load_file, save_file
+from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers.cross_encoder.modules import LogitScore
+from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
+from tests.helpers.commands import CommandRunner
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from fleetfoot import LLM, AsyncLLM, PoolingParams, SamplingParams
+from fleetfoot.assets import embedded_model_path
+from fleetfoot.cli.plan import plan_report, plan_text
+from fleetfoot.config.pooling import PoolerConfig
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 SHAPE: dict[str, Any] = {
@@ -17,12 +36,15 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "initializer_range": 0.2,
     "pad_token_id": 0,
 }  # fmt: skip
-CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen3": Qwen3Config}
+CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 SETTINGS: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "block_size": 4, "num_gpu_blocks_override": 128,
 }  # fmt: skip
 GENERATOR = torch.Generator().manual_seed(5)
 PROMPTS = [torch.randint(1, 100, (size,), generator=GENERATOR).tolist() for size in (1, 3, 17, 40, 8)]
+TEXTS = ["Hello there", "the old cat is by the sea", "one"]
+TEMPLATE = "{% for m in messages %}<|user|>{{ m.role }}: {{ m.content }}{% endfor %}"
+PAIR = "<|user|>{{ messages[0].content }} or {{ messages[1].content }}?"
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "chunks and preemption": {"max_num_batched_tokens": 16, "max_num_seqs": 3, "num_gpu_blocks_override": 14},
@@ -33,13 +55,20 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def save(folder: Path, kind: str, cls: Any, **more: Any) -> Any:
     torch.manual_seed(3)
-    model = cls.from_config(CONFIGS[kind](**SHAPE, **more), attn_implementation="eager").float().eval()
+    model = cls.from_config(CONFIGS[kind](**SHAPE | more), attn_implementation="eager").float().eval()
     model.save_pretrained(folder)
     return model
 
 
+def save_with_tokenizer(folder: Path, kind: str, cls: Any, template: str | None = None, **more: Any) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model_path())
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return save(folder, kind, cls, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **more)
+
+
 def with_modules(folder: Path, mode: str, *, normalize: bool) -> None:
-    """The files of sentence-transformers."""
+    """The files of earlier releases of sentence-transformers."""
     kinds = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
     paths = ["", "1_Pooling", "2_Normalize"]
     modules = [
@@ -144,7 +173,8 @@ def test_overrides_make_a_cross_encoder_of_two_tokens(text_checkpoint: tuple[Pat
     """As of Qwen3-Reranker: the probability of the second token against the first one."""
     folder, model = text_checkpoint
     words = Tokenizer.from_path(folder).convert_ids_to_tokens([20, 30])
-    fields = {"architectures": ["LlamaForSequenceClassification"], "classifier_from_token": words}
+    fields: dict[str, Any] = {"architectures": ["LlamaForSequenceClassification"], "classifier_from_token": words}
+    fields |= {"is_original_qwen3_reranker": True}
 
     def overrides(config: Any) -> Any:
         config.update(fields)
@@ -153,46 +183,293 @@ def test_overrides_make_a_cross_encoder_of_two_tokens(text_checkpoint: tuple[Pat
     settings = {**SETTINGS, "skip_tokenizer_init": False, "hf_overrides": overrides if is_function else fields}
     with LLM(folder, **settings) as llm:
         outputs = llm.classify(ids(PROMPTS), use_tqdm=False)
-        (pair,) = llm.score("one text", "another", use_tqdm=False)
-        prompts = [*PROMPTS, llm.get_tokenizer().encode("one text", "another")]
-    scores = [*(output.outputs.probs[0] for output in outputs), pair.outputs.score]
+        pairs = llm.score("one text", ["another", "a third"], use_tqdm=False)
+        pairs += llm.score({"prompt": "one text"}, "another", chat_template=PAIR, use_tqdm=False)
+        joined = ("one textanother", "one texta third", "<|user|>one text or another?")
+        prompts = [*PROMPTS, *map(llm.get_tokenizer().encode, joined)]
+        assert "logit of token 30 minus that of 20; activation: sigmoid" in plan_text(
+            "m", plan_report(llm.llm_engine.plan)
+        )
+    scores = [*(output.outputs.probs[0] for output in outputs), *(pair.outputs.score for pair in pairs)]
     for score, prompt in zip(scores, prompts, strict=True):
         with torch.no_grad():
             no, yes = model(torch.tensor([prompt])).logits[0, -1, [20, 30]]
         assert score == pytest.approx(float((yes - no).sigmoid()), abs=1e-5)
 
 
+MODULES: dict[str, tuple[list[Any], str | None, dict[str, Any]]] = {
+    "last token": ([Pooling(48, "lasttoken"), Normalize()], None, {}),
+    "mean, projected, cut": ([Pooling(48, "mean"), Dense(48, 24), Normalize()], None, {"truncate_dim": 16}),
+    "two projections, not normalised": (
+        [Pooling(48, "mean"), Dense(48, 24), Dense(24, 8, bias=False, activation_function=torch.nn.ReLU())], None, {}
+    ),
+    "prompts": ([Pooling(48, "cls"), Normalize()], None, {"default_prompt_name": "query"}),
+    "chat template": ([Pooling(48, "lasttoken"), Normalize()], TEMPLATE, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MODULES)
+def test_checkpoints_of_sentence_transformers(case: str, tmp_path: Path) -> None:
+    modules, template, more = MODULES[case]
+    save_with_tokenizer(tmp_path / "base", "qwen3", AutoModel, template)
+    prompts = {"query": "ask: ", "document": ""}
+    made = SentenceTransformer(modules=[Transformer(str(tmp_path / "base")), *modules], prompts=prompts, **more)
+    made.save(str(tmp_path / "made"))
+    reference = SentenceTransformer(str(tmp_path / "made"), device="cpu", **more)
+    with LLM(tmp_path / "made", **SETTINGS | {"skip_tokenizer_init": False}) as llm:
+        for name in (None, *prompts):
+            outputs = llm.embed(TEXTS, pooling_params=PoolingParams(prompt_name=name), use_tqdm=False)
+            vectors = torch.tensor([output.outputs.embedding for output in outputs])
+            expected = reference.encode(TEXTS, prompt_name=name, convert_to_tensor=True)
+            torch.testing.assert_close(vectors, expected, rtol=1e-4, atol=1e-5)
+        scores = [output.outputs.score for output in llm.score(TEXTS[0], TEXTS, use_tqdm=False)]
+        expected = reference.encode(TEXTS, convert_to_tensor=True)
+        assert scores == pytest.approx(reference.similarity(expected[:1], expected)[0].tolist(), abs=1e-5)
+        reference.max_seq_length = 4
+        if template is None:  # else it keeps the template's end
+            outputs = llm.embed(TEXTS, truncate_prompt_tokens=4, use_tqdm=False)
+            vectors = torch.tensor([output.outputs.embedding for output in outputs])
+            expected = reference.encode(TEXTS, convert_to_tensor=True)
+            torch.testing.assert_close(vectors, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "case", ["llama", "qwen2", "mistral with a template", "qwen3 with logits", "qwen3 with one logit"]
+)
+def test_cross_encoders_of_sentence_transformers(case: str, tmp_path: Path) -> None:
+    kind, has_logits = case.split()[0], "logit" in case
+    cls = AutoModelForCausalLM if has_logits else AutoModelForSequenceClassification
+    labels = {} if has_logits else {"num_labels": 1}
+    save_with_tokenizer(tmp_path / "base", kind, cls, TEMPLATE if "template" in case else None, **labels)
+    base = str(tmp_path / "base")
+    if has_logits:
+        tokens = (30, 20) if "logits" in case else (30,)
+        modules = [Transformer(base, transformer_task="text-generation"), LogitScore(*tokens)]
+        CrossEncoder(modules=modules, device="cpu").save_pretrained(str(tmp_path / "made"))
+    else:
+        CrossEncoder(base, device="cpu").save_pretrained(str(tmp_path / "made"))
+    reference = CrossEncoder(str(tmp_path / "made"), device="cpu")
+    with LLM(tmp_path / "made", **SETTINGS | {"skip_tokenizer_init": False}) as llm:
+        for params, options in ((None, {}), (PoolingParams(softmax=False), {"activation_fn": torch.nn.Identity()})):
+            outputs = llm.score(TEXTS[0], TEXTS, pooling_params=params, use_tqdm=False)
+            expected = reference.predict([(TEXTS[0], text) for text in TEXTS], **options)
+            assert [output.outputs.score for output in outputs] == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize(("name", "num_labels"), [("Qwen2ForRewardModel", 1), ("Qwen2ForProcessRewardModel", 2)])
+def test_reward_models(name: str, num_labels: int, tmp_path: Path) -> None:
+    model, prompt, tag = save(tmp_path, "qwen2", AutoModel), PROMPTS[3], PROMPTS[3][7]
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
+    head = {f"score.{layer}.{part}": torch.randn(*shape, generator=GENERATOR) for layer, part, shape in (
+        (0, "weight", (48, 48)), (0, "bias", (48,)), (2, "weight", (num_labels, 48)), (2, "bias", (num_labels,))
+    )}  # fmt: skip
+    body = {f"model.{key}": value for key, value in load_file(tmp_path / "model.safetensors").items()}
+    save_file(body | head, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    hidden = (states(model, prompt) @ head["score.0.weight"].T + head["score.0.bias"]).relu()
+    scores = hidden @ head["score.2.weight"].T + head["score.2.bias"]
+    expected = scores if num_labels == 1 else scores.softmax(1)
+    with LLM(tmp_path, **SETTINGS, max_num_batched_tokens=16, max_num_seqs=2) as llm:
+        (output,) = llm.reward(ids([prompt]), use_tqdm=False)
+        torch.testing.assert_close(output.outputs.data, expected, rtol=1e-3, atol=1e-4)
+        (output,) = llm.encode(ids([prompt]), PoolingParams(step_tag_id=tag), use_tqdm=False)
+        places = [index for index, token in enumerate(prompt) if token == tag]
+        torch.testing.assert_close(output.outputs.data, expected[places], rtol=1e-3, atol=1e-4)
+        (output,) = llm.classify(ids([prompt]), use_tqdm=False)
+        torch.testing.assert_close(torch.tensor(output.outputs.probs), expected[-1], rtol=1e-3, atol=1e-4)
+
+
+CONFIG_CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ({}, {"pooling_type": "ALL"}, {"prefers_tokens": True, "pooling_type": "LAST", "token_pooling_type": "ALL"}),
+    ({}, {"pooling_type": "STEP", "step_tag_id": 5}, {"prefers_tokens": True, "token_pooling_type": "STEP"}),
+    ({}, {"task": "token_embed", "normalize": False}, {"prefers_tokens": True, "use_activation": False}),
+    ({"is_matryoshka": True}, {"dimensions": 8}, {"dimensions": 8, "matryoshka": ()}),
+    ({}, {"returned_token_ids": [5, 6, 7]}, {"head": "logits", "size": 3, "activation": "softmax"}),
+    ({"num_labels": 3, "problem_type": "multi_label_classification"}, {}, {"activation": "sigmoid", "size": 3}),
+    ({"num_labels": 1, "problem_type": "regression"}, {"logit_mean": 2.0},
+     {"activation": "identity", "logit_mean": 2.0}),
+    ({"num_labels": 3, "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, {},
+     {"activation": "identity"}),
+    ({"architectures": ["LlamaBidirectionalModel"], "pooling": "avg"}, {},
+     {"is_causal": False, "pooling_type": "MEAN"}),
+    ({"architectures": ["LlamaBidirectionalForSequenceClassification"], "num_labels": 1, "temperature": 0.5}, {},
+     {"is_causal": False, "logit_sigma": 0.5, "head": "score"}),
+]  # fmt: skip
+
+
+def test_what_configs_pool(tmp_path: Path, run: CommandRunner) -> None:
+    """From ``config.json``, without a runner, and with the setting."""
+    config = {"model_type": "llama", "architectures": ["LlamaModel"], **SHAPE}
+    for fields, override, expected in CONFIG_CASES:
+        head = {"architectures": ["LlamaForSequenceClassification"]} if "num_labels" in fields else {}
+        (tmp_path / "config.json").write_text(json.dumps(config | head | fields))
+        found = run.json("plan", str(tmp_path), "--json", "--device", "cpu", "--pooler-config", json.dumps(override))
+        assert found["pooling"] == found["pooling"] | {key: list(v) if v == () else v for key, v in expected.items()}
+        assert found["model_runner"] == "v1" and found["pooling"]["tasks"]
+
+
+async def only(outputs: AsyncGenerator[Any, None]) -> Any:
+    (output,) = [output async for output in outputs]
+    return output
+
+
 def test_the_asynchronous_engine(tmp_path: Path) -> None:
-    model = save(tmp_path, "llama", AutoModel)
+    model, settings = save_with_tokenizer(tmp_path, "llama", AutoModel), SETTINGS | {"skip_tokenizer_init": False}
+    with LLM(tmp_path, **settings) as llm:
+        alone = [output.outputs.embedding for output in llm.embed(TEXTS, use_tqdm=False)]
+        cosines = [output.outputs.score for output in llm.score(TEXTS[0], TEXTS, use_tqdm=False)]
 
-    async def run() -> torch.Tensor:
-        async with AsyncLLM(str(tmp_path), **SETTINGS, runner="pooling") as engine:
-            with pytest.raises(TypeError, match=r"pooling_params is SamplingParams\(.*so it must be a PoolingParams"):
-                await anext(engine.generate(ids(PROMPTS)[2], SamplingParams(), "generated"))
-            params = PoolingParams(use_activation=False)
-            (output,) = [output async for output in engine.encode(ids(PROMPTS)[2], params, "pooled", lora_request=None)]
-            return output.outputs.data
+    async def check(engine: AsyncLLM) -> None:
+        params = PoolingParams(use_activation=False)
+        output = await only(engine.encode(ids(PROMPTS)[2], params, "pooled", lora_request=None))
+        torch.testing.assert_close(output.outputs.data, states(model, PROMPTS[2])[-1], rtol=1e-4, atol=1e-5)
+        many = await asyncio.gather(*(only(engine.embed(TEXTS[i % 3], None, f"e{i}")) for i in range(60)))
+        assert [output.outputs.embedding for output in many] == [
+            pytest.approx(alone[i % 3], abs=1e-5) for i in range(60)
+        ]
+        pairs = await asyncio.gather(*(only(engine.score(TEXTS[0], text)) for text in TEXTS))
+        assert [output.outputs.score for output in pairs] == pytest.approx(cosines, abs=1e-5)
+        tasks = [asyncio.ensure_future(only(engine.embed([5] * 100, None, f"c{i}"))) for i in range(40)]
+        await asyncio.sleep(0)  # their requests are queued
+        for task in tasks[::2]:
+            task.cancel()
+        await engine.abort([f"c{i}" for i in range(1, 40, 4)])
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(end, asyncio.CancelledError) for end in ended[::2])
+        for index, output in enumerate(ended[1::2]):
+            is_whole = output.finish_reason == "stop" and len(output.outputs.embedding) == 48
+            assert is_whole or (index % 2 == 0 and (output.finish_reason, output.outputs.embedding) == ("abort", []))
+        await engine.check_integrity()
+        for outputs, error, message in (
+            (engine.generate("a", SamplingParams(), "g"), TypeError, "SamplingParams was given, and this engine pools"),
+            (engine.classify("a"), ValueError, "AsyncLLM.classify needs the task 'classify'; this model has embed"),
+            (engine.embed("a", lora_request=1), TypeError, "unknown keyword 'lora_request'"),
+            (engine.embed([9999]), ValueError, r"prompt_token_ids\[0\] is 9999"),
+            (engine.score("a", ["b"]), TypeError, r"data_2 is \['b'\]; it must be a text"),
+        ):
+            with pytest.raises(error, match=message):
+                await only(outputs)
 
-    torch.testing.assert_close(asyncio.run(run()), states(model, PROMPTS[2])[-1], rtol=1e-4, atol=1e-5)
+    async def start() -> None:
+        async with AsyncLLM(str(tmp_path), **settings | {"num_gpu_blocks_override": 40}) as engine:
+            await check(engine)
+        async with AsyncLLM(str(tmp_path), **settings, runner="generate", load_format="dummy") as engine:
+            with pytest.raises(ValueError, match=r"AsyncLLM.embed needs a model for pooling, and this one generates"):
+                await only(engine.embed("a"))
+            with pytest.raises(TypeError, match=r"pooling_params were given, and this engine generates"):
+                await only(engine.generate("a", PoolingParams(), "g"))
+
+    asyncio.run(start())
+
+
+def test_commands(tmp_path: Path, run: CommandRunner) -> None:
+    save_with_tokenizer(tmp_path / "embeds", "llama", AutoModel, is_matryoshka=True)
+    save_with_tokenizer(tmp_path / "scores", "llama", AutoModelForSequenceClassification, num_labels=1)
+    embeds, scores = str(tmp_path / "embeds"), str(tmp_path / "scores")
+    run.flags = ("--device", "cpu", "--dtype", "float32")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "one"}\n{"prompt_token_ids": [5, 6]}\n')
+    flags = ("--prompts-file", str(tmp_path / "p.jsonl"), "--dimensions", "8")
+    lines = [json.loads(line) for line in run("embed", embeds, *flags).splitlines()]
+    assert [(line["prompt"], len(line["embedding"])) for line in lines] == [("one", 8), (None, 8)]
+    tokens = run.json("embed", embeds, *flags, "--tokens", "--json")
+    assert [torch.tensor(line["embedding"]).shape for line in tokens] == [
+        (len(t["prompt_token_ids"]), 8) for t in tokens
+    ]
+    (tmp_path / "q.jsonl").write_text('{"query": "a", "document": ["b", "c"]}\n')
+    (tmp_path / "pair.jinja").write_text(PAIR)
+    pairs = ("--pairs-file", str(tmp_path / "q.jsonl"), "--query", "one", "--document", "two")
+    scored = run.json("score", scores, *pairs, "--json", "--chat-template", str(tmp_path / "pair.jinja"))
+    assert [(line["query"], line["document"]) for line in scored] == [("one", "two"), ("a", "b"), ("a", "c")]
+    with LLM(scores, **SETTINGS | {"skip_tokenizer_init": False}) as llm:
+        expected = llm.score(["one", "a", "a"], ["two", "b", "c"], chat_template=PAIR, use_tqdm=False)
+        assert [line["score"] for line in scored] == [pytest.approx(o.outputs.score, abs=1e-6) for o in expected]
+        raw = llm.classify("one", pooling_params=PoolingParams(activation=False), use_tqdm=False)[0].outputs.probs
+    assert run.json("classify", scores, "--prompt", "one", "--no-use-activation")["probs"] == pytest.approx(
+        raw, abs=1e-6
+    )
+    assert len(run.json("reward", scores, "--prompt", "one")["rewards"]) > 1
+    (tmp_path / "q.jsonl").write_text('{"query": "a", "document": "b"}\n{"query": "a", "document": [3]}\n')
+    for argv, message in (
+        (("score", embeds, *pairs), "q.jsonl, line 2: document is 3; it must be a text"),
+        (("score", embeds, "--query", "a"), "--query and --document go together"),
+        (("score", embeds), "there are no pairs; give --query and --document"),
+        (
+            ("embed", embeds, "--prompt", "a", "--dimensions", "0"),
+            "dimensions must be None or an integer of at least 1",
+        ),
+        (("embed", embeds, "--prompt", "a", "--dimensions", "49"), "dimensions is 49, and embeddings have 48 elements"),
+        (("classify", embeds, "--prompt", "a"), "needs the task 'classify'; this model has embed"),
+        (("generate", embeds, "--prompt", "a"), "SamplingParams was given, and this engine pools"),
+    ):
+        assert message in run.refused(*argv)
+
+
+REFUSED_FILES: list[tuple[str, Any, str]] = [
+    (
+        "modules.json",
+        [{"type": "x.WordEmbeddings", "path": ""}],
+        "the modules are WordEmbeddings; supported, in this order",
+    ),
+    ("modules.json", [3], "must hold a list of objects"),
+    ("1_Pooling/config.json", {"pooling_mode": "max"}, "pooling_mode is max; supported: lasttoken, mean, cls"),
+    ("1_Pooling/config.json", {"pooling_mode": "mean", "include_prompt": False}, "include_prompt is False"),
+    ("config_sentence_transformers.json", {"default_prompt_name": "query"}, "default_prompt_name is 'query'"),
+    ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case is True; texts are tokenized as they are"),
+]
 
 
 def test_what_is_refused(tmp_path: Path, text_model: Path) -> None:
     save(tmp_path, "llama", AutoModel)
-    (tmp_path / "bert").mkdir()
-    (tmp_path / "bert" / "config.json").write_text(json.dumps({"architectures": ["BertModel"], "model_type": "bert"}))
-    with LLM(tmp_path, **SETTINGS, runner="pooling") as llm:
-        with pytest.raises(ValueError, match=r"LLM.generate needs a model that generates"):
-            llm.generate(ids(PROMPTS), SamplingParams(), use_tqdm=False)
+    for index, (name, content, message) in enumerate(REFUSED_FILES):
+        (folder := tmp_path / str(index)).mkdir()
+        with_modules(folder, "mean_tokens", normalize=True)
+        (folder / "config.json").write_text((tmp_path / "config.json").read_text())
+        (folder / name).write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=re.escape(message)):
+            LLM(folder, **SETTINGS)
+    with LLM(tmp_path, **SETTINGS) as llm:
+        for call in (llm.generate, llm.beam_search, llm.chat):
+            with pytest.raises(ValueError, match=f"LLM.{call.__name__} needs a model that generates"):
+                call(ids(PROMPTS), SamplingParams())
         with pytest.raises(
             ValueError, match=r"LLM.classify needs the task 'classify'; this model has embed, token_embed"
         ):
             llm.classify(ids(PROMPTS), use_tqdm=False)
         with pytest.raises(TypeError, match=r"LLM.embed got an unknown keyword 'lora_request'; LoRA adapters"):
             llm.embed(ids(PROMPTS), use_tqdm=False, lora_request=1)
-        with pytest.raises(ValueError, match="dimensions is 8, but the model's config has no matryoshka"):
-            llm.embed(ids(PROMPTS), pooling_params=PoolingParams(dimensions=8), use_tqdm=False)
-    with pytest.raises(ValueError, match="BertModel"):
-        LLM(tmp_path / "bert", **SETTINGS, runner="pooling")
+        for params, message in (
+            ({"dimensions": 8}, "dimensions is 8, but the model's config has no matryoshka"),
+            ({"step_tag_id": 8}, "step_tag_id is 8, and task 'embed' is not of tokens"),
+            ({"task": "token_embed"}, "task is 'token_embed' in pooling_params, and the call is for 'embed'"),
+            (
+                {"truncate_prompt_tokens": 200},
+                "truncate_prompt_tokens is 200; with max_model_len=128 it can be at most",
+            ),
+            ({"prompt_name": "query"}, "prompt_name is 'query', and the prompt has no text"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                llm.embed(ids(PROMPTS), use_tqdm=False, pooling_params=PoolingParams(**params))
+        for first, second, message in (
+            (["a", "b"], ["c"], "data_1 has 2 texts and data_2 1; expected one, or as many"),
+            ("a", ["b", 3], r"data_2\[1\] is 3; it must be a text"),
+        ):
+            with pytest.raises((ValueError, TypeError), match=message):
+                llm.score(first, second, use_tqdm=False)
+    for setting, message in (
+        ({"hf_overrides": {"architectures": ["BertModel"]}}, r"BertModel is an encoder.*Qwen/Qwen3-Embedding-0.6B"),
+        ({"hf_overrides": {"is_encoder_decoder": True, "architectures": ["T5"]}}, "T5 is an encoder-decoder"),
+        ({"use_v2_model_runner": True}, "it does not support what is on:\n  - pooling tasks"),
+        ({"runner": "generate", "pooler_config": {}}, "pooler_config is set, and runner is 'generate'"),
+        ({"pooler_config": {"dimensions": 4}}, "pooler_config: dimensions is 4, but the model's config has no"),
+        ({"pooler_config": {"task": "classify"}}, "task is 'classify'; with this model it can be embed, token_embed"),
+        ({"pooler_config": {"normalize": True, "softmax": False}}, "normalize and softmax differ"),
+        ({"pooler_config": {"enable_chunked_processing": True}}, "truncate_prompt_tokens cuts longer ones"),
+        ({"hf_overrides": {"classifier_from_token": ["no"], "method": "x"}}, "method is 'x'; supported: from_2_way"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            LLM(tmp_path, **SETTINGS, **setting)
+    with pytest.raises(TypeError, match=r"PoolerConfig got an unknown keyword 'max_embed_len'; a text has at most"):
+        PoolerConfig(max_embed_len=5)  # type: ignore[call-arg]
     with LLM(text_model, **SETTINGS) as llm, pytest.raises(ValueError, match=r"LLM.embed needs a model for pooling"):
         llm.embed(ids(PROMPTS), use_tqdm=False)
     for setting in (
@@ -201,4 +478,4 @@ def test_what_is_refused(tmp_path: Path, text_model: Path) -> None:
         {"logits_processors": ["module:Class"]},
     ):
         with pytest.raises(ValueError, match=f"{next(iter(setting))} is .* but the engine pools"):
-            LLM(tmp_path, **SETTINGS, runner="pooling", **setting)
+            LLM(tmp_path, **SETTINGS, **setting)

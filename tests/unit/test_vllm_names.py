@@ -35,7 +35,7 @@ def call(self: object, prompts: object, lora_request: None = None, *, use_tqdm: 
         ("speculative_model", "x/y", "speculative_config="),
         ("max_lora_rank", 8, "merge the adapter"),
         ("guided_decoding_backend", "xgrammar", "not constrained by grammars"),
-        ("task", "embed", "set runner='pooling'"),
+        ("task", "translate", "runner='pooling' selects"),
     ],
 )
 def test_a_setting_that_only_vllm_has(name: str, value: Any, advice: str, owner: str) -> None:
@@ -59,6 +59,8 @@ def test_values_that_change_nothing_are_taken() -> None:
         {"mm_processor_kwargs": {}, "convert": ""},
     ):
         assert EngineConfig.from_keywords(given, owner="LLM") == EngineConfig()
+    for name, value in (("task", "embed"), ("convert", "classify")):
+        assert EngineConfig.from_keywords({name: value}, owner="LLM") == EngineConfig(runner="pooling")
     named = {"dtype": "half", "task": "auto", "runner": "auto", "disable_log_stats": False, "swap_space": 4.0}
     named["compilation_config"] = 0
     config = EngineConfig.from_keywords(named, owner="LLM")

@@ -140,28 +140,42 @@ def read_prompts(texts: Sequence[str], file: str | None) -> list[PromptType]:
 def read_prompts_file(file: str) -> list[PromptType]:
     """One prompt for each line that is not blank. ``file``: a prompt on each line, or a JSON object if the name ends in
     ``.jsonl``; ``-`` is standard input. Raises UsageError, which names the file and the line that is not a prompt."""
+    if not file.endswith(".jsonl"):
+        return [line.removesuffix("\r") for _, line in _read_lines("--prompts-file", file)]
+    prompts: list[Any] = []  # the engine validates the values
+    for where, value in read_json_lines("--prompts-file", file):
+        if not value.keys() & {"prompt", "prompt_token_ids"}:
+            raise UsageError(f'{where} is no prompt; write {{"prompt": "..."}} or {{"prompt_token_ids": [...]}}')
+        prompts.append(value)
+    return prompts
+
+
+def read_json_lines(flag: str, file: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The JSON object on each line that is not blank, and its place for messages. Raises UsageError as
+    `read_prompts_file`; ``flag``: the one with the file."""
+    for number, line in _read_lines(flag, file):
+        where = f"{file}, line {number}"
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{where} is not JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise UsageError(f"{where} is a JSON {type(value).__name__}; it must be an object")
+        yield where, value
+
+
+def _read_lines(flag: str, file: str) -> list[tuple[int, str]]:
+    """Lines that are not blank, and their numbers."""
     try:
         content = _read_stdin() if file == "-" else Path(file).read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise UsageError(f"--prompts-file {file}: {error.strerror or error}") from error
+        raise UsageError(f"{flag} {file}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"--prompts-file {file} is not UTF-8 text: {error}") from error
+        raise UsageError(f"{flag} {file} is not UTF-8 text: {error}") from error
     lines = [(number, line) for number, line in enumerate(content.split("\n"), start=1) if line.strip()]
     if not lines:
-        raise UsageError(f"--prompts-file {file} holds no prompt: it has no line that is not blank")
-    if file.endswith(".jsonl"):
-        return [_read_json_prompt(line, f"{file}, line {number}") for number, line in lines]
-    return [line.removesuffix("\r") for _, line in lines]
-
-
-def _read_json_prompt(line: str, where: str) -> Any:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where} is not JSON: {error}") from error
-    if not isinstance(value, dict) or not value.keys() & {"prompt", "prompt_token_ids"}:
-        raise UsageError(f'{where} is no prompt; write {{"prompt": "..."}} or {{"prompt_token_ids": [...]}}')
-    return value  # the engine validates the values
+        raise UsageError(f"{flag} {file} holds no {flag[2:].partition('s-')[0]}: it has no line that is not blank")
+    return lines
 
 
 def _read_stdin() -> str:

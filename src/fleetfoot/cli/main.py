@@ -17,13 +17,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from fleetfoot._version import __version__
-from fleetfoot.cli import bench, chat, generate, plan, processes, verify
+from fleetfoot.cli import bench, chat, generate, plan, pool, processes, verify
 from fleetfoot.cli.command import UsageError, add_command, discard, print_status
 from fleetfoot.config.vllm_names import ENGINE_FLAGS
 from fleetfoot.utils.argparse_utils import FlexibleArgumentParser
 
 COMMANDS = (
-    *(generate.COMMAND, chat.COMMAND, bench.COMMAND, plan.COMMAND, verify.COMMAND),
+    *(generate.COMMAND, chat.COMMAND, bench.COMMAND, plan.COMMAND, verify.COMMAND, *pool.COMMANDS),
     *(processes.WORKER, processes.ENGINE, processes.PROXY),
 )
 

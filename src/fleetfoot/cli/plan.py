@@ -49,7 +49,9 @@ Without flags of the machine, the plan is for this one. With them it is for the 
   drafter: of speculative decoding, else null: method, model (null for n-grams), num_speculative_tokens,
     prompt_lookup_max, prompt_lookup_min, disable_by_batch_size, adaptive; num_layers, weights, bytes_per_block and
     kv_cache are its own, on the last rank of a pipeline, and part of that rank's weights and KV cache below
-  pooling: null where text is generated; else task, pooling_type and how results are made of hidden states
+  pooling: null where text is generated; else tasks (the first is the default), pooling_type, size (elements or scores),
+    head (none, score, reward, logits), token_ids (of logits that are scores), activation (normalize, softmax, sigmoid,
+    identity), use_activation, prompts of sentence-transformers, and what else decides on results
   logits_processors: classes that change logits, in their order
   kv_connector: null without one; else name, role, connectors (one, or several by their order) and
     load_failure_policy
@@ -204,7 +206,7 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
         },
         "parallel": _parallel(plan),
         "drafter": _drafter(plan),
-        "pooling": None if plan.pooling is None else dataclasses.asdict(plan.pooling),
+        "pooling": None if plan.pooling is None else {"tasks": plan.pooling.tasks, **dataclasses.asdict(plan.pooling)},
         "logits_processors": [processor.__qualname__ for processor in plan.logits_processors],
         "kv_connector": None if plan.connector is None else _kv_connector(plan.connector.config),
         "kv_layout": {
@@ -344,7 +346,7 @@ def _setup_lines(report: dict[str, Any]) -> _Lines:
     if report["drafter"] is not None:
         yield from _drafter_lines(report["drafter"])
     if (pooling := report["pooling"]) is not None:
-        yield "pooling", f"{pooling['task']}, {pooling['pooling_type']} of the hidden states of a prompt"
+        yield from _pooling_lines(pooling)
     if report["logits_processors"]:
         yield "logits processors", ", ".join(report["logits_processors"])
     if (connector := report["kv_connector"]) is not None:
@@ -356,6 +358,24 @@ def _setup_lines(report: dict[str, Any]) -> _Lines:
     yield "KV layout", f"{layout['name']}: [{shape}], {layout['num_layers']} layers, {layout['dtype']}"
     if layout["reason"] is not None:
         yield "", layout["reason"]
+
+
+def _pooling_lines(pooling: dict[str, Any]) -> _Lines:
+    kind = pooling["token_pooling_type" if pooling["prefers_tokens"] else "pooling_type"]
+    of_tokens = f"; of tokens: {pooling['token_pooling_type']}" * (not pooling["prefers_tokens"])
+    direction = "" if pooling["is_causal"] else ", bidirectional attention"
+    yield "pooling", f"{', '.join(pooling['tasks'])}: {kind} of a prompt's hidden states{of_tokens}{direction}"
+    token_ids = pooling["token_ids"]
+    head = {
+        "none": f"{'dense layers to ' * bool(pooling['projections'])}{pooling['size']} elements",
+        "score": f"linear head score, labels: {pooling['size']}",
+        "reward": f"two-layer head score, labels: {pooling['size']}",
+        "logits": f"logits of the tokens {', '.join(map(str, token_ids))}",
+    }[pooling["head"]]
+    if pooling["is_difference"]:
+        head = f"logit of token {token_ids[1]} minus that of {token_ids[0]}"
+    off = "" if pooling["use_activation"] else f"none ({pooling['activation']} if a request has use_activation)"
+    yield "", f"{head}; activation: {off or pooling['activation']}"
 
 
 def _parallel_lines(parallel: dict[str, Any]) -> _Lines:

@@ -11,7 +11,7 @@ from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.config.model import GenerationOverride, HFConfig
 from fleetfoot.config.pooling import PoolerConfig
 from fleetfoot.config.speculative import SpeculativeConfig
-from fleetfoot.config.vllm_names import ENGINE_KEYWORDS, check_engine_keyword
+from fleetfoot.config.vllm_names import ENGINE_KEYWORDS, check_engine_keyword, implies_pooling
 from fleetfoot.utils.validation import is_host, unknown_keyword
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -333,7 +333,10 @@ class EngineConfig:
                 check_engine_keyword(owner, name, value)
             elif name not in known:
                 raise unknown_keyword(owner, name, known)
-        return cls(**{name: keywords[name] for name in known if keywords.get(name) is not None})
+        given = {name: keywords[name] for name in known if keywords.get(name) is not None}
+        if implies_pooling(keywords) and given.get("runner", "auto") == "auto":
+            given["runner"] = "pooling"
+        return cls(**given)
 
 
 VllmConfig = EngineConfig

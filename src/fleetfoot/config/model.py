@@ -90,9 +90,9 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     """Factor of the outputs of attention and MLP, before they are added to the residual stream."""
     head: str = "logits"
-    """Behind the final norm: ``logits``, ``score`` or ``none``."""
+    """Behind the final norm: ``logits``; ``score``, a linear layer; ``reward``, two of them; or ``none``."""
     num_labels: int = 0
-    """Outputs of a ``score`` head."""
+    """Outputs of a ``score`` or ``reward`` head."""
     is_causal: bool = True
     """Whether tokens attend to earlier ones only."""
     unfusible: str = ""
@@ -131,6 +131,8 @@ class ModelConfig:
         """Number of weights; a tied logits head is counted once."""
         num_matrices = 1 if self.tie_word_embeddings or self.head != "logits" else 2
         embeddings = (self.vocab_size * num_matrices + self.num_labels) * self.hidden_size
+        if self.head == "reward":
+            embeddings += (self.hidden_size + 1) * self.hidden_size + self.num_labels
         return self.num_layers * self.layer_parameters() + embeddings + self.hidden_size
 
     def layer_parameters(self, num_ranks: int = 1) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from fleetfoot.config.architectures import ARCHITECTURES, Architecture
 from fleetfoot.config.json_fields import ConfigError, Fields
 from fleetfoot.config.model import DTYPES, ModelConfig, read_config_json, read_generation_json
-from fleetfoot.config.pooling import HEAD
+from fleetfoot.config.pooling import check_is_decoder, decoder_name
 from fleetfoot.config.rope import read_head_dim
 
 _NULLABLE = ("num_key_value_heads", "head_dim", "sliding_window", "bos_token_id", "eos_token_id")
@@ -100,11 +100,13 @@ def _find_architecture(config: Mapping[str, Any], source: str) -> tuple[str, Arc
         model_type = config.get("model_type")
         names = [name for name, entry in ARCHITECTURES.items() if entry.model_type == model_type]
         if not names:
+            check_is_decoder(config, source)
             raise ConfigError(f"{source}: architectures is missing and model_type is {model_type!r}; {supported}")
-    names = [str(name).replace(HEAD, "ForCausalLM") for name in names] if isinstance(names, list) else ()
+    names = [decoder_name(str(name)) for name in names] if isinstance(names, list) else ()
     for name, entry in ARCHITECTURES.items():
         if name in names or entry.base_model in names:
             return name, entry
+    check_is_decoder(config, source)
     raise ConfigError(f"{source}: architectures is {config.get('architectures')!r}; {supported}")
 
 

@@ -61,8 +61,9 @@ _BY_ADVICE: dict[str, dict[str, tuple[Any, ...]]] = {
         {"long_prefill_token_threshold": (0,), "max_num_partial_prefills": (1,), "max_long_partial_prefills": (1,)},
     "leave it out: logprobs are of the model's own logits": {"logprobs_mode": ("raw_logprobs",)},
     "leave it out: runner='pooling' selects what the checkpoint is for":
-        {"convert": ("auto", "none", "embed", "classify")},
-    "set runner='pooling' for embeddings and scores": {"task": ("generate", "auto")},
+        {"convert": ("auto", "none", "embed", "classify", "reward"),
+         "task": ("auto", "generate", "embed", "embedding", "classify", "score", "reward", "encode")},
+    "it is pooler_config": {"override_pooler_config": ()},
     NO_PROFILER: {"profiler_config": ()},
     NO_UPDATE: {"weight_transfer_config": ()},
     "set speculative_config={'model': ..., 'num_speculative_tokens': ...}": {"speculative_model": ()},
@@ -87,6 +88,12 @@ _BY_ADVICE: dict[str, dict[str, tuple[Any, ...]]] = {
 ENGINE_KEYWORDS = {name: (neutral, advice) for advice, names in _BY_ADVICE.items() for name, neutral in names.items()}
 """Keywords of vLLM's ``LLM`` and ``EngineArgs`` that are no settings here: the values that change nothing, beside None
 and empty ones, and what to do instead of others."""
+
+
+def implies_pooling(keywords: Mapping[str, Any]) -> bool:
+    """Whether vLLM's ``task`` or ``convert`` are given with a value that needs ``runner="pooling"``."""
+    words = keywords.get("task"), keywords.get("convert")
+    return any(word not in (None, "", "auto", "generate", "none") for word in words)
 
 
 def check_engine_keyword(owner: str, name: str, value: Any) -> None:

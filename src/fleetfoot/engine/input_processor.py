@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fleetfoot.config.pooling import Pooling
+from fleetfoot.config.pooling import Pooling, check_dimensions
+from fleetfoot.engine.pooling_texts import PoolingTexts
 from fleetfoot.inputs import PromptType
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.pooling_params import PoolingParams
@@ -100,6 +101,9 @@ class InputProcessor:
         self._seed = seed
         self._check_further = check_further
         self.pooling = pooling
+        self.pooling_texts: PoolingTexts | None = None
+        if pooling is not None and tokenizer is not None:
+            self.pooling_texts = PoolingTexts(pooling, tokenizer, max_model_len)
         self._wall_clock = wall_clock
         self._num_requests = 0
         self._bad_words = lru_cache(_MAX_CACHED_BAD_WORDS)(self._tokenize_bad_words)
@@ -126,17 +130,17 @@ class InputProcessor:
         params = params if params_checked else self.check_params(params)
         if is_boolean(priority) or not is_integer(priority):
             raise TypeError(f"priority is {priority!r}; it must be an int, lower is sooner")
-        text, ids, cache_salt = self._read_prompt(prompt, is_cut=params.truncate_prompt_tokens is not None)
+        text, ids, cache_salt = self._read_prompt(prompt, params)
+        keep = params.truncate_prompt_tokens
         pooling_params = None
         if isinstance(params, PoolingParams):
             pooling_params = params
-            params = SamplingParams(
-                max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
-                truncate_prompt_tokens=params.truncate_prompt_tokens,
-            )  # fmt: skip
-        if params.truncate_prompt_tokens is not None:
-            keep = self._longest_prompt if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
-            ids = ids[-keep:]
+            if params.prompt_name is not None and text is None:
+                raise ValueError(f"prompt_name is {params.prompt_name!r}, and the prompt has no text; leave one out")
+            ids = ids[: self._longest_prompt if keep == -1 else keep]
+            params = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        elif keep is not None:
+            ids = ids[-(self._longest_prompt if keep == -1 else keep) :]
         self._check_tokens(ids)
         room = self._longest_prompt + 1 - len(ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -171,7 +175,12 @@ class InputProcessor:
             ValueError, TypeError: the message names the field, its value and what would work.
         """
         if self.pooling is not None:
-            return _checked_pooling_params(params, self.pooling)
+            return _checked_pooling_params(params, self.pooling, self.max_model_len)
+        if isinstance(params, PoolingParams):
+            raise TypeError(
+                "pooling_params were given, and this engine generates text; start it with runner='pooling', or give "
+                "SamplingParams"
+            )
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params is {params!r}; it must be a SamplingParams")
         params = params.clone()  # validates again, because fields may have been assigned
@@ -216,10 +225,12 @@ class InputProcessor:
             for index in range(params.n)
         ]
 
-    def _read_prompt(self, prompt: PromptType, *, is_cut: bool) -> tuple[str | None, np.ndarray, str | None]:
+    def _read_prompt(
+        self, prompt: PromptType, params: SamplingParams | PoolingParams
+    ) -> tuple[str | None, np.ndarray, str | None]:
         """Text (if known), token ids (``[num_tokens]`` int64) and cache salt of any form of prompt."""
         if isinstance(prompt, str):
-            return prompt, self.tokenize(prompt, is_cut=is_cut), None
+            return prompt, self._tokenize_for(prompt, params), None
         if not isinstance(prompt, dict):
             return None, _as_token_ids(prompt, "the prompt", "a string, a dictionary or a list of token ids"), None
         for key in prompt:
@@ -234,7 +245,15 @@ class InputProcessor:
             return text, _as_token_ids(token_ids), salt
         if text is None:
             raise ValueError("a prompt dictionary needs 'prompt' (text) or 'prompt_token_ids' (a list of ints)")
-        return text, self.tokenize(text, is_cut=is_cut), salt
+        return text, self._tokenize_for(text, params), salt
+
+    def _tokenize_for(self, text: str, params: SamplingParams | PoolingParams) -> np.ndarray:
+        is_cut = params.truncate_prompt_tokens is not None
+        if self.pooling_texts is None or isinstance(params, SamplingParams):
+            return self.tokenize(text, is_cut=is_cut)
+        if not is_cut:
+            self._check_length("the prompt", text)
+        return np.frombuffer(array("q", self.pooling_texts.tokenize(text, params)), np.int64)
 
     def tokenize(self, text: str, *, is_cut: bool = False, **options: Any) -> np.ndarray:
         """Token ids of a prompt, ``[num_tokens]`` int64; it may be too long if it ``is_cut`` afterwards."""
@@ -295,20 +314,26 @@ class InputProcessor:
         )
 
 
-def _checked_pooling_params(params: Any, pooling: Pooling) -> PoolingParams:
+def _checked_pooling_params(params: Any, pooling: Pooling, max_model_len: int) -> PoolingParams:
     if not isinstance(params, PoolingParams):
         raise TypeError(
-            f"pooling_params is {params!r}; this engine pools (runner is 'pooling'), so it must be a PoolingParams"
+            f"{type(params).__name__} was given, and this engine pools (runner is 'pooling') and generates no text; "
+            "give PoolingParams (to LLM.embed or score, for instance), or start it with runner='generate'"
         )
     params = params.clone(task=params.task or pooling.tasks[0])
     if params.task not in pooling.tasks:
         raise ValueError(f"task is {params.task!r}; with this model it can be {', '.join(pooling.tasks)}")
-    sizes = pooling.matryoshka
     if params.dimensions is not None:
-        if pooling.task != "embed" or sizes is None:
-            raise ValueError(f"dimensions is {params.dimensions}, but the model's config has no matryoshka dimensions")
-        if sizes and params.dimensions not in sizes:
-            raise ValueError(f"dimensions is {params.dimensions}; it can be {', '.join(map(str, sizes))}")
+        check_dimensions(params.dimensions, pooling)
+    if (params.truncate_prompt_tokens or 0) > max_model_len:
+        raise ValueError(
+            f"truncate_prompt_tokens is {params.truncate_prompt_tokens}; with max_model_len={max_model_len} it can be "
+            f"at most {max_model_len}, or -1"
+        )
+    if params.step_tag_id is not None and params.task not in ("token_classify", "token_embed"):
+        raise ValueError(
+            f"step_tag_id is {params.step_tag_id}, and task {params.task!r} is not of tokens; leave it out"
+        )
     return params
 
 

@@ -286,8 +286,8 @@ class OutputProcessor:
             outputs=PoolingOutput(data),
             prompt_token_ids=state.prompt_token_ids or [],
             num_cached_tokens=max(0, request.num_cached_tokens),
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
+            finish_reason=state.sequences[0].finish_reason,
+            stop_reason=state.sequences[0].stop_reason,
         )
         if state.metrics is not None:
             output.metrics = state.metrics

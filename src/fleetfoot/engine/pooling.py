@@ -1,15 +1,18 @@
-"""The calls of `fleetfoot.LLM` for vectors and scores. Signatures follow vLLM's."""
+"""The calls of `fleetfoot.LLM` and `fleetfoot.AsyncLLM` for vectors and scores. Signatures follow vLLM's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch.nn.functional as F
 
+from fleetfoot.config.pooling import Pooling
 from fleetfoot.config.vllm_names import check_call_keywords
-from fleetfoot.engine.engine import LLMEngine
+from fleetfoot.engine.input_processor import InputProcessor
 from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import (
     ClassificationOutput,
@@ -24,13 +27,15 @@ from fleetfoot.records.pooling_params import PoolingParams
 
 Params = PoolingParams | Sequence[PoolingParams] | None
 Progress = bool | Callable[..., Any]
+Text = str | Mapping[str, Any]
+"""A text of a pair, or a dictionary with a ``prompt`` or ``prompt_token_ids``."""
 
 
 class PoolingCalls:
     """Mixed into `fleetfoot.LLM`. All of them raise ValueError for a model or a task that does not fit, and refuse
     ``unknown`` keywords, except neutral values of vLLM's (``lora_request=None``)."""
 
-    llm_engine: LLMEngine
+    llm_engine: Any
 
     def _pool(self, prompts: Any, params: Any, use_tqdm: Progress) -> list[PoolingRequestOutput]:
         raise NotImplementedError
@@ -58,8 +63,7 @@ class PoolingCalls:
             before.
         """
         self._check_pools(self.encode, pooling_task, unknown)
-        changes = {"task": pooling_task, "truncate_prompt_tokens": truncate_prompt_tokens}
-        return self._pool(prompts, _with_changes(pooling_params, changes), use_tqdm)
+        return self._pool(prompts, _with_task(pooling_params, pooling_task, truncate_prompt_tokens), use_tqdm)
 
     def embed(
         self,
@@ -72,22 +76,22 @@ class PoolingCalls:
     ) -> list[EmbeddingRequestOutput]:
         """A vector for each prompt: ``outputs.embedding``."""
         self._check_pools(self.embed, "embed", unknown)
-        changes = {"task": "embed", "truncate_prompt_tokens": truncate_prompt_tokens}
-        outputs = self._pool(prompts, _with_changes(pooling_params, changes), use_tqdm)
-        return [replace(output, outputs=EmbeddingOutput(output.outputs.data.tolist())) for output in outputs]
+        outputs = self._pool(prompts, _with_task(pooling_params, "embed", truncate_prompt_tokens), use_tqdm)
+        return [as_embedding(output) for output in outputs]
 
     def classify(
         self,
         prompts: PromptType | Sequence[PromptType],
         *,
         pooling_params: Params = None,
+        truncate_prompt_tokens: int | None = None,
         use_tqdm: Progress = True,
         **unknown: Any,
     ) -> list[ClassificationRequestOutput]:
         """A probability of each class for each prompt: ``outputs.probs``."""
         self._check_pools(self.classify, "classify", unknown)
-        outputs = self._pool(prompts, _with_changes(pooling_params, {"task": "classify"}), use_tqdm)
-        return [replace(output, outputs=ClassificationOutput(output.outputs.data.tolist())) for output in outputs]
+        outputs = self._pool(prompts, _with_task(pooling_params, "classify", truncate_prompt_tokens), use_tqdm)
+        return [as_classes(output) for output in outputs]
 
     def reward(
         self,
@@ -100,18 +104,18 @@ class PoolingCalls:
     ) -> list[PoolingRequestOutput]:
         """The scores of a reward model for each token, or for the tokens of ``step_tag_id``: ``outputs.data``."""
         self._check_pools(self.reward, "token_classify", unknown)
-        changes = {"task": "token_classify", "truncate_prompt_tokens": truncate_prompt_tokens}
-        return self._pool(prompts, _with_changes(pooling_params, changes), use_tqdm)
+        return self._pool(prompts, _with_task(pooling_params, "token_classify", truncate_prompt_tokens), use_tqdm)
 
     def score(
         self,
-        data_1: str | Sequence[str],
-        data_2: str | Sequence[str],
+        data_1: Text | Sequence[Text],
+        data_2: Text | Sequence[Text],
         /,
         *,
         pooling_params: PoolingParams | None = None,
         truncate_prompt_tokens: int | None = None,
         use_tqdm: Progress = True,
+        chat_template: str | None = None,
         **unknown: Any,
     ) -> list[ScoringRequestOutput]:
         """The similarity of pairs of texts: ``outputs.score``.
@@ -120,54 +124,256 @@ class PoolingCalls:
 
         Args:
             data_1: one text for all of ``data_2``, or one for each.
+            chat_template: Jinja source that joins a pair for a cross-encoder, from messages of the roles ``query`` and
+                ``document``; None: the tokenizer joins them, or the way that the checkpoint sets.
         """
         self._check_pools(self.score, "score", unknown)
-        first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
-        first = first * len(second) if len(first) == 1 else first
-        if len(first) != len(second) or not second:
+        first, second = (_texts(name, data) for name, data in (("data_1", data_1), ("data_2", data_2)))
+        if len(first) not in (1, len(second)) or not second:
             raise ValueError(f"data_1 has {len(first)} texts and data_2 {len(second)}; expected one, or as many")
-        changes = {"task": "score", "truncate_prompt_tokens": truncate_prompt_tokens}
-        params = _with_changes(pooling_params, changes)
-        if self._pooling.task == "embed":
-            params = replace(params, task="embed") if isinstance(params, PoolingParams) else params
-            pairs = self._pool([*first, *second], params, use_tqdm)
-            halves = zip(pairs[: len(first)], pairs[len(first) :], strict=True)
-            return [_cosine(left, right) for left, right in halves]
-        tokenizer = self.llm_engine.tokenizer
-        if tokenizer is None:
-            raise ValueError("this engine has no tokenizer (skip_tokenizer_init=True), which pairs of texts need")
-        prompts = [{"prompt_token_ids": tokenizer.encode(*pair)} for pair in zip(first, second, strict=True)]
-        outputs = self._pool(prompts, params, use_tqdm)
-        return [replace(output, outputs=ScoringOutput(float(output.outputs.data.reshape(())))) for output in outputs]
-
-    @property
-    def _pooling(self) -> Any:
-        return self.llm_engine.input_processor.pooling
+        if not (pooling_params is None or isinstance(pooling_params, PoolingParams)):
+            raise TypeError(f"pooling_params is {pooling_params!r}; it must be a PoolingParams, for all pairs")
+        processor = self.llm_engine.input_processor
+        params = _with_task(pooling_params, score_task(processor.pooling, chat_template), truncate_prompt_tokens)
+        if processor.pooling.task == "embed":
+            outputs = self._pool([*first, *second], params, use_tqdm)
+            left, right = outputs[: len(first)], outputs[len(first) :]
+            left = left * len(right) if len(left) == 1 else left
+            return [cosine(*pair, _pad_token_id(processor)) for pair in zip(left, right, strict=True)]
+        first = first * len(second) if len(first) == 1 else first
+        prompts = [pair_prompt(processor, *pair, params, chat_template) for pair in zip(first, second, strict=True)]
+        return [as_score(output) for output in self._pool(prompts, replace(params, prompt_name=None), use_tqdm)]
 
     def _check_pools(self, method: Callable[..., Any], task: str | None, unknown: dict[str, Any]) -> None:
-        call = method.__name__
-        check_call_keywords(f"LLM.{call}", method, unknown)
-        if self._pooling is None:
-            raise ValueError(
-                f"LLM.{call} needs a model for pooling, and this one generates; start it with runner='pooling'"
-            )
-        if task is not None and task not in self._pooling.tasks:
-            known = ", ".join(self._pooling.tasks)
-            raise ValueError(
-                f"LLM.{call} needs the task {task!r}; this model has {known} (LLM.encode(pooling_task=...))"
-            )
+        check_pools(f"LLM.{method.__name__}", self.llm_engine.input_processor.pooling, method, task, unknown)
 
 
-def _with_changes(params: Params, changes: dict[str, Any]) -> Any:
-    """``params``, or those of each prompt, with the values of ``changes`` that are not None."""
-    given = {name: value for name, value in changes.items() if value is not None}
+class AsyncPoolingCalls:
+    """Mixed into `fleetfoot.AsyncLLM`: generators of one output, as `encode`. The output of an aborted request has no
+    elements, or a score that is not a number."""
+
+    _engine: Any
+    _pooling_numbers: Iterator[int]
+
+    def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> Any:
+        raise NotImplementedError
+
+    async def encode(
+        self,
+        prompt: PromptType,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        priority: int = 0,
+        pooling_task: str | None = None,
+        **unknown: Any,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """The vector or the scores of a prompt, as the only output; as `LLM.encode` and `generate` else.
+
+        Args:
+            request_id: unique among unfinished requests; None: a number.
+        """
+        check_pools("AsyncLLM.encode", self._pooling, self.encode, pooling_task, unknown)
+        params = _with_task(pooling_params, pooling_task, truncate_prompt_tokens)
+        request_id = f"pooling-{next(self._pooling_numbers)}" if request_id is None else request_id
+        async with aclosing(self.generate(prompt, params, request_id, priority=priority)) as outputs:
+            async for output in outputs:
+                yield cast("PoolingRequestOutput", output)
+
+    async def embed(
+        self,
+        prompt: PromptType,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        **options: Any,
+    ) -> AsyncGenerator[EmbeddingRequestOutput, None]:
+        """As `LLM.embed`, for one prompt. ``options``: those of `encode`."""
+        async with aclosing(self._pool_one("embed", prompt, pooling_params, request_id, options)) as outputs:
+            async for output in outputs:
+                yield as_embedding(output)
+
+    async def classify(
+        self,
+        prompt: PromptType,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        **options: Any,
+    ) -> AsyncGenerator[ClassificationRequestOutput, None]:
+        """As `LLM.classify`, for one prompt. ``options``: those of `encode`."""
+        async with aclosing(self._pool_one("classify", prompt, pooling_params, request_id, options)) as outputs:
+            async for output in outputs:
+                yield as_classes(output)
+
+    async def reward(
+        self,
+        prompt: PromptType,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        **options: Any,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """As `LLM.reward`, for one prompt. ``options``: those of `encode`."""
+        async with aclosing(self._pool_one("reward", prompt, pooling_params, request_id, options)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def score(
+        self,
+        data_1: Text,
+        data_2: Text,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        chat_template: str | None = None,
+        **options: Any,
+    ) -> AsyncGenerator[ScoringRequestOutput, None]:
+        """As `LLM.score`, for one pair. ``options``: those of `encode`.
+
+        A model for embeddings runs two requests; the second has the id ``{request_id}-2``.
+        """
+        check_pools("AsyncLLM.score", self._pooling, self.score, "score", {})
+        first, second = (_text(name, data) for name, data in (("data_1", data_1), ("data_2", data_2)))
+        processor: InputProcessor = self._engine.input_processor
+        assert processor.pooling is not None
+        task = score_task(processor.pooling, chat_template)
+        params = _with_task(pooling_params, task, truncate_prompt_tokens)
+        request_id = f"pooling-{next(self._pooling_numbers)}" if request_id is None else request_id
+        if processor.pooling.task == "embed":
+            left, right = (
+                self.encode(cast("PromptType", text), params, name, **options)
+                for text, name in ((first, request_id), (second, f"{request_id}-2"))
+            )
+            async with aclosing(left), aclosing(right):
+                pair = await asyncio.gather(anext(left), anext(right))
+            yield cosine(*pair, _pad_token_id(processor))
+            return
+        prompt: Any = pair_prompt(processor, first, second, params, chat_template)
+        async with aclosing(self.encode(prompt, replace(params, prompt_name=None), request_id, **options)) as outputs:
+            async for output in outputs:
+                yield as_score(output)
+
+    @property
+    def _pooling(self) -> Pooling | None:
+        return self._engine.input_processor.pooling
+
+    def _pool_one(
+        self,
+        call: str,
+        prompt: PromptType,
+        params: PoolingParams | None,
+        request_id: str | None,
+        options: dict[str, Any],
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        task = "token_classify" if call == "reward" else call
+        check_pools(f"AsyncLLM.{call}", self._pooling, self.encode, task, {})
+        return self.encode(prompt, params, request_id, **{**options, "pooling_task": task})
+
+
+def check_pools(
+    call: str, pooling: Pooling | None, method: Callable[..., Any], task: str | None, unknown: Mapping[str, Any]
+) -> None:
+    """Raise TypeError for keywords that ``method`` does not have, and ValueError if the engine generates or its model
+    does not have the task; ``call``: its name, for messages."""
+    check_call_keywords(call, method, unknown)
+    if pooling is None:
+        raise ValueError(
+            f"{call} needs a model for pooling, and this one generates; start it with runner='pooling' for embeddings, "
+            "or take a checkpoint with a head for scores"
+        )
+    if task is not None and task not in pooling.tasks:
+        hint = " (scores of pairs need embeddings, or one label)" if task == "score" else ""
+        raise ValueError(
+            f"{call} needs the task {task!r}; this model has {', '.join(pooling.tasks)}{hint}; "
+            "LLM.encode(pooling_task=...) has all of them"
+        )
+
+
+def score_task(pooling: Pooling, chat_template: str | None) -> str:
+    """The task of the requests of a call of ``score``. Raises ValueError: there is nothing that a template joins."""
+    if pooling.task != "embed":
+        return "score"
+    if chat_template is not None:
+        raise ValueError("chat_template joins pairs for cross-encoders, and this model has embeddings; leave it out")
+    return "embed"
+
+
+def pair_prompt(
+    processor: InputProcessor, first: Text, second: Text, params: PoolingParams, template: str | None
+) -> dict[str, Any]:
+    """The prompt of a cross-encoder for a pair. Raises ValueError: there is no tokenizer, or a template fails."""
+    texts = processor.pooling_texts
+    if texts is None:
+        raise ValueError("this engine has no tokenizer (skip_tokenizer_init=True), which pairs of texts need")
+    pair: list[str] = []
+    for data in (first, second):
+        content = {"prompt": data} if isinstance(data, str) else data
+        text = content.get("prompt")
+        pair.append(texts.tokenizer.decode(content["prompt_token_ids"]) if text is None else text)
+    return {"prompt_token_ids": texts.tokenize_pair(pair[0], pair[1], params, template)}
+
+
+def as_embedding(output: PoolingRequestOutput) -> EmbeddingRequestOutput:
+    return replace(output, outputs=EmbeddingOutput(output.outputs.data.tolist()))
+
+
+def as_classes(output: PoolingRequestOutput) -> ClassificationRequestOutput:
+    return replace(output, outputs=ClassificationOutput(output.outputs.data.tolist()))
+
+
+def as_score(output: PoolingRequestOutput) -> ScoringRequestOutput:
+    values = output.outputs.data.tolist()
+    return replace(output, outputs=ScoringOutput(values[0] if values else float("nan")))
+
+
+def cosine(left: PoolingRequestOutput, right: PoolingRequestOutput, pad_token_id: int | None) -> ScoringRequestOutput:
+    """The similarity of two embeddings; the ids of their prompts have the padding token between them, as in vLLM."""
+    vectors, pad = (left.outputs.data, right.outputs.data), [] if pad_token_id is None else [pad_token_id]
+    is_whole = all(len(vector) for vector in vectors)
+    return replace(
+        left,
+        request_id=f"{left.request_id}_{right.request_id}",
+        outputs=ScoringOutput(float(F.cosine_similarity(*vectors, dim=0)) if is_whole else float("nan")),
+        prompt_token_ids=[*left.prompt_token_ids, *pad, *right.prompt_token_ids],
+        num_cached_tokens=left.num_cached_tokens + right.num_cached_tokens,
+        finish_reason=left.finish_reason if len(vectors[0]) == 0 else right.finish_reason,
+    )
+
+
+def _pad_token_id(processor: InputProcessor) -> int | None:
+    return None if processor.tokenizer is None else processor.tokenizer.pad_token_id
+
+
+def _texts(name: str, data: Any) -> list[Any]:
+    if isinstance(data, str | Mapping):
+        return [_text(name, data)]
+    if not isinstance(data, Sequence):
+        raise TypeError(f"{name} is {data!r:.200}; it must be a text or a list of texts")
+    return [_text(f"{name}[{index}]", text) for index, text in enumerate(data)]
+
+
+def _text(name: str, data: Any) -> Text:
+    is_dict = isinstance(data, Mapping) and any(data.get(key) is not None for key in ("prompt", "prompt_token_ids"))
+    if not isinstance(data, str) and not is_dict:
+        raise TypeError(
+            f"{name} is {data!r:.200}; it must be a text, or a dictionary with 'prompt' or 'prompt_token_ids'"
+        )
+    return data
+
+
+def _with_task(params: Params, task: str | None, truncate_prompt_tokens: int | None) -> Any:
+    """``params``, or those of each prompt, with a task and a length that are not None."""
+
+    def changed(entry: PoolingParams) -> PoolingParams:
+        if not isinstance(entry, PoolingParams):  # refused with the others
+            return entry
+        if task is not None and entry.task not in (None, task):
+            raise ValueError(
+                f"task is {entry.task!r} in pooling_params, and the call is for {task!r}; leave it out there"
+            )
+        changes = {"task": task, "truncate_prompt_tokens": truncate_prompt_tokens}
+        return entry.clone(**{name: value for name, value in changes.items() if value is not None})
+
     if isinstance(params, Sequence):
-        return [entry.clone(**given) if isinstance(entry, PoolingParams) else entry for entry in params]
-    params = PoolingParams() if params is None else params
-    return params.clone(**given) if isinstance(params, PoolingParams) else params
-
-
-def _cosine(left: PoolingRequestOutput, right: PoolingRequestOutput) -> ScoringRequestOutput:
-    score = F.cosine_similarity(left.outputs.data, right.outputs.data, dim=0)
-    ids = [*left.prompt_token_ids, *right.prompt_token_ids]
-    return replace(left, outputs=ScoringOutput(float(score)), prompt_token_ids=ids)
+        return [changed(entry) for entry in params]
+    return changed(PoolingParams() if params is None else params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from importlib import import_module
 
 import torch
@@ -35,8 +36,8 @@ class CausalLM(WeightTree):
 
     model: Decoder
     lm_head: LMHead | TiedLMHead | None
-    score: ColumnParallelLinear | None
-    """Of a model for scores, in place of the logits head: ``[n, hidden_size]`` -> ``[n, num_labels]``."""
+    score: nn.Module | None
+    """Of a model for scores, in place of the logits head: ``[n, hidden_size]`` -> ``[n, num_labels]``, float32."""
 
     def __init__(self, config: ModelConfig, context: ModelContext, layers: range | None = None) -> None:
         super().__init__()
@@ -48,9 +49,7 @@ class CausalLM(WeightTree):
         self.layers = layers
         """The decoder layers of this rank."""
         self.dtype = context.dtype
-        has_score = config.head == "score" and self.is_last
-        parts = (("score", config.num_labels),)
-        self.score = ColumnParallelLinear(context, config.hidden_size, parts) if has_score else None
+        self.score = make_score_head(config, context) if self.is_last else None
 
     @property
     def is_first(self) -> bool:
@@ -108,6 +107,20 @@ class CausalLM(WeightTree):
     def shortened(self) -> AbstractContextManager[None]:
         """Within this context, as few layers run as launch all the kernels of this part. Results are meaningless."""
         return self.model.layers.shortened([self.config.layer_windows[layer] for layer in self.layers])
+
+
+def make_score_head(config: ModelConfig, context: ModelContext) -> nn.Module | None:
+    """The head that `ModelConfig.head` names, on every rank of a tensor group whole; None: it has no scores."""
+    context = replace(context, dtype=torch.float32)
+    if config.head == "score":
+        return ColumnParallelLinear(context, config.hidden_size, (("score", config.num_labels),))
+    if config.head != "reward":
+        return None
+    return nn.Sequential(  # tensors score.0 and score.2
+        ColumnParallelLinear(context, config.hidden_size, (("0", config.hidden_size),), bias=True),
+        nn.ReLU(),
+        ColumnParallelLinear(context, config.hidden_size, (("2", config.num_labels),), bias=True),
+    )
 
 
 def model_class(architecture: str) -> type[CausalLM]:

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from fleetfoot.assets import embedded_model_path
+from fleetfoot.config.architectures import ARCHITECTURES
 from fleetfoot.config.engine import EMBEDDED_MODEL, EngineConfig
-from fleetfoot.config.json_fields import ConfigError
+from fleetfoot.config.json_fields import ConfigError, Fields
 from fleetfoot.config.model import ModelConfig, read_config_json
 from fleetfoot.config.parsing import load_model_config
-from fleetfoot.config.pooling import Pooling, is_pooling_model, resolve_pooling
+from fleetfoot.config.pooling import Pooling, classifier_tokens, is_pooling_model, resolve_pooling
 from fleetfoot.config.sharding import check_pipeline_parallel_size, check_tensor_parallel_size
 from fleetfoot.fusion import plan_fusion
 from fleetfoot.kernels.registry import DeviceFacts, plan_kernels
@@ -131,20 +132,28 @@ def _executor(config: EngineConfig, device: str) -> str:
 
 def _pooling(config: EngineConfig, content: Mapping[str, Any], folder: Path, *, config_only: bool) -> Pooling | None:
     """What the engine pools; None: it generates. ``content``: of ``config.json``, with overrides."""
-    is_own = is_pooling_model(content, folder)
-    if config.runner == "generate" or (config.runner == "auto" and not is_own):
+    base_models = tuple(entry.base_model for entry in ARCHITECTURES.values())
+    is_own = is_pooling_model(content, folder, base_models)
+    if config.runner == "generate" and config.pooler_config is not None:
+        raise ValueError("pooler_config is set, and runner is 'generate'; leave one of them out")
+    if config.runner == "generate" or (config.runner == "auto" and not is_own and config.pooler_config is None):
         return None
     pooling = resolve_pooling(content, folder, config.pooler_config)
-    if tokens := content.get("classifier_from_token"):
-        if not isinstance(tokens, list) or len(tokens) != 2:
-            raise ConfigError(f"classifier_from_token is {tokens!r}; it must be two tokens, of which the second is yes")
+    if tokens := classifier_tokens(Fields(content, {}, str(folder / "config.json"))):
         from fleetfoot.tokenizer.tokenizer import Tokenizer  # other plans need none
 
-        # of the config alone, the plan has placeholders
-        ids = (0, 1) if config_only else Tokenizer.from_path(folder).convert_tokens_to_ids(tokens)
-        if None in ids:
-            raise ConfigError(f"classifier_from_token is {tokens!r}, and the vocabulary does not have all of them")
-        pooling = replace(pooling, token_ids=tuple(ids))
+        name, setting = (config.tokenizer, "tokenizer") if config.tokenizer else (config.model, "model")
+        if config_only:  # without weights
+            folder = find_model(name, config.revision if setting == "model" else None, setting="tokenizer")
+        elif config.tokenizer:
+            folder = find_model(name, setting=setting)
+        vocabulary = Tokenizer.from_path(folder).get_vocab()
+        if missing := [token for token in tokens if token not in vocabulary]:
+            raise ConfigError(f"classifier_from_token is {tokens!r}, and the vocabulary does not have {missing[0]!r}")
+        pooling = replace(pooling, token_ids=tuple(vocabulary[token] for token in tokens))
+    for token in pooling.token_ids:
+        if token >= content["vocab_size"]:
+            raise ConfigError(f"a score is the logit of token {token}, and vocab_size is {content['vocab_size']}")
     return pooling
 
 
@@ -155,9 +164,10 @@ def _for_pooling(config: EngineConfig, model: ModelConfig, pooling: Pooling) -> 
             raise ValueError(f"{name} is {value!r}, but the engine pools; leave it out")
     if not pooling.is_causal:  # each token attends to all others, so a prompt is one chunk
         config = replace(config, enable_chunked_prefill=False, enable_prefix_caching=False)
-    head = "logits" if pooling.token_ids else "score" if pooling.num_labels else "none"
-    model = replace(model, head=head, num_labels=pooling.num_labels, is_causal=pooling.is_causal)
-    return config, model if head == "logits" else replace(model, tie_word_embeddings=False)
+    if pooling.max_length is not None and config.max_model_len is None:
+        config = replace(config, max_model_len=min(pooling.max_length, model.max_position_embeddings))
+    model = replace(model, head=pooling.head, num_labels=pooling.num_labels, is_causal=pooling.is_causal)
+    return config, model if pooling.head == "logits" else replace(model, tie_word_embeddings=False)
 
 
 def find_model(name: str, revision: str | None = None, *, config_only: bool = False, setting: str = "model") -> Path:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
+from fleetfoot.config.pooling import ACTIVATION_NAMES, merge_activation
 from fleetfoot.utils.validation import checked_keywords
 
 POOLING_TASKS = ("embed", "classify", "score", "token_embed", "token_classify")
@@ -19,16 +20,33 @@ class PoolingParams:
     """
 
     truncate_prompt_tokens: int | None = None
-    """Keep this many tokens from the end of the prompt; -1: as many as the model's length allows."""
+    """Keep this many tokens from the beginning of the prompt, special ones at its end included; -1: as many as the
+    model's length allows."""
     dimensions: int | None = None
     """Elements of an embedding: the first ones, for models that were trained so (Kusupati et al. 2022, "Matryoshka
     Representation Learning")."""
     use_activation: bool | None = None
-    """Whether embeddings are normalised to length 1, and softmax or sigmoid is applied to scores."""
+    """Whether embeddings are normalised to length 1, and softmax or sigmoid is applied to scores. None: as the model's
+    checkpoint has it, else True."""
+    normalize: bool | None = None
+    """Another name for use_activation."""
+    softmax: bool | None = None
+    """Another name for use_activation."""
+    activation: bool | None = None
+    """Another name for use_activation."""
     step_tag_id: int | None = None
     """Of a process reward model: return the scores of these tokens alone."""
     task: str | None = None
     """One of POOLING_TASKS."""
+    prompt_name: str | None = None
+    """Of the prompts of a checkpoint of sentence-transformers, the one that is put before a text; None: its default."""
+
+    unsupported: ClassVar[dict[str, Any]] = {
+        "returned_token_ids": (None, "set pooler_config={'returned_token_ids': [...]}"),
+        "requires_token_ids": (False, "leave it out"),
+        "skip_reading_prefix_cache": (None, "leave it out, or give prompts a cache_salt"),
+        "extra_kwargs": (None, "leave it out"),
+    }
 
     def __post_init__(self) -> None:
         for name, least in (("truncate_prompt_tokens", -1), ("dimensions", 1), ("step_tag_id", 0)):
@@ -37,8 +55,12 @@ class PoolingParams:
                 raise ValueError(f"{name} must be None or an integer of at least {least}, got {value!r}")
         if self.truncate_prompt_tokens == 0:
             raise ValueError("truncate_prompt_tokens must be None, -1 or at least 1, got 0")
-        if not (self.use_activation is None or isinstance(self.use_activation, bool)):
-            raise ValueError(f"use_activation must be None, True or False, got {self.use_activation!r}")
+        for name in ("use_activation", *ACTIVATION_NAMES):
+            if not (getattr(self, name) is None or isinstance(getattr(self, name), bool)):
+                raise ValueError(f"{name} must be None, True or False, got {getattr(self, name)!r}")
+        self.use_activation = merge_activation(self)
+        if not isinstance(self.prompt_name, str | None):
+            raise ValueError(f"prompt_name must be None or the name of a prompt, got {self.prompt_name!r}")
         if self.task is not None and self.task not in POOLING_TASKS:
             raise ValueError(f"task must be None or one of {', '.join(POOLING_TASKS)}, got {self.task!r}")
 

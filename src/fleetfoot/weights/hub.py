@@ -10,10 +10,12 @@ import re
 import struct
 from pathlib import Path
 
+from fleetfoot.config.sentence_transformers import FILES as SENTENCE_TRANSFORMERS
+
 logger = logging.getLogger(__name__)
 
 _ALLOWED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
-_CONFIGS = ["config.json", "generation_config.json", "modules.json", "*_Pooling/config.json"]
+_CONFIGS = ["config.json", "generation_config.json", *SENTENCE_TRANSFORMERS]
 _IGNORED = ["consolidated*", "original/*"]  # the same weights in another layout
 _SAMPLE_BYTES = 512
 

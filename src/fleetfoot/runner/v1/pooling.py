@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from fleetfoot.config.json_fields import ConfigError
 from fleetfoot.config.pooling import Pooling
+from fleetfoot.config.sentence_transformers import Projection
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.pooling_params import PoolingParams
 from fleetfoot.records.step import ModelRunnerOutput, NewRequest
 from fleetfoot.runner.v1.runner import ModelRunnerV1
 from fleetfoot.weights.loading import ModelLoader
+
+_LOGITS_ROWS = 64
+"""Tokens for which the logits of the whole vocabulary are in memory at the same time."""
 
 
 @dataclass(slots=True)
@@ -38,10 +45,11 @@ class Pooler:
     Args:
         pooling: of the engine.
         model: with the head for scores, if it has one.
+        projections: from pooled vectors to embeddings.
     """
 
-    def __init__(self, pooling: Pooling, model: CausalLM) -> None:
-        self._pooling, self._model = pooling, model
+    def __init__(self, pooling: Pooling, model: CausalLM, projections: nn.Module) -> None:
+        self._pooling, self._model, self._projections = pooling, model, projections
         self._prompts: dict[int, _Prompt] = {}
 
     def add(self, request: NewRequest) -> None:
@@ -80,31 +88,64 @@ class Pooler:
         else:
             assert prompt.total is not None
             pooled = prompt.total / prompt.num_tokens if kind == "MEAN" else prompt.total
-        output = self._head(pooled.reshape(-1, pooled.shape[-1]))
-        use_activation = self._pooling.use_activation if params.use_activation is None else params.use_activation
-        if self._pooling.task == "embed":
-            dimensions = params.dimensions or self._pooling.dimensions
-            output = output[:, :dimensions]
-            output = F.normalize(output, dim=1) if use_activation else output
-        elif use_activation:
-            output = output.sigmoid() if self._pooling.is_sigmoid else output.softmax(1)
+        states = pooled.reshape(-1, pooled.shape[-1])
+        output = self._embeddings(states, params) if self._pooling.task == "embed" else self._scores(states, params)
         return output.reshape(*pooled.shape[:-1], output.shape[1]).cpu()
 
-    def _head(self, pooled: torch.Tensor) -> torch.Tensor:
-        """``[n, hidden_size]`` float32 -> scores ``[n, num_labels]`` float32, or the same without a head."""
-        if self._pooling.token_ids:
-            logits = self._model.compute_logits(pooled.to(self._model.dtype)).float()
-            no, yes = logits[:, list(self._pooling.token_ids)].T
-            return (yes - no)[:, None]
-        return pooled if self._model.score is None else self._model.score(pooled.to(self._model.dtype)).float()
+    def _embeddings(self, states: torch.Tensor, params: PoolingParams) -> torch.Tensor:
+        """``[n, hidden_size]`` float32 -> ``[n, dimensions]``."""
+        dimensions = params.dimensions or self._pooling.dimensions
+        output = self._projections(states)[:, :dimensions]
+        output = F.normalize(output, dim=1) if self._is_activated(params) else output
+        return output if dimensions else output[:, : self._pooling.truncate_dim]
+
+    def _scores(self, states: torch.Tensor, params: PoolingParams) -> torch.Tensor:
+        """``[n, hidden_size]`` float32 -> ``[n, num_labels]``."""
+        pooling = self._pooling
+        if pooling.token_ids:
+            scores = torch.cat([self._token_logits(rows) for rows in states.split(_LOGITS_ROWS)])
+            scores = scores[:, 1:] - scores[:, :1] if pooling.is_difference else scores
+        else:
+            assert self._model.score is not None
+            scores = self._model.score(states)
+        scores = (scores - pooling.logit_mean) / pooling.logit_sigma
+        if pooling.activation == "identity" or not self._is_activated(params):
+            return scores
+        return scores.sigmoid() if pooling.activation == "sigmoid" else scores.softmax(1)
+
+    def _token_logits(self, states: torch.Tensor) -> torch.Tensor:
+        logits = self._model.compute_logits(states.to(self._model.dtype))
+        return logits[:, list(self._pooling.token_ids)].float()
+
+    def _is_activated(self, params: PoolingParams) -> bool:
+        return self._pooling.use_activation if params.use_activation is None else params.use_activation
 
     def _kind(self, params: PoolingParams) -> str:
-        if (params.task or "").startswith("token_"):
-            return "STEP" if self._step_tag_id(params) is not None else "ALL"
-        return self._pooling.pooling_type
+        if not (params.task or "").startswith("token_"):
+            return self._pooling.pooling_type
+        return "STEP" if params.step_tag_id is not None else self._pooling.token_pooling_type
 
     def _step_tag_id(self, params: PoolingParams) -> int | None:
         return self._pooling.step_tag_id if params.step_tag_id is None else params.step_tag_id
+
+
+def load_projections(projections: tuple[Projection, ...], loader: ModelLoader) -> nn.Sequential:
+    """The ``Dense`` modules of sentence-transformers, in float32. Raises ConfigError: a file is missing, or does not
+    fit its config."""
+    layers: list[nn.Module] = []
+    for projection in projections:
+        linear = nn.Linear(projection.in_features, projection.out_features, projection.bias, loader.context.device)
+        if loader.load_format != "dummy" and loader.folder is not None:
+            from safetensors.torch import load_file
+
+            path = Path(loader.folder) / projection.folder / "model.safetensors"
+            try:
+                tensors = load_file(path, device=str(loader.context.device))
+                linear.load_state_dict({name.removeprefix("linear."): value for name, value in tensors.items()})
+            except (OSError, RuntimeError) as error:
+                raise ConfigError(f"{path} does not have the weights of {projection}: {error}") from error
+        layers += [linear, getattr(nn, projection.activation)()]
+    return nn.Sequential(*layers).requires_grad_(False)
 
 
 class PoolingModelRunner(ModelRunnerV1):
@@ -116,7 +157,7 @@ class PoolingModelRunner(ModelRunnerV1):
 
     def _initialize_state(self, model: CausalLM, layout: KVLayout) -> None:
         super()._initialize_state(model, layout)
-        self._pooler = Pooler(self._pooling, model)
+        self._pooler = Pooler(self._pooling, model, load_projections(self._pooling.projections, self._loader))
         self._sampler = self._pooler  # type: ignore[assignment]  # rows are added and removed as those of the sampler
 
     @torch.inference_mode()
