@@ -1,5 +1,5 @@
 """Row-wise operations between matmuls: RMSNorm (Zhang and Sennrich, 2019), plain, fused with the residual sum before it
-or deferred to the matmul after it, and the gate of a SwiGLU MLP (Shazeer, 2020).
+or deferred to the matmul after it, and the gate of a SwiGLU or GeGLU MLP (Shazeer, 2020).
 
 The references in torch, and Triton kernels. The kernel of the norms keeps a row in the registers of one program.
 """
@@ -20,22 +20,24 @@ if TYPE_CHECKING:
 
 MAX_SIZE = 65536
 """Maximum row size of the Triton kernel of the norms; longer rows use the reference."""
-_SILU_TILE = 1024
+_ACTIVATION_TILE = 1024
 
 
-def rms_norm_torch(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension.
+def rms_norm_torch(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
+    """``x / sqrt(mean(x^2) + eps) * (weight + offset)`` over the last dimension.
 
     Args:
         x: ``[..., hidden]``.
         weight: ``[hidden]``.
+        offset: 1 for Gemma, whose weights are stored as their difference from 1.
 
     Returns:
         ``[..., hidden]`` in the dtype of ``x``: computed in float32, rounded once at the end.
     """
     x32 = x.float()
     inverse_rms = torch.rsqrt(x32.square().mean(dim=-1, keepdim=True) + eps)  # [..., 1]
-    return (x32 * inverse_rms * weight.float()).to(x.dtype)
+    scale = weight.float() + offset if offset else weight.float()
+    return (x32 * inverse_rms * scale).to(x.dtype)
 
 
 def sum_parts(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -102,13 +104,21 @@ def silu_and_mul_torch(gate_up: torch.Tensor) -> torch.Tensor:
     return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
 
 
-def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def gelu_and_mul_torch(gate_up: torch.Tensor) -> torch.Tensor:
+    """``gelu(gate) * up``, with the approximation of GELU by tanh; see `silu_and_mul_torch`."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+
+def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
     """See `rms_norm_torch`: ``x [..., hidden]`` -> the same shape.
 
     Raises:
         ValueError: the size of the weight differs.
     """
-    return rms_norm_torch(x, weight, eps) if x.shape[-1] > MAX_SIZE else _rms_norm(x, None, weight, eps)[0]
+    if x.shape[-1] > MAX_SIZE:
+        return rms_norm_torch(x, weight, eps, offset)
+    return _rms_norm(x, None, weight, eps, offset)[0]
 
 
 def add_rms_norm_triton(
@@ -124,7 +134,7 @@ def add_rms_norm_triton(
 
 
 def _rms_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm, and the sum with the residual; the norm twice without one."""
     x = x.contiguous()
@@ -141,8 +151,8 @@ def _rms_norm(
         overlap = can_overlap(x.device)
         _rms_norm_kernel[(num_rows,)](
             output, total, x, like, weight, eps, num_rows, size,
-            num_parts=x.shape[0] if x.ndim > like.ndim else 0, has_residual=residual is not None, tile=tile,
-            overlap=overlap, num_warps=min(16, max(4 if tile >= 1024 else 1, tile // 512)), **launch_options(overlap),
+            num_parts=x.shape[0] if x.ndim > like.ndim else 0, has_residual=residual is not None, offset=offset,
+            tile=tile, overlap=overlap, num_warps=min(16, max(4 if tile >= 1024 else 1, tile // 512)), **launch_options(overlap),
         )  # fmt: skip
     return output, total
 
@@ -150,26 +160,29 @@ def _rms_norm(
 @triton_kernel(unspecialized=("num_rows",))
 def _rms_norm_kernel(
     output_ptr, total_ptr, x_ptr, residual_ptr, weight_ptr, eps, num_rows, size,
-    num_parts: tl.constexpr, has_residual: tl.constexpr, tile: tl.constexpr, overlap: tl.constexpr,
+    num_parts: tl.constexpr, has_residual: tl.constexpr, offset: tl.constexpr, tile: tl.constexpr,
+    overlap: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(overlap)
     column = tl.arange(0, tile)
     in_row = column < size
     weight = tl.load(weight_ptr + column, mask=in_row, other=0.0).to(tl.float32)  # [tile], like all below
+    if offset != 0:
+        weight += offset
     wait_for_inputs(overlap)
-    offset = tl.program_id(0).to(tl.int64) * size + column
-    value = tl.load(x_ptr + offset, mask=in_row, other=0.0)
+    place = tl.program_id(0).to(tl.int64) * size + column
+    value = tl.load(x_ptr + place, mask=in_row, other=0.0)
     if num_parts > 0:
         for part in tl.static_range(1, num_parts):
-            value += tl.load(x_ptr + part * num_rows.to(tl.int64) * size + offset, mask=in_row, other=0.0)
+            value += tl.load(x_ptr + part * num_rows.to(tl.int64) * size + place, mask=in_row, other=0.0)
         value = value.to(output_ptr.dtype.element_ty)
     if has_residual:
-        residual = tl.load(residual_ptr + offset, mask=in_row, other=0.0)
+        residual = tl.load(residual_ptr + place, mask=in_row, other=0.0)
         value = (value.to(tl.float32) + residual.to(tl.float32)).to(output_ptr.dtype.element_ty)
-        tl.store(total_ptr + offset, value, mask=in_row)
+        tl.store(total_ptr + place, value, mask=in_row)
     value = value.to(tl.float32)
     inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(value * value, axis=0) / size + eps)
-    tl.store(output_ptr + offset, (value * inverse_rms * weight).to(output_ptr.dtype.element_ty), mask=in_row)
+    tl.store(output_ptr + place, (value * inverse_rms * weight).to(output_ptr.dtype.element_ty), mask=in_row)
 
 
 def silu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
@@ -178,15 +191,25 @@ def silu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: the number of columns is odd.
     """
+    return _activate(gate_up, "silu_and_mul", is_gelu=False)
+
+
+def gelu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `gelu_and_mul_torch`; raises ValueError like `silu_and_mul_triton`."""
+    return _activate(gate_up, "gelu_and_mul", is_gelu=True)
+
+
+def _activate(gate_up: torch.Tensor, operation: str, *, is_gelu: bool) -> torch.Tensor:
     num_rows, width = gate_up.shape
     if width % 2:
-        raise ValueError(f"silu_and_mul: gate_up {list(gate_up.shape)} must have an even number of columns")
+        raise ValueError(f"{operation}: gate_up {list(gate_up.shape)} must have an even number of columns")
     output = torch.empty((num_rows, width // 2), dtype=gate_up.dtype, device=gate_up.device)
     if output.numel() > 0:
         overlap = can_overlap(gate_up.device)
-        _silu_and_mul_kernel[(num_rows, cdiv(width // 2, _SILU_TILE))](
-            output, gate_up.contiguous(), width // 2, tile=_SILU_TILE, overlap=overlap, **launch_options(overlap)
-        )
+        _activation_kernel[(num_rows, cdiv(width // 2, _ACTIVATION_TILE))](
+            output, gate_up.contiguous(), width // 2,
+            is_gelu=is_gelu, tile=_ACTIVATION_TILE, overlap=overlap, **launch_options(overlap),
+        )  # fmt: skip
     return output
 
 
@@ -198,7 +221,17 @@ def silu_and_mul(gate, up):
 
 
 @triton_kernel()
-def _silu_and_mul_kernel(output_ptr, gate_up_ptr, width, tile: tl.constexpr, overlap: tl.constexpr):
+def _gelu_and_mul(gate, up):
+    """The same with GELU: ``0.5 * x * (1 + tanh(y))`` is ``x * sigmoid(2 * y)``."""
+    gate = gate.to(tl.float32)
+    double_y = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 * sqrt(2 / pi)
+    return gate / (1.0 + tl.exp(-double_y)) * up.to(tl.float32)
+
+
+@triton_kernel()
+def _activation_kernel(
+    output_ptr, gate_up_ptr, width, is_gelu: tl.constexpr, tile: tl.constexpr, overlap: tl.constexpr
+):
     launch_dependents(overlap)
     wait_for_inputs(overlap)
     row = tl.program_id(0).to(tl.int64)
@@ -207,5 +240,5 @@ def _silu_and_mul_kernel(output_ptr, gate_up_ptr, width, tile: tl.constexpr, ove
     gate_ptr = gate_up_ptr + row * 2 * width + column
     gate = tl.load(gate_ptr, mask=in_row, other=0.0)
     up = tl.load(gate_ptr + width, mask=in_row, other=0.0)
-    result = silu_and_mul(gate, up)
+    result = _gelu_and_mul(gate, up) if is_gelu else silu_and_mul(gate, up)
     tl.store(output_ptr + row * width + column, result.to(output_ptr.dtype.element_ty), mask=in_row)

@@ -57,12 +57,16 @@ class KernelPlan(Mapping[str, str]):
         return "; ".join(f"{name}: {', '.join(operations)}" for name, operations in listed.items())
 
 
-RMSNorm = Callable[["torch.Tensor", "torch.Tensor", float], "torch.Tensor"]
-"""See `Kernels.rms_norm`: ``(x, weight, eps)``."""
 AddRMSNorm = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor", float], "tuple[torch.Tensor, torch.Tensor]"]
 """See `Kernels.add_rms_norm`: ``(x, residual, weight, eps)``."""
 RopeAndCache = Callable[["torch.Tensor", "torch.Tensor", "AttentionMetadata", int, "RotaryInputs"], "torch.Tensor"]
 """See `Kernels.rope_and_cache`: ``(qkv, kv_cache, metadata, num_heads, rotary)``."""
+
+
+class RMSNorm(Protocol):
+    """See `Kernels.rms_norm`."""
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor: ...
 
 
 class PrepareLinear(Protocol):
@@ -113,12 +117,14 @@ class Kernels:
     """What was loaded: operation -> the name of its implementation."""
     attention: AttentionBackend
     rms_norm: RMSNorm
-    """``x [num_tokens, hidden]`` -> the same shape, normalised in float32, times ``weight [hidden]``."""
+    """``x [num_tokens, hidden]`` -> the same shape, normalised in float32, times ``weight [hidden] + offset``."""
     add_rms_norm: AddRMSNorm
     """``(x, residual)`` -> ``(rms_norm(x + residual), x + residual)``; the sum is rounded to the dtype first. ``x`` may
     be partial sums ``[splits, num_tokens, hidden]`` float32."""
     silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
     """``[num_tokens, 2 * intermediate]`` (gate, up) -> ``silu(gate) * up [num_tokens, intermediate]``."""
+    gelu_and_mul: Callable[[torch.Tensor], torch.Tensor]
+    """The same with GELU, approximated by tanh."""
     rope_and_cache: RopeAndCache
     """Split ``qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]``, norm q and k per head where weights are
     given, rotate both at ``metadata.positions``, write K and V to ``kv_cache`` at ``metadata.slot_mapping`` (a negative

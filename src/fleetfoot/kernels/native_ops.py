@@ -7,7 +7,7 @@ import torch
 
 from fleetfoot.kernels.attention.rope_and_cache import rope_and_cache_torch
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
-from fleetfoot.kernels.elementwise import add_rms_norm_torch, rms_norm_torch, silu_and_mul_torch
+from fleetfoot.kernels.elementwise import add_rms_norm_torch, gelu_and_mul_torch, rms_norm_torch, silu_and_mul_torch
 from fleetfoot.kernels.linear.linear import PreparedLinear, check_replacement, prepare_linear_torch
 from fleetfoot.kernels.sampling.sample import RandomRows, draw_filtered, mark_invalid, sample_cpu
 from fleetfoot.native.loading import NativeLibrary, check_status, load_library
@@ -19,17 +19,19 @@ _MAX_HEAD_DIM = 256
 _NO_WINDOW = 1 << 30  # longer than any sequence; fits in 32 bits with room to add positions
 
 
-def rms_norm_native(library: NativeLibrary, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm_native(
+    library: NativeLibrary, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
+) -> torch.Tensor:
     """See `Kernels.rms_norm`."""
     dtype, size = x.dtype, x.shape[-1]
     code = DTYPES.get(dtype)
     if code is None or not x.is_contiguous():
-        return rms_norm_torch(x, weight, eps)
+        return rms_norm_torch(x, weight, eps, offset)
     if not _is_norm(weight, size, dtype):
         raise ValueError(_mismatch("rms_norm", x=x, weight=weight))
     output = torch.empty_like(x)
     pointers = output.data_ptr(), x.data_ptr(), weight.data_ptr()
-    library.rms_norm(*pointers, eps, x.numel() // max(size, 1), size, code, torch.get_num_threads())
+    library.rms_norm(*pointers, eps, offset, x.numel() // max(size, 1), size, code, torch.get_num_threads())
     return output
 
 
@@ -51,15 +53,25 @@ def add_rms_norm_native(
 
 def silu_and_mul_native(library: NativeLibrary, gate_up: torch.Tensor) -> torch.Tensor:
     """See `Kernels.silu_and_mul`."""
-    dtype = gate_up.dtype
-    code = DTYPES.get(dtype)
-    if code is None or not gate_up.is_contiguous():
+    if gate_up.dtype not in DTYPES or not gate_up.is_contiguous():
         return silu_and_mul_torch(gate_up)
+    return _activate(library, gate_up, "silu_and_mul", is_gelu=False)
+
+
+def gelu_and_mul_native(library: NativeLibrary, gate_up: torch.Tensor) -> torch.Tensor:
+    """See `Kernels.gelu_and_mul`."""
+    if gate_up.dtype not in DTYPES or not gate_up.is_contiguous():
+        return gelu_and_mul_torch(gate_up)
+    return _activate(library, gate_up, "gelu_and_mul", is_gelu=True)
+
+
+def _activate(library: NativeLibrary, gate_up: torch.Tensor, operation: str, *, is_gelu: bool) -> torch.Tensor:
     num_rows, width = gate_up.shape
     if width % 2:
-        raise ValueError(_mismatch("silu_and_mul: gate and up must be equally wide", gate_up=gate_up))
-    output = torch.empty((num_rows, width // 2), dtype=dtype)
-    library.silu_and_mul(output.data_ptr(), gate_up.data_ptr(), num_rows, width // 2, code, torch.get_num_threads())
+        raise ValueError(_mismatch(f"{operation}: gate and up must be equally wide", gate_up=gate_up))
+    output = torch.empty((num_rows, width // 2), dtype=gate_up.dtype)
+    shape = num_rows, width // 2, DTYPES[gate_up.dtype], torch.get_num_threads()
+    library.silu_and_mul(output.data_ptr(), gate_up.data_ptr(), *shape, is_gelu)
     return output
 
 
@@ -103,7 +115,7 @@ def rope_and_cache_native(
     status = library.rope_and_cache(
         query.data_ptr(), qkv.data_ptr(), qkv_stride[0], kv_cache.data_ptr(), num_blocks, *kv_stride[:4],
         slot_mapping.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), cos_sin.shape[0],
-        None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(), rotary.eps,
+        None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(), rotary.eps, rotary.norm_offset,
         num_tokens, num_heads, num_kv_heads, block_size, head_dim, code, torch.get_num_threads(),
     )  # fmt: skip
     check_status(status, "rope_and_cache")
@@ -125,7 +137,13 @@ class NativeBackend(SDPABackend):
         self._kernel = load_library(variant).paged_attention
 
     def forward(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata, scale: float, window: int | None
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`. The output of tokens that belong to no request is zero.
 
@@ -136,7 +154,7 @@ class NativeBackend(SDPABackend):
         num_tokens, num_heads, head_dim = query.shape
         num_blocks, _, num_kv_heads, block_size, kv_head_dim = kv_cache.shape
         if dtype not in DTYPES or head_dim % 16 or not 0 < head_dim <= _MAX_HEAD_DIM:
-            return super().forward(query, kv_cache, metadata, scale, window)
+            return super().forward(query, kv_cache, metadata, scale, window, soft_cap)
         block_tables = metadata.block_tables
         query_stride, kv_stride, table_stride = query.stride(), kv_cache.stride(), block_tables.stride()
         if (
@@ -156,7 +174,8 @@ class NativeBackend(SDPABackend):
             output.data_ptr(), query.data_ptr(), query_stride[0], num_tokens, kv_cache.data_ptr(), num_blocks,
             *kv_stride[:4], metadata.query_start_loc.data_ptr(), metadata.seq_lens.data_ptr(), block_tables.data_ptr(),
             table_stride[0], block_tables.shape[1], metadata.num_reqs, num_heads, num_kv_heads, block_size, head_dim,
-            scale, _NO_WINDOW if window is None else window, DTYPES[dtype], torch.get_num_threads(),
+            scale, soft_cap or 0.0, _NO_WINDOW if window is None else window, DTYPES[dtype],
+            torch.get_num_threads(),
         )  # fmt: skip
         check_status(status, "paged_attention")
         return output

@@ -61,6 +61,7 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "rms_norm": {"triton": "elementwise", "native": "native_ops", "torch": "elementwise"},
         "add_rms_norm": {"triton": "elementwise", "native": "native_ops", "torch": "elementwise"},
         "silu_and_mul": {"triton": "elementwise", "native": "native_ops", "torch": "elementwise"},
+        "gelu_and_mul": {"triton": "elementwise", "native": "native_ops", "torch": "elementwise"},
         "rope_and_cache": {
             "triton": "attention.rope_and_cache",
             "native": "native_ops",
@@ -110,7 +111,7 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 """Operation -> its implementations, the fastest first, each with its module below ``fleetfoot.kernels``. Unless a name
 follows, the function is called ``operation_implementation``. `Kernels` documents what an operation does."""
 
-_COMPILED = dict.fromkeys(("rms_norm", "add_rms_norm", "silu_and_mul", "linear_chain"), "torch")
+_COMPILED = dict.fromkeys(("rms_norm", "add_rms_norm", "silu_and_mul", "gelu_and_mul", "linear_chain"), "torch")
 _COMPILED["prepare_linear"] = "plain"
 """Operations within layers, and the implementations that ``torch.compile`` can trace."""
 _INSTANTIATED = frozenset({"attention"})

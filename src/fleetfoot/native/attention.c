@@ -19,6 +19,7 @@ typedef struct {
     int64_t table_stride, table_width, num_blocks, num_tokens;
     int num_requests, num_heads, num_kv_heads, block_size, head_dim, window, dtype;
     float scale;  /* times log2(e): the softmax works in base 2 */
+    float cap_factor; /* scores are tanh(product * cap_factor) * scale; 0: product * scale */
     int *invalid; /* set if a block table has an id outside of the cache */
 } problem;
 
@@ -212,7 +213,7 @@ INLINE void run_item(const problem *p, const item *it, workspace *ws, float *par
     float *partial = it->partial < 0 ? NULL : partials + it->partial;
     for (int tile = it->tile_begin; tile < it->tile_end; tile++) {
         place_tile(p, it, tile * TILE, ws, dtype);
-        attend_tile(ws, rows, head_dim, p->side_stride * element_size(dtype), p->scale, dtype);
+        attend_tile(ws, rows, head_dim, p->side_stride * element_size(dtype), p->scale, p->cap_factor, dtype);
         for (int r = 0; r < rows; r++) {
             const float *values = ws->tile + r * head_dim;
             if (it->partial < 0) {
@@ -290,8 +291,8 @@ int EXPORT(paged_attention)(void *output, const void *query, int64_t query_strid
                             int64_t num_blocks, int64_t block_stride, int64_t side_stride, int64_t head_stride,
                             int64_t token_stride, const int32_t *query_start_loc, const int32_t *seq_lens,
                             const int32_t *block_tables, int64_t table_stride, int64_t table_width, int num_requests,
-                            int num_heads, int num_kv_heads, int block_size, int head_dim, float scale, int window,
-                            int dtype, int num_threads) {
+                            int num_heads, int num_kv_heads, int block_size, int head_dim, float scale,
+                            float soft_cap, int window, int dtype, int num_threads) {
     int invalid = 0;
     const problem p = {
         .output = output, .query = query, .kv = kv, .query_stride = query_stride, .block_stride = block_stride,
@@ -299,7 +300,9 @@ int EXPORT(paged_attention)(void *output, const void *query, int64_t query_strid
         .query_start_loc = query_start_loc, .seq_lens = seq_lens, .block_tables = block_tables,
         .table_stride = table_stride, .table_width = table_width, .num_blocks = num_blocks, .num_tokens = num_tokens,
         .num_requests = num_requests, .num_heads = num_heads, .num_kv_heads = num_kv_heads, .block_size = block_size,
-        .head_dim = head_dim, .window = window, .dtype = dtype, .scale = scale * LOG2_E, .invalid = &invalid,
+        .head_dim = head_dim, .window = window, .dtype = dtype, .invalid = &invalid,
+        .scale = (soft_cap > 0.0f ? soft_cap : scale) * LOG2_E,
+        .cap_factor = soft_cap > 0.0f ? scale / soft_cap : 0.0f,
     };
     schedule s = {0};
     int status = plan(&p, &s, &num_threads);

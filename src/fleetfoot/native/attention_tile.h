@@ -139,6 +139,11 @@ INLINE vi inside(int p, int low, int high) {
     return (position >= splat_int(low)) & (position < splat_int(high));
 }
 
+/* Scores become tanh(score * factor). */
+INLINE void cap_row(float *row, int from, int to, float factor) {
+    for (int p = from; p < to; p += VL) store_f32(row + p, tanh_float(load_f32(row + p) * splat(factor)));
+}
+
 /* Turns the scores of one row into weights; positions from .. to outside of low .. high become 0. */
 INLINE void softmax_row(float *row, int low, int high, int from, int to, float scale, float *max, float *sum) {
     const vf minus_infinity = splat(-INFINITY);
@@ -216,9 +221,11 @@ INLINE void value_rows(const float *weights, const char *const *rows_of_keys, in
 INLINE int round_down(int x, int step) { return x / step * step; }
 INLINE int round_up(int x, int step) { return (x + step - 1) / step * step; }
 
-/* Scores, softmax and values of `rows` rows against one tile. ws holds the query, the rows' positions low .. high (both
+/* Scores, softmax and values of `rows` rows against one tile. With a cap_factor the softmax is of tanh(score *
+ * cap_factor); 0: none. ws holds the query, the rows' positions low .. high (both
  * non-decreasing over the rows) and the key rows of each CHUNK that any of them reads. */
-INLINE void attend_tile(workspace *ws, int rows, int64_t head_dim, int64_t side_bytes, float scale, int dtype) {
+INLINE void attend_tile(workspace *ws, int rows, int64_t head_dim, int64_t side_bytes, float scale, float cap_factor,
+                        int dtype) {
     const int64_t units = units_of(head_dim, dtype);
     const int tile_low = round_down(ws->low[0], CHUNK), tile_high = round_up(ws->high[rows - 1], CHUNK);
     for (int strip = round_down(tile_low, STRIP); strip < tile_high; strip += STRIP) {
@@ -237,6 +244,8 @@ INLINE void attend_tile(workspace *ws, int rows, int64_t head_dim, int64_t side_
     for (int r = 0; r < rows; r += BLOCK_ROWS) {
         const int count = rows - r < BLOCK_ROWS ? rows - r : BLOCK_ROWS;
         const int low = ws->low[r], high = ws->high[r + count - 1];
+        for (int i = r; i < r + count && cap_factor > 0.0f; i++)
+            cap_row(ws->scores + i * TILE, round_down(ws->low[i], VL), ws->high[i], cap_factor);
         for (int i = r; i < r + count; i++)
             softmax_row(ws->scores + i * TILE, ws->low[i], ws->high[i], round_down(low, CHUNK), round_up(high, CHUNK),
                         scale, &ws->tile_max[i], &ws->tile_sum[i]);

@@ -48,22 +48,24 @@ INLINE float sum_of_squares(const char *x, const char *residual, char *total, in
     return sum_lanes((squares[0] + squares[1]) + (squares[2] + squares[3])) + rest;
 }
 
-INLINE void scale_row(char *output, const char *x, const char *weight, float factor, int64_t size, int dtype) {
+INLINE void scale_row(char *output, const char *x, const char *weight, float factor, float offset, int64_t size,
+                      int dtype) {
     int64_t i = 0;
     for (; i + VL <= size; i += VL)
-        store(output, i, load(x, i, dtype) * splat(factor) * load(weight, i, dtype), dtype);
-    for (; i < size; i++) store_one(output, i, load_one(x, i, dtype) * factor * load_one(weight, i, dtype), dtype);
+        store(output, i, load(x, i, dtype) * splat(factor) * (load(weight, i, dtype) + splat(offset)), dtype);
+    for (; i < size; i++)
+        store_one(output, i, load_one(x, i, dtype) * factor * (load_one(weight, i, dtype) + offset), dtype);
 }
 
 INLINE void norm_row(char *output, char *total, const char *x, const char *residual, const char *weight, float eps,
-                     int64_t size, int dtype) {
+                     float offset, int64_t size, int dtype) {
     const float squares = sum_of_squares(x, residual, total, size, dtype);
     const float factor = 1.0f / __builtin_sqrtf(squares / (float)size + eps);
-    scale_row(output, residual ? total : x, weight, factor, size, dtype);
+    scale_row(output, residual ? total : x, weight, factor, offset, size, dtype);
 }
 
 static void norm_rows(char *output, char *total, const char *x, const char *residual, const char *weight, float eps,
-                      int64_t num_rows, int64_t size, int dtype, int num_threads) {
+                      float offset, int64_t num_rows, int64_t size, int dtype, int num_threads) {
     const int64_t bytes = size * element_size(dtype);
     const int threads = threads_for(num_rows * size, num_threads);
     (void)threads;
@@ -71,46 +73,64 @@ static void norm_rows(char *output, char *total, const char *x, const char *resi
     for (int64_t row = 0; row < num_rows; row++) {
         const int64_t at = row * bytes;
         WITH_CONSTANT_DTYPE(dtype, norm_row, output + at, residual ? total + at : NULL, x + at,
-                            residual ? residual + at : NULL, weight, eps, size)
+                            residual ? residual + at : NULL, weight, eps, offset, size)
     }
 }
 
-/* output = rms_norm(x) * weight over rows [num_rows, size]; all contiguous. */
-void EXPORT(rms_norm)(char *output, const char *x, const char *weight, float eps, int64_t num_rows, int64_t size,
-                      int dtype, int num_threads) {
-    norm_rows(output, NULL, x, NULL, weight, eps, num_rows, size, dtype, num_threads);
+/* output = rms_norm(x) * (weight + offset) over rows [num_rows, size]; all contiguous. */
+void EXPORT(rms_norm)(char *output, const char *x, const char *weight, float eps, float offset, int64_t num_rows,
+                      int64_t size, int dtype, int num_threads) {
+    norm_rows(output, NULL, x, NULL, weight, eps, offset, num_rows, size, dtype, num_threads);
 }
 
 /* total = x + residual, rounded; output = rms_norm(total) * weight. */
 void EXPORT(add_rms_norm)(char *output, char *total, const char *x, const char *residual, const char *weight, float eps,
                           int64_t num_rows, int64_t size, int dtype, int num_threads) {
-    norm_rows(output, total, x, residual, weight, eps, num_rows, size, dtype, num_threads);
+    norm_rows(output, total, x, residual, weight, eps, 0.0f, num_rows, size, dtype, num_threads);
 }
 
-/* --- SwiGLU ---------------------------------------------------------------------------------------------------- */
+/* --- SwiGLU and GeGLU ------------------------------------------------------------------------------------------ */
 
-INLINE void silu_row(char *output, const char *gate, const char *up, int64_t size, int dtype) {
+/* SiLU, or GELU with tanh: 0.5 * x * (1 + tanh(y)) is x * sigmoid(2 * y). */
+INLINE vf activation(vf x, const int is_gelu) {
+    if (!is_gelu) return x * sigmoid(x);
+    const vf cubic = multiply_add(x * x * splat(0.044715f), x, x);
+    return x * sigmoid(cubic * splat(1.59576912160573f)); /* 2 * sqrt(2 / pi) */
+}
+
+INLINE void activate_row(char *output, const char *gate, const char *up, int64_t size, const int is_gelu, int dtype) {
     int64_t i = 0;
-    for (; i + VL <= size; i += VL) {
-        vf x = load(gate, i, dtype);
-        store(output, i, x * sigmoid(x) * load(up, i, dtype), dtype);
-    }
+    for (; i + VL <= size; i += VL)
+        store(output, i, activation(load(gate, i, dtype), is_gelu) * load(up, i, dtype), dtype);
     for (; i < size; i++) {
         vf x = splat(load_one(gate, i, dtype));
-        store_one(output, i, (x * sigmoid(x))[0] * load_one(up, i, dtype), dtype);
+        store_one(output, i, activation(x, is_gelu)[0] * load_one(up, i, dtype), dtype);
     }
 }
 
-/* output [num_rows, size] = silu(gate) * up of gate_up [num_rows, 2 * size]. */
+INLINE void silu_row(char *output, const char *gate, const char *up, int64_t size, int dtype) {
+    activate_row(output, gate, up, size, 0, dtype);
+}
+
+INLINE void gelu_row(char *output, const char *gate, const char *up, int64_t size, int dtype) {
+    activate_row(output, gate, up, size, 1, dtype);
+}
+
+/* output [num_rows, size] = silu(gate) * up of gate_up [num_rows, 2 * size], or gelu(gate) * up. */
 void EXPORT(silu_and_mul)(char *output, const char *gate_up, int64_t num_rows, int64_t size, int dtype,
-                          int num_threads) {
+                          int num_threads, int is_gelu) {
     const int64_t bytes = size * element_size(dtype);
     const int threads = threads_for(num_rows * size, num_threads);
     (void)threads;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t row = 0; row < num_rows; row++)
-        WITH_CONSTANT_DTYPE(dtype, silu_row, output + row * bytes, gate_up + 2 * row * bytes,
-                            gate_up + (2 * row + 1) * bytes, size)
+    for (int64_t row = 0; row < num_rows; row++) {
+        char *target = output + row * bytes;
+        const char *gate = gate_up + 2 * row * bytes, *up = gate + bytes;
+        if (is_gelu)
+            WITH_CONSTANT_DTYPE(dtype, gelu_row, target, gate, up, size)
+        else
+            WITH_CONSTANT_DTYPE(dtype, silu_row, target, gate, up, size)
+    }
 }
 
 /* --- rotary embedding and KV cache ----------------------------------------------------------------------------- */
@@ -123,24 +143,25 @@ typedef struct {
     const char *q_norm, *k_norm; /* [head_dim] or NULL */
     int64_t qkv_stride, block_stride, side_stride, head_stride, token_stride;
     int num_heads, num_kv_heads, block_size, head_dim;
-    float eps;
+    float eps, norm_offset;
 } rope;
 
 /* Rotates the pairs (x[i], x[i + head_dim / 2]); head_dim / 2 is a multiple of VL or taken element by element. */
-INLINE void rotate_head(char *output, const char *x, const char *weight, const float *cos_sin, float eps, int head_dim,
-                        int dtype) {
+INLINE void rotate_head(const rope *r, char *output, const char *x, const char *weight, const float *cos_sin, int dtype) {
+    const int head_dim = r->head_dim;
+    const float offset = r->norm_offset;
     const int half = head_dim / 2;
     float factor = 1.0f;
     if (weight) {
         const float squares = sum_of_squares(x, NULL, NULL, head_dim, dtype);
-        factor = 1.0f / __builtin_sqrtf(squares / (float)head_dim + eps);
+        factor = 1.0f / __builtin_sqrtf(squares / (float)head_dim + r->eps);
     }
     int i = 0;
     for (; i + VL <= half; i += VL) {
         vf low = load(x, i, dtype), high = load(x, half + i, dtype);
         if (weight) {
-            low = low * splat(factor) * load(weight, i, dtype);
-            high = high * splat(factor) * load(weight, half + i, dtype);
+            low = low * splat(factor) * (load(weight, i, dtype) + splat(offset));
+            high = high * splat(factor) * (load(weight, half + i, dtype) + splat(offset));
         }
         const vf cos = load_f32(cos_sin + i), sin = load_f32(cos_sin + half + i);
         store(output, i, low * cos - high * sin, dtype);
@@ -149,8 +170,8 @@ INLINE void rotate_head(char *output, const char *x, const char *weight, const f
     for (; i < half; i++) {
         float low = load_one(x, i, dtype), high = load_one(x, half + i, dtype);
         if (weight) {
-            low = low * factor * load_one(weight, i, dtype);
-            high = high * factor * load_one(weight, half + i, dtype);
+            low = low * factor * (load_one(weight, i, dtype) + offset);
+            high = high * factor * (load_one(weight, half + i, dtype) + offset);
         }
         store_one(output, i, low * cos_sin[i] - high * cos_sin[half + i], dtype);
         store_one(output, half + i, high * cos_sin[i] + low * cos_sin[half + i], dtype);
@@ -163,14 +184,14 @@ INLINE void rope_token(const rope *r, int64_t token, int64_t slot, int64_t posit
     const float *cos_sin = r->cos_sin + position * r->head_dim;
     char *query = r->query + token * r->num_heads * head_bytes;
     for (int h = 0; h < r->num_heads; h++)
-        rotate_head(query + h * head_bytes, head + h * head_bytes, r->q_norm, cos_sin, r->eps, r->head_dim, dtype);
+        rotate_head(r, query + h * head_bytes, head + h * head_bytes, r->q_norm, cos_sin, dtype);
     if (slot < 0) return;
     head += r->num_heads * head_bytes;
     char *key = r->kv_cache +
                 ((slot / r->block_size) * r->block_stride + (slot % r->block_size) * r->token_stride) * size;
     for (int h = 0; h < r->num_kv_heads; h++) {
         char *target = key + h * r->head_stride * size;
-        rotate_head(target, head + h * head_bytes, r->k_norm, cos_sin, r->eps, r->head_dim, dtype);
+        rotate_head(r, target, head + h * head_bytes, r->k_norm, cos_sin, dtype);
         memcpy(target + r->side_stride * size, head + (r->num_kv_heads + h) * head_bytes, (size_t)head_bytes);
     }
 }
@@ -178,13 +199,13 @@ INLINE void rope_token(const rope *r, int64_t token, int64_t slot, int64_t posit
 int EXPORT(rope_and_cache)(char *query, const char *qkv, int64_t qkv_stride, char *kv_cache, int64_t num_blocks,
                            int64_t block_stride, int64_t side_stride, int64_t head_stride, int64_t token_stride,
                            const int64_t *slots, const int64_t *positions, const float *cos_sin, int64_t max_positions,
-                           const char *q_norm, const char *k_norm, float eps, int64_t num_tokens, int num_heads,
-                           int num_kv_heads, int block_size, int head_dim, int dtype, int num_threads) {
+                           const char *q_norm, const char *k_norm, float eps, float norm_offset, int64_t num_tokens,
+                           int num_heads, int num_kv_heads, int block_size, int head_dim, int dtype, int num_threads) {
     const rope r = {.query = query, .qkv = qkv, .kv_cache = kv_cache, .cos_sin = cos_sin, .q_norm = q_norm,
                     .k_norm = k_norm, .qkv_stride = qkv_stride, .block_stride = block_stride,
                     .side_stride = side_stride, .head_stride = head_stride, .token_stride = token_stride,
                     .num_heads = num_heads, .num_kv_heads = num_kv_heads, .block_size = block_size,
-                    .head_dim = head_dim, .eps = eps};
+                    .head_dim = head_dim, .eps = eps, .norm_offset = norm_offset};
     for (int64_t token = 0; token < num_tokens; token++)
         if (slots[token] >= num_blocks * block_size || positions[token] < 0 || positions[token] >= max_positions)
             return FF_BAD_METADATA;

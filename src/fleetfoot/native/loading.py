@@ -24,10 +24,10 @@ VARIANTS = ("v4_bf16", "v4", "v3", "v2", "generic")
 
 _TYPES = {"P": ctypes.c_void_p, "L": ctypes.c_int64, "I": ctypes.c_int, "F": ctypes.c_float}
 _SIGNATURES = {
-    "rms_norm": "PPPFLLII",
+    "rms_norm": "PPPFFLLII",
     "add_rms_norm": "PPPPPFLLII",
-    "silu_and_mul": "PPLLII",
-    "rope_and_cache": "PPLPLLLLLPPPLPPFLIIIIII -> I",
+    "silu_and_mul": "PPLLIII",
+    "rope_and_cache": "PPLPLLLLLPPPLPPFFLIIIIII -> I",
     "prepare_decode": "PLLPPPPLPPLLPPPPPPPLL",
     "post_update": "PLPPLPPLPP",
     "sample": "PPLLLPPPII -> I",
@@ -35,7 +35,7 @@ _SIGNATURES = {
     "panel_width": " -> I",
     "pack_linear": "PPLLLI",
     "unpack_linear": "PPLLI",
-    "paged_attention": "PPLLPLLLLLPPPLLIIIIIFIII -> I",
+    "paged_attention": "PPLLPLLLLLPPPLLIIIIIFFIII -> I",
 }
 """Argument types of each C function, in the order of the C sources, which name the arguments, and the result's type."""
 

@@ -235,6 +235,19 @@ INLINE vf sigmoid(vf x) {
     return (vf)(~overflow & (vi)result);
 }
 
+/* tanh, to about 2e-7 relative: 1 - 2 / (e^2x + 1), and near 0, where that loses digits, x + x^3 * polynomial in x^2. */
+INLINE vf tanh_float(vf x) {
+    const vf one = splat(1.0f), two = splat(2.0f), square = x * x;
+    const vf far = one - two * sigmoid(x * splat(-2.0f));
+    vf p = splat(-5.70498872745e-3f); /* coefficients: Cephes, tanhf (Moshier 1989) */
+    p = multiply_add(p, square, splat(2.06390887954e-2f));
+    p = multiply_add(p, square, splat(-5.37397155531e-2f));
+    p = multiply_add(p, square, splat(1.33314422036e-1f));
+    p = multiply_add(p, square, splat(-3.33332819422e-1f));
+    const vf near = multiply_add(p * square, x, x);
+    return select_float(square < splat(0.390625f), near, far); /* |x| < 0.625 */
+}
+
 /* Two vectors shuffled into one, within each group of four lanes; the indices are those of one group. */
 #if defined(__clang__)
 #define SHUFFLE16(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)

@@ -25,6 +25,8 @@ class RotaryInputs:
     """``[head_dim]``; None: no norm. Likewise ``k_norm``."""
     k_norm: torch.Tensor | None
     eps: float
+    norm_offset: float = 0.0
+    """Added to the weights of both norms."""
 
 
 @dataclass(slots=True)

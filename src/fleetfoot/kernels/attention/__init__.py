@@ -30,12 +30,14 @@ class AttentionBackend(Protocol):
         metadata: AttentionMetadata,
         scale: float,
         window: int | None,
+        soft_cap: float | None = None,
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
         """Softmax attention of each query token over its own sequence up to and including itself.
 
         Args:
-            scale: factor on the dot products; 1 / sqrt(head_dim) for all supported models.
+            scale: factor on the dot products, by default 1 / sqrt(head_dim).
             window: how many of the last positions a token attends to, itself included; None: all.
+            soft_cap: scores become ``soft_cap * tanh(score / soft_cap)`` before the softmax (Gemma 2, 2024); None: not.
         """
         ...
 
@@ -77,14 +79,22 @@ class AttentionInputs(NamedTuple):
     """How many of the last positions a token attends to, itself included; None: all."""
     max_query_len: int
     """Upper bound on the query tokens of a request."""
+    soft_cap: float | None = None
+    """Limit that scores approach; None: they have none."""
 
     @classmethod
     def of(
-        cls, query: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata, scale: float, window: int | None
+        cls,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None = None,
     ) -> AttentionInputs:
         """All requests of a batch."""
         tensors = (metadata.query_start_loc, metadata.seq_lens, metadata.block_tables)
-        return cls(query, kv_cache, *tensors, scale, window, metadata.max_query_len)
+        return cls(query, kv_cache, *tensors, scale, window, metadata.max_query_len, soft_cap)
 
     def requests(self, first: int, last: int | None = None) -> AttentionInputs:
         """Those from ``first`` on, and before ``last``."""

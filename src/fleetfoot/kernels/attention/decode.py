@@ -31,7 +31,7 @@ import torch
 
 from fleetfoot.kernels.attention import AttentionInputs
 from fleetfoot.kernels.attention.rope_and_cache import load_cos_sin, norm_and_rotate
-from fleetfoot.kernels.attention.split_kv import AttentionWorkspace, DecodeShape, clear_output, store_pair
+from fleetfoot.kernels.attention.split_kv import AttentionWorkspace, DecodeShape, base_2_scores, clear_output, store_pair
 from fleetfoot.kernels.runtime.dependent_launch import (
     can_overlap,
     launch_dependents,
@@ -131,7 +131,7 @@ def paged_attention_decode(
         prefetch_weight: ``[rows, columns]`` contiguous, read by the next kernel. Programs that have read their K and V
             prefetch it to L2, since memory is idle while they merge.
     """
-    query, kv_cache, query_start_loc, seq_lens, block_tables, scale, window, max_query_len = inputs
+    query, kv_cache, query_start_loc, seq_lens, block_tables, scale, window, max_query_len, soft_cap = inputs
     num_reqs = seq_lens.shape[0]
     num_tokens, num_heads, head_dim = out.shape
     num_kv_heads, block_size = kv_cache.shape[2:4]
@@ -158,7 +158,7 @@ def paged_attention_decode(
         has_q_norm=rope.q_norm is not None, has_k_norm=rope.k_norm is not None,
         new_rows=next_power_of_2(max_query_len), programs_per_sm=tiling.programs_per_sm,
         requests_tile=next(size for size in (*_REQUEST_BUCKETS, next_power_of_2(num_reqs)) if size >= num_reqs),
-        overlap=can_overlap(query.device),
+        overlap=can_overlap(query.device), soft_cap=soft_cap or 0.0,
     )  # fmt: skip
     _paged_attention_decode_kernel[(num_programs,)](
         query, kv_cache, out, splits, arrivals, query_start_loc, seq_lens, block_tables,
@@ -299,7 +299,7 @@ def _attend(
         # Positions past the end must be zeroed, not only masked: they may be NaN, and 0 * NaN is NaN.
         mask = is_position[:, None] & (column < shape.head_dim)[None, :]
         k = tl.load(k_ptrs, mask=mask, other=0.0)  # [tile, padded_dim]
-        scores = tl.dot(q, k.T, input_precision="ieee") * scale_log2
+        scores = base_2_scores(tl.dot(q, k.T, input_precision="ieee"), scale_log2, shape.soft_cap)
         visible = position[None, :] <= row_position[:, None]
         if shape.has_window:
             visible &= position[None, :] > row_position[:, None] - window

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fleetfoot.kernels.attention import AttentionInputs
+from fleetfoot.kernels.attention.split_kv import base_2_scores
 from fleetfoot.kernels.runtime.gpu_limits import fit_tile, gpu_limits
 from fleetfoot.kernels.runtime.triton_support import next_power_of_2, search_steps, triton_kernel
 
@@ -59,7 +60,7 @@ def paged_attention_prefill(inputs: AttentionInputs, *, out: torch.Tensor, tilin
         out: written, ``[num_tokens, num_heads, head_dim]`` contiguous, from the first request's first token to the end;
             zeros for tokens of padding requests and for those after the last request's.
     """
-    query, kv_cache, query_start_loc, seq_lens, block_tables, scale, window, _ = inputs
+    query, kv_cache, query_start_loc, seq_lens, block_tables, scale, window, _, soft_cap = inputs
     num_reqs = seq_lens.shape[0]
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, block_size = kv_cache.shape[2:4]
@@ -72,7 +73,7 @@ def paged_attention_prefill(inputs: AttentionInputs, *, out: torch.Tensor, tilin
         query, kv_cache, out, query_start_loc, seq_lens, block_tables, num_reqs, num_tokens, search_steps(num_reqs + 1),
         query.stride(0), kv_cache.stride(0), block_tables.stride(0), scale * math.log2(math.e), window or 0,
         num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, padded_dim=padded_dim, block_size=block_size,
-        **inputs.kv_strides, rows=tiling.rows, tile=tiling.tile, has_window=window is not None,
+        **inputs.kv_strides, rows=tiling.rows, tile=tiling.tile, has_window=window is not None, soft_cap=soft_cap or 0.0,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
 
@@ -98,7 +99,7 @@ def _paged_attention_prefill_kernel(
     query_stride, block_stride, table_stride, scale_log2, window,
     num_kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, padded_dim: tl.constexpr,
     block_size: tl.constexpr, value_offset: tl.constexpr, head_stride: tl.constexpr, token_stride: tl.constexpr,
-    rows: tl.constexpr, tile: tl.constexpr, has_window: tl.constexpr,
+    rows: tl.constexpr, tile: tl.constexpr, has_window: tl.constexpr, soft_cap: tl.constexpr,
 ):  # fmt: skip
     tile_tokens: tl.constexpr = rows // group
     # The slots of a request are ordered by KV head, so that neighboring programs read the same K and V. They are
@@ -159,6 +160,10 @@ def _paged_attention_prefill_kernel(
             mask = is_position[:, None] & is_column[None, :]
             k = tl.load(k_ptrs, mask=mask, other=0.0)  # [tile, padded_dim]
             scores = tl.dot(q, k.T, input_precision="ieee")  # [rows, tile]
+            factor = scale_log2
+            if soft_cap > 0:
+                scores = base_2_scores(scores, scale_log2, soft_cap)
+                factor = 1.0
             needs_mask = begin + tile > first_position + 1
             if has_window:
                 needs_mask |= begin <= kv_end - 1 - window
@@ -167,8 +172,8 @@ def _paged_attention_prefill_kernel(
                 if has_window:
                     visible &= position[None, :] > row_position[:, None] - window
                 scores = tl.where(visible, scores, float("-inf"))
-            new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
-            p = tl.exp2(scores * scale_log2 - new_max[:, None])
+            new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
+            p = tl.exp2(scores * factor - new_max[:, None])
             rescale = tl.exp2(row_max - new_max)
             row_sum = row_sum * rescale + tl.sum(p, 1)
             acc = acc * rescale[:, None]

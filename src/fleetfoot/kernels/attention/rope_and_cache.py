@@ -67,9 +67,9 @@ def rope_and_cache_torch(
     query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     query, key = query.float(), key.float()
     if rotary.q_norm is not None:
-        query = rms_norm_torch(query, rotary.q_norm, rotary.eps)
+        query = rms_norm_torch(query, rotary.q_norm, rotary.eps, rotary.norm_offset)
     if rotary.k_norm is not None:
-        key = rms_norm_torch(key, rotary.k_norm, rotary.eps)
+        key = rms_norm_torch(key, rotary.k_norm, rotary.eps, rotary.norm_offset)
     angles = rotary.cos_sin[metadata.positions]  # [num_tokens, head_dim]
     write_kv_torch(rotate_torch(key, angles).to(qkv.dtype), value, kv_cache, metadata.slot_mapping)
     return rotate_torch(query, angles).to(qkv.dtype)
@@ -115,8 +115,8 @@ def rope_and_cache_triton(
         query, kv_cache, qkv, slot_mapping, positions, cos_sin, qkv if q_norm is None else q_norm,
         qkv if k_norm is None else k_norm, rotary.eps, qkv.stride(0), *kv_cache.stride()[:4],
         num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=block_size, head_dim=head_dim,
-        has_q_norm=q_norm is not None, has_k_norm=k_norm is not None, heads_tile=heads_tile,
-        half_tile=next_power_of_2(head_dim // 2), overlap=overlap, num_warps=max(1, min(8, heads_tile // 2)),
+        has_q_norm=q_norm is not None, has_k_norm=k_norm is not None, norm_offset=rotary.norm_offset,
+        heads_tile=heads_tile, half_tile=next_power_of_2(head_dim // 2), overlap=overlap, num_warps=max(1, min(8, heads_tile // 2)),
         **launch_options(overlap),
     )  # fmt: skip
     return query
@@ -127,8 +127,8 @@ def _rope_and_cache_kernel(
     query_ptr, kv_cache_ptr, qkv_ptr, slot_mapping_ptr, positions_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, eps,
     qkv_stride, block_stride, kind_stride, head_stride, offset_stride,
     num_heads: tl.constexpr, num_kv_heads: tl.constexpr, block_size: tl.constexpr, head_dim: tl.constexpr,
-    has_q_norm: tl.constexpr, has_k_norm: tl.constexpr, heads_tile: tl.constexpr, half_tile: tl.constexpr,
-    overlap: tl.constexpr,
+    has_q_norm: tl.constexpr, has_k_norm: tl.constexpr, norm_offset: tl.constexpr, heads_tile: tl.constexpr,
+    half_tile: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     # All tiles are [heads_tile, half_tile]: elements of the two halves of a head rotate in pairs.
     launch_dependents(overlap)
@@ -153,6 +153,9 @@ def _rope_and_cache_kernel(
         high_k = tl.load(k_norm_ptr + half + column, mask=is_key, other=1.0).to(tl.float32)
         low_weight = tl.where(is_key, low_k, low_weight)
         high_weight = tl.where(is_key, high_k, high_weight)
+    if norm_offset != 0:  # heads without a norm do not read their weights
+        low_weight += norm_offset
+        high_weight += norm_offset
     wait_for_inputs(overlap)
 
     source_ptr = qkv_ptr + token * qkv_stride + head * head_dim + column

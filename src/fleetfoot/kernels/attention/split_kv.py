@@ -51,6 +51,8 @@ class DecodeShape(NamedTuple):
     requests_tile: int
     """Requests, rounded up."""
     overlap: bool
+    soft_cap: float
+    """Limit of the scores; 0: none."""
 
     @property
     def max_query_len(self) -> int:
@@ -101,6 +103,17 @@ def _zeros(size: int, like: torch.Tensor) -> torch.Tensor:
         )
     with real_memory():  # the buffer outlives a dry pass
         return torch.zeros(size, dtype=like.dtype, device=like.device)
+
+
+@triton_kernel(specialize=False)
+def base_2_scores(products, scale_log2, soft_cap: tl.constexpr):
+    """Scores times log2(e) of dot products. ``scale_log2``: the scale times log2(e); ``soft_cap``: 0: none."""
+    if soft_cap > 0:
+        # tanh(x) = 1 - 2 / (e^2x + 1), which is right where e^2x overflows
+        powers = tl.exp2(products * (scale_log2 * (2 / soft_cap)))
+        return (soft_cap * 1.4426950408889634) * (1.0 - 2.0 / (powers + 1.0))
+    else:
+        return products * scale_log2
 
 
 @triton_kernel(specialize=False)

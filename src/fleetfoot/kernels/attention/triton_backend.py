@@ -48,7 +48,13 @@ class TritonBackend(SDPABackend):
         return is_type and is_head_dim and group <= max_rows(head_dim)
 
     def forward(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata, scale: float, window: int | None
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`. The output of tokens that belong to no request is zero.
 
@@ -56,10 +62,10 @@ class TritonBackend(SDPABackend):
             ValueError: the shapes or dtypes do not match, a tensor is not aligned, or the scale is not positive.
             RuntimeError: the first call, which allocates memory, within a graph that is being captured.
         """
-        inputs = AttentionInputs.of(query, kv_cache, metadata, scale, window)
+        inputs = AttentionInputs.of(query, kv_cache, metadata, scale, window, soft_cap)
         head_dim = query.shape[2]
         if not self.supports(head_dim, inputs.group, query.dtype):
-            return super().forward(query, kv_cache, metadata, scale, window)
+            return super().forward(query, kv_cache, metadata, scale, window, soft_cap)
         _check(inputs)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         workspace = self._workspace(query.device)
