@@ -29,18 +29,22 @@ class Batch:
     query: torch.Tensor
     kv_cache: torch.Tensor
     metadata: AttentionMetadata
+    soft_cap: float | None = None
 
     def inputs(self, window: int | None = None) -> AttentionInputs:
         """What attention kernels read."""
-        return AttentionInputs.of(self.query, self.kv_cache, self.metadata, self.query.shape[2] ** -0.5, window)
+        scale = self.query.shape[2] ** -0.5
+        return AttentionInputs.of(self.query, self.kv_cache, self.metadata, scale, window, self.soft_cap)
 
     def attend(self, backend: AttentionBackend, window: int | None = None) -> torch.Tensor:
         """The result of a backend."""
-        return backend.forward(self.query, self.kv_cache, self.metadata, self.query.shape[2] ** -0.5, window)
+        scale = self.query.shape[2] ** -0.5
+        return backend.forward(self.query, self.kv_cache, self.metadata, scale, window, self.soft_cap)
 
     def expected(self, window: int | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The result of the reference in another dtype."""
-        return Batch(self.query.to(dtype), self.kv_cache.to(dtype), self.metadata).attend(SDPABackend(), window)
+        batch = Batch(self.query.to(dtype), self.kv_cache.to(dtype), self.metadata, self.soft_cap)
+        return batch.attend(SDPABackend(), window)
 
 
 def make_batch(
@@ -55,6 +59,7 @@ def make_batch(
     num_decodes: int | None = None,
     behind: int = 0,
     shuffled: bool = True,
+    soft_cap: float | None = None,
     seed: int = 0,
 ) -> Batch:
     """``behind``: query tokens after the last request's. A request of length 0 pads the batch."""
@@ -90,7 +95,7 @@ def make_batch(
         max_seq_len=max(seq_lens, default=0),
     )
     query = torch.randn(num_tokens, num_heads, head_dim, generator=generator, device=device).to(dtype)
-    return Batch(query, kv_cache, metadata)
+    return Batch(query, kv_cache, metadata, soft_cap)
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -98,6 +99,9 @@ def attention() -> None:
         grouped = make_batch([(1, 5)], num_kv_heads=num_kv_heads, **shape)
         decode_hopper.paged_attention_decode_hopper(grouped.inputs(), workspace=workspace, out=out)
     prefill.paged_attention_prefill(batch.inputs(), out=out)
+    capped = make_batch([(1, 5)], num_kv_heads=8, soft_cap=50.0, **{**shape, "num_heads": 16, "head_dim": 256})
+    for attend in (partial(decode.paged_attention_decode, workspace=workspace), prefill.paged_attention_prefill):
+        attend(capped.inputs(), out=torch.empty_like(capped.query))
     prefill_hopper.paged_attention_prefill_hopper(batch.inputs(), counter=workspace.counter, out=out)
     for groups in (2, 3):
         gated_linear_hopper(empty(300, 1024), empty(512, 1024), groups, H100.num_sms)
@@ -107,6 +111,8 @@ def operations() -> None:
     ops = triton_kernels()
     ops.add_rms_norm(empty(4, 2, 1024, dtype=torch.float32), empty(2, 1024), empty(1024), 1e-6)
     ops.silu_and_mul(empty(2, 256))
+    ops.gelu_and_mul(empty(2, 256))
+    ops.rms_norm(empty(2, 1024), empty(1024), 1e-6, 1.0)
     angles, norm = empty(32, 128, dtype=torch.float32), empty(128)
     rotary, places = RotaryInputs(angles, norm, norm, 1e-6), at_slots(zeros(2), zeros(2))
     ops.rope_and_cache(empty(2, 1024), empty(4, 2, 2, 16, 128), places, 4, rotary)

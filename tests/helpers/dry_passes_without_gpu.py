@@ -7,8 +7,8 @@ garbage: the KV cache and every buffer.
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from types import FunctionType, ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -73,13 +73,24 @@ class Kind:
     pipeline_rank: int | None = None
     """Of two."""
     is_eager: bool = False
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of `ModelConfig`."""
 
 
+GEMMA = {
+    "architecture": "Gemma2ForCausalLM",
+    "activation": "gelu_tanh",
+    "norm_offset": 1.0,
+    "attention_soft_cap": 50.0,
+    "extras": {"final_logit_softcapping": 30.0},
+}
 KINDS = {
     "plain": Kind(),
     "eager": Kind(is_eager=True),
     "small heads": Kind(head_dim=32),
     "norms and windows": Kind(head_dim=128, qk_norm=True, window=32),
+    "soft caps": Kind("ngram", head_dim=256, qk_norm=True, window=32, model=GEMMA),
+    "norms over heads": Kind(model={"architecture": "Olmo2ForCausalLM", "unfusible": "norms over heads"}),
     "float16": Kind(dtype=torch.float16),
     "float32": Kind(dtype=torch.float32),
     "ngram": Kind("ngram"),
@@ -121,6 +132,7 @@ def make_runner(kind: Kind) -> ModelRunnerV2:
         layer_windows=(None, kind.window) * 2,
         layer_ropes=(),
         qk_norm=kind.qk_norm,
+        **kind.model,
     )
     tensor_group, pipeline, layers = SINGLE_TENSOR_GROUP, SINGLE_PIPELINE_GROUP, None
     if kind.tensor_size > 1:

@@ -58,6 +58,7 @@ def rms_norm(ops: Kernels, dtype: torch.dtype, num_rows: int, size: int, device:
     normed = ops.rms_norm(x, weight, EPS)
     assert normed.dtype == dtype
     assert_near(normed, rms_norm_64(x, weight), ops)
+    assert_near(ops.rms_norm(x, weight, EPS, 1.0), rms_norm_64(x, weight.double() + 1), ops)
     normed, total = ops.add_rms_norm(x, residual, weight, EPS)
     assert_near(total, x.double() + residual.double(), ops)
     assert torch.equal(total, (x.float() + residual.float()).to(dtype))
@@ -75,11 +76,12 @@ def sum_of_parts(ops: Kernels, dtype: torch.dtype, num_rows: int, size: int, dev
     assert_near(normed, rms_norm_64(total, weight), ops)
 
 
-def silu_and_mul(ops: Kernels, dtype: torch.dtype, num_rows: int, width: int, device: str = "cpu") -> None:
+def activations(ops: Kernels, dtype: torch.dtype, num_rows: int, width: int, device: str = "cpu") -> None:
     gate_up = torch.cat((torch.linspace(-40, 40, width).repeat(num_rows, 1), torch.randn(num_rows, width)), dim=1)
     gate_up = gate_up.to(device, dtype)
     gate, up = gate_up.double().chunk(2, dim=1)
     assert_near(ops.silu_and_mul(gate_up), gate / (1 + (-gate).exp()) * up, ops)
+    assert_near(ops.gelu_and_mul(gate_up), F.gelu(gate, approximate="tanh") * up, ops)
 
 
 def at_slots(slots: torch.Tensor, positions: torch.Tensor) -> AttentionMetadata:
@@ -88,8 +90,9 @@ def at_slots(slots: torch.Tensor, positions: torch.Tensor) -> AttentionMetadata:
 
 
 def rope_and_cache(
-    ops: Kernels, dtype: torch.dtype, num_tokens: int, head_dim: int, norm: bool, device: str = "cpu"
+    ops: Kernels, dtype: torch.dtype, num_tokens: int, head_dim: int, offset: float | None, device: str = "cpu"
 ) -> None:
+    """``offset``: of the norms' weights; None: there are no norms."""
     num_heads, num_kv_heads, block_size, num_blocks = 6, 2, 16, num_tokens // 8 + 2
     width = (num_heads + 2 * num_kv_heads) * head_dim
     qkv = torch.randn(num_tokens, width + 16, device=device).to(dtype)[:, :width]  # rows lie further apart
@@ -100,13 +103,15 @@ def rope_and_cache(
     positions = torch.randint(0, 512, (num_tokens,), device=device)
     angles = torch.outer(torch.arange(512.0, device=device), 1 / (1.5 ** torch.arange(head_dim // 2, device=device)))
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
-    norms = [torch.rand(head_dim, device=device).to(dtype) if norm else None for _ in range(2)]
+    norms = [None if offset is None else torch.rand(head_dim, device=device).to(dtype) for _ in range(2)]
     cache = torch.full((num_blocks, 2, num_kv_heads, block_size, head_dim), 7.0, dtype=dtype, device=device)
     expected_cache = cache.double().cpu()
-    on_host = RotaryInputs(cos_sin.cpu(), *(None if weight is None else weight.cpu() for weight in norms), EPS)
+    on_host = RotaryInputs(
+        cos_sin.cpu(), *(None if weight is None else weight.cpu() for weight in norms), EPS, offset or 0.0
+    )
     places = at_slots(slots.cpu(), positions.cpu())
     expected = REFERENCE.rope_and_cache(qkv.double().cpu(), expected_cache, places, num_heads, on_host)
-    rotary = RotaryInputs(cos_sin, *norms, EPS)
+    rotary = RotaryInputs(cos_sin, *norms, EPS, offset or 0.0)
     query = ops.rope_and_cache(qkv, cache, at_slots(slots, positions), num_heads, rotary)
     assert_near(query, expected, ops)
     assert_near(cache, expected_cache, ops)

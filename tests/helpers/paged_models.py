@@ -27,7 +27,10 @@ YARN = {"rope_type": "yarn", **SCALED}
 YARN_OPTIONS = {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "mscale": 0.7, "mscale_all_dim": 1.3}
 SHORT = {"max_position_embeddings": 128}
 WINDOW = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+SCALED_GLOBAL = {"full_attention": {**LINEAR, "rope_theta": 50000.0}, "sliding_attention": {"rope_type": "default"}}
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+EVERY_LAYER = {"sliding_window": 5, "query_pre_attn_scalar": 20, "layer_types": LAYER_TYPES}
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -78,6 +81,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "smollm3": ("smollm3", {"num_hidden_layers": 4}),
     "smollm3-layers": ("smollm3", {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 5}),
+    "gemma2": ("gemma2", {"sliding_window": 9, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}),
+    "gemma2-bias-untied": ("gemma2", {"sliding_window": 9, "attention_bias": True, "tie_word_embeddings": False}),
+    "gemma2-no-caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, **EVERY_LAYER}),
+    "gemma3": ("gemma3_text", {"sliding_window": 9, "sliding_window_pattern": 2, "rope_scaling": LINEAR}),
+    "gemma3-layer-types": ("gemma3_text", {"rope_parameters": SCALED_GLOBAL, **EVERY_LAYER}),
+    "olmo2": ("olmo2", {}),
+    "olmo2-bias-tied": ("olmo2", {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 20}),
 }
 
 

@@ -59,8 +59,10 @@ def attend_64(batch: Batch, window: int | None) -> torch.Tensor:
             first = 0 if window is None else max(0, position + 1 - window)
             for head in range(num_heads):
                 keys, values = kv[:, head * num_kv_heads // num_heads, first : position + 1]
-                weights = (keys @ query[token, head] * query.shape[2] ** -0.5).softmax(0)
-                output[token, head] = weights @ values
+                scores = keys @ query[token, head] * query.shape[2] ** -0.5
+                if batch.soft_cap is not None:
+                    scores = batch.soft_cap * (scores / batch.soft_cap).tanh()
+                output[token, head] = scores.softmax(0) @ values
     return output
 
 
@@ -87,6 +89,14 @@ def test_mixed_batch(backend: AttentionBackend, dtype: torch.dtype, window: int 
 @pytest.mark.parametrize("head_dim", [8, 16, 40, 48, 64, 80, 256])
 def test_head_shapes(backend: AttentionBackend, dtype: torch.dtype, heads: tuple[int, int], head_dim: int) -> None:
     check(backend, MIXED, num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("soft_cap", [0.4, 50.0])
+@pytest.mark.parametrize("window", [None, 5])
+def test_soft_caps(backend: AttentionBackend, dtype: torch.dtype, soft_cap: float, window: int | None) -> None:
+    check(backend, [*MIXED, (1, TILE + 20)], window, soft_cap=soft_cap, dtype=dtype)
+    check(backend, [(1, 9), (1, 40)], window, soft_cap=soft_cap, dtype=dtype, head_dim=20)
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 32])

@@ -48,10 +48,10 @@ def one_thread() -> Iterator[None]:
 SIZES = [(0, 64), (1, 1), (1, 576), (3, 1024), (5, 67), (7, 50), (200, 100)]
 CASES = [
     *checks.cases(checks.rms_norm, DTYPES, SIZES),
-    *checks.cases(checks.silu_and_mul, DTYPES, [(0, 4), (1, 1), (3, 96), (3, 35), (64, 500), (1, 1536)]),
+    *checks.cases(checks.activations, DTYPES, [(0, 4), (1, 1), (3, 96), (3, 35), (64, 500), (1, 1536)]),
 ]
 NATIVE_CASES = [
-    *checks.cases(checks.rope_and_cache, NATIVE_DTYPES, [0, 1, 9, 120], [16, 40, 64, 128], [False, True]),
+    *checks.cases(checks.rope_and_cache, NATIVE_DTYPES, [0, 1, 9, 120], [16, 40, 64, 128], [None, 0.0, 1.0]),
     *checks.cases(checks.random_samples, NATIVE_DTYPES, [24], [1, 37, 3000, 50001], [0.5, 4.0]),
 ]
 

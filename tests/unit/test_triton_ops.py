@@ -33,8 +33,8 @@ SIZES = [(1, 64), (5, 100)]
 CASES = [
     *checks.cases(checks.rms_norm, DTYPES, SIZES),
     *checks.cases(checks.sum_of_parts, DTYPES, SIZES),
-    *checks.cases(checks.silu_and_mul, DTYPES, [(3, 50)]),
-    *checks.cases(checks.rope_and_cache, DTYPES, [5], [64, 96], [False, True]),
+    *checks.cases(checks.activations, DTYPES, [(3, 50)]),
+    *checks.cases(checks.rope_and_cache, DTYPES, [5], [64, 96], [None, 0.0, 1.0]),
     *checks.cases(checks.random_samples, DTYPES, [6], [(5, 1.0), (2048, 0.1), (5003, 4.0)]),
     *checks.cases(checks.random_samples, DTYPES[:1], [17], [(4096, 1.0), (4099, 1.0)]),
 ]
@@ -262,6 +262,6 @@ def test_replace_writes_in_place() -> None:
 @compiled
 def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     output = run_python("-m", "tests.helpers.compile_kernels", "operations", TRITON_CACHE_DIR=str(tmp_path))
-    operations = ("rms_norm", "silu_and_mul", "rope_and_cache", "row_max", "cuts", "draw", "draw_top_k", "pick")
+    operations = ("rms_norm", "activation", "rope_and_cache", "row_max", "cuts", "draw", "draw_top_k", "pick")
     names = (*operations, "linear_few_rows", "linear_tiled")
     assert {line.split(":")[0] for line in output.splitlines()} == {f"_{name}_kernel" for name in names}

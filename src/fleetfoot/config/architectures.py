@@ -5,13 +5,16 @@ An architecture is one entry of ARCHITECTURES. No other module names it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fleetfoot.config.json_fields import Fields
-from fleetfoot.config.model import LayerRopes
+from fleetfoot.config.model import LayerRopes, RopeConfig
 from fleetfoot.config.rope import parse_rope, uniform_ropes
+
+logger = logging.getLogger(__name__)
 
 LayerWindows = tuple[int | None, ...]
 
@@ -36,8 +39,11 @@ class Architecture:
     """``(fields, num_layers)`` -> the sliding window of each layer."""
     ropes: Callable[[Fields, int], LayerRopes] = uniform_ropes
     """``(fields, num_layers)`` -> the rotation of each layer."""
+    activation_field: str = "hidden_act"
     activations: tuple[str, ...] = ("silu", "swish")
-    """Values of ``hidden_act`` that the model computes."""
+    """Values of ``activation_field`` that the model computes."""
+    decoder_field: str = ""
+    """The object in ``config.json`` with the fields of the decoder, where the model has other parts besides."""
     default_on_v2: bool = False
     """Whether Model Runner V2 is the default: the model passes V2's equivalence suite."""
 
@@ -103,6 +109,53 @@ def _layers_with_rope(fields: Fields, num_layers: int) -> list[bool]:
     return [bool(value) for value in given[:num_layers]]
 
 
+def _gemma2_traits(fields: Fields) -> dict[str, Any]:
+    fields.refuse("mlp_bias", because="Gemma has no biases in its MLP; expected false")
+    fields.refuse("use_bidirectional_attention", because="tokens attend to earlier ones only; expected false")
+    attention_bias = fields.boolean("attention_bias")
+    return {
+        "qkv_bias": attention_bias,
+        "o_bias": attention_bias,
+        "activation": "gelu_tanh",
+        "num_layer_norms": 4,
+        "norm_offset": 1.0,
+        "attention_scale": fields.number("query_pre_attn_scalar") ** -0.5,
+        "attention_soft_cap": _soft_cap(fields, "attn_logit_softcapping"),
+        "extras": {"final_logit_softcapping": _soft_cap(fields, "final_logit_softcapping")},
+        "unfusible": "norms behind attention and MLP",
+    }
+
+
+def _gemma3_traits(fields: Fields) -> dict[str, Any]:
+    _warn_of_no_effect(fields, "attn_logit_softcapping")
+    return {**_gemma2_traits(fields), "attention_soft_cap": None, "qk_norm": True}
+
+
+def _gemma3_multimodal_traits(fields: Fields) -> dict[str, Any]:
+    _warn_of_no_effect(fields, "final_logit_softcapping")
+    return {**_gemma3_traits(fields), "extras": {"final_logit_softcapping": None}}
+
+
+def _soft_cap(fields: Fields, name: str) -> float | None:
+    return None if fields.raw(name) is None else fields.number(name)
+
+
+def _warn_of_no_effect(fields: Fields, name: str) -> None:
+    if fields.raw(name) is not None:
+        logger.warning("%s: %s is %r; it has no effect on this architecture", fields.source, name, fields.raw(name))
+
+
+def _olmo2_traits(fields: Fields) -> dict[str, Any]:
+    fields.refuse("mlp_bias", "clip_qkv", because="OLMo-2 has neither biases in its MLP nor clipping; expected null")
+    attention_bias = fields.boolean("attention_bias")
+    return {
+        "qkv_bias": attention_bias,
+        "o_bias": attention_bias,
+        "qk_norm_over_heads": True,
+        "unfusible": "norms behind attention and MLP alone, norms over all heads",
+    }
+
+
 def no_windows(fields: Fields, num_layers: int) -> LayerWindows:
     """Full attention in every layer."""
     fields.refuse("sliding_window", because="this architecture attends to every position; expected null")
@@ -140,6 +193,21 @@ def _smollm3_windows(fields: Fields, num_layers: int) -> LayerWindows:
     return _windows_by_layer(fields, default, {_FULL: None, _SLIDING: window})
 
 
+def _gemma2_windows(fields: Fields, num_layers: int) -> LayerWindows:
+    """Without ``layer_types``, every second layer has none."""
+    return _alternating_windows(fields, num_layers, 2)
+
+
+def _gemma3_windows(fields: Fields, num_layers: int) -> LayerWindows:
+    """Without ``layer_types``, every ``sliding_window_pattern``-th layer has none."""
+    return _alternating_windows(fields, num_layers, fields.integer("sliding_window_pattern"))
+
+
+def _alternating_windows(fields: Fields, num_layers: int, period: int) -> LayerWindows:
+    default = [_SLIDING if (layer + 1) % period else _FULL for layer in range(num_layers)]
+    return _windows_by_layer(fields, default, {_FULL: None, _SLIDING: fields.integer("sliding_window")})
+
+
 def _uniform_windows(fields: Fields, num_layers: int, window: int | None) -> LayerWindows:
     layer_type = _FULL if window is None else _SLIDING
     return _windows_by_layer(fields, [layer_type] * num_layers, {layer_type: window})
@@ -153,6 +221,22 @@ def _windows_by_layer(fields: Fields, default: list[str], windows: Mapping[str, 
         expected = f"with these window fields, expected {len(default)} entries out of: {', '.join(windows)}"
         raise fields.error("layer_types", expected)
     return tuple(windows[layer_type] for layer_type in layer_types)
+
+
+def _gemma3_ropes(fields: Fields, num_layers: int) -> LayerRopes:
+    """One for the layers with a window and one for the others, which alone are scaled. Current configs have an object
+    for each in ``rope_parameters``."""
+    given = fields.mapping("rope_parameters")
+    if not all(name in (_FULL, _SLIDING) and isinstance(value, dict | None) for name, value in given.items()):
+        raise fields.error("rope_parameters", f"expected two objects, {_FULL} and {_SLIDING}")
+
+    def parsed(layer_type: str, theta: str, scaling: Mapping[str, Any]) -> RopeConfig:
+        rope = {"rope_theta": fields.raw(theta), **(given.get(layer_type) or {}), **scaling}
+        return parse_rope(replace(fields, content={**fields.content, "rope_scaling": None, "rope_parameters": rope}))
+
+    local = parsed(_SLIDING, "rope_local_base_freq", {})
+    whole = parsed(_FULL, "rope_theta", fields.mapping("rope_scaling"))
+    return tuple(whole if window is None else local for window in _gemma3_windows(fields, num_layers))
 
 
 _TOKENS: dict[str, Any] = {"vocab_size": 32000, "bos_token_id": 1, "eos_token_id": 2}
@@ -200,6 +284,42 @@ _SMOLLM3_DEFAULTS: dict[str, Any] = {
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
+_GEMMA2_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+_GEMMA3_DEFAULTS: dict[str, Any] = {
+    **_GEMMA2_DEFAULTS,
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "sliding_window_pattern": 6,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
+_GEMMA: dict[str, Any] = {"activation_field": "hidden_activation", "activations": ("gelu_pytorch_tanh",)}
+_OLMO2_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 50304,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 2048,
+    "eos_token_id": 50279,
+    "rms_norm_eps": 1e-5,
+}
 _LLAMA = "fleetfoot.models.llama:LlamaForCausalLM"
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -225,6 +345,21 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "SmolLM3ForCausalLM": Architecture(
         "smollm3", "SmolLM3Model", _LLAMA, _SMOLLM3_DEFAULTS, llama_traits, _smollm3_windows, _smollm3_ropes
+    ),
+    "Gemma2ForCausalLM": Architecture(
+        "gemma2", "Gemma2Model", "fleetfoot.models.gemma2:Gemma2ForCausalLM", _GEMMA2_DEFAULTS, _gemma2_traits,
+        _gemma2_windows, **_GEMMA,
+    ),
+    "Gemma3ForCausalLM": Architecture(
+        "gemma3_text", "Gemma3TextModel", "fleetfoot.models.gemma3:Gemma3ForCausalLM", _GEMMA3_DEFAULTS, _gemma3_traits,
+        _gemma3_windows, _gemma3_ropes, **_GEMMA,
+    ),
+    "Gemma3ForConditionalGeneration": Architecture(
+        "gemma3", "Gemma3Model", "fleetfoot.models.gemma3:Gemma3ForConditionalGeneration", _GEMMA3_DEFAULTS,
+        _gemma3_multimodal_traits, _gemma3_windows, _gemma3_ropes, decoder_field="text_config", **_GEMMA,
+    ),
+    "Olmo2ForCausalLM": Architecture(
+        "olmo2", "Olmo2Model", "fleetfoot.models.olmo2:Olmo2ForCausalLM", _OLMO2_DEFAULTS, _olmo2_traits, no_windows,
     ),
 }  # fmt: skip
 """By the names in ``architectures`` of ``config.json``."""

@@ -83,12 +83,22 @@ class ModelConfig:
     """Whether the MLP has three matrices (gate, up and down) rather than two."""
     has_merged_projections: bool = False
     """Whether the checkpoint has q, k and v in one tensor, ``qkv_proj``, and gate and up in ``gate_up_proj``."""
+    activation: str = "silu"
+    """Of the MLP's gate: ``silu`` or ``gelu_tanh``."""
+    num_layer_norms: int = 2
+    """RMSNorms of ``hidden_size`` in a decoder layer."""
+    norm_offset: float = 0.0
+    """Added to the weights of all RMSNorms (Gemma: 1)."""
     qk_norm: bool = False
     """Whether each head of q and k has an RMSNorm before the rotation (Qwen3)."""
+    qk_norm_over_heads: bool = False
+    """Whether q and k have an RMSNorm each over all of their heads (OLMo-2)."""
     attention_scale: float | None = None
     """Factor of the attention scores; None: ``head_dim ** -0.5``."""
     residual_multiplier: float = 1.0
     """Factor of the outputs of attention and MLP, before they are added to the residual stream."""
+    attention_soft_cap: float | None = None
+    """Limit of the attention scores: ``cap * tanh(score / cap)`` (Gemma-2); None: none."""
     head: str = "logits"
     """Behind the final norm: ``logits``; ``score``, a linear layer; ``reward``, two of them; or ``none``."""
     num_labels: int = 0
@@ -156,7 +166,8 @@ class ModelConfig:
     @property
     def layer_norm_parameters(self) -> int:
         """Weights of the norms of a decoder layer."""
-        return 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
+        of_heads = 2 * self.qk_norm + (self.num_heads + self.num_kv_heads) * self.qk_norm_over_heads
+        return self.num_layer_norms * self.hidden_size + of_heads * self.head_dim
 
 
 class HFConfig(SimpleNamespace):

@@ -12,7 +12,12 @@ from fleetfoot.config.model import DTYPES, ModelConfig, read_config_json, read_g
 from fleetfoot.config.pooling import check_is_decoder, decoder_name
 from fleetfoot.config.rope import read_head_dim
 
-_NULLABLE = ("num_key_value_heads", "head_dim", "sliding_window", "bos_token_id", "eos_token_id")
+_NULLABLE = (
+    *("num_key_value_heads", "head_dim", "sliding_window", "bos_token_id", "eos_token_id"),
+    *("attn_logit_softcapping", "final_logit_softcapping"),
+)
+_OUTER_FIELDS = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config", "compression_config")
+"""Beside the decoder's object they take precedence."""
 # defaults of `transformers` 5 for absent fields
 _COMMON_DEFAULTS: dict[str, Any] = {
     "hidden_size": 4096,
@@ -54,13 +59,15 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
         ConfigError: a field is invalid or not supported; names the field, the value and what would work.
     """
     name, architecture = _find_architecture(config, source)
+    if architecture.decoder_field:
+        config = _decoder_content(config, architecture.decoder_field, source)
     fields = Fields(config, {**_COMMON_DEFAULTS, **architecture.defaults}, source, nullable=_NULLABLE)
     advice = "quantized checkpoints are not supported; use one in bfloat16, float16 or float32"
     fields.refuse("quantization_config", "compression_config", because=advice)
     fields.refuse("per_layer_config", because="all layers must have the same shape")
     fields.refuse("rope_interleaved", because="only the rotation of the two halves of a head is supported")
-    if fields.raw("hidden_act") not in architecture.activations:
-        raise fields.error("hidden_act", f"supported: {', '.join(architecture.activations)}")
+    if fields.raw(architecture.activation_field) not in architecture.activations:
+        raise fields.error(architecture.activation_field, f"supported: {', '.join(architecture.activations)}")
     vocab_size = fields.integer("vocab_size")
     num_layers = fields.integer("num_hidden_layers", maximum=10_000)
     num_heads, num_kv_heads, head_dim = _heads(fields)
@@ -108,6 +115,13 @@ def _find_architecture(config: Mapping[str, Any], source: str) -> tuple[str, Arc
             return name, entry
     check_is_decoder(config, source)
     raise ConfigError(f"{source}: architectures is {config.get('architectures')!r}; {supported}")
+
+
+def _decoder_content(config: Mapping[str, Any], name: str, source: str) -> Mapping[str, Any]:
+    """The fields of a multimodal model's decoder. Whether embeddings are tied is a field of the whole model."""
+    decoder = Fields(config, {}, source).mapping(name)
+    outer = {field: config[field] for field in _OUTER_FIELDS if config.get(field) is not None}
+    return {**decoder, **outer, "tie_word_embeddings": config.get("tie_word_embeddings")}
 
 
 def _heads(fields: Fields) -> tuple[int, int, int]:

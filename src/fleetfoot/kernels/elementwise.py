@@ -152,7 +152,8 @@ def _rms_norm(
         _rms_norm_kernel[(num_rows,)](
             output, total, x, like, weight, eps, num_rows, size,
             num_parts=x.shape[0] if x.ndim > like.ndim else 0, has_residual=residual is not None, offset=offset,
-            tile=tile, overlap=overlap, num_warps=min(16, max(4 if tile >= 1024 else 1, tile // 512)), **launch_options(overlap),
+            tile=tile, overlap=overlap, num_warps=min(16, max(4 if tile >= 1024 else 1, tile // 512)),
+            **launch_options(overlap),
         )  # fmt: skip
     return output, total
 
@@ -225,7 +226,7 @@ def _gelu_and_mul(gate, up):
     """The same with GELU: ``0.5 * x * (1 + tanh(y))`` is ``x * sigmoid(2 * y)``."""
     gate = gate.to(tl.float32)
     double_y = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 * sqrt(2 / pi)
-    return gate / (1.0 + tl.exp(-double_y)) * up.to(tl.float32)
+    return gate / (1.0 + tl.exp(tl.minimum(-double_y, 80.0))) * up.to(tl.float32)  # no power overflows
 
 
 @triton_kernel()

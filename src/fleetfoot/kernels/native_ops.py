@@ -115,8 +115,8 @@ def rope_and_cache_native(
     status = library.rope_and_cache(
         query.data_ptr(), qkv.data_ptr(), qkv_stride[0], kv_cache.data_ptr(), num_blocks, *kv_stride[:4],
         slot_mapping.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), cos_sin.shape[0],
-        None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(), rotary.eps, rotary.norm_offset,
-        num_tokens, num_heads, num_kv_heads, block_size, head_dim, code, torch.get_num_threads(),
+        None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(), rotary.eps,
+        rotary.norm_offset, num_tokens, num_heads, num_kv_heads, block_size, head_dim, code, torch.get_num_threads(),
     )  # fmt: skip
     check_status(status, "rope_and_cache")
     return query

@@ -30,6 +30,7 @@ class PagedAttention:
     rotary: RotaryInputs
     scale: float
     window: int | None
+    soft_cap: float | None
     rope_and_cache: RopeAndCache
     backend: AttentionBackend
 
@@ -40,7 +41,8 @@ class PagedAttention:
 
     def attend(self, query: torch.Tensor, ctx: ForwardContext, metadata: AttentionMetadata) -> torch.Tensor:
         """``query [n, num_heads, head_dim]`` of the tokens of ``metadata`` -> the same shape."""
-        return self.backend.forward(query, ctx.kv_caches[self.kv_index], metadata, self.scale, self.window)
+        kv_cache = ctx.kv_caches[self.kv_index]
+        return self.backend.forward(query, kv_cache, metadata, self.scale, self.window, self.soft_cap)
 
 
 class Attention(nn.Module):
@@ -71,23 +73,29 @@ class Attention(nn.Module):
         )
         self.o_proj = RowParallelLinear(context, "o_proj", q_size, config.hidden_size, config.o_bias, q)
         of_a_head = stored_rows(rope, head_dim, slice(0, 1))
-        self.q_norm = RMSNorm(context, head_dim, config.rms_norm_eps, of_a_head) if config.qk_norm else None
-        self.k_norm = RMSNorm(context, head_dim, config.rms_norm_eps, of_a_head) if config.qk_norm else None
+        norm = head_dim, config.rms_norm_eps, config.norm_offset
+        self.q_norm = RMSNorm(context, *norm, rows=of_a_head) if config.qk_norm else None
+        self.k_norm = RMSNorm(context, *norm, rows=of_a_head) if config.qk_norm else None
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
         self.num_kv_heads = kv_heads.stop - kv_heads.start
         self.paged = PagedAttention(
             config.num_heads // group.size,
             kv_index,
-            RotaryInputs(cos_sin, q_norm, k_norm, config.rms_norm_eps),
+            RotaryInputs(cos_sin, q_norm, k_norm, *norm[1:]),
             head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
             config.layer_windows[layer],
+            config.attention_soft_cap,
             context.ops.rope_and_cache,
             context.attention if config.is_causal else BidirectionalBackend(),
         )
 
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """q, k and v of ``x [num_tokens, hidden_size]``, in one tensor."""
+        return self.qkv_proj(x)
+
     def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """``x [num_tokens, hidden_size]`` -> the same shape. Writes the tokens' K and V to the layer's KV cache."""
-        qkv = self.qkv_proj(x)  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+        qkv = self.project(x)  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
         query = self.paged.rotate_and_cache(qkv, ctx)  # [num_tokens, num_heads, head_dim]
         attended = self.paged.attend(query, ctx, ctx.attention)
         return self.o_proj(attended.flatten(1))

@@ -20,7 +20,7 @@ from fleetfoot.records.forward_context import ForwardContext
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU (Shazeer 2020): ``down(silu(gate(x)) * up(x))``, gate and up in one product."""
+    """SwiGLU (Shazeer 2020): ``down(silu(gate(x)) * up(x))``, gate and up in one product; GeGLU with GELU."""
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
@@ -32,17 +32,19 @@ class GatedMLP(nn.Module):
             context, config.hidden_size, parts, config.mlp_bias, rows=(part, part), merged=merged
         )
         self.down_proj = RowParallelLinear(context, "down_proj", size, config.hidden_size, config.mlp_bias, part)
-        self._silu_and_mul = context.ops.silu_and_mul
+        ops = context.ops
+        self._activate = {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_and_mul}[config.activation]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x [num_tokens, hidden_size]`` -> the same shape."""
         gate_up = self.gate_up_proj(x)  # [num_tokens, 2 * intermediate size of this rank]
-        return self.down_proj(self._silu_and_mul(gate_up))
+        return self.down_proj(self._activate(gate_up))
 
 
 class DecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm, each added to the residual stream."""
 
+    attention_class: ClassVar[type[Attention]] = Attention
     mlp_class: ClassVar[type[nn.Module]] = GatedMLP
     residual_multiplier = 1.0
 
@@ -50,10 +52,10 @@ class DecoderLayer(nn.Module):
         self, config: ModelConfig, context: ModelContext, cos_sin: torch.Tensor, layer: int, kv_index: int
     ) -> None:
         super().__init__()
-        eps = config.rms_norm_eps
-        self.input_layernorm: nn.Module = RMSNorm(context, config.hidden_size, eps)
-        self.self_attn = Attention(config, context, cos_sin, layer, kv_index)
-        self.post_attention_layernorm = RMSNorm(context, config.hidden_size, eps)
+        norm = config.hidden_size, config.rms_norm_eps, config.norm_offset
+        self.input_layernorm: nn.Module = RMSNorm(context, *norm)
+        self.self_attn = self.attention_class(config, context, cos_sin, layer, kv_index)
+        self.post_attention_layernorm = RMSNorm(context, *norm)
         self.mlp = self.mlp_class(config, context)
 
     def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:

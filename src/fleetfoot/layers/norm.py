@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 
@@ -11,20 +12,23 @@ from fleetfoot.records.weights import Rows, WeightSpec
 
 
 class RMSNorm(WeightModule):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (Zhang and Sennrich 2019). ``rows``: the weight's
-    elements in the order in which they are stored; None: that of the checkpoint."""
+    """``x / sqrt(mean(x^2) + eps) * (weight + offset)`` over the last dimension (Zhang and Sennrich 2019). ``rows``:
+    the weight's elements in the order in which they are stored; None: that of the checkpoint."""
 
-    def __init__(self, context: ModelContext, size: int, eps: float, rows: Rows | None = None) -> None:
+    def __init__(
+        self, context: ModelContext, size: int, eps: float, offset: float = 0.0, *, rows: Rows | None = None
+    ) -> None:
         super().__init__()
         self.weight = torch.empty(size, dtype=context.dtype, device=context.device)
-        self.eps = eps
+        self.eps, self.offset = eps, offset
         self._part: tuple[Rows, ...] = () if rows is None else (rows,)
         self._rms_norm = context.ops.rms_norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x [num_tokens, size]`` -> the same shape."""
-        return self._rms_norm(x, self.weight, self.eps)
+        return self._rms_norm(x, self.weight, self.eps, self.offset)
 
     def own_weight_specs(self, prefix: str, name: str) -> Iterator[WeightSpec]:
         shape = tuple(self.weight.shape)
-        yield WeightSpec(f"{prefix}{name}.weight", shape, lambda: self.weight, init="ones", part=self._part)
+        init: Literal["zeros", "ones"] = "zeros" if self.offset else "ones"
+        yield WeightSpec(f"{prefix}{name}.weight", shape, lambda: self.weight, init=init, part=self._part)

@@ -20,7 +20,8 @@ class LlamaModel(Decoder):
         config, has_embedding = causal_lm.config, causal_lm.is_first or causal_lm.has_tied_head
         self.embed_tokens = VocabParallelEmbedding(config, context) if has_embedding else None
         self.layers = DecoderStack(config, context, causal_lm.layers, causal_lm.layer_class)
-        self.norm = RMSNorm(context, config.hidden_size, config.rms_norm_eps) if causal_lm.is_last else None
+        norm = config.hidden_size, config.rms_norm_eps, config.norm_offset
+        self.norm = RMSNorm(context, *norm) if causal_lm.is_last else None
 
 
 class LlamaForCausalLM(CausalLM):

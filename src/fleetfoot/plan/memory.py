@@ -165,7 +165,7 @@ def activation_bytes(shape: EngineShape) -> int:
     attention = tokens * (3 * query_heads + 2 * kv_heads) * model.head_dim * size
     if shape.kernels["attention"] == "sdpa":
         attention += sdpa_workspace_bytes(query_heads, kv_heads, model.head_dim, shape.max_model_len, size)
-    # the reference of silu_and_mul computes in float32, with a tensor for each of its three steps
+    # the references of silu_and_mul and gelu_and_mul compute in float32, with a tensor for each of their three steps
     product = 3 * _FLOAT32 if shape.kernels["silu_and_mul"] == "torch" else size
     mlp = tokens * (model.intermediate_size // ranks) * (2 * size + product)
     return tokens * stream + max(mlp, attention)

@@ -53,7 +53,7 @@ class WeightSpec:
     destination: Callable[[], torch.Tensor]
     """Returns a tensor of the shape of ``part`` to write to, often a view into a larger one. It holds the current
     values, and is valid until the next `process_weights_after_loading`; call it again after that."""
-    init: Literal["normal", "ones"] = "normal"
+    init: Literal["normal", "zeros", "ones"] = "normal"
     """How dummy weights are initialised, unless they are integers."""
     is_integer: bool = False
     """Whether the checkpoint holds integers, as quantized or packed weights are."""

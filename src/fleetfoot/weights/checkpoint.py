@@ -141,19 +141,24 @@ def _likely_cause(path: Path) -> str:
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-def load_safetensors(specs: Iterable[WeightSpec], folder: Path, elsewhere: Collection[str] = ()) -> None:
+def load_safetensors(
+    specs: Iterable[WeightSpec], folder: Path, elsewhere: Collection[str] = (), unread: tuple[str, ...] = ()
+) -> None:
     """Copy a checkpoint into the specs, converted to their device and dtype; at most one tensor is in memory twice.
 
     All mismatches are found before the first byte is copied. Names without the prefix ``model.``, as in an export of
     the base model, are accepted if no name has it. A tied checkpoint may contain the matrix as ``lm_head.weight``, or
     twice; then evenly spaced rows are compared, because a separately trained head differs in all rows. ``elsewhere``:
-    names that belong to other ranks' specs. Raises WeightError if a file cannot be read, tensors are missing,
-    misshapen, of another kind of dtype or unexpected, or the two copies of a tied matrix differ.
+    names that belong to other ranks' specs; ``unread``: beginnings of names that are ignored. Raises WeightError if a
+    file cannot be read, tensors are missing, misshapen, of another kind of dtype or unexpected, or the two copies of a
+    tied matrix differ.
     """
     specs = list(specs)
     with Checkpoint(folder) as checkpoint:
-        found = _by_model_name(checkpoint, {*(spec.name for spec in specs), *elsewhere})
-        if problems := [*_problems(specs, found, checkpoint, elsewhere)]:
+        names = {name for spec in specs for name in (spec.name, *spec.aliases)}
+        found = _by_model_name(checkpoint, names | set(elsewhere))
+        expected = {name: source for name, source in found.items() if not name.startswith(unread)}
+        if problems := [*_problems(specs, expected, checkpoint, elsewhere)]:
             raise _misfit(folder, problems)
         sources = {}  # tensor name in the checkpoint -> spec
         for spec in specs:

@@ -18,13 +18,13 @@ _MAX_COPIED = 1 << 24  # values that are generated at once to copy some columns
 
 
 def fill_dummy(specs: Iterable[WeightSpec], seed: int) -> None:
-    """Fill norms with 1, integers with any values and other weights with normally distributed ones, on their device.
-    The values of a tensor depend on the seed, its name, shape, dtype and device type only, so each part of a sharded
-    model holds the same weights as the whole model."""
+    """Fill norms with 1, or with 0 where their weights are differences from 1, integers with any values and other
+    weights with normally distributed ones, on their device. The values of a tensor depend on the seed, its name, shape,
+    dtype and device type only, so each part of a sharded model holds the same weights as the whole model."""
     for spec in specs:
         destination = spec.destination()
-        if spec.init == "ones":
-            destination.fill_(1.0)
+        if spec.init != "normal":
+            destination.fill_(1.0 if spec.init == "ones" else 0.0)
         elif destination.numel() > 0:
             _fill_part(destination, spec, _drawn(spec, destination, seed))
 

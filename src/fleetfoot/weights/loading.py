@@ -59,5 +59,5 @@ def reload_weights(model: CausalLM, context: ModelContext, folder: str | Path) -
         meta = replace(context, device=torch.device("meta"), max_positions=1, tensor_group=SINGLE_TENSOR_GROUP)
         whole = model_class(model.config.architecture)(model.config, meta)
         elsewhere |= {name for spec in whole.weight_specs() for name in (spec.name, *spec.aliases)}
-    load_safetensors(model.weight_specs(), Path(folder), elsewhere)
+    load_safetensors(model.weight_specs(), Path(folder), elsewhere, model.other_weights)
     model.process_weights_after_loading()

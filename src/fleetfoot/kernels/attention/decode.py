@@ -31,7 +31,13 @@ import torch
 
 from fleetfoot.kernels.attention import AttentionInputs
 from fleetfoot.kernels.attention.rope_and_cache import load_cos_sin, norm_and_rotate
-from fleetfoot.kernels.attention.split_kv import AttentionWorkspace, DecodeShape, base_2_scores, clear_output, store_pair
+from fleetfoot.kernels.attention.split_kv import (
+    AttentionWorkspace,
+    DecodeShape,
+    base_2_scores,
+    clear_output,
+    store_pair,
+)
 from fleetfoot.kernels.runtime.dependent_launch import (
     can_overlap,
     launch_dependents,

@@ -73,8 +73,8 @@ def paged_attention_prefill(inputs: AttentionInputs, *, out: torch.Tensor, tilin
         query, kv_cache, out, query_start_loc, seq_lens, block_tables, num_reqs, num_tokens, search_steps(num_reqs + 1),
         query.stride(0), kv_cache.stride(0), block_tables.stride(0), scale * math.log2(math.e), window or 0,
         num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, padded_dim=padded_dim, block_size=block_size,
-        **inputs.kv_strides, rows=tiling.rows, tile=tiling.tile, has_window=window is not None, soft_cap=soft_cap or 0.0,
-        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        **inputs.kv_strides, rows=tiling.rows, tile=tiling.tile, has_window=window is not None,
+        soft_cap=soft_cap or 0.0, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
 
 

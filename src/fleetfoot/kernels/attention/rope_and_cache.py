@@ -116,8 +116,8 @@ def rope_and_cache_triton(
         qkv if k_norm is None else k_norm, rotary.eps, qkv.stride(0), *kv_cache.stride()[:4],
         num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=block_size, head_dim=head_dim,
         has_q_norm=q_norm is not None, has_k_norm=k_norm is not None, norm_offset=rotary.norm_offset,
-        heads_tile=heads_tile, half_tile=next_power_of_2(head_dim // 2), overlap=overlap, num_warps=max(1, min(8, heads_tile // 2)),
-        **launch_options(overlap),
+        heads_tile=heads_tile, half_tile=next_power_of_2(head_dim // 2), overlap=overlap,
+        num_warps=max(1, min(8, heads_tile // 2)), **launch_options(overlap),
     )  # fmt: skip
     return query
 
