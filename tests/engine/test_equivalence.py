@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.helpers.checkpoints import reference_logits
+from tests.helpers.checkpoints import make_checkpoint, reference_logits
 from tests.helpers.engines import TEXT_MODEL, drain, make_engine, prompt_of, run_requests
 from tests.helpers.runner_lives import DRAFT, METHODS, STORY
 from tests.helpers.schedules import Life, assert_agree, assert_lives_agree, live, live_alone, random_lives
@@ -166,6 +166,12 @@ def test_one_request_fills_the_whole_cache(text_model: Path) -> None:
 
 MODELS = {"llama": STORY} | {name: DRAFT.parent / f"story-{name}" for name in ("qwen3", "mistral", "draft")}
 STORY_VOCAB = 2048
+RANDOM: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("gemma2", {"sliding_window": 7, "attn_logit_softcapping": 5.0}),
+    "gemma3": ("gemma3_text", {"sliding_window": 7, "sliding_window_pattern": 2}),
+    "olmo2": ("olmo2", {}),
+}
+"""Models that are not trained."""
 LIMITS: dict[str, dict[str, int]] = {
     "roomy": {"max_num_seqs": 16, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 256, "block_size": 8},
     # few blocks, few rows, small chunks: everything happens
@@ -214,13 +220,21 @@ DRAFTING = [
     Way("v2", False, "tight", method="eagle"),
 ]
 """For the llama, for which there are drafters."""
+TIGHT_WAYS = [WAYS[3], WAYS[7], DRAFTING[2]]
+"""For models that are not trained."""
 
 
-@pytest.fixture(scope="module", params=MODELS, ids=str)
-def engines(request: pytest.FixtureRequest) -> Iterator[dict[Way | None, LLMEngine]]:
+@pytest.fixture(scope="module", params=[*MODELS, *RANDOM], ids=str)
+def engines(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Way | None, LLMEngine]]:
     """An made_engine for each way, and under None the reference: V1, no prefix cache, one request at a time."""
-    model = MODELS[request.param]
-    ways = WAYS + DRAFTING if request.param == "llama" else PAIRS
+    if request.param in RANDOM:
+        model, (model_type, fields) = tmp_path_factory.mktemp(request.param), RANDOM[request.param]
+        make_checkpoint(model, model_type, vocab_size=STORY_VOCAB, **fields)
+        ways = TIGHT_WAYS
+    else:
+        model, ways = MODELS[request.param], WAYS + DRAFTING if request.param == "llama" else PAIRS
     made: dict[Way | None, LLMEngine] = {way: engine_in(way, model) for way in ways}
     made[None] = engine_of(model, model_runner="v1", enable_prefix_caching=False, max_num_seqs=1)
     yield made

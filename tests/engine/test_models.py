@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from tests.helpers.checkpoints import make_checkpoint, make_reference, reference_logits
+from safetensors.torch import save_file
+from tests.helpers.checkpoints import TINY, make_checkpoint, make_reference, reference_logits
 from tests.helpers.kernels import cpu_kernels
 from tests.helpers.paged_models import LLAMA3, MODELS, YARN, PagedCache, assert_close, checkpoint, context, prompt, run
 
 from fleetfoot.config.architectures import ARCHITECTURES
-from fleetfoot.config.model import ModelConfig
+from fleetfoot.config.model import ModelConfig, RopeConfig
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.kernels.attention.rope_and_cache import rotate_torch
 from fleetfoot.layers.decoder import representatives
 from fleetfoot.layers.rotary import inverse_frequencies, rotary_table
 from fleetfoot.models.interface import CausalLM, model_class
 from fleetfoot.records.forward_context import IntermediateTensors
+from fleetfoot.records.weights import WeightError
 from fleetfoot.weights.loading import ModelLoader, reload_weights
 
 if TYPE_CHECKING:
@@ -201,6 +204,102 @@ def test_the_weight_specs_are_the_parameters_of_transformers(case: str, tmp_path
     specs = {spec.name: spec.shape for spec in model.weight_specs()}
     assert specs == {name: tuple(parameter.shape) for name, parameter in reference.named_parameters()}
     assert config.num_parameters == reference.num_parameters()
+
+
+def without(**fields: Any) -> Callable[[CausalLM], None]:
+    """The same weights with other fields of the config."""
+
+    def change(model: CausalLM) -> None:
+        other = model_class(model.config.architecture)(replace(model.config, **fields), context())
+        for mine, theirs in zip(other.weight_specs(), model.weight_specs(), strict=True):
+            mine.destination().copy_(theirs.destination())
+        other.process_weights_after_loading()
+        model.__dict__ = other.__dict__
+
+    return change
+
+
+def drop_norms(model: CausalLM) -> None:
+    for layer in model.model.layers.values():
+        layer.post_attention_layernorm = torch.nn.Identity()
+
+
+def drop_norms_over_heads(model: CausalLM) -> None:
+    for layer in model.model.layers.values():
+        layer.self_attn.q_norm = torch.nn.Identity()
+
+
+FEATURES: dict[str, tuple[str, Callable[[CausalLM], None]]] = {
+    "soft cap of scores": ("gemma2", without(attention_soft_cap=None)),
+    "soft cap of logits": ("gemma2", without(extras={"final_logit_softcapping": None})),
+    "windows": ("gemma2", without(layer_windows=())),
+    "query scale": ("gemma2", without(attention_scale=None)),
+    "norms with weights around 1": ("gemma2", without(norm_offset=0.0)),
+    "GELU": ("gemma2", without(activation="silu")),
+    "norms behind": ("gemma2", drop_norms),
+    "embedding scale": ("gemma2", lambda model: setattr(model, "_embedding_scale", 1.0)),
+    "rope of each layer": ("gemma3", without(layer_ropes=(RopeConfig(),) * 3)),
+    "head norms with weights around 1": ("gemma3", without(norm_offset=0.0)),
+    "norms over heads": ("olmo2", drop_norms_over_heads),
+    "norms behind alone": ("olmo2", drop_norms),
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_each_feature_changes_the_logits(feature: str, tmp_path: Path) -> None:
+    case, switch_off = FEATURES[feature]
+    reference, tokens = checkpoint(tmp_path, case), prompt(30)
+    model, expected = load(tmp_path), reference_logits(reference, tokens)
+    assert_close(run(model, PagedCache(model.config, 16), {0: tokens})[0], expected)
+    switch_off(model)
+    logits = run(model, PagedCache(model.config, 16), {0: tokens})[0]
+    assert (logits - expected).abs().max() > 0.05 * expected.abs().max()
+
+
+VISION = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8}
+EXPORTS: dict[str, Callable[[str], str]] = {
+    "current": lambda name: name,
+    "first": lambda name: (
+        name.replace("model.language_model.", "language_model.model.")
+        .replace("model.vision_tower.", "vision_tower.")
+        .replace("model.multi_modal_projector.", "multi_modal_projector.")
+        .replace("lm_head.", "language_model.lm_head.")
+    ),
+    "base model": lambda name: name.removeprefix("model."),
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_decoder_of_a_multimodal_gemma_3(tied: bool, tmp_path: Path) -> None:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text = {**TINY, "sliding_window": 9, "sliding_window_pattern": 2}
+    vision = {"model_type": "siglip_vision_model", "image_size": 16, **VISION}
+    special = {"image_token_index": 90, "boi_token_index": 91, "eoi_token_index": 92, "mm_tokens_per_image": 4}
+    config = Gemma3Config(text_config=text, vision_config=vision, tie_word_embeddings=tied, **special)
+    reference, tokens = Gemma3ForConditionalGeneration(config).eval(), prompt(30)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.normal_(0.0, 0.15, generator=torch.Generator().manual_seed(parameter.numel()))
+    expected = reference_logits(reference, tokens)
+    config.save_pretrained(tmp_path)
+    tensors = {name: tensor.contiguous() for name, tensor in reference.state_dict().items()}
+    if tied:
+        del tensors["lm_head.weight"]
+    for export, rename in EXPORTS.items():
+        if export == "base model" and not tied:
+            continue  # it has no logits head
+        save_file({rename(name): tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+        for layers in (None, range(1), range(1, 3)):
+            model = load(tmp_path, layers)
+            if layers is None:
+                assert_close(run(model, PagedCache(model.config, 4), {0: tokens})[0], expected)
+    head = 0 if tied else reference.lm_head.weight.numel()
+    assert model.config.num_parameters == reference.model.language_model.num_parameters() + head
+    tensors["model.language_model.extra.weight"] = torch.zeros(1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(WeightError, match="1 unexpected"):
+        load(tmp_path)
 
 
 def test_the_registry_names_the_class_of_each_architecture() -> None:

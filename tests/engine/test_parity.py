@@ -24,6 +24,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("mistral", {"sliding_window": 24}),
     "qwen2": ("qwen2", {"hidden_size": 48, "head_dim": 12, "seed": 2}),  # no native kernel
     "qwen3": ("qwen3", {"tie_word_embeddings": True, "head_dim": 32, "num_hidden_layers": 3}),
+    "gemma2": ("gemma2", {"sliding_window": 24, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 20}),
 }
 PROMPTS = [prompt_of(length, VOCAB, seed=length) for length in (1, 13, 37, 70)]
 PARAMS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)

@@ -60,19 +60,145 @@ def test_a_plain_llama() -> None:
 def test_absent_fields_take_the_defaults_of_transformers(architecture: str) -> None:
     from transformers import AutoConfig
 
-    model_type = architecture.removesuffix("ForCausalLM").lower()
-    theirs = AutoConfig.for_model(model_type)
+    model_type = ARCHITECTURES[architecture].model_type
+    theirs = AutoConfig.for_model(model_type).get_text_config()
     ours = parse({"architectures": [architecture]})
     for name, other in RENAMED.items():
         assert getattr(ours, name) == getattr(theirs, other), name
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
-    rope = RopeConfig(theirs.rope_parameters["rope_theta"], theirs.rope_parameters["rope_type"])
+    layer_types = getattr(theirs, "layer_types", [FULL] * ours.num_layers)
     has_rope = getattr(theirs, "no_rope_layers", [1] * ours.num_layers)
-    assert ours.layer_ropes == tuple(rope if each else None for each in has_rope)
-    assert ours.layer_windows == (theirs.sliding_window if model_type == "mistral" else None,) * ours.num_layers
+    for layer, layer_type in enumerate(layer_types):
+        rope = theirs.rope_parameters.get(layer_type, theirs.rope_parameters)
+        expected = RopeConfig(rope["rope_theta"], rope["rope_type"]) if has_rope[layer] else None
+        assert ours.layer_ropes[layer] == expected
+        has_window = model_type == "mistral" or layer_type == SLIDING
+        assert ours.layer_windows[layer] == (theirs.sliding_window if has_window else None)
     assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
-    assert (ours.qkv_bias, ours.qk_norm) == (model_type == "qwen2", model_type == "qwen3")
+    assert (ours.qkv_bias, ours.qk_norm) == (model_type == "qwen2", model_type in ("qwen3", "gemma3", "gemma3_text"))
     assert not ours.o_bias and not ours.mlp_bias
+
+
+GEMMA = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "bos_token_id": 2, "query_pre_attn_scalar": 256}
+PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    "gemma-2-2b": (
+        {
+            "architectures": ["Gemma2ForCausalLM"],
+            "model_type": "gemma2",
+            **GEMMA,
+            "torch_dtype": "float32",
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "cache_implementation": "hybrid",
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "vocab_size": 256000,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 26,
+            "rope_theta": 10000.0,
+            "max_position_embeddings": 8192,
+            "sliding_window": 4096,
+            "eos_token_id": 1,
+            "rms_norm_eps": 1e-06,
+        },
+        2_614_341_888,
+        {"layer_windows": (4096, None) * 13, "attention_soft_cap": 50.0, "attention_scale": 0.0625},
+    ),
+    "gemma-3-1b-it": (
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "model_type": "gemma3_text",
+            **GEMMA,
+            "torch_dtype": "bfloat16",
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "rope_local_base_freq": 10000,
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "vocab_size": 262144,
+            "sliding_window_pattern": 6,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 26,
+            "rope_theta": 1000000,
+            "max_position_embeddings": 32768,
+            "sliding_window": 512,
+            "eos_token_id": [1, 106],
+            "rope_scaling": None,
+        },
+        999_885_952,
+        {"layer_windows": ((512,) * 5 + (None,)) * 4 + (512, 512), "eos_token_ids": (1, 106), "dtype": "bfloat16"},
+    ),
+    "gemma-3-4b-it": (
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "model_type": "gemma3",
+            "eos_token_id": [1, 106],
+            "torch_dtype": "bfloat16",
+            "vision_config": {"hidden_size": 1152},
+            "image_token_index": 262144,
+            "text_config": {
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "num_hidden_layers": 34,
+                "sliding_window": 1024,
+                "model_type": "gemma3_text",
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            },
+        },
+        3_880_263_168,
+        {
+            "layer_windows": ((1024,) * 5 + (None,)) * 5 + (1024,) * 4,
+            "layer_ropes": ((RopeConfig(),) * 5 + (RopeConfig(1e6, "linear", {"factor": 8.0}),)) * 5
+            + (RopeConfig(),) * 4,
+            "dtype": "bfloat16",
+            "eos_token_ids": (1, 106),
+            "tie_word_embeddings": True,
+        },
+    ),
+    "OLMo-2-1124-7B": (
+        {
+            "architectures": ["Olmo2ForCausalLM"],
+            "model_type": "olmo2",
+            "attention_bias": False,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "vocab_size": 100352,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "num_hidden_layers": 32,
+            "rope_theta": 500000,
+            "max_position_embeddings": 4096,
+            "eos_token_id": 100257,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+        },
+        7_298_617_344,
+        {"layer_windows": (None,) * 32, "qk_norm_over_heads": True, "eos_token_ids": (100257,), "bos_token_id": None},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs(name: str) -> None:
+    config, num_parameters, expected = PUBLISHED[name]
+    parsed = parse(config)
+    assert {field: getattr(parsed, field) for field in expected} == expected
+    assert parsed.num_parameters == num_parameters
+
+
+def test_fields_of_gemma_3_without_effect(caplog: pytest.LogCaptureFixture) -> None:
+    config = {**PUBLISHED["gemma-3-1b-it"][0], "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    parsed = parse(config)
+    assert (parsed.attention_soft_cap, parsed.extras) == (None, {"final_logit_softcapping": 30.0})
+    parsed = parse({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": config})
+    assert (parsed.attention_soft_cap, parsed.extras) == (None, {"final_logit_softcapping": None})
+    assert [record.args[1] for record in caplog.records if isinstance(record.args, tuple)] == [
+        "attn_logit_softcapping", "final_logit_softcapping", "attn_logit_softcapping",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -192,7 +318,20 @@ def test_windows(config: dict[str, Any], windows: tuple[int | None, ...]) -> Non
     assert parse(config).layer_windows == windows
 
 
+def gemma3(**fields: Any) -> dict[str, Any]:
+    return {"architectures": ["Gemma3ForCausalLM"], **fields}
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    (gemma3(use_bidirectional_attention=True), "use_bidirectional_attention is True; tokens attend to earlier ones"),
+    (gemma3(hidden_activation="gelu"), "hidden_activation is 'gelu'; supported: gelu_pytorch_tanh"),
+    (gemma3(sliding_window=None), "sliding_window is missing; expected an integer"),
+    (gemma3(rope_parameters={"rope_type": "default"}), "rope_parameters is .*; expected two objects, full_attention"),
+    (gemma3(rope_scaling={"rope_type": "linear", "factor": 0}), "factor is 0; expected a finite number above 0"),
+    (gemma3(final_logit_softcapping=0.0), "final_logit_softcapping is 0.0; expected a finite number above 0"),
+    (gemma3(mlp_bias=True), "mlp_bias is True; Gemma has no biases in its MLP"),
+    ({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": 3}, "text_config is 3; expected an object"),
+    ({"architectures": ["Olmo2ForCausalLM"], "clip_qkv": 8.0}, "clip_qkv is 8.0; OLMo-2 has neither"),
     (llama(architectures=["GPT2LMHeadModel"]), r"architectures is \['GPT2LMHeadModel'\]; supported.*Qw"),
     (llama(architectures=None, model_type="gpt2"), r"model_type is 'gpt2'; supported.*Llama"),
     (llama(architectures=3), "architectures is 3; supported"),

@@ -348,18 +348,20 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "Gemma2ForCausalLM": Architecture(
         "gemma2", "Gemma2Model", "fleetfoot.models.gemma2:Gemma2ForCausalLM", _GEMMA2_DEFAULTS, _gemma2_traits,
-        _gemma2_windows, **_GEMMA,
+        _gemma2_windows, **_GEMMA, default_on_v2=True,
     ),
     "Gemma3ForCausalLM": Architecture(
         "gemma3_text", "Gemma3TextModel", "fleetfoot.models.gemma3:Gemma3ForCausalLM", _GEMMA3_DEFAULTS, _gemma3_traits,
-        _gemma3_windows, _gemma3_ropes, **_GEMMA,
+        _gemma3_windows, _gemma3_ropes, **_GEMMA, default_on_v2=True,
     ),
     "Gemma3ForConditionalGeneration": Architecture(
         "gemma3", "Gemma3Model", "fleetfoot.models.gemma3:Gemma3ForConditionalGeneration", _GEMMA3_DEFAULTS,
         _gemma3_multimodal_traits, _gemma3_windows, _gemma3_ropes, decoder_field="text_config", **_GEMMA,
+        default_on_v2=True,
     ),
     "Olmo2ForCausalLM": Architecture(
         "olmo2", "Olmo2Model", "fleetfoot.models.olmo2:Olmo2ForCausalLM", _OLMO2_DEFAULTS, _olmo2_traits, no_windows,
+        default_on_v2=True,
     ),
 }  # fmt: skip
 """By the names in ``architectures`` of ``config.json``."""
