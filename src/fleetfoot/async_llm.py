@@ -20,6 +20,7 @@ from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.hold import Hold
 from fleetfoot.engine.input_processor import EngineRequest
+from fleetfoot.engine.live_weights import WEIGHT_METHODS, WeightCalls
 from fleetfoot.engine.pooling import AsyncPoolingCalls
 from fleetfoot.engine.stats import EngineStats
 from fleetfoot.inputs import PromptType
@@ -64,7 +65,7 @@ class _Command:
     """Gets an error if the engine ends before the command has run."""
 
 
-class AsyncLLM(AsyncPoolingCalls):
+class AsyncLLM(AsyncPoolingCalls, WeightCalls):
     """Runs many requests concurrently, each an async generator of partial outputs.
 
     Every generator ends with a finished output, or with the exception that ended its request or the engine. Use it as
@@ -182,7 +183,13 @@ class AsyncLLM(AsyncPoolingCalls):
         self, method: str | Callable[..., Any], timeout: float | None = None, args: Any = (), kwargs: Any = None
     ) -> list[Any]:
         """See `LLMEngine.collective_rpc`."""
+        if method in WEIGHT_METHODS:
+            result = await getattr(self, str(method))(*args, **(kwargs or {}))
+            return [result] * self._engine.plan.config.world_size
         return await self.run_held(lambda engine: engine.collective_rpc(method, timeout, args, kwargs), "keep")
+
+    def _held(self, function: Callable[[LLMEngine], Any], mode: str) -> Any:
+        return self.run_held(function, mode)
 
     @property
     def is_running(self) -> bool:
@@ -391,6 +398,9 @@ def _merge(earlier: _Item, later: _Item, kind: RequestOutputKind | None) -> _Ite
         return later
     if kind is RequestOutputKind.DELTA:
         for before, after in zip(earlier.outputs, later.outputs, strict=True):
+            if before.weight_versions is not None or after.weight_versions is not None:
+                each = [part.weight_versions or [part.weight_version] * len(part.token_ids) for part in (before, after)]
+                after.weight_versions = each[0] + each[1]
             after.text = before.text + after.text
             after.token_ids = before.token_ids + after.token_ids
             if before.logprobs is not None and after.logprobs is not None:

@@ -16,6 +16,7 @@ from fleetfoot.config.vllm_names import check_call_keywords
 from fleetfoot.engine.beam_search import BeamSearchOutput, search
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.input_processor import EngineRequest
+from fleetfoot.engine.live_weights import WEIGHT_METHODS, WeightCalls
 from fleetfoot.engine.metrics import Metric
 from fleetfoot.engine.pooling import PoolingCalls, Progress
 from fleetfoot.engine.stats import EngineStats
@@ -36,7 +37,7 @@ _NO_VARIABLES = ("chat_template", "messages", "conversation", "self", "max_lengt
 """Names that ``chat_template_kwargs`` cannot have: the other arguments of `Tokenizer.apply_chat_template`."""
 
 
-class LLM(PoolingCalls):
+class LLM(PoolingCalls, WeightCalls):
     """A model for offline inference. Use it as a context manager, or call `shutdown` to release its memory.
 
     Threads can share it: their calls run as one batch. A forked process cannot: its calls raise `EngineDeadError`.
@@ -229,9 +230,16 @@ class LLM(PoolingCalls):
         """See `LLMEngine.model_config`."""
         return self.llm_engine.model_config
 
-    def collective_rpc(self, method: str | Callable[..., Any], *arguments: Any, **keywords: Any) -> list[Any]:
+    def collective_rpc(
+        self, method: str | Callable[..., Any], timeout: float | None = None, args: Any = (), kwargs: Any = None
+    ) -> list[Any]:
         """See `LLMEngine.collective_rpc`."""
-        return self.run_held(lambda engine: engine.collective_rpc(method, *arguments, **keywords), "keep")
+        if method in WEIGHT_METHODS:
+            return [getattr(self, str(method))(*args, **(kwargs or {}))] * self.config.world_size
+        return self.run_held(lambda engine: engine.collective_rpc(method, timeout, args, kwargs), "keep")
+
+    def _held(self, function: Callable[[Any], Any], mode: str) -> Any:
+        return self.run_held(function, mode)
 
     def run_held(self, function: Callable[[LLMEngine], Any], mode: str = "drain") -> Any:
         """Call ``function(engine)`` between steps, when no step is in flight; see `LLMEngine.hold`. Calls of other

@@ -85,6 +85,10 @@ class CompletionOutput:
     """``stop``, ``length``, ``abort`` or ``error``; None while it is unfinished."""
     stop_reason: int | str | None = None
     """The stop string or stop token that ended it; the message, if the reason is ``error``."""
+    weight_version: int = 0
+    """Of the weights that sampled its last token; 0: those of the start."""
+    weight_versions: list[int] | None = None
+    """Of each token, if weights were updated while it was generated."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -106,6 +110,8 @@ class RequestOutput:
     """Prompt tokens with prefix cache hits."""
     kv_transfer_params: dict[str, Any] | None = None
     """Parameters from the KV connector about the finished request's KV, if any."""
+    weight_version: int = 0
+    """The newest one of ``outputs``."""
 
 
 # --- pooling ----------------------------------------------------------------------------------------------------------
@@ -163,6 +169,8 @@ class PoolingRequestOutput:
     stop_reason: int | str | None = None
     """The message, if the reason is ``error``."""
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    weight_version: int = 0
+    """Of the weights that have computed the last part of the prompt; 0: those of the start."""
 
 
 EmbeddingRequestOutput = PoolingRequestOutput

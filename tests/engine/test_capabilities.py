@@ -340,7 +340,6 @@ REQUESTS = {Feature.STRUCTURED_OUTPUTS: "structured_outputs"}
 """Features that a request would require, by the name that it would have in SamplingParams."""
 
 CALLS: dict[Feature, tuple[str, ...]] = {
-    Feature.LIVE_WEIGHTS: ("update_config", "reload_weights", "apply_sparse_weight_patches"),
     Feature.SLEEP: ("sleep", "wake_up"),
 }
 """Features that are methods of LLM."""

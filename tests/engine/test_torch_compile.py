@@ -25,4 +25,10 @@ def test_tokens_are_those_of_plain_layers_and_serving_compiles_nothing(text_mode
     assert [engine.runner_name for engine in engines] == ["v1", "v1"]
     for name in requests:
         assert compiled[name].outputs[0].token_ids == plain[name].outputs[0].token_ids
+    patches = [{"name": "model.layers.0.mlp.up_proj.weight", "indices": range(0, 6000, 7), "values": [0.5] * 858}]
+    for engine in engines:
+        engine.apply_sparse_weight_patches(patches)
+    plain, compiled = (run_requests(engine, requests) for engine in engines)
+    for name in requests:
+        assert compiled[name].outputs[0].token_ids == plain[name].outputs[0].token_ids
     assert not counters["stats"]["unique_graphs"]

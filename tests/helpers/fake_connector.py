@@ -71,7 +71,7 @@ class ScriptedConnector(SchedulerConnector):
     def has_pending(self) -> bool:
         return self.pending
 
-    def reset_cache(self) -> None:
+    def reset_cache(self, weights: str = "") -> None:
         self.calls.append(("reset",))
 
     def shutdown(self) -> None:
@@ -176,7 +176,7 @@ class FakeSchedulerConnector(SchedulerConnector):
     def has_pending(self) -> bool:
         return self._next != Metadata()
 
-    def reset_cache(self) -> None:
+    def reset_cache(self, weights: str = "") -> None:
         self.store.clear()
         self._next.saves.clear()
         self._next.flushes.clear()

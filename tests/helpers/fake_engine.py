@@ -184,7 +184,10 @@ class FakeEngine(Loop):
     def change_weights(self) -> None:
         """KV that was computed before must not be used any more."""
         self.device.runner.weights += 1
-        self.scheduler.reset_prefix_cache(reset_connector=True)
+        if self.in_flight:
+            self.scheduler.reset_prefix_cache(reset_connector=True)
+        else:
+            self.scheduler.change_weights(str(self.device.runner.weights))
 
     def settle(self) -> None:
         """Step until nothing is in flight, held or pending."""

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from fleetfoot.engine.core import EngineCore, no_callback
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.hold import Hold, HoldQueue
 from fleetfoot.engine.input_processor import COPY_MARK, EngineRequest, InputProcessor, params_check
+from fleetfoot.engine.live_weights import WEIGHT_METHODS, LiveWeights, WeightCalls, update_settings
 from fleetfoot.engine.metrics import Metric, engine_metrics
 from fleetfoot.engine.output_processor import OutputProcessor
 from fleetfoot.engine.restart import NoRestarts, Rebuild, Restarts
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class LLMEngine:
+class LLMEngine(WeightCalls):
     """Input processing, `EngineCore` and output processing in one thread.
 
     Each added request ends with an output that has ``finished`` set, or with the exception that ended the engine, which
@@ -75,6 +76,7 @@ class LLMEngine:
         if rebuild is not None:
             self._restarts = Restarts(core, self._output_processor, rebuild, max_restarts)
         self._aborted: list[RequestOutput] = []  # last outputs of aborted requests, returned by the next step
+        self._live = None if plan is None else LiveWeights(core, plan, self._change_weights, self._failing)
         self._holds = HoldQueue(core, lambda: self.abort_request(self._output_processor.request_ids))
         self._cause: BaseException | None = None
         self._is_shut_down = False
@@ -342,6 +344,31 @@ class LLMEngine:
         """Whether `step` runs no request until `resume`."""
         return self._holds.is_paused
 
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    @property
+    def live(self) -> LiveWeights:
+        """The weights in use. Raises ValueError as `plan`."""
+        _ = self.plan
+        assert self._live is not None
+        return self._live
+
+    @property
+    def weight_version(self) -> int:
+        """Of the weights in use; 0: those of the start."""
+        return self.live.version
+
+    def update_settings(self, settings: Mapping[str, Any]) -> None:
+        """See `WeightCalls.update_config`; in the function of a hold."""
+        update_settings(settings, self.live, self.plan, self.core, self.input_processor)
+
+    def _held(self, function: Callable[[Any], Any], mode: str) -> Any:
+        return self.run_held(lambda: function(self), mode)
+
+    def _change_weights(self, version: int, identity: str, *, is_shared: bool) -> None:
+        self.core.scheduler.change_weights(identity, is_shared=is_shared)
+        self._output_processor.change_weights(version)
+
     # --- state --------------------------------------------------------------------------------------------------------
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -375,9 +402,13 @@ class LLMEngine:
         """Call a function of the worker, or its method of this name, on every rank between steps; running requests are
         kept. ``timeout`` has no effect.
 
+        The engine's own methods for live weights can be called here too (``reload_weights``, ...), with their mode.
+
         Returns the ranks' results in their order; raises what the first of them raises, and ValueError: workers have no
         such method, or run in other processes, to which the call cannot be sent.
         """
+        if method in WEIGHT_METHODS:
+            return [getattr(self, str(method))(*args, **(kwargs or {}))] * self.plan.config.world_size
         return self.run_held(lambda: self.core.executor.collective_rpc(method, tuple(args), dict(kwargs or {})), "keep")
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:

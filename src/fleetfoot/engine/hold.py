@@ -57,8 +57,9 @@ class Hold:
         self._end()
 
     def _end(self) -> None:
-        self.is_done = True
-        self._on_done(self)
+        if not self.is_done:
+            self.is_done = True
+            self._on_done(self)
 
     def result(self) -> Any:
         """The function's result; raises what it has raised, or what has kept it from running."""

@@ -47,6 +47,8 @@ class _Sequence:
     last_token_ts: float = 0.0
     num_returned: int = 0
     """Tokens in earlier deltas."""
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """(number of tokens, version of the weights that has sampled those behind them), in order."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +84,7 @@ class OutputProcessor:
         self._decode = None if tokenizer is None else tokenizer.decode_token
         self._finish_request = finish
         self._stats = stats
+        self._weight_version = 0
         self._requests: dict[str, _RequestState] = {}
         self._sequences: dict[str, _Sequence] = {}
 
@@ -111,6 +114,7 @@ class OutputProcessor:
             )
             is_fast = kind is FINAL_ONLY and not (detokenize or has_logprobs)
             state.sequences.append(_Sequence(index, sequence, state, text, is_fast))
+            state.sequences[-1].versions.append((0, self._weight_version))
             self._sequences[sequence.request_id] = state.sequences[-1]
 
     @property
@@ -177,6 +181,13 @@ class OutputProcessor:
         for sequence in unfinished:
             self._finish_request(sequence.request.request_id, RequestStatus.FINISHED_ABORTED)
         return output
+
+    def change_weights(self, version: int) -> None:
+        """Tokens from now on are sampled with another version of the weights."""
+        self._weight_version = version
+        for sequence in self._sequences.values():
+            count = len(sequence.token_ids)
+            sequence.versions = [entry for entry in sequence.versions if entry[0] < count] + [(count, version)]
 
     # --- update of a sequence -----------------------------------------------------------------------------------------
 
@@ -269,6 +280,7 @@ class OutputProcessor:
             num_cached_tokens=max(0, state.sequences[0].request.num_cached_tokens),
             kv_transfer_params=state.sequences[0].request.kv_transfer_output,
         )
+        output.weight_version = max(completion.weight_version for completion in output.outputs)
         if finished:
             state.sequences = []  # breaks a reference cycle, which only the garbage collector could free
         return output
@@ -288,6 +300,7 @@ class OutputProcessor:
             num_cached_tokens=max(0, request.num_cached_tokens),
             finish_reason=state.sequences[0].finish_reason,
             stop_reason=state.sequences[0].stop_reason,
+            weight_version=state.sequences[0].versions[-1][1],
         )
         if state.metrics is not None:
             output.metrics = state.metrics
@@ -308,4 +321,18 @@ class OutputProcessor:
             logprobs=sequence.logprobs[begin:] if has_logprobs else None,
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
+            **_versions(sequence, begin),
         )
+
+
+def _versions(sequence: _Sequence, begin: int) -> dict[str, Any]:
+    """The fields of `CompletionOutput` about the weights, of the tokens from ``begin`` on."""
+    stop, marks = len(sequence.token_ids), sequence.versions
+    if marks[-1][0] == stop > 0 and len(marks) > 1:
+        marks = marks[:-1]  # no token has the newest version yet
+    found = {"weight_version": marks[-1][1]}
+    if len(marks) == 1:
+        return found
+    ends = [first for first, _ in marks[1:]] + [stop]
+    each = [version for (first, version), end in zip(marks, ends, strict=True) for _ in range(first, end)]
+    return found | {"weight_versions": each[begin:]}

@@ -134,6 +134,10 @@ class Worker:
             raise ValueError(f"method is {method!r}, which a worker does not have; give a function of the worker")
         return function(self, *args, **kwargs)
 
+    def call_weights(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of this rank's `WeightStore`."""
+        return getattr(self.runner.weights, method)(*args, **kwargs)
+
     def parts(self) -> dict[str, object]:
         """What has been built, once the weights are loaded; see `planned_parts`."""
         connector, drafter = self.plan.connector, self._draft_settings.drafter

@@ -103,10 +103,10 @@ class MultiScheduler(SchedulerConnector):
     def has_pending(self) -> bool:
         return bool(self._num_holds) or any(part.has_pending for part in self._parts)
 
-    def reset_cache(self) -> None:
+    def reset_cache(self, weights: str = "") -> None:
         self._chosen.clear()
         for part in self._parts:
-            part.reset_cache()
+            part.reset_cache(weights)
 
     def shutdown(self) -> None:
         run_all(*(part.shutdown for part in self._parts))

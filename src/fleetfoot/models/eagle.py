@@ -21,7 +21,8 @@ from fleetfoot.records.weights import WeightSpec
 
 INPUT_NORM = "layers.0.input_layernorm.weight"
 FC_WEIGHT, FC_BIAS = "fc.weight", "fc.bias"
-OF_THE_TARGET = ("embed_tokens.weight", "lm_head.weight")
+EMBEDDING = "embed_tokens.weight"
+OF_THE_TARGET = (EMBEDDING, "lm_head.weight")
 """What a head's checkpoint may hold besides, as a copy of the target's."""
 BASE_PREFIX = "model."
 """Before the names in some checkpoints."""

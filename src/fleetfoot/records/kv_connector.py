@@ -90,9 +90,13 @@ class SchedulerConnector(ABC):
         follows then, so what this does not report is never flushed."""
         return False
 
-    def reset_cache(self) -> None:  # noqa: B027  (a connector without an index has nothing to reset)
+    def reset_cache(self, weights: str = "") -> None:  # noqa: B027  (a connector without an index has nothing to reset)
         """The weights have changed: KV saved so far must not be loaded again. Blocks of requests that began before are
-        not reported as filled."""
+        not reported as filled.
+
+        ``weights``: identifies the new ones for other engines, which may have the same; empty: no other engine has
+        them.
+        """
 
     def shutdown(self) -> None:  # noqa: B027
         """Release all resources."""

@@ -25,6 +25,7 @@ from fleetfoot.records.step import ModelRunnerOutput, PendingOutput, SchedulerOu
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
 from fleetfoot.speculative.drafter import NO_DRAFTING, DraftSettings
 from fleetfoot.weights.loading import ModelLoader
+from fleetfoot.weights.store import WeightStore
 
 
 class ModelRunner(ABC):
@@ -54,6 +55,8 @@ class ModelRunner(ABC):
         pipeline: PipelineGroup = SINGLE_PIPELINE_GROUP,
     ) -> None:
         self._loader = loader
+        self.weights = WeightStore(loader.context.device)
+        """The weights of this rank, a drafter's included."""
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._draft_settings = draft_settings
@@ -72,8 +75,10 @@ class ModelRunner(ABC):
         """Read the weights to the device."""
         self._model = self._load()
         self.fused_layers = self._model.model.layers.fused_layers
-        if self._draft_settings.drafter is not None:
-            self._draft_settings.drafter.load_model(self._model)
+        self.weights.add(self._model)
+        if (drafter := self._draft_settings.drafter) is not None:
+            drafter.load_model(self._model)
+            drafter.add_weights(self.weights)
 
     def _load(self) -> CausalLM:
         return self._loader.load()

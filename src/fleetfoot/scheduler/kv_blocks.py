@@ -174,9 +174,11 @@ class BlockPool:
             raise RuntimeError("the KV blocks are not consistent: " + "; ".join(wrong[:10]))
 
 
-def root_hash(cache_salt: str | None) -> bytes:
-    """The start of a chain of block hashes. Requests with different salts never share a block."""
-    return hashlib.blake2b((cache_salt or "").encode(), digest_size=DIGEST_BYTES).digest()
+def root_hash(cache_salt: str | None, weights: str = "") -> bytes:
+    """The start of a chain of block hashes. Requests with different salts never share a block, nor do those with
+    different ``weights``: see `SchedulerConnector.reset_cache`; empty: those of the start."""
+    key = weights.encode()  # at most 64 bytes
+    return hashlib.blake2b((cache_salt or "").encode(), key=key, digest_size=DIGEST_BYTES).digest()
 
 
 def extend_chain(parent: bytes, token_ids: array[int], start: int, stop: int, block_size: int) -> list[bytes]:
@@ -200,6 +202,8 @@ class RequestBlocks:
         self._lookahead = config.num_lookahead
         self._publishes = config.enable_prefix_caching or connector.is_active
         self._connector = connector
+        self.weights = ""
+        """Identifies the weights that the KV of new blocks is computed with."""
 
     def find_cached_prefix(self, request: Request) -> list[int]:
         """Cached blocks of the request's first tokens. At least one token is left to compute, for its logits."""
@@ -255,7 +259,7 @@ class RequestBlocks:
     def _hash(self, request: Request, count: int) -> None:
         hashes, size = request.block_hashes, self.block_size
         if count > len(hashes):
-            parent = hashes[-1] if hashes else root_hash(request.cache_salt)
+            parent = hashes[-1] if hashes else root_hash(request.cache_salt, self.weights)
             token_ids = request.prompt_token_ids if count * size <= request.num_prompt_tokens else request.token_ids
             hashes += extend_chain(parent, token_ids, len(hashes) * size, count * size, size)
 

@@ -493,6 +493,20 @@ class Scheduler:
             transfers=self.transfers.stats(),
         )
 
+    def change_weights(self, identity: str, *, is_shared: bool = False) -> None:
+        """Use no KV of earlier weights for other requests; no step is in flight. Running requests keep theirs, and
+        their blocks are never cached.
+
+        ``identity``: of the new weights, not empty; ``is_shared``: other engines have the same under this identity.
+        """
+        self.pool.clear_cache()
+        self.blocks.weights = identity
+        for request in self.requests.values():
+            request.block_hashes.clear()
+        for request in self.running:
+            request.num_published = sys.maxsize
+        self._waiting.push(*self.transfers.invalidate(identity if is_shared else ""))
+
     def reset_prefix_cache(self, *, reset_running_requests: bool = False, reset_connector: bool = False) -> None:
         """Drop every cached prefix, and with ``reset_connector`` what the KV connector holds, because the weights have
         changed. Running requests keep their blocks, or with ``reset_running_requests`` are preempted."""

@@ -172,9 +172,9 @@ class Transfers:
             self._aborted[request.request_id] = request
             self._blocks.hold(request)
 
-    def invalidate(self) -> list[Request]:
+    def invalidate(self, weights: str = "") -> list[Request]:
         """Discard KV of earlier weights, loads in progress included. Returns the requests that must wait again."""
-        self.connector.reset_cache()
+        self.connector.reset_cache(weights)
         self._stale.update(self._loading)
         requeued = [self._restart(request) for request in self._ready]
         self._ready.clear()

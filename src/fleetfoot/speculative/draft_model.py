@@ -8,6 +8,7 @@ from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext
 from fleetfoot.speculative.drafter import DraftBatch, Drafter, DraftSteps, as_drafts
 from fleetfoot.weights.loading import ModelLoader
+from fleetfoot.weights.store import DRAFTER, WeightStore
 
 
 class DraftModel(Drafter):
@@ -22,6 +23,9 @@ class DraftModel(Drafter):
         loader = ModelLoader(found.config, context.context, found.folder, context.load_format, context.seed)
         self._model = loader.load()
         self._fuse(self._model.model.layers)
+
+    def add_weights(self, store: WeightStore) -> None:
+        store.add(self._model, DRAFTER)
 
     def propose(self, batch: DraftBatch, num_drafts: int) -> torch.Tensor | None:
         """One pass over the step's tokens, then one for each draft. For decodes alone the first two are merged."""

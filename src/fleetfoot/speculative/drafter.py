@@ -27,6 +27,7 @@ from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import AttentionMetadata
 from fleetfoot.records.kv_layout import kv_cache_specs
 from fleetfoot.speculative.find import DrafterModel
+from fleetfoot.weights.store import WeightStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,9 @@ class Drafter(ABC):
     @abstractmethod
     def load_model(self, target: CausalLM) -> None:
         """Load its weights to the device. It may share matrices of ``target``, the model that it drafts for."""
+
+    def add_weights(self, store: WeightStore) -> None:  # noqa: B027
+        """Add the tensors that it holds to ``store``, with `DRAFTER` before their names."""
 
     def bind_kv_caches(self, kv_caches: Sequence[torch.Tensor]) -> None:
         """Set the tensors of its layers."""

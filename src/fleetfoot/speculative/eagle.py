@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from fleetfoot.models.eagle import BASE_PREFIX, FC_WEIGHT, OF_THE_TARGET, EagleHead
+from fleetfoot.models.eagle import BASE_PREFIX, EMBEDDING, FC_WEIGHT, OF_THE_TARGET, EagleHead
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import ForwardContext
 from fleetfoot.records.weights import WeightError
 from fleetfoot.speculative.drafter import DraftBatch, Drafter, as_drafts
 from fleetfoot.weights.checkpoint import Checkpoint, load_safetensors
 from fleetfoot.weights.dummy import fill_dummy
+from fleetfoot.weights.store import DRAFTER, WeightStore
 
 
 class EagleDrafter(Drafter):
@@ -47,6 +48,10 @@ class EagleDrafter(Drafter):
         self._head.process_weights_after_loading()
         self._fuse(self._head.layers)
         self._embed = target.embed if self._head.embed_tokens is None else self._head.embed_tokens
+
+    def add_weights(self, store: WeightStore) -> None:
+        """An embedding of its own is a copy of the target's."""
+        store.add(self._head, DRAFTER, copies={EMBEDDING: BASE_PREFIX + EMBEDDING})
 
     def propose(self, batch: DraftBatch, num_drafts: int) -> torch.Tensor | None:
         """One pass over the step's tokens, which gives the first draft, and one for each further draft."""

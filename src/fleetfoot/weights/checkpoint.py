@@ -19,10 +19,10 @@ from fleetfoot.records.weights import Rows, WeightError, WeightSpec, slices_of
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-_FLOATS = ("BF16", "F16", "F32", "F64")
-_INTEGERS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
+FLOATS = ("BF16", "F16", "F32", "F64")
+INTEGERS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
 _BASE_PREFIX = "model."
-_REDUNDANT_SUFFIX = ".rotary_emb.inv_freq"  # computed from the config, but contained in old exports
+REDUNDANT_SUFFIX = ".rotary_emb.inv_freq"  # computed from the config, but contained in old exports
 _MAX_LISTED = 10
 _MAX_COMPARED_ROWS = 64
 
@@ -195,12 +195,12 @@ def _problems(
             shape, dtype = checkpoint.shape(found[name]), checkpoint.dtype(found[name])
             if shape != spec.shape:
                 yield "misshapen", f"{found[name]}: found {list(shape)}, expected {list(spec.shape)}"
-            if dtype not in (dtypes := _INTEGERS if spec.is_integer else _FLOATS):
+            if dtype not in (dtypes := INTEGERS if spec.is_integer else FLOATS):
                 kind = "unquantized" if spec.is_integer else "quantized"
                 yield kind, f"{found[name]}: found {dtype}, expected one of {', '.join(dtypes)}"
     known = {name for spec in specs for name in (spec.name, *spec.aliases)} | set(elsewhere)
     for name, source in found.items():
-        if name not in known and not name.endswith(_REDUNDANT_SUFFIX):
+        if name not in known and not name.endswith(REDUNDANT_SUFFIX):
             yield "unexpected", f"{source}: found {list(checkpoint.shape(source))}, expected nothing of that name"
 
 
@@ -219,10 +219,15 @@ def _misfit(folder: Path, problems: list[tuple[str, str]]) -> WeightError:
 
 
 def _check_same(checkpoint: Checkpoint, spec: WeightSpec, name: str, copy: str) -> None:
-    first, second = checkpoint.tensor(name, spec.part), checkpoint.tensor(copy, spec.part)
-    rows = torch.linspace(0, first.shape[0] - 1, min(first.shape[0], _MAX_COMPARED_ROWS)).long()
-    # NaN equals NaN: otherwise a checkpoint with a NaN would differ from itself.
-    if not torch.allclose(first[rows].float(), second[rows].float(), rtol=0, atol=0, equal_nan=True):
+    if not same_rows(checkpoint.tensor(name, spec.part), checkpoint.tensor(copy, spec.part)):
         raise WeightError(
             f"{copy} differs from {name}, although tie_word_embeddings is true; set it to false in config.json"
         )
+
+
+def same_rows(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether evenly spaced rows of two tensors are equal."""
+    rows = torch.linspace(0, first.shape[0] - 1, min(first.shape[0], _MAX_COMPARED_ROWS)).long()
+    # NaN equals NaN: otherwise a checkpoint with a NaN would differ from itself.
+    ours, theirs = first[rows.to(first.device)].float(), second[rows.to(second.device)].float()
+    return torch.allclose(ours, theirs.to(ours.device), rtol=0, atol=0, equal_nan=True)

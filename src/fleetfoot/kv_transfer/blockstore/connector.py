@@ -119,8 +119,8 @@ class BlockIndex(ABC):
         """Process loads that have ended."""
 
     @abstractmethod
-    def reset(self, unsent: Sequence[BlockTransfer]) -> None:
-        """Begin a new epoch. ``unsent``: saves that will not be carried out."""
+    def reset(self, unsent: Sequence[BlockTransfer], weights: str) -> None:
+        """Begin a new epoch. ``unsent``: saves that will not be carried out; ``weights``: see `reset_cache`."""
 
 
 class BlockStoreScheduler(SchedulerConnector):
@@ -173,10 +173,10 @@ class BlockStoreScheduler(SchedulerConnector):
     def has_pending(self) -> bool:
         return not self._metadata.is_empty
 
-    def reset_cache(self) -> None:
+    def reset_cache(self, weights: str = "") -> None:
         """Loads that the workers have not received yet stay: their blocks are of another epoch, so they will fail."""
         metadata = self._metadata
-        self.index.reset([*metadata.flushes, *metadata.saves])
+        self.index.reset([*metadata.flushes, *metadata.saves], weights)
         self._metadata = BlockStoreMetadata(self.index.epoch, loads=metadata.loads, reused=metadata.reused)
 
 
@@ -218,11 +218,11 @@ class FileIndex(BlockIndex):
                 self._invalid[failure.block] = self._identities(failure.block)
                 self._found.clear()
 
-    def reset(self, unsent: Sequence[BlockTransfer]) -> None:
-        """The new epoch is unknown to other engines, and to this one after a restart."""
+    def reset(self, unsent: Sequence[BlockTransfer], weights: str) -> None:
+        """Without ``weights`` the new epoch is unknown to other engines, and to this one after a restart."""
         self._found.clear()
         self._invalid.clear()
-        self.epoch = f"{self._context.fingerprint}-{secrets.token_hex(8)}"
+        self.epoch = f"{self._context.fingerprint}-{weights or secrets.token_hex(8)}"
 
     def _is_stored(self, block_hash: bytes) -> bool:
         if block_hash in self._invalid:
@@ -312,7 +312,7 @@ class HostIndex(BlockIndex):
                     self.slots.remove(block.block_hash)
                 self.slots.unpin(block.slot)
 
-    def reset(self, unsent: Sequence[BlockTransfer]) -> None:
+    def reset(self, unsent: Sequence[BlockTransfer], weights: str) -> None:
         self.metadata_built(unsent, set())
         self.slots.clear()
         self.epoch = str(int(self.epoch) + 1)

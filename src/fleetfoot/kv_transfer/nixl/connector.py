@@ -163,9 +163,9 @@ class NixlScheduler(SchedulerConnector):
     def has_pending(self) -> bool:
         return self._metadata != NixlMetadata()
 
-    def reset_cache(self) -> None:
-        """No other engine has the new weights."""
-        self._has_new_weights = True
+    def reset_cache(self, weights: str = "") -> None:
+        self._has_new_weights = not weights
+        self._description = engine_description(self._context, weights)
 
     def _decline(self, request_id: str) -> None:
         remote = self._remote.pop(request_id, None)
@@ -176,7 +176,7 @@ class NixlScheduler(SchedulerConnector):
         """Why the KV that is offered is not the request's; empty: it is."""
         offer = f"engine {remote.remote_engine_id!r} offers KV"
         if self._has_new_weights:
-            return f"{offer} of the weights that this engine was started with, and these were replaced"
+            return f"{offer} of weights that this engine had before, and these were replaced"
         if found := differences(theirs=remote.remote_engine, ours=self._description):
             return f"{offer} that is incompatible: {found}"
         if len(remote.remote_addresses) != self._context.num_ranks:

@@ -100,14 +100,14 @@ class RemotePrefill:
         return {DO_REMOTE_PREFILL: True, DO_REMOTE_DECODE: False, **asdict(self)}
 
 
-def engine_description(context: TransferContext) -> dict[str, Any]:
-    """What must be equal on both engines."""
+def engine_description(context: TransferContext, weights: str = "") -> dict[str, Any]:
+    """What must be equal on both engines. ``weights``: as of `SchedulerConnector.reset_cache`."""
     return {
         "tp_size": context.tensor_parallel_size,
         "pp_size": context.pipeline_parallel_size,
         "block_size": context.block_size,
         "dtype": context.dtype,
-        "fingerprint": context.fingerprint,
+        "fingerprint": context.fingerprint + f"-{weights}" * bool(weights),
     }
 
 

@@ -1,0 +1,264 @@
+"""Live updates of weights and settings: what an engine does while its loop is held, and the calls of all faces."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fleetfoot.engine.core import EngineCore
+from fleetfoot.engine.input_processor import InputProcessor
+from fleetfoot.plan.plan import EnginePlan
+from fleetfoot.plan.resolve import find_model
+from fleetfoot.records.weights import WeightError
+from fleetfoot.sampling.request_params import read_sampling_defaults
+from fleetfoot.weights.checksums import join_checksums
+from fleetfoot.weights.patches import SparseWeightPatch
+from fleetfoot.weights.store import StageReport
+
+_CHUNK_BYTES = 1 << 28
+"""Of tensors that are sent to worker processes at once."""
+_MAX_LISTED = 10
+_LM_HEAD = "lm_head.weight"
+
+_Stage = tuple[str, tuple[Any, ...], dict[str, Any]]
+"""A method of `WeightStore` that stages a part of an update, and its arguments."""
+
+
+class LiveWeights:
+    """The weights of an engine. Its methods run in the function of a `Hold`.
+
+    Args:
+        change: called with each new version and its identity, see `Scheduler.change_weights`.
+        failing: a context in which exceptions end the engine.
+    """
+
+    def __init__(
+        self, core: EngineCore, plan: EnginePlan, change: Callable[..., None], failing: Callable[[], Any]
+    ) -> None:
+        self.version = 0
+        """Of the weights in use; 0: those of the start."""
+        self.path, self.load_format = str(plan.model_path), plan.config.load_format
+        """What `reload` reads by default."""
+        self._core, self._plan = core, plan
+        self._change, self._failing = change, failing
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method of every rank's `WeightStore`."""
+        return self._core.executor.collective_rpc("call_weights", (method, *args), kwargs)
+
+    def reload(self, weights: Any, *, check_finite: bool, version: int | None) -> int:
+        """See `WeightCalls.reload_weights`."""
+        if weights is None and self.load_format == "dummy":
+            return self._apply([("stage_dummy", (self._plan.config.seed,), {})], version)
+        if weights is None or isinstance(weights, str | os.PathLike):
+            folder = self.path if weights is None else find_model(os.fspath(weights))
+            return self._apply([("stage_checkpoint", (str(folder),), {"check_finite": check_finite})], version)
+        pairs = _read_all(weights)
+        is_local = hasattr(self._core.executor, "runner")
+        options = {"check_finite": check_finite, "keeps_parts": not is_local}
+        parts = [pairs] if is_local else _chunks(pairs)
+        return self._apply((("stage_tensors", (part,), options) for part in parts), version)
+
+    def patch(self, patches: Any, *, check_finite: bool, version: int | None) -> int:
+        """See `WeightCalls.apply_sparse_weight_patches`."""
+        if isinstance(patches, Mapping | str) or not isinstance(patches, Iterable):
+            raise TypeError(f"patches is a {type(patches).__name__}; it must be a list of patches")
+        parsed = [SparseWeightPatch.parse(patch, index) for index, patch in enumerate(patches)]
+        return self._apply([("stage_patches", (parsed,), {"check_finite": check_finite})], version)
+
+    def checksums(self, names: Iterable[str] | None) -> dict[str, str]:
+        """See `WeightCalls.weight_checksums`."""
+        chosen = None if names is None else list(names)
+        found = join_checksums(self.call("checksums", chosen))
+        if chosen is not None and len(found) < len(set(chosen)):
+            raise WeightError(
+                f"names has {', '.join(sorted(set(chosen) - found.keys()))}; the model has no such tensor"
+            )
+        return found
+
+    def _apply(self, stages: Iterable[_Stage], version: int | None) -> int:
+        """Stage an update on every rank, and commit it if all ranks can. Returns the new version."""
+        new = self.version + 1 if version is None else version
+        if isinstance(new, bool) or not isinstance(new, int) or new <= self.version:
+            raise ValueError(f"weight_version is {new!r}; it must be an integer above the current one, {self.version}")
+        ignored = {_LM_HEAD} if self._plan.model.head != "logits" else set()
+        problems: list[str] = []
+        try:
+            for method, args, kwargs in stages:
+                reports: list[StageReport] = self.call(method, *args, **kwargs)
+                unknown = set.intersection(*(report.unknown for report in reports)) - ignored
+                problems += [f"{name} is unknown: the model has no such tensor" for name in sorted(unknown)]
+                problems += dict.fromkeys(problem for report in reports for problem in report.problems)
+            if problems:
+                more = f"\n  and {len(problems) - _MAX_LISTED} more" * (len(problems) > _MAX_LISTED)
+                listed = "".join(f"\n  {problem}" for problem in problems[:_MAX_LISTED])
+                raise WeightError(f"no weight was changed: the update does not fit{listed}{more}")
+        except BaseException:
+            self.call("discard")
+            raise
+        with self._failing():  # a rank that has failed in the middle has weights of both versions
+            self.call("commit", new)
+        self.version = new
+        self._change(new, secrets.token_hex(8) if version is None else f"version-{new}", is_shared=version is not None)
+        return new
+
+
+def _read_all(weights: Any) -> list[tuple[str, torch.Tensor]]:
+    """The pairs of an iterable, all of which are read before one is used."""
+    pairs: list[tuple[str, Any]] = []
+    counts: list[Any] = []
+    for pair in weights.items() if isinstance(weights, Mapping) else weights:
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and hasattr(pair[1], "data_ptr")):
+            raise TypeError(f"weights has {pair!r:.200}; it must be a folder, or pairs of a name and a tensor")
+        pairs.append((str(pair[0]), pair[1]))
+        counts.append(None if pair[1].is_inference() else pair[1]._version)
+    if not pairs:
+        raise WeightError("weights has no tensors")
+    for (name, tensor), count in zip(pairs, counts, strict=True):
+        if count is not None and tensor._version != count:
+            raise WeightError(f"weights: {name} was overwritten before all had been read; yield tensors of their own")
+    return pairs
+
+
+def _chunks(pairs: list[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    chunk: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in pairs:
+        if chunk and size + tensor.nbytes > _CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+        # a tensor of its own, because a view is sent with its whole storage
+        chunk.append((name, tensor.detach().clone()))
+        size += tensor.nbytes
+    yield chunk
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+LIVE_SETTINGS = ("load_format", "max_logprobs", "max_num_batched_tokens", "model", "override_generation_config")
+_GROUPS = ("model_config", "load_config", "scheduler_config")
+
+
+def update_settings(
+    settings: Mapping[str, Any], live: LiveWeights, plan: EnginePlan, core: EngineCore, processor: InputProcessor
+) -> None:
+    """See `WeightCalls.update_config`."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= value if name in _GROUPS and isinstance(value, Mapping) else {name: value}
+    if refused := [name for name in flat if name not in LIVE_SETTINGS]:
+        raise ValueError(
+            f"{', '.join(refused)} cannot change while the engine runs; what can: {', '.join(LIVE_SETTINGS)}"
+        )
+    config = replace(plan.config, **flat)  # checks all values
+    budget, scheduling = flat.get("max_num_batched_tokens"), core.scheduler.config
+    if budget is not None:
+        if budget > plan.max_num_batched_tokens:
+            raise ValueError(
+                f"max_num_batched_tokens is {budget}; the engine was started for up to {plan.max_num_batched_tokens}"
+            )
+        scheduling = replace(scheduling, max_num_batched_tokens=budget)
+        for request in core.scheduler.requests.values():
+            scheduling.check_fits(request)
+    path = find_model(config.model) if "model" in flat else live.path
+    defaults = read_sampling_defaults(config.generation_config, config.override_generation_config, plan.model_path)
+    core.scheduler.config = scheduling
+    live.path, live.load_format = str(path), flat.get("load_format", live.load_format)
+    processor.max_logprobs = flat.get("max_logprobs", processor.max_logprobs)
+    if "override_generation_config" in flat:
+        processor.sampling_defaults = defaults
+
+
+# --- faces ------------------------------------------------------------------------------------------------------------
+
+
+class WeightCalls:
+    """Mixed into `LLM`, `LLMEngine` and `AsyncLLM`, which returns coroutines.
+
+    ``mode``: what unfinished requests do, see `HoldMode`: ``drain`` (they finish with the old weights), ``wait``,
+    ``keep`` or ``abort``. The prefix cache and KV connectors use no KV of earlier weights. Outputs have the
+    ``weight_version`` of their tokens.
+    """
+
+    def _held(self, function: Callable[[Any], Any], mode: str) -> Any:
+        """Call ``function(engine)`` while the loop of the `LLMEngine` is held."""
+        raise NotImplementedError
+
+    def reload_weights(
+        self,
+        weights: Any = None,
+        *,
+        mode: str = "drain",
+        check_finite: bool = False,
+        weight_version: int | None = None,
+        weights_path: Any = None,
+        weights_iterator: Any = None,
+        is_checkpoint_format: bool = True,
+    ) -> Any:
+        """Replace weights in place: memory, captured graphs and all settings stay.
+
+        Args:
+            weights: a folder or hub id, with all tensors of the model; or pairs of a checkpoint's name and its whole
+                tensor (an iterator, or a dictionary), of some tensors or of all; None: the engine's own ``model``. A
+                drafter's tensors have ``drafter.`` before their names.
+            check_finite: refuse values that are NaN or infinite.
+            weight_version: of the new weights, above the current one; None: the next number. Engines that are given
+                the same number exchange KV, and must have been given the same weights.
+            weights_path, weights_iterator, is_checkpoint_format: vLLM's names for ``weights``.
+
+        Returns:
+            The new version.
+
+        Raises:
+            WeightError: a name, shape, dtype or value does not fit; nothing has changed on any rank.
+            ValueError, TypeError: an argument is refused; nothing has changed.
+            EngineDeadError: writing has failed on a rank; the engine has ended.
+        """
+        given = [value for value in (weights, weights_path, weights_iterator) if value is not None]
+        if len(given) > 1 or not is_checkpoint_format:
+            raise ValueError("give weights once, in the form of the checkpoint (is_checkpoint_format=True)")
+        options = {"check_finite": check_finite, "version": weight_version}
+        return self._held(lambda engine: engine.live.reload(given[0] if given else None, **options), mode)
+
+    def apply_sparse_weight_patches(
+        self, patches: Any, *, mode: str = "drain", check_finite: bool = False, weight_version: int | None = None
+    ) -> Any:
+        """Set single elements of tensors, all or none.
+
+        Args:
+            patches: dictionaries with ``name`` of a tensor in the checkpoint, ``indices`` ``[n]`` into it as a flat
+                tensor, their new ``values`` ``[n]``, and the tensor's ``shape``, which may be left out; or
+                `SparseWeightPatch`.
+            check_finite, weight_version: as of `reload_weights`, which also lists what is returned and raised.
+        """
+        options = {"check_finite": check_finite, "version": weight_version}
+        return self._held(lambda engine: engine.live.patch(patches, **options), mode)
+
+    def update_config(self, overrides: Mapping[str, Any], *, mode: str = "keep") -> Any:
+        """Change settings that can change in a running engine: ``load_format`` and ``model``, which the next
+        `reload_weights` reads, ``max_num_batched_tokens``, up to that of the start, ``max_logprobs`` and
+        ``override_generation_config``. They may be in vLLM's groups: ``{"load_config": {"load_format": ...}}``.
+
+        Raises:
+            ValueError: another setting, or an invalid value; nothing has changed.
+        """
+        return self._held(lambda engine: engine.update_settings(overrides), mode)
+
+    def weight_checksums(self, names: Iterable[str] | None = None) -> Any:
+        """Name of a checkpoint's tensor -> 16 hex digits over its values, for ``names`` or all tensors. They depend on
+        neither ranks, dtype nor storage; `fleetfoot.weights.checksums.tensor_checksum` computes them elsewhere.
+
+        Raises:
+            WeightError: there is no tensor of such a name.
+            RuntimeError: ranks hold different values.
+        """
+        return self._held(lambda engine: engine.live.checksums(names), "keep")
+
+
+WEIGHT_METHODS = ("reload_weights", "apply_sparse_weight_patches", "update_config")
+"""Methods that `collective_rpc` runs for the whole engine, rather than on each worker."""

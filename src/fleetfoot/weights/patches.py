@@ -1,0 +1,112 @@
+"""Sparse updates: new values of single elements of a checkpoint's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from fleetfoot.records.weights import WeightError, WeightSpec, slices_of
+from fleetfoot.utils.validation import unknown_keyword
+from fleetfoot.weights.checksums import row_numbers
+
+
+@dataclass(frozen=True, slots=True)
+class SparseWeightPatch:
+    """New values of some elements of a tensor."""
+
+    name: str
+    """Of the tensor in the checkpoint."""
+    indices: Any
+    """``[n]`` integers: positions in the flat tensor of the checkpoint, each once."""
+    values: Any
+    """``[n]``"""
+    shape: tuple[int, ...] | None = None
+    """Of the checkpoint's tensor, to be compared."""
+
+    @classmethod
+    def parse(cls, given: Any, index: int) -> SparseWeightPatch:
+        """A patch, or a dictionary with its fields. Raises WeightError or TypeError, with its ``index`` in a list."""
+        place, names = f"patches[{index}]", [item.name for item in fields(cls)]
+        if isinstance(given, Mapping):
+            if missing := [name for name in names[:3] if name not in given]:
+                raise WeightError(f"{place} has no {' and no '.join(missing)}; a patch has {', '.join(names)}")
+            for name in given:
+                if name not in names:
+                    raise unknown_keyword(place, name, names)
+            given = cls(**given)
+        if not isinstance(given, cls) or not isinstance(given.name, str):
+            raise TypeError(f"{place} is {given!r}; it must be a dictionary with {', '.join(names)}")
+        place = f"{place} ({given.name})"
+        indices, values = torch.as_tensor(given.indices), torch.as_tensor(given.values).detach()
+        if not indices.numel():
+            indices = indices.long()
+        if indices.is_floating_point() or indices.is_complex() or indices.dtype is torch.bool:
+            raise WeightError(f"{place}: indices have dtype {indices.dtype}, expected integers")
+        if indices.dim() != 1 or values.shape != indices.shape:
+            shapes = f"{list(indices.shape)} and values {list(values.shape)}"
+            raise WeightError(f"{place}: indices have shape {shapes}, expected one dimension, the same for both")
+        return cls(given.name, indices, values, None if given.shape is None else tuple(given.shape))
+
+    def on(self, device: torch.device) -> SparseWeightPatch:
+        """The same, with its tensors on a device."""
+        return replace(self, indices=self.indices.to(device), values=self.values.to(device))
+
+
+class PatchFacts:
+    """Checks patches; values on a device are read once for all of them."""
+
+    def __init__(self) -> None:
+        self._problems: list[str] = []
+        self._patches: list[tuple[SparseWeightPatch, int]] = []  # with the number of elements of its tensor
+        self._facts: list[torch.Tensor] = []
+
+    def add(self, patch: SparseWeightPatch, spec: WeightSpec, *, check_finite: bool) -> None:
+        """Check a patch of a tensor."""
+        indices, values = patch.indices, patch.values
+        is_float = values.is_floating_point()
+        if patch.shape is not None and patch.shape != spec.shape:
+            self._problems.append(f"{patch.name} has shape {list(spec.shape)}, and the patch is of {list(patch.shape)}")
+        elif values.numel() and (is_float == spec.is_integer or values.is_complex() or values.dtype is torch.bool):
+            kind = "integer" if spec.is_integer else "float"
+            self._problems.append(f"{patch.name} has values of dtype {values.dtype}, expected {kind}")
+        elif values.numel():
+            is_sorted = (indices[1:] > indices[:-1]).all()
+            is_finite = values.isfinite().all() if check_finite else torch.ones_like(is_sorted)
+            self._facts.append(torch.stack([*indices.long().aminmax(), is_sorted.long(), is_finite.long()]))
+            self._patches.append((patch, torch.Size(spec.shape).numel()))
+
+    def problems(self) -> list[str]:
+        """Why the patches cannot be applied."""
+        facts: Sequence[list[int]] = torch.stack(self._facts).tolist() if self._facts else []
+        for (patch, size), (smallest, largest, is_sorted, is_finite) in zip(self._patches, facts, strict=True):
+            if smallest < 0 or largest >= size:
+                wrong = smallest if smallest < 0 else largest
+                self._problems.append(f"{patch.name}: index {wrong} is out of range; the tensor has {size} elements")
+            elif not is_sorted:
+                ordered = patch.indices.sort().values
+                if len(twice := ordered[1:][ordered[1:] == ordered[:-1]]):
+                    self._problems.append(f"{patch.name}: index {int(twice[0])} occurs more than once")
+            if not is_finite:
+                self._problems.append(f"{patch.name} has values that are NaN or infinite")
+        return self._problems
+
+
+def apply_patch(destination: torch.Tensor, *, spec: WeightSpec, patch: SparseWeightPatch) -> None:
+    """Write the patch's elements that the place of ``spec`` holds."""
+    indices, values = patch.indices.long(), patch.values.to(destination.dtype)
+    if spec.part:
+        row_size = torch.Size(spec.shape[1:]).numel()
+        (columns,) = slices_of(spec.part[1]) if len(spec.part) > 1 else (slice(0, row_size),)
+        stored = row_numbers(spec.shape, spec.part, indices.device)
+        places = torch.full((spec.shape[0],), -1, device=indices.device)  # row of the whole tensor -> row stored here
+        places[stored] = torch.arange(len(stored), device=indices.device)
+        rows, column = places[indices // row_size], indices % row_size
+        held = ((rows >= 0) & (column >= columns.start) & (column < columns.stop)).nonzero().squeeze(1)
+        indices, values = (rows * (columns.stop - columns.start) + column - columns.start)[held], values[held]
+    if destination.is_contiguous():
+        destination.view(-1)[indices] = values
+    else:
+        destination[indices // destination.shape[1], indices % destination.shape[1]] = values

@@ -1,0 +1,228 @@
+"""Live weights: every tensor of the checkpoint that a rank holds, by its name, and updates of all of them or none.
+
+An update is staged, which validates it against what this rank holds and changes nothing, and then committed. With
+several ranks the engine commits only what every rank has staged (`fleetfoot.engine.live_weights`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from fleetfoot.layers.context import WeightTree
+from fleetfoot.records.weights import Rows, WeightSpec
+from fleetfoot.weights.checkpoint import FLOATS, INTEGERS, REDUNDANT_SUFFIX, Checkpoint, same_rows
+from fleetfoot.weights.checksums import RowSums, part_of, row_sums
+from fleetfoot.weights.dummy import fill_dummy
+from fleetfoot.weights.patches import PatchFacts, SparseWeightPatch, apply_patch
+
+DRAFTER = "drafter."
+"""Before the names of a drafter's tensors."""
+_BASE_PREFIX = "model."
+
+
+@dataclass(slots=True)
+class StageReport:
+    """What a rank has found in an update."""
+
+    unknown: set[str] = field(default_factory=set)
+    """Names of tensors that it does not hold; other ranks may."""
+    problems: list[str] = field(default_factory=list)
+    """Why it cannot be applied; empty: it can be, if each tensor is held by a rank."""
+
+
+class _Source(Protocol):
+    """A tensor of an update."""
+
+    shape: tuple[int, ...]
+    kind: str
+    """``float``, ``integer``, or another dtype's name, which cannot be loaded."""
+
+    def read(self, part: tuple[Rows, ...]) -> torch.Tensor: ...
+
+
+class _Given:
+    """A tensor in memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor.detach()
+        self.shape = tuple(tensor.shape)
+        is_plain = tensor.dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+        is_integer = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+        self.kind = "float" if is_plain else "integer" if is_integer else str(tensor.dtype)
+
+    def read(self, part: tuple[Rows, ...]) -> torch.Tensor:
+        return part_of(self._tensor, part)
+
+
+class _Stored:
+    """A tensor of a file, which is open until the update is committed or discarded."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        self.read = partial(checkpoint.tensor, name)
+        self.shape, dtype = checkpoint.shape(name), checkpoint.dtype(name)
+        self.kind = "float" if dtype in FLOATS else "integer" if dtype in INTEGERS else dtype
+
+
+class WeightStore:
+    """The tensors of this rank's models, and the version of their values, which each committed update replaces."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.version = 0
+        self._device = device
+        self._trees: list[WeightTree] = []
+        self._specs: dict[str, list[WeightSpec]] = {}  # name in the checkpoint -> where this rank holds the tensor
+        self._owned: set[str] = set()  # of these, names that are not copies of another rank's tensors
+        self._names: dict[str, str] = {}  # accepted name -> name
+        self._staged: list[tuple[WeightSpec, Callable[[torch.Tensor], object]]] = []
+        self._found: dict[str, _Source] = {}  # names of staged tensors
+        self._checkpoint: Checkpoint | None = None
+
+    def add(self, tree: WeightTree, prefix: str = "", copies: Mapping[str, str] | None = None) -> None:
+        """Add a model. ``prefix``: before its names; ``copies``: its tensors that are copies of another model's, with
+        the name of the original: they follow it."""
+        self._trees.append(tree)
+        for spec in tree.weight_specs():
+            original = (copies or {}).get(spec.name)
+            name = original or prefix + spec.name
+            self._specs.setdefault(name, []).append(spec)
+            if original is None:
+                self._owned.add(name)
+            accepted = [name] if original else [prefix + alias for alias in (spec.name, *spec.aliases)]
+            for alias in accepted:
+                self._names.setdefault(alias, name)
+                self._names.setdefault(prefix + alias.removeprefix(prefix).removeprefix(_BASE_PREFIX), name)
+
+    # --- staging ------------------------------------------------------------------------------------------------------
+
+    def stage_tensors(
+        self, tensors: Sequence[tuple[str, torch.Tensor]], *, check_finite: bool = False, keeps_parts: bool = False
+    ) -> StageReport:
+        """Stage whole tensors, by their names in the checkpoint. They must stay unchanged until the commit, unless
+        ``keeps_parts``: then what this rank holds of them is copied."""
+        report = StageReport()
+        for name, tensor in tensors:
+            self._stage(name, _Given(tensor), report, check_finite=check_finite, keeps_parts=keeps_parts)
+        return report
+
+    def stage_checkpoint(self, folder: str, *, check_finite: bool = False) -> StageReport:
+        """Stage the files of a folder, which must have all tensors of the model, but none of a drafter. Raises
+        WeightError: they cannot be read."""
+        report = StageReport()
+        self._checkpoint = checkpoint = Checkpoint(Path(folder))
+        for name in checkpoint.names():
+            self._stage(name, _Stored(checkpoint, name), report, check_finite=check_finite)
+        report.problems += [
+            f"{name} is missing: expected {list(self._specs[name][0].shape)}"
+            for name in self._specs
+            if name not in self._found and not name.startswith(DRAFTER)
+        ]
+        return report
+
+    def stage_dummy(self, seed: int) -> StageReport:
+        """Stage random weights, as of ``load_format="dummy"``."""
+        for specs in self._specs.values():
+            self._staged += [(spec, partial(_fill, spec=spec, seed=seed)) for spec in specs]
+        return StageReport()
+
+    def stage_patches(self, patches: Sequence[SparseWeightPatch], *, check_finite: bool = False) -> StageReport:
+        """Stage new values of single elements. Later patches of a tensor are applied after earlier ones."""
+        report, facts = StageReport(), PatchFacts()
+        for patch in patches:
+            name = self._names.get(patch.name)
+            if name is None:
+                report.unknown.add(patch.name)
+                continue
+            patch = patch.on(self._device)
+            spec = self._specs[name][0]
+            facts.add(patch, spec, check_finite=check_finite)
+            self._staged += [(spec, partial(apply_patch, spec=spec, patch=patch)) for spec in self._specs[name]]
+        report.problems += facts.problems()
+        return report
+
+    def _stage(
+        self, given: str, source: _Source, report: StageReport, *, check_finite: bool, keeps_parts: bool = False
+    ) -> None:
+        name = self._names.get(given)
+        if name is None:
+            if not given.endswith(REDUNDANT_SUFFIX):
+                report.unknown.add(given)
+            return
+        specs = self._specs[name]
+        if problem := self._problem(given, source, specs, name, check_finite=check_finite):
+            report.problems.append(problem)
+        elif name not in self._found:
+            self._found[name] = source
+            for spec in specs:
+                values = source.read(spec.part).clone() if keeps_parts else None
+                read = partial(source.read, spec.part) if values is None else partial(_same, values)
+                self._staged.append((spec, partial(_copy, read=read)))
+
+    def _problem(
+        self, given: str, source: _Source, specs: list[WeightSpec], name: str, *, check_finite: bool
+    ) -> str | None:
+        spec = specs[0]
+        kind = "integer" if spec.is_integer else "float"
+        if source.shape != spec.shape:
+            return f"{given} has shape {list(source.shape)}, expected {list(spec.shape)}"
+        if source.kind != kind:
+            return f"{given} has values of dtype {source.kind}, expected {kind}"
+        if name in self._found and not same_rows(self._found[name].read(spec.part), source.read(spec.part)):
+            return f"{given} differs from another tensor of the update that has the same place, {name}"
+        if check_finite and not all(bool(source.read(each.part).isfinite().all()) for each in specs):
+            return f"{given} has values that are NaN or infinite"
+        return None
+
+    # --- committing ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def commit(self, version: int) -> None:
+        """Write everything that is staged, in place: addresses stay. No step runs meanwhile. An exception leaves the
+        weights undefined."""
+        for spec, write in self._staged:
+            write(spec.destination())
+        for tree in self._trees:
+            tree.process_weights_after_loading()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()  # the sources may be changed from now on
+        self.version = version
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget what is staged."""
+        self._staged, self._found = [], {}
+        if self._checkpoint is not None:
+            self._checkpoint.__exit__()
+        self._checkpoint = None
+
+    # --- inspection ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def checksums(self, names: Iterable[str] | None = None) -> dict[str, RowSums]:
+        """Of each tensor in ``names``, or of all: the checksums of the rows that this rank holds. Names of tensors that
+        it does not have are left out."""
+        found: dict[str, RowSums] = {}
+        for given in sorted(self._owned) if names is None else names:
+            if (name := self._names.get(given)) in self._owned:
+                spec = self._specs[name][0]
+                found[given] = row_sums(spec.destination(), spec.shape, spec.part)
+        for tree in self._trees:
+            tree.process_weights_after_loading()  # opened destinations are packed again
+        return found
+
+
+def _copy(destination: torch.Tensor, *, read: Callable[[], torch.Tensor]) -> None:
+    destination.copy_(read())
+
+
+def _same(values: torch.Tensor) -> torch.Tensor:
+    return values
+
+
+def _fill(destination: torch.Tensor, *, spec: WeightSpec, seed: int) -> None:
+    fill_dummy([spec], seed)

@@ -1,0 +1,386 @@
+"""Weights that change in a running engine, against an engine that starts with them: tokens, checksums, versions."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.engines import drain, make_engine, prompt_of, run_requests
+from tests.helpers.streams import async_test, collect
+
+from fleetfoot import AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams
+from fleetfoot.engine.engine import LLMEngine
+from fleetfoot.records.weights import WeightError
+from fleetfoot.weights.checksums import tensor_checksum
+
+Tensors = dict[str, torch.Tensor]
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "untied": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
+    "tied": ("qwen2", {"tie_word_embeddings": True}),
+    "merged": ("phi3", {"partial_rotary_factor": 0.5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+}
+"""Also: one KV head that two ranks share, packed matrices, and merged projections with rows in another order."""
+TP, PP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{f"{runner} {model}": (model, {"model_runner": runner}) for model in MODELS for runner in ("v1", "v2")},
+    "v1 tensor parallel": ("untied", {**TP, "model_runner": "v1"}),
+    "v2 tensor parallel, merged": ("merged", {**TP, "model_runner": "v2"}),
+    "v1 pipeline, tied": ("tied", {**PP, "model_runner": "v1"}),
+    "v2 pipeline": ("untied", {**PP, "model_runner": "v2", "async_scheduling": True}),
+}
+SIZE: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "block_size": 4,
+    "max_model_len": 64,
+    "num_gpu_blocks_override": 64,
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+PROMPTS = [prompt_of(length, 101, seed=length) for length in (21, 9)]
+
+
+def tokens(engine: LLMEngine) -> list[list[int]]:
+    """Twice, so that the second run hits what the first has cached."""
+    for _ in range(2):
+        outputs = run_requests(engine, {str(index): (prompt, GREEDY) for index, prompt in enumerate(PROMPTS)})
+    assert outputs["0"].num_cached_tokens == 20
+    return [outputs[str(index)].outputs[0].token_ids for index in range(len(PROMPTS))]
+
+
+def patched(tensors: Tensors) -> tuple[list[dict[str, Any]], Tensors]:
+    """Patches of a tenth of all elements, the outermost ones included, and the tensors that they make."""
+    patches, after = [], {}
+    generator = torch.Generator().manual_seed(3)
+    for name, tensor in tensors.items():
+        chosen = torch.randperm(tensor.numel(), generator=generator)[: tensor.numel() // 10]
+        indices = torch.cat((chosen, torch.tensor([0, tensor.numel() - 1]))).unique()
+        values = torch.randn(len(indices), generator=generator) * 0.2
+        after[name] = tensor.flatten().index_copy(0, indices, values).view_as(tensor)
+        patches.append({"name": name, "indices": indices, "values": values, "shape": tuple(tensor.shape)})
+    return patches, after
+
+
+class Versions:
+    """Three checkpoints of a model, and the tokens of engines that start with them; ``patches`` lead to the last."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        kind, config = MODELS[name]
+        self.folders = [folder / f"{name}-{version}" for version in range(3)]
+        for seed in (0, 1):
+            make_checkpoint(self.folders[seed], kind, seed=seed, **config)
+        shutil.copytree(self.folders[1], self.folders[2])
+        self.tensors = [load_file(path / "model.safetensors") for path in self.folders[:2]]
+        self.patches, after = patched(self.tensors[1])
+        self.tensors.append(after)
+        save_file(after, self.folders[2] / "model.safetensors", metadata={"format": "pt"})
+        self.tokens = []
+        for path in self.folders:
+            engine = make_engine(path, model_runner="v1", **SIZE)
+            self.tokens.append(tokens(engine))
+            engine.shutdown()
+        assert self.tokens[0] != self.tokens[1] != self.tokens[2]
+
+    def checksums(self, version: int) -> dict[str, str]:
+        return {name: tensor_checksum(tensor) for name, tensor in self.tensors[version].items()}
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Versions]:
+    made: dict[str, Versions] = {}
+    folder = tmp_path_factory.mktemp("versions")
+    return lambda name: made.setdefault(name, None) or made.update({name: Versions(folder, name)}) or made[name]  # type: ignore[arg-type, func-returns-value]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_engine_with_new_weights_is_one_that_starts_with_them(case: str, versions: Any) -> None:
+    model, settings = CASES[case]
+    known: Versions = versions(model)
+    engine = make_engine(known.folders[0], **SIZE, **settings)
+    try:
+        assert tokens(engine) == known.tokens[0]
+        assert engine.weight_checksums() == known.checksums(0)
+        for reload, version in (
+            (partial(engine.reload_weights, known.folders[1]), 1),
+            (partial(engine.apply_sparse_weight_patches, known.patches), 2),
+            (partial(engine.reload_weights, iter(known.tensors[0].items())), 0),
+        ):
+            number = reload()
+            assert number == engine.weight_version
+            assert tokens(engine) == known.tokens[version]
+            assert engine.weight_checksums() == known.checksums(version)
+        wrong = [*known.patches[:-1], known.patches[-1] | {"indices": [10**6], "values": [0.0], "shape": None}]
+        with pytest.raises(WeightError, match="index 1000000 is out of range"):
+            engine.apply_sparse_weight_patches(wrong)
+        assert engine.weight_checksums() == known.checksums(0) and engine.weight_version == 3
+        engine.check_integrity()
+    finally:
+        engine.shutdown()
+
+
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine(versions: Any) -> Iterator[LLMEngine]:
+    engine = make_engine(versions("tied").folders[0], model_runner="v2", **SIZE)
+    yield engine
+    engine.shutdown()
+
+
+NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
+ONES = torch.ones(48)
+
+
+def patch(**fields: Any) -> list[dict[str, Any]]:
+    """A good patch, and one with other fields."""
+    good = {"name": EMBEDDING, "indices": [3], "values": [9.0]}
+    return [good, {"name": NORM, "indices": [1, 2], "values": [1.0, 2.0], **fields}]
+
+
+BAD_PATCHES: dict[str, tuple[Any, str]] = {
+    "name": (patch(name="model.nrom.weight"), "model.nrom.weight is unknown: the model has no such tensor"),
+    "index": (patch(indices=[1, 48]), f"{NORM}: index 48 is out of range; the tensor has 48 elements"),
+    "negative": (patch(indices=[-1, 2]), f"{NORM}: index -1 is out of range"),
+    "twice": (patch(indices=[2, 2]), f"{NORM}: index 2 occurs more than once"),
+    "shape": (patch(shape=(2, 24)), rf"{NORM} has shape \[48\], and the patch is of \[2, 24\]"),
+    "lengths": (patch(values=[1.0]), r"patches\[1\] \(model.norm.weight\): indices have shape \[2\] and values \[1\]"),
+    "float indices": (patch(indices=[1.0, 2.0]), r"patches\[1\].*indices have dtype torch.float32, expected integers"),
+    "integers": (patch(values=[1, 2]), f"{NORM} has values of dtype torch.int64, expected float"),
+    "nan": (patch(values=[1.0, float("nan")]), f"{NORM} has values that are NaN or infinite"),
+    "field": ([{"name": NORM, "indices": []}], r"patches\[0\] has no values; a patch has name, indices, values, shape"),
+    "unknown field": (patch(index=1), r"patches\[1\] got an unknown keyword 'index'; did you mean 'indices'"),
+    "no list": ({"name": NORM}, "patches is a dict; it must be a list of patches"),
+}
+
+
+def one_buffer() -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the same memory with other values."""
+    buffer = torch.ones(48)
+    yield NORM, buffer
+    yield "model.layers.0.input_layernorm.weight", buffer.add_(1)
+
+
+BAD_WEIGHTS: dict[str, tuple[Any, str]] = {
+    "name": ([("norm", ONES), (NORM, 2 * ONES)], "norm is unknown"),
+    "shape": ({NORM: torch.ones(47)}, rf"{NORM} has shape \[47\], expected \[48\]"),
+    "integers": ({NORM: torch.ones(48, dtype=torch.int8)}, f"{NORM} has values of dtype integer, expected float"),
+    "float8": ({NORM: ONES.to(torch.float8_e4m3fn)}, "has values of dtype torch.float8_e4m3fn, expected float"),
+    "nan": ({NORM: ONES * float("inf")}, f"{NORM} has values that are NaN or infinite"),
+    "twice": ([(NORM, ONES), ("norm.weight", 2 * ONES)], "norm.weight differs from another tensor of the update"),
+    "none": ([], "weights has no tensors"),
+    "no pairs": (["abc"], "weights has 'abc'; it must be a folder, or pairs of a name and a tensor"),
+    "a buffer": (one_buffer(), f"{NORM} was overwritten before all had been read"),
+    "folder": ("/nowhere/at/all", "no such folder"),
+}
+
+
+@pytest.mark.parametrize("bad", [*(("patch", name) for name in BAD_PATCHES), *(("load", name) for name in BAD_WEIGHTS)])
+def test_an_update_that_does_not_fit_changes_nothing(bad: tuple[str, str], engine: LLMEngine) -> None:
+    before, version = engine.weight_checksums(), engine.weight_version
+    is_patch = bad[0] == "patch"
+    given, message = (BAD_PATCHES if is_patch else BAD_WEIGHTS)[bad[1]]
+    update = engine.apply_sparse_weight_patches if is_patch else engine.reload_weights
+    with pytest.raises((ValueError, TypeError, FileNotFoundError), match=message):
+        update(given, check_finite=True)
+    assert engine.weight_checksums() == before and engine.weight_version == version
+
+
+def test_a_checkpoint_that_does_not_fit_changes_nothing(engine: LLMEngine, versions: Any, tmp_path: Path) -> None:
+    before = engine.weight_checksums()
+    tensors = dict(versions("tied").tensors[1])
+    del tensors[NORM]
+    tensors["extra"] = ONES
+    save_file(tensors, tmp_path / "model.safetensors")
+    message = rf"no weight was changed: the update does not fit\n  extra is unknown.*\n  {NORM} is missing: expected"
+    with pytest.raises(WeightError, match=message):
+        engine.reload_weights(tmp_path)
+    assert engine.weight_checksums() == before
+
+
+def test_arguments_of_updates(engine: LLMEngine, versions: Any) -> None:
+    known: Versions = versions("tied")
+    version = engine.weight_version
+    for wrong in (version, True, "5"):
+        with pytest.raises(ValueError, match=r"weight_version is .*; it must be an integer above the current one"):
+            engine.reload_weights(weight_version=wrong)
+    with pytest.raises(ValueError, match="give weights once"):
+        engine.reload_weights(known.folders[0], weights_path=known.folders[0])
+    with pytest.raises(WeightError, match=r"names has nothing\.weight; the model has no such tensor"):
+        engine.weight_checksums(["nothing.weight", NORM])
+    # vLLM's way, with its keywords, and both names of a tied matrix
+    assert engine.collective_rpc("reload_weights", kwargs={"weights_path": str(known.folders[1])}) == [version + 1]
+    assert tokens(engine) == known.tokens[1]
+    both = {"lm_head.weight": known.tensors[1][EMBEDDING], **known.tensors[1]}
+    assert engine.reload_weights(weights_iterator=both.items(), weight_version=100) == 100
+    assert engine.weight_checksums(["lm_head.weight"]) == {"lm_head.weight": known.checksums(1)[EMBEDDING]}
+    assert tokens(engine) == known.tokens[1]
+
+
+def test_settings_that_can_change(engine: LLMEngine, versions: Any) -> None:
+    known: Versions = versions("tied")
+    with pytest.raises(ValueError, match="^block_size, seed cannot change while the engine runs; what can: load_f"):
+        engine.update_config({"block_size": 8, "seed": 1, "max_logprobs": 3})
+    for name, value, message in (
+        ("load_format", "gguf", "load_format is 'gguf'"),
+        ("max_num_batched_tokens", 4, "max_num_batched_tokens"),
+        ("max_num_batched_tokens", 10**6, "max_num_batched_tokens is 1000000; the engine was started for up to 2048"),
+        ("model", "/nowhere", "no such folder"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            engine.update_config({"max_logprobs": 3, name: value})
+    assert engine.input_processor.max_logprobs == 20
+    engine.update_config({"load_config": {"load_format": "dummy"}, "max_num_batched_tokens": 16, "max_logprobs": 3})
+    engine.reload_weights()
+    assert tokens(engine) not in known.tokens and engine.core.scheduler.config.max_num_batched_tokens == 16
+    override = {"temperature": 0.0, "max_new_tokens": 3}
+    engine.collective_rpc("update_config", args=({"model": str(known.folders[2]), "load_format": "auto"},))
+    engine.update_config({"override_generation_config": override})
+    engine.reload_weights()
+    assert tokens(engine) == known.tokens[2]
+    assert engine.get_default_sampling_params().max_tokens == 3
+
+
+# --- requests that run meanwhile --------------------------------------------------------------------------------------
+
+
+def run_over_an_update(engine: LLMEngine, update: Callable[[], object]) -> list[RequestOutput]:
+    """Two requests, of which one runs, and one more that comes after the update."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    engine.add_request("first", PROMPTS[0], params)
+    for _ in range(5):
+        engine.step()
+    engine.add_request("second", PROMPTS[0], params)
+    update()
+    engine.add_request("third", PROMPTS[0], params)
+    return sorted((output for output in drain(engine) if output.finished), key=lambda output: output.request_id)
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("mode", ["drain", "wait", "keep", "abort"])
+def test_running_requests(mode: str, overlaps: bool, runner: str, versions: Any) -> None:
+    known: Versions = versions("untied")
+    old, new = (make_engine(folder, model_runner=runner, **SIZE) for folder in known.folders[:2])
+    engine = make_engine(known.folders[0], model_runner=runner, max_num_seqs=1, async_scheduling=overlaps, **SIZE)
+
+    def greedy(other: LLMEngine, prompt: list[int], count: int) -> list[int]:
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        return run_requests(other, {"r": (prompt, params)})["r"].outputs[0].token_ids
+
+    update = partial(engine.reload_weights, known.folders[1], mode=mode)
+    first, second, third = (output.outputs[0] for output in run_over_an_update(engine, update))
+    after, before = greedy(new, PROMPTS[0], 12), greedy(old, PROMPTS[0], 12)
+    assert third.token_ids == after and (third.weight_version, third.weight_versions) == (1, None)
+    if mode == "abort":
+        assert (first.finish_reason, second.finish_reason) == ("abort", "abort")
+        assert first.token_ids == before[: len(first.token_ids)] and first.weight_version == 0 and not second.token_ids
+        return
+    assert second.token_ids == after and second.weight_version == 1
+    if mode == "drain":
+        assert first.token_ids == before and (first.weight_version, first.weight_versions) == (0, None)
+        return
+    assert first.weight_version == 1 and first.weight_versions is not None
+    count = first.weight_versions.count(0)
+    assert 2 <= count < 12 and first.weight_versions == [0] * count + [1] * (12 - count)
+    assert first.token_ids[:count] == before[:count]
+    if mode == "wait":  # its KV is that of the new weights too
+        assert first.token_ids[count:] == greedy(new, [*PROMPTS[0], *before[:count]], 12 - count)
+
+
+def test_blocks_of_mixed_versions_are_never_cached(versions: Any) -> None:
+    """A request that keeps KV of old weights ends; a prompt that goes on from its tokens finds none of its blocks."""
+    known: Versions = versions("untied")
+    new = make_engine(known.folders[1], **SIZE)
+    engine = make_engine(known.folders[0], kv_offloading_size=0.01, **SIZE)
+    update = partial(engine.apply_sparse_weight_patches, known.patches, mode="keep")
+    engine.add_request("kept", PROMPTS[0], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+    assert engine.reload_weights(known.folders[1], mode="keep") == 1
+    kept = [*PROMPTS[0], *drain(engine)[-1].outputs[0].token_ids]
+    fresh, reused = (run_requests(each, {"r": (kept, GREEDY)})["r"] for each in (new, engine))
+    assert reused.num_cached_tokens == 0 and reused.outputs[0].token_ids == fresh.outputs[0].token_ids
+    assert update() == 2
+
+
+def test_an_error_while_weights_are_written_ends_the_engine(versions: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    known: Versions = versions("untied")
+    engine = make_engine(known.folders[0], **SIZE)
+    store = engine.core.executor.runner.weights  # type: ignore[attr-defined]
+    monkeypatch.setattr(store, "commit", lambda version: 1 / 0)
+    with pytest.raises(EngineDeadError, match="ZeroDivisionError"):
+        engine.reload_weights(known.folders[1])
+    with pytest.raises(EngineDeadError):
+        engine.step()
+
+
+@async_test
+async def test_streams_over_an_update(versions: Any) -> None:
+    known: Versions = versions("untied")
+    llm = AsyncLLM(known.folders[0], device="cpu", **SIZE)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    stream = llm.generate(PROMPTS[0], params, "r")
+    outputs = [await anext(stream)]
+    assert await llm.collective_rpc("reload_weights", kwargs={"weights": known.tensors[1], "mode": "keep"}) == [1]
+    outputs += await collect(stream)
+    deltas = [output.outputs[0] for output in outputs]
+    each = [v for delta in deltas for v in delta.weight_versions or [delta.weight_version] * len(delta.token_ids)]
+    assert len(each) == 24 and each == sorted(each) and each[0] == 0 and each[-1] == 1
+    assert await llm.weight_checksums() == known.checksums(1)
+    with pytest.raises(WeightError):
+        await llm.apply_sparse_weight_patches([{"name": "x", "indices": [0], "values": [0.0]}])
+    llm.shutdown()
+
+
+# --- drafters ---------------------------------------------------------------------------------------------------------
+
+
+def make_head(folder: Path, target: Path) -> None:
+    """An EAGLE head with the target's first layer and a copy of its embedding."""
+    config, tensors = json.loads((target / "config.json").read_text()), load_file(target / "model.safetensors")
+    names = [name for name in tensors if ".layers.0." in name and "input_layernorm" not in name]
+    head = {name.removeprefix("model."): tensors[name] for name in [*names, EMBEDDING]}
+    folder.mkdir()
+    save_file({**head, "fc.weight": torch.randn(48, 96) * 0.1}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+
+
+def copied_embedding(worker: Any) -> torch.Tensor | None:
+    """Of a drafter on a rank that does not have the target's."""
+    drafter = worker.runner._draft_settings.drafter
+    embedding = None if drafter is None else drafter._head.embed_tokens
+    return None if embedding is None else embedding.weight
+
+
+@pytest.mark.parametrize(("method", "settings"), [("eagle", {}), ("draft_model", {}), ("eagle", PP)])
+def test_drafters(method: str, settings: dict[str, Any], versions: Any, tmp_path: Path) -> None:
+    known: Versions = versions("untied")
+    folder, name = known.folders[0], "model.layers.0.mlp.up_proj.weight"
+    if method == "eagle":
+        folder = tmp_path / "head"
+        make_head(folder, known.folders[0])
+        name = name.removeprefix("model.")
+    drafts = {"model": str(folder), "method": method, "num_speculative_tokens": 2}
+    engine = make_engine(known.folders[0], speculative_config=drafts, **SIZE, **settings)
+    try:
+        assert tokens(engine) == known.tokens[0]
+        engine.reload_weights(known.folders[1])
+        assert tokens(engine) == known.tokens[1]
+        up = known.tensors[1]["model.layers.0.mlp.up_proj.weight"]
+        engine.reload_weights({f"drafter.{name}": up})
+        assert engine.weight_checksums([f"drafter.{name}"]) == {f"drafter.{name}": tensor_checksum(up)}
+        more = {"name": f"drafter.{name}", "indices": [5], "values": [1.0]}
+        engine.apply_sparse_weight_patches([*known.patches, more])
+        assert tokens(engine) == known.tokens[2]
+        assert engine.stats().scheduler.drafts.num_drafted > 0
+        if settings is PP:
+            first, last = engine.collective_rpc(copied_embedding)
+            assert first is None and torch.equal(last, known.tensors[2][EMBEDDING])
+    finally:
+        engine.shutdown()
