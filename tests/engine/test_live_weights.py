@@ -17,6 +17,7 @@ from tests.helpers.streams import async_test, collect
 from fleetfoot import AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.records.weights import WeightError
+from fleetfoot.runner.v1.runner import ModelRunnerV1
 from fleetfoot.weights.checksums import tensor_checksum
 
 Tensors = dict[str, torch.Tensor]
@@ -224,7 +225,7 @@ def test_arguments_of_updates(engine: LLMEngine, versions: Any) -> None:
 
 def test_settings_that_can_change(engine: LLMEngine, versions: Any) -> None:
     known: Versions = versions("tied")
-    with pytest.raises(ValueError, match="^block_size, seed cannot change while the engine runs; what can: load_f"):
+    with pytest.raises(ValueError, match=r"^block_size, seed cannot change while the engine runs; what can: load_f"):
         engine.update_config({"block_size": 8, "seed": 1, "max_logprobs": 3})
     for name, value, message in (
         ("load_format", "gguf", "load_format is 'gguf'"),
@@ -318,6 +319,28 @@ def test_an_error_while_weights_are_written_ends_the_engine(versions: Any, monke
         engine.reload_weights(known.folders[1])
     with pytest.raises(EngineDeadError):
         engine.step()
+
+
+def test_restarted_workers(versions: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They get the weights in use from their folder; weights that came from memory are lost, which ends the engine."""
+    known: Versions = versions("untied")
+    engine = make_engine(known.folders[0], model_runner="v1", on_error="restart", **SIZE)
+    forward, errors = ModelRunnerV1._forward, [RuntimeError("once")]
+
+    def fail_once(runner: Any, step: Any) -> None:
+        if errors:
+            raise errors.pop()
+        forward(runner, step)
+
+    monkeypatch.setattr(ModelRunnerV1, "_forward", fail_once)
+    engine.reload_weights(known.folders[1])
+    assert tokens(engine) == known.tokens[1] and engine.stats().num_restarts == 1
+    assert engine.weight_checksums() == known.checksums(1) and engine.weight_version == 1
+    engine.apply_sparse_weight_patches(known.patches)
+    assert tokens(engine) == known.tokens[2]
+    errors.append(RuntimeError("again"))
+    with pytest.raises(EngineDeadError, match=r"weights of version 2 were given as tensors or patches, and are lost"):
+        tokens(engine)
 
 
 @async_test

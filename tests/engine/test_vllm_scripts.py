@@ -118,8 +118,7 @@ def test_a_beam_of_one_is_greedy_and_ends(llm: LLM, monkeypatch: pytest.MonkeyPa
 def test_calls_of_the_worker(llm: LLM) -> None:
     assert llm.collective_rpc(lambda worker, rank: worker.rank == rank, args=(0,)) == [True]
     assert llm.collective_rpc("parts")[0]["runner"] == llm.llm_engine.runner_name
-    with pytest.raises(ValueError, match="method is 'reload_weights', which a worker does not have"):
-        llm.collective_rpc("reload_weights")
+    assert llm.collective_rpc("reload_weights") == [1]
     assert (llm.model_config.max_model_len, llm.model_config.vocab_size) == (2048, 2048)
     with pytest.raises(AttributeError, match="'LLM' object has no attribute 'apply_model'; collective_rpc takes"):
         llm.apply_model  # noqa: B018

@@ -17,7 +17,7 @@ from fleetfoot.config.vllm_names import check_call_keywords
 from fleetfoot.engine.building import build_core, served_model_len, start_again
 from fleetfoot.engine.core import EngineCore, no_callback
 from fleetfoot.engine.errors import EngineDeadError
-from fleetfoot.engine.hold import Hold, HoldQueue
+from fleetfoot.engine.hold import HoldCalls, HoldQueue
 from fleetfoot.engine.input_processor import COPY_MARK, EngineRequest, InputProcessor, params_check
 from fleetfoot.engine.live_weights import WEIGHT_METHODS, LiveWeights, WeightCalls, update_settings
 from fleetfoot.engine.metrics import Metric, engine_metrics
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class LLMEngine(WeightCalls):
+class LLMEngine(HoldCalls, WeightCalls):
     """Input processing, `EngineCore` and output processing in one thread.
 
     Each added request ends with an output that has ``finished`` set, or with the exception that ended the engine, which
@@ -72,11 +72,12 @@ class LLMEngine(WeightCalls):
         self.stats_collector: StatsCollector = core.stats
         self._clock = clock
         self._output_processor = OutputProcessor(tokenizer, self._finish, core.stats)
+        self._live = None if plan is None else LiveWeights(core, plan, self._change_weights, self._failing)
         self._restarts = NoRestarts()
         if rebuild is not None:
-            self._restarts = Restarts(core, self._output_processor, rebuild, max_restarts)
+            restore = no_callback if self._live is None else self._live.restore
+            self._restarts = Restarts(core, self._output_processor, rebuild, max_restarts, restore)
         self._aborted: list[RequestOutput] = []  # last outputs of aborted requests, returned by the next step
-        self._live = None if plan is None else LiveWeights(core, plan, self._change_weights, self._failing)
         self._holds = HoldQueue(core, lambda: self.abort_request(self._output_processor.request_ids))
         self._cause: BaseException | None = None
         self._is_shut_down = False
@@ -286,63 +287,6 @@ class LLMEngine(WeightCalls):
         if self._cause is None and not self._is_shut_down and not self.is_paused:
             with self._failing(), self._restarts.deferring():
                 self.core.report_finished()
-
-    # --- holding ------------------------------------------------------------------------------------------------------
-
-    def hold(self, function: Callable[[], Any], mode: str = "drain", **options: Any) -> Hold:
-        """Queue a function that runs within a later `step`, in its thread, when no step is in flight.
-
-        The function may use the engine, except `step` and `run_held`; `collective_rpc` calls all workers. `pause` in it
-        makes the engine stay held.
-
-        Args:
-            function, mode, options: see `Hold`. ``mode``: ``drain``, ``wait``, ``keep`` or ``abort``.
-
-        Raises:
-            ValueError: ``mode`` is unknown.
-            EngineDeadError: the engine has failed or was shut down. If it does so later, `Hold.result` raises it.
-        """
-        hold = Hold(function, mode, **options)
-        self.add_hold(hold)
-        return hold
-
-    def add_hold(self, hold: Hold) -> None:
-        """Queue a hold; see `hold`."""
-        self._check_alive()
-        self._holds.add(hold)
-
-    def cancel_hold(self, hold: Hold) -> None:
-        """Forget a hold that is not done."""
-        self._holds.remove(hold)
-
-    def run_held(self, function: Callable[[], Any], mode: str = "drain") -> Any:
-        """`hold`, then `step` until the function has run; within a hold's function, call it at once.
-
-        Returns or raises what the function does. The next `step` returns the outputs of these steps.
-        """
-        if self._holds.is_held:
-            return function()
-        hold, outputs = self.hold(function, mode), list[RequestOutput]()
-        try:
-            while not hold.is_done:
-                outputs += self.step()
-        finally:
-            self.cancel_hold(hold)
-            self._aborted = outputs + self._aborted
-        return hold.result()
-
-    def pause(self) -> None:
-        """Within a hold's function: take no further step until `resume`. Requests can be added and aborted."""
-        self._holds.pause()
-
-    def resume(self) -> None:
-        """Go on with steps; does nothing in an engine that is not paused."""
-        self._holds.resume()
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether `step` runs no request until `resume`."""
-        return self._holds.is_paused
 
     # --- weights ------------------------------------------------------------------------------------------------------
 

@@ -141,3 +141,72 @@ class HoldQueue:
         """End all holds: the engine has failed, or is shut down."""
         while self._queue:
             self._queue.popleft().fail(error)
+
+
+class HoldCalls:
+    """Mixed into `LLMEngine`."""
+
+    _holds: HoldQueue
+    _aborted: list[Any]
+
+    def step(self) -> list[Any]:
+        """See `LLMEngine.step`."""
+        raise NotImplementedError
+
+    def _check_alive(self) -> None:
+        raise NotImplementedError
+
+    def hold(self, function: Callable[[], Any], mode: str = "drain", **options: Any) -> Hold:
+        """Queue a function that runs within a later `step`, in its thread, when no step is in flight.
+
+        The function may use the engine, except `step` and `run_held`; `collective_rpc` calls all workers. `pause` in it
+        makes the engine stay held.
+
+        Args:
+            function, mode, options: see `Hold`. ``mode``: ``drain``, ``wait``, ``keep`` or ``abort``.
+
+        Raises:
+            ValueError: ``mode`` is unknown.
+            EngineDeadError: the engine has failed or was shut down. If it does so later, `Hold.result` raises it.
+        """
+        hold = Hold(function, mode, **options)
+        self.add_hold(hold)
+        return hold
+
+    def add_hold(self, hold: Hold) -> None:
+        """Queue a hold; see `hold`."""
+        self._check_alive()
+        self._holds.add(hold)
+
+    def cancel_hold(self, hold: Hold) -> None:
+        """Forget a hold that is not done."""
+        self._holds.remove(hold)
+
+    def run_held(self, function: Callable[[], Any], mode: str = "drain") -> Any:
+        """`hold`, then `step` until the function has run; within a hold's function, call it at once.
+
+        Returns or raises what the function does. The next `step` returns the outputs of these steps.
+        """
+        if self._holds.is_held:
+            return function()
+        hold, outputs = self.hold(function, mode), list[Any]()
+        try:
+            while not hold.is_done:
+                outputs += self.step()
+        finally:
+            self.cancel_hold(hold)
+            self._aborted = outputs + self._aborted
+        return hold.result()
+
+    def pause(self) -> None:
+        """Within a hold's function: take no further step until `resume`. Requests can be added and aborted."""
+        self._holds.pause()
+
+    def resume(self) -> None:
+        """Go on with steps; does nothing in an engine that is not paused."""
+        self._holds.resume()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether `step` runs no request until `resume`."""
+        return self._holds.is_paused

@@ -44,6 +44,8 @@ class LiveWeights:
         """Of the weights in use; 0: those of the start."""
         self.path, self.load_format = str(plan.model_path), plan.config.load_format
         """What `reload` reads by default."""
+        self._source: str | None = self.path  # the folder with the weights in use; None: they are nowhere else
+        self._identity: tuple[str, bool] | None = None  # see `Scheduler.change_weights`; None: those of the start
         self._core, self._plan = core, plan
         self._change, self._failing = change, failing
 
@@ -57,7 +59,8 @@ class LiveWeights:
             return self._apply([("stage_dummy", (self._plan.config.seed,), {})], version)
         if weights is None or isinstance(weights, str | os.PathLike):
             folder = self.path if weights is None else find_model(os.fspath(weights))
-            return self._apply([("stage_checkpoint", (str(folder),), {"check_finite": check_finite})], version)
+            options = {"check_finite": check_finite}
+            return self._apply([("stage_checkpoint", (str(folder),), options)], version, source=str(folder))
         pairs = _read_all(weights)
         is_local = hasattr(self._core.executor, "runner")
         options = {"check_finite": check_finite, "keeps_parts": not is_local}
@@ -81,11 +84,36 @@ class LiveWeights:
             )
         return found
 
-    def _apply(self, stages: Iterable[_Stage], version: int | None) -> int:
-        """Stage an update on every rank, and commit it if all ranks can. Returns the new version."""
+    def restore(self) -> None:
+        """Give new workers the weights in use, and the scheduler their identity. Raises WeightError: they came from
+        memory, and are lost."""
+        if self._identity is None:
+            return
+        if self._source is None:
+            raise WeightError(
+                f"the workers were restarted, but weights of version {self.version} were given as tensors or patches, "
+                "and are lost; make a new engine of a checkpoint with them"
+            )
+        self._stage([("stage_checkpoint", (self._source,), {})])
+        self.call("commit", self.version)
+        self._core.scheduler.change_weights(self._identity[0], is_shared=self._identity[1])
+
+    def _apply(self, stages: Iterable[_Stage], version: int | None, source: str | None = None) -> int:
+        """Stage an update on every rank, and commit it if all ranks can. ``source``: the folder with all new weights.
+        Returns the new version."""
         new = self.version + 1 if version is None else version
         if isinstance(new, bool) or not isinstance(new, int) or new <= self.version:
             raise ValueError(f"weight_version is {new!r}; it must be an integer above the current one, {self.version}")
+        self._stage(stages)
+        with self._failing():  # a rank that has failed in the middle has weights of both versions
+            self.call("commit", new)
+        self.version, self._source = new, source
+        self._identity = (secrets.token_hex(8), False) if version is None else (f"version-{new}", True)
+        self._change(new, self._identity[0], is_shared=self._identity[1])
+        return new
+
+    def _stage(self, stages: Iterable[_Stage]) -> None:
+        """Raises WeightError, with nothing staged, if an update does not fit."""
         ignored = {_LM_HEAD} if self._plan.model.head != "logits" else set()
         problems: list[str] = []
         try:
@@ -101,11 +129,6 @@ class LiveWeights:
         except BaseException:
             self.call("discard")
             raise
-        with self._failing():  # a rank that has failed in the middle has weights of both versions
-            self.call("commit", new)
-        self.version = new
-        self._change(new, secrets.token_hex(8) if version is None else f"version-{new}", is_shared=version is not None)
-        return new
 
 
 def _read_all(weights: Any) -> list[tuple[str, torch.Tensor]]:

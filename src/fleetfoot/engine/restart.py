@@ -50,12 +50,18 @@ class Restarts(NoRestarts):
     """An error restarts the workers, at most ``max_restarts`` times within `WINDOW_S`."""
 
     def __init__(
-        self, core: EngineCore, output_processor: OutputProcessor, rebuild: Rebuild, max_restarts: int
+        self,
+        core: EngineCore,
+        output_processor: OutputProcessor,
+        rebuild: Rebuild,
+        max_restarts: int,
+        restore: Callable[[], object] = lambda: None,
     ) -> None:
         self._core = core
         self._output_processor = output_processor
         self._rebuild = rebuild
         self._max_restarts = max_restarts
+        self._restore = restore  # brings new workers to the state of the earlier ones
         self._times: deque[float] = deque()
         self._first: Exception | None = None  # the first cause, until all requests involved have got on
         # tokens that the steps in flight can yield, and one more
@@ -99,6 +105,7 @@ class Restarts(NoRestarts):
         requests = self._output_processor.resumed()
         others = [request for request in requests if request is not culprit]
         ended = self._core.restart(executor, connector, num_blocks, others)
+        self._restore()
         if culprit is not None and len(others) < len(requests):
             logger.error("request %r has made steps fail again, and ends: %s", culprit.request_id, cause)
             culprit.status = RequestStatus.FINISHED_ERROR

@@ -279,7 +279,7 @@ class VllmScheduler(SchedulerConnector):
     def has_pending(self) -> bool:
         return bool(self._undecided)
 
-    def reset_cache(self) -> None:
+    def reset_cache(self, weights: str = "") -> None:
         for tracked in self._requests.values():
             tracked.shown_block_ids = None
         if type(self.connector).reset_cache is KVConnectorBase_V1.reset_cache:
