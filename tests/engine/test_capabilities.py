@@ -257,6 +257,14 @@ def pooling(subject: Subject) -> None:
         torch.testing.assert_close(vector, state / state.norm(), rtol=1e-4, atol=1e-5)
 
 
+def live_weights(subject: Subject) -> None:
+    """Random weights, and then those of the checkpoint."""
+    engine = subject.engine(load_format="dummy")
+    run_all(engine, PROMPTS, make_params())
+    assert engine.reload_weights(subject.folder) == 1
+    subject.check(engine)
+
+
 def torch_compile(subject: Subject) -> None:
     subject.check(subject.engine(compilation_config={"mode": 1}))
 
