@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetfoot.config import env
-from fleetfoot.config.engine import EngineConfig
+from fleetfoot.config.engine import CompilationMode, EngineConfig
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.kv_transfer.base.registry import CONNECTORS, connector_layouts
 from fleetfoot.kv_transfer.vllm.base import KVConnectorBase_V1
@@ -373,7 +373,7 @@ REQUIRING: dict[Feature, dict[str, Any]] = {
     Feature.HYBRID_LAYERS: {"model": ModelFeatures("JambaForCausalLM", is_hybrid=True)},
     Feature.SLIDING_WINDOW: {"model": ModelFeatures("MistralForCausalLM", has_windows=True)},
     Feature.POOLING: {"model": POOLING},
-    Feature.TORCH_COMPILE: {"compilation_config": {"mode": "STOCK_TORCH_COMPILE"}},
+    Feature.TORCH_COMPILE: {"compilation_config": {"mode": CompilationMode.STOCK_TORCH_COMPILE, "backend": "inductor"}},
     Feature.ASYNC_SCHEDULING: {"async_scheduling": True},
     Feature.TENSOR_PARALLELISM: {"tensor_parallel_size": 2},
     Feature.PIPELINE_PARALLELISM: {"pipeline_parallel_size": 2},
@@ -500,6 +500,13 @@ INVALID: list[tuple[str, Any, type[Exception], str]] = [
     ("speculative_config", {**DRAFT, "model": ""}, TypeError, "model is ''"),
     ("compilation_config", {"mode": 3}, ValueError, "mode is 3; it can be 0 or NONE, 1 or STOCK_TORCH_COMPILE"),
     ("compilation_config", {"mode": True}, ValueError, "mode is True"),
+    ("compilation_config", {"level": 1}, TypeError, "unknown keyword 'level'; it is mode"),
+    (
+        "compilation_config",
+        {"mode": 1, "backend": "eager"},
+        TypeError,
+        "'backend'; leave it out: the backend is induct",
+    ),
     ("tensor_parallel_size", 0, ValueError, "tensor_parallel_size is 0"),
     ("runner", "translate", ValueError, "runner is 'translate'; it can be auto, generate, pooling"),
     ("runner", "v1", ValueError, "runner is 'v1'; it can be auto, generate, pooling; the model runner is model_runner"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args
 
@@ -25,8 +27,6 @@ OnError = Literal["raise", "restart"]
 
 EMBEDDED_MODEL = "story-llama"
 """The name of the model in the package; the default of ``model``."""
-COMPILATION_MODES = ("NONE", "STOCK_TORCH_COMPILE")
-"""Indices are vLLM's numbers of the modes."""
 
 UNSUPPORTED = {
     "quantization", "enable_lora", "enable_prompt_embeds", "enable_sleep_mode", "prefill_context_parallel_size",
@@ -38,21 +38,34 @@ _SYNONYMS = {"dtype": {"half": "float16", "float": "float32"}}
 _OFFLOADING_GIB = 1 << 33  # from here on the number of bytes does not fit in 64 bits
 
 
+class CompilationMode(enum.IntEnum):
+    """vLLM's modes, those that there are."""
+
+    NONE = 0
+    STOCK_TORCH_COMPILE = 1
+
+
 @dataclass(frozen=True, slots=True)
 class CompilationConfig(JSONSettings):
     """``--compilation-config``; names as in vLLM."""
 
     setting: ClassVar[str] = "compilation_config"
+    neutral: ClassVar[Mapping[str, Any]] = {"backend": "inductor"}
+    advice: ClassVar[Mapping[str, str]] = {
+        "backend": "leave it out: the backend is inductor",
+        "level": "it is mode",
+        "cudagraph_mode": "leave it out: Model Runner V2 captures graphs, and enforce_eager turns them off",
+    }
 
     mode: str | int = "NONE"
-    """One of COMPILATION_MODES, given by name or number, stored as the name."""
+    """A `CompilationMode`, given by name or number, stored as the name."""
 
     def __post_init__(self) -> None:
-        for number, name in enumerate(COMPILATION_MODES):
-            if self.mode == name or (self.mode == number and not isinstance(self.mode, bool)):
-                object.__setattr__(self, "mode", name)
+        for mode in CompilationMode:
+            if self.mode == mode.name or (self.mode == mode and not isinstance(self.mode, bool)):
+                object.__setattr__(self, "mode", mode.name)
                 return
-        known = ", ".join(f"{number} or {name}" for number, name in enumerate(COMPILATION_MODES))
+        known = ", ".join(f"{mode.value} or {mode.name}" for mode in CompilationMode)
         raise ValueError(f"compilation_config: mode is {self.mode!r}; it can be {known}")
 
 
@@ -267,7 +280,7 @@ class EngineConfig:
     @property
     def compiles_layers(self) -> bool:
         """Whether ``torch.compile`` compiles the layers."""
-        return self.compilation_config is not None and self.compilation_config.mode == COMPILATION_MODES[1]
+        return self.compilation_config is not None and self.compilation_config.mode == "STOCK_TORCH_COMPILE"
 
     @property
     def world_size(self) -> int:

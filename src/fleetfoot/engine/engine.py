@@ -438,7 +438,8 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     for warning in plan.warnings:
         logger.warning(warning)
     for reason in plan.reasons:
-        logger.info(reason)
+        if reason not in plan.warnings:
+            logger.info(reason)
     defaults = read_sampling_defaults(config.generation_config, config.override_generation_config, plan.model_path)
     if defaults:
         logger.info("sampling defaults that come with the model or the settings: %s", defaults)

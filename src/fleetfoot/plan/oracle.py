@@ -24,7 +24,8 @@ from fleetfoot.runner.capabilities import CAPABILITIES, KV_LAYOUTS, Feature
 
 _EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _STATE_FIELDS = ("ssm_cfg", "mamba_d_state", "mamba_num_heads", "ssm_state_size", "state_size", "linear_num_key_heads")
-_HYBRID_FIELDS = (*_STATE_FIELDS, "attn_layer_period", "hybrid_override_pattern", "layers_block_type")
+_MIXED_FIELDS = ("attn_layer_period", "attn_type_list", "block_types", "hybrid_override_pattern", "layers_block_type")
+_HYBRID_FIELDS = (*_STATE_FIELDS, *_MIXED_FIELDS, "linear_attn_config")
 """Only models with state-space, linear attention or mixed layers have one of these."""
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 

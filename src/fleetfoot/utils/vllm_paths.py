@@ -52,8 +52,8 @@ NAMES = {
         "records.sampling_params.RequestOutputKind records.sampling_params.SamplingParams",
     "attention.backends.abstract": _connector_names("records", "AttentionMetadata"),
     "beam_search": "engine.beam_search.BeamSearchOutput engine.beam_search.BeamSearchSequence",
-    "config": "config.engine.CompilationConfig config.engine.VllmConfig config.kv_transfer.KVTransferConfig "
-              "config.pooling.PoolerConfig config.speculative.SpeculativeConfig",
+    "config": "config.engine.CompilationConfig config.engine.CompilationMode config.engine.VllmConfig "
+              "config.kv_transfer.KVTransferConfig config.pooling.PoolerConfig config.speculative.SpeculativeConfig",
     f"{_KV}.base": _connector_names("base", "KVConnectorBase"),
     f"{_KV}.factory": _connector_names("factory", "KVConnectorFactory"),
     f"{_KV}.v1": _connector_names("base", "KVConnectorBase_V1", "KVConnectorRole"),

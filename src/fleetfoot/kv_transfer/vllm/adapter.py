@@ -77,7 +77,9 @@ class VllmConnector(KVConnector):
 
     @classmethod
     def scheduler_side(cls, context: TransferContext) -> SchedulerConnector:
-        connector = _make(cls.kind, context, KVConnectorRole.SCHEDULER, vllm.KVCacheConfig.of_context(context))
+        layers = 0 if context.model is None else context.model.num_layers
+        kv_cache = vllm.KVCacheConfig.of(context.num_blocks, context.block_size, vllm.layer_names(range(layers)))
+        connector = _make(cls.kind, context, KVConnectorRole.SCHEDULER, kv_cache)
         return VllmScheduler(connector, context.block_size)
 
     @classmethod
@@ -309,10 +311,10 @@ class VllmWorker(WorkerConnector):
     def register_kv_caches(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
         config = vllm.VllmConfig.of_context(self._context)
         first = 0 if self._context.model is None else vllm.layers_of(self._context.model, config.parallel_config).start
-        names = [vllm.layer_name(layer) for layer in range(first, first + len(kv_caches))]
+        names = vllm.layer_names(range(first, first + len(kv_caches)))
         self._kv_caches = dict(zip(names, kv_caches, strict=True))
         self._layers = {name: vllm.Facts(kv_cache=[kv_cache]) for name, kv_cache in self._kv_caches.items()}
-        kv_cache_config = vllm.KVCacheConfig.of_layout(layout, names)
+        kv_cache_config = vllm.KVCacheConfig.of(layout.num_blocks, layout.block_size, names)
         self._connector = _make(self._kind, self._context, KVConnectorRole.WORKER, kv_cache_config)
         self._connector.register_kv_caches(dict(self._kv_caches))
 

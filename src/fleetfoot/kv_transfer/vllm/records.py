@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.sharding import num_kv_heads, pipeline_layers
 from fleetfoot.kv_transfer.base.connector import KVTransferConfig, TransferContext
 from fleetfoot.records import request as records
-from fleetfoot.records.kv_layout import KVLayout
 
 if TYPE_CHECKING:
     import torch
@@ -43,10 +42,16 @@ class RequestStatus(enum.Enum):
 
 
 class Request:
-    """A request of the scheduler; its attributes change with the request."""
+    """A request of the scheduler. Those in ``live`` change with it; ``num_computed_tokens`` includes queued steps."""
 
     lora_request = prompt_embeds = None
     client_index = 0
+    live: ClassVar[Mapping[str, str]] = {
+        "num_computed_tokens": "num_computed",
+        **{name: name for name in ("num_tokens", "num_output_tokens", "num_cached_tokens", "num_preemptions")},
+        "stop_reason": "stop_reason",
+    }
+    """vLLM's name -> that of `fleetfoot.records.request.Request`."""
 
     def __init__(self, request: records.Request) -> None:
         self._request = request
@@ -62,6 +67,11 @@ class Request:
         self.block_hashes = request.block_hashes
         """Chain hashes of the full blocks; they depend on ``cache_salt``."""
 
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.live:
+            raise AttributeError(f"a request has no {name!r} here", name=name, obj=self)
+        return getattr(self._request, self.live[name])
+
     @cached_property
     def prompt_token_ids(self) -> list[int]:
         return self._request.prompt_token_ids.tolist()
@@ -72,36 +82,11 @@ class Request:
 
     @property
     def all_token_ids(self) -> list[int]:
-        return [*self.prompt_token_ids, *self._request.output_token_ids]
-
-    @property
-    def num_tokens(self) -> int:
-        return self._request.num_tokens
-
-    @property
-    def num_output_tokens(self) -> int:
-        return self._request.num_output_tokens
-
-    @property
-    def num_computed_tokens(self) -> int:
-        """Tokens with KV, once the steps have ended that are queued."""
-        return self._request.num_computed
-
-    @property
-    def num_cached_tokens(self) -> int:
-        return self._request.num_cached_tokens
-
-    @property
-    def num_preemptions(self) -> int:
-        return self._request.num_preemptions
+        return self._request.token_ids.tolist()
 
     @property
     def status(self) -> RequestStatus:
         return RequestStatus(self._request.status)
-
-    @property
-    def stop_reason(self) -> int | str | None:
-        return self._request.stop_reason
 
     def is_finished(self) -> bool:
         return self._request.is_finished
@@ -358,54 +343,45 @@ class VllmConfig(Facts):
         """What one side of a connector gets."""
         assert context.engine is not None
         config = cls.of_settings(dataclasses.replace(context.config, engine_id=context.engine_id), context.engine)
-        config.instance_id, config.fingerprint = context.engine_id, context.fingerprint
+        config.fingerprint = context.fingerprint
         config.cache_config.num_gpu_blocks = context.num_blocks
         config.parallel_config.rank = context.rank
-        vars(config.model_config).update(
-            checkpoint=context.model, dtype_name=context.dtype, max_model_len=context.max_model_len
-        )
-        vars(config.scheduler_config).update(
-            max_model_len=context.max_model_len, max_num_batched_tokens=context.max_num_batched_tokens
-        )
+        config.model_config.checkpoint, config.model_config.dtype_name = context.model, context.dtype
+        for part in (config.model_config, config.scheduler_config):
+            part.max_model_len = context.max_model_len
+        config.scheduler_config.max_num_batched_tokens = context.max_num_batched_tokens
         return config
 
     @classmethod
     def of_settings(cls, transfer: KVTransferConfig, engine: EngineConfig) -> VllmConfig:
         """What is known before the model is read."""
+
+        def part(names: str, kind: type[Facts] = Facts, **others: Any) -> Facts:
+            return kind(**{name: getattr(engine, name) for name in names.split()}, **others)
+
         return cls(
             kv_transfer_config=transfer,
-            cache_config=Facts(
-                block_size=engine.block_size,
+            cache_config=part(
+                "block_size enable_prefix_caching gpu_memory_utilization",
                 num_gpu_blocks=engine.num_gpu_blocks_override,
                 cache_dtype="auto",
-                enable_prefix_caching=engine.enable_prefix_caching,
-                gpu_memory_utilization=engine.gpu_memory_utilization,
             ),
-            model_config=ConnectorModelConfig(
-                model=engine.model,
+            model_config=part(
+                "model max_model_len quantization seed",
+                ConnectorModelConfig,
                 tokenizer=engine.tokenizer or engine.model,
-                served_model_name=engine.model,
-                max_model_len=engine.max_model_len,
-                quantization=engine.quantization,
-                seed=engine.seed,
                 dtype_name=engine.dtype,
                 checkpoint=None,
             ),
-            parallel_config=Facts(
-                tensor_parallel_size=engine.tensor_parallel_size,
-                pipeline_parallel_size=engine.pipeline_parallel_size,
-                world_size=engine.world_size,
+            parallel_config=part(
+                "tensor_parallel_size pipeline_parallel_size world_size nnodes",
                 rank=0,
                 data_parallel_size=1,
                 data_parallel_rank=0,
                 data_parallel_rank_local=0,
-                nnodes=engine.nnodes,
             ),
-            scheduler_config=Facts(
-                max_num_batched_tokens=engine.max_num_batched_tokens,
-                max_num_seqs=engine.max_num_seqs,
-                max_model_len=engine.max_model_len,
-                enable_chunked_prefill=engine.enable_chunked_prefill,
+            scheduler_config=part(
+                "max_num_batched_tokens max_num_seqs max_model_len enable_chunked_prefill",
                 policy=engine.scheduling_policy,
             ),
             instance_id=transfer.engine_id,
@@ -419,36 +395,19 @@ def layers_of(model: ModelConfig, parallel_config: Facts) -> range:
     return pipeline_layers(model, stage, parallel_config.pipeline_parallel_size)
 
 
-def layer_name(layer: int) -> str:
-    """vLLM's name of the attention of a layer; a drafter's layers are numbered after the model's."""
-    return f"model.layers.{layer}.self_attn.attn"
+def layer_names(layers: range) -> list[str]:
+    """vLLM's names of the attention of layers; a drafter's layers are numbered after the model's."""
+    return [f"model.layers.{layer}.self_attn.attn" for layer in layers]
 
 
-@dataclass(frozen=True, slots=True)
-class KVCacheGroupSpec:
-    """Layers with the same blocks."""
-
-    layer_names: list[str]
-    kv_cache_spec: Facts
-    """``block_size``; on a worker also ``num_kv_heads`` and ``head_size``."""
+class KVCacheGroupSpec(Facts):
+    """Layers with the same blocks: ``layer_names``, ``kv_cache_spec`` with ``block_size``."""
 
 
-@dataclass(frozen=True, slots=True)
-class KVCacheConfig:
-    """The KV cache: all layers are one group."""
-
-    num_blocks: int
-    kv_cache_groups: list[KVCacheGroupSpec]
+class KVCacheConfig(Facts):
+    """The KV cache: ``num_blocks``, ``kv_cache_groups`` with one group."""
 
     @classmethod
-    def of_context(cls, context: TransferContext) -> KVCacheConfig:
-        """For the scheduler side: of all ranks."""
-        names = [layer_name(layer) for layer in range(context.model.num_layers)] if context.model is not None else []
-        return cls(context.num_blocks, [KVCacheGroupSpec(names, Facts(block_size=context.block_size))])
-
-    @classmethod
-    def of_layout(cls, layout: KVLayout, names: list[str]) -> KVCacheConfig:
-        """For a worker; ``names``: of its layers."""
-        first = layout.layers[0]
-        spec = Facts(block_size=layout.block_size, num_kv_heads=first.num_kv_heads, head_size=first.head_dim)
-        return cls(layout.num_blocks, [KVCacheGroupSpec(names, spec)])
+    def of(cls, num_blocks: int, block_size: int, layer_names: list[str]) -> KVCacheConfig:
+        group = KVCacheGroupSpec(layer_names=layer_names, kv_cache_spec=Facts(block_size=block_size))
+        return cls(num_blocks=num_blocks, kv_cache_groups=[group])
