@@ -1,50 +1,37 @@
-"""Embeddings and scores, held against transformers and the definitions of sentence-transformers."""
+"""Embeddings and scores, held against transformers and sentence-transformers."""
 
-import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.cross_encoder.modules import LogitScore
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
 from tests.helpers.commands import CommandRunner
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
+from tests.helpers.pooling import (
+    PAIR,
+    PROMPTS,
+    SETTINGS,
+    SHAPE,
+    TEMPLATE,
+    TEXTS,
+    ids,
+    save,
+    save_reward_model,
+    save_with_tokenizer,
+    states,
+    with_modules,
 )
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from fleetfoot import LLM, AsyncLLM, PoolingParams, SamplingParams
-from fleetfoot.assets import embedded_model_path
+from fleetfoot import LLM, PoolingParams, SamplingParams
 from fleetfoot.cli.plan import plan_report, plan_text
 from fleetfoot.config.pooling import PoolerConfig
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 101, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "initializer_range": 0.2,
-    "pad_token_id": 0,
-}  # fmt: skip
-CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
-SETTINGS: dict[str, Any] = {
-    "device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "block_size": 4, "num_gpu_blocks_override": 128,
-}  # fmt: skip
-GENERATOR = torch.Generator().manual_seed(5)
-PROMPTS = [torch.randint(1, 100, (size,), generator=GENERATOR).tolist() for size in (1, 3, 17, 40, 8)]
-TEXTS = ["Hello there", "the old cat is by the sea", "one"]
-TEMPLATE = "{% for m in messages %}<|user|>{{ m.role }}: {{ m.content }}{% endfor %}"
-PAIR = "<|user|>{{ messages[0].content }} or {{ messages[1].content }}?"
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "chunks and preemption": {"max_num_batched_tokens": 16, "max_num_seqs": 3, "num_gpu_blocks_override": 14},
@@ -53,49 +40,18 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def save(folder: Path, kind: str, cls: Any, **more: Any) -> Any:
-    torch.manual_seed(3)
-    model = cls.from_config(CONFIGS[kind](**SHAPE | more), attn_implementation="eager").float().eval()
-    model.save_pretrained(folder)
-    return model
-
-
-def save_with_tokenizer(folder: Path, kind: str, cls: Any, template: str | None = None, **more: Any) -> Any:
-    tokenizer = AutoTokenizer.from_pretrained(embedded_model_path())
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(folder)
-    return save(folder, kind, cls, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **more)
-
-
-def with_modules(folder: Path, mode: str, *, normalize: bool) -> None:
-    """The files of earlier releases of sentence-transformers."""
-    kinds = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
-    paths = ["", "1_Pooling", "2_Normalize"]
-    modules = [
-        {"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in zip(paths, kinds, strict=False)
-    ]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{mode}": True}))
-
-
-def ids(prompts: list[list[int]]) -> list[Any]:
-    return [{"prompt_token_ids": prompt} for prompt in prompts]
-
-
-def states(model: Any, prompt: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        return model(torch.tensor([prompt])).last_hidden_state[0]
-
-
 POOL: dict[str, Any] = {
     "lasttoken": lambda hidden: hidden[-1], "mean_tokens": lambda hidden: hidden.mean(0),
     "cls_token": lambda hidden: hidden[0],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("mode", POOL)
+RANKS = [("lasttoken", "tensor parallel"), ("mean_tokens", "pipeline")]
+
+
+@pytest.mark.parametrize(
+    ("mode", "way"), [*((mode, way) for mode in POOL for way in ("plain", "chunks and preemption")), *RANKS]
+)
 def test_embeddings(mode: str, way: str, tmp_path: Path) -> None:
     kind = {"lasttoken": "qwen3", "mean_tokens": "llama", "cls_token": "mistral"}[mode]
     model = save(tmp_path, kind, AutoModel)
@@ -113,8 +69,7 @@ def test_embeddings(mode: str, way: str, tmp_path: Path) -> None:
         llm.llm_engine.check_integrity()
 
 
-@pytest.mark.parametrize("num_labels", [1, 3])
-@pytest.mark.parametrize("way", ["plain", "tensor parallel", "pipeline"])
+@pytest.mark.parametrize(("num_labels", "way"), [(1, "plain"), (3, "plain"), (1, "tensor parallel"), (3, "pipeline")])
 def test_classes(num_labels: int, way: str, tmp_path: Path) -> None:
     model = save(tmp_path, "llama", AutoModelForSequenceClassification, num_labels=num_labels)
     with torch.no_grad():
@@ -154,17 +109,14 @@ def test_each_token_and_dimensions(tmp_path: Path) -> None:
             llm.embed(ids([[*long, 5]]), use_tqdm=False)
 
 
-def test_bidirectional_attention(tmp_path: Path) -> None:
-    model = save(tmp_path, "llama", AutoModel)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"is_causal": False}))
-    with LLM(tmp_path, **SETTINGS, runner="pooling") as llm:
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_bidirectional_attention(kind: str, tmp_path: Path) -> None:
+    """Mistral's is within a window."""
+    model = save(tmp_path, kind, AutoModel, is_causal=False, **({"sliding_window": 5} if kind == "mistral" else {}))
+    with LLM(tmp_path, **SETTINGS, max_num_seqs=2) as llm:
         outputs = llm.embed(ids(PROMPTS), use_tqdm=False)
     for output, prompt in zip(outputs, PROMPTS, strict=True):
-        size = len(prompt)
-        with torch.no_grad():
-            hidden = model(torch.tensor([prompt]), attention_mask=torch.zeros(1, 1, size, size)).last_hidden_state[0]
-        vector = hidden.mean(0)
+        vector = states(model, prompt).mean(0)
         torch.testing.assert_close(torch.tensor(output.outputs.embedding), vector / vector.norm(), rtol=1e-4, atol=1e-5)
 
 
@@ -258,14 +210,8 @@ def test_cross_encoders_of_sentence_transformers(case: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("name", "num_labels"), [("Qwen2ForRewardModel", 1), ("Qwen2ForProcessRewardModel", 2)])
 def test_reward_models(name: str, num_labels: int, tmp_path: Path) -> None:
-    model, prompt, tag = save(tmp_path, "qwen2", AutoModel), PROMPTS[3], PROMPTS[3][7]
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
-    head = {f"score.{layer}.{part}": torch.randn(*shape, generator=GENERATOR) for layer, part, shape in (
-        (0, "weight", (48, 48)), (0, "bias", (48,)), (2, "weight", (num_labels, 48)), (2, "bias", (num_labels,))
-    )}  # fmt: skip
-    body = {f"model.{key}": value for key, value in load_file(tmp_path / "model.safetensors").items()}
-    save_file(body | head, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model, head = save_reward_model(tmp_path, name, num_labels)
+    prompt, tag = PROMPTS[3], PROMPTS[3][7]
     hidden = (states(model, prompt) @ head["score.0.weight"].T + head["score.0.bias"]).relu()
     scores = hidden @ head["score.2.weight"].T + head["score.2.bias"]
     expected = scores if num_labels == 1 else scores.softmax(1)
@@ -306,102 +252,6 @@ def test_what_configs_pool(tmp_path: Path, run: CommandRunner) -> None:
         found = run.json("plan", str(tmp_path), "--json", "--device", "cpu", "--pooler-config", json.dumps(override))
         assert found["pooling"] == found["pooling"] | {key: list(v) if v == () else v for key, v in expected.items()}
         assert found["model_runner"] == "v1" and found["pooling"]["tasks"]
-
-
-async def only(outputs: AsyncGenerator[Any, None]) -> Any:
-    (output,) = [output async for output in outputs]
-    return output
-
-
-def test_the_asynchronous_engine(tmp_path: Path) -> None:
-    model, settings = save_with_tokenizer(tmp_path, "llama", AutoModel), SETTINGS | {"skip_tokenizer_init": False}
-    with LLM(tmp_path, **settings) as llm:
-        alone = [output.outputs.embedding for output in llm.embed(TEXTS, use_tqdm=False)]
-        cosines = [output.outputs.score for output in llm.score(TEXTS[0], TEXTS, use_tqdm=False)]
-
-    async def check(engine: AsyncLLM) -> None:
-        params = PoolingParams(use_activation=False)
-        output = await only(engine.encode(ids(PROMPTS)[2], params, "pooled", lora_request=None))
-        torch.testing.assert_close(output.outputs.data, states(model, PROMPTS[2])[-1], rtol=1e-4, atol=1e-5)
-        many = await asyncio.gather(*(only(engine.embed(TEXTS[i % 3], None, f"e{i}")) for i in range(60)))
-        assert [output.outputs.embedding for output in many] == [
-            pytest.approx(alone[i % 3], abs=1e-5) for i in range(60)
-        ]
-        pairs = await asyncio.gather(*(only(engine.score(TEXTS[0], text)) for text in TEXTS))
-        assert [output.outputs.score for output in pairs] == pytest.approx(cosines, abs=1e-5)
-        tasks = [asyncio.ensure_future(only(engine.embed([5] * 100, None, f"c{i}"))) for i in range(40)]
-        await asyncio.sleep(0)  # their requests are queued
-        for task in tasks[::2]:
-            task.cancel()
-        await engine.abort([f"c{i}" for i in range(1, 40, 4)])
-        ended = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(end, asyncio.CancelledError) for end in ended[::2])
-        for index, output in enumerate(ended[1::2]):
-            is_whole = output.finish_reason == "stop" and len(output.outputs.embedding) == 48
-            assert is_whole or (index % 2 == 0 and (output.finish_reason, output.outputs.embedding) == ("abort", []))
-        await engine.check_integrity()
-        for outputs, error, message in (
-            (engine.generate("a", SamplingParams(), "g"), TypeError, "SamplingParams was given, and this engine pools"),
-            (engine.classify("a"), ValueError, "AsyncLLM.classify needs the task 'classify'; this model has embed"),
-            (engine.embed("a", lora_request=1), TypeError, "unknown keyword 'lora_request'"),
-            (engine.embed([9999]), ValueError, r"prompt_token_ids\[0\] is 9999"),
-            (engine.score("a", ["b"]), TypeError, r"data_2 is \['b'\]; it must be a text"),
-        ):
-            with pytest.raises(error, match=message):
-                await only(outputs)
-
-    async def start() -> None:
-        async with AsyncLLM(str(tmp_path), **settings | {"num_gpu_blocks_override": 40}) as engine:
-            await check(engine)
-        async with AsyncLLM(str(tmp_path), **settings, runner="generate", load_format="dummy") as engine:
-            with pytest.raises(ValueError, match=r"AsyncLLM.embed needs a model for pooling, and this one generates"):
-                await only(engine.embed("a"))
-            with pytest.raises(TypeError, match=r"pooling_params were given, and this engine generates"):
-                await only(engine.generate("a", PoolingParams(), "g"))
-
-    asyncio.run(start())
-
-
-def test_commands(tmp_path: Path, run: CommandRunner) -> None:
-    save_with_tokenizer(tmp_path / "embeds", "llama", AutoModel, is_matryoshka=True)
-    save_with_tokenizer(tmp_path / "scores", "llama", AutoModelForSequenceClassification, num_labels=1)
-    embeds, scores = str(tmp_path / "embeds"), str(tmp_path / "scores")
-    run.flags = ("--device", "cpu", "--dtype", "float32")
-    (tmp_path / "p.jsonl").write_text('{"prompt": "one"}\n{"prompt_token_ids": [5, 6]}\n')
-    flags = ("--prompts-file", str(tmp_path / "p.jsonl"), "--dimensions", "8")
-    lines = [json.loads(line) for line in run("embed", embeds, *flags).splitlines()]
-    assert [(line["prompt"], len(line["embedding"])) for line in lines] == [("one", 8), (None, 8)]
-    tokens = run.json("embed", embeds, *flags, "--tokens", "--json")
-    assert [torch.tensor(line["embedding"]).shape for line in tokens] == [
-        (len(t["prompt_token_ids"]), 8) for t in tokens
-    ]
-    (tmp_path / "q.jsonl").write_text('{"query": "a", "document": ["b", "c"]}\n')
-    (tmp_path / "pair.jinja").write_text(PAIR)
-    pairs = ("--pairs-file", str(tmp_path / "q.jsonl"), "--query", "one", "--document", "two")
-    scored = run.json("score", scores, *pairs, "--json", "--chat-template", str(tmp_path / "pair.jinja"))
-    assert [(line["query"], line["document"]) for line in scored] == [("one", "two"), ("a", "b"), ("a", "c")]
-    with LLM(scores, **SETTINGS | {"skip_tokenizer_init": False}) as llm:
-        expected = llm.score(["one", "a", "a"], ["two", "b", "c"], chat_template=PAIR, use_tqdm=False)
-        assert [line["score"] for line in scored] == [pytest.approx(o.outputs.score, abs=1e-6) for o in expected]
-        raw = llm.classify("one", pooling_params=PoolingParams(activation=False), use_tqdm=False)[0].outputs.probs
-    assert run.json("classify", scores, "--prompt", "one", "--no-use-activation")["probs"] == pytest.approx(
-        raw, abs=1e-6
-    )
-    assert len(run.json("reward", scores, "--prompt", "one")["rewards"]) > 1
-    (tmp_path / "q.jsonl").write_text('{"query": "a", "document": "b"}\n{"query": "a", "document": [3]}\n')
-    for argv, message in (
-        (("score", embeds, *pairs), "q.jsonl, line 2: document is 3; it must be a text"),
-        (("score", embeds, "--query", "a"), "--query and --document go together"),
-        (("score", embeds), "there are no pairs; give --query and --document"),
-        (
-            ("embed", embeds, "--prompt", "a", "--dimensions", "0"),
-            "dimensions must be None or an integer of at least 1",
-        ),
-        (("embed", embeds, "--prompt", "a", "--dimensions", "49"), "dimensions is 49, and embeddings have 48 elements"),
-        (("classify", embeds, "--prompt", "a"), "needs the task 'classify'; this model has embed"),
-        (("generate", embeds, "--prompt", "a"), "SamplingParams was given, and this engine pools"),
-    ):
-        assert message in run.refused(*argv)
 
 
 REFUSED_FILES: list[tuple[str, Any, str]] = [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from fleetfoot.utils.validation import is_neutral, unknown_keyword
@@ -88,6 +90,17 @@ _BY_ADVICE: dict[str, dict[str, tuple[Any, ...]]] = {
 ENGINE_KEYWORDS = {name: (neutral, advice) for advice, names in _BY_ADVICE.items() for name, neutral in names.items()}
 """Keywords of vLLM's ``LLM`` and ``EngineArgs`` that are no settings here: the values that change nothing, beside None
 and empty ones, and what to do instead of others."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """vLLM's value of ``attention_config``, for scripts that make one for other devices. The engine refuses it."""
+
+    backend: AttentionBackendEnum | None = None
+
+
+AttentionBackendEnum = Enum("AttentionBackendEnum", ["FLASH_ATTN", "FLEX_ATTENTION", "TRITON_ATTN", "TORCH_SDPA"])
+"""Some of vLLM's names, for the same scripts."""
 
 
 def implies_pooling(keywords: Mapping[str, Any]) -> bool:

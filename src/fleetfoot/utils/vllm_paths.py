@@ -53,7 +53,8 @@ NAMES = {
     "attention.backends.abstract": _connector_names("records", "AttentionMetadata"),
     "beam_search": "engine.beam_search.BeamSearchOutput engine.beam_search.BeamSearchSequence",
     "config": "config.engine.CompilationConfig config.engine.CompilationMode config.engine.VllmConfig "
-              "config.kv_transfer.KVTransferConfig config.pooling.PoolerConfig config.speculative.SpeculativeConfig",
+              "config.kv_transfer.KVTransferConfig config.pooling.PoolerConfig config.speculative.SpeculativeConfig "
+              "config.vllm_names.AttentionConfig",
     f"{_KV}.base": _connector_names("base", "KVConnectorBase"),
     f"{_KV}.factory": _connector_names("factory", "KVConnectorFactory"),
     f"{_KV}.v1": _connector_names("base", "KVConnectorBase_V1", "KVConnectorRole"),
@@ -79,6 +80,7 @@ NAMES = {
     "v1.attention.backends.triton_attn": _connector_names("records", "TritonAttentionMetadata"),
     "v1.core.kv_cache_manager": _connector_names("records", "KVCacheBlocks"),
     "v1.core.sched.output": _connector_names("records", "CachedRequestData", "NewRequestData", "SchedulerOutput"),
+    "v1.attention.backends.registry": "config.vllm_names.AttentionBackendEnum",
     "v1.engine.async_llm": "async_llm.AsyncLLM",
     "v1.engine.exceptions": "engine.errors.EngineDeadError",
     "v1.engine.llm_engine": "engine.engine.LLMEngine",

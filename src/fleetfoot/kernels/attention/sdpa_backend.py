@@ -168,7 +168,8 @@ def _attend(
 
 
 class BidirectionalBackend(AttentionBackend):
-    """Attention of every token to all tokens of its request, which are in one step. For embeddings."""
+    """Attention of every token to all tokens of its request, which are in one step; with a window, to those that are no
+    farther away than it, in both directions. For embeddings."""
 
     name = "bidirectional"
     is_capturable = False
@@ -190,6 +191,10 @@ class BidirectionalBackend(AttentionBackend):
             tokens = slice(starts[row], starts[row + 1])
             keys, values = _gather_one(kv_cache, metadata.block_tables[row], seq_len)
             heads = (query[tokens].transpose(0, 1)[None], keys[None], values[None])
-            attended = F.scaled_dot_product_attention(*heads, scale=scale, enable_gqa=True)
+            mask = None
+            if window is not None and window < seq_len - 1:
+                position = torch.arange(seq_len, device=query.device)
+                mask = (position[:, None] - position).abs() <= window  # [seq_len, seq_len]
+            attended = F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale, enable_gqa=True)
             output[tokens] = attended[0].transpose(0, 1)
         return output
