@@ -181,6 +181,49 @@ def test_asynchronous_loads(text_model: Path, tmp_path: Path, no_connector: Toke
     assert (stats.loads_done, stats.loads_failed) == (1, 4)
 
 
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_the_steps_that_a_connector_sees_fit_together(
+    text_model: Path, tmp_path: Path, no_connector: Tokens, overlapped: bool
+) -> None:
+    """With loads and preemption: each request is new once, begins again after it was preempted, and has blocks for its
+    tokens, which no step leaves out."""
+    steps: list[Any] = []
+    config = example(tmp_path, "RecordingExample", steps=steps)
+    settings = {"num_gpu_blocks_override": 16, "enable_prefix_caching": False, "async_scheduling": overlapped}
+    engine = start(text_model, config, **settings)
+    for _ in range(2):
+        num_steps = len(steps)
+        assert tokens_of(run_requests(engine, REQUESTS)) == no_connector
+    assert engine.stats().scheduler.num_preemptions > 0 and close(engine).loads_done >= 4
+    known: dict[str, tuple[int, list[int]]] = {}  # request -> computed tokens, blocks
+    seen, preempted, loaded = set[str](), set[str](), set[str]()
+    for step in steps[num_steps:]:
+        cached, scheduled = step.scheduled_cached_reqs, step.num_scheduled_tokens
+        preempted |= step.preempted_req_ids
+        begun = {new.req_id: (new.num_computed_tokens, new.block_ids[0]) for new in step.scheduled_new_reqs}
+        assert not seen & begun.keys()
+        seen |= begun.keys()
+        for i, name in enumerate(cached.req_ids):
+            computed, blocks = cached.num_computed_tokens[i], (cached.new_block_ids[i] or [[]])[0]
+            if name in cached.resumed_req_ids:
+                preempted.remove(name)
+                begun[name] = computed, blocks
+                assert cached.all_token_ids[name][: len(REQUESTS[name][0])] == REQUESTS[name][0]
+            else:
+                assert computed == known[name][0]
+                known[name] = computed, known[name][1] + blocks
+        known |= begun
+        loaded |= {name for name, count in scheduled.items() if count == 0 and known[name][0] > 0}
+        assert sum(scheduled.values()) == step.total_num_scheduled_tokens
+        assert scheduled.keys() == {*cached.req_ids, *begun} and not scheduled.keys() & preempted
+        for name, count in scheduled.items():
+            known[name] = known[name][0] + count, known[name][1]
+            assert known[name][0] <= len(known[name][1]) * engine.plan.config.block_size
+        for name in step.finished_req_ids & known.keys():
+            assert known.pop(name)[0] >= len(REQUESTS[name][0])
+    assert seen == REQUESTS.keys() and loaded == REQUESTS.keys() - {"tiny"}
+
+
 @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
 def test_ranks(
     text_model: Path, tmp_path: Path, no_connector: Tokens, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]

@@ -77,6 +77,17 @@ for point in POINTS:
         setattr(FaultyExample, point, _hooked(point))
 
 
+class RecordingExample(ExampleConnector):
+    """Appends each `SchedulerOutput` to the list in the setting ``steps``."""
+
+    @classmethod
+    def check_settings(cls, vllm_config: Any) -> None: ...
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        self._kv_transfer_config.kv_connector_extra_config["steps"].append(scheduler_output)
+        return super().build_connector_meta(scheduler_output)
+
+
 class EitherExample(ExampleConnector):
     """Accepts both layouts; blocks are the second dimension of a view of the other one."""
 

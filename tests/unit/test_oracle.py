@@ -201,6 +201,28 @@ def test_defaults_of_v2() -> None:
     assert len(ask(machine=GPU).reasons) == len(ask(machine=CPU, model_runner="v1").reasons) == 1
 
 
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ({"num_local_experts": 8}, "experts"),
+        ({"num_experts": 1, "layer_types": ["full_attention", "sliding_attention", "chunked_attention"]}, ""),
+        ({"text_config": {"n_routed_experts": 64}}, "experts"),
+        ({"ffn_config": {"moe_num_experts": 16}}, "experts"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "hybrid"),
+        ({"attn_type_list": [0, 1]}, "hybrid"),
+        ({"linear_attn_config": {"full_attn_layers": [4]}}, "hybrid"),
+        ({"state_size": 16}, "hybrid"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"text_config": {"compression_config": {"bits": 4}}}, "of an unnamed method"),
+    ],
+)
+def test_what_a_checkpoint_requires(content: dict[str, Any], found: str) -> None:
+    features = ModelFeatures.of({"architectures": ["AnyForCausalLM"], **content}, None)
+    assert features.architecture == "AnyForCausalLM"
+    assert (features.has_experts, features.is_hybrid) == (found == "experts", found == "hybrid")
+    assert features.quantization == (found if found not in ("", "experts", "hybrid") else None)
+
+
 def test_what_no_runner_supports_runs_on_none() -> None:
     for settings in ({}, {"model_runner": "v1"}, {"model_runner": "v2"}):
         decision = ask(enable_lora=True, model=ModelFeatures("MixtralForCausalLM", has_experts=True), **settings)

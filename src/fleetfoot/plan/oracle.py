@@ -65,7 +65,8 @@ class ModelFeatures:
     @classmethod
     def of(cls, content: Mapping[str, Any], model: ModelConfig | None) -> ModelFeatures:
         """From the object in ``config.json`` and the config parsed from it; None: its kind is not supported."""
-        fields = {**content, **_object(content.get("text_config"))}  # multimodal configs nest the decoder's
+        nested = [_object(content.get(name)) for name in ("ffn_config", "text_config")]  # the latter in multimodal ones
+        fields = {**content, **nested[0], **nested[1]}
         names, layer_types = content.get("architectures"), fields.get("layer_types")
         name = str(names[0]) if isinstance(names, list) and names else f"model_type {content.get('model_type')!r}"
         stored = fields.get("quantization_config") or fields.get("compression_config")

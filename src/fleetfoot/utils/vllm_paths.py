@@ -112,6 +112,10 @@ _BY_ADVICE = {
         "logits_process v1.sample.logits_processor.LogitsProcessors",
     NO_UPDATE: "config.WeightTransferConfig distributed.weight_transfer LLM.update_weights",
     NO_PROFILER: "config.ProfilerConfig profiler LLM.start_profile LLM.stop_profile",
+    "vllm_config.parallel_config has a KV connector's rank and the sizes":
+        "distributed.parallel_state.get_tensor_model_parallel_rank "
+        "distributed.parallel_state.get_tensor_model_parallel_world_size distributed.parallel_state.get_tp_group "
+        "distributed.parallel_state.get_world_group",
     "fleetfoot bench measures; give the script prompts of its own": "benchmarks",
     "CONTRIBUTING.md shows how to add an architecture, a kernel or a method": "ModelRegistry model_executor",
     "docs/kv_connectors.md has the connectors, and how to write one": "distributed.kv_events distributed.kv_transfer",
