@@ -112,7 +112,10 @@ def test_a_captured_full_step_keeps_all_its_activations(monkeypatch: pytest.Monk
 
 BIASES = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
 NORMS = {"qk_norm": True, "dtype": "bfloat16"}
+GEMMA = {"architecture": "Gemma2ForCausalLM", "num_layer_norms": 4, "extras": {"final_logit_softcapping": None}}
+OLMO = {"architecture": "Olmo2ForCausalLM", "qk_norm_over_heads": True}
 CHANGES: dict[str, Any] = {"plain": {}, "biases": BIASES, "norms": NORMS, "int8": {"method": Int8()}}
+CHANGES |= {"four norms": GEMMA, "norms over heads": OLMO}
 RANKS = [("cpu", 1, 1), ("cuda", 1, 1), ("cuda", 2, 1), ("cuda", 4, 1), ("cuda", 1, 2), ("cuda", 1, 3), ("cuda", 2, 2)]
 
 

@@ -162,7 +162,9 @@ def activation_bytes(shape: EngineShape) -> int:
     if ranks > 1 and shape.device == "cpu":  # all ranks' parts are gathered and summed
         stream += model.hidden_size * (ranks * size + 2 * _FLOAT32)
     tokens = shape.max_num_batched_tokens
-    attention = tokens * (3 * query_heads + 2 * kv_heads) * model.head_dim * size
+    # q and k of all ranks: gathered, divided and after their norms
+    normed = 3 * (model.num_heads + model.num_kv_heads) * model.qk_norm_over_heads
+    attention = tokens * (3 * query_heads + 2 * kv_heads + normed) * model.head_dim * size
     if shape.kernels["attention"] == "sdpa":
         attention += sdpa_workspace_bytes(query_heads, kv_heads, model.head_dim, shape.max_model_len, size)
     # the references of silu_and_mul and gelu_and_mul compute in float32, with a tensor for each of their three steps
