@@ -24,6 +24,7 @@ from fleetfoot.models.interface import CausalLM, model_class
 from fleetfoot.records.forward_context import IntermediateTensors
 from fleetfoot.records.weights import WeightError
 from fleetfoot.weights.loading import ModelLoader, reload_weights
+from fleetfoot.weights.store import WeightStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -294,6 +295,11 @@ def test_the_decoder_of_a_multimodal_gemma_3(tied: bool, tmp_path: Path) -> None
             model = load(tmp_path, layers)
             if layers is None:
                 assert_close(run(model, PagedCache(model.config, 4), {0: tokens})[0], expected)
+                store = WeightStore(torch.device("cpu"))
+                store.add(model)
+                report = store.stage_checkpoint(str(tmp_path))
+                assert (report.unknown, report.problems) == (set(), [])
+                store.discard()
     head = 0 if tied else reference.lm_head.weight.numel()
     assert model.config.num_parameters == reference.model.language_model.num_parameters() + head
     tensors["model.language_model.extra.weight"] = torch.zeros(1)

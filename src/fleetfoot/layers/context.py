@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -47,6 +48,9 @@ class WeightModule(nn.Module, ABC):
 
 class WeightTree(nn.Module):
     """A model, or the part of it that this rank holds. A module has the path of its tensors in the checkpoint."""
+
+    other_weights: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of the names of tensors in its checkpoints that it does not read, such as a vision tower's."""
 
     def weight_specs(self) -> Iterator[WeightSpec]:
         """Every tensor of the checkpoint that it holds."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib import import_module
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -35,8 +34,6 @@ class CausalLM(WeightTree):
     has gaps or reaches beyond the model.
     """
 
-    other_weights: ClassVar[tuple[str, ...]] = ()
-    """Beginnings of the names of tensors in its checkpoints that it does not read, such as a vision tower's."""
     model: Decoder
     lm_head: LMHead | TiedLMHead | None
     score: nn.Module | None

@@ -79,6 +79,7 @@ class WeightStore:
         self._specs: dict[str, list[WeightSpec]] = {}  # name in the checkpoint -> where this rank holds the tensor
         self._owned: set[str] = set()  # of these, names that are not copies of another rank's tensors
         self._names: dict[str, str] = {}  # accepted name -> name
+        self._other: tuple[str, ...] = ()  # beginnings of names that are ignored
         self._staged: list[tuple[WeightSpec, Callable[[torch.Tensor], object]]] = []
         self._found: dict[str, _Source] = {}  # names of staged tensors
         self._checkpoint: Checkpoint | None = None
@@ -87,6 +88,7 @@ class WeightStore:
         """Add a model. ``prefix``: before its names; ``copies``: its tensors that are copies of another model's, with
         the name of the original: they follow it."""
         self._trees.append(tree)
+        self._other += tuple(prefix + name for name in tree.other_weights)
         for spec in tree.weight_specs():
             original = (copies or {}).get(spec.name)
             name = original or prefix + spec.name
@@ -150,7 +152,7 @@ class WeightStore:
     ) -> None:
         name = self._names.get(given)
         if name is None:
-            if not given.endswith(REDUNDANT_SUFFIX):
+            if not given.endswith(REDUNDANT_SUFFIX) and not given.startswith(self._other):
                 report.unknown.add(given)
             return
         specs = self._specs[name]
