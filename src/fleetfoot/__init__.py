@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fleetfoot.async_llm import AsyncLLM as AsyncLLM
     from fleetfoot.async_llm import AsyncLLMEngine as AsyncLLMEngine
     from fleetfoot.config.engine import EngineConfig as EngineConfig
+    from fleetfoot.config.model_registry import ModelRegistry as ModelRegistry
     from fleetfoot.engine.arg_utils import AsyncEngineArgs as AsyncEngineArgs
     from fleetfoot.engine.arg_utils import EngineArgs as EngineArgs
     from fleetfoot.engine.engine import LLMEngine as LLMEngine

@@ -211,11 +211,22 @@ def without(**fields: Any) -> Callable[[CausalLM], None]:
     """The same weights with other fields of the config."""
 
     def change(model: CausalLM) -> None:
-        other = model_class(model.config.architecture)(replace(model.config, **fields), context())
+        other = model_class(model.config)(replace(model.config, **fields), context())
         for mine, theirs in zip(other.weight_specs(), model.weight_specs(), strict=True):
             mine.destination().copy_(theirs.destination())
         other.process_weights_after_loading()
         model.__dict__ = other.__dict__
+
+    return change
+
+
+def with_rope(**parameters: Any) -> Callable[[CausalLM], None]:
+    """The same weights with other parameters of each rope."""
+
+    def change(model: CausalLM) -> None:
+        ropes = [rope for rope in model.config.layer_ropes if rope is not None]
+        changed = (replace(rope, parameters={**rope.parameters, **parameters}) for rope in ropes)
+        without(layer_ropes=tuple(changed))(model)
 
     return change
 
@@ -243,6 +254,17 @@ FEATURES: dict[str, tuple[str, Callable[[CausalLM], None]]] = {
     "head norms with weights around 1": ("gemma3", without(norm_offset=0.0)),
     "norms over heads": ("olmo2", drop_norms_over_heads),
     "norms behind alone": ("olmo2", drop_norms),
+    "layers without positions": ("smollm3", without(layer_ropes=(RopeConfig(2e6),) * 4)),
+    "windows of layers without positions": ("smollm3-layers", without(layer_windows=())),
+    "partial rotation": ("phi3-partial", without(layer_ropes=(RopeConfig(),) * 3)),
+    "factors of longrope": ("phi3-long", without(layer_ropes=(RopeConfig(rotary_dim=6),) * 3)),
+    "long factors": ("phi3-long", with_rope(is_long=False)),
+    "attention factor": ("phi3-long", with_rope(attention_factor=1.0)),
+    "window": ("phi3-window-tied", without(layer_windows=())),
+    "embedding multiplier": ("granite", without(extras={"embedding_multiplier": 1.0, "logits_scaling": 3.0})),
+    "logits scaling": ("granite", without(extras={"embedding_multiplier": 2.0, "logits_scaling": 1.0})),
+    "residual multiplier": ("granite", without(residual_multiplier=1.0)),
+    "attention multiplier": ("granite", without(attention_scale=None)),
 }
 
 
@@ -309,12 +331,12 @@ def test_the_decoder_of_a_multimodal_gemma_3(tied: bool, tmp_path: Path) -> None
 
 
 def test_the_registry_names_the_class_of_each_architecture() -> None:
-    for architecture in ARCHITECTURES:
-        assert issubclass(model_class(architecture), CausalLM)
-    with pytest.raises(ValueError, match="'GPT2LMHeadModel' is not supported; supported: LlamaForCausalLM, Mistral"):
-        model_class("GPT2LMHeadModel")
     config = ModelConfig("LlamaForCausalLM", 8, 8, 8, 1, 2, 2, 4, 16, layer_windows=(None,))
-    model = model_class("LlamaForCausalLM")(config, context())
+    for architecture in ARCHITECTURES:
+        assert issubclass(model_class(replace(config, architecture=architecture)), CausalLM)
+    with pytest.raises(ValueError, match="'GPT2LMHeadModel' is not supported; supported: LlamaForCausalLM, Mistral"):
+        model_class(replace(config, architecture="GPT2LMHeadModel"))
+    model = model_class(config)(config, context())
     with pytest.raises(RuntimeError, match="process_weights_after_loading"):  # it is not loaded
         run(model, PagedCache(config, 4), {0: [1, 2]})
 

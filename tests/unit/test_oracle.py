@@ -194,7 +194,7 @@ def test_the_order_of_decisions(settings: dict[str, Any], runner: str, reason: s
 
 def test_defaults_of_v2() -> None:
     defaults = oracle.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES
-    causal = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Olmo2")
+    causal = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Olmo2", "Granite", "Phi3", "SmolLM3")
     assert {*defaults} == {*(f"{name}ForCausalLM" for name in causal), "Gemma3ForConditionalGeneration"}
     assert {ask(ModelFeatures(name)).runner for name in defaults} == {"v2"}
     assert "torch twins" in ask(machine=CPU).reasons[1]

@@ -133,7 +133,7 @@ def test_weights_of_a_rank(device: str, tensor_size: int, pipeline_size: int, ch
     rows = vocab_rows(model.vocab_size, tensor_size)
     padding = max(0, rows - model.vocab_size)
     for stage in dataclasses.replace(shape_of(model, device, settings), linear_method=method).stages():
-        part = model_class(model.architecture)(model, context, stage.layers)
+        part = model_class(model)(model, context, stage.layers)
         assert (part.is_first, part.is_last) == (stage.is_first, stage.is_last)
         held = sum(spec.destination().nbytes for spec in part.weight_specs())
         if stage.is_first or (stage.is_last and tied):  # rows of padding, one of zeros, and the table of rows
@@ -174,7 +174,7 @@ def test_layers_with_equal_ropes_share_a_table(num_ranks: int, num_tables: list[
     for stage, count in zip(
         shape_of(model, "cpu", EngineConfig(pipeline_parallel_size=num_ranks)).stages(), num_tables, strict=True
     ):
-        layers = model_class(model.architecture)(model, context, stage.layers).model.layers.values()
+        layers = model_class(model)(model, context, stage.layers).model.layers.values()
         assert len({layer.self_attn.paged.rotary.cos_sin.data_ptr() for layer in layers}) == count
         assert footprint(stage)["rotary_table"] == count * 256 * 12 * 4
 

@@ -46,6 +46,8 @@ class Architecture:
     """The object in ``config.json`` with the fields of the decoder, where the model has other parts besides."""
     default_on_v2: bool = False
     """Whether Model Runner V2 is the default: the model passes V2's equivalence suite."""
+    model_class: type[Any] | None = None
+    """The class itself, where this process has it already."""
 
 
 def llama_traits(fields: Fields) -> dict[str, bool]:
@@ -338,13 +340,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "GraniteForCausalLM": Architecture(
         "granite", "GraniteModel", "fleetfoot.models.granite:GraniteForCausalLM", _GRANITE_DEFAULTS, _granite_traits,
-        no_windows,
+        no_windows, default_on_v2=True,
     ),
     "Phi3ForCausalLM": Architecture(
-        "phi3", "Phi3Model", _LLAMA, _PHI3_DEFAULTS, _phi3_traits, _phi3_windows, _phi3_ropes
+        "phi3", "Phi3Model", _LLAMA, _PHI3_DEFAULTS, _phi3_traits, _phi3_windows, _phi3_ropes, default_on_v2=True
     ),
     "SmolLM3ForCausalLM": Architecture(
-        "smollm3", "SmolLM3Model", _LLAMA, _SMOLLM3_DEFAULTS, llama_traits, _smollm3_windows, _smollm3_ropes
+        "smollm3", "SmolLM3Model", _LLAMA, _SMOLLM3_DEFAULTS, llama_traits, _smollm3_windows, _smollm3_ropes,
+        default_on_v2=True,
     ),
     "Gemma2ForCausalLM": Architecture(
         "gemma2", "Gemma2Model", "fleetfoot.models.gemma2:Gemma2ForCausalLM", _GEMMA2_DEFAULTS, _gemma2_traits,

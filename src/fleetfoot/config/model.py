@@ -105,6 +105,8 @@ class ModelConfig:
     """Outputs of a ``score`` or ``reward`` head."""
     is_causal: bool = True
     """Whether tokens attend to earlier ones only."""
+    class_path: str = ""
+    """``module:class`` of the `CausalLM`; empty: that of the architecture."""
     unfusible: str = ""
     """How the decoder layers differ from those that `fleetfoot.fusion` can fuse; empty: they do not."""
     extras: Mapping[str, Any] = field(default_factory=dict)

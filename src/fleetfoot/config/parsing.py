@@ -80,6 +80,7 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
     generation_fields = Fields(generation, {}, source.replace("config.json", "generation_config.json"))
     return ModelConfig(
         architecture=name,
+        class_path=architecture.model,
         vocab_size=vocab_size,
         hidden_size=fields.integer("hidden_size"),
         intermediate_size=fields.integer("intermediate_size"),

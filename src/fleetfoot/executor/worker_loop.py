@@ -13,6 +13,7 @@ from queue import SimpleQueue
 import torch
 import torch.distributed as dist
 
+from fleetfoot.config.model_registry import load_general_plugins
 from fleetfoot.distributed.groups import StepShape, make_groups
 from fleetfoot.executor.messages import (
     Failure,
@@ -45,6 +46,7 @@ def run_worker_loop(plan: EnginePlan, rank: int, addresses: WorkerAddresses, sto
     """
     channel = WorkerChannel(addresses)
     try:
+        load_general_plugins()
         worker = _start(plan, rank, store)
         with channel.open_replies() as replies:
             replies.send(encode_reply(Ready(rank, worker.layout, worker.runner_name)))

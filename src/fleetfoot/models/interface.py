@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib import import_module
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
@@ -123,9 +125,27 @@ def make_score_head(config: ModelConfig, context: ModelContext) -> nn.Module | N
     )
 
 
-def model_class(architecture: str) -> type[CausalLM]:
-    """The class that ARCHITECTURES names, imported on first use. Raises ValueError: there is no such architecture."""
-    if architecture not in ARCHITECTURES:
-        raise ValueError(f"architecture {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
-    module, _, name = ARCHITECTURES[architecture].model.partition(":")
-    return getattr(import_module(module), name)
+def model_class(config: ModelConfig) -> type[CausalLM]:
+    """The class of a model, imported on first use. Raises ValueError: there is no such architecture, or its class is no
+    `CausalLM` or cannot be imported."""
+    entry = ARCHITECTURES.get(config.architecture)
+    if entry is not None and entry.model_class is not None:
+        return _checked(entry.model_class)
+    path = config.class_path or (entry.model if entry is not None else "")
+    if not path:
+        supported = ", ".join(ARCHITECTURES)
+        raise ValueError(f"architecture {config.architecture!r} is not supported; supported: {supported}")
+    module, _, name = path.partition(":")
+    try:
+        return _checked(attrgetter(name)(import_module(module)))
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"the class {path} of {config.architecture} cannot be imported ({error}); put it into a module that worker "
+            "processes find too: they do not run the program's main file"
+        ) from error
+
+
+def _checked(found: Any) -> type[CausalLM]:
+    if not (isinstance(found, type) and issubclass(found, CausalLM)):
+        raise ValueError(f"{found!r} is registered as a model; expected a class derived from {__name__}.CausalLM")
+    return found

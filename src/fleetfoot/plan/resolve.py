@@ -12,6 +12,7 @@ from fleetfoot.config.architectures import ARCHITECTURES
 from fleetfoot.config.engine import EMBEDDED_MODEL, EngineConfig
 from fleetfoot.config.json_fields import ConfigError, Fields
 from fleetfoot.config.model import ModelConfig, read_config_json
+from fleetfoot.config.model_registry import load_general_plugins
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.pooling import Pooling, classifier_tokens, is_pooling_model, resolve_pooling
 from fleetfoot.config.sharding import check_pipeline_parallel_size, check_tensor_parallel_size
@@ -42,6 +43,7 @@ def resolve_plan(
             connector refuses.
         FileNotFoundError: there is no such model.
     """
+    load_general_plugins()
     model_path = find_model(config.model, config.revision, config_only=config_only)
     model = load_model_config(model_path, config.hf_overrides)
     device = machine.choose_device(config.device)

@@ -43,13 +43,14 @@ def _connector_names(place: str, *names: str) -> str:
 
 
 NAMES = {
-    "": "async_llm.AsyncLLM async_llm.AsyncLLMEngine config.engine.EngineConfig engine.arg_utils.AsyncEngineArgs "
-        "engine.arg_utils.EngineArgs engine.engine.LLMEngine engine.errors.EngineDeadError inputs.PromptType "
-        "inputs.TextPrompt inputs.TokensPrompt llm.LLM outputs.ClassificationOutput "
-        "outputs.ClassificationRequestOutput outputs.CompletionOutput outputs.EmbeddingOutput "
-        "outputs.EmbeddingRequestOutput outputs.PoolingOutput outputs.PoolingRequestOutput outputs.RequestOutput "
-        "outputs.ScoringOutput outputs.ScoringRequestOutput records.pooling_params.PoolingParams "
-        "records.sampling_params.RequestOutputKind records.sampling_params.SamplingParams",
+    "": "async_llm.AsyncLLM async_llm.AsyncLLMEngine config.engine.EngineConfig "
+        "config.model_registry.ModelRegistry engine.arg_utils.AsyncEngineArgs engine.arg_utils.EngineArgs "
+        "engine.engine.LLMEngine engine.errors.EngineDeadError inputs.PromptType inputs.TextPrompt "
+        "inputs.TokensPrompt llm.LLM outputs.ClassificationOutput outputs.ClassificationRequestOutput "
+        "outputs.CompletionOutput outputs.EmbeddingOutput outputs.EmbeddingRequestOutput outputs.PoolingOutput "
+        "outputs.PoolingRequestOutput outputs.RequestOutput outputs.ScoringOutput outputs.ScoringRequestOutput "
+        "records.pooling_params.PoolingParams records.sampling_params.RequestOutputKind "
+        "records.sampling_params.SamplingParams",
     "attention.backends.abstract": _connector_names("records", "AttentionMetadata"),
     "beam_search": "engine.beam_search.BeamSearchOutput engine.beam_search.BeamSearchSequence",
     "config": "config.engine.CompilationConfig config.engine.CompilationMode config.engine.VllmConfig "
@@ -70,6 +71,8 @@ NAMES = {
     "logger": "utils.vllm_paths.init_logger",
     "logprobs": "outputs.Logprob",
     "model_executor.layers.attention.mla_attention": _connector_names("records", "MLACommonMetadata"),
+    "model_executor.models": "config.model_registry.ModelRegistry",
+    "model_executor.models.registry": "config.model_registry.ModelRegistry",
     "platforms": "plan.machine.current_platform",
     "pooling_params": "records.pooling_params.PoolingParams",
     "utils": "utils.argparse_utils.FlexibleArgumentParser utils.validation.get_open_port",
@@ -117,7 +120,7 @@ _BY_ADVICE = {
         "distributed.parallel_state.get_tensor_model_parallel_world_size distributed.parallel_state.get_tp_group "
         "distributed.parallel_state.get_world_group",
     "fleetfoot bench measures; give the script prompts of its own": "benchmarks",
-    "CONTRIBUTING.md shows how to add an architecture, a kernel or a method": "ModelRegistry model_executor",
+    "CONTRIBUTING.md shows how to add an architecture, a kernel or a method": "model_executor",
     "docs/kv_connectors.md has the connectors, and how to write one": "distributed.kv_events distributed.kv_transfer",
     "there is no HTTP server; AsyncLLM works in one of your own": "entrypoints",
     "LLM.get_tokenizer() returns the tokenizer": "transformers_utils tokenizers",

@@ -37,7 +37,7 @@ class ModelLoader:
         unknown or there is no folder, and WeightError if the checkpoint cannot be read or does not fit."""
         if self.load_format not in LOAD_FORMATS:
             raise ValueError(f"load_format is {self.load_format!r}; expected one of {', '.join(LOAD_FORMATS)}")
-        model = model_class(self.config.architecture)(self.config, self.context, self.layers)
+        model = model_class(self.config)(self.config, self.context, self.layers)
         if self.load_format == "dummy":
             fill_dummy(model.weight_specs(), self.seed)
             model.process_weights_after_loading()
@@ -57,7 +57,7 @@ def reload_weights(model: CausalLM, context: ModelContext, folder: str | Path) -
     elsewhere = set() if model.config.head == "logits" else {"lm_head.weight"}
     if not (model.is_first and model.is_last and context.tensor_group.size == 1):
         meta = replace(context, device=torch.device("meta"), max_positions=1, tensor_group=SINGLE_TENSOR_GROUP)
-        whole = model_class(model.config.architecture)(model.config, meta)
+        whole = model_class(model.config)(model.config, meta)
         elsewhere |= {name for spec in whole.weight_specs() for name in (spec.name, *spec.aliases)}
     load_safetensors(model.weight_specs(), Path(folder), elsewhere, model.other_weights)
     model.process_weights_after_loading()
