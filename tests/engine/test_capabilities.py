@@ -15,6 +15,7 @@ import torch
 from tests.helpers import engines
 from tests.helpers.checkpoints import make_checkpoint, reference_logits
 from tests.helpers.engines import TEXT_MODEL, drain, make_engine, prompt_of, run_requests
+from tests.helpers.faulty_connector import connector
 from tests.helpers.recording_device import RecordingDevice
 from tests.helpers.runner_lives import in_one_runner, live, make_runner, make_scheduler
 
@@ -24,7 +25,7 @@ from fleetfoot.config.json_fields import ConfigError
 from fleetfoot.executor.multiprocess import MultiprocessExecutor
 from fleetfoot.outputs import CompletionOutput
 from fleetfoot.plan.oracle import UnsupportedFeatureError
-from fleetfoot.runner.capabilities import CAPABILITIES, Feature
+from fleetfoot.runner.capabilities import CAPABILITIES, KV_LAYOUTS, Feature
 
 DECLARED, REFUSED = (
     [
@@ -323,6 +324,21 @@ CASES: dict[Feature, Callable[[Subject], None]] = {
 def test_what_is_declared_runs(runner: str, feature: Feature, subjects: dict[str, Subject]) -> None:
     assert feature in CASES, f"{feature.name} is declared by {runner}, and nothing here runs it"
     CASES[feature](subjects[runner])
+
+
+@pytest.mark.parametrize(("runner", "layout"), [(name, kept) for name, kinds in KV_LAYOUTS.items() for kept in kinds])
+def test_declared_layouts_of_the_kv_cache(runner: str, layout: str, subjects: dict[str, Subject]) -> None:
+    """The runner keeps what a connector accepts; a second engine computes with KV of the first one."""
+    subject = subjects[runner]
+    folder = str(subject.tmp_path / layout)
+    config = connector("EitherExample", "tests.helpers.vllm_connector", shared_storage_path=folder, layout=layout)
+    for num_cached in (0, 20):
+        engine = subject.engine(block_size=4, kv_transfer_config=config)
+        assert engine.core.executor.layout.name == engine.plan.kv_layout == layout
+        output = run_requests(engine, {"r": (PROMPT, make_params())})["r"]
+        assert output.outputs[0].token_ids == subject.expected(PROMPT)
+        assert output.num_cached_tokens == num_cached
+        engine.shutdown()
 
 
 SETTINGS: dict[Feature, dict[str, Any]] = {

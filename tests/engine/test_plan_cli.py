@@ -34,6 +34,10 @@ LLAMA_8B: dict[str, Any] = {
     "dtype": "bfloat16",
 }  # fmt: skip
 NIXL = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
+EXAMPLE = (
+    '{"kv_connector": "ExampleConnector", "kv_role": "kv_both", '
+    '"kv_connector_extra_config": {"shared_storage_path": "kv"}}'
+)
 STRANGER = '{"kv_connector": "Stranger", "kv_role": "kv_both", "kv_connector_module_path": "no.such.module"}'
 
 
@@ -100,6 +104,23 @@ def test_the_decision(case: str, run: Command, tmp_path: Path) -> None:
     assert (report["memory"] is None) == (case in ("quantized", "experts", "hybrid", "other"))  # cannot be loaded
     for name in unsupported:
         assert any(problem.startswith(f"{name} (") for problem in report["problems"])
+
+
+def test_what_v1_alone_does(run: Command) -> None:
+    """One warning names all of it; with Model Runner V2 it is refused."""
+    flags = [*TRANSFER, EXAMPLE, "--compilation-config", "1"]
+    report = run.plan(*H100, *flags)
+    names = ["stock torch.compile", "this KV connector's layout"]
+    assert (report["model_runner"], report["compiles_layers"], report["unsupported"]) == ("v1", True, names)
+    (warning,) = report["warnings"]
+    accepts = "the KV connector ExampleConnector accepts token-major-nhd alone"
+    assert accepts in warning and "stock torch.compile (compilation_config" in warning
+    assert report["kv_layout"]["name"] == "token-major-nhd" and accepts in report["kv_layout"]["reason"]
+    text = run("plan", *H100, *flags, "--model-runner", "v1")
+    assert re.search(r"\nKV layout +token-major-nhd: .*\n +Model Runner V1 keeps .*ExampleConnector accepts", text)
+    assert re.search(r"\ntorch.compile +each decoder layer", text)
+    refused = run.plan(*H100, *flags, "--model-runner", "v2", code=1)
+    assert [problem.split(" (")[0] for problem in refused["problems"]] == names
 
 
 @pytest.mark.parametrize(("value", "runner", "other"), [("0", "v1", "v2"), ("1", "v2", "v1")])

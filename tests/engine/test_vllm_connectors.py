@@ -130,6 +130,8 @@ def test_the_example_of_the_documentation(
         engine = start(text_model, config, **ROOMY)
         assert (engine.runner_name, engine.plan.kv_layout) == ("v1", TOKEN_MAJOR_NHD)
         assert tokens_of(run_requests(engine, REQUESTS)) == no_connector
+        engine.reset_prefix_cache(reset_connector=True)  # it has no `reset_cache`
+        assert tokens_of(run_requests(engine, REQUESTS)) == no_connector
         assert close(engine).loads_done == num_loaded
     assert len(module.STORE) == 4
 

@@ -89,13 +89,17 @@ class RecordingExample(ExampleConnector):
 
 
 class EitherExample(ExampleConnector):
-    """Accepts both layouts; blocks are the second dimension of a view of the other one."""
+    """Accepts both layouts, or that in the setting ``layout``; blocks are the second dimension of a view of the other
+    one."""
 
     accepted_kv_layouts = ("NHD", "block-contiguous-hnd")
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> Any:
-        return None
+        return vllm_config.kv_transfer_config.get_from_extra_config("layout", None)
+
+    @classmethod
+    def check_settings(cls, vllm_config: Any) -> None: ...
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._blocks_first = next(iter(kv_caches.values())).shape[0] != 2

@@ -290,6 +290,7 @@ def test_connectors_declare_the_layouts_that_they_accept(name: str, path: str | 
         (None, (TOKEN_MAJOR_NHD,), "v1", TOKEN_MAJOR_NHD),
         (None, (), "v1", None),
         (None, ("CROSS", "NHWC"), "v1", None),
+        (None, "NHD", "v1", None),  # not a list of names
     ],
 )
 def test_layouts_of_connectors_that_are_written_for_vllm(

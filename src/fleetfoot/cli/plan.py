@@ -35,7 +35,8 @@ Without flags of the machine, the plan is for this one. With them it is for the 
   runnable (whether an engine would start), problems (why not), advice, warnings (sentences)
   architecture, num_parameters, device, gpu_name, dtype, attention_backend, async_scheduling
   kernels: for each operation, the implementation that runs
-  layers: runs of decoder layers (first, last), fused or not, with the reason
+  layers: runs of decoder layers (first, last), fused or not, with the reason; compiles_layers: whether torch.compile
+    compiles each of them
   positions: each rotary embedding (rope), and the layers that have it; null: layers without positions
   max_model_len, max_num_seqs, max_num_batched_tokens
   graphs: num_shapes; decode (requests), uniform (requests, num_drafts drafts each), mixed (tokens), full_step (tokens
@@ -184,6 +185,7 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
         "attention_backend": plan.kernels["attention"],
         "kernels": dict(plan.kernels),
         "layers": list(_layers(plan)),
+        "compiles_layers": plan.config.compiles_layers,
         "positions": list(_positions(model)),
         "async_scheduling": plan.async_scheduling,
         "max_model_len": plan.max_model_len,
@@ -335,6 +337,8 @@ def _setup_lines(report: dict[str, Any]) -> _Lines:
     for run in report["layers"]:
         fused = "fused" if run["fused"] else "plain"
         yield "" if run["first"] else "layers", f"{run['first']} to {run['last']} {fused}: {run['reason']}"
+    if report["compiles_layers"]:
+        yield "torch.compile", "each decoder layer, at the start"
     ropes = [f"{len(each['layers'])} layers: {each['rope'] or 'none'}" for each in report["positions"]]
     yield "positions", "; ".join(ropes)
     yield "scheduling", "overlapped with the device" if report["async_scheduling"] else "in lockstep"

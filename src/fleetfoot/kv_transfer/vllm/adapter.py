@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -50,8 +50,9 @@ class VllmConnector(KVConnector):
     kind: ClassVar[type[KVConnectorBase_V1]]
 
     @classmethod
-    def required_kv_layouts(cls, config: KVTransferConfig, engine: EngineConfig) -> frozenset[str]:
-        """Names of the layouts that ``kind`` accepts. Raises ValueError: it names one that does not exist."""
+    def required_kv_layouts(cls, config: KVTransferConfig, engine: EngineConfig) -> Any:
+        """Names of the layouts that ``kind`` accepts, or what it declares as them. Raises ValueError: it requires one
+        that does not exist."""
         owner = f"get_required_kvcache_layout of the KV connector {config.kv_connector}"
         try:
             required = cls.kind.get_required_kvcache_layout(vllm.VllmConfig.of_settings(config, engine))
@@ -59,7 +60,8 @@ class VllmConnector(KVConnector):
             raise ValueError(f"{owner} has raised {type(error).__name__}: {error}") from error
         if required is None:
             declared = getattr(cls.kind, "accepted_kv_layouts", ("NHD",))
-            return frozenset(LAYOUTS.get(name, name) for name in declared)
+            is_listed = isinstance(declared, Set | list | tuple)
+            return frozenset(LAYOUTS.get(name, name) for name in declared) if is_listed else declared
         if not isinstance(required, str) or required not in LAYOUTS:
             raise ValueError(f"{owner} returns {required!r}; it can return {', '.join(LAYOUTS)} or None")
         return frozenset({LAYOUTS[required]})
