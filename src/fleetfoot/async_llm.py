@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.vllm_names import check_call_keywords
-from fleetfoot.engine.engine import LLMEngine
+from fleetfoot.engine.engine import LLMEngine, drain_deadline
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.hold import Hold
 from fleetfoot.engine.input_processor import EngineRequest
@@ -102,6 +104,7 @@ class AsyncLLM(AsyncPoolingCalls, WeightCalls):
         self._pooling_numbers = count()
         self._wake = threading.Condition()
         self._stopping = False
+        self._is_draining, self._drain_until = False, math.inf  # set by `shutdown`
         self._cause: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="fleetfoot-engine", daemon=True)
         self._is_exiting = False
@@ -194,6 +197,10 @@ class AsyncLLM(AsyncPoolingCalls, WeightCalls):
     @property
     def is_running(self) -> bool:
         """Whether the engine accepts requests."""
+        return self._takes_commands and not self._is_draining
+
+    @property
+    def _takes_commands(self) -> bool:
         return self._cause is None and not self._stopping and not self._engine.is_foreign
 
     @property
@@ -229,10 +236,27 @@ class AsyncLLM(AsyncPoolingCalls, WeightCalls):
         if (error := await results.queue.get()) is not None:
             raise error
 
-    def shutdown(self) -> None:
-        """End the engine and its thread; pending generators raise `EngineDeadError`. Further calls do nothing."""
-        if not self._engine.is_foreign:
-            self._stop()
+    def shutdown(self, drain: bool | float = False) -> None:
+        """End the engine and its thread. Blocks until then; in an event loop, call it with `asyncio.to_thread`. Further
+        calls do nothing. New requests raise `EngineDeadError`.
+
+        Args:
+            drain: let pending generators end first: True, without a limit, or for at most so many seconds; then they
+                end as aborted. False: they raise `EngineDeadError`.
+
+        Raises:
+            ValueError: ``drain`` is not a number of seconds.
+        """
+        deadline = drain_deadline(drain)
+        if self._engine.is_foreign:
+            return
+        if drain:
+            with self._wake:
+                self._drain_until = min(self._drain_until, deadline)
+                self._is_draining = True
+                self._wake.notify()
+            self._thread.join()
+        self._stop()
 
     def stop_at_exit(self) -> None:
         """`shutdown`, except that pending generators, which only daemon threads can have, are left alone."""
@@ -278,6 +302,8 @@ class AsyncLLM(AsyncPoolingCalls, WeightCalls):
                 command.run = run
                 self._wake.notify()
 
+        if self._is_draining:
+            raise self._dead_error()
         if not _is_long(prompt):
             self._submit(process(), results)
             return
@@ -292,7 +318,7 @@ class AsyncLLM(AsyncPoolingCalls, WeightCalls):
         command = _Command(run, results)
         self._engine.check_process()  # before the lock, which a thread of the parent's may hold
         with self._wake:
-            if not self.is_running:
+            if not self._takes_commands:
                 raise self._dead_error()
             self._commands.append(command)
             self._wake.notify()
@@ -331,12 +357,18 @@ class AsyncLLM(AsyncPoolingCalls, WeightCalls):
 
     def _poll(self) -> bool:
         """Wait for commands or unfinished requests, then run the commands. Returns False at shutdown."""
+        is_drained = False
         with self._wake:
             while not (self._next_command() or self._stopping or self._engine.can_step):
-                if self._engine.has_transfers():
+                is_drained = self._is_draining and not self._commands
+                if is_drained or self._engine.has_transfers():
                     break  # a step waits for them, with a short timeout
                 self._wake.wait()
         self._run_commands()
+        if is_drained or (self._is_draining and time.monotonic() >= self._drain_until):
+            for output in self._engine.abort_all():
+                self._put(output)
+            return False
         return not self._stopping
 
     def _run_commands(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.vllm_names import check_call_keywords
 from fleetfoot.engine.beam_search import BeamSearchOutput, search
-from fleetfoot.engine.engine import LLMEngine
+from fleetfoot.engine.engine import LLMEngine, drain_deadline
+from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.input_processor import EngineRequest
 from fleetfoot.engine.live_weights import WEIGHT_METHODS, WeightCalls
 from fleetfoot.engine.metrics import Metric
@@ -59,6 +61,7 @@ class LLM(PoolingCalls, WeightCalls):
     def _start(self, config: EngineConfig) -> None:
         self.config = config
         self.llm_engine = LLMEngine.from_config(self.config)
+        self._is_closing = False
         self._numbers = count()
         self._turns = _Turns(lambda: self.llm_engine.can_step)
         self._calls: dict[str, _Call] = {}  # request id -> the call that waits for its output
@@ -274,11 +277,39 @@ class LLM(PoolingCalls, WeightCalls):
         def __getattr__(self, name: str) -> Any:
             raise missing_attribute("LLM", name)
 
-    def shutdown(self) -> None:
-        """Release all memory, after a step of another thread. Does nothing when called again or in a forked process."""
-        if not self.llm_engine.is_foreign:
+    def shutdown(self, drain: bool | float = False) -> None:
+        """Release all memory, after a step of another thread. Does nothing when called again or in a forked process.
+
+        Args:
+            drain: let requests of other threads end first: True, without a limit, or for at most so many seconds; then
+                they end as aborted. False: their calls raise EngineDeadError. New calls raise it at once.
+
+        Raises:
+            ValueError: ``drain`` is not a number of seconds.
+        """
+        deadline = drain_deadline(drain)
+        if self.llm_engine.is_foreign:
+            return
+        self._is_closing, engine = bool(drain), self.llm_engine
+        try:
+            if drain:
+                self._drain(deadline)
+        finally:
             with self._turns.take():
-                self.llm_engine.shutdown()
+                if drain and not engine.is_dead:
+                    self._hand_out(engine.abort_all())
+                engine.shutdown()
+            self._is_closing = False  # the engine refuses from now on
+
+    def _drain(self, deadline: float) -> None:
+        """Step until no request is left, the deadline, or Ctrl-C."""
+        engine = self.llm_engine
+        with contextlib.suppress(EngineDeadError), deferred_interrupts() as interrupts:
+            is_over = lambda: not engine.can_step or interrupts.is_set or time.monotonic() >= deadline  # noqa: E731
+            while not is_over():
+                with self._turns.take(is_over, is_step=True) as has_turn:
+                    if has_turn:
+                        self._step()
 
     def __enter__(self) -> LLM:
         return self
@@ -362,12 +393,17 @@ class LLM(PoolingCalls, WeightCalls):
     def _check_usable(self) -> None:
         """Raise EngineDeadError in a forked process, and RuntimeError in what interrupts a step of this thread."""
         self.llm_engine.check_process()  # before the lock, which a thread of the parent may hold
+        if self._is_closing:
+            raise EngineDeadError("the engine was shut down")
         if self._turns.owner == threading.get_ident():
             raise RuntimeError("a signal handler or __del__ has called the LLM during a step; call it after the step")
 
     def _step(self) -> None:
         """Run a step; every call gets its finished outputs. The engine may have requests of no call."""
-        for output in self.llm_engine.step():
+        self._hand_out(self.llm_engine.step())
+
+    def _hand_out(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
             if output.finished and (call := self._calls.pop(output.request_id, None)) is not None:
                 call.outputs.append(output)
 

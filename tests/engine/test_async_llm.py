@@ -405,3 +405,27 @@ def test_no_two_sequences_have_one_id(requests: dict[str, int]) -> None:
     assert len(engine.core.scheduler.requests) == sum(requests.values())
     found = {output.request_id: [completion.token_ids for completion in output.outputs] for output in drain(engine)}
     assert found == {name: [expected_tokens(1)] * count for name, count in requests.items()}
+
+
+@pytest.mark.parametrize(("limit", "reason"), [(True, "length"), (1e-9, "abort"), (False, None)])
+def test_a_shutdown_drains(limit: bool | float, reason: str | None) -> None:
+    async def end(llm: AsyncLLM, gate: Gate) -> list[Any]:
+        reads = [asyncio.ensure_future(collect(llm.generate(PROMPT, params(9), name))) for name in "ab"]
+        await gate.arrival()
+        stop = asyncio.ensure_future(asyncio.to_thread(llm.shutdown, limit))
+        while llm.is_running:  # until the thread has begun
+            await asyncio.sleep(0)
+        with pytest.raises(EngineDeadError, match="was shut down"):
+            await collect(llm.generate(PROMPT, params(9), "c"))
+        gate.open()
+        await stop
+        return await asyncio.gather(*reads, return_exceptions=True)
+
+    with gated() as (llm, gate):
+        for outputs in run(end(llm, gate)):
+            if reason is None:
+                assert isinstance(outputs, EngineDeadError)
+            else:
+                assert outputs[-1].outputs[0].finish_reason == reason
+                tokens = [token for output in outputs for token in output.outputs[0].token_ids]
+                assert tokens == expected_tokens(9 if reason == "length" else len(tokens))

@@ -1,9 +1,11 @@
 """Every way out of a process with an engine: the end of the program, with threads and requests; forks; Ctrl-C."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
+from tests.helpers.faulty_connector import connector
 from tests.helpers.processes import HANG, running_child
 
 PYTHON = ("env", "OMP_NUM_THREADS=1", sys.executable)
@@ -126,13 +128,15 @@ def interrupting(owner, name, number):
     def called(*arguments, **keywords):
         result = method(*arguments, **keywords)
         if next(calls) == number:
-            os.killpg(0, signal.SIGINT)  # as a terminal does
-            signal.raise_signal(signal.SIGINT)
+            os.killpg(0, kind)  # as a terminal does, or what ends a service
+            if kind == signal.SIGINT:
+                signal.raise_signal(kind)
         return result
     setattr(owner, name, called)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
-place, *sys.argv[1:] = sys.argv[1:]
+name, place, *sys.argv[1:] = sys.argv[1:]
+kind = signal.Signals[name]
 if place == "start":
     from multiprocessing.context import SpawnProcess
     interrupting(SpawnProcess, "start", 2)
@@ -146,23 +150,45 @@ TWO = (*SMALL, "--tensor-parallel-size", "2")
 
 
 @pytest.mark.parametrize(
-    ("place", "words"),
+    ("kind", "place", "words"),
     [
-        ("step", ("generate", "--prompt", "Once", *SMALL)),
-        ("step", ("generate", "--prompt", "Once", "--stream", *TWO)),
-        ("start", ("generate", "--prompt", "Once", *TWO)),
-        ("step", ("bench", "latency", "--output-len", "8", *SMALL)),
-        ("step", ("bench", "throughput", "--num-prompts", "4", *TWO)),
-        ("step", ("verify", *SMALL)),
-        ("step", ("chat", "--chat-template", "TEMPLATE", *SMALL)),
+        ("SIGINT", "step", ("generate", "--prompt", "Once", *SMALL)),
+        ("SIGINT", "step", ("generate", "--prompt", "Once", "--stream", *TWO)),
+        ("SIGINT", "start", ("generate", "--prompt", "Once", *TWO)),
+        ("SIGINT", "step", ("bench", "latency", "--output-len", "8", *SMALL)),
+        ("SIGINT", "step", ("bench", "throughput", "--num-prompts", "4", *TWO)),
+        ("SIGINT", "step", ("verify", *SMALL)),
+        ("SIGINT", "step", ("chat", "--chat-template", "TEMPLATE", *SMALL)),
+        ("SIGTERM", "step", ("bench", "throughput", "--num-prompts", "4", *TWO)),
+        ("SIGTERM", "step", ("chat", "--chat-template", "TEMPLATE", *SMALL)),
     ],
     ids=lambda words: " ".join(words[:2]) if isinstance(words, tuple) else words,
 )
-def test_ctrl_c_ends_a_command_silently(place: str, words: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_signal_ends_a_command_silently(kind: str, place: str, words: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "template").write_text("{{ messages[0]['content'] }}")
     (tmp_path / "input").write_text("Hello\n")
     command = [str(tmp_path / "template") if word == "TEMPLATE" else word for word in words]
-    child_command = (*PYTHON, "-c", INTERRUPTED, place, *command)
+    child_command = (*PYTHON, "-c", INTERRUPTED, kind, place, *command)
     with (tmp_path / "input").open() as stdin, running_child(*child_command, stdin=stdin) as child:
         _, errors = child.communicate(timeout=HANG)  # it ends when workers, which have the same pipes, have ended too
-        assert (child.returncode, errors.strip()) == (130, "")
+        assert (child.returncode, errors.strip()) == ({"SIGINT": 130, "SIGTERM": 143}[kind], "")
+
+
+def test_sigterm_flushes_what_a_connector_saves(tmp_path: Path) -> None:
+    """The blocks of a request that is aborted are saved by the last step."""
+    config = json.dumps(connector("SharedStorageConnector", shared_storage_path=str(tmp_path)))
+    words = (
+        "generate",
+        "--prompt",
+        "Once",
+        "--ignore-eos",
+        "--block-size",
+        "2",
+        "--kv-transfer-config",
+        config,
+        *SMALL,
+    )
+    with running_child(*PYTHON, "-c", INTERRUPTED, "SIGTERM", "step", *words) as child:
+        _, errors = child.communicate(timeout=HANG)
+    assert (child.returncode, errors) == (143, "")
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 2  # of 4 tokens with KV: 2, and 2 generated

@@ -115,3 +115,21 @@ def test_calls_in_the_middle_of_a_step_are_refused(llm: LLM, expected: Any) -> N
     _, num_requests = run_beside(llm, then=interrupt)
     assert tokens(llm, *CALLS[0]) == expected[0]
     assert len(num_requests) == 5
+
+
+@pytest.mark.parametrize("limit", [True, 1e-9])
+def test_a_shutdown_drains_calls_of_other_threads(limit: bool | float, text_model: Path) -> None:
+    """Until the limit, which is over at once here: then requests end as aborted."""
+    llm = LLM(text_model, device="cpu", max_num_seqs=4)
+    prompts, params = CALLS[2]
+    expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    futures, _ = run_beside(llm, partial(llm.shutdown, limit))
+    outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+    assert results(futures) == [None]
+    for output, tokens in zip(outputs, expected, strict=True):
+        assert output.finish_reason == ("length" if limit is True else "abort")
+        assert output.token_ids == tokens[: len(output.token_ids)]
+    with pytest.raises(EngineDeadError, match="was shut down"):
+        llm.generate(prompts, params, use_tqdm=False)
+    with pytest.raises(ValueError, match="drain is -1; it must be True, False or a number of seconds"):
+        llm.shutdown(drain=-1)

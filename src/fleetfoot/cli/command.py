@@ -18,6 +18,7 @@ from fleetfoot.cli.arguments import engine_config
 from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import RequestMetrics
 from fleetfoot.scheduler.stats import DraftStats
+from fleetfoot.utils.process import deferred_interrupts
 from fleetfoot.weights.hub import ModelNotFoundError
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ def add_command(commands: argparse._SubParsersAction[Any], command: Command) -> 
 
 @contextmanager
 def started_engine(arguments: argparse.Namespace, **defaults: Any) -> Iterator[tuple[LLMEngine, float]]:
-    """Load the engine that the flags describe, and shut it down at the end.
+    """Load the engine that the flags describe, and shut it down at the end. Ctrl-C and SIGTERM do not interrupt its
+    steps: after a step its state is consistent, and the connector's last saves are flushed.
 
     Args:
         defaults: values of settings that were not given.
@@ -97,10 +99,11 @@ def started_engine(arguments: argparse.Namespace, **defaults: Any) -> Iterator[t
         except ModelNotFoundError as error:
             is_word = hasattr(arguments, "prompt") and f"model {config.model!r}" in str(error)
             raise UsageError(f"{error}{'; a prompt goes to --prompt' * is_word}") from error
+    engine.step_context = deferred_interrupts
     try:
         yield engine, time.perf_counter() - begin
     finally:
-        is_interrupted = sys.exc_info()[0] is KeyboardInterrupt  # an interrupted step is no failure
+        is_interrupted = isinstance(sys.exc_info()[1], KeyboardInterrupt)  # an interrupted step is no failure
         with contextlib.suppress(*([Exception] if is_interrupted else [])):
             engine.shutdown()
 

@@ -21,6 +21,7 @@ from fleetfoot.cli import bench, chat, generate, plan, pool, processes, verify
 from fleetfoot.cli.command import UsageError, add_command, discard, print_status
 from fleetfoot.config.vllm_names import ENGINE_FLAGS
 from fleetfoot.utils.argparse_utils import FlexibleArgumentParser
+from fleetfoot.utils.process import Terminated, terminable
 
 COMMANDS = (
     *(generate.COMMAND, chat.COMMAND, bench.COMMAND, plan.COMMAND, verify.COMMAND, *pool.COMMANDS),
@@ -39,12 +40,15 @@ EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, the convention of shells."""
+EXIT_TERMINATED = 143
+"""128 + SIGTERM. `fleetfoot engine` and `proxy`, which serve until a signal, end with 0."""
 EXIT_BROKEN_PIPE = 141
 """128 + SIGPIPE: the reader of standard output has closed it."""
 
 _EXIT_CODES = f"""\
 exit codes: 0 fine; {EXIT_FAILURE} something failed; {EXIT_USAGE} a wrong flag, value or file;
-            {EXIT_INTERRUPTED} ended by Ctrl-C; {EXIT_BROKEN_PIPE} the reader of the output has left"""
+            {EXIT_INTERRUPTED} ended by Ctrl-C; {EXIT_TERMINATED} ended by SIGTERM, which engine and proxy serve until;
+            {EXIT_BROKEN_PIPE} the reader of the output has left"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit.code if isinstance(exit.code, int) else 0
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # prints a question mark for what the encoding lacks
-    with logs_on_stderr(verbose=arguments.verbose):
+    with logs_on_stderr(verbose=arguments.verbose), terminable():
         return _run(arguments)
 
 
@@ -117,6 +121,8 @@ def _run(arguments: argparse.Namespace) -> int:
     except UsageError as error:
         _print_error(arguments, str(error))
         return EXIT_USAGE
+    except Terminated:
+        return EXIT_TERMINATED
     except KeyboardInterrupt:
         if sys.stderr.isatty():
             print_status("")  # ends the line with the terminal's ^C

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -82,6 +83,8 @@ class LLMEngine(HoldCalls, WeightCalls):
         self._cause: BaseException | None = None
         self._is_shut_down = False
         self._stepping = threading.Lock()
+        self.step_context: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Around each step; of a command, what defers Ctrl-C."""
         self._pid = os.getpid()
         EXIT_GUARD.add_engine(self)
 
@@ -216,6 +219,11 @@ class LLMEngine(HoldCalls, WeightCalls):
             self.abort_request(discarded)
             self._aborted = [output for output in self._aborted if output.request_id not in discarded]
 
+    def abort_all(self) -> list[RequestOutput]:
+        """End all requests; returns their last outputs."""
+        self.abort_request(self._output_processor.request_ids)
+        return self.pop_aborted()
+
     def pop_aborted(self) -> list[RequestOutput]:
         """The last outputs of aborted requests, which the next `step` would return."""
         aborted, self._aborted = self._aborted, []
@@ -259,7 +267,7 @@ class LLMEngine(HoldCalls, WeightCalls):
         self._check_alive()
         if self._stepping.locked():
             raise RuntimeError("step was called during a step; call it from one thread, and not from signal handlers")
-        with self._stepping, self._failing():
+        with self._stepping, self.step_context(), self._failing():
             outputs = self.pop_aborted()
             engine_outputs = self._restarts.step(self._advance, before_update)
             if engine_outputs is not None:
@@ -400,6 +408,11 @@ class LLMEngine(HoldCalls, WeightCalls):
             raise
 
     @property
+    def is_dead(self) -> bool:
+        """Whether the engine has failed or was shut down."""
+        return self._cause is not None or self._is_shut_down
+
+    @property
     def is_foreign(self) -> bool:
         """Whether this process was forked from the engine's."""
         return os.getpid() != self._pid
@@ -415,6 +428,15 @@ class LLMEngine(HoldCalls, WeightCalls):
             raise _dead(self._cause) from self._cause
         if self._is_shut_down:
             raise EngineDeadError("the engine was shut down")
+
+
+def drain_deadline(drain: bool | float) -> float:
+    """Until when to drain, in seconds of `time.monotonic`. Raises ValueError: it is not a time."""
+    if drain is True:
+        return math.inf
+    if not isinstance(drain, int | float) or not drain >= 0:
+        raise ValueError(f"drain is {drain!r}; it must be True, False or a number of seconds")
+    return time.monotonic() + drain
 
 
 _SPAWN = "start processes with multiprocessing.get_context('spawn'), and make each engine in the process that uses it"

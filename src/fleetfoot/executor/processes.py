@@ -158,6 +158,7 @@ def run_worker(
     process id; None: the thread that started this process may end before it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the engine decides
+    signal.signal(signal.SIGTERM, _end_later)
     _end_with_parent(lifeline, parent)
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(f"%(levelname)s %(name)s (worker {rank}): %(message)s"))
@@ -177,6 +178,13 @@ def run_worker(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
+
+
+def _end_later(number: int, _: object) -> None:
+    """SIGTERM may have reached all processes of a service. The engine has time to shut down before a worker ends."""
+    timer = threading.Timer(SHUTDOWN_S, os._exit, (128 + number,))
+    timer.daemon = True
+    timer.start()
 
 
 def _end_with_parent(lifeline: Connection, parent: int | None) -> None:

@@ -17,39 +17,73 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, in a command: it ends as with Ctrl-C, with another exit code."""
+
+
+def terminate(*_: object) -> None:
+    """A handler of SIGTERM."""
+    raise Terminated
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM raises `Terminated` in the block; not outside the main thread, or under a program's own handler."""
+    is_free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if not is_free or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 class StopSignal:
     """Context manager: the first Ctrl-C only sets ``is_set``, the second raises KeyboardInterrupt.
 
+    Within `terminable` so does SIGTERM, which raises `Terminated` at the end of the block if nothing else is raised.
     Outside the main thread, to which Python delivers signals, it does nothing.
 
     Args:
-        only_default: do nothing if Python's own handler has been replaced.
+        only_default: leave Ctrl-C alone if Python's own handler has been replaced.
     """
 
     def __init__(self, *, only_default: bool = False) -> None:
         self.is_set = False
+        self.kind: type[KeyboardInterrupt] = KeyboardInterrupt
         self._only_default = only_default
         self._undo = ExitStack()
 
     def check(self) -> None:
         """Raise a deferred KeyboardInterrupt."""
         if self.is_set:
-            raise KeyboardInterrupt
+            raise self.kind
 
     def __enter__(self) -> StopSignal:
+        if threading.current_thread() is not threading.main_thread():
+            return self
         previous = signal.getsignal(signal.SIGINT)
-        applies = not self._only_default or previous is signal.default_int_handler
-        if applies and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, self._receive)
+        if not self._only_default or previous is signal.default_int_handler:
             # None is a handler that was not installed from Python, and cannot be restored
-            restored = signal.default_int_handler if previous is None else previous
-            self._undo.callback(signal.signal, signal.SIGINT, restored)
+            self._replace(signal.SIGINT, signal.default_int_handler if previous is None else previous)
+        if signal.getsignal(signal.SIGTERM) is terminate:
+            self._replace(signal.SIGTERM, terminate)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._undo.close()
+    def _replace(self, number: signal.Signals, restored: Any) -> None:
+        signal.signal(number, self._receive)
+        self._undo.callback(signal.signal, number, restored)
 
-    def _receive(self, *_: Any) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._undo.close()
+        if kind is None and self.kind is Terminated:
+            raise Terminated
+
+    def _receive(self, number: int, *_: object) -> None:
+        if number == signal.SIGTERM:
+            self.kind = Terminated
         self.check()
         self.is_set = True
 
@@ -58,7 +92,8 @@ class StopSignal:
 def deferred_interrupts() -> Iterator[StopSignal]:
     """Defer Ctrl-C until the block calls `StopSignal.check` or ends: an interrupted step would leave partial state.
 
-    Applies only where Ctrl-C would raise KeyboardInterrupt: in the main thread, under Python's own handler.
+    Applies only where Ctrl-C would raise KeyboardInterrupt: in the main thread, under Python's own handler. So it is
+    with SIGTERM within `terminable`.
     """
     stop = StopSignal(only_default=True)
     try:
@@ -66,7 +101,7 @@ def deferred_interrupts() -> Iterator[StopSignal]:
             yield stop
     except Exception as error:
         if stop.is_set:
-            raise KeyboardInterrupt from error
+            raise stop.kind from error
         raise
     stop.check()
 
