@@ -8,13 +8,15 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from tests.helpers.commands import CommandRunner
-from tests.helpers.engines import TEXT_MODEL
+from tests.helpers.engines import TEXT_MODEL, drain
+from tests.helpers.faulty_connector import OFFLOADING, Faults, faulty
 from tests.helpers.runner_lives import DRAFT
 
 from fleetfoot import LLM, AsyncLLM, SamplingParams
@@ -22,18 +24,25 @@ from fleetfoot.assets import embedded_eagle_path, embedded_model_path
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.env import USE_NATIVE_KERNELS, USE_V2_MODEL_RUNNER
 from fleetfoot.engine import engine as engine_module
+from fleetfoot.engine.metrics import Histogram
 from fleetfoot.executor.build import start_executor
 from fleetfoot.executor.protocol import PlanMismatchError, check_parts, planned_parts
 from fleetfoot.kernels.interface import KernelPlan
 from fleetfoot.kernels.registry import DeviceFacts, KernelUnavailableError, load_kernels, plan_kernels
 from fleetfoot.kv_transfer.base.registry import find_connector
+from fleetfoot.models.interface import CausalLM
 from fleetfoot.native import loading
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import resolve_plan
+from fleetfoot.records.forward_context import ForwardContext
 from fleetfoot.records.kv_layout import TOKEN_MAJOR_NHD, KVLayout
+from fleetfoot.records.step import SchedulerOutput, WarmUpOutput
 from fleetfoot.records.weights import WeightError
+from fleetfoot.runner.base import ModelRunner
+from fleetfoot.runner.v1.compiled import warm_up_layers
 from fleetfoot.runner.v2.runner import ModelRunnerV2
+from fleetfoot.runner.v2.warm_up import NAME
 from fleetfoot.speculative.drafter import NO_DRAFTING
 from fleetfoot.testing import force_runner
 
@@ -499,3 +508,52 @@ def test_what_it_refuses() -> None:
         assert runs() == "v1"
     with forced:  # one after the other is fine
         assert runs() == "v1"
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_warm_up_is_of_no_request(drafts: bool, runner: str, monkeypatch: Patch) -> None:
+    """Hooks of modules are told; the runner's calls, connectors, counters, metrics and aborts know requests alone."""
+    passes: list[tuple[type, bool]] = []
+    steps: list[SchedulerOutput] = []
+    forward, execute_model = CausalLM.forward, ModelRunner.execute_model
+
+    def recorded(self: CausalLM, input_ids: Any, ctx: ForwardContext, *rest: Any) -> Any:
+        passes.append((type(self), ctx.is_warm_up))
+        return forward(self, input_ids, ctx, *rest)
+
+    monkeypatch.setattr(CausalLM, "forward", recorded)
+    monkeypatch.setattr(
+        ModelRunner, "execute_model", lambda self, step: steps.append(step) or execute_model(self, step)
+    )
+    faults = Faults()
+    config = {"model": str(DRAFT), "num_speculative_tokens": 2} if drafts else None
+    with force_runner(runner) as forced:
+        llm = LLM(device="cpu", speculative_config=config, kv_transfer_config=faulty(OFFLOADING, faults))
+    assert len(forced.plans) == 1
+    assert all(is_warm_up for _, is_warm_up in passes) and bool(passes) == (runner == "v2")
+    assert (steps, faults.calls) == ([], ["register_kv_caches"])
+    stats = llm.stats()
+    assert (stats.num_steps, stats.num_prompt_tokens, stats.num_generation_tokens, stats.num_finished) == (0, 0, 0, {})
+    assert stats.scheduler.prefix_cache_queries == stats.drafts.num_steps == 0
+    assert {metric.count for metric in llm.get_metrics() if isinstance(metric, Histogram)} == {0}
+    llm.llm_engine.abort_request(NAME)
+    assert llm.llm_engine.step() == []
+    passes.clear()
+    llm.llm_engine.add_request(NAME, [5, 6], GREEDY)
+    assert [output.request_id for output in drain(llm.llm_engine) if output.finished] == [NAME]
+    assert passes and not any(is_warm_up for _, is_warm_up in passes)
+    assert steps and not any(isinstance(step, WarmUpOutput) for step in steps)
+    llm.shutdown()
+
+
+def test_a_compilation_is_a_warm_up() -> None:
+    contexts: list[ForwardContext] = []
+
+    class Model:
+        is_first, config = True, SimpleNamespace(hidden_size=4)
+
+        def __call__(self, input_ids: Any, ctx: ForwardContext, received: None) -> None:
+            contexts.append(ctx)
+
+    warm_up_layers(Model(), [torch.zeros(1)])  # type: ignore[arg-type]
+    assert len(contexts) == 3 and all(ctx.is_warm_up for ctx in contexts)

@@ -47,6 +47,8 @@ class AttentionMetadata:
     """Requests at the front of the batch with exactly one query token."""
     max_query_len: int
     max_seq_len: int
+    is_warm_up: bool = False
+    """Whether the pass is of no request: it compiles, captures a graph, or loads what serving uses."""
 
     @property
     def num_reqs(self) -> int:
@@ -79,6 +81,11 @@ class ForwardContext:
     """Of this rank's layers, in order."""
     logits: LogitsMetadata | None = None
     """The rows that are read; None: all of them (EAGLE, prompt logprobs, pooling, and ranks that are not the last)."""
+
+    @property
+    def is_warm_up(self) -> bool:
+        """For hooks of modules: see `AttentionMetadata.is_warm_up`."""
+        return self.attention.is_warm_up
 
 
 @dataclass(frozen=True, slots=True)

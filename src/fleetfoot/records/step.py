@@ -109,6 +109,12 @@ class SchedulerOutput:
         return not self.rows
 
 
+@dataclass(slots=True)
+class WarmUpOutput(SchedulerOutput):
+    """A step of the warm-up, of no request. A runner makes it for itself: the scheduler, the KV connector and
+    statistics never get it, and `ForwardContext.is_warm_up` is set in its forward passes."""
+
+
 def without_token_ids(output: SchedulerOutput) -> SchedulerOutput:
     """``output`` as a middle rank of a pipeline needs it, without the tokens of new requests.
 

@@ -222,7 +222,7 @@ class DraftSteps:
         self, starts: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, query_len: int
     ) -> AttentionMetadata:
         num_decodes, batch = len(seq_lens) if query_len == 1 else 0, self._batch
-        lengths = query_len, batch.max_seq_len
+        lengths = query_len, batch.max_seq_len, batch.metadata.is_warm_up
         return AttentionMetadata(starts, seq_lens, batch.block_tables, slots, positions, num_decodes, *lengths)
 
     def draw(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -48,6 +48,7 @@ def warm_up_layers(model: CausalLM, kv_caches: Sequence[torch.Tensor]) -> None:
             num_decodes=int(num_tokens == 1),
             max_query_len=num_tokens,
             max_seq_len=num_tokens,
+            is_warm_up=True,
         )
         hidden_states = torch.zeros(num_tokens, model.config.hidden_size, dtype=dtype, device=device)
         received = None if model.is_first else IntermediateTensors(hidden_states)

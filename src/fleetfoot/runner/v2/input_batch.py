@@ -66,7 +66,7 @@ class InputBuffers:
         starts[shape.num_reqs + 1 :] = starts[shape.num_reqs]
         return starts
 
-    def batch(self, shape: BatchShape, rows: list[int]) -> InputBatch:
+    def batch(self, shape: BatchShape, rows: list[int], *, is_warm_up: bool = False) -> InputBatch:
         """The buffers' views for a step, to be filled by `fill`. ``rows``: the requests' rows in batch order."""
         staging = self._state.staging
         reqs, tokens = slice(0, shape.padded_reqs), slice(0, shape.padded_tokens)
@@ -85,6 +85,7 @@ class InputBuffers:
             max_query_len=shape.max_query_len,
             # an upper bound: the lengths are on the device
             max_seq_len=self._max_model_len + self._state.num_draft,
+            is_warm_up=is_warm_up,
         )
         return InputBatch(
             staging.idx_mapping[reqs],

@@ -26,7 +26,7 @@ from fleetfoot.kernels.runtime.compile_ahead import can_compile_ahead
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.records.step import SchedulerOutput
+from fleetfoot.records.step import SchedulerOutput, WarmUpOutput
 from fleetfoot.runner.base import ModelRunner, SampledTokenSync
 from fleetfoot.runner.graphs import BatchShape, CaptureTable, GraphKey, GraphManager
 from fleetfoot.runner.v2.async_output import AsyncOutput
@@ -138,7 +138,7 @@ class ModelRunnerV2(ModelRunner):
         if self._compiler is not None:
             self._compiler.compile_later(self._later_shapes())
 
-    def _first_shapes(self, steps: list[SchedulerOutput]) -> list[GraphKey]:
+    def _first_shapes(self, steps: Sequence[SchedulerOutput]) -> list[GraphKey]:
         """The shapes of the warm-up's steps, and of the graphs that it captures."""
         shapes = [*self.graphs.first_keys]
         for step in steps:
@@ -167,7 +167,8 @@ class ModelRunnerV2(ModelRunner):
         graph = None if key is None else self.graphs.get(key)  # a first capture must precede the step's staged writes
         query_start_loc = self._buffers.query_start_loc(shape, scheduler_output.num_scheduled_tokens)
         self._state.staging.apply_staged_writes(scheduler_output.rows, query_start_loc, shape.padded_reqs)
-        batch = self._buffers.batch(shape, scheduler_output.rows)
+        is_warm_up = isinstance(scheduler_output, WarmUpOutput)
+        batch = self._buffers.batch(shape, scheduler_output.rows, is_warm_up=is_warm_up)
         if graph is None:
             self._buffers.fill(batch)
             received = self._pipeline.receive(shape.num_tokens)
@@ -291,7 +292,7 @@ class ModelRunnerV2(ModelRunner):
     def _step(self, key: GraphKey) -> Callable[[], StepOutput]:
         """A step of padding requests that a graph captures: preparation, forward, and the rest if ``key`` samples."""
         shape = BatchShape.of_graph(key)
-        batch = self._buffers.batch(shape, [])
+        batch = self._buffers.batch(shape, [], is_warm_up=True)
         self._state.staging.clear_on_device(self._buffers.query_start_loc(shape, [0] * key.num_reqs))
 
         def work() -> StepOutput:

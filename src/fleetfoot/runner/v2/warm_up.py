@@ -14,7 +14,7 @@ import torch
 from fleetfoot.kernels.runtime.compile_ahead import Compilations, CompileAhead
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.records.step import NewRequest, SchedulerOutput
+from fleetfoot.records.step import NewRequest, SchedulerOutput, WarmUpOutput
 from fleetfoot.runner.graphs import MIXED_TOKENS, GraphKey
 from fleetfoot.sampling.shape import EVERYTHING, SamplingVariant
 
@@ -29,7 +29,7 @@ _VARIANTS = (SamplingVariant(filters=True), SamplingVariant(filters=True, other_
 """Variants that together launch all kernels of sampling; processed logits have another dtype."""
 
 
-def warm_up_steps(max_num_batched_tokens: int, max_model_len: int, block_size: int) -> list[SchedulerOutput]:
+def warm_up_steps(max_num_batched_tokens: int, max_model_len: int, block_size: int) -> list[WarmUpOutput]:
     """A prefill and a decode of one request, in row 0 and block 0.
 
     They bypass the scheduler. What they leave in rows and blocks is overwritten before it is read.
@@ -38,9 +38,9 @@ def warm_up_steps(max_num_batched_tokens: int, max_model_len: int, block_size: i
     request = Request(NAME, array("i", [0] * length), SamplingParams(temperature=1.0), max_tokens=2, seed=0)
     request.row, request.block_ids = 0, [0]
 
-    def step(number: int, num_tokens: int, new_requests: list[NewRequest]) -> SchedulerOutput:
+    def step(number: int, num_tokens: int, new_requests: list[NewRequest]) -> WarmUpOutput:
         num_decodes = int(num_tokens == 1)
-        return SchedulerOutput(number, [0], [num_tokens], num_decodes, 1, num_tokens, new_requests=new_requests)
+        return WarmUpOutput(number, [0], [num_tokens], num_decodes, 1, num_tokens, new_requests=new_requests)
 
     return [step(-2, length, [NewRequest.of(request)]), step(-1, 1, [])]
 
