@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers import paged_models
-from tests.helpers.checkpoints import make_checkpoint, reference_logits
+from tests.helpers.checkpoints import UNTRAINED, make_checkpoint, reference_logits
 from tests.helpers.engines import TEXT_MODEL, drain, make_engine, prompt_of, run_requests
 from tests.helpers.runner_lives import DRAFT, METHODS, STORY
 from tests.helpers.schedules import Life, assert_agree, assert_lives_agree, live, live_alone, random_lives
@@ -168,9 +168,7 @@ def test_one_request_fills_the_whole_cache(text_model: Path) -> None:
 MODELS = {"llama": STORY} | {name: DRAFT.parent / f"story-{name}" for name in ("qwen3", "mistral", "draft")}
 STORY_VOCAB = 2048
 RANDOM: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma2": ("gemma2", {"sliding_window": 7, "attn_logit_softcapping": 5.0}),
-    "gemma3": ("gemma3_text", {"sliding_window": 7, "sliding_window_pattern": 2}),
-    "olmo2": ("olmo2", {}),
+    **UNTRAINED,
     **{name: paged_models.MODELS[name] for name in ("phi3-long", "granite-tied-biases", "smollm3-layers")},
 }
 """Models that are not trained."""

@@ -42,6 +42,7 @@ SHAPES: list[dict[str, Any]] = [
     *({"heads": heads, "head_dim": size, "behind": 3} for heads, size in product(HEADS, (64, 128))),
     *({"dtype": dtype, "head_dim": size} for dtype, size in product((torch.float16, torch.float32), (64, 128))),
     *({"head_dim": head_dim} for head_dim in (16, 80, 96, 256)),
+    *({"head_dim": size, "soft_cap": cap, "window": w} for size, cap, w in ((256, 50.0, None), (128, 0.5, 100))),
     *({"block_size": size, "window": w} for size, w in product((16, 32, 64, 128, 256), (None, 1, 100, 1000))),
 ]
 

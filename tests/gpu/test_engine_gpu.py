@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.checkpoints import UNTRAINED, make_checkpoint
 from tests.helpers.engines import make_engine, run_requests
 from tests.helpers.schedules import assert_lives_agree, live_alone, random_lives
 
@@ -44,16 +45,25 @@ def _exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {name: tmp_path_factory.mktemp(name) for name in UNTRAINED}
+    for name, folder in made.items():
+        model_type, fields = UNTRAINED[name]
+        make_checkpoint(folder, model_type, vocab_size=VOCAB, **fields)
+    return MODELS | made
+
+
 @pytest.fixture
-def reference(request: pytest.FixtureRequest) -> Iterator[LLMEngine]:
-    made = engine(MODELS[getattr(request, "param", "llama")], "cpu", model_runner="v1", enable_prefix_caching=False)
+def reference(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[LLMEngine]:
+    made = engine(folders[getattr(request, "param", "llama")], "cpu", model_runner="v1", enable_prefix_caching=False)
     yield made
     made.shutdown()
 
 
-def checked_engine(reference: LLMEngine, model: str, **settings: Any) -> tuple[LLMEngine, Any]:
+def checked_engine(reference: LLMEngine, model: Path, **settings: Any) -> tuple[LLMEngine, Any]:
     """An engine with the tokens of the reference, and its graphs, if it has any."""
-    tried = engine(MODELS[model], "cuda", **settings)
+    tried = engine(model, "cuda", **settings)
     assert tried.runner_name == settings["model_runner"]
     for seed in range(3):
         lives = random_lives(seed, VOCAB)
@@ -61,10 +71,12 @@ def checked_engine(reference: LLMEngine, model: str, **settings: Any) -> tuple[L
     return tried, getattr(tried.core.executor.runner, "graphs", None)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("reference", "model"), [(name, name) for name in MODELS], indirect=["reference"])
+@pytest.mark.parametrize(
+    ("reference", "model"), [(name, name) for name in (*MODELS, *UNTRAINED)], indirect=["reference"]
+)
 @pytest.mark.parametrize("way", WAYS)
-def test_tokens_equal_the_cpus(reference: LLMEngine, model: str, way: str) -> None:
-    tried, graphs = checked_engine(reference, model, **WAYS[way])
+def test_tokens_equal_the_cpus(reference: LLMEngine, folders: dict[str, Path], model: str, way: str) -> None:
+    tried, graphs = checked_engine(reference, folders[model], **WAYS[way])
     if way == "graphs":
         assert graphs.num_steps["decode"] > 0
         assert graphs.captured
@@ -76,7 +88,7 @@ def test_tokens_equal_the_cpus(reference: LLMEngine, model: str, way: str) -> No
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_drafts_change_no_token(reference: LLMEngine, runner: str, method: str, adaptive: bool) -> None:
     drafts = {**DRAFTS[method], "adaptive": adaptive}
-    tried, graphs = checked_engine(reference, "llama", model_runner=runner, speculative_config=drafts)
+    tried, graphs = checked_engine(reference, MODELS["llama"], model_runner=runner, speculative_config=drafts)
     assert tried.stats().scheduler.drafts.num_drafted > 0
     if runner == "v2":
         assert graphs.num_steps["uniform"] > 0

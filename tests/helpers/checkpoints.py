@@ -18,6 +18,14 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
+UNTRAINED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 7, "attn_logit_softcapping": 5.0}),
+    "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 7, "sliding_window_pattern": 2}),
+    "olmo2": ("olmo2", {"head_dim": 16}),
+}
+"""Models whose layers are not those of the trained ones in `tests/assets`."""
+
+
 def make_checkpoint(
     folder: Path, model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **config: Any
 ) -> PreTrainedModel:

@@ -99,7 +99,7 @@ def attention() -> None:
         grouped = make_batch([(1, 5)], num_kv_heads=num_kv_heads, **shape)
         decode_hopper.paged_attention_decode_hopper(grouped.inputs(), workspace=workspace, out=out)
     prefill.paged_attention_prefill(batch.inputs(), out=out)
-    capped = make_batch([(1, 5)], num_kv_heads=8, soft_cap=50.0, **{**shape, "num_heads": 16, "head_dim": 256})
+    capped = make_batch([(1, 5)], num_kv_heads=8, soft_cap=50.0, **{**shape, "head_dim": 64})
     for attend in (partial(decode.paged_attention_decode, workspace=workspace), prefill.paged_attention_prefill):
         attend(capped.inputs(), out=torch.empty_like(capped.query))
     prefill_hopper.paged_attention_prefill_hopper(batch.inputs(), counter=workspace.counter, out=out)

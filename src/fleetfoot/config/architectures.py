@@ -114,6 +114,8 @@ def _layers_with_rope(fields: Fields, num_layers: int) -> list[bool]:
 def _gemma2_traits(fields: Fields) -> dict[str, Any]:
     fields.refuse("mlp_bias", because="Gemma has no biases in its MLP; expected false")
     fields.refuse("use_bidirectional_attention", because="tokens attend to earlier ones only; expected false")
+    if fields.raw("is_causal") is False:
+        raise fields.error("is_causal", "tokens attend to earlier ones only; expected true")
     attention_bias = fields.boolean("attention_bias")
     return {
         "qkv_bias": attention_bias,
