@@ -65,6 +65,14 @@ def test_one_engine_saves_and_another_loads(
     assert (stats.loads_done, stats.loads_failed, stats.tokens_loaded) == (4, 0, sum(NUM_CACHED.values()))
 
 
+def test_roles(text_model: Path, tmp_path: Path) -> None:
+    """A consumer saves nothing, and a producer loads nothing."""
+    for role, num_files, num_loads in (("consumer", 0, 0), ("producer", 1, 0), ("producer", 1, 0), ("consumer", 1, 1)):
+        engine = start(text_model, {**example(tmp_path), "kv_role": f"kv_{role}"})
+        run_requests(engine, {"alone": REQUESTS["alone"]})
+        assert (close(engine).loads_done, len(saved_files(tmp_path))) == (num_loads, num_files)
+
+
 def test_the_bytes_are_those_of_an_engine_that_computes(text_model: Path, tmp_path: Path) -> None:
     """In files of an engine with other chunks, and in the KV cache of one that has loaded them."""
     params = SamplingParams(temperature=0, max_tokens=1)

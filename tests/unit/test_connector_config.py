@@ -110,6 +110,17 @@ def test_refused_connectors_of_vllm(name: str, path: str | None, extra: dict[str
         plan_of(kv_transfer_config=config)
 
 
+def test_fields_that_connectors_of_vllm_do_not_use(caplog: pytest.LogCaptureFixture) -> None:
+    extra = {"shared_storage_path": "kv"}
+    plan_of(
+        kv_transfer_config=KVTransferConfig("ExampleConnector", "kv_both", None, extra, None, 1, kv_transfer_timeout=5)
+    )
+    expected = [
+        f"kv_transfer_config: {name} has no meaning for ExampleConnector" for name in ("kv_transfer_timeout", "kv_rank")
+    ]
+    assert caplog.messages == expected
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fleetfoot.kv_transfer.base.connector import warn_of_unused_fields
 from fleetfoot.kv_transfer.vllm.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class ExampleConnector(KVConnectorBase_V1):
 
     @classmethod
     def check_settings(cls, vllm_config: VllmConfig) -> None:
+        warn_of_unused_fields(vllm_config.kv_transfer_config)
         settings = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
         path = settings.pop(_PATH, None)
         if not isinstance(path, str | os.PathLike) or not os.fspath(path):

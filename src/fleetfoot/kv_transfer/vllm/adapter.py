@@ -15,18 +15,19 @@ import logging
 import threading
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.config.kv_transfer import KVTransferConfig
+from fleetfoot.config.kv_transfer import DEFAULT_KV_TRANSFER_TIMEOUT, KVTransferConfig
 from fleetfoot.kv_transfer.base.connector import KVConnector, SchedulerConnector, TransferContext, WorkerConnector
 from fleetfoot.kv_transfer.vllm import records as vllm
 from fleetfoot.kv_transfer.vllm.base import UNSUPPORTED_METHODS, KVConnectorBase_V1, KVConnectorRole
 from fleetfoot.records.kv_layout import BLOCK_CONTIGUOUS_HND, LAYOUT_DIMENSIONS, TOKEN_MAJOR_NHD, KVLayout
 from fleetfoot.records.request import Request
 from fleetfoot.records.step import KVConnectorOutput, SchedulerOutput, TransferFailure
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,8 @@ class VllmConnector(KVConnector):
         if inspect.isabstract(kind):
             missing = ", ".join(sorted(kind.__abstractmethods__))
             raise TypeError(f"the KV connector {kind.__name__} has no {missing}")
+        if context.config.kv_transfer_timeout != DEFAULT_KV_TRANSFER_TIMEOUT:
+            logger.warning("kv_transfer_config: kv_transfer_timeout has no meaning for %s", kind.__name__)
         kind.check_settings(vllm.VllmConfig.of_context(context))
 
     @classmethod
@@ -335,6 +338,8 @@ class VllmWorker(WorkerConnector):
         self._loading.update(self._step.loads)
         device = next(iter(self._kv_caches.values())).device
         if device.type == "cuda" and any(load.is_async for load in self._step.loads.values()):
+            import torch  # a plan, which imports this module, needs none
+
             torch.cuda.current_stream(device).synchronize()  # queued steps may still use these blocks
         metadata = vllm.AttentionMetadata(self._step.queries, self._context.block_size, device)
         self._attn_metadata = dict.fromkeys(self._kv_caches, metadata)
