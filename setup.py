@@ -17,8 +17,9 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 NATIVE = Path("src/fleetfoot/native")
-DISPATCH = str(NATIVE / "dispatch.c")
-KERNELS = sorted(str(path) for path in NATIVE.glob("*.c") if str(path) != DISPATCH)
+COMMON = [str(NATIVE / "device_memory.c"), str(NATIVE / "dispatch.c")]
+"""Compiled once: the same for all instruction sets."""
+KERNELS = sorted(str(path) for path in NATIVE.glob("*.c") if str(path) not in COMMON)
 HEADERS = sorted(str(path) for path in NATIVE.glob("*.h"))
 # -ffp-contract=off: the source says which sums are fused, so that every place computes the same bits.
 FLAGS = [
@@ -50,7 +51,7 @@ class BuildNative(build_ext):
         x86 = platform.machine().lower() in ("x86_64", "amd64")
         variants = {name: flags for name, flags in X86_VARIANTS.items() if self._accepts(flags)} if x86 else {}
         threads = ["-fopenmp"] if self._accepts(["-fopenmp"]) else []
-        jobs = [(DISPATCH, "dispatch", threads)]
+        jobs = [(source, "common", threads) for source in COMMON]
         for name, flags in (variants or {"generic": []}).items():
             jobs += [(kernel, name, [*threads, *flags]) for kernel in KERNELS]
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # each job waits for a compiler of its own
@@ -86,6 +87,6 @@ class BuildNative(build_ext):
 
 
 setup(
-    ext_modules=[Extension("fleetfoot.native.libfleetfoot", sources=[*KERNELS, DISPATCH], optional=True)],
+    ext_modules=[Extension("fleetfoot.native.libfleetfoot", sources=[*KERNELS, *COMMON], optional=True)],
     cmdclass={"build_ext": BuildNative},
 )

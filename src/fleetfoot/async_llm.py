@@ -22,8 +22,9 @@ from fleetfoot.engine.engine import LLMEngine, drain_deadline
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.hold import Hold
 from fleetfoot.engine.input_processor import EngineRequest
-from fleetfoot.engine.live_weights import WEIGHT_METHODS, WeightCalls
+from fleetfoot.engine.live_weights import ENGINE_METHODS, WeightCalls
 from fleetfoot.engine.pooling import AsyncPoolingCalls
+from fleetfoot.engine.sleep import SleepCalls, Suspension
 from fleetfoot.engine.stats import EngineStats
 from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import RequestOutput
@@ -67,7 +68,7 @@ class _Command:
     """Gets an error if the engine ends before the command has run."""
 
 
-class AsyncLLM(AsyncPoolingCalls, WeightCalls):
+class AsyncLLM(AsyncPoolingCalls, SleepCalls, WeightCalls):
     """Runs many requests concurrently, each an async generator of partial outputs.
 
     Every generator ends with a finished output, or with the exception that ended its request or the engine. Use it as
@@ -186,10 +187,23 @@ class AsyncLLM(AsyncPoolingCalls, WeightCalls):
         self, method: str | Callable[..., Any], timeout: float | None = None, args: Any = (), kwargs: Any = None
     ) -> list[Any]:
         """See `LLMEngine.collective_rpc`."""
-        if method in WEIGHT_METHODS:
+        if method in ENGINE_METHODS:
             result = await getattr(self, str(method))(*args, **(kwargs or {}))
             return [result] * self._engine.plan.config.world_size
         return await self.run_held(lambda engine: engine.collective_rpc(method, timeout, args, kwargs), "keep")
+
+    async def is_sleeping(self) -> bool:
+        """See `LLMEngine.is_sleeping`."""
+        return self._engine.is_sleeping()
+
+    async def is_paused(self) -> bool:
+        """Whether generation is paused, or the engine sleeps."""
+        return self._engine.is_paused
+
+    @property
+    def suspension(self) -> Suspension:
+        """See `SleepCalls`."""
+        return self._engine.suspension
 
     def _held(self, function: Callable[[LLMEngine], Any], mode: str) -> Any:
         return self.run_held(function, mode)

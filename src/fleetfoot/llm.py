@@ -18,9 +18,10 @@ from fleetfoot.engine.beam_search import BeamSearchOutput, search
 from fleetfoot.engine.engine import LLMEngine, drain_deadline
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.input_processor import EngineRequest
-from fleetfoot.engine.live_weights import WEIGHT_METHODS, WeightCalls
+from fleetfoot.engine.live_weights import ENGINE_METHODS, WeightCalls
 from fleetfoot.engine.metrics import Metric
 from fleetfoot.engine.pooling import PoolingCalls, Progress
+from fleetfoot.engine.sleep import SleepCalls, Suspension
 from fleetfoot.engine.stats import EngineStats
 from fleetfoot.inputs import ChatMessage, PromptType
 from fleetfoot.outputs import Logprob, PoolingRequestOutput, RequestOutput
@@ -39,7 +40,7 @@ _NO_VARIABLES = ("chat_template", "messages", "conversation", "self", "max_lengt
 """Names that ``chat_template_kwargs`` cannot have: the other arguments of `Tokenizer.apply_chat_template`."""
 
 
-class LLM(PoolingCalls, WeightCalls):
+class LLM(PoolingCalls, SleepCalls, WeightCalls):
     """A model for offline inference. Use it as a context manager, or call `shutdown` to release its memory.
 
     Threads can share it: their calls run as one batch. A forked process cannot: its calls raise `EngineDeadError`.
@@ -237,7 +238,7 @@ class LLM(PoolingCalls, WeightCalls):
         self, method: str | Callable[..., Any], timeout: float | None = None, args: Any = (), kwargs: Any = None
     ) -> list[Any]:
         """See `LLMEngine.collective_rpc`."""
-        if method in WEIGHT_METHODS:
+        if method in ENGINE_METHODS:
             return [getattr(self, str(method))(*args, **(kwargs or {}))] * self.config.world_size
         return self.run_held(lambda engine: engine.collective_rpc(method, timeout, args, kwargs), "keep")
 
@@ -271,6 +272,19 @@ class LLM(PoolingCalls, WeightCalls):
         self._check_usable()
         with self._turns.take():
             return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
+
+    def is_sleeping(self) -> bool:
+        """See `LLMEngine.is_sleeping`."""
+        return self.llm_engine.is_sleeping()
+
+    def is_paused(self) -> bool:
+        """Whether generation is paused, or the engine sleeps."""
+        return self.llm_engine.is_paused
+
+    @property
+    def suspension(self) -> Suspension:
+        """See `SleepCalls`."""
+        return self.llm_engine.suspension
 
     if not TYPE_CHECKING:  # a type checker would take every name for an attribute
 
@@ -326,6 +340,8 @@ class LLM(PoolingCalls, WeightCalls):
 
     def _run(self, call: _Call, use_tqdm: bool | Callable[..., Any]) -> list[Any]:
         self._check_usable()
+        if why := self.suspension.reason:  # no other thread may come to change that
+            raise RuntimeError(why)
         if not callable(use_tqdm):
             use_tqdm = bool(use_tqdm) and not self._calls  # another thread may show its bar
         # an interrupted step would end the engine

@@ -278,6 +278,16 @@ def logits_processors(subject: Subject) -> None:
     subject.check(engine)
 
 
+def sleep(subject: Subject) -> None:
+    engine = subject.engine(enable_sleep_mode=True)
+    for level in (1, 2):
+        subject.check(engine)
+        engine.sleep(level)
+        assert engine.is_sleeping()
+        engine.wake_up()
+    subject.check(engine)
+
+
 def in_processes(subject: Subject, **sizes: int) -> None:
     engine = subject.engine(**sizes)
     executor = engine.core.executor
@@ -347,7 +357,6 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.TORCH_COMPILE: {"compilation_config": {"mode": 1}},
     Feature.LOGITS_PROCESSORS: {"logits_processors": ["fleetfoot.sampling.custom_processors:LogitsProcessor"]},
     Feature.PREFILL_CONTEXT_PARALLELISM: {"prefill_context_parallel_size": 2},
-    Feature.SLEEP: {"enable_sleep_mode": True},
     Feature.PROMPT_EMBEDDINGS: {"enable_prompt_embeds": True},
     Feature.LORA: {"enable_lora": True},
 }
@@ -363,9 +372,7 @@ MODELS: dict[Feature, dict[str, Any]] = {
 REQUESTS = {Feature.STRUCTURED_OUTPUTS: "structured_outputs"}
 """Features that a request would require, by the name that it would have in SamplingParams."""
 
-CALLS: dict[Feature, tuple[str, ...]] = {
-    Feature.SLEEP: ("sleep", "wake_up"),
-}
+CALLS: dict[Feature, tuple[str, ...]] = {}
 """Features that are methods of LLM."""
 
 

@@ -39,6 +39,7 @@ ENGINE_VALUES: dict[str, Any] = {
     "enable_prefix_caching": False, "scheduling_policy": "priority", "async_scheduling": True, "max_logprobs": -1,
     "block_size": 32, "gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": 12345, "num_gpu_blocks_override": 9,
     "kv_transfer_config": '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}', "kv_offloading_size": 1.5,
+    "profiler_config": '{"profiler": "torch", "torch_profiler_dir": "traces"}',
     "enable_sleep_mode": True, "tensor_parallel_size": 2, "pipeline_parallel_size": 3,
     "prefill_context_parallel_size": 4, "hf_overrides": '{"rope_theta": 5}',
 }  # fmt: skip
@@ -75,7 +76,7 @@ def test_help_has_every_setting_with_its_default(run: CommandRunner) -> None:
     text = " ".join(run("generate", "--help").split())
     for field in dataclasses.fields(EngineConfig):
         assert (field.metadata["help"] in text) == (field.name not in UNSUPPORTED)
-    for word in ("lora", "quantiz", "--task", "embeds", "sleep", "context-parallel", "swap-space"):
+    for word in ("lora", "quantiz", "--task", "embeds", "context-parallel", "swap-space"):
         assert word not in text
     assert "most requests that run at the same time (default: 256)" in text
     assert "{auto,cpu,cuda}" in text

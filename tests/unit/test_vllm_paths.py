@@ -39,7 +39,7 @@ def test_every_path_has_its_names() -> None:
 @pytest.mark.parametrize(
     ("statement", "message"),
     [
-        ("from fleetfoot.config import ProfilerConfig", "fleetfoot.config has no ProfilerConfig; run the script under"),
+        ("import fleetfoot.profiler", "no fleetfoot.profiler; .*start_profile"),
         ("from fleetfoot.lora.request import LoRARequest", "there is no fleetfoot.lora; .*merge the adapter"),
         ("from fleetfoot.assets.image import ImageAsset", "there is no fleetfoot.assets.image; models take text alone"),
         ("from fleetfoot.logits_process import Any", r"; SamplingParams\(logits_processors="),

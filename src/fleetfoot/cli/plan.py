@@ -54,6 +54,8 @@ Without flags of the machine, the plan is for this one. With them it is for the 
     head (none, score, reward, logits), token_ids (of logits that are scores), activation (normalize, softmax, sigmoid,
     identity), use_activation, prompts of sentence-transformers, and what else decides on results
   logits_processors: classes that change logits, in their order
+  sleep: null without enable_sleep_mode; else bytes that level_1 and level_2 give back on a rank, and pinned_host_memory
+    that level 1 takes
   kv_connector: null without one; else name, role, connectors (one, or several by their order) and
     load_failure_policy
   kv_layout: name, reason (why it is not the runner's first one; null: it is), dimensions, shape (of a layer, on a
@@ -167,8 +169,17 @@ def _decision_report(decision: Decision, architecture: str, device: str, *, prob
         "drafter",
         "kv_connector",
     )
-    of_requests = ("workers", "pooling", "logits_processors")
+    of_requests = ("workers", "pooling", "logits_processors", "sleep")
     return decided | dict.fromkeys((*of_the_shape, *of_requests, "kv_layout", "memory", "capacity"))
+
+
+def _sleep(plan: EnginePlan) -> dict[str, int] | None:
+    if not plan.config.enable_sleep_mode:
+        return None
+    parts = plan.memory.parts()
+    weights, kv_cache = parts["weights"], parts["kv_cache"]
+    moved = weights if plan.device == "cuda" else 0  # a CPU has them in the host's memory anyway
+    return {"level_1": kv_cache + moved, "level_2": kv_cache + weights, "pinned_host_memory": moved}
 
 
 def plan_report(plan: EnginePlan) -> dict[str, Any]:
@@ -210,6 +221,7 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
         "drafter": _drafter(plan),
         "pooling": None if plan.pooling is None else {"tasks": plan.pooling.tasks, **dataclasses.asdict(plan.pooling)},
         "logits_processors": [processor.__qualname__ for processor in plan.logits_processors],
+        "sleep": _sleep(plan),
         "kv_connector": None if plan.connector is None else _kv_connector(plan.connector.config),
         "kv_layout": {
             "name": plan.kv_layout,
@@ -353,6 +365,9 @@ def _setup_lines(report: dict[str, Any]) -> _Lines:
         yield from _pooling_lines(pooling)
     if report["logits_processors"]:
         yield "logits processors", ", ".join(report["logits_processors"])
+    if (sleep := report["sleep"]) is not None:
+        level_1, level_2, pinned = map(readable, sleep.values())
+        yield "sleep", f"gives {level_1} back at level 1, with {pinned} of pinned host memory; {level_2} at level 2"
     if (connector := report["kv_connector"]) is not None:
         after = {"recompute": "are computed again", "fail": "fail their request"}[connector["load_failure_policy"]]
         names = ", then ".join(connector["connectors"])

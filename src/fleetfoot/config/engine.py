@@ -12,6 +12,7 @@ from fleetfoot.config.json_fields import ABOVE_ZERO, Bounds, JSONSettings, check
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.config.model import GenerationOverride, HFConfig
 from fleetfoot.config.pooling import PoolerConfig
+from fleetfoot.config.profiler import ProfilerConfig
 from fleetfoot.config.speculative import SpeculativeConfig
 from fleetfoot.config.vllm_names import ENGINE_KEYWORDS, check_engine_keyword, implies_pooling
 from fleetfoot.utils.validation import is_host, unknown_keyword
@@ -29,7 +30,7 @@ EMBEDDED_MODEL = "story-llama"
 """The name of the model in the package; the default of ``model``."""
 
 UNSUPPORTED = {
-    "quantization", "enable_lora", "enable_prompt_embeds", "enable_sleep_mode", "prefill_context_parallel_size",
+    "quantization", "enable_lora", "enable_prompt_embeds", "prefill_context_parallel_size",
 }  # fmt: skip
 """Settings of which the runners support the default alone: the oracle refuses others, and --help does not show them."""
 _SYNONYMS = {"dtype": {"half": "float16", "float": "float32"}}
@@ -225,7 +226,12 @@ class EngineConfig:
         "GiB of CPU memory that KV blocks move to when the GPU's run out",
         bounds=Bounds(f"be above 0, in GiB (less than {_OFFLOADING_GIB:,})", ABOVE_ZERO, _OFFLOADING_GIB - 1),
     )
-    enable_sleep_mode: bool = _flag(False, "let the engine give its memory back while it sleeps")
+    enable_sleep_mode: bool = _flag(False, "let sleep() give the memory of weights and KV back until wake_up()")
+
+    profiler_config: ProfilerConfig | None = _flag(
+        None, "JSON: profiler (torch), torch_profiler_dir: where start_profile and stop_profile write traces",
+        record=ProfilerConfig,
+    )  # fmt: skip
 
     tensor_parallel_size: int = _count(1, "GPUs that share each layer")
     pipeline_parallel_size: int = _count(1, "GPUs that the layers are spread over")

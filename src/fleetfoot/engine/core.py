@@ -101,11 +101,15 @@ class EngineCore:
         for new in scheduler_output.new_requests:
             request = self.scheduler.requests[new.request_id]
             request.scheduled_ts = request.scheduled_ts or scheduled
+        self._queue(scheduler_output, began, scheduled)
+        return scheduler_output
+
+    def _queue(self, scheduler_output: SchedulerOutput, began: float, scheduled: float) -> None:
+        """Queue a step on the executor, which was ``scheduled`` from ``began`` on."""
         self.executor.execute_model(scheduler_output)
         pending = self.executor.sample_tokens(None)
         execute_s = self.clock() - scheduled
         self._in_flight.append(_StepInFlight(scheduler_output, pending, began, scheduled - began, execute_s))
-        return scheduler_output
 
     def _retire(self, before_update: Callable[[], object] = no_callback) -> list[EngineOutput]:
         """Wait for the oldest step in flight, and update the scheduler with its result."""
@@ -149,6 +153,19 @@ class EngineCore:
         """Retire all steps in flight once no request is unfinished, so that their rows and blocks are freed."""
         while self._in_flight and not self.scheduler.has_unfinished:
             self._retire()
+
+    def settle_transfers(self) -> None:
+        """End all transfers: when this returns, no KV is read or written. No step is in flight, no request runs.
+
+        Loads start again later. Blocks that are held for other engines are released, after reads that are under way.
+        """
+        scheduler = self.scheduler
+        scheduler.restart_loads()
+        scheduler.transfers.evict_all()
+        while (output := scheduler.schedule_transfers()) is not None:
+            self._queue(output, self.clock(), self.clock())
+            self._retire()  # has no outputs: a load that fails starts again too
+            scheduler.transfers.evict_all()  # what could not be evicted while it was read
 
     def report_finished(self) -> None:
         """Send the ids of the last finished requests to the KV connector, in an idle step if no other step follows."""

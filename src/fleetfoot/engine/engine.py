@@ -20,10 +20,11 @@ from fleetfoot.engine.core import EngineCore, no_callback
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.hold import HoldCalls, HoldQueue
 from fleetfoot.engine.input_processor import COPY_MARK, EngineRequest, InputProcessor, params_check
-from fleetfoot.engine.live_weights import WEIGHT_METHODS, LiveWeights, WeightCalls, update_settings
+from fleetfoot.engine.live_weights import ENGINE_METHODS, LiveWeights, WeightCalls, update_settings
 from fleetfoot.engine.metrics import Metric, engine_metrics
 from fleetfoot.engine.output_processor import OutputProcessor
 from fleetfoot.engine.restart import NoRestarts, Rebuild, Restarts
+from fleetfoot.engine.sleep import SleepCalls, Suspension
 from fleetfoot.engine.stats import EngineStats, StatsCollector
 from fleetfoot.executor.build import start_executor
 from fleetfoot.inputs import PromptType
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class LLMEngine(HoldCalls, WeightCalls):
+class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
     """Input processing, `EngineCore` and output processing in one thread.
 
     Each added request ends with an output that has ``finished`` set, or with the exception that ended the engine, which
@@ -80,6 +81,8 @@ class LLMEngine(HoldCalls, WeightCalls):
             self._restarts = Restarts(core, self._output_processor, rebuild, max_restarts, restore)
         self._aborted: list[RequestOutput] = []  # last outputs of aborted requests, returned by the next step
         self._holds = HoldQueue(core, lambda: self.abort_request(self._output_processor.request_ids))
+        can_sleep = plan is not None and plan.config.enable_sleep_mode
+        self.suspension = Suspension(core, self._holds, self._live, can_sleep=can_sleep)
         self._cause: BaseException | None = None
         self._is_shut_down = False
         self._stepping = threading.Lock()
@@ -321,6 +324,12 @@ class LLMEngine(HoldCalls, WeightCalls):
         self.core.scheduler.change_weights(identity, is_shared=is_shared)
         self._output_processor.change_weights(version)
 
+    # --- pause and sleep ----------------------------------------------------------------------------------------------
+
+    def is_sleeping(self) -> bool:
+        """Whether weights or KV are asleep."""
+        return self.suspension.is_sleeping
+
     # --- state --------------------------------------------------------------------------------------------------------
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -359,7 +368,7 @@ class LLMEngine(HoldCalls, WeightCalls):
         Returns the ranks' results in their order; raises what the first of them raises, and ValueError: workers have no
         such method, or run in other processes, to which the call cannot be sent.
         """
-        if method in WEIGHT_METHODS:
+        if method in ENGINE_METHODS:
             return [getattr(self, str(method))(*args, **(kwargs or {}))] * self.plan.config.world_size
         return self.run_held(lambda: self.core.executor.collective_rpc(method, tuple(args), dict(kwargs or {})), "keep")
 

@@ -46,6 +46,9 @@ class LiveWeights:
         """What `reload` reads by default."""
         self._source: str | None = self.path  # the folder with the weights in use; None: they are nowhere else
         self._identity: tuple[str, bool] | None = None  # see `Scheduler.change_weights`; None: those of the start
+        self.is_asleep = False
+        """Whether the weights have no memory; see `fleetfoot.engine.sleep`."""
+        self._dropped: str | None = None  # the folder of weights that sleep has dropped; None: they were nowhere else
         self._core, self._plan = core, plan
         self._change, self._failing = change, failing
 
@@ -76,6 +79,7 @@ class LiveWeights:
 
     def checksums(self, names: Iterable[str] | None) -> dict[str, str]:
         """See `WeightCalls.weight_checksums`."""
+        self._check_awake()
         chosen = None if names is None else list(names)
         found = join_checksums(self.call("checksums", chosen))
         if chosen is not None and len(found) < len(set(chosen)):
@@ -83,6 +87,30 @@ class LiveWeights:
                 f"names has {', '.join(sorted(set(chosen) - found.keys()))}; the model has no such tensor"
             )
         return found
+
+    def remember_source(self) -> None:
+        """Note where the weights in use came from, before sleep drops them."""
+        self._dropped = self._source
+
+    def restore_lost(self) -> None:
+        """Read tensors that sleep has dropped, and that no update has replaced since, from where they came. Raises
+        WeightError: they came from memory, or cannot be read."""
+        lost = set[str]().union(*self.call("lost_names"))
+        if not lost:
+            return
+        if self._dropped is None:
+            raise WeightError(
+                f"sleep has dropped {len(lost)} tensors that were given as tensors or patches ({min(lost)}, for "
+                "instance); give them to reload_weights, and then call wake_up again"
+            )
+        self._core.executor.collective_rpc("reload_lost_drafter")
+        if self._dropped == str(self._plan.model_path) and self._plan.config.load_format == "dummy":
+            stage: _Stage = ("stage_dummy", (self._plan.config.seed,), {"only_lost": True})
+        else:
+            stage = ("stage_checkpoint", (self._dropped,), {"only_lost": True})
+        self._stage([stage])
+        with self._failing():
+            self.call("commit", self.version)
 
     def restore(self) -> None:
         """Give new workers the weights in use, and the scheduler their identity. Raises WeightError: they came from
@@ -112,8 +140,13 @@ class LiveWeights:
         self._change(new, self._identity[0], is_shared=self._identity[1])
         return new
 
+    def _check_awake(self) -> None:
+        if self.is_asleep:
+            raise RuntimeError("the weights sleep; call wake_up(tags=['weights']) first")
+
     def _stage(self, stages: Iterable[_Stage]) -> None:
         """Raises WeightError, with nothing staged, if an update does not fit."""
+        self._check_awake()
         ignored = {_LM_HEAD} if self._plan.model.head != "logits" else set()
         problems: list[str] = []
         try:
@@ -283,5 +316,5 @@ class WeightCalls:
         return self._held(lambda engine: engine.live.checksums(names), "keep")
 
 
-WEIGHT_METHODS = ("reload_weights", "apply_sparse_weight_patches", "update_config")
+ENGINE_METHODS = ("reload_weights", "apply_sparse_weight_patches", "update_config", "sleep", "wake_up")
 """Methods that `collective_rpc` runs for the whole engine, rather than on each worker."""

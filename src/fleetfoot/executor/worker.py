@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from fleetfoot.config.engine import Dtype
 from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.distributed.groups import WorkerGroups
+from fleetfoot.executor.profiling import WorkerProfiler
 from fleetfoot.executor.protocol import check_parts
 from fleetfoot.kernels.registry import load_kernels
 from fleetfoot.layers.context import ModelContext
@@ -29,6 +30,7 @@ from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.sampling.custom_processors import EngineProcessor
 from fleetfoot.speculative.drafter import DraftSettings, build_speculation
 from fleetfoot.weights.loading import ModelLoader
+from fleetfoot.weights.sleep import TAGS, make_sleep_memory
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +73,10 @@ class Worker:
             "draft_settings": self._draft_settings,
             "connector": make_connector(plan, rank),
             "pipeline": pipeline,
+            "memory": make_sleep_memory(self.device, is_enabled=plan.config.enable_sleep_mode),
         }
+        self._profiler = WorkerProfiler(plan.config.profiler_config, rank, self.device)
+        self._asleep: set[str] = set()
         self.runner: ModelRunner
         if plan.runner == "v1":
             common["compiles_layers"] = plan.config.compiles_layers
@@ -137,6 +142,44 @@ class Worker:
     def call_weights(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of this rank's `WeightStore`."""
         return getattr(self.runner.weights, method)(*args, **kwargs)
+
+    # --- profile ----------------------------------------------------------------------------------------------------
+
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        """See `LLMEngine.start_profile`."""
+        self._profiler.start(profile_prefix)
+
+    def stop_profile(self) -> str:
+        """See `LLMEngine.stop_profile`."""
+        return self._profiler.stop()
+
+    # --- sleep ------------------------------------------------------------------------------------------------------
+
+    def sleep(self, level: int = 1) -> None:
+        """See `LLMEngine.sleep`. Raises ValueError: the level is unknown, or the engine cannot sleep; MemoryError: the
+        host has no memory for the weights."""
+        if level not in (1, 2):
+            raise ValueError(f"level is {level!r}; it can be 1 (weights move to the host) or 2 (weights are dropped)")
+        if self._asleep:
+            logger.warning("worker %d sleeps already", self.rank)
+            return
+        with _phase(f"sleep at level {level}"):
+            self.runner.sleep(level)
+        self._asleep = set(TAGS)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """See `LLMEngine.wake_up`. Raises torch.OutOfMemoryError: the device has no memory; call it again."""
+        for tag in TAGS:
+            if tag in self._asleep and (tags is None or tag in tags):
+                with _phase(f"wake-up of {tag}"):
+                    self.runner.wake_up(tag)
+                self._asleep.discard(tag)
+
+    def reload_lost_drafter(self) -> None:
+        """Read the weights of the drafter from its checkpoint again, if sleep has dropped them."""
+        drafter = self._draft_settings.drafter
+        if self.runner.weights.mark_drafter_reloaded() and drafter is not None:
+            drafter.reload_weights()
 
     def parts(self) -> dict[str, object]:
         """What has been built, once the weights are loaded; see `planned_parts`."""

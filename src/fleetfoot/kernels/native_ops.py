@@ -259,6 +259,9 @@ class NativeLinear:
         self._kernels.unpack_linear(*pointers, self._shape[0], self._units, torch.get_num_threads())
         return weight
 
+    def stored(self) -> tuple[int, int]:
+        return self._packed.data_ptr(), self._packed.nbytes
+
     def replace(self, weight: torch.Tensor) -> None:
         check_replacement(weight, self._shape, self._dtype)
         self._pack(weight)

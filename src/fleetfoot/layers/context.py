@@ -15,7 +15,7 @@ from fleetfoot.kernels.attention import AttentionBackend
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.quantization.base import LinearMethod
 from fleetfoot.quantization.unquantized import UNQUANTIZED
-from fleetfoot.records.weights import WeightSpec
+from fleetfoot.records.weights import Span, WeightSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,13 @@ class WeightModule(nn.Module, ABC):
     def own_weight_specs(self, prefix: str, name: str) -> Iterator[WeightSpec]:
         """Its tensors. ``prefix``: the path of the module around it, with a dot at the end. ``name``: its own there."""
 
+    def own_stored_weights(self) -> Iterator[Span]:
+        """The memory of its tensors as `forward` reads them."""
+        for spec in self.own_weight_specs("", ""):
+            tensor = spec.destination()
+            if tensor.is_contiguous():
+                yield tensor.data_ptr(), tensor.nbytes
+
     def process_own_weights(self) -> None:
         """Bring what was written to the specs' destinations into the form that `forward` reads."""
 
@@ -58,6 +65,12 @@ class WeightTree(nn.Module):
             if isinstance(module, WeightModule):
                 parent, _, name = path.rpartition(".")
                 yield from module.own_weight_specs(f"{parent}." if parent else "", name)
+
+    def stored_weights(self) -> Iterator[Span]:
+        """The memory of all that a checkpoint gives, and nothing else."""
+        for module in self.modules():
+            if isinstance(module, WeightModule):
+                yield from module.own_stored_weights()
 
     def process_weights_after_loading(self) -> None:
         """Call it after the first load and after each later update, while no step runs."""

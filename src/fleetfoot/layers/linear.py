@@ -17,7 +17,7 @@ from fleetfoot.config.sharding import vocab_rows, vocab_span
 from fleetfoot.kernels.linear.linear import PreparedLinear
 from fleetfoot.layers.context import ModelContext, WeightModule
 from fleetfoot.quantization.base import LinearShape
-from fleetfoot.records.weights import Rows, WeightSpec
+from fleetfoot.records.weights import Rows, Span, WeightSpec
 
 _LM_HEAD = "lm_head"
 
@@ -58,6 +58,9 @@ class ColumnParallelLinear(WeightModule):
 
     def own_weight_specs(self, prefix: str, name: str) -> Iterator[WeightSpec]:
         return self.weight.weight_specs(prefix)
+
+    def own_stored_weights(self) -> Iterator[Span]:
+        return self.weight.stored()
 
     def process_own_weights(self) -> None:
         self.weight.process_weights_after_loading()
@@ -172,6 +175,10 @@ class TiedLMHead(WeightModule):
     def own_weight_specs(self, prefix: str, name: str) -> Iterator[WeightSpec]:
         """None: the embedding's spec fills both."""
         return iter(())
+
+    def own_stored_weights(self) -> Iterator[Span]:
+        if self._prepared is not None and not self._prepared.is_dense:  # else the embedding has it
+            yield self._prepared.stored()
 
     def process_own_weights(self) -> None:
         if self._prepared is None:

@@ -22,7 +22,7 @@ PATH = Path(__file__).with_name("libfleetfoot.so")
 VARIANTS = ("v4_bf16", "v4", "v3", "v2", "generic")
 """Instruction sets, best first: x86-64-v4 with and without AVX512-BF16, v3 (AVX2), v2 (SSE4.2), anything else."""
 
-_TYPES = {"P": ctypes.c_void_p, "L": ctypes.c_int64, "I": ctypes.c_int, "F": ctypes.c_float}
+_TYPES = {"P": ctypes.c_void_p, "L": ctypes.c_int64, "I": ctypes.c_int, "F": ctypes.c_float, "S": ctypes.c_char_p}
 _SIGNATURES = {
     "rms_norm": "PPPFFLLII",
     "add_rms_norm": "PPPPPFLLII",
@@ -38,6 +38,20 @@ _SIGNATURES = {
     "paged_attention": "PPLLPLLLLLPPPLLIIIIIFFIII -> I",
 }
 """Argument types of each C function, in the order of the C sources, which name the arguments, and the result's type."""
+
+_DEVICE_SIGNATURES = {
+    "open": "S -> I",
+    "error": " -> S",
+    "new_tag": " -> I",
+    "set_tag": "I",
+    "unmap": "I -> I",
+    "map": "I -> I",
+    "list": "IPL -> L",
+    "host_alloc": "L -> P",
+    "host_free": "PL",
+    "copy": "PL -> I",
+}
+"""The same of ``device_memory.c``."""
 
 _OPENMP_SYMBOL = re.compile(r"undefined symbol: (GOMP|omp|__kmpc)_")
 
@@ -123,9 +137,21 @@ def supported_variants(library: ctypes.CDLL) -> tuple[str, ...]:
     return found
 
 
-def _bind(library: ctypes.CDLL, variant: str) -> NativeLibrary:
+def load_device_memory(driver: str = "libcuda.so.1") -> NativeLibrary:
+    """The functions of ``device_memory.c``, with the driver's library opened. Torch must have been imported.
+
+    Raises:
+        NativeUnavailableError: the library is missing or does not load, or the driver does not have the calls.
+    """
+    functions = _bind(open_library(), "device", _DEVICE_SIGNATURES)
+    if functions.open(driver.encode()):
+        raise NativeUnavailableError(functions.error().decode(errors="replace"))
+    return functions
+
+
+def _bind(library: ctypes.CDLL, variant: str, signatures: dict[str, str] = _SIGNATURES) -> NativeLibrary:
     functions: dict[str, Callable[..., int]] = {}
-    for name, signature in _SIGNATURES.items():
+    for name, signature in signatures.items():
         function = getattr(library, f"ff_{variant}_{name}", None)
         if function is None:
             raise NativeUnavailableError(f"{PATH} is of another version: it has no {name}; install Fleetfoot again")

@@ -18,6 +18,7 @@ from fleetfoot.config.pooling import Pooling, classifier_tokens, is_pooling_mode
 from fleetfoot.config.sharding import check_pipeline_parallel_size, check_tensor_parallel_size
 from fleetfoot.fusion import plan_fusion
 from fleetfoot.kernels.registry import DeviceFacts, plan_kernels
+from fleetfoot.kv_transfer.base.registry import names_connector
 from fleetfoot.plan.connector import locate_connector
 from fleetfoot.plan.fit import fit_engine
 from fleetfoot.plan.logits_processors import load_processors
@@ -117,6 +118,8 @@ def resolve_plan(
         executor=_executor(config, device),
     )
     check_connector_settings(plan)
+    if config.enable_sleep_mode and device == "cuda":
+        _check_gpu_sleep(plan)
     return plan
 
 
@@ -130,6 +133,19 @@ def _executor(config: EngineConfig, device: str) -> str:
             "an error of it; set distributed_executor_backend to 'mp' or 'auto'"
         )
     return "mp" if backend == "mp" or config.world_size > 1 or restarts_gpu else "uni"
+
+
+def _check_gpu_sleep(plan: EnginePlan) -> None:
+    if not plan.machine.has_native:
+        raise ValueError(
+            f"enable_sleep_mode is True, but the C library, which maps and unmaps GPU memory, cannot be used: "
+            f"{plan.machine.native_problem or 'it is not there'}; leave enable_sleep_mode out"
+        )
+    if plan.connector is not None and names_connector(plan.connector.config, "NixlConnector"):
+        raise ValueError(
+            "enable_sleep_mode is True, but NixlConnector registers the KV cache, which must stay mapped; "
+            "leave one of them out"
+        )
 
 
 def _pooling(config: EngineConfig, content: Mapping[str, Any], folder: Path, *, config_only: bool) -> Pooling | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
-from fleetfoot.records.weights import Rows, WeightSpec, count_rows, join_rows, slices_of
+from fleetfoot.records.weights import Rows, Span, WeightSpec, count_rows, join_rows, slices_of
 
 if TYPE_CHECKING:
     import torch
@@ -71,6 +71,10 @@ class LinearWeight(ABC):
         """Weight ``[out, in]``, contiguous and at a fixed address, and bias ``[out]``, for fused kernels that read
         them in place; None: the weight is not stored so."""
         return None
+
+    def stored(self) -> Iterator[Span]:
+        """The memory of all that a checkpoint gives, for sleep; what is left out of it stays."""
+        return iter(())
 
     @property
     def product(self) -> Callable[[torch.Tensor], torch.Tensor]:

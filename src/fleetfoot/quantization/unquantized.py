@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fleetfoot.config.model import DTYPE_BYTES
 from fleetfoot.quantization.base import LinearMethod, LinearShape, LinearWeight
-from fleetfoot.records.weights import WeightSpec
+from fleetfoot.records.weights import Span, WeightSpec
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +36,15 @@ class UnquantizedWeight(LinearWeight):
     @property
     def dense(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         return (self._loaded.weight(), self._bias) if self._loaded.is_dense else None
+
+    def stored(self) -> Iterator[Span]:
+        if not self._loaded.is_dense:
+            yield self._loaded.stored()
+            return
+        for tensor in (self._loaded.weight(), self._bias):
+            if tensor is not None:
+                rows = tensor[: self._shape.num_outputs]  # without the padding, which stays 0
+                yield rows.data_ptr(), rows.nbytes
 
     @property
     def product(self) -> Callable[[torch.Tensor], torch.Tensor]:

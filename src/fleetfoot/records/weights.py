@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     import torch
 
 
+Span = tuple[int, int]
+"""Address and bytes of a piece of memory."""
+
+
 class WeightError(ValueError):
     """A checkpoint cannot be read, or does not fit the model; the message names files, tensors and shapes."""
 

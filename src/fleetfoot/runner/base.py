@@ -25,6 +25,7 @@ from fleetfoot.records.step import ModelRunnerOutput, PendingOutput, SchedulerOu
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
 from fleetfoot.speculative.drafter import NO_DRAFTING, DraftSettings
 from fleetfoot.weights.loading import ModelLoader
+from fleetfoot.weights.sleep import KV_CACHE, RESIDENT, WEIGHTS, SleepMemory
 from fleetfoot.weights.store import WeightStore
 
 
@@ -33,7 +34,7 @@ class ModelRunner(ABC):
 
     ``loader`` builds the model, or a pipeline stage of it, when `load_model` is called. ``max_num_seqs``: requests in a
     step; ``max_model_len``: tokens of a request; ``draft_settings``: the number of drafts, and on the last rank of a
-    pipeline the drafter; ``connector``: None: there is none.
+    pipeline the drafter; ``connector``: None: there is none; ``memory``: of weights and KV.
     """
 
     name: ClassVar[str]
@@ -53,10 +54,12 @@ class ModelRunner(ABC):
         draft_settings: DraftSettings = NO_DRAFTING,
         connector: StepConnector | None = None,
         pipeline: PipelineGroup = SINGLE_PIPELINE_GROUP,
+        memory: SleepMemory = RESIDENT,
     ) -> None:
         self._loader = loader
         self.weights = WeightStore(loader.context.device)
         """The weights of this rank, a drafter's included."""
+        self._memory = memory
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._draft_settings = draft_settings
@@ -73,11 +76,13 @@ class ModelRunner(ABC):
 
     def load_model(self) -> None:
         """Read the weights to the device."""
-        self._model = self._load()
+        with self._memory.allocating(WEIGHTS):
+            self._model = self._load()
+            if (drafter := self._draft_settings.drafter) is not None:
+                drafter.load_model(self._model)
         self.fused_layers = self._model.model.layers.fused_layers
         self.weights.add(self._model)
-        if (drafter := self._draft_settings.drafter) is not None:
-            drafter.load_model(self._model)
+        if drafter is not None:
             drafter.add_weights(self.weights)
 
     def _load(self) -> CausalLM:
@@ -89,7 +94,9 @@ class ModelRunner(ABC):
         if model is None:
             raise RuntimeError("initialize_kv_cache was called before load_model")
         self.kv_layout = layout.name
-        kv_caches = allocate_kv_cache(layout, self._loader.context.device)
+        with self._memory.allocating(KV_CACHE):
+            kv_caches = allocate_kv_cache(layout, self._loader.context.device)
+        self._kv_spans = [(kv_cache.data_ptr(), kv_cache.nbytes) for kv_cache in kv_caches]
         views = [layout.attention_view(kv_cache) for kv_cache in kv_caches]
         self._kv_caches = views[: len(model.layers)]
         if drafter is not None:
@@ -103,6 +110,20 @@ class ModelRunner(ABC):
 
     def warm_up(self) -> None:  # noqa: B027
         """Compile and capture what serving uses, without an effect on state or statistics."""
+
+    # --- sleep ------------------------------------------------------------------------------------------------------
+
+    def sleep(self, level: int) -> None:
+        """Give the memory of weights and KV back, while no step runs. Level 1 keeps the weights on the host; level 2
+        drops what a checkpoint gives. KV is dropped. Raises as `SleepMemory.release`."""
+        self._memory.release(WEIGHTS, self.weights.stored() if level == 2 else ())
+        if level == 2:
+            self.weights.mark_lost()
+        self._memory.release(KV_CACHE, self._kv_spans, keeps_rest=False)
+
+    def wake_up(self, tag: str) -> None:
+        """Have the memory of a tag again; KV is 0, and so are dropped weights. Raises as `SleepMemory.restore`."""
+        self._memory.restore(tag)
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -167,6 +188,7 @@ class ModelRunner(ABC):
         self._connector.shutdown()
         self._model = self._execute_state = self._ready_output = None
         self._kv_caches = []
+        self._memory.close()
 
 
 class SampledTokenSync:

@@ -56,7 +56,6 @@ _UNSUPPORTED = {
     Feature.MIXTURE_OF_EXPERTS: "No model here routes tokens to experts.",
     Feature.HYBRID_LAYERS: "Every layer must be attention over the paged KV cache.",
     Feature.PREFILL_CONTEXT_PARALLELISM: "A prompt is computed on one device.",
-    Feature.SLEEP: "Memory is only given back at shutdown.",
     Feature.PROMPT_EMBEDDINGS: "Its inputs are token ids.",
     Feature.LORA: "Linear layers have one set of weights for all requests.",
     Feature.STRUCTURED_OUTPUTS: "The sampler takes no grammar's bitmask.",

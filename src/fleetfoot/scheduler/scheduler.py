@@ -534,10 +534,18 @@ class Scheduler:
         """After `hold_new`: whether unfinished requests have run before, or load KV."""
         return len(self.requests) > self._waiting.num_held
 
+    def schedule_transfers(self) -> SchedulerOutput | None:
+        """An idle step for the KV connector, whatever else could be computed; None if it needs none."""
+        return self._make_output(_Batch(self.config.max_num_batched_tokens), 0) if self.has_idle_work else None
+
     def preempt_running(self) -> None:
         """Preempt every running request, so that none has blocks or a row once the steps in flight have retired."""
         while self.running:
             self._preempt_last()
+
+    def restart_loads(self) -> None:
+        """Let requests with KV from the connector wait again; blocks of loads in progress stay until these end."""
+        self._waiting.push(*self.transfers.restart_loads())
 
     def check_idle(self) -> None:
         """Check whenever no request is left, cheaply, that everything but the blocks of transfers is free. Raises

@@ -172,9 +172,18 @@ class Transfers:
             self._aborted[request.request_id] = request
             self._blocks.hold(request)
 
+    def evict_all(self) -> None:
+        """Release the held blocks of all requests, unless they are being read."""
+        for request_id in list(self._held):
+            self.evict(request_id)
+
     def invalidate(self, weights: str = "") -> list[Request]:
         """Discard KV of earlier weights, loads in progress included. Returns the requests that must wait again."""
         self.connector.reset_cache(weights)
+        return self.restart_loads()
+
+    def restart_loads(self) -> list[Request]:
+        """Discard loaded KV, loads in progress included. Returns the requests that must wait again."""
         self._stale.update(self._loading)
         requeued = [self._restart(request) for request in self._ready]
         self._ready.clear()

@@ -20,12 +20,15 @@ class DraftModel(Drafter):
     def load_model(self, target: CausalLM) -> None:
         context, found = self._context, self._context.model
         assert found is not None
-        loader = ModelLoader(found.config, context.context, found.folder, context.load_format, context.seed)
-        self._model = loader.load()
+        self._loader = ModelLoader(found.config, context.context, found.folder, context.load_format, context.seed)
+        self._model = self._loader.load()
         self._fuse(self._model.model.layers)
 
     def add_weights(self, store: WeightStore) -> None:
         store.add(self._model, DRAFTER)
+
+    def reload_weights(self) -> None:
+        self._loader.fill(self._model)
 
     def propose(self, batch: DraftBatch, num_drafts: int) -> torch.Tensor | None:
         """One pass over the step's tokens, then one for each draft. For decodes alone the first two are merged."""

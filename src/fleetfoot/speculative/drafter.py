@@ -113,6 +113,9 @@ class Drafter(ABC):
     def add_weights(self, store: WeightStore) -> None:  # noqa: B027
         """Add the tensors that it holds to ``store``, with `DRAFTER` before their names."""
 
+    def reload_weights(self) -> None:  # noqa: B027  (a drafter may have none)
+        """Load its own weights again, in place."""
+
     def bind_kv_caches(self, kv_caches: Sequence[torch.Tensor]) -> None:
         """Set the tensors of its layers."""
         self._kv_caches = kv_caches

@@ -31,10 +31,8 @@ class EagleDrafter(Drafter):
         self._target = target
         context, found, needs_embedding = self._context, self._context.model, not target.has_embedding
         assert found is not None
-        if context.load_format == "dummy":
-            self._head = EagleHead(found.config, context.context, has_embedding=needs_embedding)
-            fill_dummy(self._head.weight_specs(), context.seed)
-        else:
+        full_names: dict[str, str] = {}  # without and with the prefix
+        if context.load_format != "dummy":
             with Checkpoint(found.folder) as checkpoint:
                 full_names = {name.removeprefix(BASE_PREFIX): name for name in checkpoint.names()}
             if FC_WEIGHT not in full_names:
@@ -42,16 +40,24 @@ class EagleDrafter(Drafter):
                     f"{found} in {found.folder} has no tensor {FC_WEIGHT}, which every EAGLE head has; a whole model "
                     "drafts with method 'draft_model'"
                 )
-            self._head = EagleHead(found.config, context.context, full_names, has_embedding=needs_embedding)
-            of_the_target = {full_names[name] for name in OF_THE_TARGET if name in full_names}
-            load_safetensors(self._head.weight_specs(), found.folder, of_the_target)
-        self._head.process_weights_after_loading()
+        self._of_the_target = {full_names[name] for name in OF_THE_TARGET if name in full_names}
+        self._head = EagleHead(found.config, context.context, full_names, has_embedding=needs_embedding)
+        self.reload_weights()
         self._fuse(self._head.layers)
         self._embed = target.embed if self._head.embed_tokens is None else self._head.embed_tokens
 
     def add_weights(self, store: WeightStore) -> None:
         """An embedding of its own is a copy of the target's."""
         store.add(self._head, DRAFTER, copies={EMBEDDING: BASE_PREFIX + EMBEDDING})
+
+    def reload_weights(self) -> None:
+        context, found = self._context, self._context.model
+        assert found is not None
+        if context.load_format == "dummy":
+            fill_dummy(self._head.weight_specs(), context.seed)
+        else:
+            load_safetensors(self._head.weight_specs(), found.folder, self._of_the_target)
+        self._head.process_weights_after_loading()
 
     def propose(self, batch: DraftBatch, num_drafts: int) -> torch.Tensor | None:
         """One pass over the step's tokens, which gives the first draft, and one for each further draft."""

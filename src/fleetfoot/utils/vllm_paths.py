@@ -54,8 +54,8 @@ NAMES = {
     "attention.backends.abstract": _connector_names("records", "AttentionMetadata"),
     "beam_search": "engine.beam_search.BeamSearchOutput engine.beam_search.BeamSearchSequence",
     "config": "config.engine.CompilationConfig config.engine.CompilationMode config.engine.VllmConfig "
-              "config.kv_transfer.KVTransferConfig config.pooling.PoolerConfig config.speculative.SpeculativeConfig "
-              "config.vllm_names.AttentionConfig",
+              "config.kv_transfer.KVTransferConfig config.pooling.PoolerConfig config.profiler.ProfilerConfig "
+              "config.speculative.SpeculativeConfig config.vllm_names.AttentionConfig",
     f"{_KV}.base": _connector_names("base", "KVConnectorBase"),
     f"{_KV}.factory": _connector_names("factory", "KVConnectorFactory"),
     f"{_KV}.v1": _connector_names("base", "KVConnectorBase_V1", "KVConnectorRole"),
@@ -104,7 +104,6 @@ NO_LORA = "LoRA adapters are not served; merge the adapter into the checkpoint"
 NO_MULTIMODAL = "models take text alone; leave it out"
 NO_GRAMMAR = "output is not constrained by grammars; leave it out"
 NO_UPDATE = "a running engine keeps its weights; make a new LLM of the changed checkpoint"
-NO_PROFILER = "run the script under torch.profiler or py-spy; stats() has the engine's own times"
 
 _BY_ADVICE = {
     NO_LORA: "lora",
@@ -114,7 +113,7 @@ _BY_ADVICE = {
     "SamplingParams(logits_processors=[...]) takes functions, LLM(logits_processors=[...]) classes":
         "logits_process v1.sample.logits_processor.LogitsProcessors",
     NO_UPDATE: "config.WeightTransferConfig distributed.weight_transfer LLM.update_weights",
-    NO_PROFILER: "config.ProfilerConfig profiler LLM.start_profile LLM.stop_profile",
+    "LLM.start_profile() and stop_profile() write traces; set profiler_config": "profiler",
     "vllm_config.parallel_config has a KV connector's rank and the sizes":
         "distributed.parallel_state.get_tensor_model_parallel_rank "
         "distributed.parallel_state.get_tensor_model_parallel_world_size distributed.parallel_state.get_tp_group "
@@ -126,7 +125,6 @@ _BY_ADVICE = {
     "LLM.get_tokenizer() returns the tokenizer": "transformers_utils tokenizers",
     "settings are keywords of LLM": "envs",
     "collective_rpc takes a function of the worker": "LLM.apply_model",
-    "shutdown() gives the memory back; make a new LLM later": "LLM.sleep LLM.wake_up",
     "it belongs to vLLM's own code; docs/vllm_names.md lists what there is":
         "attention compilation distributed executor forward_context usage v1 worker",
 }  # fmt: skip

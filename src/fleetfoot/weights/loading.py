@@ -38,6 +38,11 @@ class ModelLoader:
         if self.load_format not in LOAD_FORMATS:
             raise ValueError(f"load_format is {self.load_format!r}; expected one of {', '.join(LOAD_FORMATS)}")
         model = model_class(self.config)(self.config, self.context, self.layers)
+        self.fill(model)
+        return model
+
+    def fill(self, model: CausalLM) -> None:
+        """Load the weights of a model that `load` has built, again. Raises as `load`."""
         if self.load_format == "dummy":
             fill_dummy(model.weight_specs(), self.seed)
             model.process_weights_after_loading()
@@ -47,7 +52,6 @@ class ModelLoader:
             )
         else:
             reload_weights(model, self.context, self.folder)
-        return model
 
 
 def reload_weights(model: CausalLM, context: ModelContext, folder: str | Path) -> None:

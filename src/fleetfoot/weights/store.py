@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from fleetfoot.layers.context import WeightTree
-from fleetfoot.records.weights import Rows, WeightSpec
+from fleetfoot.records.weights import Rows, Span, WeightSpec
 from fleetfoot.weights.checkpoint import FLOATS, INTEGERS, REDUNDANT_SUFFIX, Checkpoint, same_rows
 from fleetfoot.weights.checksums import RowSums, part_of, row_sums
 from fleetfoot.weights.dummy import fill_dummy
@@ -82,6 +82,8 @@ class WeightStore:
         self._other: tuple[str, ...] = ()  # beginnings of names that are ignored
         self._staged: list[tuple[WeightSpec, Callable[[torch.Tensor], object]]] = []
         self._found: dict[str, _Source] = {}  # names of staged tensors
+        self._whole: set[str] = set()  # names of tensors of which all values are staged
+        self._lost: set[str] = set()  # names of tensors that sleep has dropped, and that no update has replaced since
         self._checkpoint: Checkpoint | None = None
 
     def add(self, tree: WeightTree, prefix: str = "", copies: Mapping[str, str] | None = None) -> None:
@@ -112,24 +114,26 @@ class WeightStore:
             self._stage(name, _Given(tensor), report, check_finite=check_finite, keeps_parts=keeps_parts)
         return report
 
-    def stage_checkpoint(self, folder: str, *, check_finite: bool = False) -> StageReport:
-        """Stage the files of a folder, which must have all tensors of the model, but none of a drafter. Raises
-        WeightError: they cannot be read."""
-        report = StageReport()
+    def stage_checkpoint(self, folder: str, *, check_finite: bool = False, only_lost: bool = False) -> StageReport:
+        """Stage the files of a folder, which must have all tensors of the model, but none of a drafter. ``only_lost``:
+        stage those of `lost_names` alone. Raises WeightError: they cannot be read."""
+        report, needed = StageReport(), self._lost if only_lost else self._specs.keys()
         self._checkpoint = checkpoint = Checkpoint(Path(folder))
         for name in checkpoint.names():
-            self._stage(name, _Stored(checkpoint, name), report, check_finite=check_finite)
+            if not only_lost or self._names.get(name) in needed:
+                self._stage(name, _Stored(checkpoint, name), report, check_finite=check_finite)
         report.problems += [
             f"{name} is missing: expected {list(self._specs[name][0].shape)}"
-            for name in self._specs
+            for name in needed
             if name not in self._found and not name.startswith(DRAFTER)
         ]
         return report
 
-    def stage_dummy(self, seed: int) -> StageReport:
-        """Stage random weights, as of ``load_format="dummy"``."""
-        for specs in self._specs.values():
-            self._staged += [(spec, partial(_fill, spec=spec, seed=seed)) for spec in specs]
+    def stage_dummy(self, seed: int, *, only_lost: bool = False) -> StageReport:
+        """Stage random weights, as of ``load_format="dummy"``; ``only_lost``: as of `stage_checkpoint`."""
+        for name in self._lost if only_lost else self._specs:
+            self._staged += [(spec, partial(_fill, spec=spec, seed=seed)) for spec in self._specs[name]]
+            self._whole.add(name)
         return StageReport()
 
     def stage_patches(self, patches: Sequence[SparseWeightPatch], *, check_finite: bool = False) -> StageReport:
@@ -140,6 +144,8 @@ class WeightStore:
             if name is None:
                 report.unknown.add(patch.name)
                 continue
+            if name in self._lost:
+                report.problems.append(f"{name} was dropped by sleep; give reload_weights the whole tensor first")
             patch = patch.on(self._device)
             spec = self._specs[name][0]
             facts.add(patch, spec, check_finite=check_finite)
@@ -160,6 +166,7 @@ class WeightStore:
             report.problems.append(problem)
         elif name not in self._found:
             self._found[name] = source
+            self._whole.add(name)
             for spec in specs:
                 values = source.read(spec.part).clone() if keeps_parts else None
                 read = partial(source.read, spec.part) if values is None else partial(_same, values)
@@ -193,14 +200,35 @@ class WeightStore:
         if self._device.type == "cuda":
             torch.cuda.synchronize()  # the sources may be changed from now on
         self.version = version
+        self._lost -= self._whole
         self.discard()
 
     def discard(self) -> None:
         """Forget what is staged."""
-        self._staged, self._found = [], {}
+        self._staged, self._found, self._whole = [], {}, set()
         if self._checkpoint is not None:
             self._checkpoint.__exit__()
         self._checkpoint = None
+
+    # --- sleep --------------------------------------------------------------------------------------------------------
+
+    def stored(self) -> list[Span]:
+        """The memory of all tensors."""
+        return [span for tree in self._trees for span in tree.stored_weights()]
+
+    def mark_lost(self) -> None:
+        """The memory of all tensors has been dropped."""
+        self._lost = set(self._specs)
+
+    def mark_drafter_reloaded(self) -> bool:
+        """A drafter reads its own tensors. Returns whether some were lost."""
+        found = {name for name in self._lost if name.startswith(DRAFTER)}
+        self._lost -= found
+        return bool(found)
+
+    def lost_names(self) -> set[str]:
+        """Of the tensors that were dropped and have no values yet."""
+        return self._lost
 
     # --- inspection ---------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,10 @@ class PreparedLinear(Protocol):
         """The plain weight ``[out, in]``. It may be a copy, so writing to it may not change the layer."""
         ...
 
+    def stored(self) -> tuple[int, int]:
+        """Address and bytes of the memory of the weight."""
+        ...
+
     def replace(self, weight: torch.Tensor) -> None:
         """Replace the weight by another one of the same shape and dtype.
 
@@ -61,6 +65,9 @@ class PlainLinear:
 
     def weight(self) -> torch.Tensor:
         return self._weight
+
+    def stored(self) -> tuple[int, int]:
+        return self._weight.data_ptr(), self._weight.nbytes
 
     def replace(self, weight: torch.Tensor) -> None:
         check_replacement(weight, self._weight.shape, self._weight.dtype)
@@ -101,6 +108,9 @@ class PackedLinear:
 
     def weight(self) -> torch.Tensor:
         return self._packed.to_dense()
+
+    def stored(self) -> tuple[int, int]:
+        return torch.ops.mkldnn.data_ptr(self._packed), torch.ops.mkldnn._nbytes(self._packed)
 
     def replace(self, weight: torch.Tensor) -> None:
         check_replacement(weight, self._packed.shape, self._packed.dtype)
