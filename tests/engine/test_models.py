@@ -124,10 +124,12 @@ def test_dtypes(case: str, tmp_path: Path) -> None:
     assert (logits.float() - expected).abs().max() < 0.1 * expected.abs().max()
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("case", "tied"), [("qwen3", False), ("qwen3", True), ("granite", True), ("smollm3-layers", False)]
+)
 @pytest.mark.parametrize("cut", [1, 2])
-def test_a_model_in_two_parts_gives_the_same_logits(tied: bool, cut: int, tmp_path: Path) -> None:
-    checkpoint(tmp_path, "qwen3", tie_word_embeddings=tied)
+def test_a_model_in_two_parts_gives_the_same_logits(case: str, tied: bool, cut: int, tmp_path: Path) -> None:
+    checkpoint(tmp_path, case, tie_word_embeddings=tied)
     whole, first, last = (load(tmp_path, layers) for layers in (None, range(cut), range(cut, 3)))
     config = whole.config
     assert (first.is_first, first.is_last, last.is_first, last.is_last) == (True, False, False, True)

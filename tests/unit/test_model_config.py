@@ -41,6 +41,7 @@ def family(name: str, **fields: Any) -> dict[str, Any]:
     return {**LLAMA, "architectures": [f"{name}ForCausalLM"], "model_type": name.lower(), **fields}
 
 
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 SAME = ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings", "rms_norm_eps")
 RENAMED = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
 RENAMED |= {name: name for name in (*SAME, "tie_word_embeddings", "bos_token_id")}
@@ -179,6 +180,58 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
         7_298_617_344,
         {"layer_windows": (None,) * 32, "qk_norm_over_heads": True, "eos_token_ids": (100257,), "bos_token_id": None},
     ),
+    "Phi-3-mini-4k-instruct": (
+        {
+            "architectures": ["Phi3ForCausalLM"],
+            "attention_bias": False,
+            "num_key_value_heads": 32,
+            "original_max_position_embeddings": 4096,
+            "resid_pdrop": 0.0,
+            "rope_scaling": None,
+            "sliding_window": 2047,
+        },
+        3_821_079_552,
+        {"layer_windows": (2047,) * 32, "has_merged_projections": True, "rms_norm_eps": 1e-5},
+    ),
+    "granite-3.1-2b-instruct": (
+        {
+            "architectures": ["GraniteForCausalLM"],
+            "attention_multiplier": 0.015625,
+            "embedding_multiplier": 12.0,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "logits_scaling": 8.0,
+            "max_position_embeddings": 131072,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 8,
+            "residual_multiplier": 0.22,
+            "tie_word_embeddings": True,
+            "vocab_size": 49155,
+        },
+        2_533_531_648,
+        {
+            "attention_scale": 0.015625,
+            "residual_multiplier": 0.22,
+            "extras": {"embedding_multiplier": 12.0, "logits_scaling": 8.0},
+        },
+    ),
+    "SmolLM3-3B": (
+        {
+            "architectures": ["SmolLM3ForCausalLM"],
+            "eos_token_id": 128012,
+            "layer_types": [FULL] * 36,
+            "max_position_embeddings": 65536,
+            "max_window_layers": 28,
+            "no_rope_layer_interval": 4,
+            "no_rope_layers": [1, 1, 1, 0] * 9,
+            "pretraining_tp": 2,
+            "rope_theta": 5000000.0,
+            "sliding_window": None,
+            "use_sliding_window": False,
+        },
+        3_075_098_624,
+        {"layer_ropes": (*(RopeConfig(5e6),) * 3, None) * 9, "layer_windows": (None,) * 36, "eos_token_ids": (128012,)},
+    ),
 }
 
 
@@ -226,6 +279,7 @@ def test_fields_of_gemma_3_without_effect(caplog: pytest.LogCaptureFixture) -> N
             {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 128},
         ),
         ({"rope_parameters": {"rope_theta": 7.0, "partial_rotary_factor": 1.0}}, {"rope_theta": 7.0}),
+        ({"rope_parameters": LONGROPE}, {"rope_scaling": {"type": "longrope", **LONGROPE}}),
     ],
 )
 def test_both_spellings_mean_the_same(today: dict[str, Any], yesterday: dict[str, Any]) -> None:
@@ -245,6 +299,24 @@ def test_yarn_is_completed() -> None:
     by_ratio = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 128, "attention_factor": 1.5}
     rope = parse(llama(rope_parameters=by_ratio)).layer_ropes[0]
     assert (rope.parameters["factor"], rope.parameters["attention_factor"]) == (4.0, 1.5)
+
+
+def test_longrope_is_completed_and_resolved() -> None:
+    """Older files name it otherwise; ``original_max_position_embeddings`` beside it takes precedence."""
+    given = {**LONGROPE, "rope_type": "su", "original_max_position_embeddings": 7}
+    config = parse(family("Phi3", rope_scaling=given, original_max_position_embeddings=128, partial_rotary_factor=0.95))
+    (rope, *others) = config.layer_ropes
+    assert rope is not None and rope.rotary_dim == 7 and others == [rope] * 3
+    assert rope.parameters["attention_factor"] == pytest.approx(1.1338934)  # (1 + ln 4 / ln 128) ** 0.5
+    for length, is_long in ((128, False), (129, True)):
+        (resolved, *_) = config.for_context(length).layer_ropes
+        assert resolved is not None and resolved.parameters == {**rope.parameters, "is_long": is_long}
+        assert resolved.for_context(10**6) is resolved
+    for other, factor in ({"factor": 0.5}, 1.0), ({"factor": 128.0}, 2**0.5), ({"attention_factor": 1.5}, 1.5):
+        (rope, *_) = parse(
+            family("Phi3", original_max_position_embeddings=128, rope_scaling={**LONGROPE, **other})
+        ).layer_ropes
+        assert rope is not None and rope.parameters["attention_factor"] == pytest.approx(factor)
 
 
 def test_a_rope_parameter_without_effect_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -378,6 +450,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (family("Qwen3", layer_types=[FULL] * 3), "expected 4 entries"),
     (family("Qwen3", **WINDOW, layer_types=["linear_attention"] * 4), f"entries out of: {FULL}, {SLIDING}"),
     (family("Qwen3", layer_types=[SLIDING] * 4), "with these window fields"),
+    (family("Phi3", attention_bias=True), "attention_bias is True; Phi-3 has no biases"),
+    (family("Phi3", lm_head_bias=True), "lm_head_bias is True; Phi-3 has no biases"),
+    (family("Phi3", partial_rotary_factor=1.5), "partial_rotary_factor is 1.5; expected at most 1, and at least one"),
+    (family("Phi3", partial_rotary_factor=0.1), "expected at most 1, and at least one rotated element of 8"),
+    (family("Phi3", rope_scaling={"type": "su", "short_factor": [1.0]}), r"short_factor is \[1.0\]; .* list of 4 num"),
+    (family("Phi3", rope_scaling={**LONGROPE, "long_factor": [1.0] * 3 + [0]}), "long_factor is 0; expected a finite"),
+    (
+        family("SmolLM3", no_rope_layers=[1, 2, 1, 0]),
+        r"no_rope_layers is .* expected 0 \(no positions\) or 1 for each of 4",
+    ),
+    (family("SmolLM3", no_rope_layers=[1, 0]), "expected 0 .* for each of 4 layers"),
+    (family("SmolLM3", no_rope_layer_interval=0), "no_rope_layer_interval is 0; expected an integer of at least 1"),
+    (family("SmolLM3", layer_types=[SLIDING] * 4), "with these window fields"),
+    (family("Granite", residual_multiplier=0), "residual_multiplier is 0; expected a finite number above 0"),
 ]
 
 
@@ -392,11 +478,13 @@ FIELD_NAMES = sorted(
     {*LLAMA, "head_dim", "rope_theta", "rope_scaling", "rope_parameters", "dtype", "torch_dtype", "hidden_act"}
     | {"sliding_window", "layer_types", "use_sliding_window", "max_window_layers", "eos_token_id", "bos_token_id"}
     | {"attention_bias", "mlp_bias", "tie_word_embeddings", "quantization_config", "original_max_position_embeddings"}
+    | {"partial_rotary_factor", "no_rope_layers", "no_rope_layer_interval", "residual_multiplier", "logits_scaling"}
 )
 SCALARS = st.none() | st.booleans() | st.integers(-3, 600) | st.floats() | st.text(max_size=5)
 ROPE = st.dictionaries(
-    st.sampled_from(["rope_type", "type", "factor", "rope_theta", *LLAMA3_SCALING, "beta_fast", "mscale", "truncate"]),
-    st.sampled_from(["linear", "llama3", "yarn", "default"]) | SCALARS,
+    st.sampled_from(["rope_type", "type", "factor", "rope_theta", *LLAMA3_SCALING, "beta_fast", "mscale", "truncate"])
+    | st.sampled_from(["short_factor", "long_factor", "attention_factor", "partial_rotary_factor"]),
+    st.sampled_from(["linear", "llama3", "yarn", "longrope", "default", [1.0] * 4, [2.0] * 2]) | SCALARS,
 )
 JSON = SCALARS | st.lists(SCALARS | st.sampled_from([FULL, SLIDING]), max_size=4) | ROPE
 

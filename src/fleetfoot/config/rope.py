@@ -144,6 +144,8 @@ def _longrope(rope: Fields, config: Fields, rotary_dim: int | None) -> Mapping[s
     """LongRoPE (Ding et al. 2024, "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens")."""
     original, longest = _original_max_positions(rope, config), config.integer("max_position_embeddings")
     factor = longest / original if rope.raw("factor") is None else rope.number("factor")
+    if original < 2:
+        raise config.error("original_max_position_embeddings", "longrope takes its logarithm and needs at least 2")
     if rope.raw("attention_factor") is not None:
         attention_factor = rope.number("attention_factor")
     else:
