@@ -130,6 +130,13 @@ def test_a_class_takes_the_place_of_an_architecture(folder: Path, caplog: pytest
     assert NAME not in ModelRegistry.get_supported_archs()
 
 
+def test_fields_with_other_names(folder: Path) -> None:
+    change(folder, logit_cap=None, soft_cap=CAP, hidden_size=None, n_embd=48)
+    names = {"hidden_size": "n_embd", "logit_cap": "soft_cap", "vocab_size": "n_vocab"}
+    ModelRegistry.register_model(NAME, f"my_models:{NAME}", traits=capped_traits, attribute_map=names)
+    assert_is_capped(generate(folder)[0])
+
+
 def test_plugins_register_models(folder: Path, run: CommandRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     def register() -> None:
         ModelRegistry.register_model(NAME, f"my_models:{NAME}", traits=capped_traits)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fleetfoot.config.json_fields import Fields
@@ -42,6 +42,8 @@ class Architecture:
     activation_field: str = "hidden_act"
     activations: tuple[str, ...] = ("silu", "swish")
     """Values of ``activation_field`` that the model computes."""
+    attribute_map: Mapping[str, str] = field(default_factory=dict)
+    """Name of a field here -> its name in ``config.json``, where that differs: ``{"hidden_size": "n_embd"}``."""
     decoder_field: str = ""
     """The object in ``config.json`` with the fields of the decoder, where the model has other parts besides."""
     default_on_v2: bool = False

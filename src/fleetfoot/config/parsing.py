@@ -61,6 +61,8 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
     name, architecture = _find_architecture(config, source)
     if architecture.decoder_field:
         config = _decoder_content(config, architecture.decoder_field, source)
+    renamed = architecture.attribute_map.items()
+    config = {**config, **{name: config[other] for name, other in renamed if other in config}}
     fields = Fields(config, {**_COMMON_DEFAULTS, **architecture.defaults}, source, nullable=_NULLABLE)
     advice = "quantized checkpoints are not supported; use one in bfloat16, float16 or float32"
     fields.refuse("quantization_config", "compression_config", because=advice)
