@@ -119,6 +119,9 @@ class RecordingDrafter:
     def load_model(self, target: CausalLM) -> None:
         self._log.note("load_drafter")
 
+    def add_weights(self, weights: object) -> None:
+        """It has none."""
+
     def bind_kv_caches(self, kv_caches: Sequence[torch.Tensor]) -> None:
         (self._kv_cache,) = kv_caches
 
