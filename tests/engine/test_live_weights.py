@@ -1,8 +1,11 @@
 """Weights that change in a running engine, against an engine that starts with them: tokens, checksums, versions."""
 
 import json
+import re
+import runpy
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,13 +15,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import drain, make_engine, prompt_of, run_requests
+from tests.helpers.processes import HANG
 from tests.helpers.streams import async_test, collect
 
-from fleetfoot import AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams
+from fleetfoot import LLM, AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.records.weights import WeightError
 from fleetfoot.runner.v1.runner import ModelRunnerV1
 from fleetfoot.weights.checksums import tensor_checksum
+from fleetfoot.weights.patches import SparseWeightPatch
+from fleetfoot.weights.transfer import (
+    GlooWeightTransferEngine,
+    NCCLTrainerSendWeightsArgs,
+    WeightTransferInitRequest,
+    WeightTransferUpdateRequest,
+    update_info_of,
+)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -407,3 +419,93 @@ def test_drafters(method: str, settings: dict[str, Any], versions: Any, tmp_path
             assert first is None and torch.equal(last, known.tensors[2][EMBEDDING])
     finally:
         engine.shutdown()
+
+
+# --- from a trainer ---------------------------------------------------------------------------------------------------
+
+
+def test_a_trainer_sends_weights(versions: Any, port: int) -> None:
+    """Over gloo, to two ranks: whole tensors, received one by one or first all of them, and sparse patches."""
+    known: Versions = versions("untied")
+    engine = make_engine(known.folders[0], model_runner="v2", **TP, **SIZE)
+    address = {"master_address": "127.0.0.1", "master_port": port, "world_size": 3}
+    info, sparse = update_info_of(known.tensors[1].items()), [SparseWeightPatch(**patch) for patch in known.patches]
+    send = GlooWeightTransferEngine.trainer_send_weights
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            with pytest.raises(WeightError, match="call init_weight_transfer_engine first"):
+                engine.update_weights(info)
+            for wrong in ({"world_size": 2}, {"rank_offset": 0}):
+                with pytest.raises(ValueError, match=r"init_info: rank_offset \d and 2 workers do not fit"):
+                    engine.init_weight_transfer_engine({"rank_offset": 1, **address, **wrong})
+            trainer = pool.submit(GlooWeightTransferEngine.trainer_init, address)
+            engine.init_weight_transfer(WeightTransferInitRequest({**address, "rank_offset": 1}))
+            group = trainer.result(HANG)
+
+            sent = pool.submit(send, known.tensors[1].items(), NCCLTrainerSendWeightsArgs(group))
+            assert engine.update_weights(WeightTransferUpdateRequest(info)) == 1
+            assert sent.result(HANG) is None and tokens(engine) == known.tokens[1]
+
+            flat = {"num_updates_list": [len(patch.indices) for patch in sparse]}
+            sent = pool.submit(GlooWeightTransferEngine.trainer_send_patches, sparse, group=group)
+            assert engine.update_weights({"update_info": {**info, **flat}}) == 2
+            assert sent.result(HANG) is None and tokens(engine) == known.tokens[2]
+
+            sent = pool.submit(send, known.tensors[1].items(), group=group)
+            with pytest.raises(WeightError, match="nrom is unknown"):
+                engine.update_weights({**info, "names": ["nrom", *info["names"][1:]]})
+            with pytest.raises(
+                RuntimeError, match=r"an engine refuses the weights: no weight was changed.*\n  nrom is unknown"
+            ):
+                sent.result(HANG)
+            nan = {**known.tensors[0], NORM: known.tensors[0][NORM] * torch.nan}
+            sent = pool.submit(send, nan.items(), group=group)
+            with pytest.raises(WeightError, match=f"{NORM} has values that are NaN"):
+                engine.update_weights(update_info_of(nan.items()), check_finite=True)
+            sent.result(HANG)
+            assert engine.weight_checksums() == known.checksums(2) and engine.weight_version == 2
+
+            engine.start_weight_update()  # in two halves, which make one version
+            items = list(known.tensors[0].items())
+            for half in (items[::2], items[1::2]):
+                sent = pool.submit(send, half, group=group)
+                assert engine.update_weights(update_info_of(half), check_finite=True) == 3
+                sent.result(HANG)
+            assert engine.finish_weight_update() == 3 and tokens(engine) == known.tokens[0]
+        finally:
+            engine.shutdown()
+
+
+def test_update_infos_that_are_refused(engine: LLMEngine) -> None:
+    for given, message in (
+        ({"names": [NORM], "shapes": [[48]]}, "update_info: dtype_names has 0 entries for 1 names"),
+        ({"names": [NORM], "shapes": [[48]], "dtype_names": ["float7"]}, "dtype_names has 'float7'"),
+        ({"names": [NORM], "ipc_handles": []}, "ipc_handles has 0 entries for 1 names"),
+        ({"names": [NORM], "ipc_handles": [{}]}, "ipc_handles, which are of a GPU, and this engine runs on a CPU"),
+        ({"nmes": []}, "update_info got an unknown keyword 'nmes'; did you mean 'names'"),
+        (None, "update_info is None; it must be a dictionary, or a WeightTransferUpdateInfo"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            engine.update_weights(given)
+    with pytest.raises(WeightError, match="no update has started; call start_weight_update first"):
+        engine.finish_weight_update()
+
+
+# --- examples ---------------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_example_of_the_docs() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "live_weights.md").read_text(), re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(code, found)
+    assert found["text"] == found["first"].text != found["second"].text
+
+
+def test_a_policy_gradient_raises_the_rewards() -> None:
+    example = runpy.run_path(str(ROOT / "examples" / "policy_gradient.py"))
+    with LLM(dtype="float32", max_model_len=64, max_num_seqs=16) as llm:
+        history = example["train"](llm, rounds=7, rollouts=16, max_tokens=10, learning_rate=1e-3)
+        assert llm.llm_engine.weight_version == 7
+    assert sum(history[-3:]) / 3 > history[0] + 0.05

@@ -15,6 +15,7 @@ from fleetfoot.config.pooling import PoolerConfig
 from fleetfoot.config.profiler import ProfilerConfig
 from fleetfoot.config.speculative import SpeculativeConfig
 from fleetfoot.config.vllm_names import ENGINE_KEYWORDS, check_engine_keyword, implies_pooling
+from fleetfoot.config.weight_transfer import WeightTransferConfig
 from fleetfoot.utils.validation import is_host, unknown_keyword
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -220,6 +221,11 @@ class EngineConfig:
         "JSON: kv_connector, kv_role (kv_producer, kv_consumer, kv_both), kv_connector_extra_config, "
         "kv_connector_module_path; without a connector and a role it is not active",
         record=KVTransferConfig,
+    )
+    weight_transfer_config: WeightTransferConfig | None = _flag(
+        None,
+        "JSON: backend (auto, nccl, gloo, ipc) of weights from a trainer; check_finite",
+        record=WeightTransferConfig,
     )
     kv_offloading_size: float | None = _flag(
         None,

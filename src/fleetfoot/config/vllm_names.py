@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from fleetfoot.utils.validation import is_neutral, unknown_keyword
-from fleetfoot.utils.vllm_paths import NO_GRAMMAR, NO_LORA, NO_MULTIMODAL, NO_UPDATE
+from fleetfoot.utils.vllm_paths import NO_GRAMMAR, NO_LORA, NO_MULTIMODAL
 
 _CONFIG = "set hf_overrides={...}: fields in place of those of config.json"
 _SWITCH = (False, True)
@@ -66,7 +66,6 @@ _BY_ADVICE: dict[str, dict[str, tuple[Any, ...]]] = {
         {"convert": ("auto", "none", "embed", "classify", "reward"),
          "task": ("auto", "generate", "embed", "embedding", "classify", "score", "reward", "encode")},
     "it is pooler_config": {"override_pooler_config": ()},
-    NO_UPDATE: {"weight_transfer_config": ()},
     "set speculative_config={'model': ..., 'num_speculative_tokens': ...}": {"speculative_model": ()},
     "set speculative_config={'num_speculative_tokens': ..., 'method': ...}": {"num_speculative_tokens": ()},
     "give it to chat(chat_template=...)": {"chat_template": ()},

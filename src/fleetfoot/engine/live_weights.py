@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fleetfoot.config.weight_transfer import WeightTransferConfig
 from fleetfoot.engine.core import EngineCore
 from fleetfoot.engine.input_processor import InputProcessor
 from fleetfoot.plan.plan import EnginePlan
@@ -19,6 +20,7 @@ from fleetfoot.sampling.request_params import read_sampling_defaults
 from fleetfoot.weights.checksums import join_checksums
 from fleetfoot.weights.patches import SparseWeightPatch
 from fleetfoot.weights.store import StageReport
+from fleetfoot.weights.transfer import WeightTransferInitInfo, WeightTransferUpdateInfo, parse_info
 
 _CHUNK_BYTES = 1 << 28
 """Of tensors that are sent to worker processes at once."""
@@ -44,6 +46,8 @@ class LiveWeights:
         """Of the weights in use; 0: those of the start."""
         self.path, self.load_format = str(plan.model_path), plan.config.load_format
         """What `reload` reads by default."""
+        self.config = plan.config.weight_transfer_config or WeightTransferConfig()
+        self._is_connected = self._is_open = self._is_written = False
         self._source: str | None = self.path  # the folder with the weights in use; None: they are nowhere else
         self._identity: tuple[str, bool] | None = None  # see `Scheduler.change_weights`; None: those of the start
         self.is_asleep = False
@@ -56,8 +60,9 @@ class LiveWeights:
         """Call a method of every rank's `WeightStore`."""
         return self._core.executor.collective_rpc("call_weights", (method, *args), kwargs)
 
-    def reload(self, weights: Any, *, check_finite: bool, version: int | None) -> int:
+    def reload(self, weights: Any, *, check_finite: bool | None, version: int | None) -> int:
         """See `WeightCalls.reload_weights`."""
+        check_finite = self.config.check_finite if check_finite is None else check_finite
         if weights is None and self.load_format == "dummy":
             return self._apply([("stage_dummy", (self._plan.config.seed,), {})], version)
         if weights is None or isinstance(weights, str | os.PathLike):
@@ -70,8 +75,9 @@ class LiveWeights:
         parts = [pairs] if is_local else _chunks(pairs)
         return self._apply((("stage_tensors", (part,), options) for part in parts), version)
 
-    def patch(self, patches: Any, *, check_finite: bool, version: int | None) -> int:
+    def patch(self, patches: Any, *, check_finite: bool | None, version: int | None) -> int:
         """See `WeightCalls.apply_sparse_weight_patches`."""
+        check_finite = self.config.check_finite if check_finite is None else check_finite
         if isinstance(patches, Mapping | str) or not isinstance(patches, Iterable):
             raise TypeError(f"patches is a {type(patches).__name__}; it must be a list of patches")
         parsed = [SparseWeightPatch.parse(patch, index) for index, patch in enumerate(patches)]
@@ -111,6 +117,67 @@ class LiveWeights:
         self._stage([stage])
         with self._failing():
             self.call("commit", self.version)
+    # --- from a trainer -----------------------------------------------------------------------------------------------
+
+    def connect(self, init_info: Any) -> None:
+        """See `WeightCalls.init_weight_transfer_engine`."""
+        backend, plan = self.config.backend, self._plan
+        if backend == "ipc":
+            return
+        if backend == "auto":
+            backend = "nccl" if plan.device == "cuda" else "gloo"
+        if backend == "nccl" and plan.device != "cuda":
+            raise ValueError(
+                "weight_transfer_config: backend is 'nccl', and the engine runs on a CPU; set it to 'gloo'"
+            )
+        info, size = parse_info(WeightTransferInitInfo, "init_info", init_info), plan.config.world_size
+        if info.rank_offset < 1 or info.rank_offset + size > info.world_size:
+            raise ValueError(
+                f"init_info: rank_offset {info.rank_offset} and {size} workers do not fit in world_size "
+                f"{info.world_size}; the trainer has rank 0"
+            )
+        self._core.executor.collective_rpc("connect_weights", (info, backend))
+        self._is_connected = True
+
+    def receive(self, update_info: Any, *, check_finite: bool | None, version: int | None) -> int:
+        """See `WeightCalls.update_weights`."""
+        info = parse_info(WeightTransferUpdateInfo, "update_info", update_info)
+        options = {"check_finite": self.config.check_finite if check_finite is None else check_finite}
+        if info.ipc_handles is not None:
+            return self._apply([("stage_handles", (info,), options)], version)
+        if not self._is_connected:
+            raise WeightError("there is no connection to a trainer: call init_weight_transfer_engine first")
+        has_answered = False
+
+        def stages() -> Iterator[_Stage]:
+            nonlocal has_answered
+            yield "stage_announced", (info,), {}
+            self.call("answer")
+            has_answered = True
+            if options["check_finite"] or info.num_updates_list is not None:
+                yield "stage_received", (), options
+
+        try:
+            return self._apply(stages(), version)
+        except Exception as error:
+            if not has_answered:
+                self.call("answer", str(error))
+            raise
+
+    def start_update(self) -> None:
+        """All updates until `finish_update` are one version."""
+        if self._is_open:
+            raise WeightError("an update has started before, and is not finished; call finish_weight_update")
+        self._is_open, self._is_written = True, False
+
+    def finish_update(self) -> int:
+        """Returns the version."""
+        if not self._is_open:
+            raise WeightError("no update has started; call start_weight_update first")
+        self._is_open = False
+        return self.version
+
+    # --- committing ---------------------------------------------------------------------------------------------------
 
     def restore(self) -> None:
         """Give new workers the weights in use, and the scheduler their identity. Raises WeightError: they came from
@@ -129,13 +196,14 @@ class LiveWeights:
     def _apply(self, stages: Iterable[_Stage], version: int | None, source: str | None = None) -> int:
         """Stage an update on every rank, and commit it if all ranks can. ``source``: the folder with all new weights.
         Returns the new version."""
-        new = self.version + 1 if version is None else version
-        if isinstance(new, bool) or not isinstance(new, int) or new <= self.version:
+        is_further = self._is_open and self._is_written  # of a version that has not been used yet
+        new = self.version + (not is_further) if version is None else version
+        if isinstance(new, bool) or not isinstance(new, int) or new < self.version + (not is_further):
             raise ValueError(f"weight_version is {new!r}; it must be an integer above the current one, {self.version}")
         self._stage(stages)
         with self._failing():  # a rank that has failed in the middle has weights of both versions
             self.call("commit", new)
-        self.version, self._source = new, source
+        self.version, self._source, self._is_written = new, source, True
         self._identity = (secrets.token_hex(8), False) if version is None else (f"version-{new}", True)
         self._change(new, self._identity[0], is_shared=self._identity[1])
         return new
@@ -148,17 +216,16 @@ class LiveWeights:
         """Raises WeightError, with nothing staged, if an update does not fit."""
         self._check_awake()
         ignored = {_LM_HEAD} if self._plan.model.head != "logits" else set()
-        problems: list[str] = []
         try:
             for method, args, kwargs in stages:
                 reports: list[StageReport] = self.call(method, *args, **kwargs)
                 unknown = set.intersection(*(report.unknown for report in reports)) - ignored
-                problems += [f"{name} is unknown: the model has no such tensor" for name in sorted(unknown)]
+                problems = [f"{name} is unknown: the model has no such tensor" for name in sorted(unknown)]
                 problems += dict.fromkeys(problem for report in reports for problem in report.problems)
-            if problems:
-                more = f"\n  and {len(problems) - _MAX_LISTED} more" * (len(problems) > _MAX_LISTED)
-                listed = "".join(f"\n  {problem}" for problem in problems[:_MAX_LISTED])
-                raise WeightError(f"no weight was changed: the update does not fit{listed}{more}")
+                if problems:
+                    more = f"\n  and {len(problems) - _MAX_LISTED} more" * (len(problems) > _MAX_LISTED)
+                    listed = "".join(f"\n  {problem}" for problem in problems[:_MAX_LISTED])
+                    raise WeightError(f"no weight was changed: the update does not fit{listed}{more}")
         except BaseException:
             self.call("discard")
             raise
@@ -250,7 +317,7 @@ class WeightCalls:
         weights: Any = None,
         *,
         mode: str = "drain",
-        check_finite: bool = False,
+        check_finite: bool | None = None,
         weight_version: int | None = None,
         weights_path: Any = None,
         weights_iterator: Any = None,
@@ -262,7 +329,7 @@ class WeightCalls:
             weights: a folder or hub id, with all tensors of the model; or pairs of a checkpoint's name and its whole
                 tensor (an iterator, or a dictionary), of some tensors or of all; None: the engine's own ``model``. A
                 drafter's tensors have ``drafter.`` before their names.
-            check_finite: refuse values that are NaN or infinite.
+            check_finite: refuse values that are NaN or infinite; None: as ``weight_transfer_config`` says.
             weight_version: of the new weights, above the current one; None: the next number. Engines that are given
                 the same number exchange KV, and must have been given the same weights.
             weights_path, weights_iterator, is_checkpoint_format: vLLM's names for ``weights``.
@@ -282,7 +349,7 @@ class WeightCalls:
         return self._held(lambda engine: engine.live.reload(given[0] if given else None, **options), mode)
 
     def apply_sparse_weight_patches(
-        self, patches: Any, *, mode: str = "drain", check_finite: bool = False, weight_version: int | None = None
+        self, patches: Any, *, mode: str = "drain", check_finite: bool | None = None, weight_version: int | None = None
     ) -> Any:
         """Set single elements of tensors, all or none.
 
@@ -315,6 +382,60 @@ class WeightCalls:
         """
         return self._held(lambda engine: engine.live.checksums(names), "keep")
 
+    def init_weight_transfer_engine(self, init_info: Any = None) -> Any:
+        """Connect the workers with a trainer, which calls `NCCLWeightTransferEngine.trainer_init` meanwhile (between
+        CPUs that of `GlooWeightTransferEngine`). Running requests are kept.
 
-ENGINE_METHODS = ("reload_weights", "apply_sparse_weight_patches", "update_config", "sleep", "wake_up")
+        Args:
+            init_info: `WeightTransferInitInfo`: ``master_address`` and ``master_port`` of the trainer, ``rank_offset``,
+                ``world_size``; with the backend ``ipc`` nothing.
+        """
+        return self._held(lambda engine: engine.live.connect(init_info), "keep")
+
+    init_weight_transfer = init_weight_transfer_engine
+
+    def update_weights(
+        self,
+        update_info: Any,
+        *,
+        mode: str = "drain",
+        check_finite: bool | None = None,
+        weight_version: int | None = None,
+    ) -> Any:
+        """Take tensors from a trainer, which sends them meanwhile, or out of the memory of a process on the same GPU.
+
+        With ``check_finite``, and for sparse updates, all is received before anything is written. Otherwise a tensor is
+        written when it has come, and an error of the connection ends the engine.
+
+        Args:
+            update_info: `WeightTransferUpdateInfo`: ``names``, ``dtype_names`` and ``shapes``, or what
+                `ipc_update_info` returns.
+            mode, check_finite, weight_version: as of `reload_weights`, which also lists what is returned and raised.
+        """
+        options = {"check_finite": check_finite, "version": weight_version}
+        return self._held(lambda engine: engine.live.receive(update_info, **options), mode)
+
+    def start_weight_update(self, is_checkpoint_format: bool = True, *, mode: str = "drain") -> Any:
+        """Pause the engine for several calls of `update_weights`, which then make one version; vLLM's call."""
+        if not is_checkpoint_format:
+            raise ValueError("is_checkpoint_format is False; send tensors as in the checkpoint")
+
+        def start(engine: Any) -> None:
+            engine.live.start_update()
+            engine.pause()
+
+        return self._held(start, mode)
+
+    def finish_weight_update(self) -> Any:
+        """End `start_weight_update`, and go on. Returns the version."""
+
+        def finish(engine: Any) -> int:
+            version = engine.live.finish_update()
+            engine.resume()
+            return version
+
+        return self._held(finish, "keep")
+
+
+ENGINE_METHODS = (*(name for name in vars(WeightCalls) if not name.startswith("_")), "sleep", "wake_up")
 """Methods that `collective_rpc` runs for the whole engine, rather than on each worker."""

@@ -31,6 +31,7 @@ from fleetfoot.sampling.custom_processors import EngineProcessor
 from fleetfoot.speculative.drafter import DraftSettings, build_speculation
 from fleetfoot.weights.loading import ModelLoader
 from fleetfoot.weights.sleep import TAGS, make_sleep_memory
+from fleetfoot.weights.transfer import WeightTransferInitInfo
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +143,10 @@ class Worker:
     def call_weights(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of this rank's `WeightStore`."""
         return getattr(self.runner.weights, method)(*args, **kwargs)
+
+    def connect_weights(self, info: WeightTransferInitInfo, backend: str) -> None:
+        """Join a trainer's group."""
+        self.runner.weights.connect(info, info.rank_offset + self.rank, backend)
 
     # --- profile ----------------------------------------------------------------------------------------------------
 

@@ -55,7 +55,8 @@ NAMES = {
     "beam_search": "engine.beam_search.BeamSearchOutput engine.beam_search.BeamSearchSequence",
     "config": "config.engine.CompilationConfig config.engine.CompilationMode config.engine.VllmConfig "
               "config.kv_transfer.KVTransferConfig config.pooling.PoolerConfig config.profiler.ProfilerConfig "
-              "config.speculative.SpeculativeConfig config.vllm_names.AttentionConfig",
+              "config.speculative.SpeculativeConfig config.vllm_names.AttentionConfig "
+              "config.weight_transfer.WeightTransferConfig",
     f"{_KV}.base": _connector_names("base", "KVConnectorBase"),
     f"{_KV}.factory": _connector_names("factory", "KVConnectorFactory"),
     f"{_KV}.v1": _connector_names("base", "KVConnectorBase_V1", "KVConnectorRole"),
@@ -64,6 +65,10 @@ NAMES = {
     ),
     f"{_KV}.v1.example_connector": "kv_transfer.example.ExampleConnector kv_transfer.example.ExampleConnectorMetadata",
     "distributed.parallel_state": "distributed.cleanup_dist_env_and_memory",
+    "distributed.weight_transfer.base": "weights.transfer.WeightTransferInitRequest "
+                                        "weights.transfer.WeightTransferUpdateRequest",
+    "distributed.weight_transfer.nccl_engine": "weights.transfer.NCCLTrainerSendWeightsArgs "
+                                               "weights.transfer.NCCLWeightTransferEngine",
     "engine.async_llm_engine": "async_llm.AsyncLLMEngine",
     "engine.llm_engine": "engine.engine.LLMEngine",
     "entrypoints.llm": "llm.LLM",
@@ -103,7 +108,6 @@ NAMES = {
 NO_LORA = "LoRA adapters are not served; merge the adapter into the checkpoint"
 NO_MULTIMODAL = "models take text alone; leave it out"
 NO_GRAMMAR = "output is not constrained by grammars; leave it out"
-NO_UPDATE = "a running engine keeps its weights; make a new LLM of the changed checkpoint"
 
 _BY_ADVICE = {
     NO_LORA: "lora",
@@ -112,7 +116,7 @@ _BY_ADVICE = {
     NO_GRAMMAR: "reasoning tool_parsers sampling_params.GuidedDecodingParams sampling_params.StructuredOutputsParams",
     "SamplingParams(logits_processors=[...]) takes functions, LLM(logits_processors=[...]) classes":
         "logits_process v1.sample.logits_processor.LogitsProcessors",
-    NO_UPDATE: "config.WeightTransferConfig distributed.weight_transfer LLM.update_weights",
+    "weights.transfer has the trainer's side, for NCCL, gloo and CUDA IPC": "distributed.weight_transfer",
     "LLM.start_profile() and stop_profile() write traces; set profiler_config": "profiler",
     "vllm_config.parallel_config has a KV connector's rank and the sizes":
         "distributed.parallel_state.get_tensor_model_parallel_rank "

@@ -94,8 +94,9 @@ class PatchFacts:
         return self._problems
 
 
-def apply_patch(destination: torch.Tensor, *, spec: WeightSpec, patch: SparseWeightPatch) -> None:
+def apply_patch(spec: WeightSpec, patch: SparseWeightPatch) -> None:
     """Write the patch's elements that the place of ``spec`` holds."""
+    destination = spec.destination()
     indices, values = patch.indices.long(), patch.values.to(destination.dtype)
     if spec.part:
         row_size = torch.Size(spec.shape[1:]).numel()

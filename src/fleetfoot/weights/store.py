@@ -20,6 +20,12 @@ from fleetfoot.weights.checkpoint import FLOATS, INTEGERS, REDUNDANT_SUFFIX, Che
 from fleetfoot.weights.checksums import RowSums, part_of, row_sums
 from fleetfoot.weights.dummy import fill_dummy
 from fleetfoot.weights.patches import PatchFacts, SparseWeightPatch, apply_patch
+from fleetfoot.weights.transfer import (
+    TransferGroup,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+    open_handles,
+)
 
 DRAFTER = "drafter."
 """Before the names of a drafter's tensors."""
@@ -80,7 +86,9 @@ class WeightStore:
         self._owned: set[str] = set()  # of these, names that are not copies of another rank's tensors
         self._names: dict[str, str] = {}  # accepted name -> name
         self._other: tuple[str, ...] = ()  # beginnings of names that are ignored
-        self._staged: list[tuple[WeightSpec, Callable[[torch.Tensor], object]]] = []
+        self._staged: list[Callable[[], object]] = []
+        self._group: TransferGroup | None = None
+        self._announced: WeightTransferUpdateInfo | None = None
         self._found: dict[str, _Source] = {}  # names of staged tensors
         self._whole: set[str] = set()  # names of tensors of which all values are staged
         self._lost: set[str] = set()  # names of tensors that sleep has dropped, and that no update has replaced since
@@ -105,7 +113,7 @@ class WeightStore:
     # --- staging ------------------------------------------------------------------------------------------------------
 
     def stage_tensors(
-        self, tensors: Sequence[tuple[str, torch.Tensor]], *, check_finite: bool = False, keeps_parts: bool = False
+        self, tensors: Iterable[tuple[str, torch.Tensor]], *, check_finite: bool = False, keeps_parts: bool = False
     ) -> StageReport:
         """Stage whole tensors, by their names in the checkpoint. They must stay unchanged until the commit, unless
         ``keeps_parts``: then what this rank holds of them is copied."""
@@ -132,7 +140,7 @@ class WeightStore:
     def stage_dummy(self, seed: int, *, only_lost: bool = False) -> StageReport:
         """Stage random weights, as of ``load_format="dummy"``; ``only_lost``: as of `stage_checkpoint`."""
         for name in self._lost if only_lost else self._specs:
-            self._staged += [(spec, partial(_fill, spec=spec, seed=seed)) for spec in self._specs[name]]
+            self._staged += [partial(fill_dummy, [spec], seed) for spec in self._specs[name]]
             self._whole.add(name)
         return StageReport()
 
@@ -149,9 +157,66 @@ class WeightStore:
             patch = patch.on(self._device)
             spec = self._specs[name][0]
             facts.add(patch, spec, check_finite=check_finite)
-            self._staged += [(spec, partial(apply_patch, spec=spec, patch=patch)) for spec in self._specs[name]]
+            self._staged += [partial(apply_patch, spec, patch) for spec in self._specs[name]]
         report.problems += facts.problems()
         return report
+
+    # --- from a trainer -----------------------------------------------------------------------------------------------
+
+    def connect(self, info: WeightTransferInitInfo, rank: int, backend: str) -> None:
+        """Join a trainer's group with this ``rank``."""
+        self._group = TransferGroup(info, rank, backend, self._device if backend == "nccl" else torch.device("cpu"))
+
+    def stage_handles(self, info: WeightTransferUpdateInfo, *, check_finite: bool = False) -> StageReport:
+        """Stage tensors in the memory of another process on the same GPU."""
+        return self.stage_tensors(open_handles(info, self._device), check_finite=check_finite)
+
+    def stage_announced(self, info: WeightTransferUpdateInfo) -> StageReport:
+        """Stage tensors that the trainer will send: they are received, and written one by one, in the commit, or
+        before, in `stage_received`."""
+        report, self._announced = StageReport(), info
+        for given, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):
+            source, name = _Given(torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta")), None
+            if (name := self._names.get(given)) is None:
+                report.unknown.add(given)
+            elif problem := self._misfit(given, source, self._specs[name][0]):
+                report.problems.append(problem)
+            specs = [] if name is None or name in self._found else self._specs[name]
+            self._whole.update(name for name in [name] if name)
+            self._found[name or given] = source
+            self._staged.append(partial(self._receive, shape, getattr(torch, dtype), specs))
+        return report
+
+    def stage_received(self, *, check_finite: bool = False) -> StageReport:
+        """Receive the announced update, and keep what this rank holds of it."""
+        info, group = self._announced, self._group
+        assert info is not None and group is not None
+        self.discard()
+        dtypes = [getattr(torch, name) for name in info.dtype_names]
+        if info.num_updates_list is None:
+            tensors = zip(info.names, map(group.receive, info.shapes, dtypes), strict=True)
+            report = self.stage_tensors(tensors, check_finite=check_finite, keeps_parts=True)
+        else:
+            patches = [
+                SparseWeightPatch(name, group.receive([count], torch.int64), group.receive([count], dtype))
+                for name, count, dtype in zip(info.names, info.num_updates_list, dtypes, strict=True)
+            ]
+            report = self.stage_patches(patches, check_finite=check_finite)
+        report.unknown &= set()  # they were announced before, and other ranks hold them
+        return report
+
+    def answer(self, refusal: str = "") -> None:
+        """Tell the trainer whether the announced update is accepted."""
+        if self._group is not None:
+            self._group.answer(refusal)
+
+    def _receive(self, shape: Sequence[int], dtype: torch.dtype, specs: Sequence[WeightSpec]) -> None:
+        assert self._group is not None
+        tensor = self._group.receive(shape, dtype)
+        for spec in specs:
+            spec.destination().copy_(part_of(tensor, spec.part))
+
+    # --- checks -------------------------------------------------------------------------------------------------------
 
     def _stage(
         self, given: str, source: _Source, report: StageReport, *, check_finite: bool, keeps_parts: bool = False
@@ -170,21 +235,27 @@ class WeightStore:
             for spec in specs:
                 values = source.read(spec.part).clone() if keeps_parts else None
                 read = partial(source.read, spec.part) if values is None else partial(_same, values)
-                self._staged.append((spec, partial(_copy, read=read)))
+                self._staged.append(partial(_copy, spec, read))
 
     def _problem(
         self, given: str, source: _Source, specs: list[WeightSpec], name: str, *, check_finite: bool
     ) -> str | None:
         spec = specs[0]
+        if problem := self._misfit(given, source, spec):
+            return problem
+        if name in self._found and not same_rows(self._found[name].read(spec.part), source.read(spec.part)):
+            return f"{given} differs from another tensor of the update that has the same place, {name}"
+        if check_finite and not all(bool(source.read(each.part).isfinite().all()) for each in specs):
+            return f"{given} has values that are NaN or infinite"
+        return None
+
+    @staticmethod
+    def _misfit(given: str, source: _Source, spec: WeightSpec) -> str | None:
         kind = "integer" if spec.is_integer else "float"
         if source.shape != spec.shape:
             return f"{given} has shape {list(source.shape)}, expected {list(spec.shape)}"
         if source.kind != kind:
             return f"{given} has values of dtype {source.kind}, expected {kind}"
-        if name in self._found and not same_rows(self._found[name].read(spec.part), source.read(spec.part)):
-            return f"{given} differs from another tensor of the update that has the same place, {name}"
-        if check_finite and not all(bool(source.read(each.part).isfinite().all()) for each in specs):
-            return f"{given} has values that are NaN or infinite"
         return None
 
     # --- committing ---------------------------------------------------------------------------------------------------
@@ -193,8 +264,8 @@ class WeightStore:
     def commit(self, version: int) -> None:
         """Write everything that is staged, in place: addresses stay. No step runs meanwhile. An exception leaves the
         weights undefined."""
-        for spec, write in self._staged:
-            write(spec.destination())
+        for write in self._staged:
+            write()
         for tree in self._trees:
             tree.process_weights_after_loading()
         if self._device.type == "cuda":
@@ -205,7 +276,7 @@ class WeightStore:
 
     def discard(self) -> None:
         """Forget what is staged."""
-        self._staged, self._found, self._whole = [], {}, set()
+        self._staged, self._found, self._whole, self._announced = [], {}, set(), None
         if self._checkpoint is not None:
             self._checkpoint.__exit__()
         self._checkpoint = None
@@ -246,13 +317,9 @@ class WeightStore:
         return found
 
 
-def _copy(destination: torch.Tensor, *, read: Callable[[], torch.Tensor]) -> None:
-    destination.copy_(read())
+def _copy(spec: WeightSpec, read: Callable[[], torch.Tensor]) -> None:
+    spec.destination().copy_(read())
 
 
 def _same(values: torch.Tensor) -> torch.Tensor:
     return values
-
-
-def _fill(destination: torch.Tensor, *, spec: WeightSpec, seed: int) -> None:
-    fill_dummy([spec], seed)
