@@ -178,7 +178,7 @@ class WeightStore:
         for given, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):
             source, name = _Given(torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta")), None
             if (name := self._names.get(given)) is None:
-                report.unknown.add(given)
+                self._report_unknown(given, report)
             elif problem := self._misfit(given, source, self._specs[name][0]):
                 report.problems.append(problem)
             specs = [] if name is None or name in self._found else self._specs[name]
@@ -202,7 +202,7 @@ class WeightStore:
                 for name, count, dtype in zip(info.names, info.num_updates_list, dtypes, strict=True)
             ]
             report = self.stage_patches(patches, check_finite=check_finite)
-        report.unknown &= set()  # they were announced before, and other ranks hold them
+        report.unknown.clear()  # they were announced before, and other ranks hold them
         return report
 
     def answer(self, refusal: str = "") -> None:
@@ -223,8 +223,7 @@ class WeightStore:
     ) -> None:
         name = self._names.get(given)
         if name is None:
-            if not given.endswith(REDUNDANT_SUFFIX) and not given.startswith(self._other):
-                report.unknown.add(given)
+            self._report_unknown(given, report)
             return
         specs = self._specs[name]
         if problem := self._problem(given, source, specs, name, check_finite=check_finite):
@@ -248,6 +247,10 @@ class WeightStore:
         if check_finite and not all(bool(source.read(each.part).isfinite().all()) for each in specs):
             return f"{given} has values that are NaN or infinite"
         return None
+
+    def _report_unknown(self, given: str, report: StageReport) -> None:
+        if not given.endswith(REDUNDANT_SUFFIX) and not given.startswith(self._other):
+            report.unknown.add(given)
 
     @staticmethod
     def _misfit(given: str, source: _Source, spec: WeightSpec) -> str | None:
