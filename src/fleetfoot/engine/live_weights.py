@@ -117,6 +117,7 @@ class LiveWeights:
         self._stage([stage])
         with self._failing():
             self.call("commit", self.version)
+
     # --- from a trainer -----------------------------------------------------------------------------------------------
 
     def connect(self, init_info: Any) -> None:

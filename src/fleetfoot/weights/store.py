@@ -176,14 +176,15 @@ class WeightStore:
         before, in `stage_received`."""
         report, self._announced = StageReport(), info
         for given, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):
-            source, name = _Given(torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta")), None
-            if (name := self._names.get(given)) is None:
+            source = _Given(torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta"))
+            name, specs = self._names.get(given), list[WeightSpec]()
+            if name is None:
                 self._report_unknown(given, report)
             elif problem := self._misfit(given, source, self._specs[name][0]):
                 report.problems.append(problem)
-            specs = [] if name is None or name in self._found else self._specs[name]
-            self._whole.update(name for name in [name] if name)
-            self._found[name or given] = source
+            elif name not in self._found:
+                specs, self._found[name] = self._specs[name], source
+                self._whole.add(name)
             self._staged.append(partial(self._receive, shape, getattr(torch, dtype), specs))
         return report
 
