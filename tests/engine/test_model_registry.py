@@ -18,8 +18,9 @@ from tests.helpers.commands import CommandRunner
 from fleetfoot import LLM, ModelRegistry, SamplingParams
 from fleetfoot.config.architectures import ARCHITECTURES
 from fleetfoot.config.model_registry import PLUGINS
-from fleetfoot.config.parsing import parse_model_config
+from fleetfoot.config.parsing import load_model_config, parse_model_config
 from fleetfoot.fusion import plan_fusion
+from fleetfoot.models.interface import model_class
 from fleetfoot.models.llama import LlamaForCausalLM
 from fleetfoot.outputs import RequestOutput
 
@@ -113,8 +114,11 @@ def test_workers_do_not_find_a_class_that_is_in_no_module(folder: Path) -> None:
     class Local(LlamaForCausalLM): ...
 
     ModelRegistry.register_model(NAME, Local)
-    with pytest.raises(Exception, match=r"Local of CappedLlama.* cannot be imported .* put it into a module"):
-        generate(folder, tensor_parallel_size=2)
+    config = load_model_config(folder)
+    assert model_class(config) is Local
+    del ARCHITECTURES[NAME]  # as in a worker
+    with pytest.raises(ValueError, match=r"Local of CappedLlama.* cannot be imported .* put it into a module"):
+        model_class(config)
 
 
 def test_a_class_takes_the_place_of_an_architecture(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
