@@ -348,7 +348,9 @@ class LLM(PoolingCalls, SleepCalls, WeightCalls):
         with SHORT_COLLECTIONS, deferred_interrupts() as interrupts:
             try:
                 self._add(call, interrupts)
-                with progress_bar(use_tqdm, total=len(call.prompts), description="Generating") as advance:
+                with progress_bar(
+                    use_tqdm, total=len(call.prompts), description="Pooling" if self._is_pooling else "Generating"
+                ) as advance:
                     while True:
                         for output in call.outputs[call.num_shown :]:
                             call.num_shown += 1
@@ -402,8 +404,12 @@ class LLM(PoolingCalls, SleepCalls, WeightCalls):
                         self._step()
             interrupts.check()
 
+    @property
+    def _is_pooling(self) -> bool:
+        return self.llm_engine.input_processor.pooling is not None
+
     def _check_generates(self, call: str) -> None:
-        if self.llm_engine.input_processor.pooling is not None:
+        if self._is_pooling:
             raise ValueError(f"{call} needs a model that generates, and this one pools; set runner='generate'")
 
     def _check_usable(self) -> None:

@@ -57,9 +57,10 @@ def test_the_asynchronous_engine(tmp_path: Path) -> None:
         await engine.check_integrity()
         for outputs, error, message in (
             (engine.generate("a", SamplingParams(), "g"), TypeError, "SamplingParams was given, and this engine pools"),
-            (engine.classify("a"), ValueError, "AsyncLLM.classify needs the task 'classify'; this model has embed"),
+            (engine.classify("a"), ValueError, "AsyncLLM.encode needs the task 'classify'; this model has embed"),
             (engine.embed("a", lora_request=1), TypeError, "unknown keyword 'lora_request'"),
             (engine.embed([9999]), ValueError, r"prompt_token_ids\[0\] is 9999"),
+            (engine.score("a", {"prompt_token_ids": [9999]}), ValueError, r"prompt_token_ids\[0\] is 9999"),
             (engine.score("a", ["b"]), TypeError, r"data_2 is \['b'\]; it must be a text"),
         ):
             with pytest.raises(error, match=message):
@@ -69,7 +70,7 @@ def test_the_asynchronous_engine(tmp_path: Path) -> None:
         async with AsyncLLM(str(tmp_path), **settings | {"num_gpu_blocks_override": 40}) as engine:
             await check(engine)
         async with AsyncLLM(str(tmp_path), **settings, runner="generate", load_format="dummy") as engine:
-            with pytest.raises(ValueError, match=r"AsyncLLM.embed needs a model for pooling, and this one generates"):
+            with pytest.raises(ValueError, match=r"AsyncLLM.encode needs a model for pooling, and this one generates"):
                 await only(engine.embed("a"))
             with pytest.raises(TypeError, match=r"pooling_params were given, and this engine generates"):
                 await only(engine.generate("a", PoolingParams(), "g"))

@@ -65,11 +65,9 @@ class PoolerConfig(JSONSettings):
     use_activation: bool | None = None
     """The default of `PoolingParams.use_activation`."""
     normalize: bool | None = None
-    """Another name for use_activation."""
     softmax: bool | None = None
-    """Another name for use_activation."""
     activation: bool | None = None
-    """Another name for use_activation."""
+    """Other names for use_activation."""
     dimensions: int | None = None
     """The default of `PoolingParams.dimensions`."""
     step_tag_id: int | None = None

@@ -148,6 +148,57 @@ class PoolingCalls:
         check_pools(f"LLM.{method.__name__}", self.llm_engine.input_processor.pooling, method, task, unknown)
 
 
+def check_pools(
+    call: str, pooling: Pooling | None, method: Callable[..., Any], task: str | None, unknown: Mapping[str, Any]
+) -> None:
+    """Raise TypeError for keywords that ``method`` does not have, and ValueError if the engine generates or its model
+    does not have the task; ``call``: its name, for messages."""
+    check_call_keywords(call, method, unknown)
+    if pooling is None:
+        raise ValueError(
+            f"{call} needs a model for pooling, and this one generates; start it with runner='pooling' for embeddings, "
+            "or take a checkpoint with a head for scores"
+        )
+    if task is not None and task not in pooling.tasks:
+        hint = " (scores of pairs need embeddings, or one label)" if task == "score" else ""
+        raise ValueError(
+            f"{call} needs the task {task!r}; this model has {', '.join(pooling.tasks)}{hint}; "
+            "LLM.encode(pooling_task=...) has all of them"
+        )
+
+
+def as_embedding(output: PoolingRequestOutput) -> EmbeddingRequestOutput:
+    return replace(output, outputs=EmbeddingOutput(output.outputs.data.tolist()))
+
+
+def as_classes(output: PoolingRequestOutput) -> ClassificationRequestOutput:
+    return replace(output, outputs=ClassificationOutput(output.outputs.data.tolist()))
+
+
+def as_score(output: PoolingRequestOutput) -> ScoringRequestOutput:
+    values = output.outputs.data.tolist()
+    return replace(output, outputs=ScoringOutput(values[0] if values else float("nan")))
+
+
+def _async_call(task: str, convert: Callable[[PoolingRequestOutput], Any]) -> Any:
+    """As the call of `PoolingCalls`, for one prompt: a generator of its output. ``options``: those of
+    `AsyncPoolingCalls.encode`."""
+
+    async def call(
+        self: AsyncPoolingCalls,
+        prompt: PromptType,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        **options: Any,
+    ) -> AsyncGenerator[Any, None]:
+        outputs = self.encode(prompt, pooling_params, request_id, **{**options, "pooling_task": task})
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield convert(output)
+
+    return call
+
+
 class AsyncPoolingCalls:
     """Mixed into `fleetfoot.AsyncLLM`: generators of one output, as `encode`. The output of an aborted request has no
     elements, or a score that is not a number."""
@@ -181,41 +232,9 @@ class AsyncPoolingCalls:
             async for output in outputs:
                 yield cast("PoolingRequestOutput", output)
 
-    async def embed(
-        self,
-        prompt: PromptType,
-        pooling_params: PoolingParams | None = None,
-        request_id: str | None = None,
-        **options: Any,
-    ) -> AsyncGenerator[EmbeddingRequestOutput, None]:
-        """As `LLM.embed`, for one prompt. ``options``: those of `encode`."""
-        async with aclosing(self._pool_one("embed", prompt, pooling_params, request_id, options)) as outputs:
-            async for output in outputs:
-                yield as_embedding(output)
-
-    async def classify(
-        self,
-        prompt: PromptType,
-        pooling_params: PoolingParams | None = None,
-        request_id: str | None = None,
-        **options: Any,
-    ) -> AsyncGenerator[ClassificationRequestOutput, None]:
-        """As `LLM.classify`, for one prompt. ``options``: those of `encode`."""
-        async with aclosing(self._pool_one("classify", prompt, pooling_params, request_id, options)) as outputs:
-            async for output in outputs:
-                yield as_classes(output)
-
-    async def reward(
-        self,
-        prompt: PromptType,
-        pooling_params: PoolingParams | None = None,
-        request_id: str | None = None,
-        **options: Any,
-    ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """As `LLM.reward`, for one prompt. ``options``: those of `encode`."""
-        async with aclosing(self._pool_one("reward", prompt, pooling_params, request_id, options)) as outputs:
-            async for output in outputs:
-                yield output
+    embed = _async_call("embed", as_embedding)
+    classify = _async_call("classify", as_classes)
+    reward = _async_call("token_classify", lambda output: output)
 
     async def score(
         self,
@@ -245,8 +264,10 @@ class AsyncPoolingCalls:
                 for text, name in ((first, request_id), (second, f"{request_id}-2"))
             )
             async with aclosing(left), aclosing(right):
-                pair = await asyncio.gather(anext(left), anext(right))
-            yield cosine(*pair, _pad_token_id(processor))
+                pair: list[Any] = await asyncio.gather(anext(left), anext(right), return_exceptions=True)
+            if failed := [entry for entry in pair if isinstance(entry, BaseException)]:
+                raise failed[0]
+            yield cosine(pair[0], pair[1], _pad_token_id(processor))
             return
         prompt: Any = pair_prompt(processor, first, second, params, chat_template)
         async with aclosing(self.encode(prompt, replace(params, prompt_name=None), request_id, **options)) as outputs:
@@ -256,37 +277,6 @@ class AsyncPoolingCalls:
     @property
     def _pooling(self) -> Pooling | None:
         return self._engine.input_processor.pooling
-
-    def _pool_one(
-        self,
-        call: str,
-        prompt: PromptType,
-        params: PoolingParams | None,
-        request_id: str | None,
-        options: dict[str, Any],
-    ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        task = "token_classify" if call == "reward" else call
-        check_pools(f"AsyncLLM.{call}", self._pooling, self.encode, task, {})
-        return self.encode(prompt, params, request_id, **{**options, "pooling_task": task})
-
-
-def check_pools(
-    call: str, pooling: Pooling | None, method: Callable[..., Any], task: str | None, unknown: Mapping[str, Any]
-) -> None:
-    """Raise TypeError for keywords that ``method`` does not have, and ValueError if the engine generates or its model
-    does not have the task; ``call``: its name, for messages."""
-    check_call_keywords(call, method, unknown)
-    if pooling is None:
-        raise ValueError(
-            f"{call} needs a model for pooling, and this one generates; start it with runner='pooling' for embeddings, "
-            "or take a checkpoint with a head for scores"
-        )
-    if task is not None and task not in pooling.tasks:
-        hint = " (scores of pairs need embeddings, or one label)" if task == "score" else ""
-        raise ValueError(
-            f"{call} needs the task {task!r}; this model has {', '.join(pooling.tasks)}{hint}; "
-            "LLM.encode(pooling_task=...) has all of them"
-        )
 
 
 def score_task(pooling: Pooling, chat_template: str | None) -> str:
@@ -311,19 +301,6 @@ def pair_prompt(
         text = content.get("prompt")
         pair.append(texts.tokenizer.decode(content["prompt_token_ids"]) if text is None else text)
     return {"prompt_token_ids": texts.tokenize_pair(pair[0], pair[1], params, template)}
-
-
-def as_embedding(output: PoolingRequestOutput) -> EmbeddingRequestOutput:
-    return replace(output, outputs=EmbeddingOutput(output.outputs.data.tolist()))
-
-
-def as_classes(output: PoolingRequestOutput) -> ClassificationRequestOutput:
-    return replace(output, outputs=ClassificationOutput(output.outputs.data.tolist()))
-
-
-def as_score(output: PoolingRequestOutput) -> ScoringRequestOutput:
-    values = output.outputs.data.tolist()
-    return replace(output, outputs=ScoringOutput(values[0] if values else float("nan")))
 
 
 def cosine(left: PoolingRequestOutput, right: PoolingRequestOutput, pad_token_id: int | None) -> ScoringRequestOutput:

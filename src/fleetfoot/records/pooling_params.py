@@ -29,11 +29,9 @@ class PoolingParams:
     """Whether embeddings are normalised to length 1, and softmax or sigmoid is applied to scores. None: as the model's
     checkpoint has it, else True."""
     normalize: bool | None = None
-    """Another name for use_activation."""
     softmax: bool | None = None
-    """Another name for use_activation."""
     activation: bool | None = None
-    """Another name for use_activation."""
+    """Other names for use_activation."""
     step_tag_id: int | None = None
     """Of a process reward model: return the scores of these tokens alone."""
     task: str | None = None
