@@ -174,6 +174,9 @@ def test_checkpoints_of_sentence_transformers(case: str, tmp_path: Path) -> None
             vectors = torch.tensor([output.outputs.embedding for output in outputs])
             expected = reference.encode(TEXTS, prompt_name=name, convert_to_tensor=True)
             torch.testing.assert_close(vectors, expected, rtol=1e-4, atol=1e-5)
+        if "projected" in case:
+            with pytest.raises(ValueError, match="dense layers of sentence-transformers, which are read at the start"):
+                llm.reload_weights(tmp_path / "made")
         scores = [output.outputs.score for output in llm.score(TEXTS[0], TEXTS, use_tqdm=False)]
         expected = reference.encode(TEXTS, convert_to_tensor=True)
         assert scores == pytest.approx(reference.similarity(expected[:1], expected)[0].tolist(), abs=1e-5)

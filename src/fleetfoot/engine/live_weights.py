@@ -67,6 +67,11 @@ class LiveWeights:
             return self._apply([("stage_dummy", (self._plan.config.seed,), {})], version)
         if weights is None or isinstance(weights, str | os.PathLike):
             folder = self.path if weights is None else find_model(os.fspath(weights))
+            if self._plan.pooling is not None and self._plan.pooling.projections:
+                raise ValueError(
+                    "this model has dense layers of sentence-transformers, which are read at the start alone; make a "
+                    "new engine of the checkpoint, or give the tensors of the decoder"
+                )
             options = {"check_finite": check_finite}
             return self._apply([("stage_checkpoint", (str(folder),), options)], version, source=str(folder))
         pairs = _read_all(weights)
