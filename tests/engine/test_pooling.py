@@ -89,6 +89,23 @@ def test_classes(num_labels: int, way: str, tmp_path: Path) -> None:
         torch.testing.assert_close(tagged[2].outputs.data, rewards[2].outputs.data[places])
 
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "phi3": {}, "smollm3": {"eos_token_id": 1}, "gemma2": {"sliding_window": 8}, "gemma3_text": {"sliding_window": 8},
+    "olmo2": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_head_for_scores_of_every_family(kind: str, tmp_path: Path) -> None:
+    more = {"num_labels": 3, "bos_token_id": 1, "eos_token_id": 1, **FAMILIES[kind]}
+    model = save(tmp_path, kind, AutoModelForSequenceClassification, **more)
+    with torch.no_grad():
+        expected = torch.cat([model(torch.tensor([prompt])).logits.softmax(1) for prompt in PROMPTS])
+    with LLM(tmp_path, **SETTINGS) as llm:
+        probs = [output.outputs.probs for output in llm.classify(ids(PROMPTS), use_tqdm=False)]
+    torch.testing.assert_close(torch.tensor(probs), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_each_token_and_dimensions(tmp_path: Path) -> None:
     model = save(tmp_path, "qwen3", AutoModel, is_matryoshka=True)
     with LLM(tmp_path, **SETTINGS, runner="pooling") as llm:
@@ -109,10 +126,18 @@ def test_each_token_and_dimensions(tmp_path: Path) -> None:
             llm.embed(ids([[*long, 5]]), use_tqdm=False)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
+BIDIRECTIONAL: dict[str, dict[str, Any]] = {
+    "llama": {"is_causal": False}, "mistral": {"is_causal": False, "sliding_window": 5},
+    "gemma3_text": {"use_bidirectional_attention": True, "sliding_window": 8, "bos_token_id": 1, "eos_token_id": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BIDIRECTIONAL)
 def test_bidirectional_attention(kind: str, tmp_path: Path) -> None:
-    """Mistral's is within a window."""
-    model = save(tmp_path, kind, AutoModel, is_causal=False, **({"sliding_window": 5} if kind == "mistral" else {}))
+    """With windows, and half of one on either side."""
+    model = save(tmp_path, kind, AutoModel, **BIDIRECTIONAL[kind])
+    with pytest.raises(ValueError, match=r"tokens attend to later ones .*so the model generates no text"):
+        LLM(tmp_path, **SETTINGS, runner="generate")
     with LLM(tmp_path, **SETTINGS, max_num_seqs=2) as llm:
         outputs = llm.embed(ids(PROMPTS), use_tqdm=False)
     for output, prompt in zip(outputs, PROMPTS, strict=True):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoTokenizer, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from fleetfoot.assets import embedded_model_path
 
@@ -15,7 +15,6 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "initializer_range": 0.2,
     "pad_token_id": 0,
 }  # fmt: skip
-CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 SETTINGS: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "block_size": 4, "num_gpu_blocks_override": 128,
 }  # fmt: skip
@@ -28,7 +27,8 @@ PAIR = "<|user|>{{ messages[0].content }} or {{ messages[1].content }}?"
 
 def save(folder: Path, kind: str, cls: Any, **more: Any) -> Any:
     torch.manual_seed(3)
-    model = cls.from_config(CONFIGS[kind](**SHAPE | more), attn_implementation="eager").float().eval()
+    config = AutoConfig.for_model(kind, **SHAPE | more)
+    model = cls.from_config(config, attn_implementation="eager").float().eval()
     model.save_pretrained(folder)
     return model
 

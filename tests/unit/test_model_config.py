@@ -395,7 +395,10 @@ def gemma3(**fields: Any) -> dict[str, Any]:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (gemma3(use_bidirectional_attention=True), "use_bidirectional_attention is True; tokens attend to earlier ones"),
+    (
+        {"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True},
+        "use_bidirectional_attention is True; tokens attend to earlier ones",
+    ),
     (gemma3(is_causal=False), "is_causal is False; tokens attend to earlier ones"),
     (gemma3(hidden_activation="gelu"), "hidden_activation is 'gelu'; supported: gelu_pytorch_tanh"),
     (gemma3(sliding_window=None), "sliding_window is missing; expected an integer"),

@@ -115,7 +115,6 @@ def _layers_with_rope(fields: Fields, num_layers: int) -> list[bool]:
 
 def _gemma2_traits(fields: Fields) -> dict[str, Any]:
     fields.refuse("mlp_bias", because="Gemma has no biases in its MLP; expected false")
-    fields.refuse("use_bidirectional_attention", because="tokens attend to earlier ones only; expected false")
     if fields.raw("is_causal") is False:
         raise fields.error("is_causal", "tokens attend to earlier ones only; expected true")
     attention_bias = fields.boolean("attention_bias")
@@ -201,12 +200,17 @@ def _smollm3_windows(fields: Fields, num_layers: int) -> LayerWindows:
 
 def _gemma2_windows(fields: Fields, num_layers: int) -> LayerWindows:
     """Without ``layer_types``, every second layer has none."""
+    fields.refuse("use_bidirectional_attention", because="tokens attend to earlier ones only; expected false")
     return _alternating_windows(fields, num_layers, 2)
 
 
 def _gemma3_windows(fields: Fields, num_layers: int) -> LayerWindows:
-    """Without ``layer_types``, every ``sliding_window_pattern``-th layer has none."""
-    return _alternating_windows(fields, num_layers, fields.integer("sliding_window_pattern"))
+    """Without ``layer_types``, every ``sliding_window_pattern``-th layer has none. Of an embedding model, half of the
+    window is on either side."""
+    windows = _alternating_windows(fields, num_layers, fields.integer("sliding_window_pattern"))
+    if not fields.boolean("use_bidirectional_attention"):
+        return windows
+    return tuple(None if window is None else window // 2 for window in windows)
 
 
 def _alternating_windows(fields: Fields, num_layers: int, period: int) -> LayerWindows:
@@ -315,6 +319,7 @@ _GEMMA3_DEFAULTS: dict[str, Any] = {
     "rope_theta": 1000000.0,
     "rope_local_base_freq": 10000.0,
     "sliding_window_pattern": 6,
+    "use_bidirectional_attention": False,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
 }

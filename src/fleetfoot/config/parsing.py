@@ -112,7 +112,8 @@ def _find_architecture(config: Mapping[str, Any], source: str) -> tuple[str, Arc
         if not names:
             check_is_decoder(config, source)
             raise ConfigError(f"{source}: architectures is missing and model_type is {model_type!r}; {supported}")
-    names = [decoder_name(str(name)) for name in names] if isinstance(names, list) else ()
+    names = [decoder_name(str(name)) for name in names] if isinstance(names, list) else []
+    names += [name.replace("ForCausalLM", "Model") for name in names if name not in ARCHITECTURES]
     for name, entry in ARCHITECTURES.items():
         if name in names or entry.base_model in names:
             return name, entry

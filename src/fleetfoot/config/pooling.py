@@ -170,11 +170,17 @@ class Pooling:
 
 
 def is_pooling_model(content: Mapping[str, Any], folder: Path, base_models: tuple[str, ...] = ()) -> bool:
-    """Whether a checkpoint is for pooling by itself: a head for scores, no head, or made by sentence-transformers.
-    ``base_models``: names of architectures without a head."""
+    """Whether a checkpoint is for pooling by itself: a head for scores, no head, bidirectional attention, or made by
+    sentence-transformers. ``base_models``: names of architectures without a head."""
     name = _architecture(content)
-    has_head = name.endswith(tuple(HEADS)) or bool(content.get("classifier_from_token"))
-    return has_head or name.replace("Bidirectional", "") in base_models or (folder / MODULES).is_file()
+    is_special = name.endswith(tuple(HEADS)) or bool(content.get("classifier_from_token")) or is_bidirectional(content)
+    return is_special or name.replace("Bidirectional", "") in base_models or (folder / MODULES).is_file()
+
+
+def is_bidirectional(content: Mapping[str, Any]) -> bool:
+    """Whether tokens attend to later ones too, and so generate no text."""
+    is_set = content.get("is_causal") is False or bool(content.get("use_bidirectional_attention"))
+    return is_set or "Bidirectional" in _architecture(content)
 
 
 def decoder_name(name: str) -> str:
@@ -201,8 +207,7 @@ def resolve_pooling(content: Mapping[str, Any], folder: Path, override: PoolerCo
     """From ``config.json`` and the files of sentence-transformers. ``token_ids`` of ``classifier_from_token`` are not
     looked up (`classifier_tokens`). Raises ConfigError: the checkpoint pools in a way that is not supported."""
     name, fields = _architecture(content), Fields(content, {}, str(folder / "config.json"))
-    is_causal = not (content.get("is_causal") is False or content.get("use_bidirectional_attention"))
-    is_causal = is_causal and "Bidirectional" not in name
+    is_causal = not is_bidirectional(content)
     given = read_sentence_transformers(folder)
     activation_fn, override = given.pop("activation_fn", None), override or PoolerConfig()
     pooling = Pooling(

@@ -14,7 +14,7 @@ from fleetfoot.config.json_fields import ConfigError, Fields
 from fleetfoot.config.model import ModelConfig, read_config_json
 from fleetfoot.config.model_registry import load_general_plugins
 from fleetfoot.config.parsing import load_model_config
-from fleetfoot.config.pooling import Pooling, classifier_tokens, is_pooling_model, resolve_pooling
+from fleetfoot.config.pooling import Pooling, classifier_tokens, is_bidirectional, is_pooling_model, resolve_pooling
 from fleetfoot.config.sharding import check_pipeline_parallel_size, check_tensor_parallel_size
 from fleetfoot.fusion import plan_fusion
 from fleetfoot.kernels.registry import DeviceFacts, plan_kernels
@@ -154,6 +154,11 @@ def _pooling(config: EngineConfig, content: Mapping[str, Any], folder: Path, *, 
     is_own = is_pooling_model(content, folder, base_models)
     if config.runner == "generate" and config.pooler_config is not None:
         raise ValueError("pooler_config is set, and runner is 'generate'; leave one of them out")
+    if config.runner == "generate" and is_bidirectional(content):
+        raise ConfigError(
+            f"{folder / 'config.json'}: tokens attend to later ones (is_causal, use_bidirectional_attention), so the "
+            "model generates no text; leave runner='generate' out"
+        )
     if config.runner == "generate" or (config.runner == "auto" and not is_own and config.pooler_config is None):
         return None
     pooling = resolve_pooling(content, folder, config.pooler_config)
