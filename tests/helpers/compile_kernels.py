@@ -126,8 +126,8 @@ def operations() -> None:
         (40, Tiling("tiled", 64, 128, 64, 3)),
     ):
         ChainedGateUp(empty(256, 1024)).launch(empty(num_rows, 1024), tiling)
-    for num_rows, num_inputs in ((8, 1024), (1, 1000)):
-        deferred = ChainedResidual(empty(1024, num_inputs)).add_and_norm(
+    for num_rows, num_inputs, scale in ((8, 1024, 1.0), (1, 1000, 0.3)):
+        deferred = ChainedResidual(empty(1024, num_inputs), None, scale).add_and_norm(
             empty(num_rows, num_inputs), empty(num_rows, 1024), empty(1024), 1e-6
         )
         assert deferred is not None
