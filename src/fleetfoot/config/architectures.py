@@ -75,7 +75,7 @@ def _qwen3_traits(fields: Fields) -> dict[str, bool]:
 
 
 def _granite_traits(fields: Fields) -> dict[str, Any]:
-    """The factors on attention scores and residual branches, which are of every layer, and the two of the model's ends."""
+    """The factors on attention scores and residual branches of every layer, and the two of the model's ends."""
     return {
         **llama_traits(fields),
         "attention_scale": fields.number("attention_multiplier"),
