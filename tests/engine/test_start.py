@@ -59,6 +59,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"dtype": "float8"}, ValueError, r"dtype is 'float8'; it can be auto, bfloat16, float16, float32"),
     ({"device": "tpu"}, ValueError, "device is 'tpu'; it can be auto, cpu, cuda"),
     ({"model_runner": "v3"}, ValueError, "model_runner is 'v3'; it can be auto, v1, v2"),
+    ({"max_restarts": 3}, ValueError, "max_restarts is 3, but on_error is 'raise'; set it to 'restart'"),
     ({"max_num_seqs": 0}, ValueError, "max_num_seqs is 0; it must be at least 1"),
     ({"max_num_seqs": True}, TypeError, "max_num_seqs is True, a bool"),
     ({"max_num_seqs": "8"}, TypeError, "max_num_seqs is '8', a str; it must be int"),

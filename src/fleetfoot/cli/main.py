@@ -121,12 +121,10 @@ def _run(arguments: argparse.Namespace) -> int:
     except UsageError as error:
         _print_error(arguments, str(error))
         return EXIT_USAGE
-    except Terminated:
-        return EXIT_TERMINATED
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         if sys.stderr.isatty():
-            print_status("")  # ends the line with the terminal's ^C
-        return EXIT_INTERRUPTED
+            print_status("")  # ends the line with the terminal's ^C, or of a prompt
+        return EXIT_TERMINATED if isinstance(interrupt, Terminated) else EXIT_INTERRUPTED
     except BrokenPipeError:
         discard(sys.stdout)
         return EXIT_BROKEN_PIPE

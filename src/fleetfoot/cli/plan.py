@@ -215,7 +215,7 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
         "workers": {
             "executor": plan.executor,
             "on_error": plan.config.on_error,
-            "max_restarts": plan.config.max_restarts,
+            "max_restarts": plan.max_restarts,
         },
         "parallel": _parallel(plan),
         "drafter": _drafter(plan),

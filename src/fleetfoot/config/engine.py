@@ -24,6 +24,8 @@ LoadFormat = Literal["auto", "safetensors", "dummy"]
 ModelRunnerName = Literal["auto", "v1", "v2"]
 Runner = Literal["auto", "generate", "pooling"]
 SchedulingPolicy = Literal["fcfs", "priority"]
+MAX_RESTARTS = 16
+"""The default of ``max_restarts``."""
 ExecutorBackend = Literal["auto", "uni", "mp"]
 OnError = Literal["raise", "restart"]
 
@@ -262,10 +264,8 @@ class EngineConfig:
         "resume the requests",
         choices=OnError,
     )
-    max_restarts: int = _flag(
-        16,
-        "most restarts within an hour, with on_error restart; one more error ends the engine",
-        bounds=Bounds("be at least 1; on_error='raise' never restarts", 1),
+    max_restarts: int | None = _count(
+        None, "with on_error restart, most restarts within an hour; one more error ends the engine; default 16"
     )
 
     def __post_init__(self) -> None:
@@ -337,6 +337,8 @@ class EngineConfig:
                 f"nnodes is {nodes}, but {sizes}, which cannot be spread evenly over so many; it can be "
                 f"{', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}"
             )
+        if self.max_restarts is not None and self.on_error == "raise":
+            raise ValueError(f"max_restarts is {self.max_restarts}, but on_error is 'raise'; set it to 'restart'")
         if nodes > 1 and self.on_error == "restart":
             raise ValueError(f"on_error is 'restart', but nnodes is {nodes}; it can be 'restart' on one machine alone")
         if not 0 <= self.node_rank < nodes:

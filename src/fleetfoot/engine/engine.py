@@ -500,4 +500,4 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         executor.shutdown()
         raise
     rebuild = partial(start_again, plan) if config.on_error == "restart" else None
-    return LLMEngine(core, input_processor, tokenizer, plan=plan, rebuild=rebuild, max_restarts=config.max_restarts)
+    return LLMEngine(core, input_processor, tokenizer, plan=plan, rebuild=rebuild, max_restarts=plan.max_restarts)

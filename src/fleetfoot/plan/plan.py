@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fleetfoot.config.engine import EngineConfig
+from fleetfoot.config.engine import MAX_RESTARTS, EngineConfig
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
 from fleetfoot.config.pooling import Pooling
 from fleetfoot.fusion import LayerFusion
@@ -83,6 +83,11 @@ class EnginePlan:
         if self.connector is not None:
             return range(self.config.world_size)
         return range(self.output_rank, self.output_rank + 1)
+
+    @property
+    def max_restarts(self) -> int:
+        """Most restarts after errors, within an hour; 0: an error ends the engine."""
+        return 0 if self.config.on_error == "raise" else self.config.max_restarts or MAX_RESTARTS
 
     @property
     def runner(self) -> str:
