@@ -240,10 +240,10 @@ def slope(samples: list[tuple[int, int]]) -> float:
 @own_temporary_folder()
 def soak(
     num_requests: int, *, num_reports: int = 20, num_live: int = 24, seed: int = 0, mean_steps: int = 1500,
-    event_share: float = 0.002, kills: bool = False, verbose: bool = False, **settings: Any,
+    event_share: float = 0.002, load_failures: float = 0.05, kills: bool = False, verbose: bool = False, **settings: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Run a soak, and return its report. ``settings``: of the engine. Raises AssertionError if anything is wrong."""
-    faults = Faults(seed, load_failures=0.05, mean_steps=mean_steps, kills=kills)
+    faults = Faults(seed, load_failures=load_failures, mean_steps=mean_steps, kills=kills)
     connector = {
         "kv_connector": "SoakConnector",
         "kv_role": "kv_both",

@@ -7,7 +7,7 @@ from benchmarks.soak import soak
 
 def test_nothing_is_left_over(runner: str, text_model: Path) -> None:
     settings = {"model": str(text_model), "model_runner": runner, "async_scheduling": runner == "v2"}
-    report = soak(240, num_reports=2, mean_steps=40, event_share=0.03, **settings)
+    report = soak(240, num_reports=2, mean_steps=40, event_share=0.03, load_failures=0.5, **settings)
     assert report["requests"] == sum(report["ends"].values()) == 240
     assert report["ends"].keys() <= {"abort", "length", "stop"}
     assert min(report[name] for name in ("restarts", "preemptions", "loads", "failed_loads", "reload_weights")) > 0
