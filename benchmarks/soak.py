@@ -239,9 +239,18 @@ def slope(samples: list[tuple[int, int]]) -> float:
 
 @own_temporary_folder()
 def soak(
-    num_requests: int, *, num_reports: int = 20, num_live: int = 24, seed: int = 0, mean_steps: int = 1500,
-    event_share: float = 0.002, load_failures: float = 0.05, kills: bool = False, verbose: bool = False, **settings: Any,
-) -> dict[str, Any]:  # fmt: skip
+    num_requests: int,
+    *,
+    num_reports: int = 20,
+    num_live: int = 24,
+    seed: int = 0,
+    mean_steps: int = 1500,
+    event_share: float = 0.002,
+    load_failures: float = 0.05,
+    kills: bool = False,
+    verbose: bool = False,
+    **settings: Any,
+) -> dict[str, Any]:
     """Run a soak, and return its report. ``settings``: of the engine. Raises AssertionError if anything is wrong."""
     faults = Faults(seed, load_failures=load_failures, mean_steps=mean_steps, kills=kills)
     connector = {
