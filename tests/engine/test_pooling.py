@@ -180,7 +180,7 @@ MODULES: dict[str, tuple[list[Any], str | None, dict[str, Any]]] = {
     "two projections, not normalised": (
         [Pooling(48, "mean"), Dense(48, 24), Dense(24, 8, bias=False, activation_function=torch.nn.ReLU())], None, {}
     ),
-    "prompts": ([Pooling(48, "cls"), Normalize()], None, {"default_prompt_name": "query"}),
+    "prompts": ([Pooling(48, "mean"), Normalize()], None, {"default_prompt_name": "query"}),
     "chat template": ([Pooling(48, "lasttoken"), Normalize()], TEMPLATE, {}),
 }  # fmt: skip
 

@@ -203,7 +203,9 @@ def check_is_decoder(content: Mapping[str, Any], source: str) -> None:
         )
 
 
-def resolve_pooling(content: Mapping[str, Any], folder: Path, override: PoolerConfig | None) -> Pooling:
+def resolve_pooling(
+    content: Mapping[str, Any], folder: Path, override: PoolerConfig | None, *, hidden_size: int, vocab_size: int
+) -> Pooling:
     """From ``config.json`` and the files of sentence-transformers. ``token_ids`` of ``classifier_from_token`` are not
     looked up (`classifier_tokens`). Raises ConfigError: the checkpoint pools in a way that is not supported."""
     name, fields = _architecture(content), Fields(content, {}, str(folder / "config.json"))
@@ -211,7 +213,7 @@ def resolve_pooling(content: Mapping[str, Any], folder: Path, override: PoolerCo
     given = read_sentence_transformers(folder)
     activation_fn, override = given.pop("activation_fn", None), override or PoolerConfig()
     pooling = Pooling(
-        "embed", fields.integer("hidden_size"), "LAST" if is_causal else "MEAN", is_causal=is_causal,
+        "embed", hidden_size, "LAST" if is_causal else "MEAN", is_causal=is_causal,
         matryoshka=_matryoshka(fields),
     )  # fmt: skip
     if "Bidirectional" in name and content.get("pooling") in _NVIDIA_POOLING:
@@ -228,7 +230,7 @@ def resolve_pooling(content: Mapping[str, Any], folder: Path, override: PoolerCo
         pooling = replace(pooling, is_difference=len(pooling.token_ids) == 2)
     elif head is not None:
         pooling = replace(pooling, **{"num_labels": _num_labels(fields), **head})
-        if (pooling.step_tag_id or 0) >= fields.integer("vocab_size"):  # a reduced vocabulary
+        if (pooling.step_tag_id or 0) >= vocab_size:  # a reduced vocabulary
             pooling = replace(pooling, step_tag_id=None)
     if pooling.token_ids or pooling.num_labels:
         size = pooling.num_labels or (1 if pooling.is_difference else len(pooling.token_ids))

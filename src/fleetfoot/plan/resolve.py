@@ -52,7 +52,7 @@ def resolve_plan(
     own_dtype = "bfloat16" if device == "cuda" and model.dtype == "float32" else model.dtype
     dtype = own_dtype if config.dtype == "auto" else config.dtype
     content = read_config_json(model_path, config.hf_overrides)
-    pooling = _pooling(config, content, model_path, config_only=config_only)
+    pooling = _pooling(config, content, model, model_path, config_only=config_only)
     if pooling is not None:
         config, model = _for_pooling(config, model, pooling)
     features = replace(ModelFeatures.of(content, model), task="generate" if pooling is None else "pooling")
@@ -148,7 +148,9 @@ def _check_gpu_sleep(plan: EnginePlan) -> None:
         )
 
 
-def _pooling(config: EngineConfig, content: Mapping[str, Any], folder: Path, *, config_only: bool) -> Pooling | None:
+def _pooling(
+    config: EngineConfig, content: Mapping[str, Any], model: ModelConfig, folder: Path, *, config_only: bool
+) -> Pooling | None:
     """What the engine pools; None: it generates. ``content``: of ``config.json``, with overrides."""
     base_models = tuple(entry.base_model for entry in ARCHITECTURES.values())
     is_own = is_pooling_model(content, folder, base_models)
@@ -161,7 +163,8 @@ def _pooling(config: EngineConfig, content: Mapping[str, Any], folder: Path, *, 
         )
     if config.runner == "generate" or (config.runner == "auto" and not is_own and config.pooler_config is None):
         return None
-    pooling = resolve_pooling(content, folder, config.pooler_config)
+    sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
+    pooling = resolve_pooling(content, folder, config.pooler_config, **sizes)
     if tokens := classifier_tokens(Fields(content, {}, str(folder / "config.json"))):
         from fleetfoot.tokenizer.tokenizer import Tokenizer  # other plans need none
 
@@ -175,8 +178,8 @@ def _pooling(config: EngineConfig, content: Mapping[str, Any], folder: Path, *, 
             raise ConfigError(f"classifier_from_token is {tokens!r}, and the vocabulary does not have {missing[0]!r}")
         pooling = replace(pooling, token_ids=tuple(vocabulary[token] for token in tokens))
     for token in pooling.token_ids:
-        if token >= content["vocab_size"]:
-            raise ConfigError(f"a score is the logit of token {token}, and vocab_size is {content['vocab_size']}")
+        if token >= model.vocab_size:
+            raise ConfigError(f"a score is the logit of token {token}, and vocab_size is {model.vocab_size}")
     return pooling
 
 
