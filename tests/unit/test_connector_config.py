@@ -22,13 +22,16 @@ from fleetfoot.kv_transfer.blockstore import connector
 from fleetfoot.kv_transfer.blockstore.connector import OffloadingConnector, SharedStorageConnector
 from fleetfoot.kv_transfer.example import ExampleConnector
 from fleetfoot.kv_transfer.multi import MultiScheduler
+from fleetfoot.kv_transfer.vllm.adapter import VllmScheduler
 from fleetfoot.kv_transfer.vllm.base import KVConnectorBase_V1
 from fleetfoot.plan.connector import resolve_connector
 from fleetfoot.plan.machine import Machine
-from fleetfoot.plan.plan import EnginePlan, engine_fingerprint
+from fleetfoot.plan.plan import EnginePlan, engine_fingerprint, transfer_context
 from fleetfoot.plan.resolve import resolve_plan
 from fleetfoot.records.kv_connector import NoSchedulerConnector
 from fleetfoot.records.kv_layout import BLOCK_CONTIGUOUS_HND, KVLayout
+from fleetfoot.records.request import Request
+from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
 from fleetfoot.weights.hub import weights_identity
 
@@ -108,6 +111,51 @@ def test_refused_connectors_of_vllm(name: str, path: str | None, extra: dict[str
     config = KVTransferConfig(name, "kv_both", path, extra)
     with pytest.raises((ValueError, TypeError), match=message):
         plan_of(kv_transfer_config=config)
+
+
+class Matches(Unfinished):
+    """Matches ``answer``, and records what is allocated."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self.answer
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self.allocated = blocks.get_block_ids()[0], blocks.get_unhashed_block_ids(), num_external_tokens
+
+    answer: tuple[int | None, bool] = 0, False
+
+
+@pytest.mark.parametrize(
+    ("answer", "num_usable", "allocated"),
+    [
+        ((8, False), 8, ([0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5], 8)),
+        ((11, False), 8, ([0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5], 11)),
+        ((9, True), 8, ([0, 1, 2, 3], [1, 2, 3], 9)),  # the others follow when they are loaded
+        ((18, True), 16, ([0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5], 18)),  # all tokens
+        ((3, True), 0, None),
+        ((0, False), 0, None),
+        ((-4, False), 0, None),
+        ((None, False), None, None),
+    ],
+)
+def test_numbers_of_tokens_of_a_connector_of_vllm(answer: Any, num_usable: int | None, allocated: Any) -> None:
+    """Of a prompt of 22 tokens in blocks of 4, of which 4 are in the prefix cache."""
+    Matches.__abstractmethods__ = frozenset()  # the other methods are not called
+    context = transfer_context(plan_of(kv_transfer_config=KVTransferConfig("Matches", "kv_both", __name__)))
+    scheduler = find_connector(context.config).scheduler_side(context)
+    assert isinstance(scheduler, VllmScheduler)
+    matches: Any = scheduler.connector
+    scheduler.block_size, matches.answer = 4, answer
+    request = Request("r", list(range(22)), SamplingParams(), max_tokens=1, seed=0)
+    scheduler.check_request(request)
+    assert scheduler.get_num_new_matched_tokens(request, 4) == num_usable
+    assert scheduler.has_pending == (num_usable is None)
+    if num_usable:
+        request.block_ids = [0, 1, 2, 3, 4, 5]
+        scheduler.update_state_after_alloc(request, 4, num_usable)
+        assert matches.allocated == allocated
+    scheduler.request_finished(request)
+    assert not scheduler.has_pending
 
 
 def test_fields_that_connectors_of_vllm_do_not_use(caplog: pytest.LogCaptureFixture) -> None:

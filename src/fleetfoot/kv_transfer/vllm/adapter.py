@@ -132,6 +132,8 @@ class _Tracked:
     shown_block_ids: list[int] | None = None
     """Its blocks when a step of the connector showed it last; None: it is new, or has lost them."""
     was_shown: bool = False
+    num_matched: int = 0
+    """The connector's own number of tokens that it can load."""
     is_async: bool = False
 
 
@@ -172,6 +174,7 @@ class VllmScheduler(SchedulerConnector):
             self._undecided.add(request.request_id)
             return None
         self._undecided.discard(request.request_id)
+        tracked.num_matched = count
         # whole blocks, without the last token: it may count a part of a block, and all tokens of a prompt
         last = min(num_computed_tokens + count, request.num_tokens - 1) // self.block_size
         return max(0, last * self.block_size - num_computed_tokens)
@@ -179,8 +182,10 @@ class VllmScheduler(SchedulerConnector):
     def update_state_after_alloc(self, request: Request, num_computed_tokens: int, num_external_tokens: int) -> None:
         tracked, size = self._track(request), self.block_size
         first, count = num_computed_tokens // size, num_external_tokens // size
-        blocks = vllm.KVCacheBlocks(list(request.block_ids), first)
-        self.connector.update_state_after_alloc(tracked.view, blocks, num_external_tokens)
+        end = num_computed_tokens + tracked.num_matched
+        # as in vLLM: an asynchronous load gets the other blocks in a second call, when it has ended
+        block_ids = request.block_ids[: -(-end // size)] if tracked.is_async else list(request.block_ids)
+        self.connector.update_state_after_alloc(tracked.view, vllm.KVCacheBlocks(block_ids, first), tracked.num_matched)
         load = Load(request.block_ids[first : first + count], tracked.is_async)
         self._new_loads[request.request_id] = self._loads[request.request_id] = load
         if not load.is_async:
