@@ -17,10 +17,13 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, and each would compile the package again
 
-.PHONY: demo test test-quick check bench clean
+.PHONY: demo serve test test-quick check bench clean
 
 demo: .venv/demo
 	$(BIN)/fleetfoot generate --stream --prompt "Once upon a time, there was a"
+
+serve: .venv/demo
+	$(BIN)/fleetfoot serve
 
 test: .venv/dev
 	$(PYTEST) $(PYTEST_ARGS)

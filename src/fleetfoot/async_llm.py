@@ -21,14 +21,15 @@ from fleetfoot.config.vllm_names import check_call_keywords
 from fleetfoot.engine.engine import LLMEngine, drain_deadline
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.hold import Hold
-from fleetfoot.engine.input_processor import EngineRequest
+from fleetfoot.engine.input_processor import EngineRequest, is_long_text
 from fleetfoot.engine.live_weights import ENGINE_METHODS, WeightCalls
+from fleetfoot.engine.output_processor import merge_outputs
 from fleetfoot.engine.pooling import AsyncPoolingCalls
 from fleetfoot.engine.sleep import SleepCalls, Suspension
 from fleetfoot.engine.stats import EngineStats
 from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import RequestOutput
-from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
+from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.utils.process import EXIT_GUARD, EXIT_S, SHORT_COLLECTIONS
 
 if TYPE_CHECKING:
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-LONG_TEXT = 4096
-"""Characters from which on a prompt is tokenized in a thread of the event loop: it takes about a millisecond."""
 
 _Item = RequestOutput | BaseException | Hold
 
@@ -140,14 +138,14 @@ class AsyncLLM(AsyncPoolingCalls, SleepCalls, WeightCalls):
             EngineDeadError: the engine has failed or was shut down; the first cause is chained.
         """
         check_call_keywords("AsyncLLM.generate", self.generate, unknown)
-        results = _ResultQueue()
+        results, kind = _ResultQueue(), getattr(sampling_params, "output_kind", None)
         self._submit_request(results, request_id, prompt, sampling_params, priority)
         finished = False
         try:
             while not finished:
                 item = await results.queue.get()
                 while not results.queue.empty():  # a slow reader gets several outputs merged into one
-                    item = _merge(item, results.queue.get_nowait(), getattr(sampling_params, "output_kind", None))
+                    item = merge_outputs(item, results.queue.get_nowait(), kind)
                 finished = isinstance(item, BaseException) or item.finished
                 if isinstance(item, BaseException):
                     raise item
@@ -318,7 +316,7 @@ class AsyncLLM(AsyncPoolingCalls, SleepCalls, WeightCalls):
 
         if self._is_draining:
             raise self._dead_error()
-        if not _is_long(prompt):
+        if not is_long_text(prompt):
             self._submit(process(), results)
             return
         command = self._submit(None, results)
@@ -429,26 +427,3 @@ class AsyncLLM(AsyncPoolingCalls, SleepCalls, WeightCalls):
 
 AsyncLLMEngine = AsyncLLM
 """vLLM's other name."""
-
-
-def _is_long(prompt: object) -> bool:
-    """Whether the prompt is a long text without token ids."""
-    if isinstance(prompt, dict):
-        prompt = None if prompt.get("prompt_token_ids") is not None else prompt.get("prompt")
-    return isinstance(prompt, str) and len(prompt) >= LONG_TEXT
-
-
-def _merge(earlier: _Item, later: _Item, kind: RequestOutputKind | None) -> _Item:
-    """Two outputs of one request as one. Only deltas are joined; other outputs are complete by themselves."""
-    if not isinstance(earlier, RequestOutput) or not isinstance(later, RequestOutput):
-        return later
-    if kind is RequestOutputKind.DELTA:
-        for before, after in zip(earlier.outputs, later.outputs, strict=True):
-            if before.weight_versions is not None or after.weight_versions is not None:
-                each = [part.weight_versions or [part.weight_version] * len(part.token_ids) for part in (before, after)]
-                after.weight_versions = each[0] + each[1]
-            after.text = before.text + after.text
-            after.token_ids = before.token_ids + after.token_ids
-            if before.logprobs is not None and after.logprobs is not None:
-                after.logprobs = before.logprobs + after.logprobs
-    return later

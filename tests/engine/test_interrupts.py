@@ -18,7 +18,7 @@ PLACES: dict[str, Callable[[Any], tuple[Any, str]]] = {
     "schedule": lambda engine: (engine.core.scheduler, "schedule"),
     "update": lambda engine: (engine.core.scheduler, "update"),
     "add": lambda engine: (engine.core.scheduler, "add_request"),
-    "output": lambda engine: (engine._output_processor, "_request_output"),
+    "output": lambda engine: (engine.output_processor, "_request_output"),
 }
 
 

@@ -17,19 +17,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from fleetfoot._version import __version__
-from fleetfoot.cli import bench, chat, generate, plan, pool, processes, verify
+from fleetfoot.cli import bench, chat, generate, plan, pool, processes, serve, verify
 from fleetfoot.cli.command import UsageError, add_command, discard, print_status
 from fleetfoot.config.vllm_names import ENGINE_FLAGS
 from fleetfoot.utils.argparse_utils import FlexibleArgumentParser
 from fleetfoot.utils.process import Terminated, terminable
 
 COMMANDS = (
-    *(generate.COMMAND, chat.COMMAND, bench.COMMAND, plan.COMMAND, verify.COMMAND, *pool.COMMANDS),
+    *(generate.COMMAND, chat.COMMAND, serve.COMMAND, bench.COMMAND, plan.COMMAND, verify.COMMAND),
+    *pool.COMMANDS,
     *(processes.WORKER, processes.ENGINE, processes.PROXY),
 )
 
 _OTHER_COMMANDS = {
-    "serve": "fleetfoot engine runs an engine behind a port; generate and chat have one of their own",
     "run": "fleetfoot generate answers prompts, fleetfoot chat talks",
     "complete": "it is fleetfoot generate",
     "run-batch": "fleetfoot generate takes a file of prompts",

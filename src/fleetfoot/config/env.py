@@ -67,3 +67,13 @@ def defaults(variables: Mapping[str, str]) -> Iterator[None]:
             if name not in os.environ:
                 stack.enter_context(variable(name, value))
         yield
+
+
+def notify_socket() -> str | None:
+    """The socket of the service manager (systemd's protocol ``sd_notify``); None if there is none."""
+    return os.environ.get("NOTIFY_SOCKET") or None
+
+
+def api_key() -> str | None:
+    """``FLEETFOOT_API_KEY``, or vLLM's ``VLLM_API_KEY``: a key of `fleetfoot serve` that is in no list of processes."""
+    return os.environ.get("FLEETFOOT_API_KEY") or os.environ.get("VLLM_API_KEY") or None

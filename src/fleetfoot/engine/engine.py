@@ -54,6 +54,7 @@ class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
     Args:
         rebuild: starts new workers after an error, at most ``max_restarts`` times within an hour; None: an error ends
             the engine.
+        output_processor: makes what `step` returns of the results; called as the class `OutputProcessor`.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
         clock: Callable[[], float] = time.perf_counter,
         rebuild: Rebuild | None = None,
         max_restarts: int = 0,
+        output_processor: Callable[..., Any] = OutputProcessor,
     ) -> None:
         self._plan = plan
         self.core = core
@@ -73,14 +75,14 @@ class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
         self.tokenizer = tokenizer
         self.stats_collector: StatsCollector = core.stats
         self._clock = clock
-        self._output_processor = OutputProcessor(tokenizer, self._finish, core.stats)
+        self.output_processor = output_processor(tokenizer, self._finish, core.stats)
         self._live = None if plan is None else LiveWeights(core, plan, self._change_weights, self._failing)
         self._restarts = NoRestarts()
         if rebuild is not None:
             restore = no_callback if self._live is None else self._live.restore
-            self._restarts = Restarts(core, self._output_processor, rebuild, max_restarts, restore)
+            self._restarts = Restarts(core, self.output_processor, rebuild, max_restarts, restore)
         self._aborted: list[RequestOutput] = []  # last outputs of aborted requests, returned by the next step
-        self._holds = HoldQueue(core, lambda: self.abort_request(self._output_processor.request_ids))
+        self._holds = HoldQueue(core, lambda: self.abort_request(self.output_processor.request_ids))
         can_sleep = plan is not None and plan.config.enable_sleep_mode
         self.suspension = Suspension(core, self._holds, self._live, can_sleep=can_sleep)
         self._cause: BaseException | None = None
@@ -195,7 +197,7 @@ class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
                 for added in sequences[:index]:
                     self.core.scheduler.finish(added.request_id, RequestStatus.FINISHED_ABORTED)
                 raise
-        self._output_processor.add(request, sequences, self._clock())
+        self.output_processor.add(request, sequences, self._clock())
         self.stats_collector.num_prompt_tokens += len(request.prompt_token_ids)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
@@ -205,7 +207,7 @@ class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
         if self._cause is not None or self._is_shut_down:
             return  # the state of a failed engine may be inconsistent
         for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
-            if (output := self._output_processor.abort(request_id)) is not None:
+            if (output := self.output_processor.abort(request_id)) is not None:
                 self._aborted.append(output)
             else:
                 with self._restarts.deferring():
@@ -224,7 +226,7 @@ class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
 
     def abort_all(self) -> list[RequestOutput]:
         """End all requests; returns their last outputs."""
-        self.abort_request(self._output_processor.request_ids)
+        self.abort_request(self.output_processor.request_ids)
         return self.pop_aborted()
 
     def pop_aborted(self) -> list[RequestOutput]:
@@ -234,11 +236,11 @@ class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
 
     def has_request(self, request_id: str) -> bool:
         """Whether an unfinished request has this id."""
-        return self._output_processor.has(request_id)
+        return self.output_processor.has(request_id)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` must be called again."""
-        return bool(self._output_processor.num_unfinished or self._aborted or self._holds or self.core.has_work)
+        return bool(self.output_processor.num_unfinished or self._aborted or self._holds or self.core.has_work)
 
     @property
     def can_step(self) -> bool:
@@ -274,7 +276,7 @@ class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
             outputs = self.pop_aborted()
             engine_outputs = self._restarts.step(self._advance, before_update)
             if engine_outputs is not None:
-                outputs += self._output_processor.process(engine_outputs, self._clock())
+                outputs += self.output_processor.process(engine_outputs, self._clock())
                 with self._restarts.deferring():
                     self.core.drain()
             self._holds.run_if_reached()
@@ -322,7 +324,7 @@ class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
 
     def _change_weights(self, version: int, identity: str, *, is_shared: bool) -> None:
         self.core.scheduler.change_weights(identity, is_shared=is_shared)
-        self._output_processor.change_weights(version)
+        self.output_processor.change_weights(version)
 
     # --- pause and sleep ----------------------------------------------------------------------------------------------
 
@@ -407,7 +409,7 @@ class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
             yield
         except BaseException as error:
             self._cause = self._cause or error
-            num_unfinished = self._output_processor.num_unfinished
+            num_unfinished = self.output_processor.num_unfinished
             is_interrupt = not isinstance(error, Exception) and threading.current_thread() is threading.main_thread()
             level = logging.INFO if is_interrupt else logging.ERROR
             logger.log(level, "the engine has failed with %d unfinished requests: %r", num_unfinished, error)
@@ -460,8 +462,8 @@ def _dead(cause: BaseException) -> EngineDeadError:
 
 
 @EXIT_GUARD
-def build_engine(config: EngineConfig) -> LLMEngine:
-    """See `LLMEngine.from_config`."""
+def build_engine(config: EngineConfig, *, output_processor: Callable[..., Any] = OutputProcessor) -> LLMEngine:
+    """See `LLMEngine.from_config`. The tokenizer is loaded for the default ``output_processor`` alone."""
     if EXIT_GUARD.is_forked:
         raise RuntimeError(f"process {os.getpid()} was forked from one in which an engine had started; {_SPAWN}")
     plan = resolve_plan(config, Machine.detect())
@@ -475,7 +477,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     if defaults:
         logger.info("sampling defaults that come with the model or the settings: %s", defaults)
     tokenizer = None
-    if plan.tokenizer_path is not None:
+    if plan.tokenizer_path is not None and output_processor is OutputProcessor:
         import torch
 
         from fleetfoot.tokenizer.tokenizer import Tokenizer  # not needed for token ids
@@ -500,4 +502,12 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         executor.shutdown()
         raise
     rebuild = partial(start_again, plan) if config.on_error == "restart" else None
-    return LLMEngine(core, input_processor, tokenizer, plan=plan, rebuild=rebuild, max_restarts=plan.max_restarts)
+    return LLMEngine(
+        core,
+        input_processor,
+        tokenizer,
+        plan=plan,
+        rebuild=rebuild,
+        max_restarts=plan.max_restarts,
+        output_processor=output_processor,
+    )

@@ -36,6 +36,9 @@ COPY_MARK = "\x1f"
 """Separates request id and index in the ids of sequences if ``n`` is above 1. Not allowed in users' ids."""
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
+LONG_TEXT = 4096
+"""Characters from which on an event loop tokenizes a prompt in a thread: it takes about a millisecond."""
+
 _MAX_CACHED_BAD_WORDS = 128
 
 
@@ -312,6 +315,13 @@ class InputProcessor:
         return bad_words_token_ids(
             bad_words, lambda text: tokenizer.encode(text, add_special_tokens=False), self.vocab_size
         )
+
+
+def is_long_text(prompt: object) -> bool:
+    """Whether a prompt is a long text without token ids."""
+    if isinstance(prompt, dict):
+        prompt = None if prompt.get("prompt_token_ids") is not None else prompt.get("prompt")
+    return isinstance(prompt, str) and len(prompt) >= LONG_TEXT
 
 
 def _checked_pooling_params(params: Any, pooling: Pooling, max_model_len: int) -> PoolingParams:

@@ -336,3 +336,20 @@ def _versions(sequence: _Sequence, begin: int) -> dict[str, Any]:
     ends = [first for first, _ in marks[1:]] + [stop]
     each = [version for (first, version), end in zip(marks, ends, strict=True) for _ in range(first, end)]
     return found | {"weight_versions": each[begin:]}
+
+
+def merge_outputs(earlier: Any, later: Any, kind: RequestOutputKind | None) -> Any:
+    """Two outputs of one request as one; what is no output replaces what is before it. Only deltas are joined; other
+    outputs are complete by themselves."""
+    if not isinstance(earlier, RequestOutput) or not isinstance(later, RequestOutput):
+        return later
+    if kind is DELTA:
+        for before, after in zip(earlier.outputs, later.outputs, strict=True):
+            if before.weight_versions is not None or after.weight_versions is not None:
+                each = [part.weight_versions or [part.weight_version] * len(part.token_ids) for part in (before, after)]
+                after.weight_versions = each[0] + each[1]
+            after.text = before.text + after.text
+            after.token_ids = before.token_ids + after.token_ids
+            if before.logprobs is not None and after.logprobs is not None:
+                after.logprobs = before.logprobs + after.logprobs
+    return later

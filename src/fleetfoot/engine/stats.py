@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fleetfoot.outputs import RequestMetrics
@@ -93,3 +95,24 @@ class StatsCollector:
     def snapshot(self, scheduler: SchedulerStats) -> EngineStats:
         counts = self.num_steps, self.num_prompt_tokens, self.num_generation_tokens
         return EngineStats(*counts, dict(self.num_finished), scheduler, self.num_idle_steps, self.num_restarts)
+
+
+class Histogram:
+    """Counts of samples up to limits, since the start; a sample costs one search."""
+
+    def __init__(self, limits: Sequence[float]) -> None:
+        self._limits = limits
+        self._counts = [0] * (len(limits) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float) -> None:
+        self._counts[bisect_left(self._limits, value)] += 1
+        self.sum += value
+
+    def cumulative(self) -> list[tuple[str, int]]:
+        """``(limit, samples up to it)``, the last one ``+Inf``."""
+        total, result = 0, []
+        for limit, count in zip([*map(str, self._limits), "+Inf"], self._counts, strict=True):
+            total += count
+            result.append((limit, total))
+        return result

@@ -1,0 +1,136 @@
+"""`fleetfoot serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+from pathlib import Path
+
+from fleetfoot.cli.arguments import add_engine_arguments, engine_config
+from fleetfoot.cli.command import Command, UsageError, usage_errors
+from fleetfoot.config import env
+
+_EPILOG = """\
+Serve the embedded model, and ask it something:
+
+  fleetfoot serve
+  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
+    -d '{"prompt": "Once upon a time", "max_tokens": 40}'
+
+SIGTERM lets unfinished requests end (--shutdown-timeout), a second one aborts them; Ctrl-C aborts them at once.
+The exit code is 1 if the engine has failed. docs/serving.md describes endpoints and limits."""
+
+_DEFAULT_QUEUE = 4096
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    add = group.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)")
+    add("--port", type=_port, default=8000, metavar="N", help="port to listen on; 0: any free one (default: 8000)")
+    add("--uds", metavar="PATH", help="listen on this Unix socket instead")
+    add(
+        "--api-key", action="append", metavar="KEY", help="clients must send this key; may be given several times. "
+        "FLEETFOOT_API_KEY is one more",
+    )  # fmt: skip
+    add("--served-model-name", nargs="+", metavar="NAME", help="names of the model in requests (default: MODEL)")
+    add("--root-path", default="", metavar="PATH", help="path of the server behind a proxy")
+    add("--ssl-keyfile", metavar="FILE", help="private key, for https")
+    add("--ssl-certfile", metavar="FILE", help="certificate, for https")
+    add("--ssl-ca-certs", metavar="FILE", help="certificates of clients: each must have one of them")
+    add(
+        "--api-server-count",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="processes for HTTP, tokenizing and texts (default: 1)",
+    )
+    text = f"unfinished requests of an API server from which on others get 429 (default: {_DEFAULT_QUEUE})"
+    add("--max-queue", type=_count, default=_DEFAULT_QUEUE, metavar="N", help=text)
+    add(
+        "--max-body-bytes",
+        type=_count,
+        default=16 << 20,
+        metavar="N",
+        help="largest body of a request (default: 16 MiB)",
+    )
+    text = "seconds that unfinished requests have after SIGTERM (default: 30)"
+    add("--shutdown-timeout", type=_seconds, default=30.0, metavar="X", help=text)
+    add("--chat-template", metavar="FILE", help="a Jinja file, or the name of one of the model's chat templates")
+    add("--trust-request-chat-template", action="store_true", help="accept chat templates in requests")
+    add("--log-format", choices=("text", "json"), default="text", help="of the log on standard error (default: text)")
+    add("--access-log", action="store_true", help="log each request")
+    add_engine_arguments(parser, takes_model=True, leave_out=("served_model_name",))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    with usage_errors():
+        config = engine_config(arguments)  # validated before anything is started
+        keys = [*(arguments.api_key or ()), *([key] if (key := env.api_key()) else [])]
+        if not all(keys) or not all(key.isascii() and key.isprintable() for key in keys):
+            raise UsageError("--api-key must hold printable ASCII characters, and not be empty")
+
+        from fleetfoot.server.serve import ServerSettings, serve
+        from fleetfoot.server.service import ServiceSettings
+
+        service = ServiceSettings(
+            model_names=tuple(arguments.served_model_name or [config.model]),
+            max_queue=arguments.max_queue,
+            max_body_bytes=arguments.max_body_bytes,
+            chat_template=_chat_template(arguments.chat_template),
+            trusts_chat_templates=arguments.trust_request_chat_template,
+        )
+        settings = ServerSettings(
+            service,
+            host=arguments.host,
+            port=arguments.port,
+            uds=arguments.uds,
+            api_keys=tuple(keys),
+            root_path=arguments.root_path.rstrip("/"),
+            ssl_keyfile=arguments.ssl_keyfile,
+            ssl_certfile=arguments.ssl_certfile,
+            ssl_ca_certs=arguments.ssl_ca_certs,
+            api_server_count=arguments.api_server_count,
+            shutdown_timeout=arguments.shutdown_timeout,
+            log_level=logging.DEBUG if arguments.verbose else logging.INFO,
+            log_format=arguments.log_format,
+            access_log=arguments.access_log,
+        )
+        return serve(config, settings)
+
+
+def _chat_template(given: str | None) -> str | None:
+    """The content of a file, or the name of a template."""
+    if given is None or not (Path(given).is_file() or Path(given).suffix):
+        return given
+    try:
+        return Path(given).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--chat-template {given}: {error}") from error
+
+
+def _port(text: str) -> int:
+    number = int(text)
+    if not 0 <= number < 65536:
+        raise argparse.ArgumentTypeError(f"{text} is no port; it must be in [0, 65535]")
+    return number
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is too small; it must be at least 1")
+    return number
+
+
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
+    return number
+
+
+_HELP = "serve a model over HTTP, with OpenAI's API"
+
+COMMAND = Command("serve", _HELP, _add_flags, _run, _EPILOG, "[MODEL] ")

@@ -1,0 +1,434 @@
+"""An engine in a process of its own, for asyncio: the process, and a client with the interface of `AsyncLLM`. No torch.
+
+The client validates and tokenizes requests, and makes the texts of their outputs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncGenerator, Iterable
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from fleetfoot.config import env
+from fleetfoot.config.engine import EngineConfig
+from fleetfoot.engine.errors import EngineDeadError
+from fleetfoot.engine.input_processor import InputProcessor, is_long_text
+from fleetfoot.engine.output_processor import OutputProcessor, merge_outputs
+from fleetfoot.engine.stats import StatsCollector
+from fleetfoot.engine.wire import (
+    AddRequest,
+    Call,
+    ClientMessage,
+    Dead,
+    EngineMessage,
+    Finish,
+    Hello,
+    Outputs,
+    ProcessSettings,
+    Ready,
+    Refused,
+    Reply,
+    Stop,
+    Tokens,
+)
+from fleetfoot.inputs import PromptType
+from fleetfoot.outputs import PoolingRequestOutput, RequestOutput
+from fleetfoot.records.pooling_params import PoolingParams
+from fleetfoot.records.request import FINISH_REASONS, RequestStatus
+from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
+from fleetfoot.records.step import EngineOutput
+from fleetfoot.tokenizer.tokenizer import Tokenizer
+
+
+async def process_end(process: subprocess.Popen[bytes]) -> int:
+    """The exit code of a child process, once it has ended. Waits in a thread that does not keep this process alive."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[int] = loop.create_future()
+
+    def wait() -> None:
+        code = process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(_set_result, ended, code)
+
+    threading.Thread(target=wait, name="fleetfoot-process-end", daemon=True).start()
+    return await ended
+
+
+def _set_result(future: asyncio.Future[int], value: int) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+class EngineProcess:
+    """A process that runs `fleetfoot.engine.process`, and ends with this one.
+
+    Args:
+        config: the engine's settings.
+        log_level, log_format: of its messages on standard error, as of `fleetfoot.utils.logs.log_to_stderr`.
+    """
+
+    def __init__(self, config: EngineConfig, log_level: int, log_format: str = "text") -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="fleetfoot-serve-")
+        self.address = f"ipc://{Path(self._folder.name) / 'engine'}"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "fleetfoot.engine.process"], stdin=subprocess.PIPE, env=env.for_child({})
+        )
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(pickle.dumps(ProcessSettings(config, self.address, log_level, log_format)))
+            self._process.stdin.flush()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def wait(self) -> int:
+        """The exit code, once the process has ended."""
+        return await process_end(self._process)
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+        return self._process.poll()
+
+    def stop(self, timeout: float = 30.0) -> int:
+        """End the process as a client's `Stop` does, and kill it after ``timeout`` seconds. Returns its exit code."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+        finally:
+            self._folder.cleanup()
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """What an `OutputProcessor` reads of a sequence that another process generates."""
+
+    request_id: str
+    number: int
+    status: RequestStatus = RequestStatus.RUNNING
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    scheduled_ts: float = 0.0
+    kv_transfer_output: dict[str, Any] | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status >= RequestStatus.FINISHED_STOPPED
+
+    @property
+    def finish_reason(self) -> str | None:
+        return FINISH_REASONS.get(self.status)
+
+
+class OutputStream:
+    """The outputs of a request that the engine has accepted: an async iterator. `aclose` aborts what is unfinished."""
+
+    __slots__ = ("_client", "_finished", "_items", "_kind", "_request_id", "_waiter")
+
+    def __init__(self, client: EngineClient, request_id: str, kind: RequestOutputKind) -> None:
+        self._client = client
+        self._request_id = request_id
+        self._kind = kind
+        self._items: list[Any] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._finished = False
+
+    def put(self, item: RequestOutput | BaseException) -> None:
+        """Called by the client."""
+        if self._items:  # a slow reader gets several outputs merged into one
+            self._items[0] = merge_outputs(self._items[0], item, self._kind)
+            return
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._finished:
+            raise StopAsyncIteration
+        if not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        item = self._items.pop()
+        if isinstance(item, BaseException):
+            self._finished = True
+            raise item
+        self._finished = item.finished
+        output: RequestOutput = item
+        return output
+
+    async def aclose(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if not self._finished:
+            self._finished = True
+            self._client.discard(self._request_id, self)
+
+
+class EngineClient:
+    """A client of an engine's process, with the interface of `fleetfoot.AsyncLLM`; of one event loop.
+
+    Args:
+        address: of the engine's socket.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set_hwm(0)
+        self._socket.linger = 0
+        self._socket.reconnect_ivl = 10
+        self._socket.connect(address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(EngineMessage)
+        self._numbers = count()
+        self._streams: dict[str, OutputStream] = {}
+        self._sequences: dict[int, _Sequence] = {}
+        self._request_ids: dict[int, str] = {}  # the first sequence's number -> the request's id
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._cause: str | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.last_output_ts = 0.0
+        """When the last step's results arrived, in seconds of the monotonic clock."""
+
+    async def start(self) -> None:
+        """Wait until the engine is ready; load the tokenizer meanwhile if that is possible."""
+        await self._socket.send(self._encoder.encode(Hello()))
+        ready = self._decoder.decode(await self._socket.recv())
+        assert isinstance(ready, Ready), ready
+        self.facts = ready
+        self.tokenizer = None if ready.tokenizer_path is None else Tokenizer.from_path(ready.tokenizer_path)
+        self.input_processor = InputProcessor(
+            vocab_size=ready.vocab_size,
+            max_model_len=ready.max_model_len,
+            eos_token_ids=ready.eos_token_ids,
+            tokenizer=self.tokenizer,
+            max_logprobs=ready.max_logprobs,
+            seed=0,  # sequences get their seeds in the engine's process
+            sampling_defaults=ready.sampling_defaults,
+            pooling=ready.pooling,
+        )
+        self._outputs = OutputProcessor(self.tokenizer, self._finish, StatsCollector())
+        self._task = asyncio.create_task(self._receive(), name="fleetfoot-engine-client")
+
+    # --- the interface of AsyncLLM ------------------------------------------------------------------------------------
+
+    async def generate(
+        self, prompt: PromptType, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As `fleetfoot.AsyncLLM.generate`."""
+        async with contextlib.aclosing(await self.submit(prompt, sampling_params, request_id, priority)) as outputs:
+            async for output in outputs:
+                yield output
+
+    def encode(
+        self, prompt: PromptType, pooling_params: PoolingParams, request_id: str, *, priority: int = 0
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """As `fleetfoot.AsyncLLM.encode`."""
+        params: Any = pooling_params
+        outputs: Any = self.generate(prompt, params, request_id, priority=priority)
+        return cast("AsyncGenerator[PoolingRequestOutput, None]", outputs)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """As `fleetfoot.AsyncLLM.abort`."""
+        for one in [request_id] if isinstance(request_id, str) else list(request_id):
+            output = self._outputs.abort(one)
+            if output is not None and one in self._streams:
+                self._streams.pop(one).put(output)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine accepts requests."""
+        return self._cause is None and self._task is not None
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests of this client that have not ended."""
+        return len(self._streams)
+
+    @property
+    def runner_name(self) -> str:
+        return self.facts.runner_name
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """None if the engine runs on token ids only."""
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """As `fleetfoot.AsyncLLM.get_default_sampling_params`."""
+        return SamplingParams(**self.facts.sampling_defaults)
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """The result, as plain data, of a method of the engine (`fleetfoot.engine.process.METHODS`).
+
+        Raises:
+            ValueError, TypeError, RuntimeError: the method has raised it.
+            EngineDeadError: the engine has failed.
+        """
+        self._check_alive()
+        number = next(self._numbers)
+        future = self._calls[number] = asyncio.get_running_loop().create_future()
+        self._send(Call(number, method, list(arguments)))
+        return await future
+
+    async def stop(self) -> None:
+        """End the engine's process, which aborts what is unfinished."""
+        await self._socket.send(self._encoder.encode(Stop()))
+        self.fail("the engine was shut down")
+
+    def close(self) -> None:
+        """Disconnect. The engine goes on."""
+        if self._task is not None:
+            self._task.cancel()
+        self._socket.close(linger=1000)
+        self._context.term()
+
+    def fail(self, cause: str) -> None:
+        """End all requests and calls with EngineDeadError; call it when the engine's process has ended."""
+        if self._cause is not None:
+            return
+        self._cause = cause
+        for stream in self._streams.values():
+            stream.put(EngineDeadError(cause))
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineDeadError(cause))
+        self._streams.clear()
+        self._calls.clear()
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    async def submit(
+        self, prompt: PromptType, params: SamplingParams | PoolingParams, request_id: str, priority: int = 0
+    ) -> OutputStream:
+        """Validate, tokenize and send a request; the outputs can be iterated afterwards. Raises as `generate`."""
+        self._check_alive()
+        if request_id in self._streams:
+            raise ValueError(f"request id {request_id!r} is in use by a request that has not ended")
+        if priority and not self.facts.has_priority:
+            raise ValueError(f"priority is {priority!r}, but scheduling_policy is 'fcfs'; it can be 'priority'")
+        process = self.input_processor.process
+        if is_long_text(prompt):
+            request = await asyncio.to_thread(process, request_id, prompt, params, priority=priority)
+            self._check_alive()
+        else:
+            request = process(request_id, prompt, params, priority=priority)
+        first = next(self._numbers)
+        numbers = [first, *(next(self._numbers) for _ in range(request.params.n - 1))]
+        sequences: list[Any] = [_Sequence(f"{request_id}/{number}", number) for number in numbers]
+        self._sequences.update(zip(numbers, sequences, strict=True))
+        stream = self._streams[request_id] = OutputStream(self, request_id, request.params.output_kind)
+        self._request_ids[first] = request_id
+        self._outputs.add(request, sequences, time.perf_counter())
+        self._send(AddRequest.of(first, request))
+        return stream
+
+    def _finish(self, sequence_id: str, status: RequestStatus, stop_reason: str | None = None) -> None:
+        """Called by the output processor for a stop string, and for an abort."""
+        number = int(sequence_id.rpartition("/")[2])
+        if self._sequences.pop(number, None) is not None:
+            self._request_ids.pop(number, None)
+            if self._cause is None:
+                self._send(Finish(number, int(status), stop_reason))
+
+    def discard(self, request_id: str, stream: OutputStream) -> None:
+        """Abort a request without a last output."""
+        if self._streams.get(request_id) is stream:
+            del self._streams[request_id]
+            self._outputs.abort(request_id)
+
+    def _send(self, message: ClientMessage) -> None:
+        self._socket.send(self._encoder.encode(message))  # without a limit on its queue, it is sent or queued at once
+
+    def _check_alive(self) -> None:
+        if self._cause is not None:
+            raise EngineDeadError(self._cause)
+
+    # --- messages of the engine ---------------------------------------------------------------------------------------
+
+    async def _receive(self) -> None:
+        try:
+            while True:
+                content = await self._socket.recv()
+                message: EngineMessage = self._decoder.decode(content)
+                if isinstance(message, Outputs):
+                    self._take_outputs(message)
+                elif isinstance(message, Reply):
+                    self._take_reply(message)
+                elif isinstance(message, Refused):
+                    self._refuse(message)
+                elif isinstance(message, Dead):
+                    self.fail(f"the engine has failed: {message.text}")
+        except Exception as error:
+            self.fail(f"the engine's outputs cannot be read: {type(error).__name__}: {error}")
+            raise
+
+    def _take_outputs(self, message: Outputs) -> None:
+        self.last_output_ts = message.now
+        sequences = self._sequences
+        outputs = [
+            self._engine_output(sequence, tokens)
+            for tokens in message.tokens
+            if (sequence := sequences.get(tokens.number)) is not None  # else it was aborted, or has a stop string
+        ]
+        for output in self._outputs.process(outputs, message.now):
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                stream.put(output)
+                if output.finished:
+                    del self._streams[output.request_id]
+
+    def _engine_output(self, sequence: _Sequence, tokens: Tokens) -> EngineOutput:
+        request: Any = sequence
+        if tokens.num_cached_tokens >= 0:
+            sequence.num_cached_tokens = tokens.num_cached_tokens
+        output = EngineOutput(request, tokens.token_ids, 0, tokens.logprobs, tokens.prompt_logprobs)
+        if (end := tokens.end) is not None:
+            sequence.status, sequence.stop_reason = RequestStatus(end.status), end.stop_reason
+            sequence.num_cached_tokens, sequence.scheduled_ts = end.num_cached_tokens, end.scheduled_ts
+            sequence.num_drafted, sequence.num_accepted = end.num_drafted, end.num_accepted
+            sequence.kv_transfer_output, output.pooled = end.kv_transfer_output, end.pooled
+            del self._sequences[sequence.number]
+            self._request_ids.pop(sequence.number, None)
+        return output
+
+    def _refuse(self, message: Refused) -> None:
+        request_id = self._request_ids.pop(message.number, None)
+        if request_id is None:
+            return
+        stream = self._streams.pop(request_id)
+        self._outputs.abort(request_id)
+        stream.put(message.error.as_error())
+
+    def _take_reply(self, message: Reply) -> None:
+        future = self._calls.pop(message.number, None)
+        if future is None or future.done():
+            return
+        if message.error is not None:
+            future.set_exception(message.error.as_error())
+        else:
+            future.set_result(message.value)

@@ -1,0 +1,393 @@
+"""The process of an engine that serves clients in other processes, such as API servers.
+
+It schedules and runs steps. Clients validate, tokenize and detokenize, so none of that delays a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import zmq
+
+from fleetfoot.engine.engine import LLMEngine, build_engine
+from fleetfoot.engine.input_processor import EngineRequest
+from fleetfoot.engine.stats import Histogram, StatsCollector
+from fleetfoot.engine.wire import (
+    AddRequest,
+    Call,
+    ClientMessage,
+    Dead,
+    EngineMessage,
+    Failed,
+    Finish,
+    Hello,
+    Outputs,
+    ProcessSettings,
+    Ready,
+    Refused,
+    Reply,
+    RoutedRequest,
+    SequenceEnd,
+    Tokens,
+)
+from fleetfoot.outputs import RequestMetrics
+from fleetfoot.records.request import Request, RequestStatus
+from fleetfoot.records.step import EngineOutput
+from fleetfoot.scheduler.stats import SchedulerStats
+from fleetfoot.utils.logs import log_to_stderr
+from fleetfoot.utils.process import SHORT_COLLECTIONS
+
+logger = logging.getLogger(__name__)
+
+METHODS = ("stats", "check_integrity", "reset_prefix_cache")
+"""Of `LLMEngine`, that clients can call, besides ``ping`` and ``metrics``."""
+
+_SECONDS = [step * 10.0**power for power in range(-3, 3) for step in (1, 2, 5)]
+_TOKENS = [step * 10.0**power for power in range(6) for step in (1, 2, 5)]
+
+
+_OF_REQUESTS = (
+    *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds"),
+    *("request_decode_time_seconds", "request_inference_time_seconds", "request_time_per_output_token_seconds"),
+    *("request_prompt_tokens", "request_generation_tokens"),
+)
+"""Histograms with one sample for each request, in the order in which `OutputRouter` adds them."""
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """A sequence of a client."""
+
+    client: bytes
+    number: int
+    request: Request
+    name: str
+    """The request's id."""
+    arrival_time: float
+    queued_ts: float
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    num_sent: int = 0
+    """Tokens."""
+    is_admission_sent: bool = False
+
+
+class OutputRouter:
+    """In place of an `OutputProcessor`: groups the results of a step by client. Texts are made by the clients.
+
+    Each sequence counts as a request in the statistics.
+    """
+
+    def __init__(self, tokenizer: None, finish: Callable[..., object], stats: StatsCollector) -> None:
+        self._stats = stats
+        self._finish = finish
+        self._sequences: dict[str, _Sequence] = {}
+        self._numbers: dict[tuple[bytes, int], str] = {}
+        self._open: Counter[str] = Counter()  # the unfinished sequences of each request
+        self._ttft, self._itl = Histogram(_SECONDS), Histogram(_SECONDS)
+        self._step_tokens = Histogram(_TOKENS)
+        self._requests = {name: Histogram(_TOKENS if name.endswith("tokens") else _SECONDS) for name in _OF_REQUESTS}
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._open)
+
+    @property
+    def request_ids(self) -> list[str]:
+        return list(self._open)
+
+    def has(self, request_id: str) -> bool:
+        return request_id in self._open
+
+    def add(self, request: EngineRequest, sequences: list[Request], now: float) -> None:
+        assert isinstance(request, RoutedRequest)
+        self._open[request.request_id] = len(sequences)
+        for number, sequence in enumerate(sequences, start=request.number):
+            route = _Sequence(request.client, number, sequence, request.request_id, request.arrival_time, now)
+            self._sequences[sequence.request_id] = route
+            self._numbers[request.client, number] = sequence.request_id
+
+    def resumed(self) -> list[Request]:
+        """As `OutputProcessor.resumed`: tokens that were not sent are dropped."""
+        for sequence in self._sequences.values():
+            del sequence.request.output_token_ids[sequence.num_sent :]
+        return sorted([sequence.request for sequence in self._sequences.values()])
+
+    def process(self, outputs: list[EngineOutput], now: float) -> list[tuple[bytes, Outputs]]:
+        """The messages to send: for each client, those of its sequences with progress."""
+        messages: dict[bytes, Outputs] = {}
+        sequences, sample_itl = self._sequences, self._itl.add
+        num_tokens = 0
+        for output in outputs:
+            request = output.request
+            sequence = sequences.get(request.request_id)
+            if sequence is None:
+                continue  # ended by its client while this step was in flight
+            token_ids = output.new_token_ids
+            tokens = Tokens(sequence.number, token_ids, output.logprobs, output.prompt_logprobs)
+            if token_ids:
+                num_tokens += len(token_ids)
+                sequence.num_sent += len(token_ids)
+                if sequence.last_token_ts:
+                    sample_itl(now - sequence.last_token_ts)
+                else:
+                    sequence.first_token_ts = now
+                    self._ttft.add(now - sequence.queued_ts)
+                sequence.last_token_ts = now
+            if not sequence.is_admission_sent:
+                sequence.is_admission_sent = True
+                tokens.num_cached_tokens = request.num_cached_tokens
+            if request.is_finished:
+                tokens.end = self._end(sequence, output.pooled)
+            message = messages.get(sequence.client)
+            if message is None:
+                message = messages[sequence.client] = Outputs(now, [])
+            message.tokens.append(tokens)
+        self._stats.num_generation_tokens += num_tokens
+        self._step_tokens.add(num_tokens)
+        return list(messages.items())
+
+    def metrics(self, scheduler: SchedulerStats) -> dict[str, Any]:
+        """Gauges, counters and histograms, as plain data, by vLLM's names."""
+        stats, drafts = self._stats, scheduler.drafts
+        counters = {
+            "num_preemptions": scheduler.num_preemptions,
+            "prompt_tokens": stats.num_prompt_tokens,
+            "generation_tokens": stats.num_generation_tokens,
+            "prefix_cache_queries": scheduler.prefix_cache_queries,
+            "prefix_cache_hits": scheduler.prefix_cache_hits,
+            "engine_steps": stats.num_steps,
+        }
+        if drafts.accepted_at:
+            counters["spec_decode_num_drafts"] = drafts.num_rows
+            counters["spec_decode_num_draft_tokens"] = drafts.num_drafted
+            counters["spec_decode_num_accepted_tokens"] = drafts.num_accepted
+        histograms = {
+            "time_to_first_token_seconds": self._ttft,
+            "inter_token_latency_seconds": self._itl,
+            "iteration_tokens_total": self._step_tokens,
+            **self._requests,
+        }
+        return {
+            "gauges": {
+                "num_requests_running": scheduler.num_running,
+                "num_requests_waiting": scheduler.num_waiting,
+                "kv_cache_usage_perc": scheduler.kv_cache_usage,
+            },
+            "counters": counters,
+            "finished": dict(stats.num_finished),
+            "histograms": {name: {"buckets": one.cumulative(), "sum": one.sum} for name, one in histograms.items()},
+        }
+
+    def finish(self, client: bytes, message: Finish) -> None:
+        """End a sequence for its client; one that has ended is ignored."""
+        sequence_id = self._numbers.get((client, message.number))
+        if sequence_id is not None:
+            sequence = self._sequences[sequence_id]
+            self._finish(sequence_id, RequestStatus(message.status), message.stop_reason)
+            self._remove(sequence)
+
+    def abort(self, request_id: str) -> tuple[bytes, Outputs] | None:
+        """End a request. Returns the message for its client; None for an unknown id."""
+        ended = [sequence for sequence in self._sequences.values() if sequence.name == request_id]
+        for sequence in ended:
+            self._finish(sequence.request.request_id, RequestStatus.FINISHED_ABORTED)
+        if not ended:
+            return None
+        tokens = [Tokens(sequence.number, [], end=self._end(sequence, None)) for sequence in ended]
+        return ended[0].client, Outputs(time.perf_counter(), tokens)
+
+    def _end(self, sequence: _Sequence, pooled: tuple[list[int], bytes] | None) -> SequenceEnd:
+        request = sequence.request
+        self._remove(sequence)
+        return SequenceEnd(
+            int(request.status),
+            request.stop_reason,
+            max(0, request.num_cached_tokens),
+            request.num_drafted,
+            request.num_accepted,
+            request.scheduled_ts,
+            request.kv_transfer_output,
+            pooled,
+        )
+
+    def _remove(self, sequence: _Sequence) -> None:
+        request = sequence.request
+        del self._sequences[request.request_id], self._numbers[sequence.client, sequence.number]
+        self._open[sequence.name] -= 1
+        if not self._open[sequence.name]:
+            del self._open[sequence.name]
+        metrics = RequestMetrics(
+            arrival_time=sequence.arrival_time,
+            queued_ts=sequence.queued_ts,
+            scheduled_ts=request.scheduled_ts,
+            first_token_ts=sequence.first_token_ts,
+            last_token_ts=sequence.last_token_ts,
+            num_generation_tokens=request.num_output_tokens,
+            num_drafted_tokens=request.num_drafted,
+            num_accepted_tokens=request.num_accepted,
+        )
+        self._stats.request_finished(metrics, request.finish_reason)
+        if not sequence.first_token_ts:
+            return
+        begin, first, last = request.scheduled_ts, sequence.first_token_ts, sequence.last_token_ts
+        values = (
+            last - sequence.queued_ts, begin - sequence.queued_ts, first - begin, last - first, last - begin,
+            metrics.time_per_output_token, request.num_prompt_tokens, request.num_output_tokens,
+        )  # fmt: skip
+        for histogram, value in zip(self._requests.values(), values, strict=True):
+            histogram.add(value)
+
+
+class EngineServer:
+    """The loop of an engine's process: messages in, steps, messages out.
+
+    Args:
+        engine: with an `OutputRouter`.
+        socket: a bound ROUTER.
+        lifeline: a file descriptor; its end of file stops the loop.
+    """
+
+    def __init__(self, engine: LLMEngine, router: OutputRouter, socket: zmq.Socket[bytes], lifeline: int) -> None:
+        self._engine = engine
+        self._router = router
+        self._socket = socket
+        self._lifeline = lifeline
+        self._clients: set[bytes] = set()
+        self._stopping = False
+        self._decoder = msgspec.msgpack.Decoder(ClientMessage)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(lifeline, zmq.POLLIN)
+
+    def run(self) -> int:
+        """Serve until the clients stop it. Returns the exit code of the process."""
+        engine = self._engine
+        try:
+            with SHORT_COLLECTIONS:
+                while not self._stopping:
+                    has_work = engine.has_unfinished_requests() or engine.has_transfers()
+                    self._receive(wait=not has_work)
+                    if has_work or engine.has_unfinished_requests():
+                        messages: list[Any] = engine.step(self._receive)
+                        for client, message in messages:
+                            self._send(client, message)
+        except Exception as error:
+            logger.exception("the engine has failed")
+            cause = error.__cause__ or error
+            self._send_all(Dead(f"{type(cause).__name__}: {cause}", traceback.format_exc()))
+            return 1
+        return 0
+
+    def _receive(self, *, wait: bool = False) -> None:
+        """Handle the messages that have arrived; with ``wait`` at least one, or the end of the lifeline."""
+        if self._lifeline in dict(self._poller.poll(None if wait else 0)):
+            self._stopping = True
+        while True:
+            try:
+                client, content = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(client, self._decoder.decode(content))
+
+    def _handle(self, client: bytes, message: ClientMessage) -> None:
+        if isinstance(message, AddRequest):
+            self._add(client, message)
+        elif isinstance(message, Finish):
+            self._router.finish(client, message)
+        elif isinstance(message, Call):
+            self._send(client, self._call(message))
+        elif isinstance(message, Hello):
+            self._clients.add(client)
+            self._send(client, facts(self._engine))
+        else:
+            self._stopping = True
+
+    def _add(self, client: bytes, message: AddRequest) -> None:
+        try:
+            self._engine.check_request_id(message.request_id)
+            self._engine.submit(message.routed(client))
+        except (ValueError, TypeError) as error:
+            self._send(client, Refused(message.number, Failed.of(error)))
+
+    def _call(self, call: Call) -> Reply:
+        if call.method == "ping":
+            return Reply(call.number)
+        if call.method == "metrics":
+            return Reply(call.number, self._router.metrics(self._engine.core.scheduler.stats()))
+        if call.method not in METHODS:
+            return Reply(call.number, error=Failed("ValueError", f"there is no method {call.method!r}"))
+        try:
+            value = getattr(self._engine, call.method)(*call.arguments)
+        except (ValueError, TypeError, RuntimeError) as error:
+            return Reply(call.number, error=Failed.of(error))
+        return Reply(call.number, msgspec.to_builtins(value))
+
+    def _send(self, client: bytes, message: EngineMessage) -> None:
+        self._socket.send_multipart((client, self._encoder.encode(message)))
+
+    def _send_all(self, message: EngineMessage) -> None:
+        for client in self._clients:
+            self._send(client, message)
+
+
+def facts(engine: LLMEngine) -> Ready:
+    """What clients need to validate requests."""
+    plan, inputs, scheduling = engine.plan, engine.input_processor, engine.core.scheduler.config
+    return Ready(
+        pid=os.getpid(),
+        model=plan.config.model,
+        model_path=str(plan.model_path),
+        tokenizer_path=None if plan.tokenizer_path is None else str(plan.tokenizer_path),
+        vocab_size=inputs.vocab_size,
+        max_model_len=inputs.max_model_len,
+        num_kv_tokens=scheduling.num_blocks * scheduling.block_size,
+        eos_token_ids=sorted(inputs.eos_token_ids),
+        max_logprobs=inputs.max_logprobs,
+        has_priority=scheduling.priority,
+        sampling_defaults=inputs.sampling_defaults,
+        pooling=inputs.pooling,
+        runner_name=engine.runner_name,
+    )
+
+
+def main() -> int:
+    """Run an engine for the parent process, until a client stops it or standard input ends."""
+    settings: ProcessSettings = pickle.load(sys.stdin.buffer)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # a terminal or a service manager sends them to the parent too
+    log_to_stderr(settings.log_level, settings.log_format)
+    try:
+        engine = build_engine(settings.config, output_processor=OutputRouter)
+    except Exception as error:
+        print(error, file=sys.stderr)
+        logger.debug("the engine does not start", exc_info=True)
+        return 2 if isinstance(error, ValueError | TypeError | FileNotFoundError) else 1
+    router: Any = engine.output_processor
+    context = zmq.Context()
+    try:
+        with context.socket(zmq.ROUTER) as socket:
+            socket.set_hwm(0)
+            socket.linger = 1000
+            socket.bind(settings.address)
+            exit_code = EngineServer(engine, router, socket, sys.stdin.fileno()).run()
+            engine.shutdown()
+    finally:
+        context.term()
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""Messages between an engine's process and its clients, which are API servers. No torch.
+
+A client connects to the engine's socket and sends `Hello`. Sequences have numbers that the client assigns: a request
+with ``n`` sequences takes ``n`` consecutive ones from `AddRequest.number` on.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from fleetfoot.config.engine import EngineConfig
+from fleetfoot.config.pooling import Pooling
+from fleetfoot.engine.input_processor import EngineRequest
+from fleetfoot.records.pooling_params import PoolingParams
+from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.records.step import RowLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSettings:
+    """What the engine's process reads from standard input, pickled."""
+
+    config: EngineConfig
+    address: str
+    """Of the socket, ``ipc://...``."""
+    log_level: int
+    log_format: str
+
+
+class _Message(msgspec.Struct, array_like=True, tag=True):
+    pass
+
+
+class Failed(_Message):
+    """An exception: the name of its class and its text."""
+
+    kind: str
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failed:
+        return cls(type(error).__name__, str(error) or type(error).__name__)
+
+    def as_error(self) -> Exception:
+        """A ValueError, TypeError or RuntimeError."""
+        kinds: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
+        return kinds.get(self.kind, RuntimeError)(self.text)
+
+
+# --- from a client ----------------------------------------------------------------------------------------------------
+
+
+class Hello(_Message):
+    """The first message. The reply is `Ready`."""
+
+
+class AddRequest(_Message):
+    """A validated request. The replies are `Outputs` or `Refused`."""
+
+    number: int
+    """Of its first sequence."""
+    request_id: str
+    prompt_token_ids: bytes
+    """int32."""
+    params: SamplingParams
+    max_tokens: int
+    priority: int
+    arrival_time: float
+    bad_words_token_ids: list[list[int]]
+    kv_transfer_params: dict[str, Any] | None
+    cache_salt: str | None
+    pooling_params: PoolingParams | None
+
+    @classmethod
+    def of(cls, number: int, request: EngineRequest) -> AddRequest:
+        return cls(
+            number,
+            request.request_id,
+            request.prompt_token_ids.tobytes(),
+            request.params,
+            request.max_tokens,
+            request.priority,
+            request.arrival_time,
+            request.bad_words_token_ids,
+            request.kv_transfer_params,
+            request.cache_salt,
+            request.pooling_params,
+        )
+
+    def routed(self, client: bytes) -> RoutedRequest:
+        return RoutedRequest(
+            request_id=self.request_id,
+            prompt=None,
+            prompt_token_ids=array("i", self.prompt_token_ids),
+            params=self.params,
+            bad_words_token_ids=self.bad_words_token_ids,
+            kv_transfer_params=self.kv_transfer_params,
+            max_tokens=self.max_tokens,
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            arrival_time=self.arrival_time,
+            pooling_params=self.pooling_params,
+            client=client,
+            number=self.number,
+        )
+
+
+@dataclass(slots=True)
+class RoutedRequest(EngineRequest):
+    """A request in the engine's process."""
+
+    client: bytes = b""
+    number: int = 0
+
+
+class Finish(_Message):
+    """End a sequence: it was aborted, or its text has a stop string. Unknown numbers are ignored. There is no reply."""
+
+    number: int
+    status: int
+    """`RequestStatus`."""
+    stop_reason: str | None = None
+
+
+class Call(_Message):
+    """Call a method of the engine, one of `fleetfoot.engine.process.METHODS`. The reply is `Reply`."""
+
+    number: int
+    method: str
+    arguments: list[Any]
+
+
+class Stop(_Message):
+    """End the engine's process. Unfinished requests are aborted. There is no reply."""
+
+
+# --- from the engine --------------------------------------------------------------------------------------------------
+
+
+class Ready(_Message):
+    """Facts about the engine that clients validate requests with."""
+
+    pid: int
+    model: str
+    """The setting."""
+    model_path: str
+    tokenizer_path: str | None
+    vocab_size: int
+    max_model_len: int
+    num_kv_tokens: int
+    """Tokens that the KV cache holds."""
+    eos_token_ids: list[int]
+    max_logprobs: int
+    has_priority: bool
+    sampling_defaults: dict[str, Any]
+    pooling: Pooling | None
+    runner_name: str
+
+
+class SequenceEnd(msgspec.Struct, array_like=True):
+    """The last of a sequence."""
+
+    status: int
+    stop_reason: int | str | None
+    num_cached_tokens: int
+    num_drafted: int
+    num_accepted: int
+    scheduled_ts: float
+    kv_transfer_output: dict[str, Any] | None
+    pooled: tuple[list[int], bytes] | None
+
+
+class Tokens(msgspec.Struct, array_like=True, omit_defaults=True):
+    """New tokens of a sequence."""
+
+    number: int
+    token_ids: list[int]
+    logprobs: list[RowLogprobs] | None = None
+    prompt_logprobs: tuple[int, list[RowLogprobs]] | None = None
+    end: SequenceEnd | None = None
+    num_cached_tokens: int = -1
+    """-1: as before."""
+
+
+class Outputs(_Message):
+    """Of a step, for one client."""
+
+    now: float
+    """When the tokens arrived, in seconds of the machine's monotonic clock."""
+    tokens: list[Tokens]
+
+
+class Refused(_Message):
+    """A request that the engine does not accept."""
+
+    number: int
+    error: Failed
+
+
+class Reply(_Message):
+    """The result of a call, plain data, or its error."""
+
+    number: int
+    value: Any = None
+    error: Failed | None = None
+
+
+class Dead(_Message):
+    """The engine has failed; its process ends."""
+
+    text: str
+    trace: str
+
+
+ClientMessage = Hello | AddRequest | Finish | Call | Stop
+EngineMessage = Ready | Outputs | Refused | Reply | Dead

@@ -1,0 +1,271 @@
+"""What all endpoints share: errors in each API's envelope, bodies within limits, keys, disconnects, event streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fleetfoot.engine.errors import EngineDeadError
+
+logger = logging.getLogger(__name__)
+
+OPEN_PATHS = ("/health", "/ready", "/version", "/metrics")
+"""Paths that need no key."""
+KEEP_ALIVE_S = 15.0
+"""Seconds without data after which an event stream gets a comment."""
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+
+_T = TypeVar("_T")
+ENCODER = msgspec.json.Encoder()
+
+
+@dataclass
+class ApiError(Exception):
+    """A request that is refused, or has failed."""
+
+    status: int
+    message: str
+    code: str | None = None
+    param: str | None = None
+    """The field of the body that is the cause."""
+    retry_after: int | None = None
+    """Seconds."""
+
+    @property
+    def kind(self) -> str:
+        """``error.type`` of OpenAI's envelope."""
+        kinds = {
+            401: "authentication_error",
+            404: "not_found_error",
+            429: "rate_limit_error",
+            503: "service_unavailable",
+        }
+        return kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
+
+    @classmethod
+    def of(cls, error: Exception) -> ApiError:
+        """An exception of a handler as the client's error. Others than those of the engine are logged."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, HTTPException):
+            return cls(error.status_code, error.detail)
+        if isinstance(error, EngineDeadError):
+            return cls(503, str(error), "engine_dead")
+        if isinstance(error, ValueError | TypeError):
+            message = str(error)
+            is_long = "max_model_len" in message and ("tokens" in message or "characters" in message)
+            return cls(400, message, "context_length_exceeded" if is_long else None, _named_field(message))
+        logger.error("a request has failed", exc_info=error)
+        return cls(500, "the server has failed; its log has the reason")
+
+
+def invalid(param: str, message: str, code: str | None = None) -> ApiError:
+    """An invalid field of the body."""
+    return ApiError(400, message, code, param)
+
+
+def _named_field(message: str) -> str | None:
+    """The field that a message of the engine begins with (``top_p must be ...``, ``n is 3, ...``)."""
+    match = re.match(r"([a-z][a-z_]*)(?:\[[^\]]*\])* (?:must|is|names|needs|has)\b", message)
+    return match[1] if match and match[1] not in ("the", "a", "this", "there", "prompt_") else None
+
+
+def openai_error(error: ApiError) -> dict[str, Any]:
+    """OpenAI's envelope."""
+    content = {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
+    return {"error": content}
+
+
+def error_response(error: ApiError, envelope: Callable[[ApiError], dict[str, Any]] = openai_error) -> Response:
+    return JSON(envelope(error), error.status, error.headers)
+
+
+class JSON(Response):
+    """A response in JSON, encoded by msgspec."""
+
+    media_type = "application/json"
+
+    def __init__(self, content: Any, status_code: int = 200, headers: dict[str, str] | None = None) -> None:
+        super().__init__(ENCODER.encode(content), status_code, headers)
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body. Raises ApiError 413 above ``limit`` bytes, before more of it is read."""
+    length = request.headers.get("content-length", "")
+    too_large = ApiError(413, f"the body is larger than the limit of {limit} bytes (--max-body-bytes)")
+    if length.isdecimal() and int(length) > limit:
+        raise too_large
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise too_large
+        parts.append(part)
+    return b"".join(parts)
+
+
+def decode_body(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
+    """The body as the decoder's type. Raises ApiError 400 that names the field."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        path = re.search(r" - at `\$\.?([^`]*)`", message)
+        unknown = re.search(r"unknown field `([^`]*)`", message)
+        param = unknown[1] if unknown else (path[1] if path else None)
+        if missing := re.search(r"missing required field `([^`]*)`", message):
+            param = missing[1]
+        raise ApiError(400, message, "unknown_field" if unknown else None, param) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
+
+
+def request_id(request: Request, prefix: str) -> str:
+    """``X-Request-Id`` of the client, if it is printable and not too long; else a new one."""
+    given = request.headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else f"{prefix}-{secrets.token_hex(12)}"
+
+
+async def until_disconnected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """The result of ``work``, which is cancelled when the client disconnects. Raises ApiError 499 then."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ApiError(499, "the client has disconnected")
+    finally:
+        for future in (task, watch):
+            future.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events. The events are complete byte strings; the iterator is closed when the client disconnects.
+
+    A client that does not read holds up its own iterator alone.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes], headers: dict[str, str] | None = None) -> None:
+        super().__init__(headers=headers)
+        self.headers["content-type"] = "text/event-stream; charset=utf-8"
+        self.headers["cache-control"] = "no-cache"
+        self.headers["x-accel-buffering"] = "no"  # of nginx
+        del self.headers["content-length"]
+        self._events = events
+        self._last_sent = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = asyncio.ensure_future(self._send_events(send))
+        others = [asyncio.ensure_future(_disconnected(receive)), asyncio.ensure_future(self._keep_alive(send))]
+        try:
+            await asyncio.wait((body, *others), return_when=asyncio.FIRST_COMPLETED)
+            if body.done():
+                body.result()
+        except OSError:
+            pass  # the client has disconnected
+        finally:
+            for task in (body, *others):
+                task.cancel()
+            await asyncio.gather(body, *others, return_exceptions=True)
+
+    async def _send_events(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with contextlib.aclosing(self._events) as events:  # type: ignore[type-var]
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+                self._last_sent = time.monotonic()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _keep_alive(self, send: Send) -> None:
+        while True:
+            before = self._last_sent
+            await asyncio.sleep(KEEP_ALIVE_S)
+            if self._last_sent == before:
+                await send({"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True})
+
+
+# --- middleware -------------------------------------------------------------------------------------------------------
+
+
+class RequestGate:
+    """ASGI middleware: checks keys, and adds ``X-Request-Id`` to responses.
+
+    Args:
+        keys: clients send one of them; (): none is needed.
+    """
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...] = (), root_path: str = "") -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        path = scope["path"].removeprefix(self._root_path)
+        if self._keys and path not in OPEN_PATHS and scope["method"] != "OPTIONS" and not self._is_allowed(headers):
+            error = ApiError(
+                401, "the key is missing or wrong; send it as 'Authorization: Bearer KEY'", "invalid_api_key"
+            )
+            await error_response(error)(scope, receive, send)
+            return
+        given = headers.get(b"x-request-id")
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start" and given and _REQUEST_ID.fullmatch(given.decode("latin-1")):
+                message["headers"] = [*message["headers"], (b"x-request-id", given)]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id if given else send)
+
+    def _is_allowed(self, headers: dict[bytes, bytes]) -> bool:
+        given = headers.get(b"authorization", b"")
+        key = given[7:] if given[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
+        matches = [hmac.compare_digest(key, known) for known in self._keys]  # all of them, for a constant time
+        return any(matches)
+
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def handled(handler: Handler, envelope: Callable[[ApiError], dict[str, Any]] = openai_error) -> Handler:
+    """A handler with exceptions as responses in the API's envelope."""
+
+    async def respond(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except Exception as error:
+            return error_response(ApiError.of(error), envelope)
+
+    return respond

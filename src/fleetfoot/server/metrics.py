@@ -1,0 +1,81 @@
+"""The engine's statistics in Prometheus' text format, under names with ``fleetfoot:`` and with ``vllm:`` before them,
+so that dashboards for vLLM work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+
+PREFIXES = ("fleetfoot", "vllm")
+
+_GAUGES = {
+    "num_requests_running": "Requests that steps compute.",
+    "num_requests_waiting": "Requests that wait for a row or for KV blocks.",
+    "kv_cache_usage_perc": "Share of the KV blocks in use, 0 to 1.",
+}
+_COUNTERS = {
+    "num_preemptions": "Requests that lost their KV blocks to others.",
+    "prompt_tokens": "Prompt tokens.",
+    "generation_tokens": "Generated tokens.",
+    "prefix_cache_queries": "Tokens looked up in the prefix cache.",
+    "prefix_cache_hits": "Tokens found in the prefix cache.",
+    "engine_steps": "Steps of the engine.",
+    "spec_decode_num_drafts": "Verifications of draft tokens.",
+    "spec_decode_num_draft_tokens": "Draft tokens verified.",
+    "spec_decode_num_accepted_tokens": "Draft tokens accepted.",
+}
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": "From arrival in the engine to the first token.",
+    "inter_token_latency_seconds": "Between tokens of a request.",
+    "request_time_per_output_token_seconds": "Mean time between the tokens of a request.",
+    "e2e_request_latency_seconds": "From arrival to the last token.",
+    "request_queue_time_seconds": "From arrival to the first step.",
+    "request_prefill_time_seconds": "From the first step to the first token.",
+    "request_decode_time_seconds": "From the first token to the last.",
+    "request_inference_time_seconds": "From the first step to the last token.",
+    "request_prompt_tokens": "Prompt tokens of a request.",
+    "request_generation_tokens": "Generated tokens of a request.",
+    "iteration_tokens_total": "Tokens of a step.",
+}
+
+
+def render_metrics(values: Mapping[str, Any], model: str) -> bytes:
+    """``values``: of `fleetfoot.engine.process.OutputRouter.metrics`."""
+    text: bytes = generate_latest(_Collector(values, model))
+    return text
+
+
+class _Collector:
+    """What `generate_latest` reads in place of a registry."""
+
+    def __init__(self, values: Mapping[str, Any], model: str) -> None:
+        self._values = values
+        self._labels = {"model_name": model, "engine": "0"}
+
+    def collect(self) -> Iterable[Metric]:
+        names, labels = list(self._labels), list(self._labels.values())
+        values = self._values
+        for prefix in PREFIXES:
+            for name, text in _GAUGES.items():
+                gauge = GaugeMetricFamily(f"{prefix}:{name}", text, labels=names)
+                gauge.add_metric(labels, values["gauges"][name])
+                yield gauge
+            for name, text in _COUNTERS.items():
+                if name in values["counters"]:
+                    counter = CounterMetricFamily(f"{prefix}:{name}", text, labels=names)
+                    counter.add_metric(labels, values["counters"][name])
+                    yield counter
+            success = CounterMetricFamily(
+                f"{prefix}:request_success", "Requests that have ended.", labels=[*names, "finished_reason"]
+            )
+            for reason, count in sorted(values["finished"].items()):
+                success.add_metric([*labels, reason], count)
+            yield success
+            for name, text in _HISTOGRAMS.items():
+                one = values["histograms"][name]
+                histogram = HistogramMetricFamily(f"{prefix}:{name}", text, labels=names)
+                histogram.add_metric(labels, [(str(limit), count) for limit, count in one["buckets"]], one["sum"])
+                yield histogram

@@ -1,0 +1,199 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from fleetfoot.outputs import CompletionOutput, Logprob, RequestOutput
+from fleetfoot.server.http import (
+    JSON,
+    ApiError,
+    EventStream,
+    decode_body,
+    invalid,
+    read_body,
+    request_id,
+    until_disconnected,
+)
+from fleetfoot.server.openai.events import (
+    DONE,
+    ChunkWriter,
+    UsageCounter,
+    check_completion,
+    error_event,
+    finite,
+    logprob_entries,
+    token_text,
+)
+from fleetfoot.server.openai.prompts import engine_prompt, read_messages
+from fleetfoot.server.openai.protocol import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    ChatRequest,
+    TokenLogprob,
+    TopLogprob,
+)
+from fleetfoot.server.service import RequestOutputs, Service
+
+_DECODER = msgspec.json.Decoder(ChatRequest)
+ROLE = "assistant"
+
+
+def template_options(service: Service, body: Any) -> dict[str, Any]:
+    """Arguments of `Service.render_chat` from the fields of a body. Raises ApiError for a template that is not
+    trusted."""
+    if body.chat_template is not None and not service.settings.trusts_chat_templates:
+        message = "chat_template is refused: templates of requests are not trusted (--trust-request-chat-template)"
+        raise invalid("chat_template", message)
+    continues = bool(body.continue_final_message)
+    adds = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    if adds and continues:
+        message = "add_generation_prompt and continue_final_message exclude each other"
+        raise invalid("continue_final_message", message)
+    options = {"add_generation_prompt": adds, "continue_final_message": continues}
+    variables = body.chat_template_kwargs or {}
+    if taken := sorted({"messages", "chat_template", "tokenize", "tools", *options} & set(variables)):
+        raise invalid("chat_template_kwargs", f"chat_template_kwargs cannot set {', '.join(taken)}")
+    return {**options, **variables, "chat_template": body.chat_template}
+
+
+class ChatCompletions:
+    """The endpoint."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def __call__(self, http: Request) -> Response:
+        service = self._service
+        body = decode_body(await read_body(http, service.settings.max_body_bytes), _DECODER)
+        service.check_model(body.model)
+        service.check_generates()
+        body.check_supported()
+        service.check_stop(body.stop)
+        messages = read_messages(body.messages)
+        if body.top_logprobs is not None and not body.logprobs:
+            raise invalid("top_logprobs", "top_logprobs needs logprobs=true")
+        if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+            message = (
+                f"max_tokens is {body.max_tokens} and max_completion_tokens {body.max_completion_tokens}; give one"
+            )
+            raise ApiError(400, message, None, "max_completion_tokens")
+        answer = _Answer(body.request_id or request_id(http, "chatcmpl"), body, service)
+        options = template_options(service, body)
+        if body.documents is not None:
+            options["documents"] = body.documents
+        if body.add_special_tokens:
+            options["tokenizer_kwargs"] = {"add_special_tokens": True}
+        token_ids = await service.render_chat(messages, **options)
+        prompt = engine_prompt(token_ids, body.cache_salt)
+        outputs = await service.submit([prompt], answer.params, answer.id, body.priority)
+        answer.echoed = messages[-1]["content"] if body.echo and messages[-1]["role"] == ROLE else ""
+        if body.stream:
+            return EventStream(answer.events(outputs))
+        return JSON(answer.whole(await until_disconnected(http, outputs.collect())))
+
+
+class _Answer:
+    """The response to one request."""
+
+    def __init__(self, name: str, body: ChatRequest, service: Service) -> None:
+        self.id = name
+        self.echoed = ""
+        self._body = body
+        self._service = service
+        self._model = service.model_name
+        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        self.params = body.sampling_params(
+            service.engine.facts.sampling_defaults,
+            max_tokens=limit,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        )
+
+    def whole(self, outputs: list[RequestOutput]) -> ChatCompletion:
+        (output,) = outputs
+        counter = UsageCounter()
+        counter.add(0, output)
+        choices = [self._choice(completion) for completion in output.outputs]
+        response = ChatCompletion(self.id, choices, self._model, counter.usage())
+        if self._body.prompt_logprobs is not None:
+            response.prompt_logprobs = logprob_entries(output.prompt_logprobs)
+        if self._body.return_token_ids:
+            response.prompt_token_ids = output.prompt_token_ids
+        if output.kv_transfer_params is not None:
+            response.kv_transfer_params = output.kv_transfer_params
+        return response
+
+    def _choice(self, completion: CompletionOutput) -> ChatChoice:
+        check_completion(completion)
+        choice = ChatChoice(
+            completion.index,
+            ChatMessage(ROLE, self.echoed + completion.text),
+            self._logprobs(completion),
+            completion.finish_reason,
+            completion.stop_reason,
+        )
+        if self._body.return_token_ids:
+            choice.token_ids = completion.token_ids
+        return choice
+
+    async def events(self, outputs: RequestOutputs) -> AsyncIterator[bytes]:
+        fields = {"id": self.id, "object": "chat.completion.chunk", "created": int(time.time()), "model": self._model}
+        writer, counter = ChunkWriter(self._body, {**fields, "system_fingerprint": None}), UsageCounter()
+        has_begun = False
+        try:
+            async for index, output in outputs:
+                counter.add(index, output)
+                if not has_begun:
+                    has_begun = True
+                    for number in range(self.params.n):
+                        yield writer.chunk(ChatChunkChoice(number, ChatDelta(self.echoed, ROLE)), counter)
+                for completion in output.outputs:
+                    check_completion(completion)
+                    choice = self._chunk_choice(completion)
+                    if completion.text or choice.logprobs or choice.finish_reason or self._body.return_token_ids:
+                        yield writer.chunk(choice, counter)
+            if self._body.includes_usage:
+                yield writer.last(counter)
+        except Exception as error:
+            yield error_event(ApiError.of(error))
+        finally:
+            outputs.close()
+        yield DONE
+
+    def _chunk_choice(self, completion: CompletionOutput) -> ChatChunkChoice:
+        delta = ChatDelta(completion.text) if completion.text else ChatDelta()
+        choice = ChatChunkChoice(completion.index, delta, self._logprobs(completion), completion.finish_reason)
+        if completion.finish_reason is not None:
+            choice.stop_reason = completion.stop_reason
+        if self._body.return_token_ids:
+            choice.token_ids = completion.token_ids
+        return choice
+
+    def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
+        if completion.logprobs is None:
+            return None
+        pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+        return ChatLogprobs([self._token_logprob(token_id, entry) for token_id, entry in pairs])
+
+    def _token_logprob(self, token_id: int, entry: dict[int, Logprob]) -> TokenLogprob:
+        num_top = self._body.top_logprobs or 0
+        own = self._top_logprob(token_id, entry[token_id])
+        ranked = sorted(entry.items(), key=lambda item: item[1].rank or 0)[:num_top]
+        top = [self._top_logprob(other, one) for other, one in ranked]
+        return TokenLogprob(own.token, own.logprob, own.bytes, top)
+
+    def _top_logprob(self, token_id: int, one: Logprob) -> TopLogprob:
+        tokenizer = self._service.tokenizer
+        as_id = bool(self._body.return_tokens_as_token_ids)
+        text = token_text(token_id, one.decoded_token, tokenizer.decode_token, as_id=as_id)
+        return TopLogprob(text, finite(one.logprob), list(tokenizer.token_bytes(token_id)))

@@ -1,0 +1,178 @@
+"""``POST /v1/completions``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from fleetfoot.outputs import CompletionOutput, Logprob, RequestOutput
+from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.server.http import (
+    JSON,
+    ApiError,
+    EventStream,
+    decode_body,
+    invalid,
+    read_body,
+    request_id,
+    until_disconnected,
+)
+from fleetfoot.server.openai.events import (
+    DONE,
+    ChunkWriter,
+    UsageCounter,
+    check_completion,
+    error_event,
+    finite,
+    logprob_entries,
+    token_text,
+)
+from fleetfoot.server.openai.prompts import engine_prompt, read_prompts
+from fleetfoot.server.openai.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from fleetfoot.server.service import RequestOutputs, Service
+
+_DECODER = msgspec.json.Decoder(CompletionRequest)
+DEFAULT_MAX_TOKENS = 16
+_Entry = dict[int, Logprob] | None
+"""The logprobs of a position; None for the first of a prompt."""
+
+
+class Completions:
+    """The endpoint."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def __call__(self, http: Request) -> Response:
+        service = self._service
+        body = decode_body(await read_body(http, service.settings.max_body_bytes), _DECODER)
+        service.check_model(body.model)
+        service.check_generates()
+        body.check_supported()
+        service.check_stop(body.stop)
+        if body.best_of is not None and body.best_of != (body.n or 1):
+            raise invalid("best_of", f"best_of is {body.best_of}; it must be n={body.n or 1}")
+        prompts = read_prompts("prompt", body.prompt)
+        answer = _Answer(body.request_id or request_id(http, "cmpl"), body, service, prompts)
+        outputs = await service.submit(
+            [engine_prompt(prompt, body.cache_salt) for prompt in prompts], answer.params, answer.id, body.priority
+        )
+        if body.stream:
+            return EventStream(answer.events(outputs))
+        return JSON(answer.whole(await until_disconnected(http, outputs.collect())))
+
+
+class _Answer:
+    """The response to one request."""
+
+    def __init__(self, name: str, body: CompletionRequest, service: Service, prompts: list[Any]) -> None:
+        self.id = name
+        self._body = body
+        self._model = service.model_name
+        self._prompts = prompts
+        self._service = service
+        self._is_only_echo = bool(body.echo) and body.max_tokens == 0
+        max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        fields: dict[str, Any] = {"max_tokens": 1 if self._is_only_echo else max_tokens, "logprobs": body.logprobs}
+        if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
+            fields["prompt_logprobs"] = body.logprobs
+        self.params: SamplingParams = body.sampling_params(service.engine.facts.sampling_defaults, **fields)
+        self._offsets: dict[int, int] = {}  # choice -> characters so far
+
+    def whole(self, outputs: list[RequestOutput]) -> Completion:
+        counter, choices = UsageCounter(), []
+        for index, output in enumerate(outputs):
+            counter.add(index, output, num_hidden=self._num_hidden(output))
+            choices += [self._choice(index, output, completion, is_first=True) for completion in output.outputs]
+        response = Completion(self.id, choices, self._model, counter.usage())
+        if outputs[0].kv_transfer_params is not None:
+            response.kv_transfer_params = outputs[0].kv_transfer_params
+        return response
+
+    async def events(self, outputs: RequestOutputs) -> AsyncIterator[bytes]:
+        fields = {"id": self.id, "object": "text_completion", "created": int(time.time()), "model": self._model}
+        writer, counter = ChunkWriter(self._body, {**fields, "system_fingerprint": None}), UsageCounter()
+        started: set[int] = set()
+        try:
+            async for index, output in outputs:
+                counter.add(index, output, num_hidden=self._num_hidden(output))
+                for completion in output.outputs:
+                    number = index * self.params.n + completion.index
+                    is_first = number not in started
+                    started.add(number)
+                    choice = self._choice(index, output, completion, is_first=is_first)
+                    if choice.text or choice.logprobs or choice.finish_reason or self._body.return_token_ids:
+                        yield writer.chunk(choice, counter)
+            if self._body.includes_usage:
+                yield writer.last(counter)
+        except Exception as error:
+            yield error_event(ApiError.of(error))
+        finally:
+            outputs.close()
+        yield DONE
+
+    def _num_hidden(self, output: RequestOutput) -> int:
+        return sum([len(one.token_ids) for one in output.outputs]) if self._is_only_echo else 0
+
+    def _choice(
+        self, index: int, output: RequestOutput, completion: CompletionOutput, *, is_first: bool
+    ) -> CompletionChoice:
+        """``is_first``: of its sequence, so that it begins with what is echoed."""
+        check_completion(completion)
+        body, is_echo = self._body, bool(self._body.echo) and is_first
+        text, token_ids, entries = completion.text, completion.token_ids, completion.logprobs
+        if self._is_only_echo:
+            text, token_ids, entries = "", [], entries and []
+        all_ids = token_ids
+        all_entries: list[_Entry] | None = None if entries is None else [*entries]
+        if is_echo:
+            text = self._prompt_text(output, self._prompts[index]) + text
+            all_ids = output.prompt_token_ids + token_ids
+            if entries is not None:
+                all_entries = [*(output.prompt_logprobs or []), *entries]
+        choice = CompletionChoice(
+            index * self.params.n + completion.index,
+            text,
+            finish_reason="length" if self._is_only_echo and completion.finish_reason else completion.finish_reason,
+            stop_reason=None if self._is_only_echo else completion.stop_reason,
+        )
+        if all_entries is not None:
+            choice.logprobs = self._logprobs(choice.index, all_ids, all_entries)
+        if body.prompt_logprobs is not None and is_first:
+            choice.prompt_logprobs = logprob_entries(output.prompt_logprobs)
+        if body.return_token_ids:
+            choice.token_ids = token_ids
+            choice.prompt_token_ids = output.prompt_token_ids if is_first else UNSET
+        return choice
+
+    def _prompt_text(self, output: RequestOutput, prompt: str | list[int]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        text: str = self._service.tokenizer.decode(output.prompt_token_ids)
+        return text
+
+    def _logprobs(self, choice: int, token_ids: list[int], entries: list[_Entry]) -> CompletionLogprobs:
+        result = CompletionLogprobs([], [], [], [])
+        decode, as_id = self._service.tokenizer.decode_token, bool(self._body.return_tokens_as_token_ids)
+        offset = self._offsets.get(choice, 0)
+        for token_id, entry in zip(token_ids, entries, strict=False):
+            text = token_text(token_id, None if entry is None else entry[token_id].decoded_token, decode, as_id=as_id)
+            top: dict[str, float] | None = None
+            if entry is not None:
+                names = (
+                    (token_text(other, one.decoded_token, decode, as_id=as_id), one) for other, one in entry.items()
+                )
+                top = {name: finite(one.logprob) for name, one in names}
+            result.tokens.append(text)
+            result.token_logprobs.append(None if entry is None else finite(entry[token_id].logprob))
+            result.top_logprobs.append(top)
+            result.text_offset.append(offset)
+            offset += len(text)
+        self._offsets[choice] = offset
+        return result

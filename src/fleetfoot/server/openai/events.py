@@ -1,0 +1,95 @@
+"""Server-sent events of a generation: chunks with choices, the usage, errors, and the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from fleetfoot.outputs import CompletionOutput, RequestOutput
+from fleetfoot.server.http import ENCODER, ApiError, openai_error
+from fleetfoot.server.openai.protocol import GenerationRequest, Usage
+
+DONE = b"data: [DONE]\n\n"
+
+
+def data_event(content: Any) -> bytes:
+    return b"data: " + ENCODER.encode(content) + b"\n\n"
+
+
+def error_event(error: ApiError) -> bytes:
+    """An error after the stream has begun."""
+    return data_event(openai_error(error))
+
+
+class ChunkWriter:
+    """Encodes the chunks of one request. What is the same in all of them is encoded once.
+
+    Args:
+        fields: of every chunk, without ``choices`` and ``usage``.
+    """
+
+    def __init__(self, request: GenerationRequest, fields: dict[str, Any]) -> None:
+        self._begin = b"data: " + ENCODER.encode(fields)[:-1] + b',"choices":'
+        self._usage = b',"usage":null}\n\n' if request.includes_usage else b"}\n\n"
+        self._is_continuous = request.has_continuous_usage
+
+    def chunk(self, choice: Any, counter: UsageCounter) -> bytes:
+        if self._is_continuous:
+            return self._with_usage([choice], counter)
+        return self._begin + ENCODER.encode([choice]) + self._usage
+
+    def last(self, counter: UsageCounter) -> bytes:
+        """The usage, without choices."""
+        return self._with_usage([], counter)
+
+    def _with_usage(self, choices: list[Any], counter: UsageCounter) -> bytes:
+        return self._begin + ENCODER.encode(choices) + b',"usage":' + ENCODER.encode(counter.usage()) + b"}\n\n"
+
+
+class UsageCounter:
+    """Counts the tokens of a request with one prompt or several."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, tuple[int, int]] = {}
+        self._num_completion = 0
+
+    def add(self, index: int, output: RequestOutput, *, num_hidden: int = 0) -> None:
+        """The next output of a prompt. ``num_hidden``: tokens that are not part of the response."""
+        self._prompts[index] = len(output.prompt_token_ids), output.num_cached_tokens
+        self._num_completion += sum([len(completion.token_ids) for completion in output.outputs]) - num_hidden
+
+    def usage(self) -> Usage:
+        num_prompt = sum([prompt for prompt, _ in self._prompts.values()])
+        return Usage.of(num_prompt, self._num_completion, sum([cached for _, cached in self._prompts.values()]))
+
+
+def check_completion(completion: CompletionOutput) -> None:
+    """Raises ApiError 500 for a sequence that the engine has ended with an error."""
+    if completion.finish_reason == "error":
+        raise ApiError(500, f"the request has failed: {completion.stop_reason}")
+
+
+def token_text(token_id: int, decoded: str | None, decode: Callable[[int], str], *, as_id: bool) -> str:
+    """A token in logprobs. ``as_id``: ``token_id:ID``, as vLLM's ``return_tokens_as_token_ids``."""
+    if as_id:
+        return f"token_id:{token_id}"
+    return decode(token_id) if decoded is None else decoded
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity."""
+    return max(logprob, -9999.0)
+
+
+def logprob_entries(entries: Iterable[dict[int, Any] | None] | None) -> list[dict[int, Any] | None] | None:
+    """Prompt logprobs as vLLM's servers return them: token id -> logprob, rank and text."""
+    if entries is None:
+        return None
+    return [
+        entry
+        and {
+            token_id: {"logprob": finite(one.logprob), "rank": one.rank, "decoded_token": one.decoded_token}
+            for token_id, one in entry.items()
+        }
+        for entry in entries
+    ]

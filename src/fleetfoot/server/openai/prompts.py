@@ -1,0 +1,77 @@
+"""Prompts and conversations of requests as prompts of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fleetfoot.server.http import invalid
+
+_TOOL_FIELDS = ("tool_calls", "tool_call_id", "function_call")
+
+
+def read_prompts(field: str, value: str | Sequence[str | int | list[int]]) -> list[str | list[int]]:
+    """A text, texts, token ids, or lists of token ids, as a list of prompts. Raises `ApiError` that names the entry."""
+    if isinstance(value, str):
+        return [value]
+    if not value:
+        raise invalid(field, f"{field} is an empty list; it must hold at least one entry")
+    kind = type(value[0])
+    for index, entry in enumerate(value):
+        if type(entry) is not kind:
+            message = f"{field}[{index}] is {entry!r:.100}; all entries must be texts, token ids, or lists of token ids"
+            raise invalid(f"{field}[{index}]", message)
+    if kind is int:
+        return [list(value)]  # type: ignore[arg-type]
+    return list(value)  # type: ignore[arg-type]
+
+
+def engine_prompt(prompt: str | list[int], cache_salt: str | None = None) -> Any:
+    """A prompt of the engine, with the request's salt."""
+    key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+    content: Any = {key: prompt, "cache_salt": cache_salt}
+    return content
+
+
+def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as chat templates take them. Raises `ApiError` that names the message and the field."""
+    if not messages:
+        raise invalid("messages", "messages is an empty list; it must hold at least one message")
+    return [_read_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+
+
+def _read_message(place: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise invalid(f"{place}.role", f"{place}.role is {role!r}; it must be a string")
+    for field in _TOOL_FIELDS:
+        if message.get(field):
+            raise invalid(f"{place}.{field}", f"{place}.{field} is not supported", "unsupported_parameter")
+    if role in ("tool", "function"):
+        raise invalid(f"{place}.role", f"{place}.role is {role!r}, which is not supported", "unsupported_parameter")
+    if content is None and role != "assistant":
+        raise invalid(f"{place}.content", f"{place}.content is missing; it must be a text or a list of parts")
+    role = "system" if role == "developer" else role
+    return {**message, "role": role, "content": _read_content(f"{place}.content", content)}
+
+
+def _read_content(place: str, content: Any) -> str | list[dict[str, str]]:
+    """A text, or text parts, which the chat template joins if it does not read parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise invalid(place, f"{place} is {content!r:.100}; it must be a text or a list of parts")
+    return [{"type": "text", "text": _read_part(f"{place}[{index}]", part)} for index, part in enumerate(content)]
+
+
+def _read_part(place: str, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in ("text", "input_text", "output_text"):
+        message = f"{place} has the type {kind!r}; this model reads text alone: {{'type': 'text', 'text': ...}}"
+        raise invalid(place, message, "unsupported_content")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise invalid(f"{place}.text", f"{place}.text is {text!r:.100}; it must be a string")
+    return text

@@ -1,0 +1,67 @@
+"""``GET /v1/models``, ``POST /tokenize`` and ``/detokenize``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from fleetfoot.server.http import JSON, decode_body, invalid, read_body
+from fleetfoot.server.openai.chat import template_options
+from fleetfoot.server.openai.prompts import read_messages
+from fleetfoot.server.openai.protocol import DetokenizeRequest, ModelCard, ModelList, TokenizeRequest
+from fleetfoot.server.service import Service
+
+_TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
+
+
+class ModelEndpoints:
+    """The endpoints."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def models(self, http: Request) -> Response:
+        return JSON(ModelList([self._card(name) for name in self._service.settings.model_names]))
+
+    async def model(self, http: Request) -> Response:
+        name = http.path_params["name"]
+        self._service.check_model(name)
+        return JSON(self._card(name))
+
+    def _card(self, name: str) -> ModelCard:
+        facts = self._service.engine.facts
+        return ModelCard(name, self._service.created, facts.model, facts.max_model_len)
+
+    async def tokenize(self, http: Request) -> Response:
+        service = self._service
+        body = decode_body(await read_body(http, service.settings.max_body_bytes), _TOKENIZE)
+        service.check_model(body.model)
+        tokenizer = service.tokenizer
+        if (body.prompt is None) == (body.messages is None):
+            raise invalid("prompt", "give either prompt or messages")
+        if body.messages is not None:
+            token_ids = await service.render_chat(read_messages(body.messages), **template_options(service, body))
+        else:
+            token_ids = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        content: dict[str, Any] = {
+            "count": len(token_ids),
+            "max_model_len": service.engine.facts.max_model_len,
+            "tokens": token_ids,
+            "token_strs": tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None,
+        }
+        return JSON(content)
+
+    async def detokenize(self, http: Request) -> Response:
+        service = self._service
+        body = decode_body(await read_body(http, service.settings.max_body_bytes), _DETOKENIZE)
+        service.check_model(body.model)
+        size = service.engine.facts.vocab_size
+        for index, token in enumerate(body.tokens):
+            if not 0 <= token < size:
+                message = f"tokens[{index}] is {token}; the vocabulary has {size} tokens, 0 to {size - 1}"
+                raise invalid(f"tokens[{index}]", message)
+        return JSON({"prompt": service.tokenizer.decode(body.tokens)})

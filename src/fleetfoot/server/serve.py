@@ -1,0 +1,396 @@
+"""Runs an engine's process and the API servers in front of it, until a signal ends them.
+
+With one API server, this process is the server. With several, each is a child process; they share the listening socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import pickle
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from fleetfoot.config import env
+from fleetfoot.config.engine import EngineConfig
+from fleetfoot.engine.client import EngineClient, EngineProcess, process_end
+from fleetfoot.server.app import make_app
+from fleetfoot.server.service import Service, ServiceSettings
+from fleetfoot.utils.logs import log_to_stderr
+
+logger = logging.getLogger(__name__)
+
+MAX_HEADER_BYTES = 64 << 10
+EXIT_INTERRUPTED = 130
+_BACKLOG = 2048
+_HEADERS_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """Settings of ``fleetfoot serve`` besides the engine's."""
+
+    service: ServiceSettings
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: any free one."""
+    uds: str | None = None
+    """Path of a Unix socket, in place of host and port."""
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    root_path: str = ""
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_ca_certs: str | None = None
+    """Certificates that clients must have one of."""
+    api_server_count: int = 1
+    shutdown_timeout: float = 30.0
+    """Seconds that unfinished requests have after SIGTERM."""
+    log_level: int = logging.INFO
+    log_format: str = "text"
+    """``text`` or ``json``."""
+    access_log: bool = False
+
+
+def serve(config: EngineConfig, settings: ServerSettings) -> int:
+    """Serve until SIGINT or SIGTERM. Returns the exit code: 1 if the engine has failed.
+
+    Raises ValueError: the address cannot be listened on, or a file of the TLS settings cannot be read.
+    """
+    begin = time.perf_counter()
+    log_to_stderr(settings.log_level, settings.log_format)
+    with listening(settings) as listener:
+        check_tls(settings)
+        engine = EngineProcess(config, settings.log_level, settings.log_format)
+        try:
+            run = _serve_here if settings.api_server_count == 1 else _supervise
+            return asyncio.run(run(engine, settings, listener, begin))
+        finally:
+            engine.stop()
+
+
+async def _serve_here(engine: EngineProcess, settings: ServerSettings, listener: socket.socket, begin: float) -> int:
+    ended = asyncio.ensure_future(engine.wait())
+    server = ApiServer(engine.address, settings, listener)
+    server.watch_signals()
+    starting = asyncio.ensure_future(server.start())
+    await asyncio.wait((ended, starting, server.stopped), return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        server.close()
+        return engine.stop() if ended.done() else server.exit_code
+    starting.result()
+    listener.listen(_BACKLOG)  # connections wait until the server accepts them
+    announce(settings, listener, begin)
+    serving = asyncio.ensure_future(server.run())
+    await asyncio.wait((ended, serving), return_when=asyncio.FIRST_COMPLETED)
+    if not serving.done():
+        server.fail(f"the engine's process has ended with code {ended.result()}")
+    await serving
+    exit_code = server.exit_code
+    if not ended.done():
+        await server.client.stop()
+    server.close()
+    return exit_code
+
+
+class ApiServer:
+    """HTTP in front of an engine's process, in this process.
+
+    Args:
+        address: of the engine's socket.
+    """
+
+    def __init__(self, address: str, settings: ServerSettings, listener: socket.socket) -> None:
+        self.client = EngineClient(address)
+        self.exit_code = 0
+        self.stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done after the first signal."""
+        self._settings = settings
+        self._listener = listener
+        self._service = Service(self.client, settings.service)
+        self._server: _Uvicorn | None = None
+
+    def watch_signals(self) -> None:
+        """SIGTERM lets unfinished requests end; a second one, or SIGINT, aborts them."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._receive_signal, number)
+
+    def _receive_signal(self, number: int) -> None:
+        is_second = self.stopped.done()
+        if number == signal.SIGINT:
+            self.exit_code = EXIT_INTERRUPTED
+        if not is_second:
+            self.stopped.set_result(None)
+            notify_service_manager("STOPPING=1")
+        self._service.is_draining = True
+        if self._server is not None:
+            self._server.should_exit = True
+            if is_second or number == signal.SIGINT:
+                self._abort("the server was stopped")
+
+    def _abort(self, cause: str) -> None:
+        self.client.fail(cause)
+        if self._server is not None:
+            self._server.force_exit = True
+
+    def fail(self, cause: str) -> None:
+        """The engine has ended: end all requests, and the server."""
+        logger.error(cause)
+        self.exit_code = 1
+        self.client.fail(cause)
+        if self._server is not None:
+            self._server.should_exit = True
+
+    async def start(self) -> None:
+        """Wait until the engine is ready."""
+        await self.client.start()
+
+    async def run(self) -> None:
+        """Serve until a signal, or `fail`."""
+        settings = self._settings
+        config = uvicorn.Config(
+            make_app(self._service, settings.api_keys, settings.root_path),
+            http=_LimitedHttp,
+            log_config=None,
+            access_log=settings.access_log,
+            root_path=settings.root_path,
+            backlog=_BACKLOG,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=max(1, round(settings.shutdown_timeout)),
+            server_header=False,
+            ssl_keyfile=settings.ssl_keyfile,
+            ssl_certfile=settings.ssl_certfile,
+            ssl_ca_certs=settings.ssl_ca_certs,
+            ssl_cert_reqs=ssl.CERT_NONE if settings.ssl_ca_certs is None else ssl.CERT_REQUIRED,
+        )
+        self._server = _Uvicorn(config)
+        if self.stopped.done():
+            return
+        await self._server.serve(sockets=[self._listener])
+
+    def close(self) -> None:
+        self.client.close()
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves signals to `ApiServer`."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _LimitedHttp(HttpToolsProtocol):
+    """Refuses requests with headers above MAX_HEADER_BYTES."""
+
+    _num_header_bytes = 0
+
+    def on_message_begin(self) -> None:
+        self._num_header_bytes = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def _count(self, size: int) -> None:
+        self._num_header_bytes += size
+        if self._num_header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
+            self.transport.write(
+                b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.close()
+
+
+# --- several API servers ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _ChildSettings:
+    """What an API server's process reads from standard input, pickled."""
+
+    address: str
+    settings: ServerSettings
+    descriptor: int
+    """Of the listening socket."""
+
+
+async def _supervise(engine: EngineProcess, settings: ServerSettings, listener: socket.socket, begin: float) -> int:
+    loop = asyncio.get_running_loop()
+    signals: asyncio.Queue[int] = asyncio.Queue()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    ended = asyncio.ensure_future(engine.wait())
+    first = asyncio.ensure_future(signals.get())
+    client = EngineClient(engine.address)
+    starting = asyncio.ensure_future(client.start())
+    await asyncio.wait((ended, starting, first), return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        client.close()
+        return engine.stop() if ended.done() else EXIT_INTERRUPTED if first.result() == signal.SIGINT else 0
+    listener.listen(_BACKLOG)
+    children = [_start_child(engine.address, settings, listener) for _ in range(settings.api_server_count)]
+    waits = {asyncio.ensure_future(process_end(child)): child for child in children}
+    announce(settings, listener, begin)
+    exit_code = 0
+    try:
+        await asyncio.wait((ended, first, *waits), return_when=asyncio.FIRST_COMPLETED)
+        if first.done():
+            notify_service_manager("STOPPING=1")
+            exit_code = EXIT_INTERRUPTED if first.result() == signal.SIGINT else 0
+            _signal_all(children, first.result())
+            while not all(wait.done() for wait in waits):
+                second = asyncio.ensure_future(signals.get())
+                await asyncio.wait((ended, second, *waits), return_when=asyncio.FIRST_COMPLETED)
+                if second.done() or ended.done():
+                    _signal_all(children, signal.SIGINT)
+                    break
+                second.cancel()
+        else:
+            exit_code = 1
+            lost = "the engine's process" if ended.done() else "an API server"
+            logger.error("%s has ended", lost)
+            _signal_all(children, signal.SIGINT)
+        await asyncio.gather(*waits)
+    finally:
+        for child in children:
+            child.kill()
+        if not ended.done():
+            await client.stop()
+        client.close()
+    return exit_code
+
+
+def _start_child(address: str, settings: ServerSettings, listener: socket.socket) -> subprocess.Popen[bytes]:
+    child = subprocess.Popen(
+        [sys.executable, "-m", "fleetfoot.server.serve"],
+        stdin=subprocess.PIPE,
+        pass_fds=(listener.fileno(),),
+        env=env.for_child({}),
+        start_new_session=True,  # the terminal's signals reach the supervisor alone
+    )
+    assert child.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        child.stdin.write(pickle.dumps(_ChildSettings(address, settings, listener.fileno())))
+        child.stdin.flush()  # and stays open: its end is that of the supervisor
+    return child
+
+
+def _signal_all(children: list[subprocess.Popen[bytes]], number: int) -> None:
+    for child in children:
+        child.send_signal(number)
+
+
+async def _run_child(given: _ChildSettings) -> int:
+    listener = socket.socket(fileno=given.descriptor)
+    server = ApiServer(given.address, given.settings, listener)
+    server.watch_signals()
+    asyncio.get_running_loop().add_reader(0, lambda: os._exit(1) if not os.read(0, 1) else None)
+    await server.start()
+    await server.run()
+    server.close()
+    return server.exit_code
+
+
+def main() -> int:
+    """Run an API server for the supervisor."""
+    given: _ChildSettings = pickle.load(sys.stdin.buffer)
+    log_to_stderr(given.settings.log_level, given.settings.log_format)
+    return asyncio.run(_run_child(given))
+
+
+# --- the machine ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def listening(settings: ServerSettings) -> Iterator[socket.socket]:
+    """A bound socket, which is removed at the end. Connections are refused until it listens."""
+    is_path = settings.uds is not None
+    listener = socket.socket(socket.AF_UNIX if is_path else _family(settings.host))
+    target: Any = settings.uds if is_path else (settings.host, settings.port)
+    try:
+        if is_path:
+            with contextlib.suppress(FileNotFoundError):
+                if Path(target).is_socket():
+                    Path(target).unlink()  # of a server that was killed
+        else:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(target)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        where = target if is_path else f"{settings.host}:{settings.port}"
+        raise ValueError(f"cannot listen on {where} ({error}); choose another address") from error
+    listener.set_inheritable(True)
+    try:
+        yield listener
+    finally:
+        listener.close()
+        if is_path:
+            with contextlib.suppress(OSError):
+                Path(target).unlink()
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def check_tls(settings: ServerSettings) -> None:
+    """Raises ValueError: a file of the TLS settings cannot be used."""
+    if settings.ssl_certfile is None:
+        if settings.ssl_keyfile or settings.ssl_ca_certs:
+            raise ValueError("ssl_keyfile and ssl_ca_certs need ssl_certfile")
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+        if settings.ssl_ca_certs is not None:
+            context.load_verify_locations(settings.ssl_ca_certs)
+    except OSError as error:
+        raise ValueError(f"the certificate or its key cannot be used: {error}") from error
+
+
+def announce(settings: ServerSettings, listener: socket.socket, begin: float) -> None:
+    """Log where the server listens, and notify a service manager."""
+    if settings.uds is not None:
+        where = settings.uds
+    else:
+        host, port = listener.getsockname()[:2]
+        where = f"{'https' if settings.ssl_certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+    logger.info("ready after %.1f s, listening on %s", time.perf_counter() - begin, where)
+    if settings.uds is None and not _is_loopback(settings.host) and not settings.api_keys:
+        logger.warning("%s can be reached from other machines, and no key is required (--api-key)", where)
+    notify_service_manager("READY=1")
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
+def notify_service_manager(state: str) -> None:
+    """Systemd's protocol; nothing without a service manager."""
+    if address := env.notify_socket():
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection:
+            connection.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""What endpoints share of one engine: its names, limits, admission, and the outputs of a request's prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fleetfoot.engine.client import EngineClient, OutputStream
+from fleetfoot.engine.input_processor import LONG_TEXT
+from fleetfoot.inputs import PromptType
+from fleetfoot.outputs import RequestOutput
+from fleetfoot.records.pooling_params import PoolingParams
+from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.server.http import ApiError, invalid
+from fleetfoot.tokenizer.tokenizer import Tokenizer
+
+MAX_SEQUENCES = 1024
+"""Of one HTTP request: prompts times ``n``."""
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 4096
+"""Of all stop strings of a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSettings:
+    """Settings of the server that endpoints read."""
+
+    model_names: tuple[str, ...]
+    """The first one is in responses."""
+    max_queue: int
+    """Unfinished requests from which on others are refused with 429."""
+    max_body_bytes: int
+    chat_template: str | None = None
+    """Jinja source, or the name of one of the model's; None: the model's default."""
+    trusts_chat_templates: bool = False
+    """Whether a request may bring a chat template."""
+
+
+class Service:
+    """An engine and the settings of its endpoints."""
+
+    def __init__(self, engine: EngineClient, settings: ServiceSettings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.created = int(time.time())
+        self.is_draining = False
+
+    @property
+    def model_name(self) -> str:
+        return self.settings.model_names[0]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ApiError if there is none."""
+        tokenizer = self.engine.get_tokenizer()
+        if tokenizer is None:
+            raise ApiError(400, "the engine runs on token ids only (--skip-tokenizer-init)")
+        return tokenizer
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError 404 for a model that is not served; None is any."""
+        names = self.settings.model_names
+        if name is not None and name not in names:
+            raise ApiError(
+                404, f"the model {name!r} does not exist; served: {', '.join(names)}", "model_not_found", "model"
+            )
+
+    def check_generates(self) -> None:
+        if self.engine.facts.pooling is not None:
+            raise ApiError(400, "this model pools and does not generate; use /v1/embeddings")
+
+    def check_stop(self, stop: str | Sequence[str] | None) -> None:
+        """Limits of stop strings."""
+        strings = [stop] if isinstance(stop, str) else list(stop or ())
+        if len(strings) > MAX_STOP_STRINGS or sum(map(len, strings)) > MAX_STOP_CHARS:
+            most = f"{MAX_STOP_STRINGS} of {MAX_STOP_CHARS} characters together are the most"
+            raise invalid("stop", f"stop has {len(strings)} strings; {most}")
+
+    async def submit(
+        self,
+        prompts: Sequence[PromptType],
+        params: SamplingParams | PoolingParams,
+        request_id: str,
+        priority: int | None,
+    ) -> RequestOutputs:
+        """Send the prompts of a request. Raises ApiError 429 if the queue is full, and as `EngineClient.submit`; then
+        nothing runs."""
+        num_sequences = len(prompts) * getattr(params, "n", 1)
+        if num_sequences > MAX_SEQUENCES:
+            message = f"the request has {num_sequences} sequences (prompts times n); {MAX_SEQUENCES} are the most"
+            raise invalid("n" if len(prompts) == 1 else "prompt", message)
+        if self.is_draining:
+            raise ApiError(503, "the server shuts down", "shutting_down", retry_after=5)
+        if self.engine.num_unfinished + len(prompts) > self.settings.max_queue:
+            message = f"{self.engine.num_unfinished} requests are unfinished; {self.settings.max_queue} are the most"
+            raise ApiError(429, message, "queue_full", retry_after=1)
+        streams: list[OutputStream] = []
+        try:
+            for index, prompt in enumerate(prompts):
+                name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
+                try:
+                    streams.append(await self.engine.submit(prompt, params, name, priority or 0))
+                except (ValueError, TypeError) as error:
+                    if len(prompts) > 1:
+                        raise type(error)(f"prompt[{index}]: {error}") from error
+                    raise
+        except BaseException:
+            for stream in streams:
+                stream.close()
+            raise
+        return RequestOutputs(streams)
+
+    async def render_chat(self, messages: Sequence[Any], **options: Any) -> list[int]:
+        """Token ids of a conversation. Raises ValueError: the template or the messages are invalid."""
+        tokenizer = self.tokenizer
+        if options.get("chat_template") is None:
+            options["chat_template"] = self.settings.chat_template
+
+        def render() -> list[int]:
+            ids: list[int] = tokenizer.apply_chat_template(messages, return_dict=False, **options)
+            return ids
+
+        if sum(len(str(message.get("content"))) for message in messages) >= LONG_TEXT:
+            return await asyncio.to_thread(render)
+        return render()
+
+
+class RequestOutputs:
+    """The outputs of the prompts of one request, as they come: ``(prompt index, output)``."""
+
+    def __init__(self, streams: Sequence[OutputStream]) -> None:
+        self._streams = streams
+
+    def close(self) -> None:
+        """Abort what is unfinished."""
+        for stream in self._streams:
+            stream.close()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        if len(self._streams) == 1:
+            async for output in self._streams[0]:
+                yield 0, output
+            return
+        waiting = {asyncio.ensure_future(anext(stream)): index for index, stream in enumerate(self._streams)}
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in sorted(done, key=waiting.__getitem__):
+                    index = waiting.pop(task)
+                    output = task.result()
+                    if not output.finished:
+                        waiting[asyncio.ensure_future(anext(self._streams[index]))] = index
+                    yield index, output
+        finally:
+            for task in waiting:
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def collect(self) -> list[RequestOutput]:
+        """The last output of each prompt; for parameters with `RequestOutputKind.FINAL_ONLY`."""
+        try:
+            outputs = {index: output async for index, output in self}
+        finally:
+            self.close()
+        return [outputs[index] for index in sorted(outputs)]

@@ -1,0 +1,292 @@
+"""Completions, chat completions and models with the `openai` client, and the bodies that it does not show."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import openai
+import pytest
+
+from fleetfoot import LLM, SamplingParams
+from fleetfoot.server.openai.protocol import ChatCompletion, Completion
+from tests.helpers.server import RunningServer
+
+PROMPT = "Once upon a time"
+MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a story about a crow."}]
+
+
+@pytest.fixture(scope="module")
+def story() -> Iterator[LLM]:
+    """The same model without a server."""
+    with LLM(dtype="float32") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def api(server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as made:
+        yield made
+
+
+def greedy(story: LLM, prompt: Any, **fields: Any) -> Any:
+    return story.generate(prompt, SamplingParams(temperature=0, **fields), use_tqdm=False)[0]
+
+
+def test_a_completion_is_that_of_the_engine(api: openai.OpenAI, story: LLM) -> None:
+    expected = greedy(story, PROMPT, max_tokens=24)
+    answer = api.completions.create(model="story", prompt=PROMPT, temperature=0, max_tokens=24)
+    assert answer.choices[0].text == expected.outputs[0].text
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(expected.prompt_token_ids), 24)
+    assert answer.model == "story"
+    chunks = list(api.completions.create(model="story", prompt=PROMPT, temperature=0, max_tokens=24, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected.outputs[0].text
+    assert [chunk.choices[0].finish_reason for chunk in chunks][-2:] == [None, "length"]
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_chat_is_that_of_the_engine(api: openai.OpenAI, story: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12)
+    expected = story.chat(MESSAGES, params, use_tqdm=False)[0].outputs[0]
+    options: dict[str, Any] = {"model": "story-llama", "messages": MESSAGES, "temperature": 0, "max_tokens": 12}
+    message = api.chat.completions.create(**options).choices[0].message
+    assert (message.role, message.content) == ("assistant", expected.text)
+    chunks = list(api.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert deltas[0].role == "assistant" and "".join(delta.content or "" for delta in deltas) == expected.text
+    assert not chunks[-1].choices and chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 12
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_contents_can_be_parts_and_roles_developer(api: openai.OpenAI) -> None:
+    parts: Any = [{"role": "user", "content": [{"type": "text", "text": MESSAGES[0]["content"]}]}]
+    texts = [
+        api.chat.completions.create(model="story", messages=messages, temperature=0, max_completion_tokens=6)
+        for messages in (MESSAGES, parts)
+    ]
+    assert texts[0].choices[0].message == texts[1].choices[0].message
+
+
+@pytest.mark.parametrize("prompt", [[PROMPT, "The crow"], [[1, 5, 7], [9]], [4, 5, 6]], ids=str)
+def test_forms_of_prompts(api: openai.OpenAI, story: LLM, prompt: Any) -> None:
+    inputs = [prompt] if isinstance(prompt[0], int) else prompt
+    inputs = [{"prompt_token_ids": one} if isinstance(one, list) else one for one in inputs]
+    expected = [one.outputs[0].text for one in story.generate(inputs, SamplingParams(temperature=0, max_tokens=5))]
+    answer = api.completions.create(model="story", prompt=prompt, temperature=0, max_tokens=5)
+    assert [choice.text for choice in answer.choices] == expected
+    assert [choice.index for choice in answer.choices] == list(range(len(expected)))
+    texts = dict.fromkeys(range(len(expected)), "")
+    for chunk in api.completions.create(model="story", prompt=prompt, temperature=0, max_tokens=5, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert list(texts.values()) == expected
+
+
+def test_n_and_seed(api: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "story", "prompt": PROMPT, "n": 3, "seed": 7, "max_tokens": 8}
+    first, second = (api.completions.create(**options) for _ in range(2))
+    texts = [choice.text for choice in first.choices]
+    assert texts == [choice.text for choice in second.choices]
+    assert len(set(texts)) > 1
+    streamed = dict.fromkeys(range(3), "")
+    for chunk in api.completions.create(**options, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert list(streamed.values()) == texts
+
+
+def test_stop_strings(api: openai.OpenAI, story: LLM) -> None:
+    whole = greedy(story, PROMPT, max_tokens=40).outputs[0].text
+    stop = whole[20:26]
+    for stream in (False, True):
+        answer = api.completions.create(
+            model="story", prompt=PROMPT, temperature=0, max_tokens=40, stop=stop, stream=stream
+        )
+        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+        assert "".join(choice.text for choice in choices) == whole[: whole.index(stop)]
+        assert choices[-1].finish_reason == "stop"
+        assert choices[-1].stop_reason == stop
+
+
+def test_logprobs_of_both_dialects(api: openai.OpenAI, story: LLM) -> None:
+    expected = greedy(story, PROMPT, max_tokens=4, logprobs=2, prompt_logprobs=2)
+    tokens = [
+        entry[token] for token, entry in zip(expected.outputs[0].token_ids, expected.outputs[0].logprobs, strict=True)
+    ]
+    options: dict[str, Any] = {"model": "story", "prompt": PROMPT, "temperature": 0, "max_tokens": 4, "logprobs": 2}
+    logprobs = api.completions.create(**options).choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs == pytest.approx([token.logprob for token in tokens])
+    assert "".join(logprobs.tokens or ()) == expected.outputs[0].text
+    assert [len(top) for top in logprobs.top_logprobs or ()] == [2] * 4
+    echoed = api.completions.create(**options, echo=True).choices[0]
+    assert echoed.text == PROMPT + expected.outputs[0].text
+    assert echoed.logprobs is not None and echoed.logprobs.token_logprobs is not None
+    prompt_logprobs = [
+        entry and entry[token].logprob
+        for token, entry in zip(expected.prompt_token_ids, expected.prompt_logprobs, strict=True)
+    ]
+    assert echoed.logprobs.token_logprobs[0] is None
+    assert echoed.logprobs.token_logprobs[1:5] == pytest.approx(prompt_logprobs[1:])
+    alone = api.completions.create(model="story", prompt=PROMPT, max_tokens=0, echo=True, logprobs=1).choices[0]
+    assert alone.text == PROMPT and alone.logprobs is not None
+    assert alone.logprobs.token_logprobs is not None and len(alone.logprobs.token_logprobs) == 5
+    chat = api.chat.completions.create(
+        model="story", messages=MESSAGES, temperature=0, max_tokens=3, logprobs=True, top_logprobs=2
+    )
+    content = chat.choices[0].logprobs
+    assert content is not None and content.content is not None
+    for one in content.content:
+        assert one.bytes == list(one.token.encode())
+        assert one.top_logprobs[0].logprob == one.logprob and len(one.top_logprobs) == 2
+
+
+def test_models(api: openai.OpenAI) -> None:
+    assert [model.id for model in api.models.list()] == ["story", "story-llama"]
+    assert api.models.retrieve("story").id == "story"
+    with pytest.raises(openai.NotFoundError):
+        api.models.retrieve("other")
+
+
+def test_raw_bodies_have_the_declared_shape(client: httpx.Client) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 3, "logprobs": 1}
+    msgspec.json.decode(client.post("/v1/completions", json=body).content, type=Completion)
+    body = {"messages": MESSAGES, "max_tokens": 3, "logprobs": True}
+    msgspec.json.decode(client.post("/v1/chat/completions", json=body).content, type=ChatCompletion)
+    with client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        events = "".join(response.iter_text()).split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    for event in events[:-2]:
+        chunk = json.loads(event.removeprefix("data: "))
+        assert chunk["object"] == "chat.completion.chunk" and set(chunk["choices"][0]) >= {
+            "index",
+            "delta",
+            "finish_reason",
+        }
+
+
+REFUSED = [
+    ({"prompt": PROMPT, "nonsense": 1}, "nonsense"),
+    ({"prompt": PROMPT, "temperature": "hot"}, "temperature"),
+    ({"prompt": PROMPT, "top_p": 2}, "top_p"),
+    ({"prompt": PROMPT, "max_tokens": 0}, "max_tokens"),
+    ({"prompt": PROMPT, "n": 0}, "n"),
+    ({"prompt": PROMPT, "best_of": 3}, "best_of"),
+    ({"prompt": PROMPT, "suffix": "end"}, "suffix"),
+    ({"prompt": PROMPT, "response_format": {"type": "json_object"}}, "response_format"),
+    ({"prompt": PROMPT, "stream_options": {"include_usage": True}}, "stream_options"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": ["text", 4]}, "prompt[1]"),
+    ({"max_tokens": 3}, "prompt"),
+    ({"prompt": PROMPT, "stop": ["x"] * 100}, "stop"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+    ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
+    ({"messages": MESSAGES, "chat_template": "{{ messages }}"}, "chat_template"),
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "field"), REFUSED, ids=[f"{field}-{index}" for index, (_, field) in enumerate(REFUSED)]
+)
+def test_a_refusal_names_the_field(client: httpx.Client, body: dict[str, Any], field: str) -> None:
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    response = client.post(path, json=body)
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert (
+        error["param"] == field
+        and error["type"] == "invalid_request_error"
+        and field.partition("[")[0] in error["message"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("user", "me"), ("metadata", {"a": "b"}), ("store", False), ("service_tier", "auto"), ("tools", None),
+     ("tools", []), ("response_format", {"type": "text"}), ("logit_bias", None),
+     ("seed", None), ("safety_identifier", "x")],
+    ids=str,
+)  # fmt: skip
+def test_neutral_fields_are_accepted(client: httpx.Client, field: str, value: Any) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 1, field: value}
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
+
+
+def test_statuses(client: httpx.Client, server: RunningServer) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 1}
+    statuses = {
+        401: httpx.post(f"{server.url}/v1/completions", json=body),
+        404: client.post("/v1/completions", json={**body, "model": "other"}),
+        405: client.get("/v1/completions"),
+        413: client.post("/v1/completions", json={"prompt": "x" * 200_000}),
+        429: client.post("/v1/completions", json={"prompt": [PROMPT] * 65, "max_tokens": 1}),
+        400: client.post("/v1/completions", content=b"{"),
+    }
+    for status, response in statuses.items():
+        assert response.status_code == status and response.json()["error"]["message"], response.text
+    assert statuses[429].headers["retry-after"] == "1"
+    assert client.get("/nothing").json()["error"]["code"] == "unknown_url"
+    assert "secret" not in "".join(server.log)
+    too_long = client.post("/v1/completions", json={"prompt": "word " * 5000}).json()["error"]
+    assert too_long["code"] == "context_length_exceeded"
+
+
+def test_state_needs_no_key(server: RunningServer) -> None:
+    for path in ("/health", "/ready", "/version", "/metrics"):
+        assert httpx.get(server.url + path).status_code == 200
+    text = server.stats()
+    assert 'fleetfoot:request_success_total{engine="0",finished_reason="length",model_name="story"}' in text
+    assert "vllm:time_to_first_token_seconds_bucket" in text
+
+
+def test_request_ids(client: httpx.Client) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 1}
+    response = client.post("/v1/completions", json=body, headers={"X-Request-Id": "mine-1"})
+    assert response.headers["x-request-id"] == "mine-1" and response.json()["id"] == "mine-1"
+    assert client.post("/v1/completions", json=body).json()["id"].startswith("cmpl-")
+
+
+def test_tokenize_and_detokenize(client: httpx.Client, story: LLM) -> None:
+    expected = story.get_tokenizer().encode(PROMPT)
+    answer = client.post("/tokenize", json={"prompt": PROMPT}).json()
+    assert (answer["tokens"], answer["count"]) == (expected, len(expected))
+    assert PROMPT in client.post("/detokenize", json={"tokens": expected}).json()["prompt"]
+    assert client.post("/tokenize", json={"messages": MESSAGES}).json()["count"] > 5
+    assert client.post("/detokenize", json={"tokens": [10**6]}).status_code == 400
+
+
+def test_many_streams_at_once_and_some_that_leave(server: RunningServer) -> None:
+    async def one(api: openai.AsyncOpenAI, leaves: bool) -> str:
+        stream = await api.completions.create(
+            model="story", prompt=PROMPT, temperature=0, max_tokens=30 if not leaves else 1500, stream=True,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        text = ""
+        async for chunk in stream:
+            text += chunk.choices[0].text
+            if leaves:
+                await stream.close()
+                break
+        return text
+
+    async def run() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as api:
+            return await asyncio.gather(*(one(api, index % 3 == 0) for index in range(24)))
+
+    texts = asyncio.run(run())
+    assert len({text for index, text in enumerate(texts) if index % 3}) == 1
+    # those that left were aborted: another request is alone, so the server is idle behind it
+    answer = httpx.post(
+        f"{server.url}/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}, headers={"x-api-key": "secret"}
+    )
+    assert answer.status_code == 200
+    assert 'finished_reason="abort"' in server.stats()

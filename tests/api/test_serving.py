@@ -1,0 +1,163 @@
+"""The life of a server: signals, several API servers, sockets, TLS, keys, and an engine that ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from fleetfoot.cli.main import main
+from tests.helpers.server import RunningServer
+
+BODY = {"prompt": "Once upon a time", "temperature": 0, "ignore_eos": True}
+FLAGS = ("--dtype", "float32")
+
+
+def generate(url: str, max_tokens: int, **options: Any) -> httpx.Response:
+    return httpx.post(f"{url}/v1/completions", json={**BODY, "max_tokens": max_tokens}, timeout=60, **options)
+
+
+def begun_stream(url: str, pool: ThreadPoolExecutor, max_tokens: int) -> Future[list[str]]:
+    """A long request in another thread. Returns when its first data has come."""
+    client = httpx.Client(timeout=60)
+    stream = client.stream("POST", f"{url}/v1/completions", json={**BODY, "max_tokens": max_tokens, "stream": True})
+    response = stream.__enter__()
+    lines = response.iter_lines()
+    next(lines)
+
+    def read() -> list[str]:
+        with contextlib.closing(client):
+            content = list(lines)
+            stream.__exit__(None, None, None)
+            return content
+
+    return pool.submit(read)
+
+
+@pytest.fixture
+def pool() -> Any:
+    with ThreadPoolExecutor(2) as made:
+        yield made
+
+
+def test_sigterm_lets_requests_end(pool: ThreadPoolExecutor) -> None:
+    with RunningServer(*FLAGS) as server:
+        rest = begun_stream(server.url, pool, 300)
+        assert server.stop(signal.SIGTERM) == 0
+        lines = rest.result()
+    assert lines[-2:] == ["data: [DONE]", ""]
+    assert json.loads(lines[-4].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_second_sigterm_aborts(pool: ThreadPoolExecutor) -> None:
+    with RunningServer(*FLAGS) as server:
+        rest = begun_stream(server.url, pool, 2000)
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(httpx.HTTPError):  # it accepts no more, so the first signal has been taken in
+            while True:
+                generate(server.url, 1)
+        assert server.stop(signal.SIGTERM) == 0
+        assert "error" in "".join(rest.result())
+
+
+def test_an_interrupt_aborts(pool: ThreadPoolExecutor) -> None:
+    with RunningServer(*FLAGS) as server:
+        rest = begun_stream(server.url, pool, 2000)
+        assert server.stop(signal.SIGINT) == 130
+        assert "error" in "".join(rest.result())
+
+
+def test_the_server_ends_with_its_engine(pool: ThreadPoolExecutor) -> None:
+    with RunningServer(*FLAGS) as server:
+        rest = begun_stream(server.url, pool, 2000)
+        (engine,) = children(server.process.pid)
+        os.kill(engine, signal.SIGKILL)
+        assert server.wait() == 1
+        assert "error" in "".join(rest.result())
+        assert "has ended with code -9" in "".join(server.log)
+
+
+def test_several_api_servers(pool: ThreadPoolExecutor) -> None:
+    with RunningServer(*FLAGS, "--api-server-count", "2") as server:
+        texts = {generate(server.url, 12).json()["choices"][0]["text"] for _ in range(8)}
+        assert len(texts) == 1
+        rest = begun_stream(server.url, pool, 300)
+        assert server.stop(signal.SIGTERM) == 0
+        assert rest.result()[-2] == "data: [DONE]"
+
+
+def test_no_process_outlives_a_killed_server() -> None:
+    with RunningServer(*FLAGS, "--api-server-count", "2") as server:
+        pids = children(server.process.pid)
+        assert len(pids) == 3
+        handles = [os.pidfd_open(pid) for pid in pids]
+        server.process.kill()
+        server.wait()
+        for handle in handles:
+            assert select.select([handle], [], [], 60)[0]
+            os.close(handle)
+
+
+def children(pid: int) -> list[int]:
+    """The child processes."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_unix_socket(tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    with RunningServer(*FLAGS, "--uds", path) as server:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://server") as client:
+            assert client.get("/health").json() == {"status": "ok"}
+        assert server.stop() == 0
+    assert not os.path.exists(path)
+
+
+def test_tls(tmp_path: Path) -> None:
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate, *subject]
+    subprocess.run(command, check=True, capture_output=True)
+    with RunningServer(*FLAGS, "--ssl-keyfile", key, "--ssl-certfile", certificate) as server:
+        assert server.url.startswith("https://")
+        assert httpx.get(f"{server.url}/health", verify=certificate).status_code == 200
+
+
+def test_logs_as_json_and_the_engines_phases() -> None:
+    with RunningServer(*FLAGS, "--log-format", "json") as server:
+        records = [json.loads(line) for line in server.log]
+    messages = [record["message"] for record in records]
+    assert any(message.startswith("weights: ") for message in messages)
+    assert "listening on http://127.0.0.1:" in messages[-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--port", "70000"], "70000"),
+        (["--max-queue", "0"], "at least 1"),
+        (["--ssl-keyfile", "key.pem"], "need ssl_certfile"),
+        (["--ssl-certfile", "/nothing.pem"], "cannot be used"),
+        (["--host", "203.0.113.1"], "cannot listen on 203.0.113.1"),
+        (["--chat-template", "/nothing.jinja"], "--chat-template /nothing.jinja"),
+        (["--api-key", ""], "--api-key"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_work(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
+    assert main(["serve", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_engine_that_does_not_start() -> None:
+    with RunningServer("--tensor-parallel-size", "3", *FLAGS) as server:
+        assert server.wait() == 2
+    assert "tensor" in "".join(server.log)

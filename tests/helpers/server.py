@@ -1,0 +1,60 @@
+"""``fleetfoot serve`` in a child process."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import httpx
+
+
+class RunningServer:
+    """A server on a free port of loopback; its log is kept. ``flags``: of ``fleetfoot serve``."""
+
+    def __init__(self, *flags: str, port: int = 0, env: dict[str, str] | None = None) -> None:
+        command = [sys.executable, "-m", "fleetfoot", "serve", "--port", str(port), *flags]
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}, start_new_session=True
+        )
+        self.log: list[str] = []
+        self.url = ""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+            if match := re.search(r"listening on (\S+)", line):
+                self.url = match[1]
+                break
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        self.log.extend(self.process.stderr)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal, and wait for the exit code."""
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        code = self.process.wait(120)
+        self._reader.join()
+        return code
+
+    def stats(self) -> str:
+        return httpx.get(f"{self.url}/metrics").text
+
+    def __enter__(self) -> RunningServer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(60)
+        self._reader.join()
+        if self.process.stderr is not None:
+            self.process.stderr.close()
