@@ -7,6 +7,7 @@ import json
 import os
 import select
 import signal
+import ssl
 import subprocess
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -69,21 +70,14 @@ def test_a_second_sigterm_aborts(pool: ThreadPoolExecutor) -> None:
         assert "error" in "".join(rest.result())
 
 
-def test_an_interrupt_aborts(pool: ThreadPoolExecutor) -> None:
-    with RunningServer(*FLAGS) as server:
+def test_an_interrupt_aborts_and_logs_are_json(pool: ThreadPoolExecutor) -> None:
+    with RunningServer(*FLAGS, "--log-format", "json") as server:
         rest = begun_stream(server.url, pool, 2000)
         assert server.stop(signal.SIGINT) == 130
         assert "error" in "".join(rest.result())
-
-
-def test_the_server_ends_with_its_engine(pool: ThreadPoolExecutor) -> None:
-    with RunningServer(*FLAGS) as server:
-        rest = begun_stream(server.url, pool, 2000)
-        (engine,) = children(server.process.pid)
-        os.kill(engine, signal.SIGKILL)
-        assert server.wait() == 1
-        assert "error" in "".join(rest.result())
-        assert "has ended with code -9" in "".join(server.log)
+    messages = [json.loads(line)["message"] for line in server.log]
+    assert any(message.startswith("weights: ") for message in messages)
+    assert any("listening on http://127.0.0.1:" in message for message in messages)
 
 
 def test_several_api_servers(pool: ThreadPoolExecutor) -> None:
@@ -93,6 +87,14 @@ def test_several_api_servers(pool: ThreadPoolExecutor) -> None:
         rest = begun_stream(server.url, pool, 300)
         assert server.stop(signal.SIGTERM) == 0
         assert rest.result()[-2] == "data: [DONE]"
+
+
+def test_requests_end_with_their_engine(pool: ThreadPoolExecutor) -> None:
+    with RunningServer(*FLAGS, "--api-server-count", "2") as server:
+        rest = begun_stream(server.url, pool, 2000)
+        os.kill(engine_of(server), signal.SIGKILL)
+        assert server.wait() == 1
+        assert "error" in "".join(rest.result())
 
 
 def test_no_process_outlives_a_killed_server() -> None:
@@ -107,36 +109,50 @@ def test_no_process_outlives_a_killed_server() -> None:
             os.close(handle)
 
 
+def engine_of(server: RunningServer) -> int:
+    """The engine's process."""
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children(server.process.pid)}
+    return next(pid for pid, command in commands.items() if "fleetfoot.engine.process" in command)
+
+
 def children(pid: int) -> list[int]:
     """The child processes."""
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_a_unix_socket(tmp_path: Path) -> None:
+def test_a_unix_socket_and_an_engine_that_ends(tmp_path: Path) -> None:
     path = str(tmp_path / "socket")
     with RunningServer(*FLAGS, "--uds", path) as server:
         with httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://server") as client:
             assert client.get("/health").json() == {"status": "ok"}
-        assert server.stop() == 0
+        (engine,) = children(server.process.pid)
+        os.kill(engine, signal.SIGKILL)
+        assert server.wait() == 1
+        assert "has ended with code -9" in "".join(server.log)
     assert not os.path.exists(path)
 
 
 def test_tls(tmp_path: Path) -> None:
     key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate, *subject]
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-keyout",
+        key,
+        "-out",
+        certificate,
+        *subject,
+    ]
     subprocess.run(command, check=True, capture_output=True)
     with RunningServer(*FLAGS, "--ssl-keyfile", key, "--ssl-certfile", certificate) as server:
         assert server.url.startswith("https://")
-        assert httpx.get(f"{server.url}/health", verify=certificate).status_code == 200
-
-
-def test_logs_as_json_and_the_engines_phases() -> None:
-    with RunningServer(*FLAGS, "--log-format", "json") as server:
-        records = [json.loads(line) for line in server.log]
-    messages = [record["message"] for record in records]
-    assert any(message.startswith("weights: ") for message in messages)
-    assert "listening on http://127.0.0.1:" in messages[-1]
+        context = ssl.create_default_context(cafile=certificate)
+        assert httpx.get(f"{server.url}/health", verify=context).status_code == 200
 
 
 @pytest.mark.parametrize(

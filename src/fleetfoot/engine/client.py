@@ -210,6 +210,7 @@ class EngineClient:
         self._sequences: dict[int, _Sequence] = {}
         self._request_ids: dict[int, str] = {}  # the first sequence's number -> the request's id
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._weight_version = 0
         self._cause: str | None = None
         self._task: asyncio.Task[None] | None = None
         self.last_output_ts = 0.0
@@ -389,6 +390,9 @@ class EngineClient:
 
     def _take_outputs(self, message: Outputs) -> None:
         self.last_output_ts = message.now
+        if message.weight_version != self._weight_version:
+            self._weight_version = message.weight_version
+            self._outputs.change_weights(message.weight_version)
         sequences = self._sequences
         outputs = [
             self._engine_output(sequence, tokens)

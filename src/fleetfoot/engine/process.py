@@ -94,6 +94,7 @@ class OutputRouter:
         self._finish = finish
         self._sequences: dict[str, _Sequence] = {}
         self._numbers: dict[tuple[bytes, int], str] = {}
+        self._weight_version = 0
         self._open: Counter[str] = Counter()  # the unfinished sequences of each request
         self._ttft, self._itl = Histogram(_SECONDS), Histogram(_SECONDS)
         self._step_tokens = Histogram(_TOKENS)
@@ -152,7 +153,7 @@ class OutputRouter:
                 tokens.end = self._end(sequence, output.pooled)
             message = messages.get(sequence.client)
             if message is None:
-                message = messages[sequence.client] = Outputs(now, [])
+                message = messages[sequence.client] = Outputs(now, [], self._weight_version)
             message.tokens.append(tokens)
         self._stats.num_generation_tokens += num_tokens
         self._step_tokens.add(num_tokens)
@@ -206,7 +207,11 @@ class OutputRouter:
         if not ended:
             return None
         tokens = [Tokens(sequence.number, [], end=self._end(sequence, None)) for sequence in ended]
-        return ended[0].client, Outputs(time.perf_counter(), tokens)
+        return ended[0].client, Outputs(time.perf_counter(), tokens, self._weight_version)
+
+    def change_weights(self, version: int) -> None:
+        """Tokens from now on are sampled with another version of the weights."""
+        self._weight_version = version
 
     def _end(self, sequence: _Sequence, pooled: tuple[list[int], bytes] | None) -> SequenceEnd:
         request = sequence.request

@@ -192,6 +192,8 @@ class Outputs(_Message):
     now: float
     """When the tokens arrived, in seconds of the machine's monotonic clock."""
     tokens: list[Tokens]
+    weight_version: int = 0
+    """Of the weights that have sampled them."""
 
 
 class Refused(_Message):
