@@ -25,7 +25,7 @@ class RunningServer:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.log.append(line)
-            if match := re.search(r"listening on ([^\s"]+)", line):
+            if match := re.search(r'listening on ([^\s"]+)', line):
                 self.url = match[1]
                 break
         self._reader = threading.Thread(target=self._read)
