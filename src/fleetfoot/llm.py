@@ -57,22 +57,12 @@ class LLM(PoolingCalls, SleepCalls, WeightCalls):
     def __init__(self, model: str | os.PathLike[str] | None = None, **keywords: Any) -> None:
         if model is not None:
             keywords["model"] = model
-        self._start(EngineConfig.from_keywords(keywords, owner="LLM"))
-
-    def _start(self, config: EngineConfig) -> None:
-        self.config = config
+        self.config = EngineConfig.from_keywords(keywords, owner="LLM")
         self.llm_engine = LLMEngine.from_config(self.config)
         self._is_closing = False
         self._numbers = count()
         self._turns = _Turns(lambda: self.llm_engine.can_step)
         self._calls: dict[str, _Call] = {}  # request id -> the call that waits for its output
-
-    @classmethod
-    def from_config(cls, config: EngineConfig) -> Self:
-        """An engine with checked settings. Raises as the class."""
-        self = cls.__new__(cls)
-        self._start(config)
-        return self
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:

@@ -11,15 +11,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from fleetfoot.cli import arguments as flags
 from fleetfoot.cli import command
 from fleetfoot.cli.generate import dump_array
+from fleetfoot.outputs import PoolingRequestOutput
 from fleetfoot.records.pooling_params import PoolingParams
 
 if TYPE_CHECKING:
     from fleetfoot.llm import LLM
 
 _PARAMS = ("dimensions", "prompt_name", "use_activation", "truncate_prompt_tokens", "step_tag_id")
+_TASKS = {"embed": "embed", "classify": "classify", "reward": "token_classify"}
 _RESULTS = {
     "embed": "embedding (numbers; with --tokens, a list of them for each token)",
     "classify": "probs (of each class)",
@@ -68,21 +72,27 @@ def _run(arguments: argparse.Namespace, *, call: str) -> int:
     inputs: list[Any] = (
         _pairs(arguments) if call == "score" else command.read_prompts(arguments.prompt, arguments.prompts_file)
     )
+    template = _read_template(getattr(arguments, "chat_template", None))
     begin = time.perf_counter()
     with command.usage_errors():
-        config = flags.engine_config(arguments, runner="pooling")
+        flags.engine_config(arguments)  # validated before torch is imported
         from fleetfoot.llm import LLM
 
-        llm = LLM.from_config(config)
+        llm = LLM(**{"runner": "pooling", **flags.given_settings(arguments)})
     with llm:
         start = time.perf_counter()
+        show = {"pooling_params": params, "use_tqdm": sys.stderr.isatty()}
         with command.usage_errors():
-            results = _call(llm, call, inputs, params, arguments)
+            if call == "score":
+                results = _scores(llm, inputs, chat_template=template, **show)
+            else:
+                task = "token_embed" if getattr(arguments, "tokens", False) else _TASKS[call]
+                results = _vectors(llm, call, inputs, pooling_task=task, **show)
         if arguments.json:
             print(dump_array(results))
         else:
             for result in results:
-                print(json.dumps(result))
+                print(json.dumps(msgspec.json.decode(msgspec.json.encode(result))))  # null for NaN
         num_tokens = sum(len(result["prompt_token_ids"]) for result in results)
         plan = llm.llm_engine.plan
         command.print_status(
@@ -93,29 +103,25 @@ def _run(arguments: argparse.Namespace, *, call: str) -> int:
     return 0
 
 
-def _call(
-    llm: LLM, call: str, inputs: list[Any], params: PoolingParams, arguments: argparse.Namespace
-) -> list[dict[str, Any]]:
-    show: dict[str, Any] = {"pooling_params": params, "use_tqdm": sys.stderr.isatty()}
-    if call == "score":
-        template = _read_template(arguments.chat_template)
-        outputs = llm.score([pair[0] for pair in inputs], [pair[1] for pair in inputs], chat_template=template, **show)
-        named = [
-            {"query": pair[0], "document": pair[1], "score": output.outputs.score}
-            for pair, output in zip(inputs, outputs, strict=True)
-        ]
-    else:
-        task = "token_embed" if getattr(arguments, "tokens", False) else {"reward": "token_classify"}.get(call, call)
-        outputs = llm.encode(inputs, pooling_task=task, **show)
-        key = {"embed": "embedding", "classify": "probs", "reward": "rewards"}[call]
-        texts = [prompt if isinstance(prompt, str) else prompt.get("prompt") for prompt in inputs]
-        named = [
-            {"prompt": text, key: output.outputs.data.tolist()} for text, output in zip(texts, outputs, strict=True)
-        ]
+def _scores(llm: LLM, pairs: list[tuple[str, str]], **options: Any) -> list[dict[str, Any]]:
+    outputs = llm.score([query for query, _ in pairs], [document for _, document in pairs], **options)
     return [
-        {**result, "prompt_token_ids": output.prompt_token_ids, "num_cached_tokens": output.num_cached_tokens}
-        for result, output in zip(named, outputs, strict=True)
+        {"query": query, "document": document, "score": output.outputs.score, **_prompt_of(output)}
+        for (query, document), output in zip(pairs, outputs, strict=True)
     ]
+
+
+def _vectors(llm: LLM, call: str, prompts: list[Any], **options: Any) -> list[dict[str, Any]]:
+    key = {"embed": "embedding", "classify": "probs", "reward": "rewards"}[call]
+    texts = [prompt if isinstance(prompt, str) else prompt.get("prompt") for prompt in prompts]
+    return [
+        {"prompt": text, key: output.outputs.data.tolist(), **_prompt_of(output)}
+        for text, output in zip(texts, llm.encode(prompts, **options), strict=True)
+    ]
+
+
+def _prompt_of(output: PoolingRequestOutput) -> dict[str, Any]:
+    return {"prompt_token_ids": output.prompt_token_ids, "num_cached_tokens": output.num_cached_tokens}
 
 
 def _pairs(arguments: argparse.Namespace) -> list[tuple[str, str]]:
