@@ -66,6 +66,8 @@ def test_embeddings(mode: str, way: str, tmp_path: Path) -> None:
             for output, vector in zip(outputs, expected, strict=True):
                 torch.testing.assert_close(torch.tensor(output.outputs.embedding), vector, rtol=1e-4, atol=1e-5)
         assert (outputs[3].num_cached_tokens > 0) == (mode == "lasttoken")
+        times = outputs[3].metrics
+        assert times.queued_ts <= times.scheduled_ts <= times.last_token_ts and not times.num_generation_tokens
         llm.llm_engine.check_integrity()
 
 

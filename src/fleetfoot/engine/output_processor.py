@@ -198,6 +198,7 @@ class OutputProcessor:
             self._add_prompt_logprobs(sequence.state, *output.prompt_logprobs)
         if output.pooled is not None:
             sequence.state.pooled = output.pooled
+            sequence.state.first_token_ts = sequence.last_token_ts = now  # of the result
         if new_token_ids:
             new_token_ids = self._detokenize(sequence, new_token_ids)
             sequence.token_ids += new_token_ids
