@@ -196,23 +196,3 @@ def test_threads_that_share_an_llm(text_model: Path) -> None:
                 calls: list[Callable[[], Any]] = [generate, lambda mode=mode: llm.run_held(lambda engine: 7, mode)]
                 results = [pool.submit(call) for call in calls * 2]
                 assert [future.result(HANG) for future in results] == [expected, 7] * 2
-
-
-def failing_on_the_last(worker: Any) -> int:
-    if worker.rank:
-        raise LookupError(f"on rank {worker.rank}")
-    return worker.rank
-
-
-def test_calls_of_workers_in_other_processes(text_model: Path) -> None:
-    size = {"max_model_len": 64, "num_gpu_blocks_override": 16, "max_num_seqs": 2}
-    with LLM(text_model, device="cpu", tensor_parallel_size=2, skip_tokenizer_init=True, **size) as llm:
-        assert [parts["num_ranks"] for parts in llm.collective_rpc("parts")] == [2, 2]
-        with pytest.raises(LookupError, match="on rank 1") as caught:
-            llm.collective_rpc(failing_on_the_last)
-        assert "failing_on_the_last" in str(caught.value.__cause__)
-        with pytest.raises(ValueError, match="method is 'nothing', which a worker does not have"):
-            llm.collective_rpc("nothing")
-        with pytest.raises(ValueError, match="cannot be sent to the workers, which run in other processes"):
-            llm.collective_rpc(lambda worker: 1)
-        assert llm.collective_rpc("parts", None, ()) and llm.generate([[5]], use_tqdm=False)[0].finished

@@ -105,10 +105,10 @@ class WeightStore:
             self._specs.setdefault(name, []).append(spec)
             if original is None:
                 self._owned.add(name)
-            accepted = [name] if original else [prefix + alias for alias in (spec.name, *spec.aliases)]
-            for alias in accepted:
-                self._names.setdefault(alias, name)
-                self._names.setdefault(prefix + alias.removeprefix(prefix).removeprefix(_BASE_PREFIX), name)
+            for alias in [name] if original else [spec.name, *spec.aliases]:
+                start = "" if original else prefix
+                self._names.setdefault(start + alias, name)
+                self._names.setdefault(start + alias.removeprefix(_BASE_PREFIX), name)
 
     # --- staging ------------------------------------------------------------------------------------------------------
 
