@@ -44,16 +44,16 @@ class LiveWeights:
     ) -> None:
         self.version = 0
         """Of the weights in use; 0: those of the start."""
+        self._core, self._plan = core, plan
         self.path, self.load_format = str(plan.model_path), plan.config.load_format
         """What `reload` reads by default."""
         self.config = plan.config.weight_transfer_config or WeightTransferConfig()
         self._is_connected = self._is_open = self._is_written = False
-        self._source: str | None = self.path  # the folder with the weights in use; None: they are nowhere else
+        self._source: _Stage | None = self._read(self.path)  # stages the weights in use; None: they are nowhere else
         self._identity: tuple[str, bool] | None = None  # see `Scheduler.change_weights`; None: those of the start
         self.is_asleep = False
         """Whether the weights have no memory; see `fleetfoot.engine.sleep`."""
-        self._dropped: str | None = None  # the folder of weights that sleep has dropped; None: they were nowhere else
-        self._core, self._plan = core, plan
+        self._dropped: _Stage | None = None  # stages the weights that sleep has dropped; None: they were nowhere else
         self._change, self._failing = change, failing
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -63,8 +63,6 @@ class LiveWeights:
     def reload(self, weights: Any, *, check_finite: bool | None, version: int | None) -> int:
         """See `WeightCalls.reload_weights`."""
         check_finite = self.config.check_finite if check_finite is None else check_finite
-        if weights is None and self.load_format == "dummy":
-            return self._apply([("stage_dummy", (self._plan.config.seed,), {})], version)
         if weights is None or isinstance(weights, str | os.PathLike):
             folder = self.path if weights is None else find_model(os.fspath(weights))
             if self._plan.pooling is not None and self._plan.pooling.projections:
@@ -72,8 +70,9 @@ class LiveWeights:
                     "this model has dense layers of sentence-transformers, which are read at the start alone; make a "
                     "new engine of the checkpoint, or give the tensors of the decoder"
                 )
-            options = {"check_finite": check_finite}
-            return self._apply([("stage_checkpoint", (str(folder),), options)], version, source=str(folder))
+            source = self._read(str(folder), is_default=weights is None)
+            options = {} if source[0] == "stage_dummy" else {"check_finite": check_finite}
+            return self._apply([(*source[:2], options)], version, source)
         pairs = _read_all(weights)
         is_local = hasattr(self._core.executor, "runner")
         options = {"check_finite": check_finite, "keeps_parts": not is_local}
@@ -115,11 +114,7 @@ class LiveWeights:
                 "instance); give them to reload_weights, and then call wake_up again"
             )
         self._core.executor.collective_rpc("reload_lost_drafter")
-        if self._dropped == str(self._plan.model_path) and self._plan.config.load_format == "dummy":
-            stage: _Stage = ("stage_dummy", (self._plan.config.seed,), {"only_lost": True})
-        else:
-            stage = ("stage_checkpoint", (self._dropped,), {"only_lost": True})
-        self._stage([stage])
+        self._stage([(*self._dropped[:2], {"only_lost": True})])
         with self._failing():
             self.call("commit", self.version)
 
@@ -195,12 +190,18 @@ class LiveWeights:
                 f"the workers were restarted, but weights of version {self.version} were given as tensors or patches, "
                 "and are lost; make a new engine of a checkpoint with them"
             )
-        self._stage([("stage_checkpoint", (self._source,), {})])
+        self._stage([self._source])
         self.call("commit", self.version)
         self._core.scheduler.change_weights(self._identity[0], is_shared=self._identity[1])
 
-    def _apply(self, stages: Iterable[_Stage], version: int | None, source: str | None = None) -> int:
-        """Stage an update on every rank, and commit it if all ranks can. ``source``: the folder with all new weights.
+    def _read(self, folder: str, *, is_default: bool = True) -> _Stage:
+        """The stage of a folder's weights; of random ones, if ``load_format`` is dummy and the folder the default."""
+        if is_default and self.load_format == "dummy":
+            return "stage_dummy", (self._plan.config.seed,), {}
+        return "stage_checkpoint", (folder,), {}
+
+    def _apply(self, stages: Iterable[_Stage], version: int | None, source: _Stage | None = None) -> int:
+        """Stage an update on every rank, and commit it if all ranks can. ``source``: stages all of the new weights.
         Returns the new version."""
         is_further = self._is_open and self._is_written  # of a version that has not been used yet
         new = self.version + (not is_further) if version is None else version
