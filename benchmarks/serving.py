@@ -118,6 +118,7 @@ def main() -> None:
     ]
     reference = offline(flags, prompts, arguments.max_tokens)
     fields = {"max_tokens": arguments.max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    fields["return_token_ids"] = True  # an event for each token, also where it has no text
     bodies = [json.dumps({**fields, "prompt": prompt}).encode() for prompt in prompts]
     with server([*flags, "--api-server-count", str(arguments.api_server_count)]) as port:
         uvloop.run(load("127.0.0.1", port, bodies[:8]))
