@@ -51,8 +51,8 @@ Without flags of the machine, the plan is for this one. With them it is for the 
     prompt_lookup_max, prompt_lookup_min, disable_by_batch_size, adaptive; num_layers, weights, bytes_per_block and
     kv_cache are its own, on the last rank of a pipeline, and part of that rank's weights and KV cache below
   pooling: null where text is generated; else tasks (the first is the default), pooling_type, size (elements or scores),
-    head (none, score, reward, logits), token_ids (of logits that are scores), activation (normalize, softmax, sigmoid,
-    identity), use_activation, prompts of sentence-transformers, and what else decides on results
+    head (none, score, biased_score, reward, logits), token_ids (of logits that are scores), activation (normalize,
+    softmax, sigmoid, identity), use_activation, prompts of sentence-transformers, and what else decides on results
   logits_processors: classes that change logits, in their order
   sleep: null without enable_sleep_mode; else bytes that level_1 and level_2 give back on a rank, and pinned_host_memory
     that level 1 takes
@@ -387,7 +387,7 @@ def _pooling_lines(pooling: dict[str, Any]) -> _Lines:
     token_ids = pooling["token_ids"]
     head = {
         "none": f"{'dense layers to ' * bool(pooling['projections'])}{pooling['size']} elements",
-        "score": f"linear head score, labels: {pooling['size']}",
+        **dict.fromkeys(("score", "biased_score"), f"linear head score, labels: {pooling['size']}"),
         "reward": f"two-layer head score, labels: {pooling['size']}",
         "logits": f"logits of the tokens {', '.join(map(str, token_ids))}",
     }[pooling["head"]]

@@ -100,9 +100,10 @@ class ModelConfig:
     attention_soft_cap: float | None = None
     """Limit of the attention scores: ``cap * tanh(score / cap)`` (Gemma-2); None: none."""
     head: str = "logits"
-    """Behind the final norm: ``logits``; ``score``, a linear layer; ``reward``, two of them; or ``none``."""
+    """Behind the final norm: ``logits``; ``score`` or ``biased_score``, a linear layer; ``reward``, two of them; or
+    ``none``."""
     num_labels: int = 0
-    """Outputs of a ``score`` or ``reward`` head."""
+    """Outputs of a head for scores."""
     is_causal: bool = True
     """Whether tokens attend to earlier ones only."""
     class_path: str = ""
@@ -143,8 +144,10 @@ class ModelConfig:
         """Number of weights; a tied logits head is counted once."""
         num_matrices = 1 if self.tie_word_embeddings or self.head != "logits" else 2
         embeddings = (self.vocab_size * num_matrices + self.num_labels) * self.hidden_size
+        if self.head in ("reward", "biased_score"):
+            embeddings += self.num_labels
         if self.head == "reward":
-            embeddings += (self.hidden_size + 1) * self.hidden_size + self.num_labels
+            embeddings += (self.hidden_size + 1) * self.hidden_size
         return self.num_layers * self.layer_parameters() + embeddings + self.hidden_size
 
     def layer_parameters(self, num_ranks: int = 1) -> int:

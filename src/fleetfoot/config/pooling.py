@@ -24,6 +24,7 @@ ACTIVATION_NAMES = ("normalize", "softmax", "activation")
 
 HEADS: dict[str, dict[str, Any]] = {
     "ForSequenceClassification": {"head": "score"},
+    "ForTokenClassification": {"head": "biased_score", "prefers_tokens": True},
     "ForRewardModel": {"head": "reward", "num_labels": 1, "prefers_tokens": True, "use_activation": False},
     "ForProcessRewardModel": {
         "head": "reward", "num_labels": 2, "prefers_tokens": True, "token_pooling_type": "STEP", "step_tag_id": 151651,

@@ -114,8 +114,9 @@ class CausalLM(WeightTree):
 def make_score_head(config: ModelConfig, context: ModelContext) -> nn.Module | None:
     """The head that `ModelConfig.head` names, on every rank of a tensor group whole; None: it has no scores."""
     context = replace(context, dtype=torch.float32)
-    if config.head == "score":
-        return ColumnParallelLinear(context, config.hidden_size, (("score", config.num_labels),))
+    if config.head in ("score", "biased_score"):
+        parts = (("score", config.num_labels),)
+        return ColumnParallelLinear(context, config.hidden_size, parts, bias=config.head == "biased_score")
     if config.head != "reward":
         return None
     return nn.Sequential(  # tensors score.0 and score.2
