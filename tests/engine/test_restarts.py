@@ -17,6 +17,7 @@ from tests.helpers.schedules import Life, assert_lives_agree, live_alone, random
 from fleetfoot import AsyncLLM, EngineDeadError, LLMEngine, SamplingParams
 from fleetfoot.engine.restart import WINDOW_S, FaultSearch
 from fleetfoot.executor.worker import Worker
+from fleetfoot.kv_transfer.blockstore.connector import BlockStoreScheduler
 from fleetfoot.layers.linear import VocabParallelEmbedding
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.kv_connector import NoSchedulerConnector
@@ -34,6 +35,7 @@ TIGHT: dict[str, Any] = {
     "max_model_len": 80, "on_error": "restart",
 }  # fmt: skip
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
 POISON = 1999
 """A token at whose embedding the model fails."""
 
@@ -113,6 +115,32 @@ def test_connectors_start_again(
     engine.shutdown()
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("point", ["get_num_new_matched_tokens", "request_finished"])
+def test_a_request_that_a_connector_cannot_serve_ends_alone(
+    point: str, overlap: bool, text_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first it is in no step, and others are in flight; in the second it has just ended."""
+    method = getattr(BlockStoreScheduler, point)
+
+    def fail_at_poison(self: BlockStoreScheduler, request: Request, *rest: Any) -> Any:
+        if request.request_id == "poison":
+            raise KeyError("injected")
+        return method(self, request, *rest)
+
+    monkeypatch.setattr(BlockStoreScheduler, point, fail_at_poison)
+    settings = {**TIGHT, "model_runner": "v2", "async_scheduling": overlap}
+    engine = make_engine(text_model, kv_transfer_config=OFFLOADING, **settings)
+    for name in "abc":
+        engine.add_request(name, prompt_of(9, VOCAB, seed=ord(name)), GREEDY)
+    engine.step()
+    for name in ("poison", "d"):
+        engine.add_request(name, prompt_of(9, VOCAB), GREEDY)
+    ends = {output.request_id: output.outputs[0].finish_reason for output in drain(engine) if output.finished}
+    assert ends == {**dict.fromkeys("abcd", "length"), "poison": "error"}
+    engine.shutdown()
+
+
 def test_an_abort_that_fails_ends_its_request_alone(text_model: Path) -> None:
     faults = Faults(raise_at="request_finished", on_call=1)
     engine = make_engine(text_model, kv_transfer_config=faulty(OFFLOADING, faults), **TIGHT)
@@ -135,9 +163,6 @@ def spoil_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
         return forward(self, input_ids)
 
     monkeypatch.setattr(VocabParallelEmbedding, "forward", fail_at_poison)
-
-
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
 
 
 @pytest.mark.parametrize("late", [False, True])

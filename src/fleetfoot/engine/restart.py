@@ -99,10 +99,10 @@ class Restarts(NoRestarts):
     def _restart(self) -> list[EngineOutput]:
         error, self.error = self.error, None
         assert error is not None
-        culprit = self._search.fail(self._core.scheduler.involved)
+        requests, involved = self._output_processor.resumed(), self._core.scheduler.involved
+        culprit = self._search.fail([request for request in requests if request in involved])
         cause = f"{type(error).__name__}: {error}"
         executor, connector, num_blocks = self._start_workers(error)
-        requests = self._output_processor.resumed()
         others = [request for request in requests if request is not culprit]
         ended = self._core.restart(executor, connector, num_blocks, others)
         self._restore()
@@ -143,9 +143,9 @@ class Restarts(NoRestarts):
 class FaultSearch:
     """Finds a request that makes steps fail.
 
-    After a failure, the requests of the steps in flight are suspects until each has got on by ``margin`` tokens or has
-    ended. If steps with suspects fail again before, one half of these is tried first, while other requests wait: what
-    fails is halved again, and what gets on is cleared. A request that fails alone is the culprit.
+    After a failure, the requests involved are suspects until each has got on by ``margin`` tokens or has ended. If
+    steps with suspects fail again before, one half of these is tried first, while other requests wait: what fails is
+    halved again, and what gets on is cleared. A request that fails alone is the culprit.
     """
 
     def __init__(self, margin: int) -> None:

@@ -85,6 +85,8 @@ class Scheduler:
         self._freed_rows: list[tuple[str, int]] = []  # since the last step, for the runner
         self._finished_req_ids: set[str] = set()  # since the last step, for the KV connector
         self._newest_updated = -1
+        self._is_scheduling = False  # stays set if `schedule` raises
+        self._updating: list[Request] = []  # stays set if `update` raises
         self._num_held = 0  # blocks that the steps in flight will free
         self._num_held_reserved = 0  # of these, blocks that requests of the current step wait for
         self._num_ended = 0  # requests of `running` that have ended in the current update
@@ -141,13 +143,15 @@ class Scheduler:
         self._waiting.select(request_ids)
 
     @property
-    def involved(self) -> list[Request]:
-        """The unfinished requests of the steps in flight and of transfers, in their order; all requests if there are
-        none: an error has come from one of them, if it has come from a request."""
-        in_flight = {id(request): request for _, batch in self._in_flight for request in batch}
-        loading = {id(request): request for request in self.transfers.owners}
-        found = [request for request in (in_flight | loading).values() if not request.is_finished]
-        return sorted(found or self.requests.values())
+    def involved(self) -> set[Request]:
+        """Requests that may have caused an error: those of the steps in flight, of an update or a schedule that has
+        raised, and of transfers."""
+        found = {*self._updating, *self.transfers.owners, *(r for _, batch in self._in_flight for r in batch)}
+        if self._is_scheduling:
+            found.update(self.running)
+            if (first := self._waiting.first) is not None:
+                found.add(first)
+        return found
 
     # --- schedule: decodes, prefills in progress, waiting requests --------------------------------------------------
 
@@ -156,7 +160,7 @@ class Scheduler:
 
         The step is idle if nothing can be computed and nothing is in flight, but the KV connector has work.
         """
-        batch = _Batch(self.config.max_num_batched_tokens)
+        batch, self._is_scheduling = _Batch(self.config.max_num_batched_tokens), True
         num_preemptions = self._num_preemptions
         self._microbatch, num_drafts = self.running, self.drafting.num_proposed
         if self.config.num_stages > 1:
@@ -173,6 +177,7 @@ class Scheduler:
             if not self._in_flight and num_preemptions != self._num_preemptions:
                 return self.schedule()  # every candidate was preempted, which made room for other requests
             if self._in_flight or not self.has_idle_work:
+                self._is_scheduling = False
                 return None
         return self._make_output(batch, num_drafts)
 
@@ -313,6 +318,7 @@ class Scheduler:
         self._attach_finished(output)
         self._step += 1
         self._in_flight.append((output, requests))
+        self._is_scheduling = False
         return output
 
     def _attach_finished(self, output: SchedulerOutput) -> None:
@@ -328,7 +334,7 @@ class Scheduler:
         in_flight, batch = self._in_flight.popleft()
         if in_flight is not output:
             raise RuntimeError(f"step {output.step} was updated before step {in_flight.step}, which is older")
-        self._newest_updated = output.step
+        self._newest_updated, self._updating = output.step, batch
         self.drafting.update(output, batch, result)
         results: list[EngineOutput] = []
         if result.kv_connector_output is not None:  # first: it may concern requests that end in this step
@@ -370,6 +376,7 @@ class Scheduler:
         if self._num_ended:
             self._num_ended = 0
             self.running = [request for request in self.running if request.status is RUNNING]
+        self._updating = []
         return results
 
     def _append_tokens(self, request: Request, new_token_ids: list[int]) -> list[int]:
