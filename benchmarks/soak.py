@@ -202,12 +202,15 @@ class Soak:
         self.engine.add_request(request_id, prompt, params)
 
     def _intervene(self) -> None:
-        """Between steps: an update of the weights, by the same ones, or a cleared cache."""
-        kind = self._rng.choice(["reload_weights", "reset_prefix_cache"])
+        """Between steps: an update of the weights, by the same ones, a sleep, or a cleared cache."""
+        kind = self._rng.choice(["reload_weights", "reset_prefix_cache", "sleep"])
         mode = self._rng.choice(["drain", "wait", "keep"])
         self.events[kind] += 1
         if kind == "reload_weights":
             self.engine.reload_weights(mode=mode)
+        elif kind == "sleep":
+            self.engine.sleep(level=self._rng.choice([1, 2]), mode="wait" if mode == "drain" else "keep")
+            self.engine.wake_up()
         else:
             self.engine.reset_prefix_cache(reset_running_requests=mode == "wait", reset_connector=mode != "keep")
 
@@ -245,7 +248,7 @@ def soak(
     num_live: int = 24,
     seed: int = 0,
     mean_steps: int = 1500,
-    event_share: float = 0.002,
+    event_share: float = 0.005,
     load_failures: float = 0.05,
     kills: bool = False,
     verbose: bool = False,
@@ -268,6 +271,7 @@ def soak(
         "max_model_len": 128,
         "block_size": 8,
         "num_gpu_blocks_override": max(36, num_live),  # too few: requests are preempted
+        "enable_sleep_mode": True,
         "on_error": "restart",
         "max_restarts": 10**9,
         "kv_transfer_config": connector,
