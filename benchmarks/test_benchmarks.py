@@ -25,6 +25,15 @@ def test_host_step(runner: str, overlap: tuple[str, ...]) -> None:
     assert report["step_us"] > 0
 
 
+def test_sleep() -> None:
+    model = str(BENCHMARKS.parent / "tests" / "assets" / "story-qwen3")
+    sizes = "--num-blocks", "600", "--prompt-tokens", "20", "--device", "cpu"
+    start, *levels, end = map(json.loads, run("sleep", model, *sizes).splitlines())
+    assert start["start_s"] > 0 and end["after_shutdown_mib"] > 0
+    assert [report["level"] for report in levels] == [1, 1, 2, 2]
+    assert all(report["tokens_equal"] and report["asleep_mib"] < report["awake_mib"] for report in levels)
+
+
 def test_host_time_of_prompts_and_of_the_scheduler() -> None:
     report = json.loads(run("host_step", "--prompts", "3x20", "--steps", "2"))
     assert report["host_us"] > report["before_first_launch_us"] > 0

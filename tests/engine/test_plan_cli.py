@@ -19,6 +19,7 @@ from fleetfoot.cli.plan import make_report, plan_report, readable
 from fleetfoot.config import sentence_transformers
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.env import USE_V2_MODEL_RUNNER
+from fleetfoot.native.loading import native_problem
 from fleetfoot.plan.machine import Machine
 
 GIB = 1 << 30
@@ -409,3 +410,26 @@ def test_the_kv_connector_is_reported(run: Command, llama_8b: str) -> None:
     assert both["kv_connector"] == {**expected, "load_failure_policy": "recompute"}
     line = "KV connector      OffloadingConnector as kv_both; tokens that cannot be loaded are computed again\n"
     assert line in run("plan", llama_8b, *H100, "--kv-offloading-size", "4")
+
+
+@pytest.mark.parametrize("flags", [H100, CPU], ids=["gpu", "cpu"])
+def test_what_sleep_gives_back(flags: list[str], run: Command, llama_8b: str, monkeypatch: Patch) -> None:
+    assert run.plan(llama_8b, *flags)["sleep"] is None
+    flags = [*flags, "--enable-sleep-mode"]
+    is_gpu = flags[1] == "cuda"
+    if not (is_gpu and native_problem()):
+        report = run.plan(llama_8b, *flags)
+        weights, kv_cache = report["memory"]["weights"], report["memory"]["kv_cache"]
+        moved = weights if is_gpu else 0
+        assert report["sleep"] == {
+            "level_1": kv_cache + moved, "level_2": kv_cache + weights, "pinned_host_memory": moved
+        }  # fmt: skip
+        assert "of pinned host memory" in run("plan", llama_8b, *flags)
+    if not is_gpu:
+        assert run.plan(llama_8b, *flags, *TRANSFER, NIXL)["runnable"]
+        return
+    if not native_problem():
+        assert "NixlConnector registers the KV cache" in run.refused("plan", llama_8b, *flags, *TRANSFER, NIXL)
+    monkeypatch.setenv("FLEETFOOT_USE_NATIVE_KERNELS", "0")
+    error = run.refused("plan", llama_8b, *flags)
+    assert "enable_sleep_mode is True, but the C library" in error and "FLEETFOOT_USE_NATIVE_KERNELS=0" in error

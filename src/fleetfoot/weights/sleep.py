@@ -49,7 +49,7 @@ class SleepMemory(ABC):
         it; nothing has changed."""
 
     def close(self) -> None:  # noqa: B027
-        """Free what is kept on the host."""
+        """Free what is kept on the host, once the tensors are not used any more."""
 
 
 class CpuMemory(SleepMemory):
@@ -127,6 +127,7 @@ class CudaMemory(SleepMemory):
     def close(self) -> None:
         for pool in self._pools.values():
             self._fit_host(pool, 0)
+        self._pools.clear()
 
     def _allocations(self, pool: _Pool) -> list[Span]:
         count = self._library.list(pool.number, None, 0)
