@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import re
+import traceback
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -327,6 +329,21 @@ def test_what_an_error_refers_to_is_freed(text_model: Path, fail: Callable[..., 
     gc.collect()
     assert sum(type(thing) is Worker for thing in gc.get_objects()) == 1
     engine.shutdown()
+
+
+def test_an_engine_that_has_failed_gives_its_memory_back(text_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while the error is referenced, whose traceback leads through the layers."""
+    spoil_embedding(monkeypatch)
+    engine = make_engine(text_model, **{**TIGHT, "on_error": "raise"})
+    engine.add_request("a", [5, POISON], GREEDY)
+    model = weakref.ref(engine.core.executor.runner._model)  # type: ignore[attr-defined]
+    with pytest.raises(EngineDeadError, match="the poison is computed") as caught:
+        engine.step()
+    engine.shutdown()
+    gc.collect()
+    assert model() is None
+    lines = traceback.format_exception(caught.value)
+    assert any("in fail_at_poison" in line for line in lines)
 
 
 def test_the_example_of_the_docs(fail: Callable[..., None]) -> None:

@@ -23,7 +23,7 @@ from fleetfoot.engine.input_processor import COPY_MARK, EngineRequest, InputProc
 from fleetfoot.engine.live_weights import ENGINE_METHODS, LiveWeights, WeightCalls, update_settings
 from fleetfoot.engine.metrics import Metric, engine_metrics
 from fleetfoot.engine.output_processor import OutputProcessor
-from fleetfoot.engine.restart import NoRestarts, Rebuild, Restarts
+from fleetfoot.engine.restart import NoRestarts, Rebuild, Restarts, release_frames
 from fleetfoot.engine.sleep import SleepCalls, Suspension
 from fleetfoot.engine.stats import EngineStats, StatsCollector
 from fleetfoot.executor.build import start_executor
@@ -397,6 +397,7 @@ class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
         has_failed = self._cause is not None or self._restarts.error is not None
         flush = no_callback if has_failed else self.core.flush  # a failed engine's state may be inconsistent
         run_all(flush, self.core.shutdown)
+        release_frames(self._cause)  # they refer to the model
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

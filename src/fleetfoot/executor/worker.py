@@ -95,7 +95,7 @@ class Worker:
                 fusion=plan.fusion,
                 **common,
             )
-        self.runner_name, self.shutdown = self.runner.name, self.runner.shutdown
+        self.runner_name = self.runner.name
         self.execute_model, self.sample_tokens = self.runner.execute_model, self.runner.sample_tokens
 
     def _make_draft_settings(self) -> DraftSettings:
@@ -185,6 +185,13 @@ class Worker:
         drafter = self._draft_settings.drafter
         if self.runner.weights.mark_drafter_reloaded() and drafter is not None:
             drafter.reload_weights()
+
+    def shutdown(self) -> None:
+        """Free the memory, also while this object is referenced. Does nothing when called again."""
+        if hasattr(self, "runner"):
+            runner = self.runner
+            del self.runner, self.execute_model, self.sample_tokens, self._draft_settings
+            runner.shutdown()
 
     def parts(self) -> dict[str, object]:
         """What has been built, once the weights are loaded; see `planned_parts`."""

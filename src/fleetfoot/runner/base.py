@@ -24,6 +24,7 @@ from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import ModelRunnerOutput, PendingOutput, SchedulerOutput
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
 from fleetfoot.speculative.drafter import NO_DRAFTING, DraftSettings
+from fleetfoot.utils.process import run_all
 from fleetfoot.weights.loading import ModelLoader
 from fleetfoot.weights.sleep import KV_CACHE, RESIDENT, WEIGHTS, SleepMemory
 from fleetfoot.weights.store import WeightStore
@@ -185,10 +186,9 @@ class ModelRunner(ABC):
 
     def shutdown(self) -> None:
         """Free the memory; the runner cannot be used afterwards."""
-        self._connector.shutdown()
         self._model = self._execute_state = self._ready_output = None
         self._kv_caches = []
-        self._memory.close()
+        run_all(self._connector.shutdown, self._memory.close)
 
 
 class SampledTokenSync:
