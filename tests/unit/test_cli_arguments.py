@@ -43,6 +43,7 @@ ENGINE_VALUES: dict[str, Any] = {
     "enable_sleep_mode": True, "tensor_parallel_size": 2, "pipeline_parallel_size": 3,
     "prefill_context_parallel_size": 4, "hf_overrides": '{"rope_theta": 5}',
     "weight_transfer_config": '{"backend": "gloo"}',
+    "on_error": "restart", "max_restarts": 3,
 }  # fmt: skip
 
 
@@ -54,7 +55,9 @@ def test_every_engine_setting_has_a_flag(field: dataclasses.Field[Any]) -> None:
         argv = [flag if value else flag.replace("--", "--no-", 1)]
     else:
         argv = [flag, str(value)]
-    others = {"max_num_seqs": 5} if field.name == "max_num_batched_tokens" else {}
+    others = {"max_num_batched_tokens": {"max_num_seqs": 5}, "max_restarts": {"on_error": "restart"}}.get(
+        field.name, {}
+    )
     assert arguments.engine_config(parse(argv), **others) == EngineConfig(**{field.name: value}, **others)
 
 
@@ -192,8 +195,8 @@ OVERRIDE = ["--override-generation-config"]
         (["bench"], "BENCHMARK"),
         ([], "COMMAND"),
         (["generat"], "there is no command 'generat'; did you mean generate?"),
-        (["xyzzy"], "there is no command 'xyzzy'; there are generate, chat, bench, plan"),
-        (["serve", "M"], "there is no command 'serve'; fleetfoot engine runs an engine behind a port"),
+        (["xyzzy"], "there is no command 'xyzzy'; there are generate, chat, serve, bench, plan"),
+        (["run-batch", "M"], "there is no command 'run-batch'; fleetfoot generate takes a file of prompts"),
         (["plan", "--pp=2"], "unknown argument '--pp'; it is --pipeline-parallel-size"),
         (["plan", "-dp", "2"], "the engine does not support data_parallel_size=2; start one engine for each replica"),
         (["plan", "--enable_expert_parallel"], "does not support enable_expert_parallel=True; models are dense"),

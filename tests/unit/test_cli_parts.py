@@ -43,7 +43,7 @@ def test_prompts_of_flags_come_before_those_of_a_file(tmp_path: Path) -> None:
     [
         ("a.jsonl", b'{"prompt": "x"}\n{"prompt"', "a.jsonl, line 2 is not JSON"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1 is not JSON: maximum recursion"),
-        ("a.jsonl", b'\n"x"\n', "a.jsonl, line 2 is no prompt"),
+        ("a.jsonl", b'\n"x"\n', "a.jsonl, line 2 is a JSON str; it must be an object"),
         ("a.jsonl", b'{"text": "x"}', "a.jsonl, line 1 is no prompt"),
         ("a.txt", b" \n\n", "holds no prompt"),
         ("a.txt", b"\xff\n", "is not UTF-8 text"),

@@ -373,7 +373,11 @@ def main() -> int:
     settings: ProcessSettings = pickle.load(sys.stdin.buffer)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a terminal or a service manager sends them to the parent too
-    log_to_stderr(settings.log_level, settings.log_format)
+    with log_to_stderr(settings.log_level, settings.log_format):
+        return _run(settings)
+
+
+def _run(settings: ProcessSettings) -> int:
     try:
         engine = build_engine(settings.config, output_processor=OutputRouter)
     except Exception as error:

@@ -70,8 +70,7 @@ def serve(config: EngineConfig, settings: ServerSettings) -> int:
     Raises ValueError: the address cannot be listened on, or a file of the TLS settings cannot be read.
     """
     begin = time.perf_counter()
-    log_to_stderr(settings.log_level, settings.log_format)
-    with listening(settings) as listener:
+    with log_to_stderr(settings.log_level, settings.log_format), listening(settings) as listener:
         check_tls(settings)
         engine = EngineProcess(config, settings.log_level, settings.log_format)
         try:
@@ -314,8 +313,8 @@ async def _run_child(given: _ChildSettings) -> int:
 def main() -> int:
     """Run an API server for the supervisor."""
     given: _ChildSettings = pickle.load(sys.stdin.buffer)
-    log_to_stderr(given.settings.log_level, given.settings.log_format)
-    return asyncio.run(_run_child(given))
+    with log_to_stderr(given.settings.log_level, given.settings.log_format):
+        return asyncio.run(_run_child(given))
 
 
 # --- the machine ------------------------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class _JSONFormatter(logging.Formatter):
@@ -25,14 +27,24 @@ class _JSONFormatter(logging.Formatter):
         return json.dumps(content, ensure_ascii=False)
 
 
-def log_to_stderr(level: int, log_format: str = "text") -> None:
-    """Log the package's records from ``level`` on, and warnings of others. ``log_format``: ``text`` or ``json``."""
+@contextmanager
+def log_to_stderr(level: int, log_format: str = "text") -> Iterator[None]:
+    """Within the block, log the package's records from ``level`` on, and warnings of others, in place of other handlers.
+
+    ``log_format``: ``text`` or ``json``.
+    """
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
     handler.setFormatter(_JSONFormatter() if log_format == "json" else text)
     root, package = logging.getLogger(), logging.getLogger("fleetfoot")
-    root.handlers[:] = [handler]
-    package.handlers.clear()
-    package.propagate = True
+    access = logging.getLogger("uvicorn.access")
+    before = root.handlers[:], package.handlers[:], package.level, access.level
+    root.handlers[:], package.handlers[:] = [handler], []
     package.setLevel(level)
-    logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    access.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        root.handlers[:], package.handlers[:] = before[:2]
+        package.setLevel(before[2])
+        access.setLevel(before[3])
