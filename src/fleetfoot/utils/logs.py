@@ -29,7 +29,7 @@ class _JSONFormatter(logging.Formatter):
 
 @contextmanager
 def log_to_stderr(level: int, log_format: str = "text") -> Iterator[None]:
-    """Within the block, log the package's records from ``level`` on, and warnings of others, in place of other handlers.
+    """Within the block, log the package's records from ``level`` on, and warnings of others, by one handler.
 
     ``log_format``: ``text`` or ``json``.
     """
