@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import drain, make_engine, prompt_of, run_requests
+from tests.helpers.prefill_decode import settle
 from tests.helpers.processes import HANG
 from tests.helpers.streams import async_test, collect
 
@@ -352,6 +353,23 @@ def test_blocks_of_mixed_versions_are_never_cached(versions: Any) -> None:
     fresh, reused = (run_requests(each, {"r": (kept, GREEDY)})["r"] for each in (new, engine))
     assert reused.num_cached_tokens == 0 and reused.outputs[0].token_ids == fresh.outputs[0].token_ids
     assert update() == 2
+
+
+def test_engines_exchange_kv_of_the_same_version_only(versions: Any, tmp_path: Path) -> None:
+    """Through files. Without a number of its own, a version is that of one engine alone."""
+    known: Versions = versions("untied")
+    extra = {"shared_storage_path": str(tmp_path)}
+    files = {"kv_connector": "SharedStorageConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    loaded = []
+    for version in (7, 7, 8, None, None):
+        engine = make_engine(known.folders[0], kv_transfer_config=files, enable_prefix_caching=False, **SIZE)
+        engine.reload_weights(known.folders[1], weight_version=version)
+        outputs = run_requests(engine, {"r": (PROMPTS[0], GREEDY)})
+        assert outputs["r"].outputs[0].token_ids == known.tokens[1][0]
+        loaded.append(engine.stats().transfers.tokens_loaded)
+        settle(engine)
+        engine.shutdown()
+    assert loaded == [0, 20, 0, 0, 0]
 
 
 def test_an_error_while_weights_are_written_ends_the_engine(versions: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,6 +197,7 @@ def test_hashes_depend_on_all_tokens_before_and_on_the_salt() -> None:
     assert not set(chain_of(root, tokens[4:8] + tokens[:4], 0, 8)) & set(hashes)
     assert chain_of(root, tokens, 0, 3) == []
     assert len({root_hash(salt) for salt in (None, "a", "b", "ab", "a")}) == 4
+    assert len({root_hash(salt, weights) for salt in (None, "a") for weights in ("", "a", "b")}) == 6
 
 
 @pytest.mark.parametrize(("first", "second"), [([256, 0], [0, 1]), ([2**31 - 1, 0], [0, 2**31 - 1])])

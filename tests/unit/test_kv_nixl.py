@@ -156,6 +156,17 @@ def test_replaced_weights(make: MakeEngine) -> None:
     assert producer.hold("again") is None
 
 
+def test_new_weights_that_both_engines_have(make: MakeEngine) -> None:
+    producer, consumer = make(), make()
+    old = producer.hold("old")
+    for engine in (producer, consumer):
+        engine.scheduler.reset_cache("version-1")
+    assert f"its fingerprint is '{FINGERPRINT}', and '{FINGERPRINT}-version-1' here" in failure(consumer, old)
+    producer.until_sent("old")
+    assert consumer.load(consumer.remote(producer.hold("new"), "new")).loaded == {"new"}
+    producer.until_sent("new")
+
+
 def test_restarted_engine(make: MakeEngine) -> None:
     params = make().hold("p") | {"remote_engine_id": "gone"}
     assert "this is engine 'bench', and 'gone' was asked for" in failure(make(), params)
