@@ -70,6 +70,9 @@ class ScriptedDrafter:
     def bind_kv_caches(self, kv_caches: Sequence[torch.Tensor]) -> None:
         assert len(kv_caches) == len(self.kv_specs)
 
+    def add_weights(self, store: object) -> None:
+        """It has none."""
+
     def propose(self, batch: DraftBatch, num_drafts: int) -> torch.Tensor | None:
         if not num_drafts:
             return None
