@@ -361,6 +361,22 @@ def test_latency(run: Command) -> None:
     assert "output tokens/s" in run.err
 
 
+def test_cold(run: Command) -> None:
+    """Rounds of up to max_num_seqs requests, with every sampler; the last round runs to its end."""
+    flags = ["--duration", "1", "--input-len", "1:9", "--output-len", "2:3"]
+    content = run.json("bench", "cold", *flags)
+    assert content["settings"] == {"input_len": "1:9", "output_len": "2:3", "duration": 1, "seed": 0}
+    measured = content["results"]
+    assert measured["ttft_ms"]["count"] == measured["num_requests"] > 0
+    assert measured["num_requests"] <= measured["itl_ms"]["count"] <= 2 * measured["num_requests"]
+    assert measured["waits"] == {} and 0 < len(measured["slowest_steps"]) <= 12
+    assert "not ready: nothing" in run.err
+    page = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in page for name in measured)
+    error = run.refused("bench", "cold", "--max-model-len", "64", "--input-len", "60", "--output-len", "5")
+    assert "allow 65 tokens" in error
+
+
 def test_throughput_with_ranges_a_common_prefix_and_arrivals(run: Command, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     flags = ["--num-prompts", "7", "--input-len", "40:50", "--output-len", "2:5", "--prefix-len", "32"]

@@ -79,9 +79,9 @@ def watch(report: dict[str, Any]) -> Iterator[list[Compilations]]:
             report["late"].append(name)
         return build_c(name, *arguments, **options)
 
-    def compile_and_listen(compiler: KernelCompiler, shapes: Any) -> None:
+    def compile_and_listen(compiler: KernelCompiler, *shapes: Any) -> None:
         modules = {*sys.modules}
-        compile_first(compiler, shapes)
+        compile_first(compiler, *shapes)
         report["imports"] = [name for name in LARGE if name in {*sys.modules} - modules]
         report.update(compiled=compiler.ahead.num_compiled, found=compiler.ahead.num_found)
         compiler.ahead._tally._before = note_late

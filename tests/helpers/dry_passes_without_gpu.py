@@ -34,6 +34,7 @@ from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, SINGLE_TENSOR_GR
 from fleetfoot.distributed.peer_memory import CustomAllReduce, PeerMemory  # noqa: E402
 from fleetfoot.fusion import plan_fusion  # noqa: E402
 from fleetfoot.kernels.attention.triton_backend import TritonBackend  # noqa: E402
+from fleetfoot.kernels.runtime.compile_ahead import CompileAhead  # noqa: E402
 from fleetfoot.kernels.runtime.dry_tensors import DryTensor  # noqa: E402
 from fleetfoot.kernels.runtime.triton_support import instead_of_launching  # noqa: E402
 from fleetfoot.layers.context import ModelContext  # noqa: E402
@@ -248,14 +249,14 @@ def try_kind(kind: Kind) -> dict[str, Any]:
     before = {path: bits(tensor) for path, tensor in tensors.items()}
     first = runner._first_shapes(warm_up_steps(runner._max_num_batched_tokens, MAX_MODEL_LEN, 16))
     later = runner._later_shapes()
-    compiler = KernelCompiler(runner._step, runner._model.shortened)
+    compiler = KernelCompiler(runner._step, runner._model.shortened, CompileAhead(1))
     knobs.runtime.jit_cache_hook = requested = Requested()
     warnings: list[str] = []
     handler = logging.NullHandler(logging.WARNING)
     handler.handle = lambda record: not warnings.append(record.getMessage())  # type: ignore[method-assign, func-returns-value]
     logging.getLogger("fleetfoot").addHandler(handler)
     compiler.compile_first(first)
-    compiler._queue(later, 1)
+    compiler._queue(later)
     compiler.close()
     logging.getLogger("fleetfoot").removeHandler(handler)
     own = runner._state.staging._padding  # the host's, and written anew before it is read

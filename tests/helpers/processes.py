@@ -44,8 +44,8 @@ class Gate:
         self._permits.release()
 
 
-SILENT = (sys.executable, "-c", "import sys; sys.stdin.buffer.read()")
-"""The command of a process that writes nothing, and ends with its input."""
+SILENT = (sys.executable, "-c", "import os, sys\nwhile os.read(int(sys.argv[1]), 4096): pass")
+"""The command of a process that is given a connection, writes nothing, and ends with it."""
 
 
 class Watched:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.prepare.staging import Event
-from fleetfoot.runner.v2.device import CpuDevice
+from fleetfoot.runner.v2.device import CpuDevice, always
 
 
 class RecordingDevice(CpuDevice):
@@ -31,10 +31,10 @@ class RecordingDevice(CpuDevice):
         self.counts[event] += 1
         self.events.append(event)
 
-    def capture(self, work: Callable[[], Any]) -> "RecordedCapture":
+    def capture(self, work: Callable[[], Any], may_capture: Callable[[], bool] = always) -> "RecordedCapture | None":
         self._note("capture")
         work()
-        return RecordedCapture(self, work)
+        return RecordedCapture(self, work) if may_capture() else None
 
     def copy_in(self, source: torch.Tensor, front: torch.Tensor, arena: torch.Tensor, num_writes: int) -> None:
         self._note("copy_in")
@@ -106,12 +106,12 @@ class StrictDevice(RecordingDevice):
     def __init__(self) -> None:
         super().__init__(has_graphs=True)
 
-    def capture(self, work: Callable[[], Any]) -> Any:
+    def capture(self, work: Callable[[], Any], may_capture: Callable[[], bool] = always) -> Any:
         def watched() -> Any:
             with NoValues():
                 return work()
 
-        return super().capture(watched)
+        return super().capture(watched, may_capture)
 
 
 def unwatched(ops: Kernels) -> Kernels:

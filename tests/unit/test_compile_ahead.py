@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,14 +24,15 @@ from tests.helpers.processes import SILENT
 from fleetfoot.kernels import elementwise
 from fleetfoot.kernels.runtime import compile_ahead, compile_worker
 from fleetfoot.kernels.runtime.compile_ahead import CompileAhead, can_compile_ahead
-from fleetfoot.kernels.runtime.compile_worker import CompileWorker, KernelSource, serve
+from fleetfoot.kernels.runtime.compile_worker import CompilePool, CompileWorker, KernelSource, serve
 from fleetfoot.kernels.runtime.dry_tensors import DryPassError
-from fleetfoot.kernels.runtime.triton_support import launcher
+from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError, launcher, or_reference
 from fleetfoot.runner.graphs import CaptureTable, GraphKey
-from fleetfoot.runner.v2.warm_up import KernelCompiler, eager_shape, later_shapes, warm_up_steps
+from fleetfoot.runner.v2.warm_up import KernelCompiler, eager_shape, later_shapes, prompt_shapes, warm_up_steps
 from fleetfoot.sampling.shape import PLAIN
 
 pytest.importorskip("triton")
+from triton.runtime._async_compile import active_mode
 
 
 class FakeKernel:
@@ -115,14 +117,14 @@ def test_a_dry_pass_touches_no_memory(ahead: CompileAhead) -> None:
 
 
 SLOW_COMPILER = f"""
+from functools import partial
 from fleetfoot.kernels.runtime import compile_ahead, compile_worker
 from fleetfoot.kernels.runtime.compile_ahead import CompileAhead
-compile_ahead.CompileWorker = lambda: compile_worker.CompileWorker({SILENT})
+compile_ahead.CompilePool = partial(compile_worker.CompilePool, command={SILENT})
 compile_worker.KernelSource.of = lambda job: compile_worker.KernelSource("m", "n", {{}}, {{}}, {{}}, (), {{}})
 ahead = CompileAhead(2)
 ahead._collect = lambda dry_pass: [ahead._jobs.submit(print, "compiled here") for _ in range(5)]
-ahead.queue(lambda: None, at_once=2)
-ahead.finish()
+ahead.queue(lambda: None)
 print("served")
 """
 
@@ -135,26 +137,109 @@ def test_a_process_that_ends_waits_for_no_kernel() -> None:
 
 @pytest.mark.usefixtures("source")
 def test_closing_ends_workers_and_pending_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_ahead, "CompileWorker", lambda: CompileWorker(SILENT))
+    monkeypatch.setattr(compile_ahead, "CompilePool", partial(CompilePool, command=SILENT))
     ahead = CompileAhead(2)
     done: list[int] = []
-    futures: list[Any] = []
-    monkeypatch.setattr(
-        ahead, "_collect", lambda dry_pass: futures.extend(ahead._jobs.submit(done.append, n) for n in range(5))
-    )
-    ahead.queue(lambda: None, at_once=2)
+    futures = [ahead._jobs.submit(done.append, n) for n in range(5)]
+    monkeypatch.setattr(ahead, "_collect", lambda dry_pass: futures)
+    ahead.queue(lambda: None)
     ahead.close()
     assert done == []
     assert all(future.cancelled() or future.exception() is not None for future in futures)
-    assert not any(thread.is_alive() for _, thread in ahead._workers)
+    assert not any(thread.is_alive() for thread in ahead._threads)
 
 
-@pytest.mark.parametrize("at_once", [None, 1])
-@pytest.mark.parametrize("end", ["finish", "close"])
-def test_nothing_is_queued_after_the_end(ahead: CompileAhead, end: str, at_once: int | None) -> None:
-    getattr(ahead, end)()
-    with pytest.raises(RuntimeError, match="after finish"):
-        ahead.queue(lambda: None, at_once)
+class SlowKernel(FakeKernel):
+    """One whose compilations wait for the jobs of `CompileAhead` to be run."""
+
+    __name__ = "SlowKernel"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ready: dict[Any, str] = {}
+
+    def warmup(self, *arguments: Any, **options: Any) -> Any:
+        super().warmup(*arguments)
+        mode = active_mode.get()
+        assert mode is not None
+        name = arguments[-1]
+        return self.ready.get(name) or mode.submit(name, lambda: name, lambda kernel: self.ready.update({name: kernel}))
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **options: Any) -> None:
+            if arguments[-1] not in self.ready:
+                raise KernelNotReadyError(self.__name__)
+            self.launched.append(arguments)
+
+        return launch
+
+
+def attempt(ahead: CompileAhead, kernel: SlowKernel, *names: str) -> list[str]:
+    """How an operation that launches a kernel under these names is computed, twice."""
+    numbers = torch.zeros(4)
+
+    def operation() -> str:
+        for name in names:
+            launcher(kernel, (1,))(numbers, name)
+        return "launched"
+
+    with ahead.serving():
+        return [or_reference(operation, lambda: "reference")() for _ in range(2)]
+
+
+def test_a_step_waits_for_no_kernel(monkeypatch: pytest.MonkeyPatch, ahead: CompileAhead) -> None:
+    """Its compilation is queued once, with those of the whole operation, and it is ready after `advance`."""
+    monkeypatch.setattr(ahead, "_start_work", lambda: None)
+    kernel = SlowKernel()
+    assert attempt(ahead, kernel, "a", "b") == ["reference"] * 2
+    assert [arguments[-1] for arguments in kernel.requested] == ["a", "a", "b"]
+    assert list(ahead.take_missed().values()) == ["SlowKernel"]
+    ahead._jobs.work()
+    assert attempt(ahead, kernel, "a", "b") == ["reference"] * 2  # no change within a step
+    ahead.advance()
+    assert attempt(ahead, kernel, "a", "b") == ["launched"] * 2
+    assert not ahead._requested
+
+
+def test_ranks_change_over_in_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 compiles in another order. Both use what both have, in the order in which it was queued."""
+    monkeypatch.setattr(CompileAhead, "_start_work", lambda ahead: None)
+    counts = [0, 0]
+    ranks = [CompileAhead(1, on_compiled=partial(counts.__setitem__, rank)) for rank in range(2)]
+    kernels = [SlowKernel(), SlowKernel()]
+
+    def compile_next(rank: int, number: int) -> None:
+        jobs = ranks[rank]._jobs
+        rest = [*jobs._waiting][number:]
+        for _ in rest:
+            jobs._waiting.pop()
+        jobs.work()
+        jobs._waiting.extend(rest)
+
+    def step() -> list[list[str]]:
+        for ahead in ranks:
+            ahead.advance(min(counts))
+        return [[attempt(ranks[rank], kernels[rank], name)[0] for name in "abc"] for rank in range(2)]
+
+    for rank, begin in enumerate((0.0, 0.34)):
+        ranks[rank].queue(lambda rank=rank: [launcher(kernels[rank], (1,))(torch.zeros(4), n) for n in "abc"], begin)
+    reference, launched = "reference", "launched"
+    assert step() == [[reference] * 3] * 2
+    compile_next(1, 2)  # b and c
+    compile_next(0, 2)  # a and b
+    assert (counts, step()) == ([2, 0], [[reference] * 3] * 2)
+    compile_next(1, 1)
+    assert (counts, step()) == ([2, 3], [[launched, launched, reference]] * 2)
+    compile_next(0, 1)
+    assert (counts, step()) == ([3, 3], [[launched] * 3] * 2)
+    for ahead in ranks:
+        ahead.close()
+
+
+def test_nothing_is_queued_after_the_end(ahead: CompileAhead) -> None:
+    ahead.close()
+    with pytest.raises(RuntimeError, match="after close"):
+        ahead.queue(lambda: None)
 
 
 def test_the_previous_compilation_listener_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,14 +262,15 @@ def test_shapes() -> None:
     prefill, decode = warm_up_steps(max_num_batched_tokens=64, max_model_len=128, block_size=16)
     assert eager_shape(prefill, None) == GraphKey("mixed", 1, 4)
     assert eager_shape(decode, 0) == GraphKey("decode", 1, 1, drafting=0)
-    assert later_shapes((), 0, 300) == [GraphKey("mixed", 1, 300)]
-    assert later_shapes((), 0, 9000) == [GraphKey("mixed", 1, 1024), GraphKey("mixed", 1, 9000)]
+    assert prompt_shapes(300) == [GraphKey("mixed", 1, 300)]
+    assert prompt_shapes(9000) == [GraphKey("mixed", 1, 1024), GraphKey("mixed", 1, 9000)]
+    assert later_shapes((), 0) == []
     table = CaptureTable(decode=(1, 2), uniform=(1,), num_drafts=3, mixed=(16,), max_num_seqs=2)
-    _, *later = later_shapes(table.keys, 3, 64)
+    later = later_shapes(table.keys, 3)
     kinds = {(shape.kind, shape.num_tokens, shape.drafting) for shape in later}
     assert kinds == {("decode", 1, 3), ("decode", 2, 3), ("uniform", 4, 3), ("mixed", 16, 3)}
     full = replace(table, full_step=8192, mixed=(16, 2048))
-    assert [shape.num_tokens for shape in later_shapes(full.keys, 3, 8192)].count(8192) == 1  # an eager one
+    assert 8192 not in [shape.num_tokens for shape in later_shapes(full.keys, 3)]  # an eager one launches the same
     variants = [shape.sampling for shape in later if shape.sampling not in (PLAIN, None)]
     for field in ("filters", "logits_processors", "logprobs"):
         assert any(getattr(variant, field) for variant in variants)
@@ -199,10 +285,11 @@ def test_a_start_compiles_before_it_launches(tmp_path: Path) -> None:
         assert report["start"]["late"] == report["eager"]["late"] == report["threads"] == []
         assert report["fail"] == {"failed": 1, "raised": "CompilationError"}
     cold, warm = (report["start"] for report in reports)
-    assert min(cold["later"], cold["found_later"]) > 3  # found after other processes had compiled them
-    assert min(cold["compiled"], warm["found"]) > 15
-    assert cold["found"] == cold["compiled_later"] == cold["failed_later"] == cold["texts"] == 0
-    assert warm["compiled"] == warm["found_later"] == 0
+    assert min(cold["later"], cold["compiled_later"]) > 3
+    assert cold["compiled"] == warm["found"] > 15
+    assert warm["found_later"] == cold["compiled_later"]
+    assert cold["found"] == cold["found_later"] == cold["failed_later"] == cold["texts"] == 0
+    assert warm["compiled"] == warm["compiled_later"] == 0
 
 
 @compiled
@@ -255,7 +342,7 @@ def test_the_launcher_of_a_kernel_is_built_after_it(monkeypatch: pytest.MonkeyPa
     assert [future.result(0) for future in futures] == [*kernels, "something else"]
 
 
-def test_a_step_that_cannot_be_dry_does_not_stop_a_start(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_cannot_be_dry_does_not_stop_a_start(ahead: CompileAhead, caplog: pytest.LogCaptureFixture) -> None:
     """What it launches is compiled when it is launched; the other steps go on."""
     kernel, numbers = FakeKernel(), torch.ones(4)
 
@@ -267,7 +354,7 @@ def test_a_step_that_cannot_be_dry_does_not_stop_a_start(caplog: pytest.LogCaptu
 
         return step
 
-    compiler = KernelCompiler(make_step, nullcontext)
+    compiler = KernelCompiler(make_step, nullcontext, ahead)
     compiler.compile_first([GraphKey("decode", tokens, tokens) for tokens in (1, 2, 3)])
     compiler.close()
     assert [arguments[1] for arguments in kernel.requested] == [1, 3]
@@ -328,18 +415,32 @@ def test_replies_report_success(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiled == ["good", "bad", "better"]
 
 
-@pytest.mark.usefixtures("source")
-def test_a_process_that_has_ended_compiles_nothing() -> None:
-    with CompileWorker(DEAD) as worker:
-        assert [worker.compile(lambda: None) for _ in range(3)] == [False] * 3
-    with CompileWorker(("/no/such/program",)) as worker:
-        assert not worker.compile(lambda: None)
+@pytest.fixture
+def pool() -> Iterator[Callable[..., CompileWorker]]:
+    """Makes a worker of a process with a command, or None: the one that compiles."""
+    pools: list[CompilePool] = []
+
+    def worker(command: tuple[str, ...] | None) -> CompileWorker:
+        pools.append(CompilePool(2, command))
+        return pools[-1].workers[0]
+
+    yield worker
+    for each in pools:
+        each.close()
+        each.close()  # does nothing
 
 
 @pytest.mark.usefixtures("source")
-def test_closing_ends_pending_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_has_ended_compiles_nothing(pool: Callable[..., CompileWorker]) -> None:
+    worker = pool(DEAD)
+    assert [worker.compile(lambda: None) for _ in range(3)] == [False] * 3
+    assert not pool(("/no/such/program",)).compile(lambda: None)
+
+
+@pytest.mark.usefixtures("source")
+def test_closing_ends_pending_calls(monkeypatch: pytest.MonkeyPatch, pool: Callable[..., CompileWorker]) -> None:
     waits = threading.Event()
-    worker = CompileWorker(SILENT)
+    worker = pool(SILENT)
     load: Callable[[Any], object] = pickle.load
 
     def load_and_notify(stream: Any) -> object:
@@ -347,22 +448,22 @@ def test_closing_ends_pending_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         return load(stream)
 
     monkeypatch.setattr(compile_worker.pickle, "load", load_and_notify)
-
-    def work() -> None:
-        with worker:
-            worker.compile(lambda: None)
-
-    with ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(work)
+    with ThreadPoolExecutor(1) as threads:
+        pending = threads.submit(worker.compile, lambda: None)
         assert waits.wait(timeout=60)
         worker.close()
         assert isinstance(pending.exception(timeout=60), RuntimeError)
-    assert worker._process is not None and worker._process.returncode is not None
     with pytest.raises(RuntimeError, match="the compile worker is closed"):
         worker.compile(lambda: None)
 
 
-def test_a_worker_that_was_never_compiled_starts_no_process() -> None:
-    with CompileWorker() as worker:
-        assert not worker.compile(lambda: None)  # which is no job of Triton's
-        assert worker._process is None
+def test_a_worker_sends_jobs_of_triton_only(pool: Callable[..., CompileWorker]) -> None:
+    assert not pool(SILENT).compile(lambda: None)
+
+
+@pytest.mark.usefixtures("source")
+def test_the_process_that_compiles_replies(pool: Callable[..., CompileWorker]) -> None:
+    """That there is no module of this name, three times."""
+    worker = pool(None)
+    assert [worker.compile(lambda: None) for _ in range(3)] == [False] * 3
+    assert not worker._is_closed

@@ -25,7 +25,7 @@ from fleetfoot.cli.main import main
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.executor import messages, nodes
 from fleetfoot.executor.messages import Failure, Ready, StepOutput, WorkerAddresses
-from fleetfoot.executor.multiprocess import MultiprocessExecutor, StepOutputs
+from fleetfoot.executor.multiprocess import MultiprocessExecutor, StepOutputs, usable_kernels
 from fleetfoot.executor.nodes import EngineNodes, Invitation, Link, check_devices, join_engine, run_node
 from fleetfoot.executor.processes import RendezvousDir
 from fleetfoot.kv_transfer.blockstore.blocks import BlockStoreMetadata, BlockTransfer
@@ -48,6 +48,7 @@ FULL = dataclasses.replace(
     num_drafts=2,
     num_to_propose=2,
     awaited_step=2**40 - 2,
+    num_kernels=[3, 0],
     kv_connector_metadata=BlockStoreMetadata("epoch", loads=[("näme", [BlockTransfer(7, b"\0digest")])]),
 )
 LOST = records.TransferFailure("lost", timed_out=True)
@@ -60,6 +61,13 @@ OUTPUT = records.ModelRunnerOutput(
     kv_connector_output=records.KVConnectorOutput({"a"}, {"b": LOST}, {"c"}, {"n": 1}),
 )
 LAYOUT = KVLayout(9, 16, "bfloat16", (KVCacheSpec(2, 64), KVCacheSpec(2, 64, 7)))
+
+
+def test_a_stage_uses_kernels_that_all_of_its_ranks_have_compiled() -> None:
+    assert usable_kernels([7], 1) == [7]
+    assert usable_kernels([7, 5, 0, 9], 2) == [5, 0]
+    reply = messages.Compiled(1, 7)
+    assert messages.decode_reply(messages.encode_reply(reply)) == reply
 
 
 @pytest.mark.parametrize("step", [IDLE, FULL], ids=["idle", "full"])

@@ -1,4 +1,4 @@
-"""`fleetfoot bench`: measures latency or throughput and prints JSON. docs/benchmarks.md describes its fields."""
+"""`fleetfoot bench`: measures latency, throughput or a cold start, prints JSON. docs/benchmarks.md has its fields."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fleetfoot._version import __version__
 from fleetfoot.cli import command
 from fleetfoot.cli.arguments import add_engine_arguments, given_settings
+from fleetfoot.cli.bench_cold import ColdSamples, cold_results, cold_summary, run_cold
 from fleetfoot.cli.bench_load import BenchRequest, Lengths, Samples, Workload, results, run_load
 from fleetfoot.cli.bench_roofline import floor_report, measure_floor
 from fleetfoot.inputs import PromptType
@@ -59,7 +60,7 @@ def _run_latency(arguments: argparse.Namespace) -> int:
             "settings": {name: getattr(arguments, name) for name in settings},
             "results": results(samples, with_loads=True, floor=floor),
         }
-    return _print(report, arguments.output)
+    return _print(report, arguments.output, summary(report["results"]))
 
 
 def _add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,7 +104,34 @@ def _run_throughput(arguments: argparse.Namespace) -> int:
             },
             "results": results(samples, with_loads=False, floor=floor),
         }
-    return _print(report, arguments.output)
+    return _print(report, arguments.output, summary(report["results"]))
+
+
+def _add_cold_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_number(parser, "--duration", 60, "seconds of load from the first request on")
+    text = "tokens of a prompt, or a range to draw from evenly (default: 1:2000)"
+    parser.add_argument("--input-len", type=Lengths.parse, default=Lengths(1, 2000), metavar="N[:M]", help=text)
+    text = "tokens to generate, or a range (default: 2:48)"
+    parser.add_argument("--output-len", type=Lengths.parse, default=Lengths(2, 48), metavar="N[:M]", help=text)
+    _add_shared_arguments(parser, has_temperature=False)
+
+
+def _run_cold(arguments: argparse.Namespace) -> int:
+    lengths = {"input_len": arguments.input_len, "output_len": arguments.output_len}
+    with _started(arguments) as (engine, start_s):
+        longest = arguments.input_len.high + arguments.output_len.high
+        if longest > (limit := engine.input_processor.max_model_len):
+            raise command.UsageError(
+                f"--input-len and --output-len allow {longest} tokens, and max_model_len is {limit}"
+            )
+        samples = ColdSamples()
+        run_cold(engine, samples, seconds=arguments.duration, seed=arguments.seed, **lengths)
+        report = _report("cold", engine, start_s) | {
+            "settings": {name: str(value) for name, value in lengths.items()}
+            | {"duration": arguments.duration, "seed": arguments.seed},
+            "results": (measured := cold_results(samples)),
+        }
+    return _print(report, arguments.output, f"ready after {start_s:.1f} s, {cold_summary(measured)}")
 
 
 def _dataset(arguments: argparse.Namespace) -> list[PromptType] | None:
@@ -122,8 +150,9 @@ def _dataset(arguments: argparse.Namespace) -> list[PromptType] | None:
     return prompts[:count]
 
 
-def _add_shared_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default: 0)")
+def _add_shared_arguments(parser: argparse.ArgumentParser, *, has_temperature: bool = True) -> None:
+    if has_temperature:
+        parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default: 0)")
     _add_number(parser, "--seed", 0, "of random prompts, lengths and times of arrival", least=0)
     parser.add_argument("--output", metavar="FILE", help="write the JSON there, not to standard output")
     add_engine_arguments(parser, takes_model=True)
@@ -242,13 +271,13 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _print(report: dict[str, Any], output: str | None) -> int:
+def _print(report: dict[str, Any], output: str | None, status: str) -> int:
     text = command.dump_object(report)
     if output is None:
         print(text)
     else:
         Path(output).write_text(text + "\n", encoding="utf-8")
-    command.print_status(summary(report["results"]))
+    command.print_status(status)
     return 0
 
 
@@ -301,7 +330,10 @@ def _add_benchmarks(parser: argparse.ArgumentParser) -> None:
     text = "measure many requests at once, or as they arrive"
     throughput = command.Command("throughput", text, _add_throughput_arguments, _run_throughput, _EPILOG, "[MODEL] ")
     command.add_command(table, latency)
+    text = "measure what requests wait for right after a start"
+    cold = command.Command("cold", text, _add_cold_arguments, _run_cold, _EPILOG, "[MODEL] ")
     command.add_command(table, throughput)
+    command.add_command(table, cold)
 
 
-COMMAND = command.Command("bench", "measure latency or throughput", _add_benchmarks, epilog=_EPILOG)
+COMMAND = command.Command("bench", "measure latency, throughput or a cold start", _add_benchmarks, epilog=_EPILOG)

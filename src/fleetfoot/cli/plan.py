@@ -35,6 +35,7 @@ Without flags of the machine, the plan is for this one. With them it is for the 
   runnable (whether an engine would start), problems (why not), advice, warnings (sentences)
   architecture, num_parameters, device, gpu_name, dtype, attention_backend, async_scheduling
   kernels: for each operation, the implementation that runs
+  kernels_until_compiled: for operations whose kernels the engine compiles: what runs in a step that comes before
   layers: runs of decoder layers (first, last), fused or not, with the reason; compiles_layers: whether torch.compile
     compiles each of them
   positions: each rotary embedding (rope), and the layers that have it; null: layers without positions
@@ -162,6 +163,7 @@ def _decision_report(decision: Decision, architecture: str, device: str, *, prob
     of_the_shape = (
         "attention_backend",
         "kernels",
+        "kernels_until_compiled",
         "layers",
         "positions",
         "graphs",
@@ -195,6 +197,7 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
         "num_parameters": model.num_parameters,
         "attention_backend": plan.kernels["attention"],
         "kernels": dict(plan.kernels),
+        "kernels_until_compiled": plan.kernels.until_compiled if plan.runner == "v2" else {},
         "layers": list(_layers(plan)),
         "compiles_layers": plan.config.compiles_layers,
         "positions": list(_positions(model)),
@@ -346,6 +349,9 @@ def _setup_lines(report: dict[str, Any]) -> _Lines:
     yield "attention", report["attention_backend"]
     kernels = Counter(report["kernels"].values()).most_common()
     yield "kernels", f"{', '.join(f'{name} for {n}' for name, n in kernels)} of {len(report['kernels'])} operations"
+    if report["kernels_until_compiled"]:
+        paths = Counter(report["kernels_until_compiled"].values()).most_common()
+        yield "", f"before they are compiled: {', '.join(f'{name} for {n}' for name, n in paths)}"
     for run in report["layers"]:
         fused = "fused" if run["fused"] else "plain"
         yield "" if run["first"] else "layers", f"{run['first']} to {run['last']} {fused}: {run['reason']}"

@@ -10,6 +10,7 @@ group, which communicate twice per layer, are adjacent.
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from fleetfoot.config import env
 from fleetfoot.distributed.peer_memory import CustomAllReduce, P2PChannel, make_channel, make_custom_all_reduce
 from fleetfoot.kernels.elementwise import sum_parts
 from fleetfoot.kernels.interface import AddRMSNorm
+from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError
 from fleetfoot.records.forward_context import IntermediateTensors
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.12
@@ -166,7 +168,8 @@ class CudaTensorGroup(TorchTensorGroup):
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if self._custom_all_reduce is not None and self._custom_all_reduce.fits(x):
-            return self._custom_all_reduce.all_reduce(x)
+            with suppress(KernelNotReadyError):  # on all ranks: see `SchedulerOutput.num_kernels`
+                return self._custom_all_reduce.all_reduce(x)
         if x.numel() > 0:
             x = x.contiguous()
             dist.all_reduce(x, group=self.process_group)
@@ -176,7 +179,8 @@ class CudaTensorGroup(TorchTensorGroup):
         self, add_rms_norm: AddRMSNorm, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._custom_all_reduce is not None and self._custom_all_reduce.fits(residual):
-            return self._custom_all_reduce.add_rms_norm(x, residual, weight, eps)
+            with suppress(KernelNotReadyError):
+                return self._custom_all_reduce.add_rms_norm(x, residual, weight, eps)
         return super()._reduce_add_rms_norm(add_rms_norm, x, residual, weight, eps)
 
 

@@ -102,6 +102,14 @@ class Ready(msgspec.Struct, array_like=True, tag=True):
     """``v1`` or ``v2``."""
 
 
+class Compiled(msgspec.Struct, array_like=True, tag=True):
+    """A rank has compiled kernels beside the steps."""
+
+    rank: int
+    number: int
+    """Kernels compiled so far, up to the first one that is not, in the order in which they were queued."""
+
+
 class StepOutput(msgspec.Struct, array_like=True, tag=True):
     """The output of a step on a rank."""
 
@@ -145,7 +153,7 @@ class RpcResult(msgspec.Struct, array_like=True, tag=True):
 
 
 encode_reply = _ENCODER.encode
-decode_reply = msgspec.msgpack.Decoder(Ready | StepOutput | RpcResult | Failure).decode
+decode_reply = msgspec.msgpack.Decoder(Ready | Compiled | StepOutput | RpcResult | Failure).decode
 
 
 # --- sockets --------------------------------------------------------------------------------------------------------

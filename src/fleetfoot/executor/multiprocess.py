@@ -19,6 +19,7 @@ from typing import Any
 import zmq
 
 from fleetfoot.executor.messages import (
+    Compiled,
     EngineChannel,
     Failure,
     Ready,
@@ -71,6 +72,7 @@ class MultiprocessExecutor:
         self._ready: dict[int, Ready] = {}
         self._outputs = StepOutputs(plan.output_rank, len(plan.reply_ranks))
         self._num_workers = config.world_size
+        self._num_kernels = [0] * self._num_workers  # that each rank has compiled
         stage = config.tensor_parallel_size
         self._middle_ranks = range(stage, self._num_workers - stage)  # of the stages that read no tokens
         self._rendezvous = EngineNodes(plan) if config.nnodes > 1 else RendezvousDir()
@@ -108,6 +110,7 @@ class MultiprocessExecutor:
         if self._step is None:
             raise RuntimeError("sample_tokens was called without an execute_model before it")
         step, self._step = self._step, None
+        step.num_kernels = usable_kernels(self._num_kernels, self._middle_ranks.start)
         number = self._num_steps
         self._num_steps += 1
         if self._middle_ranks and step.new_requests:
@@ -195,6 +198,8 @@ class MultiprocessExecutor:
                     self._rpc_results[reply.rank] = reply
             elif isinstance(reply, Ready):
                 self._ready[reply.rank] = reply
+            elif isinstance(reply, Compiled):
+                self._num_kernels[reply.rank] = max(reply.number, self._num_kernels[reply.rank])
             else:
                 self._raise_failure(reply)
         if loss := self._find_loss():
@@ -245,6 +250,11 @@ class _PendingStep:
         if self.output is None:
             self.output = self.executor.wait_for(self.number)
         return self.output
+
+
+def usable_kernels(compiled: list[int], stage_size: int) -> list[int]:
+    """`SchedulerOutput.num_kernels` for the number that each rank has compiled."""
+    return [min(compiled[begin : begin + stage_size]) for begin in range(0, len(compiled), stage_size)]
 
 
 def _abandon(pid: int, processes: WorkerProcesses, rendezvous: RendezvousDir | EngineNodes) -> None:

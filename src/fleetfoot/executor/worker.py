@@ -38,7 +38,8 @@ logger = logging.getLogger(__name__)
 
 class Worker:
     """Implements `fleetfoot.executor.protocol.Executor` for one rank. ``groups``: from ``make_groups``, for the current
-    device; None: it is the only rank.
+    device; None: it is the only rank. ``on_compiled``: called in another thread when kernels were compiled beside the
+    steps, see `Compiled`.
 
     Raises ValueError if the settings of a KV connector or of a drafter do not fit, and KernelUnavailableError if
     kernels that the plan names cannot be used.
@@ -46,7 +47,13 @@ class Worker:
 
     layout: KVLayout
 
-    def __init__(self, plan: EnginePlan, rank: int = 0, groups: WorkerGroups | None = None) -> None:
+    def __init__(
+        self,
+        plan: EnginePlan,
+        rank: int = 0,
+        groups: WorkerGroups | None = None,
+        on_compiled: Callable[[int], object] = lambda number: None,
+    ) -> None:
         self.plan = plan
         self.rank = rank
         self._groups = groups or WorkerGroups()
@@ -93,6 +100,7 @@ class Worker:
                 max_num_batched_tokens=plan.max_num_batched_tokens,
                 capture_table=plan.capture_table,
                 fusion=plan.fusion,
+                on_compiled=on_compiled,
                 **common,
             )
         self.runner_name = self.runner.name

@@ -8,6 +8,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from fleetfoot.config.model_registry import load_general_plugins
 from fleetfoot.distributed.groups import StepShape, make_groups
 from fleetfoot.executor.messages import (
+    Compiled,
     Failure,
     Ready,
     RpcResult,
@@ -47,7 +49,7 @@ def run_worker_loop(plan: EnginePlan, rank: int, addresses: WorkerAddresses, sto
     channel = WorkerChannel(addresses)
     try:
         load_general_plugins()
-        worker = _start(plan, rank, store)
+        worker = _start(plan, rank, store, channel)
         with channel.open_replies() as replies:
             replies.send(encode_reply(Ready(rank, worker.layout, worker.runner_name)))
         with channel.open_replies() as replies, _reply_sender(worker, channel) as send, SHORT_COLLECTIONS:
@@ -79,7 +81,7 @@ def _run_rpc(worker: Worker, message: bytes) -> RpcResult:
     return RpcResult(worker.rank, number, value)
 
 
-def _start(plan: EnginePlan, rank: int, store: Store) -> Worker:
+def _start(plan: EnginePlan, rank: int, store: Store, channel: WorkerChannel) -> Worker:
     config, device = plan.config, torch.device(plan.device)
     if plan.device == "cuda":
         device = torch.device("cuda", rank % config.local_world_size)
@@ -95,9 +97,15 @@ def _start(plan: EnginePlan, rank: int, store: Store) -> Worker:
         dist.init_process_group(backend, store=ranks, rank=rank, world_size=config.world_size)
         shape = StepShape(plan.max_num_batched_tokens, plan.model.hidden_size, getattr(torch, plan.dtype), device)
         groups = make_groups(config.tensor_parallel_size, config.pipeline_parallel_size, shape)
-    worker = Worker(plan, rank, groups)
+    worker = Worker(plan, rank, groups, partial(_report_kernels, rank, channel))
     worker.start()
     return worker
+
+
+def _report_kernels(rank: int, channel: WorkerChannel, number: int) -> None:
+    """In a thread that compiles: report the number of kernels."""
+    with channel.open_replies() as replies:
+        replies.send(encode_reply(Compiled(rank, number)))
 
 
 @contextmanager

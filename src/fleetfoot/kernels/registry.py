@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fleetfoot.kernels.interface import KernelPlan, Kernels
+from fleetfoot.kernels.runtime.triton_support import or_reference
 from fleetfoot.native.loading import NativeUnavailableError
 
 
@@ -118,6 +119,10 @@ _INSTANTIATED = frozenset({"attention"})
 """Operations with classes as implementations: a worker has one instance."""
 
 
+_OWN_PATHS = frozenset({"prepare_linear", "linear_chain"})
+"""Operations with objects that take the library's path themselves while a kernel is not compiled."""
+
+
 def plan_kernels(facts: DeviceFacts) -> KernelPlan:
     """For each operation, the fastest implementation with requirements that ``facts`` meet."""
 
@@ -158,6 +163,8 @@ def _load(operation: str, name: str, native_variant: str | None) -> Any:
         function = getattr(import_module(f"fleetfoot.kernels.{module}"), attribute or f"{operation}_{name}")
         if operation in _INSTANTIATED:
             return function(native_variant) if name == "native" else function()
+        if name == "triton" and operation not in _OWN_PATHS:
+            return or_reference(function, _load(operation, "torch", None))
         if name == "native":
             from fleetfoot.native.loading import load_library
 

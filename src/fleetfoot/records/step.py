@@ -101,6 +101,9 @@ class SchedulerOutput:
     -1: none, and always so without a pipeline."""
     longest_decode: int = 0
     """Context length of the longest decode, its new tokens included, in a step that also holds prefills; else 0."""
+    num_kernels: list[int] = field(default_factory=list)
+    """With several ranks, for each pipeline stage: how many of the kernels that its ranks compile beside the steps may
+    be used, in the order in which they were queued. Ranks change to a kernel in the same step. Set by the executor."""
     kv_connector_metadata: object | None = None
     """From the scheduler's side of the KV connector to the workers' side."""
 

@@ -65,6 +65,22 @@ class BatchShape:
         width = num_tokens // num_reqs
         return cls(num_reqs, num_tokens, num_reqs, num_reqs, width, num_reqs, num_tokens, width - 1)
 
+    @classmethod
+    def of_step(cls, output: SchedulerOutput, key: GraphKey | None) -> BatchShape:
+        """The shape of a step, padded to that of a graph; None: the step runs eagerly."""
+        num_reqs, num_tokens = len(output.rows), output.total_num_scheduled_tokens
+        is_decode = output.num_decodes == num_reqs
+        return cls(
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            num_decodes=output.num_decodes,
+            num_sampled=output.num_sampled,
+            max_query_len=1 + output.num_drafts if is_decode else max(output.num_scheduled_tokens),
+            padded_reqs=num_reqs if key is None else key.num_reqs,
+            padded_tokens=num_tokens if key is None else key.num_tokens,
+            num_drafts=output.num_drafts,
+        )
+
     @property
     def is_decode(self) -> bool:
         """Whether every request is a decode, so that all have the same number of tokens."""
@@ -193,14 +209,14 @@ class Capture(Protocol):
 class GraphManager:
     """Decides whether a step replays a graph or runs eagerly, captures shapes when they are first needed, and counts.
 
-    ``capture``: captures a shape, and is called at most once for each; None: the device has no graphs.
+    ``capture``: captures a shape, or returns None while kernels of it are not compiled; None: the device has no graphs.
     ``includes_sampling``: False on a rank that is not the last of its pipeline, where steps end with the forward pass.
     """
 
     def __init__(
         self,
         table: CaptureTable,
-        capture: Callable[[GraphKey], Capture] | None = None,
+        capture: Callable[[GraphKey], Capture | None] | None = None,
         *,
         includes_sampling: bool = True,
     ) -> None:
@@ -220,28 +236,24 @@ class GraphManager:
         if not self._includes_sampling:
             sampling = drafting = None
         key = self.table.dispatch(output, sampling=sampling, drafting=drafting)
-        num_reqs, num_tokens = len(output.rows), output.total_num_scheduled_tokens
-        is_decode = output.num_decodes == num_reqs
-        shape = BatchShape(
-            num_reqs=num_reqs,
-            num_tokens=num_tokens,
-            num_decodes=output.num_decodes,
-            num_sampled=output.num_sampled,
-            max_query_len=1 + output.num_drafts if is_decode else max(output.num_scheduled_tokens),
-            padded_reqs=num_reqs if key is None else key.num_reqs,
-            padded_tokens=num_tokens if key is None else key.num_tokens,
-            num_drafts=output.num_drafts,
-        )
         self.num_steps["eager" if key is None else key.kind] += 1
-        return shape, key
+        return BatchShape.of_step(output, key), key
 
-    def get(self, key: GraphKey) -> Capture:
-        """The graph of a shape, which is captured if this is its first use."""
+    def get(self, key: GraphKey) -> Capture | None:
+        """The graph of a shape, which is captured at its first use; None: kernels of it are not compiled."""
         captured = self.captured.get(key)
         if captured is None:
             assert self._capture is not None  # without it the table is empty
-            captured = self.captured[key] = self._capture(key)
+            captured = self._capture(key)
+            if captured is not None:
+                self.captured[key] = captured
         return captured
+
+    def without_graph(self, output: SchedulerOutput, key: GraphKey) -> BatchShape:
+        """The shape of a step that runs eagerly after `dispatch`, because its graph cannot be captured yet."""
+        self.num_steps.subtract([key.kind])
+        self.num_steps["eager"] += 1
+        return BatchShape.of_step(output, None)
 
     def capture_first(self) -> None:
         """Capture `first_keys`."""

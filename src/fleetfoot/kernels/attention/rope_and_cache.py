@@ -40,12 +40,30 @@ def write_kv_torch(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tenso
     """Write ``key`` and ``value`` ``[num_tokens, num_kv_heads, head_dim]`` to their slots; skip negative slots."""
     block_size = kv_cache.shape[3]
     written = slot_mapping >= 0
-    if not bool(written.all()):
+    if slot_mapping.is_cuda:  # selecting would make the host wait
+        key, value, slot_mapping = redirect_unwritten(key, value, kv_cache, slot_mapping)
+    elif not bool(written.all()):
         key, value, slot_mapping = key[written], value[written], slot_mapping[written]
     block = torch.div(slot_mapping, block_size, rounding_mode="floor")
     offset = slot_mapping - block * block_size
     kv_cache[block, 0, :, offset] = key
     kv_cache[block, 1, :, offset] = value
+
+
+def redirect_unwritten(
+    key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The arguments of `write_kv_torch` without negative slots, of the same shapes, so that the host reads no value:
+    tokens without a slot write what the first token with one writes; if there is none, what slot 0 holds."""
+    written = slot_mapping >= 0
+    first = written.to(torch.int32).argmax(keepdim=True)  # [1]
+    is_any = written[first]
+    slots = torch.where(written, slot_mapping, slot_mapping[first].clamp(min=0))
+    key = torch.where(written[:, None, None], key, torch.where(is_any[:, None, None], key[first], kv_cache[0, 0, :, 0]))
+    value = torch.where(
+        written[:, None, None], value, torch.where(is_any[:, None, None], value[first], kv_cache[0, 1, :, 0])
+    )
+    return key, value, slots
 
 
 def rope_and_cache_torch(

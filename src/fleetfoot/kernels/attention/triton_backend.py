@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 from types import ModuleType
 
@@ -13,6 +14,7 @@ from fleetfoot.kernels.attention.prefill import paged_attention_prefill
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits, has_hopper_kernels
+from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError
 from fleetfoot.records.forward_context import AttentionMetadata, RotaryInputs
 
 MAX_HEAD_DIM = 256
@@ -58,33 +60,23 @@ class TritonBackend(SDPABackend):
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`. The output of tokens that belong to no request is zero.
 
+        While the kernel of a shape is not compiled, that of prompts takes all requests, and torch without that one.
+
         Raises:
             ValueError: the shapes or dtypes do not match, a tensor is not aligned, or the scale is not positive.
             RuntimeError: the first call, which allocates memory, within a graph that is being captured.
         """
         inputs = AttentionInputs.of(query, kv_cache, metadata, scale, window, soft_cap)
-        head_dim = query.shape[2]
-        if not self.supports(head_dim, inputs.group, query.dtype):
+        if not self.supports(query.shape[2], inputs.group, query.dtype):
             return super().forward(query, kv_cache, metadata, scale, window, soft_cap)
         _check(inputs)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         workspace = self._workspace(query.device)
-        # One launch for all requests if their rows fit the minimum tile of the decode kernel, which is computed anyway.
-        rows = metadata.max_query_len * inputs.group
-        num_decodes = 0 if metadata.max_query_len == 1 or rows <= MIN_ROWS else metadata.num_decodes
-        if num_decodes:
-            decodes = inputs.requests(0, num_decodes)._replace(query=query[:num_decodes], max_query_len=1)
-            _decode(decodes, workspace, out[:num_decodes])
-        if query.shape[0] > num_decodes:
-            rest = inputs.requests(num_decodes)
-            _, prefill_hopper = _hopper_kernels(query.device)
-            if rows <= max_rows(head_dim):
-                _decode(rest, workspace, out)
-            elif prefill_hopper is not None and prefill_hopper.supports(rest):
-                prefill_hopper.paged_attention_prefill_hopper(rest, counter=workspace.counter, out=out)
-            else:
-                paged_attention_prefill(rest, out=out)
-        return out
+        for launch in (_attend, _prefill):
+            with suppress(KernelNotReadyError):
+                launch(inputs, metadata, workspace, out)
+                return out
+        return super().forward(query, kv_cache, metadata, scale, window, soft_cap)
 
     def forward_fused(
         self,
@@ -114,15 +106,45 @@ class TritonBackend(SDPABackend):
         _check(inputs)
         out = torch.empty((qkv.shape[0], num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
         inputs, workspace, slots = inputs._replace(query=heads), self._workspace(qkv.device), metadata.slot_mapping
-        paged_attention_decode(
-            inputs, workspace=workspace, out=out, rotary=rotary, slot_mapping=slots, prefetch_weight=prefetch_weight
-        )
-        return out
+        with suppress(KernelNotReadyError):
+            paged_attention_decode(
+                inputs, workspace=workspace, out=out, rotary=rotary, slot_mapping=slots, prefetch_weight=prefetch_weight
+            )
+            return out
+        return None
 
     def _workspace(self, device: torch.device) -> AttentionWorkspace:
         if device not in self._workspaces:
             self._workspaces[device] = AttentionWorkspace(device)
         return self._workspaces[device]
+
+
+def _attend(
+    inputs: AttentionInputs, metadata: AttentionMetadata, workspace: AttentionWorkspace, out: torch.Tensor
+) -> None:
+    """The fastest kernels of each shape."""
+    # One launch for all requests if their rows fit the minimum tile of the decode kernel, which is computed anyway.
+    rows = metadata.max_query_len * inputs.group
+    num_decodes = 0 if metadata.max_query_len == 1 or rows <= MIN_ROWS else metadata.num_decodes
+    if num_decodes:
+        decodes = inputs.requests(0, num_decodes)._replace(query=inputs.query[:num_decodes], max_query_len=1)
+        _decode(decodes, workspace, out[:num_decodes])
+    if inputs.query.shape[0] > num_decodes:
+        rest = inputs.requests(num_decodes)
+        if rows <= max_rows(inputs.query.shape[2]):
+            _decode(rest, workspace, out)
+        else:
+            _prefill(rest, metadata, workspace, out)
+
+
+def _prefill(
+    inputs: AttentionInputs, metadata: AttentionMetadata, workspace: AttentionWorkspace, out: torch.Tensor
+) -> None:
+    _, prefill_hopper = _hopper_kernels(inputs.query.device)
+    if prefill_hopper is not None and prefill_hopper.supports(inputs):
+        prefill_hopper.paged_attention_prefill_hopper(inputs, counter=workspace.counter, out=out)
+    else:
+        paged_attention_prefill(inputs, out=out)
 
 
 def _decode(inputs: AttentionInputs, workspace: AttentionWorkspace, out: torch.Tensor) -> None:

@@ -1,18 +1,23 @@
-"""Linear layers on a GPU: Triton kernels for the few rows of a decode step, the vendor's library for more."""
+"""Linear layers on a GPU: Triton kernels for the few rows of a decode step, the vendor's library for more.
+
+The library also multiplies while the kernel of a shape is not compiled.
+"""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
-from fleetfoot.kernels.elementwise import DeferredRMSNorm, silu_and_mul_triton
+from fleetfoot.kernels.elementwise import DeferredRMSNorm, silu_and_mul_torch, silu_and_mul_triton
 from fleetfoot.kernels.linear.linear import PlainLinear
 from fleetfoot.kernels.linear.tilings import Tiling, choose_tiling, gated_row_groups
 from fleetfoot.kernels.linear.triton_kernels import launch_linear
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits, has_hopper_kernels
-from fleetfoot.kernels.runtime.triton_support import cdiv
+from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError, cdiv, or_reference
 
+_silu_and_mul = or_reference(silu_and_mul_triton, silu_and_mul_torch)
 _DTYPES = (torch.bfloat16, torch.float16)
 """Dtypes that the kernels support."""
 
@@ -41,7 +46,10 @@ class TritonLinear(PlainLinear):
                 f"x {list(x.shape)} {x.dtype} does not match a weight {list(self._weight.shape)} {self._weight.dtype}"
             )
         tiling = self._tiling(x.shape[0])
-        return self._of_many_rows(x) if tiling is None else self.launch(x, tiling)
+        if tiling is not None:
+            with suppress(KernelNotReadyError):
+                return self.launch(x, tiling)
+        return self._of_many_rows(x)
 
     def launch(self, x: torch.Tensor, tiling: Tiling, deferred: DeferredRMSNorm | None = None) -> torch.Tensor:
         """`__call__` with a given tiling. ``deferred``: the norm of ``x``, if the tiling supports it."""
@@ -84,7 +92,9 @@ class ChainedLinear(TritonLinear):
         tiling = self._tiling(len(x.weighted))
         if tiling is None or not tiling.supports_norms or x.weighted.shape[1] != self._weight.shape[1]:
             raise ValueError(f"a deferred norm {list(x.weighted.shape)} is not supported: see reads_deferred_norm()")
-        return self.launch(x.weighted, tiling, x)
+        with suppress(KernelNotReadyError):
+            return self.launch(x.weighted, tiling, x)
+        return self._of_many_rows(x.finished())
 
     def reads_deferred_norm(self, num_rows: int) -> bool:
         """Whether a deferred norm of this number of rows is supported. In float16, unscaled values may overflow."""
@@ -109,8 +119,9 @@ class ChainedGateUp(ChainedLinear):
             if groups is not None:
                 from fleetfoot.kernels.linear.gated_hopper import gated_linear_hopper
 
-                return gated_linear_hopper(x, self._weight, groups, num_sms)
-        return silu_and_mul_triton(super()._of_many_rows(x))
+                with suppress(KernelNotReadyError):
+                    return gated_linear_hopper(x, self._weight, groups, num_sms)
+        return _silu_and_mul(super()._of_many_rows(x))
 
 
 class ChainedResidual(ChainedLinear):
@@ -138,7 +149,8 @@ class ChainedResidual(ChainedLinear):
     def add_and_norm(
         self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
     ) -> DeferredRMSNorm | None:
-        """The sum with ``residual [n, out]`` and its deferred norm; None: not supported for this number of rows."""
+        """The sum with ``residual [n, out]`` and its deferred norm; None: not supported for this number of rows, or not
+        compiled."""
         tiling = self._tiling(len(x))
         if tiling is None or not tiling.supports_norms or not (x.dtype is self._weight.dtype is torch.bfloat16):
             return None
@@ -146,8 +158,12 @@ class ChainedResidual(ChainedLinear):
         result = DeferredRMSNorm.empty(residual, cdiv(residual.shape[1], tiling.outputs), eps)
         x = x if x.stride(1) == 1 else x.contiguous()
         add_norm = (residual, norm_weight, result)
-        launch_linear(result.weighted, x, self._weight, self._bias, False, tiling, add_norm=add_norm, scale=self._scale)
-        return result
+        with suppress(KernelNotReadyError):
+            launch_linear(
+                result.weighted, x, self._weight, self._bias, False, tiling, add_norm=add_norm, scale=self._scale
+            )
+            return result
+        return None
 
 
 @dataclass(frozen=True, slots=True)

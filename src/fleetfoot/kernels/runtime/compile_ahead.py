@@ -2,9 +2,14 @@
 
 Triton compiles a kernel at its first launch: one after the other, on one core. Here a *dry pass* runs the code that
 launches kernels without launching them: each launch queues the compilation of its kernel, and returns. The kernels and
-variants that are compiled are therefore those that will be launched, without a list of kernels. At the start, threads
-compile: most of a compilation is spent in LLVM, the assembler and the C compiler of the launcher, outside of the
-interpreter's lock. While an engine serves, processes compile (`fleetfoot.kernels.runtime.compile_worker`).
+variants that are compiled are therefore those that will be launched, without a list of kernels. Processes compile
+(`fleetfoot.kernels.runtime.compile_worker`), and a thread of this one loads what they have compiled.
+
+A step that serves requests never waits for a compilation. Within `CompileAhead.serving`, the launch of a kernel that is
+not ready queues its compilation and raises `KernelNotReadyError`, and the operation takes another path
+(`fleetfoot.kernels.runtime.triton_support.or_reference`). Compiled kernels become ready between two steps, in
+`CompileAhead.advance`, in the order in which they were queued. So all ranks of a group, which queue the same kernels in
+the same order, change to a kernel in the same step if they pass the same number.
 
 Torch's operations are dry too (`fleetfoot.kernels.runtime.dry_tensors`): they return tensors without memory that have
 the properties of the real ones. A dry pass therefore reads and writes no memory, loads no library for matrix products,
@@ -15,29 +20,40 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from functools import partial
 from importlib.util import find_spec
-from threading import Thread
+from queue import SimpleQueue
+from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fleetfoot.kernels.runtime.compile_worker import CompileWorker, build_launcher, release_sources
+from fleetfoot.kernels.runtime.compile_worker import (
+    CompilePool,
+    CompileWorker,
+    build_launcher,
+    has_cache,
+    is_cached,
+    release_sources,
+)
 from fleetfoot.kernels.runtime.dry_tensors import dry_torch
-from fleetfoot.kernels.runtime.triton_support import Launch, instead_of_launching
+from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError, Launch, instead_of_launching, launcher
 
 if TYPE_CHECKING:
     from triton import FutureKernel
 
 logger = logging.getLogger(__name__)
 
-_MOST_THREADS = 16
-"""More threads would idle: the front end holds the interpreter's lock for a sixth of a compilation."""
+_MOST_PROCESSES = 16
+MANY_PROCESSES = 8
+"""With this number of processes a start waits for the kernels of all shapes with plain sampling."""
+_SWITCH_INTERVAL_S = 0.0005
 
 
 def can_compile_ahead(device: torch.device) -> bool:
@@ -56,118 +72,263 @@ class Compilations:
         self._kernels = kernels
 
     def wait(self) -> int:
-        """Wait for all. Returns the number of failures; a launch of such a kernel compiles it again, and raises."""
+        """Wait for all, and make them ready. Returns the number of failures; a launch of such a kernel outside of
+        `CompileAhead.serving` compiles it again, and raises."""
         kernels = [kernel.result(ignore_errors=True) for kernel in self._kernels]
         return sum(kernel is None for kernel in kernels)
 
 
 class CompileAhead:
-    """Compiles the kernels that dry passes would launch, in threads or processes.
+    """Compiles the kernels that dry passes would launch.
 
     Args:
-        num_threads: None: one for each core, up to 16.
+        num_processes: None: one for each core, up to 16.
+        starts_at_once: start the processes now, and not when the first kernel is not in the cache.
+        device: a GPU to load the kernels on; None: they are loaded at their first launch.
+        on_compiled: called in another thread with `num_compiled_in_order` when that has grown.
     """
 
-    def __init__(self, num_threads: int | None = None) -> None:
+    def __init__(
+        self,
+        num_processes: int | None = None,
+        device: torch.device | None = None,
+        on_compiled: Callable[[int], object] = lambda number: None,
+        *,
+        starts_at_once: bool = False,
+    ) -> None:
         from triton import AsyncCompileMode
 
-        self.num_threads = num_threads or min(_MOST_THREADS, os.cpu_count() or 1)
-        self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="fleetfoot-compile")
-        self._jobs = _Jobs()
+        self.num_processes = num_processes or min(_MOST_PROCESSES, os.cpu_count() or 1)
+        self._device = device
+        self._on_compiled = on_compiled
+        self._jobs = _Jobs(device)
         self._mode = AsyncCompileMode(self._jobs)  # shared by all passes, so that no kernel is queued twice
         self._tally = _Tally()
-        self._workers: list[tuple[CompileWorker, Thread]] = []
+        self._threads: list[Thread] = []
+        self._pool: CompilePool | None = None
+        self._free: SimpleQueue[CompileWorker] = SimpleQueue()
         self._is_finished = False
+        self._num_by_processes = 0
+        self._interval = sys.getswitchinterval()
+        self._kernels: list[FutureKernel] = []  # in the order in which they were queued
+        self._waiting: list[int] = []  # numbers of those that are not ready
+        self._requested: dict[tuple[Any, ...], FutureKernel] = {}  # launches that had to take another path
+        self._missed: dict[FutureKernel, str] = {}
+        self._num_compiled_in_order = 0
+        self._counting, self._opening = Lock(), Lock()
+        self._is_closed = False
+        _raise_in_steps()
+        if starts_at_once:
+            self._open_pool(self.num_processes)
+
+    @classmethod
+    def of_rank(cls, num_ranks: int, device: torch.device, on_compiled: Callable[[int], object]) -> CompileAhead:
+        """For one of ``num_ranks``, which share the cores. With few cores and a warm cache, no process is started."""
+        num_processes = max(1, min(_MOST_PROCESSES, (os.cpu_count() or 1) // num_ranks))
+        starts_at_once = num_processes >= MANY_PROCESSES or not has_cache()
+        return cls(num_processes, device, on_compiled, starts_at_once=starts_at_once)
 
     @property
     def num_compiled(self) -> int:
         """Number of compiled kernels that were not in the cache on disk."""
-        return self._tally.were_found.count(False)
+        return self._tally.were_found.count(False) + self._num_by_processes
 
     @property
     def num_found(self) -> int:
         """Number of kernels that were in the cache on disk."""
-        return self._tally.were_found.count(True)
+        return self._tally.were_found.count(True) - self._num_by_processes
 
-    def queue(self, dry_pass: Callable[[], object], at_once: int | None = None) -> Compilations:
+    def queue(self, dry_pass: Callable[[], object], begin: float = 0.0) -> Compilations:
         """Run ``dry_pass`` without launching kernels, and start to compile those that it would have launched.
 
-        A launch uses a kernel as soon as it is compiled. A kernel that is launched earlier is compiled twice.
-
         Args:
-            at_once: number of processes that compile, so that this one can serve; None: the threads of this process
-                compile.
+            begin: the share of the kernels that are compiled last. Ranks that begin at different kernels find the
+                others in the cache.
 
         Raises:
-            RuntimeError: after `finish`.
+            RuntimeError: after `close`.
         """
-        if self._is_finished:
-            raise RuntimeError("queue was called after finish")
+        if self._is_closed:
+            raise RuntimeError("queue was called after close")
         # in a context of its own, so that later launches are real
         kernels = copy_context().run(self._collect, dry_pass)
-        for _ in range(min(at_once or self.num_threads, self.num_threads)):
-            if at_once:
-                worker = CompileWorker()
-                # a daemon: unlike for the threads of a pool, the interpreter does not wait for it at its end
-                thread = Thread(target=self._work_beside, args=(worker,), name="fleetfoot-compile-beside", daemon=True)
-                self._workers.append((worker, thread))
-                thread.start()
-            else:
-                self._pool.submit(self._jobs.work)
+        self._jobs.rotate(int(begin * len(kernels)))
+        self._start_work()
         return Compilations(kernels)
 
-    def _work_beside(self, worker: CompileWorker) -> None:
-        with worker:
-            self._jobs.work(worker.compile)
+    def _start_work(self) -> None:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        for _ in range(min(self.num_processes - len(self._threads), self._jobs.num_waiting)):
+            # a daemon: unlike for the threads of a pool, the interpreter does not wait for it at its end
+            thread = Thread(target=self._jobs.work, args=(self._compile,), name="fleetfoot-compile", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _compile(self, job: Callable[[], Any]) -> None:
+        """In a thread: let a process compile a job's kernel."""
+        with self._opening:
+            if self._pool is None and not self._is_closed:
+                self._open_pool(len(self._threads))
+            free = self._free
+        worker = free.get()
+        try:
+            is_compiled = worker.compile(job)
+        finally:
+            free.put(worker)
+        with self._counting:
+            self._num_by_processes += is_compiled
+
+    def _open_pool(self, size: int) -> None:
+        self._pool = CompilePool(size)
+        self._free = SimpleQueue()
+        for worker in self._pool.workers:
+            self._free.put(worker)
+
+    def _close_pool(self) -> None:
+        with self._opening:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+        sys.setswitchinterval(self._interval)
 
     def _collect(self, dry_pass: Callable[[], object]) -> list[FutureKernel]:
         """The kernels that ``dry_pass`` would launch and that were not compiled before."""
-        from triton import FutureKernel
-
         kernels: list[FutureKernel] = []
         requested: set[Any] = set()
 
-        def launcher(jit: Any, grid: tuple[int, ...]) -> Launch:
+        def dry_launcher(jit: Any, grid: tuple[int, ...]) -> Launch:
             def launch(*arguments: Any, **options: Any) -> None:
                 # a model repeats its launches in every layer
-                kinds = (id(jit), *map(_kind, arguments), *((name, _kind(value)) for name, value in options.items()))
-                with suppress(TypeError):  # a descriptor has no hash
+                kinds = _kinds(jit, arguments, options)
+                with suppress(TypeError):  # an argument has no hash
                     if kinds in requested:
                         return
                     requested.add(kinds)
-                kernel = jit.warmup(*arguments, grid=grid, **options)
-                if isinstance(kernel, FutureKernel):
+                kernel = self._request(jit, grid, arguments, options)
+                if kernel is not None:
                     kernels.append(kernel)
-                    kernel.future.add_done_callback(lambda _: release_sources(kernel.result(ignore_errors=True)))
 
             return launch
 
         self._mode.__enter__()  # without an exit, which would wait for all: it ends with the context
-        instead_of_launching.set(launcher)
+        instead_of_launching.set(dry_launcher)
         with dry_torch():
             dry_pass()
         return kernels
 
+    def _request(self, jit: Any, grid: tuple[int, ...], arguments: Any, options: Any) -> FutureKernel | None:
+        """Queue the compilation of a launch's kernel; None: it is ready. Within the context of the mode."""
+        from triton import FutureKernel
+
+        num_before = len(self._mode.future_kernels)
+        kernel = jit.warmup(*arguments, grid=grid, **options)
+        if not isinstance(kernel, FutureKernel):
+            return None
+        if len(self._mode.future_kernels) > num_before:
+            self._waiting.append(len(self._kernels))
+            self._kernels.append(kernel)
+            kernel.future.add_done_callback(lambda _: self._count())
+        return kernel
+
+    # --- steps that do not wait ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """A context in which the launch of a kernel that is not ready raises `KernelNotReadyError`, and queues it."""
+        before = instead_of_launching.set(self._launcher)
+        try:
+            yield
+        finally:
+            instead_of_launching.reset(before)
+
+    def _launcher(self, jit: Any, grid: tuple[int, ...]) -> Launch:
+        real = jit[grid]
+
+        def launch(*arguments: Any, **options: Any) -> Any:
+            kinds = None
+            if self._requested:  # finding out again that a kernel is missing would take 0.1 ms
+                kinds = _kinds(jit, arguments, options)
+                kernel = self._requested.get(kinds)
+                if kernel is not None:
+                    self._missed[kernel] = jit.__name__
+                    raise KernelNotReadyError(jit.__name__)
+            try:
+                return real(*arguments, **options)
+            except KernelNotReadyError:
+                kinds = kinds or _kinds(jit, arguments, options)
+                (kernel,) = self._queue_beside(lambda: launcher(jit, grid)(*arguments, **options)) or (None,)
+                if kernel is None:
+                    return real(*arguments, **options)
+                self._requested[kinds] = kernel
+                self._missed[kernel] = jit.__name__
+                raise KernelNotReadyError(jit.__name__, self._queue_beside) from None
+
+        return launch
+
+    def _queue_beside(self, dry_pass: Callable[[], object]) -> list[FutureKernel]:
+        """Queue the kernels of ``dry_pass`` for a process."""
+        kernels = copy_context().run(self._collect, dry_pass)
+        self._start_work()
+        return kernels
+
+    def advance(self, num_kernels: int | None = None) -> None:
+        """Make kernels ready, between two steps: the first ``num_kernels`` that were queued, which must be compiled;
+        None: all that are compiled."""
+        if not self._waiting:
+            return
+        end = len(self._kernels) if num_kernels is None else num_kernels
+        done = {number for number in self._waiting if number < end and self._kernels[number].future.done()}
+        for number in sorted(done):
+            self._kernels[number].result(ignore_errors=True)
+        self._waiting = [number for number in self._waiting if number not in done]
+        self._requested = {kinds: kernel for kinds, kernel in self._requested.items() if kernel.kernel is None}
+
+    def take_missed(self) -> dict[FutureKernel, str]:
+        """Kernels, with their names, that were not ready in a launch since the last call."""
+        missed, self._missed = self._missed, {}
+        return missed
+
+    def _count(self) -> None:
+        """In a thread that compiles: count the kernels that are compiled, up to the first one that is not."""
+        with self._counting:
+            before = self._num_compiled_in_order
+            while self._num_compiled_in_order < len(self._kernels):
+                if not self._kernels[self._num_compiled_in_order].future.done():
+                    break
+                self._num_compiled_in_order += 1
+            number = self._num_compiled_in_order
+        if number > before:
+            if number == len(self._kernels):
+                logger.info("kernels: all %d are compiled", number)
+                if self._is_finished:
+                    self._close_pool()
+            self._on_compiled(number)
+
     def finish(self) -> None:
-        """Let the threads end when the queue is empty; `queue` cannot be called afterwards."""
+        """Let the processes end when all that is queued is compiled. Later kernels start them again."""
         self._is_finished = True
-        self._tally.close()
-        self._pool.shutdown(wait=False)
+        # a step that waits for the interpreter's lock while a thread loads kernels gets it sooner
+        self._interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(self._interval, _SWITCH_INTERVAL_S))
+        if all(kernel.future.done() for kernel in self._kernels):
+            self._close_pool()
 
     def close(self) -> None:
-        """Cancel what has not started, and wait for the rest. No thread or process is left."""
-        self.finish()
+        """Cancel what has not started, and end the rest. No thread or process is left."""
+        self._is_closed = True
+        self._tally.close()
         self._jobs.drop()
-        for worker, thread in self._workers:
-            worker.close()
+        self._close_pool()
+        for thread in self._threads:
             thread.join()
-        self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 class _Jobs(Executor):
     """The queue of a pass. Work starts after the pass, which running threads would slow down many times."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
+        self._alone = Lock()
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._is_dropped = False
 
@@ -176,23 +337,44 @@ class _Jobs(Executor):
         self._waiting.append((future, partial(job, *arguments, **keywords) if arguments or keywords else job))
         return future
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def rotate(self, number: int) -> None:
+        """Move the first jobs to the end."""
+        self._waiting.rotate(-number)
+
     def work(self, prepare: Callable[[Callable[[], Any]], object] = lambda job: None) -> None:
-        """Run jobs until the queue is empty, in a thread of the pool.
+        """Run jobs until the queue is empty, in a thread. One thread at a time runs a job, so that this process can
+        serve.
 
         Args:
-            prepare: called with each job before it runs; it may shorten the job.
+            prepare: called before with each job that is not in the cache; it shortens the job.
         """
         for future, job in self._taken():
             if future.set_running_or_notify_cancel():
                 try:
-                    prepare(job)
-                    kernel = job()
-                    build_launcher(kernel)
+                    if not is_cached(future):
+                        prepare(job)
+                    with self._alone:
+                        kernel = job()
+                        build_launcher(kernel)
+                        self._load(kernel)
+                        release_sources(kernel)
                     future.set_result(kernel)
                 except BaseException as error:
                     if not self._is_dropped:  # an error of `drop` is expected
                         logger.warning("a kernel cannot be compiled ahead: %s: %s", type(error).__name__, error)
                     future.set_exception(error)
+
+    def _load(self, kernel: Any) -> None:
+        """Load a kernel on the device, which takes a millisecond that the first launch then does not take."""
+        if self._device is not None and self._device.type == "cuda":
+            if self._device.index is not None:
+                torch.cuda.set_device(self._device)  # of this thread
+            with suppress(Exception):  # the first launch raises it
+                kernel._init_handles()
 
     def drop(self) -> None:
         """Cancel what has not started."""
@@ -231,8 +413,35 @@ class _Tally:
             knobs.compilation.listener = self._before
 
 
-def _kind(value: Any) -> tuple[Any, ...]:
-    """A key at least as fine as Triton's: dtype and alignment of a tensor, the value of anything else."""
+def _raise_in_steps() -> None:
+    """Let launches within `CompileAhead.serving` raise instead of compiling. Triton calls its hook for kernels that it
+    has not compiled."""
+    from triton import knobs
+
+    before = knobs.runtime.jit_cache_hook
+    if getattr(before, "raises_in_steps", False):
+        return
+
+    def hook(*, fn: Any, is_manual_warmup: bool, **others: Any) -> bool | None:
+        if not is_manual_warmup and isinstance(getattr(instead_of_launching.get(), "__self__", None), CompileAhead):
+            raise KernelNotReadyError(fn.name)
+        return None if before is None else before(fn=fn, is_manual_warmup=is_manual_warmup, **others)
+
+    hook.raises_in_steps = True  # type: ignore[attr-defined]
+    knobs.runtime.jit_cache_hook = hook
+
+
+def _kinds(jit: Any, arguments: Sequence[Any], options: dict[str, Any]) -> tuple[Any, ...]:
+    """What determines the kernel of a launch, at least as finely as for Triton. Constants are keywords."""
+    return (id(jit), *map(_kind, arguments), *((name, _kind(value, True)) for name, value in options.items()))
+
+
+def _kind(value: Any, is_constant: bool = False) -> tuple[Any, ...]:
+    """Dtype and alignment of a tensor, the properties of an integer that Triton specializes for; else the value."""
     if isinstance(value, torch.Tensor):
         return torch.Tensor, value.dtype, value.data_ptr() % 16
-    return type(value), value
+    if type(value) is int and not is_constant:
+        return int, value == 1, value % 16 == 0, -(1 << 31) <= value < 1 << 31, value < 1 << 63
+    if hasattr(value, "block_shape"):  # a tensor descriptor
+        return type(value), value.base.dtype, *value.block_shape
+    return (float,) if type(value) is float and not is_constant else (type(value), value)

@@ -1,25 +1,33 @@
-"""A process that compiles kernels for another one, which finds them in Triton's cache on disk.
+"""Processes that compile kernels for another one, which finds them in Triton's cache on disk.
 
 A compilation holds the interpreter's lock for a fifth of its time, up to 0.2 s at once. In a thread it would delay the
-steps of a serving engine; a process has its own lock. It needs and sees no GPU: each request has the target.
+steps of a serving engine, and of all other threads that compile; a process has its own lock. It needs and sees no GPU:
+each request has the target.
 """
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import inspect
 import os
 import pickle
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from threading import Lock
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from fleetfoot.config import env
 from fleetfoot.kernels.runtime.triton_support import TritonKernel
+
+_NICE = 10
+"""How much lower the priority of the processes is than that of the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +79,26 @@ class KernelSource:
         build_launcher(triton.compile(source, target=GPUTarget(*self.target), options=self.options))
 
 
+def has_cache() -> bool:
+    """Whether Triton's cache on disk holds anything."""
+    from triton import knobs
+
+    folder = Path(knobs.cache.dir)
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def is_cached(future: Any) -> bool:
+    """Whether Triton's cache on disk has the result of a future of its ``AsyncCompileMode``."""
+    from triton.runtime.cache import get_cache_manager
+
+    key = getattr(future, "_key", None)
+    if key is None:
+        return False
+    manager: Any = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    folder = getattr(manager, "cache_dir", None)
+    return folder is not None and any(Path(folder).glob("__grp__*.json"))
+
+
 def build_launcher(kernel: Any) -> None:
     """Build the launcher of a kernel, a few lines of C for each signature, so that it is in Triton's cache on disk too.
 
@@ -89,9 +117,9 @@ def release_sources(kernel: Any) -> None:
     """Release the texts of all stages of a compilation, 0.3 MB, which Triton keeps: launches need the binary only.
 
     Args:
-        kernel: ``triton.compiler.CompiledKernel``; None: the compilation failed.
+        kernel: ``triton.compiler.CompiledKernel``.
     """
-    for stage, code in [] if kernel is None else [*kernel.asm.items()]:
+    for stage, code in [*getattr(kernel, "asm", {}).items()]:
         if isinstance(code, str):
             del kernel.asm[stage]
 
@@ -103,30 +131,16 @@ def _jit_in(module: object, name: str) -> Any:
 
 
 class CompileWorker:
-    """The client of the process, which starts with the first kernel, and ends with the ``with`` block.
-
-    The process also ends when the client's does, because its input is closed.
+    """The client of a process of `CompilePool`.
 
     Args:
-        command: of the process; None: this module.
+        end: of a connection to the process, which ends when it is closed.
     """
 
-    def __init__(self, command: Sequence[str] | None = None) -> None:
-        self._command = command or (sys.executable, "-m", __name__)
-        self._process: subprocess.Popen[bytes] | None = None
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._requests, self._replies = end.makefile("wb"), end.makefile("rb")
         self._is_closed = False
-        self._lock = Lock()  # of the two fields above
-
-    def __enter__(self) -> CompileWorker:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-        if self._process is not None:
-            for pipe in (self._process.stdin, self._process.stdout):
-                with suppress(OSError):  # unsent data is lost
-                    assert pipe is not None
-                    pipe.close()
 
     def compile(self, job: Callable[[], object]) -> bool:
         """Compile the kernel of ``job``, and wait for it. False: it failed; the job itself will raise the error.
@@ -138,39 +152,61 @@ class CompileWorker:
             source = KernelSource.of(job)
             if source is None:
                 return False
-            process = self._started()
-            assert process.stdin is not None and process.stdout is not None
-            pickle.dump(source, process.stdin)
-            process.stdin.flush()
-            return bool(pickle.load(process.stdout))
+            pickle.dump(source, self._requests)
+            self._requests.flush()
+            return bool(pickle.load(self._replies))
         except (OSError, EOFError, ValueError, TypeError, AttributeError, pickle.PickleError) as error:
             if self._is_closed:
                 raise RuntimeError("the compile worker is closed") from error
             return False  # the process has ended, or the source cannot be pickled
 
-    def _started(self) -> subprocess.Popen[bytes]:
-        with self._lock:
-            if self._is_closed:
-                raise ValueError("the worker is closed")
-            if self._process is None:
-                self._process = subprocess.Popen(
-                    self._command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    env=env.for_child({"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}),
-                    start_new_session=True,  # no interrupts from the keyboard
-                )
-            return self._process
+    def close(self) -> None:
+        """End the process, from any thread; a running compilation is lost."""
+        self._is_closed = True
+        with suppress(OSError):  # a call that waits in another thread ends
+            self._end.shutdown(socket.SHUT_RDWR)
+        for part in (self._requests, self._replies, self._end):
+            with suppress(OSError, ValueError):  # unsent data is lost
+                part.close()
+
+
+class CompilePool:
+    """Processes that compile. One imports what they need, takes a second or two for it, and is forked.
+
+    They also end when this process does, because their connections are closed.
+
+    Args:
+        size: number of processes.
+        command: of the first one; None: this module.
+    """
+
+    def __init__(self, size: int, command: Sequence[str] | None = None) -> None:
+        pairs = [socket.socketpair() for _ in range(size)]
+        ends = [end.fileno() for _, end in pairs]
+        variables = {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": "", "OPENBLAS_NUM_THREADS": "1"}
+        self._process: subprocess.Popen[bytes] | None = None
+        with suppress(OSError):  # without a process, workers compile nothing
+            self._process = subprocess.Popen(
+                [*(command or (sys.executable, "-m", __name__)), *map(str, ends)],
+                pass_fds=ends,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=env.for_child(variables),
+                start_new_session=True,  # no interrupts from the keyboard
+            )
+        for _, end in pairs:
+            end.close()
+        self.workers = [CompileWorker(end) for end, _ in pairs]
 
     def close(self) -> None:
-        """Kill the process, from any thread; a running compilation is lost."""
-        with self._lock:
-            self._is_closed = True
-            process = self._process
-        if process is not None:
-            process.kill()
-            process.wait()
+        """Kill the processes, from any thread; running compilations are lost."""
+        for worker in self.workers:
+            worker.close()
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
@@ -189,12 +225,23 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         replies.flush()
 
 
-def main() -> None:
-    """Compile what the parent process sends, until its end."""
-    with os.fdopen(os.dup(0), "rb") as requests, os.fdopen(os.dup(1), "wb") as replies:
-        os.dup2(2, 1)  # keep the output of compilers out of the replies
-        serve(requests, replies)
+def main(ends: Sequence[str]) -> None:
+    """Fork a process for each of ``ends``, which are file descriptors, and wait for them."""
+    os.nice(_NICE)
+    for module in ("torch", "triton.compiler", "triton.backends.nvidia.driver"):
+        import_module(module)
+    gc.freeze()  # collections would write to pages that the processes share
+    for end in ends:
+        if os.fork() == 0:
+            try:
+                connection = socket.socket(fileno=int(end))
+                serve(connection.makefile("rb"), connection.makefile("wb"))
+            finally:
+                os._exit(0)
+        os.close(int(end))
+    for _ in ends:
+        os.wait()
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -15,6 +15,8 @@ from itertools import accumulate
 import numpy as np
 import torch
 
+from fleetfoot.kernels.sampling import rows_per_chunk
+
 TOKENS, BIASES, PREFIX_ENDS, PREFIX_TOKENS = range(4)
 
 
@@ -99,6 +101,22 @@ def process_logits_torch(
     Returns:
         ``[n, vocab]`` float32; the values of padding rows are undefined.
     """
+    history, count = tables.history, len(logits)
+    step = rows_per_chunk(max(logits.shape[1], history.block_tables.shape[1] * history.block_size), logits.device)
+    if count <= step:
+        return _process_rows(logits, rows, seq_lens, tables, long_lists)
+    chunks = [slice(begin, begin + step) for begin in range(0, count, step)]
+    return torch.cat([_process_rows(logits[i], rows[i], seq_lens[i], tables, long_lists) for i in chunks])
+
+
+def _process_rows(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    tables: LogitsProcessorTables,
+    long_lists: Mapping[int, ListedTokens],
+) -> torch.Tensor:
+    """`process_logits_torch` of a few rows: temporaries are as long as the longest sequence."""
     processed = logits.to(torch.float32, copy=True)
     index = torch.arange(logits.shape[1], device=logits.device)
     is_allowed = (tables.allowed_masks[rows][:, index // 32] >> (index % 32)) & 1 > 0  # [n, vocab]

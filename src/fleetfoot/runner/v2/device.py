@@ -17,6 +17,11 @@ from fleetfoot.runner.graphs import Capture
 ApplyStagedWrites = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], None]
 
 
+def always() -> bool:
+    """Default of ``may_capture``."""
+    return True
+
+
 class Device(ABC):
     """Implements `fleetfoot.kernels.prepare.staging.StagingDevice`, and has copies to the host and graphs."""
 
@@ -40,8 +45,9 @@ class Device(ABC):
     def record(self) -> Event:
         """An event behind everything queued so far."""
 
-    def capture(self, work: Callable[[], Any]) -> Capture:
-        """Run ``work`` once, which compiles its kernels, and once more under capture."""
+    def capture(self, work: Callable[[], Any], may_capture: Callable[[], bool] = always) -> Capture | None:
+        """Run ``work`` once, which loads its kernels, and if ``may_capture`` then returns True, once more under
+        capture; else return None."""
         raise NotImplementedError
 
 
@@ -75,7 +81,6 @@ class _CudaCapture:
     """A CUDA graph. All graphs of a device share one memory pool, because they never run concurrently."""
 
     def __init__(self, work: Callable[[], Any], pool: Any, stream: torch.cuda.Stream) -> None:
-        work()
         # not the whole device: a send to a pipeline rank that is capturing may still be queued
         torch.cuda.current_stream().synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -112,8 +117,9 @@ class CudaDevice(Device):
     def record(self) -> Event:
         return torch.cuda.current_stream(self.torch_device).record_event()
 
-    def capture(self, work: Callable[[], Any]) -> Capture:
-        return _CudaCapture(work, self._pool, self._capturing)
+    def capture(self, work: Callable[[], Any], may_capture: Callable[[], bool] = always) -> Capture | None:
+        work()
+        return _CudaCapture(work, self._pool, self._capturing) if may_capture() else None
 
 
 def open_device(device: torch.device, kernels: Kernels) -> Device:

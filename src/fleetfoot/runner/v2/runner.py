@@ -15,6 +15,7 @@ gets them from `AsyncOutput.get`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,19 +23,27 @@ import torch
 
 from fleetfoot.fusion import LayerFusion
 from fleetfoot.fusion.decoder import fuse
-from fleetfoot.kernels.runtime.compile_ahead import can_compile_ahead
+from fleetfoot.kernels.runtime.compile_ahead import CompileAhead, can_compile_ahead
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import SchedulerOutput, WarmUpOutput
 from fleetfoot.runner.base import ModelRunner, SampledTokenSync
-from fleetfoot.runner.graphs import BatchShape, CaptureTable, GraphKey, GraphManager
+from fleetfoot.runner.graphs import BatchShape, Capture, CaptureTable, GraphKey, GraphManager
 from fleetfoot.runner.v2.async_output import AsyncOutput
 from fleetfoot.runner.v2.device import Device, open_device
 from fleetfoot.runner.v2.drafting import Drafting, newest_tokens
 from fleetfoot.runner.v2.input_batch import InputBatch, InputBuffers, logits_batch, logits_metadata
 from fleetfoot.runner.v2.state import DeviceState
-from fleetfoot.runner.v2.warm_up import KernelCompiler, eager_shape, later_shapes, warm_up_steps
+from fleetfoot.runner.v2.warm_up import (
+    KernelCompiler,
+    eager_shape,
+    later_shapes,
+    library_shapes,
+    prompt_shapes,
+    waits_for,
+    warm_up_steps,
+)
 from fleetfoot.sampling.logprobs import LogprobsTensors
 from fleetfoot.sampling.sampler_v2 import Sampler
 from fleetfoot.sampling.shape import PLAIN
@@ -62,7 +71,7 @@ class StepOutput:
 class ModelRunnerV2(ModelRunner):
     """Implements `ModelRunner`, with its arguments and: ``max_num_batched_tokens``, of a step; ``fusion``, which layers
     of the whole model are fused, and ``capture_table``, the shapes to capture as graphs, both from the plan;
-    ``device``: copies, events and graphs; None: those of the loader's device."""
+    ``device``: copies, events and graphs; None: those of the loader's device; ``on_compiled``: as of `CompileAhead`."""
 
     name = "v2"
 
@@ -74,6 +83,7 @@ class ModelRunnerV2(ModelRunner):
         fusion: Sequence[LayerFusion],
         capture_table: CaptureTable | None = None,
         device: Device | None = None,
+        on_compiled: Callable[[int], object] = lambda number: None,
         **options: Any,
     ) -> None:
         super().__init__(loader, **options)
@@ -82,12 +92,17 @@ class ModelRunnerV2(ModelRunner):
         can_capture = self.device.has_graphs and loader.context.attention.is_capturable
         self.graphs = GraphManager(
             capture_table or CaptureTable(),
-            (lambda key: self.device.capture(self._step(key))) if can_capture else None,
+            self._capture if can_capture else None,
             includes_sampling=self._pipeline.is_last_rank,
         )
         self._max_num_batched_tokens = max_num_batched_tokens
         self._fusion = fusion
+        self._ahead: CompileAhead | None = None
+        if can_compile_ahead(self.device.torch_device):  # before the weights are loaded, so that processes can start
+            num_ranks = loader.context.tensor_group.size * self._pipeline.size
+            self._ahead = CompileAhead.of_rank(num_ranks, self.device.torch_device, on_compiled)
         self._compiler: KernelCompiler | None = None
+        self._serving: Callable[[], AbstractContextManager[None]] = nullcontext  # the context of a step
 
     # --- start ------------------------------------------------------------------------------------------------------
 
@@ -121,11 +136,12 @@ class ModelRunnerV2(ModelRunner):
 
     def warm_up(self) -> None:
         steps = warm_up_steps(self._max_num_batched_tokens, self._max_model_len, self._state.block_size)
-        if can_compile_ahead(self.device.torch_device):
+        if self._ahead is not None:
             assert self._model is not None
-            num_ranks = self._loader.context.tensor_group.size * self._pipeline.size
-            self._compiler = KernelCompiler(self._step, self._model.shortened, num_ranks)
-            self._compiler.compile_first(self._first_shapes(steps))
+            group = self._loader.context.tensor_group
+            self._compiler = KernelCompiler(self._step, self._model.shortened, self._ahead, group)
+            in_library = library_shapes(self._max_num_batched_tokens)
+            self._compiler.compile_first(self._first_shapes(steps), in_library)
         for scheduler_output in steps:
             self._forward(scheduler_output)
             if self._execute_state is not None:
@@ -137,10 +153,13 @@ class ModelRunnerV2(ModelRunner):
         self.graphs.num_steps.clear()
         if self._compiler is not None:
             self._compiler.compile_later(self._later_shapes())
+            self._serving = self._compiler.ahead.serving
 
     def _first_shapes(self, steps: Sequence[SchedulerOutput]) -> list[GraphKey]:
-        """The shapes of the warm-up's steps, and of the graphs that it captures."""
-        shapes = [*self.graphs.first_keys]
+        """The shapes of the warm-up's steps, of the graphs that it captures, and of prompts."""
+        shapes = [*prompt_shapes(self._max_num_batched_tokens), *self.graphs.first_keys]
+        num_processes = 0 if self._ahead is None else self._ahead.num_processes
+        shapes += [shape for shape in self._later_shapes() if waits_for(shape, num_processes)]
         for step in steps:
             drafting = self._drafting.num_to_propose(step)
             _, key = self.graphs.dispatch(step, sampling=PLAIN, drafting=drafting)
@@ -148,23 +167,27 @@ class ModelRunnerV2(ModelRunner):
         return shapes
 
     def _later_shapes(self) -> list[GraphKey]:
-        """Each rank of a tensor group begins at another shape, and finds in the cache what the others have compiled."""
-        shapes = later_shapes(self.graphs.table.keys, self._draft_settings.num_drafts, self._max_num_batched_tokens)
-        group = self._loader.context.tensor_group
-        begin = len(shapes) * group.rank // group.size
-        return shapes[begin:] + shapes[:begin]
+        return later_shapes(self.graphs.table.keys, self._draft_settings.num_drafts)
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def _forward(self, scheduler_output: SchedulerOutput) -> None:
         """From the staged updates to the hidden states, or in a graph to the drafts."""
+        if self._compiler is not None:
+            numbers = scheduler_output.num_kernels
+            self._compiler.ahead.advance(numbers[self._pipeline.rank] if numbers else None)
+        with torch.inference_mode(), self._serving():
+            self._run_forward(scheduler_output)
+
+    def _run_forward(self, scheduler_output: SchedulerOutput) -> None:
         self._token_sync.receive(scheduler_output.awaited_step)
         self._stage_updates(scheduler_output)
         sampling = self._sampler.variant if self._sampler.fits_graph else None
         drafting = self._drafting.num_to_propose(scheduler_output)
         shape, key = self.graphs.dispatch(scheduler_output, sampling=sampling, drafting=drafting)
         graph = None if key is None else self.graphs.get(key)  # a first capture must precede the step's staged writes
+        if key is not None and graph is None:
+            shape = self.graphs.without_graph(scheduler_output, key)
         query_start_loc = self._buffers.query_start_loc(shape, scheduler_output.num_scheduled_tokens)
         self._state.staging.apply_staged_writes(scheduler_output.rows, query_start_loc, shape.padded_reqs)
         is_warm_up = isinstance(scheduler_output, WarmUpOutput)
@@ -199,9 +222,12 @@ class ModelRunnerV2(ModelRunner):
         for _, row in scheduler_output.finished:
             self._sampler.remove(row)
 
-    @torch.inference_mode()
     def _sample(self) -> AsyncOutput:
         """From the hidden states to the output; of a graph that has sampled, only the copies are left."""
+        with torch.inference_mode(), self._serving():
+            return self._run_sample()
+
+    def _run_sample(self) -> AsyncOutput:
         assert self._execute_state is not None
         (scheduler_output, (batch, step_output)), self._execute_state = self._execute_state, None
         shape, output = batch.shape, AsyncOutput(self.device)
@@ -289,6 +315,15 @@ class ModelRunnerV2(ModelRunner):
             sampled = (samples.token_ids, samples.num_sampled, samples.num_rejected)
         self._kernels.post_update(batch.idx_mapping, batch.query_start_loc, tables, *sampled)
 
+    def _capture(self, key: GraphKey) -> Capture | None:
+        return (
+            self.device.capture(self._step(key)) if self._compiler is None else self._compiler.capture(key, self.device)
+        )
+
+    def take_notes(self) -> list[str]:
+        """What the steps since the last call did beside their work, where kernels are compiled; for benchmarks."""
+        return [] if self._compiler is None else self._compiler.take_notes()
+
     def _step(self, key: GraphKey) -> Callable[[], StepOutput]:
         """A step of padding requests that a graph captures: preparation, forward, and the rest if ``key`` samples."""
         shape = BatchShape.of_graph(key)
@@ -336,6 +371,6 @@ class ModelRunnerV2(ModelRunner):
             tables.draft_tokens.index_copy_(0, rows.to(torch.int64), message[:, 2:].contiguous())
 
     def shutdown(self) -> None:
-        if self._compiler is not None:
-            self._compiler.close()
+        if self._ahead is not None:
+            self._ahead.close()
         super().shutdown()

@@ -8,25 +8,33 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from fleetfoot.kernels.runtime.compile_ahead import Compilations, CompileAhead
+from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, TensorGroup
+from fleetfoot.kernels.runtime.compile_ahead import MANY_PROCESSES, Compilations, CompileAhead
+from fleetfoot.kernels.runtime.triton_support import nothing_is_ready
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import NewRequest, SchedulerOutput, WarmUpOutput
-from fleetfoot.runner.graphs import MIXED_TOKENS, GraphKey
-from fleetfoot.sampling.shape import EVERYTHING, SamplingVariant
+from fleetfoot.runner.graphs import MIXED_TOKENS, Capture, GraphKey
+from fleetfoot.runner.v2.device import Device
+from fleetfoot.sampling.shape import EVERYTHING, PLAIN, SamplingVariant
+
+if TYPE_CHECKING:
+    from triton import FutureKernel
 
 logger = logging.getLogger(__name__)
 
 NAME = "warm-up"
 _PROMPT_TOKENS = 1024
 """The length of a prompt for which no graph and no kernel for short queries is used."""
-_LATER_AT_ONCE = 4
-"""Processes that compile kernels while the engine serves, on all ranks together. Each imports torch first."""
+_LIBRARY_TOKENS = (16, 64, 128, 256, 512, 1024, 2048)
+_MOST_NOTES = 100
 _VARIANTS = (SamplingVariant(filters=True), SamplingVariant(filters=True, other_filters=True), EVERYTHING)
-"""Variants that together launch all kernels of sampling; processed logits have another dtype."""
+"""Variants that together launch all kernels of sampling for one row and for many; processed logits have another
+dtype."""
 
 
 def warm_up_steps(max_num_batched_tokens: int, max_model_len: int, block_size: int) -> list[WarmUpOutput]:
@@ -51,64 +59,115 @@ def eager_shape(step: SchedulerOutput, drafting: int | None) -> GraphKey:
     return GraphKey(kind, 1, step.total_num_scheduled_tokens, drafting=drafting)
 
 
-def later_shapes(captured: Sequence[GraphKey], num_drafts: int, max_num_batched_tokens: int) -> list[GraphKey]:
-    """Steps that together launch the kernels of serving: first a prompt that is too long for most graphs, and one that
-    fills a step. ``captured``: the shapes of graphs."""
+def prompt_shapes(max_num_batched_tokens: int) -> list[GraphKey]:
+    """A prompt that is too long for most graphs, and one that fills a step. With the library, their kernels can
+    compute every step."""
     lengths = sorted({min(_PROMPT_TOKENS, max_num_batched_tokens), max_num_batched_tokens})
+    return [GraphKey("mixed", 1, length) for length in lengths]
+
+
+def library_shapes(max_num_batched_tokens: int) -> list[GraphKey]:
+    """Steps for which the library has different kernels, and that use all operations of sampling."""
+    lengths = (length for length in _LIBRARY_TOKENS if length <= max_num_batched_tokens)
     prompts = [GraphKey("mixed", 1, length) for length in lengths]
+    return [*prompts, GraphKey("decode", 1, 1, EVERYTHING)]
+
+
+def later_shapes(captured: Sequence[GraphKey], num_drafts: int) -> list[GraphKey]:
+    """Steps that together launch the kernels of serving. ``captured``: the shapes of graphs."""
     compiled = (shape for shape in captured if shape.kind != "mixed" or shape.num_tokens <= MIXED_TOKENS[-1])
     shapes = [replace(shape, drafting=num_drafts or None) for shape in compiled]
-    return [*prompts, *shapes, *(replace(shape, sampling=variant) for variant in _VARIANTS for shape in shapes[:1])]
+    sizes = dict.fromkeys((shapes[0], max(shapes, key=lambda shape: shape.num_reqs))) if shapes else ()
+    return [*shapes, *(replace(shape, sampling=variant) for variant in _VARIANTS for shape in sizes)]
+
+
+def waits_for(shape: GraphKey, num_processes: int) -> bool:
+    """Whether a start waits for the kernels of one of `later_shapes`."""
+    return shape.sampling == PLAIN and num_processes >= MANY_PROCESSES
 
 
 class KernelCompiler:
     """Compiles the kernels of the warm-up, and afterwards the other kernels of serving. ``make_step``: a step of one
     shape, with padding requests only; ``shortened``: a context in which steps run few layers, which launch the kernels
-    of all; ``num_ranks``: ranks that compile at the same time."""
+    of all; ``group``: of ranks with the same kernels."""
 
     def __init__(
         self,
         make_step: Callable[[GraphKey], Callable[[], object]],
         shortened: Callable[[], AbstractContextManager[None]],
-        num_ranks: int = 1,
+        ahead: CompileAhead,
+        group: TensorGroup = SINGLE_TENSOR_GROUP,
     ) -> None:
         self._make_step = make_step
         self._shortened = shortened
-        self._later_at_once = max(1, _LATER_AT_ONCE // num_ranks)
-        self.ahead = CompileAhead()
+        self._begin = group.rank / group.size
+        self.ahead = ahead
         self.later = Compilations([])
         """The compilations of `compile_later`. Serving does not wait for them."""
+        self._missing: dict[GraphKey, list[FutureKernel]] = {}
+        self._notes: list[str] = []
 
-    def compile_first(self, shapes: Sequence[GraphKey]) -> None:
-        """Compile the kernels of some shapes, wait for them, and log their number and the seconds."""
+    def compile_first(self, shapes: Sequence[GraphKey], library_shapes: Sequence[GraphKey] = ()) -> None:
+        """Compile the kernels of some shapes, wait for them, and log their number and the seconds. Meanwhile, run steps
+        of ``library_shapes`` without any of ours, which loads the kernels of the library and of torch."""
         begin, ahead = time.perf_counter(), self.ahead
-        num_failed = self._queue(shapes).wait()
-        message = "kernels: %d compiled by %d threads, %d found in the cache, %d failed: %.2f s"
+        compilations = self._queue(shapes)
+        with torch.inference_mode(), self._shortened(), nothing_is_ready():
+            self._run(library_shapes, "the library is not warm")
+        num_failed = compilations.wait()
+        message = "kernels: %d compiled by %d processes, %d found in the cache, %d failed: %.2f s"
         seconds = time.perf_counter() - begin
-        logger.info(message, ahead.num_compiled, ahead.num_threads, ahead.num_found, num_failed, seconds)
+        logger.info(message, ahead.num_compiled, ahead.num_processes, ahead.num_found, num_failed, seconds)
 
     def compile_later(self, shapes: Sequence[GraphKey]) -> None:
-        """Start compiling the kernels of other shapes, unless all kernels so far were cached: then an earlier start has
-        compiled these too. It is the last call."""
-        if self.ahead.num_compiled:
-            self.later = self._queue(shapes, self._later_at_once)
+        """Start compiling the kernels of other shapes beside the steps, or loading them from the cache, without those
+        that `compile_first` has compiled. Each rank of a group begins with others."""
+        self.later = self._queue(shapes, self._begin)
         self.ahead.finish()
+
+    def capture(self, key: GraphKey, device: Device) -> Capture | None:
+        """Capture a shape; None: kernels of it are not ready. The next attempt waits for those that this one missed."""
+        if any(kernel.kernel is None for kernel in self._missing.get(key, ())):
+            return None
+        self._note_missed()
+        missing: list[FutureKernel] = []
+
+        def may_capture() -> bool:
+            missing.extend(self.ahead.take_missed())
+            return not missing
+
+        captured = device.capture(self._make_step(key), may_capture)
+        self._missing[key] = missing
+        sampling = "" if key.sampling in (None, PLAIN) else f" {key.sampling}"
+        verb = "tried to capture" if captured is None else "captured"
+        self._notes.append(f"{verb} {key.kind} {key.num_reqs} {key.num_tokens}{sampling}")
+        return captured
+
+    def take_notes(self) -> list[str]:
+        """What the steps since the last call did beside their work: other paths that they took, and captures."""
+        self._note_missed()
+        notes, self._notes = self._notes, []
+        return notes
+
+    def _note_missed(self) -> None:
+        names = sorted({*self.ahead.take_missed().values()})
+        self._notes = [*self._notes[-_MOST_NOTES:], *(f"{name} not compiled" for name in names)]
 
     def close(self) -> None:
         """Cancel what has not started."""
         self.ahead.close()
 
-    def _queue(self, shapes: Sequence[GraphKey], at_once: int | None = None) -> Compilations:
+    def _queue(self, shapes: Sequence[GraphKey], begin: float = 0.0) -> Compilations:
         try:
             with torch.inference_mode(), self._shortened():
-                return self.ahead.queue(lambda: self._run_dry(shapes), at_once)
+                return self.ahead.queue(lambda: self._run(shapes, "what it launches is not compiled ahead"), begin)
         except BaseException:
             self.ahead.close()
             raise
 
-    def _run_dry(self, shapes: Sequence[GraphKey]) -> None:
+    def _run(self, shapes: Sequence[GraphKey], effect: str) -> None:
         for shape in shapes:
             try:
                 self._make_step(shape)()
             except RuntimeError as error:  # A start must not fail for this. If the step is wrong, running it will.
-                logger.warning("%s: what its step launches is not compiled ahead: %s", shape, error)
+                logger.warning("%s: %s: %s", shape, effect, error)
