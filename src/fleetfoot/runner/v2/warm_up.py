@@ -31,6 +31,7 @@ NAME = "warm-up"
 _PROMPT_TOKENS = 1024
 """The length of a prompt for which no graph and no kernel for short queries is used."""
 _LIBRARY_TOKENS = (16, 64, 128, 256, 512, 1024, 2048)
+_FIRST = 2
 _MOST_NOTES = 100
 _VARIANTS = (SamplingVariant(filters=True), SamplingVariant(filters=True, other_filters=True), EVERYTHING)
 """Variants that together launch all kernels of sampling for one row and for many; processed logits have another
@@ -111,10 +112,11 @@ class KernelCompiler:
         """Compile the kernels of some shapes, wait for them, and log their number and the seconds. Meanwhile, run steps
         of ``library_shapes`` without any of ours, which loads the kernels of the library and of torch."""
         begin, ahead = time.perf_counter(), self.ahead
-        compilations = self._queue(shapes)
+        # those of prompts take longest, and begin while the dry passes of the others run
+        compilations = [self._queue(part) for part in (shapes[:_FIRST], shapes[_FIRST:])]
         with torch.inference_mode(), self._shortened(), nothing_is_ready():
             self._run(library_shapes, "the library is not warm")
-        num_failed = compilations.wait()
+        num_failed = sum(part.wait() for part in compilations)
         message = "kernels: %d compiled by %d processes, %d found in the cache, %d failed: %.2f s"
         seconds = time.perf_counter() - begin
         logger.info(message, ahead.num_compiled, ahead.num_processes, ahead.num_found, num_failed, seconds)
