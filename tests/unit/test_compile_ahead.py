@@ -124,6 +124,7 @@ compile_ahead.CompilePool = partial(compile_worker.CompilePool, command={SILENT}
 compile_worker.KernelSource.of = lambda job: compile_worker.KernelSource("m", "n", {{}}, {{}}, {{}}, (), {{}})
 ahead = CompileAhead(2)
 ahead._collect = lambda dry_pass: [ahead._jobs.submit(print, "compiled here") for _ in range(5)]
+ahead.finish()
 ahead.queue(lambda: None)
 print("served")
 """
@@ -142,6 +143,7 @@ def test_closing_ends_workers_and_pending_jobs(monkeypatch: pytest.MonkeyPatch) 
     done: list[int] = []
     futures = [ahead._jobs.submit(done.append, n) for n in range(5)]
     monkeypatch.setattr(ahead, "_collect", lambda dry_pass: futures)
+    ahead.finish()  # from now on processes compile
     ahead.queue(lambda: None)
     ahead.close()
     assert done == []
@@ -411,7 +413,7 @@ def test_replies_report_success(monkeypatch: pytest.MonkeyPatch) -> None:
     requests, replies = io.BytesIO(b"".join(map(pickle.dumps, sources))), io.BytesIO()
     serve(requests, replies)
     replies.seek(0)
-    assert [pickle.load(replies) for _ in sources] == [True, False, True]
+    assert [pickle.load(replies) for _ in range(4)] == [True, True, False, True]  # a greeting first
     assert compiled == ["good", "bad", "better"]
 
 

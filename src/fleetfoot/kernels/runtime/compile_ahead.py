@@ -24,12 +24,12 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import copy_context
 from functools import partial
 from importlib.util import find_spec
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +54,7 @@ _MOST_PROCESSES = 16
 MANY_PROCESSES = 8
 """With this number of processes a start waits for the kernels of all shapes with plain sampling."""
 _SWITCH_INTERVAL_S = 0.0005
+_PAUSE_S = 0.015
 
 
 def can_compile_ahead(device: torch.device) -> bool:
@@ -157,6 +158,8 @@ class CompileAhead:
         return Compilations(kernels)
 
     def _start_work(self) -> None:
+        # what waits for the interpreter's lock while a thread loads kernels gets it sooner
+        sys.setswitchinterval(min(self._interval, _SWITCH_INTERVAL_S))
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         for _ in range(min(self.num_processes - len(self._threads), self._jobs.num_waiting)):
             # a daemon: unlike for the threads of a pool, the interpreter does not wait for it at its end
@@ -164,19 +167,23 @@ class CompileAhead:
             self._threads.append(thread)
             thread.start()
 
-    def _compile(self, job: Callable[[], Any]) -> None:
-        """In a thread: let a process compile a job's kernel."""
+    def _compile(self, job: Callable[[], Any]) -> bool:
+        """In a thread: let a process compile a job's kernel. False: this process is to compile it, as it does while the
+        others still import the compiler."""
         with self._opening:
             if self._pool is None and not self._is_closed:
                 self._open_pool(len(self._threads))
             free = self._free
         worker = free.get()
         try:
+            if not (self._is_finished or worker.is_ready):
+                return False
             is_compiled = worker.compile(job)
         finally:
             free.put(worker)
         with self._counting:
             self._num_by_processes += is_compiled
+        return is_compiled
 
     def _open_pool(self, size: int) -> None:
         self._pool = CompilePool(size)
@@ -307,9 +314,7 @@ class CompileAhead:
     def finish(self) -> None:
         """Let the processes end when all that is queued is compiled. Later kernels start them again."""
         self._is_finished = True
-        # a step that waits for the interpreter's lock while a thread loads kernels gets it sooner
-        self._interval = sys.getswitchinterval()
-        sys.setswitchinterval(min(self._interval, _SWITCH_INTERVAL_S))
+        self._jobs.pause_s = _PAUSE_S
         if all(kernel.future.done() for kernel in self._kernels):
             self._close_pool()
 
@@ -329,6 +334,9 @@ class _Jobs(Executor):
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
         self._alone = Lock()
+        self._pausing = Event()
+        self.pause_s = 0.0
+        """How long to wait after each kernel, so that steps get the interpreter's lock."""
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._is_dropped = False
 
@@ -345,23 +353,22 @@ class _Jobs(Executor):
         """Move the first jobs to the end."""
         self._waiting.rotate(-number)
 
-    def work(self, prepare: Callable[[Callable[[], Any]], object] = lambda job: None) -> None:
-        """Run jobs until the queue is empty, in a thread. One thread at a time runs a job, so that this process can
-        serve.
+    def work(self, prepare: Callable[[Callable[[], Any]], bool] = lambda job: False) -> None:
+        """Run jobs until the queue is empty, in a thread. One thread at a time loads from the cache.
 
         Args:
-            prepare: called before with each job that is not in the cache; it shortens the job.
+            prepare: called before with each job that is not in the cache; returns whether it is there now.
         """
         for future, job in self._taken():
             if future.set_running_or_notify_cancel():
                 try:
-                    if not is_cached(future):
-                        prepare(job)
-                    with self._alone:
+                    is_short = is_cached(future) or prepare(job)
+                    with self._alone if is_short else nullcontext():
                         kernel = job()
                         build_launcher(kernel)
                         self._load(kernel)
                         release_sources(kernel)
+                        self._pausing.wait(self.pause_s)
                     future.set_result(kernel)
                 except BaseException as error:
                     if not self._is_dropped:  # an error of `drop` is expected
@@ -379,6 +386,7 @@ class _Jobs(Executor):
     def drop(self) -> None:
         """Cancel what has not started."""
         self._is_dropped = True
+        self._pausing.set()
         for future, _ in self._taken():
             future.cancel()
 

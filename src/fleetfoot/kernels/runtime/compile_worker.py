@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -140,7 +141,12 @@ class CompileWorker:
     def __init__(self, end: socket.socket) -> None:
         self._end = end
         self._requests, self._replies = end.makefile("wb"), end.makefile("rb")
-        self._is_closed = False
+        self._has_greeted = self._is_closed = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the process has imported what it needs, or has ended."""
+        return self._has_greeted or bool(select.select([self._end], [], [], 0)[0])
 
     def compile(self, job: Callable[[], object]) -> bool:
         """Compile the kernel of ``job``, and wait for it. False: it failed; the job itself will raise the error.
@@ -152,6 +158,8 @@ class CompileWorker:
             source = KernelSource.of(job)
             if source is None:
                 return False
+            if not self._has_greeted:
+                self._has_greeted = pickle.load(self._replies)
             pickle.dump(source, self._requests)
             self._requests.flush()
             return bool(pickle.load(self._replies))
@@ -210,7 +218,9 @@ class CompilePool:
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """Compile each request until the input is closed."""
+    """Greet, and compile each request until the input is closed."""
+    pickle.dump(True, replies)
+    replies.flush()
     while True:
         try:
             source: KernelSource = pickle.load(requests)

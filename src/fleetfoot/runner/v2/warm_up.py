@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 NAME = "warm-up"
 _PROMPT_TOKENS = 1024
 """The length of a prompt for which no graph and no kernel for short queries is used."""
-_LIBRARY_TOKENS = (16, 64, 128, 256, 512, 1024, 2048)
+_LIBRARY_TOKENS = (16, 128, 512, 2048)
 _FIRST = 2
 _MOST_NOTES = 100
 _VARIANTS = (SamplingVariant(filters=True), SamplingVariant(filters=True, other_filters=True), EVERYTHING)
