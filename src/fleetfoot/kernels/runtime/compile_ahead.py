@@ -3,7 +3,8 @@
 Triton compiles a kernel at its first launch: one after the other, on one core. Here a *dry pass* runs the code that
 launches kernels without launching them: each launch queues the compilation of its kernel, and returns. The kernels and
 variants that are compiled are therefore those that will be launched, without a list of kernels. Processes compile
-(`fleetfoot.kernels.runtime.compile_worker`), and a thread of this one loads what they have compiled.
+(`fleetfoot.kernels.runtime.compile_worker`), and at the start, while these import the compiler, threads of this one. A
+thread loads what processes have compiled.
 
 A step that serves requests never waits for a compilation. Within `CompileAhead.serving`, the launch of a kernel that is
 not ready queues its compilation and raises `KernelNotReadyError`, and the operation takes another path
