@@ -200,7 +200,7 @@ def test_a_request_that_fails_again_ends_alone(
     assert "RuntimeError: the poison is computed" in str(failed.stop_reason)
     for name, (output,) in ends.items():
         assert output.outputs[0].token_ids == alone[name].outputs[0].token_ids
-    assert engine.stats().num_restarts == 3  # all, all again; a b c and d e get on; f
+    assert engine.stats().num_restarts == 3  # all, all again, f; a b c and d e progress
     assert engine.stats().num_finished["error"] == 1
     engine.shutdown()
 

@@ -513,7 +513,7 @@ def test_what_it_refuses() -> None:
 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_warm_up_is_of_no_request(drafts: bool, runner: str, monkeypatch: Patch) -> None:
-    """Hooks of modules are told; the runner's calls, connectors, counters, metrics and aborts know requests alone."""
+    """Its passes are marked for hooks of modules; calls, connectors, counters and aborts have requests alone."""
     passes: list[tuple[type, bool]] = []
     steps: list[SchedulerOutput] = []
     forward, execute_model = CausalLM.forward, ModelRunner.execute_model

@@ -63,7 +63,7 @@ class Restarts(NoRestarts):
         self._max_restarts = max_restarts
         self._restore = restore  # brings new workers to the state of the earlier ones
         self._times: deque[float] = deque()
-        self._first: Exception | None = None  # the first cause, until all requests involved have got on
+        self._first: Exception | None = None  # the first cause, until all requests involved have progressed
         # tokens that the steps in flight can yield, and one more
         self._search = FaultSearch((1 + core.depth) * (1 + core.scheduler.config.num_drafts))
 
@@ -143,9 +143,9 @@ class Restarts(NoRestarts):
 class FaultSearch:
     """Finds a request that makes steps fail.
 
-    After a failure, the requests involved are suspects until each has got on by ``margin`` tokens or has ended. If
+    After a failure, the requests involved are suspects until each has ``margin`` more tokens or has ended. If
     steps with suspects fail again before, one half of these is tried first, while other requests wait: what fails is
-    halved again, and what gets on is cleared. A request that fails alone is the culprit.
+    halved again, and what progresses is cleared. A request that fails alone is the culprit.
     """
 
     def __init__(self, margin: int) -> None:
@@ -182,7 +182,7 @@ class FaultSearch:
             self._suspects[request] = request.num_output_tokens + self._margin
 
     def update(self) -> None:
-        """Clear suspects that have got on or ended. When a trial is over, begin the next one."""
+        """Clear suspects that have progressed or ended. When a trial is over, begin the next one."""
         self._suspects = {
             request: goal
             for request, goal in self._suspects.items()

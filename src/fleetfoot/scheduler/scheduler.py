@@ -113,7 +113,7 @@ class Scheduler:
         self, connector: SchedulerConnector, num_blocks: int, requests: Iterable[Request]
     ) -> list[tuple[Request, str]]:
         """Begin again with workers that have just started. ``requests``: those that have not ended. They wait, in their
-        order, and keep their tokens; the prefix cache is empty, and held blocks are free. Counters of statistics go on.
+        order, and keep their tokens; the prefix cache is empty, and held blocks are free. Statistics continue.
 
         Returns the requests that have ended because the cache or the connector refuses them, each with the reason.
         """
