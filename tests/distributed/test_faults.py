@@ -119,8 +119,9 @@ RESTARTS = {
 
 
 @pytest.mark.parametrize("way", RESTARTS)
-def test_requests_resume_after_a_restart(way: str, tmp_path: Path) -> None:
+def test_requests_resume_after_a_restart(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the old workers is left: no process, file descriptor or folder."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     size, rank, point, fault = RESTARTS[way]
     faults = faulty_rank(rank, point, once=str(tmp_path / "once"), **fault)
     lives = random_lives(9, 2048)
@@ -128,14 +129,15 @@ def test_requests_resume_after_a_restart(way: str, tmp_path: Path) -> None:
         expected = live_alone(engine, lives)
     with running(**size, kv_transfer_config=faults, on_error="restart") as engine:
         gc.collect()
-        descriptors, folders = os.listdir("/proc/self/fd"), {*Path(tempfile.gettempdir()).glob("fleetfoot-*")}
+        descriptors = os.listdir("/proc/self/fd")
         first = Watched(pids_of(engine).values())
         assert_lives_agree(engine, lives, expected, way, tolerance=1e-4)
         assert engine.stats().num_restarts == 1
         first.wait()
         gc.collect()
         assert len(os.listdir("/proc/self/fd")) == len(descriptors)
-        assert len({*Path(tempfile.gettempdir()).glob("fleetfoot-*")} - folders) <= 1
+        assert len(list(tmp_path.glob("fleetfoot-*"))) == 1
+    assert list(tmp_path.glob("fleetfoot-*")) == []
 
 
 def test_error_of_a_shutdown_is_raised(capfd: pytest.CaptureFixture[str]) -> None:
