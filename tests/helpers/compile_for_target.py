@@ -52,7 +52,7 @@ def make_runner(folder: Path | None) -> ModelRunnerV2:
     if folder is None:
         heads = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "qk_norm": True}
         config = replace(config, hidden_size=1024, intermediate_size=3072, vocab_size=4096, **heads)
-    config = replace(config, num_layers=2, layer_windows=(None, None))
+    config = replace(config, num_layers=2, layer_windows=(None, None), layer_ropes=())
     context = ModelContext(triton_kernels(), TritonBackend(), torch.bfloat16, CPU, max_positions=2048)
     limits = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
     runner = ModelRunnerV2(

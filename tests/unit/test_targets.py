@@ -13,8 +13,8 @@ OF_A_TARGET = ["linear_few_rows", "linear_tiled", "paged_attention_decode", "pag
 """Kernels that shared memory and matrix instructions determine. They are compiled for each target."""
 OTHERS = [
     *("cuts", "draw", "draw_top_k", "keep_allowed", "listed_tokens", "penalties", "pick", "post_update"),
-    *("prepare_decode", "prepare_inputs", "rms_norm", "rope_and_cache", "row_max", "select", "silu_and_mul"),
-    "tile_stats",
+    *("prepare_decode", "prepare_inputs", "rms_norm", "rope_and_cache", "row_max", "select", "tile_stats"),
+    "activation",
 ]
 """Each is compiled for one of the targets."""
 
