@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from fleetfoot.config import env
 from fleetfoot.records.weights import WeightError
 from fleetfoot.utils.validation import unknown_keyword
 from fleetfoot.weights.patches import SparseWeightPatch
@@ -116,7 +117,9 @@ class TransferGroup:
         else:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+            # its monitor would read the trainer's store, and warn each second once the trainer has ended
+            with env.defaults({"TORCH_NCCL_ENABLE_MONITORING": "0"}):
+                self._group = dist.ProcessGroupNCCL(store, rank, size, options)
         self._num_updates = 0
 
     def broadcast(self, tensor: torch.Tensor) -> None:
