@@ -59,6 +59,7 @@ class NullModel:
         self._logits = torch.randn(max_reqs, VOCAB_SIZE)
 
     is_last = True
+    other_weights = ()
 
     def __call__(self, input_ids: torch.Tensor, ctx: ForwardContext, *others: object) -> torch.Tensor:
         hidden = self._hidden[: len(input_ids)]

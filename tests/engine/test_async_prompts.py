@@ -18,7 +18,7 @@ from tests.helpers.streams import assert_idle, async_test, run, submit, tokens_o
 
 from fleetfoot import AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams
 from fleetfoot.assets import embedded_model_path
-from fleetfoot.async_llm import LONG_TEXT, _is_long
+from fleetfoot.engine.input_processor import LONG_TEXT, is_long_text
 from fleetfoot.records.kv_connector import NoSchedulerConnector
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
@@ -117,12 +117,12 @@ async def test_requests_behind_a_long_prompt_wait_for_it(setting: Setting) -> No
     assert setting.entered == ["first", "second", "third"]
 
 
-def test_what_is_long() -> None:
+def test_whatis_long_text() -> None:
     long: list[Any] = [LONG, {"prompt": LONG}, {"prompt": LONG, "prompt_token_ids": None}]
-    assert all(map(_is_long, long))
+    assert all(map(is_long_text, long))
     ids = np.arange(5, 5 + LONG_TEXT)
     for prompt in (LONG[1:], {"prompt": LONG, "prompt_token_ids": ids}, ids, list(ids), {"prompt": 5}, {}, None):
-        assert not _is_long(prompt)
+        assert not is_long_text(prompt)
 
 
 class PanicError(BaseException):

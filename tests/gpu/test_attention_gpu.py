@@ -1,5 +1,6 @@
 """The attention kernels, compiled: against the torch backend, in graphs, and with addresses past 32 bits."""
 
+import threading
 from itertools import product
 from typing import Any
 
@@ -136,7 +137,12 @@ def test_one_compilation_serves_every_batch(monkeypatch: pytest.MonkeyPatch) -> 
 
     run([(1, 40)], [(1, 30)] * 17, [(100, 200)], [(1, 3), (16, 20)])
     compiled: list[Any] = []
-    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **event: compiled.append(event["repr"]))
+
+    def note(**event: Any) -> None:
+        if threading.current_thread() is threading.main_thread():  # others compile for engines of earlier tests
+            compiled.append(event["repr"])
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
     run([(1, 1)] * 16, [(1, 4000)] * 256, [(1, 40), (1000, 1000), (17, 16 + 17)], [(16, 16)] * 5, [(1, 1), (13, 14)])
     assert compiled == []
 

@@ -55,14 +55,14 @@ def test_updates_keep_graphs_and_addresses(
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     folders = [tmp_path / str(number) for number in range(3)]
     for seed, folder in enumerate(folders[:2]):
-        make_checkpoint(folder, kind, seed=seed, tie_word_embeddings=tied)
+        make_checkpoint(folder, kind, seed=seed, tie_word_embeddings=tied, head_dim=16)
     patches, after = [], load_file(folders[1] / FILE)
     for name, tensor in after.items():
         indices = torch.randperm(tensor.numel(), generator=torch.Generator().manual_seed(1))[: tensor.numel() // 9]
         values = torch.randn(len(indices)) * 0.2
         after[name] = tensor.flatten().index_copy(0, indices, values).view_as(tensor)
         patches.append({"name": name, "indices": indices.cuda(), "values": values.cuda()})
-    make_checkpoint(folders[2], kind, seed=1, tie_word_embeddings=tied)
+    make_checkpoint(folders[2], kind, seed=1, tie_word_embeddings=tied, head_dim=16)
     save_file(after, folders[2] / FILE, metadata={"format": "pt"})
     expected = []
     for folder in folders:

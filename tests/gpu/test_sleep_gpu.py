@@ -46,14 +46,14 @@ def places(engine: LLMEngine) -> tuple[list[int], list[Any]]:
 def test_memory_returns_and_graphs_stay_valid(settings: dict[str, Any]) -> None:
     engine = make_engine(
         ASSETS / "story-qwen3", device="cuda", max_model_len=256, skip_tokenizer_init=True, enable_sleep_mode=True,
-        num_gpu_blocks_override=20_000, **settings,
+        num_gpu_blocks_override=20_000, enable_prefix_caching=False, dtype="float32", **settings,
     )  # fmt: skip
     kv_cache = engine.plan.memory.kv_cache
     assert kv_cache > 256 * MIB
     tokens(engine)
     expected, where = tokens(engine), places(engine)
     graphs = getattr(engine.core.executor.runner, "graphs", None)  # type: ignore[attr-defined]
-    captured = None if graphs is None else dict(graphs.captured)
+    captured = {} if graphs is None else dict(graphs.captured)
     for level in (1, 2, 1):
         awake = used()
         engine.sleep(level=level)
@@ -65,7 +65,7 @@ def test_memory_returns_and_graphs_stay_valid(settings: dict[str, Any]) -> None:
         engine.wake_up(tags=["kv_cache"])
         assert places(engine) == where
         assert tokens(engine) == expected
-        assert graphs is None or graphs.captured == captured
+        assert graphs is None or captured.items() <= graphs.captured.items()  # later shapes may have come
         assert abs(used() - awake) < 128 * MIB
     engine.sleep()
     free, _ = torch.cuda.mem_get_info()
