@@ -61,6 +61,9 @@ class NullModel:
     is_last = True
     other_weights = ()
 
+    def weight_specs(self) -> tuple[()]:
+        return ()
+
     def __call__(self, input_ids: torch.Tensor, ctx: ForwardContext, *others: object) -> torch.Tensor:
         hidden = self._hidden[: len(input_ids)]
         return hidden if ctx.logits is None else ctx.logits.select(hidden)
