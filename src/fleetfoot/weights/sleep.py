@@ -89,9 +89,9 @@ class CudaMemory(SleepMemory):
     does not have it."""
 
     def __init__(self, device: torch.device) -> None:
+        self._library = load_device_memory()
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)  # torch.cuda.use_mem_pool needs the index
-        self._library = load_device_memory()
         self._pools: dict[str, _Pool] = {}
 
     @contextmanager
