@@ -25,6 +25,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "v1": {"model_runner": "v1"},
     "tight": {"model_runner": "v2", "num_gpu_blocks_override": 12, "max_num_batched_tokens": 24},
 }
+FUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "granite": ("granite", {"head_dim": 16, "hidden_size": 64, "residual_multiplier": 0.3, "logits_scaling": 2.0}),
+    "phi3": ("phi3", {"head_dim": 16, "hidden_size": 64, "partial_rotary_factor": 0.75}),
+    "smollm3": ("smollm3", {"head_dim": 16, "hidden_size": 64, "no_rope_layer_interval": 2}),
+}
+"""Models whose fused layers differ from those of the trained ones in `tests/assets`."""
+OTHERS = UNTRAINED | FUSED
 DRAFTS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 3},
     "draft": {"method": "draft_model", "model": str(ASSETS / "story-draft"), "num_speculative_tokens": 3},
@@ -47,9 +54,9 @@ def _exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {name: tmp_path_factory.mktemp(name) for name in UNTRAINED}
+    made = {name: tmp_path_factory.mktemp(name) for name in OTHERS}
     for name, folder in made.items():
-        model_type, fields = UNTRAINED[name]
+        model_type, fields = OTHERS[name]
         make_checkpoint(folder, model_type, vocab_size=VOCAB, **fields)
     return MODELS | made
 
@@ -71,9 +78,7 @@ def checked_engine(reference: LLMEngine, model: Path, **settings: Any) -> tuple[
     return tried, getattr(tried.core.executor.runner, "graphs", None)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    ("reference", "model"), [(name, name) for name in (*MODELS, *UNTRAINED)], indirect=["reference"]
-)
+@pytest.mark.parametrize(("reference", "model"), [(name, name) for name in (*MODELS, *OTHERS)], indirect=["reference"])
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_equal_the_cpus(reference: LLMEngine, folders: dict[str, Path], model: str, way: str) -> None:
     tried, graphs = checked_engine(reference, folders[model], **WAYS[way])
