@@ -29,7 +29,7 @@ def rms_norm_torch(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: fl
     Args:
         x: ``[..., hidden]``.
         weight: ``[hidden]``.
-        offset: 1 for Gemma, whose weights are stored as their difference from 1.
+        offset: 1 for Gemma: its checkpoints hold the difference of each weight from 1.
 
     Returns:
         ``[..., hidden]`` in the dtype of ``x``: computed in float32, rounded once at the end.

@@ -66,7 +66,7 @@ class LogitsProcessor(ABC):
 
     @classmethod  # noqa: B027  (most processors have no parameters)
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raise ValueError for a request whose parameters are not valid for this processor."""
+        """Raise ValueError for parameters of a request that are not valid for this processor."""
 
     @abstractmethod
     def __init__(self, vllm_config: EngineConfig, device: torch.device, is_pin_memory: bool) -> None: ...

@@ -7,7 +7,10 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
 
 from fleetfoot.engine.client import EngineClient, OutputStream
 from fleetfoot.engine.input_processor import LONG_TEXT
@@ -15,14 +18,13 @@ from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.pooling_params import PoolingParams
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.server.http import ApiError, invalid
+from fleetfoot.server.http import ApiError, decode_body, invalid, read_body
 from fleetfoot.tokenizer.tokenizer import Tokenizer
+
+_T = TypeVar("_T")
 
 MAX_SEQUENCES = 1024
 """Of one HTTP request: prompts times ``n``."""
-MAX_STOP_STRINGS = 64
-MAX_STOP_CHARS = 4096
-"""Of all stop strings of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +71,16 @@ class Service:
                 404, f"the model {name!r} does not exist; served: {', '.join(names)}", "model_not_found", "model"
             )
 
+    async def read(self, http: Request, decoder: msgspec.json.Decoder[_T]) -> _T:
+        """The body of a request, for a model that is served. Raises ApiError."""
+        body = decode_body(await read_body(http, self.settings.max_body_bytes), decoder)
+        self.check_model(getattr(body, "model", None))
+        return body
+
     def check_generates(self) -> None:
+        """Raises ApiError for a model that pools."""
         if self.engine.facts.pooling is not None:
             raise ApiError(400, "this model pools and does not generate; use /v1/embeddings")
-
-    def check_stop(self, stop: str | Sequence[str] | None) -> None:
-        """Limits of stop strings."""
-        strings = [stop] if isinstance(stop, str) else list(stop or ())
-        if len(strings) > MAX_STOP_STRINGS or sum(map(len, strings)) > MAX_STOP_CHARS:
-            most = f"{MAX_STOP_STRINGS} of {MAX_STOP_CHARS} characters together are the most"
-            raise invalid("stop", f"stop has {len(strings)} strings; {most}")
 
     async def submit(
         self,

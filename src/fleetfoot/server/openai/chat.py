@@ -15,9 +15,7 @@ from fleetfoot.server.http import (
     JSON,
     ApiError,
     EventStream,
-    decode_body,
     invalid,
-    read_body,
     request_id,
     until_disconnected,
 )
@@ -75,11 +73,9 @@ class ChatCompletions:
 
     async def __call__(self, http: Request) -> Response:
         service = self._service
-        body = decode_body(await read_body(http, service.settings.max_body_bytes), _DECODER)
-        service.check_model(body.model)
+        body = await service.read(http, _DECODER)
         service.check_generates()
-        body.check_supported()
-        service.check_stop(body.stop)
+        body.check()
         messages = read_messages(body.messages)
         if body.top_logprobs is not None and not body.logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs=true")

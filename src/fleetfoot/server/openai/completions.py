@@ -17,9 +17,7 @@ from fleetfoot.server.http import (
     JSON,
     ApiError,
     EventStream,
-    decode_body,
     invalid,
-    read_body,
     request_id,
     until_disconnected,
 )
@@ -51,11 +49,9 @@ class Completions:
 
     async def __call__(self, http: Request) -> Response:
         service = self._service
-        body = decode_body(await read_body(http, service.settings.max_body_bytes), _DECODER)
-        service.check_model(body.model)
+        body = await service.read(http, _DECODER)
         service.check_generates()
-        body.check_supported()
-        service.check_stop(body.stop)
+        body.check()
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise invalid("best_of", f"best_of is {body.best_of}; it must be n={body.n or 1}")
         prompts = read_prompts("prompt", body.prompt)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from fleetfoot.records.pooling_params import PoolingParams
-from fleetfoot.server.http import JSON, ApiError, decode_body, read_body, request_id, until_disconnected
+from fleetfoot.server.http import JSON, ApiError, request_id, until_disconnected
 from fleetfoot.server.openai.prompts import engine_prompt, read_prompts
 from fleetfoot.server.openai.protocol import Embedding, EmbeddingRequest, Embeddings, Usage
 from fleetfoot.server.service import Service
@@ -26,8 +26,7 @@ class EmbeddingsEndpoint:
 
     async def __call__(self, http: Request) -> Response:
         service = self._service
-        body = decode_body(await read_body(http, service.settings.max_body_bytes), _DECODER)
-        service.check_model(body.model)
+        body = await service.read(http, _DECODER)
         pooling = service.engine.facts.pooling
         if pooling is None or pooling.task != "embed":
             raise ApiError(400, "this model makes no embeddings; serve it with --runner pooling if it can")

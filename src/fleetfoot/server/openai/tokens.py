@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fleetfoot.server.http import JSON, decode_body, invalid, read_body
+from fleetfoot.server.http import JSON, invalid
 from fleetfoot.server.openai.chat import template_options
 from fleetfoot.server.openai.prompts import read_messages
 from fleetfoot.server.openai.protocol import DetokenizeRequest, ModelCard, ModelList, TokenizeRequest
@@ -38,8 +38,7 @@ class ModelEndpoints:
 
     async def tokenize(self, http: Request) -> Response:
         service = self._service
-        body = decode_body(await read_body(http, service.settings.max_body_bytes), _TOKENIZE)
-        service.check_model(body.model)
+        body = await service.read(http, _TOKENIZE)
         tokenizer = service.tokenizer
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "give either prompt or messages")
@@ -57,8 +56,7 @@ class ModelEndpoints:
 
     async def detokenize(self, http: Request) -> Response:
         service = self._service
-        body = decode_body(await read_body(http, service.settings.max_body_bytes), _DETOKENIZE)
-        service.check_model(body.model)
+        body = await service.read(http, _DETOKENIZE)
         size = service.engine.facts.vocab_size
         for index, token in enumerate(body.tokens):
             if not 0 <= token < size:
