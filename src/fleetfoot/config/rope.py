@@ -65,7 +65,7 @@ def parse_rope(config: Fields, *, may_be_partial: bool = False, old_names: Mappi
 
     rope_type = rope.raw("rope_type")
     rope_type = old_names.get(rope_type, rope_type) if isinstance(rope_type, str) else rope_type
-    if rope_type not in _ROPE_PARAMETERS:
+    if not isinstance(rope_type, str) or rope_type not in _ROPE_PARAMETERS:
         raise rope.error("rope_type", f"supported: {', '.join(_ROPE_PARAMETERS)}")
     names = _ROPE_PARAMETERS[rope_type]
     rotary_dim, base = _rotary_dim(rope, config, may_be_partial=may_be_partial), _holder("rope_theta", rope, config)
