@@ -510,8 +510,8 @@ class Scheduler:
         self.blocks.weights = identity
         for request in self.requests.values():
             request.block_hashes.clear()
-        for request in self.running:
-            request.num_published = sys.maxsize
+            if request.block_ids:  # of a load in progress, too
+                request.num_published = sys.maxsize
         self._waiting.push(*self.transfers.invalidate(identity if is_shared else ""))
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False, reset_connector: bool = False) -> None:
