@@ -1,0 +1,55 @@
+"""The interface of message parsers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(slots=True)
+class ToolCallDelta:
+    """A part of one tool call."""
+
+    index: int
+    """Of the call within its message, from 0."""
+    id: str | None = None
+    """With the first delta of a call."""
+    name: str | None = None
+    """With the first delta of a call."""
+    arguments: str = ""
+    """The next piece of the arguments' JSON text."""
+
+
+@dataclass(slots=True)
+class MessageDelta:
+    """What a piece of generated text adds to a message."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCallDelta] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.tool_calls)
+
+
+class MessageParser(Protocol):
+    """Parses the text of one generated sequence. The joined deltas do not depend on how the text is split."""
+
+    def feed(self, text: str, token_ids: Sequence[int]) -> MessageDelta:
+        """The delta of the next ``text``, whose tokens are ``token_ids``. Text that may begin a marker is held back."""
+        ...
+
+    def finish(self) -> MessageDelta:
+        """The delta of the text that was held back. Called once, after the last text."""
+        ...
+
+
+class PlainParser:
+    """All text is content."""
+
+    def feed(self, text: str, token_ids: Sequence[int]) -> MessageDelta:
+        return MessageDelta(content=text)
+
+    def finish(self) -> MessageDelta:
+        return MessageDelta()
