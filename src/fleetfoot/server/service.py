@@ -15,7 +15,7 @@ from starlette.requests import Request
 from fleetfoot.engine.client import EngineClient, OutputStream
 from fleetfoot.engine.input_processor import LONG_TEXT
 from fleetfoot.inputs import PromptType
-from fleetfoot.outputs import RequestOutput
+from fleetfoot.outputs import CompletionOutput, RequestOutput
 from fleetfoot.records.pooling_params import PoolingParams
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.server.http import ApiError, decode_body, invalid, read_body
@@ -129,6 +129,12 @@ class Service:
         if sum(len(str(message.get("content"))) for message in messages) >= LONG_TEXT:
             return await asyncio.to_thread(render)
         return render()
+
+
+def check_completion(completion: CompletionOutput) -> None:
+    """Raises ApiError 500 for a sequence that the engine has ended with an error."""
+    if completion.finish_reason == "error":
+        raise ApiError(500, f"the request has failed: {completion.stop_reason}")
 
 
 class RequestOutputs:

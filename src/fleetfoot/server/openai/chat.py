@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from fleetfoot.outputs import CompletionOutput, Logprob, RequestOutput
+from fleetfoot.server.conversation import GeneratedMessages, Message, MessageChunk, Turn, generate
 from fleetfoot.server.http import (
     JSON,
     ApiError,
@@ -23,13 +24,12 @@ from fleetfoot.server.openai.events import (
     DONE,
     ChunkWriter,
     UsageCounter,
-    check_completion,
     error_event,
     finite,
     logprob_entries,
     token_text,
 )
-from fleetfoot.server.openai.prompts import engine_prompt, read_messages
+from fleetfoot.server.openai.prompts import read_messages
 from fleetfoot.server.openai.protocol import (
     ChatChoice,
     ChatChunkChoice,
@@ -41,7 +41,7 @@ from fleetfoot.server.openai.protocol import (
     TokenLogprob,
     TopLogprob,
 )
-from fleetfoot.server.service import RequestOutputs, Service
+from fleetfoot.server.service import Service
 
 _DECODER = msgspec.json.Decoder(ChatRequest)
 ROLE = "assistant"
@@ -90,13 +90,19 @@ class ChatCompletions:
             options["documents"] = body.documents
         if body.add_special_tokens:
             options["tokenizer_kwargs"] = {"add_special_tokens": True}
-        token_ids = await service.render_chat(messages, **options)
-        prompt = engine_prompt(token_ids, body.cache_salt)
-        outputs = await service.submit([prompt], answer.params, answer.id, body.priority)
+        turn = Turn(
+            request_id=answer.id,
+            messages=messages,
+            params=answer.params,
+            template=options,
+            cache_salt=body.cache_salt,
+            priority=body.priority,
+        )
+        generated = await generate(service, turn)
         answer.echoed = messages[-1]["content"] if body.echo and messages[-1]["role"] == ROLE else ""
         if body.stream:
-            return EventStream(answer.events(outputs))
-        return JSON(answer.whole(await until_disconnected(http, outputs.collect())))
+            return EventStream(answer.events(generated))
+        return JSON(answer.whole(*await until_disconnected(http, generated.collect())))
 
 
 class _Answer:
@@ -115,12 +121,10 @@ class _Answer:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
 
-    def whole(self, outputs: list[RequestOutput]) -> ChatCompletion:
-        (output,) = outputs
+    def whole(self, output: RequestOutput, messages: list[Message]) -> ChatCompletion:
         counter = UsageCounter()
         counter.add(0, output)
-        choices = [self._choice(completion) for completion in output.outputs]
-        response = ChatCompletion(self.id, choices, self._model, counter.usage())
+        response = ChatCompletion(self.id, [self._choice(one) for one in messages], self._model, counter.usage())
         if self._body.prompt_logprobs is not None:
             response.prompt_logprobs = logprob_entries(output.prompt_logprobs)
         if self._body.return_token_ids:
@@ -129,47 +133,47 @@ class _Answer:
             response.kv_transfer_params = output.kv_transfer_params
         return response
 
-    def _choice(self, completion: CompletionOutput) -> ChatChoice:
-        check_completion(completion)
+    def _choice(self, message: Message) -> ChatChoice:
+        completion = message.completion
         choice = ChatChoice(
             completion.index,
-            ChatMessage(ROLE, self.echoed + completion.text),
+            ChatMessage(ROLE, self.echoed + message.content),
             self._logprobs(completion),
-            completion.finish_reason,
+            message.finish_reason,
             completion.stop_reason,
         )
         if self._body.return_token_ids:
             choice.token_ids = completion.token_ids
         return choice
 
-    async def events(self, outputs: RequestOutputs) -> AsyncIterator[bytes]:
+    async def events(self, generated: GeneratedMessages) -> AsyncIterator[bytes]:
         fields = {"id": self.id, "object": "chat.completion.chunk", "created": int(time.time()), "model": self._model}
         writer, counter = ChunkWriter(self._body, {**fields, "system_fingerprint": None}), UsageCounter()
         has_begun = False
         try:
-            async for index, output in outputs:
-                counter.add(index, output)
+            async for output, chunks in generated:
+                counter.add(0, output)
                 if not has_begun:
                     has_begun = True
                     for number in range(self.params.n):
                         yield writer.chunk(ChatChunkChoice(number, ChatDelta(self.echoed, ROLE)), counter)
-                for completion in output.outputs:
-                    check_completion(completion)
-                    choice = self._chunk_choice(completion)
-                    if completion.text or choice.logprobs or choice.finish_reason or self._body.return_token_ids:
+                for chunk in chunks:
+                    choice = self._chunk_choice(chunk)
+                    if chunk.delta or choice.logprobs or choice.finish_reason or self._body.return_token_ids:
                         yield writer.chunk(choice, counter)
             if self._body.includes_usage:
                 yield writer.last(counter)
         except Exception as error:
             yield error_event(ApiError.of(error))
         finally:
-            outputs.close()
+            generated.close()
         yield DONE
 
-    def _chunk_choice(self, completion: CompletionOutput) -> ChatChunkChoice:
-        delta = ChatDelta(completion.text) if completion.text else ChatDelta()
-        choice = ChatChunkChoice(completion.index, delta, self._logprobs(completion), completion.finish_reason)
-        if completion.finish_reason is not None:
+    def _chunk_choice(self, chunk: MessageChunk) -> ChatChunkChoice:
+        completion, content = chunk.completion, chunk.delta.content
+        delta = ChatDelta(content) if content else ChatDelta()
+        choice = ChatChunkChoice(completion.index, delta, self._logprobs(completion), chunk.finish_reason)
+        if chunk.finish_reason is not None:
             choice.stop_reason = completion.stop_reason
         if self._body.return_token_ids:
             choice.token_ids = completion.token_ids

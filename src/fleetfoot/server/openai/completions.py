@@ -25,7 +25,6 @@ from fleetfoot.server.openai.events import (
     DONE,
     ChunkWriter,
     UsageCounter,
-    check_completion,
     error_event,
     finite,
     logprob_entries,
@@ -33,7 +32,7 @@ from fleetfoot.server.openai.events import (
 )
 from fleetfoot.server.openai.prompts import engine_prompt, read_prompts
 from fleetfoot.server.openai.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
-from fleetfoot.server.service import RequestOutputs, Service
+from fleetfoot.server.service import RequestOutputs, Service, check_completion
 
 _DECODER = msgspec.json.Decoder(CompletionRequest)
 DEFAULT_MAX_TOKENS = 16

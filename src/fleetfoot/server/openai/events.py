@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from fleetfoot.outputs import CompletionOutput, RequestOutput
+from fleetfoot.outputs import RequestOutput
 from fleetfoot.server.http import ENCODER, ApiError, openai_error
 from fleetfoot.server.openai.protocol import GenerationRequest, Usage
 
@@ -61,12 +61,6 @@ class UsageCounter:
     def usage(self) -> Usage:
         num_prompt = sum([prompt for prompt, _ in self._prompts.values()])
         return Usage.of(num_prompt, self._num_completion, sum([cached for _, cached in self._prompts.values()]))
-
-
-def check_completion(completion: CompletionOutput) -> None:
-    """Raises ApiError 500 for a sequence that the engine has ended with an error."""
-    if completion.finish_reason == "error":
-        raise ApiError(500, f"the request has failed: {completion.stop_reason}")
 
 
 def token_text(token_id: int, decoded: str | None, decode: Callable[[int], str], *, as_id: bool) -> str:

@@ -1,0 +1,132 @@
+"""The next message of a conversation, in no API's dialect: what chat completions, responses and messages share."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fleetfoot.outputs import CompletionOutput, RequestOutput
+from fleetfoot.parsers.base import MessageDelta, MessageParser, PlainParser
+from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.server.http import invalid
+from fleetfoot.server.openai.prompts import engine_prompt
+from fleetfoot.server.service import RequestOutputs, Service, check_completion
+
+
+@dataclass(slots=True, kw_only=True)
+class Turn:
+    """A request for the next message."""
+
+    request_id: str
+    messages: Sequence[Mapping[str, Any]]
+    """As chat templates take them: ``role``, ``content``, ``tool_calls`` and others."""
+    params: SamplingParams
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of `Service.render_chat`."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """OpenAI's form: ``{"type": "function", "function": {"name", "description", "parameters", "strict"}}``."""
+    tool_choice: str | Mapping[str, Any] = "auto"
+    """``auto``, ``none``, ``required``, or ``{"type": "function", "function": {"name": ...}}``."""
+    parallel_tool_calls: bool = True
+    cache_salt: str | None = None
+    priority: int | None = None
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A call of a function by the model."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON text, as the model has generated it."""
+
+
+@dataclass(slots=True)
+class Message:
+    """A whole generated message."""
+
+    completion: CompletionOutput
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    finish_reason: str | None = None
+    """That of the completion; ``tool_calls`` if it has ended by itself with calls."""
+
+
+@dataclass(slots=True)
+class MessageChunk:
+    """What one step has added to a message. Its completion has the step's tokens and logprobs."""
+
+    completion: CompletionOutput
+    delta: MessageDelta
+    finish_reason: str | None
+    """As of `Message`; None while it goes on."""
+
+
+class GeneratedMessages:
+    """The messages of a turn, ``params.n`` of them: as they come, or whole.
+
+    Args:
+        outputs: of the engine, for one prompt.
+        parsers: one for each message.
+    """
+
+    def __init__(self, outputs: RequestOutputs, parsers: Sequence[MessageParser]) -> None:
+        self._outputs = outputs
+        self._parsers = parsers
+        self._has_calls = [False] * len(parsers)
+
+    def close(self) -> None:
+        """Abort what is unfinished."""
+        self._outputs.close()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[RequestOutput, list[MessageChunk]]]:
+        """For parameters with `RequestOutputKind.DELTA`. Raises ApiError 500 for a sequence that the engine has ended
+        with an error."""
+        async for _, output in self._outputs:
+            yield output, [self._chunk(completion) for completion in output.outputs]
+
+    async def collect(self) -> tuple[RequestOutput, list[Message]]:
+        """For parameters with `RequestOutputKind.FINAL_ONLY`. Raises as the iteration."""
+        (output,) = await self._outputs.collect()
+        return output, [self._message(self._chunk(completion)) for completion in output.outputs]
+
+    def _chunk(self, completion: CompletionOutput) -> MessageChunk:
+        check_completion(completion)
+        parser = self._parsers[completion.index]
+        delta = parser.feed(completion.text, completion.token_ids)
+        if completion.finish_reason is not None:
+            delta = merge_deltas(delta, parser.finish())
+        if delta.tool_calls:
+            self._has_calls[completion.index] = True
+        ends_with_calls = completion.finish_reason == "stop" and self._has_calls[completion.index]
+        return MessageChunk(completion, delta, "tool_calls" if ends_with_calls else completion.finish_reason)
+
+    @staticmethod
+    def _message(chunk: MessageChunk) -> Message:
+        """Of the only chunk."""
+        calls: dict[int, ToolCall] = {}
+        for one in chunk.delta.tool_calls:
+            call = calls.setdefault(one.index, ToolCall("", "", ""))
+            call.id, call.name = one.id or call.id, one.name or call.name
+            call.arguments += one.arguments
+        ordered = [calls[index] for index in sorted(calls)]
+        return Message(chunk.completion, chunk.delta.content, chunk.delta.reasoning, ordered, chunk.finish_reason)
+
+
+def merge_deltas(first: MessageDelta, second: MessageDelta) -> MessageDelta:
+    return MessageDelta(
+        first.content + second.content, first.reasoning + second.reasoning, first.tool_calls + second.tool_calls
+    )
+
+
+async def generate(service: Service, turn: Turn) -> GeneratedMessages:
+    """Send the request. Raises ApiError and ValueError for a request that cannot run; then nothing runs."""
+    if turn.tools or turn.tool_choice not in ("auto", "none"):
+        raise invalid("tools", "tools is not supported", "unsupported_parameter")
+    token_ids = await service.render_chat(turn.messages, **turn.template)
+    prompt = engine_prompt(token_ids, turn.cache_salt)
+    outputs = await service.submit([prompt], turn.params, turn.request_id, turn.priority)
+    return GeneratedMessages(outputs, [PlainParser() for _ in range(turn.params.n)])
