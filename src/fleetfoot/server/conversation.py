@@ -10,8 +10,7 @@ from fleetfoot.outputs import CompletionOutput, RequestOutput
 from fleetfoot.parsers.base import MessageDelta, MessageParser, PlainParser
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.server.http import invalid
-from fleetfoot.server.openai.prompts import engine_prompt
-from fleetfoot.server.service import RequestOutputs, Service, check_completion
+from fleetfoot.server.service import RequestOutputs, Service, check_completion, engine_prompt
 
 
 @dataclass(slots=True, kw_only=True)

@@ -131,6 +131,13 @@ class Service:
         return render()
 
 
+def engine_prompt(prompt: str | list[int], cache_salt: str | None = None) -> Any:
+    """A prompt of the engine, with the request's salt."""
+    key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+    content: Any = {key: prompt, "cache_salt": cache_salt}
+    return content
+
+
 def check_completion(completion: CompletionOutput) -> None:
     """Raises ApiError 500 for a sequence that the engine has ended with an error."""
     if completion.finish_reason == "error":

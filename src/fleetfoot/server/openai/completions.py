@@ -30,9 +30,9 @@ from fleetfoot.server.openai.events import (
     logprob_entries,
     token_text,
 )
-from fleetfoot.server.openai.prompts import engine_prompt, read_prompts
+from fleetfoot.server.openai.prompts import read_prompts
 from fleetfoot.server.openai.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
-from fleetfoot.server.service import RequestOutputs, Service, check_completion
+from fleetfoot.server.service import RequestOutputs, Service, check_completion, engine_prompt
 
 _DECODER = msgspec.json.Decoder(CompletionRequest)
 DEFAULT_MAX_TOKENS = 16

@@ -26,13 +26,6 @@ def read_prompts(field: str, value: str | Sequence[str | int | list[int]]) -> li
     return list(value)  # type: ignore[arg-type]
 
 
-def engine_prompt(prompt: str | list[int], cache_salt: str | None = None) -> Any:
-    """A prompt of the engine, with the request's salt."""
-    key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
-    content: Any = {key: prompt, "cache_salt": cache_salt}
-    return content
-
-
 def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages as chat templates take them. Raises `ApiError` that names the message and the field."""
     if not messages:
