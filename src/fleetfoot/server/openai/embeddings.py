@@ -11,9 +11,9 @@ from starlette.responses import Response
 
 from fleetfoot.records.pooling_params import PoolingParams
 from fleetfoot.server.http import JSON, ApiError, request_id, until_disconnected
-from fleetfoot.server.openai.prompts import engine_prompt, read_prompts
+from fleetfoot.server.openai.prompts import read_prompts
 from fleetfoot.server.openai.protocol import Embedding, EmbeddingRequest, Embeddings, Usage
-from fleetfoot.server.service import Service
+from fleetfoot.server.service import Service, engine_prompt
 
 _DECODER = msgspec.json.Decoder(EmbeddingRequest)
 
