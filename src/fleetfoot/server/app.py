@@ -5,20 +5,38 @@ from __future__ import annotations
 import asyncio
 import time
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 
 from fleetfoot._version import __version__
-from fleetfoot.server.http import JSON, ApiError, Handler, RequestGate, error_response, handled
+from fleetfoot.server.http import JSON, ApiError, Envelope, RequestGate, error_response, handled, openai_error
 from fleetfoot.server.metrics import render_metrics
 from fleetfoot.server.openai.chat import ChatCompletions
 from fleetfoot.server.openai.completions import Completions
 from fleetfoot.server.openai.embeddings import EmbeddingsEndpoint
+from fleetfoot.server.openai.protocol import (
+    ChatChunk,
+    ChatCompletion,
+    ChatRequest,
+    Completion,
+    CompletionChunk,
+    CompletionRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    EmbeddingRequest,
+    Embeddings,
+    ModelCard,
+    ModelList,
+    TokenizeRequest,
+    TokenizeResponse,
+)
 from fleetfoot.server.openai.tokens import ModelEndpoints
+from fleetfoot.server.openapi import READS, RUNS, Endpoint, openapi_document
 from fleetfoot.server.service import Service
 
 HEALTH_S = 60.0
@@ -32,36 +50,95 @@ def make_app(service: Service, keys: tuple[str, ...] = (), root_path: str = "") 
         keys: clients send one of them; (): none is needed.
         root_path: the path of the application behind a proxy.
     """
-    models, state = ModelEndpoints(service), StateEndpoints(service)
+    endpoints = make_endpoints(service)
+    document = JSON(openapi_document(endpoints, has_keys=bool(keys), root_path=root_path)).body
+    envelopes: dict[str, Envelope] = {endpoint.path: endpoint.envelope.of for endpoint in endpoints}
+    routes = [
+        Route(endpoint.path, handled(endpoint.handler, endpoint.envelope.of), methods=[endpoint.method])
+        for endpoint in endpoints
+    ]
+
+    async def openapi(http: Request) -> Response:
+        return Response(document, media_type="application/json")
 
     async def on_http_error(http: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        status = error.status_code
+        status, path = error.status_code, http.url.path.removeprefix(root_path)
         detail = f"{http.method} {http.url.path}: {error.detail}" if status in (404, 405) else error.detail
-        response = error_response(ApiError(status, detail, {404: "unknown_url", 405: "method_not_allowed"}.get(status)))
+        code = {404: "unknown_url", 405: "method_not_allowed"}.get(status)
+        response = error_response(ApiError(status, detail, code), envelopes.get(path, openai_error))
         response.headers.update(error.headers or {})
+        if status == 405:  # of all routes of the path, not of the first one alone
+            matching = [route.methods or () for route in routes if route.matches(http.scope)[0] != Match.NONE]
+            methods = {name for names in matching for name in names}
+            response.headers["allow"] = ", ".join(sorted(methods))
         return response
 
-    posts: dict[str, Handler] = {
-        "/v1/completions": Completions(service),
-        "/v1/chat/completions": ChatCompletions(service),
-        "/v1/embeddings": EmbeddingsEndpoint(service),
-        "/tokenize": models.tokenize,
-        "/detokenize": models.detokenize,
-    }
-    gets: dict[str, Handler] = {
-        "/v1/models": models.models,
-        "/v1/models/{name:path}": models.model,
-        "/health": state.health,
-        "/ready": state.ready,
-        "/metrics": state.metrics,
-        "/version": state.version,
-        "/load": state.load,
-    }
-    routes = [Route(path, handled(handler), methods=["POST"]) for path, handler in posts.items()]
-    routes += [Route(path, handled(handler), methods=["GET"]) for path, handler in gets.items()]
-    gate = Middleware(RequestGate, keys=keys, root_path=root_path)
+    routes.append(Route("/openapi.json", openapi, methods=["GET"]))
+    gate = Middleware(RequestGate, keys=keys, root_path=root_path, envelopes=envelopes)
     return Starlette(routes=routes, middleware=[gate], exception_handlers={HTTPException: on_http_error})
+
+
+def make_endpoints(service: Service) -> list[Endpoint]:
+    """The table of endpoints."""
+    models, state = ModelEndpoints(service), StateEndpoints(service)
+    return [
+        Endpoint(
+            *("POST", "/v1/completions", Completions(service), "Complete prompts."),
+            *(CompletionRequest, Completion, CompletionChunk),
+            errors=RUNS,
+        ),
+        Endpoint(
+            *("POST", "/v1/chat/completions", ChatCompletions(service), "Continue a conversation."),
+            *(ChatRequest, ChatCompletion, ChatChunk),
+            errors=RUNS,
+        ),
+        Endpoint(
+            *("POST", "/v1/embeddings", EmbeddingsEndpoint(service), "Make embeddings."),
+            *(EmbeddingRequest, Embeddings),
+            errors=RUNS,
+        ),
+        Endpoint(
+            *("POST", "/tokenize", models.tokenize, "The token ids of a prompt or a conversation."),
+            *(TokenizeRequest, TokenizeResponse),
+            errors=READS,
+        ),
+        Endpoint(
+            *("POST", "/detokenize", models.detokenize, "The text of token ids."),
+            *(DetokenizeRequest, DetokenizeResponse),
+            errors=READS,
+        ),
+        Endpoint("GET", "/v1/models", models.models, "The models that are served.", response=ModelList),
+        Endpoint(
+            "GET", "/v1/models/{name:path}", models.model, "One of the models.", response=ModelCard, errors=(404,)
+        ),
+        Endpoint(
+            "GET", "/health", state.health, "Whether the steps make progress.", response=ServerState, errors=(503,)
+        ),
+        Endpoint("GET", "/ready", state.ready, "Whether requests are accepted.", response=ServerState, errors=(503,)),
+        Endpoint(
+            *("GET", "/metrics", state.metrics, "Statistics for Prometheus."),
+            response=str,
+            media_type="text/plain",
+            errors=(503,),
+        ),
+        Endpoint("GET", "/version", state.version, "The version of the server.", response=Version),
+        Endpoint("GET", "/load", state.load, "The number of unfinished requests.", response=Load),
+    ]
+
+
+class ServerState(msgspec.Struct):
+    """Of ``/health`` and ``/ready``."""
+
+    status: str
+
+
+class Version(msgspec.Struct):
+    version: str
+
+
+class Load(msgspec.Struct):
+    server_load: int
 
 
 class StateEndpoints:
@@ -80,12 +157,12 @@ class StateEndpoints:
                 await asyncio.wait_for(engine.call("ping"), HEALTH_S)
             except TimeoutError:
                 raise ApiError(503, f"the engine has made no progress for {HEALTH_S:g} s", "engine_stuck") from None
-        return JSON({"status": "ok"})
+        return JSON(ServerState("ok"))
 
     async def ready(self, http: Request) -> Response:
         if self._service.is_draining or not self._service.engine.is_running:
             raise ApiError(503, "the server takes no requests", "not_ready")
-        return JSON({"status": "ready"})
+        return JSON(ServerState("ready"))
 
     async def metrics(self, http: Request) -> Response:
         values = await self._service.engine.call("metrics")
@@ -94,7 +171,7 @@ class StateEndpoints:
         )
 
     async def version(self, http: Request) -> Response:
-        return JSON({"version": __version__})
+        return JSON(Version(__version__))
 
     async def load(self, http: Request) -> Response:
-        return JSON({"server_load": self._service.engine.num_unfinished})
+        return JSON(Load(self._service.engine.num_unfinished))

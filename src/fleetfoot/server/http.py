@@ -9,7 +9,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from fleetfoot.engine.errors import EngineDeadError
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = ("/health", "/ready", "/version", "/metrics")
+OPEN_PATHS = ("/health", "/ready", "/version", "/metrics", "/openapi.json")
 """Paths that need no key."""
 KEEP_ALIVE_S = 15.0
 """Seconds without data after which an event stream gets a comment."""
@@ -89,13 +89,30 @@ def _named_field(message: str) -> str | None:
     return match[1] if match and match[1] not in ("the", "a", "this", "there", "prompt_") else None
 
 
-def openai_error(error: ApiError) -> dict[str, Any]:
+class ErrorDetails(msgspec.Struct):
+    """What is wrong, and with which field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(msgspec.Struct):
     """OpenAI's envelope."""
-    content = {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
-    return {"error": content}
+
+    error: ErrorDetails
+
+    @classmethod
+    def of(cls, error: ApiError) -> ErrorResponse:
+        return cls(ErrorDetails(error.message, error.kind, error.param, error.code))
 
 
-def error_response(error: ApiError, envelope: Callable[[ApiError], dict[str, Any]] = openai_error) -> Response:
+Envelope = Callable[["ApiError"], Any]
+openai_error: Envelope = ErrorResponse.of
+
+
+def error_response(error: ApiError, envelope: Envelope = openai_error) -> Response:
     return JSON(envelope(error), error.status, error.headers)
 
 
@@ -112,7 +129,13 @@ class JSON(Response):
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body. Raises ApiError 413 above ``limit`` bytes, before more of it is read."""
+    """The body. Raises ApiError 415 for one that is not plain JSON, and 413 above ``limit`` bytes, before more of it is
+    read."""
+    media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise ApiError(415, f"the body's content-type is {media_type!r:.100}; it must be application/json")
+    if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+        raise ApiError(415, f"the body's content-encoding is {encoding!r:.100}; send the body without one")
     length = request.headers.get("content-length", "")
     too_large = ApiError(413, f"the body is larger than the limit of {limit} bytes (--max-body-bytes)")
     if length.isdecimal() and int(length) > limit:
@@ -221,10 +244,12 @@ class RequestGate:
 
     Args:
         keys: clients send one of them; (): none is needed.
+        envelopes: of the errors of paths; others have OpenAI's.
     """
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...] = (), root_path: str = "") -> None:
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...], root_path: str, envelopes: Mapping[str, Envelope]) -> None:
         self._app = app
+        self._envelopes = envelopes
         self._keys = [key.encode() for key in keys]
         self._root_path = root_path
 
@@ -238,7 +263,7 @@ class RequestGate:
             error = ApiError(
                 401, "the key is missing or wrong; send it as 'Authorization: Bearer KEY'", "invalid_api_key"
             )
-            await error_response(error)(scope, receive, send)
+            await error_response(error, self._envelopes.get(path, openai_error))(scope, receive, send)
             return
         given = headers.get(b"x-request-id")
 
@@ -259,7 +284,7 @@ class RequestGate:
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def handled(handler: Handler, envelope: Callable[[ApiError], dict[str, Any]] = openai_error) -> Handler:
+def handled(handler: Handler, envelope: Envelope = openai_error) -> Handler:
     """A handler with exceptions as responses in the API's envelope."""
 
     async def respond(request: Request) -> Response:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.server.http import ENCODER, ApiError, openai_error
-from fleetfoot.server.openai.protocol import GenerationRequest, Usage
+from fleetfoot.server.openai.protocol import GenerationRequest, PromptLogprob, PromptLogprobs, Usage
 
 DONE = b"data: [DONE]\n\n"
 
@@ -75,15 +75,14 @@ def finite(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-def logprob_entries(entries: Iterable[dict[int, Any] | None] | None) -> list[dict[int, Any] | None] | None:
+def logprob_entries(entries: Iterable[dict[int, Any] | None] | None) -> PromptLogprobs:
     """Prompt logprobs as vLLM's servers return them: token id -> logprob, rank and text."""
     if entries is None:
         return None
     return [
         entry
         and {
-            token_id: {"logprob": finite(one.logprob), "rank": one.rank, "decoded_token": one.decoded_token}
-            for token_id, one in entry.items()
+            token_id: PromptLogprob(finite(one.logprob), one.rank, one.decoded_token) for token_id, one in entry.items()
         }
         for entry in entries
     ]

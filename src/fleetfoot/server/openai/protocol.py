@@ -246,6 +246,18 @@ class Usage(msgspec.Struct):
         return cls(num_prompt, num_completion, num_prompt + num_completion, PromptTokensDetails(num_cached))
 
 
+class PromptLogprob(msgspec.Struct):
+    """vLLM's ``prompt_logprobs``."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None] | None
+"""For each token: token id -> logprob; None for the first one."""
+
+
 class CompletionLogprobs(msgspec.Struct):
     """Of completions."""
 
@@ -262,7 +274,7 @@ class CompletionChoice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     """vLLM's: the stop string or token."""
-    prompt_logprobs: Any = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -272,10 +284,22 @@ class Completion(msgspec.Struct):
     choices: list[CompletionChoice]
     model: str
     usage: Usage | None = None
-    object: str = "text_completion"
+    object: Literal["text_completion"] = "text_completion"
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
     system_fingerprint: str | None = None
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET
+
+
+class CompletionChunk(msgspec.Struct):
+    """An event of a stream."""
+
+    id: str
+    choices: list[CompletionChoice]
+    model: str
+    object: Literal["text_completion"]
+    created: int
+    system_fingerprint: str | None
+    usage: Usage | UnsetType | None = UNSET
 
 
 class TopLogprob(msgspec.Struct):
@@ -316,10 +340,10 @@ class ChatCompletion(msgspec.Struct):
     choices: list[ChatChoice]
     model: str
     usage: Usage
-    object: str = "chat.completion"
+    object: Literal["chat.completion"] = "chat.completion"
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
     system_fingerprint: str | None = None
-    prompt_logprobs: Any = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 
@@ -338,17 +362,29 @@ class ChatChunkChoice(msgspec.Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
+class ChatChunk(msgspec.Struct):
+    """An event of a stream."""
+
+    id: str
+    choices: list[ChatChunkChoice]
+    model: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    system_fingerprint: str | None
+    usage: Usage | UnsetType | None = UNSET
+
+
 class Embedding(msgspec.Struct):
     index: int
     embedding: list[float] | str
-    object: str = "embedding"
+    object: Literal["embedding"] = "embedding"
 
 
 class Embeddings(msgspec.Struct):
     data: list[Embedding]
     model: str
     usage: Usage
-    object: str = "list"
+    object: Literal["list"] = "list"
     id: str = ""
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
@@ -358,7 +394,7 @@ class ModelCard(msgspec.Struct):
     created: int
     root: str
     max_model_len: int
-    object: str = "model"
+    object: Literal["model"] = "model"
     owned_by: str = "fleetfoot"
     parent: str | None = None
     permission: list[Any] = []
@@ -366,4 +402,15 @@ class ModelCard(msgspec.Struct):
 
 class ModelList(msgspec.Struct):
     data: list[ModelCard]
-    object: str = "list"
+    object: Literal["list"] = "list"
+
+
+class TokenizeResponse(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(msgspec.Struct):
+    prompt: str

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,7 +9,14 @@ from starlette.responses import Response
 from fleetfoot.server.http import JSON, invalid
 from fleetfoot.server.openai.chat import template_options
 from fleetfoot.server.openai.prompts import read_messages
-from fleetfoot.server.openai.protocol import DetokenizeRequest, ModelCard, ModelList, TokenizeRequest
+from fleetfoot.server.openai.protocol import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ModelCard,
+    ModelList,
+    TokenizeRequest,
+    TokenizeResponse,
+)
 from fleetfoot.server.service import Service
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
@@ -46,13 +51,8 @@ class ModelEndpoints:
             token_ids = await service.render_chat(read_messages(body.messages), **template_options(service, body))
         else:
             token_ids = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
-        content: dict[str, Any] = {
-            "count": len(token_ids),
-            "max_model_len": service.engine.facts.max_model_len,
-            "tokens": token_ids,
-            "token_strs": tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None,
-        }
-        return JSON(content)
+        texts = tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
+        return JSON(TokenizeResponse(len(token_ids), service.engine.facts.max_model_len, token_ids, texts))
 
     async def detokenize(self, http: Request) -> Response:
         service = self._service
@@ -62,4 +62,4 @@ class ModelEndpoints:
             if not 0 <= token < size:
                 message = f"tokens[{index}] is {token}; the vocabulary has {size} tokens, 0 to {size - 1}"
                 raise invalid(f"tokens[{index}]", message)
-        return JSON({"prompt": service.tokenizer.decode(body.tokens)})
+        return JSON(DetokenizeResponse(service.tokenizer.decode(body.tokens)))
