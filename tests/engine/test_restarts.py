@@ -18,6 +18,7 @@ from tests.helpers.schedules import Life, assert_lives_agree, live_alone, random
 
 from fleetfoot import AsyncLLM, EngineDeadError, LLMEngine, SamplingParams
 from fleetfoot.engine.restart import WINDOW_S, FaultSearch
+from fleetfoot.executor.protocol import WorkerError
 from fleetfoot.executor.worker import Worker
 from fleetfoot.kv_transfer.blockstore.connector import BlockStoreScheduler
 from fleetfoot.layers.linear import VocabParallelEmbedding
@@ -248,6 +249,23 @@ def test_too_many_restarts_raise_the_first_cause() -> None:
     assert engine.stats().num_restarts == 4
     with pytest.raises(EngineDeadError, match="the cause"):
         engine.add_request("c", [5, 6], long)
+
+
+def test_workers_that_end_between_steps_are_restarted_by_the_next_call() -> None:
+    engine, _ = failing_engine(_Clock())
+
+    def fail() -> None:
+        raise WorkerError("worker 0 was ended by SIGKILL")
+
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        engine.run_held(fail)
+    assert engine.stats().num_restarts == 0
+    assert engine.run_held(lambda: "called") == "called"
+    assert engine.stats().num_restarts == 1
+    with pytest.raises(KeyError):
+        engine.run_held(lambda: {}["missing"])
+    assert engine.run_held(lambda: "again") == "again"
+    assert engine.stats().num_restarts == 1
 
 
 def test_waiting_requests_are_kept_in_their_order() -> None:

@@ -279,7 +279,7 @@ class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
                 outputs += self.output_processor.process(engine_outputs, self._clock())
                 with self._restarts.deferring():
                     self.core.drain()
-            self._holds.run_if_reached()
+            self._restarts.report(self._holds.run_if_reached())
         return outputs
 
     def _advance(self, before_update: Callable[[], object]) -> list[EngineOutput] | None:

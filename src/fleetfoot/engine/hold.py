@@ -41,19 +41,20 @@ class Hold:
         self.is_done = False
         self._function, self._on_done = function, on_done
         self._value: Any = None
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
+        """What `result` raises."""
 
     def run(self) -> None:
         """Call the function. Only exceptions that are no `Exception`, such as KeyboardInterrupt, are raised."""
         try:
             self._value = self._function()
         except Exception as error:
-            self._error = error
+            self.error = error
         self._end()
 
     def fail(self, error: BaseException) -> None:
         """End without calling the function."""
-        self._error = error
+        self.error = error
         self._end()
 
     def _end(self) -> None:
@@ -63,8 +64,8 @@ class Hold:
 
     def result(self) -> Any:
         """The function's result; raises what it has raised, or what has kept it from running."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self._value
 
 
@@ -120,14 +121,14 @@ class HoldQueue:
                 self._abort_all()
         return core.step(before_update) if drains and core.scheduler.has_started else core.retire(before_update)
 
-    def run_if_reached(self) -> None:
+    def run_if_reached(self) -> BaseException | None:
         """After `step`, with its outputs processed: run the hold's function if nothing is in flight, and with
-        ``drain`` no started request is left."""
+        ``drain`` no started request is left. Returns what the function has raised."""
         hold, scheduler = self._begun, self._core.scheduler
         if hold is None or self._core.is_in_flight:
-            return
+            return None
         if hold.mode == "drain" and not self.is_paused and scheduler.has_started:
-            return
+            return None
         if hold.mode == "wait":
             scheduler.preempt_running()
         self.is_held = True
@@ -136,6 +137,7 @@ class HoldQueue:
         finally:
             self.is_held = False
             self.remove(hold)
+        return hold.error
 
     def fail_all(self, error: BaseException) -> None:
         """End all holds: the engine has failed, or is shut down."""

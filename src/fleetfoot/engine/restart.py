@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from fleetfoot.engine.core import EngineCore
 from fleetfoot.engine.output_processor import OutputProcessor
-from fleetfoot.executor.protocol import Executor
+from fleetfoot.executor.protocol import Executor, WorkerError
 from fleetfoot.records.kv_connector import SchedulerConnector
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import EngineOutput
@@ -44,6 +44,9 @@ class NoRestarts:
     def deferring(self) -> Iterator[None]:
         """Between steps: an error in the block is that of the next step."""
         yield
+
+    def report(self, error: BaseException | None) -> None:
+        """The function of a hold has raised this; None: nothing."""
 
 
 class Restarts(NoRestarts):
@@ -88,6 +91,11 @@ class Restarts(NoRestarts):
         try:
             yield
         except Exception as error:
+            self.error = self.error or error
+
+    def report(self, error: BaseException | None) -> None:
+        """The next step restarts workers of which one has ended, also if no request runs."""
+        if isinstance(error, WorkerError):
             self.error = self.error or error
 
     def _update_search(self) -> None:
