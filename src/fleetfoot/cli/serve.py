@@ -34,6 +34,16 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--api-key", action="append", metavar="KEY", help="clients must send this key; may be given several times. "
         "FLEETFOOT_API_KEY is one more",
     )  # fmt: skip
+    add(
+        "--enable-admin-routes",
+        action="store_true",
+        help="add routes that change the engine (/sleep, /pause, /update_weights, ...); they need --admin-key",
+    )
+    add(
+        "--admin-key",
+        metavar="KEY",
+        help="their key, or FLEETFOOT_ADMIN_KEY; --api-key does not open them",
+    )
     add("--served-model-name", nargs="+", metavar="NAME", help="names of the model in requests (default: MODEL)")
     add("--root-path", default="", metavar="PATH", help="path of the server behind a proxy")
     add("--ssl-keyfile", metavar="FILE", help="private key, for https")
@@ -68,8 +78,7 @@ def _run(arguments: argparse.Namespace) -> int:
     with usage_errors():
         config = engine_config(arguments)  # validated before anything is started
         keys = [*(arguments.api_key or ()), *([key] if (key := env.api_key()) else [])]
-        if not all(keys) or not all(key.isascii() and key.isprintable() for key in keys):
-            raise UsageError("--api-key must hold printable ASCII characters, and not be empty")
+        _check_keys("--api-key", keys)
 
         from fleetfoot.server.serve import ServerSettings, serve
         from fleetfoot.server.service import ServiceSettings
@@ -87,6 +96,7 @@ def _run(arguments: argparse.Namespace) -> int:
             port=arguments.port,
             uds=arguments.uds,
             api_keys=tuple(keys),
+            admin_key=_admin_key(arguments, keys),
             root_path=arguments.root_path.rstrip("/"),
             ssl_keyfile=arguments.ssl_keyfile,
             ssl_certfile=arguments.ssl_certfile,
@@ -98,6 +108,26 @@ def _run(arguments: argparse.Namespace) -> int:
             access_log=arguments.access_log,
         )
         return serve(config, settings)
+
+
+def _check_keys(flag: str, keys: list[str]) -> None:
+    if not all(keys) or not all(key.isascii() and key.isprintable() for key in keys):
+        raise UsageError(f"{flag} must hold printable ASCII characters, and not be empty")
+
+
+def _admin_key(arguments: argparse.Namespace, api_keys: list[str]) -> str | None:
+    """The key of the routes that change the engine; None: they are not enabled."""
+    if not arguments.enable_admin_routes:
+        if arguments.admin_key is not None:
+            raise UsageError("--admin-key has no effect without --enable-admin-routes")
+        return None
+    key = env.admin_key() if arguments.admin_key is None else str(arguments.admin_key)
+    if key is None:
+        raise UsageError("--enable-admin-routes needs a key: set --admin-key KEY or FLEETFOOT_ADMIN_KEY")
+    _check_keys("--admin-key", [key])
+    if key in api_keys:
+        raise UsageError("--admin-key is one of the keys of --api-key; choose another one")
+    return key
 
 
 def _chat_template(given: str | None) -> str | None:

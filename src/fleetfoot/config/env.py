@@ -77,3 +77,8 @@ def notify_socket() -> str | None:
 def api_key() -> str | None:
     """``FLEETFOOT_API_KEY``, or vLLM's ``VLLM_API_KEY``: a key of `fleetfoot serve` that is in no list of processes."""
     return os.environ.get("FLEETFOOT_API_KEY") or os.environ.get("VLLM_API_KEY") or None
+
+
+def admin_key() -> str | None:
+    """``FLEETFOOT_ADMIN_KEY``: the key of the routes that change the engine."""
+    return os.environ.get("FLEETFOOT_ADMIN_KEY") or None

@@ -221,8 +221,14 @@ class EngineClient:
         await self._socket.send(self._encoder.encode(Hello()))
         ready = self._decoder.decode(await self._socket.recv())
         assert isinstance(ready, Ready), ready
-        self.facts = ready
         self.tokenizer = None if ready.tokenizer_path is None else Tokenizer.from_path(ready.tokenizer_path)
+        self._learn(ready)
+        self._outputs = OutputProcessor(self.tokenizer, self._finish, StatsCollector())
+        self._task = asyncio.create_task(self._receive(), name="fleetfoot-engine-client")
+
+    def _learn(self, ready: Ready) -> None:
+        """Take over the engine's facts: at the start, and when its settings have changed."""
+        self.facts = ready
         self.input_processor = InputProcessor(
             vocab_size=ready.vocab_size,
             max_model_len=ready.max_model_len,
@@ -233,8 +239,6 @@ class EngineClient:
             sampling_defaults=ready.sampling_defaults,
             pooling=ready.pooling,
         )
-        self._outputs = OutputProcessor(self.tokenizer, self._finish, StatsCollector())
-        self._task = asyncio.create_task(self._receive(), name="fleetfoot-engine-client")
 
     # --- the interface of AsyncLLM ------------------------------------------------------------------------------------
 
@@ -283,8 +287,9 @@ class EngineClient:
         """As `fleetfoot.AsyncLLM.get_default_sampling_params`."""
         return SamplingParams(**self.facts.sampling_defaults)
 
-    async def call(self, method: str, *arguments: Any) -> Any:
-        """The result, as plain data, of a method of the engine (`fleetfoot.engine.process.METHODS`).
+    async def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
+        """The result, as plain data, of a method of the engine (``metrics``, and those of
+        `fleetfoot.engine.remote_calls`).
 
         Raises:
             ValueError, TypeError, RuntimeError: the method has raised it.
@@ -293,7 +298,7 @@ class EngineClient:
         self._check_alive()
         number = next(self._numbers)
         future = self._calls[number] = asyncio.get_running_loop().create_future()
-        self._send(Call(number, method, list(arguments)))
+        self._send(Call(number, method, list(arguments), keywords))
         return await future
 
     async def stop(self) -> None:
@@ -382,6 +387,8 @@ class EngineClient:
                     self._take_reply(message)
                 elif isinstance(message, Refused):
                     self._refuse(message)
+                elif isinstance(message, Ready):
+                    self._learn(message)
                 elif isinstance(message, Dead):
                     self.fail(f"the engine has failed: {message.text}")
         except Exception as error:

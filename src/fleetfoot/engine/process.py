@@ -22,6 +22,7 @@ import zmq
 
 from fleetfoot.engine.engine import LLMEngine, build_engine
 from fleetfoot.engine.input_processor import EngineRequest
+from fleetfoot.engine.remote_calls import RemoteCalls
 from fleetfoot.engine.stats import Histogram, StatsCollector
 from fleetfoot.engine.wire import (
     AddRequest,
@@ -49,9 +50,6 @@ from fleetfoot.utils.logs import log_to_stderr
 from fleetfoot.utils.process import SHORT_COLLECTIONS
 
 logger = logging.getLogger(__name__)
-
-METHODS = ("stats", "check_integrity", "reset_prefix_cache")
-"""Of `LLMEngine`, that clients can call, besides ``ping`` and ``metrics``."""
 
 _SECONDS = [step * 10.0**power for power in range(-3, 3) for step in (1, 2, 5)]
 _TOKENS = [step * 10.0**power for power in range(6) for step in (1, 2, 5)]
@@ -273,6 +271,7 @@ class EngineServer:
         self._stopping = False
         self._decoder = msgspec.msgpack.Decoder(ClientMessage)
         self._encoder = msgspec.msgpack.Encoder()
+        self._calls = RemoteCalls(engine, lambda: self._send_all(facts(engine)))
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(lifeline, zmq.POLLIN)
@@ -283,9 +282,9 @@ class EngineServer:
         try:
             with SHORT_COLLECTIONS:
                 while not self._stopping:
-                    has_work = engine.has_unfinished_requests() or engine.has_transfers()
+                    has_work = engine.can_step or engine.has_transfers()
                     self._receive(wait=not has_work)
-                    if has_work or engine.has_unfinished_requests():
+                    if has_work or engine.can_step:
                         messages: list[Any] = engine.step(self._receive)
                         for client, message in messages:
                             self._send(client, message)
@@ -313,7 +312,7 @@ class EngineServer:
         elif isinstance(message, Finish):
             self._router.finish(client, message)
         elif isinstance(message, Call):
-            self._send(client, self._call(message))
+            self._call(client, message)
         elif isinstance(message, Hello):
             self._clients.add(client)
             self._send(client, facts(self._engine))
@@ -327,18 +326,11 @@ class EngineServer:
         except (ValueError, TypeError) as error:
             self._send(client, Refused(message.number, Failed.of(error)))
 
-    def _call(self, call: Call) -> Reply:
-        if call.method == "ping":
-            return Reply(call.number)
+    def _call(self, client: bytes, call: Call) -> None:
         if call.method == "metrics":
-            return Reply(call.number, self._router.metrics(self._engine.core.scheduler.stats()))
-        if call.method not in METHODS:
-            return Reply(call.number, error=Failed("ValueError", f"there is no method {call.method!r}"))
-        try:
-            value = getattr(self._engine, call.method)(*call.arguments)
-        except (ValueError, TypeError, RuntimeError) as error:
-            return Reply(call.number, error=Failed.of(error))
-        return Reply(call.number, msgspec.to_builtins(value))
+            self._send(client, Reply(call.number, self._router.metrics(self._engine.core.scheduler.stats())))
+        else:
+            self._calls.run(call, lambda reply: self._send(client, reply))
 
     def _send(self, client: bytes, message: EngineMessage) -> None:
         self._socket.send_multipart((client, self._encoder.encode(message)))

@@ -43,7 +43,9 @@ class Failed(_Message):
 
     @classmethod
     def of(cls, error: BaseException) -> Failed:
-        return cls(type(error).__name__, str(error) or type(error).__name__)
+        kinds = {ValueError: "ValueError", FileNotFoundError: "ValueError", TypeError: "TypeError"}
+        kind = next((name for known, name in kinds.items() if isinstance(error, known)), type(error).__name__)
+        return cls(kind, str(error) or type(error).__name__)
 
     def as_error(self) -> Exception:
         """A ValueError, TypeError or RuntimeError."""
@@ -127,11 +129,12 @@ class Finish(_Message):
 
 
 class Call(_Message):
-    """Call a method of the engine, one of `fleetfoot.engine.process.METHODS`. The reply is `Reply`."""
+    """Call a method of the engine, see `fleetfoot.engine.remote_calls`. The reply is `Reply`."""
 
     number: int
     method: str
     arguments: list[Any]
+    keywords: dict[str, Any] = {}
 
 
 class Stop(_Message):
@@ -142,7 +145,7 @@ class Stop(_Message):
 
 
 class Ready(_Message):
-    """Facts about the engine that clients validate requests with."""
+    """Facts about the engine that clients validate requests with; sent again when they change."""
 
     pid: int
     model: str

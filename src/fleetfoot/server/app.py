@@ -14,7 +14,17 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Match, Route
 
 from fleetfoot._version import __version__
-from fleetfoot.server.http import JSON, ApiError, Envelope, RequestGate, error_response, handled, openai_error
+from fleetfoot.server.admin import admin_endpoints
+from fleetfoot.server.http import (
+    JSON,
+    OPEN_PATHS,
+    ApiError,
+    Envelope,
+    RequestGate,
+    error_response,
+    handled,
+    openai_error,
+)
 from fleetfoot.server.metrics import render_metrics
 from fleetfoot.server.openai.chat import ChatCompletions
 from fleetfoot.server.openai.completions import Completions
@@ -43,14 +53,19 @@ HEALTH_S = 60.0
 """Seconds without a step or an answer of the engine after which it counts as stuck."""
 
 
-def make_app(service: Service, keys: tuple[str, ...] = (), root_path: str = "") -> Starlette:
+def make_app(
+    service: Service, keys: tuple[str, ...] = (), root_path: str = "", admin_key: str | None = None
+) -> Starlette:
     """The application.
 
     Args:
         keys: clients send one of them; (): none is needed.
+        admin_key: of the routes that change the engine; None: there are none.
         root_path: the path of the application behind a proxy.
     """
     endpoints = make_endpoints(service)
+    if admin_key is not None:
+        endpoints += admin_endpoints(service)
     document = JSON(openapi_document(endpoints, has_keys=bool(keys), root_path=root_path)).body
     envelopes: dict[str, Envelope] = {endpoint.path: endpoint.envelope.of for endpoint in endpoints}
     routes = [
@@ -75,7 +90,10 @@ def make_app(service: Service, keys: tuple[str, ...] = (), root_path: str = "") 
         return response
 
     routes.append(Route("/openapi.json", openapi, methods=["GET"]))
-    gate = Middleware(RequestGate, keys=keys, root_path=root_path, envelopes=envelopes)
+    keys_by_path: dict[str, tuple[str, ...]] = dict.fromkeys(OPEN_PATHS, ())
+    if admin_key is not None:
+        keys_by_path |= {endpoint.path: (admin_key,) for endpoint in endpoints if endpoint.is_admin}
+    gate = Middleware(RequestGate, keys=keys, root_path=root_path, envelopes=envelopes, keys_by_path=keys_by_path)
     return Starlette(routes=routes, middleware=[gate], exception_handlers={HTTPException: on_http_error})
 
 

@@ -245,12 +245,21 @@ class RequestGate:
     Args:
         keys: clients send one of them; (): none is needed.
         envelopes: of the errors of paths; others have OpenAI's.
+        keys_by_path: other keys of single paths; (): none is needed.
     """
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...], root_path: str, envelopes: Mapping[str, Envelope]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: tuple[str, ...],
+        root_path: str,
+        envelopes: Mapping[str, Envelope],
+        keys_by_path: Mapping[str, tuple[str, ...]],
+    ) -> None:
         self._app = app
         self._envelopes = envelopes
-        self._keys = [key.encode() for key in keys]
+        self._keys = keys
+        self._keys_by_path = keys_by_path
         self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -259,10 +268,11 @@ class RequestGate:
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
         path = scope["path"].removeprefix(self._root_path)
-        if self._keys and path not in OPEN_PATHS and scope["method"] != "OPTIONS" and not self._is_allowed(headers):
-            error = ApiError(
-                401, "the key is missing or wrong; send it as 'Authorization: Bearer KEY'", "invalid_api_key"
-            )
+        keys = self._keys_by_path.get(path, self._keys)
+        if keys and scope["method"] != "OPTIONS" and not _has_key(headers, keys):
+            which = "key" if keys is self._keys else "key of this route (--admin-key)"
+            message = f"the {which} is missing or wrong; send it as 'Authorization: Bearer KEY'"
+            error = ApiError(401, message, "invalid_api_key")
             await error_response(error, self._envelopes.get(path, openai_error))(scope, receive, send)
             return
         given = headers.get(b"x-request-id")
@@ -274,11 +284,12 @@ class RequestGate:
 
         await self._app(scope, receive, send_with_id if given else send)
 
-    def _is_allowed(self, headers: dict[bytes, bytes]) -> bool:
-        given = headers.get(b"authorization", b"")
-        key = given[7:] if given[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
-        matches = [hmac.compare_digest(key, known) for known in self._keys]  # all of them, for a constant time
-        return any(matches)
+
+def _has_key(headers: dict[bytes, bytes], keys: tuple[str, ...]) -> bool:
+    given = headers.get(b"authorization", b"")
+    key = given[7:] if given[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
+    matches = [hmac.compare_digest(key, known.encode()) for known in keys]  # all of them, for a constant time
+    return any(matches)
 
 
 Handler = Callable[[Request], Awaitable[Response]]

@@ -42,6 +42,9 @@ class Endpoint:
     """Its statuses besides 200 and 401."""
     media_type: str = "application/json"
     """Of ``response``."""
+    is_body_optional: bool = False
+    is_admin: bool = False
+    """Whether it changes the engine, and has a key of its own."""
     envelope: type[Any] = ErrorResponse
     """The type of errors. Its method ``of`` makes one of an `ApiError`."""
 
@@ -57,10 +60,10 @@ def openapi_document(endpoints: Sequence[Endpoint], *, has_keys: bool, root_path
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
         path = re.sub(r":[a-z]+}", "}", endpoint.path)
-        needs_key = has_keys and endpoint.path not in OPEN_PATHS
+        needs_key = endpoint.is_admin or (has_keys and endpoint.path not in OPEN_PATHS)
         paths.setdefault(path, {})[endpoint.method.lower()] = _operation(endpoint, schemas, needs_key=needs_key)
     components: dict[str, Any] = {"schemas": schemas.components}
-    if has_keys:
+    if has_keys or any(endpoint.is_admin for endpoint in endpoints):
         components["securitySchemes"] = {
             "bearer": {"type": "http", "scheme": "bearer"},
             "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -91,7 +94,7 @@ def _operation(endpoint: Endpoint, schemas: _Schemas, *, needs_key: bool) -> dic
         operation["parameters"] = parameters
     if endpoint.request is not None:
         content = {"application/json": {"schema": schemas.of(endpoint.request)}}
-        operation["requestBody"] = {"required": True, "content": content}
+        operation["requestBody"] = {"required": not endpoint.is_body_optional, "content": content}
     success: dict[str, Any] = {"description": "OK"}
     if endpoint.response is not None:
         success["content"] = {endpoint.media_type: {"schema": schemas.of(endpoint.response)}}

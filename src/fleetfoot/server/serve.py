@@ -50,6 +50,8 @@ class ServerSettings:
     uds: str | None = None
     """Path of a Unix socket, in place of host and port."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    admin_key: str | None = field(default=None, repr=False)
+    """Of the routes that change the engine; None: there are none."""
     root_path: str = ""
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
@@ -162,7 +164,7 @@ class ApiServer:
         """Serve until a signal, or `fail`."""
         settings = self._settings
         config = uvicorn.Config(
-            make_app(self._service, settings.api_keys, settings.root_path),
+            make_app(self._service, settings.api_keys, settings.root_path, settings.admin_key),
             http=_LimitedHttp,
             log_config=None,
             access_log=settings.access_log,

@@ -1,0 +1,111 @@
+"""Calls of an engine by clients in other processes. Those that change the engine run between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from fleetfoot.engine.engine import LLMEngine
+from fleetfoot.engine.hold import Hold
+from fleetfoot.engine.live_weights import ENGINE_METHODS, WeightCalls
+from fleetfoot.engine.sleep import SleepCalls
+from fleetfoot.engine.wire import Call, Failed, Reply
+
+Send = Callable[[Reply], object]
+"""Sends the reply to the client."""
+
+STATE_METHODS = ("stats", "check_integrity", "ping", "state", "abort_requests")
+"""Methods that return at once, also while the engine is paused."""
+HELD_METHODS = (
+    *(name for owner in (SleepCalls, WeightCalls) for name in vars(owner) if not name.startswith("_")),
+    *("reset_prefix_cache", "collective_rpc"),
+)
+"""Methods that run between steps, when no step is in flight; the reply is sent then."""
+
+
+class RemoteCalls:
+    """The methods.
+
+    Args:
+        announce: called when facts of the engine have changed that clients validate requests with.
+    """
+
+    def __init__(self, engine: LLMEngine, announce: Callable[[], object]) -> None:
+        self._engine = engine
+        self._announce = announce
+
+    def run(self, call: Call, send: Send) -> None:
+        """Run a call, and send its reply now or later. Exceptions of the method are sent."""
+        if call.method in HELD_METHODS:
+            owner: Any = _HeldCall(self._engine, lambda hold: self._finish(call, hold.result, send))
+        elif call.method in STATE_METHODS:
+            owner = self if hasattr(self, call.method) else self._engine
+        else:
+            send(Reply(call.number, error=Failed("ValueError", f"there is no method {call.method!r}")))
+            return
+        try:
+            value = getattr(owner, call.method)(*call.arguments, **call.keywords)
+        except (ValueError, TypeError, RuntimeError) as error:
+            send(Reply(call.number, error=Failed.of(error)))
+        else:
+            if call.method not in HELD_METHODS:
+                self._finish(call, lambda: value, send)
+
+    def _finish(self, call: Call, result: Callable[[], Any], send: Send) -> None:
+        try:
+            value = msgspec.to_builtins(result(), enc_hook=str)
+        except Exception as error:
+            send(Reply(call.number, error=Failed.of(error)))
+            return
+        if call.method == "update_config":
+            self._announce()
+        send(Reply(call.number, value))
+
+    def ping(self) -> None:
+        """The loop is running."""
+
+    def state(self) -> dict[str, Any]:
+        """Whether the engine is paused or asleep, and the version of its weights."""
+        engine = self._engine
+        return {
+            "is_paused": engine.is_paused,
+            "is_sleeping": engine.is_sleeping(),
+            "weight_version": engine.weight_version,
+        }
+
+    def abort_requests(self, request_ids: list[str]) -> list[str]:
+        """End requests, and those of single prompts of a request (``ID-0``, ``ID-1``, ...). Returns their ids."""
+        wanted = set(request_ids)
+        found = [
+            name
+            for name in self._engine.output_processor.request_ids
+            if name in wanted or name.rpartition("-")[0] in wanted
+        ]
+        self._engine.abort_request(found)
+        return found
+
+
+class _HeldCall(SleepCalls, WeightCalls):
+    """One call, queued as a `Hold`. ``on_done`` is called when it has run, or cannot."""
+
+    def __init__(self, engine: LLMEngine, on_done: Callable[[Hold], object]) -> None:
+        self._engine = engine
+        self._on_done = on_done
+        self.suspension = engine.suspension
+
+    def _held(self, function: Callable[[Any], Any], mode: str) -> Hold:
+        return self._engine.hold(lambda: function(self._engine), mode, on_done=self._on_done)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> Hold:
+        """See `LLMEngine.reset_prefix_cache`."""
+        return self._held(lambda engine: engine.reset_prefix_cache(reset_running_requests, reset_connector), "keep")
+
+    def collective_rpc(self, method: str, args: Any = (), kwargs: Any = None) -> Any:
+        """See `LLMEngine.collective_rpc`."""
+        if method in ENGINE_METHODS:
+            return getattr(self, method)(*args, **(kwargs or {}))
+        if not isinstance(method, str) or method.startswith("_"):
+            raise ValueError(f"method is {method!r}; it must be the name of a method of the worker")
+        return self._held(lambda engine: engine.collective_rpc(method, None, tuple(args), kwargs), "keep")

@@ -1,0 +1,174 @@
+"""Routes that change the engine, of a server with two API servers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+from openapi_spec_validator import OpenAPIV31SpecValidator
+
+from fleetfoot.assets import embedded_model_path
+from fleetfoot.cli.main import main
+from tests.helpers.server import RunningServer
+
+BODY = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
+ADMIN = {"Authorization": "Bearer root"}
+FLAGS = (
+    *("--dtype", "float32", "--api-key", "secret", "--api-server-count", "2", "--enable-sleep-mode"),
+    *("--enable-admin-routes", "--admin-key", "root"),
+)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[RunningServer]:
+    with RunningServer(*FLAGS) as running:
+        yield running
+
+
+@pytest.fixture
+def admin(engine: RunningServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=engine.url, headers=ADMIN, timeout=60) as client:
+        yield client
+
+
+def generate(engine: RunningServer, **fields: Any) -> httpx.Response:
+    """Over a new connection, which either API server may get."""
+    headers = {"Authorization": "Bearer secret"}
+    return httpx.post(f"{engine.url}/v1/completions", json={**BODY, **fields}, headers=headers, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def text(engine: RunningServer) -> str:
+    return str(generate(engine).json()["choices"][0]["text"])
+
+
+def test_keys_open_their_own_routes_alone(engine: RunningServer, admin: httpx.Client) -> None:
+    for headers in ({}, {"Authorization": "Bearer secret"}, {"x-api-key": "secret"}):
+        assert httpx.post(f"{engine.url}/sleep", headers=headers).status_code == 401
+    assert admin.get("/v1/models").status_code == 401
+    assert admin.get("/is_sleeping").json() == {
+        "status": "ok", "is_paused": False, "is_sleeping": False, "weight_version": 0
+    }  # fmt: skip
+    assert "root" not in "".join(engine.log)
+
+
+def test_the_routes_are_documented(admin: httpx.Client, engine: RunningServer) -> None:
+    headers = {"Authorization": "Bearer secret"}
+    document = httpx.get(f"{engine.url}/openapi.json", headers=headers).json()
+    OpenAPIV31SpecValidator(document).validate()
+    assert set(document["paths"]["/sleep"]["post"]["responses"]) >= {"200", "400", "401", "409"}
+    schema = {"$ref": "#/components/schemas/AdminState", "components": document["components"]}
+    jsonschema.Draft202012Validator(schema).validate(admin.get("/is_sleeping").json())
+
+
+def test_without_the_flag_there_are_no_such_routes(client: httpx.Client) -> None:
+    assert client.post("/sleep").status_code == client.get("/is_paused").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "state"),
+    [
+        ("/pause?mode=keep&clear_cache=false", "/resume", (True, False)),
+        ("/pause", "/resume", (True, False)),
+        ("/sleep?level=1&mode=keep", "/wake_up", (True, True)),
+        ("/sleep?level=2", "/wake_up?tags=weights&tags=kv_cache", (True, True)),
+    ],
+)
+def test_requests_wait_meanwhile(
+    engine: RunningServer, admin: httpx.Client, text: str, begin: str, end: str, state: tuple[bool, bool]
+) -> None:
+    assert admin.post(begin).status_code == 200
+    answer = admin.get("/is_paused").json()
+    assert (answer["is_paused"], answer["is_sleeping"]) == state
+    assert httpx.get(f"{engine.url}/health").status_code == 200
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(generate, engine)
+        answer = admin.post(end).json()
+        assert not (answer["is_paused"] or answer["is_sleeping"])
+        assert waiting.result().json()["choices"][0]["text"] == text
+
+
+def test_a_paused_stream_goes_on(engine: RunningServer, admin: httpx.Client) -> None:
+    body = {**BODY, "max_tokens": 200, "stream": True}
+    headers = {"Authorization": "Bearer secret", "X-Request-Id": "mine"}
+    with httpx.stream("POST", f"{engine.url}/v1/completions", json=body, headers=headers, timeout=60) as response:
+        lines = response.iter_lines()
+        next(lines)
+        assert admin.post("/pause", json={"mode": "keep"}).json()["is_paused"]
+        assert not admin.post("/resume").json()["is_paused"]
+        assert admin.post("/abort_requests", json={"request_ids": ["other"]}).json()["request_ids"] == []
+        assert admin.post("/abort_requests", json={"request_ids": ["mine"]}).json()["request_ids"] == ["mine"]
+        events = [line for line in lines if line]
+    assert events[-1] == "data: [DONE]"
+    assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
+
+
+def test_weights_and_settings(engine: RunningServer, admin: httpx.Client, text: str) -> None:
+    name = "model.norm.weight"
+    (before,) = admin.post("/weight_checksums", params={"names": name}).json()["checksums"].values()
+    patch = {"name": name, "indices": [0, 1], "values": [4.0, -4.0]}
+    answer = admin.post("/update_weights", json={"patches": [patch], "mode": "keep"}).json()
+    version = answer["weight_version"]
+    assert version == 1 and admin.get("/weight_version").json()["weight_version"] == 1
+    assert admin.post("/weight_checksums", json={"names": [name]}).json()["checksums"][name] != before
+    assert generate(engine).json()["choices"][0]["text"] != text
+    path = str(embedded_model_path())
+    assert admin.post("/update_weights", json={"weights_path": path}).json()["weight_version"] == 2
+    assert generate(engine).json()["choices"][0]["text"] == text
+    assert admin.post("/reset_prefix_cache?reset_running_requests=true").status_code == 200
+    assert admin.post("/collective_rpc", json={"method": "weight_checksums"}).json()["results"]
+    assert generate(engine, logprobs=3).status_code == 200
+    admin.post("/update_config", json={"overrides": {"max_logprobs": 2}}).raise_for_status()
+    refused = {generate(engine, logprobs=3).status_code for _ in range(6)}  # of both API servers
+    admin.post("/update_config", json={"overrides": {"max_logprobs": 20}}).raise_for_status()
+    assert refused == {400}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/sleep?level=3", None, 400, "level"),
+        ("/sleep", {"level": "deep"}, 400, "level"),
+        ("/sleep?depth=1", None, 400, "depth"),
+        ("/pause", {"mode": "drain"}, 400, "mode"),
+        ("/wake_up", {"tags": ["lora"]}, 400, "tags"),
+        ("/abort_requests", {}, 400, "request_ids"),
+        ("/update_weights", {}, 400, "update_info"),
+        ("/update_weights", {"update_info": {"nonsense": 1}}, 400, None),
+        ("/update_weights", {"weights_path": "/nothing"}, 400, None),
+        ("/update_weights", {"patches": [{"name": "x", "indices": [0], "values": [1.0]}]}, 400, None),
+        ("/update_config", {"overrides": {"dtype": "float16"}}, 400, None),
+        ("/finish_weight_update", None, 400, None),
+        ("/start_profile", None, 400, None),
+        ("/collective_rpc", {"method": "nonsense"}, 400, "method"),
+        ("/resume", [], 400, None),
+    ],
+)
+def test_refusals(admin: httpx.Client, path: str, body: Any, status: int, param: str | None) -> None:
+    response = admin.post(path, json=body) if body is not None else admin.post(path)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (status, param or error["param"]), error
+    assert error["message"] and admin.get("/is_paused").json()["is_paused"] is False
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--enable-admin-routes"], "needs a key"),
+        (["--admin-key", "x"], "without --enable-admin-routes"),
+        (["--enable-admin-routes", "--admin-key", "x", "--api-key", "x"], "choose another"),
+        (["--enable-admin-routes", "--admin-key", ""], "not be empty"),
+    ],
+    ids=str,
+)
+def test_flags_that_cannot_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str], message: str
+) -> None:
+    monkeypatch.delenv("FLEETFOOT_ADMIN_KEY", raising=False)
+    assert main(["serve", *flags]) == 2
+    assert message in capsys.readouterr().err
