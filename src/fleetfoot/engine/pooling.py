@@ -8,8 +8,6 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, cast
 
-import torch.nn.functional as F
-
 from fleetfoot.config.pooling import Pooling
 from fleetfoot.config.vllm_names import check_call_keywords
 from fleetfoot.engine.input_processor import InputProcessor
@@ -134,15 +132,9 @@ class PoolingCalls:
         if not (pooling_params is None or isinstance(pooling_params, PoolingParams)):
             raise TypeError(f"pooling_params is {pooling_params!r}; it must be a PoolingParams, for all pairs")
         processor = self.llm_engine.input_processor
-        params = _with_task(pooling_params, score_task(processor.pooling, chat_template), truncate_prompt_tokens)
-        if processor.pooling.task == "embed":
-            outputs = self._pool([*first, *second], params, use_tqdm)
-            left, right = outputs[: len(first)], outputs[len(first) :]
-            left = left * len(right) if len(left) == 1 else left
-            return [cosine(*pair, _pad_token_id(processor)) for pair in zip(left, right, strict=True)]
-        first = first * len(second) if len(first) == 1 else first
-        prompts = [pair_prompt(processor, *pair, params, chat_template) for pair in zip(first, second, strict=True)]
-        return [as_score(output) for output in self._pool(prompts, replace(params, prompt_name=None), use_tqdm)]
+        params = _with_task(pooling_params, None, truncate_prompt_tokens)
+        prompts, params = pair_prompts(processor, first, second, params, chat_template)
+        return pair_scores(processor, len(first), self._pool(prompts, params, use_tqdm))
 
     def _check_pools(self, method: Callable[..., Any], task: str | None, unknown: dict[str, Any]) -> None:
         check_pools(f"LLM.{method.__name__}", self.llm_engine.input_processor.pooling, method, task, unknown)
@@ -288,6 +280,34 @@ def score_task(pooling: Pooling, chat_template: str | None) -> str:
     return "embed"
 
 
+def pair_prompts(
+    processor: InputProcessor, first: list[Any], second: list[Any], params: PoolingParams, template: str | None
+) -> tuple[list[Any], PoolingParams]:
+    """The prompts that score pairs, and their parameters: those of the pairs for a cross-encoder, else all texts.
+
+    Args:
+        first: one for all of ``second``, or as many.
+    """
+    assert processor.pooling is not None
+    task = score_task(processor.pooling, template)
+    params = _with_task(params, task, None)
+    if task == "embed":
+        return [*first, *second], params
+    first = first * len(second) if len(first) == 1 else first
+    prompts = [pair_prompt(processor, *pair, params, template) for pair in zip(first, second, strict=True)]
+    return prompts, replace(params, prompt_name=None)
+
+
+def pair_scores(processor: InputProcessor, num_first: int, outputs: list[Any]) -> list[ScoringRequestOutput]:
+    """The scores of pairs, from the outputs of `pair_prompts`."""
+    assert processor.pooling is not None
+    if processor.pooling.task != "embed":
+        return [as_score(output) for output in outputs]
+    left, right = outputs[:num_first], outputs[num_first:]
+    left = left * len(right) if len(left) == 1 else left
+    return [cosine(*pair, _pad_token_id(processor)) for pair in zip(left, right, strict=True)]
+
+
 def pair_prompt(
     processor: InputProcessor, first: Text, second: Text, params: PoolingParams, template: str | None
 ) -> dict[str, Any]:
@@ -305,6 +325,8 @@ def pair_prompt(
 
 def cosine(left: PoolingRequestOutput, right: PoolingRequestOutput, pad_token_id: int | None) -> ScoringRequestOutput:
     """The similarity of two embeddings; the ids of their prompts have the padding token between them, as in vLLM."""
+    import torch.nn.functional as F
+
     vectors, pad = (left.outputs.data, right.outputs.data), [] if pad_token_id is None else [pad_token_id]
     is_whole = all(len(vector) for vector in vectors)
     return replace(

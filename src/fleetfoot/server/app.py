@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -28,7 +29,6 @@ from fleetfoot.server.http import (
 from fleetfoot.server.metrics import render_metrics
 from fleetfoot.server.openai.chat import ChatCompletions
 from fleetfoot.server.openai.completions import Completions
-from fleetfoot.server.openai.embeddings import EmbeddingsEndpoint
 from fleetfoot.server.openai.protocol import (
     ChatChunk,
     ChatCompletion,
@@ -38,8 +38,6 @@ from fleetfoot.server.openai.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     DetokenizeResponse,
-    EmbeddingRequest,
-    Embeddings,
     ModelCard,
     ModelList,
     TokenizeRequest,
@@ -47,6 +45,19 @@ from fleetfoot.server.openai.protocol import (
 )
 from fleetfoot.server.openai.tokens import ModelEndpoints
 from fleetfoot.server.openapi import READS, RUNS, Endpoint, openapi_document
+from fleetfoot.server.pooling.endpoints import PoolingEndpoints
+from fleetfoot.server.pooling.protocol import (
+    ClassificationRequest,
+    Classifications,
+    EmbeddingRequest,
+    Embeddings,
+    PooledList,
+    PoolingRequest,
+    RerankRequest,
+    RerankResponse,
+    ScoreRequest,
+    Scores,
+)
 from fleetfoot.server.service import Service
 
 HEALTH_S = 60.0
@@ -112,11 +123,6 @@ def make_endpoints(service: Service) -> list[Endpoint]:
             errors=RUNS,
         ),
         Endpoint(
-            *("POST", "/v1/embeddings", EmbeddingsEndpoint(service), "Make embeddings."),
-            *(EmbeddingRequest, Embeddings),
-            errors=RUNS,
-        ),
-        Endpoint(
             *("POST", "/tokenize", models.tokenize, "The token ids of a prompt or a conversation."),
             *(TokenizeRequest, TokenizeResponse),
             errors=READS,
@@ -126,6 +132,7 @@ def make_endpoints(service: Service) -> list[Endpoint]:
             *(DetokenizeRequest, DetokenizeResponse),
             errors=READS,
         ),
+        *_pooling_endpoints(PoolingEndpoints(service)),
         Endpoint("GET", "/v1/models", models.models, "The models that are served.", response=ModelList),
         Endpoint(
             "GET", "/v1/models/{name:path}", models.model, "One of the models.", response=ModelCard, errors=(404,)
@@ -142,6 +149,24 @@ def make_endpoints(service: Service) -> list[Endpoint]:
         ),
         Endpoint("GET", "/version", state.version, "The version of the server.", response=Version),
         Endpoint("GET", "/load", state.load, "The number of unfinished requests.", response=Load),
+    ]
+
+
+def _pooling_endpoints(pooling: PoolingEndpoints) -> list[Endpoint]:
+    rows: list[tuple[tuple[str, ...], Any, str, Any, Any]] = [
+        (("/v1/embeddings",), pooling.embed, "Make embeddings.", EmbeddingRequest, Embeddings),
+        (("/classify",), pooling.classify, "Classify prompts.", ClassificationRequest, Classifications),
+        (("/pooling",), pooling.pool, "Pool prompts, or each of their tokens.", PoolingRequest, PooledList),
+        (("/v1/score", "/score"), pooling.score, "Score pairs of texts.", ScoreRequest, Scores),
+        (
+            *(("/v1/rerank", "/v2/rerank", "/rerank"), pooling.rerank, "Sort documents by their score for a query."),
+            *(RerankRequest, RerankResponse),
+        ),
+    ]
+    return [
+        Endpoint("POST", path, handler, summary, request, response, errors=RUNS)
+        for paths, handler, summary, request, response in rows
+        for path in paths
     ]
 
 

@@ -85,8 +85,8 @@ def invalid(param: str, message: str, code: str | None = None) -> ApiError:
 
 def _named_field(message: str) -> str | None:
     """The field that a message of the engine begins with (``top_p must be ...``, ``n is 3, ...``)."""
-    match = re.match(r"([a-z][a-z_]*)(?:\[[^\]]*\])* (?:must|is|names|needs|has)\b", message)
-    return match[1] if match and match[1] not in ("the", "a", "this", "there", "prompt_") else None
+    match = re.match(r"([a-z][a-z_]*)(?:\[[^\]]*\])* (?:must|is|names|needs|has|joins)\b", message)
+    return match[1] if match and match[1] not in ("the", "a", "this", "there", "prompt", "prompt_token_ids") else None
 
 
 class ErrorDetails(msgspec.Struct):

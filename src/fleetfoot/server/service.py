@@ -82,15 +82,29 @@ class Service:
         if self.engine.facts.pooling is not None:
             raise ApiError(400, "this model pools and does not generate; use /v1/embeddings")
 
+    def check_chat_template(self, source: str | None) -> None:
+        """Raises ApiError for a template of a request, if those are not trusted."""
+        if source is not None and not self.settings.trusts_chat_templates:
+            message = "chat_template is refused: templates of requests are not trusted (--trust-request-chat-template)"
+            raise invalid("chat_template", message)
+
     async def submit(
         self,
         prompts: Sequence[PromptType],
         params: SamplingParams | PoolingParams,
         request_id: str,
         priority: int | None,
+        places: Sequence[str] = (),
     ) -> RequestOutputs:
-        """Send the prompts of a request. Raises ApiError 429 if the queue is full, and as `EngineClient.submit`; then
-        nothing runs."""
+        """Send the prompts of a request.
+
+        Args:
+            places: of the prompts in the body, for errors.
+
+        Raises:
+            ApiError: 429 if the queue is full; 400 for a prompt or parameters that are invalid. Then nothing runs.
+            EngineDeadError: the engine has failed.
+        """
         num_sequences = len(prompts) * getattr(params, "n", 1)
         if num_sequences > MAX_SEQUENCES:
             message = f"the request has {num_sequences} sequences (prompts times n); {MAX_SEQUENCES} are the most"
@@ -107,14 +121,22 @@ class Service:
                 try:
                     streams.append(await self.engine.submit(prompt, params, name, priority or 0))
                 except (ValueError, TypeError) as error:
-                    if len(prompts) > 1:
-                        raise type(error)(f"prompt[{index}]: {error}") from error
-                    raise
+                    refused = ApiError.of(error)
+                    if places and refused.param is None:
+                        refused.message, refused.param = f"{places[index]}: {refused.message}", places[index]
+                    raise refused from error
         except BaseException:
             for stream in streams:
                 stream.close()
             raise
         return RequestOutputs(streams)
+
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a text, with or without special tokens at its ends."""
+        encode = self.tokenizer.encode
+        if len(text) >= LONG_TEXT:
+            return await asyncio.to_thread(encode, text, add_special_tokens=special)
+        return encode(text, add_special_tokens=special)
 
     async def render_chat(self, messages: Sequence[Any], **options: Any) -> list[int]:
         """Token ids of a conversation. Raises ValueError: the template or the messages are invalid."""
@@ -136,6 +158,11 @@ def engine_prompt(prompt: str | list[int], cache_salt: str | None = None) -> Any
     key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
     content: Any = {key: prompt, "cache_salt": cache_salt}
     return content
+
+
+def entry_names(field: str, count: int) -> list[str]:
+    """The prompts of a field of the body, which is one prompt or a list."""
+    return [field] if count == 1 else [f"{field}[{index}]" for index in range(count)]
 
 
 def check_completion(completion: CompletionOutput) -> None:

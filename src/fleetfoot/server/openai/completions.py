@@ -32,7 +32,7 @@ from fleetfoot.server.openai.events import (
 )
 from fleetfoot.server.openai.prompts import read_prompts
 from fleetfoot.server.openai.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
-from fleetfoot.server.service import RequestOutputs, Service, check_completion, engine_prompt
+from fleetfoot.server.service import RequestOutputs, Service, check_completion, engine_prompt, entry_names
 
 _DECODER = msgspec.json.Decoder(CompletionRequest)
 DEFAULT_MAX_TOKENS = 16
@@ -55,8 +55,12 @@ class Completions:
             raise invalid("best_of", f"best_of is {body.best_of}; it must be n={body.n or 1}")
         prompts = read_prompts("prompt", body.prompt)
         answer = _Answer(body.request_id or request_id(http, "cmpl"), body, service, prompts)
+        inputs = prompts
+        if body.add_special_tokens is False:
+            inputs = [await service.encode(one, special=False) if isinstance(one, str) else one for one in prompts]
         outputs = await service.submit(
-            [engine_prompt(prompt, body.cache_salt) for prompt in prompts], answer.params, answer.id, body.priority
+            [engine_prompt(one, body.cache_salt) for one in inputs],
+            *(answer.params, answer.id, body.priority, entry_names("prompt", len(inputs))),
         )
         if body.stream:
             return EventStream(answer.events(outputs))

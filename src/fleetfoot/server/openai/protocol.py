@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's completions, chat completions, embeddings and models, with vLLM's additional fields.
+"""Bodies of OpenAI's completions, chat completions and models, with vLLM's additional fields.
 
 Unknown fields are refused. Fields in `UNSUPPORTED` are known and refused unless their value is neutral; `IGNORED` ones
 have no effect on the result.
@@ -192,21 +192,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
     mm_processor_kwargs: Any = None
 
 
-class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """``POST /v1/embeddings``."""
-
-    input: str | list[str | int | list[int]]
-    model: str | None = None
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
-    truncate_prompt_tokens: int | None = None
-    add_special_tokens: bool | None = None
-    normalize: bool | None = None
-    priority: int | None = None
-    request_id: str | None = None
-    user: str | None = None
-
-
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """``POST /tokenize``: of a prompt or of a conversation."""
 
@@ -372,21 +357,6 @@ class ChatChunk(msgspec.Struct):
     created: int
     system_fingerprint: str | None
     usage: Usage | UnsetType | None = UNSET
-
-
-class Embedding(msgspec.Struct):
-    index: int
-    embedding: list[float] | str
-    object: Literal["embedding"] = "embedding"
-
-
-class Embeddings(msgspec.Struct):
-    data: list[Embedding]
-    model: str
-    usage: Usage
-    object: Literal["list"] = "list"
-    id: str = ""
-    created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
 
 class ModelCard(msgspec.Struct):

@@ -45,12 +45,15 @@ class ModelEndpoints:
         service = self._service
         body = await service.read(http, _TOKENIZE)
         tokenizer = service.tokenizer
-        if (body.prompt is None) == (body.messages is None):
-            raise invalid("prompt", "give either prompt or messages")
-        if body.messages is not None:
-            token_ids = await service.render_chat(read_messages(body.messages), **template_options(service, body))
+        if body.prompt is not None and body.messages is None:
+            token_ids = await service.encode(body.prompt, special=body.add_special_tokens is not False)
+        elif body.messages is not None and body.prompt is None:
+            options = template_options(service, body)
+            if body.add_special_tokens:
+                options["tokenizer_kwargs"] = {"add_special_tokens": True}
+            token_ids = await service.render_chat(read_messages(body.messages), **options)
         else:
-            token_ids = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+            raise invalid("prompt", "give either prompt or messages")
         texts = tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
         return JSON(TokenizeResponse(len(token_ids), service.engine.facts.max_model_len, token_ids, texts))
 
