@@ -2,8 +2,7 @@
 
     python benchmarks/serving.py [--model M] [--streams 1000] [--max-tokens 64] [--api-server-count 1] [engine flags]
 
-The client counts bytes without parsing them, because it has the same cores. It reports throughput, the time to the
-first token and the time between chunks.
+The client counts bytes without parsing them, because it has the same cores. docs/benchmarks.md explains the result.
 """
 
 from __future__ import annotations
@@ -11,16 +10,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
+import os
 import re
 import statistics
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import uvloop
+
+NUM_IDLE = 30
+"""Requests to an idle server, for the time to the first token."""
 
 
 class Stream(asyncio.Protocol):
@@ -64,27 +71,50 @@ async def load(host: str, port: int, bodies: list[bytes]) -> tuple[float, list[S
     return time.perf_counter() - begin, streams
 
 
-@contextlib.contextmanager
-def server(flags: list[str]) -> Iterator[int]:
-    """The port of ``fleetfoot serve`` in a child process."""
-    command = [sys.executable, "-m", "fleetfoot", "serve", "--port", "0", *flags]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    try:
-        for line in process.stderr:
+class Server:
+    """``fleetfoot serve`` in a child process."""
+
+    def __init__(self, flags: list[str]) -> None:
+        command = [sys.executable, "-m", "fleetfoot", "serve", "--port", "0", *flags]
+        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
             if match := re.search(r"listening on http://[^:]*:(\d+)", line):
-                yield int(match[1])
-                return
-        raise RuntimeError("the server has not started")
+                self.port = int(match[1])
+                break
+        else:
+            raise RuntimeError("the server has not started")
+        threading.Thread(target=self._process.stderr.read, daemon=True).start()
+
+    def cpu_seconds(self) -> Counter[str]:
+        """Of the engine's process, and of all API servers together."""
+        parent, seconds = self._process.pid, Counter[str]()
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        for pid in [str(parent), *children]:
+            is_engine = "fleetfoot.engine.process" in Path(f"/proc/{pid}/cmdline").read_text()
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks = int(fields[11]) + int(fields[12])
+            seconds["engine" if is_engine else "api_servers"] += ticks / os.sysconf("SC_CLK_TCK")  # type: ignore[assignment]
+        return seconds
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def server(flags: list[str]) -> Iterator[Server]:
+    running = Server(flags)
+    try:
+        yield running
     finally:
-        process.terminate()
-        process.wait()
+        running.stop()
 
 
-def offline(flags: list[str], prompts: list[list[int]], max_tokens: int) -> float:
-    """Tokens a second of the engine without a server, in a process of its own."""
+def offline(flags: list[str], prompts: list[list[int]], max_tokens: int) -> dict[str, float]:
+    """The engine without a server, in a process of its own."""
     program = f"""
-import json, sys, time
+import json, statistics, sys, time
 from fleetfoot import LLM, SamplingParams
 from fleetfoot.engine.arg_utils import EngineArgs
 from fleetfoot.utils.argparse_utils import FlexibleArgumentParser
@@ -95,14 +125,38 @@ if __name__ == "__main__":
         params = SamplingParams(temperature=0, max_tokens={max_tokens}, ignore_eos=True)
         inputs = [{{"prompt_token_ids": prompt}} for prompt in prompts]
         llm.generate(inputs[:8], params, use_tqdm=False)
-        begin = time.perf_counter()
+        idle = [llm.generate(inputs[:1], params, use_tqdm=False)[0].metrics for _ in range({NUM_IDLE})]
+        llm.llm_engine.stats_collector.clear_samples()
+        begin, cpu = time.perf_counter(), time.process_time()
         llm.generate(inputs, params, use_tqdm=False)
-        print(len(prompts) * {max_tokens} / (time.perf_counter() - begin))
+        cpu = time.process_time() - cpu
+        tokens = len(prompts) * {max_tokens}
+        result = {{"tokens_per_s": tokens / (time.perf_counter() - begin), "cpu_us_per_token": 1e6 * cpu / tokens}}
+        gaps = list(llm.llm_engine.stats_collector.itl)
+        result["gap_median_ms"] = 1e3 * statistics.median(gaps)
+        result["gap_p99_ms"] = 1e3 * statistics.quantiles(gaps, n=100)[98]
+        result["ttft_idle_ms"] = 1e3 * statistics.median(one.first_token_ts - one.queued_ts for one in idle)
+        print(json.dumps(result))
 """
     run = subprocess.run(
         [sys.executable, "-c", program], input=json.dumps(prompts), capture_output=True, text=True, check=True
     )
-    return float(run.stdout.split()[-1])
+    result: dict[str, float] = json.loads(run.stdout.splitlines()[-1])
+    return {name: round(value, 2) for name, value in result.items()}
+
+
+def gap_times(streams: list[Stream]) -> dict[str, float]:
+    """Times between chunks of a stream, in ms: of all, and of the window in which every stream decodes."""
+    begin, end = max(one.times[0] for one in streams), min(one.times[-1] for one in streams)
+    pairs = [pair for stream in streams for pair in zip(stream.times, stream.times[1:], strict=False)]
+    windows = {"gap": pairs, "steady_gap": [pair for pair in pairs if begin <= pair[0] and pair[1] <= end]}
+    result = {}
+    for name, chosen in windows.items():
+        gaps = [1e3 * (later - earlier) for earlier, later in chosen]
+        if len(gaps) > 1:
+            result[f"{name}_median_ms"] = round(statistics.median(gaps), 2)
+            result[f"{name}_p99_ms"] = round(statistics.quantiles(gaps, n=100)[98], 2)
+    return result
 
 
 def main() -> None:
@@ -120,24 +174,25 @@ def main() -> None:
     fields = {"max_tokens": arguments.max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     fields["return_token_ids"] = True  # an event for each token, also where it has no text
     bodies = [json.dumps({**fields, "prompt": prompt}).encode() for prompt in prompts]
-    with server([*flags, "--api-server-count", str(arguments.api_server_count)]) as port:
-        uvloop.run(load("127.0.0.1", port, bodies[:8]))
-        seconds, streams = uvloop.run(load("127.0.0.1", port, bodies))
-        idle = [uvloop.run(load("127.0.0.1", port, bodies[:1]))[1][0] for _ in range(10)]
-    gaps = [
-        later - earlier for stream in streams for earlier, later in zip(stream.times, stream.times[1:], strict=False)
-    ]
-    over_http = arguments.streams * arguments.max_tokens / seconds
+    num_tokens = arguments.streams * arguments.max_tokens
+    gc.freeze()
+    with server([*flags, "--api-server-count", str(arguments.api_server_count)]) as running:
+        uvloop.run(load("127.0.0.1", running.port, bodies[:8]))
+        before, client_before = running.cpu_seconds(), time.process_time()
+        seconds, streams = uvloop.run(load("127.0.0.1", running.port, bodies))
+        cpu = {**(running.cpu_seconds() - before), "client": time.process_time() - client_before}
+        idle = [uvloop.run(load("127.0.0.1", running.port, bodies[:1]))[1][0] for _ in range(NUM_IDLE)]
+    over_http = num_tokens / seconds
+    cpu_us = {name: round(1e6 * value / num_tokens, 1) for name, value in cpu.items()}
     result = {
         "streams": arguments.streams,
-        "offline_tokens_per_s": round(reference, 1),
+        "offline": reference,
         "http_tokens_per_s": round(over_http, 1),
-        "share": round(over_http / reference, 3),
-        "chunks_per_token": round(
-            sum(len(one.times) for one in streams) / (arguments.streams * arguments.max_tokens), 3
-        ),
-        "gap_median_ms": round(1e3 * statistics.median(gaps), 2),
-        "gap_p99_ms": round(1e3 * statistics.quantiles(gaps, n=100)[98], 2),
+        "share": round(over_http / reference["tokens_per_s"], 3),
+        "cpu_us_per_token": cpu_us,
+        "cpu_share": round(reference["cpu_us_per_token"] / sum(cpu_us.values()), 3),
+        "chunks_per_token": round(sum(len(one.times) for one in streams) / num_tokens, 3),
+        **gap_times(streams),
         "ttft_idle_ms": round(1e3 * statistics.median(one.times[0] - one.sent for one in idle), 2),
     }
     print(json.dumps(result, indent=2))

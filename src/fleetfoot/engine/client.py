@@ -85,7 +85,7 @@ class EngineProcess:
         self._folder = tempfile.TemporaryDirectory(prefix="fleetfoot-serve-")
         self.address = f"ipc://{Path(self._folder.name) / 'engine'}"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "fleetfoot.engine.process"], stdin=subprocess.PIPE, env=env.for_child({})
+            [sys.executable, "-m", "fleetfoot.engine.process"], stdin=subprocess.PIPE, env=env.for_engine()
         )
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):

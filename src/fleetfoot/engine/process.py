@@ -47,7 +47,7 @@ from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import EngineOutput
 from fleetfoot.scheduler.stats import SchedulerStats
 from fleetfoot.utils.logs import log_to_stderr
-from fleetfoot.utils.process import SHORT_COLLECTIONS
+from fleetfoot.utils.process import tune_collections
 
 logger = logging.getLogger(__name__)
 
@@ -280,14 +280,13 @@ class EngineServer:
         """Serve until the clients stop it. Returns the exit code of the process."""
         engine = self._engine
         try:
-            with SHORT_COLLECTIONS:
-                while not self._stopping:
-                    has_work = engine.can_step or engine.has_transfers()
-                    self._receive(wait=not has_work)
-                    if has_work or engine.can_step:
-                        messages: list[Any] = engine.step(self._receive)
-                        for client, message in messages:
-                            self._send(client, message)
+            while not self._stopping:
+                has_work = engine.can_step or engine.has_transfers()
+                self._receive(wait=not has_work)
+                if has_work or engine.can_step:
+                    messages: list[Any] = engine.step(self._receive)
+                    for client, message in messages:
+                        self._send(client, message)
         except Exception as error:
             logger.exception("the engine has failed")
             cause = error.__cause__ or error
@@ -377,6 +376,7 @@ def _run(settings: ProcessSettings) -> int:
         logger.debug("the engine does not start", exc_info=True)
         return 2 if isinstance(error, ValueError | TypeError | FileNotFoundError) else 1
     router: Any = engine.output_processor
+    tune_collections()
     context = zmq.Context()
     try:
         with context.socket(zmq.ROUTER) as socket:

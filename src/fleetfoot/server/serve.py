@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from fleetfoot.config import env
@@ -30,6 +31,7 @@ from fleetfoot.engine.client import EngineClient, EngineProcess, process_end
 from fleetfoot.server.app import make_app
 from fleetfoot.server.service import Service, ServiceSettings
 from fleetfoot.utils.logs import log_to_stderr
+from fleetfoot.utils.process import tune_collections
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +79,7 @@ def serve(config: EngineConfig, settings: ServerSettings) -> int:
         engine = EngineProcess(config, settings.log_level, settings.log_format)
         try:
             run = _serve_here if settings.api_server_count == 1 else _supervise
-            return asyncio.run(run(engine, settings, listener, begin))
+            return uvloop.run(run(engine, settings, listener, begin))
         finally:
             engine.stop()
 
@@ -181,6 +183,7 @@ class ApiServer:
         self._server = _Uvicorn(config)
         if self.stopped.done():
             return
+        tune_collections()
         await self._server.serve(sockets=[self._listener])
 
     def close(self) -> None:
@@ -316,7 +319,7 @@ def main() -> int:
     """Run an API server for the supervisor."""
     given: _ChildSettings = pickle.load(sys.stdin.buffer)
     with log_to_stderr(given.settings.log_level, given.settings.log_format):
-        return asyncio.run(_run_child(given))
+        return uvloop.run(_run_child(given))
 
 
 # --- the machine ------------------------------------------------------------------------------------------------------
