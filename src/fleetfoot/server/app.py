@@ -16,15 +16,24 @@ from starlette.routing import Match, Route
 
 from fleetfoot._version import __version__
 from fleetfoot.server.admin import admin_endpoints
+from fleetfoot.server.anthropic.messages import MessagesEndpoints
+from fleetfoot.server.anthropic.protocol import (
+    AnthropicError,
+    AssistantMessage,
+    CountTokensRequest,
+    Event,
+    MessagesRequest,
+    TokenCount,
+)
 from fleetfoot.server.http import (
     JSON,
     OPEN_PATHS,
     ApiError,
     Envelope,
     RequestGate,
+    envelope_of,
     error_response,
     handled,
-    openai_error,
 )
 from fleetfoot.server.metrics import render_metrics
 from fleetfoot.server.openai.chat import ChatCompletions
@@ -92,7 +101,7 @@ def make_app(
         status, path = error.status_code, http.url.path.removeprefix(root_path)
         detail = f"{http.method} {http.url.path}: {error.detail}" if status in (404, 405) else error.detail
         code = {404: "unknown_url", 405: "method_not_allowed"}.get(status)
-        response = error_response(ApiError(status, detail, code), envelopes.get(path, openai_error))
+        response = error_response(ApiError(status, detail, code), http.scope, envelope_of(path, envelopes))
         response.headers.update(error.headers or {})
         if status == 405:  # of all routes of the path, not of the first one alone
             matching = [route.methods or () for route in routes if route.matches(http.scope)[0] != Match.NONE]
@@ -110,7 +119,7 @@ def make_app(
 
 def make_endpoints(service: Service) -> list[Endpoint]:
     """The table of endpoints."""
-    models, state = ModelEndpoints(service), StateEndpoints(service)
+    models, state, messages = ModelEndpoints(service), StateEndpoints(service), MessagesEndpoints(service)
     return [
         Endpoint(
             *("POST", "/v1/completions", Completions(service), "Complete prompts."),
@@ -121,6 +130,18 @@ def make_endpoints(service: Service) -> list[Endpoint]:
             *("POST", "/v1/chat/completions", ChatCompletions(service), "Continue a conversation."),
             *(ChatRequest, ChatCompletion, ChatChunk),
             errors=RUNS,
+        ),
+        Endpoint(
+            *("POST", "/v1/messages", messages.create, "Continue a conversation, in Anthropic's form."),
+            *(MessagesRequest, AssistantMessage, Event),
+            errors=RUNS,
+            envelope=AnthropicError,
+        ),
+        Endpoint(
+            *("POST", "/v1/messages/count_tokens", messages.count, "The number of tokens of a conversation."),
+            *(CountTokensRequest, TokenCount),
+            errors=READS,
+            envelope=AnthropicError,
         ),
         Endpoint(
             *("POST", "/tokenize", models.tokenize, "The token ids of a prompt or a conversation."),

@@ -121,11 +121,15 @@ def merge_deltas(first: MessageDelta, second: MessageDelta) -> MessageDelta:
     )
 
 
-async def generate(service: Service, turn: Turn) -> GeneratedMessages:
-    """Send the request. Raises ApiError and ValueError for a request that cannot run; then nothing runs."""
+async def prompt_token_ids(service: Service, turn: Turn) -> list[int]:
+    """The prompt. Raises ApiError and ValueError."""
     if turn.tools or turn.tool_choice not in ("auto", "none"):
         raise invalid("tools", "tools is not supported", "unsupported_parameter")
-    token_ids = await service.render_chat(turn.messages, **turn.template)
-    prompt = engine_prompt(token_ids, turn.cache_salt)
+    return await service.render_chat(turn.messages, **turn.template)
+
+
+async def generate(service: Service, turn: Turn) -> GeneratedMessages:
+    """Send the request. Raises ApiError and ValueError for a request that cannot run; then nothing runs."""
+    prompt = engine_prompt(await prompt_token_ids(service, turn), turn.cache_salt)
     outputs = await service.submit([prompt], turn.params, turn.request_id, turn.priority)
     return GeneratedMessages(outputs, [PlainParser() for _ in range(turn.params.n)])

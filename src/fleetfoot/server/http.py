@@ -104,16 +104,23 @@ class ErrorResponse(msgspec.Struct):
     error: ErrorDetails
 
     @classmethod
-    def of(cls, error: ApiError) -> ErrorResponse:
+    def of(cls, error: ApiError, request_id: str | None = None) -> ErrorResponse:
         return cls(ErrorDetails(error.message, error.kind, error.param, error.code))
 
 
-Envelope = Callable[["ApiError"], Any]
-openai_error: Envelope = ErrorResponse.of
+Envelope = Callable[["ApiError", str | None], Any]
+"""The body of an error, for the id of the request."""
+openai_error = ErrorResponse.of
 
 
-def error_response(error: ApiError, envelope: Envelope = openai_error) -> Response:
-    return JSON(envelope(error), error.status, error.headers)
+def error_response(error: ApiError, scope: Scope, envelope: Envelope = openai_error) -> Response:
+    return JSON(envelope(error, scope.get("request_id")), error.status, error.headers)
+
+
+def envelope_of(path: str, envelopes: Mapping[str, Envelope]) -> Envelope:
+    """The envelope of a path, or of the longest known path that it begins with; OpenAI's if there is none."""
+    known = [other for other in envelopes if path == other or path.startswith(other + "/")]
+    return envelopes[max(known, key=len)] if known else openai_error
 
 
 class JSON(Response):
@@ -240,7 +247,8 @@ class EventStream(Response):
 
 
 class RequestGate:
-    """ASGI middleware: checks keys, and adds ``X-Request-Id`` to responses.
+    """ASGI middleware: checks keys, and gives each request an id: ``request_id`` of its scope, and in its response as
+    ``x-request-id``, as OpenAI does, and as ``request-id``, as Anthropic does.
 
     Args:
         keys: clients send one of them; (): none is needed.
@@ -267,29 +275,30 @@ class RequestGate:
             await self._app(scope, receive, send)
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        path = scope["path"].removeprefix(self._root_path)
-        keys = self._keys_by_path.get(path, self._keys)
-        if keys and scope["method"] != "OPTIONS" and not _has_key(headers, keys):
-            which = "key" if keys is self._keys else "key of this route (--admin-key)"
-            message = f"the {which} is missing or wrong; send it as 'Authorization: Bearer KEY'"
-            error = ApiError(401, message, "invalid_api_key")
-            await error_response(error, self._envelopes.get(path, openai_error))(scope, receive, send)
-            return
-        given = headers.get(b"x-request-id")
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        name = scope["request_id"] = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        id_headers = [(b"x-request-id", name.encode()), (b"request-id", name.encode())]
 
         async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start" and given and _REQUEST_ID.fullmatch(given.decode("latin-1")):
-                message["headers"] = [*message["headers"], (b"x-request-id", given)]
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *id_headers]
             await send(message)
 
-        await self._app(scope, receive, send_with_id if given else send)
+        path = scope["path"].removeprefix(self._root_path)
+        keys, app = self._keys_by_path.get(path, self._keys), self._app
+        if keys and scope["method"] != "OPTIONS" and not _has_key(headers, keys):
+            which = "key" if keys is self._keys else "key of this route (--admin-key)"
+            hint = "send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'"
+            error = ApiError(401, f"the {which} is missing or wrong; {hint}", "invalid_api_key")
+            app = error_response(error, scope, envelope_of(path, self._envelopes))
+        await app(scope, receive, send_with_id)
 
 
 def _has_key(headers: dict[bytes, bytes], keys: tuple[str, ...]) -> bool:
-    given = headers.get(b"authorization", b"")
-    key = given[7:] if given[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
-    matches = [hmac.compare_digest(key, known.encode()) for known in keys]  # all of them, for a constant time
-    return any(matches)
+    bearer = headers.get(b"authorization", b"")
+    given = [bearer[7:] if bearer[:7].lower() == b"bearer " else b"", headers.get(b"x-api-key", b"")]
+    matches = [hmac.compare_digest(one, known.encode()) for one in given for known in keys]
+    return any(matches)  # of all of them, for a constant time
 
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -302,6 +311,6 @@ def handled(handler: Handler, envelope: Envelope = openai_error) -> Handler:
         try:
             return await handler(request)
         except Exception as error:
-            return error_response(ApiError.of(error), envelope)
+            return error_response(ApiError.of(error), request.scope, envelope)
 
     return respond

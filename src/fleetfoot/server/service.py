@@ -25,6 +25,9 @@ _T = TypeVar("_T")
 
 MAX_SEQUENCES = 1024
 """Of one HTTP request: prompts times ``n``."""
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 4096
+"""Of all stop strings of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +166,15 @@ def engine_prompt(prompt: str | list[int], cache_salt: str | None = None) -> Any
 def entry_names(field: str, count: int) -> list[str]:
     """The prompts of a field of the body, which is one prompt or a list."""
     return [field] if count == 1 else [f"{field}[{index}]" for index in range(count)]
+
+
+def check_stop_strings(field: str, strings: Sequence[str]) -> None:
+    """Raises ApiError for stop strings that are empty, or beyond the limits of a request."""
+    if len(strings) > MAX_STOP_STRINGS or sum(map(len, strings)) > MAX_STOP_CHARS:
+        most = f"{MAX_STOP_STRINGS} of {MAX_STOP_CHARS} characters together are the most"
+        raise invalid(field, f"{field} has {len(strings)} strings; {most}")
+    if "" in strings:
+        raise invalid(field, f"{field} must hold strings that are not empty, got {list(strings)!r:.100}")
 
 
 def check_completion(completion: CompletionOutput) -> None:

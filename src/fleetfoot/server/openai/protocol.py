@@ -14,10 +14,8 @@ from msgspec import UNSET, UnsetType
 
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.server.http import invalid
+from fleetfoot.server.service import check_stop_strings
 
-MAX_STOP_STRINGS = 64
-MAX_STOP_CHARS = 4096
-"""Of all stop strings of a request."""
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -120,10 +118,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
                 raise invalid(name, f"{name} is not supported", "unsupported_parameter")
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "stream_options needs stream=true")
-        strings = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(strings) > MAX_STOP_STRINGS or sum(map(len, strings)) > MAX_STOP_CHARS:
-            most = f"{MAX_STOP_STRINGS} of {MAX_STOP_CHARS} characters together are the most"
-            raise invalid("stop", f"stop has {len(strings)} strings; {most}")
+        check_stop_strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop or ())
 
     def sampling_params(self, defaults: dict[str, Any], **fields: Any) -> SamplingParams:
         """The request's parameters; ``fields`` override those of the same name. Raises ValueError."""

@@ -1,0 +1,249 @@
+"""``POST /v1/messages`` and ``/v1/messages/count_tokens``."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from fleetfoot.outputs import CompletionOutput, RequestOutput
+from fleetfoot.parsers.base import MessageDelta, ToolCallDelta
+from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
+from fleetfoot.server.anthropic.prompts import read_conversation, read_tool_choice, read_tools, sign
+from fleetfoot.server.anthropic.protocol import (
+    UNSUPPORTED,
+    AnthropicError,
+    AssistantMessage,
+    Block,
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    CountTokensRequest,
+    Event,
+    InputJSONDelta,
+    MessageEnd,
+    MessagesRequest,
+    MessageStart,
+    MessageStop,
+    MessageUsage,
+    Ping,
+    SignatureDelta,
+    Stop,
+    TextBlock,
+    TextDelta,
+    ThinkingBlock,
+    ThinkingDelta,
+    ThinkingDisabled,
+    TokenCount,
+    ToolUseBlock,
+)
+from fleetfoot.server.conversation import GeneratedMessages, Message, Turn, generate, prompt_token_ids
+from fleetfoot.server.http import ENCODER, JSON, ApiError, EventStream, invalid, until_disconnected
+from fleetfoot.server.service import Service, check_stop_strings
+
+_MESSAGE = msgspec.json.Decoder(MessagesRequest)
+_COUNT = msgspec.json.Decoder(CountTokensRequest)
+
+
+class MessagesEndpoints:
+    """The endpoints."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def create(self, http: Request) -> Response:
+        service = self._service
+        body = await service.read(http, _MESSAGE)
+        service.check_generates()
+        turn = _read_turn(body, service, http.scope["request_id"])
+        answer = MessageAnswer(body, service.model_name, turn.request_id)
+        generated = await generate(service, turn)
+        if body.stream:
+            return EventStream(answer.events(generated))
+        return JSON(answer.whole(*await until_disconnected(http, generated.collect())))
+
+    async def count(self, http: Request) -> Response:
+        service = self._service
+        body = await service.read(http, _COUNT)
+        service.check_generates()
+        turn = _read_turn(body, service, http.scope["request_id"])
+        return JSON(TokenCount(len(await prompt_token_ids(service, turn))))
+
+
+def _read_turn(body: CountTokensRequest, service: Service, request_id: str) -> Turn:
+    """Raises ApiError and ValueError for a field that is invalid or not supported."""
+    for name, neutral in UNSUPPORTED.items():
+        value = getattr(body, name)
+        if value is not None and value not in neutral:
+            raise invalid(name, f"{name} is not supported", "unsupported_parameter")
+    messages, tools = read_conversation(body), read_tools(body.tools or ())
+    continues = messages[-1]["role"] == "assistant"
+    return Turn(
+        request_id=request_id,
+        messages=messages,
+        params=_sampling_params(body, service.engine.facts.sampling_defaults),
+        template={
+            **_template_variables(body),
+            "add_generation_prompt": not continues,
+            "continue_final_message": continues,
+        },
+        tools=tools,
+        tool_choice=read_tool_choice(body.tool_choice, tools),
+        parallel_tool_calls=not getattr(body.tool_choice, "disable_parallel_tool_use", None),
+    )
+
+
+def _sampling_params(body: CountTokensRequest, defaults: dict[str, Any]) -> SamplingParams:
+    check_stop_strings("stop_sequences", body.stop_sequences or ())
+    given = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k, "stop": body.stop_sequences}
+    given["max_tokens"] = body.max_tokens
+    known = {name: value for name, value in given.items() if value is not None}
+    kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
+    return SamplingParams(**{**defaults, **known}, output_kind=kind)
+
+
+def _template_variables(body: CountTokensRequest) -> dict[str, Any]:
+    """``enable_thinking`` and ``thinking``, of which templates read one, and ``reasoning_effort``."""
+    variables: dict[str, Any] = {}
+    if body.thinking is not None:
+        thinks = not isinstance(body.thinking, ThinkingDisabled)
+        variables = {"enable_thinking": thinks, "thinking": thinks}
+    if (config := body.output_config) is not None:
+        for name in ("format", "task_budget"):
+            if getattr(config, name) is not None:
+                message = f"output_config.{name} is not supported"
+                raise invalid(f"output_config.{name}", message, "unsupported_parameter")
+        if config.effort is not None:
+            variables["reasoning_effort"] = "high" if config.effort in ("xhigh", "max") else config.effort
+    return variables
+
+
+class MessageAnswer:
+    """The response to one request."""
+
+    def __init__(self, body: MessagesRequest, model: str, request_id: str) -> None:
+        self._id = f"msg_{secrets.token_hex(12)}"
+        self._model = model
+        self._request_id = request_id
+        self._max_tokens = body.max_tokens
+        self._omits_thinking = getattr(body.thinking, "display", None) == "omitted"
+
+    def whole(self, output: RequestOutput, messages: Sequence[Message]) -> AssistantMessage:
+        (message,) = messages
+        num_tokens = len(message.completion.token_ids)
+        stop = self._stop(message.completion, message.finish_reason, num_tokens)
+        blocks: list[Block] = []
+        if message.reasoning:
+            thinking = "" if self._omits_thinking else message.reasoning
+            blocks.append(ThinkingBlock(thinking, sign(message.reasoning, is_omitted=self._omits_thinking)))
+        if message.content:
+            blocks.append(TextBlock(message.content))
+        blocks += [ToolUseBlock(call.id, call.name, _tool_input(call.arguments)) for call in message.tool_calls]
+        usage = _usage(output, num_tokens)
+        return AssistantMessage(self._id, self._model, blocks, usage, stop.stop_reason, stop.stop_sequence)
+
+    async def events(self, generated: GeneratedMessages) -> AsyncIterator[bytes]:
+        blocks, num_tokens, has_begun = _BlockEvents(omits_thinking=self._omits_thinking), 0, False
+        try:
+            async for output, chunks in generated:
+                events: list[Event] = []
+                if not has_begun:
+                    has_begun = True
+                    message = AssistantMessage(self._id, self._model, [], _usage(output, 0))
+                    events += [MessageStart(message), Ping()]
+                for chunk in chunks:
+                    num_tokens += len(chunk.completion.token_ids)
+                    events += blocks.add(chunk.delta)
+                    if chunk.finish_reason is not None:
+                        stop = self._stop(chunk.completion, chunk.finish_reason, num_tokens)
+                        events += [*blocks.close(), MessageEnd(stop, _usage(output, num_tokens)), MessageStop()]
+                if events:
+                    yield b"".join([_encode(event) for event in events])
+        except Exception as error:
+            yield _encode(AnthropicError.of(ApiError.of(error), self._request_id))
+        finally:
+            generated.close()
+
+    def _stop(self, completion: CompletionOutput, finish_reason: str | None, num_tokens: int) -> Stop:
+        """Raises ApiError for a message that the server has aborted."""
+        if finish_reason == "tool_calls":
+            return Stop("tool_use")
+        if finish_reason == "length":
+            return Stop("max_tokens" if num_tokens >= self._max_tokens else "model_context_window_exceeded")
+        if finish_reason == "stop":
+            is_text = isinstance(completion.stop_reason, str)
+            return Stop("stop_sequence", str(completion.stop_reason)) if is_text else Stop("end_turn")
+        raise ApiError(503, "the server has aborted the request", retry_after=5)
+
+
+class _BlockEvents:
+    """The events of content blocks, one of which is open at a time."""
+
+    def __init__(self, *, omits_thinking: bool) -> None:
+        self._omits_thinking = omits_thinking
+        self._index = -1
+        self._open: str | int | None = None
+        """``text``, ``thinking``, or the index of a tool call."""
+        self._thinking = ""
+
+    def add(self, delta: MessageDelta) -> list[Event]:
+        events: list[Event] = []
+        if delta.reasoning:
+            events += self._switch("thinking", ThinkingBlock("", ""))
+            self._thinking += delta.reasoning
+            if not self._omits_thinking:
+                events.append(BlockDelta(self._index, ThinkingDelta(delta.reasoning)))
+        if delta.content:
+            events += self._switch("text", TextBlock(""))
+            events.append(BlockDelta(self._index, TextDelta(delta.content)))
+        for call in delta.tool_calls:
+            events += self._add_call(call)
+        return events
+
+    def _add_call(self, call: ToolCallDelta) -> list[Event]:
+        events = self._switch(call.index, ToolUseBlock(call.id or "", call.name or "", {}))
+        if call.arguments:
+            events.append(BlockDelta(self._index, InputJSONDelta(call.arguments)))
+        return events
+
+    def _switch(self, kind: str | int, block: Block) -> list[Event]:
+        """Close the open block and begin another, unless it is of this kind."""
+        if self._open == kind:
+            return []
+        events = self.close()
+        self._open = kind
+        self._index += 1
+        return [*events, BlockStart(self._index, block)]
+
+    def close(self) -> list[Event]:
+        if self._open is None:
+            return []
+        events: list[Event] = [BlockStop(self._index)]
+        if self._open == "thinking":
+            signature = sign(self._thinking, is_omitted=self._omits_thinking)
+            events.insert(0, BlockDelta(self._index, SignatureDelta(signature)))
+            self._thinking = ""
+        self._open = None
+        return events
+
+
+def _usage(output: RequestOutput, num_tokens: int) -> MessageUsage:
+    num_cached = output.num_cached_tokens
+    return MessageUsage(len(output.prompt_token_ids) - num_cached, num_tokens, num_cached)
+
+
+def _tool_input(arguments: str) -> dict[str, Any]:
+    """The arguments of a call; empty if ``max_tokens`` has cut them."""
+    try:
+        return msgspec.json.decode(arguments, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return {}
+
+
+def _encode(event: Event | AnthropicError) -> bytes:
+    name = str(event.__struct_config__.tag)
+    return b"event: " + name.encode() + b"\ndata: " + ENCODER.encode(event) + b"\n\n"
