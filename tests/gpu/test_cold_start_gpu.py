@@ -161,7 +161,9 @@ def test_a_cold_start_serves(name: str, tmp_path: Path) -> None:
             expected = tokens_of_a_cpu(kind.model)
         pairs = {key: (report["tokens"].get(key), tokens) for key, tokens in expected.items()}
         different = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-        assert not different, f"{len(different)} of {len(pairs)} requests: {different}\n{output}"
+        # before its kernels are ready a step takes another path: 16 bits may decide a near-tie otherwise, 32 may not
+        most = 2 if kind.tokens == "lazily" else 0
+        assert len(different) <= most, f"{len(different)} of {len(pairs)} requests: {different}\n{output}"
 
 
 def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:

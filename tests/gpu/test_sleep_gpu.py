@@ -46,10 +46,10 @@ def places(engine: LLMEngine) -> tuple[list[int], list[Any]]:
 def test_memory_returns_and_graphs_stay_valid(settings: dict[str, Any]) -> None:
     engine = make_engine(
         ASSETS / "story-qwen3", device="cuda", max_model_len=256, skip_tokenizer_init=True, enable_sleep_mode=True,
-        num_gpu_blocks_override=20_000, enable_prefix_caching=False, dtype="float32", **settings,
+        num_gpu_blocks_override=320_000, enable_prefix_caching=False, dtype="float32", **settings,
     )  # fmt: skip
     kv_cache = engine.plan.memory.kv_cache
-    assert kv_cache > 256 * MIB
+    assert kv_cache > 4096 * MIB  # other tests use the GPU at the same time: what they take must be small beside it
     tokens(engine)
     expected, where = tokens(engine), places(engine)
     graphs = getattr(engine.core.executor.runner, "graphs", None)  # type: ignore[attr-defined]
@@ -57,7 +57,7 @@ def test_memory_returns_and_graphs_stay_valid(settings: dict[str, Any]) -> None:
     for level in (1, 2, 1):
         awake = used()
         engine.sleep(level=level)
-        assert awake - used() > kv_cache - 64 * MIB
+        assert awake - used() > kv_cache / 2
         other = torch.full((128 * MIB,), 255, dtype=torch.uint8, device="cuda")  # in pages that were KV
         del other
         torch.cuda.empty_cache()
@@ -66,13 +66,15 @@ def test_memory_returns_and_graphs_stay_valid(settings: dict[str, Any]) -> None:
         assert places(engine) == where
         assert tokens(engine) == expected
         assert graphs is None or captured.items() <= graphs.captured.items()  # later shapes may have come
-        assert abs(used() - awake) < 128 * MIB
+        assert abs(used() - awake) < kv_cache / 2
     engine.sleep()
     free, _ = torch.cuda.mem_get_info()
     other = torch.empty(free - kv_cache // 2, dtype=torch.uint8, device="cuda")
     with pytest.raises(torch.OutOfMemoryError, match="no memory for kv_cache"):
         engine.wake_up()
+    torch.cuda.synchronize()  # nothing is written to pages that were given back
     del other
+    torch.cuda.empty_cache()
     engine.wake_up()
     assert tokens(engine) == expected
     engine.shutdown()

@@ -206,6 +206,7 @@ EXPORTED int ff_device_map(int tag) {
         if (range->is_new) status = map_pages(range);
         if (range->is_new && !status) driver.set(range->address, 0, range->size, NULL);
     }
+    if (status) driver.synchronize(); /* pages must not go while they are set to 0 */
     for (Range *range = ranges; range; range = range->next) {
         if (range->is_new && status) unmap_pages(range);
         range->is_new = 0;
