@@ -42,6 +42,7 @@ from fleetfoot.engine.wire import (
     Ready,
     Refused,
     Reply,
+    Restarting,
     Stop,
     Tokens,
 )
@@ -213,6 +214,8 @@ class EngineClient:
         self._weight_version = 0
         self._cause: str | None = None
         self._task: asyncio.Task[None] | None = None
+        self.is_restarting = False
+        """Whether the engine restarts its workers after an error. Requests go on afterwards."""
         self.last_output_ts = 0.0
         """When the last step's results arrived, in seconds of the monotonic clock."""
 
@@ -387,6 +390,8 @@ class EngineClient:
                     self._take_reply(message)
                 elif isinstance(message, Refused):
                     self._refuse(message)
+                elif isinstance(message, Restarting):
+                    self.is_restarting = message.is_restarting
                 elif isinstance(message, Ready):
                     self._learn(message)
                 elif isinstance(message, Dead):

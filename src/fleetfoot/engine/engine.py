@@ -288,6 +288,10 @@ class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
             return self.core.step(before_update)
         return self._holds.step(before_update) if self._holds else None
 
+    def watch_restarts(self, watch: Callable[[bool], object]) -> None:
+        """Call ``watch(True)`` when a restart of the workers begins, and ``watch(False)`` when it has ended."""
+        self._restarts.watch = watch
+
     def fills_first_step(self, num_prompt_tokens: int) -> bool:
         """Whether prompts of so many tokens fill a step that later requests cannot change."""
         scheduling = self.core.scheduler.config

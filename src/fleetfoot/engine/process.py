@@ -38,6 +38,7 @@ from fleetfoot.engine.wire import (
     Ready,
     Refused,
     Reply,
+    Restarting,
     RoutedRequest,
     SequenceEnd,
     Tokens,
@@ -167,6 +168,7 @@ class OutputRouter:
             "prefix_cache_queries": scheduler.prefix_cache_queries,
             "prefix_cache_hits": scheduler.prefix_cache_hits,
             "engine_steps": stats.num_steps,
+            "engine_restarts": stats.num_restarts,
         }
         if drafts.accepted_at:
             counters["spec_decode_num_drafts"] = drafts.num_rows
@@ -271,6 +273,7 @@ class EngineServer:
         self._stopping = False
         self._decoder = msgspec.msgpack.Decoder(ClientMessage)
         self._encoder = msgspec.msgpack.Encoder()
+        engine.watch_restarts(lambda is_restarting: self._send_all(Restarting(is_restarting)))
         self._calls = RemoteCalls(engine, lambda: self._send_all(facts(engine)))
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)

@@ -35,6 +35,8 @@ class NoRestarts:
 
     error: Exception | None = None
     """An error that has occurred, after which the next step restarts the workers."""
+    watch: Callable[[bool], object] = staticmethod(lambda is_restarting: None)
+    """Called when a restart begins and when it has ended."""
 
     def step(self, advance: Step, before_update: Callable[[], object]) -> list[EngineOutput] | None:
         """``advance(before_update)``."""
@@ -110,10 +112,12 @@ class Restarts(NoRestarts):
         requests, involved = self._output_processor.resumed(), self._core.scheduler.involved
         culprit = self._search.fail([request for request in requests if request in involved])
         cause = f"{type(error).__name__}: {error}"
+        self.watch(True)
         executor, connector, num_blocks = self._start_workers(error)
         others = [request for request in requests if request is not culprit]
         ended = self._core.restart(executor, connector, num_blocks, others)
         self._restore()
+        self.watch(False)
         if culprit is not None and len(others) < len(requests):
             logger.error("request %r has made steps fail again, and ends: %s", culprit.request_id, cause)
             culprit.status = RequestStatus.FINISHED_ERROR

@@ -214,6 +214,12 @@ class Reply(_Message):
     error: Failed | None = None
 
 
+class Restarting(_Message):
+    """A restart of the workers begins, or has ended. Requests go on afterwards; calls wait for its end."""
+
+    is_restarting: bool
+
+
 class Dead(_Message):
     """The engine has failed; its process ends."""
 
@@ -222,4 +228,4 @@ class Dead(_Message):
 
 
 ClientMessage = Hello | AddRequest | Finish | Call | Stop
-EngineMessage = Ready | Outputs | Refused | Reply | Dead
+EngineMessage = Ready | Outputs | Refused | Reply | Restarting | Dead

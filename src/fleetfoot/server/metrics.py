@@ -23,6 +23,7 @@ _COUNTERS = {
     "prefix_cache_queries": "Tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Tokens found in the prefix cache.",
     "engine_steps": "Steps of the engine.",
+    "engine_restarts": "Restarts of the workers after an error.",
     "spec_decode_num_drafts": "Verifications of draft tokens.",
     "spec_decode_num_draft_tokens": "Draft tokens verified.",
     "spec_decode_num_accepted_tokens": "Draft tokens accepted.",
