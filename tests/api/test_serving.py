@@ -84,9 +84,22 @@ def test_several_api_servers(pool: ThreadPoolExecutor) -> None:
     with RunningServer(*FLAGS, "--api-server-count", "2") as server:
         texts = {generate(server.url, 12).json()["choices"][0]["text"] for _ in range(8)}
         assert len(texts) == 1
+        with contextlib.ExitStack() as stack:  # each takes its share, whichever of them is awake
+            clients = [stack.enter_context(httpx.Client(timeout=60)) for _ in range(6)]
+            assert {client.get(f"{server.url}/ready").status_code for client in clients} == {200}
+            assert sorted(map(num_connections, children(server.process.pid))) == [0, 3, 3]  # 0: the engine's process
         rest = begun_stream(server.url, pool, 300)
         assert server.stop(signal.SIGTERM) == 0
         assert rest.result()[-2] == "data: [DONE]"
+
+
+def num_connections(pid: int) -> int:
+    """Established TCP connections of a process."""
+    established = {
+        line.split()[9] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "01"
+    }
+    sockets = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+    return sum(name.removeprefix("socket:[").removesuffix("]") in established for name in sockets)
 
 
 def test_requests_end_with_their_engine(pool: ThreadPoolExecutor) -> None:

@@ -1,6 +1,7 @@
 """Runs an engine's process and the API servers in front of it, until a signal ends them.
 
-With one API server, this process is the server. With several, each is a child process; they share the listening socket.
+With one API server, this process is the server. With several, each is a child process, and this one passes connections
+to them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,17 @@ from fleetfoot.config import env
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.engine.client import EngineClient, EngineProcess, process_end
 from fleetfoot.server.app import make_app
+from fleetfoot.server.connections import Balancer, ConnectionChannel
 from fleetfoot.server.service import Service, ServiceSettings
 from fleetfoot.utils.logs import log_to_stderr
 from fleetfoot.utils.process import tune_collections
 
 logger = logging.getLogger(__name__)
+
+
+def no_callback() -> None:
+    """Default of a callback."""
+
 
 MAX_HEADER_BYTES = 64 << 10
 EXIT_INTERRUPTED = 130
@@ -86,7 +93,7 @@ def serve(config: EngineConfig, settings: ServerSettings) -> int:
 
 async def _serve_here(engine: EngineProcess, settings: ServerSettings, listener: socket.socket, begin: float) -> int:
     ended = asyncio.ensure_future(engine.wait())
-    server = ApiServer(engine.address, settings, listener)
+    server = ApiServer(engine.address, settings, [listener])
     server.watch_signals()
     starting = asyncio.ensure_future(server.start())
     await asyncio.wait((ended, starting, server.stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -114,15 +121,24 @@ class ApiServer:
 
     Args:
         address: of the engine's socket.
+        listeners: accept connections.
+        channel: brings connections that a supervisor has accepted.
     """
 
-    def __init__(self, address: str, settings: ServerSettings, listener: socket.socket) -> None:
+    def __init__(
+        self,
+        address: str,
+        settings: ServerSettings,
+        listeners: Sequence[socket.socket] = (),
+        channel: ConnectionChannel | None = None,
+    ) -> None:
         self.client = EngineClient(address)
         self.exit_code = 0
         self.stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done after the first signal."""
         self._settings = settings
-        self._listener = listener
+        self._listeners = list(listeners)
+        self._channel = channel
         self._service = Service(self.client, settings.service)
         self._server: _Uvicorn | None = None
 
@@ -180,28 +196,68 @@ class ApiServer:
             ssl_ca_certs=settings.ssl_ca_certs,
             ssl_cert_reqs=ssl.CERT_NONE if settings.ssl_ca_certs is None else ssl.CERT_REQUIRED,
         )
-        self._server = _Uvicorn(config)
+        self._server = _Uvicorn(config, self._channel)
         if self.stopped.done():
             return
         tune_collections()
-        await self._server.serve(sockets=[self._listener])
+        await self._server.serve(sockets=self._listeners)
 
     def close(self) -> None:
         self.client.close()
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to `ApiServer`."""
+    """Leaves signals to `ApiServer`, and takes connections from a channel if there is one."""
+
+    def __init__(self, config: uvicorn.Config, channel: ConnectionChannel | None) -> None:
+        super().__init__(config)
+        self._channel = channel
+        self._connecting: set[asyncio.Task[None]] = set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._channel is not None:
+            self._channel.start(self._take)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._channel is not None:
+            self._channel.stop()
+        await super().shutdown(sockets)
+
+    def _take(self, connection: socket.socket) -> None:
+        task = asyncio.ensure_future(self._connect(connection))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    async def _connect(self, connection: socket.socket) -> None:
+        assert self._channel is not None
+        state = self.server_state
+        protocol = _LimitedHttp(config=self.config, server_state=state, app_state=self.lifespan.state)
+        protocol.on_lost = self._channel.report
+        connect = asyncio.get_running_loop().connect_accepted_socket
+        try:
+            await connect(lambda: protocol, connection, ssl=self.config.ssl)
+        except OSError:  # a TLS handshake has failed
+            self._channel.report()
 
 
 class _LimitedHttp(HttpToolsProtocol):
     """Refuses requests with headers above MAX_HEADER_BYTES."""
 
     _num_header_bytes = 0
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.on_lost: Callable[[], object] = no_callback
+        """Called when the connection has ended."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.on_lost()
 
     def on_message_begin(self) -> None:
         self._num_header_bytes = 0
@@ -234,7 +290,7 @@ class _ChildSettings:
     address: str
     settings: ServerSettings
     descriptor: int
-    """Of the listening socket."""
+    """Of the channel for connections."""
 
 
 async def _supervise(engine: EngineProcess, settings: ServerSettings, listener: socket.socket, begin: float) -> int:
@@ -251,13 +307,18 @@ async def _supervise(engine: EngineProcess, settings: ServerSettings, listener: 
         starting.cancel()
         client.close()
         return engine.stop() if ended.done() else EXIT_INTERRUPTED if first.result() == signal.SIGINT else 0
-    listener.listen(_BACKLOG)
-    children = [_start_child(engine.address, settings, listener) for _ in range(settings.api_server_count)]
+    balancer = Balancer(listener)
+    children = [_start_child(engine.address, settings, balancer) for _ in range(settings.api_server_count)]
     waits = {asyncio.ensure_future(process_end(child)): child for child in children}
-    announce(settings, listener, begin)
+    accepting = asyncio.ensure_future(_accept(balancer, settings, listener, begin))
     exit_code = 0
     try:
-        await asyncio.wait((ended, first, *waits), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((ended, first, accepting, *waits), return_when=asyncio.FIRST_COMPLETED)
+        if accepting.done():
+            accepting.result()
+        accepting.cancel()
+        await asyncio.wait((accepting,))
+        listener.close()
         if first.done():
             notify_service_manager("STOPPING=1")
             exit_code = EXIT_INTERRUPTED if first.result() == signal.SIGINT else 0
@@ -276,6 +337,7 @@ async def _supervise(engine: EngineProcess, settings: ServerSettings, listener: 
             _signal_all(children, signal.SIGINT)
         await asyncio.gather(*waits)
     finally:
+        balancer.close()
         for child in children:
             child.kill()
         if not ended.done():
@@ -284,18 +346,28 @@ async def _supervise(engine: EngineProcess, settings: ServerSettings, listener: 
     return exit_code
 
 
-def _start_child(address: str, settings: ServerSettings, listener: socket.socket) -> subprocess.Popen[bytes]:
-    child = subprocess.Popen(
-        [sys.executable, "-m", "fleetfoot.server.serve"],
-        stdin=subprocess.PIPE,
-        pass_fds=(listener.fileno(),),
-        env=env.for_child({}),
-        start_new_session=True,  # the terminal's signals reach the supervisor alone
-    )
-    assert child.stdin is not None
-    with contextlib.suppress(BrokenPipeError):
-        child.stdin.write(pickle.dumps(_ChildSettings(address, settings, listener.fileno())))
-        child.stdin.flush()  # and stays open: its end is that of the supervisor
+async def _accept(balancer: Balancer, settings: ServerSettings, listener: socket.socket, begin: float) -> None:
+    """Accept connections once all servers are ready."""
+    await balancer.wait_ready()
+    listener.setblocking(False)
+    listener.listen(_BACKLOG)
+    announce(settings, listener, begin)
+    await balancer.run()
+
+
+def _start_child(address: str, settings: ServerSettings, balancer: Balancer) -> subprocess.Popen[bytes]:
+    with balancer.add_server() as channel:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "fleetfoot.server.serve"],
+            stdin=subprocess.PIPE,
+            pass_fds=(channel.fileno(),),
+            env=env.for_child({}),
+            start_new_session=True,  # the terminal's signals reach the supervisor alone
+        )
+        assert child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.write(pickle.dumps(_ChildSettings(address, settings, channel.fileno())))
+            child.stdin.flush()  # and stays open: its end is that of the supervisor
     return child
 
 
@@ -305,8 +377,8 @@ def _signal_all(children: list[subprocess.Popen[bytes]], number: int) -> None:
 
 
 async def _run_child(given: _ChildSettings) -> int:
-    listener = socket.socket(fileno=given.descriptor)
-    server = ApiServer(given.address, given.settings, listener)
+    channel = ConnectionChannel(socket.socket(fileno=given.descriptor))
+    server = ApiServer(given.address, given.settings, channel=channel)
     server.watch_signals()
     asyncio.get_running_loop().add_reader(0, lambda: os._exit(1) if not os.read(0, 1) else None)
     await server.start()
@@ -343,7 +415,6 @@ def listening(settings: ServerSettings) -> Iterator[socket.socket]:
         listener.close()
         where = target if is_path else f"{settings.host}:{settings.port}"
         raise ValueError(f"cannot listen on {where} ({error}); choose another address") from error
-    listener.set_inheritable(True)
     try:
         yield listener
     finally:
