@@ -334,10 +334,11 @@ def test_thinking_and_tools_are_blocks(display: str) -> None:
     Message.model_validate(body, strict=True, extra="forbid")
     thinking, *others = body["content"]
     assert thinking["thinking"] == ("Two tools." if display == "summarized" else "") and thinking["signature"]
+    direct = {"type": "direct"}
     assert others == [
-        {"type": "text", "text": "Looking."},
-        {"type": "tool_use", "id": "call_a", "name": "weather", "input": {"city": "Linz"}},
-        {"type": "tool_use", "id": "call_b", "name": "clock", "input": {}},
+        {"type": "text", "text": "Looking.", "citations": None},
+        {"type": "tool_use", "id": "call_a", "name": "weather", "input": {"city": "Linz"}, "caller": direct},
+        {"type": "tool_use", "id": "call_b", "name": "clock", "input": {}, "caller": direct},
     ]
     assert body["stop_reason"] == "tool_use"
     assert body["usage"]["input_tokens"] == 1 and body["usage"]["cache_read_input_tokens"] == 2

@@ -25,6 +25,7 @@ from fleetfoot.server.anthropic.protocol import (
     CountTokensRequest,
     Event,
     InputJSONDelta,
+    MessageDeltaUsage,
     MessageEnd,
     MessagesRequest,
     MessageStart,
@@ -37,7 +38,6 @@ from fleetfoot.server.anthropic.protocol import (
     TextDelta,
     ThinkingBlock,
     ThinkingDelta,
-    ThinkingDisabled,
     TokenCount,
     ToolUseBlock,
 )
@@ -110,7 +110,7 @@ def _template_variables(body: CountTokensRequest) -> dict[str, Any]:
     """``enable_thinking`` and ``thinking``, of which templates read one, and ``reasoning_effort``."""
     variables: dict[str, Any] = {}
     if body.thinking is not None:
-        thinks = not isinstance(body.thinking, ThinkingDisabled)
+        thinks = body.thinking.type != "disabled"
         variables = {"enable_thinking": thinks, "thinking": thinks}
     if (config := body.output_config) is not None:
         for name in ("format", "task_budget"):
@@ -143,7 +143,7 @@ class MessageAnswer:
         if message.content:
             blocks.append(TextBlock(message.content))
         blocks += [ToolUseBlock(call.id, call.name, _tool_input(call.arguments)) for call in message.tool_calls]
-        usage = _usage(output, num_tokens)
+        usage = MessageUsage(*_counts(output, num_tokens))
         return AssistantMessage(self._id, self._model, blocks, usage, stop.stop_reason, stop.stop_sequence)
 
     async def events(self, generated: GeneratedMessages) -> AsyncIterator[bytes]:
@@ -153,14 +153,15 @@ class MessageAnswer:
                 events: list[Event] = []
                 if not has_begun:
                     has_begun = True
-                    message = AssistantMessage(self._id, self._model, [], _usage(output, 0))
+                    message = AssistantMessage(self._id, self._model, [], MessageUsage(*_counts(output, 0)))
                     events += [MessageStart(message), Ping()]
                 for chunk in chunks:
                     num_tokens += len(chunk.completion.token_ids)
                     events += blocks.add(chunk.delta)
                     if chunk.finish_reason is not None:
                         stop = self._stop(chunk.completion, chunk.finish_reason, num_tokens)
-                        events += [*blocks.close(), MessageEnd(stop, _usage(output, num_tokens)), MessageStop()]
+                        usage = MessageDeltaUsage(*_counts(output, num_tokens))
+                        events += [*blocks.close(), MessageEnd(stop, usage), MessageStop()]
                 if events:
                     yield b"".join([_encode(event) for event in events])
         except Exception as error:
@@ -231,9 +232,10 @@ class _BlockEvents:
         return events
 
 
-def _usage(output: RequestOutput, num_tokens: int) -> MessageUsage:
+def _counts(output: RequestOutput, num_tokens: int) -> tuple[int, int, int]:
+    """The first fields of a usage."""
     num_cached = output.num_cached_tokens
-    return MessageUsage(len(output.prompt_token_ids) - num_cached, num_tokens, num_cached)
+    return len(output.prompt_token_ids) - num_cached, num_tokens, num_cached
 
 
 def _tool_input(arguments: str) -> dict[str, Any]:

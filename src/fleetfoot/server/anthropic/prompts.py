@@ -16,9 +16,7 @@ from fleetfoot.server.anthropic.protocol import (
     RedactedThinkingParam,
     TextParam,
     ThinkingParam,
-    ToolChoiceAny,
-    ToolChoiceNone,
-    ToolChoiceTool,
+    ToolChoice,
     ToolParam,
     ToolResultParam,
     ToolUseParam,
@@ -194,17 +192,14 @@ def read_tools(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return tools
 
 
-def read_tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str | dict[str, Any]:
+def read_tool_choice(choice: ToolChoice | None, tools: Sequence[Mapping[str, Any]]) -> str | dict[str, Any]:
     """OpenAI's form of a tool choice. Raises ApiError."""
-    if choice is None or isinstance(choice, ToolChoiceNone):
-        return "auto" if choice is None else "none"
+    if choice is None or choice.type in ("auto", "none"):
+        return "auto" if choice is None else choice.type
     names = [tool["function"]["name"] for tool in tools]
-    if isinstance(choice, ToolChoiceTool):
-        if choice.name not in names:
-            raise invalid(
-                "tool_choice", f"tool_choice names {choice.name!r}; the tools are {', '.join(names) or 'none'}"
-            )
+    if choice.type == "any" and names:
+        return "required"
+    if choice.type == "tool" and choice.name in names:
         return {"type": "function", "function": {"name": choice.name}}
-    if not names:
-        raise invalid("tool_choice", "tool_choice needs tools")
-    return "required" if isinstance(choice, ToolChoiceAny) else "auto"
+    wanted = "any" if choice.type == "any" else repr(choice.name)
+    raise invalid("tool_choice", f"tool_choice is {wanted:.100}; the tools are {', '.join(names) or 'none'}")

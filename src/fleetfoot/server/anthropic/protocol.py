@@ -12,22 +12,13 @@ import msgspec
 from fleetfoot.server.http import ApiError
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "billing_policy": (),
-    "compaction": (),
     "container": (),
-    "context_management": (
-        {},
-        {"edits": []},
-        {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-    ),
+    "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     "diagnostics": (),
-    "fallback_credit_token": (),
-    "fallbacks": ([],),
     "inference_geo": (),
     "mcp_servers": ([],),
     "output_format": (),
     "speed": ("standard",),
-    "thread": (),
 }
 """Field -> neutral values besides null."""
 _ERRORS = {
@@ -115,34 +106,16 @@ class ToolParam(_Param):
     allowed_callers: list[Literal["direct"]] | None = None
 
 
-class ToolChoiceAuto(_Param, tag_field="type", tag="auto"):
+class ToolChoice(_Param):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class ToolChoiceAny(_Param, tag_field="type", tag="any"):
-    disable_parallel_tool_use: bool | None = None
-
-
-class ToolChoiceTool(_Param, tag_field="type", tag="tool"):
-    name: str
-    disable_parallel_tool_use: bool | None = None
-
-
-class ToolChoiceNone(_Param, tag_field="type", tag="none"):
-    pass
-
-
-class ThinkingEnabled(_Param, tag_field="type", tag="enabled"):
-    budget_tokens: int
+class Thinking(_Param):
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = None
     display: Literal["summarized", "omitted"] | None = None
-
-
-class ThinkingAdaptive(_Param, tag_field="type", tag="adaptive"):
-    display: Literal["summarized", "omitted"] | None = None
-
-
-class ThinkingDisabled(_Param, tag_field="type", tag="disabled"):
-    pass
 
 
 class OutputConfig(_Param):
@@ -165,8 +138,8 @@ class CountTokensRequest(_Param):
     """A text, or blocks: `TextParam`."""
     tools: list[dict[str, Any]] | None = None
     """Of `ToolParam`."""
-    tool_choice: ToolChoiceAuto | ToolChoiceAny | ToolChoiceTool | ToolChoiceNone | None = None
-    thinking: ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
     max_tokens: int | None = None
@@ -182,21 +155,15 @@ class CountTokensRequest(_Param):
     service_tier: Literal["auto", "standard_only"] | None = None
     user_profile_id: str | None = None
     workspace_id: str | None = None
-    betas: list[str] | None = None
 
     # refused unless neutral
-    billing_policy: Any = None
-    compaction: Any = None
     container: Any = None
     context_management: Any = None
     diagnostics: Any = None
-    fallback_credit_token: Any = None
-    fallbacks: Any = None
     inference_geo: Any = None
     mcp_servers: Any = None
     output_format: Any = None
     speed: Any = None
-    thread: Any = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -210,6 +177,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
     text: str
+    citations: None = None
 
 
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
@@ -217,23 +185,39 @@ class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
     signature: str
 
 
+class Caller(msgspec.Struct, tag_field="type", tag="direct", frozen=True):
+    """Of a tool: the model itself."""
+
+
 class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any]
+    caller: Caller = Caller()
 
 
 Block = TextBlock | ThinkingBlock | ToolUseBlock
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
 
-class MessageUsage(msgspec.Struct):
+class MessageDeltaUsage(msgspec.Struct):
     """Tokens of the prompt are counted once: as input, or as read from the cache."""
 
     input_tokens: int
     output_tokens: int
     cache_read_input_tokens: int = 0
     cache_creation_input_tokens: int = 0
+    output_tokens_details: None = None
+    server_tool_use: None = None
+
+
+class MessageUsage(MessageDeltaUsage):
+    """As of a whole message."""
+
+    cache_creation: None = None
+    inference_geo: None = None
+    service_tier: Literal["standard"] = "standard"
+    speed: None = None
 
 
 class AssistantMessage(msgspec.Struct, tag_field="type", tag="message"):
@@ -244,6 +228,9 @@ class AssistantMessage(msgspec.Struct, tag_field="type", tag="message"):
     stop_reason: StopReason | None = None
     stop_sequence: str | None = None
     role: Literal["assistant"] = "assistant"
+    container: None = None
+    diagnostics: None = None
+    stop_details: None = None
 
 
 class TokenCount(msgspec.Struct):
@@ -293,11 +280,13 @@ class Stop(msgspec.Struct):
 
     stop_reason: StopReason
     stop_sequence: str | None = None
+    container: None = None
+    stop_details: None = None
 
 
 class MessageEnd(msgspec.Struct, tag_field="type", tag="message_delta"):
     delta: Stop
-    usage: MessageUsage
+    usage: MessageDeltaUsage
 
 
 class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
