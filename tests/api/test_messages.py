@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, cast
@@ -184,6 +185,7 @@ def test_a_prefill_is_continued(api: anthropic.Anthropic, story: LLM) -> None:
 
 
 BLOCK = "messages[0].content[0]"
+DEEP: Any = functools.reduce(lambda inner, _: {"a": inner}, range(900), {})
 REFUSED = [
     ({"nonsense": 1}, "nonsense"),
     ({"max_tokens": 0}, "max_tokens"),
@@ -208,6 +210,10 @@ REFUSED = [
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
     ({"thinking": {"type": "between_tools"}}, "thinking"),
+    ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+    ({"max_tokens": 10**30}, "64 bits"),
+    ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": DEEP}]},
+                   *MESSAGES]}, "nested"),
     ({"service_tier": "fast"}, "service_tier"),
     ({"cache_control": {"type": "forever"}}, "cache_control"),
     ({"container": "c"}, "container"),

@@ -74,6 +74,10 @@ class ApiError(Exception):
             message = str(error)
             is_long = "max_model_len" in message and ("tokens" in message or "characters" in message)
             return cls(400, message, "context_length_exceeded" if is_long else None, _named_field(message))
+        if isinstance(error, RecursionError):
+            return cls(400, "the body is nested too deeply")
+        if isinstance(error, OverflowError):
+            return cls(400, "the body has a number that does not fit into 64 bits")
         logger.error("a request has failed", exc_info=error)
         return cls(500, "the server has failed; its log has the reason")
 

@@ -110,6 +110,9 @@ def _template_variables(body: CountTokensRequest) -> dict[str, Any]:
     """``enable_thinking`` and ``thinking``, of which templates read one, and ``reasoning_effort``."""
     variables: dict[str, Any] = {}
     if body.thinking is not None:
+        if body.thinking.type == "enabled" and (body.thinking.budget_tokens or 0) < 1:
+            message = f"thinking.budget_tokens is {body.thinking.budget_tokens}; it must be at least 1"
+            raise invalid("thinking.budget_tokens", message)
         thinks = body.thinking.type != "disabled"
         variables = {"enable_thinking": thinks, "thinking": thinks}
     if (config := body.output_config) is not None:
