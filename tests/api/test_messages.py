@@ -237,10 +237,12 @@ def test_a_refusal_names_the_field(client: httpx.Client, fields: dict[str, Any],
 
 
 ACCEPTED = [
-    *({"metadata": {"user_id": "me"}}, {"service_tier": "auto"}, {"cache_control": {"type": "ephemeral"}}),
+    *({"metadata": {"user_id": "me"}}, {"service_tier": "auto"}),
+    {"cache_control": {"type": "ephemeral", "scope": "global"}},
     *({"tools": []}, {"tool_choice": {"type": "none"}}, {"container": None}, {"mcp_servers": []}, {"top_k": 5}),
     *({"thinking": {"type": "disabled"}}, {"thinking": {"type": "enabled", "budget_tokens": 2048}}),
     *({"thinking": {"type": "adaptive"}}, {"output_config": {"effort": "max"}}, {"context_management": {"edits": []}}),
+    {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
 ]
 
 

@@ -11,9 +11,10 @@ import msgspec
 
 from fleetfoot.server.http import ApiError
 
+_KEEP_THINKING = [{"edits": [{"type": "clear_thinking_20251015", "keep": keep}]} for keep in ("all", {"type": "all"})]
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "container": (),
-    "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+    "context_management": ({}, {"edits": []}, *_KEEP_THINKING),
     "diagnostics": (),
     "inference_geo": (),
     "mcp_servers": ([],),
@@ -38,8 +39,8 @@ class _Param(msgspec.Struct, forbid_unknown_fields=True):
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-class CacheControl(_Param):
-    """No effect: blocks of all prompts are cached."""
+class CacheControl(msgspec.Struct):
+    """No effect, other fields included: the prefixes of all prompts are cached."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
