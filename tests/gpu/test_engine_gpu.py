@@ -32,6 +32,8 @@ FUSED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Models whose fused layers differ from those of the trained ones in `tests/assets`."""
 OTHERS = UNTRAINED | FUSED
+ODD_HEADS = {"odd heads": ("llama", {"head_dim": 12, "hidden_size": 64})}
+"""No kernel supports them: attention runs in torch, and graphs are not captured."""
 DRAFTS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 3},
     "draft": {"method": "draft_model", "model": str(ASSETS / "story-draft"), "num_speculative_tokens": 3},
@@ -54,9 +56,10 @@ def _exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {name: tmp_path_factory.mktemp(name) for name in OTHERS}
+    untrained = OTHERS | ODD_HEADS
+    made = {name: tmp_path_factory.mktemp(name) for name in untrained}
     for name, folder in made.items():
-        model_type, fields = OTHERS[name]
+        model_type, fields = untrained[name]
         make_checkpoint(folder, model_type, vocab_size=VOCAB, **fields)
     return MODELS | made
 
@@ -85,6 +88,15 @@ def test_tokens_equal_the_cpus(reference: LLMEngine, folders: dict[str, Path], m
     if way == "graphs":
         assert graphs.num_steps["decode"] > 0
         assert graphs.captured
+    tried.shutdown()
+
+
+@pytest.mark.parametrize("reference", list(ODD_HEADS), indirect=True)
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_heads_without_a_kernel(reference: LLMEngine, folders: dict[str, Path], runner: str) -> None:
+    tried, graphs = checked_engine(reference, folders["odd heads"], model_runner=runner)
+    assert tried.plan.kernels["attention"] == "sdpa"
+    assert graphs is None or not graphs.captured
     tried.shutdown()
 
 

@@ -1,6 +1,7 @@
 """The kernel registry: what is planned from facts, and what is loaded from a plan."""
 
 import pickle
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
@@ -21,6 +22,9 @@ PLANNED = [
     (DeviceFacts("cpu", has_triton=True), {"attention": "sdpa", "prepare_decode": "torch"}),
     (DeviceFacts("cuda", has_native=True), {"attention": "sdpa", "apply_staged_writes": "torch"}),
     (ANY, {"rms_norm": "torch"}),
+    (replace(GPU, heads=frozenset({(64, 4), (128, 8)})), {"attention": "triton"}),
+    (replace(GPU, heads=frozenset({(64, 4), (12, 2)})), {"attention": "sdpa", "rms_norm": "triton"}),
+    (replace(GPU, heads=frozenset({(128, 96)})), {"attention": "sdpa"}),
 ]
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.helpers.attention_batches import Batch, Requests, check_batch, make_batch, make_fused_batch, ragged
 from tests.helpers.interpreter import compiled, interpreted, run_python
 
-from fleetfoot.kernels.attention import decode, split_kv
+from fleetfoot.kernels.attention import MAX_ROWS, decode, max_rows, split_kv
 from fleetfoot.kernels.attention.prefill import PrefillTiling, choose_prefill_tiling, paged_attention_prefill
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
@@ -105,7 +105,7 @@ def test_mixed_batch_by_prefill_kernel(window: int | None, num_heads: int) -> No
 def test_ragged_batches(requests: Requests, window: int | None, data: st.DataObject) -> None:
     batch = make_batch(requests, block_size=16)
     check_prefill(batch, window)
-    if batch.metadata.max_query_len * 2 <= decode.MAX_ROWS:
+    if batch.metadata.max_query_len * 2 <= MAX_ROWS:
         check_decode(batch, window, num_programs=data.draw(st.integers(1, 30), label="num_programs"))
 
 
@@ -182,7 +182,7 @@ def test_tensors_that_do_not_fit_are_named() -> None:
 def test_tiles_fit_in_shared_memory(shared_bytes: int, element_size: int, head_dim: int, group: int) -> None:
     """Three stages of K and V beside Q, which is what the compiler may take for two that are in flight."""
     row_bytes = head_dim * element_size
-    rows = min(max(16, group), decode.max_rows(head_dim))
+    rows = min(max(16, group), max_rows(head_dim))
     prefill = choose_prefill_tiling(rows, head_dim, element_size, shared_bytes)
     assert prefill.rows >= rows
     chosen = decode.choose_decode_tiling(rows, head_dim, element_size, shared_bytes)

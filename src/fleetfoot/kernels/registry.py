@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
+from fleetfoot.kernels.attention import triton_supports
 from fleetfoot.kernels.interface import KernelPlan, Kernels
 from fleetfoot.kernels.runtime.triton_support import or_reference
 from fleetfoot.native.loading import NativeUnavailableError
@@ -36,6 +37,8 @@ class DeviceFacts:
     """Triton is installed."""
     compiles_layers: bool = False
     """The plain layers are compiled by ``torch.compile``, which needs their operations in torch."""
+    heads: frozenset[tuple[int, int]] = frozenset()
+    """Head size and query heads per KV head of the attention layers, those of a drafter too."""
 
 
 _REQUIREMENTS: Mapping[str, tuple[str | None, str | None]] = MappingProxyType(
@@ -131,6 +134,8 @@ def plan_kernels(facts: DeviceFacts) -> KernelPlan:
         return device in (None, facts.device) and (field is None or getattr(facts, field))
 
     fastest = {op: next(filter(is_met, implementations)) for op, implementations in OPERATIONS.items()}
+    if fastest["attention"] == "triton" and not all(triton_supports(*heads) for heads in facts.heads):
+        fastest["attention"] = "sdpa"  # graphs are captured with the kernels or not at all
     if facts.compiles_layers:
         fastest |= _COMPILED
     return KernelPlan(tuple(fastest.items()))

@@ -68,13 +68,22 @@ def resolve_plan(
             f"max_model_len is {config.max_model_len}, but the model's positions end at {limit} "
             f"(max_position_embeddings in its config.json); set max_model_len to at most {limit}"
         )
+    models = [model] if found is None else [model, found.config]
     shape = EngineShape(
         config=config,
         model=model,
         dtype=dtype,
         device=device,
         runner=decision.runner,
-        kernels=plan_kernels(DeviceFacts(device, machine.has_native, machine.has_triton, config.compiles_layers)),
+        kernels=plan_kernels(
+            DeviceFacts(
+                device,
+                machine.has_native,
+                machine.has_triton,
+                config.compiles_layers,
+                frozenset((one.head_dim, one.num_heads // one.num_kv_heads) for one in models),
+            )
+        ),
         max_model_len=config.max_model_len or limit,
         drafter=drafter_shape(config, model, found, dtype, device),
     )

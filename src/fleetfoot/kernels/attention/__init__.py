@@ -15,6 +15,21 @@ if TYPE_CHECKING:
 MAX_GATHERED_ELEMENTS, MAX_MASK_ELEMENTS = 1 << 22, 1 << 21
 """Elements of K that the torch backend gathers at once for decodes, and of the mask of a chunk of a prefill."""
 
+MAX_HEAD_DIM = 256
+"""Of the Triton kernels."""
+MAX_ROWS = 64
+"""Maximum query heads per KV head times query tokens per request of their decode kernel; see `max_rows`."""
+
+
+def max_rows(head_dim: int) -> int:
+    """Maximum query heads per KV head times query tokens per request: the accumulator must fit in registers."""
+    return MAX_ROWS if head_dim <= 128 else MAX_ROWS // 2
+
+
+def triton_supports(head_dim: int, group: int) -> bool:
+    """Whether the Triton kernels support such heads; ``group``: query heads per KV head."""
+    return head_dim % 8 == 0 and 0 < head_dim <= MAX_HEAD_DIM and group <= max_rows(head_dim)
+
 
 class AttentionBackend(Protocol):
     """Causal attention of a step's query tokens over the paged KV cache, which already holds the step's own K and V."""

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fleetfoot.kernels.attention import AttentionInputs
+from fleetfoot.kernels.attention import MAX_ROWS, AttentionInputs
 from fleetfoot.kernels.attention.rope_and_cache import load_cos_sin, norm_and_rotate
 from fleetfoot.kernels.attention.split_kv import (
     AttentionWorkspace,
@@ -53,8 +53,6 @@ from fleetfoot.records.forward_context import RotaryInputs
 if TYPE_CHECKING:
     import triton.language as tl
 
-MAX_ROWS = 64
-"""Maximum query heads per KV head times query tokens per request; see `max_rows`."""
 MIN_ROWS = 16
 """Rows are padded to this number, the minimum of the tensor cores."""
 PAIR_TILES = 4
@@ -108,11 +106,6 @@ def choose_decode_tiling(
     tile, num_stages = fit_tile(rows, max(16, min(128, tile_bytes // row_bytes)), row_bytes, shared_bytes)
     programs_per_sm = max(1, min(max_programs, shared_bytes // ((rows + 4 * tile) * row_bytes)))
     return DecodeTiling(tile, 1, 4 if is_small else 8, PAIR_TILES, programs_per_sm, num_warps, num_stages)
-
-
-def max_rows(head_dim: int) -> int:
-    """Maximum query heads per KV head times query tokens per request: the accumulator must fit in registers."""
-    return MAX_ROWS if head_dim <= 128 else MAX_ROWS // 2
 
 
 def paged_attention_decode(

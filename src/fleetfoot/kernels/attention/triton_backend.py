@@ -8,8 +8,8 @@ from types import ModuleType
 
 import torch
 
-from fleetfoot.kernels.attention import AttentionInputs
-from fleetfoot.kernels.attention.decode import MIN_ROWS, max_rows, paged_attention_decode
+from fleetfoot.kernels.attention import AttentionInputs, max_rows, triton_supports
+from fleetfoot.kernels.attention.decode import MIN_ROWS, paged_attention_decode
 from fleetfoot.kernels.attention.prefill import paged_attention_prefill
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
@@ -17,7 +17,6 @@ from fleetfoot.kernels.runtime.gpu_limits import gpu_limits, has_hopper_kernels
 from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError
 from fleetfoot.records.forward_context import AttentionMetadata, RotaryInputs
 
-MAX_HEAD_DIM = 256
 MAX_FUSED_QUERY_LEN = 8
 """Maximum query tokens of a request for which the decode kernel applies norm and rotation and writes the cache."""
 FUSED_PAIRS_PER_SM = 3.0
@@ -46,8 +45,7 @@ class TritonBackend(SDPABackend):
     def supports(head_dim: int, group: int, dtype: torch.dtype) -> bool:
         """Whether the kernels support this shape; ``group``: query heads per KV head."""
         is_type = dtype in (torch.bfloat16, torch.float16, torch.float32)
-        is_head_dim = head_dim % 8 == 0 and 0 < head_dim <= MAX_HEAD_DIM
-        return is_type and is_head_dim and group <= max_rows(head_dim)
+        return is_type and triton_supports(head_dim, group)
 
     def forward(
         self,
