@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 
 @dataclass(slots=True)
@@ -31,6 +31,23 @@ class MessageDelta:
 
     def __bool__(self) -> bool:
         return bool(self.content or self.reasoning or self.tool_calls)
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model can call."""
+
+    name: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """The JSON schema of its arguments."""
+    is_strict: bool = False
+    """Whether the arguments must be valid."""
+
+    @classmethod
+    def of(cls, tool: Mapping[str, Any]) -> Tool:
+        """OpenAI's form: ``{"type": "function", "function": {...}}``."""
+        function = tool["function"]
+        return cls(function["name"], function.get("parameters") or {}, bool(function.get("strict")))
 
 
 class MessageParser(Protocol):

@@ -1,0 +1,121 @@
+"""Grammars of tool calls, in llguidance's dialect of Lark."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fleetfoot.parsers.base import Tool
+
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_CLOSING = ("additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "$ref")
+_SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+_SCHEMA_LISTS = ("anyOf", "oneOf", "prefixItems")
+_SCHEMA_MAPS = ("properties", "$defs", "definitions", "patternProperties")
+
+
+class Rules:
+    """The rules of a grammar.
+
+    Args:
+        special_tokens: token -> id. They are no text for llguidance.
+    """
+
+    def __init__(self, special_tokens: Mapping[str, int]) -> None:
+        self._special_tokens = special_tokens
+        self._pattern = re.compile("|".join(map(re.escape, special_tokens)) or r"(?!)")
+        self._rules: list[str] = []
+
+    def add(self, expression: str, options: str = "") -> str:
+        """Add a rule. Returns its name."""
+        name = f"rule_{len(self._rules)}"
+        self._rules.append(f"{name}{options}: {expression}")
+        return name
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """A rule for JSON values of a schema."""
+        return self.add(f"%json {json.dumps({**schema, 'x-guidance': _SPACING})}")
+
+    def arguments(self, tool: Tool) -> str:
+        """A rule for the arguments of a tool."""
+        return self.json(arguments_schema(tool))
+
+    def text(self, text: str) -> str:
+        """An expression for a fixed text, which may hold special tokens."""
+        parts, position = [], 0
+        for match in self._pattern.finditer(text):
+            parts += [quoted(text[position : match.start()]), f"<[{self._special_tokens[match[0]]}]>"]
+            position = match.end()
+        return " ".join(part for part in (*parts, quoted(text[position:])) if part)
+
+    def until(self, text: str) -> str:
+        """An expression for any text up to the first place of this one, which is a part of it."""
+        if text in self._special_tokens:
+            return f"TEXT {self.text(text)}"
+        return self.add(f"TEXT {quoted(text)}", "[lazy]")
+
+    def any_of(self, expressions: Sequence[str]) -> str:
+        return f"({' | '.join(expressions)})"
+
+    def each(self, tools: Sequence[Tool], call: Callable[[Tool], str]) -> str:
+        """A rule for a call of any of the tools."""
+        return self.add(self.any_of([self.add(call(tool)) for tool in tools]))
+
+    def list_of(self, item: str, separator: str, *, is_single: bool) -> str:
+        """The item, or several with a separator."""
+        return item if is_single else f"{item} ({self.text(separator)} {item})*"
+
+    def render(self, start: str) -> str:
+        """The grammar."""
+        return "\n".join(["%llguidance {}", f"start: {start}", *self._rules, "TEXT: /(?s:.*)/"])
+
+
+def forced_calls(form: Any, tools: Sequence[Tool], special_tokens: Mapping[str, int], *, is_single: bool) -> str:
+    """A grammar of at least one call in a `ToolFormat`."""
+    rules = Rules(special_tokens)
+    calls = form.grammar(tools, rules, is_single=is_single)
+    return rules.render(f"{rules.text(form.begin[0])} {calls}")
+
+
+def strict_calls(form: Any, tools: Sequence[Tool], special_tokens: Mapping[str, int], *, is_single: bool) -> str:
+    """A grammar of any text, in which calls are valid; the arguments of tools that are not strict are any object."""
+    rules = Rules(special_tokens)
+    tools = [tool if tool.is_strict else Tool(tool.name) for tool in tools]
+    marker = form.begin[0]
+    calls = form.grammar(tools, rules, is_single=is_single)
+    if len(marker) == 1:  # content may have it, but not at its beginning
+        text = rules.add(rf"/[^\{marker}](?s:.*)/")
+        return rules.render(f'"" | {text} | {rules.text(marker)} {calls}')
+    call = rules.add(f"{rules.until(marker)} {calls}")
+    return rules.render(f"{call}{'?' if is_single else '*'} {rules.add('TEXT')}")
+
+
+def arguments_schema(tool: Tool) -> dict[str, Any]:
+    """The schema of a tool's arguments: an object, without properties that are not named."""
+    return {"type": "object", **closed(tool.parameters)}
+
+
+def closed(schema: Any) -> Any:
+    """The schema, in which objects with named properties have no others unless the schema mentions others."""
+    if not isinstance(schema, Mapping):
+        return schema
+    result = dict(schema)
+    for name in _SCHEMAS:
+        if name in result:
+            result[name] = closed(result[name])
+    for name in _SCHEMA_LISTS:
+        if isinstance(result.get(name), list):
+            result[name] = [closed(one) for one in result[name]]
+    for name in _SCHEMA_MAPS:
+        if isinstance(result.get(name), Mapping):
+            result[name] = {key: closed(one) for key, one in result[name].items()}
+    if result.get("properties") and not any(name in result for name in _CLOSING):
+        result["additionalProperties"] = False
+    return result
+
+
+def quoted(text: str) -> str:
+    """A Lark string; "" for an empty one."""
+    return json.dumps(text, ensure_ascii=False) if text else ""

@@ -1,0 +1,108 @@
+"""Harmony, the format of GPT-OSS: a message has parts in channels, for reasoning, content and calls of tools."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from fleetfoot.parsers.base import MessageDelta, Tool
+from fleetfoot.parsers.grammar import Rules
+from fleetfoot.parsers.reader import Reader, Sink, Wait, Writer, markers_of
+
+_START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+_END, _CALL, _RETURN = "<|end|>", "<|call|>", "<|return|>"
+_MARKERS = (_CHANNEL, _START, _MESSAGE, _CONSTRAIN, _END, _CALL, _RETURN)
+_RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
+FINAL = f"{_CHANNEL}final{_MESSAGE}"
+"""What the content of an answer follows."""
+
+
+class HarmonyFormat:
+    """The grammar of its calls; `HarmonyParser` reads them."""
+
+    begin = (_CHANNEL,)
+    markers = _MARKERS
+    id_length = None
+
+    def read(self, reader: Reader, writer: Writer, marker: str, tools: Mapping[str, Tool]) -> Wait[bool]:
+        """Calls are parts of a whole message in this format."""
+        raise NotImplementedError
+        yield
+
+    def grammar(self, tools: Sequence[Tool], rules: Rules, *, is_single: bool) -> str:
+        thought = f"{rules.text('analysis' + _MESSAGE)} TEXT {rules.text(f'{_END}{_START}assistant{_CHANNEL}')}"
+        return f"({rules.add(thought)})* {rules.each(tools, lambda tool: self._call(tool, rules))}"
+
+    @staticmethod
+    def _call(tool: Tool, rules: Rules) -> str:
+        before = f"commentary to=functions.{tool.name} {_CONSTRAIN}json{_MESSAGE}"
+        return f"{rules.text(before)} {rules.arguments(tool)}"
+
+
+class HarmonyParser:
+    """A `MessageParser`; arguments as of `TextParser`."""
+
+    def __init__(
+        self,
+        functions: Mapping[str, Tool] | None = None,
+        *,
+        hidden: Iterable[str] = (),
+        max_calls: int | None = None,
+    ) -> None:
+        self._functions = functions or {}
+        self._markers = markers_of(frozenset((*_MARKERS, *hidden)))
+        self._reader = Reader()
+        self._writer = Writer(max_calls)
+        self._steps = self._message()
+        next(self._steps)
+
+    def feed(self, text: str, token_ids: Sequence[int]) -> MessageDelta:
+        self._reader.text += text
+        next(self._steps)
+        return self._writer.take()
+
+    def finish(self) -> MessageDelta:
+        self._reader.is_over = True
+        next(self._steps, None)
+        return self._writer.take()
+
+    def _message(self) -> Wait[None]:
+        reader, writer = self._reader, self._writer
+        sink: Sink = writer.content
+        yield from reader.space()
+        marker = ""
+        if (yield from reader.literal("to=")):  # the prompt ends within the header
+            sink, marker = yield from self._read_header("to=")
+        while True:
+            if marker not in (_CHANNEL, _START):
+                keeps_cut = sink != writer.arguments
+                marker, space = yield from reader.until(self._markers, sink, keeps_cut=keeps_cut)
+            if not marker:
+                return
+            if marker in (_CHANNEL, _START):
+                sink, marker = yield from self._read_header("")
+            elif marker in (_END, _CALL, _RETURN):
+                writer.end_part()
+                sink = writer.content
+            else:
+                sink(space)
+
+    def _read_header(self, header: str) -> Wait[tuple[Sink, str]]:
+        """Read up to the text of a part. Returns where that goes."""
+        pieces = [header]
+        marker = _CHANNEL
+        while marker in (_CHANNEL, _CONSTRAIN):
+            marker, space = yield from self._reader.until(self._markers, pieces.append)
+            pieces.append(space or " ")
+        return (self._sink("".join(pieces)) if marker else self._writer.content), marker
+
+    def _sink(self, header: str) -> Sink:
+        writer, recipient = self._writer, _RECIPIENT.search(header)
+        writer.end_part()
+        if recipient and (recipient[0].startswith("to=functions.") or recipient[1] in self._functions):
+            writer.begin_call(recipient[1])
+            return writer.arguments
+        if recipient or "analysis" in header:
+            writer.begin_reasoning()
+            return writer.reasoning
+        return writer.content

@@ -1,0 +1,139 @@
+"""The parser of messages: reasoning, then content with tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from fleetfoot.parsers.base import MessageDelta, Tool
+from fleetfoot.parsers.grammar import Rules
+from fleetfoot.parsers.reader import Reader, Wait, Writer, markers_of, skip_text
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """How a model marks its reasoning."""
+
+    begin: tuple[str, ...]
+    end: tuple[str, ...]
+    is_implied: bool = False
+    """Whether a message begins with reasoning, with or without a mark."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (*self.begin, *self.end)
+
+    def is_open(self, prompt: str) -> bool:
+        """Whether a message begins with reasoning, after the end of a prompt."""
+        prompt = prompt.rstrip()
+        if prompt.endswith(self.end):
+            return False
+        return self.is_implied or prompt.endswith(self.begin)
+
+
+class ToolFormat(Protocol):
+    """How a model writes calls of tools."""
+
+    @property
+    def begin(self) -> tuple[str, ...]:
+        """Texts that calls begin with."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All fixed texts, those of ``begin`` too."""
+
+    @property
+    def id_length(self) -> int | None:
+        """Of the ids of calls; None: OpenAI's form."""
+
+    def read(self, reader: Reader, writer: Writer, marker: str, tools: Mapping[str, Tool]) -> Wait[bool]:
+        """Read calls after one of ``begin``. False: the text is no call, and nothing was written or dropped."""
+        ...
+
+    def grammar(self, tools: Sequence[Tool], rules: Rules, *, is_single: bool) -> str:
+        """What follows the first one of ``begin`` in calls, as an expression of llguidance's Lark.
+
+        Args:
+            rules: takes further rules.
+            is_single: for one call only.
+        """
+        ...
+
+
+class TextParser:
+    """A `MessageParser` of one sequence.
+
+    Args:
+        reasoning, tools: None: the text has none.
+        functions: those that can be called, by name.
+        is_reasoning: whether the text begins with reasoning.
+        hidden: special tokens; those without a meaning in the formats are dropped.
+        max_calls: later calls are dropped; None: no limit.
+    """
+
+    def __init__(
+        self,
+        reasoning: ReasoningFormat | None = None,
+        tools: ToolFormat | None = None,
+        functions: Mapping[str, Tool] | None = None,
+        *,
+        is_reasoning: bool = False,
+        hidden: Iterable[str] = (),
+        max_calls: int | None = None,
+    ) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+        self._functions = functions or {}
+        self._begins = reasoning.begin if reasoning else ()
+        self._hidden = frozenset(hidden)
+        self._markers = markers_of(self._hidden.union(self._begins, tools.begin if tools else ()))
+        self._reasoning_ends = markers_of(self._hidden.union(reasoning.end if reasoning else ()))
+        self._reader = Reader()
+        self._writer = Writer(max_calls, tools.id_length if tools else None)
+        self._steps = self._message(is_reasoning)
+        next(self._steps)
+
+    def feed(self, text: str, token_ids: Sequence[int]) -> MessageDelta:
+        self._reader.text += text
+        next(self._steps)
+        return self._writer.take()
+
+    def finish(self) -> MessageDelta:
+        self._reader.is_over = True
+        next(self._steps, None)
+        return self._writer.take()
+
+    def _message(self, is_reasoning: bool) -> Wait[None]:
+        reader, writer = self._reader, self._writer
+        if is_reasoning:
+            yield from self._read_reasoning()
+        while True:
+            marker, space = yield from reader.until(self._markers, writer.content)
+            if not marker:
+                return
+            start = reader.position
+            if marker in self._begins and (writer.is_fresh or marker in self._hidden):
+                yield from self._read_reasoning()
+            elif (yield from self._read_call(marker)):
+                writer.end_part()
+            else:
+                reader.position = start
+                writer.content(space + marker * (marker not in self._hidden))
+
+    def _read_call(self, marker: str) -> Wait[bool]:
+        tools = self._tools
+        if tools is None or marker not in tools.begin:
+            return False
+        return (yield from tools.read(self._reader, self._writer, marker, self._functions))
+
+    def _read_reasoning(self) -> Wait[None]:
+        writer = self._writer
+        writer.begin_reasoning()
+        for begin in self._begins:  # although the prompt has it
+            yield from skip_text(self._reader, begin)
+        while True:
+            marker, space = yield from self._reader.until(self._reasoning_ends, writer.reasoning)
+            if not marker or marker not in self._hidden or (self._reasoning and marker in self._reasoning.end):
+                return writer.end_part()
+            writer.reasoning(space)

@@ -1,0 +1,124 @@
+"""Calls as a list in Python's syntax: ``[get_weather(city="Rome"), get_time()]``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from fleetfoot.parsers.base import Tool
+from fleetfoot.parsers.grammar import Rules, arguments_schema
+from fleetfoot.parsers.reader import Reader, Wait, Writer, skip_one_of, skip_text
+from fleetfoot.parsers.typed import python_value
+
+_START, _END = "<|python_start|>", "<|python_end|>"
+_NAME_CHARACTERS = "_-."
+
+
+class PythonicFormat:
+    """Only names of tools make a list a call."""
+
+    begin = ("[", _START)
+    markers = (_START, _END)
+    id_length = None
+
+    def read(self, reader: Reader, writer: Writer, marker: str, tools: Mapping[str, Tool]) -> Wait[bool]:
+        if marker == _START:
+            yield from skip_one_of(reader, "[")
+        has_begun = False
+        while True:
+            start = reader.position
+            yield from reader.space()
+            if has_begun:
+                yield from skip_one_of(reader, ",")
+            if not (yield from self._read_call(reader, writer, tools)):
+                break
+            has_begun = True
+        if has_begun:
+            reader.position = start
+            yield from skip_one_of(reader, "]")
+            yield from skip_text(reader, _END)
+        return has_begun
+
+    @staticmethod
+    def _read_call(reader: Reader, writer: Writer, tools: Mapping[str, Tool]) -> Wait[bool]:
+        yield from reader.space()
+        name = yield from reader.name(_NAME_CHARACTERS)
+        if name not in tools or not (yield from reader.literal("(")):
+            return False
+        writer.begin_call(name)
+        names = list(tools[name].parameters.get("properties") or ())
+        text, number = "{", 0
+        while True:
+            yield from reader.space()
+            if (yield from reader.literal(")")):
+                writer.arguments("{}" if text == "{" else "}")
+                return True
+            key = yield from _read_key(reader)
+            value = yield from _read_value(reader)
+            if value is None:  # cut
+                return True
+            key = key or (names[number] if number < len(names) else f"argument_{number}")
+            writer.arguments(f"{text}{json.dumps(key)}: {json.dumps(python_value(value), ensure_ascii=False)}")
+            text, number = ", ", number + 1
+            yield from skip_one_of(reader, ",")
+            reader.drop()
+
+    def grammar(self, tools: Sequence[Tool], rules: Rules, *, is_single: bool) -> str:
+        call = rules.each(tools, lambda tool: _call(tool, rules))
+        return f"{rules.list_of(call, ', ', is_single=is_single)} {rules.text(']')}"
+
+
+def _read_key(reader: Reader) -> Wait[str]:
+    """Read ``name=``; "" if the value has no name."""
+    start = reader.position
+    name = yield from reader.name("_")
+    yield from reader.space()
+    if name and (yield from reader.literal("=")):
+        return name
+    reader.position = start
+    return ""
+
+
+def _read_value(reader: Reader) -> Wait[str | None]:
+    """Read a literal up to the comma or bracket after it. None: it is cut."""
+    start, depth, quote = reader.position, 0, ""
+    while character := (yield from reader.peek()):
+        if quote:
+            if character == "\\":
+                reader.position += 1
+                yield from reader.peek()
+            elif character == quote:
+                quote = ""
+        elif character in "\"'":
+            quote = character
+        elif character in "([{":
+            depth += 1
+        elif character in ",)]}":
+            if depth == 0 and character in ",)":
+                return reader.text[start : reader.position]
+            depth -= character != ","
+        reader.position += 1
+    return None
+
+
+def _call(tool: Tool, rules: Rules) -> str:
+    return f"{rules.text(tool.name + '(')} {_keywords(tool, rules)} {rules.text(')')}"
+
+
+def _keywords(tool: Tool, rules: Rules) -> str:
+    """An expression for the arguments of a call, in the order of the schema."""
+    schema = arguments_schema(tool)
+    properties = dict(schema.get("properties") or {})
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    values = {key: rules.json({**value, **shared}) for key, value in properties.items()}
+    required = [key for key in properties if key in (schema.get("required") or ())]
+    optional = [key for key in properties if key not in required]
+    pairs = {key: f"{rules.text(key + '=')} {rule}" for key, rule in values.items()}
+    fixed = f" {rules.text(', ')} ".join(pairs[key] for key in required)
+    if required:
+        return " ".join([fixed, *[f"({rules.text(', ')} {pairs[key]})?" for key in optional]])
+    later: list[str] = []  # what may follow, last argument first
+    for key in reversed(optional):
+        rest = f" ({rules.text(', ')} {rules.any_of(later)})?" if later else ""
+        later.append(rules.add(pairs[key] + rest))
+    return f"{rules.any_of(later)}?" if later else ""

@@ -1,0 +1,288 @@
+"""What parsers are made of: text that arrives in pieces, and the message that is written from it.
+
+A parser is a generator that yields where it needs more text. It sees one character after the other, so its result does
+not depend on how the text is split.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Generator, Iterable
+from functools import lru_cache
+from typing import TypeVar
+
+from fleetfoot.parsers.base import MessageDelta, ToolCallDelta
+
+_T = TypeVar("_T")
+
+Wait = Generator[None, None, _T]
+"""A part of a parser; it returns its result."""
+Sink = Callable[[str], None]
+
+MAX_NAME = 256
+"""Characters of a function's name."""
+_STRING_END = re.compile(r'["\\]')
+_STRUCTURE = re.compile(r'["{}\[\]]')
+_SCALAR_END = re.compile(r"[\s,}\]]")
+
+
+class Markers:
+    """Texts to look for. The match that begins first is found, the longest one of several that begin there."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        ordered = sorted(texts, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+        self._beginnings = frozenset(text[:size] for text in ordered for size in range(1, len(text)))
+        self._longest = max(map(len, ordered), default=0)
+
+    def search(self, text: str, start: int, *, is_over: bool) -> tuple[int, str]:
+        """The first match at or after ``start``, and its position. Without one, "" and the position from which on the
+        text may begin one."""
+        match = self._pattern.search(text, start)
+        if is_over:
+            return (match.start(), match[0]) if match else (len(text), "")
+        for position in range(max(start, len(text) - self._longest + 1), len(text)):
+            if match is not None and position > match.start():
+                break
+            if text[position:] in self._beginnings:
+                return position, ""
+        return (match.start(), match[0]) if match else (len(text), "")
+
+
+@lru_cache(64)
+def markers_of(texts: frozenset[str]) -> Markers:
+    """Those of special tokens are a thousand texts."""
+    return Markers(texts)
+
+
+class Reader:
+    """The text of a sequence."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        """What has arrived and is not dropped yet."""
+        self.position = 0
+        """Of the next character."""
+        self.is_over = False
+
+    def more(self) -> Wait[bool]:
+        """Wait for more text. False: there is none."""
+        size = len(self.text)
+        while len(self.text) == size and not self.is_over:
+            yield
+        return len(self.text) > size
+
+    def drop(self) -> None:
+        """Forget the text before the position."""
+        self.text, self.position = self.text[self.position :], 0
+
+    def peek(self) -> Wait[str]:
+        """The next character; "" at the end."""
+        if self.position == len(self.text) and not (yield from self.more()):
+            return ""
+        return self.text[self.position]
+
+    def space(self) -> Wait[None]:
+        """Read white space."""
+        while (yield from self.peek()).isspace():
+            self.position += 1
+
+    def literal(self, expected: str) -> Wait[bool]:
+        """Read this text; False: another one comes, and nothing is read."""
+        while True:
+            found = self.text[self.position : self.position + len(expected)]
+            if found == expected:
+                self.position += len(expected)
+                return True
+            if not expected.startswith(found) or not (yield from self.more()):
+                return False
+
+    def name(self, others: str = "_-.:/") -> Wait[str]:
+        """Read letters, digits and ``others``."""
+        start = self.position
+        while (character := (yield from self.peek())) and (character.isalnum() or character in others):
+            self.position += 1
+            if self.position - start > MAX_NAME:
+                return ""
+        return self.text[start : self.position]
+
+    def until(self, markers: Markers, sink: Sink, *, keeps_cut: bool = True) -> Wait[tuple[str, str]]:
+        """Pass on text until a marker, which is read. Returns the marker, "" at the end of the text, and the white
+        space before it, which is not passed on. ``keeps_cut``: whether the beginning of a marker at the end of the
+        text is passed on."""
+        while True:
+            end, marker = markers.search(self.text, self.position, is_over=self.is_over and keeps_cut)
+            passed = self.text[self.position : end]
+            kept = passed if self.is_over and not marker else passed.rstrip()
+            if kept:
+                sink(kept)
+            self.position += len(kept)
+            if marker:
+                self.position = end + len(marker)
+                return marker, passed[len(kept) :]
+            if self.is_over:
+                self.position = len(self.text)
+                return "", ""
+            self.drop()
+            yield from self.more()
+
+    # --- JSON ---------------------------------------------------------------------------------------------------------
+
+    def string(self) -> Wait[str | None]:
+        """Read a JSON string. None: it is none, or is cut."""
+        start = self.position
+        if not (yield from self.literal('"')):
+            return None
+        if not (yield from self._string_end(_keep)):
+            return None
+        try:
+            value: str = json.loads(self.text[start : self.position], strict=False)
+        except ValueError:
+            return None
+        return value
+
+    def value(self, sink: Sink | None = None) -> Wait[bool]:
+        """Read a JSON value; its syntax is not checked. False: it is cut.
+
+        Args:
+            sink: gets its text as it comes, which is dropped then; None: the text is kept, from the position on.
+        """
+        start = self.position
+
+        def flush() -> None:
+            nonlocal start
+            if sink is not None:
+                if self.position > start:
+                    sink(self.text[start : self.position])
+                self.drop()
+                start = 0
+
+        is_whole = yield from self._read_value(flush)
+        flush()
+        return is_whole
+
+    def _read_value(self, flush: Callable[[], None]) -> Wait[bool]:
+        if not (yield from self.peek()):
+            return False
+        if self.text[self.position] not in '"{[':
+            return (yield from self._read_to(_SCALAR_END, flush)) is not None
+        depth = 0
+        while (match := (yield from self._read_to(_STRUCTURE, flush))) is not None:
+            self.position += 1
+            if match == '"':
+                if not (yield from self._string_end(flush)):
+                    return False
+            else:
+                depth += 1 if match in "{[" else -1
+            if depth <= 0:
+                return True
+        return False
+
+    def _string_end(self, flush: Callable[[], None]) -> Wait[bool]:
+        """Read the rest of a string. False: it is cut."""
+        while (match := (yield from self._read_to(_STRING_END, flush))) is not None:
+            self.position += 1
+            if match == '"':
+                return True
+            if not (yield from self.peek()):
+                return False
+            self.position += 1
+        return False
+
+    def _read_to(self, pattern: re.Pattern[str], flush: Callable[[], None]) -> Wait[str | None]:
+        """Read up to a match of one character, which is returned. None: there is none."""
+        while (match := pattern.search(self.text, self.position)) is None:
+            self.position = len(self.text)
+            flush()
+            if not (yield from self.more()):
+                return None
+        self.position = match.start()
+        return match[0]
+
+
+def _keep() -> None:
+    """Passes on nothing."""
+
+
+def skip_one_of(reader: Reader, characters: str) -> Wait[None]:
+    """Read one of the characters, if it is there."""
+    character = yield from reader.peek()
+    if character and character in characters:
+        reader.position += 1
+
+
+def skip_text(reader: Reader, text: str) -> Wait[None]:
+    """Read white space and a text that is not empty, if they are there; also a text that is cut."""
+    start = reader.position
+    yield from reader.space()
+    if not (yield from reader.literal(text)):
+        rest = reader.text[reader.position :]
+        reader.position = len(reader.text) if rest and text.startswith(rest) else start
+
+
+class Writer:
+    """The message. White space next to reasoning and calls is no part of it.
+
+    Args:
+        max_calls: later calls are dropped; None: no limit.
+        id_length: of the ids of calls; None: OpenAI's form.
+    """
+
+    def __init__(self, max_calls: int | None = None, id_length: int | None = None) -> None:
+        self.num_calls = 0
+        self.is_fresh = True
+        """Whether there has been no content since the beginning, reasoning or a call."""
+        self._trims = False
+        self._trims_reasoning = False
+        self._has_reasoning = False
+        self._max_calls = max_calls
+        self._id_length = id_length
+        self._delta = MessageDelta()
+
+    def take(self) -> MessageDelta:
+        """What was written since the last time."""
+        delta, self._delta = self._delta, MessageDelta()
+        return delta
+
+    def content(self, text: str) -> None:
+        if self._trims:
+            text = text.lstrip()
+        if text:
+            self._trims = False
+            self.is_fresh = self.is_fresh and text.isspace()
+            self._delta.content += text
+
+    def begin_reasoning(self) -> None:
+        self._trims_reasoning = True
+
+    def reasoning(self, text: str) -> None:
+        if self._trims_reasoning:
+            text = text.lstrip()
+            text = f"\n{text}" if text and self._has_reasoning else text
+        if text:
+            self._trims_reasoning, self._has_reasoning = False, True
+            self._delta.reasoning += text
+
+    def end_part(self) -> None:
+        """Reasoning or a call has ended."""
+        self._trims = self.is_fresh = True
+
+    def begin_call(self, name: str) -> None:
+        self.num_calls += 1
+        if self._takes_call:
+            call_id = f"call_{secrets.token_hex(12)}" if self._id_length is None else secrets.token_hex(8)
+            self._delta.tool_calls.append(ToolCallDelta(self.num_calls - 1, call_id[: self._id_length], name))
+
+    def arguments(self, text: str) -> None:
+        """Append to the arguments of the last call."""
+        if not self._takes_call or not text:
+            return
+        if not self._delta.tool_calls or self._delta.tool_calls[-1].index != self.num_calls - 1:
+            self._delta.tool_calls.append(ToolCallDelta(self.num_calls - 1))
+        self._delta.tool_calls[-1].arguments += text
+
+    @property
+    def _takes_call(self) -> bool:
+        return self._max_calls is None or self.num_calls <= self._max_calls

@@ -1,0 +1,171 @@
+"""The formats by name, and the ones of a model's chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from fleetfoot.parsers.base import MessageParser, PlainParser, Tool
+from fleetfoot.parsers.deepseek import DeepSeekFormat
+from fleetfoot.parsers.harmony import FINAL, HarmonyFormat, HarmonyParser
+from fleetfoot.parsers.json_calls import JsonFormat
+from fleetfoot.parsers.message import ReasoningFormat, TextParser, ToolFormat
+from fleetfoot.parsers.mistral import MistralFormat
+from fleetfoot.parsers.pythonic import PythonicFormat
+from fleetfoot.parsers.xml_calls import XmlFormat
+
+TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    "deepseek_v3": DeepSeekFormat(has_fence=True),
+    "deepseek_v31": DeepSeekFormat(has_fence=False),
+    "granite": JsonFormat(("<|tool_call|>", "<tool_call>"), is_list=True),
+    "hermes": JsonFormat(("<tool_call>",), "</tool_call>", separator="\n", padding="\n"),
+    "jamba": JsonFormat(("<tool_calls>",), "</tool_calls>", is_list=True),
+    "json": JsonFormat(("[", "{", "```json", "<tool_call>"), "```"),
+    "llama3_json": JsonFormat(("{", "<|python_tag|>"), separator="; ", arguments_key="parameters"),
+    "mistral": MistralFormat(has_list=False),
+    "mistral_json": MistralFormat(has_list=True),
+    "openai": HarmonyFormat(),
+    "phi4_mini_json": JsonFormat(("<|tool_call|>", "functools"), "<|/tool_call|>", is_list=True),
+    "pythonic": PythonicFormat(),
+    "qwen3_coder": XmlFormat(),
+}
+TOOL_ALIASES = {
+    "granite4": "hermes",
+    "harmony": "openai",
+    "llama3": "llama3_json",
+    "llama4_json": "llama3_json",
+    "llama4_pythonic": "pythonic",
+    "qwen3": "hermes",
+    "qwen3_xml": "qwen3_coder",
+}
+_THINK = partial(ReasoningFormat, ("<think>",), ("</think>",))
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
+    "deepseek_r1": _THINK(is_implied=True),
+    "granite": ReasoningFormat(
+        ("Here is my thought process:", "Here's my thought process:"),
+        ("Here is my response:", "Here's my response:"),
+    ),
+    "mistral": ReasoningFormat(("[THINK]",), ("[/THINK]",)),
+    "openai": ReasoningFormat((), (FINAL,)),
+    "qwen3": _THINK(),
+    "seed_oss": ReasoningFormat(("<seed:think>",), ("</seed:think>",)),
+}
+REASONING_ALIASES = {
+    "deepseek_v3": "qwen3",
+    "glm45": "qwen3",
+    "openai_gptoss": "openai",
+    "harmony": "openai",
+    "olmo3": "deepseek_r1",
+    "qwq": "deepseek_r1",
+    "think": "qwen3",
+}
+
+# The first row of which all texts are in a chat template names its format.
+_TOOL_MARKS = (
+    ("openai", ("<|channel|>", "<|message|>")),
+    ("mistral", ("[TOOL_CALLS]", "[ARGS]")),
+    ("mistral_json", ("[TOOL_CALLS]",)),
+    ("qwen3_coder", ("<function=", "<parameter=")),
+    ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
+    ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
+    ("jamba", ("<tool_calls>",)),
+    ("hermes", ("<tool_call>",)),
+    ("phi4_mini_json", ("<|/tool_call|>",)),
+    ("granite", ("<|tool_call|>",)),
+    ("llama3_json", ("<|python_tag|>",)),
+    ("llama3_json", ('"parameters": ', "function name")),
+    ("pythonic", ("[func_name1(",)),
+)
+_REASONING_MARKS = (
+    ("openai", ("<|channel|>", "<|message|>")),
+    ("mistral", ("[THINK]",)),
+    ("seed_oss", ("<seed:think>",)),
+    ("granite", ("Here is my thought process",)),
+    ("qwen3", ("</think>",)),
+    ("qwen3", ("<think>",)),
+)
+
+
+@dataclass(frozen=True)
+class MessageFormat:
+    """How a model writes messages: its reasoning and its calls of tools."""
+
+    tools: ToolFormat
+    reasoning: ReasoningFormat | None = None
+    special_tokens: Mapping[str, int] | None = None
+    """The tokenizer's: token -> id."""
+
+    @property
+    def _is_harmony(self) -> bool:
+        return isinstance(self.tools, HarmonyFormat)
+
+    def keeps_special_tokens(self, *, has_tools: bool) -> bool:
+        """Whether the text must have the special tokens, for the parser to see them. It drops the others."""
+        markers = (*(self.tools.markers if has_tools else ()), *(self.reasoning.markers if self.reasoning else ()))
+        return self._is_harmony or any(marker in (self.special_tokens or {}) for marker in markers)
+
+    def parser(
+        self,
+        functions: Sequence[Tool],
+        prompt_end: str,
+        *,
+        hides_special_tokens: bool = True,
+        max_calls: int | None = None,
+    ) -> MessageParser:
+        """The parser of one sequence.
+
+        Args:
+            functions: those that can be called; (): calls are content.
+            prompt_end: the last text of the prompt.
+            hides_special_tokens: whether special tokens without a meaning in the format are dropped.
+        """
+        by_name = {tool.name: tool for tool in functions}
+        hidden = (self.special_tokens or ()) if hides_special_tokens else ()
+        if self._is_harmony:
+            return HarmonyParser(by_name, hidden=hidden, max_calls=max_calls)
+        tools = self.tools if functions else None
+        if tools is None and self.reasoning is None:
+            return PlainParser()
+        is_reasoning = self.reasoning is not None and self.reasoning.is_open(prompt_end)
+        return TextParser(self.reasoning, tools, by_name, is_reasoning=is_reasoning, hidden=hidden, max_calls=max_calls)
+
+
+def tool_format(name: str) -> ToolFormat:
+    """Raises ValueError for an unknown name."""
+    found = TOOL_FORMATS.get(TOOL_ALIASES.get(name, name))
+    if found is None:
+        known = ", ".join(sorted({*TOOL_FORMATS, *TOOL_ALIASES}))
+        raise ValueError(f"tool_call_parser is {name!r}; it must be one of {known}")
+    return found
+
+
+def reasoning_format(name: str) -> ReasoningFormat:
+    """Raises ValueError for an unknown name."""
+    found = REASONING_FORMATS.get(REASONING_ALIASES.get(name, name))
+    if found is None:
+        known = ", ".join(sorted({*REASONING_FORMATS, *REASONING_ALIASES}))
+        raise ValueError(f"reasoning_parser is {name!r}; it must be one of {known}")
+    return found
+
+
+def message_format(
+    template: str,
+    special_tokens: Mapping[str, int],
+    tool_parser: str | None = None,
+    reasoning_parser: str | None = None,
+) -> MessageFormat:
+    """The format of a model.
+
+    Args:
+        template: the source of its chat template, which names the format unless the parsers are given.
+        special_tokens: token -> id.
+    """
+    tools = tool_parser or _detect(template, _TOOL_MARKS) or "json"
+    reasoning = reasoning_parser or _detect(template, _REASONING_MARKS)
+    form = reasoning_format(reasoning) if reasoning else None
+    return MessageFormat(tool_format(tools), form, special_tokens)
+
+
+def _detect(template: str, marks: Sequence[tuple[str, tuple[str, ...]]]) -> str | None:
+    return next((name for name, texts in marks if all(text in template for text in texts)), None)

@@ -1,0 +1,337 @@
+"""Parsers of generated messages: transcripts of every format, in one piece and in random ones."""
+
+import itertools
+import json
+from dataclasses import KW_ONLY, dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleetfoot.parsers.base import Tool
+from fleetfoot.parsers.registry import REASONING_FORMATS, TOOL_FORMATS, MessageFormat, message_format
+
+WEATHER = Tool(
+    "get_weather",
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "units": {"type": ["string", "null"]},
+            "points": {"type": "array", "items": {"type": "number"}},
+            "place": {"$ref": "#/$defs/place"},
+            "exact": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+        },
+        "$defs": {"place": {"type": "object", "properties": {"lat": {"type": "number"}}}},
+    },
+)
+CLOCK = Tool("clock.now")
+SPECIALS = {
+    "[TOOL_CALLS]": 1,
+    "[ARGS]": 2,
+    "[CALL_ID]": 3,
+    "[THINK]": 4,
+    "[/THINK]": 5,
+    "<|im_end|>": 6,
+    "<|eot|>": 7,
+    "<|channel|>": 8,
+    "<|message|>": 9,
+    "<|start|>": 10,
+    "<|end|>": 11,
+    "<|call|>": 12,
+    "<|constrain|>": 13,
+    "<|python_tag|>": 14,
+}
+NOW = ("clock.now", {"a": 1})
+IN_ROME = ("get_weather", {"city": "Rome"})
+BOTH = [("get_weather", {"city": "Rome", "days": 2}), ("clock.now", {})]
+
+
+@dataclass
+class Case:
+    """A transcript, and what it means."""
+
+    text: str
+    calls: list
+    _: KW_ONLY
+    tools: str = "json"
+    reasoning: str | None = None
+    content: str = ""
+    thought: str = ""
+    is_open: bool = False
+
+    def parse(self, pieces):
+        prompt = "<|im_start|>assistant\n" + "<think>\n" * self.is_open
+        return parse(make(self.tools, self.reasoning, prompt), pieces)
+
+
+DEEPSEEK = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
+V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
+V31 = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+XML = """<tool_call>
+<function=get_weather>
+<parameter=city>
+ a "b"
+c\\
+
+</parameter>
+<parameter=days>
+3.0
+</parameter>
+<parameter=units>
+null
+</parameter>
+<parameter=points>[1, 2.5]</parameter>
+<parameter=place>
+{'lat': 1.5}
+</parameter>
+<parameter=exact>
+True
+</parameter>
+<parameter=unknown>
+12
+</parameter>
+</function>
+</tool_call>"""
+XML_ARGUMENTS = {
+    "city": ' a "b"\nc\\\n',
+    "days": 3,
+    "units": None,
+    "points": [1, 2.5],
+    "place": {"lat": 1.5},
+    "exact": True,
+    "unknown": "12",
+}
+HERMES = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
+CALLS = '[{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}, {"name": "clock.now", "arguments": {}}]'
+TRANSCRIPTS = [
+    Case("Hello {name}!  ", [], content="Hello {name}!  "),
+    Case(CALLS, BOTH),
+    Case(f"I look.\n```json\n{CALLS}\n```\nDone", BOTH, content="I look.Done"),
+    Case(
+        '{"type": "function", "function": {"name": "clock.now", "arguments": "{\\"a\\": 1}"}}',
+        [NOW],
+    ),
+    Case('{"parameters": {"city": "Rome"}, "name": "get_weather"} end', [IN_ROME], content="end"),
+    Case('{"name": "Bob", "arguments": {}}', [], content='{"name": "Bob", "arguments": {}}'),
+    Case('{"name": "get_weather"}', [], content='{"name": "get_weather"}'),
+    Case('{"name": "get_weather", "age": 3', [], content='{"name": "get_weather", "age": 3'),
+    Case("[1, 2]\n", [], content="[1, 2]\n"),
+    Case(HERMES, BOTH[:1], tools="hermes"),
+    Case(
+        f'Sure.\n\n{HERMES}\n<tool_call>\n{{"name": "clock.now"}}\n</tool_call>\n',
+        BOTH,
+        tools="hermes",
+        content="Sure.",
+    ),
+    Case('<tool_call>{"arguments": null, "name": "clock.now"}', BOTH[1:], tools="hermes"),
+    Case("Use `<tool_call>` here <tool", [], tools="hermes", content="Use `<tool_call>` here <tool"),
+    Case(' <tool_call>{"nam', [], tools="hermes", content=' <tool_call>{"nam'),
+    Case('{"name": "get_weather", "parameters": {"city": "Rome"}}<|eot|>', [IN_ROME], tools="llama3_json"),
+    Case(
+        '<|python_tag|>{"name": "get_weather", "parameters": {"city": "a\\"}"}}; '
+        '{"name": "clock.now", "parameters": {}}',
+        [("get_weather", {"city": 'a"}'}), ("clock.now", {})],
+        tools="llama3_json",
+    ),
+    Case("<|python_tag|>print(1)", [], tools="llama3_json", content="print(1)"),
+    Case('[get_weather(city="Rome", days=2), clock.now()]', BOTH, tools="pythonic"),
+    Case(
+        "<|python_start|>[get_weather('R, ()', points=[1, {'a': (None, True)}], exact=false)]<|python_end|>",
+        [("get_weather", {"city": "R, ()", "points": [1, {"a": [None, True]}], "exact": False})],
+        tools="pythonic",
+    ),
+    Case("[link](x) and [other()]", [], tools="pythonic", content="[link](x) and [other()]"),
+    Case(f"[TOOL_CALLS] {CALLS}", BOTH, tools="mistral"),
+    Case(
+        '[TOOL_CALLS]get_weather[ARGS]{"city": "Rome", "days": 2}[TOOL_CALLS]clock.now[CALL_ID]abc[ARGS]{}<|im_end|>',
+        BOTH,
+        tools="mistral",
+    ),
+    Case("[TOOL_CALLS]no call", [], tools="mistral", content="no call"),
+    Case(f"On it. {XML}", [("get_weather", XML_ARGUMENTS)], tools="qwen3_coder", content="On it."),
+    Case("<function=clock.now>\n</function>\nDone", [("clock.now", {})], tools="qwen3_coder", content="Done"),
+    Case("<tool_call>\n<fun>", [], tools="qwen3_coder", content="<tool_call>\n<fun>"),
+    Case(
+        DEEPSEEK.format(V3.format("get_weather", '{"city": "Rome", "days": 2}') + "\n" + V3.format("clock.now", "{}")),
+        BOTH,
+        tools="deepseek_v3",
+    ),
+    Case(
+        "Hm"
+        + DEEPSEEK.format(V31.format("get_weather", '{"city": "Rome", "days": 2}') + V31.format("clock.now", "{}")),
+        BOTH,
+        tools="deepseek_v31",
+        content="Hm",
+    ),
+    Case(f"<|tool_call|>{CALLS}", BOTH, tools="granite"),
+    Case(f"<tool_calls>{CALLS}</tool_calls>", BOTH, tools="jamba"),
+    Case(f"functools{CALLS}", BOTH, tools="phi4_mini_json"),
+    Case(
+        "<|channel|>analysis<|message|>Weather?<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather "
+        '<|constrain|>json<|message|>{"city": "Rome"}<|call|>',
+        [IN_ROME],
+        tools="openai",
+        reasoning="openai",
+        thought="Weather?",
+    ),
+    Case(
+        "<|channel|>analysis<|message|>One.<|end|><|start|>assistant<|channel|>analysis<|message|>Two.<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>It is <b>12</b>.\n",
+        [],
+        tools="openai",
+        reasoning="openai",
+        thought="One.\nTwo.",
+        content="It is <b>12</b>.\n",
+    ),
+    Case(
+        ' to=functions.clock.now<|channel|>commentary json<|message|>{"a": 1}',
+        [NOW],
+        tools="openai",
+        reasoning="openai",
+    ),
+    Case("No channel", [], tools="openai", reasoning="openai", content="No channel"),
+    Case("<think>\nHm, {1}.\n</think>\n\nYes", [], reasoning="qwen3", thought="Hm, {1}.", content="Yes"),
+    Case("Hm.\n</think>\n\nYes", [], reasoning="qwen3", is_open=True, thought="Hm.", content="Yes"),
+    Case("Yes, <think> is a tag", [], reasoning="qwen3", content="Yes, <think> is a tag"),
+    Case("Hm </thin", [], reasoning="qwen3", is_open=True, thought="Hm </thin"),
+    Case("Hm</think>Yes", [], reasoning="deepseek_r1", thought="Hm", content="Yes"),
+    Case("<think>Hm</think>Yes", [], reasoning="deepseek_r1", thought="Hm", content="Yes"),
+    Case("[THINK]Hm[/THINK]Yes", [], reasoning="mistral", thought="Hm", content="Yes"),
+    Case("<seed:think>Hm</seed:think>Yes", [], reasoning="seed_oss", thought="Hm", content="Yes"),
+    Case(
+        "Here is my thought process: Hm. Here is my response: Yes",
+        [],
+        reasoning="granite",
+        thought="Hm.",
+        content="Yes",
+    ),
+    Case(
+        f"<think>a <tool_call> perhaps</think>\n\n{HERMES}<|im_end|>",
+        BOTH[:1],
+        tools="hermes",
+        reasoning="qwen3",
+        thought="a <tool_call> perhaps",
+    ),
+]
+
+
+def parse(parser, pieces):
+    """Content, reasoning and calls: name and text of the arguments."""
+    deltas = [parser.feed(piece, []) for piece in pieces]
+    deltas.append(parser.finish())
+    calls: dict[int, list[str]] = {}
+    for call in (call for delta in deltas for call in delta.tool_calls):
+        assert (call.index in calls) == (call.name is None) == (call.id is None)
+        calls.setdefault(call.index, [call.name or "", ""])[1] += call.arguments
+    assert list(calls) == list(range(len(calls)))
+    return "".join(d.content for d in deltas), "".join(d.reasoning for d in deltas), [tuple(c) for c in calls.values()]
+
+
+def make(tools="json", reasoning=None, prompt="", **options):
+    form = MessageFormat(TOOL_FORMATS[tools], REASONING_FORMATS[reasoning] if reasoning else None, SPECIALS)
+    return form.parser([WEATHER, CLOCK], prompt, **options)
+
+
+def split(text, cuts):
+    places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    return [text[start:stop] for start, stop in itertools.pairwise(places)]
+
+
+def test_every_format_has_a_transcript():
+    assert {case.tools for case in TRANSCRIPTS} >= set(TOOL_FORMATS) - {"mistral_json"}
+    assert {case.reasoning for case in TRANSCRIPTS} >= set(REASONING_FORMATS)
+
+
+@pytest.mark.parametrize("case", TRANSCRIPTS, ids=lambda case: f"{case.tools}-{case.reasoning}")
+def test_transcripts(case):
+    content, thought, calls = whole = case.parse([case.text])
+    parsed = [(name, json.loads(arguments)) for name, arguments in calls]
+    assert (content, thought, parsed) == (case.content, case.thought, case.calls)
+    assert case.parse(list(case.text)) == whole
+
+
+FRAGMENTS = sorted({piece for case in TRANSCRIPTS for piece in split(case.text, range(7, 400, 13))})
+
+
+@settings(max_examples=15000, deadline=None)
+@given(
+    st.sampled_from(sorted(TOOL_FORMATS)),
+    st.sampled_from([None, *sorted(REASONING_FORMATS)]),
+    st.booleans(),
+    st.lists(st.sampled_from(FRAGMENTS), max_size=6).map("".join) | st.sampled_from([c.text for c in TRANSCRIPTS]),
+    st.lists(st.integers(0, 10_000), max_size=12),
+)
+def test_the_split_makes_no_difference(tools, reasoning, is_open, text, cuts):
+    prompt = "<think>" if is_open else ""
+    assert parse(make(tools, reasoning, prompt), split(text, cuts)) == parse(make(tools, reasoning, prompt), [text])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(sorted(set(TOOL_FORMATS) - {"openai"})), st.lists(st.sampled_from(FRAGMENTS), max_size=6))
+def test_text_without_calls_is_content(tools, fragments):
+    text = "".join(fragments)
+    for token in SPECIALS:
+        text = text.replace(token, "")
+    content, reasoning, calls = parse(make(tools), [text])
+    assert calls or (content, reasoning) == (text, "")
+
+
+@pytest.mark.parametrize("case", TRANSCRIPTS, ids=lambda case: f"{case.tools}-{case.reasoning}")
+def test_a_cut_call_keeps_what_there_is(case):
+    """The arguments of a prefix of the text begin those of the whole."""
+    whole = case.parse([case.text])[2]
+    for size in range(len(case.text)):
+        cut = case.parse([case.text[:size]])[2]
+        assert [name for name, _ in cut] == [name for name, _ in whole[: len(cut)]]
+        for (_, arguments), (_, whole_arguments) in zip(cut, whole, strict=False):
+            assert whole_arguments.startswith(arguments)
+
+
+def test_later_calls_are_dropped():
+    assert [name for name, _ in parse(make(max_calls=1), [CALLS])[2]] == ["get_weather"]
+
+
+def test_ids():
+    for tools, text, length in (("mistral", f"[TOOL_CALLS]{CALLS}", 9), ("json", CALLS, 29)):
+        ids = [call.id for call in make(tools).feed(text, []).tool_calls]
+        assert len(set(ids)) == 2
+        assert {len(one) for one in ids} == {length}
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [
+        ("{{ messages }}", "json", None),
+        ("<tool_call> <think> </think>", "hermes", "qwen3"),
+        ("<tool_call><function=x><parameter=y>", "qwen3_coder", None),
+        ("[TOOL_CALLS] x [ARGS] [THINK]", "mistral", "mistral"),
+        ("[TOOL_CALLS] [", "mistral_json", None),
+        ("<|python_tag|>", "llama3_json", None),
+        ("<|start|><|channel|>analysis<|message|>", "openai", "openai"),
+        ("<｜tool▁calls▁begin｜> ```json <think>", "deepseek_v3", "qwen3"),
+        ("<｜tool▁calls▁begin｜><｜tool▁sep｜>", "deepseek_v31", None),
+    ],
+)
+def test_the_template_names_the_format(template, tools, reasoning):
+    form = message_format(template, SPECIALS)
+    assert form.tools == TOOL_FORMATS[tools]
+    assert form.reasoning == (REASONING_FORMATS[reasoning] if reasoning else None)
+
+
+def test_parsers_by_name():
+    form = message_format("", SPECIALS, "qwen3_xml", "deepseek_v3")
+    assert form.tools == TOOL_FORMATS["qwen3_coder"]
+    with pytest.raises(ValueError, match=r"tool_call_parser is 'xyz'; it must be one of .*hermes"):
+        message_format("", SPECIALS, "xyz")
+    with pytest.raises(ValueError, match=r"reasoning_parser is 'xyz'; it must be one of .*qwen3"):
+        message_format("", SPECIALS, None, "xyz")
+
+
+def test_special_tokens_are_kept_for_their_formats_alone():
+    keeps = {name: message_format("", SPECIALS, name).keeps_special_tokens(has_tools=True) for name in TOOL_FORMATS}
+    assert {name for name, value in keeps.items() if value} == {"mistral", "mistral_json", "openai", "llama3_json"}
+    assert not message_format("", SPECIALS, "mistral").keeps_special_tokens(has_tools=False)
+    parser = make("mistral", hides_special_tokens=False)
+    assert parse(parser, ["a<|im_end|>[ARGS]"])[0] == "a<|im_end|>[ARGS]"
