@@ -57,7 +57,7 @@ def test_a_stream_goes_on_after_a_restart(pipes: dict[str, str]) -> None:
         while get("/health").status_code == 200:  # until the message of the engine has arrived
             pass
         error = get("/health").json()["error"]
-        assert (error["code"], get("/ready").status_code) == ("engine_restarting", 503)
+        assert (error["code"], get("/ready").status_code) == ("engine_interrupted", 503)
         with open(pipes[END], "w") as end:
             end.write("go on")
         assert text.result() == "".join(streamed(server.url))

@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 import zmq
@@ -30,6 +30,7 @@ from fleetfoot.engine.input_processor import InputProcessor, is_long_text
 from fleetfoot.engine.output_processor import OutputProcessor, merge_outputs
 from fleetfoot.engine.stats import StatsCollector
 from fleetfoot.engine.wire import (
+    ANY_KEY,
     AddRequest,
     Call,
     ClientMessage,
@@ -37,12 +38,12 @@ from fleetfoot.engine.wire import (
     EngineMessage,
     Finish,
     Hello,
+    Interruption,
     Outputs,
     ProcessSettings,
     Ready,
     Refused,
     Reply,
-    Restarting,
     Stop,
     Tokens,
 )
@@ -190,22 +191,75 @@ class OutputStream:
             self._client.discard(self._request_id, self)
 
 
+class Link(Protocol):
+    """Messages with an engine, or with what takes its place; of one event loop."""
+
+    async def hello(self) -> Ready:
+        """Wait until the engine is ready."""
+        ...
+
+    def send(self, message: ClientMessage) -> None:
+        """Send or queue a message."""
+        ...
+
+    async def receive(self) -> EngineMessage:
+        """The next message."""
+        ...
+
+    def close(self) -> None:
+        """Disconnect, once queued messages are sent. The engine goes on."""
+        ...
+
+
+class EngineLink:
+    """A connection with an engine's process.
+
+    Args:
+        address: of its socket, ``ipc://PATH`` or ``tcp://HOST:PORT``.
+        key: of the engine, if it needs one.
+    """
+
+    def __init__(self, address: str, key: str = ANY_KEY) -> None:
+        self._key = key
+        self._context = zmq.asyncio.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.set_hwm(0)
+        self.socket.linger = 0
+        self.socket.reconnect_ivl = 10
+        self.socket.connect(address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(EngineMessage)
+
+    async def hello(self) -> Ready:
+        """Raises ValueError: the engine needs another key."""
+        self.send(Hello(self._key))
+        message = await self.receive()
+        if isinstance(message, Dead):
+            raise ValueError(message.text)
+        assert isinstance(message, Ready), message
+        return message
+
+    def send(self, message: ClientMessage) -> None:
+        self.socket.send(self._encoder.encode(message))  # without a limit on its queue, it is sent or queued at once
+
+    async def receive(self) -> EngineMessage:
+        message: EngineMessage = self._decoder.decode(await self.socket.recv())
+        return message
+
+    def close(self) -> None:
+        self.socket.close(linger=1000)
+        self._context.term()
+
+
 class EngineClient:
     """A client of an engine's process, with the interface of `fleetfoot.AsyncLLM`; of one event loop.
 
     Args:
-        address: of the engine's socket.
+        engine: the address of its socket, or a link.
     """
 
-    def __init__(self, address: str) -> None:
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.set_hwm(0)
-        self._socket.linger = 0
-        self._socket.reconnect_ivl = 10
-        self._socket.connect(address)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(EngineMessage)
+    def __init__(self, engine: str | Link) -> None:
+        self._link: Link = EngineLink(engine) if isinstance(engine, str) else engine
         self._numbers = count()
         self._streams: dict[str, OutputStream] = {}
         self._sequences: dict[int, _Sequence] = {}
@@ -214,16 +268,14 @@ class EngineClient:
         self._weight_version = 0
         self._cause: str | None = None
         self._task: asyncio.Task[None] | None = None
-        self.is_restarting = False
-        """Whether the engine restarts its workers after an error. Requests go on afterwards."""
+        self.interruption = ""
+        """Why requests wait at present, and go on afterwards; empty: they do not."""
         self.last_output_ts = 0.0
         """When the last step's results arrived, in seconds of the monotonic clock."""
 
     async def start(self) -> None:
         """Wait until the engine is ready; load the tokenizer meanwhile if that is possible."""
-        await self._socket.send(self._encoder.encode(Hello()))
-        ready = self._decoder.decode(await self._socket.recv())
-        assert isinstance(ready, Ready), ready
+        ready = await self._link.hello()
         self.tokenizer = None if ready.tokenizer_path is None else Tokenizer.from_path(ready.tokenizer_path)
         self._learn(ready)
         self._outputs = OutputProcessor(self.tokenizer, self._finish, StatsCollector())
@@ -306,15 +358,14 @@ class EngineClient:
 
     async def stop(self) -> None:
         """End the engine's process, which aborts what is unfinished."""
-        await self._socket.send(self._encoder.encode(Stop()))
+        self._link.send(Stop())
         self.fail("the engine was shut down")
 
     def close(self) -> None:
         """Disconnect. The engine goes on."""
         if self._task is not None:
             self._task.cancel()
-        self._socket.close(linger=1000)
-        self._context.term()
+        self._link.close()
 
     def fail(self, cause: str) -> None:
         """End all requests and calls with EngineDeadError; call it when the engine's process has ended."""
@@ -371,7 +422,7 @@ class EngineClient:
             self._outputs.abort(request_id)
 
     def _send(self, message: ClientMessage) -> None:
-        self._socket.send(self._encoder.encode(message))  # without a limit on its queue, it is sent or queued at once
+        self._link.send(message)
 
     def _check_alive(self) -> None:
         if self._cause is not None:
@@ -382,16 +433,15 @@ class EngineClient:
     async def _receive(self) -> None:
         try:
             while True:
-                content = await self._socket.recv()
-                message: EngineMessage = self._decoder.decode(content)
+                message = await self._link.receive()
                 if isinstance(message, Outputs):
                     self._take_outputs(message)
                 elif isinstance(message, Reply):
                     self._take_reply(message)
                 elif isinstance(message, Refused):
                     self._refuse(message)
-                elif isinstance(message, Restarting):
-                    self.is_restarting = message.is_restarting
+                elif isinstance(message, Interruption):
+                    self.interruption = message.reason
                 elif isinstance(message, Ready):
                     self._learn(message)
                 elif isinstance(message, Dead):

@@ -17,7 +17,7 @@ from fleetfoot.engine.pooling_texts import PoolingTexts
 from fleetfoot.inputs import PromptType
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.pooling_params import PoolingParams
-from fleetfoot.records.request import Request
+from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.sampling_params import (
     EXTRA_ARGS,
     RequestOutputKind,
@@ -63,6 +63,8 @@ class EngineRequest:
     arrival_time: float
     """Wall clock, seconds since the epoch."""
     pooling_params: PoolingParams | None = None
+    resumed: list[list[int] | None] | None = None
+    """Tokens that each of the ``n`` sequences has from another engine, and continues; None: that one has ended."""
 
 
 class InputProcessor:
@@ -210,7 +212,7 @@ class InputProcessor:
         seed = None if params.seed == -1 else params.seed
         number = self._num_requests
         self._num_requests += 1
-        return [
+        sequences = [
             Request(
                 request.request_id if params.n == 1 else f"{request.request_id}{COPY_MARK}{index}",
                 request.prompt_token_ids,
@@ -227,6 +229,15 @@ class InputProcessor:
             )
             for index in range(params.n)
         ]
+        if request.resumed is None:
+            return sequences
+        kept = []
+        for sequence, token_ids in zip(sequences, request.resumed, strict=True):
+            if token_ids is not None:
+                sequence.output_token_ids = token_ids
+                sequence.status = RequestStatus.PREEMPTED if token_ids else RequestStatus.WAITING
+                kept.append(sequence)
+        return kept
 
     def _read_prompt(
         self, prompt: PromptType, params: SamplingParams | PoolingParams

@@ -5,6 +5,7 @@ It schedules and runs steps. Clients validate, tokenize and detokenize, so none 
 
 from __future__ import annotations
 
+import hmac
 import logging
 import os
 import pickle
@@ -25,6 +26,8 @@ from fleetfoot.engine.input_processor import EngineRequest
 from fleetfoot.engine.remote_calls import RemoteCalls
 from fleetfoot.engine.stats import Histogram, StatsCollector
 from fleetfoot.engine.wire import (
+    HEARTBEAT_MS,
+    MAX_MESSAGE_BYTES,
     AddRequest,
     Call,
     ClientMessage,
@@ -33,12 +36,12 @@ from fleetfoot.engine.wire import (
     Failed,
     Finish,
     Hello,
+    Interruption,
     Outputs,
     ProcessSettings,
     Ready,
     Refused,
     Reply,
-    Restarting,
     RoutedRequest,
     SequenceEnd,
     Tokens,
@@ -113,8 +116,11 @@ class OutputRouter:
     def add(self, request: EngineRequest, sequences: list[Request], now: float) -> None:
         assert isinstance(request, RoutedRequest)
         self._open[request.request_id] = len(sequences)
-        for number, sequence in enumerate(sequences, start=request.number):
+        resumed = [[]] * len(sequences) if request.resumed is None else request.resumed
+        numbers = [number for number, tokens in enumerate(resumed, start=request.number) if tokens is not None]
+        for number, sequence in zip(numbers, sequences, strict=True):
             route = _Sequence(request.client, number, sequence, request.request_id, request.arrival_time, now)
+            route.num_sent = sequence.num_output_tokens
             self._sequences[sequence.request_id] = route
             self._numbers[request.client, number] = sequence.request_id
 
@@ -199,6 +205,12 @@ class OutputRouter:
             self._finish(sequence_id, RequestStatus(message.status), message.stop_reason)
             self._remove(sequence)
 
+    def drop(self, client: bytes) -> None:
+        """End the sequences of a client that is gone."""
+        for sequence in [sequence for sequence in self._sequences.values() if sequence.client == client]:
+            self._finish(sequence.request.request_id, RequestStatus.FINISHED_ABORTED)
+            self._remove(sequence)
+
     def abort(self, request_id: str) -> tuple[bytes, Outputs] | None:
         """End a request. Returns the message for its client; None for an unknown id."""
         ended = [sequence for sequence in self._sequences.values() if sequence.name == request_id]
@@ -260,20 +272,23 @@ class EngineServer:
 
     Args:
         engine: with an `OutputRouter`.
-        socket: a bound ROUTER.
-        lifeline: a file descriptor; its end of file stops the loop.
+        socket: a bound socket of `engine_socket`.
+        lifeline: a file descriptor; data or its end of file stops the loop.
+        key: of clients; None: they need none, and can stop the engine.
     """
 
-    def __init__(self, engine: LLMEngine, router: OutputRouter, socket: zmq.Socket[bytes], lifeline: int) -> None:
+    def __init__(self, engine: LLMEngine, socket: zmq.Socket[bytes], lifeline: int, key: str | None = None) -> None:
+        router: Any = engine.output_processor
         self._engine = engine
-        self._router = router
+        self._router: OutputRouter = router
         self._socket = socket
         self._lifeline = lifeline
+        self._key = key
         self._clients: set[bytes] = set()
         self._stopping = False
         self._decoder = msgspec.msgpack.Decoder(ClientMessage)
         self._encoder = msgspec.msgpack.Encoder()
-        engine.watch_restarts(lambda is_restarting: self._send_all(Restarting(is_restarting)))
+        engine.watch_restarts(self._report_restart)
         self._calls = RemoteCalls(engine, lambda: self._send_all(facts(engine)))
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
@@ -290,6 +305,7 @@ class EngineServer:
                     messages: list[Any] = engine.step(self._receive)
                     for client, message in messages:
                         self._send(client, message)
+                self._calls.finish_drains()
         except Exception as error:
             logger.exception("the engine has failed")
             cause = error.__cause__ or error
@@ -303,10 +319,15 @@ class EngineServer:
             self._stopping = True
         while True:
             try:
-                client, content = self._socket.recv_multipart(zmq.NOBLOCK)
+                client, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                message = self._decoder.decode(frames[-1])
             except zmq.Again:
                 return
-            self._handle(client, self._decoder.decode(content))
+            except (IndexError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+                logger.warning("data that is no message of a client is ignored: %s", error)
+                continue
+            if client in self._clients or isinstance(message, Hello):
+                self._handle(client, message)
 
     def _handle(self, client: bytes, message: ClientMessage) -> None:
         if isinstance(message, AddRequest):
@@ -316,10 +337,17 @@ class EngineServer:
         elif isinstance(message, Call):
             self._call(client, message)
         elif isinstance(message, Hello):
-            self._clients.add(client)
+            self._welcome(client, message)
+        else:
+            self._stopping = self._key is None
+
+    def _welcome(self, client: bytes, message: Hello) -> None:
+        self._clients.add(client)
+        if self._key is None or hmac.compare_digest(message.key.encode(), self._key.encode()):
             self._send(client, facts(self._engine))
         else:
-            self._stopping = True
+            self._send(client, Dead("the key of the engine is missing or wrong (--engine-key)", ""))
+            self._clients.discard(client)
 
     def _add(self, client: bytes, message: AddRequest) -> None:
         try:
@@ -334,12 +362,36 @@ class EngineServer:
         else:
             self._calls.run(call, lambda reply: self._send(client, reply))
 
+    def _report_restart(self, is_restarting: bool) -> None:
+        reason = "the engine restarts its workers after an error" if is_restarting else ""
+        self._send_all(Interruption(reason))
+
     def _send(self, client: bytes, message: EngineMessage) -> None:
-        self._socket.send_multipart((client, self._encoder.encode(message)))
+        if client not in self._clients:
+            return
+        try:
+            self._socket.send_multipart((client, self._encoder.encode(message)))
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._clients.discard(client)
+            logger.warning("a client of the engine has gone away; its requests are aborted")
+            self._router.drop(client)
 
     def _send_all(self, message: EngineMessage) -> None:
-        for client in self._clients:
+        for client in list(self._clients):
             self._send(client, message)
+
+
+def engine_socket(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
+    """A socket for an engine's clients. Sending raises EHOSTUNREACH for a client that is gone."""
+    socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+    socket.set_hwm(0)
+    socket.linger = 1000
+    socket.router_mandatory = 1
+    socket.maxmsgsize = MAX_MESSAGE_BYTES
+    socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MS, 5 * HEARTBEAT_MS
+    return socket
 
 
 def facts(engine: LLMEngine) -> Ready:
@@ -378,15 +430,12 @@ def _run(settings: ProcessSettings) -> int:
         print(error, file=sys.stderr)
         logger.debug("the engine does not start", exc_info=True)
         return 2 if isinstance(error, ValueError | TypeError | FileNotFoundError) else 1
-    router: Any = engine.output_processor
     tune_collections()
     context = zmq.Context()
     try:
-        with context.socket(zmq.ROUTER) as socket:
-            socket.set_hwm(0)
-            socket.linger = 1000
+        with engine_socket(context) as socket:
             socket.bind(settings.address)
-            exit_code = EngineServer(engine, router, socket, sys.stdin.fileno()).run()
+            exit_code = EngineServer(engine, socket, sys.stdin.fileno()).run()
             engine.shutdown()
     finally:
         context.term()

@@ -35,9 +35,13 @@ class RemoteCalls:
     def __init__(self, engine: LLMEngine, announce: Callable[[], object]) -> None:
         self._engine = engine
         self._announce = announce
+        self._drains: list[tuple[Call, Send]] = []
 
     def run(self, call: Call, send: Send) -> None:
         """Run a call, and send its reply now or later. Exceptions of the method are sent."""
+        if call.method == "drain":
+            self._drains.append((call, send))
+            return
         if call.method in HELD_METHODS:
             owner: Any = _HeldCall(self._engine, lambda hold: self._finish(call, hold.result, send))
         elif call.method in STATE_METHODS:
@@ -63,6 +67,22 @@ class RemoteCalls:
             self._announce()
         send(Reply(call.number, value))
 
+    def finish_drains(self) -> None:
+        """Reply to calls of ``drain`` if no request is unfinished and no KV is held for a transfer: with the
+        statistics, or an error if the engine's integrity check fails."""
+        if not self._drains or self._engine.has_unfinished_requests():
+            return
+        transfers = self._engine.stats().transfers
+        if transfers.num_loading or transfers.num_held_blocks:
+            return
+        drains, self._drains = self._drains, []
+        for call, send in drains:
+            self._finish(call, self._checked_stats, send)
+
+    def _checked_stats(self) -> Any:
+        self._engine.check_integrity()
+        return self._engine.stats()
+
     def ping(self) -> None:
         """The loop is running."""
 
@@ -76,14 +96,15 @@ class RemoteCalls:
         }
 
     def abort_requests(self, request_ids: list[str]) -> list[str]:
-        """End requests, and those of single prompts of a request (``ID-0``, ``ID-1``, ...). Returns their ids."""
+        """End requests, and those of single prompts of a request (``ID-0``, ``ID-1``, ...). Returns their ids. KV that
+        is held of ended requests with these ids is released."""
         wanted = set(request_ids)
         found = [
             name
             for name in self._engine.output_processor.request_ids
             if name in wanted or name.rpartition("-")[0] in wanted
         ]
-        self._engine.abort_request(found)
+        self._engine.abort_request([*found, *wanted.difference(found)])
         return found
 
 

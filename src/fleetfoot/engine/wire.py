@@ -14,6 +14,7 @@ import msgspec
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.pooling import Pooling
+from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.input_processor import EngineRequest
 from fleetfoot.records.pooling_params import PoolingParams
 from fleetfoot.records.sampling_params import SamplingParams
@@ -29,6 +30,14 @@ class ProcessSettings:
     """Of the socket, ``ipc://...``."""
     log_level: int
     log_format: str
+
+
+ANY_KEY = ""
+"""Of an engine that needs no key."""
+MAX_MESSAGE_BYTES = 256 << 20
+"""Of a client."""
+HEARTBEAT_MS = 2000
+"""Between signs of life over TCP; a connection without one for five times as long is lost."""
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True):
@@ -48,8 +57,10 @@ class Failed(_Message):
         return cls(kind, str(error) or type(error).__name__)
 
     def as_error(self) -> Exception:
-        """A ValueError, TypeError or RuntimeError."""
-        kinds: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
+        """A ValueError, TypeError, EngineDeadError or RuntimeError."""
+        kinds: dict[str, type[Exception]] = {
+            "ValueError": ValueError, "TypeError": TypeError, "EngineDeadError": EngineDeadError
+        }  # fmt: skip
         return kinds.get(self.kind, RuntimeError)(self.text)
 
 
@@ -57,7 +68,9 @@ class Failed(_Message):
 
 
 class Hello(_Message):
-    """The first message. The reply is `Ready`."""
+    """The first message. The reply is `Ready`, or `Dead` if the key is wrong. Without it, others are ignored."""
+
+    key: str = ANY_KEY
 
 
 class AddRequest(_Message):
@@ -76,6 +89,8 @@ class AddRequest(_Message):
     kv_transfer_params: dict[str, Any] | None
     cache_salt: str | None
     pooling_params: PoolingParams | None
+    resumed: list[list[int] | None] | None = None
+    """See `EngineRequest.resumed`."""
 
     @classmethod
     def of(cls, number: int, request: EngineRequest) -> AddRequest:
@@ -106,6 +121,7 @@ class AddRequest(_Message):
             cache_salt=self.cache_salt,
             arrival_time=self.arrival_time,
             pooling_params=self.pooling_params,
+            resumed=self.resumed,
             client=client,
             number=self.number,
         )
@@ -214,10 +230,11 @@ class Reply(_Message):
     error: Failed | None = None
 
 
-class Restarting(_Message):
-    """A restart of the workers begins, or has ended. Requests go on afterwards; calls wait for its end."""
+class Interruption(_Message):
+    """Requests and calls wait, and go on afterwards."""
 
-    is_restarting: bool
+    reason: str
+    """Empty: the end of the interruption."""
 
 
 class Dead(_Message):
@@ -228,4 +245,4 @@ class Dead(_Message):
 
 
 ClientMessage = Hello | AddRequest | Finish | Call | Stop
-EngineMessage = Ready | Outputs | Refused | Reply | Restarting | Dead
+EngineMessage = Ready | Outputs | Refused | Reply | Interruption | Dead

@@ -216,8 +216,8 @@ class StateEndpoints:
         engine = self._service.engine
         if not engine.is_running:
             raise ApiError(503, "the engine has ended", "engine_dead")
-        if engine.is_restarting:
-            raise ApiError(503, "the engine restarts its workers after an error", "engine_restarting", retry_after=5)
+        if engine.interruption:
+            raise ApiError(503, engine.interruption, "engine_interrupted", retry_after=5)
         if time.perf_counter() - engine.last_output_ts > HEALTH_S:  # it may be idle: it answers then
             try:
                 await asyncio.wait_for(engine.call("ping"), HEALTH_S)
@@ -230,7 +230,7 @@ class StateEndpoints:
         engine = self._service.engine
         if self._service.is_draining or not engine.is_running:
             raise ApiError(503, "the server takes no requests", "not_ready")
-        if engine.is_restarting or (await engine.call("state"))["is_paused"]:
+        if engine.interruption or (await engine.call("state"))["is_paused"]:
             raise ApiError(503, "requests wait: the engine is paused, sleeps or restarts", "not_ready")
         return JSON(ServerState("ready"))
 
