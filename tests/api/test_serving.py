@@ -88,6 +88,11 @@ def test_several_api_servers(pool: ThreadPoolExecutor) -> None:
             clients = [stack.enter_context(httpx.Client(timeout=60)) for _ in range(6)]
             assert {client.get(f"{server.url}/ready").status_code for client in clients} == {200}
             assert sorted(map(num_connections, children(server.process.pid))) == [0, 3, 3]  # 0: the engine's process
+            body: dict[str, Any] = {"input": "Hello", "max_output_tokens": 2}
+            for client in clients:
+                answer = client.post(f"{server.url}/v1/responses", json=body)
+                assert answer.status_code == 200
+                body["previous_response_id"] = answer.json()["id"]
         rest = begun_stream(server.url, pool, 300)
         assert server.stop(signal.SIGTERM) == 0
         assert rest.result()[-2] == "data: [DONE]"

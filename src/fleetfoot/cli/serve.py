@@ -65,6 +65,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="largest body of a request (default: 16 MiB)",
     )
+    text = "responses that are stored for previous_response_id; the oldest ones are dropped (default: 4096)"
+    add("--max-stored-responses", type=_count, default=4096, metavar="N", help=text)
+    add("--max-stored-mib", type=_count, default=256, metavar="N", help="of all stored responses (default: 256)")
     text = "seconds that unfinished requests have after SIGTERM (default: 30)"
     add("--shutdown-timeout", type=_seconds, default=30.0, metavar="X", help=text)
     add("--chat-template", metavar="FILE", help="a Jinja file, or the name of one of the model's chat templates")
@@ -89,6 +92,8 @@ def _run(arguments: argparse.Namespace) -> int:
             max_body_bytes=arguments.max_body_bytes,
             chat_template=_chat_template(arguments.chat_template),
             trusts_chat_templates=arguments.trust_request_chat_template,
+            max_stored_responses=arguments.max_stored_responses,
+            max_stored_bytes=arguments.max_stored_mib << 20,
         )
         settings = ServerSettings(
             service,

@@ -52,6 +52,7 @@ from fleetfoot.server.openai.protocol import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from fleetfoot.server.openai.responses import responses_endpoints
 from fleetfoot.server.openai.tokens import ModelEndpoints
 from fleetfoot.server.openapi import READS, RUNS, Endpoint, openapi_document
 from fleetfoot.server.pooling.endpoints import PoolingEndpoints
@@ -68,22 +69,28 @@ from fleetfoot.server.pooling.protocol import (
     Scores,
 )
 from fleetfoot.server.service import Service
+from fleetfoot.server.store import ResponseStore
 
 HEALTH_S = 60.0
 """Seconds without a step or an answer of the engine after which it counts as stuck."""
 
 
 def make_app(
-    service: Service, keys: tuple[str, ...] = (), root_path: str = "", admin_key: str | None = None
+    service: Service,
+    store: ResponseStore,
+    keys: tuple[str, ...] = (),
+    root_path: str = "",
+    admin_key: str | None = None,
 ) -> Starlette:
     """The application.
 
     Args:
+        store: of responses.
         keys: clients send one of them; (): none is needed.
         admin_key: of the routes that change the engine; None: there are none.
         root_path: the path of the application behind a proxy.
     """
-    endpoints = make_endpoints(service)
+    endpoints = make_endpoints(service) + responses_endpoints(service, store)
     if admin_key is not None:
         endpoints += admin_endpoints(service)
     document = JSON(openapi_document(endpoints, has_keys=bool(keys), root_path=root_path)).body

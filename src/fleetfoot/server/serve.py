@@ -32,6 +32,7 @@ from fleetfoot.engine.client import EngineClient, EngineProcess, process_end
 from fleetfoot.server.app import make_app
 from fleetfoot.server.connections import Balancer, ConnectionChannel
 from fleetfoot.server.service import Service, ServiceSettings
+from fleetfoot.server.store import MemoryStore, ResponseStore, StoreClient, StoreServer
 from fleetfoot.utils.logs import log_to_stderr
 from fleetfoot.utils.process import tune_collections
 
@@ -93,7 +94,7 @@ def serve(config: EngineConfig, settings: ServerSettings) -> int:
 
 async def _serve_here(engine: EngineProcess, settings: ServerSettings, listener: socket.socket, begin: float) -> int:
     ended = asyncio.ensure_future(engine.wait())
-    server = ApiServer(engine.address, settings, [listener])
+    server = ApiServer(engine.address, settings, make_store(settings), [listener])
     server.watch_signals()
     starting = asyncio.ensure_future(server.start())
     await asyncio.wait((ended, starting, server.stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -116,11 +117,21 @@ async def _serve_here(engine: EngineProcess, settings: ServerSettings, listener:
     return exit_code
 
 
+def make_store(settings: ServerSettings) -> MemoryStore:
+    return MemoryStore(settings.service.max_stored_responses, settings.service.max_stored_bytes)
+
+
+def store_address(address: str) -> str:
+    """The socket of the store that several API servers share, beside that of the engine."""
+    return f"{address}-store"
+
+
 class ApiServer:
     """HTTP in front of an engine's process, in this process.
 
     Args:
         address: of the engine's socket.
+        store: of responses.
         listeners: accept connections.
         channel: brings connections that a supervisor has accepted.
     """
@@ -129,6 +140,7 @@ class ApiServer:
         self,
         address: str,
         settings: ServerSettings,
+        store: ResponseStore,
         listeners: Sequence[socket.socket] = (),
         channel: ConnectionChannel | None = None,
     ) -> None:
@@ -140,6 +152,7 @@ class ApiServer:
         self._listeners = list(listeners)
         self._channel = channel
         self._service = Service(self.client, settings.service)
+        self._store = store
         self._server: _Uvicorn | None = None
 
     def watch_signals(self) -> None:
@@ -182,7 +195,7 @@ class ApiServer:
         """Serve until a signal, or `fail`."""
         settings = self._settings
         config = uvicorn.Config(
-            make_app(self._service, settings.api_keys, settings.root_path, settings.admin_key),
+            make_app(self._service, self._store, settings.api_keys, settings.root_path, settings.admin_key),
             http=_LimitedHttp,
             log_config=None,
             access_log=settings.access_log,
@@ -307,6 +320,7 @@ async def _supervise(engine: EngineProcess, settings: ServerSettings, listener: 
         starting.cancel()
         client.close()
         return engine.stop() if ended.done() else EXIT_INTERRUPTED if first.result() == signal.SIGINT else 0
+    store = StoreServer(make_store(settings), store_address(engine.address))
     balancer = Balancer(listener)
     children = [_start_child(engine.address, settings, balancer) for _ in range(settings.api_server_count)]
     waits = {asyncio.ensure_future(process_end(child)): child for child in children}
@@ -340,6 +354,7 @@ async def _supervise(engine: EngineProcess, settings: ServerSettings, listener: 
         balancer.close()
         for child in children:
             child.kill()
+        store.close()
         if not ended.done():
             await client.stop()
         client.close()
@@ -378,7 +393,8 @@ def _signal_all(children: list[subprocess.Popen[bytes]], number: int) -> None:
 
 async def _run_child(given: _ChildSettings) -> int:
     channel = ConnectionChannel(socket.socket(fileno=given.descriptor))
-    server = ApiServer(given.address, given.settings, channel=channel)
+    store = StoreClient(store_address(given.address))
+    server = ApiServer(given.address, given.settings, store, channel=channel)
     server.watch_signals()
     asyncio.get_running_loop().add_reader(0, lambda: os._exit(1) if not os.read(0, 1) else None)
     await server.start()

@@ -43,6 +43,10 @@ class ServiceSettings:
     """Jinja source, or the name of one of the model's; None: the model's default."""
     trusts_chat_templates: bool = False
     """Whether a request may bring a chat template."""
+    max_stored_responses: int = 4096
+    """Responses that later requests can refer to; the oldest ones are dropped."""
+    max_stored_bytes: int = 256 << 20
+    """Of all of them."""
 
 
 class Service:

@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fleetfoot.outputs import CompletionOutput, Logprob, RequestOutput
+from fleetfoot.outputs import CompletionOutput, RequestOutput
 from fleetfoot.server.conversation import GeneratedMessages, Message, MessageChunk, Turn, generate
 from fleetfoot.server.http import (
     JSON,
@@ -25,9 +25,8 @@ from fleetfoot.server.openai.events import (
     ChunkWriter,
     UsageCounter,
     error_event,
-    finite,
     logprob_entries,
-    token_text,
+    token_logprobs,
 )
 from fleetfoot.server.openai.prompts import read_messages
 from fleetfoot.server.openai.protocol import (
@@ -38,8 +37,6 @@ from fleetfoot.server.openai.protocol import (
     ChatLogprobs,
     ChatMessage,
     ChatRequest,
-    TokenLogprob,
-    TopLogprob,
 )
 from fleetfoot.server.service import Service
 
@@ -182,18 +179,6 @@ class _Answer:
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
         if completion.logprobs is None:
             return None
-        pairs = zip(completion.token_ids, completion.logprobs, strict=True)
-        return ChatLogprobs([self._token_logprob(token_id, entry) for token_id, entry in pairs])
-
-    def _token_logprob(self, token_id: int, entry: dict[int, Logprob]) -> TokenLogprob:
-        num_top = self._body.top_logprobs or 0
-        own = self._top_logprob(token_id, entry[token_id])
-        ranked = sorted(entry.items(), key=lambda item: item[1].rank or 0)[:num_top]
-        top = [self._top_logprob(other, one) for other, one in ranked]
-        return TokenLogprob(own.token, own.logprob, own.bytes, top)
-
-    def _top_logprob(self, token_id: int, one: Logprob) -> TopLogprob:
+        as_ids = bool(self._body.return_tokens_as_token_ids)
         tokenizer = self._service.tokenizer
-        as_id = bool(self._body.return_tokens_as_token_ids)
-        text = token_text(token_id, one.decoded_token, tokenizer.decode_token, as_id=as_id)
-        return TopLogprob(text, finite(one.logprob), list(tokenizer.token_bytes(token_id)))
+        return ChatLogprobs(token_logprobs(completion, tokenizer, self._body.top_logprobs or 0, as_ids=as_ids))

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from fleetfoot.outputs import RequestOutput
+from fleetfoot.outputs import CompletionOutput, Logprob, RequestOutput
 from fleetfoot.server.http import ENCODER, ApiError, openai_error
-from fleetfoot.server.openai.protocol import GenerationRequest, PromptLogprob, PromptLogprobs, Usage
+from fleetfoot.server.openai.protocol import (
+    GenerationRequest,
+    PromptLogprob,
+    PromptLogprobs,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 
@@ -68,6 +76,23 @@ def token_text(token_id: int, decoded: str | None, decode: Callable[[int], str],
     if as_id:
         return f"token_id:{token_id}"
     return decode(token_id) if decoded is None else decoded
+
+
+def token_logprobs(
+    completion: CompletionOutput, tokenizer: Tokenizer, num_top: int, *, as_ids: bool
+) -> list[TokenLogprob]:
+    """Logprobs of a completion's tokens, each with those of the ``num_top`` most probable ones."""
+
+    def top_logprob(token_id: int, one: Logprob) -> TopLogprob:
+        text = token_text(token_id, one.decoded_token, tokenizer.decode_token, as_id=as_ids)
+        return TopLogprob(text, finite(one.logprob), list(tokenizer.token_bytes(token_id)))
+
+    logprobs = []
+    for token_id, entry in zip(completion.token_ids, completion.logprobs or (), strict=True):
+        own = top_logprob(token_id, entry[token_id])
+        ranked = sorted(entry.items(), key=lambda item: item[1].rank or 0)[:num_top]
+        logprobs.append(TokenLogprob(own.token, own.logprob, own.bytes, [top_logprob(*item) for item in ranked]))
+    return logprobs
 
 
 def finite(logprob: float) -> float:

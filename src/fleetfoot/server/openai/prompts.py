@@ -54,10 +54,11 @@ def _read_content(place: str, content: Any) -> str | list[dict[str, str]]:
         return content or ""
     if not isinstance(content, list):
         raise invalid(place, f"{place} is {content!r:.100}; it must be a text or a list of parts")
-    return [{"type": "text", "text": _read_part(f"{place}[{index}]", part)} for index, part in enumerate(content)]
+    return [{"type": "text", "text": read_text(f"{place}[{index}]", part)} for index, part in enumerate(content)]
 
 
-def _read_part(place: str, part: Any) -> str:
+def read_text(place: str, part: Any) -> str:
+    """The text of a content part. Raises `ApiError` that names it."""
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else None

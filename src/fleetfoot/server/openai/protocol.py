@@ -7,7 +7,7 @@ have no effect on the result.
 from __future__ import annotations
 
 import time
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -53,7 +53,10 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields that completions and chat completions share."""
+    """Fields that completions, chat completions and responses share."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED
+    """Field -> neutral values besides null."""
 
     model: str | None = None
     stream: bool | None = None
@@ -112,7 +115,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
     def check(self) -> None:
         """Raises ApiError for a field that is not supported, or beyond its limits."""
-        for name, neutral in UNSUPPORTED.items():
+        for name, neutral in self.unsupported.items():
             value = getattr(self, name, None)
             if value is not None and value not in neutral:
                 raise invalid(name, f"{name} is not supported", "unsupported_parameter")

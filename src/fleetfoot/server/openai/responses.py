@@ -1,0 +1,423 @@
+"""``/v1/responses``: conversations that the server can continue."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from fleetfoot.outputs import CompletionOutput, RequestOutput
+from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
+from fleetfoot.server.conversation import GeneratedMessages, MessageChunk, Turn, generate, prompt_token_ids
+from fleetfoot.server.http import (
+    ENCODER,
+    JSON,
+    ApiError,
+    EventStream,
+    invalid,
+    request_id,
+    until_disconnected,
+)
+from fleetfoot.server.openai.chat import template_options
+from fleetfoot.server.openai.events import UsageCounter, token_logprobs
+from fleetfoot.server.openai.prompts import read_messages
+from fleetfoot.server.openai.protocol import TokenLogprob
+from fleetfoot.server.openai.responses_items import Item, chat_messages, find_item, read_items, response_of_item
+from fleetfoot.server.openai.responses_output import Events, NoEvents, OutputBuilder
+from fleetfoot.server.openai.responses_protocol import (
+    ENCRYPTED_REASONING,
+    IncompleteDetails,
+    InputItems,
+    InputItemsQuery,
+    InputTokens,
+    InputTokensDetails,
+    InputTokensRequest,
+    OutputTokensDetails,
+    PlainFormat,
+    ReasoningConfig,
+    ResponseDeleted,
+    ResponseError,
+    ResponseEvent,
+    ResponseObject,
+    ResponseRequest,
+    ResponseUsage,
+    RetrieveQuery,
+    TextConfig,
+)
+from fleetfoot.server.openapi import READS, RUNS, Endpoint
+from fleetfoot.server.service import Service
+from fleetfoot.server.store import ResponseStore
+
+_CREATE = msgspec.json.Decoder(ResponseRequest)
+_COUNT = msgspec.json.Decoder(InputTokensRequest)
+MAX_ITEMS_PAGE = 100
+_T = TypeVar("_T")
+
+
+class Responses:
+    """The endpoints.
+
+    Args:
+        store: keeps responses, as records in JSON: ``response``, and its ``items``, with those of the responses before.
+    """
+
+    def __init__(self, service: Service, store: ResponseStore) -> None:
+        self._service = service
+        self._store = store
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def create(self, http: Request) -> Response:
+        service = self._service
+        body = await service.read(http, _CREATE)
+        service.check_generates()
+        body.check()
+        key = secrets.token_hex(16)
+        items = await self._read_items(body, key)
+        params = sampling_params(body, service)
+        answer = Answer(key, body, service, params, items, self._store)
+        turn = read_turn(body, items, params, service, body.request_id or request_id(http, "resp"))
+        if body.truncation == "auto":
+            turn.messages = await drop_oldest(service, turn)
+        generated = await generate(service, turn)
+        if body.background:
+            return JSON(await self._run_in_background(answer, generated))
+        if body.stream:
+            return EventStream(answer.events(generated))
+        return JSON(await until_disconnected(http, answer.whole(generated)))
+
+    async def _read_items(self, body: ResponseRequest, key: str) -> list[Item]:
+        """The whole conversation. Raises ApiError 404 for a response or an item that is not stored."""
+        items: list[Item] = []
+        if (name := body.previous_response_id) is not None:
+            items += history(await self._record(name, "previous_response_id"))
+        if isinstance(body.input, str):
+            return items + read_items(body.input, key)
+        given = list(body.input)
+        for index, item in enumerate(given):
+            if item.get("type") == "item_reference":
+                given[index] = await self._find_item(f"input[{index}].id", item.get("id"))
+        return items + read_items(given, key)
+
+    async def _find_item(self, place: str, name: Any) -> Item:
+        response = response_of_item(name) if isinstance(name, str) else None
+        if response is None:
+            raise invalid(place, f"{place} is {name!r:.100}; it must be the id of an item of a stored response")
+        return find_item(name, history(await self._record(response, place)))
+
+    async def _record(self, name: str, param: str | None = None) -> Any:
+        content = await self._store.get(name)
+        if content is None:
+            what = f"{param} is {name!r:.100}: the" if param else "the"
+            message = f"{what} response {name!r:.100} is not known, or no longer stored"
+            raise ApiError(404, message, "previous_response_not_found" if param else "response_not_found", param)
+        return msgspec.json.decode(content)
+
+    async def _run_in_background(self, answer: Answer, generated: GeneratedMessages) -> ResponseObject:
+        await answer.keep()
+        queued = msgspec.structs.replace(answer.response, status="queued")
+        task = asyncio.create_task(self._finish(answer, generated))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return queued
+
+    async def _finish(self, answer: Answer, generated: GeneratedMessages) -> None:
+        work = asyncio.ensure_future(answer.whole(generated))
+        changed = asyncio.ensure_future(self._store.changed(answer.response.id))
+        await asyncio.wait((work, changed), return_when=asyncio.FIRST_COMPLETED)
+        if work.done() and (error := work.exception()) is not None:
+            assert isinstance(error, Exception), error
+            answer.fail(ApiError.of(error))
+            await answer.keep()
+        for task in (work, changed):  # a change is a cancel or a delete
+            task.cancel()
+        await asyncio.gather(work, changed, return_exceptions=True)
+
+    async def retrieve(self, http: Request) -> Response:
+        if read_query(http, RetrieveQuery).stream:
+            raise invalid("stream", "stream is not supported for stored responses", "unsupported_parameter")
+        return JSON((await self._record(http.path_params["name"]))["response"])
+
+    async def delete(self, http: Request) -> Response:
+        name = http.path_params["name"]
+        await self._record(name)
+        await self._store.delete(name)
+        return JSON(ResponseDeleted(name))
+
+    async def cancel(self, http: Request) -> Response:
+        record = await self._record(http.path_params["name"])
+        response = record["response"]
+        if not response["background"]:
+            raise invalid("response_id", f"response {response['id']!r} has no background=true: it cannot be cancelled")
+        if response["status"] == "in_progress":
+            response["status"] = "cancelled"
+            await self._store.put(response["id"], ENCODER.encode(record))
+        return JSON(response)
+
+    async def input_items(self, http: Request) -> Response:
+        query = read_query(http, InputItemsQuery)
+        if not 1 <= query.limit <= MAX_ITEMS_PAGE:
+            raise invalid("limit", f"limit is {query.limit}; it can be 1 to {MAX_ITEMS_PAGE}")
+        items = (await self._record(http.path_params["name"]))["items"]
+        if query.order == "desc":
+            items = items[::-1]
+        names = [item["id"] for item in items]
+        if query.after is not None:
+            if query.after not in names:
+                raise invalid("after", f"after is {query.after!r:.100}; it must be the id of an item of the response")
+            items = items[names.index(query.after) + 1 :]
+        page = items[: query.limit]
+        first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+        return JSON(InputItems(page, first, last, len(items) > len(page)))
+
+    async def count_input_tokens(self, http: Request) -> Response:
+        service = self._service
+        body = await service.read(http, _COUNT)
+        service.check_generates()
+        body.check()
+        items = await self._read_items(body, secrets.token_hex(16))
+        turn = read_turn(body, items, sampling_params(body, service), service, "")
+        return JSON(InputTokens(len(await prompt_token_ids(service, turn))))
+
+
+def read_query(http: Request, kind: type[_T]) -> _T:
+    """The parameters of the query. Raises ApiError that names one."""
+    try:
+        return msgspec.convert(dict(http.query_params), kind, strict=False)
+    except msgspec.ValidationError as error:
+        named = re.search(r"`\$\.([a-z_]+)`", str(error))
+        raise invalid(named[1] if named else "query", str(error)) from None
+
+
+def history(record: Any) -> list[Item]:
+    """The items of a stored response: of its input and its output."""
+    items: list[Item] = record["items"] + record["response"]["output"]
+    return items
+
+
+def sampling_params(body: ResponseRequest, service: Service) -> SamplingParams:
+    """Raises ValueError."""
+    defaults = service.engine.facts.sampling_defaults
+    params = body.sampling_params(defaults, max_tokens=body.max_output_tokens, logprobs=body.num_logprobs)
+    if params.logprobs is not None:
+        params.output_kind = RequestOutputKind.DELTA  # logprobs of the text are told from others step by step
+    return params
+
+
+def read_turn(body: ResponseRequest, items: list[Item], params: SamplingParams, service: Service, name: str) -> Turn:
+    """The request without its dialect. Raises ApiError."""
+    instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    choice: str | dict[str, Any] = "auto"
+    tools = body.tools or []
+    if isinstance(body.tool_choice, str):
+        choice = body.tool_choice
+    elif body.tool_choice is not None:
+        choice, tools = body.tool_choice.resolve(tools)
+    return Turn(
+        request_id=name,
+        messages=read_messages([*instructions, *chat_messages(items)]),
+        params=params,
+        template=template_options(service, body),
+        tools=[tool.as_chat_tool() for tool in tools],
+        tool_choice=choice,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        cache_salt=body.cache_salt,
+        priority=body.priority,
+    )
+
+
+async def drop_oldest(service: Service, turn: Turn) -> Sequence[Mapping[str, Any]]:
+    """The messages of a turn without its oldest ones, as many as it takes until they and the output fit.
+
+    System messages at the begin stay, and messages are dropped up to one of the user.
+    """
+    limit = service.engine.facts.max_model_len - (turn.params.max_tokens or 1)
+    messages = turn.messages
+    roles = [message["role"] for message in messages]
+    num_system = next((index for index, role in enumerate(roles) if role != "system"), len(roles))
+    begins = [num_system, *(index for index, role in enumerate(roles) if role == "user" and index > num_system)]
+    low, high = 0, len(begins) - 1
+    while low < high:
+        middle = (low + high) // 2
+        shorter = replace(turn, messages=[*messages[:num_system], *messages[begins[middle] :]])
+        token_ids = await prompt_token_ids(service, shorter)
+        low, high = (low, middle) if len(token_ids) <= limit else (middle + 1, high)
+    return [*messages[:num_system], *messages[begins[low] :]]
+
+
+class Answer:
+    """The response to one request."""
+
+    def __init__(
+        self,
+        key: str,
+        body: ResponseRequest,
+        service: Service,
+        params: SamplingParams,
+        items: list[Item],
+        store: ResponseStore,
+    ) -> None:
+        self._body = body
+        self._service = service
+        self._items = items
+        self._store = store
+        self._events = Events() if body.stream else NoEvents()
+        encrypts = ENCRYPTED_REASONING in (body.include or ())
+        self._output = OutputBuilder(key, self._events, as_summary=body.has_summary, encrypts=encrypts)
+        self._counter = UsageCounter()
+        self._is_cut = False
+        text = body.text or TextConfig()
+        self.response = ResponseObject(
+            id=f"resp_{key}",
+            created_at=int(time.time()),
+            background=bool(body.background),
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            max_tool_calls=body.max_tool_calls,
+            model=service.model_name,
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=body.previous_response_id,
+            prompt_cache_key=body.prompt_cache_key,
+            prompt_cache_retention=body.prompt_cache_retention,
+            reasoning=body.reasoning or ReasoningConfig(),
+            safety_identifier=body.safety_identifier,
+            store=body.store is not False,
+            temperature=params.temperature,
+            text=TextConfig(text.format or PlainFormat(), text.verbosity),
+            tool_choice=body.tool_choice or "auto",
+            tools=body.tools or [],
+            top_logprobs=body.top_logprobs or 0,
+            top_p=params.top_p,
+            truncation=body.truncation or "disabled",
+            user=body.user,
+            metadata=body.metadata or {},
+        )
+
+    async def whole(self, generated: GeneratedMessages) -> ResponseObject:
+        """The finished response. Raises as `GeneratedMessages`."""
+        try:
+            async for output, chunks in generated:
+                self._add(output, chunks)
+        finally:
+            generated.close()
+        await self._complete()
+        return self.response
+
+    async def events(self, generated: GeneratedMessages) -> AsyncIterator[bytes]:
+        events = self._events
+        try:
+            events.add("response.created", response=self.response)
+            events.add("response.in_progress", response=self.response)
+            yield events.take()
+            async for output, chunks in generated:
+                self._add(output, chunks)
+                if encoded := events.take():
+                    yield encoded
+            await self._complete()
+            events.add(f"response.{self.response.status}", response=self.response)
+        except Exception as raised:
+            error = ApiError.of(raised)
+            events.add("error", code=error.code or error.kind, message=error.message, param=error.param)
+            self.fail(error)
+            events.add("response.failed", response=self.response)
+        finally:
+            generated.close()
+        yield events.take()
+
+    def _add(self, output: RequestOutput, chunks: list[MessageChunk]) -> None:
+        self._counter.add(0, output)
+        for chunk in chunks:
+            if chunk.finish_reason == "abort":
+                raise ApiError(503, "the request was aborted", "aborted")
+            self._output.add(chunk.delta, self._logprobs(chunk.completion))
+            self._is_cut = chunk.finish_reason == "length"
+        if output.kv_transfer_params is not None:
+            self.response.kv_transfer_params = output.kv_transfer_params
+
+    async def _complete(self) -> None:
+        response = self.response
+        response.status = "incomplete" if self._is_cut else "completed"
+        self._output.finish(response.status)
+        response.output, response.usage = self._output.items, self._usage()
+        if self._is_cut:
+            response.incomplete_details = IncompleteDetails("max_output_tokens")
+        else:
+            response.completed_at = int(time.time())
+        if response.store:
+            await self.keep()
+
+    def fail(self, error: ApiError) -> None:
+        """End the response with an error."""
+        codes = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+        self.response.status = "failed"
+        self.response.output = self._output.items
+        self.response.error = ResponseError(codes.get(error.status, "server_error"), error.message)
+
+    async def keep(self) -> None:
+        """Put the response in the store."""
+        record = {"response": self.response, "items": self._items}
+        await self._store.put(self.response.id, ENCODER.encode(record))
+
+    def _usage(self) -> ResponseUsage:
+        usage, num_reasoning = self._counter.usage(), 0
+        if self._output.reasoning:
+            token_ids = self._service.tokenizer.encode(self._output.reasoning, add_special_tokens=False)
+            num_reasoning = min(len(token_ids), usage.completion_tokens)
+        return ResponseUsage(
+            usage.prompt_tokens,
+            InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+            usage.completion_tokens,
+            OutputTokensDetails(num_reasoning),
+            usage.total_tokens,
+        )
+
+    def _logprobs(self, completion: CompletionOutput) -> list[TokenLogprob]:
+        if completion.logprobs is None:
+            return []
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        return token_logprobs(completion, self._service.tokenizer, self._body.top_logprobs or 0, as_ids=as_ids)
+
+
+def responses_endpoints(service: Service, store: ResponseStore) -> list[Endpoint]:
+    """Their rows of the table."""
+    responses = Responses(service, store)
+    path, stored = "/v1/responses", "/v1/responses/{name}"
+    return [
+        Endpoint(
+            *("POST", path, responses.create, "Respond to a conversation."),
+            *(ResponseRequest, ResponseObject, ResponseEvent),
+            errors=RUNS,
+        ),
+        Endpoint(
+            *("POST", f"{path}/input_tokens", responses.count_input_tokens, "Count the tokens of a conversation."),
+            *(InputTokensRequest, InputTokens),
+            errors=READS,
+        ),
+        Endpoint(
+            *("GET", stored, responses.retrieve, "A stored response."),
+            response=ResponseObject,
+            query=RetrieveQuery,
+            errors=(400, 404),
+        ),
+        Endpoint(
+            *("DELETE", stored, responses.delete, "Delete a stored response."), response=ResponseDeleted, errors=(404,)
+        ),
+        Endpoint(
+            *("POST", f"{stored}/cancel", responses.cancel, "End a response that runs in the background."),
+            response=ResponseObject,
+            errors=(400, 404),
+        ),
+        Endpoint(
+            *("GET", f"{stored}/input_items", responses.input_items, "The conversation of a stored response."),
+            response=InputItems,
+            query=InputItemsQuery,
+            errors=(400, 404),
+        ),
+    ]

@@ -1,0 +1,232 @@
+"""Responses with the `openai` client, and raw events against its types."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pydantic
+import pytest
+from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
+
+from tests.helpers.server import RunningServer
+
+INPUT = "Tell me a story about a crow."
+OPTIONS: dict[str, Any] = {"model": "story", "temperature": 0, "max_output_tokens": 10}
+EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
+TEXT_EVENTS = [
+    *("response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"),
+    *("response.output_text.delta", "response.output_text.done", "response.content_part.done"),
+    *("response.output_item.done", "response.incomplete"),
+]
+
+
+@pytest.fixture(scope="module")
+def api(server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as made:
+        yield made
+
+
+def texts(response: Any) -> list[Any]:
+    """The output without ids."""
+    return [(item.type, item.role, item.status, [part.text for part in item.content]) for item in response.output]
+
+
+def raw_events(client: httpx.Client, body: dict[str, Any]) -> list[Any]:
+    with client.stream("POST", "/v1/responses", json={**body, "stream": True}) as response:
+        blocks = "".join(response.iter_text()).split("\n\n")
+    assert blocks.pop() == ""
+    events = []
+    for number, block in enumerate(blocks):
+        name, data = block.split("\n")
+        event = EVENT.validate_json(data.removeprefix("data: "), strict=True)
+        assert (event.type, event.sequence_number) == (name.removeprefix("event: "), number)
+        events.append(event)
+    return events
+
+
+def test_a_response_is_that_of_chat(api: openai.OpenAI, client: httpx.Client) -> None:
+    messages: Any = [{"role": "system", "content": "You tell stories."}, {"role": "user", "content": INPUT}]
+    chat = api.chat.completions.create(model="story", messages=messages, temperature=0, max_tokens=10)
+    body = {**OPTIONS, "input": INPUT, "instructions": "You tell stories.", "user": "me", "metadata": {"a": "b"}}
+    raw = client.post("/v1/responses", json={**body, "service_tier": "auto", "prompt_cache_key": "key"})
+    response = Response.model_validate_json(raw.content, strict=True)
+    assert response.output_text == chat.choices[0].message.content
+    assert chat.usage is not None and response.usage is not None
+    assert response.usage.input_tokens == chat.usage.prompt_tokens and response.usage.output_tokens == 10
+    assert response.status == "incomplete" and response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    echo = (response.instructions, response.user, response.metadata, response.service_tier, response.prompt_cache_key)
+    assert echo == ("You tell stories.", "me", {"a": "b"}, "default", "key")
+
+
+def test_events(api: openai.OpenAI, client: httpx.Client) -> None:
+    expected = api.responses.create(**OPTIONS, input=INPUT)
+    events = raw_events(client, {**OPTIONS, "input": INPUT})
+    assert list(dict.fromkeys(event.type for event in events)) == TEXT_EVENTS
+    assert events[0].response.status == "in_progress" and not events[0].response.output
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert len(deltas) > 5 and "".join(deltas) == expected.output_text
+    assert texts(events[-1].response) == texts(expected) and events[-1].response.usage.output_tokens == 10
+    assert api.responses.retrieve(events[-1].response.id) == events[-1].response
+
+
+def test_helpers_of_the_client(api: openai.OpenAI, server: RunningServer) -> None:
+    options = {**OPTIONS, "max_output_tokens": None, "input": INPUT, "extra_body": {"stop": [" "]}}
+    expected = api.responses.create(**options)
+    assert expected.status == "completed" and expected.output_text
+    with api.responses.stream(**options) as stream:
+        assert texts(stream.get_final_response()) == texts(api.responses.parse(**options)) == texts(expected)
+
+    async def run() -> Any:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as made:
+            created = [event async for event in await made.responses.create(**options, stream=True)]
+            async with made.responses.stream(**options) as stream:
+                return created[-1], await stream.get_final_response()
+
+    last, final = asyncio.run(run())
+    assert texts(last.response) == texts(final) == texts(expected)
+
+
+def test_a_conversation_continues(api: openai.OpenAI) -> None:
+    first = api.responses.create(**OPTIONS, input=INPUT)
+    user: Any = {"role": "user", "content": [{"type": "input_text", "text": INPUT}]}
+    then: Any = {"type": "message", "role": "user", "content": "And then?"}
+    reference: Any = {"type": "item_reference", "id": first.output[0].id}
+    easy: Any = {"role": "assistant", "content": first.output_text}
+    whole: list[Any] = [
+        [user, *(item.model_dump(exclude_none=True) for item in first.output), then],
+        [user, easy, then],
+        [user, reference, then],
+    ]
+    options: Any = {**OPTIONS, "max_output_tokens": 30}
+    expected = api.responses.create(**options, input=[then], previous_response_id=first.id)
+    answers = [api.responses.create(**options, input=items) for items in whole]
+    assert {answer.output_text for answer in answers} == {expected.output_text}
+    assert expected.usage is not None and expected.previous_response_id == first.id
+    assert {answer.usage and answer.usage.input_tokens for answer in answers} == {expected.usage.input_tokens}
+    alone = api.responses.create(**options, input=[then])
+    assert alone.usage is not None and alone.usage.input_tokens < expected.usage.input_tokens
+    counted = api.responses.input_tokens.count(model="story", input=[then], previous_response_id=first.id)
+    assert counted.input_tokens == expected.usage.input_tokens
+
+
+def test_stored_responses(api: openai.OpenAI, client: httpx.Client) -> None:
+    first = api.responses.create(**OPTIONS, input=INPUT)
+    second = api.responses.create(**OPTIONS, input="And then?", previous_response_id=first.id)
+    assert api.responses.retrieve(second.id) == second
+    page = client.get(f"/v1/responses/{second.id}/input_items", params={"limit": 2, "order": "asc"})
+    items = ResponseItemList.model_validate_json(page.content, strict=True)
+    assert [item.type for item in items.data] == ["message", "message"] and items.has_more
+    newest_first = list(api.responses.input_items.list(second.id, limit=1))
+    assert [item.to_dict() for item in newest_first][:0:-1] == [item.to_dict() for item in items.data]
+    api.responses.delete(first.id)
+    assert api.responses.create(**OPTIONS, input="Why?", previous_response_id=second.id).output_text
+    unstored = api.responses.create(**OPTIONS, input=INPUT, store=False)
+    for name in (first.id, unstored.id, "resp_none"):
+        with pytest.raises(openai.NotFoundError, match=name):
+            api.responses.retrieve(name)
+        with pytest.raises(openai.NotFoundError) as raised:
+            api.responses.create(**OPTIONS, input=INPUT, previous_response_id=name)
+        assert raised.value.param == "previous_response_id" and name in raised.value.message
+
+
+def test_background(api: openai.OpenAI) -> None:
+    expected = api.responses.create(**OPTIONS, input=INPUT)
+    queued = api.responses.create(**OPTIONS, input=INPUT, background=True)
+    assert queued.status == "queued" and not queued.output
+    with pytest.raises(openai.BadRequestError, match="background"):
+        api.responses.cancel(expected.id)
+    api.responses.create(**{**OPTIONS, "max_output_tokens": 40}, input=INPUT)  # ends later
+    response = api.responses.retrieve(queued.id)
+    assert response.status == expected.status and texts(response) == texts(expected)
+    endless: Any = {"input": INPUT, "background": True, "extra_body": {"ignore_eos": True}}
+    running = api.responses.create(model="story", **endless)
+    assert api.responses.cancel(running.id).status == "cancelled"
+    assert api.responses.retrieve(running.id).status == "cancelled"
+
+
+def test_logprobs(api: openai.OpenAI, client: httpx.Client) -> None:
+    chat = api.chat.completions.create(
+        model="story", messages=[{"role": "user", "content": INPUT}], temperature=0, max_tokens=10, logprobs=True,
+        top_logprobs=2,
+    )  # fmt: skip
+    body = {**OPTIONS, "input": INPUT, "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
+    (message,) = client.post("/v1/responses", json=body).json()["output"]
+    expected = chat.choices[0].logprobs
+    assert expected is not None and expected.content is not None
+    assert message["content"][0]["logprobs"] == [one.model_dump() for one in expected.content]
+    events = raw_events(client, body)
+    streamed = [one for event in events if event.type == "response.output_text.delta" for one in event.logprobs]
+    assert [one.to_dict() for one in streamed] == message["content"][0]["logprobs"]
+
+
+def test_truncation(api: openai.OpenAI) -> None:
+    items: list[Any] = [{"role": "system", "content": "You tell stories."}]
+    items += [{"role": role, "content": "word " * 300} for role in ("user", "assistant") * 6]
+    items.append({"role": "user", "content": INPUT})
+    with pytest.raises(openai.BadRequestError) as raised:
+        api.responses.create(**OPTIONS, input=items)
+    assert raised.value.code == "context_length_exceeded"
+    response = api.responses.create(**OPTIONS, input=items, truncation="auto")
+    num_tokens = [count(api, [items[0], *items[start:]]) for start in range(1, len(items), 2)]
+    fitting = [number for number in num_tokens if number <= 2048 - 10]
+    assert response.usage is not None and response.usage.input_tokens == max(fitting) < max(num_tokens)
+
+
+def count(api: openai.OpenAI, items: list[Any]) -> int:
+    return api.responses.input_tokens.count(model="story", input=items).input_tokens
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"nonsense": 1}, "nonsense"),
+    ({"input": []}, "input"),
+    ({"input": [{"role": "critic", "content": "x"}]}, "input[0].role"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+    ({"input": [{"role": "user", "content": 3}]}, "input[0].content"),
+    ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "input[0].type"),
+    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id"),
+    ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input[0].arguments"),
+    ({"input": [{"type": "reasoning", "encrypted_content": "??"}]}, "input[0].encrypted_content"),
+    ({"conversation": "conv_1"}, "conversation"),
+    ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+    ({"include": ["everything"]}, "include[0]"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"max_tokens": 3}, "max_tokens"),
+    ({"n": 2}, "n"),
+    ({"top_logprobs": 21}, "top_logprobs"),
+    ({"top_p": 2}, "top_p"),
+    ({"truncation": "middle"}, "truncation"),
+    ({"metadata": {"a": 1}}, "metadata.a"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+    ({"reasoning": {"effort": "utmost"}}, "reasoning.effort"),
+    ({"background": True, "store": False}, "background"),
+    ({"background": True, "stream": True}, "background"),
+    ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
+]
+
+
+@pytest.mark.parametrize(("body", "field"), REFUSED, ids=[field for _, field in REFUSED])
+def test_a_refusal_names_the_field(client: httpx.Client, body: dict[str, Any], field: str) -> None:
+    response = client.post("/v1/responses", json={"input": INPUT, **OPTIONS, **body})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["type"]) == (400, field, "invalid_request_error")
+
+
+def test_refusals_of_stored_responses(api: openai.OpenAI, client: httpx.Client) -> None:
+    name = api.responses.create(**OPTIONS, input=INPUT).id
+    for path, params, field in (
+        ("", {"stream": "true"}, "stream"),
+        ("/input_items", {"limit": "0"}, "limit"),
+        ("/input_items", {"limit": "many"}, "limit"),
+        ("/input_items", {"after": "msg_1"}, "after"),
+    ):
+        response = client.get(f"/v1/responses/{name}{path}", params=params)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+    assert json.loads(client.get("/v1/responses/none").content)["error"]["code"] == "response_not_found"
