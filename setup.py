@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import tempfile
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,6 +22,10 @@ COMMON = [str(NATIVE / "device_memory.c"), str(NATIVE / "dispatch.c")]
 """Compiled once: the same for all instruction sets."""
 KERNELS = sorted(str(path) for path in NATIVE.glob("*.c") if str(path) not in COMMON)
 HEADERS = sorted(str(path) for path in NATIVE.glob("*.h"))
+CHECKSUM = 0
+"""Of all sources; `fleetfoot.native.loading` compares it with those that it finds."""
+for file in sorted([*NATIVE.glob("*.c"), *NATIVE.glob("*.h")]):
+    CHECKSUM = zlib.crc32(file.read_bytes(), CHECKSUM)
 # -ffp-contract=off: the source says which sums are fused, so that every place computes the same bits.
 FLAGS = [
     "-std=gnu11",
@@ -69,7 +74,7 @@ class BuildNative(build_ext):
         return self.compiler.compile(
             [source],
             output_dir=str(Path(self.build_temp) / variant),
-            macros=[("FF_VARIANT", variant)],
+            macros=[("FF_VARIANT", variant), ("FF_SOURCES", f"{CHECKSUM}u")],
             extra_postargs=[*FLAGS, *flags],
             depends=HEADERS,
         )

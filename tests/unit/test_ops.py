@@ -1,6 +1,8 @@
 """The operations on a CPU, in torch and in C, against float64; what the C kernels promise, and their library."""
 
 import gc
+import os
+import shutil
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -306,6 +308,12 @@ def test_problems_are_found_without_torch(tmp_path: Path) -> None:
     assert "libfleetfoot.so was not built" in probe(tmp_path / "libfleetfoot.so")
     (tmp_path / "broken.so").write_bytes(b"not a library")
     assert f"{tmp_path / 'broken.so'} does not load: " in probe(tmp_path / "broken.so")
+    copied = Path(shutil.copy(loading.PATH, tmp_path / "libfleetfoot.so"))
+    assert probe(copied) == ""  # without sources beside it
+    Path(shutil.copy(loading.PATH.with_name("dispatch.c"), tmp_path)).write_text("/* of another version */")
+    assert f"{copied} was not built from the C sources beside it; install Fleetfoot again" in probe(copied)
+    os.truncate(copied, copied.stat().st_size - 100)
+    assert f"{copied} is truncated" in probe(copied)
 
 
 @needs_library

@@ -3,6 +3,9 @@
 
 #define EXPORTED __attribute__((visibility("default")))
 
+/* The checksum of the sources that the library was built from. */
+EXPORTED unsigned ff_sources(void) { return FF_SOURCES; }
+
 /* Whether this processor runs the kernels of a variant: 1 or 0. */
 EXPORTED int ff_supports(const char *variant) {
     if (strcmp(variant, "generic") == 0) return 1;

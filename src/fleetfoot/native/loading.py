@@ -10,6 +10,7 @@ import ctypes
 import os
 import re
 import sys
+import zlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -53,6 +54,9 @@ _DEVICE_SIGNATURES = {
 }
 """The same of ``device_memory.c``."""
 
+_ELF_TABLE = ((40, 8), (58, 2), (60, 2))
+"""Where a 64-bit header has the offset of its table of sections, the bytes of an entry, and their number: each with its
+size. Source: System V ABI, "ELF-64 Object File Format"."""
 _OPENMP_SYMBOL = re.compile(r"undefined symbol: (GOMP|omp|__kmpc)_")
 
 
@@ -115,9 +119,11 @@ def open_library() -> ctypes.CDLL:
     _check_usable()
     try:
         _expose_openmp()
-        return ctypes.CDLL(str(PATH))
+        library = ctypes.CDLL(str(PATH))
     except OSError as error:
         raise _does_not_load(error) from error
+    check_sources(library)
+    return library
 
 
 def supported_variants(library: ctypes.CDLL) -> tuple[str, ...]:
@@ -135,6 +141,18 @@ def supported_variants(library: ctypes.CDLL) -> tuple[str, ...]:
     if not found:
         raise NativeUnavailableError(f"{PATH} has no kernels for this processor")
     return found
+
+
+def check_sources(library: ctypes.CDLL) -> None:
+    """Raises NativeUnavailableError if the library was not built from the sources beside it, as after an update of a
+    checkout. Without sources there is nothing to compare."""
+    sources = sorted([*PATH.parent.glob("*.c"), *PATH.parent.glob("*.h")])
+    checksum = 0
+    for source in sources:
+        checksum = zlib.crc32(source.read_bytes(), checksum)
+    built_from = getattr(library, "ff_sources", lambda: None)()
+    if sources and (built_from is None or built_from & 0xFFFFFFFF != checksum):
+        raise NativeUnavailableError(f"{PATH} was not built from the C sources beside it; install Fleetfoot again")
 
 
 def load_device_memory(driver: str = "libcuda.so.1") -> NativeLibrary:
@@ -177,7 +195,9 @@ def _probe() -> None:
             return  # linked for immediate binding: everything else was found
         raise _does_not_load(error)
     try:
-        _check(ctypes.CDLL(str(PATH), handle=handle))
+        library = ctypes.CDLL(str(PATH), handle=handle)
+        check_sources(library)
+        _check(library)
     finally:
         dl.dlclose(handle)
 
@@ -189,6 +209,14 @@ def _check_usable() -> None:
         raise NativeUnavailableError(
             f"{PATH.name} was not built: installing Fleetfoot where a C compiler (gcc or clang) is present builds it"
         )
+    with PATH.open("rb") as file:
+        header = file.read(64)
+    if (
+        header[:6] == b"\x7fELF\x02\x01"
+    ):  # the table of sections is last; the loader would read past a truncated file's end
+        offset, entry_size, num_entries = (int.from_bytes(header[at : at + size], "little") for at, size in _ELF_TABLE)
+        if PATH.stat().st_size < offset + entry_size * num_entries:
+            raise NativeUnavailableError(f"{PATH} is truncated; install Fleetfoot again")
 
 
 def _does_not_load(error: object) -> NativeUnavailableError:
