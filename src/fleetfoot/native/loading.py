@@ -211,9 +211,7 @@ def _check_usable() -> None:
         )
     with PATH.open("rb") as file:
         header = file.read(64)
-    if (
-        header[:6] == b"\x7fELF\x02\x01"
-    ):  # the table of sections is last; the loader would read past a truncated file's end
+    if header[:6] == b"\x7fELF\x02\x01":  # the table of sections is last, and a loader reads past a truncated end
         offset, entry_size, num_entries = (int.from_bytes(header[at : at + size], "little") for at, size in _ELF_TABLE)
         if PATH.stat().st_size < offset + entry_size * num_entries:
             raise NativeUnavailableError(f"{PATH} is truncated; install Fleetfoot again")
