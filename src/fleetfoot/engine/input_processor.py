@@ -40,6 +40,8 @@ LONG_TEXT = 4096
 """Characters from which on an event loop tokenizes a prompt in a thread: it takes about a millisecond."""
 
 _MAX_CACHED_BAD_WORDS = 128
+_LARGE = 1 << 62
+"""Above any number of tokens, and fits in messages between processes."""
 
 
 @dataclass(slots=True)
@@ -135,6 +137,8 @@ class InputProcessor:
         params = params if params_checked else self.check_params(params)
         if is_boolean(priority) or not is_integer(priority):
             raise TypeError(f"priority is {priority!r}; it must be an int, lower is sooner")
+        if abs(int(priority)) > _LARGE:
+            raise ValueError(f"priority is {priority!r}; it must be in [-2**62, 2**62]")
         text, ids, cache_salt = self._read_prompt(prompt, params)
         keep = params.truncate_prompt_tokens
         pooling_params = None
@@ -193,6 +197,9 @@ class InputProcessor:
             vocab_size=self.vocab_size, max_logprobs=self.max_logprobs, has_tokenizer=self.tokenizer is not None
         )
         params.top_k = min(params.top_k, self.vocab_size)  # equivalent, and fits in an int32
+        for name in ("max_tokens", "truncate_prompt_tokens"):
+            if (value := getattr(params, name)) is not None:
+                setattr(params, name, min(value, _LARGE))  # equivalent, too
         if params.bad_words:
             self._bad_words(tuple(params.bad_words))
         if params.min_tokens and params.allowed_token_ids:

@@ -25,8 +25,12 @@ logger = logging.getLogger(__name__)
 
 OPEN_PATHS = ("/health", "/ready", "/version", "/metrics", "/openapi.json")
 """Paths that need no key."""
+BODY_S = 120.0
+"""Seconds that a client has to send a body."""
 KEEP_ALIVE_S = 15.0
 """Seconds without data after which an event stream gets a comment."""
+_MAX_MESSAGE = 2000
+_MAX_PARAM = 200
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 _T = TypeVar("_T")
@@ -44,6 +48,11 @@ class ApiError(Exception):
     """The field of the body that is the cause."""
     retry_after: int | None = None
     """Seconds."""
+
+    def __post_init__(self) -> None:
+        if len(self.message) > _MAX_MESSAGE:  # it quotes what the client has sent
+            self.message = f"{self.message[:_MAX_MESSAGE]}..."
+        self.param = self.param and self.param[:_MAX_PARAM]
 
     @property
     def kind(self) -> str:
@@ -152,11 +161,15 @@ async def read_body(request: Request, limit: int) -> bytes:
     if length.isdecimal() and int(length) > limit:
         raise too_large
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise too_large
-        parts.append(part)
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    raise too_large
+                parts.append(part)
+    except TimeoutError:
+        raise ApiError(408, f"the body has not ended after {BODY_S:g} s, which is the limit") from None
     return b"".join(parts)
 
 
@@ -173,7 +186,16 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
             param = missing[1]
         raise ApiError(400, message, "unknown_field" if unknown else None, param) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from None
+        has_surrogate = re.search(rb"\\u[dD][89a-fA-F]", body) and "truncated" in str(error)
+        problem = "a string has a lone surrogate, such as \\ud800" if has_surrogate else error
+        raise ApiError(400, f"the body is not valid JSON: {problem}") from None
+
+
+def check_request_id(given: str) -> None:
+    """Raises ApiError for an id of a body."""
+    if not _REQUEST_ID.fullmatch(given):
+        message = f"request_id is {given!r:.200}; it must have 1 to 128 printable ASCII characters without spaces"
+        raise invalid("request_id", message)
 
 
 def request_id(request: Request, prefix: str) -> str:

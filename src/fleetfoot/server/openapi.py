@@ -14,7 +14,7 @@ from msgspec import inspect
 from fleetfoot._version import __version__
 from fleetfoot.server.http import OPEN_PATHS, ErrorResponse, Handler
 
-READS = (400, 404, 413, 415)
+READS = (400, 404, 408, 413, 415)
 """Statuses of an endpoint that reads a body which names a model."""
 RUNS = (*READS, 429, 500, 503)
 """Statuses of an endpoint that runs requests of the engine."""

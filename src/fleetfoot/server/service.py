@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -18,16 +19,29 @@ from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import CompletionOutput, RequestOutput
 from fleetfoot.records.pooling_params import PoolingParams
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.server.http import ApiError, decode_body, invalid, read_body
+from fleetfoot.server.http import ApiError, check_request_id, decode_body, invalid, read_body
+from fleetfoot.server.template_process import render_apart
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
 
 MAX_SEQUENCES = 1024
 """Of one HTTP request: prompts times ``n``."""
+MAX_ENTRIES = 1 << 18
+"""Of ``logit_bias`` or ``allowed_token_ids``, times prompts."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 4096
 """Of all stop strings of a request."""
+_MESSAGE_CHARS = 32
+"""A message takes about as long to render as so many characters take to tokenize."""
+_MAX_TEMPLATE_PROCESSES = 4
+_RENDER_OPTIONS = ("add_generation_prompt", "continue_final_message", "tools", "documents")
+"""Keywords of `ChatTemplate.render`; others are variables."""
+RESERVED_VARIABLES = {
+    *("self", "conversation", "messages", "chat_template", "tokenize", "tools", "padding", "truncation", "max_length"),
+    *("return_tensors", "return_dict", "tokenizer_kwargs", "add_generation_prompt", "continue_final_message"),
+}
+"""Keywords of `Tokenizer.apply_chat_template`, which variables of a template cannot be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +71,7 @@ class Service:
         self.settings = settings
         self.created = int(time.time())
         self.is_draining = False
+        self._template_processes = asyncio.Semaphore(_MAX_TEMPLATE_PROCESSES)
 
     @property
     def model_name(self) -> str:
@@ -81,6 +96,8 @@ class Service:
     async def read(self, http: Request, decoder: msgspec.json.Decoder[_T]) -> _T:
         """The body of a request, for a model that is served. Raises ApiError."""
         body = decode_body(await read_body(http, self.settings.max_body_bytes), decoder)
+        if (name := getattr(body, "request_id", None)) is not None:
+            check_request_id(name)
         self.check_model(getattr(body, "model", None))
         return body
 
@@ -116,15 +133,22 @@ class Service:
         if num_sequences > MAX_SEQUENCES:
             message = f"the request has {num_sequences} sequences (prompts times n); {MAX_SEQUENCES} are the most"
             raise invalid("n" if len(prompts) == 1 else "prompt", message)
+        for field in ("logit_bias", "allowed_token_ids"):
+            if (size := len(prompts) * len(getattr(params, field, None) or ())) > MAX_ENTRIES:
+                message = f"{field} has {size} entries for all prompts together; {MAX_ENTRIES} are the most"
+                raise invalid(field, message)
         if self.is_draining:
             raise ApiError(503, "the server shuts down", "shutting_down", retry_after=5)
         if self.engine.num_unfinished + len(prompts) > self.settings.max_queue:
             message = f"{self.engine.num_unfinished} requests are unfinished; {self.settings.max_queue} are the most"
             raise ApiError(429, message, "queue_full", retry_after=1)
         streams: list[OutputStream] = []
+        suffix = secrets.token_hex(4)  # clients may repeat the id of a request that has not ended
         try:
             for index, prompt in enumerate(prompts):
-                name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
+                name = f"{request_id}-{index}-{suffix}"
+                if index:
+                    await asyncio.sleep(0)  # others go on
                 try:
                     streams.append(await self.engine.submit(prompt, params, name, priority or 0))
                 except (ValueError, TypeError) as error:
@@ -145,19 +169,39 @@ class Service:
             return await asyncio.to_thread(encode, text, add_special_tokens=special)
         return encode(text, add_special_tokens=special)
 
-    async def render_chat(self, messages: Sequence[Any], **options: Any) -> list[int]:
-        """Token ids of a conversation. Raises ValueError: the template or the messages are invalid."""
-        tokenizer = self.tokenizer
-        if options.get("chat_template") is None:
+    async def render_chat(self, messages: Sequence[Any], /, **options: Any) -> list[int]:
+        """Token ids of a conversation. Raises ValueError: the template or the messages are invalid.
+
+        Args:
+            options: of `Tokenizer.apply_chat_template`. A ``chat_template`` that is not the name of one is rendered in
+                another process.
+        """
+        tokenizer, source = self.tokenizer, options.get("chat_template")
+        if source is not None and "{" in source:
+            return await self._render_apart(messages, **options)
+        if source is None:
             options["chat_template"] = self.settings.chat_template
 
         def render() -> list[int]:
             ids: list[int] = tokenizer.apply_chat_template(messages, return_dict=False, **options)
             return ids
 
-        if sum(len(str(message.get("content"))) for message in messages) >= LONG_TEXT:
+        if sum(_MESSAGE_CHARS + len(str(message.get("content"))) for message in messages) >= LONG_TEXT:
             return await asyncio.to_thread(render)
         return render()
+
+    async def _render_apart(
+        self,
+        messages: Sequence[Any],
+        chat_template: str,
+        tokenizer_kwargs: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> list[int]:
+        named = {name: options.pop(name) for name in _RENDER_OPTIONS if name in options}
+        named["variables"] = {**self.tokenizer.special_tokens, **options}
+        async with self._template_processes:
+            text = await render_apart(chat_template, messages, named)
+        return await self.encode(text, special=bool((tokenizer_kwargs or {}).get("add_special_tokens")))
 
 
 def engine_prompt(prompt: str | list[int], cache_salt: str | None = None) -> Any:

@@ -37,6 +37,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template is not valid Jinja, line {error.lineno}: {error.message}") from error
+        except (RecursionError, MemoryError, SyntaxError) as error:  # of Jinja's parser, or Python's
+            raise ValueError(f"chat_template is nested too deeply: {type(error).__name__}") from error
         self.takes_content_parts = _iterates_over_content(syntax_tree)
         """Whether the template accepts a list of content parts; if not, their texts are joined."""
 
@@ -217,14 +219,21 @@ def _read_records(records: object, name: str) -> list[dict[str, Any]] | None:
 
 def _plain_json(value: Any, where: str) -> Any:
     """A deep copy of JSON-like data. Templates are untrusted code, so they get no objects with methods of their own."""
+    try:
+        return _copied(value, where)
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply") from None
+
+
+def _copied(value: Any, where: str) -> Any:
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, Mapping):
-        return {_plain_json(key, where): _plain_json(item, f"{where}.{key}") for key, item in value.items()}
+        return {_copied(key, where): _copied(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain_json(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return [_copied(item, f"{where}[{i}]") for i, item in enumerate(value)]
     raise ValueError(f"{where} is a {type(value).__name__}; a chat template takes plain JSON types only")
 
 

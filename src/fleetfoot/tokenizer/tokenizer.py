@@ -28,6 +28,8 @@ _CONFIG_FILE = "tokenizer_config.json"
 _SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 _CHAT_TEMPLATE_FILE = "chat_template.jinja"
 _CHAT_TEMPLATE_FOLDER = "additional_chat_templates"
+_LONG = 4096
+"""Characters, or tokens."""
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _INPUTS = ("text_target", "text_pair_target", "split_special_tokens", "is_split_into_words")
@@ -204,7 +206,7 @@ class Tokenizer:
     def encode(self, text: Any, text_pair: Any = None, add_special_tokens: bool = True, **options: Any) -> Any:
         """Token ids of a text, or of each of several. Raises TypeError, or ValueError: a text has no UTF-8 form."""
         if isinstance(text, str) and text_pair is None and not options:
-            return self._encode(text, None, add_special_tokens).ids
+            return self._encode(text, None, add_special_tokens, has_offsets=False).ids
         return self(text, text_pair, add_special_tokens=add_special_tokens, **options)["input_ids"]
 
     def __call__(
@@ -247,13 +249,19 @@ class Tokenizer:
             pad(rows, -(-length // multiple) * multiple, side, self.pad_token, self.pad_token_id)
         return as_columns(rows, names, return_tensors, self.tensor_types, is_batch=is_batch)
 
-    def _encode(self, text: Any, pair: Any, adds: bool, most: int | None = None) -> tokenizers.Encoding:
+    def _encode(
+        self, text: Any, pair: Any, adds: bool, most: int | None = None, *, has_offsets: bool = True
+    ) -> tokenizers.Encoding:
         """``adds``: whether special tokens are added; ``most``: tokens with them, or None for no limit."""
         for one in (text, pair):
             if not isinstance(one, str) and (one is text or one is not None):
                 raise TypeError(f"text must be a str or a list of them, not {type(one).__name__}")
         try:
-            row = self.backend.encode(text, pair, add_special_tokens=adds)
+            if len(text) + len(pair or "") < _LONG:
+                row = self.backend.encode(text, pair, add_special_tokens=adds)
+            else:  # calls for batches leave the interpreter to other threads meanwhile
+                encode = self.backend.encode_batch if has_offsets else self.backend.encode_batch_fast
+                (row,) = encode([text if pair is None else (text, pair)], add_special_tokens=adds)
             if most is None or len(row) <= most:
                 return row
             if pair is not None:
@@ -279,6 +287,9 @@ class Tokenizer:
         if isinstance(token_ids, list) and token_ids and isinstance(token_ids[0], list):
             return [self.decode(row, skip_special_tokens) for row in token_ids]
         token_ids = [token_ids] if isinstance(token_ids, int) else token_ids
+        if isinstance(token_ids, list) and len(token_ids) >= _LONG:  # as of `_encode`
+            (text,) = self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+            return text
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def batch_decode(self, sequences: Any, skip_special_tokens: bool = False, **options: Any) -> list[str]:

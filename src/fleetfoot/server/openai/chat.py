@@ -38,7 +38,7 @@ from fleetfoot.server.openai.protocol import (
     ChatMessage,
     ChatRequest,
 )
-from fleetfoot.server.service import Service
+from fleetfoot.server.service import RESERVED_VARIABLES, Service
 
 _DECODER = msgspec.json.Decoder(ChatRequest)
 ROLE = "assistant"
@@ -57,7 +57,7 @@ def template_options(service: Service, body: Any) -> dict[str, Any]:
         raise invalid("continue_final_message", message)
     options = {"add_generation_prompt": adds, "continue_final_message": continues}
     variables = body.chat_template_kwargs or {}
-    if taken := sorted({"messages", "chat_template", "tokenize", "tools", *options} & set(variables)):
+    if taken := sorted(RESERVED_VARIABLES & set(variables)):
         raise invalid("chat_template_kwargs", f"chat_template_kwargs cannot set {', '.join(taken)}")
     return {**options, **variables, "chat_template": body.chat_template}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -60,9 +62,9 @@ class ModelEndpoints:
     async def detokenize(self, http: Request) -> Response:
         service = self._service
         body = await service.read(http, _DETOKENIZE)
-        size = service.engine.facts.vocab_size
-        for index, token in enumerate(body.tokens):
-            if not 0 <= token < size:
-                message = f"tokens[{index}] is {token}; the vocabulary has {size} tokens, 0 to {size - 1}"
-                raise invalid(f"tokens[{index}]", message)
-        return JSON(DetokenizeResponse(service.tokenizer.decode(body.tokens)))
+        size, decode = service.engine.facts.vocab_size, service.tokenizer.decode
+        if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < size:
+            index = next(index for index, token in enumerate(body.tokens) if not 0 <= token < size)
+            message = f"tokens[{index}] is {body.tokens[index]}; the vocabulary has {size} tokens, 0 to {size - 1}"
+            raise invalid(f"tokens[{index}]", message)
+        return JSON(DetokenizeResponse(await asyncio.to_thread(decode, body.tokens)))

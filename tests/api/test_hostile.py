@@ -1,0 +1,124 @@
+"""Requests that are malformed, huge or hostile: each is refused with a status of its own, and the server goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from fleetfoot.server.template_process import render_apart
+
+BIG = 10**30
+PROMPT: dict[str, Any] = {"prompt": "a", "max_tokens": 1}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+TEXT = b'{"max_tokens": 1, "prompt": '
+
+RAW = {
+    "empty": b"",
+    "cut off": b'{"prompt": "a"',
+    "null": b"null",
+    "list": b"[]",
+    "deep objects": TEXT + b'"a", "metadata": ' + b'{"a": ' * 5000 + b"1" + b"}" * 5000 + b"}",
+    "deep lists": TEXT + b"[" * 5000 + b"]" * 5000 + b"}",
+    "not a number": TEXT + b'"a", "temperature": NaN}',
+    "infinity": TEXT + b'"a", "temperature": 1e999}',
+    "digits": TEXT + b'"a", "seed": ' + b"9" * 50000 + b"}",
+    "lone surrogate": TEXT + b'"\\ud800"}',
+    "invalid UTF-8": TEXT + b'"\xff\xfe"}',
+    "UTF-16": json.dumps(PROMPT).encode("utf-16"),
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_a_body_that_is_not_json(client: httpx.Client, name: str) -> None:
+    response = client.post("/v1/completions", content=RAW[name])
+    assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
+    assert client.get("/health").status_code == 200
+
+
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    *((field, {**PROMPT, field: BIG}) for field in ("n", "seed", "logprobs", "prompt_logprobs", "priority")),
+    *((field, {**PROMPT, field: -7}) for field in ("max_tokens", "n", "top_k", "min_tokens", "truncate_prompt_tokens")),
+    *(
+        (field, {**PROMPT, field: 1e300})
+        for field in ("temperature", "top_p", "repetition_penalty", "presence_penalty")
+    ),
+    *((field, {**PROMPT, field: [BIG]}) for field in ("stop_token_ids", "allowed_token_ids")),
+    *((field, {**PROMPT, field: ["x"] * 5000}) for field in ("stop", "bad_words")),
+    ("prompt", {**PROMPT, "prompt": [-1]}),
+    ("prompt", {**PROMPT, "prompt": [BIG]}),
+    ("prompt", {**PROMPT, "prompt": [1] * 5000}),
+    ("prompt", {**PROMPT, "prompt": ["a"] * 1025}),
+    ("prompt", {**PROMPT, "prompt": ""}),
+    ("prompt[1]", {**PROMPT, "prompt": [[1], []]}),
+    ("stop_token_ids", {**PROMPT, "stop_token_ids": [1] * 5000}),
+    ("logit_bias", {**PROMPT, "logit_bias": {str(BIG): 1}}),
+    ("logit_bias", {**PROMPT, "logit_bias": {"1": 1e300}}),
+    ("request_id", {**PROMPT, "request_id": "a" * 129}),
+    ("request_id", {**PROMPT, "request_id": "line\nbreak"}),
+    ("cache_salt", {**PROMPT, "cache_salt": ""}),
+    ("x" * 200, {**PROMPT, "x" * 90_000: 1}),
+    ("chat_template_kwargs", {**CHAT, "chat_template_kwargs": {"self": 1, "return_dict": True}}),
+    ("messages[0].role", {"messages": [{"role": [], "content": "a"}]}),
+]
+
+
+@pytest.mark.parametrize(("field", "body"), REFUSED, ids=[f"{field[:20]}-{n}" for n, (field, _) in enumerate(REFUSED)])
+def test_a_value_beyond_limits(client: httpx.Client, field: str, body: dict[str, Any]) -> None:
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    response = client.post(path, json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, field), error
+    assert len(response.content) < 5000
+
+
+def test_numbers_above_all_that_matter(client: httpx.Client) -> None:
+    body = {
+        **PROMPT,
+        "stop_token_ids": list(range(1000)),
+        "max_tokens": BIG,
+        "truncate_prompt_tokens": BIG,
+        "top_k": BIG,
+    }
+    assert client.post("/v1/completions", json=body).status_code == 200
+
+
+def test_nesting_that_a_template_gets(client: httpx.Client) -> None:
+    content = json.dumps(CHAT)[:-1].encode() + b', "chat_template_kwargs": {"x": ' + b"[" * 900 + b"]" * 900 + b"}}"
+    response = client.post("/v1/chat/completions", content=content)
+    assert response.status_code == 400 and response.json()["error"]["param"] == "chat_template_kwargs"
+
+
+def test_duplicate_request_ids(client: httpx.Client) -> None:
+    body = {**PROMPT, "prompt": ["a", "b"], "max_tokens": 60, "ignore_eos": True, "stream": True, "request_id": "same"}
+    with client.stream("POST", "/v1/completions", json=body) as first:
+        lines = first.iter_lines()
+        next(lines)
+        assert client.post("/v1/completions", json={**PROMPT, "request_id": "same"}).json()["id"] == "same"
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "not been rendered after"),
+        ("{{ 9 ** (9 ** 9) }}", "not been rendered after"),
+        ("{{ 'a' * 10000000000 }}", "MemoryError"),
+        ("{{ 'a' * 20000000 }}", "makes 20000000 characters"),
+        ("{{" + "(" * 3000 + "1" + ")" * 3000 + "}}", "nested too deeply"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+    ],
+    ids=["loop", "power", "memory", "long", "nested", "error"],
+)
+def test_a_template_of_a_request_has_limits(source: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        asyncio.run(render_apart(source, CHAT["messages"], {}, seconds=1.0 if "rendered" in problem else 60.0))
+
+
+def test_a_template_of_a_request() -> None:
+    options = {"variables": {"bos_token": "<s>"}, "add_generation_prompt": False}
+    text = asyncio.run(render_apart("{{ bos_token }}{{ messages[0].content }}", CHAT["messages"], options))
+    assert text == "<s>a"
