@@ -121,6 +121,16 @@ def merge_deltas(first: MessageDelta, second: MessageDelta) -> MessageDelta:
     )
 
 
+def effort_variables(effort: str | None) -> dict[str, Any]:
+    """Variables of chat templates for an effort of reasoning, in OpenAI's words. A template reads some of them."""
+    if effort is None:
+        return {}
+    variables: dict[str, Any] = {"enable_thinking": effort != "none", "thinking": effort != "none"}
+    if effort != "none":
+        variables["reasoning_effort"] = {"minimal": "low", "xhigh": "high", "max": "high"}.get(effort, effort)
+    return variables
+
+
 async def prompt_token_ids(service: Service, turn: Turn) -> list[int]:
     """The prompt. Raises ApiError and ValueError."""
     if turn.tools or turn.tool_choice not in ("auto", "none"):

@@ -5,33 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import Awaitable
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 
-class ResponseStore(Protocol):
-    """Records by id."""
-
-    def put(self, name: str, content: bytes) -> Awaitable[None]:
-        """Add or replace a record."""
-
-    def get(self, name: str) -> Awaitable[bytes | None]:
-        """A record; None: it is unknown, was deleted, or was dropped."""
-
-    def delete(self, name: str) -> Awaitable[bool]:
-        """Whether there was the record."""
-
-    def changed(self, name: str) -> Awaitable[None]:
-        """Wait until the record is replaced or deleted."""
-
-
 class MemoryStore:
-    """Drops the records that were used least recently.
+    """Records by id. Those that were used least recently are dropped.
 
     Args:
         max_entries, max_bytes: of all records. A larger record is not kept.
@@ -45,6 +28,7 @@ class MemoryStore:
         self._watches: dict[str, asyncio.Event] = {}
 
     async def put(self, name: str, content: bytes) -> None:
+        """Add or replace a record."""
         self._remove(name)
         if len(content) > self._max_bytes:
             return
@@ -54,14 +38,17 @@ class MemoryStore:
             self._num_bytes -= len(self._records.popitem(last=False)[1])
 
     async def get(self, name: str) -> bytes | None:
+        """A record; None: it is unknown, was deleted, or was dropped."""
         if name in self._records:
             self._records.move_to_end(name)
         return self._records.get(name)
 
     async def delete(self, name: str) -> bool:
+        """Whether there was the record."""
         return self._remove(name)
 
     async def changed(self, name: str) -> None:
+        """Wait until the record is replaced or deleted."""
         await self._watches.setdefault(name, asyncio.Event()).wait()
 
     def _remove(self, name: str) -> bool:
@@ -79,7 +66,7 @@ class StoreServer:
         address: of a new socket, ``ipc://...``.
     """
 
-    def __init__(self, store: ResponseStore, address: str) -> None:
+    def __init__(self, store: MemoryStore, address: str) -> None:
         self._store = store
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -109,7 +96,7 @@ class StoreServer:
 
 
 class StoreClient:
-    """A `ResponseStore` in another process.
+    """A store in another process, with the methods of `MemoryStore`.
 
     Args:
         address: of its socket.
@@ -159,3 +146,6 @@ class StoreClient:
         with contextlib.suppress(zmq.ZMQError):
             self._socket.close()
         self._context.term()
+
+
+ResponseStore = MemoryStore | StoreClient

@@ -16,7 +16,14 @@ from starlette.responses import Response
 
 from fleetfoot.outputs import CompletionOutput, RequestOutput
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
-from fleetfoot.server.conversation import GeneratedMessages, MessageChunk, Turn, generate, prompt_token_ids
+from fleetfoot.server.conversation import (
+    GeneratedMessages,
+    MessageChunk,
+    Turn,
+    effort_variables,
+    generate,
+    prompt_token_ids,
+)
 from fleetfoot.server.http import (
     ENCODER,
     JSON,
@@ -34,12 +41,12 @@ from fleetfoot.server.openai.responses_items import Item, chat_messages, find_it
 from fleetfoot.server.openai.responses_output import Events, NoEvents, OutputBuilder
 from fleetfoot.server.openai.responses_protocol import (
     ENCRYPTED_REASONING,
+    FunctionChoice,
     IncompleteDetails,
     InputItems,
     InputItemsQuery,
     InputTokens,
     InputTokensDetails,
-    InputTokensRequest,
     OutputTokensDetails,
     PlainFormat,
     ReasoningConfig,
@@ -48,6 +55,7 @@ from fleetfoot.server.openai.responses_protocol import (
     ResponseEvent,
     ResponseObject,
     ResponseRequest,
+    ResponseTool,
     ResponseUsage,
     RetrieveQuery,
     TextConfig,
@@ -56,8 +64,7 @@ from fleetfoot.server.openapi import READS, RUNS, Endpoint
 from fleetfoot.server.service import Service
 from fleetfoot.server.store import ResponseStore
 
-_CREATE = msgspec.json.Decoder(ResponseRequest)
-_COUNT = msgspec.json.Decoder(InputTokensRequest)
+_DECODER = msgspec.json.Decoder(ResponseRequest)
 MAX_ITEMS_PAGE = 100
 _T = TypeVar("_T")
 
@@ -76,7 +83,7 @@ class Responses:
 
     async def create(self, http: Request) -> Response:
         service = self._service
-        body = await service.read(http, _CREATE)
+        body = await service.read(http, _DECODER)
         service.check_generates()
         body.check()
         key = secrets.token_hex(16)
@@ -179,7 +186,7 @@ class Responses:
 
     async def count_input_tokens(self, http: Request) -> Response:
         service = self._service
-        body = await service.read(http, _COUNT)
+        body = await service.read(http, _DECODER)
         service.check_generates()
         body.check()
         items = await self._read_items(body, secrets.token_hex(16))
@@ -214,23 +221,32 @@ def sampling_params(body: ResponseRequest, service: Service) -> SamplingParams:
 def read_turn(body: ResponseRequest, items: list[Item], params: SamplingParams, service: Service, name: str) -> Turn:
     """The request without its dialect. Raises ApiError."""
     instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
-    choice: str | dict[str, Any] = "auto"
-    tools = body.tools or []
-    if isinstance(body.tool_choice, str):
-        choice = body.tool_choice
-    elif body.tool_choice is not None:
-        choice, tools = body.tool_choice.resolve(tools)
+    choice, tools = read_tool_choice(body)
+    effort = body.reasoning.effort if body.reasoning is not None else None
     return Turn(
         request_id=name,
         messages=read_messages([*instructions, *chat_messages(items)]),
         params=params,
-        template=template_options(service, body),
+        template={**effort_variables(effort), **template_options(service, body)},
         tools=[tool.as_chat_tool() for tool in tools],
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         cache_salt=body.cache_salt,
         priority=body.priority,
     )
+
+
+def read_tool_choice(body: ResponseRequest) -> tuple[str | dict[str, Any], list[ResponseTool]]:
+    """The choice as `Turn` takes it, and the tools that it leaves. Raises ApiError for one that does not exist."""
+    choice, tools = body.tool_choice or "auto", {tool.name: tool for tool in body.tools or ()}
+    if isinstance(choice, str):
+        return choice, list(tools.values())
+    names = [choice.name] if isinstance(choice, FunctionChoice) else [str(tool.get("name")) for tool in choice.tools]
+    if unknown := [name for name in names if name not in tools]:
+        raise invalid("tool_choice", f"tool_choice names {unknown[0]!r:.100}, which is none of the tools")
+    if isinstance(choice, FunctionChoice):
+        return {"type": "function", "function": {"name": choice.name}}, list(tools.values())
+    return choice.mode, [tools[name] for name in names]
 
 
 async def drop_oldest(service: Service, turn: Turn) -> Sequence[Mapping[str, Any]]:
@@ -345,7 +361,7 @@ class Answer:
         response = self.response
         response.status = "incomplete" if self._is_cut else "completed"
         self._output.finish(response.status)
-        response.output, response.usage = self._output.items, self._usage()
+        response.output, response.usage = self._output.items, await self._usage()
         if self._is_cut:
             response.incomplete_details = IncompleteDetails("max_output_tokens")
         else:
@@ -365,10 +381,11 @@ class Answer:
         record = {"response": self.response, "items": self._items}
         await self._store.put(self.response.id, ENCODER.encode(record))
 
-    def _usage(self) -> ResponseUsage:
-        usage, num_reasoning = self._counter.usage(), 0
-        if self._output.reasoning:
-            token_ids = self._service.tokenizer.encode(self._output.reasoning, add_special_tokens=False)
+    async def _usage(self) -> ResponseUsage:
+        usage, reasoning, num_reasoning = self._counter.usage(), self._output.reasoning, 0
+        if reasoning:
+            encode = self._service.tokenizer.encode
+            token_ids = await asyncio.to_thread(encode, reasoning, add_special_tokens=False)
             num_reasoning = min(len(token_ids), usage.completion_tokens)
         return ResponseUsage(
             usage.prompt_tokens,
@@ -397,7 +414,7 @@ def responses_endpoints(service: Service, store: ResponseStore) -> list[Endpoint
         ),
         Endpoint(
             *("POST", f"{path}/input_tokens", responses.count_input_tokens, "Count the tokens of a conversation."),
-            *(InputTokensRequest, InputTokens),
+            *(ResponseRequest, InputTokens),
             errors=READS,
         ),
         Endpoint(

@@ -81,24 +81,17 @@ class ResponseTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return {"type": "function", "function": {name: one for name, one in function.items() if one is not None}}
 
 
-class ResponseToolChoice(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """``tool_choice``: a function, or functions that are allowed."""
+class FunctionChoice(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
+    """Of ``tool_choice``: a call of this function."""
 
-    type: Literal["function", "allowed_tools"]
-    name: str | None = None
-    mode: Literal["auto", "required"] | None = None
-    tools: list[dict[str, Any]] | None = None
+    name: str
 
-    def resolve(self, tools: list[ResponseTool]) -> tuple[str | dict[str, Any], list[ResponseTool]]:
-        """The choice as `Turn` takes it, and the tools that it leaves. Raises ApiError for one that does not exist."""
-        names = [self.name] if self.type == "function" else [tool.get("name") for tool in self.tools or ()]
-        known = {tool.name: tool for tool in tools}
-        for name in names:
-            if name not in known:
-                raise invalid("tool_choice", f"tool_choice names {name!r:.100}, which is none of the tools")
-        if self.type == "function":
-            return {"type": "function", "function": {"name": self.name}}, tools
-        return self.mode or "auto", [known[str(name)] for name in names]
+
+class AllowedTools(msgspec.Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True):
+    """Of ``tool_choice``: no functions but these."""
+
+    mode: Literal["auto", "required"]
+    tools: list[dict[str, Any]]
 
 
 class ResponseRequest(GenerationRequest, kw_only=True):
@@ -127,7 +120,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     tools: list[ResponseTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -157,8 +150,6 @@ class ResponseRequest(GenerationRequest, kw_only=True):
                 raise invalid(f"metadata.{name}", f"metadata.{name} is {value!r:.100}; it must be a string")
         if self.text is not None and not isinstance(self.text.format, PlainFormat | None):
             raise invalid("text.format", "text.format can be text alone", "unsupported_parameter")
-        if self.reasoning is not None and self.reasoning.effort is not None:
-            raise invalid("reasoning.effort", "reasoning.effort is not supported", "unsupported_parameter")
         if self.background and self.store is False:
             raise invalid("background", "background needs store=true: the response is fetched later")
         if self.background and self.stream:
@@ -176,10 +167,6 @@ class ResponseRequest(GenerationRequest, kw_only=True):
     @property
     def has_summary(self) -> bool:
         return self.reasoning is not None and bool(self.reasoning.summary or self.reasoning.generate_summary)
-
-
-class InputTokensRequest(ResponseRequest, kw_only=True):
-    """``POST /v1/responses/input_tokens``."""
 
 
 class RetrieveQuery(msgspec.Struct, kw_only=True):
@@ -306,7 +293,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     store: bool
     temperature: float
     text: TextConfig
-    tool_choice: str | ResponseToolChoice
+    tool_choice: str | FunctionChoice | AllowedTools
     tools: list[ResponseTool]
     top_logprobs: int
     top_p: float
