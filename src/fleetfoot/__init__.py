@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fleetfoot.records.pooling_params import PoolingParams as PoolingParams
     from fleetfoot.records.sampling_params import RequestOutputKind as RequestOutputKind
     from fleetfoot.records.sampling_params import SamplingParams as SamplingParams
+    from fleetfoot.records.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
 __all__ = [*names_of(""), "__version__"]  # names
 install()

@@ -21,7 +21,7 @@ from fleetfoot.config.vllm_names import check_call_keywords
 from fleetfoot.engine.engine import LLMEngine, drain_deadline
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.hold import Hold
-from fleetfoot.engine.input_processor import EngineRequest, is_long_text
+from fleetfoot.engine.input_processor import EngineRequest, is_long_text, needs_grammar
 from fleetfoot.engine.live_weights import ENGINE_METHODS, WeightCalls
 from fleetfoot.engine.output_processor import merge_outputs
 from fleetfoot.engine.pooling import AsyncPoolingCalls
@@ -139,6 +139,8 @@ class AsyncLLM(AsyncPoolingCalls, SleepCalls, WeightCalls):
         """
         check_call_keywords("AsyncLLM.generate", self.generate, unknown)
         results, kind = _ResultQueue(), getattr(sampling_params, "output_kind", None)
+        if needs_grammar(sampling_params):  # compiled before the request is queued: others do not wait for it
+            await asyncio.to_thread(self._engine.input_processor.compile_grammar, sampling_params)
         self._submit_request(results, request_id, prompt, sampling_params, priority)
         finished = False
         try:

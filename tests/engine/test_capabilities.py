@@ -19,7 +19,7 @@ from tests.helpers.faulty_connector import connector
 from tests.helpers.recording_device import RecordingDevice
 from tests.helpers.runner_lives import in_one_runner, live, make_runner, make_scheduler
 
-from fleetfoot import LLM, LLMEngine, PoolingParams, SamplingParams
+from fleetfoot import LLM, LLMEngine, PoolingParams, SamplingParams, StructuredOutputsParams
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.json_fields import ConfigError
 from fleetfoot.executor.multiprocess import MultiprocessExecutor
@@ -200,6 +200,19 @@ def bad_words(subject: Subject) -> None:
     assert len(late[0]) >= 6 and plain[1] not in late[0][:5]
 
 
+def structured_outputs(subject: Subject) -> None:
+    choices, params = ["left", "right", "up"], make_params(ignore_eos=False)
+    params.structured_outputs = StructuredOutputsParams(choice=choices)
+    engine = subject.engine()
+    assert {output.text for output in run_all(engine, PROMPTS, params)} <= {*choices}
+    assert engine.tokenizer is not None
+    beginnings = [text[:size] for text in choices for size in range(1, 1 + len(text))]
+    allowed = {engine.tokenizer.get_vocab().get(text) for text in beginnings} - {None}
+    logits = reference_logits(subject.reference, PROMPT)[-1]
+    (output,) = run_all(engine, [PROMPT], params)
+    assert output.token_ids[0] == max(allowed, key=lambda token: float(logits[token]))
+
+
 def logprobs(subject: Subject) -> None:
     """Of the prompt, in chunks, and of the output, with ranks."""
     engine = subject.engine(max_num_batched_tokens=16)
@@ -369,7 +382,7 @@ MODELS: dict[Feature, dict[str, Any]] = {
 }
 """Features that a model requires, by fields of its config.json."""
 
-REQUESTS = {Feature.STRUCTURED_OUTPUTS: "structured_outputs"}
+REQUESTS: dict[Feature, str] = {}
 """Features that a request would require, by the name that it would have in SamplingParams."""
 
 CALLS: dict[Feature, tuple[str, ...]] = {}

@@ -143,6 +143,7 @@ def steps() -> None:
     kernels.propose_ngrams(one, one, RowTables(one, one, one, one, one.new_zeros((2, 3)), one[None], one, 16), 5, 1)
     case = processor_case(0)
     logits = kernels.process_logits(case.logits, case.rows, case.seq_lens, case.tables)
+    kernels.mask_tokens(logits, torch.zeros((2, 40000 // 32), dtype=torch.int32), case.rows)
     sampled = zeros(len(logits))
     kernels.token_logprobs(torch.empty(len(logits), 40000), sampled, 32, LogprobRows(case.rows, case.rows))
     for vocab_size in (5, 2049, 40000):  # one tile, two, many

@@ -29,6 +29,7 @@ from fleetfoot.plan.resolve import resolve_plan
 from fleetfoot.quantization.unquantized import UNQUANTIZED
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.runner.v2.device import CpuDevice
+from fleetfoot.runner.v2.grammar_masks import GrammarMasks
 from fleetfoot.runner.v2.input_batch import InputBuffers
 from fleetfoot.runner.v2.state import DeviceState
 from fleetfoot.speculative.find import DrafterShape
@@ -67,7 +68,8 @@ def test_the_state_of_v2_is_what_it_allocates(seqs: int, tokens: int, length: in
     state = DeviceState(CpuDevice(), num_blocks=num_blocks, block_size=block_size, vocab_size=vocab_size, **sizes)
     buffers = InputBuffers(state, cpu_kernels(), seqs, tokens, length)
     tensors = [state.arena.flat, state.tables.last_sampled, state.tables.draft_tokens, state.staging.on_device]
-    tensors += [value for value in vars(buffers).values() if isinstance(value, torch.Tensor)]
+    for owner in (buffers, GrammarMasks(CpuDevice(), seqs, vocab_size)):
+        tensors += [value for value in vars(owner).values() if isinstance(value, torch.Tensor) and not value._is_view()]
     ones_and_zeros = 2 * 4 * seqs
     allocated = sum(tensor.nbytes for tensor in tensors) + ones_and_zeros
     assert memory.runner_state_bytes(shape) + num_blocks * memory.state_block_bytes(shape) == allocated

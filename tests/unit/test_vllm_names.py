@@ -34,7 +34,7 @@ def call(self: object, prompts: object, lora_request: None = None, *, use_tqdm: 
         ("data_parallel_size", 2, "one engine for each replica"),
         ("speculative_model", "x/y", "speculative_config="),
         ("max_lora_rank", 8, "merge the adapter"),
-        ("guided_decoding_backend", "xgrammar", "not constrained by grammars"),
+        ("guided_decoding_backend", "xgrammar", "compiled by llguidance"),
         ("task", "translate", "runner='pooling' selects"),
     ],
 )
@@ -93,7 +93,6 @@ def test_advice_is_about_settings_that_there_are() -> None:
     [
         ("best_of", 3, "set n, and keep the outputs with the highest cumulative_logprob"),
         ("use_beam_search", True, "LLM.beam_search"),
-        ("structured_outputs", {"json": {}}, "not constrained by grammars"),
         ("best_off", 1, "it takes allowed_token_ids"),
     ],
 )

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from fleetfoot.utils.validation import is_neutral, unknown_keyword
-from fleetfoot.utils.vllm_paths import NO_GRAMMAR, NO_LORA, NO_MULTIMODAL
+from fleetfoot.utils.vllm_paths import NO_LORA, NO_MULTIMODAL, NO_PARSER
 
 _CONFIG = "set hf_overrides={...}: fields in place of those of config.json"
 _SWITCH = (False, True)
@@ -52,11 +52,13 @@ _BY_ADVICE: dict[str, dict[str, tuple[Any, ...]]] = {
         "eplb_config": (), "num_redundant_experts": (0,), "expert_placement_strategy": ("linear",),
         "all2all_backend": ("allgather_reducescatter",), "moe_backend": ("auto",), "enable_dbo": (False,),
         "dbo_decode_token_threshold": (32,), "dbo_prefill_token_threshold": (512,)},
-    NO_GRAMMAR:
-        {"guided_decoding_backend": ("auto",), "structured_outputs_config": (), "reasoning_parser": (),
-         "reasoning_parser_plugin": (), "enable_reasoning": (False,), "guided_decoding_disable_fallback": (False,),
-         "guided_decoding_disable_any_whitespace": (False,),
+    "leave it out: grammars are compiled by llguidance, the backend 'guidance'; options are fields of "
+    "StructuredOutputsParams":
+        {"guided_decoding_backend": ("auto", "guidance"), "structured_outputs_config": (),
+         "guided_decoding_disable_fallback": _SWITCH, "guided_decoding_disable_any_whitespace": (False,),
          "guided_decoding_disable_additional_properties": (False,)},
+    NO_PARSER:
+        {"reasoning_parser": (), "reasoning_parser_plugin": (), "enable_reasoning": (False,)},
     "leave it out: async_scheduling hides the host's work behind the device's": {"num_scheduler_steps": (1,)},
     "leave it out; async_scheduling=False runs step by step": {"disable_async_output_proc": (False,)},
     "leave it out: max_num_batched_tokens limits a step":
@@ -149,7 +151,7 @@ CALL_KEYWORDS: dict[str, tuple[Any, str]] = {
     "mm_processor_kwargs": (None, NO_MULTIMODAL),
     "chat_template_content_format": ("auto", "leave it out: templates get the content of messages as it is given"),
     "prompt_token_ids": (None, "give {'prompt_token_ids': [...]} as a prompt"),
-    "guided_options_request": (None, NO_GRAMMAR),
+    "guided_options_request": (None, "give it to SamplingParams, as structured_outputs"),
     "arrival_time": (None, "leave it out: a request arrives when it is added"),
     "trace_headers": (None, "leave it out: nothing is traced"),
     "data_parallel_rank": (None, "leave it out: an engine is one replica"),
@@ -164,7 +166,7 @@ SAMPLING_KEYWORDS: dict[str, tuple[Any, str]] = {
     "best_of": (1, "set n, and keep the outputs with the highest cumulative_logprob (logprobs=0 computes it)"),
     **dict.fromkeys(("use_beam_search", "early_stopping"), (False, _BEAM_SEARCH)),
     "length_penalty": (1.0, _BEAM_SEARCH),
-    **dict.fromkeys(("guided_decoding", "structured_outputs"), (None, NO_GRAMMAR)),
+    "guided_decoding": (None, "structured_outputs was given too; give one of them"),
     "skip_clone": (True, "leave it out: parameters are copied"),
 }
 """Keywords of vLLM's ``SamplingParams``: as CALL_KEYWORDS."""

@@ -26,7 +26,7 @@ import zmq.asyncio
 from fleetfoot.config import env
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.engine.errors import EngineDeadError
-from fleetfoot.engine.input_processor import InputProcessor, is_long_text
+from fleetfoot.engine.input_processor import InputProcessor, is_long_text, needs_grammar
 from fleetfoot.engine.output_processor import OutputProcessor, merge_outputs
 from fleetfoot.engine.stats import StatsCollector
 from fleetfoot.engine.wire import (
@@ -53,6 +53,7 @@ from fleetfoot.records.pooling_params import PoolingParams
 from fleetfoot.records.request import FINISH_REASONS, RequestStatus
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.records.step import EngineOutput
+from fleetfoot.structured.compiler import GrammarCompiler
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 
@@ -293,6 +294,9 @@ class EngineClient:
             seed=0,  # sequences get their seeds in the engine's process
             sampling_defaults=ready.sampling_defaults,
             pooling=ready.pooling,
+            grammars=GrammarCompiler(
+                None if (found := self.tokenizer) is None else lambda: found, ready.vocab_size, ready.eos_token_ids
+            ),
         )
 
     # --- the interface of AsyncLLM ------------------------------------------------------------------------------------
@@ -392,6 +396,9 @@ class EngineClient:
         if priority and not self.facts.has_priority:
             raise ValueError(f"priority is {priority!r}, but scheduling_policy is 'fcfs'; it can be 'priority'")
         process = self.input_processor.process
+        if needs_grammar(params):
+            await asyncio.to_thread(self.input_processor.compile_grammar, params)
+            self._check_alive()
         if is_long_text(prompt):
             request = await asyncio.to_thread(process, request_id, prompt, params, priority=priority)
             self._check_alive()

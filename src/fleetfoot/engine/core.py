@@ -6,14 +6,15 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fleetfoot.engine.stats import StatsCollector, StepStats
 from fleetfoot.executor.protocol import Executor
 from fleetfoot.records.kv_connector import SchedulerConnector
-from fleetfoot.records.request import Request
-from fleetfoot.records.step import EngineOutput, PendingOutput, SchedulerOutput
+from fleetfoot.records.request import Request, RequestStatus
+from fleetfoot.records.step import EngineOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput, TokenMasks
 from fleetfoot.scheduler.scheduler import Scheduler
+from fleetfoot.structured.masks import TokenMasker
 from fleetfoot.utils.process import run_all
 
 logger = logging.getLogger(__name__)
@@ -24,11 +25,13 @@ class _StepInFlight:
     """A step that has been queued and not retired."""
 
     scheduler_output: SchedulerOutput
-    pending: PendingOutput
     began: float
     """When its scheduling began, on the engine's clock."""
     schedule_s: float
-    execute_s: float
+    execute_s: float = 0.0
+    pending: PendingOutput = field(default_factory=lambda: ModelRunnerOutput([]))
+    structured: list[Request] = field(default_factory=list)
+    """The requests of `SchedulerOutput.structured`."""
 
 
 def no_callback() -> None:
@@ -56,8 +59,10 @@ class EngineCore:
         self.stats = stats
         self.clock = clock
         self.depth = depth
+        self._masker = TokenMasker()
         self._in_flight: deque[_StepInFlight] = deque()
         self._last_arrival = clock()  # when the last result arrived
+        self._num_retired = 0
 
     @property
     def has_work(self) -> bool:
@@ -78,38 +83,70 @@ class EngineCore:
 
     def step_lockstep(self, before_update: Callable[[], object]) -> list[EngineOutput] | None:
         """Schedule a step, run it, and wait for its result."""
-        return None if self._launch() is None else self._retire(before_update)
+        step, outputs = self._launch(before_update)
+        return None if step is None else [*outputs, *self._retire(before_update)]
 
     def step_overlapped(self, before_update: Callable[[], object]) -> list[EngineOutput] | None:
         """Schedule a step behind those in flight, and wait for the oldest if more than `depth` are in flight.
 
-        Without a new step that computes, the oldest is retired at once.
+        Without a new step that computes, the oldest is retired at once. A step with requests under a grammar retires
+        the steps in flight that have them, before it samples.
         """
-        step = self._launch()
+        num_retired = self._num_retired
+        step, outputs = self._launch(before_update)
         is_computing = step is not None and not step.is_idle
         if len(self._in_flight) > self.depth or (self._in_flight and not is_computing):
-            return self._retire(before_update)
-        return None
+            outputs += self._retire(before_update)
+        return outputs if self._num_retired > num_retired else None
 
-    def _launch(self) -> SchedulerOutput | None:
-        """Schedule a step and queue it on the executor. Returns None if there is nothing to do."""
+    def _launch(self, before_update: Callable[[], object]) -> tuple[SchedulerOutput | None, list[EngineOutput]]:
+        """Schedule a step and queue it on the executor. Returns it, None if there is nothing to do, and the outputs of
+        steps that were retired for it."""
         began = self.clock()
         scheduler_output = self.scheduler.schedule()
         if scheduler_output is None:
-            return None
+            return None, []
         scheduled = self.clock()
         for new in scheduler_output.new_requests:
             request = self.scheduler.requests[new.request_id]
             request.scheduled_ts = request.scheduled_ts or scheduled
-        self._queue(scheduler_output, began, scheduled)
-        return scheduler_output
+        return scheduler_output, self._queue(scheduler_output, began, scheduled, before_update)
 
-    def _queue(self, scheduler_output: SchedulerOutput, began: float, scheduled: float) -> None:
-        """Queue a step on the executor, which was ``scheduled`` from ``began`` on."""
+    def _queue(
+        self,
+        scheduler_output: SchedulerOutput,
+        began: float,
+        scheduled: float,
+        before_update: Callable[[], object] = no_callback,
+    ) -> list[EngineOutput]:
+        """Queue a step on the executor, which was ``scheduled`` from ``began`` on. Returns the outputs of steps that
+        were retired for it."""
         self.executor.execute_model(scheduler_output)
-        pending = self.executor.sample_tokens(None)
-        execute_s = self.clock() - scheduled
-        self._in_flight.append(_StepInFlight(scheduler_output, pending, began, scheduled - began, execute_s))
+        step = _StepInFlight(scheduler_output, began, scheduled - began)
+        self._in_flight.append(step)
+        outputs: list[EngineOutput] = []
+        masks = None
+        if scheduler_output.structured:
+            masks = self._token_masks(step, outputs, before_update)
+        step.pending = self.executor.sample_tokens(masks)
+        step.execute_s = self.clock() - scheduled
+        return outputs
+
+    def _token_masks(
+        self, step: _StepInFlight, outputs: list[EngineOutput], before_update: Callable[[], object]
+    ) -> TokenMasks | None:
+        """The masks of a step with its forward pass queued. They depend on all earlier tokens of its requests, so steps
+        in flight that sample these are retired, and their outputs added to ``outputs``. A request that its grammar
+        cannot serve ends with the reason."""
+        batch, output = self.scheduler.newest_batch, step.scheduler_output
+        step.structured = requests = [batch[index] for index in output.structured]
+        while len(self._in_flight) > 1 and any(request.num_in_flight > 1 for request in requests):
+            outputs += self._retire(before_update)
+        masks, failed = self._masker.compute(output, requests, self.executor.allocate_masks)
+        for request, reason in failed:
+            self.scheduler.finish(request.request_id, RequestStatus.FINISHED_ERROR, reason)
+            outputs.append(EngineOutput(request, [], -1))
+        return masks
 
     def _retire(self, before_update: Callable[[], object] = no_callback) -> list[EngineOutput]:
         """Wait for the oldest step in flight, and update the scheduler with its result."""
@@ -118,6 +155,10 @@ class EngineCore:
         begin = self.clock()
         model_output = step.pending.get()
         arrived = self.clock()
+        self._num_retired += 1
+        if model_output.draft_token_ids:
+            for index, request in zip(output.structured, step.structured, strict=True):
+                request.grammar.drafts = model_output.draft_token_ids[index]
         before_update()
         outputs = self.scheduler.update(output, model_output)
         if output.is_idle:

@@ -36,6 +36,7 @@ from fleetfoot.records.request import RequestStatus
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import EngineOutput
 from fleetfoot.sampling.request_params import read_sampling_defaults
+from fleetfoot.structured.compiler import GrammarCompiler
 from fleetfoot.utils.process import EXIT_GUARD, run_all
 
 if TYPE_CHECKING:
@@ -501,6 +502,7 @@ def build_engine(config: EngineConfig, *, output_processor: Callable[..., Any] =
             seed=config.seed,
             sampling_defaults=defaults,
             pooling=plan.pooling,
+            grammars=_grammar_compiler(plan, tokenizer),
             check_further=params_check(plan),
         )
     except BaseException:
@@ -516,3 +518,17 @@ def build_engine(config: EngineConfig, *, output_processor: Callable[..., Any] =
         max_restarts=plan.max_restarts,
         output_processor=output_processor,
     )
+
+
+def _grammar_compiler(plan: EnginePlan, tokenizer: Tokenizer | None) -> GrammarCompiler:
+    """Of an engine whose texts may be made by clients: it loads a tokenizer when the first grammar needs one."""
+    load: Callable[[], Tokenizer] | None = None
+    if (path := plan.tokenizer_path) is not None:
+
+        def load() -> Tokenizer:
+            from fleetfoot.tokenizer.tokenizer import Tokenizer
+
+            return tokenizer or Tokenizer.from_path(path)
+
+    vocab_size = plan.model.vocab_size
+    return GrammarCompiler(load, vocab_size, [token for token in plan.model.eos_token_ids if token < vocab_size])

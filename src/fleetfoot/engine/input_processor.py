@@ -26,8 +26,11 @@ from fleetfoot.records.sampling_params import (
     is_boolean,
     is_integer,
 )
+from fleetfoot.records.structured_outputs import as_structured_outputs
 from fleetfoot.sampling.custom_processors import describe
 from fleetfoot.sampling.request_params import request_seed
+from fleetfoot.structured.compiler import GrammarCompiler
+from fleetfoot.structured.state import GrammarState
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
@@ -81,6 +84,7 @@ class InputProcessor:
         seed: of the engine; the default for sequences without a seed.
         sampling_defaults: of the model; used for requests without parameters.
         pooling: what the engine computes of prompts; None: it generates text.
+        grammars: compiles structured outputs; None: there is no tokenizer.
         check_further: raises ValueError for parameters that the engine's runner or logits processors refuse.
     """
 
@@ -95,6 +99,7 @@ class InputProcessor:
         seed: int,
         sampling_defaults: Mapping[str, Any] | None = None,
         pooling: Pooling | None = None,
+        grammars: GrammarCompiler | None = None,
         check_further: Callable[[SamplingParams], None] = lambda _: None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -107,6 +112,7 @@ class InputProcessor:
         self.sampling_defaults = dict(sampling_defaults or {})
         self._seed = seed
         self._check_further = check_further
+        self._grammars = grammars or GrammarCompiler(None, vocab_size, ())
         self.pooling = pooling
         self.pooling_texts: PoolingTexts | None = None
         if pooling is not None and tokenizer is not None:
@@ -211,7 +217,28 @@ class InputProcessor:
                 )
         _kv_transfer_params(params)
         self._check_further(params)
+        if params.structured_outputs is not None:
+            self._check_structured(params)
         return params
+
+    def _check_structured(self, params: SamplingParams) -> None:
+        assert params.structured_outputs is not None
+        ends = self._grammars.eos_token_ids
+        if params.allowed_token_ids is not None and ends and not set(ends) & set(params.allowed_token_ids):
+            raise ValueError(
+                f"allowed_token_ids={params.allowed_token_ids!r:.200} holds none of the end tokens {list(ends)}, which "
+                "end an output under structured_outputs; add one"
+            )
+        self._grammars.compile(params.structured_outputs)
+
+    def compile_grammar(self, params: Any) -> None:
+        """Compile the structured outputs of parameters, so that `process` does not wait for it. Takes up to seconds.
+
+        Raises:
+            ValueError: they cannot be compiled.
+        """
+        if (structured := as_structured_outputs(params.structured_outputs)) is not None:
+            self._grammars.compile(structured)
 
     def make_requests(self, request: EngineRequest) -> list[Request]:
         """One `Request` for each of the ``n`` sequences. Default seeds depend on the number of earlier requests."""
@@ -233,6 +260,7 @@ class InputProcessor:
                 kv_transfer_params=request.kv_transfer_params,
                 pooling_params=request.pooling_params,
                 reads_whole_prompt=_reads_whole_prompt(request.pooling_params, self.pooling),
+                grammar=self._start_grammar(params),
             )
             for index in range(params.n)
         ]
@@ -245,6 +273,12 @@ class InputProcessor:
                 sequence.status = RequestStatus.PREEMPTED if token_ids else RequestStatus.WAITING
                 kept.append(sequence)
         return kept
+
+    def _start_grammar(self, params: SamplingParams) -> GrammarState | None:
+        structured = params.structured_outputs
+        if structured is None:
+            return None
+        return self._grammars.start(structured, min_tokens=params.min_tokens, ignore_eos=params.ignore_eos)
 
     def _read_prompt(
         self, prompt: PromptType, params: SamplingParams | PoolingParams
@@ -333,6 +367,11 @@ class InputProcessor:
         return bad_words_token_ids(
             bad_words, lambda text: tokenizer.encode(text, add_special_tokens=False), self.vocab_size
         )
+
+
+def needs_grammar(params: object) -> bool:
+    """Whether parameters have structured outputs, which take time to compile."""
+    return getattr(params, "structured_outputs", None) is not None
 
 
 def is_long_text(prompt: object) -> bool:

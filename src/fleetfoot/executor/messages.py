@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
+import numpy as np
 import zmq
 
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
+from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 
 _LINGER_MS = 2000
 """How long a worker that ends keeps trying to send its last reply."""
@@ -35,30 +36,43 @@ _PLAIN = tuple(field.name for field in fields(SchedulerOutput) if field.name not
 _ENCODER = msgspec.msgpack.Encoder()
 _HINTS = get_type_hints(SchedulerOutput)
 _CALL_TYPES: Any = tuple.__class_getitem__((int, bytes, *[_HINTS[name] for name in _PLAIN]))
-"""Of a call: the step's number; the values of _PICKLED and the grammar output, pickled, or nothing if all of them are
-empty; the values of _PLAIN."""
+"""Of a call: the step's number; the values of _PICKLED, pickled, or nothing if all of them are empty; the values of
+_PLAIN."""
 _CALL_DECODER = msgspec.msgpack.Decoder(_CALL_TYPES)
 
 
-def encode_call(number: int, output: SchedulerOutput, grammar_output: object | None = None) -> bytes:
+def encode_call(number: int, output: SchedulerOutput) -> bytes:
     """A step as bytes. An empty message ends a worker. ``number``: counts all steps, idle ones too."""
     pickled = b""
-    if output.new_requests or output.kv_connector_metadata is not None or grammar_output is not None:
-        rare = ([getattr(output, name) for name in _PICKLED], grammar_output)
+    if output.new_requests or output.kv_connector_metadata is not None:
+        rare = [getattr(output, name) for name in _PICKLED]
         pickled = pickle.dumps(rare, protocol=pickle.HIGHEST_PROTOCOL)
     return _ENCODER.encode((number, pickled, *[getattr(output, name) for name in _PLAIN]))
 
 
-def decode_call(message: bytes) -> tuple[int, SchedulerOutput, object | None]:
+def decode_call(message: bytes) -> tuple[int, SchedulerOutput]:
     """The arguments of `encode_call`."""
     number, pickled, *plain = _CALL_DECODER.decode(message)
     output = SchedulerOutput(**dict(zip(_PLAIN, plain, strict=True)))
-    grammar_output = None
     if pickled:
-        values, grammar_output = pickle.loads(pickled)
-        for name, value in zip(_PICKLED, values, strict=True):
+        for name, value in zip(_PICKLED, pickle.loads(pickled), strict=True):
             setattr(output, name, value)
-    return number, output, grammar_output
+    return number, output
+
+
+def encode_masks(masks: TokenMasks | None) -> bytes:
+    """The message that follows a step with ``structured`` requests."""
+    content = None if masks is None else (masks.rows, masks.masks.tobytes())
+    return _ENCODER.encode(content)
+
+
+def decode_masks(message: bytes) -> TokenMasks | None:
+    """The argument of `encode_masks`."""
+    content = msgspec.msgpack.decode(message)
+    if content is None:
+        return None
+    rows, values = content
+    return TokenMasks(rows, np.frombuffer(values, np.int32).reshape(len(rows), -1))
 
 
 # --- collective calls -----------------------------------------------------------------------------------------------

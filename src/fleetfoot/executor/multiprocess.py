@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import zmq
 
 from fleetfoot.executor.messages import (
@@ -27,6 +28,7 @@ from fleetfoot.executor.messages import (
     StepOutput,
     decode_reply,
     encode_call,
+    encode_masks,
     encode_rpc,
 )
 from fleetfoot.executor.nodes import EngineNodes, check_devices
@@ -38,9 +40,11 @@ from fleetfoot.records.step import (
     ModelRunnerOutput,
     PendingOutput,
     SchedulerOutput,
+    TokenMasks,
     TransferFailure,
     without_token_ids,
 )
+from fleetfoot.sampling.shape import mask_size
 
 _NODE_WAIT_MS = 1000
 """How long to wait, after a worker has failed, for another machine to report the loss of one of its own."""
@@ -74,6 +78,8 @@ class MultiprocessExecutor:
         self._num_workers = config.world_size
         self._num_kernels = [0] * self._num_workers  # that each rank has compiled
         stage = config.tensor_parallel_size
+        self._last_ranks = range(self._num_workers - stage, self._num_workers)  # of the stage that samples
+        self._mask_size = mask_size(plan.model.vocab_size)
         self._middle_ranks = range(stage, self._num_workers - stage)  # of the stages that read no tokens
         self._rendezvous = EngineNodes(plan) if config.nnodes > 1 else RendezvousDir()
         self._processes = WorkerProcesses()
@@ -99,27 +105,40 @@ class MultiprocessExecutor:
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
-        """Take a step, which is sent when `sample_tokens` is called.
+        """Take a step, which is sent when `sample_tokens` is called, or at once if its masks follow.
 
         Raises WorkerError if a worker has failed or ended; so do `sample_tokens` and its output.
         """
         self._check()
         self._step = scheduler_output
+        if scheduler_output.structured:
+            self._send_step(scheduler_output)
 
-    def sample_tokens(self, grammar_output: object | None) -> PendingOutput:
+    def allocate_masks(self, num_masks: int) -> np.ndarray:
+        """See `Executor`."""
+        return np.empty((num_masks, self._mask_size), dtype=np.int32)
+
+    def sample_tokens(self, masks: TokenMasks | None) -> PendingOutput:
         if self._step is None:
             raise RuntimeError("sample_tokens was called without an execute_model before it")
         step, self._step = self._step, None
-        step.num_kernels = usable_kernels(self._num_kernels, self._middle_ranks.start)
+        if step.structured:
+            self._send(encode_masks(masks), self._last_ranks)
+        else:
+            self._send_step(step)
         number = self._num_steps
         self._num_steps += 1
+        return _PendingStep(self, number)
+
+    def _send_step(self, step: SchedulerOutput) -> None:
+        step.num_kernels = usable_kernels(self._num_kernels, self._middle_ranks.start)
+        number = self._num_steps
         if self._middle_ranks and step.new_requests:
             others = [rank for rank in range(self._num_workers) if rank not in self._middle_ranks]
-            self._send(encode_call(number, step, grammar_output), others)
-            self._send(encode_call(number, without_token_ids(step), grammar_output), self._middle_ranks)
+            self._send(encode_call(number, step), others)
+            self._send(encode_call(number, without_token_ids(step)), self._middle_ranks)
         else:
-            self._send(encode_call(number, step, grammar_output))
-        return _PendingStep(self, number)
+            self._send(encode_call(number, step))
 
     def wait_for(self, number: int) -> ModelRunnerOutput:
         """The output of a step, once."""

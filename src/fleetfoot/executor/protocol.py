@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import numpy as np
+
 from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.records.step import PendingOutput, SchedulerOutput
+from fleetfoot.records.step import PendingOutput, SchedulerOutput, TokenMasks
 
 
 class WorkerError(RuntimeError):
@@ -28,10 +30,15 @@ class Executor(Protocol):
     """Of the KV cache on rank 0; all ranks have equally many blocks."""
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
-        """Take a step; it is executed at the latest when `sample_tokens` is called."""
+        """Take a step; it is executed at the latest when `sample_tokens` is called, and at once if it is followed by
+        masks (`SchedulerOutput.structured`)."""
 
-    def sample_tokens(self, grammar_output: object | None) -> PendingOutput:
-        """Sample the tokens of the step that `execute_model` took."""
+    def allocate_masks(self, num_masks: int) -> np.ndarray:
+        """Memory for the masks of the step that `execute_model` took, ``[num_masks, ceil(vocab_size / 32)]`` int32."""
+
+    def sample_tokens(self, masks: TokenMasks | None) -> PendingOutput:
+        """Sample the tokens of the step that `execute_model` took. ``masks``: of its rows of logits; None: every token
+        is allowed."""
 
     def collective_rpc(
         self, method: str | Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -26,6 +26,7 @@ from fleetfoot.executor.messages import (
     WorkerAddresses,
     WorkerChannel,
     decode_call,
+    decode_masks,
     decode_rpc,
     encode_reply,
     is_rpc,
@@ -57,9 +58,14 @@ def run_worker_loop(plan: EnginePlan, rank: int, addresses: WorkerAddresses, sto
                 if is_rpc(message):
                     replies.send(encode_reply(_run_rpc(worker, message)))
                     continue
-                number, scheduler_output, grammar_output = decode_call(message)
+                number, scheduler_output = decode_call(message)
                 worker.execute_model(scheduler_output)
-                send(number, worker.sample_tokens(grammar_output))
+                masks = None
+                if scheduler_output.structured and worker.samples:
+                    if not (message := channel.receive()):
+                        break
+                    masks = decode_masks(message)
+                send(number, worker.sample_tokens(masks))
     except BaseException as error:
         channel.open_replies().send(encode_reply(Failure.of(rank, error, traceback.format_exc())))
         while channel.receive():

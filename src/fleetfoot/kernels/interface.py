@@ -144,6 +144,9 @@ class Kernels:
     process_logits: ProcessLogits
     """Logits of any float dtype -> float32 after the logits processors of Model Runner V2: see
     `fleetfoot.kernels.sampling.logits_processors`."""
+    mask_tokens: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+    """``(logits [n, vocab], masks [m, ceil(vocab / 32)], index [n])``: exclude the tokens that are not in the mask of
+    their row, in place; see `fleetfoot.kernels.sampling.mask_tokens`."""
     token_logprobs: TokenLogprobs
     """Logprobs of the sampled and of the most probable tokens: see `fleetfoot.kernels.sampling.token_logprobs`."""
     prepare_inputs: Callable[[StepBuffers, RowTables], None]

@@ -90,6 +90,7 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "cpu": "sampling.logits_processors",
             "torch": "sampling.logits_processors",
         },
+        "mask_tokens": dict.fromkeys(("triton", "cpu", "torch"), "sampling.mask_tokens"),
         "token_logprobs": dict.fromkeys(("triton", "cpu", "torch"), "sampling.token_logprobs"),
         # step preparation
         "prepare_inputs": {"triton": "prepare.triton_kernels", "torch": "prepare.reference"},

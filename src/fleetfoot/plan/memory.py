@@ -23,7 +23,7 @@ from fleetfoot.quantization.base import LinearMethod
 from fleetfoot.quantization.unquantized import UNQUANTIZED
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.runner.graphs import CaptureTable
-from fleetfoot.sampling.shape import row_size
+from fleetfoot.sampling.shape import grammar_mask_size, row_size
 from fleetfoot.speculative.find import NO_DRAFTER, DrafterShape
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -181,7 +181,8 @@ def runner_state_bytes(shape: EngineShape) -> int:
     if shape.runner == "v1":
         return inputs
     rows = row_table_bytes(reqs, max_blocks, shape.drafter.num_drafts)
-    return inputs + rows + staging_bytes(reqs) + reqs * row_size(shape.model.vocab_size) * _INT32
+    grammar_masks = (1 + shape.drafter.num_drafts) * grammar_mask_size(shape.model.vocab_size)
+    return inputs + rows + staging_bytes(reqs) + reqs * (row_size(shape.model.vocab_size) + grammar_masks) * _INT32
 
 
 def sampling_scratch_bytes(shape: EngineShape) -> int:

@@ -67,6 +67,8 @@ class Request:
     """Of a request that ends with its prompt, and yields a vector or scores."""
     reads_whole_prompt: bool = False
     """Whether the hidden states of all prompt tokens are read, so that none can come from a cache."""
+    grammar: Any = None
+    """The state of its structured output (`fleetfoot.structured.state`); None: every token is allowed."""
 
     kv_transfer_output: dict[str, Any] | None = None  # from the KV connector, when the request has ended
     output_token_ids: list[int] = field(default_factory=list)
@@ -101,7 +103,9 @@ class Request:
             self.prompt_token_ids = array("i", self.prompt_token_ids)
         self.num_prompt_tokens = len(self.prompt_token_ids)
         self.max_total_tokens = self.num_prompt_tokens + self.max_tokens
-        end_tokens = frozenset() if self.params.ignore_eos else eos_token_ids
+        # under a grammar, an end token is allowed only if the output may end there
+        ignores_eos = self.params.ignore_eos and self.grammar is None
+        end_tokens = frozenset() if ignores_eos else eos_token_ids
         self.stop_token_ids = end_tokens | frozenset(self.params.stop_token_ids or ())
         self.has_prompt_logprobs = self.params.prompt_logprobs is not None
         self.reads_whole_prompt |= self.has_prompt_logprobs
@@ -116,6 +120,11 @@ class Request:
         self.num_in_flight = self.num_proposed = 0
         self.last_sampled_step = -1
         self.is_held, self.can_load = False, True
+
+    @property
+    def min_tokens(self) -> int:
+        """Fewest tokens of an output that ends with a stop token; a grammar may leave an end token alone before."""
+        return self.params.min_tokens if self.grammar is None else 0
 
     @property
     def is_finished(self) -> bool:

@@ -13,6 +13,7 @@ from numbers import Real
 from typing import Any, ClassVar
 
 from fleetfoot.config.vllm_names import SAMPLING_KEYWORDS
+from fleetfoot.records.structured_outputs import StructuredOutputsParams, as_structured_outputs
 from fleetfoot.utils.validation import checked_keywords
 
 EXTRA_ARGS = ("kv_transfer_params",)
@@ -44,6 +45,7 @@ class SamplingParams:
     """
 
     unsupported: ClassVar[Mapping[str, tuple[Any, str]]] = SAMPLING_KEYWORDS
+    renamed: ClassVar[Mapping[str, str]] = {"guided_decoding": "structured_outputs"}
 
     n: int = 1
     """Number of outputs, each with a seed of its own. Must be 1 with greedy sampling, where all would be equal."""
@@ -104,6 +106,8 @@ class SamplingParams:
     logits_processors: list[Callable[..., Any]] | None = None
     """Functions of the output's token ids and the logits ``[vocab_size]``, or of the prompt's, the output's and the
     logits, that return the logits. They need Model Runner V1."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """A JSON schema, grammar, regular expression or choice that the output fits; a dict is converted."""
 
     def __post_init__(self) -> None:
         for name, kind, low, high, allowed, *others in _BOUNDS:
@@ -135,6 +139,8 @@ class SamplingParams:
             if not isinstance(given, list | tuple) or not all(callable(function) for function in given):
                 raise ValueError(f"logits_processors must be None or a list of functions, got {given!r}")
             self.logits_processors = list(given)
+        if self.structured_outputs is not None:
+            self.structured_outputs = as_structured_outputs(self.structured_outputs)
         self._check_combinations()
 
     def _check_combinations(self) -> None:

@@ -13,6 +13,8 @@ from fleetfoot.records.pooling_params import PoolingParams
 from fleetfoot.records.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from fleetfoot.records.request import Request
 
 
@@ -57,7 +59,8 @@ class NewRequest:
             block_ids=list(request.block_ids),
             params=request.params,
             seed=request.seed,
-            stop_token_ids=request.stop_token_ids,
+            # a grammar's masks have its bans: one that leaves an end token alone wins
+            stop_token_ids=request.stop_token_ids if request.grammar is None else frozenset(),
             bad_words_token_ids=request.bad_words_token_ids,
             max_total_tokens=request.max_total_tokens,
             pooling_params=request.pooling_params,
@@ -106,10 +109,23 @@ class SchedulerOutput:
     be used, in the order in which they were queued. Ranks change to a kernel in the same step. Set by the executor."""
     kv_connector_metadata: object | None = None
     """From the scheduler's side of the KV connector to the workers' side."""
+    structured: list[int] = field(default_factory=list)
+    """Batch indices of the requests that sample under a grammar. If there are any, `TokenMasks` follow the step: the
+    forward pass is queued before they are known."""
 
     @property
     def is_idle(self) -> bool:
         return not self.rows
+
+
+@dataclass(slots=True)
+class TokenMasks:
+    """The tokens that grammars allow in a step, for some rows of its logits."""
+
+    rows: list[int]
+    """The row of logits of each mask: ``1 + num_drafts`` for each decode, then one for each prefill that ends."""
+    masks: np.ndarray
+    """``[len(rows), ceil(vocab_size / 32)]`` int32: bit ``t % 32`` of word ``t // 32`` is set if ``t`` is allowed."""
 
 
 @dataclass(slots=True)
@@ -154,6 +170,9 @@ class ModelRunnerOutput:
     num_drafted: list[int] = field(default_factory=list)
     """For each decode, how many of the ``num_drafts`` were real proposals (n-gram lookup may find fewer); empty if
     there were none. ``len(sampled_token_ids[i]) - 1`` of them were accepted."""
+    draft_token_ids: list[list[int]] = field(default_factory=list)
+    """In a step with ``structured`` requests, the drafts that the next step of each of the first ``num_sampled``
+    requests may verify (-1: none); empty without speculative decoding."""
     pooled: dict[int, tuple[list[int], bytes]] = field(default_factory=dict)
     """Batch index -> shape and float32 values of the result of a pooling request; it has no tokens."""
     kv_connector_output: KVConnectorOutput | None = None

@@ -21,8 +21,9 @@ from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, PipelineGroup
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import IntermediateTensors
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.records.step import ModelRunnerOutput, PendingOutput, SchedulerOutput
+from fleetfoot.records.step import ModelRunnerOutput, PendingOutput, SchedulerOutput, TokenMasks
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
+from fleetfoot.sampling.shape import mask_size
 from fleetfoot.speculative.drafter import NO_DRAFTING, DraftSettings
 from fleetfoot.utils.process import run_all
 from fleetfoot.weights.loading import ModelLoader
@@ -147,10 +148,15 @@ class ModelRunner(ABC):
             self._connector.abandon()
             raise
 
-    def sample_tokens(self, grammar_output: object | None) -> PendingOutput:
+    def allocate_masks(self, num_masks: int) -> np.ndarray:
+        """Memory for masks of the step that `execute_model` queued, ``[num_masks, ceil(vocab_size / 32)]`` int32."""
+        assert self._model is not None
+        return np.empty((num_masks, mask_size(self._model.config.vocab_size)), dtype=np.int32)
+
+    def sample_tokens(self, masks: TokenMasks | None) -> PendingOutput:
         """Logits, sampling, verification of drafts, drafting, and then the KV connector, for the step that
         `execute_model` queued. On a rank that is not last in its pipeline, and after an idle step, the output has
-        only that of the KV connector."""
+        only that of the KV connector. ``masks``: the tokens that grammars allow; None: all."""
         if self._ready_output is not None:
             output, self._ready_output = self._ready_output, None
             return output
@@ -158,7 +164,7 @@ class ModelRunner(ABC):
             raise RuntimeError("sample_tokens was called without an execute_model before it")
         finished = self._execute_state[0].finished_req_ids
         try:
-            sampled = self._sample()
+            sampled = self._sample(masks)
             sampled.kv_connector_output = self._connector.post_forward(finished)
         except BaseException:
             self._connector.abandon()
@@ -174,7 +180,7 @@ class ModelRunner(ABC):
         """See `execute_model`. On a rank that samples it sets ``_execute_state``."""
 
     @abstractmethod
-    def _sample(self) -> Any:
+    def _sample(self, masks: TokenMasks | None) -> Any:
         """The output of the step of ``_execute_state``, which it clears."""
 
     def _send_to_next_stage(

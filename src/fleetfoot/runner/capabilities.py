@@ -58,7 +58,6 @@ _UNSUPPORTED = {
     Feature.PREFILL_CONTEXT_PARALLELISM: "A prompt is computed on one device.",
     Feature.PROMPT_EMBEDDINGS: "Its inputs are token ids.",
     Feature.LORA: "Linear layers have one set of weights for all requests.",
-    Feature.STRUCTURED_OUTPUTS: "The sampler takes no grammar's bitmask.",
 }
 """What no runner supports, and why."""
 _UNSUPPORTED_BY_V1 = {Feature.GRAPHS: "It runs eagerly; graphs are Model Runner V2's."}

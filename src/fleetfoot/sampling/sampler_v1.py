@@ -14,6 +14,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -24,7 +25,7 @@ from fleetfoot.kernels.sampling.logits_processors import count_tokens, penalize
 from fleetfoot.kernels.sampling.sample import RandomRows, RowFilters, sample_torch
 from fleetfoot.kernels.sampling.token_logprobs import token_logprobs_torch
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.records.step import ModelRunnerOutput, NewRequest
+from fleetfoot.records.step import ModelRunnerOutput, NewRequest, TokenMasks
 from fleetfoot.sampling.custom_processors import (
     NO_PROCESSORS,
     EngineProcessor,
@@ -222,11 +223,16 @@ class Sampler:
         self.prompt_logprobs.remove(row)
 
     def __call__(
-        self, logits: torch.Tensor, rows: Sequence[int], drafts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[int],
+        drafts: Sequence[Sequence[int]],
+        max_new_tokens: Sequence[int],
+        masks: TokenMasks | None = None,
     ) -> ModelRunnerOutput:
         """Sample, and verify drafts. Waits for the device. ``logits``: ``[num_logits, vocab_size]``: ``1 + d`` rows for
         each decode, then one for each other request; ``rows``: of the requests that sample; ``drafts``,
-        ``max_new_tokens``: as for `verify_drafts`."""
+        ``max_new_tokens``: as for `verify_drafts`; ``masks``: of rows of logits."""
         batch: list[SamplingRow] = []
         for index, row in enumerate(rows):
             batch.append(self._rows[row])
@@ -235,12 +241,20 @@ class Sampler:
         last = self._last
         is_same = len(last.rows) == len(batch) and all(map(operator.is_, last.rows, batch))
         self._last = metadata = last.refresh() if is_same else SamplingMetadata.build(batch, logits.device)
-        output = sample(logits, metadata, self._ops.sample, self._ops.token_logprobs, self._processors)
+        mask = None if masks is None else partial(self._mask, masks)
+        output = sample(logits, metadata, self._ops.sample, self._ops.token_logprobs, self._processors, mask)
         logprobs = {}
         if output.logprobs is not None:
             entries = output.logprobs.to_rows(list(metadata.logprobs.values()))
             logprobs = dict(zip(metadata.logprobs, entries, strict=True))
         return verify_drafts(output.token_ids.tolist(), output.reasons(), drafts, max_new_tokens, logprobs)
+
+    def _mask(self, masks: TokenMasks, logits: torch.Tensor) -> None:
+        """Exclude the tokens that grammars do not allow, in place."""
+        index = np.full(len(logits), -1, dtype=np.int32)
+        index[masks.rows] = np.arange(len(masks.rows))
+        on_device = [torch.from_numpy(values).to(logits.device) for values in (masks.masks, index)]
+        self._ops.mask_tokens(logits, *on_device)
 
 
 def _rows_behind(row: SamplingRow, drafts: Sequence[int]) -> Iterator[SamplingRow]:
@@ -258,9 +272,10 @@ def sample(
     sample_op: Sample = sample_torch,
     logprobs_op: TokenLogprobs = token_logprobs_torch,
     processors: ProcessorBatch = NO_PROCESSORS,
+    mask: Callable[[torch.Tensor], None] | None = None,
 ) -> SamplerOutput:
     """Sample one token per row of ``logits [n, vocab]`` (any float dtype), which are not modified. ``processors``: the
-    engine's own `LogitsProcessor`s, if it has any.
+    engine's own `LogitsProcessor`s, if it has any; ``mask``: excludes tokens from processed logits, in place.
 
     Raises `ValueError` if ``metadata`` describes another number of rows.
     """
@@ -269,6 +284,9 @@ def sample(
     invalid = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
     errors = processors.begin(metadata.rows)
     processed, random = process_logits(logits, metadata, processors, errors), metadata.random
+    if mask is not None:
+        processed = processed.clone() if processed is logits else processed
+        mask(processed)
     if random is not None:
         processed, random = _process_scaled(processed, random, processors, errors)
     token_ids = sample_op(processed, random, invalid=invalid)

@@ -235,19 +235,33 @@ class Sampler:
         has_large = any(count for size, count in self._num_logprobs.items() if _is_large(size))
         return not (self._tables.long_lists or has_large or self.prompt_logprobs.is_active)
 
-    def __call__(self, logits: torch.Tensor, batch: LogitsBatch) -> SamplerOutput:
-        """Sample each row of ``logits [L, vocab_size]`` with the parts that the running requests use."""
-        return self.sample(logits, batch, self.variant, all_greedy=not self._features[_RANDOM])
+    def __call__(
+        self, logits: torch.Tensor, batch: LogitsBatch, masks: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> SamplerOutput:
+        """Sample each row of ``logits [L, vocab_size]`` with the parts that the running requests use. ``masks``: of
+        grammars, and the index of each row's; see `Kernels.mask_tokens`."""
+        return self.sample(logits, batch, self.variant, masks, all_greedy=not self._features[_RANDOM])
 
     def sample(
-        self, logits: torch.Tensor, batch: LogitsBatch, variant: SamplingVariant, *, all_greedy: bool = False
+        self,
+        logits: torch.Tensor,
+        batch: LogitsBatch,
+        variant: SamplingVariant,
+        masks: tuple[torch.Tensor, torch.Tensor] | None = None,
+        *,
+        all_greedy: bool = False,
     ) -> SamplerOutput:
         """Sample each row of ``logits [L, vocab_size]``, padding included, without host synchronisation: a graph can
-        contain it. ``variant``: has at least the parts that the rows use; ``all_greedy``: no row draws."""
+        contain it. ``variant``: has at least the parts that the rows use; ``all_greedy``: no row draws. Without
+        logprobs, ``logits`` may be changed."""
         tables, processed = self._tables, logits
         if variant.logits_processors:
             parameters = tables.logits_processors, tables.long_lists
             processed = self._ops.process_logits(logits, batch.rows, batch.seq_lens, *parameters)
+        if masks is not None:
+            if processed is logits and any(self._num_logprobs.values()) | (variant.logprobs is not None):
+                processed = logits.clone()
+            self._ops.mask_tokens(processed, *masks)
         sampled = torch.empty((2, len(logits)), dtype=torch.int64, device=logits.device)
         token_ids, invalid = sampled
         random = None

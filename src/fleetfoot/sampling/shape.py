@@ -27,10 +27,14 @@ class SamplingVariant:
     """Penalties, logit bias, allowed tokens, bad words and min_tokens."""
     logprobs: int | None = None
     """The maximum number of top logprobs, beside that of the sampled token; None: no logprobs."""
+    masks: bool = False
+    """Token masks of grammars, which arrive after the forward pass has been queued: sampling is a graph of its own."""
 
 
 PLAIN = SamplingVariant()
-EVERYTHING = SamplingVariant(filters=True, other_filters=True, logits_processors=True, logprobs=MIN_LOGPROBS)
+EVERYTHING = SamplingVariant(
+    filters=True, other_filters=True, logits_processors=True, logprobs=MIN_LOGPROBS, masks=True
+)
 
 
 def mask_size(vocab_size: int) -> int:
@@ -41,3 +45,8 @@ def mask_size(vocab_size: int) -> int:
 def row_size(vocab_size: int) -> int:
     """int32 words of a row in V2's tables: seed, fields, lists and mask."""
     return 2 + NUM_FIELDS + NUM_PLANES * LIST_CAPACITY + mask_size(vocab_size)
+
+
+def grammar_mask_size(vocab_size: int) -> int:
+    """int32 words of a row of logits in V2's masks of grammars: its index and its mask."""
+    return 1 + mask_size(vocab_size)

@@ -17,7 +17,7 @@ from fleetfoot.records.step import ModelRunnerOutput, RowLogprobs
 
 INVALID_MESSAGE = (
     "no token can be sampled: the model's logits are NaN or infinite (check the weights and the dtype), or the "
-    "request's allowed_token_ids, bad_words, min_tokens and logit_bias leave no token"
+    "request's allowed_token_ids, bad_words, min_tokens, logit_bias and structured_outputs leave no token"
 )
 """The entry of `ModelRunnerOutput.invalid` for a row that cannot be sampled."""
 

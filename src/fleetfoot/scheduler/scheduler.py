@@ -85,6 +85,7 @@ class Scheduler:
         self._freed_rows: list[tuple[str, int]] = []  # since the last step, for the runner
         self._finished_req_ids: set[str] = set()  # since the last step, for the KV connector
         self._newest_updated = -1
+        self._num_structured = 0  # of `requests`, those under a grammar
         self._is_scheduling = False  # stays set if `schedule` raises
         self._updating: list[Request] = []  # stays set if `update` raises
         self._num_held = 0  # blocks that the steps in flight will free
@@ -106,6 +107,7 @@ class Scheduler:
             request.priority = 0
         request.sequence_number = self._num_arrivals
         self._num_arrivals += 1
+        self._num_structured += request.grammar is not None
         self.requests[request.request_id] = request
         self._waiting.push(request)
 
@@ -134,6 +136,7 @@ class Scheduler:
                 request.status = RequestStatus.FINISHED_ERROR
                 refused.append((request, str(error)))
                 continue
+            self._num_structured += request.grammar is not None
             self.requests[request.request_id] = request
             self._waiting.push(request)
         return refused
@@ -313,6 +316,9 @@ class Scheduler:
             num_to_propose=self.drafting.choose(num_sampled),
             longest_decode=max((request.num_computed for request in batch.decodes), default=0) if chunks else 0,
         )
+        if self._num_structured:
+            sampling = enumerate(requests[:num_sampled])
+            output.structured = [index for index, request in sampling if request.grammar is not None]
         if self.config.num_stages > 1:
             record_microbatch(output, requests, self._newest_updated)
         self._attach_finished(output)
@@ -326,6 +332,11 @@ class Scheduler:
         output.finished, self._freed_rows = self._freed_rows, []
         output.finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
         output.kv_connector_metadata = self.transfers.connector.build_connector_meta(output)
+
+    @property
+    def newest_batch(self) -> list[Request]:
+        """The requests of the step that was scheduled last, in batch order."""
+        return self._in_flight[-1][1]
 
     # --- update -----------------------------------------------------------------------------------------------------
 
@@ -384,7 +395,7 @@ class Scheduler:
         output_token_ids, params = request.output_token_ids, request.params
         for count, token in enumerate(new_token_ids, start=1):
             output_token_ids.append(token)
-            if token in request.stop_token_ids and len(output_token_ids) >= params.min_tokens:
+            if token in request.stop_token_ids and len(output_token_ids) >= request.min_tokens:
                 reason = token if token in (params.stop_token_ids or ()) else None
                 self._end(request, RequestStatus.FINISHED_STOPPED, reason)
             elif len(output_token_ids) >= request.max_tokens:
@@ -449,6 +460,7 @@ class Scheduler:
         elif was is not RequestStatus.LOADING:
             self._waiting.discard_finished()
         del self.requests[request.request_id]
+        self._num_structured -= request.grammar is not None
         self._finished_req_ids.add(request.request_id)
         if status != RequestStatus.FINISHED_ERROR:
             self.blocks.publish(request, by_this_step=False)

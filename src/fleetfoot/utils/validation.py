@@ -36,7 +36,8 @@ def checked_keywords(cls: _Class) -> _Class:
     """Class decorator: a keyword that the constructor does not take raises `unknown_keyword`.
 
     The constructor must name all of its parameters. `inspect.signature` still shows its signature. A class attribute
-    ``unsupported`` can have further keywords: the value of each that changes nothing, and advice about others.
+    ``unsupported`` can have further keywords: the value of each that changes nothing, and advice about others; a class
+    attribute ``renamed`` older names of keywords.
     """
     init = cls.__init__  # type: ignore[misc]  # looked up on the class on purpose
     known = frozenset(list(inspect.signature(init).parameters)[1:])  # without self
@@ -44,6 +45,10 @@ def checked_keywords(cls: _Class) -> _Class:
     @functools.wraps(init)
     def checked_init(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in kwargs.keys() - known:
+            current = getattr(cls, "renamed", {}).get(name)
+            if current is not None and kwargs.get(current) is None:
+                kwargs[current] = kwargs.pop(name)
+                continue
             neutral, advice = getattr(cls, "unsupported", {}).get(name, (None, None))
             if advice is None or not is_neutral(kwargs.pop(name), (neutral,)):
                 raise unknown_keyword(cls.__name__, name, sorted(known), advice)

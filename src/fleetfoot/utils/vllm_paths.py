@@ -50,7 +50,7 @@ NAMES = {
         "outputs.CompletionOutput outputs.EmbeddingOutput outputs.EmbeddingRequestOutput outputs.PoolingOutput "
         "outputs.PoolingRequestOutput outputs.RequestOutput outputs.ScoringOutput outputs.ScoringRequestOutput "
         "records.pooling_params.PoolingParams records.sampling_params.RequestOutputKind "
-        "records.sampling_params.SamplingParams",
+        "records.sampling_params.SamplingParams records.structured_outputs.StructuredOutputsParams",
     "attention.backends.abstract": _connector_names("records", "AttentionMetadata"),
     "beam_search": "engine.beam_search.BeamSearchOutput engine.beam_search.BeamSearchSequence",
     "config": "config.engine.CompilationConfig config.engine.CompilationMode config.engine.VllmConfig "
@@ -107,13 +107,13 @@ NAMES = {
 
 NO_LORA = "LoRA adapters are not served; merge the adapter into the checkpoint"
 NO_MULTIMODAL = "models take text alone; leave it out"
-NO_GRAMMAR = "output is not constrained by grammars; leave it out"
+NO_PARSER = "text is not parsed here; leave it out"
 
 _BY_ADVICE = {
     NO_LORA: "lora",
     NO_MULTIMODAL: "multimodal assets.audio assets.base assets.image assets.video inputs.EmbedsPrompt "
                    "inputs.ExplicitEncoderDecoderPrompt",
-    NO_GRAMMAR: "reasoning tool_parsers sampling_params.GuidedDecodingParams sampling_params.StructuredOutputsParams",
+    NO_PARSER: "reasoning tool_parsers",
     "SamplingParams(logits_processors=[...]) takes functions, LLM(logits_processors=[...]) classes":
         "logits_process v1.sample.logits_processor.LogitsProcessors",
     "weights.transfer has the trainer's side, for NCCL, gloo and CUDA IPC": "distributed.weight_transfer",

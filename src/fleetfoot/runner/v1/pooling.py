@@ -17,7 +17,7 @@ from fleetfoot.config.sentence_transformers import Projection
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.pooling_params import PoolingParams
-from fleetfoot.records.step import ModelRunnerOutput, NewRequest
+from fleetfoot.records.step import ModelRunnerOutput, NewRequest, TokenMasks
 from fleetfoot.runner.v1.runner import ModelRunnerV1
 from fleetfoot.weights.loading import ModelLoader
 
@@ -161,7 +161,7 @@ class PoolingModelRunner(ModelRunnerV1):
         self._sampler = self._pooler  # type: ignore[assignment]  # rows are added and removed as those of the sampler
 
     @torch.inference_mode()
-    def _sample(self) -> ModelRunnerOutput:
+    def _sample(self, masks: TokenMasks | None) -> ModelRunnerOutput:
         assert self._execute_state is not None
         (scheduler_output, (hidden_states, inputs)), self._execute_state = self._execute_state, None
         starts = inputs.query_start_loc.tolist()

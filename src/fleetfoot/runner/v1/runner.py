@@ -15,7 +15,7 @@ from fleetfoot.kernels.prepare.ngram import prompt_lookup
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
+from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from fleetfoot.runner.base import ModelRunner, SampledTokenSync
 from fleetfoot.runner.v1.host_state import HostState, StepInputs, draft_batch, logits_indices, prepare_inputs
 from fleetfoot.sampling.custom_processors import EngineProcessor
@@ -89,7 +89,7 @@ class ModelRunnerV1(ModelRunner):
             self._execute_state = scheduler_output, (hidden_states, inputs)
 
     @torch.inference_mode()
-    def _sample(self) -> ModelRunnerOutput:
+    def _sample(self, masks: TokenMasks | None) -> ModelRunnerOutput:
         """Sample, verify drafts, append the tokens to the rows, and propose new drafts."""
         assert self._execute_state is not None
         (scheduler_output, (hidden_states, inputs)), self._execute_state = self._execute_state, None
@@ -97,7 +97,7 @@ class ModelRunnerV1(ModelRunner):
         if not len(rows):
             output, num_rejected = ModelRunnerOutput(sampled_token_ids=[]), np.zeros(0, dtype=np.int64)
         else:
-            output = self._sample_logits(scheduler_output, hidden_states, inputs)
+            output = self._sample_logits(scheduler_output, hidden_states, inputs, masks)
             num_rejected = 1 - host.append_tokens(rows, output.sampled_token_ids)  # [num_sampled]
             num_rejected[: scheduler_output.num_decodes] += scheduler_output.num_drafts
             host.num_computed[rows] -= num_rejected
@@ -105,13 +105,19 @@ class ModelRunnerV1(ModelRunner):
             output.prompt_logprobs[index] = (position, tensors.to_rows())
         if self._draft_settings.num_drafts:
             self._propose(scheduler_output, inputs, hidden_states, num_rejected)
+            if scheduler_output.structured:
+                output.draft_token_ids = host.drafts[rows].tolist()
         if len(rows) and self._pipeline.size > 1:
             message = host.sampled_token_message(rows, output.sampled_token_ids, num_rejected)
             self._token_sync.send(message.to(self._device))
         return output
 
     def _sample_logits(
-        self, scheduler_output: SchedulerOutput, hidden_states: torch.Tensor, inputs: StepInputs
+        self,
+        scheduler_output: SchedulerOutput,
+        hidden_states: torch.Tensor,
+        inputs: StepInputs,
+        masks: TokenMasks | None,
     ) -> ModelRunnerOutput:
         assert self._model is not None
         host, num_drafts = self._host, scheduler_output.num_drafts
@@ -122,7 +128,7 @@ class ModelRunnerV1(ModelRunner):
         rows = inputs.rows[: scheduler_output.num_sampled]
         drafts = host.drafts[rows[: scheduler_output.num_decodes], :num_drafts].tolist() if num_drafts else []
         max_new_tokens = (host.limits[rows] + 1 - host.num_tokens[rows]).tolist()
-        return self._sampler(logits, rows.tolist(), drafts, max_new_tokens)
+        return self._sampler(logits, rows.tolist(), drafts, max_new_tokens, masks)
 
     def _propose(
         self,

@@ -30,6 +30,7 @@ class AsyncOutput:
     _logprobs: list[tuple[LogprobsTensors, Sequence[int], Mapping[int, int]]] = field(default_factory=list)
     """With the arguments of `send_logprobs`."""
     _prompt_logprobs: list[tuple[int, int, LogprobsTensors]] = field(default_factory=list)
+    _drafts: torch.Tensor | None = None
 
     def send_tokens(self, packed: torch.Tensor, num_decodes: int, num_drafts: int) -> None:
         """Queue the copy of `DeviceSamples.packed`; the first ``num_decodes`` requests are decodes."""
@@ -47,6 +48,10 @@ class AsyncOutput:
         """Queue the copy of prompt logprobs of the request ``index``, from the prompt token at ``position`` on."""
         self._prompt_logprobs.append((index, position, self._copied(tensors)))
 
+    def send_drafts(self, draft_token_ids: torch.Tensor) -> None:
+        """Queue the copy of the drafts of each request that sampled, ``[n, k]``, for the next step."""
+        self._drafts, self._event = self.device.copy_out(draft_token_ids)
+
     def _copied(self, tensors: LogprobsTensors) -> LogprobsTensors:
         host, self._event = self.device.copy_out(tensors.packed)  # copies are in order: the last event covers all
         return LogprobsTensors(host)
@@ -59,6 +64,8 @@ class AsyncOutput:
         if self._tokens is not None:
             read = self._read_drafts if self._num_drafts else self._read_tokens
             read(self._tokens.tolist(), output)
+        if self._drafts is not None:
+            output.draft_token_ids = self._drafts.tolist()
         for index, position, tensors in self._prompt_logprobs:
             output.prompt_logprobs[index] = (position, tensors.to_rows())
         return output

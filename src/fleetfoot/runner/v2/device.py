@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -42,6 +42,11 @@ class Device(ABC):
         """Queue a copy to new host memory, concurrent with work that is queued later; the event is behind the copy."""
 
     @abstractmethod
+    def upload(self, source: torch.Tensor, target: torch.Tensor, last_use: Event | None) -> Event:
+        """Queue a copy from pinned memory, concurrent with work that is queued already, except what is before the event
+        ``last_use``; work that is queued later sees it. The event is behind the copy."""
+
+    @abstractmethod
     def record(self) -> Event:
         """An event behind everything queued so far."""
 
@@ -73,6 +78,10 @@ class CpuDevice(Device):
     def copy_out(self, source: torch.Tensor) -> tuple[torch.Tensor, Event]:
         return source, _PASSED
 
+    def upload(self, source: torch.Tensor, target: torch.Tensor, last_use: Event | None) -> Event:
+        target.copy_(source)
+        return _PASSED
+
     def record(self) -> Event:
         return _PASSED
 
@@ -102,7 +111,7 @@ class CudaDevice(Device):
 
     def __init__(self, torch_device: torch.device, apply_staged_writes: ApplyStagedWrites) -> None:
         super().__init__(torch_device, apply_staged_writes)
-        self._out = torch.cuda.Stream(torch_device)
+        self._out, self._in = torch.cuda.Stream(torch_device), torch.cuda.Stream(torch_device)
         self._pool = torch.cuda.graph_pool_handle()
         self._capturing = torch.cuda.Stream(torch_device)
 
@@ -113,6 +122,15 @@ class CudaDevice(Device):
             host.copy_(source, non_blocking=True)
             source.record_stream(self._out)  # keep its memory until the copy has read it
         return host, self._out.record_event()
+
+    def upload(self, source: torch.Tensor, target: torch.Tensor, last_use: Event | None) -> Event:
+        if last_use is not None:
+            self._in.wait_event(cast("torch.cuda.Event", last_use))
+        with torch.cuda.stream(self._in):
+            target.copy_(source, non_blocking=True)
+        event = self._in.record_event()
+        torch.cuda.current_stream(self.torch_device).wait_event(event)
+        return event
 
     def record(self) -> Event:
         return torch.cuda.current_stream(self.torch_device).record_event()

@@ -54,6 +54,14 @@ class Drafting:
             # the newest token is not computed yet
             self._propose_ngrams(rows, num_computed + 1, tables, *ngram)
 
+    def proposed(self, batch: InputBatch, num_sampled: int) -> torch.Tensor | None:
+        """``[num_sampled, k]``: the drafts in the rows of the requests that sampled; None: no speculative decoding."""
+        drafts = self._state.tables.draft_tokens
+        if not drafts.shape[1]:
+            return None
+        rows = batch.idx_mapping[:num_sampled].to(torch.int64)
+        return drafts.index_select(0, torch.where(rows < 0, len(drafts) - 1, rows))
+
     def _draft_batch(
         self, batch: InputBatch, rows: torch.Tensor, hidden_states: torch.Tensor, samples: DeviceSamples | None
     ) -> DraftBatch:

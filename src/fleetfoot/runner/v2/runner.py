@@ -6,7 +6,8 @@ A step, from top to bottom:
     sample_tokens   logits; sample and verify drafts; post-update of the rows; propose drafts; queue the copy of the
                     tokens to the host
 
-From the preparation to the drafts a step can be one graph, which has sampled before `sample_tokens` is called.
+From the preparation to the drafts a step can be one graph, which has sampled before `sample_tokens` is called. With
+masks of grammars it is two, of which `sample_tokens` replays the second.
 
 The host never waits for the device here. The next step reads the sampled tokens from the rows on the device; the host
 gets them from `AsyncOutput.get`.
@@ -16,9 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
 
+import numpy as np
 import torch
 
 from fleetfoot.fusion import LayerFusion
@@ -27,12 +30,13 @@ from fleetfoot.kernels.runtime.compile_ahead import CompileAhead, can_compile_ah
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.records.step import SchedulerOutput, WarmUpOutput
+from fleetfoot.records.step import SchedulerOutput, TokenMasks, WarmUpOutput
 from fleetfoot.runner.base import ModelRunner, SampledTokenSync
 from fleetfoot.runner.graphs import BatchShape, Capture, CaptureTable, GraphKey, GraphManager
 from fleetfoot.runner.v2.async_output import AsyncOutput
-from fleetfoot.runner.v2.device import Device, open_device
+from fleetfoot.runner.v2.device import Device, always, open_device
 from fleetfoot.runner.v2.drafting import Drafting, newest_tokens
+from fleetfoot.runner.v2.grammar_masks import GrammarMasks
 from fleetfoot.runner.v2.input_batch import InputBatch, InputBuffers, logits_batch, logits_metadata
 from fleetfoot.runner.v2.state import DeviceState
 from fleetfoot.runner.v2.warm_up import (
@@ -66,6 +70,25 @@ class StepOutput:
     """Logprobs of each row of logits, if the step has sampled."""
     sync_message: torch.Tensor | None = None
     """The message of `SampledTokenSync`, if the step has sampled in a pipeline."""
+    drafts: torch.Tensor | None = None
+    """``[padded_reqs, k]``: verified next; if the step has sampled with masks, and there is speculative decoding."""
+
+
+@dataclass(frozen=True, slots=True)
+class _TwoGraphs:
+    """Implements `Capture`: the forward pass, and its sampling with masks."""
+
+    forward: Capture
+    sampling: Capture
+
+    @property
+    def output(self) -> StepOutput:
+        """Of the forward pass."""
+        output: StepOutput = self.forward.output
+        return output
+
+    def replay(self) -> None:
+        self.forward.replay()
 
 
 class ModelRunnerV2(ModelRunner):
@@ -129,6 +152,7 @@ class ModelRunnerV2(ModelRunner):
         verification = DraftVerification(state.tables, kernels.accept_drafts)
         self._sampler = Sampler(state.sampling, verification, kernels, model.compute_logits, model.config.vocab_size)
         self._iota = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=self.device.torch_device)
+        self._masks = GrammarMasks(self.device, max_num_seqs * (1 + num_drafts), model.config.vocab_size)
         self._drafting = Drafting(self._draft_settings, state, kernels, max_model_len)
         self._token_sync = SampledTokenSync(
             self._pipeline, num_drafts, self.device.torch_device, self._apply_sampled_tokens
@@ -145,7 +169,7 @@ class ModelRunnerV2(ModelRunner):
         for scheduler_output in steps:
             self._forward(scheduler_output)
             if self._execute_state is not None:
-                self._sample().get()
+                self._sample(None).get()
         self._sampler.remove(0)
         self._token_sync.receive(steps[-1].step)
         with torch.inference_mode():
@@ -183,6 +207,8 @@ class ModelRunnerV2(ModelRunner):
         self._token_sync.receive(scheduler_output.awaited_step)
         self._stage_updates(scheduler_output)
         sampling = self._sampler.variant if self._sampler.fits_graph else None
+        if sampling is not None and scheduler_output.structured:
+            sampling = replace(sampling, masks=True)
         drafting = self._drafting.num_to_propose(scheduler_output)
         shape, key = self.graphs.dispatch(scheduler_output, sampling=sampling, drafting=drafting)
         graph = None if key is None else self.graphs.get(key)  # a first capture must precede the step's staged writes
@@ -205,7 +231,7 @@ class ModelRunnerV2(ModelRunner):
             sampled_rows = batch.idx_mapping[: shape.num_sampled].clone()  # the next step overwrites the buffer
             self._send_to_next_stage(hidden_states.first(shape.num_tokens), scheduler_output, sampled_rows)
         else:
-            self._execute_state = scheduler_output, (batch, step_output)
+            self._execute_state = scheduler_output, (batch, step_output, graph)
 
     def _stage_updates(self, scheduler_output: SchedulerOutput) -> None:
         """Stage the rows of new requests and new blocks, and update what the host tracks of the rows."""
@@ -222,15 +248,25 @@ class ModelRunnerV2(ModelRunner):
         for _, row in scheduler_output.finished:
             self._sampler.remove(row)
 
-    def _sample(self) -> AsyncOutput:
+    def allocate_masks(self, num_masks: int) -> np.ndarray:
+        return self._masks.allocate(num_masks)
+
+    def _sample(self, masks: TokenMasks | None) -> AsyncOutput:
         """From the hidden states to the output; of a graph that has sampled, only the copies are left."""
         with torch.inference_mode(), self._serving():
-            return self._run_sample()
+            return self._run_sample(masks)
 
-    def _run_sample(self) -> AsyncOutput:
+    def _run_sample(self, masks: TokenMasks | None) -> AsyncOutput:
         assert self._execute_state is not None
-        (scheduler_output, (batch, step_output)), self._execute_state = self._execute_state, None
+        (scheduler_output, (batch, step_output, graph)), self._execute_state = self._execute_state, None
         shape, output = batch.shape, AsyncOutput(self.device)
+        has_masks = bool(scheduler_output.structured)
+        if has_masks:
+            self._masks.upload(masks)
+            if isinstance(graph, _TwoGraphs):
+                graph.sampling.replay()
+                step_output = graph.sampling.output
+                self._masks.used()
         if step_output.packed is not None:
             self._send_captured(batch, step_output, output)
             return output
@@ -239,11 +275,13 @@ class ModelRunnerV2(ModelRunner):
             output.send_prompt_logprobs(index, position, tensors)
         samples = None
         if shape.num_sampled:
-            samples = self._sample_logits(batch, step_output, output)
+            samples = self._sample_logits(batch, step_output, output, has_masks=has_masks)
             output.send_tokens(samples.packed(), shape.num_decodes, shape.num_drafts)
         self._post_update(batch, samples)
         num_to_propose = self._drafting.num_to_propose(scheduler_output)
         self._drafting.propose(batch, step_output.hidden_states, samples, num_to_propose)
+        if has_masks and (drafts := self._drafting.proposed(batch, shape.num_sampled)) is not None:
+            output.send_drafts(drafts)
         message = None if samples is None else self._sampled_token_message(batch, samples)
         if message is not None:
             self._token_sync.send(message)
@@ -258,13 +296,19 @@ class ModelRunnerV2(ModelRunner):
         if step_output.logprobs is not None:
             logprobs = LogprobsTensors(step_output.logprobs.packed[: shape.num_logits].clone())
             self._send_logprobs(batch, logprobs, output)
+        if step_output.drafts is not None:
+            output.send_drafts(step_output.drafts[: shape.num_sampled].clone())
         if message is not None:
             self._token_sync.send(message[: shape.num_sampled])
 
-    def _sample_logits(self, batch: InputBatch, step_output: StepOutput, output: AsyncOutput) -> DeviceSamples:
+    def _sample_logits(
+        self, batch: InputBatch, step_output: StepOutput, output: AsyncOutput, *, has_masks: bool
+    ) -> DeviceSamples:
         """Sample with the features that the running requests use, and queue the copies of logprobs."""
         rows, logits = self._logits(batch, step_output)  # [num_logits, vocab_size]
-        sampled = self._sampler(logits, rows)
+        sampled = self._sampler(logits, rows, self._masks.of_rows(len(logits)) if has_masks else None)
+        if has_masks:
+            self._masks.used()
         if sampled.logprobs is not None:
             self._send_logprobs(batch, sampled.logprobs, output)
         if large := self._sampler.large_logprobs(logits, sampled.token_ids, batch.rows_of_logits):
@@ -316,9 +360,23 @@ class ModelRunnerV2(ModelRunner):
         self._kernels.post_update(batch.idx_mapping, batch.query_start_loc, tables, *sampled)
 
     def _capture(self, key: GraphKey) -> Capture | None:
-        return (
-            self.device.capture(self._step(key)) if self._compiler is None else self._compiler.capture(key, self.device)
-        )
+        capture = partial(self._capture_parts, key)
+        return capture() if self._compiler is None else self._compiler.capture(key, capture)
+
+    def _capture_parts(self, key: GraphKey, may_capture: Callable[[], bool] = always) -> Capture | None:
+        """Capture a shape, with masks as two graphs, if ``may_capture`` is true after its kernels were launched."""
+        if key.sampling is None or not key.sampling.masks:
+            return self.device.capture(self._step(key), may_capture)
+        forward, sample = self._parts(key)
+        sample(forward())
+        first = self.device.capture(forward, may_capture)
+        if first is None:
+            return None
+        first.replay()
+        second = self.device.capture(lambda: sample(first.output))
+        assert second is not None
+        two: Any = _TwoGraphs(first, second)
+        return cast("Capture", two)
 
     def take_notes(self) -> list[str]:
         """What the steps since the last call did beside their work, where kernels are compiled; for benchmarks."""
@@ -326,25 +384,35 @@ class ModelRunnerV2(ModelRunner):
 
     def _step(self, key: GraphKey) -> Callable[[], StepOutput]:
         """A step of padding requests that a graph captures: preparation, forward, and the rest if ``key`` samples."""
+        forward, sample = self._parts(key)
+        return forward if key.sampling is None else lambda: sample(forward())
+
+    def _parts(self, key: GraphKey) -> tuple[Callable[[], StepOutput], Callable[[StepOutput], StepOutput]]:
+        """Both parts of a step of padding requests: preparation and forward, and from its output to the drafts."""
         shape = BatchShape.of_graph(key)
         batch = self._buffers.batch(shape, [], is_warm_up=True)
         self._state.staging.clear_on_device(self._buffers.query_start_loc(shape, [0] * key.num_reqs))
 
-        def work() -> StepOutput:
+        def forward() -> StepOutput:
             self._buffers.fill(batch)
             received = self._pipeline.buffers(key.num_tokens)
-            step_output = self._run_model(batch, received, all_tokens=key.sampling is None)
-            if isinstance(step_output.hidden_states, IntermediateTensors) or key.sampling is None:
+            return self._run_model(batch, received, all_tokens=key.sampling is None)
+
+        def sample(step_output: StepOutput) -> StepOutput:
+            variant = key.sampling
+            if isinstance(step_output.hidden_states, IntermediateTensors) or variant is None:
                 return step_output
             rows, logits = self._logits(batch, step_output)
-            sampled = self._sampler.sample(logits, rows, key.sampling)
+            masks = self._masks.of_rows(len(logits)) if variant.masks else None
+            sampled = self._sampler.sample(logits, rows, variant, masks)
             samples, packed = sampled.samples, sampled.samples.packed()
             self._post_update(batch, samples)
             self._drafting.propose(batch, step_output.hidden_states, samples, key.drafting)
+            drafts = self._drafting.proposed(batch, len(samples.token_ids)) if variant.masks else None
             message = self._sampled_token_message(batch, samples)
-            return StepOutput(step_output.hidden_states, rows, packed, sampled.logprobs, message)
+            return StepOutput(step_output.hidden_states, rows, packed, sampled.logprobs, message, drafts)
 
-        return work
+        return forward, sample
 
     # --- sampled tokens on the other ranks of a pipeline --------------------------------------------------------------
 

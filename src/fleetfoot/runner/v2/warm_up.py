@@ -19,7 +19,6 @@ from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import NewRequest, SchedulerOutput, WarmUpOutput
 from fleetfoot.runner.graphs import MIXED_TOKENS, Capture, GraphKey
-from fleetfoot.runner.v2.device import Device
 from fleetfoot.sampling.shape import EVERYTHING, PLAIN, SamplingVariant
 
 if TYPE_CHECKING:
@@ -127,8 +126,9 @@ class KernelCompiler:
         self.later = self._queue(shapes, self._begin)
         self.ahead.finish()
 
-    def capture(self, key: GraphKey, device: Device) -> Capture | None:
-        """Capture a shape; None: kernels of it are not ready. The next attempt waits for those that this one missed."""
+    def capture(self, key: GraphKey, capture: Callable[[Callable[[], bool]], Capture | None]) -> Capture | None:
+        """Capture a shape; None: kernels of it are not ready. The next attempt waits for those that this one missed.
+        ``capture``: as `Device.capture`, of the step of this shape."""
         if any(kernel.kernel is None for kernel in self._missing.get(key, ())):
             return None
         self._note_missed()
@@ -138,7 +138,7 @@ class KernelCompiler:
             missing.extend(self.ahead.take_missed())
             return not missing
 
-        captured = device.capture(self._make_step(key), may_capture)
+        captured = capture(may_capture)
         self._missing[key] = missing
         sampling = "" if key.sampling in (None, PLAIN) else f" {key.sampling}"
         verb = "tried to capture" if captured is None else "captured"

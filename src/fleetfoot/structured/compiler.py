@@ -1,0 +1,155 @@
+"""The compiler: constraints of requests become grammars, in threads beside the steps, once for equal constraints."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fleetfoot.records.structured_outputs import StructuredOutputsParams
+from fleetfoot.structured.grammars import make_grammar
+from fleetfoot.structured.state import GrammarState, ReasoningEnd
+
+if TYPE_CHECKING:
+    from fleetfoot.tokenizer.tokenizer import Tokenizer
+
+TIMEOUT_S = 20.0
+"""Seconds until a grammar must be compiled. The compiler's own limits end it at about the same time."""
+_MAX_CACHED = 256
+_NUM_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The tokenizer as llguidance reads it."""
+
+    tokenizer: Any
+    """An `llguidance.LLTokenizer`. Ids behind the tokenizer's own, up to the model's vocabulary, are never allowed."""
+    special_tokens: frozenset[str]
+    piece: Callable[[int], bytes]
+    """The text of a token, special ones included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A compiled constraint."""
+
+    matcher: Any
+    """An `llguidance.LLMatcher` at the beginning; sequences get copies."""
+    reasoning_end: bytes
+    """The constraint begins behind this text; empty: at once."""
+
+
+class GrammarCompiler:
+    """Compiles constraints, and caches the results by content. Its methods may be called in any thread.
+
+    Args:
+        load_tokenizer: loads the tokenizer, when the first constraint needs it; None: there is none.
+        vocab_size: of the model's logits, which may be larger than that of the tokenizer.
+        eos_token_ids: tokens that end the output; allowed where the constraint is met.
+    """
+
+    def __init__(
+        self,
+        load_tokenizer: Callable[[], Tokenizer] | None,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self._load_tokenizer = load_tokenizer
+        self._vocab_size = vocab_size
+        self.eos_token_ids = tuple(sorted(eos_token_ids))
+        self._timeout_s = timeout_s
+        self._lock, self._loading = threading.Lock(), threading.Lock()
+        self._vocabulary: Vocabulary | None = None
+        self._cache: OrderedDict[str, Future[Grammar]] = OrderedDict()
+        self.num_compiled = 0
+
+    def compile(self, params: StructuredOutputsParams) -> Grammar:
+        """The grammar of a constraint. Waits for the thread that compiles it.
+
+        Raises:
+            ValueError: it cannot be compiled, not in time, or not for this tokenizer; the message has the reason.
+        """
+        future = self.submit(params)
+        try:
+            return future.result(self._timeout_s)
+        except FutureTimeoutError:
+            raise ValueError(
+                f"structured_outputs takes longer than {self._timeout_s:g} seconds to compile; simplify it"
+            ) from None
+
+    def submit(self, params: StructuredOutputsParams) -> Future[Grammar]:
+        """Begin to compile, or find what was compiled before."""
+        if self._load_tokenizer is None:
+            raise ValueError("structured_outputs needs a tokenizer, and the engine has none (skip_tokenizer_init)")
+        if not self.eos_token_ids:
+            raise ValueError("structured_outputs needs an end token, and the model's configuration names none")
+        key = repr([(name, getattr(params, name)) for name in StructuredOutputsParams.__slots__])
+        with self._lock:
+            future = self._cache.get(key)
+            if future is None:
+                future = self._cache[key] = self._threads.submit(self._compile, params)
+                if len(self._cache) > _MAX_CACHED:
+                    self._cache.popitem(last=False)
+            self._cache.move_to_end(key)
+        return future
+
+    def start(self, params: StructuredOutputsParams, *, min_tokens: int, ignore_eos: bool) -> GrammarState:
+        """The state of a new sequence. Waits as `compile`, and raises as it."""
+        grammar, vocabulary = self.compile(params), self._load_vocabulary()
+        reasoning = ReasoningEnd(grammar.reasoning_end, vocabulary.piece) if grammar.reasoning_end else None
+        banned = self.eos_token_ids if ignore_eos else ()
+        return GrammarState(grammar.matcher.deep_copy(), vocabulary.tokenizer, reasoning, banned, min_tokens)
+
+    # --- in a thread ------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(_NUM_THREADS, "fleetfoot-grammars")
+
+    def _load_vocabulary(self) -> Vocabulary:
+        with self._loading:
+            if self._vocabulary is None:
+                self._vocabulary = self._read_vocabulary()
+            return self._vocabulary
+
+    def _read_vocabulary(self) -> Vocabulary:
+        """Takes about a second for 150,000 tokens."""
+        from llguidance import LLTokenizer
+
+        assert self._load_tokenizer is not None
+        tokenizer = self._load_tokenizer()
+        backend, pieces = tokenizer.backend, tokenizer.pieces
+        try:
+            read = LLTokenizer(
+                backend.to_str(), n_vocab=max(self._vocab_size, len(tokenizer)), eos_token=list(self.eos_token_ids)
+            )
+        except Exception as error:
+            raise ValueError(f"structured_outputs cannot be used with this tokenizer: {error}") from error
+
+        def piece(token_id: int) -> bytes:
+            text = pieces.tables[0][token_id]
+            return text if isinstance(text, bytes) else str(text).encode()
+
+        special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+        return Vocabulary(read, frozenset(special), piece)
+
+    def _compile(self, params: StructuredOutputsParams) -> Grammar:
+        from llguidance import LLMatcher
+
+        vocabulary = self._load_vocabulary()
+
+        def find_error(grammar: str) -> str:
+            return str(LLMatcher(vocabulary.tokenizer, grammar, log_level=0).get_error())
+
+        grammar = make_grammar(params, vocabulary.special_tokens, find_error)
+        matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0)
+        matcher.deep_copy().compute_bitmask()
+        self.num_compiled += 1
+        return Grammar(matcher, (params.reasoning_end or "").encode())

@@ -1,0 +1,229 @@
+"""Constraints as grammars of llguidance: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+from fleetfoot.records.structured_outputs import StructuredOutputsParams
+
+MAX_CHARS = 1 << 19
+"""Of a constraint as text."""
+MAX_DEPTH = 128
+"""Of a schema: objects and lists in each other."""
+
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+"""Between the tokens of JSON. It has an end, because small models repeat line breaks forever."""
+
+_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_SCHEMAS = (
+    "additionalProperties",
+    "items",
+    "additionalItems",
+    "not",
+    "if",
+    "then",
+    "else",
+    "contains",
+    "propertyNames",
+)
+
+FindError = Callable[[str], str]
+"""The error of a grammar; empty: it can be compiled."""
+
+
+def make_grammar(params: StructuredOutputsParams, special_tokens: Collection[str], find_error: FindError) -> str:
+    """The grammar of a constraint.
+
+    Raises:
+        ValueError: it cannot be compiled; the message names the field, the place in a schema, and the reason.
+    """
+    from llguidance import LLMatcher
+
+    if params.regex is not None:
+        return _checked("regex", params.regex, LLMatcher.grammar_from_regex, find_error)
+    if params.grammar is not None:
+        return _checked("grammar", params.grammar, _read_grammar, find_error)
+    if params.choice is not None:
+        return _checked("choice", _choice_rule(params.choice), LLMatcher.grammar_from_lark, find_error)
+    if params.structural_tag is not None:
+        tag = _as_json("structural_tag", params.structural_tag)
+        return _checked("structural_tag", tag, lambda tag: _structural_tag(tag, special_tokens, params), find_error)
+    schema = {"type": "object"} if params.json_object else _as_json("json", params.json)
+    return _schema_grammar(schema, params, find_error)
+
+
+def _checked(name: str, value: Any, make: Callable[[Any], str], find_error: FindError) -> str:
+    if isinstance(value, str):
+        _check_size(name, value)
+    grammar = make(value)
+    if error := find_error(grammar):
+        raise ValueError(f"structured_outputs.{name} cannot be compiled: {error}")
+    return grammar
+
+
+def _check_size(name: str, text: str) -> None:
+    if len(text) > MAX_CHARS:
+        raise ValueError(f"structured_outputs.{name} has {len(text):,} characters; it can have at most {MAX_CHARS:,}")
+
+
+def _as_json(name: str, value: Any) -> Any:
+    """A JSON value, also of its text."""
+    try:
+        text = value if isinstance(value, str) else json.dumps(value)
+        _check_size(name, text)
+        value = json.loads(text)
+        is_too_deep = _is_deep(value, MAX_DEPTH)
+    except RecursionError:
+        is_too_deep = True
+    except (TypeError, ValueError) as error:
+        if "characters" in str(error):
+            raise
+        raise ValueError(f"structured_outputs.{name} is not JSON: {error}") from error
+    if is_too_deep:
+        raise ValueError(f"structured_outputs.{name} is nested deeper than {MAX_DEPTH} levels")
+    return value
+
+
+def _is_deep(value: Any, most: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    children = value.values() if isinstance(value, dict) else value
+    return most == 0 or any(_is_deep(child, most - 1) for child in children)
+
+
+def _read_grammar(text: str) -> str:
+    """Lark, or GBNF and EBNF, which are recognised by ``::=``; or a list of grammars as JSON."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if text.lstrip().startswith("{"):
+        return text
+    try:
+        return str(LLMatcher.grammar_from_lark(any_to_lark(text)))
+    except Exception as error:  # of the converter
+        raise ValueError(f"structured_outputs.grammar is not GBNF: {error}") from error
+
+
+def _choice_rule(choices: list[str]) -> str:
+    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+
+
+# --- JSON schemas -----------------------------------------------------------------------------------------------------
+
+
+def _schema_grammar(schema: Any, params: StructuredOutputsParams, find_error: FindError) -> str:
+    if not isinstance(schema, dict | bool):
+        raise ValueError(f"structured_outputs.json is {schema!r:.200}; a JSON schema is an object, true or false")
+    if schema is False:
+        raise ValueError("structured_outputs.json is false, which no output is valid under")
+    if schema is True:
+        schema = {}
+    if params.disable_additional_properties:
+        schema = _closed(schema)
+
+    def compile_schema(schema: Mapping[str, Any]) -> tuple[str, str]:
+        try:
+            grammar = json_schema_grammar(schema, params)
+        except ValueError as error:
+            return "", str(error)
+        return grammar, find_error(grammar)
+
+    grammar, error = compile_schema(schema)
+    if error:
+        path = _locate(schema, error, lambda part: compile_schema(part)[1])
+        raise ValueError(f"structured_outputs.json cannot be compiled: {_reworded(error)} (at {path})")
+    return grammar
+
+
+def json_schema_grammar(schema: Mapping[str, Any], params: StructuredOutputsParams) -> str:
+    """The grammar of a JSON schema, not checked. Keywords that are not supported become errors of the compiler."""
+    from llguidance import LLMatcher
+
+    options: Any = {"lenient": False, "whitespace_flexible": not params.disable_any_whitespace}
+    if not params.disable_any_whitespace:
+        options["whitespace_pattern"] = params.whitespace_pattern or WHITESPACE
+    schema = {name: value for name, value in schema.items() if name != "x-guidance"}
+    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
+
+
+def _closed(schema: Any) -> Any:
+    """The schema without other properties than those that it names."""
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {name: value if name in ("enum", "const") else _closed(value) for name, value in schema.items()}
+    if isinstance(closed.get("properties"), dict):
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+def _reworded(error: str) -> str:
+    return error.replace("Unimplemented keys:", "keywords that are not supported:").strip().splitlines()[0]
+
+
+def _locate(schema: Mapping[str, Any], error: str, find_error: Callable[[Mapping[str, Any]], str]) -> str:
+    """The place of the innermost part of a schema that has its error, as a JSON pointer."""
+    shared = {name: schema[name] for name in ("$defs", "definitions", "$schema") if name in schema}
+    place, part = "#", schema
+    while True:
+        for name, child in _subschemas(part):
+            if find_error({**shared, **child}) == error:
+                place, part = f"{place}/{name}", child
+                break
+        else:
+            return place
+
+
+def _subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Pointer and content of the schemas directly in a schema."""
+    for keyword, value in schema.items():
+        parts: list[tuple[str, Any]] = []
+        if keyword in _SCHEMAS_BY_NAME and isinstance(value, dict):
+            parts = [(f"{keyword}/{_escaped(name)}", part) for name, part in value.items()]
+        elif keyword in _SCHEMA_LISTS and isinstance(value, list):
+            parts = [(f"{keyword}/{index}", part) for index, part in enumerate(value)]
+        elif keyword in _SCHEMAS:
+            parts = [(keyword, value)]
+        for place, part in parts:
+            if isinstance(part, dict):
+                yield place, part
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+# --- structural tags --------------------------------------------------------------------------------------------------
+
+
+def _structural_tag(tag: Any, special_tokens: Collection[str], params: StructuredOutputsParams) -> str:
+    """The grammar of free text with structures. A trigger that is a special token is one; others are text."""
+    from llguidance import LLMatcher, StructTag
+
+    if not isinstance(tag, dict) or "structures" not in tag or "triggers" not in tag:
+        raise ValueError(
+            f"structured_outputs.structural_tag is {tag!r:.200}; it must have 'structures' and 'triggers' (the form "
+            "with 'format' is not supported)"
+        )
+    triggers, tags = [str(trigger) for trigger in tag["triggers"]], []
+    for index, structure in enumerate(tag["structures"]):
+        where = f"structured_outputs.structural_tag.structures[{index}]"
+        if not isinstance(structure, dict) or not isinstance(structure.get("begin"), str):
+            raise ValueError(f"{where} is {structure!r:.200}; it must be an object with 'begin', 'schema' and 'end'")
+        begin, end = structure["begin"], structure.get("end", "")
+        fitting = [trigger for trigger in triggers if trigger and begin.startswith(trigger)]
+        if not fitting:
+            raise ValueError(f"{where}.begin is {begin!r}, which begins with none of the triggers {triggers!r}")
+        schema = structure.get("schema", {})
+        json_schema_grammar(schema, params)
+        tags.append(StructTag(trigger=max(fitting, key=len), begin=begin, grammar=schema, end=end))
+    if not tags:
+        raise ValueError("structured_outputs.structural_tag has no structures; it must have at least one")
+    are_special = {tag.trigger in special_tokens for tag in tags}
+    if len(are_special) > 1:
+        raise ValueError(f"structured_outputs.structural_tag mixes special tokens and text in triggers {triggers!r}")
+    return str(LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=are_special.pop())))

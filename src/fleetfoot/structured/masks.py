@@ -1,0 +1,86 @@
+"""The token masks of a step: matchers advance by the tokens that are known, and masks are computed in threads."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from fleetfoot.records.request import Request
+from fleetfoot.records.step import SchedulerOutput, TokenMasks
+from fleetfoot.structured.state import GrammarState, clear_bits
+
+_MAX_THREADS = 8
+
+
+class TokenMasker:
+    """Computes the masks of steps, in threads that do not hold Python's lock."""
+
+    @functools.cached_property
+    def _executor(self) -> Any:
+        from llguidance import LLExecutor
+
+        return LLExecutor(min(_MAX_THREADS, os.cpu_count() or 1))
+
+    def compute(
+        self, output: SchedulerOutput, requests: Sequence[Request], allocate: Callable[[int], np.ndarray]
+    ) -> tuple[TokenMasks | None, list[tuple[Request, str]]]:
+        """The masks of a step, and the requests that fail, with the reason.
+
+        Args:
+            requests: those of ``output.structured``, with all their earlier tokens. Ended ones get no mask.
+            allocate: memory for a number of masks, ``[num, words]`` int32.
+        """
+        failed: list[tuple[Request, str]] = []
+        num_words = 0
+        tasks: list[tuple[Any, int, list[int]]] = []
+        rows: list[int] = []
+        banned: list[tuple[int, Sequence[int]]] = []
+        for index, request in zip(output.structured, requests, strict=True):
+            state = request.grammar
+            if request.is_finished or not isinstance(state, GrammarState):
+                continue
+            if error := state.read(request.output_token_ids):
+                failed.append((request, error))
+                continue
+            is_decode = index < output.num_decodes
+            num_drafts = output.num_drafts if is_decode else 0
+            first_row = index * (1 + output.num_drafts) if is_decode else index + output.num_decodes * output.num_drafts
+            num_words = state.num_words
+            begin, drafts = state.walk(num_drafts)
+            bans = [state.bans(place, request.stop_token_ids) for place in range(1 + num_drafts)]
+            if begin > num_drafts and not any(bans):
+                continue  # every token is allowed
+            if begin <= num_drafts:
+                tasks.append((state.matcher, len(rows) + begin, drafts))
+            banned += [(len(rows) + place, token_ids) for place, token_ids in enumerate(bans) if token_ids]
+            rows += range(first_row, first_row + 1 + num_drafts)
+        if not rows:
+            return None, failed
+        masks = allocate(len(rows))  # [num_masks, words]
+        if len(tasks) < len(rows):
+            masks.fill(-1)
+        self._fill(tasks, masks, num_words)
+        if any(matcher.is_error() for matcher, _, _ in tasks):
+            states = [(request, request.grammar) for request in requests if isinstance(request.grammar, GrammarState)]
+            errors = [(request, state.matcher.get_error()) for request, state in states if state.matcher.is_error()]
+            failed += [(request, f"the grammar cannot go on: {error:.300}") for request, error in errors]
+        for number, token_ids in banned:
+            clear_bits(masks[number], token_ids)
+        return TokenMasks(rows, masks), failed
+
+    def _fill(self, tasks: Sequence[tuple[Any, int, list[int]]], masks: np.ndarray, num_words: int) -> None:
+        """Fill the mask of each matcher's next token, and of those behind its drafts, as far as it accepts them."""
+        if masks.shape[1] != num_words:  # the tokenizer has more tokens than the model
+            wide = np.full((len(masks), num_words), -1, dtype=np.int32)
+            self._fill(tasks, wide, num_words)
+            masks[:] = wide[:, : masks.shape[1]]
+            return
+        place = masks.ctypes.data, num_words * masks.itemsize, len(masks)
+        if plain := [(matcher, number) for matcher, number, drafts in tasks if not drafts]:
+            self._executor.unsafe_compute_mask_ptr(plain, *place)
+        if drafted := [task for task in tasks if task[2]]:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *place)

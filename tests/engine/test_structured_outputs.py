@@ -1,0 +1,306 @@
+"""Structured outputs on both runners: tokens are those of transformers' logits under the same masks, on every path."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from llguidance import LLMatcher, LLTokenizer
+from tests.helpers.engines import EOS, TEXT_MODEL, make_engine, prompt_of, run_requests
+from tests.helpers.recording_device import RecordingDevice
+
+from fleetfoot import LLM, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
+from fleetfoot.runner.graphs import CaptureTable
+from fleetfoot.runner.v2 import runner as v2
+from fleetfoot.tokenizer.tokenizer import Tokenizer
+
+VOCAB = TEXT_MODEL["vocab_size"]
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "pets": {"type": "array", "items": {"enum": ["cat", "dog", "owl"]}, "maxItems": 2},
+        "note": {"type": ["boolean", "null"]},
+    },
+    "required": ["name", "age", "pets"],
+    "additionalProperties": False,
+}
+CONSTRAINTS: dict[str, dict[str, Any]] = {
+    "schema": {"json": SCHEMA, "disable_any_whitespace": True},
+    "spaced": {"json": json.dumps(SCHEMA), "whitespace_pattern": " ?"},
+    "regex": {"regex": r"[a-c]{2,9}-\d{3}"},
+    "choice": {"choice": ["positive", "negative", "no opinion"]},
+    "lark": {"grammar": 'start: "(" WORD ("," WORD)~2 ")"\nWORD: /[a-z]{1,4}/'},
+    "gbnf": {"grammar": 'root ::= "<" [0-9]+ ">"'},
+}
+PATHS: dict[str, dict[str, Any]] = {
+    "overlapped": {},
+    "lockstep": {"async_scheduling": False},
+    "chunked": {"max_num_batched_tokens": 9},
+    "tight": {"num_gpu_blocks_override": 20, "block_size": 4, "max_num_seqs": 4},
+    "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
+    "ngram-lockstep": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1},
+        "async_scheduling": False,
+    },
+}
+
+
+def requests() -> dict[str, tuple[Any, SamplingParams]]:
+    """Each constraint greedy and sampled, beside requests without one."""
+    made: dict[str, tuple[Any, SamplingParams]] = {}
+    for seed, (name, constraint) in enumerate(CONSTRAINTS.items()):
+        prompt = prompt_of(5 + 4 * seed, VOCAB, seed)
+        params = {"max_tokens": 50, "structured_outputs": constraint}
+        made[name] = prompt, SamplingParams(temperature=0, **params)
+        made[f"{name}-random"] = prompt, SamplingParams(temperature=1, seed=seed, n=1 + seed % 2, **params)
+        made[f"{name}-free"] = prompt, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    return made
+
+
+def tokens_of(outputs: dict[str, RequestOutput]) -> dict[str, list[tuple[Sequence[int], str | None]]]:
+    return {
+        name: [(completion.token_ids, completion.finish_reason) for completion in output.outputs]
+        for name, output in outputs.items()
+    }
+
+
+def assert_fits(constraint: dict[str, Any], text: str) -> None:
+    """Check a whole output by other means than the grammar's compiler."""
+    if "json" in constraint:
+        jsonschema.validate(json.loads(text), SCHEMA)
+    elif "choice" in constraint:
+        assert text in constraint["choice"]
+    else:
+        patterns = {"regex": r"[a-c]{2,9}-\d{3}", "lark": r"\([a-z]{1,4}(,[a-z]{1,4}){2}\)", "gbnf": r"<[0-9]+>"}
+        kind = "regex" if "regex" in constraint else "gbnf" if "::=" in constraint["grammar"] else "lark"
+        assert re.fullmatch(patterns[kind], text), text
+
+
+@pytest.fixture(scope="module")
+def engines(text_model: Path) -> Iterator[dict[str, LLMEngine]]:
+    """Of each runner, with all else at its default."""
+    made = {name: make_engine(text_model, model_runner=name) for name in ("v1", "v2")}
+    yield made
+    for engine in made.values():
+        engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def expected(engines: dict[str, LLMEngine]) -> dict[str, Any]:
+    """What Model Runner V1 yields for `requests`, one at a time."""
+    outputs: dict[str, RequestOutput] = {}
+    for name, request in requests().items():
+        outputs |= run_requests(engines["v1"], {name: request})
+    for name, output in outputs.items():
+        constraint = CONSTRAINTS.get(name.removesuffix("-random"))
+        for completion in output.outputs if constraint else ():
+            assert completion.finish_reason in ("stop", "length")
+            if completion.finish_reason == "stop":
+                assert_fits(constraint or {}, completion.text)
+    finished = [completion.finish_reason for output in outputs.values() for completion in output.outputs]
+    assert finished.count("stop") > 8
+    return tokens_of(outputs)
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_tokens_are_those_of_transformers_under_the_same_masks(
+    name: str, text_checkpoint: tuple[Path, Any], expected: dict[str, Any]
+) -> None:
+    folder, reference = text_checkpoint
+    tokenizer = Tokenizer.from_path(folder)
+    masks = LLTokenizer(tokenizer.backend.to_str(), n_vocab=VOCAB, eos_token=EOS)
+    constraint = CONSTRAINTS[name]
+    if "json" in constraint:
+        spaces = {"whitespace_pattern": " ?"} if name == "spaced" else {"whitespace_flexible": False}
+        grammar = LLMatcher.grammar_from_json_schema(SCHEMA, overrides=spaces)
+    elif "regex" in constraint:
+        grammar = LLMatcher.grammar_from_regex(constraint["regex"])
+    elif "choice" in constraint:
+        grammar = LLMatcher.grammar_from_regex("|".join(constraint["choice"]))
+    else:
+        lark = {"gbnf": 'start: "<" /[0-9]+/ ">"'}.get(name, constraint["grammar"])
+        grammar = LLMatcher.grammar_from_lark(lark)
+    matcher = LLMatcher(masks, grammar)
+    prompt, params = requests()[name]
+    tokens, finish_reason = list(prompt), "length"
+    while len(tokens) < len(prompt) + (params.max_tokens or 0):
+        logits = reference(torch.tensor([tokens])).logits[0, -1].float()
+        allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), count=VOCAB, bitorder="little")
+        logits[torch.from_numpy(allowed == 0)] = -torch.inf
+        tokens.append(int(logits.argmax()))
+        if tokens[-1] == EOS:
+            finish_reason = "stop"
+            break
+        assert matcher.consume_token(tokens[-1])
+    assert expected[name] == [(tokens[len(prompt) :], finish_reason)]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", ["v1", "v2"])
+def test_every_path_has_the_same_tokens(kind: str, path: str, text_model: Path, expected: dict[str, Any]) -> None:
+    engine = make_engine(text_model, model_runner=kind, **PATHS[path])
+    assert tokens_of(run_requests(engine, requests())) == expected
+    stats = engine.stats().scheduler
+    assert stats.num_preemptions > 0 or path != "tight"
+    if "speculative_config" in PATHS[path]:
+        assert stats.drafts.num_accepted > 0
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_masks_are_read_by_a_graph_behind_that_of_the_forward_pass(
+    num_drafts: int, text_model: Path, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = RecordingDevice(has_graphs=True)
+    monkeypatch.setattr(v2, "open_device", lambda *_: device)
+    shapes = CaptureTable.of(
+        device="cuda", enforce_eager=False, max_num_seqs=8, max_num_batched_tokens=64, num_drafts=num_drafts
+    )
+    monkeypatch.setattr(CaptureTable, "of", lambda **_: shapes)
+    drafts = {"method": "ngram", "num_speculative_tokens": num_drafts, "prompt_lookup_min": 1}
+    settings: dict[str, Any] = {"speculative_config": drafts} if num_drafts else {}
+    engine = make_engine(text_model, model_runner="v2", max_num_batched_tokens=64, **settings)
+    attention = type(engine.core.executor._context.attention)  # type: ignore[attr-defined]
+    monkeypatch.setattr(attention, "is_capturable", True)
+    engine.shutdown()
+    engine = make_engine(text_model, model_runner="v2", max_num_batched_tokens=64, **settings)
+    assert tokens_of(run_requests(engine, requests())) == expected
+    graphs = engine.core.executor.runner.graphs  # type: ignore[attr-defined]
+    sampling = {key.sampling.masks for key in graphs.captured if key.sampling is not None}
+    assert sampling == {False, True}
+    assert graphs.num_steps["uniform" if num_drafts else "decode"] > 20
+    engine.shutdown()
+
+
+def test_outputs_are_valid_at_every_length(engines: dict[str, LLMEngine], expected: dict[str, Any]) -> None:
+    ((tokens, _),) = expected["schema"]
+    (prompt, _), schema = requests()["schema"], CONSTRAINTS["schema"]
+    made = {
+        str(length): (
+            prompt,
+            SamplingParams(temperature=0, max_tokens=length, structured_outputs=schema),
+        )
+        for length in range(1, len(tokens) + 2)
+    }
+    for name, output in run_requests(engines["v2"], made).items():
+        is_whole = int(name) >= len(tokens)
+        assert output.outputs[0].finish_reason == ("stop" if is_whole else "length")
+        assert output.outputs[0].token_ids == tokens[: int(name)]
+        if is_whole:
+            jsonschema.validate(json.loads(output.outputs[0].text), SCHEMA)
+
+
+PARAMS: dict[str, tuple[dict[str, Any], str]] = {
+    "plain": ({}, "stop"),
+    "min_tokens": ({"min_tokens": 40}, "stop"),
+    "ignore_eos": ({"ignore_eos": True}, "stop"),
+    "banned": ({"logit_bias": {EOS: -100.0}}, "stop"),
+    "penalties": ({"repetition_penalty": 1.5, "presence_penalty": 1.0}, "stop"),
+    "allowed": ({"allowed_token_ids": [EOS, *range(32, 60)]}, "error"),
+    "stop": ({"stop": ["egative", "ositive", " opinion"]}, "stop"),
+}
+
+
+@pytest.mark.parametrize("kind", ["v1", "v2"])
+def test_other_parameters_beside_a_grammar(kind: str, engines: dict[str, LLMEngine]) -> None:
+    """A grammar that leaves an end token alone wins over what keeps the output from ending; a row without any token
+    ends its request with the reason."""
+    choices = ["positive", "negative", "no opinion"]
+    prompt = prompt_of(6, VOCAB)
+    made = {
+        name: (prompt, SamplingParams(max_tokens=50, temperature=0, structured_outputs={"choice": choices}, **params))
+        for name, (params, _) in PARAMS.items()
+    }
+    for name, output in run_requests(engines[kind], made).items():
+        completion = output.outputs[0]
+        assert completion.finish_reason == PARAMS[name][1], name
+        if name == "allowed":
+            assert "structured_outputs leave no token" in str(completion.stop_reason)
+        elif name == "stop":
+            assert completion.text in ("n", "p", "no")
+        else:
+            assert completion.text in choices
+
+
+@pytest.mark.parametrize("kind", ["v1", "v2"])
+def test_end_tokens_where_the_grammar_goes_on(kind: str, engines: dict[str, LLMEngine]) -> None:
+    """ignore_eos and min_tokens hold as long as another token is allowed."""
+    prompt, number = prompt_of(6, VOCAB), {"regex": "[0-9]*"}
+    made = {
+        "ignore_eos": {"ignore_eos": True},
+        "min_tokens": {"min_tokens": 9, "logit_bias": {EOS: 1e4}},
+        "free": {"logit_bias": {EOS: 1e4}},
+    }
+    outputs = run_requests(
+        engines[kind],
+        {
+            name: (prompt, SamplingParams(max_tokens=20, temperature=0, structured_outputs=number, **params))
+            for name, params in made.items()
+        },
+    )
+    found = {name: (len(one.outputs[0].token_ids), one.outputs[0].finish_reason) for name, one in outputs.items()}
+    assert found == {"ignore_eos": (20, "length"), "min_tokens": (10, "stop"), "free": (1, "stop")}
+    assert outputs["min_tokens"].outputs[0].text.isdecimal()
+
+
+@pytest.mark.parametrize("kind", ["v1", "v2"])
+def test_logprobs_are_of_the_models_logits(kind: str, engines: dict[str, LLMEngine]) -> None:
+    prompt = prompt_of(6, VOCAB)
+    common = {"max_tokens": 1, "temperature": 0, "logprobs": 3}
+    made = {
+        "free": (prompt, SamplingParams(**common)),
+        "bound": (prompt, SamplingParams(**common, structured_outputs={"choice": ["yes", "no"]})),
+    }
+    outputs = run_requests(engines[kind], made)
+    first = {name: output.outputs[0].logprobs[0] for name, output in outputs.items()}  # type: ignore[index]
+    sampled = outputs["bound"].outputs[0].token_ids[0]
+    assert sampled not in first["free"]
+    assert first["bound"].keys() - {sampled} == first["free"].keys()
+    for token, entry in first["free"].items():
+        assert entry.logprob == pytest.approx(first["bound"][token].logprob, abs=1e-5)
+
+
+@pytest.mark.parametrize("marker", ["<|assistant|>", "ab"], ids=["special", "text"])
+@pytest.mark.parametrize("path", ["overlapped", "ngram"])
+@pytest.mark.parametrize("kind", ["v1", "v2"])
+def test_a_grammar_begins_behind_reasoning(kind: str, path: str, marker: str, text_model: Path) -> None:
+    tokenizer = Tokenizer.from_path(text_model)
+    (end,) = tokenizer.encode(marker, add_special_tokens=False)
+    engine = make_engine(text_model, model_runner=kind, **PATHS[path])
+    prompt, choices = prompt_of(6, VOCAB), ["left", "right"]
+    # a bad word keeps the marker out until the bias of the third token brings it
+    params = {"max_tokens": 40, "temperature": 1.0, "seed": 3, "skip_special_tokens": False}
+    bound = {"choice": choices, "reasoning_end": marker}
+    made = {
+        "soon": (prompt, SamplingParams(**params, logit_bias={end: 9.0}, structured_outputs=bound)),
+        "never": (prompt, SamplingParams(**params, bad_words=[marker], structured_outputs=bound)),
+        "free": (prompt, SamplingParams(**params, bad_words=[marker])),
+    }
+    outputs = run_requests(engine, made)
+    engine.shutdown()
+    _, _, answer = outputs["soon"].outputs[0].text.partition(marker)
+    assert answer.strip().removesuffix("<|end|>") in choices
+    assert outputs["soon"].outputs[0].finish_reason == "stop"
+    assert outputs["never"].outputs[0].token_ids == outputs["free"].outputs[0].token_ids
+
+
+def test_llm_takes_them_and_refuses_what_cannot_be_compiled(text_model: Path) -> None:
+    llm = LLM(str(text_model), device="cpu", max_num_seqs=4)
+    params = SamplingParams(guided_decoding=StructuredOutputsParams(choice=["yes", "no"]), temperature=0)
+    assert [output.outputs[0].text in ("yes", "no") for output in llm.generate(["a", "b"], params)] == [True, True]
+    with pytest.raises(
+        ValueError, match=r"json cannot be compiled: keywords that are not supported.*\(at #/properties/a"
+    ):
+        llm.generate("a", SamplingParams(structured_outputs={"json": {"properties": {"a": {"not": {}}}}}))
+    assert not llm.llm_engine.has_unfinished_requests()
+    without = make_engine(text_model, skip_tokenizer_init=True)
+    with pytest.raises(ValueError, match="structured_outputs needs a tokenizer"):
+        without.add_request("r", [5, 6], params)
+    without.shutdown()
