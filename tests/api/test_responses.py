@@ -146,8 +146,22 @@ def test_background(api: openai.OpenAI) -> None:
     assert response.status == expected.status and texts(response) == texts(expected)
     endless: Any = {"input": INPUT, "background": True, "extra_body": {"ignore_eos": True}}
     running = api.responses.create(model="story", **endless)
+    with pytest.raises(openai.BadRequestError, match="in progress"):
+        api.responses.create(**OPTIONS, input="Why?", previous_response_id=running.id)
     assert api.responses.cancel(running.id).status == "cancelled"
     assert api.responses.retrieve(running.id).status == "cancelled"
+
+
+def test_streams_in_the_background(api: openai.OpenAI, client: httpx.Client) -> None:
+    options: Any = {**OPTIONS, "input": INPUT, "background": True}
+    stream = api.responses.create(**options, stream=True)
+    created = next(iter(stream))
+    assert created.type == "response.created"
+    stream.close()  # generation goes on
+    rest = list(api.responses.retrieve(created.response.id, stream=True, starting_after=0))
+    assert [event.sequence_number for event in rest] == list(range(1, len(rest) + 1))
+    assert rest[-1].type == "response.incomplete" and api.responses.retrieve(created.response.id) == rest[-1].response
+    assert list(api.responses.retrieve(created.response.id, stream=True, starting_after=0)) == rest
 
 
 def test_logprobs(api: openai.OpenAI, client: httpx.Client) -> None:
@@ -207,7 +221,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
     ({"reasoning": {"effort": "utmost"}}, "reasoning.effort"),
     ({"background": True, "store": False}, "background"),
-    ({"background": True, "stream": True}, "background"),
     ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
 ]
 

@@ -38,7 +38,7 @@ from fleetfoot.server.openai.events import UsageCounter, token_logprobs
 from fleetfoot.server.openai.prompts import read_messages
 from fleetfoot.server.openai.protocol import TokenLogprob
 from fleetfoot.server.openai.responses_items import Item, chat_messages, find_item, read_items, response_of_item
-from fleetfoot.server.openai.responses_output import Events, NoEvents, OutputBuilder
+from fleetfoot.server.openai.responses_output import EventLog, Events, NoEvents, OutputBuilder
 from fleetfoot.server.openai.responses_protocol import (
     ENCRYPTED_REASONING,
     FunctionChoice,
@@ -73,13 +73,16 @@ class Responses:
     """The endpoints.
 
     Args:
-        store: keeps responses, as records in JSON: ``response``, and its ``items``, with those of the responses before.
+        store: keeps responses, as records in JSON: ``response``, its ``items``, with those of the responses before, and
+            ``events`` if it is streamed in the background.
     """
 
     def __init__(self, service: Service, store: ResponseStore) -> None:
         self._service = service
         self._store = store
-        self._background: set[asyncio.Task[None]] = set()
+        self._background: dict[str, asyncio.Task[None]] = {}
+        self._logs: dict[str, EventLog] = {}
+        """Of responses that are streamed, and run in the background."""
 
     async def create(self, http: Request) -> Response:
         service = self._service
@@ -95,7 +98,8 @@ class Responses:
             turn.messages = await drop_oldest(service, turn)
         generated = await generate(service, turn)
         if body.background:
-            return JSON(await self._run_in_background(answer, generated))
+            queued = await self._run_in_background(answer, generated)
+            return EventStream(self._logs[queued.id].read(0)) if body.stream else JSON(queued)
         if body.stream:
             return EventStream(answer.events(generated))
         return JSON(await until_disconnected(http, answer.whole(generated)))
@@ -104,7 +108,11 @@ class Responses:
         """The whole conversation. Raises ApiError 404 for a response or an item that is not stored."""
         items: list[Item] = []
         if (name := body.previous_response_id) is not None:
-            items += history(await self._record(name, "previous_response_id"))
+            record = await self._record(name, "previous_response_id")
+            if record["response"]["status"] == "in_progress":
+                message = f"previous_response_id is {name!r}, which is still in progress"
+                raise invalid("previous_response_id", message, "response_in_progress")
+            items += history(record)
         if isinstance(body.input, str):
             return items + read_items(body.input, key)
         given = list(body.input)
@@ -128,29 +136,40 @@ class Responses:
         return msgspec.json.decode(content)
 
     async def _run_in_background(self, answer: Answer, generated: GeneratedMessages) -> ResponseObject:
+        response = answer.response
         await answer.keep()
-        queued = msgspec.structs.replace(answer.response, status="queued")
-        task = asyncio.create_task(self._finish(answer, generated))
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        return queued
+        if isinstance(answer.output_events, EventLog):
+            self._logs[response.id] = answer.output_events
+        self._background[response.id] = asyncio.create_task(self._finish(answer, generated))
+        return msgspec.structs.replace(response, status="queued")
 
     async def _finish(self, answer: Answer, generated: GeneratedMessages) -> None:
-        work = asyncio.ensure_future(answer.whole(generated))
-        changed = asyncio.ensure_future(self._store.changed(answer.response.id))
+        name = answer.response.id
+        work = asyncio.ensure_future(answer.run(generated))
+        changed = asyncio.ensure_future(self._store.changed(name))
         await asyncio.wait((work, changed), return_when=asyncio.FIRST_COMPLETED)
-        if work.done() and (error := work.exception()) is not None:
-            assert isinstance(error, Exception), error
-            answer.fail(ApiError.of(error))
-            await answer.keep()
         for task in (work, changed):  # a change is a cancel or a delete
             task.cancel()
         await asyncio.gather(work, changed, return_exceptions=True)
+        del self._background[name]
+        if (log := self._logs.pop(name, None)) is not None:
+            log.end()
 
     async def retrieve(self, http: Request) -> Response:
-        if read_query(http, RetrieveQuery).stream:
-            raise invalid("stream", "stream is not supported for stored responses", "unsupported_parameter")
-        return JSON((await self._record(http.path_params["name"]))["response"])
+        name, query = http.path_params["name"], read_query(http, RetrieveQuery)
+        record = await self._record(name)
+        if not query.stream:
+            return JSON(record["response"])
+        begin = query.starting_after + 1
+        if (log := self._logs.get(name)) is not None:
+            return EventStream(log.read(begin))
+        if record["response"]["status"] == "in_progress":
+            message = f"response {name!r} runs in another API server, which has its events until it has ended"
+            raise ApiError(409, message, "response_in_progress", "stream", retry_after=1)
+        if not record["events"]:
+            message = f"response {name!r} was not created with background=true and stream=true: it has no events"
+            raise invalid("stream", message)
+        return EventStream(_encoded(record["events"][begin:]))
 
     async def delete(self, http: Request) -> Response:
         name = http.path_params["name"]
@@ -201,6 +220,11 @@ def read_query(http: Request, kind: type[_T]) -> _T:
     except msgspec.ValidationError as error:
         named = re.search(r"`\$\.([a-z_]+)`", str(error))
         raise invalid(named[1] if named else "query", str(error)) from None
+
+
+async def _encoded(events: Sequence[str]) -> AsyncIterator[bytes]:
+    for event in events:
+        yield event.encode()
 
 
 def history(record: Any) -> list[Item]:
@@ -284,9 +308,10 @@ class Answer:
         self._service = service
         self._items = items
         self._store = store
-        self._events = Events() if body.stream else NoEvents()
+        log = EventLog if body.background else Events
+        self.output_events = log() if body.stream else NoEvents()
         encrypts = ENCRYPTED_REASONING in (body.include or ())
-        self._output = OutputBuilder(key, self._events, as_summary=body.has_summary, encrypts=encrypts)
+        self._output = OutputBuilder(key, self.output_events, as_summary=body.has_summary, encrypts=encrypts)
         self._counter = UsageCounter()
         self._is_cut = False
         text = body.text or TextConfig()
@@ -324,27 +349,36 @@ class Answer:
         finally:
             generated.close()
         await self._complete()
+        if self.response.store:
+            await self.keep()
         return self.response
 
+    async def run(self, generated: GeneratedMessages) -> None:
+        """Finish a response that runs in the background."""
+        async for _ in self.events(generated):
+            pass
+
     async def events(self, generated: GeneratedMessages) -> AsyncIterator[bytes]:
-        events = self._events
+        """The finished response is stored before its last event."""
+        events, response = self.output_events, self.response
         try:
-            events.add("response.created", response=self.response)
-            events.add("response.in_progress", response=self.response)
+            events.add("response.created", response=response)
+            events.add("response.in_progress", response=response)
             yield events.take()
             async for output, chunks in generated:
                 self._add(output, chunks)
                 if encoded := events.take():
                     yield encoded
             await self._complete()
-            events.add(f"response.{self.response.status}", response=self.response)
         except Exception as raised:
             error = ApiError.of(raised)
             events.add("error", code=error.code or error.kind, message=error.message, param=error.param)
-            self.fail(error)
-            events.add("response.failed", response=self.response)
+            self._fail(error)
         finally:
             generated.close()
+        events.add(f"response.{response.status}", response=response)
+        if response.store and (response.background or response.status != "failed"):
+            await self.keep()
         yield events.take()
 
     def _add(self, output: RequestOutput, chunks: list[MessageChunk]) -> None:
@@ -366,11 +400,8 @@ class Answer:
             response.incomplete_details = IncompleteDetails("max_output_tokens")
         else:
             response.completed_at = int(time.time())
-        if response.store:
-            await self.keep()
 
-    def fail(self, error: ApiError) -> None:
-        """End the response with an error."""
+    def _fail(self, error: ApiError) -> None:
         codes = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
         self.response.status = "failed"
         self.response.output = self._output.items
@@ -378,7 +409,8 @@ class Answer:
 
     async def keep(self) -> None:
         """Put the response in the store."""
-        record = {"response": self.response, "items": self._items}
+        events = [event.decode() for event in self.output_events.recorded()]
+        record = {"response": self.response, "items": self._items, "events": events}
         await self._store.put(self.response.id, ENCODER.encode(record))
 
     async def _usage(self) -> ResponseUsage:

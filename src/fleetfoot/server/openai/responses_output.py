@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fleetfoot.parsers.base import MessageDelta, ToolCallDelta
@@ -39,6 +40,43 @@ class Events:
         encoded = b"".join(self._encoded)
         self._encoded.clear()
         return encoded
+
+    def recorded(self) -> list[bytes]:
+        """All events, if they are kept."""
+        return []
+
+
+class EventLog(Events):
+    """Keeps events, for readers that come and go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._log: list[bytes] = []
+        self._is_ended = False
+        self._added = asyncio.Event()
+
+    def take(self) -> bytes:
+        self._log += self._encoded
+        self._added.set()
+        self._added = asyncio.Event()
+        return super().take()
+
+    def end(self) -> None:
+        """There are no further events."""
+        self._is_ended = True
+        self.take()
+
+    def recorded(self) -> list[bytes]:
+        return self._log + self._encoded
+
+    async def read(self, begin: int) -> AsyncIterator[bytes]:
+        """The events from this number on."""
+        while begin < len(self._log) or not self._is_ended:
+            if begin == len(self._log):
+                await self._added.wait()
+            for event in self._log[begin:]:
+                yield event
+                begin += 1
 
 
 class NoEvents(Events):

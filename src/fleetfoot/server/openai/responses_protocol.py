@@ -152,9 +152,6 @@ class ResponseRequest(GenerationRequest, kw_only=True):
             raise invalid("text.format", "text.format can be text alone", "unsupported_parameter")
         if self.background and self.store is False:
             raise invalid("background", "background needs store=true: the response is fetched later")
-        if self.background and self.stream:
-            message = "background with stream=true is not supported; fetch the response with GET /v1/responses/{id}"
-            raise invalid("background", message, "unsupported_parameter")
         if self.prompt_cache_retention not in (None, "in_memory", "24h"):
             message = f"prompt_cache_retention is {self.prompt_cache_retention!r:.100}; it can be 'in_memory' or '24h'"
             raise invalid("prompt_cache_retention", message)
@@ -173,7 +170,9 @@ class RetrieveQuery(msgspec.Struct, kw_only=True):
     """``GET /v1/responses/{id}``."""
 
     stream: bool = False
-    """Must be false."""
+    """Return the events of a response that was created with ``background`` and ``stream``."""
+    starting_after: int = -1
+    """The number of the event before the first one."""
 
 
 class InputItemsQuery(msgspec.Struct, kw_only=True):
