@@ -71,11 +71,15 @@ def test_a_second_sigterm_aborts(pool: ThreadPoolExecutor) -> None:
 
 
 def test_an_interrupt_aborts_and_logs_are_json(pool: ThreadPoolExecutor) -> None:
-    with RunningServer(*FLAGS, "--log-format", "json") as server:
+    with RunningServer(*FLAGS, "--log-format", "json", "--access-log") as server:
+        generate(server.url, 1, headers={"X-Request-Id": "mine"})
         rest = begun_stream(server.url, pool, 2000)
         assert server.stop(signal.SIGINT) == 130
         assert "error" in "".join(rest.result())
-    messages = [json.loads(line)["message"] for line in server.log]
+    records = [json.loads(line) for line in server.log]
+    messages = [record["message"] for record in records]
+    (access,) = [record["message"] for record in records if record.get("request_id") == "mine"]
+    assert access.startswith("127.0.0.1 POST /v1/completions 200 ")
     assert any(message.startswith("weights: ") for message in messages)
     assert any("listening on http://127.0.0.1:" in message for message in messages)
 
@@ -183,6 +187,8 @@ def test_tls(tmp_path: Path) -> None:
         (["--host", "203.0.113.1"], "cannot listen on 203.0.113.1"),
         (["--chat-template", "/nothing.jinja"], "--chat-template /nothing.jinja"),
         (["--api-key", ""], "--api-key"),
+        (["--allow-credentials"], "need --allowed-origins"),
+        (["--allowed-origins", "[1]"], "no list of names"),
     ],
     ids=str,
 )

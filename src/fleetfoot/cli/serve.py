@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fleetfoot.cli.arguments import add_engine_arguments, engine_config
 from fleetfoot.cli.command import Command, UsageError, usage_errors
 from fleetfoot.config import env
+
+if TYPE_CHECKING:
+    from fleetfoot.server.app import CorsSettings
 
 _EPILOG = """\
 Serve the embedded model, and ask it something:
@@ -72,6 +77,15 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add("--shutdown-timeout", type=_seconds, default=30.0, metavar="X", help=text)
     add("--chat-template", metavar="FILE", help="a Jinja file, or the name of one of the model's chat templates")
     add("--trust-request-chat-template", action="store_true", help="accept chat templates in requests")
+    add(
+        "--allowed-origins",
+        type=_names,
+        metavar="LIST",
+        help="origins of web pages that may send requests: a JSON list, or names with commas between (default: none)",
+    )
+    add("--allowed-methods", type=_names, default=("*",), metavar="LIST", help="their methods (default: all)")
+    add("--allowed-headers", type=_names, default=("*",), metavar="LIST", help="their headers (default: all)")
+    add("--allow-credentials", action="store_true", help="they may send cookies and other credentials")
     add("--log-format", choices=("text", "json"), default="text", help="of the log on standard error (default: text)")
     add("--access-log", action="store_true", help="log each request")
     add_engine_arguments(parser, takes_model=True, leave_out=("served_model_name",))
@@ -111,6 +125,7 @@ def _run(arguments: argparse.Namespace) -> int:
             log_level=logging.DEBUG if arguments.verbose else logging.INFO,
             log_format=arguments.log_format,
             access_log=arguments.access_log,
+            cors=_cors(arguments),
         )
         return serve(config, settings)
 
@@ -133,6 +148,25 @@ def _admin_key(arguments: argparse.Namespace, api_keys: list[str]) -> str | None
     if key in api_keys:
         raise UsageError("--admin-key is one of the keys of --api-key; choose another one")
     return key
+
+
+def _cors(arguments: argparse.Namespace) -> CorsSettings | None:
+    from fleetfoot.server.app import CorsSettings
+
+    methods, headers, credentials = arguments.allowed_methods, arguments.allowed_headers, arguments.allow_credentials
+    if arguments.allowed_origins is None:
+        if methods != ("*",) or headers != ("*",) or credentials:
+            raise UsageError("--allowed-methods, --allowed-headers and --allow-credentials need --allowed-origins")
+        return None
+    return CorsSettings(arguments.allowed_origins, methods, headers, credentials)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """A JSON list of strings, as vLLM's, or names with commas between."""
+    names = json.loads(text) if text.lstrip().startswith("[") else [name.strip() for name in text.split(",")]
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise argparse.ArgumentTypeError(f"{text} is no list of names")
+    return tuple(names)
 
 
 def _chat_template(given: str | None) -> str | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Match, Route
@@ -75,12 +77,26 @@ HEALTH_S = 60.0
 """Seconds without a step or an answer of the engine after which it counts as stuck."""
 
 
+@dataclass(frozen=True, slots=True)
+class CorsSettings:
+    """Which pages of browsers may send requests; names as of vLLM's flags."""
+
+    allowed_origins: tuple[str, ...]
+    """``*``: all."""
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+
+
 def make_app(
     service: Service,
     store: ResponseStore,
     keys: tuple[str, ...] = (),
     root_path: str = "",
     admin_key: str | None = None,
+    cors: CorsSettings | None = None,
+    *,
+    logs_requests: bool = False,
 ) -> Starlette:
     """The application.
 
@@ -89,6 +105,7 @@ def make_app(
         keys: clients send one of them; (): none is needed.
         admin_key: of the routes that change the engine; None: there are none.
         root_path: the path of the application behind a proxy.
+        cors: None: pages of other origins may send none.
     """
     endpoints = make_endpoints(service) + responses_endpoints(service, store)
     if admin_key is not None:
@@ -120,8 +137,21 @@ def make_app(
     keys_by_path: dict[str, tuple[str, ...]] = dict.fromkeys(OPEN_PATHS, ())
     if admin_key is not None:
         keys_by_path |= {endpoint.path: (admin_key,) for endpoint in endpoints if endpoint.is_admin}
-    gate = Middleware(RequestGate, keys=keys, root_path=root_path, envelopes=envelopes, keys_by_path=keys_by_path)
-    return Starlette(routes=routes, middleware=[gate], exception_handlers={HTTPException: on_http_error})
+    options: dict[str, Any] = {"root_path": root_path, "envelopes": envelopes, "keys_by_path": keys_by_path}
+    middleware = [Middleware(RequestGate, keys=keys, logs=logs_requests, **options)]
+    if cors is not None:  # it answers a browser's OPTIONS, which has no key
+        middleware.insert(0, Middleware(CORSMiddleware, **_cors_options(cors)))
+    return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: on_http_error})
+
+
+def _cors_options(cors: CorsSettings) -> dict[str, Any]:
+    return {
+        "allow_origins": cors.allowed_origins,
+        "allow_methods": cors.allowed_methods,
+        "allow_headers": cors.allowed_headers,
+        "allow_credentials": cors.allow_credentials,
+        "expose_headers": ("x-request-id", "request-id", "retry-after"),
+    }
 
 
 def make_endpoints(service: Service) -> list[Endpoint]:

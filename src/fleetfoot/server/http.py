@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fleetfoot.engine.errors import EngineDeadError
+from fleetfoot.utils.logs import REQUEST_ID
 
 logger = logging.getLogger(__name__)
 
@@ -280,6 +281,7 @@ class RequestGate:
         keys: clients send one of them; (): none is needed.
         envelopes: of the errors of paths; others have OpenAI's.
         keys_by_path: other keys of single paths; (): none is needed.
+        logs: whether each request is logged.
     """
 
     def __init__(
@@ -289,12 +291,14 @@ class RequestGate:
         root_path: str,
         envelopes: Mapping[str, Envelope],
         keys_by_path: Mapping[str, tuple[str, ...]],
+        logs: bool,
     ) -> None:
         self._app = app
         self._envelopes = envelopes
         self._keys = keys
         self._keys_by_path = keys_by_path
         self._root_path = root_path
+        self._logs = logs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -304,9 +308,13 @@ class RequestGate:
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         name = scope["request_id"] = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
         id_headers = [(b"x-request-id", name.encode()), (b"request-id", name.encode())]
+        REQUEST_ID.set(name)
+        begin, status = time.perf_counter(), 0
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
+                nonlocal status
+                status = message["status"]
                 message["headers"] = [*message["headers"], *id_headers]
             await send(message)
 
@@ -318,6 +326,9 @@ class RequestGate:
             error = ApiError(401, f"the {which} is missing or wrong; {hint}", "invalid_api_key")
             app = error_response(error, scope, envelope_of(path, self._envelopes))
         await app(scope, receive, send_with_id)
+        if self._logs:
+            host, milliseconds = (scope["client"] or ("-",))[0], 1000 * (time.perf_counter() - begin)
+            logger.info("%s %s %s %d %.1f ms", host, scope["method"], scope["path"], status, milliseconds)
 
 
 def _has_key(headers: dict[bytes, bytes], keys: tuple[str, ...]) -> bool:

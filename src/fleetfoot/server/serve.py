@@ -17,20 +17,20 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 import uvloop
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from fleetfoot.config import env
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.engine.client import EngineClient, EngineProcess, process_end
-from fleetfoot.server.app import make_app
+from fleetfoot.server.app import CorsSettings, make_app
 from fleetfoot.server.connections import Balancer, ConnectionChannel
+from fleetfoot.server.http_protocol import LimitedHttp
 from fleetfoot.server.service import Service, ServiceSettings
 from fleetfoot.server.store import MemoryStore, ResponseStore, StoreClient, StoreServer
 from fleetfoot.utils.logs import log_to_stderr
@@ -39,14 +39,8 @@ from fleetfoot.utils.process import tune_collections
 logger = logging.getLogger(__name__)
 
 
-def no_callback() -> None:
-    """Default of a callback."""
-
-
-MAX_HEADER_BYTES = 64 << 10
 EXIT_INTERRUPTED = 130
 _BACKLOG = 2048
-_HEADERS_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +68,8 @@ class ServerSettings:
     log_format: str = "text"
     """``text`` or ``json``."""
     access_log: bool = False
+    cors: CorsSettings | None = None
+    """None: pages of other origins may send no requests."""
 
 
 def serve(config: EngineConfig, settings: ServerSettings) -> int:
@@ -195,10 +191,14 @@ class ApiServer:
         """Serve until a signal, or `fail`."""
         settings = self._settings
         config = uvicorn.Config(
-            make_app(self._service, self._store, settings.api_keys, settings.root_path, settings.admin_key),
-            http=_LimitedHttp,
+            make_app(
+                *(self._service, self._store, settings.api_keys, settings.root_path, settings.admin_key, settings.cors),
+                logs_requests=settings.access_log,
+            ),
+            http=LimitedHttp,
+            ws="none",
             log_config=None,
-            access_log=settings.access_log,
+            access_log=False,
             root_path=settings.root_path,
             backlog=_BACKLOG,
             timeout_keep_alive=75,
@@ -249,48 +249,13 @@ class _Uvicorn(uvicorn.Server):
     async def _connect(self, connection: socket.socket) -> None:
         assert self._channel is not None
         state = self.server_state
-        protocol = _LimitedHttp(config=self.config, server_state=state, app_state=self.lifespan.state)
+        protocol = LimitedHttp(config=self.config, server_state=state, app_state=self.lifespan.state)
         protocol.on_lost = self._channel.report
         connect = asyncio.get_running_loop().connect_accepted_socket
         try:
             await connect(lambda: protocol, connection, ssl=self.config.ssl)
         except OSError:  # a TLS handshake has failed
             self._channel.report()
-
-
-class _LimitedHttp(HttpToolsProtocol):
-    """Refuses requests with headers above MAX_HEADER_BYTES."""
-
-    _num_header_bytes = 0
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.on_lost: Callable[[], object] = no_callback
-        """Called when the connection has ended."""
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self.on_lost()
-
-    def on_message_begin(self) -> None:
-        self._num_header_bytes = 0
-        super().on_message_begin()
-
-    def on_url(self, url: bytes) -> None:
-        self._count(len(url))
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value))
-        super().on_header(name, value)
-
-    def _count(self, size: int) -> None:
-        self._num_header_bytes += size
-        if self._num_header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
-            self.transport.write(
-                b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-            )
-            self.transport.close()
 
 
 # --- several API servers ----------------------------------------------------------------------------------------------

@@ -8,6 +8,18 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+
+REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
+"""Of the HTTP request that the current task serves; records logged meanwhile have it."""
+
+
+class _TextFormatter(logging.Formatter):
+    """A line, with the request's id at its end."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is the library's
+        name = REQUEST_ID.get()
+        return super().formatMessage(record) + (f" [{name}]" if name else "")
 
 
 class _JSONFormatter(logging.Formatter):
@@ -22,6 +34,8 @@ class _JSONFormatter(logging.Formatter):
             "process": record.process,
             "message": record.getMessage(),
         }
+        if (name := REQUEST_ID.get()) is not None:
+            content["request_id"] = name
         if record.exc_info:
             content["traceback"] = self.formatException(record.exc_info)
         return json.dumps(content, ensure_ascii=False)
@@ -34,17 +48,14 @@ def log_to_stderr(level: int, log_format: str = "text") -> Iterator[None]:
     ``log_format``: ``text`` or ``json``.
     """
     handler = logging.StreamHandler(sys.stderr)
-    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
+    text = _TextFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
     handler.setFormatter(_JSONFormatter() if log_format == "json" else text)
     root, package = logging.getLogger(), logging.getLogger("fleetfoot")
-    access = logging.getLogger("uvicorn.access")
-    before = root.handlers[:], package.handlers[:], package.level, access.level
+    before = root.handlers[:], package.handlers[:], package.level
     root.handlers[:], package.handlers[:] = [handler], []
     package.setLevel(level)
-    access.setLevel(logging.INFO)
     try:
         yield
     finally:
         root.handlers[:], package.handlers[:] = before[:2]
         package.setLevel(before[2])
-        access.setLevel(before[3])

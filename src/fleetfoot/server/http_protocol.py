@@ -1,0 +1,116 @@
+"""The parser of requests with limits: of the size of headers, and of the time that they take."""
+
+from __future__ import annotations
+
+import asyncio
+import http
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from fleetfoot.server.http import ENCODER, ApiError, ErrorResponse
+
+MAX_HEADER_BYTES = 64 << 10
+HEADERS_S = 30.0
+"""Seconds from the begin of a connection or a request to the end of its headers."""
+DISCARD_S = 10.0
+"""Seconds that the rest of a body is read, and discarded, after the response: most clients read it no sooner."""
+
+
+def no_callback() -> None:
+    """Default of a callback."""
+
+
+class LimitedHttp(HttpToolsProtocol):
+    """Ends connections with headers that are too large or too slow, or with a body that goes on after the response."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.on_lost: Callable[[], object] = no_callback
+        """Called when the connection has ended."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._discard_timer: asyncio.TimerHandle | None = None
+        self._num_header_bytes = 0
+        self._num_unparsed = 0
+        """Bytes received since the begin of the headers: a header that has not ended is not parsed."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._begin_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_headers()
+        self._end_discarding()
+        super().connection_lost(exc)
+        self.on_lost()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._timer is not None:
+            self._num_unparsed += len(data)
+            self._check_size(self._num_unparsed)
+
+    def on_message_begin(self) -> None:
+        self._begin_headers()
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._count(len(name) + len(value) + 4)  # and a colon, a space and the end of the line
+
+    def on_headers_complete(self) -> None:
+        self._end_headers()
+        if not self.transport.is_closing():
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._end_discarding()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete and self.cycle.more_body and self._discard_timer is None:
+            self._discard_timer = self.loop.call_later(DISCARD_S, self.transport.close)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, msg)
+
+    def _begin_headers(self) -> None:
+        self._end_headers()
+        self._num_header_bytes = self._num_unparsed = 0
+        self._timer = self.loop.call_later(HEADERS_S, self._refuse, 408, f"no headers within {HEADERS_S:g} s")
+
+    def _end_headers(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _end_discarding(self) -> None:
+        if self._discard_timer is not None:
+            self._discard_timer.cancel()
+            self._discard_timer = None
+
+    def _count(self, size: int) -> None:
+        self._num_header_bytes += size
+        self._check_size(self._num_header_bytes)
+
+    def _check_size(self, size: int) -> None:
+        if size > MAX_HEADER_BYTES:
+            self._refuse(431, f"the headers have more than {MAX_HEADER_BYTES} bytes")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Send an error, and close the connection."""
+        if self.transport.is_closing():
+            return
+        body = ENCODER.encode(ErrorResponse.of(ApiError(status, message)))
+        head = (
+            f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
