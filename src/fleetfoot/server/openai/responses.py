@@ -452,8 +452,9 @@ def responses_endpoints(service: Service, store: ResponseStore) -> list[Endpoint
         Endpoint(
             *("GET", stored, responses.retrieve, "A stored response."),
             response=ResponseObject,
+            events=ResponseEvent,
             query=RetrieveQuery,
-            errors=(400, 404),
+            errors=(400, 404, 409),
         ),
         Endpoint(
             *("DELETE", stored, responses.delete, "Delete a stored response."), response=ResponseDeleted, errors=(404,)
