@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
@@ -90,6 +90,22 @@ def test_helpers_of_the_client(api: openai.OpenAI, server: RunningServer) -> Non
 
     last, final = asyncio.run(run())
     assert texts(last.response) == texts(final) == texts(expected)
+
+
+class Bird(pydantic.BaseModel):
+    name: Literal["crow", "jay"]
+    can_fly: bool
+
+
+def test_structured_output(api: openai.OpenAI, server: RunningServer) -> None:
+    options = {**OPTIONS, "max_output_tokens": None, "input": INPUT, "text_format": Bird}
+    parsed = api.responses.parse(**options)
+    assert isinstance(parsed.output_parsed, Bird) and parsed.status == "completed"
+    with api.responses.stream(**options) as stream:
+        assert stream.get_final_response().output_parsed == parsed.output_parsed
+    assert parsed.text is not None and parsed.text.format is not None and parsed.text.format.type == "json_schema"
+    text: Any = {"format": {"type": "json_object"}}
+    assert api.responses.create(model="story", input=INPUT, text=text, max_output_tokens=3).output_text[0] == "{"
 
 
 def test_a_conversation_continues(api: openai.OpenAI) -> None:
@@ -219,6 +235,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+    ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "b"}}}}, "text.format.schema"),
     ({"reasoning": {"effort": "utmost"}}, "reasoning.effort"),
     ({"background": True, "store": False}, "background"),
     ({"stream_options": {"include_obfuscation": False}}, "stream_options"),

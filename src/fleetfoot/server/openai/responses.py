@@ -96,7 +96,13 @@ class Responses:
         turn = read_turn(body, items, params, service, body.request_id or request_id(http, "resp"))
         if body.truncation == "auto":
             turn.messages = await drop_oldest(service, turn)
-        generated = await generate(service, turn)
+        try:
+            generated = await generate(service, turn)
+        except ApiError as error:
+            if (name := "structured_outputs.json") in error.message:
+                error.param = "text.format.schema"
+                error.message = error.message.replace(name, error.param)
+            raise
         if body.background:
             queued = await self._run_in_background(answer, generated)
             return EventStream(self._logs[queued.id].read(0)) if body.stream else JSON(queued)
@@ -237,6 +243,8 @@ def sampling_params(body: ResponseRequest, service: Service) -> SamplingParams:
     """Raises ValueError."""
     defaults = service.engine.facts.sampling_defaults
     params = body.sampling_params(defaults, max_tokens=body.max_output_tokens, logprobs=body.num_logprobs)
+    if body.text is not None and body.text.format is not None:
+        params.structured_outputs = body.text.format.constraint
     if params.logprobs is not None:
         params.output_kind = RequestOutputKind.DELTA  # logprobs of the text are told from others step by step
     return params

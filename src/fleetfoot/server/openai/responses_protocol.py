@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from fleetfoot.records.structured_outputs import StructuredOutputsParams
 from fleetfoot.server.http import invalid
 from fleetfoot.server.openai.protocol import UNSUPPORTED, GenerationRequest, TokenLogprob
 
@@ -33,9 +34,17 @@ Status = Literal["completed", "failed", "in_progress", "cancelled", "queued", "i
 class PlainFormat(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
     """Of ``text.format``."""
 
+    @property
+    def constraint(self) -> StructuredOutputsParams | None:
+        return None
+
 
 class JsonObjectFormat(msgspec.Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True):
     """Of ``text.format``: any JSON object."""
+
+    @property
+    def constraint(self) -> StructuredOutputsParams | None:
+        return StructuredOutputsParams(json_object=True)
 
 
 class JsonSchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True):
@@ -45,6 +54,10 @@ class JsonSchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema", forb
     schema: dict[str, Any]
     strict: bool | None = None
     description: str | None = None
+
+    @property
+    def constraint(self) -> StructuredOutputsParams | None:
+        return StructuredOutputsParams(json=self.schema)
 
 
 class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
@@ -148,8 +161,6 @@ class ResponseRequest(GenerationRequest, kw_only=True):
         for name, value in (self.metadata or {}).items():
             if not isinstance(value, str):
                 raise invalid(f"metadata.{name}", f"metadata.{name} is {value!r:.100}; it must be a string")
-        if self.text is not None and not isinstance(self.text.format, PlainFormat | None):
-            raise invalid("text.format", "text.format can be text alone", "unsupported_parameter")
         if self.background and self.store is False:
             raise invalid("background", "background needs store=true: the response is fetched later")
         if self.prompt_cache_retention not in (None, "in_memory", "24h"):
