@@ -96,16 +96,17 @@ class RemoteCalls:
         }
 
     def abort_requests(self, request_ids: list[str]) -> list[str]:
-        """End requests, and those of single prompts of a request (``ID-0``, ``ID-1``, ...). Returns their ids. KV that
-        is held of ended requests with these ids is released."""
+        """End requests, and those of single prompts of a request (``ID-0``, ``ID-1``, ...); API servers put ``.`` and
+        something random behind ids. Returns those of ``request_ids`` that were found. KV that is held of ended requests
+        with these ids is released."""
         wanted = set(request_ids)
-        found = [
-            name
-            for name in self._engine.output_processor.request_ids
-            if name in wanted or name.rpartition("-")[0] in wanted
-        ]
+        found: dict[str, str] = {}
+        for name in self._engine.output_processor.request_ids:
+            stem = name.rpartition(".")[0]
+            if given := wanted.intersection((name, stem, stem.rpartition("-")[0])):
+                found[name] = given.pop()
         self._engine.abort_request([*found, *wanted.difference(found)])
-        return found
+        return [given for given in request_ids if given in found.values()]
 
 
 class _HeldCall(SleepCalls, WeightCalls):

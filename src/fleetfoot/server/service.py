@@ -146,7 +146,7 @@ class Service:
         suffix = secrets.token_hex(4)  # clients may repeat the id of a request that has not ended
         try:
             for index, prompt in enumerate(prompts):
-                name = f"{request_id}-{index}-{suffix}"
+                name = f"{request_id if len(prompts) == 1 else f'{request_id}-{index}'}.{suffix}"
                 if index:
                     await asyncio.sleep(0)  # others go on
                 try:
