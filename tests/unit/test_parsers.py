@@ -231,7 +231,8 @@ def parse(parser, pieces):
 
 def make(tools="json", reasoning=None, prompt="", **options):
     form = MessageFormat(TOOL_FORMATS[tools], REASONING_FORMATS[reasoning] if reasoning else None, SPECIALS)
-    return form.parser([WEATHER, CLOCK], prompt, **options)
+    is_reasoning = form.reasoning is not None and form.reasoning.is_open(prompt)
+    return form.parser([WEATHER, CLOCK], is_reasoning=is_reasoning, **options)
 
 
 def split(text, cuts):

@@ -24,9 +24,13 @@ class ReasoningFormat:
     def markers(self) -> tuple[str, ...]:
         return (*self.begin, *self.end)
 
-    def is_open(self, prompt: str) -> bool:
-        """Whether a message begins with reasoning, after the end of a prompt."""
+    def is_open(self, prompt: str, *, is_continued: bool = False) -> bool:
+        """Whether a message begins with reasoning, after the end of a prompt, or after its own beginning."""
         prompt = prompt.rstrip()
+        if is_continued:
+            begin = max((prompt.rfind(mark) for mark in self.begin), default=-1)
+            end = max(prompt.rfind(mark) for mark in self.end)
+            return begin > end or (self.is_implied and end < 0)
         if prompt.endswith(self.end):
             return False
         return self.is_implied or prompt.endswith(self.begin)

@@ -108,8 +108,8 @@ class MessageFormat:
     def parser(
         self,
         functions: Sequence[Tool],
-        prompt_end: str,
         *,
+        is_reasoning: bool = False,
         hides_special_tokens: bool = True,
         max_calls: int | None = None,
     ) -> MessageParser:
@@ -117,7 +117,7 @@ class MessageFormat:
 
         Args:
             functions: those that can be called; (): calls are content.
-            prompt_end: the last text of the prompt.
+            is_reasoning: whether the text begins with reasoning.
             hides_special_tokens: whether special tokens without a meaning in the format are dropped.
         """
         by_name = {tool.name: tool for tool in functions}
@@ -127,7 +127,6 @@ class MessageFormat:
         tools = self.tools if functions else None
         if tools is None and self.reasoning is None:
             return PlainParser()
-        is_reasoning = self.reasoning is not None and self.reasoning.is_open(prompt_end)
         return TextParser(self.reasoning, tools, by_name, is_reasoning=is_reasoning, hidden=hidden, max_calls=max_calls)
 
 

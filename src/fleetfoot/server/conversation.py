@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fleetfoot.engine.chat import ExpectedMessages, ToolUse, merge_deltas
 from fleetfoot.outputs import CompletionOutput, RequestOutput
-from fleetfoot.parsers.base import MessageDelta, MessageParser, PlainParser
+from fleetfoot.parsers.base import MessageDelta
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.server.http import invalid
 from fleetfoot.server.service import RequestOutputs, Service, check_completion, engine_prompt
+from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,13 +72,16 @@ class GeneratedMessages:
 
     Args:
         outputs: of the engine, for one prompt.
-        parsers: one for each message.
+        count: the number of messages.
     """
 
-    def __init__(self, outputs: RequestOutputs, parsers: Sequence[MessageParser]) -> None:
+    def __init__(self, outputs: RequestOutputs, expected: ExpectedMessages, count: int, tokenizer: Tokenizer) -> None:
         self._outputs = outputs
-        self._parsers = parsers
-        self._has_calls = [False] * len(parsers)
+        self._tokenizer = tokenizer
+        self._parsers = [expected.parser() for _ in range(count)]
+        self._has_calls = [False] * count
+        self._reasoning = [""] * count
+        self.can_reason = expected.can_reason
 
     def close(self) -> None:
         """Abort what is unfinished."""
@@ -86,6 +92,10 @@ class GeneratedMessages:
         with an error."""
         async for _, output in self._outputs:
             yield output, [self._chunk(completion) for completion in output.outputs]
+
+    def num_reasoning_tokens(self) -> int:
+        """Of all messages so far."""
+        return sum(len(self._tokenizer.encode(text, add_special_tokens=False)) for text in self._reasoning if text)
 
     async def collect(self) -> tuple[RequestOutput, list[Message]]:
         """For parameters with `RequestOutputKind.FINAL_ONLY`. Raises as the iteration."""
@@ -98,6 +108,7 @@ class GeneratedMessages:
         delta = parser.feed(completion.text, completion.token_ids)
         if completion.finish_reason is not None:
             delta = merge_deltas(delta, parser.finish())
+        self._reasoning[completion.index] += delta.reasoning
         if delta.tool_calls:
             self._has_calls[completion.index] = True
         ends_with_calls = completion.finish_reason == "stop" and self._has_calls[completion.index]
@@ -115,10 +126,33 @@ class GeneratedMessages:
         return Message(chunk.completion, chunk.delta.content, chunk.delta.reasoning, ordered, chunk.finish_reason)
 
 
-def merge_deltas(first: MessageDelta, second: MessageDelta) -> MessageDelta:
-    return MessageDelta(
-        first.content + second.content, first.reasoning + second.reasoning, first.tool_calls + second.tool_calls
-    )
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A turn that can be sent."""
+
+    token_ids: list[int]
+    expected: ExpectedMessages
+
+
+async def prepare(service: Service, turn: Turn) -> Prepared:
+    """Render the prompt, and complete the parameters of the turn. Raises ApiError and ValueError."""
+    try:
+        tools = ToolUse.of(turn.tools, turn.tool_choice, is_parallel=turn.parallel_tool_calls)
+    except ValueError as error:
+        raise invalid(str(error).split(" ", 1)[0], str(error)) from None
+    options = {**turn.template, "tools": list(tools.schemas) or None}
+    token_ids = await service.render_chat(turn.messages, **options)
+    content = turn.messages[-1].get("content") if turn.template.get("continue_final_message") else None
+    template = options.get("chat_template") or service.settings.chat_template
+    expected = service.formats.expect(template, tools, turn.params, token_ids, _text(content))
+    return Prepared(token_ids, expected)
+
+
+def _text(content: Any) -> str | None:
+    """The text of a message's content."""
+    if isinstance(content, list):
+        return "".join(part.get("text", "") for part in content)
+    return content
 
 
 def effort_variables(effort: str | None) -> dict[str, Any]:
@@ -133,13 +167,12 @@ def effort_variables(effort: str | None) -> dict[str, Any]:
 
 async def prompt_token_ids(service: Service, turn: Turn) -> list[int]:
     """The prompt. Raises ApiError and ValueError."""
-    if turn.tools or turn.tool_choice not in ("auto", "none"):
-        raise invalid("tools", "tools is not supported", "unsupported_parameter")
-    return await service.render_chat(turn.messages, **turn.template)
+    return (await prepare(service, replace(turn, params=copy(turn.params)))).token_ids
 
 
 async def generate(service: Service, turn: Turn) -> GeneratedMessages:
     """Send the request. Raises ApiError and ValueError for a request that cannot run; then nothing runs."""
-    prompt = engine_prompt(await prompt_token_ids(service, turn), turn.cache_salt)
+    prepared = await prepare(service, turn)
+    prompt = engine_prompt(prepared.token_ids, turn.cache_salt)
     outputs = await service.submit([prompt], turn.params, turn.request_id, turn.priority)
-    return GeneratedMessages(outputs, [PlainParser() for _ in range(turn.params.n)])
+    return GeneratedMessages(outputs, prepared.expected, turn.params.n, service.tokenizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from fleetfoot.engine.chat import ChatFormats
 from fleetfoot.engine.client import EngineClient, OutputStream
 from fleetfoot.engine.input_processor import LONG_TEXT
 from fleetfoot.inputs import PromptType
@@ -55,6 +57,9 @@ class ServiceSettings:
     max_body_bytes: int
     chat_template: str | None = None
     """Jinja source, or the name of one of the model's; None: the model's default."""
+    tool_call_parser: str | None = None
+    """Name of the format of tool calls; None: that of the chat template."""
+    reasoning_parser: str | None = None
     trusts_chat_templates: bool = False
     """Whether a request may bring a chat template."""
     max_stored_responses: int = 4096
@@ -84,6 +89,12 @@ class Service:
         if tokenizer is None:
             raise ApiError(400, "the engine runs on token ids only (--skip-tokenizer-init)")
         return tokenizer
+
+    @functools.cached_property
+    def formats(self) -> ChatFormats:
+        """Raises ApiError if there is no tokenizer."""
+        settings = self.settings
+        return ChatFormats(self.tokenizer, settings.tool_call_parser, settings.reasoning_parser)
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError 404 for a model that is not served; None is any."""
