@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from fleetfoot.cli.arguments import add_engine_arguments, engine_config
 from fleetfoot.cli.command import Command, UsageError, usage_errors
 from fleetfoot.config import env
+from fleetfoot.parsers.registry import check_parsers
 
 if TYPE_CHECKING:
     from fleetfoot.server.app import CorsSettings
@@ -76,6 +77,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     text = "seconds that unfinished requests have after SIGTERM (default: 30)"
     add("--shutdown-timeout", type=_seconds, default=30.0, metavar="X", help=text)
     add("--chat-template", metavar="FILE", help="a Jinja file, or the name of one of the model's chat templates")
+    text = "format of tool calls, such as hermes, llama3_json or mistral (default: that of the chat template)"
+    add("--tool-call-parser", metavar="NAME", help=text)
+    text = "format of reasoning, such as qwen3 or deepseek_r1 (default: that of the chat template)"
+    add("--reasoning-parser", metavar="NAME", help=text)
+    add("--enable-auto-tool-choice", action="store_true", help="no effect: tools are always enabled")
     add("--trust-request-chat-template", action="store_true", help="accept chat templates in requests")
     add(
         "--allowed-origins",
@@ -88,7 +94,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add("--allow-credentials", action="store_true", help="they may send cookies and other credentials")
     add("--log-format", choices=("text", "json"), default="text", help="of the log on standard error (default: text)")
     add("--access-log", action="store_true", help="log each request")
-    add_engine_arguments(parser, takes_model=True, leave_out=("served_model_name",))
+    add_engine_arguments(parser, takes_model=True, leave_out=("served_model_name", "reasoning_parser"))
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -96,6 +102,7 @@ def _run(arguments: argparse.Namespace) -> int:
         config = engine_config(arguments)  # validated before anything is started
         keys = [*(arguments.api_key or ()), *([key] if (key := env.api_key()) else [])]
         _check_keys("--api-key", keys)
+        check_parsers(arguments.tool_call_parser, arguments.reasoning_parser)
 
         from fleetfoot.server.serve import ServerSettings, serve
         from fleetfoot.server.service import ServiceSettings
@@ -105,6 +112,8 @@ def _run(arguments: argparse.Namespace) -> int:
             max_queue=arguments.max_queue,
             max_body_bytes=arguments.max_body_bytes,
             chat_template=_chat_template(arguments.chat_template),
+            tool_call_parser=arguments.tool_call_parser,
+            reasoning_parser=arguments.reasoning_parser,
             trusts_chat_templates=arguments.trust_request_chat_template,
             max_stored_responses=arguments.max_stored_responses,
             max_stored_bytes=arguments.max_stored_mib << 20,

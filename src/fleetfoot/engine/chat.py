@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -243,7 +243,7 @@ def merge_deltas(first: MessageDelta, second: MessageDelta) -> MessageDelta:
     calls = list(first.tool_calls)
     for call in second.tool_calls:
         if calls and calls[-1].index == call.index:
-            calls[-1].arguments += call.arguments
+            calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + call.arguments)
         else:
             calls.append(call)
     return MessageDelta(first.content + second.content, first.reasoning + second.reasoning, calls)

@@ -148,6 +148,14 @@ def reasoning_format(name: str) -> ReasoningFormat:
     return found
 
 
+def check_parsers(tool_call_parser: str | None, reasoning_parser: str | None) -> None:
+    """Raises ValueError for an unknown name."""
+    if tool_call_parser is not None:
+        tool_format(tool_call_parser)
+    if reasoning_parser is not None:
+        reasoning_format(reasoning_parser)
+
+
 def message_format(
     template: str,
     special_tokens: Mapping[str, int],

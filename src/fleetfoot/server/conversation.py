@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fleetfoot.engine.chat import ExpectedMessages, ToolUse, merge_deltas
 from fleetfoot.outputs import CompletionOutput, RequestOutput
-from fleetfoot.parsers.base import MessageDelta
+from fleetfoot.parsers.base import MessageDelta, MessageParser
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.server.http import invalid
 from fleetfoot.server.service import RequestOutputs, Service, check_completion, engine_prompt
-from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,16 +71,21 @@ class GeneratedMessages:
 
     Args:
         outputs: of the engine, for one prompt.
-        count: the number of messages.
+        parsers: one for each message.
+        count_tokens: of a text; None: the model does not reason.
     """
 
-    def __init__(self, outputs: RequestOutputs, expected: ExpectedMessages, count: int, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        outputs: RequestOutputs,
+        parsers: Sequence[MessageParser],
+        count_tokens: Callable[[str], int] | None = None,
+    ) -> None:
         self._outputs = outputs
-        self._tokenizer = tokenizer
-        self._parsers = [expected.parser() for _ in range(count)]
-        self._has_calls = [False] * count
-        self._reasoning = [""] * count
-        self.can_reason = expected.can_reason
+        self._parsers = parsers
+        self._count_tokens = count_tokens
+        self._has_calls = [False] * len(parsers)
+        self._reasoning = [""] * len(parsers)
 
     def close(self) -> None:
         """Abort what is unfinished."""
@@ -93,9 +97,11 @@ class GeneratedMessages:
         async for _, output in self._outputs:
             yield output, [self._chunk(completion) for completion in output.outputs]
 
-    def num_reasoning_tokens(self) -> int:
-        """Of all messages so far."""
-        return sum(len(self._tokenizer.encode(text, add_special_tokens=False)) for text in self._reasoning if text)
+    def num_reasoning_tokens(self) -> int | None:
+        """Of all messages so far; None: the model does not reason."""
+        if self._count_tokens is None:
+            return None
+        return sum(self._count_tokens(text) for text in self._reasoning if text)
 
     async def collect(self) -> tuple[RequestOutput, list[Message]]:
         """For parameters with `RequestOutputKind.FINAL_ONLY`. Raises as the iteration."""
@@ -140,6 +146,8 @@ async def prepare(service: Service, turn: Turn) -> Prepared:
         tools = ToolUse.of(turn.tools, turn.tool_choice, is_parallel=turn.parallel_tool_calls)
     except ValueError as error:
         raise invalid(str(error).split(" ", 1)[0], str(error)) from None
+    if tools.is_forced:
+        raise invalid("tool_choice", f"tool_choice is {turn.tool_choice!r:.100}; only 'auto' and 'none' are supported")
     options = {**turn.template, "tools": list(tools.schemas) or None}
     token_ids = await service.render_chat(turn.messages, **options)
     content = turn.messages[-1].get("content") if turn.template.get("continue_final_message") else None
@@ -175,4 +183,5 @@ async def generate(service: Service, turn: Turn) -> GeneratedMessages:
     prepared = await prepare(service, turn)
     prompt = engine_prompt(prepared.token_ids, turn.cache_salt)
     outputs = await service.submit([prompt], turn.params, turn.request_id, turn.priority)
-    return GeneratedMessages(outputs, prepared.expected, turn.params.n, service.tokenizer)
+    parsers = [prepared.expected.parser() for _ in range(turn.params.n)]
+    return GeneratedMessages(outputs, parsers, service.count_tokens if prepared.expected.can_reason else None)

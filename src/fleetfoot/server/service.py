@@ -173,6 +173,10 @@ class Service:
             raise
         return RequestOutputs(streams)
 
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a text, without special ones at its ends."""
+        return len(self.tokenizer.encode(text, add_special_tokens=False))
+
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a text, with or without special tokens at its ends."""
         encode = self.tokenizer.encode

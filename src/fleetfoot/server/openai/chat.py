@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from fleetfoot.outputs import CompletionOutput, RequestOutput
+from fleetfoot.parsers.base import ToolCallDelta
 from fleetfoot.server.conversation import GeneratedMessages, Message, MessageChunk, Turn, generate
 from fleetfoot.server.http import (
     JSON,
@@ -37,6 +38,8 @@ from fleetfoot.server.openai.protocol import (
     ChatLogprobs,
     ChatMessage,
     ChatRequest,
+    ChatToolCall,
+    FunctionCall,
 )
 from fleetfoot.server.service import RESERVED_VARIABLES, Service
 
@@ -83,6 +86,9 @@ class ChatCompletions:
             raise ApiError(400, message, None, "max_completion_tokens")
         answer = _Answer(body.request_id or request_id(http, "chatcmpl"), body, service)
         options = template_options(service, body)
+        if body.reasoning_effort is not None:
+            switch = {"enable_thinking": False} if body.reasoning_effort == "none" else {}
+            options = {"reasoning_effort": body.reasoning_effort, **switch, **options}
         if body.documents is not None:
             options["documents"] = body.documents
         if body.add_special_tokens:
@@ -92,6 +98,9 @@ class ChatCompletions:
             messages=messages,
             params=answer.params,
             template=options,
+            tools=body.tools or (),
+            tool_choice="auto" if body.tool_choice is None else body.tool_choice,
+            parallel_tool_calls=body.parallel_tool_calls is not False,
             cache_salt=body.cache_salt,
             priority=body.priority,
         )
@@ -99,7 +108,8 @@ class ChatCompletions:
         answer.echoed = messages[-1]["content"] if body.echo and messages[-1]["role"] == ROLE else ""
         if body.stream:
             return EventStream(answer.events(generated))
-        return JSON(answer.whole(*await until_disconnected(http, generated.collect())))
+        output, collected = await until_disconnected(http, generated.collect())
+        return JSON(answer.whole(output, collected, generated))
 
 
 class _Answer:
@@ -118,9 +128,10 @@ class _Answer:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
 
-    def whole(self, output: RequestOutput, messages: list[Message]) -> ChatCompletion:
+    def whole(self, output: RequestOutput, messages: list[Message], generated: GeneratedMessages) -> ChatCompletion:
         counter = UsageCounter()
         counter.add(0, output)
+        counter.num_reasoning = generated.num_reasoning_tokens()
         response = ChatCompletion(self.id, [self._choice(one) for one in messages], self._model, counter.usage())
         if self._body.prompt_logprobs is not None:
             response.prompt_logprobs = logprob_entries(output.prompt_logprobs)
@@ -131,10 +142,18 @@ class _Answer:
         return response
 
     def _choice(self, message: Message) -> ChatChoice:
-        completion = message.completion
+        completion, content = message.completion, self.echoed + message.content
+        answer = ChatMessage(ROLE, content or (None if message.tool_calls else ""))
+        if message.tool_calls:
+            answer.tool_calls = [
+                ChatToolCall(FunctionCall(call.arguments, call.name), call.id, "function")
+                for call in message.tool_calls
+            ]
+        if message.reasoning and self._shows_reasoning:
+            answer.reasoning = answer.reasoning_content = message.reasoning
         choice = ChatChoice(
             completion.index,
-            ChatMessage(ROLE, self.echoed + message.content),
+            answer,
             self._logprobs(completion),
             message.finish_reason,
             completion.stop_reason,
@@ -155,10 +174,13 @@ class _Answer:
                     for number in range(self.params.n):
                         yield writer.chunk(ChatChunkChoice(number, ChatDelta(self.echoed, ROLE)), counter)
                 for chunk in chunks:
+                    if not self._shows_reasoning:
+                        chunk.delta.reasoning = ""
                     choice = self._chunk_choice(chunk)
                     if chunk.delta or choice.logprobs or choice.finish_reason or self._body.return_token_ids:
                         yield writer.chunk(choice, counter)
             if self._body.includes_usage:
+                counter.num_reasoning = generated.num_reasoning_tokens()
                 yield writer.last(counter)
         except Exception as error:
             yield error_event(ApiError.of(error))
@@ -167,8 +189,12 @@ class _Answer:
         yield DONE
 
     def _chunk_choice(self, chunk: MessageChunk) -> ChatChunkChoice:
-        completion, content = chunk.completion, chunk.delta.content
-        delta = ChatDelta(content) if content else ChatDelta()
+        completion, parsed = chunk.completion, chunk.delta
+        delta = ChatDelta(parsed.content) if parsed.content else ChatDelta()
+        if parsed.reasoning:
+            delta.reasoning = delta.reasoning_content = parsed.reasoning
+        if parsed.tool_calls:
+            delta.tool_calls = [_call_delta(call) for call in parsed.tool_calls]
         choice = ChatChunkChoice(completion.index, delta, self._logprobs(completion), chunk.finish_reason)
         if chunk.finish_reason is not None:
             choice.stop_reason = completion.stop_reason
@@ -176,9 +202,19 @@ class _Answer:
             choice.token_ids = completion.token_ids
         return choice
 
+    @property
+    def _shows_reasoning(self) -> bool:
+        return self._body.include_reasoning is not False
+
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
         if completion.logprobs is None:
             return None
         as_ids = bool(self._body.return_tokens_as_token_ids)
         tokenizer = self._service.tokenizer
         return ChatLogprobs(token_logprobs(completion, tokenizer, self._body.top_logprobs or 0, as_ids=as_ids))
+
+
+def _call_delta(call: ToolCallDelta) -> ChatToolCall:
+    if call.id is None or call.name is None:
+        return ChatToolCall(FunctionCall(call.arguments), index=call.index)
+    return ChatToolCall(FunctionCall(call.arguments, call.name), call.id, "function", call.index)

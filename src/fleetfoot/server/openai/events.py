@@ -8,6 +8,7 @@ from typing import Any
 from fleetfoot.outputs import CompletionOutput, Logprob, RequestOutput
 from fleetfoot.server.http import ENCODER, ApiError, openai_error
 from fleetfoot.server.openai.protocol import (
+    CompletionTokensDetails,
     GenerationRequest,
     PromptLogprob,
     PromptLogprobs,
@@ -60,6 +61,8 @@ class UsageCounter:
     def __init__(self) -> None:
         self._prompts: dict[int, tuple[int, int]] = {}
         self._num_completion = 0
+        self.num_reasoning: int | None = None
+        """Tokens of reasoning; None: the model does not reason."""
 
     def add(self, index: int, output: RequestOutput, *, num_hidden: int = 0) -> None:
         """The next output of a prompt. ``num_hidden``: tokens that are not part of the response."""
@@ -68,7 +71,11 @@ class UsageCounter:
 
     def usage(self) -> Usage:
         num_prompt = sum([prompt for prompt, _ in self._prompts.values()])
-        return Usage.of(num_prompt, self._num_completion, sum([cached for _, cached in self._prompts.values()]))
+        usage = Usage.of(num_prompt, self._num_completion, sum([cached for _, cached in self._prompts.values()]))
+        if self.num_reasoning is not None:
+            num_reasoning = min(self.num_reasoning, self._num_completion)
+            usage.completion_tokens_details = CompletionTokensDetails(num_reasoning)
+        return usage
 
 
 def token_text(token_id: int, decoded: str | None, decode: Callable[[int], str], *, as_id: bool) -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fleetfoot.engine.chat import template_message
 from fleetfoot.server.http import invalid
-
-_TOOL_FIELDS = ("tool_calls", "tool_call_id", "function_call")
 
 
 def read_prompts(field: str, value: str | Sequence[str | int | list[int]]) -> list[str | list[int]]:
@@ -37,15 +36,21 @@ def _read_message(place: str, message: Mapping[str, Any]) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise invalid(f"{place}.role", f"{place}.role is {role!r}; it must be a string")
-    for field in _TOOL_FIELDS:
-        if message.get(field):
-            raise invalid(f"{place}.{field}", f"{place}.{field} is not supported", "unsupported_parameter")
-    if role in ("tool", "function"):
-        raise invalid(f"{place}.role", f"{place}.role is {role!r}, which is not supported", "unsupported_parameter")
+    if message.get("function_call") or role == "function":
+        field, hint = ("role", "tool") if role == "function" else ("function_call", "tool_calls")
+        text = f"{place}.{field} is {message[field]!r:.100}, which is not supported; use {hint}"
+        raise invalid(f"{place}.{field}", text, "unsupported_parameter")
+    if role == "tool" and not isinstance(message.get("tool_call_id"), str):
+        text = f"{place}.tool_call_id is {message.get('tool_call_id')!r:.100}; it must be the id of a tool call"
+        raise invalid(f"{place}.tool_call_id", text)
     if content is None and role != "assistant":
         raise invalid(f"{place}.content", f"{place}.content is missing; it must be a text or a list of parts")
     role = "system" if role == "developer" else role
-    return {**message, "role": role, "content": _read_content(f"{place}.content", content)}
+    message = {**message, "role": role, "content": _read_content(f"{place}.content", content)}
+    try:
+        return template_message(place, message)
+    except ValueError as error:
+        raise invalid(str(error).split(" ", 1)[0], str(error)) from None
 
 
 def _read_content(place: str, content: Any) -> str | list[dict[str, str]]:

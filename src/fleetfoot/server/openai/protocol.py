@@ -18,8 +18,6 @@ from fleetfoot.server.service import check_stop_strings
 
 MOST_ENTRIES = {"bad_words": 1024, "stop_token_ids": 1024, "logit_bias": 1 << 17, "allowed_token_ids": 1 << 17}
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
@@ -28,8 +26,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
-    "reasoning_effort": (),
-    "include_reasoning": (True,),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -40,6 +36,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
 }
 """Field -> neutral values besides null."""
+_REPLACEMENTS = {"functions": "tools", "function_call": "tool_choice"}
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -119,7 +116,8 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         for name, neutral in self.unsupported.items():
             value = getattr(self, name, None)
             if value is not None and value not in neutral:
-                raise invalid(name, f"{name} is not supported", "unsupported_parameter")
+                hint = f"; use {_REPLACEMENTS[name]}" if name in _REPLACEMENTS else ""
+                raise invalid(name, f"{name} is not supported{hint}", "unsupported_parameter")
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "stream_options needs stream=true")
         for name, most in MOST_ENTRIES.items():
@@ -178,15 +176,15 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
 
-    parallel_tool_calls: bool | None = None  # no effect without tools
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    include_reasoning: bool | None = None
     verbosity: str | None = None
 
-    tools: Any = None
-    tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
-    reasoning_effort: Any = None
-    include_reasoning: Any = None
     modalities: Any = None
     audio: Any = None
     prediction: Any = None
@@ -222,11 +220,17 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int = 0
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    """Of a model that reasons."""
 
     @classmethod
     def of(cls, num_prompt: int, num_completion: int, num_cached: int = 0) -> Usage:
@@ -307,10 +311,27 @@ class ChatLogprobs(msgspec.Struct):
     refusal: list[TokenLogprob] | None = None
 
 
+class FunctionCall(msgspec.Struct):
+    arguments: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+
+
+class ChatToolCall(msgspec.Struct):
+    function: FunctionCall
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+    """In streams."""
+
+
 class ChatMessage(msgspec.Struct):
     role: str
     content: str | None
     refusal: str | None = None
+    tool_calls: list[ChatToolCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    """The same, by its other name."""
 
 
 class ChatChoice(msgspec.Struct):
@@ -338,6 +359,9 @@ class ChatCompletion(msgspec.Struct):
 class ChatDelta(msgspec.Struct):
     content: str | UnsetType = UNSET
     role: str | UnsetType = UNSET
+    tool_calls: list[ChatToolCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
