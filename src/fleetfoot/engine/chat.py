@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from fleetfoot.parsers.base import MessageDelta, MessageParser, Tool
+from fleetfoot.parsers.grammar import arguments_schema, forced_calls, strict_calls
 from fleetfoot.parsers.registry import MessageFormat, message_format
 from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.records.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
@@ -200,14 +203,60 @@ class ChatFormats:
             ValueError: the parameters do not fit.
         """
         form = self.of(chat_template, has_tools=bool(tools.schemas))
-        is_reasoning = False
-        if form.reasoning is not None:
-            end = self.tokenizer.decode(list(prompt_token_ids[-_NUM_LAST_TOKENS:])) if continued is None else continued
-            is_reasoning = form.reasoning.is_open(end, is_continued=continued is not None)
+        reasoning, is_reasoning, end = form.reasoning, False, continued
+        if reasoning is not None:
+            if end is None:
+                end = self.tokenizer.decode(list(prompt_token_ids[-_NUM_LAST_TOKENS:]))
+            is_reasoning = reasoning.is_open(end, is_continued=continued is not None)
+        constraint = _constraint(form, tools, params.structured_outputs)
+        if constraint is not None and reasoning is not None and end is not None and constraint.reasoning_end is None:
+            if is_reasoning:
+                constraint.reasoning_end = reasoning.end[0]
+            elif continued is None and reasoning.is_possible(end) and not (form.is_harmony and tools.is_forced):
+                constraint.reasoning_end = reasoning.end[0]
+                constraint.reasoning_begin = reasoning.begin[0] if reasoning.begin else None
+        params.structured_outputs = constraint
         hides = params.skip_special_tokens
         if hides and form.keeps_special_tokens(has_tools=bool(tools.functions)):
             params.skip_special_tokens = False
         return ExpectedMessages(form, tools, is_reasoning=is_reasoning, hides_special_tokens=hides)
+
+
+def _constraint(
+    form: MessageFormat, tools: ToolUse, given: StructuredOutputsParams | None
+) -> StructuredOutputsParams | None:
+    """What the output must look like, reasoning apart: that of the request, or with valid calls of tools."""
+    is_json = given is not None and (given.json is not None or given.json_object)
+    if not tools.functions or (given is not None and not is_json and not tools.is_forced):
+        return copy(given)
+    options: dict[str, Any] = {"special_tokens": form.special_tokens, "is_single": tools.is_single}
+    if tools.is_forced:
+        text = forced_calls(form.tools, tools.functions, **options)
+    elif given is not None:
+        schema = json.loads(given.json) if isinstance(given.json, str) else given.json
+        text = forced_calls(
+            form.tools, tools.functions, answer={"type": "object"} if schema is None else schema, **options
+        )
+    elif tools.is_strict and not form.is_harmony:
+        text = strict_calls(form.tools, tools.functions, **options)
+    else:
+        return None
+    return StructuredOutputsParams(grammar=json.dumps({"grammars": [{"lark_grammar": text}]}))
+
+
+def find_schema_error(tools: ToolUse) -> str | None:
+    """The tool with parameters that cannot be compiled, and the reason."""
+    from llguidance import LLMatcher
+
+    from fleetfoot.structured.grammars import make_grammar
+
+    for index, tool in enumerate(tools.schemas):
+        schema = arguments_schema(Tool.of(tool))
+        try:
+            make_grammar(StructuredOutputsParams(json=schema), (), LLMatcher.validate_grammar)
+        except ValueError as error:
+            return str(error).replace("structured_outputs.json", f"tools[{index}].function.parameters")
+    return None
 
 
 class ExpectedMessages:

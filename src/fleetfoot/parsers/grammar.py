@@ -72,11 +72,20 @@ class Rules:
         return "\n".join(["%llguidance {}", f"start: {start}", *self._rules, "TEXT: /(?s:.*)/"])
 
 
-def forced_calls(form: Any, tools: Sequence[Tool], special_tokens: Mapping[str, int], *, is_single: bool) -> str:
-    """A grammar of at least one call in a `ToolFormat`."""
+def forced_calls(
+    form: Any,
+    tools: Sequence[Tool],
+    special_tokens: Mapping[str, int],
+    *,
+    is_single: bool,
+    answer: Mapping[str, Any] | bool | None = None,
+) -> str:
+    """A grammar of at least one call in a `ToolFormat`. ``answer``: the schema of JSON that can be there instead."""
     rules = Rules(special_tokens)
-    calls = form.grammar(tools, rules, is_single=is_single)
-    return rules.render(f"{rules.text(form.begin[0])} {calls}")
+    calls = f"{rules.text(form.begin[0])} {form.grammar(tools, rules, is_single=is_single)}"
+    if answer is None:
+        return rules.render(calls)
+    return rules.render(f"{rules.add(calls)} | {rules.json(answer if isinstance(answer, Mapping) else {})}")
 
 
 def strict_calls(form: Any, tools: Sequence[Tool], special_tokens: Mapping[str, int], *, is_single: bool) -> str:

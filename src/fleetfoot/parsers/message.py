@@ -35,6 +35,10 @@ class ReasoningFormat:
             return False
         return self.is_implied or prompt.endswith(self.begin)
 
+    def is_possible(self, prompt: str) -> bool:
+        """Whether a message after the end of a prompt may have reasoning."""
+        return not prompt.rstrip().endswith(self.end)
+
 
 class ToolFormat(Protocol):
     """How a model writes calls of tools."""

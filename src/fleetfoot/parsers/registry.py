@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from fleetfoot.parsers.base import MessageParser, PlainParser, Tool
@@ -93,17 +93,17 @@ class MessageFormat:
 
     tools: ToolFormat
     reasoning: ReasoningFormat | None = None
-    special_tokens: Mapping[str, int] | None = None
+    special_tokens: Mapping[str, int] = field(default_factory=dict)
     """The tokenizer's: token -> id."""
 
     @property
-    def _is_harmony(self) -> bool:
+    def is_harmony(self) -> bool:
         return isinstance(self.tools, HarmonyFormat)
 
     def keeps_special_tokens(self, *, has_tools: bool) -> bool:
         """Whether the text must have the special tokens, for the parser to see them. It drops the others."""
         markers = (*(self.tools.markers if has_tools else ()), *(self.reasoning.markers if self.reasoning else ()))
-        return self._is_harmony or any(marker in (self.special_tokens or {}) for marker in markers)
+        return self.is_harmony or any(marker in self.special_tokens for marker in markers)
 
     def parser(
         self,
@@ -121,8 +121,8 @@ class MessageFormat:
             hides_special_tokens: whether special tokens without a meaning in the format are dropped.
         """
         by_name = {tool.name: tool for tool in functions}
-        hidden = (self.special_tokens or ()) if hides_special_tokens else ()
-        if self._is_harmony:
+        hidden = self.special_tokens if hides_special_tokens else ()
+        if self.is_harmony:
             return HarmonyParser(by_name, hidden=hidden, max_calls=max_calls)
         tools = self.tools if functions else None
         if tools is None and self.reasoning is None:

@@ -55,6 +55,9 @@ class StructuredOutputsParams:
     reasoning_end: str | None = None
     """The constraint begins behind the first occurrence of this text in the output (``</think>``); before it, the
     output is free. None: it begins at once."""
+    reasoning_begin: str | None = None
+    """The output is free up to ``reasoning_end`` only if it begins with this text (``<think>``), and may do so. None:
+    it is free whatever it begins with."""
 
     def __post_init__(self) -> None:
         if self.json_object is False:
@@ -63,7 +66,7 @@ class StructuredOutputsParams:
         if len(given) != 1:
             found = f"got {' and '.join(given)}" if given else "got none"
             raise ValueError(f"structured_outputs needs exactly one of {', '.join(CONSTRAINTS)}; {found}")
-        for name in ("regex", "grammar", "reasoning_end", "whitespace_pattern"):
+        for name in ("regex", "grammar", "reasoning_end", "reasoning_begin", "whitespace_pattern"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise ValueError(f"structured_outputs.{name} must be a string that is not empty, got {value!r:.200}")

@@ -7,11 +7,11 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fleetfoot.engine.chat import ExpectedMessages, ToolUse, merge_deltas
+from fleetfoot.engine.chat import ExpectedMessages, ToolUse, find_schema_error, merge_deltas
 from fleetfoot.outputs import CompletionOutput, RequestOutput
 from fleetfoot.parsers.base import MessageDelta, MessageParser
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.server.http import invalid
+from fleetfoot.server.http import ApiError, invalid
 from fleetfoot.server.service import RequestOutputs, Service, check_completion, engine_prompt
 
 
@@ -137,6 +137,7 @@ class Prepared:
     """A turn that can be sent."""
 
     token_ids: list[int]
+    tools: ToolUse
     expected: ExpectedMessages
 
 
@@ -146,14 +147,12 @@ async def prepare(service: Service, turn: Turn) -> Prepared:
         tools = ToolUse.of(turn.tools, turn.tool_choice, is_parallel=turn.parallel_tool_calls)
     except ValueError as error:
         raise invalid(str(error).split(" ", 1)[0], str(error)) from None
-    if tools.is_forced:
-        raise invalid("tool_choice", f"tool_choice is {turn.tool_choice!r:.100}; only 'auto' and 'none' are supported")
     options = {**turn.template, "tools": list(tools.schemas) or None}
     token_ids = await service.render_chat(turn.messages, **options)
     content = turn.messages[-1].get("content") if turn.template.get("continue_final_message") else None
     template = options.get("chat_template") or service.settings.chat_template
     expected = service.formats.expect(template, tools, turn.params, token_ids, _text(content))
-    return Prepared(token_ids, expected)
+    return Prepared(token_ids, tools, expected)
 
 
 def _text(content: Any) -> str | None:
@@ -182,6 +181,11 @@ async def generate(service: Service, turn: Turn) -> GeneratedMessages:
     """Send the request. Raises ApiError and ValueError for a request that cannot run; then nothing runs."""
     prepared = await prepare(service, turn)
     prompt = engine_prompt(prepared.token_ids, turn.cache_salt)
-    outputs = await service.submit([prompt], turn.params, turn.request_id, turn.priority)
+    try:
+        outputs = await service.submit([prompt], turn.params, turn.request_id, turn.priority)
+    except ApiError as error:
+        if "structured_outputs.grammar" in error.message and (reason := find_schema_error(prepared.tools)):
+            raise invalid(reason.split(" ", 1)[0], reason) from None
+        raise
     parsers = [prepared.expected.parser() for _ in range(turn.params.n)]
     return GeneratedMessages(outputs, parsers, service.count_tokens if prepared.expected.can_reason else None)

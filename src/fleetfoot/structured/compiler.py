@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
-from fleetfoot.structured.grammars import make_grammar
+from fleetfoot.structured.grammars import behind_reasoning, make_grammar
 from fleetfoot.structured.state import GrammarState, ReasoningEnd
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Vocabulary:
 
     tokenizer: Any
     """An `llguidance.LLTokenizer`. Ids behind the tokenizer's own, up to the model's vocabulary, are never allowed."""
-    special_tokens: frozenset[str]
+    special_tokens: Mapping[str, int]
     piece: Callable[[int], bytes]
     """The text of a token, special ones included."""
 
@@ -137,8 +137,8 @@ class GrammarCompiler:
             text = pieces.tables[0][token_id]
             return text if isinstance(text, bytes) else str(text).encode()
 
-        special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-        return Vocabulary(read, frozenset(special), piece)
+        added = backend.get_added_tokens_decoder().items()
+        return Vocabulary(read, {token.content: token_id for token_id, token in added if token.special}, piece)
 
     def _compile(self, params: StructuredOutputsParams) -> Grammar:
         from llguidance import LLMatcher
@@ -149,7 +149,11 @@ class GrammarCompiler:
             return str(LLMatcher(vocabulary.tokenizer, grammar, log_level=0).get_error())
 
         grammar = make_grammar(params, vocabulary.special_tokens, find_error)
+        reasoning_end = params.reasoning_end or ""
+        if params.reasoning_begin is not None and reasoning_end:
+            grammar = behind_reasoning(grammar, params.reasoning_begin, reasoning_end, vocabulary.special_tokens)
+            reasoning_end = ""
         matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0)
         matcher.deep_copy().compute_bitmask()
         self.num_compiled += 1
-        return Grammar(matcher, (params.reasoning_end or "").encode())
+        return Grammar(matcher, reasoning_end.encode())

@@ -111,6 +111,25 @@ def _choice_rule(choices: list[str]) -> str:
     return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 
 
+def behind_reasoning(grammar: str, begin: str, end: str, special_tokens: Mapping[str, int]) -> str:
+    """The grammar of an output that fits another one, with or without reasoning before."""
+
+    def mark(text: str) -> str:
+        return f"<[{special_tokens[text]}]>" if text in special_tokens else json.dumps(text, ensure_ascii=False)
+
+    thought, options = f"TEXT {mark(end)}", "" if end in special_tokens else "[lazy]"
+    rules = [
+        "%llguidance {}",
+        f"start: ({mark(begin)} thought SPACE)? @answer",
+        f"thought{options}: {thought}",
+        "TEXT: /(?s:.*)/",
+        r"SPACE: /\n{0,2}/",
+    ]
+    is_list = grammar.lstrip().startswith("{")
+    first, *others = json.loads(grammar)["grammars"] if is_list else [{"lark_grammar": grammar}]
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, {**first, "name": "answer"}, *others]})
+
+
 # --- JSON schemas -----------------------------------------------------------------------------------------------------
 
 

@@ -41,6 +41,7 @@ from fleetfoot.server.openai.protocol import (
     ChatToolCall,
     FunctionCall,
 )
+from fleetfoot.server.openai.structured import naming_constraint
 from fleetfoot.server.service import RESERVED_VARIABLES, Service
 
 _DECODER = msgspec.json.Decoder(ChatRequest)
@@ -104,7 +105,8 @@ class ChatCompletions:
             cache_salt=body.cache_salt,
             priority=body.priority,
         )
-        generated = await generate(service, turn)
+        with naming_constraint(body):
+            generated = await generate(service, turn)
         answer.echoed = messages[-1]["content"] if body.echo and messages[-1]["role"] == ROLE else ""
         if body.stream:
             return EventStream(answer.events(generated))

@@ -32,6 +32,7 @@ from fleetfoot.server.openai.events import (
 )
 from fleetfoot.server.openai.prompts import read_prompts
 from fleetfoot.server.openai.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from fleetfoot.server.openai.structured import naming_constraint
 from fleetfoot.server.service import RequestOutputs, Service, check_completion, engine_prompt, entry_names
 
 _DECODER = msgspec.json.Decoder(CompletionRequest)
@@ -58,10 +59,11 @@ class Completions:
         inputs = prompts
         if body.add_special_tokens is False:
             inputs = [await service.encode(one, special=False) if isinstance(one, str) else one for one in prompts]
-        outputs = await service.submit(
-            [engine_prompt(one, body.cache_salt) for one in inputs],
-            *(answer.params, answer.id, body.priority, entry_names("prompt", len(inputs))),
-        )
+        with naming_constraint(body):
+            outputs = await service.submit(
+                [engine_prompt(one, body.cache_salt) for one in inputs],
+                *(answer.params, answer.id, body.priority, entry_names("prompt", len(inputs))),
+            )
         if body.stream:
             return EventStream(answer.events(outputs))
         return JSON(answer.whole(await until_disconnected(http, outputs.collect())))

@@ -14,18 +14,13 @@ from msgspec import UNSET, UnsetType
 
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.server.http import invalid
+from fleetfoot.server.openai.structured import structured_outputs
 from fleetfoot.server.service import check_stop_strings
 
 MOST_ENTRIES = {"bad_words": 1024, "stop_token_ids": 1024, "logit_bias": 1 << 17, "allowed_token_ids": 1 << 17}
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -101,13 +96,16 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
 
+    # structured output: one of these
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+
     # refused unless neutral
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
     use_beam_search: Any = None
     length_penalty: Any = None
 
@@ -132,6 +130,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         if self.kv_transfer_params is not None:
             extra["kv_transfer_params"] = self.kv_transfer_params
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        given["structured_outputs"] = structured_outputs(self)
         return SamplingParams(**{**defaults, **given, **fields}, extra_args=extra or None, output_kind=kind)
 
     @property

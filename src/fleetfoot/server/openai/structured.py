@@ -1,0 +1,75 @@
+"""Structured output in OpenAI's and vLLM's fields, as parameters of the engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fleetfoot.records.structured_outputs import StructuredOutputsParams, as_structured_outputs
+from fleetfoot.server.http import ApiError, invalid
+
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+FIELDS = ("response_format", "structured_outputs", *_GUIDED)
+"""Of a body; at most one of them is given."""
+
+
+def structured_outputs(body: Any) -> StructuredOutputsParams | None:
+    """What a body has in one of the fields. Raises ApiError."""
+    given = [name for name in FIELDS if getattr(body, name) is not None]
+    if len(given) > 1:
+        raise invalid(given[1], f"{' and '.join(given)} exclude each other; give one")
+    if not given:
+        return None
+    if given == ["response_format"]:
+        return read_format("response_format", body.response_format)
+    (name,) = given
+    value = getattr(body, name)
+    with _naming(name):
+        if name == "structured_outputs":
+            return as_structured_outputs(value)
+        return StructuredOutputsParams(
+            **{name.removeprefix("guided_"): value}, whitespace_pattern=body.guided_whitespace_pattern
+        )
+
+
+def read_format(place: str, value: Any) -> StructuredOutputsParams | None:
+    """A ``response_format``; None for text. Raises ApiError that names the field within it."""
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if kind == "structural_tag":
+        with _naming(place):
+            return StructuredOutputsParams(structural_tag={key: part for key, part in value.items() if key != "type"})
+    if kind != "json_schema":
+        kinds = "'text', 'json_object', 'json_schema' or 'structural_tag'"
+        raise invalid(f"{place}.type", f"{place}.type is {kind!r:.100}; it must be {kinds}")
+    form = value.get("json_schema")
+    if not isinstance(form, Mapping) or not isinstance(form.get("schema"), Mapping | bool):
+        shown = form.get("schema") if isinstance(form, Mapping) else form
+        text = f"{place}.json_schema.schema is {shown!r:.100}; it must be a JSON schema"
+        raise invalid(f"{place}.json_schema.schema", text)
+    with _naming(place):
+        return StructuredOutputsParams(json=form["schema"])
+
+
+@contextlib.contextmanager
+def _naming(field: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise invalid(field, str(error)) from None
+
+
+@contextlib.contextmanager
+def naming_constraint(body: Any) -> Iterator[None]:
+    """An error about the constraint names the field of the body that it comes from."""
+    try:
+        yield
+    except ApiError as error:
+        given = [name for name in FIELDS if getattr(body, name, None) is not None]
+        if given and error.message.startswith("structured_outputs"):
+            error.param = given[-1]
+        raise

@@ -1,0 +1,181 @@
+"""Grammars of forced tool calls: what they allow is read as calls of the tools, with valid arguments."""
+
+import json
+import random
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+from fleetfoot.engine.chat import ToolUse, find_schema_error
+from fleetfoot.parsers.base import Tool
+from fleetfoot.parsers.grammar import forced_calls, strict_calls
+from fleetfoot.parsers.registry import TOOL_FORMATS, MessageFormat
+from fleetfoot.records.structured_outputs import StructuredOutputsParams
+from fleetfoot.structured.grammars import behind_reasoning, make_grammar
+
+SPECIAL = ["<|eos|>", "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|start|>"]
+
+
+def _schema(**properties):
+    return {"type": "object", "properties": properties, "required": [name for name in properties if name[0] != "x"]}
+
+
+TOOLS = [
+    Tool(
+        "paint",
+        _schema(
+            color={"enum": ["red", "blue"]},
+            layers={"type": "integer", "minimum": 1, "maximum": 3},
+            shiny={"type": "boolean"},
+            xsize={"$ref": "#/$defs/size"},
+            xtags={"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+        )
+        | {"$defs": {"size": _schema(w={"enum": [1, 2.5]})}},
+        is_strict=True,
+    ),
+    Tool("stop-now", _schema(xwhy={"enum": ["done"]}, xhow={"const": "fast"})),
+    Tool("noop"),
+]
+
+
+@pytest.fixture(scope="module")
+def vocabulary():
+    letters = sorted(ByteLevel.alphabet())
+    backend = Tokenizer(BPE({letter: index for index, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    ids = {token: backend.token_to_id(token) for token in SPECIAL}
+    return backend, LLTokenizer(backend.to_str(), eos_token=ids["<|eos|>"]), ids
+
+
+def _generate(vocabulary, grammar, seed, most=600):
+    """A random text of the grammar."""
+    backend, tokenizer, ids = vocabulary
+    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0)
+    assert not matcher.get_error()
+    draw, tokens, newline = random.Random(seed), [], backend.token_to_id("Ċ")
+    while len(tokens) < most:
+        mask = matcher.compute_logit_bias()
+        allowed = [index for index, value in enumerate(mask) if value]
+        if ids["<|eos|>"] in allowed and (len(allowed) == 1 or draw.random() < 0.5):
+            return backend.decode(tokens, skip_special_tokens=False)
+        allowed = [index for index in allowed if index != ids["<|eos|>"]]
+        special = [index for index in allowed if index >= 256] if draw.random() < 0.3 else []
+        plain = [index for index in allowed if backend.decode([index]).isprintable() or index == newline]
+        tokens.append(draw.choice(special or plain or allowed))
+        assert matcher.consume_token(tokens[-1])
+    return None
+
+
+def _parse(name, ids, text):
+    parser = MessageFormat(TOOL_FORMATS[name], None, ids).parser(TOOLS)
+    deltas = [parser.feed(text, []), parser.finish()]
+    calls: list[list[str]] = []
+    for call in (call for delta in deltas for call in delta.tool_calls):
+        if call.name is not None:
+            calls.append([call.name, ""])
+        calls[-1][1] += call.arguments
+    return "".join(delta.content for delta in deltas), [(name, json.loads(text)) for name, text in calls]
+
+
+def _check(name, arguments):
+    tool = next(tool for tool in TOOLS if tool.name == name)
+    if tool.parameters:
+        assert set(arguments) <= set(tool.parameters["properties"])
+        assert set(arguments) >= set(tool.parameters["required"])
+    if name == "paint":
+        assert arguments["color"] in ("red", "blue")
+        assert type(arguments["layers"]) is int and 1 <= arguments["layers"] <= 3
+        assert type(arguments["shiny"]) is bool
+        assert arguments.get("xsize", {"w": 1})["w"] in (1, 2.5)
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_forced_calls_are_valid(vocabulary, name):
+    seen, most = set(), 0
+    for seed in range(12):
+        tools = TOOLS[:2]  # the third one takes any object
+        text = _generate(vocabulary, forced_calls(TOOL_FORMATS[name], tools, vocabulary[2], is_single=seed < 4), seed)
+        assert text is not None
+        content, calls = _parse(name, vocabulary[2], text)
+        assert calls and not content.strip()
+        assert seed >= 4 or len(calls) == 1
+        most = max(most, len(calls))
+        for call, arguments in calls:
+            _check(call, arguments)
+            seen.add(call)
+    assert seen == {"paint", "stop-now"}
+    assert most > 1 or name == "openai"
+
+
+def _accepts(vocabulary, grammar, text):
+    """Whether a text is whole under a grammar."""
+    backend, tokenizer, ids = vocabulary
+    if not grammar.startswith("{"):
+        grammar = LLMatcher.grammar_from_lark(grammar)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    assert not matcher.get_error()
+    tokens = [*backend.encode(text).ids, ids["<|eos|>"]]
+    return matcher.validate_tokens(tokens) == len(tokens)
+
+
+PAINT = '{"color": "red", "layers": 2, "shiny": true}'
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("hermes", '<tool_call>\n{{"name": "paint", "arguments": {}}}\n</tool_call>'),
+        ("mistral", "[TOOL_CALLS]paint[ARGS]{}"),
+        ("llama3_json", '{{"name": "paint", "parameters": {}}}'),
+    ],
+)
+def test_strict_tools_are_valid_wherever_they_are_called(vocabulary, name, call):
+    grammar = strict_calls(TOOL_FORMATS[name], TOOLS, vocabulary[2], is_single=False)
+    assert _accepts(vocabulary, grammar, "Just text, a {brace} and a [list].\n")
+    assert _accepts(vocabulary, grammar, call.format(PAINT))
+    assert not _accepts(vocabulary, grammar, call.format('{"color": "green"}'))
+    assert _accepts(vocabulary, grammar, "")
+    if name != "llama3_json":
+        assert _accepts(vocabulary, grammar, f"Hm.\n{call.format(PAINT)}")
+        assert not _accepts(vocabulary, grammar, f"Hm.\n{call.format('{}')}")
+        loose = call.format('{"any": [1]}').replace("paint", "noop")
+        assert _accepts(vocabulary, grammar, f"{loose}\n{call.format(PAINT)}")
+
+
+def test_an_answer_in_json_or_calls(vocabulary):
+    answer = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    grammar = forced_calls(TOOL_FORMATS["hermes"], TOOLS, vocabulary[2], is_single=True, answer=answer)
+    assert _accepts(vocabulary, grammar, '{"n": 3}')
+    assert _accepts(vocabulary, grammar, '<tool_call>\n{"name": "noop", "arguments": {}}\n</tool_call>')
+    assert not _accepts(vocabulary, grammar, "text")
+
+
+@pytest.mark.parametrize(
+    "constraint", [{"choice": ["yes", "no"]}, {"regex": "yes|no"}, {"json": {"enum": ["yes", "no"]}}], ids=str
+)
+@pytest.mark.parametrize(("begin", "end"), [("<think>", "</think>"), ("<|start|>", "<|end|>")])
+def test_an_answer_behind_reasoning_or_without(vocabulary, begin, end, constraint):
+    params = StructuredOutputsParams(**constraint)
+    grammar = behind_reasoning(make_grammar(params, (), lambda grammar: ""), begin, end, vocabulary[2])
+    yes, no = ('"yes"', '"no"') if "json" in constraint else ("yes", "no")
+    for text in (yes, f"{begin}Hm, {{}} {no}\n{end}\n\n{no}", f"{begin}{end}{no}"):
+        assert _accepts(vocabulary, grammar, text)
+    for text in ("maybe", f"{begin}{yes}", f"{begin}Hm{end}maybe", f"{yes}{begin}Hm{end}"):
+        assert not _accepts(vocabulary, grammar, text)
+
+
+def test_a_schema_that_cannot_be_compiled_is_named():
+    def tool(name, **parameters):
+        return {"type": "function", "function": {"name": name, "parameters": {"type": "object", **parameters}}}
+
+    wrong = {"properties": {"a": {"type": "string", "pattern": "(?=x)"}}}
+    tools = ToolUse.of([tool("good"), tool("bad", **wrong)], "required")
+    message = find_schema_error(tools)
+    assert message.startswith("tools[1].function.parameters cannot be compiled")
+    assert "(at #/properties/a)" in message
+    assert find_schema_error(ToolUse.of([tool("good")], "required")) is None
