@@ -178,7 +178,6 @@ REFUSED = [
     ({"prompt": PROMPT, "n": 0}, "n"),
     ({"prompt": PROMPT, "best_of": 3}, "best_of"),
     ({"prompt": PROMPT, "suffix": "end"}, "suffix"),
-    ({"prompt": PROMPT, "response_format": {"type": "json_object"}}, "response_format"),
     ({"prompt": PROMPT, "stream_options": {"include_usage": True}}, "stream_options"),
     ({"prompt": []}, "prompt"),
     ({"prompt": ["text", 4]}, "prompt[1]"),
@@ -188,7 +187,7 @@ REFUSED = [
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
-    ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools[0].function"),
     ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
     ({"messages": MESSAGES, "chat_template": "{{ messages }}"}, "chat_template"),
 ]

@@ -91,7 +91,7 @@ def forced_calls(
 def strict_calls(form: Any, tools: Sequence[Tool], special_tokens: Mapping[str, int], *, is_single: bool) -> str:
     """A grammar of any text, in which calls are valid; the arguments of tools that are not strict are any object."""
     rules = Rules(special_tokens)
-    tools = [tool if tool.is_strict else Tool(tool.name) for tool in tools]
+    tools = [tool if tool.is_strict else Tool(tool.name, {"type": "object"}) for tool in tools]
     marker = form.begin[0]
     calls = form.grammar(tools, rules, is_single=is_single)
     if len(marker) == 1:  # content may have it, but not at its beginning
@@ -102,8 +102,9 @@ def strict_calls(form: Any, tools: Sequence[Tool], special_tokens: Mapping[str, 
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """The schema of a tool's arguments: an object, without properties that are not named."""
-    return {"type": "object", **closed(tool.parameters)}
+    """The schema of a tool's arguments: an object, without properties that are not named. Without a schema, it is
+    empty."""
+    return {"type": "object", **closed(tool.parameters or {"properties": {}})}
 
 
 def closed(schema: Any) -> Any:
@@ -120,7 +121,7 @@ def closed(schema: Any) -> Any:
     for name in _SCHEMA_MAPS:
         if isinstance(result.get(name), Mapping):
             result[name] = {key: closed(one) for key, one in result[name].items()}
-    if result.get("properties") and not any(name in result for name in _CLOSING):
+    if "properties" in result and not any(name in result for name in _CLOSING):
         result["additionalProperties"] = False
     return result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -72,4 +73,5 @@ def naming_constraint(body: Any) -> Iterator[None]:
         given = [name for name in FIELDS if getattr(body, name, None) is not None]
         if given and error.message.startswith("structured_outputs"):
             error.param = given[-1]
+            error.message = re.sub(r"^structured_outputs(\.\w+)?", given[-1], error.message)
         raise

@@ -1,0 +1,163 @@
+"""Tools and structured output with OpenAI's client, on a model that only a grammar makes call anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import httpx
+import openai
+import pytest
+from pydantic import BaseModel
+
+from tests.helpers.server import RunningServer
+
+MODEL = "story"
+ASK: Any = [{"role": "user", "content": "What is the weather?"}]
+
+
+def tool(name: str, **properties: Any) -> Any:
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "description": "A tool.", "parameters": schema}}
+
+
+CITY = {"enum": ["Rome", "Linz"]}
+TOOLS: Any = [tool("get_weather", city=CITY, days={"type": "integer", "minimum": 1, "maximum": 9}), tool("get_time")]
+NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.fixture(scope="module")
+def api(server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as made:
+        yield made
+
+
+def check_calls(message: Any, choice: Any) -> list[dict[str, Any]]:
+    """Checks the calls of a message. Returns the messages that go on from it."""
+    assert not message.content and message.tool_calls
+    results = []
+    for call in message.tool_calls:
+        arguments = json.loads(call.function.arguments)
+        assert call.type == "function" and call.id.startswith("call_")
+        if call.function.name == "get_weather":
+            assert arguments["city"] in CITY["enum"] and 1 <= arguments["days"] <= 9
+        else:
+            assert (choice, call.function.name, arguments) == ("required", "get_time", {})
+        results.append({"role": "tool", "tool_call_id": call.id, "content": "sunny"})
+    return [message.model_dump(exclude_none=True), *results]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_agent_calls_tools_ten_times(api: openai.OpenAI, streams: bool) -> None:
+    messages, ids = list(ASK), set()
+    for number in range(10):
+        choice = "required" if number % 2 else NAMED
+        options: Any = {"model": MODEL, "messages": messages[:1] + messages[-4:], "tools": TOOLS, "max_tokens": 200}
+        options |= {"tool_choice": choice, "parallel_tool_calls": False, "seed": number}
+        if streams:
+            with api.chat.completions.stream(**options) as stream:
+                finish = stream.get_final_completion().choices[0]
+        else:
+            finish = api.chat.completions.create(**options).choices[0]
+        assert finish.finish_reason == "tool_calls"
+        messages += check_calls(finish.message, choice)
+        ids.add(messages[-1]["tool_call_id"])
+    assert len(ids) == 10
+
+
+def test_streamed_arguments_are_those_of_the_whole_response(api: openai.OpenAI) -> None:
+    options: Any = {"model": MODEL, "messages": ASK, "tools": TOOLS, "tool_choice": NAMED, "temperature": 0}
+    whole = api.chat.completions.create(**options).choices[0].message.tool_calls[0].function
+    deltas = [chunk.choices[0].delta for chunk in api.chat.completions.create(**options, stream=True)]
+    calls = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert [call.function.name for call in calls if call.id] == [whole.name]
+    assert "".join(call.function.arguments or "" for call in calls) == whole.arguments
+    assert len(calls) > 2
+    assert not any(delta.content for delta in deltas)
+
+
+def test_a_cut_call_ends_with_length(api: openai.OpenAI) -> None:
+    answer = api.chat.completions.create(
+        model=MODEL, messages=ASK, tools=TOOLS, tool_choice=NAMED, temperature=0, max_tokens=22
+    ).choices[0]
+    assert answer.finish_reason == "length"
+    assert answer.message.tool_calls is None or answer.message.tool_calls[0].function.name == "get_weather"
+
+
+class Report(BaseModel):
+    mood: Literal["good", "bad"]
+    scores: tuple[Literal[1, 2], Literal[3, 4]]
+
+
+def test_the_parse_helper(api: openai.OpenAI) -> None:
+    options: Any = {"model": MODEL, "messages": ASK, "response_format": Report, "max_tokens": 400}
+    parsed = api.chat.completions.parse(**options).choices[0].message.parsed
+    assert isinstance(parsed, Report)
+    with api.chat.completions.stream(**options) as stream:
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Report)
+
+
+@pytest.mark.parametrize(
+    ("fields", "allowed"),
+    [
+        ({"guided_choice": ["sunny", "rainy"]}, {"sunny", "rainy"}),
+        ({"guided_regex": "(ab){2}c"}, {"ababc"}),
+        ({"guided_json": {"const": 12}}, {"12"}),
+        ({"guided_grammar": 'root ::= "x" "y"'}, {"xy"}),
+        ({"structured_outputs": {"choice": ["sunny"]}}, {"sunny"}),
+    ],
+)
+def test_structured_output_of_chat_and_completions(
+    client: httpx.Client, fields: dict[str, Any], allowed: set[str]
+) -> None:
+    body = client.post("/v1/completions", json={"prompt": "Once", "max_tokens": 20, **fields}).json()
+    assert body["choices"][0]["text"] in allowed
+    body = client.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 20, **fields}).json()
+    assert body["choices"][0]["message"]["content"] in allowed
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools[2].function.name"),
+        ({"tools": [tool("f", x={"pattern": "(?=x)"})], "tool_choice": "required"}, "tools[0].function.parameters"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "perhaps"}, "tool_choice"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "tool_choice.function.name",
+        ),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
+            "messages[0].tool_calls[0].function",
+        ),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, "response_format"),
+        ({"guided_regex": "(", "response_format": {"type": "json_object"}}, "guided_regex"),
+        ({"guided_regex": "("}, "guided_regex"),
+    ],
+)
+def test_a_refusal_names_the_field(client: httpx.Client, fields: dict[str, Any], param: str) -> None:
+    response = client.post("/v1/chat/completions", json={"messages": ASK, **fields})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    assert param.split("[")[0].split(".")[0] in response.json()["error"]["message"]
+
+
+def test_unused_tools_change_nothing(client: httpx.Client) -> None:
+    body = {"messages": ASK, "max_tokens": 8, "temperature": 0}
+    plain = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+    for fields in ({"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}, {"reasoning_effort": "none"}):
+        message = client.post("/v1/chat/completions", json={**body, **fields}).json()["choices"][0]["message"]
+        assert message["content"] == plain and "tool_calls" not in message
