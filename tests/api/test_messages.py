@@ -6,7 +6,7 @@ import asyncio
 import functools
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import anthropic
 import httpx
@@ -218,8 +218,9 @@ REFUSED = [
     ({"container": "c"}, "container"),
     ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
-    ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format"),
-    ({"output_format": {"type": "json_schema", "schema": {}}}, "output_format"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 3}}}}, "output_config.format.schema"),
+    ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
+    ({"output_config": {"task_budget": {"type": "tokens", "total": 5}}}, "output_config.task_budget"),
     ({"speed": "fast"}, "speed"),
 ]  # fmt: skip
 
@@ -268,6 +269,22 @@ def test_errors_have_anthropics_envelope(client: httpx.Client, server: RunningSe
         create(api, **{**BODY, "system": "word " * 5000})
     both = {"Authorization": "Bearer other", "x-api-key": "secret"}
     assert httpx.post(f"{server.url}/v1/messages", json=BODY, headers=both).status_code == 200
+
+
+class Report(pydantic.BaseModel):
+    mood: Literal["good", "bad"]
+    score: Literal[1, 2, 3]
+
+
+def test_an_output_format_is_that_of_the_text(api: anthropic.Anthropic, client: httpx.Client) -> None:
+    options: dict[str, Any] = {"model": "story", "messages": MESSAGES, "max_tokens": 200}
+    message = api.messages.parse(**options, output_format=Report)
+    assert isinstance(message.parsed_output, Report) and message.stop_reason == "end_turn"
+    with api.messages.stream(**options, output_format=Report) as stream:
+        assert isinstance(stream.get_final_message().parsed_output, Report)
+    form = {"type": "json_schema", "schema": {"const": 12}}
+    body = client.post("/v1/messages", json={**options, "output_format": form}).json()
+    assert body["content"][0]["text"] == "12"
 
 
 # --- tools and thinking, of a parser ----------------------------------------------------------------------------------

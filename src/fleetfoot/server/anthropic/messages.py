@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from starlette.responses import Response
 from fleetfoot.outputs import CompletionOutput, RequestOutput
 from fleetfoot.parsers.base import MessageDelta, ToolCallDelta
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
+from fleetfoot.records.structured_outputs import StructuredOutputsParams
 from fleetfoot.server.anthropic.prompts import read_conversation, read_tool_choice, read_tools, sign
 from fleetfoot.server.anthropic.protocol import (
     UNSUPPORTED,
@@ -48,6 +50,13 @@ from fleetfoot.server.service import Service, check_stop_strings
 _MESSAGE = msgspec.json.Decoder(MessagesRequest)
 _COUNT = msgspec.json.Decoder(CountTokensRequest)
 
+_NAMES = {
+    ".function.parameters": ".input_schema",
+    ".function.name": ".name",
+    "structured_outputs.json": "output_config.format.schema",
+}
+"""Names of fields in errors about `Turn` and the engine's parameters -> those of Anthropic's API."""
+
 
 class MessagesEndpoints:
     """The endpoints."""
@@ -61,7 +70,10 @@ class MessagesEndpoints:
         service.check_generates()
         turn = _read_turn(body, service, http.scope["request_id"])
         answer = MessageAnswer(body, service.model_name, turn.request_id)
-        generated = await generate(service, turn)
+        try:
+            generated = await generate(service, turn)
+        except ApiError as error:
+            raise _renamed(error) from None
         if body.stream:
             return EventStream(answer.events(generated))
         return JSON(answer.whole(*await until_disconnected(http, generated.collect())))
@@ -71,7 +83,18 @@ class MessagesEndpoints:
         body = await service.read(http, _COUNT)
         service.check_generates()
         turn = _read_turn(body, service, http.scope["request_id"])
-        return JSON(TokenCount(len(await prompt_token_ids(service, turn))))
+        try:
+            return JSON(TokenCount(len(await prompt_token_ids(service, turn))))
+        except ApiError as error:
+            raise _renamed(error) from None
+
+
+def _renamed(error: ApiError) -> ApiError:
+    """The error with this API's names of fields."""
+    message = error.message
+    for name, own in _NAMES.items():
+        message = message.replace(name, own)
+    return replace(error, message=message, param=None)
 
 
 def _read_turn(body: CountTokensRequest, service: Service, request_id: str) -> Turn:
@@ -103,7 +126,9 @@ def _sampling_params(body: CountTokensRequest, defaults: dict[str, Any]) -> Samp
     given["max_tokens"] = body.max_tokens
     known = {name: value for name, value in given.items() if value is not None}
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
-    return SamplingParams(**{**defaults, **known}, output_kind=kind)
+    form = body.output_format or (body.output_config and body.output_config.format)
+    constraint = StructuredOutputsParams(json=form.schema) if form else None
+    return SamplingParams(**{**defaults, **known}, output_kind=kind, structured_outputs=constraint)
 
 
 def _template_variables(body: CountTokensRequest) -> dict[str, Any]:
@@ -116,10 +141,9 @@ def _template_variables(body: CountTokensRequest) -> dict[str, Any]:
         thinks = body.thinking.type != "disabled"
         variables = {"enable_thinking": thinks, "thinking": thinks}
     if (config := body.output_config) is not None:
-        for name in ("format", "task_budget"):
-            if getattr(config, name) is not None:
-                message = f"output_config.{name} is not supported"
-                raise invalid(f"output_config.{name}", message, "unsupported_parameter")
+        if config.task_budget is not None:
+            name = "output_config.task_budget"
+            raise invalid(name, f"{name} is not supported", "unsupported_parameter")
         if config.effort is not None:
             variables["reasoning_effort"] = "high" if config.effort in ("xhigh", "max") else config.effort
     return variables

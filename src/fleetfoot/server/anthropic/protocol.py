@@ -18,7 +18,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "diagnostics": (),
     "inference_geo": (),
     "mcp_servers": ([],),
-    "output_format": (),
     "speed": ("standard",),
 }
 """Field -> neutral values besides null."""
@@ -119,10 +118,14 @@ class Thinking(_Param):
     display: Literal["summarized", "omitted"] | None = None
 
 
+class OutputFormat(_Param, tag_field="type", tag="json_schema"):
+    schema: dict[str, Any]
+
+
 class OutputConfig(_Param):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     """The variable ``reasoning_effort`` of the chat template."""
-    format: Any = None
+    format: OutputFormat | None = None
     task_budget: Any = None
 
 
@@ -142,6 +145,8 @@ class CountTokensRequest(_Param):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """The older name of ``output_config.format``."""
 
     max_tokens: int | None = None
     stream: bool | None = None
@@ -163,7 +168,6 @@ class CountTokensRequest(_Param):
     diagnostics: Any = None
     inference_geo: Any = None
     mcp_servers: Any = None
-    output_format: Any = None
     speed: Any = None
 
 
