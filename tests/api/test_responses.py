@@ -212,6 +212,65 @@ def count(api: openai.OpenAI, items: list[Any]) -> int:
     return api.responses.input_tokens.count(model="story", input=items).input_tokens
 
 
+CITY: Any = {"type": "object", "properties": {"city": {"enum": ["Rome", "Linz"]}}, "required": ["city"]}
+TOOLS: Any = [
+    {"type": "function", "name": "get_weather", "description": "The weather.", "parameters": CITY, "strict": True},
+    {"type": "function", "name": "get_time"},
+]
+CHOICES: list[Any] = [
+    {"type": "function", "name": "get_weather"},
+    {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_time"}]},
+    "required",
+]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_agent_calls_tools(api: openai.OpenAI, client: httpx.Client, streams: bool) -> None:
+    items: Any = [{"role": "user", "content": "What is the weather?"}]
+    last: Any = None
+    for number in range(6):
+        options = {"model": "story", "tools": TOOLS, "parallel_tool_calls": False, "seed": number, "input": items[-1:]}
+        options |= {"tool_choice": CHOICES[number % 3], "previous_response_id": last and last.id}
+        if streams:
+            events = raw_events(client, options)
+            last = events[-1].response
+            deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+            assert "".join(deltas) == last.output[0].arguments
+        else:
+            last = Response.model_validate_json(client.post("/v1/responses", json=options).content, strict=True)
+        (call,) = last.output
+        assert last.status == "completed" and (call.type, call.status) == ("function_call", "completed")
+        arguments = json.loads(call.arguments)
+        expected = {"get_weather": ("Rome", "Linz"), "get_time": (None,)}
+        assert call.name == ["get_weather", "get_time", call.name][number % 3]
+        assert arguments.get("city") in expected[call.name]
+        items += [call.to_dict(), {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]
+    whole: Any = {"model": "story", "tools": TOOLS, "temperature": 0, "max_output_tokens": 5}
+    continued = api.responses.create(**whole, input=items[-1:], previous_response_id=last.id)
+    assert texts_or_calls(continued) == texts_or_calls(api.responses.create(**whole, input=items))
+
+
+def texts_or_calls(response: Any) -> Any:
+    assert response.usage is not None
+    return response.output_text, response.usage.input_tokens
+
+
+class GetWeather(pydantic.BaseModel):
+    city: Literal["Rome", "Linz"]
+
+
+def test_arguments_are_parsed(api: openai.OpenAI) -> None:
+    form: Any = openai.pydantic_function_tool(GetWeather)
+    tool = {"type": "function", **form["function"]}
+    options: Any = {"model": "story", "input": INPUT, "tools": [tool], "tool_choice": "required"}
+    with api.responses.stream(**options, parallel_tool_calls=False) as stream:
+        (streamed,) = stream.get_final_response().output
+    (parsed,) = api.responses.parse(**options, parallel_tool_calls=False).output
+    for call in (streamed, parsed):
+        assert call.type == "function_call" and isinstance(call.parsed_arguments, dict)
+        assert GetWeather(**call.parsed_arguments).city in ("Rome", "Linz")
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"nonsense": 1}, "nonsense"),
     ({"input": []}, "input"),
@@ -233,7 +292,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"truncation": "middle"}, "truncation"),
     ({"metadata": {"a": 1}}, "metadata.a"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-    ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+    ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+    ({"tools": [{"type": "function", "name": "f", "parameters": {"type": "string"}}]}, "tools[0].parameters.type"),
+    ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name"),
+    ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "f"}]}}, "tool_choice.tools[0]"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{"}]}, "input[0].arguments"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "text.format"),
+    ({"guided_regex": "("}, "guided_regex"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
     ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "b"}}}}, "text.format.schema"),
     ({"reasoning": {"effort": "utmost"}}, "reasoning.effort"),

@@ -16,7 +16,7 @@ from fleetfoot.outputs import CompletionOutput, RequestOutput
 from fleetfoot.parsers.base import MessageDelta, ToolCallDelta
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.server.conversation import MessageChunk, effort_variables
-from fleetfoot.server.openai.responses import Answer, read_tool_choice
+from fleetfoot.server.openai.responses import Answer
 from fleetfoot.server.openai.responses_items import chat_messages, read_items
 from fleetfoot.server.openai.responses_output import Events, NoEvents, OutputBuilder
 from fleetfoot.server.openai.responses_protocol import ResponseRequest
@@ -117,23 +117,6 @@ def test_cut_output() -> None:
         builder.finish(status)
         (item,) = builder.items
         assert item.status == status
-
-
-@pytest.mark.parametrize(
-    ("choice", "expected"),
-    [
-        (None, ("auto", "fg")),
-        ("required", ("required", "fg")),
-        ({"type": "function", "name": "g"}, ({"type": "function", "function": {"name": "g"}}, "fg")),
-        ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "g"}]}, ("auto", "g")),
-    ],
-    ids=str,
-)
-def test_tool_choices(choice: Any, expected: Any) -> None:
-    tools = [{"type": "function", "name": name} for name in "fg"]
-    body = msgspec.convert({"input": "x", "tools": tools, "tool_choice": choice}, ResponseRequest)
-    turn_choice, left = read_tool_choice(body)
-    assert (turn_choice, "".join(tool.name for tool in left)) == expected
 
 
 def test_efforts_are_variables_of_the_template() -> None:

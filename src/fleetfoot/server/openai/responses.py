@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -55,11 +56,11 @@ from fleetfoot.server.openai.responses_protocol import (
     ResponseEvent,
     ResponseObject,
     ResponseRequest,
-    ResponseTool,
     ResponseUsage,
     RetrieveQuery,
     TextConfig,
 )
+from fleetfoot.server.openai.structured import naming_constraint
 from fleetfoot.server.openapi import READS, RUNS, Endpoint
 from fleetfoot.server.service import Service
 from fleetfoot.server.store import ResponseStore
@@ -96,13 +97,8 @@ class Responses:
         turn = read_turn(body, items, params, service, body.request_id or request_id(http, "resp"))
         if body.truncation == "auto":
             turn.messages = await drop_oldest(service, turn)
-        try:
+        with naming_fields(body):
             generated = await generate(service, turn)
-        except ApiError as error:
-            if (name := "structured_outputs.json") in error.message:
-                error.param = "text.format.schema"
-                error.message = error.message.replace(name, error.param)
-            raise
         if body.background:
             queued = await self._run_in_background(answer, generated)
             return EventStream(self._logs[queued.id].read(0)) if body.stream else JSON(queued)
@@ -216,7 +212,8 @@ class Responses:
         body.check()
         items = await self._read_items(body, secrets.token_hex(16))
         turn = read_turn(body, items, sampling_params(body, service), service, "")
-        return JSON(InputTokens(len(await prompt_token_ids(service, turn))))
+        with naming_fields(body):
+            return JSON(InputTokens(len(await prompt_token_ids(service, turn))))
 
 
 def read_query(http: Request, kind: type[_T]) -> _T:
@@ -234,17 +231,17 @@ async def _encoded(events: Sequence[str]) -> AsyncIterator[bytes]:
 
 
 def history(record: Any) -> list[Item]:
-    """The items of a stored response: of its input and its output."""
-    items: list[Item] = record["items"] + record["response"]["output"]
-    return items
+    """The items of a stored response: of its input and its output. Calls that were cut are left out."""
+    is_cut = {"type": "function_call", "status": "incomplete"}.items()
+    return [item for item in record["items"] + record["response"]["output"] if not is_cut <= item.items()]
 
 
 def sampling_params(body: ResponseRequest, service: Service) -> SamplingParams:
     """Raises ValueError."""
-    defaults = service.engine.facts.sampling_defaults
-    params = body.sampling_params(defaults, max_tokens=body.max_output_tokens, logprobs=body.num_logprobs)
-    if body.text is not None and body.text.format is not None:
-        params.structured_outputs = body.text.format.constraint
+    fields: dict[str, Any] = {"max_tokens": body.max_output_tokens, "logprobs": body.num_logprobs}
+    if body.constraint is not None:
+        fields["structured_outputs"] = body.constraint
+    params = body.sampling_params(service.engine.facts.sampling_defaults, **fields)
     if params.logprobs is not None:
         params.output_kind = RequestOutputKind.DELTA  # logprobs of the text are told from others step by step
     return params
@@ -253,32 +250,39 @@ def sampling_params(body: ResponseRequest, service: Service) -> SamplingParams:
 def read_turn(body: ResponseRequest, items: list[Item], params: SamplingParams, service: Service, name: str) -> Turn:
     """The request without its dialect. Raises ApiError."""
     instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
-    choice, tools = read_tool_choice(body)
+    choice: Any = body.tool_choice or "auto"
+    if isinstance(choice, FunctionChoice):
+        choice = {"type": "function", "function": {"name": choice.name}}
     effort = body.reasoning.effort if body.reasoning is not None else None
     return Turn(
         request_id=name,
         messages=read_messages([*instructions, *chat_messages(items)]),
         params=params,
         template={**effort_variables(effort), **template_options(service, body)},
-        tools=[tool.as_chat_tool() for tool in tools],
-        tool_choice=choice,
+        tools=[tool.as_chat_tool() for tool in body.tools or ()],
+        tool_choice=msgspec.to_builtins(choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         cache_salt=body.cache_salt,
         priority=body.priority,
     )
 
 
-def read_tool_choice(body: ResponseRequest) -> tuple[str | dict[str, Any], list[ResponseTool]]:
-    """The choice as `Turn` takes it, and the tools that it leaves. Raises ApiError for one that does not exist."""
-    choice, tools = body.tool_choice or "auto", {tool.name: tool for tool in body.tools or ()}
-    if isinstance(choice, str):
-        return choice, list(tools.values())
-    names = [choice.name] if isinstance(choice, FunctionChoice) else [str(tool.get("name")) for tool in choice.tools]
-    if unknown := [name for name in names if name not in tools]:
-        raise invalid("tool_choice", f"tool_choice names {unknown[0]!r:.100}, which is none of the tools")
-    if isinstance(choice, FunctionChoice):
-        return {"type": "function", "function": {"name": choice.name}}, list(tools.values())
-    return choice.mode, [tools[name] for name in names]
+@contextlib.contextmanager
+def naming_fields(body: ResponseRequest) -> Iterator[None]:
+    """Errors about fields in the form of chat completions name those of responses."""
+    names = {".function.": ".", ".allowed_tools.": "."}
+    if body.constraint is not None:
+        names["structured_outputs.json"] = "text.format.schema"
+    with naming_constraint(body):
+        try:
+            yield
+        except ApiError as error:
+            for name, own in names.items():
+                error.message = error.message.replace(name, own)
+                error.param = error.param and error.param.replace(name, own)
+            if error.message.startswith("text.format.schema"):
+                error.param = "text.format.schema"
+            raise
 
 
 async def drop_oldest(service: Service, turn: Turn) -> Sequence[Mapping[str, Any]]:
@@ -356,7 +360,7 @@ class Answer:
                 self._add(output, chunks)
         finally:
             generated.close()
-        await self._complete()
+        self._complete(generated)
         if self.response.store:
             await self.keep()
         return self.response
@@ -377,7 +381,7 @@ class Answer:
                 self._add(output, chunks)
                 if encoded := events.take():
                     yield encoded
-            await self._complete()
+            self._complete(generated)
         except Exception as raised:
             error = ApiError.of(raised)
             events.add("error", code=error.code or error.kind, message=error.message, param=error.param)
@@ -399,11 +403,11 @@ class Answer:
         if output.kv_transfer_params is not None:
             self.response.kv_transfer_params = output.kv_transfer_params
 
-    async def _complete(self) -> None:
+    def _complete(self, generated: GeneratedMessages) -> None:
         response = self.response
         response.status = "incomplete" if self._is_cut else "completed"
         self._output.finish(response.status)
-        response.output, response.usage = self._output.items, await self._usage()
+        response.output, response.usage = self._output.items, self._usage(generated.num_reasoning_tokens())
         if self._is_cut:
             response.incomplete_details = IncompleteDetails("max_output_tokens")
         else:
@@ -421,17 +425,13 @@ class Answer:
         record = {"response": self.response, "items": self._items, "events": events}
         await self._store.put(self.response.id, ENCODER.encode(record))
 
-    async def _usage(self) -> ResponseUsage:
-        usage, reasoning, num_reasoning = self._counter.usage(), self._output.reasoning, 0
-        if reasoning:
-            encode = self._service.tokenizer.encode
-            token_ids = await asyncio.to_thread(encode, reasoning, add_special_tokens=False)
-            num_reasoning = min(len(token_ids), usage.completion_tokens)
+    def _usage(self, num_reasoning: int | None) -> ResponseUsage:
+        usage = self._counter.usage()
         return ResponseUsage(
             usage.prompt_tokens,
             InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
             usage.completion_tokens,
-            OutputTokensDetails(num_reasoning),
+            OutputTokensDetails(min(num_reasoning or 0, usage.completion_tokens)),
             usage.total_tokens,
         )
 

@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from fleetfoot.server.http import ApiError, invalid
 from fleetfoot.server.openai.prompts import read_text
 
@@ -67,7 +69,15 @@ def _read_texts(place: str, content: Any) -> list[str]:
 
 
 def _read_call(place: str, item: Mapping[str, Any]) -> Item:
-    return {name: _string(f"{place}.{name}", item.get(name)) for name in ("call_id", "name", "arguments")}
+    call = {name: _string(f"{place}.{name}", item.get(name)) for name in ("call_id", "name", "arguments")}
+    try:
+        is_object = isinstance(msgspec.json.decode(call["arguments"] or "{}"), dict)
+    except msgspec.DecodeError:
+        is_object = False
+    if not is_object:
+        message = f"{place}.arguments is {call['arguments']!r:.100}; it must be the text of a JSON object"
+        raise invalid(f"{place}.arguments", message)
+    return call
 
 
 def _read_call_output(place: str, item: Mapping[str, Any]) -> Item:

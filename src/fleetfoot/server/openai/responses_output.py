@@ -170,7 +170,6 @@ class OutputBuilder:
 
     def __init__(self, key: str, events: Events, *, as_summary: bool = False, encrypts: bool = False) -> None:
         self.items: list[OutputItem] = []
-        self.reasoning = ""
         self._key = key
         self._events = events
         self._options = {"as_summary": as_summary, "encrypts": encrypts}
@@ -181,7 +180,6 @@ class OutputBuilder:
     def add(self, delta: MessageDelta, logprobs: Sequence[TokenLogprob] = ()) -> None:
         """The next delta, and the logprobs of its tokens. Those of tokens without text wait for the next text."""
         if delta.reasoning:
-            self.reasoning += delta.reasoning
             is_open = isinstance(self._open, _ReasoningBlock)
             block = self._open if is_open else self._begin(_ReasoningBlock, "reasoning", **self._options)
             block.append(delta.reasoning)

@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
 from fleetfoot.server.http import invalid
 from fleetfoot.server.openai.protocol import UNSUPPORTED, GenerationRequest, TokenLogprob
+from fleetfoot.server.openai.structured import FIELDS
 
 MAX_TOP_LOGPROBS = 20
 LOGPROBS = "message.output_text.logprobs"
@@ -34,17 +35,9 @@ Status = Literal["completed", "failed", "in_progress", "cancelled", "queued", "i
 class PlainFormat(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
     """Of ``text.format``."""
 
-    @property
-    def constraint(self) -> StructuredOutputsParams | None:
-        return None
-
 
 class JsonObjectFormat(msgspec.Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True):
     """Of ``text.format``: any JSON object."""
-
-    @property
-    def constraint(self) -> StructuredOutputsParams | None:
-        return StructuredOutputsParams(json_object=True)
 
 
 class JsonSchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True):
@@ -54,10 +47,6 @@ class JsonSchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema", forb
     schema: dict[str, Any]
     strict: bool | None = None
     description: str | None = None
-
-    @property
-    def constraint(self) -> StructuredOutputsParams | None:
-        return StructuredOutputsParams(json=self.schema)
 
 
 class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
@@ -116,6 +105,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
         "prompt_logprobs": (),
         "add_special_tokens": (False,),
         "return_token_ids": (False,),
+        "response_format": (),
         "conversation": (),
         "prompt": (),
         "moderation": (),
@@ -161,6 +151,8 @@ class ResponseRequest(GenerationRequest, kw_only=True):
         for name, value in (self.metadata or {}).items():
             if not isinstance(value, str):
                 raise invalid(f"metadata.{name}", f"metadata.{name} is {value!r:.100}; it must be a string")
+        if self.constraint is not None and any(getattr(self, name) is not None for name in FIELDS):
+            raise invalid("text.format", f"text.format excludes {', '.join(FIELDS)}; give one of them")
         if self.background and self.store is False:
             raise invalid("background", "background needs store=true: the response is fetched later")
         if self.prompt_cache_retention not in (None, "in_memory", "24h"):
@@ -171,6 +163,14 @@ class ResponseRequest(GenerationRequest, kw_only=True):
     def num_logprobs(self) -> int | None:
         """``top_logprobs`` of each token of the text; None: without logprobs."""
         return self.top_logprobs or (0 if LOGPROBS in (self.include or ()) else None)
+
+    @property
+    def constraint(self) -> StructuredOutputsParams | None:
+        """Of ``text.format``."""
+        form = self.text.format if self.text is not None else None
+        if isinstance(form, JsonSchemaFormat):
+            return StructuredOutputsParams(json=form.schema)
+        return StructuredOutputsParams(json_object=True) if isinstance(form, JsonObjectFormat) else None
 
     @property
     def has_summary(self) -> bool:
