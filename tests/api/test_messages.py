@@ -22,7 +22,7 @@ from fleetfoot.outputs import CompletionOutput, RequestOutput
 from fleetfoot.parsers.base import MessageDelta, ToolCallDelta
 from fleetfoot.server.anthropic.messages import MessageAnswer
 from fleetfoot.server.anthropic.prompts import read_conversation, read_tool_choice, read_tools
-from fleetfoot.server.anthropic.protocol import MessagesRequest, ToolUseBlock
+from fleetfoot.server.anthropic.protocol import AssistantMessage, MessagesRequest, ToolUseBlock
 from fleetfoot.server.conversation import GeneratedMessages, merge_deltas
 from tests.helpers.server import RunningServer
 
@@ -207,6 +207,10 @@ REFUSED = [
     ({"system": [{"type": "image"}]}, "system[0]"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
     ({"tools": [{"name": "f"}]}, "tools[0]"),
+    ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
+    ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "tools[0].input_schema.type"),
+    ({"tools": [{"name": "f", "input_schema": {"properties": {"x": {"pattern": "(?=x)"}}}}],
+      "tool_choice": {"type": "any"}}, "tools[0].input_schema"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
     ({"thinking": {"type": "between_tools"}}, "thinking"),
@@ -287,6 +291,50 @@ def test_an_output_format_is_that_of_the_text(api: anthropic.Anthropic, client: 
     assert body["content"][0]["text"] == "12"
 
 
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+CITY = {"enum": ["Rome", "Linz"]}
+WEATHER: Any = {
+    "name": "weather",
+    "input_schema": {"type": "object", "properties": {"city": CITY, "days": {"enum": [1, 2]}}, "required": ["city"]},
+}
+CLOCK: Any = {"name": "clock", "input_schema": {"type": "object", "properties": {}}}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_agent_uses_tools_ten_times(api: anthropic.Anthropic, streams: bool) -> None:
+    messages, ids = list(MESSAGES), set()
+    for number in range(10):
+        choice = {"type": "tool", "name": "weather"} if number % 2 else {"type": "any"}
+        options: Any = {"model": "story", "messages": messages[:1] + messages[1:][-2:], "max_tokens": 200}
+        options |= {"tools": [WEATHER, CLOCK], "tool_choice": {**choice, "disable_parallel_tool_use": True}}
+        count = api.messages.count_tokens(**{name: one for name, one in options.items() if name != "max_tokens"})
+        if streams:
+            with api.messages.stream(**options) as stream:
+                pieces = [event.partial_json for event in stream if event.type == "input_json"]
+                message = stream.get_final_message()
+            assert json.loads("".join(pieces) or "{}") == message.content[-1].to_dict()["input"]
+        else:
+            message = api.messages.create(**options)
+        assert message.stop_reason == "tool_use"
+        assert message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0) == count.input_tokens
+        (call,) = [block for block in message.content if block.type == "tool_use"]
+        assert call.name == "weather" or number % 2 == 0
+        if call.name == "weather":
+            assert call.input["city"] in CITY["enum"]
+        ids.add(call.id)
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
+        messages += [message.to_param(), {"role": "user", "content": [result]}]
+    assert len(ids) == 10
+
+
+def test_tools_that_are_not_used(client: httpx.Client) -> None:
+    plain = client.post("/v1/messages", json=BODY).json()["content"]
+    for choice in ({"type": "auto"}, {"type": "none"}):
+        body = {**BODY, "tools": [WEATHER], "tool_choice": choice}
+        assert client.post("/v1/messages", json=body).json()["content"] == plain
+
+
 # --- tools and thinking, of a parser ----------------------------------------------------------------------------------
 
 
@@ -318,11 +366,15 @@ def generated(*deltas: MessageDelta, finish_reason: str = "stop", stop_reason: A
         completion = CompletionOutput(0, "", token_ids, finish_reason=reason, stop_reason=stop_reason)
         return RequestOutput("r", None, [1, 2, 3], [completion], reason is not None, num_cached_tokens=2)
 
-    return GeneratedMessages(cast(Any, Outputs()), [Parser()])
+    return GeneratedMessages(cast(Any, Outputs()), [Parser()], lambda text: len(text.split()))
 
 
 def answer(**fields: Any) -> MessageAnswer:
     return MessageAnswer(msgspec.convert({**BODY, **fields}, MessagesRequest), "story", "req_1")
+
+
+def whole_message(made: MessageAnswer, message: GeneratedMessages) -> AssistantMessage:
+    return made.whole(message, *asyncio.run(message.collect()))
 
 
 def streamed(made: MessageAnswer, message: GeneratedMessages) -> str:
@@ -353,7 +405,7 @@ DELTAS = (
 @pytest.mark.parametrize("display", ["summarized", "omitted"])
 def test_thinking_and_tools_are_blocks(display: str) -> None:
     made = answer(thinking={"type": "adaptive", "display": display})
-    whole = made.whole(*asyncio.run(generated(*DELTAS).collect()))
+    whole = whole_message(made, generated(*DELTAS))
     body = json.loads(msgspec.json.encode(whole))
     Message.model_validate(body, strict=True, extra="forbid")
     thinking, *others = body["content"]
@@ -366,9 +418,11 @@ def test_thinking_and_tools_are_blocks(display: str) -> None:
     ]
     assert body["stop_reason"] == "tool_use"
     assert body["usage"]["input_tokens"] == 1 and body["usage"]["cache_read_input_tokens"] == 2
+    assert body["usage"]["output_tokens_details"] == {"thinking_tokens": 2}
     events = events_of(streamed(made, generated(*DELTAS)))
     snapshot = accumulated(events)
     assert [snapshot["content"], snapshot["stop_reason"]] == [body["content"], "tool_use"]
+    assert snapshot["usage"]["output_tokens_details"] == {"thinking_tokens": 2}
     starts = [event["index"] for event in events if event["type"] == "content_block_start"]
     assert starts == [event["index"] for event in events if event["type"] == "content_block_stop"] == [0, 1, 2, 3]
     # what is sent back is what was generated
@@ -379,10 +433,10 @@ def test_thinking_and_tools_are_blocks(display: str) -> None:
 
 def test_a_call_that_max_tokens_cuts() -> None:
     calls = MessageDelta(tool_calls=[ToolCallDelta(0, "call_a", "weather", '{"city": "Lin')])
-    message = answer(max_tokens=1).whole(*asyncio.run(generated(calls, finish_reason="length").collect()))
+    message = whole_message(answer(max_tokens=1), generated(calls, finish_reason="length"))
     assert (message.stop_reason, message.content) == ("max_tokens", [ToolUseBlock("call_a", "weather", {})])
     text = generated(MessageDelta("x"), finish_reason="length")
-    assert answer(max_tokens=2).whole(*asyncio.run(text.collect())).stop_reason == "model_context_window_exceeded"
+    assert whole_message(answer(max_tokens=2), text).stop_reason == "model_context_window_exceeded"
 
 
 def test_an_error_within_a_stream_is_its_last_event() -> None:

@@ -33,6 +33,7 @@ from fleetfoot.server.anthropic.protocol import (
     MessageStart,
     MessageStop,
     MessageUsage,
+    OutputTokensDetails,
     Ping,
     SignatureDelta,
     Stop,
@@ -76,7 +77,7 @@ class MessagesEndpoints:
             raise _renamed(error) from None
         if body.stream:
             return EventStream(answer.events(generated))
-        return JSON(answer.whole(*await until_disconnected(http, generated.collect())))
+        return JSON(answer.whole(generated, *await until_disconnected(http, generated.collect())))
 
     async def count(self, http: Request) -> Response:
         service = self._service
@@ -159,7 +160,9 @@ class MessageAnswer:
         self._max_tokens = body.max_tokens
         self._omits_thinking = getattr(body.thinking, "display", None) == "omitted"
 
-    def whole(self, output: RequestOutput, messages: Sequence[Message]) -> AssistantMessage:
+    def whole(
+        self, generated: GeneratedMessages, output: RequestOutput, messages: Sequence[Message]
+    ) -> AssistantMessage:
         (message,) = messages
         num_tokens = len(message.completion.token_ids)
         stop = self._stop(message.completion, message.finish_reason, num_tokens)
@@ -170,7 +173,7 @@ class MessageAnswer:
         if message.content:
             blocks.append(TextBlock(message.content))
         blocks += [ToolUseBlock(call.id, call.name, _tool_input(call.arguments)) for call in message.tool_calls]
-        usage = MessageUsage(*_counts(output, num_tokens))
+        usage = MessageUsage(*_counts(output, num_tokens), output_tokens_details=_details(generated, num_tokens))
         return AssistantMessage(self._id, self._model, blocks, usage, stop.stop_reason, stop.stop_sequence)
 
     async def events(self, generated: GeneratedMessages) -> AsyncIterator[bytes]:
@@ -187,7 +190,9 @@ class MessageAnswer:
                     events += blocks.add(chunk.delta)
                     if chunk.finish_reason is not None:
                         stop = self._stop(chunk.completion, chunk.finish_reason, num_tokens)
-                        usage = MessageDeltaUsage(*_counts(output, num_tokens))
+                        usage = MessageDeltaUsage(
+                            *_counts(output, num_tokens), output_tokens_details=_details(generated, num_tokens)
+                        )
                         events += [*blocks.close(), MessageEnd(stop, usage), MessageStop()]
                 if events:
                     yield b"".join([_encode(event) for event in events])
@@ -263,6 +268,11 @@ def _counts(output: RequestOutput, num_tokens: int) -> tuple[int, int, int]:
     """The first fields of a usage."""
     num_cached = output.num_cached_tokens
     return len(output.prompt_token_ids) - num_cached, num_tokens, num_cached
+
+
+def _details(generated: GeneratedMessages, num_tokens: int) -> OutputTokensDetails | None:
+    num_thinking = generated.num_reasoning_tokens()
+    return None if num_thinking is None else OutputTokensDetails(min(num_thinking, num_tokens))
 
 
 def _tool_input(arguments: str) -> dict[str, Any]:

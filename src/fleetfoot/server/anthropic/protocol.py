@@ -205,6 +205,10 @@ Block = TextBlock | ThinkingBlock | ToolUseBlock
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
 
+class OutputTokensDetails(msgspec.Struct):
+    thinking_tokens: int
+
+
 class MessageDeltaUsage(msgspec.Struct):
     """Tokens of the prompt are counted once: as input, or as read from the cache."""
 
@@ -212,7 +216,8 @@ class MessageDeltaUsage(msgspec.Struct):
     output_tokens: int
     cache_read_input_tokens: int = 0
     cache_creation_input_tokens: int = 0
-    output_tokens_details: None = None
+    output_tokens_details: OutputTokensDetails | None = None
+    """Of a model that reasons."""
     server_tool_use: None = None
 
 
