@@ -22,6 +22,14 @@ def expected(text_model: Path) -> dict[str, RequestOutput]:
     return outputs
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """On tensors this small, threads do nothing but wait for each other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of transfers in this process."""

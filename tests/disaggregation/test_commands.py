@@ -1,30 +1,33 @@
 """`fleetfoot engine` and `fleetfoot proxy`, as a shell starts them."""
 
-import asyncio
 import json
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
+from typing import Any
 
+import httpx
+import openai
 import pytest
-from tests.helpers.prefill_decode import engine_settings, generate_all, nixl
-from tests.helpers.processes import Watched, running_child
-
-from fleetfoot import AsyncLLM, SamplingParams
-from fleetfoot.engine.errors import EngineDeadError
-from fleetfoot.outputs import RequestOutput
-from fleetfoot.server.disaggregation.client import EngineClient
-from fleetfoot.server.disaggregation.serve import EngineServer, LocalEngine, reserve
+import zmq
+from tests.helpers.prefill_decode import nixl
+from tests.helpers.processes import running_child
+from tests.helpers.server import RunningServer
 
 Command = Callable[..., "subprocess.Popen[str]"]
+PROMPT = "Once upon a time there was a little house in the woods, and in it lived an old woman"
+BODY: dict[str, Any] = {
+    "model": "story", "prompt": PROMPT, "temperature": 0, "max_tokens": 150, "logprobs": 1, "stream": True,
+    "extra_body": {"ignore_eos": True},
+}  # fmt: skip
 
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("FLEETFOOT_ENGINE_KEY", "between us")
     with ExitStack() as stack:
 
         def run(*arguments: str) -> subprocess.Popen[str]:
@@ -38,36 +41,91 @@ def address_of(process: subprocess.Popen[str]) -> str:
     return str(json.loads(process.stdout.readline())["address"])
 
 
-def test_two_engines_and_a_proxy(command: Command, text_model: Path, expected: dict[str, RequestOutput]) -> None:
-    settings = ["--device", "cpu", "--max-num-seqs", "8", "--block-size", "4"]
-    engines = [
-        command("engine", str(text_model), *settings, "--kv-transfer-config", json.dumps(nixl(role)))
-        for role in ("kv_producer", "kv_consumer")
-    ]
-    prefill, decode = [address_of(process) for process in engines]
-    proxy = command("proxy", "--prefill", prefill, "--decode", decode)
-    client = EngineClient(address_of(proxy))
+def restart(command: Command, address: str, role: str) -> subprocess.Popen[str]:
+    return command("engine", "--port", address.rpartition(":")[2], *engine_flags(role))
 
-    async def everything() -> None:
-        outputs = await generate_all(client)
-        assert {name: output.outputs[0].token_ids for name, output in outputs.items()} == {
-            name: output.outputs[0].token_ids for name, output in expected.items()
-        }
-        assert await client.drain() == {"num_requests": 5, "num_prefilled": 4, "num_prefills_failed": 0}
-        transfers = (await EngineClient(decode).stats())["scheduler"]["transfers"]
-        assert transfers["loads_done"] >= 3 and transfers["loads_failed"] == 0
 
-    asyncio.run(everything())
-    for process, number in zip((proxy, *engines), (signal.SIGTERM, signal.SIGINT, signal.SIGTERM), strict=True):
-        process.send_signal(number)
-        output, errors = process.communicate(timeout=30)
-        assert (process.returncode, output) == (0, ""), errors
-        assert "Traceback" not in errors
+def engine_flags(role: str) -> list[str]:
+    return ["--dtype", "float32", "--device", "cpu", "--kv-transfer-config", json.dumps(nixl(role))]
+
+
+def collected(stream: Any) -> dict[int, tuple[str, list[float], str | None]]:
+    """Text, logprobs and finish reason of each choice."""
+    found: dict[int, tuple[str, list[float], str | None]] = {}
+    for chunk in stream:
+        for choice in chunk.choices:
+            text, logprobs, _ = found.get(choice.index, ("", [], None))
+            values = [] if choice.logprobs is None else choice.logprobs.token_logprobs
+            found[choice.index] = text + choice.text, [*logprobs, *values], choice.finish_reason
+    return found
+
+
+def test_engines_are_killed_behind_a_proxy(command: Command) -> None:
+    """Streams go on with the tokens of one engine; an engine that comes back is used again."""
+    prefill, decode = (command("engine", *engine_flags(role)) for role in ("kv_producer", "kv_consumer"))
+    addresses = address_of(prefill), address_of(decode)
+    flags = ("--prefill", addresses[0], "--decode", addresses[1], "--served-model-name", "story", "--api-key", "secret")
+    with (
+        RunningServer(*flags, command="proxy") as proxy,
+        openai.OpenAI(base_url=f"{proxy.url}/v1", api_key="secret", max_retries=0) as api,
+    ):
+        expected = collected(api.completions.create(**BODY))
+        several = {**BODY, "n": 2, "seed": 7, "temperature": 0.9}
+        expected_several = collected(api.completions.create(**several))
+        assert expected[0][2] == "length" and expected_several[0] != expected_several[1]
+        streams = [api.completions.create(**body) for body in (BODY, several)]
+        begun = [[next(stream)] for stream in streams]
+        decode.kill()  # the prefill engine takes over
+        found = [collected([*first, *stream]) for first, stream in zip(begun, streams, strict=True)]
+        for ours, theirs in zip(found, (expected, expected_several), strict=True):
+            for index, (text, logprobs, reason) in ours.items():
+                assert (text, reason) == (theirs[index][0], "length")
+                assert logprobs == pytest.approx(theirs[index][1], abs=1e-4)
+        assert httpx.get(f"{proxy.url}/health").status_code == 200
+        decode = restart(command, addresses[1], "kv_consumer")
+        assert address_of(decode) == addresses[1]
+        while "decode-0" not in proxy.stats():  # until it is connected
+            pass
+        stream = api.completions.create(**BODY)
+        first = next(stream)
+        prefill.kill()
+        assert collected([first, *stream])[0][0] == expected[0][0]
+        again = collected(api.completions.create(**BODY))[0]
+        assert again[0] == expected[0][0]
+        metrics = proxy.stats()
+        assert 'fleetfoot:proxy_requests_resumed_total{engine="proxy",model_name="story"} 2.0' in metrics
+        assert 'fleetfoot:proxy_prefills_failed_total{engine="proxy",model_name="story"}' in metrics
+        assert proxy.stop(signal.SIGTERM) == 0
+    decode.send_signal(signal.SIGTERM)
+    output, errors = decode.communicate(timeout=60)
+    assert (decode.returncode, output) == (0, ""), errors
+    assert "Traceback" not in errors
+
+
+def test_keys_and_data_that_is_no_message(command: Command) -> None:
+    engine = command("engine", *engine_flags("kv_both"))
+    address = address_of(engine)
+    flags = ("--prefill", address, "--decode", address, "--engine-key", "a wrong one")
+    with RunningServer(*flags, command="proxy") as proxy:
+        assert proxy.wait() == 2
+    assert "the key of the engine is missing or wrong" in "".join(proxy.log)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        stranger.connect(f"tcp://{address}")
+        stranger.send_multipart([b"many", b"frames"])
+        stranger.send(b"no message")
+        stranger.send(b"\x91\xa4Stop")
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    flags = ("--prefill", address, "--decode", address, "--api-server-count", "2")
+    with RunningServer(*flags, command="proxy") as proxy:
+        answers = [httpx.post(f"{proxy.url}/v1/completions", json={"prompt": PROMPT}, timeout=60) for _ in range(4)]
+        assert [answer.status_code for answer in answers] == [200] * 4
 
 
 def test_invalid_arguments(command: Command) -> None:
-    with reserve() as place:
-        place.listen()
+    with socket.create_server(("127.0.0.1", 0)) as place:
         port = place.getsockname()[1]
         for arguments, message in [
             (("proxy", "--prefill", "nowhere", "--decode", "127.0.0.1:1"), "'nowhere'; it must be host:port"),
@@ -80,39 +138,3 @@ def test_invalid_arguments(command: Command) -> None:
             _, errors = process.communicate(timeout=60)
             assert process.returncode == 2
             assert message in errors
-
-
-def test_dead_engine_is_reported(text_model: Path) -> None:
-    async def everything() -> None:
-        llm = AsyncLLM(**engine_settings(text_model, "kv_both", model_runner="v2"))
-        deaths: list[EngineDeadError] = []
-        server = EngineServer(LocalEngine(llm), on_death=deaths.append)
-        await server.start(reserve())
-        client = EngineClient(server.address)
-        llm.shutdown()
-        with pytest.raises(EngineDeadError, match="was shut down"):
-            await anext(client.generate([5, 6, 7], SamplingParams(), "r"))
-        assert len(deaths) == 1
-        await server.close()
-
-    asyncio.run(everything())
-
-
-PARENT = """
-import json, signal, sys
-from fleetfoot.server.disaggregation.client import EngineProcess
-
-process = EngineProcess(json.loads(sys.argv[1]), environment={"OMP_NUM_THREADS": "1"})
-process.wait_until_ready()
-print(process.pid, flush=True)
-signal.pause()
-"""
-
-
-def test_engine_ends_with_its_killed_parent(text_model: Path) -> None:
-    settings = json.dumps(engine_settings(text_model, "kv_both", model_runner="v2"))
-    with running_child(sys.executable, "-c", PARENT, settings) as parent:
-        assert parent.stdout is not None
-        engine = Watched([int(parent.stdout.readline())])
-        parent.kill()
-        engine.wait()

@@ -7,10 +7,9 @@ import asyncio
 import contextlib
 import os
 import signal
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,20 +18,26 @@ from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import TEXT_MODEL, drain, run_requests
 from tests.helpers.kv_bench import Clock
 from tests.helpers.kv_pair import EngineLine, Gate, Line, skip_without
-from tests.helpers.prefill_decode import PARAMS, PROMPTS, decodes, engine_settings, generate, prefilled, settle
+from tests.helpers.prefill_decode import (
+    PARAMS,
+    PROMPTS,
+    REQUESTS,
+    client_of,
+    decodes,
+    engine_settings,
+    generate,
+    kill,
+    last_output,
+    prefilled,
+    settle,
+)
 from tests.helpers.streams import async_test
 
-from fleetfoot import AsyncLLM, LLMEngine, SamplingParams
+from fleetfoot import LLMEngine, SamplingParams
 from fleetfoot.config.engine import EngineConfig
+from fleetfoot.engine.client import EngineProcess
 from fleetfoot.outputs import RequestOutput
-from fleetfoot.server.disaggregation.client import (
-    EngineClient,
-    EngineProcess,
-    EngineUnreachableError,
-    Generate,
-)
-from fleetfoot.server.disaggregation.proxy import DisaggregatedLLM, ProxyStats
-from fleetfoot.server.disaggregation.serve import EngineServer, LocalEngine, reserve
+from fleetfoot.server.disaggregation.group import EngineGroup
 
 Outputs = dict[str, RequestOutput]
 MakeEngine = Callable[..., LLMEngine]
@@ -68,10 +73,11 @@ def processes(text_model: Path, request: pytest.FixtureRequest) -> StartEngine:
 
 def held_by(producer: EngineProcess, name: str = "long") -> dict[str, Any]:
     """The requests for the decode engine, for one of REQUESTS that the producer holds."""
+    params = SamplingParams(temperature=0, max_tokens=1, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
 
     async def prefill() -> dict[str, Any] | None:
-        engine = EngineClient(producer.wait_until_ready())
-        return await DisaggregatedLLM(engine, engine).prefill(PROMPTS[name], PARAMS[name], name)
+        async with client_of(producer) as client:
+            return (await last_output(client, PROMPTS[name], params, name)).kv_transfer_params
 
     held = asyncio.run(prefill())
     assert held is not None
@@ -107,7 +113,7 @@ def test_producer_killed_around_a_transfer(
     consumer = make("kv_consumer", model_runner=runner, backend=backend)
     held = held_by(producer)
     if when == "before":
-        producer.kill()
+        kill(producer)
         output = run_requests(consumer, decodes(held))["long"]
     elif when == "during":
         with relayed(held, EngineLine if backend == "tcp" else Line) as line:
@@ -116,14 +122,14 @@ def test_producer_killed_around_a_transfer(
             consumer.add_request("long", *decodes(held)["long"])
             consumer.step()
             assert gate.reached.wait(30)
-            producer.kill()
+            kill(producer)
             gate.opened.set()
             output = finished(consumer)
     else:
         consumer.add_request("long", *decodes(held)["long"])
         while not consumer.stats().num_generation_tokens:
             consumer.step()
-        producer.kill()
+        kill(producer)
         output = finished(consumer)
     assert tokens(output) == tokens(expected["long"])
     settle(consumer)
@@ -140,15 +146,14 @@ def test_producer_killed_around_a_transfer(
 @contextlib.asynccontextmanager
 async def reading(consumer: EngineProcess, held: dict[str, Any]) -> AsyncIterator[None]:
     """The consumer reads held KV and is stopped there. The block must end it."""
-    client = EngineClient(consumer.wait_until_ready())
-    with relayed(held) as line:
-        line.data.spoil = gate = Gate()
-        request = asyncio.ensure_future(prefill_decode.last_output(client, *decodes(held)["long"], "long"))
-        assert await asyncio.to_thread(gate.reached.wait, 30)
-        yield
-        with pytest.raises(EngineUnreachableError, match="has gone away"):
-            await request
-        gate.opened.set()
+    async with client_of(consumer) as client:
+        with relayed(held) as line:
+            line.data.spoil = gate = Gate()
+            request = asyncio.ensure_future(last_output(client, *decodes(held)["long"], "long"))
+            assert await asyncio.to_thread(gate.reached.wait, 30)
+            yield
+            request.cancel()
+            gate.opened.set()
 
 
 @async_test
@@ -156,7 +161,7 @@ async def test_consumer_killed_in_a_read(runner: str, make: MakeEngine, processe
     """Its connection is lost, so the blocks are freed at once."""
     consumer, producer = processes("kv_consumer", model_runner=runner), make("kv_producer", model_runner=runner)
     async with reading(consumer, prefilled(producer, ["long"])):
-        consumer.kill()
+        kill(consumer)
         assert settle(producer) == {"sends_lost": 1}
 
 
@@ -174,7 +179,7 @@ async def test_consumer_hanging_in_a_read(runner: str, make: MakeEngine, process
             producer.step()
         assert clock.now < 500  # abort_timeout is later
         assert settle(producer) == {"sends_expired": 1}
-        consumer.kill()
+        kill(consumer)
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
@@ -231,98 +236,29 @@ def test_different_engines(runner: str, policy: str, make: MakeEngine, expected:
 
 
 @async_test
-async def test_proxy_with_a_prefill_engine_that_dies(
-    runner: str, text_model: Path, processes: StartEngine, expected: Outputs
-) -> None:
-    """Before a request, and while it computes one: the decode engine computes prompts itself."""
-    prefill = processes("kv_producer", model_runner=runner)
-    async with AsyncLLM(**engine_settings(text_model, "kv_consumer", model_runner=runner)) as llm:
-        with Line(prefill.wait_until_ready()) as line:
-            proxy = DisaggregatedLLM(EngineClient(line.address), LocalEngine(llm))
-            assert await generate(proxy, "alone") == tokens(expected["alone"])
-            os.kill(prefill.pid, signal.SIGSTOP)
-            line.asked.clear()
-            request = asyncio.ensure_future(generate(proxy, "long"))
-            assert await asyncio.to_thread(line.asked.wait, 30)
-            assert not request.done()
-            impatient = DisaggregatedLLM(EngineClient(line.address), LocalEngine(llm), prefill_timeout=0.0)
+async def test_engines_of_a_group_that_die(processes: StartEngine, expected: Outputs) -> None:
+    """A prefill engine dies while it has a request: a decode engine computes the prompt. A decode engine dies in the
+    middle of requests: they continue on the other one."""
+    prefill, *others = (processes(role, model_runner="v2") for role in ("kv_producer", "kv_consumer", "kv_consumer"))
+    group = EngineGroup((prefill.address,), tuple(engine.address for engine in others))
+    async with client_of(group) as client:
+        assert await generate(client, "alone") == tokens(expected["alone"])
+        os.kill(prefill.pid, signal.SIGSTOP)
+        async with client_of(replace(group, prefill_timeout=0.0)) as impatient:
             assert await generate(impatient, "one") == tokens(expected["one"])
-            assert impatient.counts == ProxyStats(num_requests=1, num_prefills_failed=1)
-            prefill.kill()
-            assert await request == tokens(expected["long"])
-        assert await generate(proxy, "two") == tokens(expected["two"])
-        assert proxy.counts == ProxyStats(num_requests=3, num_prefilled=1, num_prefills_failed=2)
-        await LocalEngine(llm).drain()
-        assert llm.stats().transfers.loads_done == 1
-
-
-@async_test
-async def test_proxy_with_a_prefill_engine_that_refuses(text_model: Path, expected: Outputs) -> None:
-    """It has another role, or no connector at all."""
-    settings = engine_settings(text_model, "kv_consumer", model_runner="v2")
-    async with AsyncLLM(**settings) as llm, AsyncLLM(**{**settings, "kv_transfer_config": None}) as plain:
-        for prefill in (llm, plain):
-            proxy = DisaggregatedLLM(LocalEngine(prefill), LocalEngine(llm))
-            assert await generate(proxy, "long") == tokens(expected["long"])
-            assert proxy.counts == ProxyStats(num_requests=1, num_prefills_failed=1)
-
-
-@async_test
-async def test_proxy_with_a_dead_decode_engine(text_model: Path, processes: StartEngine, expected: Outputs) -> None:
-    """Pending and later requests fail, and the prefill engine frees its blocks."""
-    decode = processes("kv_consumer", model_runner="v2", **prefill_decode.SIZE)
-    async with AsyncLLM(**engine_settings(text_model, "kv_producer", model_runner="v2")) as llm:
-        proxy = DisaggregatedLLM(LocalEngine(llm), EngineClient(decode.wait_until_ready()))
-        assert await generate(proxy, "alone") == tokens(expected["alone"])
-        await LocalEngine(llm).drain()
-        os.kill(decode.pid, signal.SIGSTOP)
-        with Line(decode.wait_until_ready()) as line:
-            through_line = DisaggregatedLLM(LocalEngine(llm), EngineClient(line.address))
-            request = asyncio.ensure_future(generate(through_line, "one"))
-            assert await asyncio.to_thread(line.asked.wait, 30)
-            decode.kill()
-            with pytest.raises(EngineUnreachableError, match="has gone away"):
-                await request
-        with pytest.raises(EngineUnreachableError, match="cannot be reached"):
-            await generate(proxy, "two")
-        stats = await LocalEngine(llm).drain()  # the KV that was held for them is freed
-        assert stats["scheduler"]["transfers"]["counters"]["sends_declined"] == 2
-
-
-@pytest.mark.parametrize("how", ["connection", "proxy", "generator"])
-@async_test
-async def test_client_that_leaves_before_decode(how: str, text_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
-    async with AsyncLLM(**engine_settings(text_model, "kv_producer", model_runner="v2")) as llm:
-        server, ended = EngineServer(engine := LocalEngine(llm)), threading.Event()
-        await server.start(reserve())
-        client = EngineClient(server.address)
-        assert (await prefill_decode.last_output(client, PROMPTS["alone"], params, "read")).kv_transfer_params
-
-        async def leaving(*arguments: Any, **options: Any) -> Any:
-            async for output in engine.generate(*arguments, **options):
-                yield output
-            raise asyncio.CancelledError
-
-        with contextlib.suppress(asyncio.CancelledError), monkeypatch.context() as patched:
-            if how == "connection":
-                async with client._call(Generate(PROMPTS["long"], params, "r")) as (reader, _):
-                    await reader.readexactly(1)
-            elif how == "proxy":
-                await DisaggregatedLLM(SimpleNamespace(generate=leaving), client).prefill([7] * 9, PARAMS["long"], "r")  # type: ignore[arg-type]
-            else:  # its output does not arrive
-                patched.setattr("fleetfoot.async_llm._ResultQueue.put", lambda results, item: ended.set())
-                request = asyncio.ensure_future(anext(engine.generate(PROMPTS["long"], params, "r")))
-                assert await asyncio.to_thread(ended.wait, 30)
-                request.cancel()
-        await llm.abort("read")
-        counters = (await engine.drain())["scheduler"]["transfers"]["counters"]
-        assert counters == ({"sends_evicted": 2} if how == "generator" else {"sends_evicted": 1, "sends_declined": 1})
-        await server.close()
-
-
-def test_engine_that_cannot_start(processes: StartEngine, capfd: pytest.CaptureFixture[str]) -> None:
-    process = processes("kv_consumer", model_runner="v2", max_num_seqs=0)
-    with pytest.raises(RuntimeError, match="has ended with code 1 before it was ready"):
-        process.wait_until_ready()
-    assert "max_num_seqs" in capfd.readouterr().err
+        request = asyncio.ensure_future(generate(client, "long"))
+        await asyncio.sleep(0)  # it has been sent
+        kill(prefill)
+        assert await request == tokens(expected["long"])
+        begun = [client.generate(*REQUESTS[name], name) for name in REQUESTS]
+        for outputs in begun:
+            await anext(outputs)
+        for engine in others:
+            os.kill(engine.pid, signal.SIGSTOP)
+        kill(others[0])
+        os.kill(others[1].pid, signal.SIGCONT)
+        for name, outputs in zip(REQUESTS, begun, strict=True):
+            last = [output async for output in outputs][-1]
+            assert (tokens(last), last.outputs[0].finish_reason) == (tokens(expected[name]), "length")
+        counters = (await client.call("metrics"))[-1]["counters"]
+        assert counters["proxy_prefills"] == 1 and counters["proxy_requests_resumed"] >= 1

@@ -1,15 +1,22 @@
 """Requests that are prefilled on one engine and decoded on another, and engines for both."""
 
 import asyncio
-from collections.abc import Iterable
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fleetfoot import LLMEngine, SamplingParams
+from fleetfoot.config.engine import EngineConfig
+from fleetfoot.engine.client import EngineClient, EngineProcess
 from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import RequestOutput
-from fleetfoot.server.disaggregation.client import Engine, EngineProcess
+from fleetfoot.server.disaggregation.group import EngineGroup
+from fleetfoot.server.serve import connected
 from tests.helpers.engines import TEXT_MODEL, prompt_of, run_requests
 
 VOCAB = TEXT_MODEL["vocab_size"]
@@ -76,10 +83,6 @@ def settle(engine: LLMEngine) -> dict[str, int]:
     return engine.stats().transfers.counters
 
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""On tensors this small, threads do nothing but wait for each other."""
-
-
 def engine_settings(
     model: Path, role: str, *, model_runner: str, backend: str = "tcp", **settings: Any
 ) -> dict[str, Any]:
@@ -96,10 +99,28 @@ def engine_settings(
 
 
 def start(model: Path, role: str, **settings: Any) -> EngineProcess:
-    return EngineProcess(engine_settings(model, role, **settings), environment=ONE_THREAD)
+    """An engine in a process of its own."""
+    return EngineProcess(EngineConfig(**engine_settings(model, role, **settings)), logging.WARNING)
 
 
-async def last_output(engine: Engine, prompt: PromptType, params: SamplingParams, request_id: str) -> RequestOutput:
+def kill(process: EngineProcess) -> None:
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.stop() == -signal.SIGKILL
+
+
+@asynccontextmanager
+async def client_of(engine: EngineProcess | EngineGroup) -> AsyncIterator[EngineClient]:
+    client = connected(engine.address if isinstance(engine, EngineProcess) else engine)
+    try:
+        await client.start()
+        yield client
+    finally:
+        client.close()
+
+
+async def last_output(
+    engine: EngineClient, prompt: PromptType, params: SamplingParams, request_id: str
+) -> RequestOutput:
     final = None
     async for output in engine.generate(prompt, params, request_id):
         final = output
@@ -107,13 +128,13 @@ async def last_output(engine: Engine, prompt: PromptType, params: SamplingParams
     return final
 
 
-async def generate_all(engine: Engine, names: Iterable[str] = REQUESTS) -> dict[str, RequestOutput]:
+async def generate_all(engine: EngineClient, names: Iterable[str] = REQUESTS) -> dict[str, RequestOutput]:
     """Several of REQUESTS at once; their last outputs."""
     names = list(names)
     outputs = await asyncio.gather(*(last_output(engine, *REQUESTS[name], name) for name in names))
     return dict(zip(names, outputs, strict=True))
 
 
-async def generate(engine: Engine, name: str) -> list[int]:
+async def generate(engine: EngineClient, name: str) -> list[int]:
     """One of REQUESTS; its tokens."""
     return (await last_output(engine, *REQUESTS[name], name)).outputs[0].token_ids

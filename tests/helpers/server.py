@@ -13,12 +13,12 @@ import httpx
 
 
 class RunningServer:
-    """A server on a free port of loopback; its log is kept. ``flags``: of ``fleetfoot serve``."""
+    """A server on a free port of loopback; its log is kept. ``flags``: of ``fleetfoot serve``, or of ``command``."""
 
-    def __init__(self, *flags: str, port: int = 0, env: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "fleetfoot", "serve", "--port", str(port), *flags]
+    def __init__(self, *flags: str, port: int = 0, env: dict[str, str] | None = None, command: str = "serve") -> None:
+        words = [sys.executable, "-m", "fleetfoot", command, "--port", str(port), *flags]
         self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}, start_new_session=True
+            words, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}, start_new_session=True
         )
         self.log: list[str] = []
         self.url = ""

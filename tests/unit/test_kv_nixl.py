@@ -1,6 +1,5 @@
 """KV between engines: it arrives bitwise equal or not at all, and all blocks are released."""
 
-import asyncio
 import contextlib
 import gc
 import os
@@ -25,7 +24,6 @@ from fleetfoot.kv_transfer.nixl.side_channel import Acquire, Decline, Granted, L
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.records.request import RequestStatus
 from fleetfoot.records.step import SchedulerOutput
-from fleetfoot.server.disaggregation.client import release
 
 MakeEngine = Callable[..., Engine]
 HELD, LOADED = [3, 7, 1, 12], [9, 8, 2, 0]
@@ -442,24 +440,6 @@ def test_server_survives_a_failure_to_start_a_thread(monkeypatch: pytest.MonkeyP
     connect(server.address, 30.0).close()
     assert served.wait(30)
     server.close()
-
-
-def test_many_leases_are_declined_at_once(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a proxy can end, though a prefill engine does not respond."""
-    params, connecting = make().hold("p"), asyncio.Semaphore(0)
-
-    async def connect_forever(*address: Any) -> Any:
-        connecting.release()
-        await asyncio.Event().wait()
-
-    async def decline() -> None:
-        declines = asyncio.gather(*(release(params) for _ in range(50)))
-        for _ in range(50):
-            await connecting.acquire()
-        declines.cancel()
-
-    monkeypatch.setattr(asyncio, "open_connection", connect_forever)
-    asyncio.run(decline())
 
 
 def test_grants_are_checked(make: MakeEngine) -> None:

@@ -238,6 +238,6 @@ def size_in_bytes(text: str) -> int:
 def add_listen_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``--host`` and ``--port``."""
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; there is no authentication (default: 127.0.0.1)"
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)"
     )
     parser.add_argument("--port", type=int, default=0, metavar="N", help="port to listen on; 0: any free (default: 0)")

@@ -8,6 +8,8 @@ from functools import partial
 
 from fleetfoot.cli.arguments import add_engine_arguments, add_listen_arguments, engine_config
 from fleetfoot.cli.command import Command, print_status, usage_errors
+from fleetfoot.cli.serve import add_server_arguments, server_settings
+from fleetfoot.config import env
 
 _ENGINE_EPILOG = """\
 Once the engine can take requests, a line {"address": "HOST:PORT"} is printed. It ends with SIGINT or SIGTERM.
@@ -15,11 +17,11 @@ Prefill on one engine, decode on another, both behind one address (docs/disaggre
 
   fleetfoot engine M --port 8100 --kv-transfer-config '{"kv_connector": "NixlConnector", "kv_role": "kv_producer"}'
   fleetfoot engine M --port 8200 --kv-transfer-config '{"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}'
-  fleetfoot proxy --prefill 127.0.0.1:8100 --decode 127.0.0.1:8200 --port 8000"""
+  fleetfoot proxy --port 8000 --prefill 127.0.0.1:8100 --decode 127.0.0.1:8200"""
 
 _PROXY_EPILOG = """\
-Once requests can come, a line {"address": "HOST:PORT"} is printed. Clients use a proxy as they would use one engine.
-Without its prefill engine it goes on: the decode engine computes the prompts itself. It ends with SIGINT or SIGTERM."""
+It serves OpenAI's API as fleetfoot serve does, with the same flags. Without prefill engines it goes on: decode engines
+compute the prompts. Requests of an engine that is lost continue on another one."""
 
 _WORKER_EPILOG = """\
 An engine over several machines starts on the first one, node 0, with any command:
@@ -34,8 +36,14 @@ The nodes can be started in any order, and wait ten minutes for each other. This
 exit code 0, or with 1 and the reason if anything failed, on whatever node."""
 
 
+def _add_key_flag(parser: argparse.ArgumentParser) -> None:
+    text = "a key that engines and proxies share, or FLEETFOOT_ENGINE_KEY (default: none)"
+    parser.add_argument("--engine-key", default=env.engine_key(), metavar="KEY", help=text)
+
+
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add_listen_arguments(parser)
+    _add_key_flag(parser)
     add_engine_arguments(parser, takes_model=True)
 
 
@@ -45,8 +53,7 @@ def _run_engine(arguments: argparse.Namespace) -> int:
 
         from fleetfoot.server.disaggregation.serve import serve_engine
 
-        serve_engine(config, arguments.host, arguments.port)
-    return 0
+        return serve_engine(config, arguments.host, arguments.port, arguments.engine_key)
 
 
 def _address(text: str) -> str:
@@ -68,22 +75,31 @@ def _seconds(text: str) -> float:
 
 def _add_proxy_flags(parser: argparse.ArgumentParser) -> None:
     for flag, text in (
-        ("--prefill", "the engine that computes prompts (kv_producer)"),
-        ("--decode", "the engine that goes on from there (kv_consumer)"),
+        ("--prefill", "engines that compute prompts (kv_producer)"),
+        ("--decode", "engines that go on from there (kv_consumer)"),
     ):
-        parser.add_argument(flag, required=True, type=_address, metavar="HOST:PORT", help=text)
-    text = "seconds after which the prefill engine is not waited for any longer (default: 60)"
+        parser.add_argument(flag, required=True, nargs="+", type=_address, metavar="HOST:PORT", help=text)
+    text = "seconds to wait for a prefill engine, before a decode engine computes the prompt (default: 60)"
     parser.add_argument("--prefill-timeout", type=_seconds, default=60.0, metavar="X", help=text)
-    add_listen_arguments(parser)
+    text = "seconds that a request waits while no engine can be reached (default: 60)"
+    parser.add_argument("--engine-timeout", type=_seconds, default=60.0, metavar="X", help=text)
+    _add_key_flag(parser)
+    add_server_arguments(parser)
 
 
 def _run_proxy(arguments: argparse.Namespace) -> int:
-    from fleetfoot.server.disaggregation.serve import serve_proxy
-
-    addresses = arguments.prefill, arguments.decode, arguments.host
     with usage_errors():
-        serve_proxy(*addresses, arguments.port, prefill_timeout=arguments.prefill_timeout)
-    return 0
+        from fleetfoot.server.disaggregation.group import EngineGroup
+        from fleetfoot.server.serve import serve
+
+        group = EngineGroup(
+            prefill=tuple(f"tcp://{address}" for address in arguments.prefill),
+            decode=tuple(f"tcp://{address}" for address in arguments.decode),
+            prefill_timeout=arguments.prefill_timeout,
+            engine_timeout=arguments.engine_timeout,
+            key=arguments.engine_key,
+        )
+        return serve(group, server_settings(arguments))
 
 
 def _run_worker(arguments: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from fleetfoot.parsers.registry import check_parsers
 
 if TYPE_CHECKING:
     from fleetfoot.server.app import CorsSettings
+    from fleetfoot.server.serve import ServerSettings
 
 _EPILOG = """\
 Serve the embedded model, and ask it something:
@@ -31,6 +32,12 @@ _DEFAULT_QUEUE = 4096
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
+    add_server_arguments(parser)
+    add_engine_arguments(parser, takes_model=True, leave_out=("served_model_name", "reasoning_parser"))
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of an HTTP server, which `server_settings` reads."""
     group = parser.add_argument_group("server")
     add = group.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)")
@@ -94,49 +101,57 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add("--allow-credentials", action="store_true", help="they may send cookies and other credentials")
     add("--log-format", choices=("text", "json"), default="text", help="of the log on standard error (default: text)")
     add("--access-log", action="store_true", help="log each request")
-    add_engine_arguments(parser, takes_model=True, leave_out=("served_model_name", "reasoning_parser"))
 
 
 def _run(arguments: argparse.Namespace) -> int:
     with usage_errors():
         config = engine_config(arguments)  # validated before anything is started
-        keys = [*(arguments.api_key or ()), *([key] if (key := env.api_key()) else [])]
-        _check_keys("--api-key", keys)
-        check_parsers(arguments.tool_call_parser, arguments.reasoning_parser)
 
-        from fleetfoot.server.serve import ServerSettings, serve
-        from fleetfoot.server.service import ServiceSettings
+        from fleetfoot.server.serve import serve
 
-        service = ServiceSettings(
-            model_names=tuple(arguments.served_model_name or [config.model]),
-            max_queue=arguments.max_queue,
-            max_body_bytes=arguments.max_body_bytes,
-            chat_template=_chat_template(arguments.chat_template),
-            tool_call_parser=arguments.tool_call_parser,
-            reasoning_parser=arguments.reasoning_parser,
-            trusts_chat_templates=arguments.trust_request_chat_template,
-            max_stored_responses=arguments.max_stored_responses,
-            max_stored_bytes=arguments.max_stored_mib << 20,
-        )
-        settings = ServerSettings(
-            service,
-            host=arguments.host,
-            port=arguments.port,
-            uds=arguments.uds,
-            api_keys=tuple(keys),
-            admin_key=_admin_key(arguments, keys),
-            root_path=arguments.root_path.rstrip("/"),
-            ssl_keyfile=arguments.ssl_keyfile,
-            ssl_certfile=arguments.ssl_certfile,
-            ssl_ca_certs=arguments.ssl_ca_certs,
-            api_server_count=arguments.api_server_count,
-            shutdown_timeout=arguments.shutdown_timeout,
-            log_level=logging.DEBUG if arguments.verbose else logging.INFO,
-            log_format=arguments.log_format,
-            access_log=arguments.access_log,
-            cors=_cors(arguments),
-        )
-        return serve(config, settings)
+        return serve(config, server_settings(arguments, default_names=(config.model,)))
+
+
+def server_settings(arguments: argparse.Namespace, default_names: tuple[str, ...] = ()) -> ServerSettings:
+    """The settings of an HTTP server. ``default_names``: of the model; (): the name that its engine has.
+
+    Raises UsageError: a key or a file cannot be used.
+    """
+    from fleetfoot.server.serve import ServerSettings
+    from fleetfoot.server.service import ServiceSettings
+
+    keys = [*(arguments.api_key or ()), *([key] if (key := env.api_key()) else [])]
+    _check_keys("--api-key", keys)
+    check_parsers(arguments.tool_call_parser, arguments.reasoning_parser)
+    service = ServiceSettings(
+        model_names=tuple(arguments.served_model_name or default_names),
+        max_queue=arguments.max_queue,
+        max_body_bytes=arguments.max_body_bytes,
+        chat_template=_chat_template(arguments.chat_template),
+        tool_call_parser=arguments.tool_call_parser,
+        reasoning_parser=arguments.reasoning_parser,
+        trusts_chat_templates=arguments.trust_request_chat_template,
+        max_stored_responses=arguments.max_stored_responses,
+        max_stored_bytes=arguments.max_stored_mib << 20,
+    )
+    return ServerSettings(
+        service,
+        host=arguments.host,
+        port=arguments.port,
+        uds=arguments.uds,
+        api_keys=tuple(keys),
+        admin_key=_admin_key(arguments, keys),
+        root_path=arguments.root_path.rstrip("/"),
+        ssl_keyfile=arguments.ssl_keyfile,
+        ssl_certfile=arguments.ssl_certfile,
+        ssl_ca_certs=arguments.ssl_ca_certs,
+        api_server_count=arguments.api_server_count,
+        shutdown_timeout=arguments.shutdown_timeout,
+        log_level=logging.DEBUG if arguments.verbose else logging.INFO,
+        log_format=arguments.log_format,
+        access_log=arguments.access_log,
+        cors=_cors(arguments),
+    )
 
 
 def _check_keys(flag: str, keys: list[str]) -> None:

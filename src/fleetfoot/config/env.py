@@ -87,6 +87,11 @@ def api_key() -> str | None:
     return os.environ.get("FLEETFOOT_API_KEY") or os.environ.get("VLLM_API_KEY") or None
 
 
+def engine_key() -> str:
+    """``FLEETFOOT_ENGINE_KEY``: the key between a proxy and its engines; empty: none."""
+    return os.environ.get("FLEETFOOT_ENGINE_KEY") or ""
+
+
 def admin_key() -> str | None:
     """``FLEETFOOT_ADMIN_KEY``: the key of the routes that change the engine."""
     return os.environ.get("FLEETFOOT_ADMIN_KEY") or None

@@ -226,6 +226,7 @@ class EngineLink:
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.set_hwm(0)
         self.socket.linger = 0
+        self.socket.ipv6 = True  # besides IPv4
         self.socket.reconnect_ivl = 10
         self.socket.connect(address)
         self._encoder = msgspec.msgpack.Encoder()
@@ -247,9 +248,9 @@ class EngineLink:
         message: EngineMessage = self._decoder.decode(await self.socket.recv())
         return message
 
-    def close(self) -> None:
-        self.socket.close(linger=1000)
-        self._context.term()
+    def close(self, linger: int = 1000) -> None:
+        """``linger``: milliseconds for messages that are not sent yet."""
+        self._context.destroy(linger=linger)
 
 
 class EngineClient:

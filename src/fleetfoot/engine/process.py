@@ -274,7 +274,7 @@ class EngineServer:
         engine: with an `OutputRouter`.
         socket: a bound socket of `engine_socket`.
         lifeline: a file descriptor; data or its end of file stops the loop.
-        key: of clients; None: they need none, and can stop the engine.
+        key: of clients; empty: they need none; None: they need none, and can stop the engine.
     """
 
     def __init__(self, engine: LLMEngine, socket: zmq.Socket[bytes], lifeline: int, key: str | None = None) -> None:
@@ -343,7 +343,7 @@ class EngineServer:
 
     def _welcome(self, client: bytes, message: Hello) -> None:
         self._clients.add(client)
-        if self._key is None or hmac.compare_digest(message.key.encode(), self._key.encode()):
+        if not self._key or hmac.compare_digest(message.key.encode(), self._key.encode()):
             self._send(client, facts(self._engine))
         else:
             self._send(client, Dead("the key of the engine is missing or wrong (--engine-key)", ""))

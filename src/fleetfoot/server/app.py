@@ -268,7 +268,7 @@ class StateEndpoints:
         if self._service.is_draining or not engine.is_running:
             raise ApiError(503, "the server takes no requests", "not_ready")
         if engine.interruption or (await engine.call("state"))["is_paused"]:
-            raise ApiError(503, "requests wait: the engine is paused, sleeps or restarts", "not_ready")
+            raise ApiError(503, engine.interruption or "the engine is paused or sleeps", "not_ready")
         return JSON(ServerState("ready"))
 
     async def metrics(self, http: Request) -> Response:

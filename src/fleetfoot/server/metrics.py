@@ -24,6 +24,9 @@ _COUNTERS = {
     "prefix_cache_hits": "Tokens found in the prefix cache.",
     "engine_steps": "Steps of the engine.",
     "engine_restarts": "Restarts of the workers after an error.",
+    "proxy_prefills": "Prompts that prefill engines have computed.",
+    "proxy_prefills_failed": "Prompts that decode engines compute, because no prefill engine has.",
+    "proxy_requests_resumed": "Requests that continue on another engine, because theirs was lost.",
     "spec_decode_num_drafts": "Verifications of draft tokens.",
     "spec_decode_num_draft_tokens": "Draft tokens verified.",
     "spec_decode_num_accepted_tokens": "Draft tokens accepted.",
@@ -43,8 +46,8 @@ _HISTOGRAMS = {
 }
 
 
-def render_metrics(values: Mapping[str, Any], model: str) -> bytes:
-    """``values``: of `fleetfoot.engine.process.OutputRouter.metrics`."""
+def render_metrics(values: Any, model: str) -> bytes:
+    """``values``: of `fleetfoot.engine.process.OutputRouter.metrics`; of several engines a list, with their names."""
     text: bytes = generate_latest(_Collector(values, model))
     return text
 
@@ -52,31 +55,36 @@ def render_metrics(values: Mapping[str, Any], model: str) -> bytes:
 class _Collector:
     """What `generate_latest` reads in place of a registry."""
 
-    def __init__(self, values: Mapping[str, Any], model: str) -> None:
-        self._values = values
-        self._labels = {"model_name": model, "engine": "0"}
+    def __init__(self, values: Any, model: str) -> None:
+        engines: list[Mapping[str, Any]] = values if isinstance(values, list) else [values]
+        self._engines = [([model, engine.get("engine", "0")], engine) for engine in engines]
 
     def collect(self) -> Iterable[Metric]:
-        names, labels = list(self._labels), list(self._labels.values())
-        values = self._values
+        names = ["model_name", "engine"]
         for prefix in PREFIXES:
-            for name, text in _GAUGES.items():
-                gauge = GaugeMetricFamily(f"{prefix}:{name}", text, labels=names)
-                gauge.add_metric(labels, values["gauges"][name])
-                yield gauge
-            for name, text in _COUNTERS.items():
-                if name in values["counters"]:
-                    counter = CounterMetricFamily(f"{prefix}:{name}", text, labels=names)
-                    counter.add_metric(labels, values["counters"][name])
-                    yield counter
+            families: list[tuple[str, Any, Mapping[str, str]]] = [
+                ("gauges", GaugeMetricFamily, _GAUGES),
+                ("counters", CounterMetricFamily, _COUNTERS),
+            ]
+            for section, kind, texts in families:
+                for name, text in texts.items():
+                    family = kind(f"{prefix}:{name}", text, labels=names)
+                    for labels, values in self._engines:
+                        if name in values.get(section, ()):
+                            family.add_metric(labels, values[section][name])
+                    if family.samples:
+                        yield family
             success = CounterMetricFamily(
                 f"{prefix}:request_success", "Requests that have ended.", labels=[*names, "finished_reason"]
             )
-            for reason, count in sorted(values["finished"].items()):
-                success.add_metric([*labels, reason], count)
+            for labels, values in self._engines:
+                for reason, count in sorted(values.get("finished", {}).items()):
+                    success.add_metric([*labels, reason], count)
             yield success
             for name, text in _HISTOGRAMS.items():
-                one = values["histograms"][name]
                 histogram = HistogramMetricFamily(f"{prefix}:{name}", text, labels=names)
-                histogram.add_metric(labels, [(str(limit), count) for limit, count in one["buckets"]], one["sum"])
+                for labels, values in self._engines:
+                    if one := values.get("histograms", {}).get(name):
+                        buckets = [(str(limit), count) for limit, count in one["buckets"]]
+                        histogram.add_metric(labels, buckets, one["sum"])
                 yield histogram

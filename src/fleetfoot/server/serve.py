@@ -16,11 +16,12 @@ import socket
 import ssl
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 import uvloop
@@ -30,6 +31,7 @@ from fleetfoot.config.engine import EngineConfig
 from fleetfoot.engine.client import EngineClient, EngineProcess, process_end
 from fleetfoot.server.app import CorsSettings, make_app
 from fleetfoot.server.connections import Balancer, ConnectionChannel
+from fleetfoot.server.disaggregation.group import EngineGroup, GroupLink
 from fleetfoot.server.http_protocol import LimitedHttp
 from fleetfoot.server.service import Service, ServiceSettings
 from fleetfoot.server.store import MemoryStore, ResponseStore, StoreClient, StoreServer
@@ -72,23 +74,64 @@ class ServerSettings:
     """None: pages of other origins may send no requests."""
 
 
-def serve(config: EngineConfig, settings: ServerSettings) -> int:
+def serve(engine: EngineConfig | EngineGroup, settings: ServerSettings) -> int:
     """Serve until SIGINT or SIGTERM. Returns the exit code: 1 if the engine has failed.
+
+    Args:
+        engine: the settings of an engine, which is started in a process of its own; or engines that run elsewhere.
 
     Raises ValueError: the address cannot be listened on, or a file of the TLS settings cannot be read.
     """
     begin = time.perf_counter()
     with log_to_stderr(settings.log_level, settings.log_format), listening(settings) as listener:
         check_tls(settings)
-        engine = EngineProcess(config, settings.log_level, settings.log_format)
+        if isinstance(engine, EngineGroup):
+            backend: Backend = _Elsewhere(engine)
+        else:
+            backend = EngineProcess(engine, settings.log_level, settings.log_format)
         try:
             run = _serve_here if settings.api_server_count == 1 else _supervise
-            return uvloop.run(run(engine, settings, listener, begin))
+            return uvloop.run(run(backend, settings, listener, begin))
         finally:
-            engine.stop()
+            backend.stop()
 
 
-async def _serve_here(engine: EngineProcess, settings: ServerSettings, listener: socket.socket, begin: float) -> int:
+class Backend(Protocol):
+    """What serves the engine's clients: `EngineProcess`, or engines that run elsewhere."""
+
+    @property
+    def address(self) -> str | EngineGroup:
+        """For `connected`."""
+        ...
+
+    async def wait(self) -> int:
+        """The exit code, once it has ended."""
+        ...
+
+    def stop(self) -> int:
+        """End it. Returns the exit code."""
+        ...
+
+
+class _Elsewhere:
+    """Engines that neither start nor end with the server."""
+
+    def __init__(self, group: EngineGroup) -> None:
+        self.address = group
+
+    async def wait(self) -> int:
+        return await asyncio.get_running_loop().create_future()
+
+    def stop(self) -> int:
+        return 0
+
+
+def connected(address: str | EngineGroup) -> EngineClient:
+    """A client of an engine, or of several as one."""
+    return EngineClient(GroupLink(address) if isinstance(address, EngineGroup) else address)
+
+
+async def _serve_here(engine: Backend, settings: ServerSettings, listener: socket.socket, begin: float) -> int:
     ended = asyncio.ensure_future(engine.wait())
     server = ApiServer(engine.address, settings, make_store(settings), [listener])
     server.watch_signals()
@@ -117,11 +160,6 @@ def make_store(settings: ServerSettings) -> MemoryStore:
     return MemoryStore(settings.service.max_stored_responses, settings.service.max_stored_bytes)
 
 
-def store_address(address: str) -> str:
-    """The socket of the store that several API servers share, beside that of the engine."""
-    return f"{address}-store"
-
-
 class ApiServer:
     """HTTP in front of an engine's process, in this process.
 
@@ -134,13 +172,13 @@ class ApiServer:
 
     def __init__(
         self,
-        address: str,
+        address: str | EngineGroup,
         settings: ServerSettings,
         store: ResponseStore,
         listeners: Sequence[socket.socket] = (),
         channel: ConnectionChannel | None = None,
     ) -> None:
-        self.client = EngineClient(address)
+        self.client = connected(address)
         self.exit_code = 0
         self.stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done after the first signal."""
@@ -265,29 +303,34 @@ class _Uvicorn(uvicorn.Server):
 class _ChildSettings:
     """What an API server's process reads from standard input, pickled."""
 
-    address: str
+    address: str | EngineGroup
+    store: str
+    """The address of the store that the API servers share."""
     settings: ServerSettings
     descriptor: int
     """Of the channel for connections."""
 
 
-async def _supervise(engine: EngineProcess, settings: ServerSettings, listener: socket.socket, begin: float) -> int:
+async def _supervise(engine: Backend, settings: ServerSettings, listener: socket.socket, begin: float) -> int:
     loop = asyncio.get_running_loop()
     signals: asyncio.Queue[int] = asyncio.Queue()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, signals.put_nowait, number)
     ended = asyncio.ensure_future(engine.wait())
     first = asyncio.ensure_future(signals.get())
-    client = EngineClient(engine.address)
+    client = connected(engine.address)
     starting = asyncio.ensure_future(client.start())
     await asyncio.wait((ended, starting, first), return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
         starting.cancel()
         client.close()
         return engine.stop() if ended.done() else EXIT_INTERRUPTED if first.result() == signal.SIGINT else 0
-    store = StoreServer(make_store(settings), store_address(engine.address))
+    starting.result()
+    folder = tempfile.TemporaryDirectory(prefix="fleetfoot-store-")
+    address = f"ipc://{Path(folder.name) / 'store'}"
+    store = StoreServer(make_store(settings), address)
     balancer = Balancer(listener)
-    children = [_start_child(engine.address, settings, balancer) for _ in range(settings.api_server_count)]
+    children = [_start_child(engine.address, address, settings, balancer) for _ in range(settings.api_server_count)]
     waits = {asyncio.ensure_future(process_end(child)): child for child in children}
     accepting = asyncio.ensure_future(_accept(balancer, settings, listener, begin))
     exit_code = 0
@@ -320,6 +363,7 @@ async def _supervise(engine: EngineProcess, settings: ServerSettings, listener: 
         for child in children:
             child.kill()
         store.close()
+        folder.cleanup()
         if not ended.done():
             await client.stop()
         client.close()
@@ -335,7 +379,9 @@ async def _accept(balancer: Balancer, settings: ServerSettings, listener: socket
     await balancer.run()
 
 
-def _start_child(address: str, settings: ServerSettings, balancer: Balancer) -> subprocess.Popen[bytes]:
+def _start_child(
+    address: str | EngineGroup, store: str, settings: ServerSettings, balancer: Balancer
+) -> subprocess.Popen[bytes]:
     with balancer.add_server() as channel:
         child = subprocess.Popen(
             [sys.executable, "-m", "fleetfoot.server.serve"],
@@ -346,7 +392,7 @@ def _start_child(address: str, settings: ServerSettings, balancer: Balancer) -> 
         )
         assert child.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            child.stdin.write(pickle.dumps(_ChildSettings(address, settings, channel.fileno())))
+            child.stdin.write(pickle.dumps(_ChildSettings(address, store, settings, channel.fileno())))
             child.stdin.flush()  # and stays open: its end is that of the supervisor
     return child
 
@@ -358,7 +404,7 @@ def _signal_all(children: list[subprocess.Popen[bytes]], number: int) -> None:
 
 async def _run_child(given: _ChildSettings) -> int:
     channel = ConnectionChannel(socket.socket(fileno=given.descriptor))
-    store = StoreClient(store_address(given.address))
+    store = StoreClient(given.store)
     server = ApiServer(given.address, given.settings, store, channel=channel)
     server.watch_signals()
     asyncio.get_running_loop().add_reader(0, lambda: os._exit(1) if not os.read(0, 1) else None)

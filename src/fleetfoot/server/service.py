@@ -51,7 +51,7 @@ class ServiceSettings:
     """Settings of the server that endpoints read."""
 
     model_names: tuple[str, ...]
-    """The first one is in responses."""
+    """The first one is in responses. (): the engine's model."""
     max_queue: int
     """Unfinished requests from which on others are refused with 429."""
     max_body_bytes: int
@@ -80,7 +80,11 @@ class Service:
 
     @property
     def model_name(self) -> str:
-        return self.settings.model_names[0]
+        return self.model_names[0]
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return self.settings.model_names or (self.engine.facts.model,)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -98,7 +102,7 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError 404 for a model that is not served; None is any."""
-        names = self.settings.model_names
+        names = self.model_names
         if name is not None and name not in names:
             raise ApiError(
                 404, f"the model {name!r} does not exist; served: {', '.join(names)}", "model_not_found", "model"

@@ -32,7 +32,7 @@ class ModelEndpoints:
         self._service = service
 
     async def models(self, http: Request) -> Response:
-        return JSON(ModelList([self._card(name) for name in self._service.settings.model_names]))
+        return JSON(ModelList([self._card(name) for name in self._service.model_names]))
 
     async def model(self, http: Request) -> Response:
         name = http.path_params["name"]

@@ -1,0 +1,481 @@
+"""A link to several engines, which takes the place of one: prefill engines compute prompts, decode engines the rest.
+
+A request of an engine that is lost continues on another one, from the tokens that it has. No torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import msgspec
+import zmq
+
+from fleetfoot.engine.client import EngineLink
+from fleetfoot.engine.wire import (
+    ANY_KEY,
+    HEARTBEAT_MS,
+    AddRequest,
+    Call,
+    ClientMessage,
+    Dead,
+    EngineMessage,
+    Failed,
+    Finish,
+    Interruption,
+    Outputs,
+    Ready,
+    Refused,
+    Reply,
+    SequenceEnd,
+    Tokens,
+)
+from fleetfoot.records.request import RequestStatus
+from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+MAX_LOST = 3
+"""Engines that a request may lose: it may be the reason."""
+_FIRST_NUMBER = 1 << 40
+"""Of prompts and calls of the group. Clients count from 0."""
+_ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+_TRAINER_CALLS = ("init_weight_transfer", "update_weights", "start_weight_update", "finish_weight_update")
+_JOIN_S = 1.0
+"""Seconds from the first decode engine on, in which others are waited for."""
+_RETRY_S = 5.0
+_NO_ENGINE = "no engine can be reached"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineGroup:
+    """Engines with the same model, by the addresses of their sockets (``tcp://HOST:PORT``)."""
+
+    prefill: tuple[str, ...]
+    """With role ``kv_producer`` or ``kv_both``."""
+    decode: tuple[str, ...]
+    """With role ``kv_consumer`` or ``kv_both``."""
+    prefill_timeout: float = 60.0
+    """Seconds to wait for a prefill engine. Then the decode engine computes the prompt."""
+    engine_timeout: float = 60.0
+    """Seconds that a request waits while no engine can be reached."""
+    key: str = field(default=ANY_KEY, repr=False)
+    """Of all engines."""
+
+
+@dataclass(slots=True, eq=False)
+class _Engine:
+    """One of the engines, and what it has to do."""
+
+    name: str
+    address: str
+    is_prefill: bool
+    link: EngineLink | None = None
+    """None: it is not connected."""
+    facts: Ready | None = None
+    interruption: str = ""
+    routes: dict[int, _Route] = field(default_factory=dict)
+    """By the number of the sequence."""
+    prefills: dict[int, asyncio.Future[SequenceEnd]] = field(default_factory=dict)
+    calls: dict[int, asyncio.Future[Reply]] = field(default_factory=dict)
+
+    @property
+    def is_usable(self) -> bool:
+        return self.link is not None and not self.interruption
+
+    @property
+    def load(self) -> int:
+        return len(self.routes) + len(self.prefills)
+
+    def send(self, message: ClientMessage) -> None:
+        """Send a message if the engine is connected."""
+        if self.link is not None:
+            self.link.send(message)
+
+    def fail(self, error: Exception) -> None:
+        """End what waits for a reply."""
+        waiting: list[asyncio.Future[Any]] = [*self.prefills.values(), *self.calls.values()]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(error)
+
+
+@dataclass(slots=True, eq=False)
+class _Route:
+    """A request on its way."""
+
+    request: AddRequest
+    tokens: list[list[int] | None]
+    """So far, of each sequence; None: it has ended."""
+    engine: _Engine | None = None
+    """The engine that generates."""
+    held: tuple[_Engine, str] | None = None
+    """The prefill engine that holds its KV, and the request's id there; None: no KV is held, or it was read."""
+    num_lost: int = 0
+    task: asyncio.Task[None] | None = None
+    """Computes the prompt, and finds an engine."""
+
+    @property
+    def unfinished(self) -> Iterator[int]:
+        """Numbers of sequences."""
+        return (number for number, tokens in enumerate(self.tokens, start=self.request.number) if tokens is not None)
+
+    @property
+    def is_resumed(self) -> bool:
+        return any(tokens is None or tokens for tokens in self.tokens)
+
+    @property
+    def can_load(self) -> bool:
+        """Whether a decode engine can load its KV."""
+        request = self.request
+        is_simple = request.params.n == 1 and request.params.prompt_logprobs is None and request.pooling_params is None
+        return is_simple and request.kv_transfer_params is None and not self.is_resumed
+
+
+class GroupLink:
+    """The link; implements `fleetfoot.engine.client.Link`. The facts are those of a decode engine."""
+
+    def __init__(self, group: EngineGroup) -> None:
+        self._group = group
+        self._engines = [_Engine(f"decode-{index}", address, False) for index, address in enumerate(group.decode)]
+        self._engines += [_Engine(f"prefill-{index}", address, True) for index, address in enumerate(group.prefill)]
+        self._incoming: asyncio.Queue[EngineMessage] = asyncio.Queue()
+        self._routes: dict[int, _Route] = {}
+        self._numbers = count(_FIRST_NUMBER)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._facts: Ready | None = None
+        self._interruption = ""
+        self.counts = dict.fromkeys(("proxy_prefills", "proxy_prefills_failed", "proxy_requests_resumed"), 0)
+
+    async def hello(self) -> Ready:
+        """Wait until a decode engine is ready, and for a while until all are. Raises ValueError: an engine has another
+        key or another model."""
+        keepers = [self._begin(self._keep(engine)) for engine in self._engines]
+        deadline: float | None = None
+        while self._facts is None or any(engine.link is None for engine in self._engines):
+            now = time.monotonic()
+            if self._facts is not None:
+                deadline = now + _JOIN_S if deadline is None else deadline
+                if now >= deadline:
+                    break
+            timeout = None if deadline is None else deadline - now
+            await asyncio.wait((self._changed, *keepers), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            for keeper in keepers:
+                if keeper.done():
+                    keeper.result()
+        return self._facts
+
+    def send(self, message: ClientMessage) -> None:
+        """Requests are routed, calls go to all engines. The engines do not end with their clients."""
+        if isinstance(message, AddRequest):
+            route = _Route(message, [[] for _ in range(message.params.n)])
+            self._routes.update(dict.fromkeys(route.unfinished, route))
+            route.task = self._begin(self._start(route))
+        elif isinstance(message, Finish):
+            self._finish(message)
+        elif isinstance(message, Call):
+            self._begin(self._call(message))
+
+    async def receive(self) -> EngineMessage:
+        return await self._incoming.get()
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for engine in self._engines:
+            if engine.link is not None:
+                engine.link.close()
+                engine.link = None
+
+    def _begin(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # --- connections --------------------------------------------------------------------------------------------------
+
+    async def _keep(self, engine: _Engine) -> None:
+        """Connect with an engine, again and again."""
+        while True:
+            link = EngineLink(engine.address, self._group.key)
+            link.socket.reconnect_ivl = 100
+            link.socket.heartbeat_ivl, link.socket.heartbeat_timeout = HEARTBEAT_MS, 5 * HEARTBEAT_MS
+            lost = asyncio.ensure_future(link.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED).recv_multipart())
+            work = asyncio.ensure_future(self._serve(engine, link))
+            try:
+                await asyncio.wait((lost, work), return_when=asyncio.FIRST_COMPLETED)
+                if work.done():
+                    work.result()
+            except (ValueError, msgspec.MsgspecError) as error:
+                if self._facts is None:
+                    raise
+                logger.error("the engine %s cannot be used: %s", engine.name, error)
+                await asyncio.sleep(_RETRY_S)
+            finally:
+                for task in (lost, work):
+                    task.cancel()
+                if engine.link is link:
+                    self._leave(engine)
+                link.close(linger=0)
+
+    async def _serve(self, engine: _Engine, link: EngineLink) -> None:
+        """Take the messages of an engine until it fails."""
+        facts = await link.hello()
+        self._check_model(engine, facts)
+        engine.link, engine.facts, engine.interruption = link, facts, ""
+        logger.info("the engine %s at %s is connected", engine.name, engine.address)
+        if self._facts is None and not engine.is_prefill:
+            self._facts = facts
+        self._update()
+        while not isinstance(message := await link.receive(), Dead):
+            self._take(engine, message)
+        logger.error("the engine %s has failed: %s", engine.name, message.text)
+
+    def _check_model(self, engine: _Engine, facts: Ready) -> None:
+        for other in self._engines:
+            if other.facts is not None and _model_of(other.facts) != _model_of(facts):
+                raise ValueError(
+                    f"the engines {other.name} ({other.facts.model}) and {engine.name} ({facts.model}) have different "
+                    "models; start all engines of a proxy with the same one"
+                )
+
+    def _leave(self, engine: _Engine) -> None:
+        """An engine is lost."""
+        routes = list(dict.fromkeys(engine.routes.values()))
+        logger.warning(
+            "the engine %s at %s is lost; %d requests continue elsewhere", engine.name, engine.address, len(routes)
+        )
+        engine.link = None
+        engine.fail(RuntimeError(f"the connection with the engine {engine.name} is lost"))
+        engine.routes.clear()
+        self._update()
+        for route in routes:
+            self._resume(route)
+
+    def _update(self) -> None:
+        """Engines have come or gone: wake up what waits, and tell the client whether requests wait."""
+        self._changed.set_result(None)
+        self._changed = asyncio.get_running_loop().create_future()
+        reasons = [engine.interruption for engine in self._engines if engine.link is not None]
+        reason = "" if any(engine.is_usable for engine in self._engines) else next(iter(reasons), _NO_ENGINE)
+        if reason != self._interruption:
+            self._interruption = reason
+            self._incoming.put_nowait(Interruption(reason))
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    async def _start(self, route: _Route) -> None:
+        decodes = any(engine.is_usable and not engine.is_prefill for engine in self._engines)
+        transfer = await self._prefill(route) if decodes and route.can_load else None
+        try:
+            async with asyncio.timeout(self._group.engine_timeout):
+                while (engine := self._generating_engine()) is None:
+                    await asyncio.shield(self._changed)
+        except TimeoutError:
+            self._incoming.put_nowait(Refused(route.request.number, Failed("EngineDeadError", _NO_ENGINE)))
+            self._forget(route)
+            return
+        route.engine = engine
+        engine.routes.update(dict.fromkeys(route.unfinished, route))
+        request = route.request
+        if engine.is_prefill:  # it has the KV in its prefix cache, and loads none
+            self._release(route)
+            transfer = None
+        if transfer is not None:
+            request = msgspec.structs.replace(request, kv_transfer_params=transfer)
+        elif route.is_resumed:
+            request = msgspec.structs.replace(request, kv_transfer_params=None, resumed=route.tokens)
+        engine.send(request)
+
+    def _generating_engine(self) -> _Engine | None:
+        """The least busy decode engine; without any, a prefill engine."""
+        usable = [engine for engine in self._engines if engine.is_usable]
+        return min(usable, key=lambda engine: (engine.is_prefill, engine.load), default=None)
+
+    async def _prefill(self, route: _Route) -> dict[str, Any] | None:
+        """Let a prefill engine compute the prompt. Returns the ``kv_transfer_params`` with which a decode engine loads
+        the KV; None: the decode engine computes the prompt."""
+        usable = [engine for engine in self._engines if engine.is_prefill and engine.is_usable]
+        if not usable:
+            self.counts["proxy_prefills_failed"] += 1
+            return None
+        engine, number = min(usable, key=lambda engine: engine.load), next(self._numbers)
+        # KV may be held for longer than the request lasts, and the id may be used again
+        name = f"{route.request.request_id}-{secrets.token_hex(4)}"
+        future = engine.prefills[number] = asyncio.get_running_loop().create_future()
+        route.held = engine, name
+        engine.send(_prefill_request(route.request, number, name))
+        try:
+            async with asyncio.timeout(self._group.prefill_timeout):
+                end = await future
+            if end.status == RequestStatus.FINISHED_ERROR:
+                raise RuntimeError(f"the prefill engine failed: {end.stop_reason}")
+        except Exception as error:
+            self._release(route)
+            self.counts["proxy_prefills_failed"] += 1
+            reason = str(error) or f"it took longer than {self._group.prefill_timeout:g} s"
+            logger.warning("request %r goes without prefill: %s", route.request.request_id, reason)
+            return None
+        finally:
+            del engine.prefills[number]
+        if end.kv_transfer_output is None:
+            route.held = None
+        else:
+            self.counts["proxy_prefills"] += 1
+        return end.kv_transfer_output
+
+    def _release(self, route: _Route) -> None:
+        """KV that is held for a request, or computed, is not needed."""
+        if route.held is not None:
+            engine, name = route.held
+            route.held = None
+            engine.send(Call(next(self._numbers), "abort_requests", [[name]]))
+
+    def _resume(self, route: _Route) -> None:
+        """The engine that generates is lost."""
+        self._release(route)
+        route.engine = None
+        route.num_lost += 1
+        self.counts["proxy_requests_resumed"] += 1
+        if route.num_lost < MAX_LOST:
+            route.task = self._begin(self._start(route))
+            return
+        reason = f"{MAX_LOST} engines were lost while they computed this request"
+        end = SequenceEnd(int(RequestStatus.FINISHED_ERROR), reason, 0, 0, 0, 0.0, None, None)
+        self._put_outputs([Tokens(number, [], end=end) for number in route.unfinished], 0)
+        self._forget(route)
+
+    def _finish(self, message: Finish) -> None:
+        """The client ends a sequence."""
+        route = self._routes.pop(message.number, None)
+        if route is None:
+            return
+        route.tokens[message.number - route.request.number] = None
+        if route.engine is not None:
+            route.engine.routes.pop(message.number, None)
+            route.engine.send(message)
+        elif not any(route.unfinished):
+            self._forget(route)
+
+    def _forget(self, route: _Route) -> None:
+        if route.task is not None and route.task is not asyncio.current_task():
+            route.task.cancel()
+        self._release(route)
+        for number in range(route.request.number, route.request.number + len(route.tokens)):
+            self._routes.pop(number, None)
+
+    # --- messages of the engines --------------------------------------------------------------------------------------
+
+    def _take(self, engine: _Engine, message: EngineMessage) -> None:
+        if isinstance(message, Outputs):
+            self._take_outputs(engine, message)
+        elif isinstance(message, Refused):
+            self._refuse(engine, message)
+        elif isinstance(message, Reply):
+            if (future := engine.calls.get(message.number)) is not None and not future.done():
+                future.set_result(message)
+        elif isinstance(message, Interruption):
+            engine.interruption = message.reason
+            self._update()
+        elif isinstance(message, Ready):
+            engine.facts = message
+            if not engine.is_prefill:
+                self._incoming.put_nowait(message)
+
+    def _take_outputs(self, engine: _Engine, message: Outputs) -> None:
+        kept = []
+        for tokens in message.tokens:
+            if (prefill := engine.prefills.get(tokens.number)) is not None:
+                if tokens.end is not None and not prefill.done():
+                    prefill.set_result(tokens.end)
+                continue
+            route = engine.routes.get(tokens.number)
+            if route is None:
+                continue  # the client has ended it
+            route.held = None  # the engine has loaded the KV
+            index = tokens.number - route.request.number
+            so_far = route.tokens[index]
+            assert so_far is not None
+            so_far += tokens.token_ids
+            if tokens.end is not None:
+                route.tokens[index] = None
+                del self._routes[tokens.number], engine.routes[tokens.number]
+            kept.append(tokens)
+        self._put_outputs(kept, message.weight_version)
+
+    def _put_outputs(self, tokens: list[Tokens], weight_version: int) -> None:
+        if tokens:  # with the time of this machine
+            self._incoming.put_nowait(Outputs(time.perf_counter(), tokens, weight_version))
+
+    def _refuse(self, engine: _Engine, message: Refused) -> None:
+        if (prefill := engine.prefills.get(message.number)) is not None:
+            if not prefill.done():
+                prefill.set_exception(message.error.as_error())
+            return
+        route = engine.routes.get(message.number)
+        if route is not None:
+            for number in route.unfinished:
+                engine.routes.pop(number, None)
+            self._forget(route)
+            self._incoming.put_nowait(message)
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    async def _call(self, call: Call) -> None:
+        """Call all engines that are connected. The result is that of the first one, or the first error."""
+        engines = [engine for engine in self._engines if engine.link is not None]
+        if call.method in ("ping", "state"):
+            engines = [engine for engine in engines if engine.is_usable][:1]
+        try:
+            if call.method in _TRAINER_CALLS:
+                raise ValueError(f"{call.method} is not supported through a proxy; call each engine")
+            replies = await asyncio.gather(*(self._ask(engine, call) for engine in engines))
+            if not replies:
+                raise RuntimeError(_NO_ENGINE)
+            value = replies[0]
+            if call.method == "metrics":
+                names = [engine.name for engine in engines]
+                value = [{**reply, "engine": name} for name, reply in zip(names, replies, strict=True)]
+                value.append({"engine": "proxy", "counters": self.counts})
+            elif call.method == "abort_requests":
+                value = list(dict.fromkeys(name for names in replies for name in names))
+            self._incoming.put_nowait(Reply(call.number, value))
+        except (ValueError, TypeError, RuntimeError) as error:
+            self._incoming.put_nowait(Reply(call.number, error=Failed.of(error)))
+
+    async def _ask(self, engine: _Engine, call: Call) -> Any:
+        number = next(self._numbers)
+        future = engine.calls[number] = asyncio.get_running_loop().create_future()
+        engine.send(msgspec.structs.replace(call, number=number))
+        try:
+            reply = await future
+        finally:
+            del engine.calls[number]
+        if reply.error is not None:
+            raise reply.error.as_error()
+        return reply.value
+
+
+def _model_of(facts: Ready) -> tuple[Any, ...]:
+    return facts.vocab_size, facts.eos_token_ids, facts.pooling
+
+
+def _prefill_request(request: AddRequest, number: int, name: str) -> AddRequest:
+    """Computes the prompt, and one token that is discarded; the KV is held for a decode engine."""
+    return msgspec.structs.replace(
+        request,
+        number=number,
+        request_id=name,
+        params=_ONE_TOKEN,
+        max_tokens=1,
+        bad_words_token_ids=[],
+        kv_transfer_params={"do_remote_decode": True},
+    )
