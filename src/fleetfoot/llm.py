@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.vllm_names import check_call_keywords
 from fleetfoot.engine.beam_search import BeamSearchOutput, search
+from fleetfoot.engine.chat import ChatCalls, ToolUse, read_conversation
 from fleetfoot.engine.engine import LLMEngine, drain_deadline
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.input_processor import EngineRequest
@@ -40,7 +41,7 @@ _NO_VARIABLES = ("chat_template", "messages", "conversation", "self", "max_lengt
 """Names that ``chat_template_kwargs`` cannot have: the other arguments of `Tokenizer.apply_chat_template`."""
 
 
-class LLM(PoolingCalls, SleepCalls, WeightCalls):
+class LLM(ChatCalls, PoolingCalls, SleepCalls, WeightCalls):
     """A model for offline inference. Use it as a context manager, or call `shutdown` to release its memory.
 
     Threads can share it: their calls run as one batch. A forked process cannot: its calls raise `EngineDeadError`.
@@ -117,6 +118,8 @@ class LLM(PoolingCalls, SleepCalls, WeightCalls):
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tool_choice: str | dict[str, Any] = "auto",
+        parallel_tool_calls: bool = True,
         **unknown: Any,
     ) -> list[RequestOutput]:
         """Generate replies to one conversation or many, rendered with a chat template.
@@ -126,8 +129,11 @@ class LLM(PoolingCalls, SleepCalls, WeightCalls):
             sampling_params, use_tqdm: as of `generate`.
             lora_request, chat_template_content_format: only vLLM's defaults are accepted.
             chat_template: Jinja source, or the name of one of the model's templates.
-            tools: passed to the template.
+            tools: passed to the template; `parse_chat` finds the calls in an output.
             chat_template_kwargs: more variables of the template; they may set the arguments before, too.
+            tool_choice: ``auto``, ``none``, ``required``, or ``{"type": "function", "function": {"name": ...}}``, which
+                a grammar enforces, as it does the arguments of strict tools.
+            parallel_tool_calls: whether there can be several calls.
             unknown: as of `generate`.
 
         Raises:
@@ -140,17 +146,25 @@ class LLM(PoolingCalls, SleepCalls, WeightCalls):
         given = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         variables = _template_variables(given | {"tools": tools, "chat_template": chat_template}, chat_template_kwargs)
         is_batch = isinstance(messages, list | tuple) and any(isinstance(entry, list | tuple) for entry in messages)
-        each = sampling_params if isinstance(sampling_params, Sequence) else (sampling_params,)
+        use = ToolUse.for_chat(variables["tools"], tool_choice, is_parallel=parallel_tool_calls)
+        variables["tools"] = variables["tools"] if tool_choice != "none" else None
+        many: Any = messages if is_batch else [messages]
+        default = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        each = _one_for_each("sampling_params", default, many)
         is_cut = any(getattr(params, "truncate_prompt_tokens", None) is not None for params in each)
         prompts: list[PromptType] = []
-        for index, conversation in enumerate(messages if is_batch else [messages]):
+        adapted: list[SamplingParams] = []
+        for index, conversation in enumerate(many):
             with _naming(f"messages[{index}]" * is_batch):
+                conversation = read_conversation(conversation)
                 text = tokenizer.apply_chat_template(conversation, tokenize=False, **variables)
                 if not isinstance(text, str):
                     raise ValueError("messages must be one conversation or a list of them, not lists in such a list")
                 ids = self.llm_engine.input_processor.tokenize(text, is_cut=is_cut, add_special_tokens=False)
-            prompts.append({"prompt": text, "prompt_token_ids": ids.tolist()})
-        return self.generate(prompts if is_batch else prompts[0], sampling_params, use_tqdm=use_tqdm)
+            token_ids = ids.tolist()
+            prompts.append({"prompt": text, "prompt_token_ids": token_ids})
+            adapted.append(self._chat_params(each[index], variables["chat_template"], use, token_ids))
+        return self.generate(prompts if is_batch else prompts[0], adapted, use_tqdm=use_tqdm)
 
     def beam_search(
         self,

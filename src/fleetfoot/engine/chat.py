@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from fleetfoot.parsers.base import MessageDelta, MessageParser, Tool
+from fleetfoot.outputs import CompletionOutput, RequestOutput
+from fleetfoot.parsers.base import MessageDelta, MessageParser, Tool, ToolCallDelta
 from fleetfoot.parsers.grammar import arguments_schema, forced_calls, strict_calls
 from fleetfoot.parsers.registry import MessageFormat, message_format
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
+from fleetfoot.tokenizer.text_stream import TextStream
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
@@ -55,6 +57,15 @@ class ToolUse:
         names, is_forced, is_named = _read_choice(choice, functions)
         chosen = tuple(tool for name, tool in functions.items() if name in names)
         return cls(tuple(tools or ()), chosen, is_forced, is_named or not is_parallel)
+
+    @classmethod
+    def for_chat(cls, tools: Any, choice: Any, *, is_parallel: bool) -> ToolUse:
+        """That of an offline call, where tools that nothing is enforced for may have any form. Raises ValueError."""
+        functions = [tool.get("function") for tool in tools or () if isinstance(tool, Mapping)]
+        is_strict = any(isinstance(function, Mapping) and function.get("strict") for function in functions)
+        if choice == "none" or (choice == "auto" and not is_strict):
+            return cls()
+        return cls.of(tools, choice, is_parallel=is_parallel)
 
 
 def _read_tools(tools: Any) -> dict[str, Tool]:
@@ -193,41 +204,42 @@ class ChatFormats:
         prompt_token_ids: Sequence[int],
         continued: str | None = None,
     ) -> ExpectedMessages:
-        """What a request generates.
+        """What a request generates. Raises ValueError: there is no template, or a schema is no JSON.
 
         Args:
-            params: changed to what the request needs.
             continued: the text of a last message that is continued.
-
-        Raises:
-            ValueError: the parameters do not fit.
         """
         form = self.of(chat_template, has_tools=bool(tools.schemas))
-        reasoning, is_reasoning, end = form.reasoning, False, continued
-        if reasoning is not None:
-            if end is None:
-                end = self.tokenizer.decode(list(prompt_token_ids[-_NUM_LAST_TOKENS:]))
-            is_reasoning = reasoning.is_open(end, is_continued=continued is not None)
-        constraint = _constraint(form, tools, params.structured_outputs)
-        if constraint is not None and reasoning is not None and end is not None and constraint.reasoning_end is None:
-            if is_reasoning:
-                constraint.reasoning_end = reasoning.end[0]
-            elif continued is None and reasoning.is_possible(end) and not (form.is_harmony and tools.is_forced):
-                constraint.reasoning_end = reasoning.end[0]
-                constraint.reasoning_begin = reasoning.begin[0] if reasoning.begin else None
-        params.structured_outputs = constraint
-        hides = params.skip_special_tokens
-        if hides and form.keeps_special_tokens(has_tools=bool(tools.functions)):
-            params.skip_special_tokens = False
-        return ExpectedMessages(form, tools, is_reasoning=is_reasoning, hides_special_tokens=hides)
+        if form.reasoning is None:
+            return ExpectedMessages(form, tools, _constrained(params, _constraint(form, tools, params)))
+        end = continued
+        if end is None:
+            end = self.tokenizer.decode(list(prompt_token_ids[-_NUM_LAST_TOKENS:]))
+        is_open = form.reasoning.is_open(end, is_continued=continued is not None)
+        constraint = _constraint(form, tools, params)
+        if constraint is not None and constraint.reasoning_end is None:
+            if is_open:
+                constraint.reasoning_end = form.reasoning.end[0]
+            elif continued is None and form.reasoning.is_possible(end) and not (form.is_harmony and tools.is_forced):
+                constraint.reasoning_end = form.reasoning.end[0]
+                constraint.reasoning_begin = form.reasoning.begin[0] if form.reasoning.begin else None
+        return ExpectedMessages(form, tools, _constrained(params, constraint), is_reasoning=is_open)
 
 
-def _constraint(
-    form: MessageFormat, tools: ToolUse, given: StructuredOutputsParams | None
-) -> StructuredOutputsParams | None:
+def _constrained(params: SamplingParams, constraint: StructuredOutputsParams | None) -> SamplingParams:
+    """The parameters with a constraint; the same object without one."""
+    if constraint is None:
+        return params
+    params = copy(params)
+    params.structured_outputs = constraint
+    return params
+
+
+def _constraint(form: MessageFormat, tools: ToolUse, params: SamplingParams) -> StructuredOutputsParams | None:
     """What the output must look like, reasoning apart: that of the request, or with valid calls of tools."""
-    is_json = given is not None and (given.json is not None or given.json_object)
-    if not tools.functions or (given is not None and not is_json and not tools.is_forced):
+    given = params.structured_outputs
+    takes_calls = given is None or given.json is not None or given.json_object
+    if not tools.functions or not (tools.is_forced or (takes_calls and not form.is_harmony)):
         return copy(given)
     options: dict[str, Any] = {"special_tokens": form.special_tokens, "is_single": tools.is_single}
     if tools.is_forced:
@@ -237,7 +249,7 @@ def _constraint(
         text = forced_calls(
             form.tools, tools.functions, answer={"type": "object"} if schema is None else schema, **options
         )
-    elif tools.is_strict and not form.is_harmony:
+    elif tools.is_strict:
         text = strict_calls(form.tools, tools.functions, **options)
     else:
         return None
@@ -259,14 +271,37 @@ def find_schema_error(tools: ToolUse) -> str | None:
     return None
 
 
-class ExpectedMessages:
-    """The messages of one request, before they are generated."""
+@dataclass
+class ParsedMessage:
+    """A generated message."""
 
-    def __init__(self, form: MessageFormat, tools: ToolUse, *, is_reasoning: bool, hides_special_tokens: bool) -> None:
+    content: str
+    reasoning: str
+    tool_calls: list[ToolCallDelta]
+    """Each with all of its arguments, as JSON text."""
+
+
+class ExpectedMessages:
+    """The messages of one request, before they are generated.
+
+    Attributes:
+        params: the parameters that they are generated with; those of the request, if nothing else is needed.
+    """
+
+    def __init__(
+        self, form: MessageFormat, tools: ToolUse, params: SamplingParams, *, is_reasoning: bool = False
+    ) -> None:
+        self.params = params
         self._form = form
         self._tools = tools
         self._is_reasoning = is_reasoning
-        self._hides = hides_special_tokens
+        self._hides = params.skip_special_tokens
+
+    def keep_special_tokens(self) -> None:
+        """Change the parameters so that the text has the special tokens that the parser needs."""
+        if self._hides and self._form.keeps_special_tokens(has_tools=bool(self._tools.functions)):
+            self.params = copy(self.params)
+            self.params.skip_special_tokens = self.params.spaces_between_special_tokens = False
 
     @property
     def can_reason(self) -> bool:
@@ -281,10 +316,11 @@ class ExpectedMessages:
             max_calls=1 if self._tools.is_single else None,
         )
 
-    def parse(self, text: str, token_ids: Sequence[int]) -> MessageDelta:
-        """A whole text."""
+    def parse(self, text: str) -> ParsedMessage:
+        """A whole text, with the special tokens that the parser needs."""
         parser = self.parser()
-        return merge_deltas(parser.feed(text, token_ids), parser.finish())
+        delta = merge_deltas(parser.feed(text, ()), parser.finish())
+        return ParsedMessage(delta.content, delta.reasoning, delta.tool_calls)
 
 
 def merge_deltas(first: MessageDelta, second: MessageDelta) -> MessageDelta:
@@ -296,3 +332,70 @@ def merge_deltas(first: MessageDelta, second: MessageDelta) -> MessageDelta:
         else:
             calls.append(call)
     return MessageDelta(first.content + second.content, first.reasoning + second.reasoning, calls)
+
+
+# --- offline ----------------------------------------------------------------------------------------------------------
+
+
+class ChatCalls:
+    """Tools and reasoning of `LLM`."""
+
+    get_tokenizer: Callable[[], Tokenizer]
+    get_default_sampling_params: Callable[[], SamplingParams]
+
+    @cached_property
+    def _formats(self) -> ChatFormats:
+        return ChatFormats(self.get_tokenizer())
+
+    def parse_chat(
+        self,
+        output: RequestOutput,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        chat_template: str | None = None,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
+    ) -> list[ParsedMessage]:
+        """The messages of an output of `chat`: content, reasoning and tool calls.
+
+        Args:
+            tools, chat_template: as in the call of `chat`.
+            tool_call_parser, reasoning_parser: names of the formats; None: those of the chat template.
+
+        Raises:
+            ValueError: a tool is invalid, there is no chat template, or no parser of a name.
+        """
+        formats = self._formats
+        if tool_call_parser or reasoning_parser:
+            formats = ChatFormats(self.get_tokenizer(), tool_call_parser, reasoning_parser)
+        expected = formats.expect(chat_template, ToolUse.of(tools), SamplingParams(), output.prompt_token_ids)
+        return [expected.parse(self._text(output, completion)) for completion in output.outputs]
+
+    def _text(self, output: RequestOutput, completion: CompletionOutput) -> str:
+        """The text with special tokens; as it is, if a stop string has ended it."""
+        if isinstance(completion.stop_reason, str):
+            return completion.text
+        stream = TextStream(self.get_tokenizer(), output.prompt_token_ids, skip_special_tokens=False)
+        stream.push(completion.token_ids)
+        stream.finish()
+        return stream.text
+
+    def _chat_params(
+        self, params: SamplingParams, chat_template: str | None, tools: ToolUse, prompt_token_ids: Sequence[int]
+    ) -> SamplingParams:
+        """Parameters with which calls are as ``tools`` has them, and a constraint applies behind reasoning."""
+        if not tools.functions and getattr(params, "structured_outputs", None) is None:
+            return params
+        return self._formats.expect(chat_template, tools, params, prompt_token_ids).params
+
+
+def read_conversation(messages: Any) -> Any:
+    """A conversation as chat templates take it."""
+    if not isinstance(messages, list | tuple):
+        return messages
+    return [
+        template_message(f"messages[{index}]", message)
+        if isinstance(message, Mapping) and message.get("tool_calls")
+        else message
+        for index, message in enumerate(messages)
+    ]

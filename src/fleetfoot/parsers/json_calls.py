@@ -92,7 +92,8 @@ def read_calls(reader: Reader, writer: Writer, names: Mapping[str, Tool] | None)
         yield from skip_one_of(reader, ",;")
         yield from reader.space()
         if not (yield from read_call(reader, writer, names)):
-            reader.position = start
+            if not reader.is_at_end:  # else the call is cut
+                reader.position = start
             return True
 
 

@@ -33,7 +33,7 @@ class PythonicFormat:
             if not (yield from self._read_call(reader, writer, tools)):
                 break
             has_begun = True
-        if has_begun:
+        if has_begun and not reader.is_at_end:
             reader.position = start
             yield from skip_one_of(reader, "]")
             yield from skip_text(reader, _END)

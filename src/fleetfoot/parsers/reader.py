@@ -67,6 +67,10 @@ class Reader:
         """Of the next character."""
         self.is_over = False
 
+    @property
+    def is_at_end(self) -> bool:
+        return self.is_over and self.position == len(self.text)
+
     def more(self) -> Wait[bool]:
         """Wait for more text. False: there is none."""
         size = len(self.text)

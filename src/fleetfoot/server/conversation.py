@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from fleetfoot.engine.chat import ExpectedMessages, ToolUse, find_schema_error, merge_deltas
@@ -142,7 +141,7 @@ class Prepared:
 
 
 async def prepare(service: Service, turn: Turn) -> Prepared:
-    """Render the prompt, and complete the parameters of the turn. Raises ApiError and ValueError."""
+    """Render the prompt, and complete the parameters. Raises ApiError and ValueError."""
     try:
         tools = ToolUse.of(turn.tools, turn.tool_choice, is_parallel=turn.parallel_tool_calls)
     except ValueError as error:
@@ -152,6 +151,7 @@ async def prepare(service: Service, turn: Turn) -> Prepared:
     content = turn.messages[-1].get("content") if turn.template.get("continue_final_message") else None
     template = options.get("chat_template") or service.settings.chat_template
     expected = service.formats.expect(template, tools, turn.params, token_ids, _text(content))
+    expected.keep_special_tokens()
     return Prepared(token_ids, tools, expected)
 
 
@@ -174,7 +174,7 @@ def effort_variables(effort: str | None) -> dict[str, Any]:
 
 async def prompt_token_ids(service: Service, turn: Turn) -> list[int]:
     """The prompt. Raises ApiError and ValueError."""
-    return (await prepare(service, replace(turn, params=copy(turn.params)))).token_ids
+    return (await prepare(service, turn)).token_ids
 
 
 async def generate(service: Service, turn: Turn) -> GeneratedMessages:
@@ -182,7 +182,7 @@ async def generate(service: Service, turn: Turn) -> GeneratedMessages:
     prepared = await prepare(service, turn)
     prompt = engine_prompt(prepared.token_ids, turn.cache_salt)
     try:
-        outputs = await service.submit([prompt], turn.params, turn.request_id, turn.priority)
+        outputs = await service.submit([prompt], prepared.expected.params, turn.request_id, turn.priority)
     except ApiError as error:
         if "structured_outputs.grammar" in error.message and (reason := find_schema_error(prepared.tools)):
             raise invalid(reason.split(" ", 1)[0], reason) from None

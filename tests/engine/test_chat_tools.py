@@ -1,0 +1,75 @@
+"""Tools and reasoning of `LLM.chat`."""
+
+import json
+
+import pytest
+
+from fleetfoot import LLM, SamplingParams
+from fleetfoot.outputs import CompletionOutput, RequestOutput
+
+ASK = [{"role": "user", "content": "What is the weather?"}]
+CITY = {"enum": ["Rome", "Linz"]}
+SCHEMA = {"type": "object", "properties": {"city": CITY}, "required": ["city"]}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("get_weather", "get_mood")]
+NAMED = {"type": "function", "function": {"name": "get_mood"}}
+THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}{% if think %}<think>{% endif %}{# </think> #}"
+PARAMS = SamplingParams(max_tokens=80, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(device="cpu", dtype="float32", max_num_seqs=4) as made:
+        yield made
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+def test_a_call_is_forced(llm, choice):
+    outputs = llm.chat([ASK, ASK], PARAMS, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, use_tqdm=False)
+    for output in outputs:
+        (message,) = llm.parse_chat(output, TOOLS)
+        (call,) = message.tool_calls
+        assert (message.content, output.outputs[0].finish_reason) == ("", "stop")
+        assert call.name == "get_mood" or choice == "required"
+        assert json.loads(call.arguments)["city"] in CITY["enum"]
+    assert PARAMS.structured_outputs is None
+
+
+def test_a_conversation_with_calls(llm):
+    function = {"name": "get_mood", "arguments": '{"city": "Rome"}'}
+    call = {"id": "a", "type": "function", "function": function}
+    messages = [*ASK, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages.append({"role": "tool", "tool_call_id": "a", "content": "good"})
+    (output,) = llm.chat(messages, SamplingParams(max_tokens=1), use_tqdm=False)
+    assert '{"name": "get_mood", "arguments": {"city": "Rome"}}' in output.prompt
+    function["arguments"] = "{"
+    with pytest.raises(ValueError, match=r"messages\[1\]\.tool_calls\[0\]\.function\.arguments is not JSON"):
+        llm.chat(messages, use_tqdm=False)
+
+
+def test_a_tool_that_does_not_exist_is_refused(llm):
+    with pytest.raises(ValueError, match=r"tool_choice\.function\.name is 'x'; the tools are get_weather, get_mood"):
+        llm.chat(ASK, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "x"}})
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_a_constraint_applies_behind_reasoning(llm, opens):
+    """Without a mark in the prompt, the model begins with the answer, since it never writes the mark."""
+    params = SamplingParams(max_tokens=30, temperature=0, structured_outputs={"choice": ["yes", "no"]})
+    variables = {"think": opens}
+    (output,) = llm.chat(ASK, params, chat_template=THINKS, chat_template_kwargs=variables, use_tqdm=False)
+    text = output.outputs[0].text
+    assert (text in ("yes", "no")) == (not opens)
+    (message,) = llm.parse_chat(output, chat_template=THINKS)
+    assert (message.content, message.reasoning) == (("", text.strip()) if opens else (text, ""))
+
+
+def test_parsers_by_name(llm):
+    tokenizer = llm.get_tokenizer()
+    text = '<think>Hm.</think>\n\n<tool_call>\n{"name": "get_mood", "arguments": {"city": "Rome"}}\n</tool_call>'
+    token_ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    output = RequestOutput("a", None, [1], [CompletionOutput(0, text, token_ids, finish_reason="stop")], True)
+    (message,) = llm.parse_chat(output, TOOLS, tool_call_parser="hermes", reasoning_parser="qwen3")
+    assert (message.content, message.reasoning) == ("", "Hm.")
+    assert [(call.name, call.arguments) for call in message.tool_calls] == [("get_mood", '{"city": "Rome"}')]
+    with pytest.raises(ValueError, match="tool_call_parser is 'x'"):
+        llm.parse_chat(output, TOOLS, tool_call_parser="x")
