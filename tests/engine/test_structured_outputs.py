@@ -1,8 +1,10 @@
 """Structured outputs on both runners: tokens are those of transformers' logits under the same masks, on every path."""
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 from tests.helpers.engines import EOS, TEXT_MODEL, make_engine, prompt_of, run_requests
 from tests.helpers.recording_device import RecordingDevice
+from tests.helpers.streams import assert_idle, async_test, submit
 
-from fleetfoot import LLM, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
+from fleetfoot import LLM, AsyncLLM, EngineConfig, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
+from fleetfoot.engine.client import EngineClient, EngineProcess
 from fleetfoot.runner.graphs import CaptureTable
 from fleetfoot.runner.v2 import runner as v2
 from fleetfoot.tokenizer.tokenizer import Tokenizer
@@ -39,17 +43,25 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
     "lark": {"grammar": 'start: "(" WORD ("," WORD)~2 ")"\nWORD: /[a-z]{1,4}/'},
     "gbnf": {"grammar": 'root ::= "<" [0-9]+ ">"'},
 }
+LONG = SamplingParams(structured_outputs={"regex": "[a-z]{900}"}, max_tokens=200)
+NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}}
 PATHS: dict[str, dict[str, Any]] = {
     "overlapped": {},
     "lockstep": {"async_scheduling": False},
     "chunked": {"max_num_batched_tokens": 9},
     "tight": {"num_gpu_blocks_override": 20, "block_size": 4, "max_num_seqs": 4},
-    "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
+    "ngram": NGRAM,
+    "draft": {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 2}},
+    "tensor": {"tensor_parallel_size": 2},
+    "pipeline": {"pipeline_parallel_size": 2, **NGRAM},
     "ngram-lockstep": {
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1},
         "async_scheduling": False,
     },
 }
+
+IN_PROCESSES = ("tensor", "pipeline")
+"""Paths with worker processes, which start slowly."""
 
 
 def requests() -> dict[str, tuple[Any, SamplingParams]]:
@@ -142,14 +154,19 @@ def test_tokens_are_those_of_transformers_under_the_same_masks(
     assert expected[name] == [(tokens[len(prompt) :], finish_reason)]
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("kind", ["v1", "v2"])
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [(kind, path) for kind in ("v1", "v2") for path in PATHS if kind == "v2" or path not in IN_PROCESSES],
+)
 def test_every_path_has_the_same_tokens(kind: str, path: str, text_model: Path, expected: dict[str, Any]) -> None:
-    engine = make_engine(text_model, model_runner=kind, **PATHS[path])
+    settings = dict(PATHS[path])
+    if path == "draft":  # the model drafts for itself, without a grammar
+        settings["speculative_config"] = settings["speculative_config"] | {"model": str(text_model)}
+    engine = make_engine(text_model, model_runner=kind, **settings)
     assert tokens_of(run_requests(engine, requests())) == expected
     stats = engine.stats().scheduler
     assert stats.num_preemptions > 0 or path != "tight"
-    if "speculative_config" in PATHS[path]:
+    if "speculative_config" in settings:
         assert stats.drafts.num_accepted > 0
     engine.shutdown()
 
@@ -304,3 +321,61 @@ def test_llm_takes_them_and_refuses_what_cannot_be_compiled(text_model: Path) ->
     with pytest.raises(ValueError, match="structured_outputs needs a tokenizer"):
         without.add_request("r", [5, 6], params)
     without.shutdown()
+
+
+@async_test
+async def test_streams_beside_requests_that_compile(text_model: Path, expected: dict[str, Any]) -> None:
+    llm = AsyncLLM.from_engine(make_engine(text_model))
+    tasks = {name: submit(llm, *request, name) for name, request in requests().items()}
+    refused = submit(llm, [5, 6], SamplingParams(structured_outputs={"regex": "(?=a)"}), "refused")
+    assert tokens_of({name: (await task)[-1] for name, task in tasks.items()}) == expected
+    with pytest.raises(ValueError, match=r"regex cannot be compiled: .*look-around"):
+        await refused
+    assert_idle(llm)
+
+
+@async_test
+async def test_an_engine_in_another_process(text_model: Path, expected: dict[str, Any]) -> None:
+    process = EngineProcess(EngineConfig(model=str(text_model), device="cpu", max_num_seqs=8), logging.WARNING)
+    client = EngineClient(process.address)
+    try:
+        await client.start()
+        tasks = {name: submit(client, *request, name) for name, request in requests().items()}  # type: ignore[arg-type]
+        assert tokens_of({name: (await task)[-1] for name, task in tasks.items()}) == expected
+        left = client.generate([5, 6], LONG, "left")
+        await anext(left)
+        await left.aclose()
+        await client.stop()
+    finally:
+        client.close()
+        process.stop()
+
+
+def test_a_restart_reads_the_outputs_again(text_model: Path, expected: dict[str, Any]) -> None:
+    """Workers fail twice; tokens that were lost with them are sampled again, from matchers that go back."""
+    engine = make_engine(text_model, on_error="restart")
+    failing, steps = {4, 11}, count()
+
+    def fail_sometimes(runner: Any) -> None:
+        sample = runner._sample
+
+        def sample_or_fail(masks: Any) -> Any:
+            pending = sample(masks)
+            if next(steps) in failing:
+                raise RuntimeError("the device is lost")
+            return pending
+
+        runner._sample = sample_or_fail
+
+    start = v2.ModelRunnerV2.warm_up
+
+    def warm_up(runner: Any) -> None:
+        start(runner)
+        fail_sometimes(runner)
+
+    fail_sometimes(engine.core.executor.runner)  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(v2.ModelRunnerV2, "warm_up", warm_up)
+        assert tokens_of(run_requests(engine, requests())) == expected
+    assert engine.stats().num_restarts == 2
+    engine.shutdown()

@@ -112,7 +112,7 @@ class InputProcessor:
         self.sampling_defaults = dict(sampling_defaults or {})
         self._seed = seed
         self._check_further = check_further
-        self._grammars = grammars or GrammarCompiler(None, vocab_size, ())
+        self.grammars = grammars or GrammarCompiler(None, vocab_size, ())
         self.pooling = pooling
         self.pooling_texts: PoolingTexts | None = None
         if pooling is not None and tokenizer is not None:
@@ -223,13 +223,13 @@ class InputProcessor:
 
     def _check_structured(self, params: SamplingParams) -> None:
         assert params.structured_outputs is not None
-        ends = self._grammars.eos_token_ids
+        ends = self.grammars.eos_token_ids
         if params.allowed_token_ids is not None and ends and not set(ends) & set(params.allowed_token_ids):
             raise ValueError(
                 f"allowed_token_ids={params.allowed_token_ids!r:.200} holds none of the end tokens {list(ends)}, which "
                 "end an output under structured_outputs; add one"
             )
-        self._grammars.compile(params.structured_outputs)
+        self.grammars.compile(params.structured_outputs)
 
     def compile_grammar(self, params: Any) -> None:
         """Compile the structured outputs of parameters, so that `process` does not wait for it. Takes up to seconds.
@@ -238,7 +238,7 @@ class InputProcessor:
             ValueError: they cannot be compiled.
         """
         if (structured := as_structured_outputs(params.structured_outputs)) is not None:
-            self._grammars.compile(structured)
+            self.grammars.compile(structured)
 
     def make_requests(self, request: EngineRequest) -> list[Request]:
         """One `Request` for each of the ``n`` sequences. Default seeds depend on the number of earlier requests."""
@@ -278,7 +278,7 @@ class InputProcessor:
         structured = params.structured_outputs
         if structured is None:
             return None
-        return self._grammars.start(structured, min_tokens=params.min_tokens, ignore_eos=params.ignore_eos)
+        return self.grammars.start(structured, min_tokens=params.min_tokens, ignore_eos=params.ignore_eos)
 
     def _read_prompt(
         self, prompt: PromptType, params: SamplingParams | PoolingParams

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -293,6 +294,9 @@ class EngineServer:
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(lifeline, zmq.POLLIN)
+        self._compiling: list[tuple[Future[Any], bytes, AddRequest]] = []
+        self._compiled, self._note_compiled = os.pipe()  # a byte for each grammar
+        self._poller.register(self._compiled, zmq.POLLIN)
 
     def run(self) -> int:
         """Serve until the clients stop it. Returns the exit code of the process."""
@@ -315,8 +319,15 @@ class EngineServer:
 
     def _receive(self, *, wait: bool = False) -> None:
         """Handle the messages that have arrived; with ``wait`` at least one, or the end of the lifeline."""
-        if self._lifeline in dict(self._poller.poll(None if wait else 0)):
+        ready = dict(self._poller.poll(None if wait else 0))
+        if self._lifeline in ready:
             self._stopping = True
+        if self._compiled in ready:
+            os.read(self._compiled, 4096)
+            done = [waiting for waiting in self._compiling if waiting[0].done()]
+            self._compiling = [waiting for waiting in self._compiling if not waiting[0].done()]
+            for _, client, message in done:
+                self._submit(client, message)
         while True:
             try:
                 client, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -334,6 +345,9 @@ class EngineServer:
             self._add(client, message)
         elif isinstance(message, Finish):
             self._router.finish(client, message)
+            self._compiling = [
+                waiting for waiting in self._compiling if not _is_of(message.number, client, *waiting[1:])
+            ]
         elif isinstance(message, Call):
             self._call(client, message)
         elif isinstance(message, Hello):
@@ -350,6 +364,16 @@ class EngineServer:
             self._clients.discard(client)
 
     def _add(self, client: bytes, message: AddRequest) -> None:
+        """Queue a request; one with a grammar that is not compiled yet, when it is."""
+        structured = message.params.structured_outputs
+        future = None if structured is None else self._engine.input_processor.grammars.submit(structured)
+        if future is None or future.done():
+            self._submit(client, message)
+            return
+        self._compiling.append((future, client, message))
+        future.add_done_callback(lambda _: os.write(self._note_compiled, b"."))
+
+    def _submit(self, client: bytes, message: AddRequest) -> None:
         try:
             self._engine.check_request_id(message.request_id)
             self._engine.submit(message.routed(client))
@@ -392,6 +416,11 @@ def engine_socket(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
     socket.maxmsgsize = MAX_MESSAGE_BYTES
     socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MS, 5 * HEARTBEAT_MS
     return socket
+
+
+def _is_of(number: int, client: bytes, owner: bytes, request: AddRequest) -> bool:
+    """Whether a client's sequence is of a request."""
+    return owner == client and 0 <= number - request.number < request.params.n
 
 
 def facts(engine: LLMEngine) -> Ready:

@@ -148,12 +148,17 @@ class GrammarCompiler:
         def find_error(grammar: str) -> str:
             return str(LLMatcher(vocabulary.tokenizer, grammar, log_level=0).get_error())
 
-        grammar = make_grammar(params, vocabulary.special_tokens, find_error)
         reasoning_end = params.reasoning_end or ""
-        if params.reasoning_begin is not None and reasoning_end:
-            grammar = behind_reasoning(grammar, params.reasoning_begin, reasoning_end, vocabulary.special_tokens)
-            reasoning_end = ""
-        matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0)
-        matcher.deep_copy().compute_bitmask()
+        try:
+            grammar = make_grammar(params, vocabulary.special_tokens, find_error)
+            if params.reasoning_begin is not None and reasoning_end:
+                grammar = behind_reasoning(grammar, params.reasoning_begin, reasoning_end, vocabulary.special_tokens)
+                reasoning_end = ""
+            matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0)
+            matcher.deep_copy().compute_bitmask()
+        except ValueError:
+            raise
+        except BaseException as error:  # a panic of the library is no Exception
+            raise ValueError(f"structured_outputs cannot be compiled: {error!r:.500}") from error
         self.num_compiled += 1
         return Grammar(matcher, reasoning_end.encode())

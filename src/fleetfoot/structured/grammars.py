@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import combinations, starmap
 from typing import Any
 
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
@@ -15,6 +16,17 @@ MAX_DEPTH = 128
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """Between the tokens of JSON. It has an end, because small models repeat line breaks forever."""
+
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+}
+"""Keywords that are not supported, with the values that allow everything."""
+_MAX_ERROR = 600
 
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -60,7 +72,7 @@ def _checked(name: str, value: Any, make: Callable[[Any], str], find_error: Find
         _check_size(name, value)
     grammar = make(value)
     if error := find_error(grammar):
-        raise ValueError(f"structured_outputs.{name} cannot be compiled: {error}")
+        raise ValueError(f"structured_outputs.{name} cannot be compiled: {_reworded(error)}")
     return grammar
 
 
@@ -134,19 +146,19 @@ def behind_reasoning(grammar: str, begin: str, end: str, special_tokens: Mapping
 
 
 def _schema_grammar(schema: Any, params: StructuredOutputsParams, find_error: FindError) -> str:
+    from llguidance import LLMatcher
+
     if not isinstance(schema, dict | bool):
         raise ValueError(f"structured_outputs.json is {schema!r:.200}; a JSON schema is an object, true or false")
     if schema is False:
         raise ValueError("structured_outputs.json is false, which no output is valid under")
     if schema is True:
         schema = {}
-    if params.disable_additional_properties:
-        schema = _closed(schema)
 
     def compile_schema(schema: Mapping[str, Any]) -> tuple[str, str]:
         try:
-            grammar = json_schema_grammar(schema, params)
-        except ValueError as error:
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(_prepared(schema, params)))
+        except ValueError as error:  # NaN, for instance
             return "", str(error)
         return grammar, find_error(grammar)
 
@@ -157,31 +169,78 @@ def _schema_grammar(schema: Any, params: StructuredOutputsParams, find_error: Fi
     return grammar
 
 
-def json_schema_grammar(schema: Mapping[str, Any], params: StructuredOutputsParams) -> str:
-    """The grammar of a JSON schema, not checked. Keywords that are not supported become errors of the compiler."""
-    from llguidance import LLMatcher
-
-    options: Any = {"lenient": False, "whitespace_flexible": not params.disable_any_whitespace}
+def _prepared(schema: Mapping[str, Any], params: StructuredOutputsParams) -> dict[str, Any]:
+    """A schema with the options of the compiler. Keywords that are not supported become errors of it."""
+    options: dict[str, Any] = {"lenient": False, "whitespace_flexible": not params.disable_any_whitespace}
     if not params.disable_any_whitespace:
         options["whitespace_pattern"] = params.whitespace_pattern or WHITESPACE
-    schema = {name: value for name, value in schema.items() if name != "x-guidance"}
-    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
+    simplified = _mapped(schema, lambda part: _simplified(part, is_closed=params.disable_additional_properties))
+    return {**simplified, "x-guidance": options}
 
 
-def _closed(schema: Any) -> Any:
-    """The schema without other properties than those that it names."""
-    if isinstance(schema, list):
-        return [_closed(part) for part in schema]
+def _simplified(schema: dict[str, Any], *, is_closed: bool) -> dict[str, Any]:
+    """An equivalent schema with fewer keywords; if it ``is_closed``, objects have only properties that it names."""
+    schema = {
+        keyword: value
+        for keyword, value in schema.items()
+        if keyword != "x-guidance" and (keyword not in _NEUTRAL or value not in _NEUTRAL[keyword])
+    }
+    options = schema.get("oneOf")
+    if isinstance(options, list) and "anyOf" not in schema and all(starmap(_are_disjoint, combinations(options, 2))):
+        schema["anyOf"] = schema.pop("oneOf")
+    if is_closed and isinstance(schema.get("properties"), dict):
+        schema.setdefault("additionalProperties", False)
+    return schema
+
+
+def _are_disjoint(one: Any, other: Any) -> bool:
+    """Whether no value is valid under both of two schemas, as far as their constants show."""
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return False
+    values, others = _constants(one), _constants(other)
+    if values is not None and others is not None:
+        return not any(value == another for value in values for another in others)
+    if one.get("type") != "object" or other.get("type") != "object":
+        return False
+    parts, other_parts = _required(one), _required(other)
+    return any(_are_disjoint(parts[name], other_parts[name]) for name in parts.keys() & other_parts.keys())
+
+
+def _required(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schemas of the properties that an object must have."""
+    names, properties = schema.get("required"), schema.get("properties")
+    if not isinstance(names, list) or not isinstance(properties, dict):
+        return {}
+    return {name: part for name, part in properties.items() if name in names}
+
+
+def _constants(schema: Mapping[str, Any]) -> list[Any] | None:
+    """The values that a schema lists; None: it lists none."""
+    if "const" in schema:
+        return [schema["const"]]
+    values = schema.get("enum")
+    return values if isinstance(values, list) else None
+
+
+def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """A schema with each schema in it changed, the innermost first."""
     if not isinstance(schema, dict):
         return schema
-    closed = {name: value if name in ("enum", "const") else _closed(value) for name, value in schema.items()}
-    if isinstance(closed.get("properties"), dict):
-        closed.setdefault("additionalProperties", False)
-    return closed
+    changed = dict(schema)
+    for keyword, value in schema.items():
+        if keyword in _SCHEMAS_BY_NAME and isinstance(value, dict):
+            changed[keyword] = {name: _mapped(part, change) for name, part in value.items()}
+        elif keyword in _SCHEMA_LISTS and isinstance(value, list):
+            changed[keyword] = [_mapped(part, change) for part in value]
+        elif keyword in _SCHEMAS:
+            changed[keyword] = _mapped(value, change)
+    return change(changed)
 
 
 def _reworded(error: str) -> str:
-    return error.replace("Unimplemented keys:", "keywords that are not supported:").strip().splitlines()[0]
+    """An error of the compiler in one line."""
+    text = " ".join(error.replace("Unimplemented keys:", "keywords that are not supported:").split())
+    return text.removesuffix(".") if len(text) < _MAX_ERROR else f"{text[:_MAX_ERROR]}..."
 
 
 def _locate(schema: Mapping[str, Any], error: str, find_error: Callable[[Mapping[str, Any]], str]) -> str:
@@ -228,6 +287,9 @@ def _structural_tag(tag: Any, special_tokens: Collection[str], params: Structure
             f"structured_outputs.structural_tag is {tag!r:.200}; it must have 'structures' and 'triggers' (the form "
             "with 'format' is not supported)"
         )
+    for name in ("structures", "triggers"):
+        if not isinstance(tag[name], list):
+            raise ValueError(f"structured_outputs.structural_tag.{name} is {tag[name]!r:.200}; it must be a list")
     triggers, tags = [str(trigger) for trigger in tag["triggers"]], []
     for index, structure in enumerate(tag["structures"]):
         where = f"structured_outputs.structural_tag.structures[{index}]"
@@ -238,7 +300,7 @@ def _structural_tag(tag: Any, special_tokens: Collection[str], params: Structure
         if not fitting:
             raise ValueError(f"{where}.begin is {begin!r}, which begins with none of the triggers {triggers!r}")
         schema = structure.get("schema", {})
-        json_schema_grammar(schema, params)
+        schema = _prepared(schema if isinstance(schema, dict) else {"allOf": [schema]}, params)
         tags.append(StructTag(trigger=max(fitting, key=len), begin=begin, grammar=schema, end=end))
     if not tags:
         raise ValueError("structured_outputs.structural_tag has no structures; it must have at least one")

@@ -1,0 +1,373 @@
+"""Structured outputs: parameters, grammars, the compiler's cache and limits, and masks of matchers."""
+
+import json
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jsonschema
+import msgspec
+import numpy as np
+import pytest
+from llguidance import LLMatcher
+from tests.helpers.engines import EOS
+
+from fleetfoot import SamplingParams, StructuredOutputsParams
+from fleetfoot.assets import embedded_model_path
+from fleetfoot.engine.wire import AddRequest
+from fleetfoot.sampling_params import GuidedDecodingParams
+from fleetfoot.structured import compiler
+from fleetfoot.structured.compiler import GrammarCompiler
+from fleetfoot.structured.grammars import MAX_CHARS, MAX_DEPTH
+from fleetfoot.structured.state import clear_bits
+from fleetfoot.tokenizer.tokenizer import Tokenizer
+
+VOCAB = 2048
+PADDED = VOCAB + 70
+"""Of a model with more logits than its tokenizer has tokens."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_path(embedded_model_path())
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(lambda: tokenizer, PADDED, [EOS, 2])
+
+
+# --- parameters -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "exactly one of json, regex, .*; got none"),
+        ({"json": {}, "regex": "a"}, "exactly one of .*; got json and regex"),
+        ({"json_object": False}, "got none"),
+        ({"json_object": 1}, "json_object must be True, got 1"),
+        ({"json": 5}, "json must be an object or its JSON text, got 5"),
+        ({"regex": ""}, "regex must be a string that is not empty, got ''"),
+        ({"grammar": b"x"}, "grammar must be a string"),
+        ({"choice": []}, r"choice must be a list of strings .*, got \[\]"),
+        ({"choice": "yes"}, "choice must be a list .*, got 'yes'"),
+        ({"choice": ["a", 1]}, "choice must be a list .*, got 1 in it"),
+        ({"json": {}, "disable_any_whitespace": 1}, "disable_any_whitespace must be True or False, got 1"),
+        ({"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}, "give one of them"),
+        ({"json": {}, "reasoning_end": ""}, "reasoning_end must be a string"),
+        ({"jsn": {}}, "unknown keyword 'jsn'; did you mean 'json'"),
+        ({"json": {}, "backend": "outlines"}, "unknown keyword 'backend'; .*llguidance"),
+        (5, "must be None, a StructuredOutputsParams or a dict, got 5"),
+    ],
+)
+def test_bad_fields_are_named(fields: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"structured_outputs.*{message}"):
+        SamplingParams(structured_outputs=fields)
+
+
+def test_forms_of_the_same_parameters() -> None:
+    params = StructuredOutputsParams(json={"type": "integer"})
+    made = SamplingParams(structured_outputs=params)
+    assert made.structured_outputs == params and made.structured_outputs is not params
+    assert made == SamplingParams(structured_outputs={"json": {"type": "integer"}, "backend": "auto"})  # type: ignore[arg-type]
+    assert made == SamplingParams(guided_decoding=GuidedDecodingParams(json={"type": "integer"}))  # type: ignore[call-arg]
+    assert made.clone() == made
+    with pytest.raises(TypeError, match=r"guided_decoding.*give one of them"):
+        SamplingParams(structured_outputs=params, guided_decoding=params)  # type: ignore[call-arg]
+    coded = msgspec.msgpack.encode(AddRequest(0, "r", b"", made, 1, 0, 0.0, [], None, None, None))
+    assert msgspec.msgpack.decode(coded, type=AddRequest).params == made
+
+
+# --- schemas ----------------------------------------------------------------------------------------------------------
+
+VALUES: list[Any] = [
+    None, True, False, 0, 1, -1, 2, 3, 5, 7, 10, 100, 0.5, 1.5, -2.5, "", "a", "ab", "abc", "foo", "é💩", "2024-02-29",
+    "x@y.org", [], [1], ["a"], [1, 2], [1, "a"], [1, 1], [[1]], [1, 2, 3], {}, {"a": 1}, {"a": "x"}, {"b": 1},
+    {"a": 1, "b": 2}, {"a": 1, "b": "x"}, {"a": 1, "b": 2, "c": 3}, {"aa": 1}, {"a": {"a": {}}}, {"k": "x", "v": 1},
+    {"k": "y", "v": "z"}, {"k": 1}, {"": None},
+]  # fmt: skip
+KEYWORDS: dict[str, Any] = {
+    "types": {"type": ["integer", "null", "boolean"]},
+    "enum": {"enum": [1, "a", None, [1], {"a": 1}]},
+    "enum and type": {"enum": [1, "a", "abc"], "type": "string", "maxLength": 2},
+    "const": {"const": {"a": 1, "b": 2}},
+    "range": {"type": "integer", "minimum": 2, "exclusiveMaximum": 10},
+    "numbers": {"minimum": -1.5, "maximum": 1.5},
+    "multiple": {"type": "integer", "multipleOf": 5},
+    "lengths": {"type": "string", "minLength": 1, "maxLength": 2},
+    "pattern": {"type": "string", "pattern": "^[a-f]+$"},
+    "format": {"type": "string", "format": "date"},
+    "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2},
+    "tuple": {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "items": False},
+    "properties": {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}}, "required": ["a"]},
+    "closed": {"type": "object", "properties": {"a": {}, "b": {}}, "additionalProperties": False},
+    "others": {"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": "integer"}},
+    "patterns": {"type": "object", "patternProperties": {"^a+$": {"type": "integer"}}, "additionalProperties": False},
+    "counts": {"type": "object", "minProperties": 1, "maxProperties": 2},
+    "anyOf": {"anyOf": [{"type": "string", "maxLength": 1}, {"type": "array", "maxItems": 0}, {"const": 5}]},
+    "allOf": {"allOf": [{"type": "integer", "minimum": 1}, {"maximum": 3}]},
+    "oneOf": {"oneOf": [{"type": "string"}, {"type": "integer"}]},
+    "oneOf of constants": {"oneOf": [{"const": 1}, {"enum": ["a", 2]}, {"const": None}]},
+    "oneOf of tags": {
+        "oneOf": [
+            {"type": "object", "properties": {"k": {"const": "x"}, "v": {"type": "integer"}}, "required": ["k"]},
+            {"type": "object", "properties": {"k": {"enum": ["y", 1]}, "v": {"type": "string"}}, "required": ["k"]},
+        ]
+    },
+    "ref": {"$defs": {"n": {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"},
+    "definitions": {"definitions": {"i": {"type": "integer"}}, "items": {"$ref": "#/definitions/i"}, "type": "array"},
+    "neutral": {"type": "array", "uniqueItems": False, "title": "A", "description": "b", "default": []},
+    "any": {},
+}
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS)
+def test_what_a_grammar_takes_is_valid_under_its_schema(keyword: str, grammars: GrammarCompiler) -> None:
+    """And what is valid is taken, with properties in the order of the schema."""
+    schema = KEYWORDS[keyword]
+    matcher = grammars.compile(StructuredOutputsParams(json=schema)).matcher
+    vocabulary = grammars._load_vocabulary().tokenizer
+    checker = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
+    taken = []
+    for value in VALUES:
+        copy, tokens = matcher.deep_copy(), vocabulary.tokenize_str(json.dumps(value, ensure_ascii=False))
+        if copy.try_consume_tokens(tokens) == len(tokens) and copy.is_accepting():
+            taken.append(value)
+    assert taken == [value for value in VALUES if checker.is_valid(value)]
+
+
+REFUSED: list[tuple[Any, str]] = [
+    ({"not": {"type": "string"}}, r"keywords that are not supported: \[\"not\"\] \(at #\)"),
+    ({"properties": {"a": {"items": {"uniqueItems": True}}}}, r"uniqueItems.* \(at #/properties/a/items\)"),
+    ({"anyOf": [{"type": "null"}, {"if": {}, "then": {}}]}, r"\(at #/anyOf/1\)"),
+    ({"$defs": {"x/y": {"contains": {}}}, "items": {"$ref": "#/$defs/x~1y"}}, r"contains.* \(at #/\$defs/x~1y\)"),
+    ({"properties": {"a": {"type": "strin"}}}, r"Invalid type: strin \(at #/properties/a\)"),
+    ({"properties": {"a": {"format": "nope", "type": "string"}}}, r"Unknown format: nope \(at #/properties/a\)"),
+    ({"properties": {"a": {"pattern": "(?=a)", "type": "string"}}}, r"look-ahead.* \(at #/properties/a\)"),
+    ({"$ref": "#/$defs/none"}, "does not exist"),
+    ({"$ref": "https://example.org/schema.json"}, "example.org"),
+    ({"type": "integer", "minimum": 3, "maximum": 2}, r"Unsatisfiable.* \(at #\)"),
+    ({"oneOf": [{"type": "integer"}, {"minimum": 2}]}, "oneOf constraints are not supported"),
+    ({"dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+    ({"x-guidance": {"lenient": True}, "not": {}}, "not supported"),
+    (False, "is false"),
+    ("{", "is not JSON"),
+    ("[1]", r"a JSON schema is an object"),
+    ({"minimum": float("nan")}, r"expected value .* \(at #\)"),
+    ({"enum": ["x" * MAX_CHARS]}, "characters; it can have at most"),
+    (json.loads('{"items":' * MAX_DEPTH + "{}" + "}" * MAX_DEPTH), f"nested deeper than {MAX_DEPTH}"),
+    ('{"a":' * 9999 + "1" + "}" * 9999, "nested deeper"),
+    ({"oneOf": [{"type": "object", "required": True}, {"type": "object", "required": [[]]}]}, r"at #/oneOf/0"),
+]
+
+
+@pytest.mark.parametrize(("schema", "message"), REFUSED, ids=[message[:20] for _, message in REFUSED])
+def test_what_cannot_be_compiled_has_a_reason_and_a_place(schema: Any, message: str, grammars: GrammarCompiler) -> None:
+    with pytest.raises(ValueError, match=rf"structured_outputs\.json.*{message}"):
+        grammars.compile(StructuredOutputsParams(json=schema))
+
+
+def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
+    kinds: list[Callable[[], dict[str, Any]]] = [
+        lambda: {"type": "integer", "minimum": rng.randint(-50, 0), "maximum": rng.randint(0, 2000)},
+        lambda: {"type": "string", "minLength": (low := rng.randint(0, 3)), "maxLength": low + rng.randint(0, 5)},
+        lambda: {"enum": rng.sample(["red", "blue", 1, 2.5, None, True, 'gr"een', "ü"], 3)},
+        lambda: {"type": rng.choice(["boolean", "null"])},
+        lambda: {"type": "string", "pattern": rng.choice(["^[a-z]{2,4}$", "^(ab|c)*$", r"^\d{1,3}-x$"])},
+    ]
+    if depth:
+        kinds += [
+            lambda: {"type": "array", "items": random_schema(rng, depth - 1), "maxItems": 3},
+            lambda: {"anyOf": [random_schema(rng, depth - 1) for _ in range(2)]},
+        ] + [lambda: random_object(rng, depth)] * 3
+    return rng.choice(kinds)()
+
+
+def random_object(rng: random.Random, depth: int) -> dict[str, Any]:
+    names = rng.sample(["a", "name", "x y", "ключ", 'q"'], rng.randint(1, 4))
+    properties = {name: random_schema(rng, depth - 1) for name in names}
+    required = [name for name in names if rng.random() < 0.6]
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def allowed(mask: bytes) -> np.ndarray:
+    return np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_walks_through_random_schemas_are_valid(
+    seed: int, grammars: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    rng = random.Random(seed)
+    schema = random_object(rng, 3)
+    options = {"disable_any_whitespace": True} if seed % 2 else {"whitespace_pattern": "[ \n]{1,2}"}
+    matcher = grammars.compile(StructuredOutputsParams(json=schema, **options)).matcher.deep_copy()  # type: ignore[arg-type]
+    tokens: list[int] = []
+    while True:
+        tokens_now = allowed(matcher.compute_bitmask())
+        assert len(tokens_now) and tokens_now.max() < VOCAB  # padding is never allowed
+        token = int(rng.choice(tokens_now))
+        if token in (EOS, 2):
+            break
+        assert matcher.consume_token(token)
+        tokens.append(token)
+    jsonschema.validate(json.loads(tokenizer.decode(tokens)), schema)
+
+
+# --- other constraints ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("constraint", "taken", "refused"),
+    [
+        ({"regex": r"^\d{2}$"}, ["12"], ["1", "123", "a"]),
+        ({"regex": "a|b"}, ["a", "b"], ["ab", ""]),
+        ({"choice": ["a\"b\\", "ü\n", "/x/"]}, ["a\"b\\", "ü\n", "/x/"], ["a", "/"]),
+        ({"grammar": 'start: "a" b*\nb: "b" | "c"'}, ["a", "abcb"], ["b", ""]),
+        ({"grammar": 'root ::= "a" item*\nitem ::= "b" | [0-9]'}, ["a", "ab7"], ["b"]),
+        ({"grammar": json.dumps({"grammars": [{"json_schema": {"type": "null"}}]})}, ["null"], ["1"]),
+        ({"json_object": True}, ["{}", '{"a": [1, {"b": null}]}'], ["[]", "1", '{"a"}', "{"]),
+        ({"json": True}, ["1", "[]"], ["x"]),
+        ({"json": {"properties": {"a": {}}}, "disable_additional_properties": True}, ['{"a": 1}'], ['{"b": 1}']),
+        ({"json": {"type": "array"}, "disable_any_whitespace": True}, ["[1,2]"], ["[1, 2]"]),
+        ({"json": {"type": "array"}, "whitespace_pattern": "_"}, ["[1,_2]", "[1,2]"], ["[1, 2]"]),
+        ({"json": {"type": "array"}}, ["[1,\n  2]"], ["[1," + " " * 40 + "2]"]),
+        (
+            {"structural_tag": {"structures": [{"begin": "<f>", "schema": {"type": "null"}, "end": "</f>"}],
+                                "triggers": ["<f"]}},
+            ["text", "a <f>null</f> b", "<f>null</f><f>null</f>"],
+            ["a <f>1</f>", "<fx"],
+        ),
+    ],
+)  # fmt: skip
+def test_other_constraints(
+    constraint: dict[str, Any], taken: list[str], refused: list[str], grammars: GrammarCompiler
+) -> None:
+    matcher, vocabulary = grammars.compile(StructuredOutputsParams(**constraint)).matcher, grammars._load_vocabulary()
+
+    def takes(text: str) -> bool:
+        copy, tokens = matcher.deep_copy(), vocabulary.tokenizer.tokenize_str(text)
+        return copy.try_consume_tokens(tokens) == len(tokens) and copy.is_accepting()
+
+    assert [takes(text) for text in [*taken, *refused]] == [True] * len(taken) + [False] * len(refused)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "message"),
+    [
+        ({"regex": "[a-z"}, "regex cannot be compiled: .*unclosed character class"),
+        ({"regex": "a" * (MAX_CHARS + 1)}, "regex has .* characters"),
+        ({"grammar": "start: missing"}, "grammar cannot be compiled: .*missing"),
+        ({"grammar": "root ::= ("}, "grammar"),
+        ({"grammar": "{}"}, "grammar cannot be compiled"),
+        ({"structural_tag": "{}"}, "must have 'structures' and 'triggers'"),
+        ({"structural_tag": {"structures": [], "triggers": ["<"]}}, "at least one"),
+        ({"structural_tag": {"structures": [{"begin": "x"}], "triggers": ["<"]}}, "begins with none of the triggers"),
+        ({"structural_tag": {"structures": [{"begin": "<f", "schema": {"not": {}}}], "triggers": ["<"]}}, "not"),
+        ({"structural_tag": {"structures": 5, "triggers": 6}}, "structural_tag"),
+    ],
+)
+def test_other_constraints_that_cannot_be_compiled(
+    constraint: dict[str, Any], message: str, grammars: GrammarCompiler
+) -> None:
+    with pytest.raises(ValueError, match=rf"structured_outputs\..*{message}"):
+        grammars.compile(StructuredOutputsParams(**constraint))
+
+
+# --- the compiler -----------------------------------------------------------------------------------------------------
+
+
+def test_equal_constraints_are_compiled_once_and_few_are_kept(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "_MAX_CACHED", 3)
+    grammars = GrammarCompiler(lambda: tokenizer, VOCAB, [EOS])
+    first = StructuredOutputsParams(choice=["a", "b"])
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(grammars.compile, [first] * 20))
+    assert grammars.num_compiled == 1 and len({id(grammar) for grammar in found}) == 1
+    others = [StructuredOutputsParams(regex="a" * length) for length in range(1, 4)]
+    for params in others:
+        grammars.compile(params)
+    grammars.compile(others[-1])
+    assert grammars.num_compiled == 4
+    grammars.compile(first)  # was dropped
+    assert grammars.num_compiled == 5
+
+
+def test_compiling_has_a_time_limit(tokenizer: Tokenizer) -> None:
+    gate = threading.Event()
+
+    def load() -> Tokenizer:
+        gate.wait()
+        return tokenizer
+
+    grammars = GrammarCompiler(load, VOCAB, [EOS], timeout_s=0.0)
+    params = StructuredOutputsParams(choice=["a"])
+    with pytest.raises(ValueError, match="longer than 0 seconds"):
+        grammars.compile(params)
+    gate.set()
+    assert grammars.submit(params).result().matcher is not None  # what takes longer is there later
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda tokenizer: GrammarCompiler(None, VOCAB, [EOS]), "needs a tokenizer"),
+        (lambda tokenizer: GrammarCompiler(lambda: tokenizer, VOCAB, []), "needs an end token"),
+    ],
+)
+def test_engines_that_cannot_have_grammars(make: Any, message: str, tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match=f"structured_outputs {message}"):
+        make(tokenizer).compile(StructuredOutputsParams(choice=["a"]))
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(tokenizer: Tokenizer) -> None:
+    grammar = GrammarCompiler(lambda: tokenizer, VOCAB - 100, [EOS]).compile(StructuredOutputsParams(regex="[a-z]+"))
+    assert isinstance(grammar.matcher, LLMatcher)
+    assert len(allowed(grammar.matcher.compute_bitmask())) > 26
+
+
+# --- the state of a sequence ------------------------------------------------------------------------------------------
+
+
+def test_a_shorter_output_is_read_again(grammars: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    state = grammars.start(StructuredOutputsParams(regex="abab|abcd"), min_tokens=0, ignore_eos=False)
+    a, b, c, d = (tokenizer.get_vocab()[letter] for letter in "abcd")
+    assert state.read([a, b, a]) == ""
+    assert state.read([a, b]) == ""
+    assert state.read([a, b, c, d]) == ""
+    assert state.matcher.is_stopped()
+    assert f"refuses token {d}" in state.read([a, b, c, d, d])
+
+
+def test_bits_are_cleared_unless_nothing_would_be_left() -> None:
+    mask = np.array([0b1011, -(2**31)], dtype=np.int32)
+    clear_bits(mask, [1, 63, 500])
+    assert mask.tolist() == [0b1001, 0]
+    clear_bits(mask, [0, 3])
+    assert mask.tolist() == [0b1001, 0]
+
+
+@pytest.mark.parametrize(("marker", "split"), [("</think>", 1), ("ab", 3), ("</think>\n", 2)])
+def test_the_end_of_reasoning_is_found_in_any_split(
+    marker: str, split: int, grammars: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    params = StructuredOutputsParams(choice=["xy"], reasoning_end=marker)
+    state = grammars.start(params, min_tokens=0, ignore_eos=False)
+    vocabulary = tokenizer.get_vocab()
+    text = f"<think>aa</{marker}"
+    tokens = [vocabulary[letter.replace("\n", "Ċ")] for letter in text]
+    for place in range(1, len(tokens)):
+        assert state.read(tokens[:place]) == "" and not state.has_begun
+        assert state.walk(3)[0] == 4
+    state.drafts = [tokens[-1], vocabulary["x"], vocabulary["y"]]
+    assert state.walk(3) == (1, state.drafts[1:])
+    assert state.read(tokens) == "" and state.has_begun
+    state.drafts = [vocabulary["x"], -1, -1]
+    assert state.walk(3) == (0, state.drafts[:1])
+    assert state.read([*tokens, vocabulary["x"], vocabulary["y"]]) == "" and state.matcher.is_stopped()
+    assert state.read(tokens[:split]) == "" and not state.has_begun
