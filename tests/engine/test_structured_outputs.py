@@ -4,7 +4,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from fleetfoot import LLM, AsyncLLM, EngineConfig, LLMEngine, RequestOutput, Sam
 from fleetfoot.engine.client import EngineClient, EngineProcess
 from fleetfoot.runner.graphs import CaptureTable
 from fleetfoot.runner.v2 import runner as v2
+from fleetfoot.speculative.controller import AdaptiveDrafts
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 VOCAB = TEXT_MODEL["vocab_size"]
@@ -181,6 +182,8 @@ def test_masks_are_read_by_a_graph_behind_that_of_the_forward_pass(
         device="cuda", enforce_eager=False, max_num_seqs=8, max_num_batched_tokens=64, num_drafts=num_drafts
     )
     monkeypatch.setattr(CaptureTable, "of", lambda **_: shapes)
+    turns = cycle([num_drafts, num_drafts, 0])  # steps that propose none verify the drafts of the step before
+    monkeypatch.setattr(AdaptiveDrafts, "choose", lambda *_: next(turns))
     drafts = {"method": "ngram", "num_speculative_tokens": num_drafts, "prompt_lookup_min": 1}
     settings: dict[str, Any] = {"speculative_config": drafts} if num_drafts else {}
     engine = make_engine(text_model, model_runner="v2", max_num_batched_tokens=64, **settings)

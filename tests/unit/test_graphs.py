@@ -61,7 +61,8 @@ FULL = table(**LARGE)
             for num_reqs, size in [(1, 1), (3, 4), (5, 8), (8, 8), (9, 16), (17, 32), (65, 96), (255, 256), (256, 256)]
         ),
         (DRAFTING, uniform(10, 3), ("uniform", 16, 64)),
-        (DRAFTING, uniform(10, 2), ("mixed", 32, 32)),
+        (DRAFTING, uniform(10, 2), None),
+        (DRAFTING, mixed(3, 100, num_drafts=2), None),
         (table(num_drafts=3, max_num_seqs=64, max_num_batched_tokens=64), uniform(17, 3), None),
         (table(), mixed(3, 100), ("mixed", 128, 128)),
         (table(), mixed(2, 512), ("mixed", 256, 512)),
