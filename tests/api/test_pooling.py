@@ -11,9 +11,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from openai.types import CreateEmbeddingResponse
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from fleetfoot import LLM, PoolingParams
+from tests.helpers.openapi import Document
 from tests.helpers.pooling import PAIR, SETTINGS, TEMPLATE, TEXTS, save_with_tokenizer
 from tests.helpers.server import RunningServer
 
@@ -28,17 +30,18 @@ class Pair:
         self.llm = llm
         self.url = server.url
         self.http = httpx.Client(base_url=server.url, timeout=60)
+        self.document = Document(server.url)
 
     def post(self, path: str, **body: Any) -> Any:
         response = self.http.post(path, json=body)
         assert response.status_code == 200, response.text
-        return response.json()
+        return self.document.check(response)
 
     def refused(self, path: str, **body: Any) -> str:
         """The field that a refusal names."""
         response = self.http.post(path, json=body)
         assert response.status_code == 400, response.text
-        error = response.json()["error"]
+        error = self.document.check(response)["error"]
         assert error["param"].partition("[")[0] in error["message"]
         return error["param"]
 
@@ -80,6 +83,7 @@ def test_embeddings(embeds: Pair) -> None:
     expected = embeds.llm.embed(TEXTS, use_tqdm=False)
     vectors = [pytest.approx(output.outputs.embedding, abs=1e-5) for output in expected]
     answer = embeds.post("/v1/embeddings", input=TEXTS)
+    CreateEmbeddingResponse.model_validate(answer, strict=True)
     assert [entry["embedding"] for entry in answer["data"]] == vectors
     assert answer["usage"]["total_tokens"] == sum(len(output.prompt_token_ids) for output in expected)
     with openai.OpenAI(base_url=f"{embeds.url}/v1", api_key="none", max_retries=0) as api:  # it sends base64

@@ -128,8 +128,9 @@ def make_app(
         response = error_response(ApiError(status, detail, code), http.scope, envelope_of(path, envelopes))
         response.headers.update(error.headers or {})
         if status == 405:  # of all routes of the path, not of the first one alone
-            matching = [route.methods or () for route in routes if route.matches(http.scope)[0] != Match.NONE]
-            methods = {name for names in matching for name in names}
+            matching = [route for route in routes if route.matches(http.scope)[0] != Match.NONE]
+            exact = [route for route in matching if not route.param_convertors]
+            methods = {name for route in exact or matching for name in route.methods or ()}
             response.headers["allow"] = ", ".join(sorted(methods))
         return response
 

@@ -137,6 +137,11 @@ class _Schemas:
         for struct in _structs(responses) - _structs(requests):
             name = self._schemas[struct]["$ref"].rpartition("/")[2]
             self.components[name]["required"] = _always_encoded(struct)
+        for request in requests:
+            properties = self.components[self._schemas[request]["$ref"].rpartition("/")[2]]["properties"]
+            for field, neutral in getattr(request, "unsupported", {}).items():
+                if field in properties:
+                    properties[field] = {"enum": [None, *neutral], "description": "Not supported."}
 
     def of(self, kind: Any) -> dict[str, Any]:
         schema: dict[str, Any] = self._schemas[kind]

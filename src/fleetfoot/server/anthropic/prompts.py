@@ -36,6 +36,8 @@ def read_conversation(body: CountTokensRequest) -> list[dict[str, Any]]:
         reader.add_system("system", body.system)
     for index, message in enumerate(body.messages):
         reader.add(f"messages[{index}]", message)
+    if not reader.messages:
+        raise invalid("messages", "messages has no content; it must hold at least one message with content")
     last = reader.messages[-1]
     if last["role"] == "assistant":
         place = f"messages[{len(body.messages) - 1}]"

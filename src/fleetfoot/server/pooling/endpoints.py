@@ -106,11 +106,6 @@ class PoolingEndpoints:
 
     async def rerank(self, http: Request) -> Response:
         body = await self._service.read(http, _RERANK)
-        for field in ("top_n", "max_tokens_per_doc"):
-            if (getattr(body, field) or 0) < 0:
-                raise invalid(field, f"{field} is {getattr(body, field)}; it must be at least 0")
-        if not body.documents:
-            raise invalid("documents", "documents is an empty list; it must hold at least one entry")
         texts = [document.text if isinstance(document, RerankDocument) else document for document in body.documents]
         name, outputs = await self._scores(
             http, body, [body.query], await self._cut(texts, body.max_tokens_per_doc), ("query", "documents")

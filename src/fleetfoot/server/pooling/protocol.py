@@ -4,9 +4,10 @@ reranking. The latter is the shape of Jina's and Cohere's APIs, too."""
 from __future__ import annotations
 
 import time
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from fleetfoot.server.openai.protocol import Usage
 
@@ -84,11 +85,11 @@ class RerankRequest(PoolingFields, kw_only=True):
     """``POST /rerank``."""
 
     query: str
-    documents: list[str | RerankDocument]
-    top_n: int | None = None
+    documents: Annotated[list[str | RerankDocument], Meta(min_length=1)]
+    top_n: Annotated[int, Meta(ge=0)] | None = None
     """0: all."""
     return_documents: bool | None = None
-    max_tokens_per_doc: int | None = None
+    max_tokens_per_doc: Annotated[int, Meta(ge=0)] | None = None
     """Documents are cut to so many tokens; 0: they are not."""
     chat_template: str | None = None
 
