@@ -328,6 +328,25 @@ def test_an_agent_uses_tools_ten_times(api: anthropic.Anthropic, streams: bool) 
     assert len(ids) == 10
 
 
+def test_the_clients_tool_runner(api: anthropic.Anthropic) -> None:
+    """It tries to send a conversation in parts first, and sends all of it after the server's error."""
+    cities = []
+
+    @anthropic.beta_tool
+    def weather(city: Literal["Rome", "Linz"]) -> str:
+        """Of a city."""
+        cities.append(city)
+        return "sunny"
+
+    runner = api.beta.messages.tool_runner(
+        model="story", messages=MESSAGES, max_tokens=200, max_iterations=3, tools=[weather],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+    )  # fmt: skip
+    replies = list(runner)
+    assert [reply.stop_reason for reply in replies] == ["tool_use"] * 3 and set(cities) <= {"Rome", "Linz"}
+    assert len(cities) >= 2
+
+
 def test_tools_that_are_not_used(client: httpx.Client) -> None:
     plain = client.post("/v1/messages", json=BODY).json()["content"]
     for choice in ({"type": "auto"}, {"type": "none"}):

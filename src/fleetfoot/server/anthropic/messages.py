@@ -17,6 +17,7 @@ from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
 from fleetfoot.server.anthropic.prompts import read_conversation, read_tool_choice, read_tools, sign
 from fleetfoot.server.anthropic.protocol import (
+    NO_THREADS,
     UNSUPPORTED,
     AnthropicError,
     AssistantMessage,
@@ -103,7 +104,8 @@ def _read_turn(body: CountTokensRequest, service: Service, request_id: str) -> T
     for name, neutral in UNSUPPORTED.items():
         value = getattr(body, name)
         if value is not None and value not in neutral:
-            raise invalid(name, f"{name} is not supported", "unsupported_parameter")
+            code = NO_THREADS if name == "thread" else "unsupported_parameter"
+            raise invalid(name, f"{name} is not supported", code)
     messages, tools = read_conversation(body), read_tools(body.tools or ())
     continues = messages[-1]["role"] == "assistant"
     return Turn(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from fleetfoot.server.http import ApiError
 
@@ -19,8 +20,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "inference_geo": (),
     "mcp_servers": ([],),
     "speed": ("standard",),
+    "thread": (),
 }
 """Field -> neutral values besides null."""
+NO_THREADS = "thread_unsupported_request"
+"""The code of an error after which clients send a whole conversation instead of the id of a thread."""
 _ERRORS = {
     401: "authentication_error",
     403: "permission_error",
@@ -169,6 +173,7 @@ class CountTokensRequest(_Param):
     inference_geo: Any = None
     mcp_servers: Any = None
     speed: Any = None
+    thread: Any = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -309,9 +314,15 @@ Event = MessageStart | Ping | BlockStart | BlockDelta | BlockStop | MessageEnd |
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
+class ErrorCode(msgspec.Struct):
+    error_code: str
+    unsupported: list[str] = []
+
+
 class AnthropicErrorDetails(msgspec.Struct):
     type: str
     message: str
+    details: ErrorCode | UnsetType = UNSET
 
 
 class AnthropicError(msgspec.Struct, tag_field="type", tag="error"):
@@ -328,4 +339,5 @@ class AnthropicError(msgspec.Struct, tag_field="type", tag="error"):
             message = f"prompt is too long: {message}"  # clients compact the conversation when they read this
         elif error.param is not None and error.param not in message:
             message = f"{error.param}: {message}"
-        return cls(AnthropicErrorDetails(kind, message), request_id)
+        details = ErrorCode(NO_THREADS) if error.code == NO_THREADS else UNSET
+        return cls(AnthropicErrorDetails(kind, message, details), request_id)
