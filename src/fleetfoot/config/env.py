@@ -47,10 +47,10 @@ def for_child(variables: Mapping[str, str]) -> dict[str, str]:
 
 def for_engine() -> dict[str, str]:
     """The environment of an engine's process beside API servers. OpenMP's threads wait for each other without blocking
-    for a short time only (libgomp; about 0.1 ms): by default it is milliseconds, in which a thread that waits for one
+    for a short time only (libgomp; microseconds): by default it is milliseconds, in which a thread that waits for one
     whose core runs a server computes nothing and keeps the other core."""
     is_set = any(name in os.environ for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"))
-    return for_child({} if is_set else {"GOMP_SPINCOUNT": "5000"})
+    return for_child({} if is_set else {"GOMP_SPINCOUNT": "1000"})
 
 
 @contextmanager

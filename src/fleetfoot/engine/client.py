@@ -13,7 +13,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -144,10 +145,15 @@ class _Sequence:
         return FINISH_REASONS.get(self.status)
 
 
-class OutputStream:
-    """The outputs of a request that the engine has accepted: an async iterator. `aclose` aborts what is unfinished."""
+Listener = Callable[[Any], bool]
+"""Takes an output or an exception. Returns whether it takes another one; while not, they are merged and kept."""
 
-    __slots__ = ("_client", "_finished", "_items", "_kind", "_request_id", "_waiter")
+
+class OutputStream:
+    """The outputs of a request that the engine has accepted: an async iterator, or calls of a listener. `aclose` aborts
+    what is unfinished."""
+
+    __slots__ = ("_client", "_finished", "_is_held", "_items", "_kind", "_listener", "_request_id", "_waiter")
 
     def __init__(self, client: EngineClient, request_id: str, kind: RequestOutputKind) -> None:
         self._client = client
@@ -155,10 +161,31 @@ class OutputStream:
         self._kind = kind
         self._items: list[Any] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._listener: Listener | None = None
+        self._is_held = False
         self._finished = False
+
+    def listen(self, listener: Listener) -> None:
+        """Call ``listener`` with each output or exception when it arrives, in place of an iteration."""
+        self._listener = listener
+        self.resume()
+
+    def resume(self) -> None:
+        """Call the listener again, after it has returned False."""
+        self._is_held = False
+        if self._items:
+            self._deliver(self._items.pop())
+
+    def _deliver(self, item: Any) -> None:
+        assert self._listener is not None
+        self._finished = isinstance(item, BaseException) or item.finished
+        self._is_held = not self._listener(item)
 
     def put(self, item: RequestOutput | BaseException) -> None:
         """Called by the client."""
+        if self._listener is not None and not self._is_held:
+            self._deliver(item)
+            return
         if self._items:  # a slow reader gets several outputs merged into one
             self._items[0] = merge_outputs(self._items[0], item, self._kind)
             return
@@ -204,7 +231,7 @@ class Link(Protocol):
         ...
 
     async def receive(self) -> EngineMessage:
-        """The next message."""
+        """The next message. Outputs of several steps may come as one."""
         ...
 
     def close(self) -> None:
@@ -231,6 +258,8 @@ class EngineLink:
         self.socket.connect(address)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineMessage)
+        self._arrived: deque[EngineMessage] = deque()
+        self._without_waiting = zmq.Socket.shadow(self.socket.underlying)  # the same socket
 
     async def hello(self) -> Ready:
         """Raises ValueError: the engine needs another key."""
@@ -245,8 +274,14 @@ class EngineLink:
         self.socket.send(self._encoder.encode(message))  # without a limit on its queue, it is sent or queued at once
 
     async def receive(self) -> EngineMessage:
-        message: EngineMessage = self._decoder.decode(await self.socket.recv())
-        return message
+        if not self._arrived:
+            await asyncio.sleep(0)  # connections have their turn, also while messages keep coming
+            contents = [await self.socket.recv()]
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    contents.append(self._without_waiting.recv(zmq.NOBLOCK))
+            self._arrived.extend(merge_steps(map(self._decoder.decode, contents)))
+        return self._arrived.popleft()
 
     def close(self, linger: int = 1000) -> None:
         """``linger``: milliseconds for messages that are not sent yet."""
@@ -280,7 +315,7 @@ class EngineClient:
         ready = await self._link.hello()
         self.tokenizer = None if ready.tokenizer_path is None else Tokenizer.from_path(ready.tokenizer_path)
         self._learn(ready)
-        self._outputs = OutputProcessor(self.tokenizer, self._finish, StatsCollector())
+        self._outputs = OutputProcessor(self.tokenizer, self._finish, StatsCollector(), has_metrics=False)
         self._task = asyncio.create_task(self._receive(), name="fleetfoot-engine-client")
 
     def _learn(self, ready: Ready) -> None:
@@ -441,22 +476,24 @@ class EngineClient:
     async def _receive(self) -> None:
         try:
             while True:
-                message = await self._link.receive()
-                if isinstance(message, Outputs):
-                    self._take_outputs(message)
-                elif isinstance(message, Reply):
-                    self._take_reply(message)
-                elif isinstance(message, Refused):
-                    self._refuse(message)
-                elif isinstance(message, Interruption):
-                    self.interruption = message.reason
-                elif isinstance(message, Ready):
-                    self._learn(message)
-                elif isinstance(message, Dead):
-                    self.fail(f"the engine has failed: {message.text}")
+                self._take(await self._link.receive())
         except Exception as error:
             self.fail(f"the engine's outputs cannot be read: {type(error).__name__}: {error}")
             raise
+
+    def _take(self, message: EngineMessage) -> None:
+        if isinstance(message, Outputs):
+            self._take_outputs(message)
+        elif isinstance(message, Reply):
+            self._take_reply(message)
+        elif isinstance(message, Refused):
+            self._refuse(message)
+        elif isinstance(message, Interruption):
+            self.interruption = message.reason
+        elif isinstance(message, Ready):
+            self._learn(message)
+        elif isinstance(message, Dead):
+            self.fail(f"the engine has failed: {message.text}")
 
     def _take_outputs(self, message: Outputs) -> None:
         self.last_output_ts = message.now
@@ -464,11 +501,11 @@ class EngineClient:
             self._weight_version = message.weight_version
             self._outputs.change_weights(message.weight_version)
         sequences = self._sequences
-        outputs = [
+        outputs = (
             self._engine_output(sequence, tokens)
             for tokens in message.tokens
             if (sequence := sequences.get(tokens.number)) is not None  # else it was aborted, or has a stop string
-        ]
+        )
         for output in self._outputs.process(outputs, message.now):
             stream = self._streams.get(output.request_id)
             if stream is not None:
@@ -506,3 +543,22 @@ class EngineClient:
             future.set_exception(message.error.as_error())
         else:
             future.set_result(message.value)
+
+
+def merge_steps(messages: Iterable[EngineMessage]) -> Iterator[EngineMessage]:
+    """The messages, with the outputs of consecutive steps as one: a client that is behind makes one output of them."""
+    outputs: Outputs | None = None
+    for message in messages:
+        if outputs is not None:
+            if isinstance(message, Outputs) and outputs.weight_version == message.weight_version:
+                outputs.tokens += message.tokens
+                outputs.now = message.now
+                continue
+            yield outputs
+            outputs = None
+        if isinstance(message, Outputs):
+            outputs = message
+        else:
+            yield message
+    if outputs is not None:
+        yield outputs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fleetfoot.engine.stats import StatsCollector
     from fleetfoot.tokenizer.tokenizer import Tokenizer
 
+NO_METRICS = RequestMetrics()
 RUNNING = RequestStatus.RUNNING
 FINAL_ONLY, DELTA = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
 
@@ -77,9 +78,18 @@ class OutputProcessor:
     Args:
         tokenizer: None if the engine runs on token ids only; texts are then empty.
         finish: `Scheduler.finish`; called for a stop string in the text, and for an abort.
+        has_metrics: whether outputs of unfinished requests have metrics.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, finish: Callable[..., object], stats: StatsCollector) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        finish: Callable[..., object],
+        stats: StatsCollector,
+        *,
+        has_metrics: bool = True,
+    ) -> None:
+        self._has_metrics = has_metrics
         self._tokenizer = tokenizer
         self._decode = None if tokenizer is None else tokenizer.decode_token
         self._finish_request = finish
@@ -137,10 +147,11 @@ class OutputProcessor:
             del sequence.request.output_token_ids[len(sequence.token_ids) :]
         return sorted(requests)
 
-    def process(self, outputs: list[EngineOutput], now: float) -> list[RequestOutput]:
-        """Process the outputs of a step.
+    def process(self, outputs: Iterable[EngineOutput], now: float) -> list[RequestOutput]:
+        """Process the outputs of a step, or of several.
 
         Args:
+            outputs: in the order of the steps; read one by one.
             now: when its tokens arrived, in seconds of a monotonic clock.
 
         Returns:
@@ -270,18 +281,20 @@ class OutputProcessor:
             state.prompt_token_ids = request.prompt_token_ids.tolist()
         if request.pooling_params is not None:
             return self._pooling_output(state)
+        outputs = [self._completion(sequence, state) for sequence in state.sequences]
+        first = state.sequences[0].request
         output = RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=state.prompt_token_ids,
-            outputs=[self._completion(sequence, state) for sequence in state.sequences],
+            outputs=outputs,
             finished=finished,
             prompt_logprobs=state.prompt_logprobs,
-            metrics=state.metrics or self._metrics(state),
-            num_cached_tokens=max(0, state.sequences[0].request.num_cached_tokens),
-            kv_transfer_params=state.sequences[0].request.kv_transfer_output,
+            metrics=state.metrics or (self._metrics(state) if self._has_metrics else NO_METRICS),
+            num_cached_tokens=max(0, first.num_cached_tokens),
+            kv_transfer_params=first.kv_transfer_output,
+            weight_version=max([completion.weight_version for completion in outputs]),
         )
-        output.weight_version = max(completion.weight_version for completion in output.outputs)
         if finished:
             state.sequences = []  # breaks a reference cycle, which only the garbage collector could free
         return output
@@ -314,6 +327,7 @@ class OutputProcessor:
         begin = 0
         if state.kind is DELTA:
             begin, sequence.num_returned = sequence.num_returned, len(sequence.token_ids)
+        version, versions = _versions(sequence, begin)
         return CompletionOutput(
             index=sequence.index,
             text=sequence.text.take_delta() if state.kind is DELTA else sequence.text.text,
@@ -322,21 +336,24 @@ class OutputProcessor:
             logprobs=sequence.logprobs[begin:] if has_logprobs else None,
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
-            **_versions(sequence, begin),
+            weight_version=version,
+            weight_versions=versions,
         )
 
 
-def _versions(sequence: _Sequence, begin: int) -> dict[str, Any]:
-    """The fields of `CompletionOutput` about the weights, of the tokens from ``begin`` on."""
-    stop, marks = len(sequence.token_ids), sequence.versions
-    if marks[-1][0] == stop > 0 and len(marks) > 1:
-        marks = marks[:-1]  # no token has the newest version yet
-    found = {"weight_version": marks[-1][1]}
+def _versions(sequence: _Sequence, begin: int) -> tuple[int, list[int] | None]:
+    """``weight_version`` and ``weight_versions`` of `CompletionOutput`, of the tokens from ``begin`` on."""
+    marks = sequence.versions
     if len(marks) == 1:
-        return found
+        return marks[0][1], None
+    stop = len(sequence.token_ids)
+    if marks[-1][0] == stop > 0:
+        marks = marks[:-1]  # no token has the newest version yet
+    if len(marks) == 1:
+        return marks[0][1], None
     ends = [first for first, _ in marks[1:]] + [stop]
     each = [version for (first, version), end in zip(marks, ends, strict=True) for _ in range(first, end)]
-    return found | {"weight_versions": each[begin:]}
+    return marks[-1][1], each[begin:]
 
 
 def merge_outputs(earlier: Any, later: Any, kind: RequestOutputKind | None) -> Any:

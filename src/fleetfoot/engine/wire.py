@@ -180,7 +180,7 @@ class Ready(_Message):
     runner_name: str
 
 
-class SequenceEnd(msgspec.Struct, array_like=True):
+class SequenceEnd(msgspec.Struct, array_like=True, gc=False):
     """The last of a sequence."""
 
     status: int
@@ -193,7 +193,7 @@ class SequenceEnd(msgspec.Struct, array_like=True):
     pooled: tuple[list[int], bytes] | None
 
 
-class Tokens(msgspec.Struct, array_like=True, omit_defaults=True):
+class Tokens(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """New tokens of a sequence."""
 
     number: int

@@ -238,7 +238,8 @@ class EventStream(Response):
         self.headers["x-accel-buffering"] = "no"  # of nginx
         del self.headers["content-length"]
         self._events = events
-        self._last_sent = 0.0
+        self.has_sent = False
+        """Whether data was sent since the last comment, or the last wait for one."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = asyncio.ensure_future(self._send_events(send))
@@ -256,17 +257,21 @@ class EventStream(Response):
 
     async def _send_events(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await self.send_body(send)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def send_body(self, send: Send) -> None:
+        """Send all events."""
         async with contextlib.aclosing(self._events) as events:  # type: ignore[type-var]
             async for event in events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
-                self._last_sent = time.monotonic()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                self.has_sent = True
 
     async def _keep_alive(self, send: Send) -> None:
         while True:
-            before = self._last_sent
+            self.has_sent = False
             await asyncio.sleep(KEEP_ALIVE_S)
-            if self._last_sent == before:
+            if not self.has_sent:
                 await send({"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True})
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from fleetfoot.server.http import ENCODER, ApiError, ErrorResponse
+from fleetfoot.server.streaming import EXTENSION, BodyWriter
 
 MAX_HEADER_BYTES = 64 << 10
 HEADERS_S = 30.0
@@ -54,6 +55,7 @@ class LimitedHttp(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._begin_headers()
         super().on_message_begin()
+        self.scope["extensions"] = {EXTENSION: {"writer": BodyWriter(self)}}
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)

@@ -7,8 +7,9 @@ import contextlib
 import functools
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -255,6 +256,17 @@ class RequestOutputs:
 
     def __init__(self, streams: Sequence[OutputStream]) -> None:
         self._streams = streams
+        self.num_prompts = len(streams)
+
+    def listen(self, listener: Callable[[int, Any], bool]) -> None:
+        """Call ``listener`` with ``(prompt index, output or exception)``; see `OutputStream.listen`."""
+        for index, stream in enumerate(self._streams):
+            stream.listen(partial(listener, index))
+
+    def resume(self) -> None:
+        """Call the listener again, after it has returned False."""
+        for stream in self._streams:
+            stream.resume()
 
     def close(self) -> None:
         """Abort what is unfinished."""

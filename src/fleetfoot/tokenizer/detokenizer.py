@@ -18,6 +18,8 @@ import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from encodings.utf_8 import IncrementalDecoder as UTF8Decoder
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -94,6 +96,8 @@ class TokenPieces:
         self.tables = self._table(frozenset()), self._table(self.skipped_ids)
         """By skip_special_tokens: token id -> bytes or str, depending on `decoder`; without one the token. Empty for
         ids without text."""
+        self.texts = tuple(PieceTable(partial(_whole_text, table)) for table in self.tables)
+        """Of `tables` with bytes: token id -> text; None for bytes that are no whole characters."""
 
     def decode_window(self, token_ids: Sequence[int]) -> str:
         """The text of a few tokens by the tokenizer's own decoder, special tokens included."""
@@ -105,6 +109,13 @@ class TokenPieces:
             return token if self.decoder is None else self.decoder.piece(token)
 
         return PieceTable(make)
+
+
+def _whole_text(table: PieceTable[bytes], token_id: int) -> str | None:
+    try:
+        return table[token_id].decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _read_decoder(backend: tokenizers.Tokenizer) -> ByteLevelDecoder | ByteFallbackDecoder | None:
@@ -172,7 +183,7 @@ def make_detokenizer(
     """
     table, decoder = pieces.tables[skip_special_tokens], pieces.decoder
     if isinstance(decoder, ByteLevelDecoder):
-        return ByteLevelStream(table, prompt_token_ids)
+        return ByteLevelStream(table, pieces.texts[skip_special_tokens], prompt_token_ids)
     if isinstance(decoder, ByteFallbackDecoder):
         return ByteFallbackStream(table, prompt_token_ids, decoder)
     unspaced = frozenset() if spaces_between_special_tokens else pieces.added_ids
@@ -183,27 +194,39 @@ class PromptReplacements:
     """Removes the replacement characters of bytes that the prompt left unfinished and the output did not complete."""
 
     def __init__(self, count: int) -> None:
-        self._prefix = REPLACEMENT * count
+        self.prefix = REPLACEMENT * count
+        """What is to be removed; empty afterwards."""
 
     def remove(self, text: str) -> str:
-        if self._prefix and text:
-            text = text.removeprefix(self._prefix)
-            self._prefix = ""
+        if self.prefix and text:
+            text = text.removeprefix(self.prefix)
+            self.prefix = ""
         return text
 
 
 class ByteLevelStream:
-    """Byte-level BPE: an incremental UTF-8 decoder. Invalid bytes become U+FFFD as in a full decode."""
+    """Byte-level BPE: an incremental UTF-8 decoder. Invalid bytes become U+FFFD as in a full decode.
 
-    def __init__(self, pieces: PieceTable[bytes], prompt_token_ids: Sequence[int]) -> None:
+    Args:
+        texts: of tokens that are whole characters, as most are: they need no decoder while it holds nothing back.
+    """
+
+    def __init__(
+        self, pieces: PieceTable[bytes], texts: PieceTable[str | None], prompt_token_ids: Sequence[int]
+    ) -> None:
         self._pieces = pieces
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._texts = texts
+        self._utf8 = UTF8Decoder("replace")
         self._utf8.decode(_last_bytes(pieces, prompt_token_ids))
         unfinished, _ = self._utf8.getstate()
         # The decoder writes one replacement for the bytes that begin a character.
         self._prompt = PromptReplacements(1 if unfinished else 0)
 
     def update(self, new_token_ids: Sequence[int]) -> str:
+        if len(new_token_ids) == 1 and not self._utf8.buffer and not self._prompt.prefix:
+            text = self._texts[new_token_ids[0]]
+            if text is not None:
+                return text
         data = b"".join(map(self._pieces.__getitem__, new_token_ids))
         return self._prompt.remove(self._utf8.decode(data))
 

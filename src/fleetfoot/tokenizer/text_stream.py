@@ -50,7 +50,7 @@ class TextStream:
             )
         elif stop:
             raise ValueError(f"stop={list(stop)!r} needs text: detokenize=True and a tokenizer")
-        self._checker = StopStringChecker(stop, include_stop_str_in_output) if stop else _NoStopStrings()
+        self._checker = StopStringChecker(stop, include_stop_str_in_output) if stop else None
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -70,7 +70,9 @@ class TextStream:
 
     def take_delta(self) -> str:
         """The text released since the last call."""
-        delta = "".join(self._delta)
+        if not self._delta:
+            return ""
+        delta = self._delta[0] if len(self._delta) == 1 else "".join(self._delta)
         self._delta.clear()
         self._taken.append(delta)
         return delta
@@ -87,8 +89,14 @@ class TextStream:
             The stop string that ended the text, or None. `num_tokens_kept` of these tokens are part of the output;
             later ones are not.
         """
-        self.num_tokens_kept = 0
         num_shown = len(new_token_ids) - (ends_with_stop_token and not self._include_stop)
+        if self._checker is None:
+            self.num_tokens_kept = len(new_token_ids)
+            text = self._detokenizer.update(new_token_ids[:num_shown])
+            if text:
+                self._delta.append(text)
+            return None
+        self.num_tokens_kept = 0
         for token_id in new_token_ids[:num_shown]:
             self._num_tokens += 1
             self.num_tokens_kept += 1
@@ -104,7 +112,8 @@ class TextStream:
     def finish(self) -> None:
         """End the text: release what was held back for a stop string or an unfinished character."""
         if self.stop_string is None:
-            self._delta += [self._checker.finish(), self._detokenizer.finish()]
+            held = "" if self._checker is None else self._checker.finish()
+            self._delta += [held, self._detokenizer.finish()]
 
 
 class _NoText:
@@ -112,16 +121,6 @@ class _NoText:
 
     def update(self, new_token_ids: Sequence[int]) -> str:
         return ""
-
-    def finish(self) -> str:
-        return ""
-
-
-class _NoStopStrings:
-    """The checker of a request without stop strings: releases everything immediately."""
-
-    def feed(self, text: str, can_stop: bool = True) -> tuple[str, str | None]:
-        return text, None
 
     def finish(self) -> str:
         return ""

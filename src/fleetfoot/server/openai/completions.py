@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -15,17 +13,13 @@ from fleetfoot.outputs import CompletionOutput, Logprob, RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.server.http import (
     JSON,
-    ApiError,
-    EventStream,
     invalid,
     request_id,
     until_disconnected,
 )
 from fleetfoot.server.openai.events import (
-    DONE,
-    ChunkWriter,
+    GenerationEvents,
     UsageCounter,
-    error_event,
     finite,
     logprob_entries,
     token_text,
@@ -34,6 +28,7 @@ from fleetfoot.server.openai.prompts import read_prompts
 from fleetfoot.server.openai.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from fleetfoot.server.openai.structured import naming_constraint
 from fleetfoot.server.service import RequestOutputs, Service, check_completion, engine_prompt, entry_names
+from fleetfoot.server.streaming import PushedEvents
 
 _DECODER = msgspec.json.Decoder(CompletionRequest)
 DEFAULT_MAX_TOKENS = 16
@@ -65,7 +60,7 @@ class Completions:
                 *(answer.params, answer.id, body.priority, entry_names("prompt", len(inputs))),
             )
         if body.stream:
-            return EventStream(answer.events(outputs))
+            return PushedEvents(_Events(answer, outputs))
         return JSON(answer.whole(await until_disconnected(http, outputs.collect())))
 
 
@@ -74,8 +69,8 @@ class _Answer:
 
     def __init__(self, name: str, body: CompletionRequest, service: Service, prompts: list[Any]) -> None:
         self.id = name
-        self._body = body
-        self._model = service.model_name
+        self.body = body
+        self.model = service.model_name
         self._prompts = prompts
         self._service = service
         self._is_only_echo = bool(body.echo) and body.max_tokens == 0
@@ -89,44 +84,22 @@ class _Answer:
     def whole(self, outputs: list[RequestOutput]) -> Completion:
         counter, choices = UsageCounter(), []
         for index, output in enumerate(outputs):
-            counter.add(index, output, num_hidden=self._num_hidden(output))
-            choices += [self._choice(index, output, completion, is_first=True) for completion in output.outputs]
-        response = Completion(self.id, choices, self._model, counter.usage())
+            counter.add(index, output, num_hidden=self.num_hidden(output))
+            choices += [self.choice(index, output, completion, is_first=True) for completion in output.outputs]
+        response = Completion(self.id, choices, self.model, counter.usage())
         if outputs[0].kv_transfer_params is not None:
             response.kv_transfer_params = outputs[0].kv_transfer_params
         return response
 
-    async def events(self, outputs: RequestOutputs) -> AsyncIterator[bytes]:
-        fields = {"id": self.id, "object": "text_completion", "created": int(time.time()), "model": self._model}
-        writer, counter = ChunkWriter(self._body, {**fields, "system_fingerprint": None}), UsageCounter()
-        started: set[int] = set()
-        try:
-            async for index, output in outputs:
-                counter.add(index, output, num_hidden=self._num_hidden(output))
-                for completion in output.outputs:
-                    number = index * self.params.n + completion.index
-                    is_first = number not in started
-                    started.add(number)
-                    choice = self._choice(index, output, completion, is_first=is_first)
-                    if choice.text or choice.logprobs or choice.finish_reason or self._body.return_token_ids:
-                        yield writer.chunk(choice, counter)
-            if self._body.includes_usage:
-                yield writer.last(counter)
-        except Exception as error:
-            yield error_event(ApiError.of(error))
-        finally:
-            outputs.close()
-        yield DONE
-
-    def _num_hidden(self, output: RequestOutput) -> int:
+    def num_hidden(self, output: RequestOutput) -> int:
         return sum([len(one.token_ids) for one in output.outputs]) if self._is_only_echo else 0
 
-    def _choice(
+    def choice(
         self, index: int, output: RequestOutput, completion: CompletionOutput, *, is_first: bool
     ) -> CompletionChoice:
         """``is_first``: of its sequence, so that it begins with what is echoed."""
         check_completion(completion)
-        body, is_echo = self._body, bool(self._body.echo) and is_first
+        body, is_echo = self.body, bool(self.body.echo) and is_first
         text, token_ids, entries = completion.text, completion.token_ids, completion.logprobs
         if self._is_only_echo:
             text, token_ids, entries = "", [], entries and []
@@ -160,7 +133,7 @@ class _Answer:
 
     def _logprobs(self, choice: int, token_ids: list[int], entries: list[_Entry]) -> CompletionLogprobs:
         result = CompletionLogprobs([], [], [], [])
-        decode, as_id = self._service.tokenizer.decode_token, bool(self._body.return_tokens_as_token_ids)
+        decode, as_id = self._service.tokenizer.decode_token, bool(self.body.return_tokens_as_token_ids)
         offset = self._offsets.get(choice, 0)
         for token_id, entry in zip(token_ids, entries, strict=False):
             text = token_text(token_id, None if entry is None else entry[token_id].decoded_token, decode, as_id=as_id)
@@ -177,3 +150,25 @@ class _Answer:
             offset += len(text)
         self._offsets[choice] = offset
         return result
+
+
+class _Events(GenerationEvents):
+    """The events of a streamed response."""
+
+    def __init__(self, answer: _Answer, outputs: RequestOutputs) -> None:
+        super().__init__(outputs, answer.body, {"id": answer.id, "object": "text_completion", "model": answer.model})
+        self._answer = answer
+        self._has_empty = bool(answer.body.return_token_ids)
+        self._started: set[int] = set()
+
+    def feed(self, index: int, output: RequestOutput) -> bytes:
+        answer, events = self._answer, []
+        self.counter.add(index, output, num_hidden=answer.num_hidden(output))
+        for completion in output.outputs:
+            number = index * answer.params.n + completion.index
+            is_first = number not in self._started
+            self._started.add(number)
+            choice = answer.choice(index, output, completion, is_first=is_first)
+            if choice.text or choice.logprobs or choice.finish_reason or self._has_empty:
+                events.append(self.writer.chunk(choice, self.counter))
+        return b"".join(events)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,6 +17,7 @@ from fleetfoot.server.openai.protocol import (
     TopLogprob,
     Usage,
 )
+from fleetfoot.server.service import RequestOutputs
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -53,6 +55,26 @@ class ChunkWriter:
 
     def _with_usage(self, choices: list[Any], counter: UsageCounter) -> bytes:
         return self._begin + ENCODER.encode(choices) + b',"usage":' + ENCODER.encode(counter.usage()) + b"}\n\n"
+
+
+class GenerationEvents:
+    """What sources of events share: the writer of chunks, the usage, and the end.
+
+    Args:
+        fields: as of `ChunkWriter`.
+    """
+
+    def __init__(self, outputs: RequestOutputs, request: GenerationRequest, fields: dict[str, Any]) -> None:
+        self.outputs = outputs
+        self.writer = ChunkWriter(request, {**fields, "created": int(time.time()), "system_fingerprint": None})
+        self.counter = UsageCounter()
+        self._includes_usage = request.includes_usage
+
+    def end(self) -> bytes:
+        return (self.writer.last(self.counter) if self._includes_usage else b"") + DONE
+
+    def fail(self, error: Exception) -> bytes:
+        return error_event(ApiError.of(error)) + DONE
 
 
 class UsageCounter:
