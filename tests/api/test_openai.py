@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -143,6 +145,13 @@ def test_logprobs_of_both_dialects(api: openai.OpenAI, story: LLM) -> None:
     for one in content.content:
         assert one.bytes == list(one.token.encode())
         assert one.top_logprobs[0].logprob == one.logprob and len(one.top_logprobs) == 2
+
+
+def test_the_example_of_the_readme(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(from openai .*?)```", page, re.DOTALL)
+    exec(example.replace("http://127.0.0.1:8000", server.url).replace('"none"', '"secret"'), {})
+    assert len(capsys.readouterr().out) > 100
 
 
 def test_models(api: openai.OpenAI) -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pty
+import re
 import select
 import signal
+import socket
 import ssl
 import subprocess
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -152,6 +156,34 @@ def test_a_unix_socket_and_an_engine_that_ends(tmp_path: Path) -> None:
         assert server.wait() == 1
         assert "has ended with code -9" in "".join(server.log)
     assert not os.path.exists(path)
+
+
+def test_a_service_manager_is_notified(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.settimeout(60)
+        manager.bind(str(tmp_path / "notify"))
+        with RunningServer(*FLAGS, env={"NOTIFY_SOCKET": str(tmp_path / "notify")}) as server:
+            assert manager.recv(4096) == b"STATUS=loading the model"
+            assert manager.recv(4096).decode() == f"READY=1\nSTATUS=listening on {server.url}"
+            assert server.stop() == 0
+            assert manager.recv(4096).startswith(b"STOPPING=1\nSTATUS=")
+        assert "\x1b" not in "".join(server.log)  # no bar without a terminal
+
+
+def test_a_bar_is_shown_on_a_terminal() -> None:
+    terminal, other_end = pty.openpty()
+    command = [sys.executable, "-m", "fleetfoot", "serve", "--port", "0", *FLAGS]
+    environment = {**os.environ, "TERM": "xterm"}
+    with subprocess.Popen(command, stderr=other_end, env=environment, start_new_session=True) as process:
+        os.close(other_end)
+        shown = ""
+        while "listening on" not in shown:
+            shown += os.read(terminal, 4096).decode(errors="replace")
+        process.terminate()
+    os.close(terminal)
+    assert process.returncode == 0
+    assert "━" in shown and re.search(r"weights.*━", shown) and "weights: " in shown
+    assert "\x1b[" not in shown.rpartition("ready after")[2]
 
 
 def test_tls(tmp_path: Path) -> None:

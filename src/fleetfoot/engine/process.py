@@ -53,6 +53,7 @@ from fleetfoot.records.step import EngineOutput
 from fleetfoot.scheduler.stats import SchedulerStats
 from fleetfoot.utils.logs import log_to_stderr
 from fleetfoot.utils.process import tune_collections
+from fleetfoot.utils.progress import loading_bar
 
 logger = logging.getLogger(__name__)
 
@@ -454,7 +455,8 @@ def main() -> int:
 
 def _run(settings: ProcessSettings) -> int:
     try:
-        engine = build_engine(settings.config, output_processor=OutputRouter)
+        with loading_bar(is_shown=sys.stderr.isatty() and settings.log_format == "text"):
+            engine = build_engine(settings.config, output_processor=OutputRouter)
     except Exception as error:
         print(error, file=sys.stderr)
         logger.debug("the engine does not start", exc_info=True)

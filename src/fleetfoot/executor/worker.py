@@ -29,6 +29,7 @@ from fleetfoot.runner.v1.runner import ModelRunnerV1
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.sampling.custom_processors import EngineProcessor
 from fleetfoot.speculative.drafter import DraftSettings, build_speculation
+from fleetfoot.utils.progress import report_progress
 from fleetfoot.weights.loading import ModelLoader
 from fleetfoot.weights.sleep import TAGS, make_sleep_memory
 from fleetfoot.weights.transfer import WeightTransferInitInfo
@@ -277,5 +278,6 @@ def make_connector(plan: EnginePlan, rank: int) -> StepConnector:
 def _phase(name: str) -> Iterator[None]:
     """Log how long a phase of the start takes."""
     begin = time.perf_counter()
+    report_progress(name)
     yield
     logger.info("%s: %.2f s", name, time.perf_counter() - begin)

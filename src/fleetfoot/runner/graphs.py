@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.sampling.shape import PLAIN, SamplingVariant
+from fleetfoot.utils.progress import report_progress
 
 MIXED_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 MIXED_FOR_ALL = 512
@@ -257,7 +258,8 @@ class GraphManager:
 
     def capture_first(self) -> None:
         """Capture `first_keys`."""
-        for key in self.first_keys:
+        for number, key in enumerate(self.first_keys):
+            report_progress("graphs", number, len(self.first_keys))
             self.get(key)
 
     @property

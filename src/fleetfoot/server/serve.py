@@ -85,6 +85,7 @@ def serve(engine: EngineConfig | EngineGroup, settings: ServerSettings) -> int:
     begin = time.perf_counter()
     with log_to_stderr(settings.log_level, settings.log_format), listening(settings) as listener:
         check_tls(settings)
+        notify_service_manager("STATUS=loading the model")
         if isinstance(engine, EngineGroup):
             backend: Backend = _Elsewhere(engine)
         else:
@@ -201,7 +202,7 @@ class ApiServer:
             self.exit_code = EXIT_INTERRUPTED
         if not is_second:
             self.stopped.set_result(None)
-            notify_service_manager("STOPPING=1")
+            notify_service_manager("STOPPING=1\nSTATUS=waiting for unfinished requests")
         self._service.is_draining = True
         if self._server is not None:
             self._server.should_exit = True
@@ -342,7 +343,7 @@ async def _supervise(engine: Backend, settings: ServerSettings, listener: socket
         await asyncio.wait((accepting,))
         listener.close()
         if first.done():
-            notify_service_manager("STOPPING=1")
+            notify_service_manager("STOPPING=1\nSTATUS=waiting for unfinished requests")
             exit_code = EXIT_INTERRUPTED if first.result() == signal.SIGINT else 0
             _signal_all(children, first.result())
             while not all(wait.done() for wait in waits):
@@ -480,7 +481,7 @@ def announce(settings: ServerSettings, listener: socket.socket, begin: float) ->
     logger.info("ready after %.1f s, listening on %s", time.perf_counter() - begin, where)
     if settings.uds is None and not _is_loopback(settings.host) and not settings.api_keys:
         logger.warning("%s can be reached from other machines, and no key is required (--api-key)", where)
-    notify_service_manager("READY=1")
+    notify_service_manager(f"READY=1\nSTATUS=listening on {where}")
 
 
 def _is_loopback(host: str) -> bool:

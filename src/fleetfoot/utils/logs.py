@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 """Of the HTTP request that the current task serves; records logged meanwhile have it."""
@@ -41,13 +42,21 @@ class _JSONFormatter(logging.Formatter):
         return json.dumps(content, ensure_ascii=False)
 
 
+class _StderrHandler(logging.StreamHandler[Any]):
+    """Looks standard error up for each record: a progress bar replaces it while it is shown."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 @contextmanager
 def log_to_stderr(level: int, log_format: str = "text") -> Iterator[None]:
     """Within the block, log the package's records from ``level`` on, and warnings of others, by one handler.
 
     ``log_format``: ``text`` or ``json``.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _StderrHandler()
     text = _TextFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
     handler.setFormatter(_JSONFormatter() if log_format == "json" else text)
     root, package = logging.getLogger(), logging.getLogger("fleetfoot")

@@ -16,6 +16,7 @@ import torch
 
 from fleetfoot.config.json_fields import read_json_object
 from fleetfoot.records.weights import Rows, WeightError, WeightSpec, slices_of
+from fleetfoot.utils.progress import report_progress
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -166,10 +167,11 @@ def load_safetensors(
             for copy in copies:
                 _check_same(checkpoint, spec, found[first], found[copy])
             sources[found[first]] = spec
-        for name in checkpoint.names():
-            if name in sources:
-                spec = sources[name]
-                spec.destination().copy_(checkpoint.tensor(name, spec.part))
+        names_in_order = [name for name in checkpoint.names() if name in sources]
+        for number, name in enumerate(names_in_order):
+            report_progress("weights", number, len(names_in_order))
+            spec = sources[name]
+            spec.destination().copy_(checkpoint.tensor(name, spec.part))
 
 
 def _by_model_name(checkpoint: Checkpoint, expected: set[str]) -> dict[str, str]:
