@@ -296,6 +296,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function", "name": "f", "parameters": {"type": "string"}}]}, "tools[0].parameters.type"),
     ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name"),
     ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "f"}]}}, "tool_choice.tools[0]"),
+    ({"tool_choice": {"type": "function", "name": "f"}, "truncation": "auto"}, "tool_choice.name"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{"}]}, "input[0].arguments"),
     ({"response_format": {"type": "json_object"}}, "response_format"),

@@ -95,9 +95,9 @@ class Responses:
         params = sampling_params(body, service)
         answer = Answer(key, body, service, params, items, self._store)
         turn = read_turn(body, items, params, service, body.request_id or request_id(http, "resp"))
-        if body.truncation == "auto":
-            turn.messages = await drop_oldest(service, turn)
         with naming_fields(body):
+            if body.truncation == "auto":
+                turn.messages = await drop_oldest(service, turn)
             generated = await generate(service, turn)
         if body.background:
             queued = await self._run_in_background(answer, generated)
