@@ -80,7 +80,7 @@ class GeneratedMessages:
         parsers: Sequence[MessageParser],
         count_tokens: Callable[[str], int] | None = None,
     ) -> None:
-        self._outputs = outputs
+        self.outputs = outputs
         self._parsers = parsers
         self._count_tokens = count_tokens
         self._has_calls = [False] * len(parsers)
@@ -88,13 +88,17 @@ class GeneratedMessages:
 
     def close(self) -> None:
         """Abort what is unfinished."""
-        self._outputs.close()
+        self.outputs.close()
 
     async def __aiter__(self) -> AsyncIterator[tuple[RequestOutput, list[MessageChunk]]]:
         """For parameters with `RequestOutputKind.DELTA`. Raises ApiError 500 for a sequence that the engine has ended
         with an error."""
-        async for _, output in self._outputs:
-            yield output, [self._chunk(completion) for completion in output.outputs]
+        async for _, output in self.outputs:
+            yield output, self.chunks(output)
+
+    def chunks(self, output: RequestOutput) -> list[MessageChunk]:
+        """Of the next output. Raises as the iteration."""
+        return [self._chunk(completion) for completion in output.outputs]
 
     def num_reasoning_tokens(self) -> int | None:
         """Of all messages so far; None: the model does not reason."""
@@ -104,7 +108,7 @@ class GeneratedMessages:
 
     async def collect(self) -> tuple[RequestOutput, list[Message]]:
         """For parameters with `RequestOutputKind.FINAL_ONLY`. Raises as the iteration."""
-        (output,) = await self._outputs.collect()
+        (output,) = await self.outputs.collect()
         return output, [self._message(self._chunk(completion)) for completion in output.outputs]
 
     def _chunk(self, completion: CompletionOutput) -> MessageChunk:

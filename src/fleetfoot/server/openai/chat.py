@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -16,16 +14,13 @@ from fleetfoot.server.conversation import GeneratedMessages, Message, MessageChu
 from fleetfoot.server.http import (
     JSON,
     ApiError,
-    EventStream,
     invalid,
     request_id,
     until_disconnected,
 )
 from fleetfoot.server.openai.events import (
-    DONE,
-    ChunkWriter,
+    GenerationEvents,
     UsageCounter,
-    error_event,
     logprob_entries,
     token_logprobs,
 )
@@ -43,6 +38,7 @@ from fleetfoot.server.openai.protocol import (
 )
 from fleetfoot.server.openai.structured import naming_constraint
 from fleetfoot.server.service import RESERVED_VARIABLES, Service
+from fleetfoot.server.streaming import PushedEvents
 
 _DECODER = msgspec.json.Decoder(ChatRequest)
 ROLE = "assistant"
@@ -109,7 +105,7 @@ class ChatCompletions:
             generated = await generate(service, turn)
         answer.echoed = messages[-1]["content"] if body.echo and messages[-1]["role"] == ROLE else ""
         if body.stream:
-            return EventStream(answer.events(generated))
+            return PushedEvents(_Events(answer, generated))
         output, collected = await until_disconnected(http, generated.collect())
         return JSON(answer.whole(output, collected, generated))
 
@@ -120,9 +116,9 @@ class _Answer:
     def __init__(self, name: str, body: ChatRequest, service: Service) -> None:
         self.id = name
         self.echoed = ""
-        self._body = body
+        self.body = body
         self._service = service
-        self._model = service.model_name
+        self.model = service.model_name
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         self.params = body.sampling_params(
             service.engine.facts.sampling_defaults,
@@ -134,10 +130,10 @@ class _Answer:
         counter = UsageCounter()
         counter.add(0, output)
         counter.num_reasoning = generated.num_reasoning_tokens()
-        response = ChatCompletion(self.id, [self._choice(one) for one in messages], self._model, counter.usage())
-        if self._body.prompt_logprobs is not None:
+        response = ChatCompletion(self.id, [self._choice(one) for one in messages], self.model, counter.usage())
+        if self.body.prompt_logprobs is not None:
             response.prompt_logprobs = logprob_entries(output.prompt_logprobs)
-        if self._body.return_token_ids:
+        if self.body.return_token_ids:
             response.prompt_token_ids = output.prompt_token_ids
         if output.kv_transfer_params is not None:
             response.kv_transfer_params = output.kv_transfer_params
@@ -151,7 +147,7 @@ class _Answer:
                 ChatToolCall(FunctionCall(call.arguments, call.name), call.id, "function")
                 for call in message.tool_calls
             ]
-        if message.reasoning and self._shows_reasoning:
+        if message.reasoning and self.shows_reasoning:
             answer.reasoning = answer.reasoning_content = message.reasoning
         choice = ChatChoice(
             completion.index,
@@ -160,37 +156,11 @@ class _Answer:
             message.finish_reason,
             completion.stop_reason,
         )
-        if self._body.return_token_ids:
+        if self.body.return_token_ids:
             choice.token_ids = completion.token_ids
         return choice
 
-    async def events(self, generated: GeneratedMessages) -> AsyncIterator[bytes]:
-        fields = {"id": self.id, "object": "chat.completion.chunk", "created": int(time.time()), "model": self._model}
-        writer, counter = ChunkWriter(self._body, {**fields, "system_fingerprint": None}), UsageCounter()
-        has_begun = False
-        try:
-            async for output, chunks in generated:
-                counter.add(0, output)
-                if not has_begun:
-                    has_begun = True
-                    for number in range(self.params.n):
-                        yield writer.chunk(ChatChunkChoice(number, ChatDelta(self.echoed, ROLE)), counter)
-                for chunk in chunks:
-                    if not self._shows_reasoning:
-                        chunk.delta.reasoning = ""
-                    choice = self._chunk_choice(chunk)
-                    if chunk.delta or choice.logprobs or choice.finish_reason or self._body.return_token_ids:
-                        yield writer.chunk(choice, counter)
-            if self._body.includes_usage:
-                counter.num_reasoning = generated.num_reasoning_tokens()
-                yield writer.last(counter)
-        except Exception as error:
-            yield error_event(ApiError.of(error))
-        finally:
-            generated.close()
-        yield DONE
-
-    def _chunk_choice(self, chunk: MessageChunk) -> ChatChunkChoice:
+    def chunk_choice(self, chunk: MessageChunk) -> ChatChunkChoice:
         completion, parsed = chunk.completion, chunk.delta
         delta = ChatDelta(parsed.content) if parsed.content else ChatDelta()
         if parsed.reasoning:
@@ -200,20 +170,51 @@ class _Answer:
         choice = ChatChunkChoice(completion.index, delta, self._logprobs(completion), chunk.finish_reason)
         if chunk.finish_reason is not None:
             choice.stop_reason = completion.stop_reason
-        if self._body.return_token_ids:
+        if self.body.return_token_ids:
             choice.token_ids = completion.token_ids
         return choice
 
     @property
-    def _shows_reasoning(self) -> bool:
-        return self._body.include_reasoning is not False
+    def shows_reasoning(self) -> bool:
+        return self.body.include_reasoning is not False
 
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
         if completion.logprobs is None:
             return None
-        as_ids = bool(self._body.return_tokens_as_token_ids)
+        as_ids = bool(self.body.return_tokens_as_token_ids)
         tokenizer = self._service.tokenizer
-        return ChatLogprobs(token_logprobs(completion, tokenizer, self._body.top_logprobs or 0, as_ids=as_ids))
+        return ChatLogprobs(token_logprobs(completion, tokenizer, self.body.top_logprobs or 0, as_ids=as_ids))
+
+
+class _Events(GenerationEvents):
+    """The events of a streamed response."""
+
+    def __init__(self, answer: _Answer, generated: GeneratedMessages) -> None:
+        fields = {"id": answer.id, "object": "chat.completion.chunk", "model": answer.model}
+        super().__init__(generated.outputs, answer.body, fields)
+        self._answer, self._generated = answer, generated
+        self._has_empty = bool(answer.body.return_token_ids)
+        self._has_begun = False
+
+    def feed(self, index: int, output: RequestOutput) -> bytes:
+        answer, events = self._answer, []
+        self.counter.add(index, output)
+        chunks = self._generated.chunks(output)
+        if not self._has_begun:
+            self._has_begun = True
+            begins = [ChatChunkChoice(number, ChatDelta(answer.echoed, ROLE)) for number in range(answer.params.n)]
+            events += [self.writer.chunk(begin, self.counter) for begin in begins]
+        for chunk in chunks:
+            if not answer.shows_reasoning:
+                chunk.delta.reasoning = ""
+            choice = answer.chunk_choice(chunk)
+            if chunk.delta or choice.logprobs or choice.finish_reason or self._has_empty:
+                events.append(self.writer.chunk(choice, self.counter))
+        return b"".join(events)
+
+    def end(self) -> bytes:
+        self.counter.num_reasoning = self._generated.num_reasoning_tokens() if self.includes_usage else None
+        return super().end()
 
 
 def _call_delta(call: ToolCallDelta) -> ChatToolCall:

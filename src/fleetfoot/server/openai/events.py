@@ -68,10 +68,10 @@ class GenerationEvents:
         self.outputs = outputs
         self.writer = ChunkWriter(request, {**fields, "created": int(time.time()), "system_fingerprint": None})
         self.counter = UsageCounter()
-        self._includes_usage = request.includes_usage
+        self.includes_usage = request.includes_usage
 
     def end(self) -> bytes:
-        return (self.writer.last(self.counter) if self._includes_usage else b"") + DONE
+        return (self.writer.last(self.counter) if self.includes_usage else b"") + DONE
 
     def fail(self, error: Exception) -> bytes:
         return error_event(ApiError.of(error)) + DONE
