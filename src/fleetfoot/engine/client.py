@@ -382,7 +382,7 @@ class EngineClient:
         """As `fleetfoot.AsyncLLM.get_default_sampling_params`."""
         return SamplingParams(**self.facts.sampling_defaults)
 
-    async def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
+    async def call(self, method: str, /, *arguments: Any, **keywords: Any) -> Any:
         """The result, as plain data, of a method of the engine (``metrics``, and those of
         `fleetfoot.engine.remote_calls`).
 

@@ -183,7 +183,8 @@ class _Routes:
     async def reset_prefix_cache(self, http: Request) -> Response:
         options = await self._read(http, ResetPrefixCache)
         resets_connector = options.reset_connector or options.reset_external
-        await self._run("reset_prefix_cache", options.reset_running_requests, resets_connector)
+        running = options.reset_running_requests
+        await self._run("reset_prefix_cache", reset_running_requests=running, reset_connector=resets_connector)
         return await self._respond()
 
     async def update_weights(self, http: Request) -> Response:
@@ -197,7 +198,8 @@ class _Routes:
 
     async def collective_rpc(self, http: Request) -> Response:
         options = await self._read(http, CollectiveRpc)
-        results = await self._run("collective_rpc", options.method, options.args, options.kwargs)
+        call = {"method": options.method, "args": options.args, "kwargs": options.kwargs}
+        results = await self._run("collective_rpc", **call)
         return await self._respond(results=results)
 
     def calling(self, method: str, kind: type[NoOptions], result: str | None = None) -> Handler:
@@ -210,10 +212,15 @@ class _Routes:
 
         return handle
 
-    async def _run(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Raises ApiError 409 for what the engine cannot do in its present state."""
+    async def _run(self, name: str, /, *arguments: Any, **options: Any) -> Any:
+        """Raises ApiError: 400 for invalid options, and 409 for what the engine cannot do in its present state."""
         try:
-            return await self._service.engine.call(method, *arguments, **options)
+            return await self._service.engine.call(name, *arguments, **options)
+        except (ValueError, TypeError) as error:
+            refusal = ApiError.of(error)
+            if refusal.param not in options:
+                refusal.param = None  # the message begins with something else
+            raise refusal from error
         except RuntimeError as error:
             if type(error) is not RuntimeError:
                 raise

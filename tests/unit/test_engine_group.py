@@ -1,0 +1,206 @@
+"""A group of engines that this process plays: what is sent to them, and what becomes of requests when they are lost."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from tests.helpers.streams import async_test
+
+from fleetfoot.engine.client import EngineClient
+from fleetfoot.engine.errors import EngineDeadError
+from fleetfoot.engine.wire import (
+    AddRequest,
+    Call,
+    ClientMessage,
+    Dead,
+    EngineMessage,
+    Failed,
+    Finish,
+    Hello,
+    Interruption,
+    Outputs,
+    Ready,
+    Refused,
+    Reply,
+    SequenceEnd,
+    Tokens,
+)  # fmt: skip
+from fleetfoot.records.request import RequestStatus
+from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
+from fleetfoot.server.disaggregation.group import MAX_LOST, EngineGroup, GroupLink
+
+FACTS = Ready(1, "m", "m", None, 100, 64, 640, [0], 5, False, {}, None, "v1")
+PARAMS = SamplingParams(temperature=0, max_tokens=9, output_kind=RequestOutputKind.DELTA)
+TRANSFER = {"remote_engine_id": "p"}
+
+
+class PlayedEngine:
+    """An engine of which the test takes and sends the messages."""
+
+    def __init__(self, facts: Ready = FACTS, address: str = "tcp://127.0.0.1:0") -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.bind(address)
+        self.address = str(self._socket.last_endpoint, "ascii").rstrip("\0")
+        self._facts = facts
+        self._client = b""
+        self._decoder = msgspec.msgpack.Decoder(ClientMessage)
+
+    async def next(self) -> Any:
+        """The next message, but for the first of each client, which is answered."""
+        while True:
+            self._client, content = await self._socket.recv_multipart()
+            message: ClientMessage = self._decoder.decode(content)
+            if not isinstance(message, Hello):
+                return message
+            self.send(self._facts)
+
+    def send(self, message: EngineMessage) -> None:
+        self._socket.send_multipart((self._client, msgspec.msgpack.encode(message)))
+
+    def generate(self, request: AddRequest, *tokens: int, end: RequestStatus | None = None, **fields: Any) -> None:
+        """Send tokens of the request's first sequence."""
+        last = None if end is None else SequenceEnd(int(end), None, 0, 0, 0, 0.0, fields.get("transfer"), None)
+        self.send(Outputs(0.0, [Tokens(request.number, list(tokens), end=last)]))
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@asynccontextmanager
+async def played(*numbers: int, **options: Any) -> AsyncIterator[tuple[EngineClient, list[PlayedEngine]]]:
+    """A client of ``numbers`` of prefill and decode engines, which are connected."""
+    engines = [PlayedEngine() for _ in range(sum(numbers))]
+    addresses = [engine.address for engine in engines]
+    link = GroupLink(EngineGroup(tuple(addresses[: numbers[0]]), tuple(addresses[numbers[0] :]), **options))
+    client = EngineClient(link)
+    greetings = [asyncio.ensure_future(engine.next()) for engine in engines]
+    try:
+        await client.start()
+        for greeting in greetings:
+            greeting.cancel()
+        yield client, engines
+    finally:
+        client.close()
+        for engine in engines:
+            engine.close()
+
+
+@async_test
+async def test_a_prompt_goes_to_prefill_and_then_to_decode() -> None:
+    async with played(1, 1) as (client, (prefill, decode)):
+        stream = await client.submit([5, 6, 7], PARAMS, "r", 0)
+        first = await prefill.next()
+        assert (first.max_tokens, first.kv_transfer_params) == (1, {"do_remote_decode": True})
+        prefill.generate(first, 9, end=RequestStatus.FINISHED_LENGTH, transfer=TRANSFER)
+        request = await decode.next()
+        assert (request.request_id, request.max_tokens, request.kv_transfer_params) == ("r", 9, TRANSFER)
+        decode.generate(request, 8)
+        assert (await anext(stream)).outputs[0].token_ids == [8]
+        await stream.aclose()
+        assert await decode.next() == Finish(request.number, int(RequestStatus.FINISHED_ABORTED))
+
+
+@async_test
+async def test_what_prefill_engines_cannot_do() -> None:
+    """An error and a refusal: the decode engine gets the request as it is. The client leaves: KV is released."""
+    async with played(1, 1) as (client, (prefill, decode)):
+        await client.submit([5, 6, 7], PARAMS, "r", 0)
+        prefill.generate(await prefill.next(), end=RequestStatus.FINISHED_ERROR)
+        assert (await decode.next()).kv_transfer_params is None
+        release = await prefill.next()
+        assert isinstance(release, Call) and release.method == "abort_requests"
+        await client.submit([5, 6, 7], PARAMS, "s", 0)
+        request = await prefill.next()
+        prefill.send(Refused(request.number, Failed("ValueError", "no")))
+        assert (await decode.next()).request_id == "s"
+        assert (await prefill.next()).method == "abort_requests"
+        stream = await client.submit([5, 6, 7], PARAMS, "t", 0)
+        request = await prefill.next()
+        await stream.aclose()
+        released = await prefill.next()
+        assert (released.method, released.arguments) == ("abort_requests", [[request.request_id]])
+
+
+@async_test
+async def test_sequences_continue_where_they_were() -> None:
+    params = SamplingParams(temperature=1.0, seed=3, n=2, max_tokens=9, output_kind=RequestOutputKind.DELTA)
+    async with played(1, 2) as (client, (_, first, second)):
+        stream = await client.submit([5, 6, 7], params, "r", 0)
+        request = await first.next()
+        first.send(Outputs(0.0, [Tokens(request.number, [1, 2]), Tokens(request.number + 1, [3])]))
+        first.generate(request, 4, end=RequestStatus.FINISHED_STOPPED)
+        tokens = [[], []]
+        while sum(map(len, tokens)) < 4:
+            for completion in (await anext(stream)).outputs:
+                tokens[completion.index] += completion.token_ids
+        first.close()
+        again = await second.next()
+        assert (again.number, again.resumed, again.kv_transfer_params) == (request.number, [None, [3]], None)
+        end = SequenceEnd(int(RequestStatus.FINISHED_LENGTH), None, 0, 0, 0, 0.0, None, None)
+        second.send(Outputs(0.0, [Tokens(request.number + 1, [5], end=end)]))
+        async for output in stream:
+            for completion in output.outputs:
+                tokens[completion.index] += completion.token_ids
+        assert tokens == [[1, 2, 4], [3, 5]]
+
+
+@async_test
+async def test_a_request_that_loses_engine_after_engine_ends() -> None:
+    async with played(1, MAX_LOST + 1) as (client, (_, *engines)):
+        stream = await client.submit([5, 6, 7], replace(PARAMS, prompt_logprobs=1), "r", 0)
+        for engine in engines[:MAX_LOST]:
+            request = await engine.next()
+            engine.generate(request, 8)
+            engine.send(Dead("it has failed", ""))
+        last = [output async for output in stream][-1]
+        assert (last.finished, last.outputs[0].finish_reason) == (True, "error")
+        assert "3 engines were lost" in str(last.outputs[0].stop_reason)
+
+
+@async_test
+async def test_no_engine_is_left() -> None:
+    async with played(1, 1, engine_timeout=0.0) as (client, engines):
+        for engine in engines:
+            engine.close()
+        with pytest.raises(EngineDeadError, match="no engine can be reached"):
+            async for _ in client.generate([5, 6, 7], PARAMS, "r"):
+                pass
+        assert client.interruption == "no engine can be reached"
+        with pytest.raises(RuntimeError, match="no engine can be reached"):
+            await client.call("ping")
+
+
+@async_test
+async def test_an_engine_that_restarts_its_workers_gets_no_requests() -> None:
+    async with played(1, 2) as (client, engines):
+        call = asyncio.ensure_future(client.call("check_integrity"))
+        asked = [await engine.next() for engine in engines]
+        engines[1].send(Interruption("restarts"))
+        for engine, message in zip(engines, asked, strict=True):
+            engine.send(Reply(message.number))
+        await call
+        assert client.interruption == ""
+        await client.submit([5, 6, 7], replace(PARAMS, prompt_logprobs=1), "r", 0)
+        assert (await engines[2].next()).request_id == "r"
+
+
+@async_test
+async def test_engines_with_another_model() -> None:
+    one, other = PlayedEngine(), PlayedEngine(msgspec.structs.replace(FACTS, vocab_size=7))
+    client = EngineClient(GroupLink(EngineGroup((other.address,), (one.address,))))
+    greetings = [asyncio.ensure_future(engine.next()) for engine in (one, other)]
+    with pytest.raises(ValueError, match="have different models"):
+        await client.start()
+    client.close()
+    for greeting in greetings:
+        greeting.cancel()
+    one.close()
+    other.close()
