@@ -120,6 +120,7 @@ class LLM(ChatCalls, PoolingCalls, SleepCalls, WeightCalls):
         chat_template_kwargs: dict[str, Any] | None = None,
         tool_choice: str | dict[str, Any] = "auto",
         parallel_tool_calls: bool = True,
+        thinking_token_budget: int | None = None,
         **unknown: Any,
     ) -> list[RequestOutput]:
         """Generate replies to one conversation or many, rendered with a chat template.
@@ -134,6 +135,7 @@ class LLM(ChatCalls, PoolingCalls, SleepCalls, WeightCalls):
             tool_choice: ``auto``, ``none``, ``required``, or ``{"type": "function", "function": {"name": ...}}``, which
                 a grammar enforces, as it does the arguments of strict tools.
             parallel_tool_calls: whether there can be several calls.
+            thinking_token_budget: the most tokens of reasoning; its end is forced then.
             unknown: as of `generate`.
 
         Raises:
@@ -163,7 +165,8 @@ class LLM(ChatCalls, PoolingCalls, SleepCalls, WeightCalls):
                 ids = self.llm_engine.input_processor.tokenize(text, is_cut=is_cut, add_special_tokens=False)
             token_ids = ids.tolist()
             prompts.append({"prompt": text, "prompt_token_ids": token_ids})
-            adapted.append(self._chat_params(each[index], variables["chat_template"], use, token_ids))
+            options = (variables["chat_template"], use, token_ids, thinking_token_budget)
+            adapted.append(self._chat_params(each[index], *options))
         return self.generate(prompts if is_batch else prompts[0], adapted, use_tqdm=use_tqdm)
 
     def beam_search(

@@ -3,6 +3,7 @@
 import json
 import random
 
+import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
@@ -16,6 +17,7 @@ from fleetfoot.parsers.grammar import forced_calls, strict_calls
 from fleetfoot.parsers.registry import TOOL_FORMATS, MessageFormat
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
 from fleetfoot.structured.grammars import behind_reasoning, make_grammar
+from fleetfoot.structured.state import ReasoningEnd, set_only
 
 SPECIAL = ["<|eos|>", "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|start|>"]
 
@@ -179,3 +181,13 @@ def test_a_schema_that_cannot_be_compiled_is_named():
     assert message.startswith("tools[1].function.parameters cannot be compiled")
     assert "(at #/properties/a)" in message
     assert find_schema_error(ToolUse.of([tool("good")], "required")) is None
+
+
+def test_the_end_of_reasoning_is_forced_after_a_budget():
+    """With drafts, each position has the token of its own place."""
+    reasoning = ReasoningEnd(b"</t>", lambda token_id: bytes([token_id]))
+    reasoning.limit(2, begin=[1, 2], end=list(b"</t>"))
+    assert [reasoning.forced(position) for position in range(10)] == [1, 2, None, None, *b"</t>", None, None]
+    mask = np.full(4, -1, dtype=np.int32)
+    set_only(mask, 95)
+    assert [int(word) for word in mask.view(np.uint32)] == [0, 0, 1 << 31, 0]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 _NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,256}")
+_ANY_TOKENS = "start: <[*]>*"
 _NUM_LAST_TOKENS = 32  # of a prompt: the marks of reasoning at its end have fewer
 
 
@@ -203,11 +204,13 @@ class ChatFormats:
         params: SamplingParams,
         prompt_token_ids: Sequence[int],
         continued: str | None = None,
+        thinking_token_budget: int | None = None,
     ) -> ExpectedMessages:
-        """What a request generates. Raises ValueError: there is no template, or a schema is no JSON.
+        """What a request generates. Raises ValueError: there is no template, or a field does not fit.
 
         Args:
             continued: the text of a last message that is continued.
+            thinking_token_budget: the most tokens of reasoning, if the format has a budget.
         """
         form = self.of(chat_template, has_tools=bool(tools.schemas))
         if form.reasoning is None:
@@ -217,13 +220,27 @@ class ChatFormats:
             end = self.tokenizer.decode(list(prompt_token_ids[-_NUM_LAST_TOKENS:]))
         is_open = form.reasoning.is_open(end, is_continued=continued is not None)
         constraint = _constraint(form, tools, params)
-        if constraint is not None and constraint.reasoning_end is None:
-            if is_open:
-                constraint.reasoning_end = form.reasoning.end[0]
-            elif continued is None and form.reasoning.is_possible(end) and not (form.is_harmony and tools.is_forced):
-                constraint.reasoning_end = form.reasoning.end[0]
-                constraint.reasoning_begin = form.reasoning.begin[0] if form.reasoning.begin else None
+        can_reason = is_open or (continued is None and form.reasoning.is_possible(end))
+        if can_reason and not (form.is_harmony and tools.is_forced):
+            constraint = _behind_reasoning(form, constraint, thinking_token_budget, is_open=is_open)
         return ExpectedMessages(form, tools, _constrained(params, constraint), is_reasoning=is_open)
+
+
+def _behind_reasoning(
+    form: MessageFormat, constraint: StructuredOutputsParams | None, budget: int | None, *, is_open: bool
+) -> StructuredOutputsParams | None:
+    """The constraint behind reasoning, which ends after ``budget`` tokens."""
+    assert form.reasoning is not None
+    if not form.has_budget:
+        budget = None
+    if constraint is None and budget is not None:
+        constraint = StructuredOutputsParams(grammar=_ANY_TOKENS)
+    if constraint is not None and constraint.reasoning_end is None:
+        constraint.reasoning_end = form.reasoning.end[0]
+        constraint.max_reasoning_tokens = budget
+        if not is_open and form.reasoning.begin:
+            constraint.reasoning_begin = form.reasoning.begin[0]
+    return constraint
 
 
 def _constrained(params: SamplingParams, constraint: StructuredOutputsParams | None) -> SamplingParams:
@@ -381,12 +398,22 @@ class ChatCalls:
         return stream.text
 
     def _chat_params(
-        self, params: SamplingParams, chat_template: str | None, tools: ToolUse, prompt_token_ids: Sequence[int]
+        self,
+        params: SamplingParams,
+        chat_template: str | None,
+        tools: ToolUse,
+        prompt_token_ids: Sequence[int],
+        thinking_token_budget: int | None,
     ) -> SamplingParams:
         """Parameters with which calls are as ``tools`` has them, and a constraint applies behind reasoning."""
-        if not tools.functions and getattr(params, "structured_outputs", None) is None:
+        is_free = not tools.functions and getattr(params, "structured_outputs", None) is None
+        if is_free and thinking_token_budget is None:
             return params
-        return self._formats.expect(chat_template, tools, params, prompt_token_ids).params
+        budget = thinking_token_budget
+        if budget is not None and not self._formats.of(chat_template, has_tools=bool(tools.schemas)).has_budget:
+            raise ValueError(f"thinking_token_budget is {budget}; it needs a model that marks the end of its reasoning")
+        options: dict[str, Any] = {"thinking_token_budget": budget}
+        return self._formats.expect(chat_template, tools, params, prompt_token_ids, **options).params
 
 
 def read_conversation(messages: Any) -> Any:

@@ -100,6 +100,11 @@ class MessageFormat:
     def is_harmony(self) -> bool:
         return isinstance(self.tools, HarmonyFormat)
 
+    @property
+    def has_budget(self) -> bool:
+        """Whether the end of reasoning can be forced. Harmony's channels have no end that calls need not pass."""
+        return self.reasoning is not None and not self.is_harmony
+
     def keeps_special_tokens(self, *, has_tools: bool) -> bool:
         """Whether the text must have the special tokens, for the parser to see them. It drops the others."""
         markers = (*(self.tools.markers if has_tools else ()), *(self.reasoning.markers if self.reasoning else ()))

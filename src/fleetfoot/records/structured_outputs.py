@@ -58,6 +58,8 @@ class StructuredOutputsParams:
     reasoning_begin: str | None = None
     """The output is free up to ``reasoning_end`` only if it begins with this text (``<think>``), and may do so. None:
     it is free whatever it begins with."""
+    max_reasoning_tokens: int | None = None
+    """Tokens before ``reasoning_end``, after which its tokens are forced. ``reasoning_begin`` is forced too."""
 
     def __post_init__(self) -> None:
         if self.json_object is False:
@@ -70,6 +72,11 @@ class StructuredOutputsParams:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise ValueError(f"structured_outputs.{name} must be a string that is not empty, got {value!r:.200}")
+        budget = self.max_reasoning_tokens
+        if budget is not None and (type(budget) is not int or budget < 0 or self.reasoning_end is None):
+            raise ValueError(
+                f"structured_outputs.max_reasoning_tokens must be at least 0, with reasoning_end, got {budget!r:.50}"
+            )
         for name in ("disable_fallback", "disable_any_whitespace", "disable_additional_properties"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"structured_outputs.{name} must be True or False, got {getattr(self, name)!r:.200}")

@@ -29,6 +29,8 @@ class Turn:
     tool_choice: str | Mapping[str, Any] = "auto"
     """``auto``, ``none``, ``required``, or ``{"type": "function", "function": {"name": ...}}``."""
     parallel_tool_calls: bool = True
+    thinking_token_budget: int | None = None
+    """The most tokens of reasoning, after which its end is forced."""
     cache_salt: str | None = None
     priority: int | None = None
 
@@ -154,7 +156,9 @@ async def prepare(service: Service, turn: Turn) -> Prepared:
     token_ids = await service.render_chat(turn.messages, **options)
     content = turn.messages[-1].get("content") if turn.template.get("continue_final_message") else None
     template = options.get("chat_template") or service.settings.chat_template
-    expected = service.formats.expect(template, tools, turn.params, token_ids, _text(content))
+    expected = service.formats.expect(
+        template, tools, turn.params, token_ids, _text(content), turn.thinking_token_budget
+    )
     expected.keep_special_tokens()
     return Prepared(token_ids, tools, expected)
 

@@ -33,6 +33,8 @@ class Vocabulary:
     special_tokens: Mapping[str, int]
     piece: Callable[[int], bytes]
     """The text of a token, special ones included."""
+    encode: Callable[[str], list[int]]
+    """The tokens of a text, which may be special ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +43,8 @@ class Grammar:
 
     matcher: Any
     """An `llguidance.LLMatcher` at the beginning; sequences get copies."""
-    reasoning_end: bytes
-    """The constraint begins behind this text; empty: at once."""
+    reasoning: ReasoningEnd | None
+    """None: the constraint begins at once."""
 
 
 class GrammarCompiler:
@@ -103,9 +105,8 @@ class GrammarCompiler:
     def start(self, params: StructuredOutputsParams, *, min_tokens: int, ignore_eos: bool) -> GrammarState:
         """The state of a new sequence. Waits as `compile`, and raises as it."""
         grammar, vocabulary = self.compile(params), self._load_vocabulary()
-        reasoning = ReasoningEnd(grammar.reasoning_end, vocabulary.piece) if grammar.reasoning_end else None
         banned = self.eos_token_ids if ignore_eos else ()
-        return GrammarState(grammar.matcher.deep_copy(), vocabulary.tokenizer, reasoning, banned, min_tokens)
+        return GrammarState(grammar.matcher.deep_copy(), vocabulary.tokenizer, grammar.reasoning, banned, min_tokens)
 
     # --- in a thread ------------------------------------------------------------------------------------------------
 
@@ -138,7 +139,8 @@ class GrammarCompiler:
             return text if isinstance(text, bytes) else str(text).encode()
 
         added = backend.get_added_tokens_decoder().items()
-        return Vocabulary(read, {token.content: token_id for token_id, token in added if token.special}, piece)
+        special_tokens = {token.content: token_id for token_id, token in added if token.special}
+        return Vocabulary(read, special_tokens, piece, lambda text: tokenizer.encode(text, add_special_tokens=False))
 
     def _compile(self, params: StructuredOutputsParams) -> Grammar:
         from llguidance import LLMatcher
@@ -148,12 +150,15 @@ class GrammarCompiler:
         def find_error(grammar: str) -> str:
             return str(LLMatcher(vocabulary.tokenizer, grammar, log_level=0).get_error())
 
-        reasoning_end = params.reasoning_end or ""
+        reasoning, end, begin = None, params.reasoning_end, params.reasoning_begin
         try:
             grammar = make_grammar(params, vocabulary.special_tokens, find_error)
-            if params.reasoning_begin is not None and reasoning_end:
-                grammar = behind_reasoning(grammar, params.reasoning_begin, reasoning_end, vocabulary.special_tokens)
-                reasoning_end = ""
+            if end is not None and begin is not None and params.max_reasoning_tokens is None:
+                grammar = behind_reasoning(grammar, begin, end, vocabulary.special_tokens)
+            elif end is not None:
+                reasoning = ReasoningEnd(end.encode(), vocabulary.piece)
+            if reasoning is not None and end is not None and params.max_reasoning_tokens is not None:
+                reasoning.limit(params.max_reasoning_tokens, vocabulary.encode(begin or ""), vocabulary.encode(end))
             matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0)
             matcher.deep_copy().compute_bitmask()
         except ValueError:
@@ -161,4 +166,4 @@ class GrammarCompiler:
         except BaseException as error:  # a panic of the library is no Exception
             raise ValueError(f"structured_outputs cannot be compiled: {error!r:.500}") from error
         self.num_compiled += 1
-        return Grammar(matcher, reasoning_end.encode())
+        return Grammar(matcher, reasoning)

@@ -11,7 +11,7 @@ import numpy as np
 
 from fleetfoot.records.request import Request
 from fleetfoot.records.step import SchedulerOutput, TokenMasks
-from fleetfoot.structured.state import GrammarState, clear_bits
+from fleetfoot.structured.state import GrammarState, clear_bits, set_only
 
 _MAX_THREADS = 8
 
@@ -39,6 +39,7 @@ class TokenMasker:
         tasks: list[tuple[Any, int, list[int]]] = []
         rows: list[int] = []
         banned: list[tuple[int, Sequence[int]]] = []
+        forced: list[tuple[int, int]] = []
         for index, request in zip(output.structured, requests, strict=True):
             state = request.grammar
             if request.is_finished or not isinstance(state, GrammarState):
@@ -52,10 +53,13 @@ class TokenMasker:
             num_words = state.num_words
             begin, drafts = state.walk(num_drafts)
             bans = [state.bans(place, request.stop_token_ids) for place in range(1 + num_drafts)]
-            if begin > num_drafts and not any(bans):
+            free = [(len(rows) + place, state.forced(place)) for place in range(min(begin, 1 + num_drafts))]
+            only = [(number, token_id) for number, token_id in free if token_id is not None]
+            if begin > num_drafts and not any(bans) and not only:
                 continue  # every token is allowed
             if begin <= num_drafts:
                 tasks.append((state.matcher, len(rows) + begin, drafts))
+            forced += only
             banned += [(len(rows) + place, token_ids) for place, token_ids in enumerate(bans) if token_ids]
             rows += range(first_row, first_row + 1 + num_drafts)
         if not rows:
@@ -70,6 +74,8 @@ class TokenMasker:
             failed += [(request, f"the grammar cannot go on: {error:.300}") for request, error in errors]
         for number, token_ids in banned:
             clear_bits(masks[number], token_ids)
+        for number, token_id in forced:
+            set_only(masks[number], token_id)
         return TokenMasks(rows, masks), failed
 
     def _fill(self, tasks: Sequence[tuple[Any, int, list[int]]], masks: np.ndarray, num_words: int) -> None:

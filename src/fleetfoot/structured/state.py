@@ -14,6 +14,20 @@ class ReasoningEnd:
     def __init__(self, marker: bytes, piece: Callable[[int], bytes]) -> None:
         self._marker = marker
         self._piece = piece
+        self._begin: Sequence[int] = ()
+        self._end: Sequence[int] = ()
+        self._limit: int | None = None
+
+    def limit(self, num_tokens: int, begin: Sequence[int], end: Sequence[int]) -> None:
+        """Force the tokens ``begin`` at first, and ``end`` after ``num_tokens`` more."""
+        self._begin, self._end, self._limit = begin, end, len(begin) + num_tokens
+
+    def forced(self, position: int) -> int | None:
+        """The token that must be at a position of the output, which is before the end; None: any."""
+        if position < len(self._begin):
+            return self._begin[position]
+        place = -1 if self._limit is None else position - self._limit
+        return self._end[place] if 0 <= place < len(self._end) else None
 
     def find(self, tail: bytes, token_id: int) -> tuple[bytes, bytes | None]:
         """Read a token behind ``tail``, the text that may begin the marker. Returns the new tail, and the rest of the
@@ -103,11 +117,22 @@ class GrammarState:
                 return place, drafts[place:]
         return num_drafts + 1, []
 
+    def forced(self, place: int) -> int | None:
+        """The token that must be at a position before the grammar, counted from the next token; None: any."""
+        assert self._reasoning is not None
+        return self._reasoning.forced(self._num_read + place)
+
     def bans(self, place: int, stop_token_ids: Iterable[int]) -> Sequence[int]:
         """The tokens that may not be at a position, counted from the next token, if another one may."""
         if self._num_read + place < self._min_tokens:
             return [*self._banned, *stop_token_ids]
         return self._banned
+
+
+def set_only(mask: np.ndarray, token_id: int) -> None:
+    """Allow one token. ``mask``: as of `clear_bits`."""
+    mask.fill(0)
+    mask.view(np.uint32)[token_id // 32] = 1 << (token_id % 32)
 
 
 def clear_bits(mask: np.ndarray, token_ids: Sequence[int]) -> None:

@@ -119,6 +119,7 @@ def _read_turn(body: CountTokensRequest, service: Service, request_id: str) -> T
         },
         tools=tools,
         tool_choice=read_tool_choice(body.tool_choice, tools),
+        thinking_token_budget=getattr(body.thinking, "budget_tokens", None),
         parallel_tool_calls=not getattr(body.tool_choice, "disable_parallel_tool_use", None),
     )
 

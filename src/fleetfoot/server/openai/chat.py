@@ -86,6 +86,7 @@ class ChatCompletions:
         if body.reasoning_effort is not None:
             switch = {"enable_thinking": False} if body.reasoning_effort == "none" else {}
             options = {"reasoning_effort": body.reasoning_effort, **switch, **options}
+        _check_budget(service, body)
         if body.documents is not None:
             options["documents"] = body.documents
         if body.add_special_tokens:
@@ -97,6 +98,7 @@ class ChatCompletions:
             template=options,
             tools=body.tools or (),
             tool_choice="auto" if body.tool_choice is None else body.tool_choice,
+            thinking_token_budget=body.thinking_token_budget,
             parallel_tool_calls=body.parallel_tool_calls is not False,
             cache_salt=body.cache_salt,
             priority=body.priority,
@@ -108,6 +110,20 @@ class ChatCompletions:
             return PushedEvents(_Events(answer, generated))
         output, collected = await until_disconnected(http, generated.collect())
         return JSON(answer.whole(output, collected, generated))
+
+
+def _check_budget(service: Service, body: ChatRequest) -> None:
+    """Raises ApiError for a budget of reasoning that is invalid, or of a model without one."""
+    budget = body.thinking_token_budget
+    if budget is None:
+        return
+    template = body.chat_template or service.settings.chat_template
+    why = "must be at least 0"
+    if budget >= 0:
+        if service.formats.of(template, has_tools=bool(body.tools)).has_budget:
+            return
+        why = "needs a model that marks the end of its reasoning (--reasoning-parser)"
+    raise invalid("thinking_token_budget", f"thinking_token_budget is {budget}; it {why}")
 
 
 class _Answer:

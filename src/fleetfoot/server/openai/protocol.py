@@ -180,6 +180,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: int | None = None
     verbosity: str | None = None
 
     functions: Any = None
