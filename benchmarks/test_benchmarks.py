@@ -40,3 +40,11 @@ def test_host_time_of_prompts_and_of_the_scheduler() -> None:
     assert json.loads(run("scheduler_host_cost", "--requests", "3", "--steps", "4"))["step_us"] > 0
     table = run("executor_messages", "--requests", "3", "--steps", "4", "--workers", "1").splitlines()
     assert any("decodes" in line for line in table)
+
+
+def test_structured() -> None:
+    config = {"vocab_size": 3000, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
+    sizes = "--config", json.dumps(config), "--requests", "3", "--tokens", "4"
+    report = json.loads(run("structured", *sizes, "--turns", "1"))
+    assert set(report["ratio"]) == {"free", "mixed, free", "mixed, json", "json"}
+    assert json.loads(run("structured", *sizes, "--host"))["step_us"]["median"] > 0

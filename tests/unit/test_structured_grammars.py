@@ -17,10 +17,13 @@ from tests.helpers.engines import EOS
 from fleetfoot import SamplingParams, StructuredOutputsParams
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.engine.wire import AddRequest
+from fleetfoot.records.request import Request
+from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.sampling_params import GuidedDecodingParams
 from fleetfoot.structured import compiler
 from fleetfoot.structured.compiler import GrammarCompiler
 from fleetfoot.structured.grammars import MAX_CHARS, MAX_DEPTH
+from fleetfoot.structured.masks import TokenMasker
 from fleetfoot.structured.state import clear_bits
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
@@ -345,7 +348,7 @@ def test_a_shorter_output_is_read_again(grammars: GrammarCompiler, tokenizer: To
 
 
 def test_bits_are_cleared_unless_nothing_would_be_left() -> None:
-    mask = np.array([0b1011, -(2**31)], dtype=np.int32)
+    mask = np.array([0b1011, 2**31], dtype=np.uint32)
     clear_bits(mask, [1, 63, 500])
     assert mask.tolist() == [0b1001, 0]
     clear_bits(mask, [0, 3])
@@ -365,9 +368,33 @@ def test_the_end_of_reasoning_is_found_in_any_split(
         assert state.read(tokens[:place]) == "" and not state.has_begun
         assert state.walk(3)[0] == 4
     state.drafts = [tokens[-1], vocabulary["x"], vocabulary["y"]]
-    assert state.walk(3) == (1, state.drafts[1:])
+    assert state.walk(3)[::2] == (1, state.drafts[1:])
     assert state.read(tokens) == "" and state.has_begun
     state.drafts = [vocabulary["x"], -1, -1]
-    assert state.walk(3) == (0, state.drafts[:1])
+    assert state.walk(3) == (0, state.matcher, state.drafts[:1])
     assert state.read([*tokens, vocabulary["x"], vocabulary["y"]]) == "" and state.matcher.is_stopped()
     assert state.read(tokens[:split]) == "" and not state.has_begun
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_matchers_advance_alone_or_in_threads(num_threads: int, grammars: GrammarCompiler) -> None:
+    """Random walks of many requests; a token that its grammar refuses ends its request alone."""
+    params, rng = StructuredOutputsParams(json=KEYWORDS["oneOf of tags"]), random.Random(0)
+    masker = TokenMasker(num_threads)
+    requests = [Request(str(number), [5], SamplingParams(), max_tokens=9, seed=0) for number in range(20)]  # type: ignore[arg-type]
+    for request in requests:
+        request.grammar = grammars.start(params, min_tokens=0, ignore_eos=False)
+    reference = [request.grammar.matcher.deep_copy() for request in requests]
+    indices = list(range(20))
+    output = SchedulerOutput(0, indices, [1] * 20, 20, 20, 20, structured=indices)
+    for _ in range(5):
+        masks, failed = masker.compute(output, requests, lambda num: np.zeros((num, -(-PADDED // 32)), dtype=np.int32))
+        assert masks is not None and masks.rows == indices and not failed
+        for request, mask, matcher in zip(requests, masks.masks, reference, strict=True):
+            assert mask.tobytes() == matcher.compute_bitmask()
+            request.output_token_ids.append(int(rng.choice(allowed(mask.tobytes()))))
+            matcher.consume_token(request.output_token_ids[-1])
+    requests[7].output_token_ids.append(2047)
+    masks, failed = masker.compute(output, requests, lambda num: np.zeros((num, -(-PADDED // 32)), dtype=np.int32))
+    assert masks is not None and masks.rows == [*range(7), *range(8, 20)]
+    assert [request for request, _ in failed] == [requests[7]] and "refuses token 2047" in failed[0][1]

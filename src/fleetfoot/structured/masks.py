@@ -14,16 +14,22 @@ from fleetfoot.records.step import SchedulerOutput, TokenMasks
 from fleetfoot.structured.state import GrammarState, clear_bits, set_only
 
 _MAX_THREADS = 8
+_PARALLEL_THREADS, _PARALLEL_REQUESTS = 4, 16
+"""From here on matchers advance in threads too."""
 
 
 class TokenMasker:
-    """Computes the masks of steps, in threads that do not hold Python's lock."""
+    """Computes the masks of steps, in threads that do not hold Python's lock. ``num_threads``: 0: as many as there are
+    cores, up to 8."""
+
+    def __init__(self, num_threads: int = 0) -> None:
+        self._num_threads = num_threads or min(_MAX_THREADS, os.cpu_count() or 1)
 
     @functools.cached_property
     def _executor(self) -> Any:
         from llguidance import LLExecutor
 
-        return LLExecutor(min(_MAX_THREADS, os.cpu_count() or 1))
+        return LLExecutor(self._num_threads)
 
     def compute(
         self, output: SchedulerOutput, requests: Sequence[Request], allocate: Callable[[int], np.ndarray]
@@ -34,31 +40,31 @@ class TokenMasker:
             requests: those of ``output.structured``, with all their earlier tokens. Ended ones get no mask.
             allocate: memory for a number of masks, ``[num, words]`` int32.
         """
-        failed: list[tuple[Request, str]] = []
+        failed = self._read(requests)
+        ended = {request.request_id for request, _ in failed}
         num_words = 0
         tasks: list[tuple[Any, int, list[int]]] = []
+        owners: list[Request] = []
         rows: list[int] = []
         banned: list[tuple[int, Sequence[int]]] = []
         forced: list[tuple[int, int]] = []
         for index, request in zip(output.structured, requests, strict=True):
             state = request.grammar
-            if request.is_finished or not isinstance(state, GrammarState):
-                continue
-            if error := state.read(request.output_token_ids):
-                failed.append((request, error))
+            if request.is_finished or request.request_id in ended or not isinstance(state, GrammarState):
                 continue
             is_decode = index < output.num_decodes
             num_drafts = output.num_drafts if is_decode else 0
             first_row = index * (1 + output.num_drafts) if is_decode else index + output.num_decodes * output.num_drafts
             num_words = state.num_words
-            begin, drafts = state.walk(num_drafts)
+            begin, matcher, drafts = state.walk(num_drafts)
             bans = [state.bans(place, request.stop_token_ids) for place in range(1 + num_drafts)]
             free = [(len(rows) + place, state.forced(place)) for place in range(min(begin, 1 + num_drafts))]
             only = [(number, token_id) for number, token_id in free if token_id is not None]
             if begin > num_drafts and not any(bans) and not only:
                 continue  # every token is allowed
             if begin <= num_drafts:
-                tasks.append((state.matcher, len(rows) + begin, drafts))
+                tasks.append((matcher, len(rows) + begin, drafts))
+                owners.append(request)
             forced += only
             banned += [(len(rows) + place, token_ids) for place, token_ids in enumerate(bans) if token_ids]
             rows += range(first_row, first_row + 1 + num_drafts)
@@ -68,15 +74,34 @@ class TokenMasker:
         if len(tasks) < len(rows):
             masks.fill(-1)
         self._fill(tasks, masks, num_words)
-        if any(matcher.is_error() for matcher, _, _ in tasks):
-            states = [(request, request.grammar) for request in requests if isinstance(request.grammar, GrammarState)]
-            errors = [(request, state.matcher.get_error()) for request, state in states if state.matcher.is_error()]
-            failed += [(request, f"the grammar cannot go on: {error:.300}") for request, error in errors]
+        for request, (matcher, _, _) in zip(owners, tasks, strict=True):
+            if matcher.is_error():
+                failed.append((request, f"the grammar cannot go on: {matcher.get_error():.300}"))
         for number, token_ids in banned:
-            clear_bits(masks[number], token_ids)
+            clear_bits(masks[number].view(np.uint32), token_ids)
         for number, token_id in forced:
-            set_only(masks[number], token_id)
+            set_only(masks[number].view(np.uint32), token_id)
         return TokenMasks(rows, masks), failed
+
+    def _read(self, requests: Sequence[Request]) -> list[tuple[Request, str]]:
+        """Let each request's matcher consume its new tokens. Returns those with a token that is refused, and why."""
+        failed: list[tuple[Request, str]] = []
+        steps: list[tuple[Request, int]] = []  # matchers that advance by one token, as most do
+        in_threads = self._num_threads >= _PARALLEL_THREADS and len(requests) >= _PARALLEL_REQUESTS
+        for request in requests:
+            if request.is_finished:
+                continue
+            token_id = request.grammar.next_token(request.output_token_ids) if in_threads else None
+            if token_id is not None:
+                steps.append((request, token_id))
+            elif error := request.grammar.read(request.output_token_ids):
+                failed.append((request, error))
+        if steps:
+            taken = self._executor.consume_token_par([(request.grammar.matcher, token) for request, token in steps])
+            for (request, token_id), is_taken in zip(steps, taken, strict=True):
+                if error := request.grammar.note_read(token_id, is_taken=is_taken):
+                    failed.append((request, error))
+        return failed
 
     def _fill(self, tasks: Sequence[tuple[Any, int, list[int]]], masks: np.ndarray, num_words: int) -> None:
         """Fill the mask of each matcher's next token, and of those behind its drafts, as far as it accepts them."""

@@ -81,12 +81,24 @@ class GrammarState:
             self.matcher.reset()
             self._num_read, self._tail, self.has_begun = 0, b"", self._reasoning is None
         for token_id in output_token_ids[self._num_read :]:
-            self._num_read += 1
             if not self.has_begun:
+                self._num_read += 1
                 self._begin_behind(token_id)
-            elif not self.matcher.consume_token(token_id):
-                return f"the grammar refuses token {token_id} of the output: {self.matcher.get_error():.200}"
+            elif error := self.note_read(token_id, is_taken=self.matcher.consume_token(token_id)):
+                return error
         return ""
+
+    def next_token(self, output_token_ids: Sequence[int]) -> int | None:
+        """The new token, if the grammar applies and there is one; None: call `read`."""
+        is_one = self.has_begun and len(output_token_ids) == self._num_read + 1
+        return output_token_ids[-1] if is_one else None
+
+    def note_read(self, token_id: int, *, is_taken: bool) -> str:
+        """Call when the matcher was given a token. Returns why it is refused; empty: it is not."""
+        self._num_read += 1
+        if is_taken:
+            return ""
+        return f"the grammar refuses token {token_id} of the output: {self.matcher.get_error():.200}"
 
     def _begin_behind(self, token_id: int) -> None:
         assert self._reasoning is not None
@@ -94,28 +106,31 @@ class GrammarState:
         if rest is None:
             return
         self.has_begun = True
-        if rest:  # the token holds the beginning of the answer too, or white space that the grammar may not have
-            token_ids = self._tokenizer.tokenize_bytes(rest)
-            if self.matcher.validate_tokens(token_ids) == len(token_ids):
-                self.matcher.consume_tokens(token_ids)
+        self._consume_text(self.matcher, rest)
 
-    def walk(self, num_drafts: int) -> tuple[int, list[int]]:
-        """The first of ``1 + num_drafts`` positions that the grammar applies to, counted from the next token, and the
-        drafts from there on. Beyond the last position: it applies to none."""
+    def _consume_text(self, matcher: Any, text: bytes) -> None:
+        """Consume the beginning of the answer, which is in the last token of reasoning; or white space, which the
+        grammar may not have."""
+        token_ids = self._tokenizer.tokenize_bytes(text)
+        if token_ids and matcher.validate_tokens(token_ids) == len(token_ids):
+            matcher.consume_tokens(token_ids)
+
+    def walk(self, num_drafts: int) -> tuple[int, Any, list[int]]:
+        """The first of ``1 + num_drafts`` positions that the grammar applies to, counted from the next token, a matcher
+        for it, and the drafts from there on. Beyond the last position: it applies to none."""
         drafts = self.drafts[:num_drafts]
         drafts = drafts[: drafts.index(-1)] if -1 in drafts else drafts
         if self.has_begun:
-            return 0, drafts
+            return 0, self.matcher, drafts
         tail = self._tail
         assert self._reasoning is not None
         for place, token_id in enumerate(drafts, start=1):
             tail, rest = self._reasoning.find(tail, token_id)
-            if rest:
-                # behind a token with text of both sides nothing is accepted: its rest is read with the token
-                return place, []
             if rest is not None:
-                return place, drafts[place:]
-        return num_drafts + 1, []
+                matcher = self.matcher.deep_copy()
+                self._consume_text(matcher, rest)
+                return place, matcher, drafts[place:]
+        return num_drafts + 1, self.matcher, []
 
     def forced(self, place: int) -> int | None:
         """The token that must be at a position before the grammar, counted from the next token; None: any."""
@@ -132,13 +147,18 @@ class GrammarState:
 def set_only(mask: np.ndarray, token_id: int) -> None:
     """Allow one token. ``mask``: as of `clear_bits`."""
     mask.fill(0)
-    mask.view(np.uint32)[token_id // 32] = 1 << (token_id % 32)
+    mask[token_id // 32] = 1 << (token_id % 32)
 
 
-def clear_bits(mask: np.ndarray, token_ids: Sequence[int]) -> None:
-    """Do not allow tokens, if others are left. ``mask``: ``[words]`` int32, bit ``t % 32`` of word ``t // 32``."""
-    ids = np.array([token_id for token_id in token_ids if token_id < 32 * len(mask)], dtype=np.int64)
-    kept = mask.copy()
-    np.bitwise_and.at(kept.view(np.uint32), ids // 32, ~(np.uint32(1) << (ids % 32).astype(np.uint32)))
-    if kept.any():
-        mask[:] = kept
+def clear_bits(mask: np.ndarray, token_ids: Iterable[int]) -> None:
+    """Do not allow tokens, if others are left. ``mask``: ``[words]`` uint32, bit ``t % 32`` of word ``t // 32``."""
+    cleared: dict[int, int] = {}  # word -> its former value
+    for token_id in token_ids:
+        place, bit = divmod(token_id, 32)
+        word = int(mask[place]) if place < len(mask) else 0
+        if word >> bit & 1:
+            cleared.setdefault(place, word)
+            mask[place] = word & ~(1 << bit)
+    if cleared and not mask.any():
+        for place, word in cleared.items():
+            mask[place] = word
