@@ -348,7 +348,7 @@ def test_a_shorter_output_is_read_again(grammars: GrammarCompiler, tokenizer: To
 
 
 def test_bits_are_cleared_unless_nothing_would_be_left() -> None:
-    mask = np.array([0b1011, 2**31], dtype=np.uint32)
+    mask = np.array([0b1011, -(2**31)], dtype=np.int32)
     clear_bits(mask, [1, 63, 500])
     assert mask.tolist() == [0b1001, 0]
     clear_bits(mask, [0, 3])

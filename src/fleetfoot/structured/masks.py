@@ -78,9 +78,9 @@ class TokenMasker:
             if matcher.is_error():
                 failed.append((request, f"the grammar cannot go on: {matcher.get_error():.300}"))
         for number, token_ids in banned:
-            clear_bits(masks[number].view(np.uint32), token_ids)
+            clear_bits(masks[number], token_ids)
         for number, token_id in forced:
-            set_only(masks[number].view(np.uint32), token_id)
+            set_only(masks[number], token_id)
         return TokenMasks(rows, masks), failed
 
     def _read(self, requests: Sequence[Request]) -> list[tuple[Request, str]]:

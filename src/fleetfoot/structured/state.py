@@ -147,11 +147,12 @@ class GrammarState:
 def set_only(mask: np.ndarray, token_id: int) -> None:
     """Allow one token. ``mask``: as of `clear_bits`."""
     mask.fill(0)
-    mask[token_id // 32] = 1 << (token_id % 32)
+    mask.view(np.uint32)[token_id // 32] = 1 << (token_id % 32)
 
 
 def clear_bits(mask: np.ndarray, token_ids: Iterable[int]) -> None:
-    """Do not allow tokens, if others are left. ``mask``: ``[words]`` uint32, bit ``t % 32`` of word ``t // 32``."""
+    """Do not allow tokens, if others are left. ``mask``: ``[words]`` int32, bit ``t % 32`` of word ``t // 32``."""
+    mask = mask.view(np.uint32)
     cleared: dict[int, int] = {}  # word -> its former value
     for token_id in token_ids:
         place, bit = divmod(token_id, 32)
