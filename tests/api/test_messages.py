@@ -20,10 +20,11 @@ from anthropic.types.shared import ErrorResponse
 from fleetfoot import LLM, SamplingParams
 from fleetfoot.outputs import CompletionOutput, RequestOutput
 from fleetfoot.parsers.base import MessageDelta, ToolCallDelta
-from fleetfoot.server.anthropic.messages import MessageAnswer
+from fleetfoot.server.anthropic.messages import MessageAnswer, MessageEvents
 from fleetfoot.server.anthropic.prompts import read_conversation, read_tool_choice, read_tools
 from fleetfoot.server.anthropic.protocol import AssistantMessage, MessagesRequest, ToolUseBlock
 from fleetfoot.server.conversation import GeneratedMessages, merge_deltas
+from fleetfoot.server.streaming import iterate
 from tests.helpers.server import RunningServer
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a story about a crow."}]
@@ -215,6 +216,8 @@ REFUSED = [
     ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
     ({"thinking": {"type": "between_tools"}}, "thinking"),
     ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "disabled", "budget_tokens": 9}}, "thinking.budget_tokens"),
     ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": DEEP}]},
                    *MESSAGES]}, "nested"),
     ({"service_tier": "fast"}, "service_tier"),
@@ -398,7 +401,7 @@ def whole_message(made: MessageAnswer, message: GeneratedMessages) -> AssistantM
 
 def streamed(made: MessageAnswer, message: GeneratedMessages) -> str:
     async def run() -> bytes:
-        return b"".join([event async for event in made.events(message)])
+        return b"".join([event async for event in iterate(MessageEvents(made, message))])
 
     return asyncio.run(run()).decode()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,8 +46,9 @@ from fleetfoot.server.anthropic.protocol import (
     ToolUseBlock,
 )
 from fleetfoot.server.conversation import GeneratedMessages, Message, Turn, generate, prompt_token_ids
-from fleetfoot.server.http import ENCODER, JSON, ApiError, EventStream, invalid, until_disconnected
+from fleetfoot.server.http import ENCODER, JSON, ApiError, invalid, until_disconnected
 from fleetfoot.server.service import Service, check_stop_strings
+from fleetfoot.server.streaming import PushedEvents
 
 _MESSAGE = msgspec.json.Decoder(MessagesRequest)
 _COUNT = msgspec.json.Decoder(CountTokensRequest)
@@ -77,7 +78,7 @@ class MessagesEndpoints:
         except ApiError as error:
             raise _renamed(error) from None
         if body.stream:
-            return EventStream(answer.events(generated))
+            return PushedEvents(MessageEvents(answer, generated))
         return JSON(answer.whole(generated, *await until_disconnected(http, generated.collect())))
 
     async def count(self, http: Request) -> Response:
@@ -139,9 +140,12 @@ def _template_variables(body: CountTokensRequest) -> dict[str, Any]:
     """``enable_thinking`` and ``thinking``, of which templates read one, and ``reasoning_effort``."""
     variables: dict[str, Any] = {}
     if body.thinking is not None:
-        if body.thinking.type == "enabled" and (body.thinking.budget_tokens or 0) < 1:
-            message = f"thinking.budget_tokens is {body.thinking.budget_tokens}; it must be at least 1"
+        budget = body.thinking.budget_tokens
+        if (budget is not None) != (body.thinking.type == "enabled"):
+            message = f"thinking.budget_tokens is {budget}; the type 'enabled' needs it, and others are without"
             raise invalid("thinking.budget_tokens", message)
+        if budget is not None and budget < 1:
+            raise invalid("thinking.budget_tokens", f"thinking.budget_tokens is {budget}; it must be at least 1")
         thinks = body.thinking.type != "disabled"
         variables = {"enable_thinking": thinks, "thinking": thinks}
     if (config := body.output_config) is not None:
@@ -157,54 +161,29 @@ class MessageAnswer:
     """The response to one request."""
 
     def __init__(self, body: MessagesRequest, model: str, request_id: str) -> None:
-        self._id = f"msg_{secrets.token_hex(12)}"
-        self._model = model
-        self._request_id = request_id
+        self.id = f"msg_{secrets.token_hex(12)}"
+        self.model = model
+        self.request_id = request_id
         self._max_tokens = body.max_tokens
-        self._omits_thinking = getattr(body.thinking, "display", None) == "omitted"
+        self.omits_thinking = getattr(body.thinking, "display", None) == "omitted"
 
     def whole(
         self, generated: GeneratedMessages, output: RequestOutput, messages: Sequence[Message]
     ) -> AssistantMessage:
         (message,) = messages
         num_tokens = len(message.completion.token_ids)
-        stop = self._stop(message.completion, message.finish_reason, num_tokens)
+        stop = self.stop(message.completion, message.finish_reason, num_tokens)
         blocks: list[Block] = []
         if message.reasoning:
-            thinking = "" if self._omits_thinking else message.reasoning
-            blocks.append(ThinkingBlock(thinking, sign(message.reasoning, is_omitted=self._omits_thinking)))
+            thinking = "" if self.omits_thinking else message.reasoning
+            blocks.append(ThinkingBlock(thinking, sign(message.reasoning, is_omitted=self.omits_thinking)))
         if message.content:
             blocks.append(TextBlock(message.content))
         blocks += [ToolUseBlock(call.id, call.name, _tool_input(call.arguments)) for call in message.tool_calls]
         usage = MessageUsage(*_counts(output, num_tokens), output_tokens_details=_details(generated, num_tokens))
-        return AssistantMessage(self._id, self._model, blocks, usage, stop.stop_reason, stop.stop_sequence)
+        return AssistantMessage(self.id, self.model, blocks, usage, stop.stop_reason, stop.stop_sequence)
 
-    async def events(self, generated: GeneratedMessages) -> AsyncIterator[bytes]:
-        blocks, num_tokens, has_begun = _BlockEvents(omits_thinking=self._omits_thinking), 0, False
-        try:
-            async for output, chunks in generated:
-                events: list[Event] = []
-                if not has_begun:
-                    has_begun = True
-                    message = AssistantMessage(self._id, self._model, [], MessageUsage(*_counts(output, 0)))
-                    events += [MessageStart(message), Ping()]
-                for chunk in chunks:
-                    num_tokens += len(chunk.completion.token_ids)
-                    events += blocks.add(chunk.delta)
-                    if chunk.finish_reason is not None:
-                        stop = self._stop(chunk.completion, chunk.finish_reason, num_tokens)
-                        usage = MessageDeltaUsage(
-                            *_counts(output, num_tokens), output_tokens_details=_details(generated, num_tokens)
-                        )
-                        events += [*blocks.close(), MessageEnd(stop, usage), MessageStop()]
-                if events:
-                    yield b"".join([_encode(event) for event in events])
-        except Exception as error:
-            yield _encode(AnthropicError.of(ApiError.of(error), self._request_id))
-        finally:
-            generated.close()
-
-    def _stop(self, completion: CompletionOutput, finish_reason: str | None, num_tokens: int) -> Stop:
+    def stop(self, completion: CompletionOutput, finish_reason: str | None, num_tokens: int) -> Stop:
         """Raises ApiError for a message that the server has aborted."""
         if finish_reason == "tool_calls":
             return Stop("tool_use")
@@ -214,6 +193,41 @@ class MessageAnswer:
             is_text = isinstance(completion.stop_reason, str)
             return Stop("stop_sequence", str(completion.stop_reason)) if is_text else Stop("end_turn")
         raise ApiError(503, "the server has aborted the request", retry_after=5)
+
+
+class MessageEvents:
+    """The events of a streamed response."""
+
+    def __init__(self, answer: MessageAnswer, generated: GeneratedMessages) -> None:
+        self.outputs = generated.outputs
+        self._answer = answer
+        self._generated = generated
+        self._blocks = _BlockEvents(omits_thinking=answer.omits_thinking)
+        self._has_begun = False
+        self._num_tokens = 0
+
+    def feed(self, index: int, output: RequestOutput) -> bytes:
+        answer, chunks = self._answer, self._generated.chunks(output)
+        events: list[Event] = []
+        if not self._has_begun:
+            self._has_begun = True
+            message = AssistantMessage(answer.id, answer.model, [], MessageUsage(*_counts(output, 0)))
+            events += [MessageStart(message), Ping()]
+        for chunk in chunks:
+            self._num_tokens += len(chunk.completion.token_ids)
+            events += self._blocks.add(chunk.delta)
+            if chunk.finish_reason is not None:
+                stop = answer.stop(chunk.completion, chunk.finish_reason, self._num_tokens)
+                details = _details(self._generated, self._num_tokens)
+                usage = MessageDeltaUsage(*_counts(output, self._num_tokens), output_tokens_details=details)
+                events += [*self._blocks.close(), MessageEnd(stop, usage), MessageStop()]
+        return b"".join([_encode(event) for event in events])
+
+    def end(self) -> bytes:
+        return b""
+
+    def fail(self, error: Exception) -> bytes:
+        return _encode(AnthropicError.of(ApiError.of(error), self._answer.request_id))
 
 
 class _BlockEvents:
