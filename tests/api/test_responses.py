@@ -321,6 +321,7 @@ def test_refusals_of_stored_responses(api: openai.OpenAI, client: httpx.Client) 
     name = api.responses.create(**OPTIONS, input=INPUT).id
     for path, params, field in (
         ("", {"stream": "true"}, "stream"),
+        ("", {"stream": "true", "starting_after": "-1"}, "starting_after"),
         ("/input_items", {"limit": "0"}, "limit"),
         ("/input_items", {"limit": "many"}, "limit"),
         ("/input_items", {"after": "msg_1"}, "after"),

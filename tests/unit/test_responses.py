@@ -18,7 +18,7 @@ from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.server.conversation import MessageChunk, effort_variables
 from fleetfoot.server.openai.responses import Answer
 from fleetfoot.server.openai.responses_items import chat_messages, read_items
-from fleetfoot.server.openai.responses_output import Events, NoEvents, OutputBuilder
+from fleetfoot.server.openai.responses_output import EventLog, Events, NoEvents, OutputBuilder
 from fleetfoot.server.openai.responses_protocol import ResponseRequest
 from fleetfoot.server.store import MemoryStore, StoreClient, StoreServer
 
@@ -123,6 +123,24 @@ def test_efforts_are_variables_of_the_template() -> None:
     assert effort_variables(None) == {}
     assert effort_variables("none") == {"enable_thinking": False, "thinking": False}
     assert effort_variables("max") == {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}
+
+
+def test_readers_of_a_log() -> None:
+    async def run() -> None:
+        log = EventLog()
+        readers = [asyncio.ensure_future(collect(log, begin)) for begin in (0, 2, 9)]
+        for _ in range(3):
+            log.add("response.queued")
+            log.take()
+            await asyncio.sleep(0)
+        log.end()
+        assert [len(await reader) for reader in readers] == [3, 1, 0]
+        assert await collect(log, 0) == log.recorded()
+
+    async def collect(log: EventLog, begin: int) -> list[bytes]:
+        return [event async for event in log.read(begin)]
+
+    asyncio.run(run())
 
 
 class EndlessMessage:

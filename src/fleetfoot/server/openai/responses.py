@@ -66,7 +66,6 @@ from fleetfoot.server.service import Service
 from fleetfoot.server.store import ResponseStore
 
 _DECODER = msgspec.json.Decoder(ResponseRequest)
-MAX_ITEMS_PAGE = 100
 _T = TypeVar("_T")
 
 
@@ -162,7 +161,7 @@ class Responses:
         record = await self._record(name)
         if not query.stream:
             return JSON(record["response"])
-        begin = query.starting_after + 1
+        begin = 0 if query.starting_after is None else query.starting_after + 1
         if (log := self._logs.get(name)) is not None:
             return EventStream(log.read(begin))
         if record["response"]["status"] == "in_progress":
@@ -191,8 +190,6 @@ class Responses:
 
     async def input_items(self, http: Request) -> Response:
         query = read_query(http, InputItemsQuery)
-        if not 1 <= query.limit <= MAX_ITEMS_PAGE:
-            raise invalid("limit", f"limit is {query.limit}; it can be 1 to {MAX_ITEMS_PAGE}")
         items = (await self._record(http.path_params["name"]))["items"]
         if query.order == "desc":
             items = items[::-1]

@@ -72,7 +72,7 @@ class EventLog(Events):
     async def read(self, begin: int) -> AsyncIterator[bytes]:
         """The events from this number on."""
         while begin < len(self._log) or not self._is_ended:
-            if begin == len(self._log):
+            if begin >= len(self._log):
                 await self._added.wait()
             for event in self._log[begin:]:
                 yield event

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -182,7 +182,7 @@ class RetrieveQuery(msgspec.Struct, kw_only=True):
 
     stream: bool = False
     """Return the events of a response that was created with ``background`` and ``stream``."""
-    starting_after: int = -1
+    starting_after: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """The number of the event before the first one."""
 
 
@@ -191,8 +191,7 @@ class InputItemsQuery(msgspec.Struct, kw_only=True):
 
     after: str | None = None
     """The id of the item before the first one."""
-    limit: int = 20
-    """From 1 to 100."""
+    limit: Annotated[int, msgspec.Meta(ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "desc"
 
 
