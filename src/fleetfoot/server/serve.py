@@ -255,6 +255,7 @@ class ApiServer:
         await self._server.serve(sockets=self._listeners)
 
     def close(self) -> None:
+        self.client.fail("the API server has ended")  # requests that run in the background
         self.client.close()
 
 
