@@ -185,6 +185,7 @@ REFUSED = [
     ({"prompt": PROMPT, "top_p": 2}, "top_p"),
     ({"prompt": PROMPT, "max_tokens": 0}, "max_tokens"),
     ({"prompt": PROMPT, "n": 0}, "n"),
+    ({"prompt": PROMPT, "vllm_xargs": {"unknown": 1}}, "vllm_xargs"),
     ({"prompt": PROMPT, "best_of": 3}, "best_of"),
     ({"prompt": PROMPT, "suffix": "end"}, "suffix"),
     ({"prompt": PROMPT, "stream_options": {"include_usage": True}}, "stream_options"),

@@ -111,7 +111,7 @@ class InputProcessor:
         self.max_logprobs = max_logprobs
         self.sampling_defaults = dict(sampling_defaults or {})
         self._seed = seed
-        self._check_further = check_further
+        self.check_further = check_further
         self.grammars = grammars or GrammarCompiler(None, vocab_size, ())
         self.pooling = pooling
         self.pooling_texts: PoolingTexts | None = None
@@ -216,7 +216,7 @@ class InputProcessor:
                     f"min_tokens={params.min_tokens} bans at first; allow another token, or set min_tokens=0"
                 )
         _kv_transfer_params(params)
-        self._check_further(params)
+        self.check_further(params)
         if params.structured_outputs is not None:
             self._check_structured(params)
         return params

@@ -81,7 +81,7 @@ class ApiError(Exception):
         if isinstance(error, EngineDeadError):
             return cls(503, str(error), "engine_dead")
         if isinstance(error, ValueError | TypeError):
-            message = str(error)
+            message = re.sub("^extra_args", "vllm_xargs", str(error))  # the field of the body
             is_long = "max_model_len" in message and ("tokens" in message or "characters" in message)
             return cls(400, message, "context_length_exceeded" if is_long else None, _named_field(message))
         if isinstance(error, RecursionError):
@@ -99,7 +99,7 @@ def invalid(param: str, message: str, code: str | None = None) -> ApiError:
 
 def _named_field(message: str) -> str | None:
     """The field that a message of the engine begins with (``top_p must be ...``, ``n is 3, ...``)."""
-    match = re.match(r"([a-z][a-z_]*)(?:\[[^\]]*\])* (?:must|is|names|needs|has|joins)\b", message)
+    match = re.match(r"([a-z][a-z_]*)(?:\[[^\]]*\])* (?:must|is|names|needs|has|joins|can)\b", message)
     return match[1] if match and match[1] not in ("the", "a", "this", "there", "prompt", "prompt_token_ids") else None
 
 

@@ -18,6 +18,7 @@ from fleetfoot.server.http import (
     until_disconnected,
 )
 from fleetfoot.server.openai.events import (
+    MIN_LOGPROB,
     GenerationEvents,
     UsageCounter,
     finite,
@@ -108,6 +109,10 @@ class _Answer:
         if is_echo:
             text = self._prompt_text(output, self._prompts[index]) + text
             all_ids = output.prompt_token_ids + token_ids
+            if entries is not None and isinstance(prompt := self._prompts[index], str):
+                # the tokenizer's own tokens at the begin, such as <s>, are not in the text
+                texts = map(self._service.tokenizer.decode_token, output.prompt_token_ids)
+                self._offsets[index * self.params.n + completion.index] = len(prompt) - sum(map(len, texts))
             if entries is not None:
                 all_entries = [*(output.prompt_logprobs or []), *entries]
         choice = CompletionChoice(
@@ -139,15 +144,15 @@ class _Answer:
             text = token_text(token_id, None if entry is None else entry[token_id].decoded_token, decode, as_id=as_id)
             top: dict[str, float] | None = None
             if entry is not None:
-                names = (
-                    (token_text(other, one.decoded_token, decode, as_id=as_id), one) for other, one in entry.items()
-                )
-                top = {name: finite(one.logprob) for name, one in names}
+                top = {}
+                for other, one in entry.items():  # tokens that are parts of characters have equal texts
+                    name = token_text(other, one.decoded_token, decode, as_id=as_id)
+                    top[name] = max(finite(one.logprob), top.get(name, MIN_LOGPROB))
             result.tokens.append(text)
             result.token_logprobs.append(None if entry is None else finite(entry[token_id].logprob))
             result.top_logprobs.append(top)
-            result.text_offset.append(offset)
-            offset += len(text)
+            result.text_offset.append(max(0, offset))
+            offset += len(decode(token_id) if as_id else text)
         self._offsets[choice] = offset
         return result
 

@@ -124,9 +124,12 @@ def token_logprobs(
     return logprobs
 
 
+MIN_LOGPROB = -9999.0
+"""In place of minus infinity, which JSON does not have."""
+
+
 def finite(logprob: float) -> float:
-    """JSON has no infinity."""
-    return max(logprob, -9999.0)
+    return max(logprob, MIN_LOGPROB)
 
 
 def logprob_entries(entries: Iterable[dict[int, Any] | None] | None) -> PromptLogprobs:
