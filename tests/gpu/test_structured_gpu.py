@@ -1,4 +1,4 @@
-"""Structured outputs on a GPU: the tokens of a CPU, with masks read by graphs, and beside requests without a grammar."""
+"""Structured outputs on a GPU: tokens are those of a CPU, with masks read by graphs, and free requests beside them."""
 
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 VOCAB = TEXT_MODEL["vocab_size"]
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 6}, "pets": {"type": "array", "items": {"enum": ["cat", "owl"]}}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "pets": {"type": "array", "items": {"enum": ["cat", "owl"]}},
+    },
     "required": ["name", "pets"],
     "additionalProperties": False,
-}  # fmt: skip
+}
 CONSTRAINTS: list[dict[str, Any]] = [
     {"json": SCHEMA},
     {"regex": r"[a-c]{2,9}-\d{3}"},
