@@ -382,3 +382,16 @@ def test_a_restart_reads_the_outputs_again(text_model: Path, expected: dict[str,
         assert tokens_of(run_requests(engine, requests())) == expected
     assert engine.stats().num_restarts == 2
     engine.shutdown()
+
+
+def test_the_examples_of_the_documentation(text_model: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "structured_outputs.md").read_text(encoding="utf-8")
+    scope: dict[str, Any] = {"model": text_model}
+    for name in ("schema", "others"):
+        (example,) = re.findall(rf"<!-- example: {name} -->\n```python\n(.*?)```", page, re.DOTALL)
+        exec(example, scope)
+    with scope["llm"]:
+        jsonschema.validate(json.loads(scope["output"].text), scope["schema"])
+        choice, number, names = (output.outputs[0].text for output in scope["outputs"])
+    assert choice in ("positive", "negative")
+    assert re.fullmatch(r"[0-9]{3}-[0-9]{4}", number) and re.fullmatch(r"[a-z]{2,5}(,[a-z]{2,5}){1,2}", names)

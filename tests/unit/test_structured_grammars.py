@@ -226,7 +226,8 @@ def test_random_walks_through_random_schemas_are_valid(
 @pytest.mark.parametrize(
     ("constraint", "taken", "refused"),
     [
-        ({"regex": r"^\d{2}$"}, ["12"], ["1", "123", "a"]),
+        ({"regex": r"^\d{2}$"}, ["12"], ["1", "123", "a", "١٢"]),
+        ({"regex": 'a/"\n\\\\.'}, ['a/"\n\\x'], ["a/"]),
         ({"regex": "a|b"}, ["a", "b"], ["ab", ""]),
         ({"choice": ["a\"b\\", "ü\n", "/x/"]}, ["a\"b\\", "ü\n", "/x/"], ["a", "/"]),
         ({"grammar": 'start: "a" b*\nb: "b" | "c"'}, ["a", "abcb"], ["b", ""]),

@@ -55,7 +55,7 @@ def make_grammar(params: StructuredOutputsParams, special_tokens: Collection[str
     from llguidance import LLMatcher
 
     if params.regex is not None:
-        return _checked("regex", params.regex, LLMatcher.grammar_from_regex, find_error)
+        return _checked("regex", params.regex, _regex_rule, find_error)
     if params.grammar is not None:
         return _checked("grammar", params.grammar, _read_grammar, find_error)
     if params.choice is not None:
@@ -117,6 +117,13 @@ def _read_grammar(text: str) -> str:
         return str(LLMatcher.grammar_from_lark(any_to_lark(text)))
     except Exception as error:  # of the converter
         raise ValueError(f"structured_outputs.grammar is not GBNF: {error}") from error
+
+
+def _regex_rule(regex: str) -> str:
+    """A regular expression in which ``\\d`` is an ASCII digit, as it is in the patterns of schemas."""
+    from llguidance import LLMatcher, regex_to_lark
+
+    return str(LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(regex, 'd')}/"))
 
 
 def _choice_rule(choices: list[str]) -> str:
