@@ -26,6 +26,8 @@ from typing import Any
 
 import uvloop
 
+from fleetfoot.config import env
+
 NUM_IDLE = 30
 """Requests to an idle server, for the time to the first token."""
 
@@ -112,7 +114,7 @@ def server(flags: list[str]) -> Iterator[Server]:
 
 
 def offline(flags: list[str], prompts: list[list[int]], max_tokens: int) -> dict[str, float]:
-    """The engine without a server, in a process of its own."""
+    """The engine without a server, in a process of its own, with the environment of a server's engine."""
     program = f"""
 import json, statistics, sys, time
 from fleetfoot import LLM, SamplingParams
@@ -139,7 +141,12 @@ if __name__ == "__main__":
         print(json.dumps(result))
 """
     run = subprocess.run(
-        [sys.executable, "-c", program], input=json.dumps(prompts), capture_output=True, text=True, check=True
+        [sys.executable, "-c", program],
+        input=json.dumps(prompts),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env=env.for_engine(),
     )
     result: dict[str, float] = json.loads(run.stdout.splitlines()[-1])
     return {name: round(value, 2) for name, value in result.items()}
