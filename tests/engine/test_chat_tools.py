@@ -46,6 +46,16 @@ def test_a_conversation_with_calls(llm):
         llm.chat(messages, use_tqdm=False)
 
 
+def test_a_template_that_takes_arguments_as_text(llm):
+    """As that of DeepSeek V3."""
+    loop = "{% for c in m.tool_calls or [] %}{{ '>' + c.function.arguments }}{% endfor %}"
+    template = "{% for m in messages %}" + loop + "{% endfor %}"
+    call = {"id": "a", "type": "function", "function": {"name": "get_mood", "arguments": '{"city":  "Rome"}'}}
+    messages = [*ASK, {"role": "assistant", "tool_calls": [call]}]
+    (output,) = llm.chat(messages, SamplingParams(max_tokens=1), chat_template=template, use_tqdm=False)
+    assert output.prompt == '>{"city": "Rome"}'
+
+
 def test_a_tool_that_does_not_exist_is_refused(llm):
     with pytest.raises(ValueError, match=r"tool_choice\.function\.name is 'x'; the tools are get_weather, get_mood"):
         llm.chat(ASK, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "x"}})

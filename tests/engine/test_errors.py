@@ -236,7 +236,7 @@ def test_parameters_that_leave_no_token(llm: LLM) -> None:
     outputs = llm.generate([[5, 6], [5, 6]], [everything_banned, GREEDY], use_tqdm=False)
     assert outputs[0].outputs[0].finish_reason == "error"
     reason = str(outputs[0].outputs[0].stop_reason)
-    assert "allowed_token_ids, bad_words, min_tokens and logit_bias leave no token" in reason
+    assert "allowed_token_ids, bad_words, min_tokens, logit_bias and structured_outputs leave no token" in reason
     assert outputs[1].outputs[0].finish_reason == "length"
 
 

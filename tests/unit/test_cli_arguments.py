@@ -100,6 +100,7 @@ SAMPLING: dict[str, tuple[list[str], Any]] = {
     "logit_bias": (['{"42": -1.5}'], {42: -1.5}), "ignore_eos": ([], True), "detokenize": ([], True),
     "skip_special_tokens": ([], True), "spaces_between_special_tokens": ([], True),
     "include_stop_str_in_output": ([], True),
+    "structured_outputs": (['{"choice": ["a", "b"]}'], {"choice": ["a", "b"]}),
 }  # fmt: skip
 
 

@@ -142,6 +142,7 @@ TRANSCRIPTS = [
         [("get_weather", {"city": "R, ()", "points": [1, {"a": [None, True]}], "exact": False})],
         tools="pythonic",
     ),
+    Case("<function_calls>\nget_weather(city='Rome', days=2)\nclock.now()\n</function_calls>", BOTH, tools="pythonic"),
     Case("[link](x) and [other()]", [], tools="pythonic", content="[link](x) and [other()]"),
     Case(f"[TOOL_CALLS] {CALLS}", BOTH, tools="mistral"),
     Case(

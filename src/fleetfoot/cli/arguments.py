@@ -212,6 +212,7 @@ _FLAGS = {
     "logit_bias": _Flag(_json_object, "numbers to add to tokens' logits, as JSON: '{\"42\": -1.5}'", "JSON"),
     "allowed_token_ids": _Flag(_token_ids, "the only tokens that can be generated", "ID", is_list=True),
     "bad_words": _Flag(str, "a word that cannot be generated; give the flag again for more", "WORD", is_list=True),
+    "structured_outputs": _Flag(_json_object, 'what the output must look like: \'{"choice": ["yes", "no"]}\'', "JSON"),
     "truncate_prompt_tokens": _Flag(int, "keep this many tokens from the end of a prompt; -1: as many as fit", "N"),
 }
 SAMPLING_NAMES = tuple(_FLAGS)

@@ -175,6 +175,27 @@ def _read_call(where: str, call: Any) -> dict[str, Any]:
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 
+def render(tokenizer: Tokenizer, conversation: Any, **options: Any) -> Any:
+    """`Tokenizer.apply_chat_template`, also for templates that take the arguments of calls as text."""
+    try:
+        return tokenizer.apply_chat_template(conversation, **options)
+    except ValueError as error:
+        if "fails on these messages: TypeError" not in str(error):
+            raise
+        if not any(message.get("tool_calls") for message in conversation):
+            raise
+    return tokenizer.apply_chat_template([_with_texts(message) for message in conversation], **options)
+
+
+def _with_texts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message with the arguments of calls as JSON text."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls} if calls else message
+
+
 # --- formats ----------------------------------------------------------------------------------------------------------
 
 

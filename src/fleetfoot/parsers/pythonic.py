@@ -1,4 +1,4 @@
-"""Calls as a list in Python's syntax: ``[get_weather(city="Rome"), get_time()]``."""
+"""Calls in Python's syntax, as a list (``[get_weather(city="Rome"), get_time()]``) or, of Olmo 3, between tags."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from fleetfoot.parsers.grammar import Rules, arguments_schema
 from fleetfoot.parsers.reader import Reader, Wait, Writer, skip_one_of, skip_text
 from fleetfoot.parsers.typed import python_value
 
-_START, _END = "<|python_start|>", "<|python_end|>"
+_ENDS = {"<|python_start|>": "<|python_end|>", "<function_calls>": "</function_calls>"}
 _NAME_CHARACTERS = "_-."
 
 
 class PythonicFormat:
     """Only names of tools make a list a call."""
 
-    begin = ("[", _START)
-    markers = (_START, _END)
+    begin = ("[", *_ENDS)
+    markers = (*_ENDS, *_ENDS.values())
     id_length = None
 
     def read(self, reader: Reader, writer: Writer, marker: str, tools: Mapping[str, Tool]) -> Wait[bool]:
-        if marker == _START:
+        if marker in _ENDS:
+            yield from reader.space()
             yield from skip_one_of(reader, "[")
         has_begun = False
         while True:
@@ -36,7 +37,8 @@ class PythonicFormat:
         if has_begun and not reader.is_at_end:
             reader.position = start
             yield from skip_one_of(reader, "]")
-            yield from skip_text(reader, _END)
+            if marker in _ENDS:
+                yield from skip_text(reader, _ENDS[marker])
         return has_begun
 
     @staticmethod

@@ -72,10 +72,13 @@ _TOOL_MARKS = (
     ("jamba", ("<tool_calls>",)),
     ("hermes", ("<tool_call>",)),
     ("phi4_mini_json", ("<|/tool_call|>",)),
+    ("phi4_mini_json", ("<|tool|>",)),
+    ("phi4_mini_json", ("functools[",)),
     ("granite", ("<|tool_call|>",)),
     ("llama3_json", ("<|python_tag|>",)),
     ("llama3_json", ('"parameters": ', "function name")),
     ("pythonic", ("[func_name1(",)),
+    ("pythonic", ("<function_calls>", "pythonic")),
 )
 _REASONING_MARKS = (
     ("openai", ("<|channel|>", "<|message|>")),

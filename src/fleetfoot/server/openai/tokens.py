@@ -51,6 +51,7 @@ class ModelEndpoints:
             token_ids = await service.encode(body.prompt, special=body.add_special_tokens is not False)
         elif body.messages is not None and body.prompt is None:
             options = template_options(service, body)
+            options["tools"] = body.tools
             if body.add_special_tokens:
                 options["tokenizer_kwargs"] = {"add_special_tokens": True}
             token_ids = await service.render_chat(read_messages(body.messages), **options)
