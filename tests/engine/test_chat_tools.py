@@ -73,6 +73,18 @@ def test_a_constraint_applies_behind_reasoning(llm, opens):
     assert (message.content, message.reasoning) == (("", text.strip()) if opens else (text, ""))
 
 
+@pytest.mark.parametrize("opens", [True, False])
+def test_a_budget_of_reasoning(llm, opens):
+    options = {"chat_template": THINKS, "chat_template_kwargs": {"think": opens}, "use_tqdm": False}
+    params = SamplingParams(max_tokens=30, temperature=0)
+    (output,) = llm.chat(ASK, params, thinking_token_budget=3, **options)
+    (message,) = llm.parse_chat(output, chat_template=THINKS)
+    assert message.reasoning and message.content
+    assert output.outputs[0].text.startswith("<think>") == (not opens)
+    with pytest.raises(ValueError, match="thinking_token_budget is 3; it needs a model that marks"):
+        llm.chat(ASK, params, thinking_token_budget=3, use_tqdm=False)
+
+
 def test_parsers_by_name(llm):
     tokenizer = llm.get_tokenizer()
     text = '<think>Hm.</think>\n\n<tool_call>\n{"name": "get_mood", "arguments": {"city": "Rome"}}\n</tool_call>'

@@ -180,7 +180,11 @@ def test_a_schema_that_cannot_be_compiled_is_named():
     message = find_schema_error(tools)
     assert message.startswith("tools[1].function.parameters cannot be compiled")
     assert "(at #/properties/a)" in message
-    assert find_schema_error(ToolUse.of([tool("good")], "required")) is None
+    unsupported = {"properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tools = [tool("good"), tool("loose", **unsupported)]
+    assert find_schema_error(ToolUse.of(tools, "required")) is None
+    tools[1]["function"]["strict"] = True
+    assert "uniqueItems" in find_schema_error(ToolUse.of(tools))
 
 
 def test_the_end_of_reasoning_is_forced_after_a_budget():

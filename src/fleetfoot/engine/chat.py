@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fleetfoot.outputs import CompletionOutput, RequestOutput
 from fleetfoot.parsers.base import MessageDelta, MessageParser, Tool, ToolCallDelta
-from fleetfoot.parsers.grammar import arguments_schema, forced_calls, strict_calls
+from fleetfoot.parsers.grammar import Rules, arguments_schema, forced_calls, strict_calls
 from fleetfoot.parsers.registry import MessageFormat, message_format
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
@@ -300,12 +300,17 @@ def find_schema_error(tools: ToolUse) -> str | None:
 
     from fleetfoot.structured.grammars import make_grammar
 
-    for index, tool in enumerate(tools.schemas):
-        schema = arguments_schema(Tool.of(tool))
+    for index, schema in enumerate(tools.schemas):
+        tool, rules = Tool.of(schema), Rules({})
+        reason = LLMatcher.validate_grammar(rules.render(rules.arguments(tool)))
+        if not reason:
+            continue
+        where = f"tools[{index}].function.parameters"
         try:
-            make_grammar(StructuredOutputsParams(json=schema), (), LLMatcher.validate_grammar)
-        except ValueError as error:
-            return str(error).replace("structured_outputs.json", f"tools[{index}].function.parameters")
+            make_grammar(StructuredOutputsParams(json=arguments_schema(tool)), (), LLMatcher.validate_grammar)
+        except ValueError as error:  # it has the place
+            return str(error).replace("structured_outputs.json", where)
+        return f"{where} cannot be compiled: {reason}"
     return None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from fleetfoot.parsers.base import Tool
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_NOTES = ("title", "description", "examples", "default", "$comment")
 _CLOSING = ("additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "$ref")
 _SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
 _SCHEMA_LISTS = ("anyOf", "oneOf", "prefixItems")
@@ -34,13 +35,14 @@ class Rules:
         self._rules.append(f"{name}{options}: {expression}")
         return name
 
-    def json(self, schema: Mapping[str, Any]) -> str:
-        """A rule for JSON values of a schema."""
-        return self.add(f"%json {json.dumps({**schema, 'x-guidance': _SPACING})}")
+    def json(self, schema: Mapping[str, Any], *, is_strict: bool = True) -> str:
+        """A rule for JSON values of a schema. ``is_strict``: keywords that are not supported are errors of the
+        compiler; else they are left out."""
+        return self.add(f"%json {json.dumps({**schema, 'x-guidance': {**_SPACING, 'lenient': not is_strict}})}")
 
     def arguments(self, tool: Tool) -> str:
         """A rule for the arguments of a tool."""
-        return self.json(arguments_schema(tool))
+        return self.json(arguments_schema(tool), is_strict=tool.is_strict)
 
     def text(self, text: str) -> str:
         """An expression for a fixed text, which may hold special tokens."""
@@ -108,10 +110,10 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
 
 
 def closed(schema: Any) -> Any:
-    """The schema, in which objects with named properties have no others unless the schema mentions others."""
+    """The schema without notes, in which objects have no properties that are not named, unless it mentions others."""
     if not isinstance(schema, Mapping):
         return schema
-    result = dict(schema)
+    result = {name: value for name, value in schema.items() if name not in _NOTES}
     for name in _SCHEMAS:
         if name in result:
             result[name] = closed(result[name])

@@ -112,7 +112,7 @@ def _keywords(tool: Tool, rules: Rules) -> str:
     schema = arguments_schema(tool)
     properties = dict(schema.get("properties") or {})
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    values = {key: rules.json({**value, **shared}) for key, value in properties.items()}
+    values = {key: rules.json({**value, **shared}, is_strict=tool.is_strict) for key, value in properties.items()}
     required = [key for key in properties if key in (schema.get("required") or ())]
     optional = [key for key in properties if key not in required]
     pairs = {key: f"{rules.text(key + '=')} {rule}" for key, rule in values.items()}

@@ -89,7 +89,7 @@ class XmlFormat:
                 texts = [rules.text(f"{choice}{after}") for choice in choices]
                 body = rules.any_of(texts) if texts else rules.until(after)
             else:
-                body = f"{rules.json({**value, **shared})} {rules.text(after)}"
+                body = f"{rules.json({**value, **shared}, is_strict=tool.is_strict)} {rules.text(after)}"
             parameter = rules.add(f"{rules.text(f'{_PARAMETER}{key}>' + chr(10))} {body}")
             parts.append(parameter if key in (schema.get("required") or ()) else f"{parameter}?")
         return " ".join([*parts, rules.text(f"{_FUNCTION_END}\n{_CALL_END}")])

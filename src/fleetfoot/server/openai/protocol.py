@@ -104,6 +104,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None  # no effect: there is one
 
     # refused unless neutral
     use_beam_search: Any = None
