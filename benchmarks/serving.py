@@ -1,6 +1,6 @@
 """Throughput over HTTP as a share of the offline engine's, in one run: many streams of one server.
 
-    python benchmarks/serving.py [--model M] [--streams 1000] [--max-tokens 64] [--api-server-count 1] [engine flags]
+    python benchmarks/serving.py [--model M] [--streams 1000] [--max-tokens 64] [--api-server-count N] [engine flags]
 
 The client counts bytes without parsing them, because it has the same cores. docs/benchmarks.md explains the result.
 """
@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=1000)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, default=16)
-    parser.add_argument("--api-server-count", type=int, default=1)
+    parser.add_argument("--api-server-count", type=int, help="default: the server's")
     arguments, flags = parser.parse_known_args()
     prompts = [
         [1 + (7 * index + 13 * place) % 200 for place in range(arguments.prompt_tokens)]
@@ -183,7 +183,8 @@ def main() -> None:
     bodies = [json.dumps({**fields, "prompt": prompt}).encode() for prompt in prompts]
     num_tokens = arguments.streams * arguments.max_tokens
     gc.freeze()
-    with server([*flags, "--api-server-count", str(arguments.api_server_count)]) as running:
+    count = arguments.api_server_count
+    with server([*flags, *(["--api-server-count", str(count)] if count else [])]) as running:
         uvloop.run(load("127.0.0.1", running.port, bodies[:8]))
         before, client_before = running.cpu_seconds(), time.process_time()
         seconds, streams = uvloop.run(load("127.0.0.1", running.port, bodies))

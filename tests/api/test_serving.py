@@ -229,7 +229,9 @@ def test_settings_that_cannot_work(capsys: pytest.CaptureFixture[str], flags: li
     assert message in capsys.readouterr().err
 
 
-def test_an_engine_that_does_not_start() -> None:
-    with RunningServer("--tensor-parallel-size", "3", *FLAGS) as server:
+@pytest.mark.parametrize("num_api_servers", [1, 2])
+def test_an_engine_that_does_not_start(num_api_servers: int) -> None:
+    flags = ("--tensor-parallel-size", "3", "--api-server-count", str(num_api_servers))
+    with RunningServer(*flags, *FLAGS) as server:
         assert server.wait() == 2
     assert "tensor" in "".join(server.log)

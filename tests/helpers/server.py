@@ -13,10 +13,13 @@ import httpx
 
 
 class RunningServer:
-    """A server on a free port of loopback; its log is kept. ``flags``: of ``fleetfoot serve``, or of ``command``."""
+    """A server on a free port of loopback; its log is kept. ``flags``: of ``fleetfoot serve``, or of ``command``.
+
+    There is one API server, whatever the machine, unless a flag has another number.
+    """
 
     def __init__(self, *flags: str, port: int = 0, env: dict[str, str] | None = None, command: str = "serve") -> None:
-        words = [sys.executable, "-m", "fleetfoot", command, "--port", str(port), *flags]
+        words = [sys.executable, "-m", "fleetfoot", command, "--port", str(port), "--api-server-count", "1", *flags]
         self.process = subprocess.Popen(
             words, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}, start_new_session=True
         )

@@ -65,9 +65,8 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--api-server-count",
         type=_count,
-        default=1,
         metavar="N",
-        help="processes for HTTP, tokenizing and texts (default: 1)",
+        help="processes for HTTP, tokenizing and texts (default: one for every four cores, up to four)",
     )
     text = f"unfinished requests of an API server from which on others get 429 (default: {_DEFAULT_QUEUE})"
     add("--max-queue", type=_count, default=_DEFAULT_QUEUE, metavar="N", help=text)
@@ -107,8 +106,9 @@ def _run(arguments: argparse.Namespace) -> int:
     with usage_errors():
         config = engine_config(arguments)  # validated before anything is started
 
-        from fleetfoot.server.serve import serve
+        from fleetfoot.server.serve import default_api_servers, serve
 
+        arguments.api_server_count = arguments.api_server_count or default_api_servers()
         return serve(config, server_settings(arguments, default_names=(config.model,)))
 
 
@@ -145,7 +145,7 @@ def server_settings(arguments: argparse.Namespace, default_names: tuple[str, ...
         ssl_keyfile=arguments.ssl_keyfile,
         ssl_certfile=arguments.ssl_certfile,
         ssl_ca_certs=arguments.ssl_ca_certs,
-        api_server_count=arguments.api_server_count,
+        api_server_count=arguments.api_server_count or 1,
         shutdown_timeout=arguments.shutdown_timeout,
         log_level=logging.DEBUG if arguments.verbose else logging.INFO,
         log_format=arguments.log_format,
