@@ -32,6 +32,7 @@ from fleetfoot.engine.output_processor import OutputProcessor, merge_outputs
 from fleetfoot.engine.stats import StatsCollector
 from fleetfoot.engine.wire import (
     ANY_KEY,
+    HEARTBEAT_MS,
     AddRequest,
     Call,
     ClientMessage,
@@ -245,9 +246,10 @@ class EngineLink:
     Args:
         address: of its socket, ``ipc://PATH`` or ``tcp://HOST:PORT``.
         key: of the engine, if it needs one.
+        detects_loss: whether a connection without signs of life is closed.
     """
 
-    def __init__(self, address: str, key: str = ANY_KEY) -> None:
+    def __init__(self, address: str, key: str = ANY_KEY, *, detects_loss: bool = False) -> None:
         self._key = key
         self._context = zmq.asyncio.Context()
         self.socket = self._context.socket(zmq.DEALER)
@@ -255,6 +257,8 @@ class EngineLink:
         self.socket.linger = 0
         self.socket.ipv6 = True  # besides IPv4
         self.socket.reconnect_ivl = 10
+        if detects_loss:
+            self.socket.heartbeat_ivl, self.socket.heartbeat_timeout = HEARTBEAT_MS, 5 * HEARTBEAT_MS
         self.socket.connect(address)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineMessage)

@@ -409,14 +409,18 @@ class EngineServer:
             self._send(client, message)
 
 
-def engine_socket(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
-    """A socket for an engine's clients. Sending raises EHOSTUNREACH for a client that is gone."""
+def engine_socket(context: zmq.Context[Any], *, detects_loss: bool = False) -> zmq.Socket[bytes]:
+    """A socket for an engine's clients. Sending raises EHOSTUNREACH for a client that is gone.
+
+    ``detects_loss``: whether a connection without signs of life is closed.
+    """
     socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
     socket.set_hwm(0)
     socket.linger = 1000
     socket.router_mandatory = 1
     socket.maxmsgsize = MAX_MESSAGE_BYTES
-    socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MS, 5 * HEARTBEAT_MS
+    if detects_loss:
+        socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MS, 5 * HEARTBEAT_MS
     return socket
 
 

@@ -20,7 +20,6 @@ import zmq
 from fleetfoot.engine.client import EngineLink
 from fleetfoot.engine.wire import (
     ANY_KEY,
-    HEARTBEAT_MS,
     AddRequest,
     Call,
     ClientMessage,
@@ -205,9 +204,7 @@ class GroupLink:
     async def _keep(self, engine: _Engine) -> None:
         """Connect with an engine, again and again."""
         while True:
-            link = EngineLink(engine.address, self._group.key)
-            link.socket.reconnect_ivl = 100
-            link.socket.heartbeat_ivl, link.socket.heartbeat_timeout = HEARTBEAT_MS, 5 * HEARTBEAT_MS
+            link = EngineLink(engine.address, self._group.key, detects_loss=True)
             lost = asyncio.ensure_future(link.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED).recv_multipart())
             work = asyncio.ensure_future(self._serve(engine, link))
             try:

@@ -37,7 +37,7 @@ def serve_engine(config: EngineConfig, host: str, port: int, key: str = ANY_KEY)
 
     context = zmq.Context()
     try:
-        with engine_socket(context) as listener:
+        with engine_socket(context, detects_loss=True) as listener:
             address = bind(listener, host, port)  # before the engine is loaded, which may take minutes
             if not (host == "localhost" or host == "::1" or host.startswith("127.") or key):
                 logger.warning("%s can be reached from other machines, and no key is required (--engine-key)", address)
