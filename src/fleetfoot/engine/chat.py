@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -20,6 +21,8 @@ from fleetfoot.tokenizer.text_stream import TextStream
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,256}")
 _ANY_TOKENS = "start: <[*]>*"
@@ -208,6 +211,7 @@ class ChatFormats:
 
     def __init__(self, tokenizer: Tokenizer, tool_parser: str | None = None, reasoning_parser: str | None = None):
         self.tokenizer = tokenizer
+        self._has_warned = False
         added = tokenizer.added_tokens_decoder.items()
         special_tokens = {token.content: token_id for token_id, token in added if token.special}
         self._of = lru_cache(16)(
@@ -216,7 +220,11 @@ class ChatFormats:
 
     def of(self, chat_template: str | None, *, has_tools: bool) -> MessageFormat:
         """Raises ValueError: there is no template."""
-        return self._of(self.tokenizer.get_chat_template(chat_template, True if has_tools else None))
+        source = self.tokenizer.get_chat_template(chat_template, True if has_tools else None)
+        if has_tools and "tools" not in source and not self._has_warned:
+            self._has_warned = True
+            logger.warning("the chat template does not show tools to the model: they are called only if that is forced")
+        return self._of(source)
 
     def expect(
         self,

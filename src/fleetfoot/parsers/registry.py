@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +15,8 @@ from fleetfoot.parsers.message import ReasoningFormat, TextParser, ToolFormat
 from fleetfoot.parsers.mistral import MistralFormat
 from fleetfoot.parsers.pythonic import PythonicFormat
 from fleetfoot.parsers.xml_calls import XmlFormat
+
+logger = logging.getLogger(__name__)
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "deepseek_v3": DeepSeekFormat(has_fence=True),
@@ -179,6 +182,7 @@ def message_format(
     tools = tool_parser or _detect(template, _TOOL_MARKS) or "json"
     reasoning = reasoning_parser or _detect(template, _REASONING_MARKS)
     form = reasoning_format(reasoning) if reasoning else None
+    logger.info("format of tool calls: %s; of reasoning: %s", tools, reasoning or "none")
     return MessageFormat(tool_format(tools), form, special_tokens)
 
 
