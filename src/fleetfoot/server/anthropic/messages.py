@@ -46,7 +46,7 @@ from fleetfoot.server.anthropic.protocol import (
     ToolUseBlock,
 )
 from fleetfoot.server.conversation import GeneratedMessages, Message, Turn, generate, prompt_token_ids
-from fleetfoot.server.http import ENCODER, JSON, ApiError, invalid, until_disconnected
+from fleetfoot.server.http import ENCODER, JSON, ApiError, invalid, is_neutral, until_disconnected
 from fleetfoot.server.service import Service, check_stop_strings
 from fleetfoot.server.streaming import PushedEvents
 
@@ -103,8 +103,7 @@ def _renamed(error: ApiError) -> ApiError:
 def _read_turn(body: CountTokensRequest, service: Service, request_id: str) -> Turn:
     """Raises ApiError and ValueError for a field that is invalid or not supported."""
     for name, neutral in UNSUPPORTED.items():
-        value = getattr(body, name)
-        if value is not None and value not in neutral:
+        if not is_neutral(getattr(body, name), neutral):
             code = NO_THREADS if name == "thread" else "unsupported_parameter"
             raise invalid(name, f"{name} is not supported", code)
     messages, tools = read_conversation(body), read_tools(body.tools or ())

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
-from fleetfoot.server.http import invalid
+from fleetfoot.server.http import invalid, is_neutral
 from fleetfoot.server.openai.structured import structured_outputs
 from fleetfoot.server.service import check_stop_strings
 
@@ -114,7 +114,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         """Raises ApiError for a field that is not supported, or beyond its limits."""
         for name, neutral in self.unsupported.items():
             value = getattr(self, name, None)
-            if value is not None and value not in neutral:
+            if not is_neutral(value, neutral):
                 hint = f"; use {_REPLACEMENTS[name]}" if name in _REPLACEMENTS else ""
                 raise invalid(name, f"{name} is not supported{hint}", "unsupported_parameter")
         if self.stream_options is not None and not self.stream:
