@@ -107,9 +107,7 @@ NAMES = {
 
 NO_LORA = "LoRA adapters are not served; merge the adapter into the checkpoint"
 NO_MULTIMODAL = "models take text alone; leave it out"
-NO_PARSER = (
-    "leave it out: the chat template has the format; LLM.parse_chat and fleetfoot serve take the names of parsers"
-)
+NO_PARSER = "leave it out: the chat template has the format; fleetfoot serve takes the names of parsers"
 
 _BY_ADVICE = {
     NO_LORA: "lora",
