@@ -118,7 +118,7 @@ def test_keys_and_data_that_is_no_message(command: Command) -> None:
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    flags = ("--prefill", address, "--decode", address, "--api-server-count", "2")
+    flags = ("--decode", address, "--api-server-count", "2")
     with RunningServer(*flags, command="proxy") as proxy:
         answers = [httpx.post(f"{proxy.url}/v1/completions", json={"prompt": PROMPT}, timeout=60) for _ in range(4)]
         assert [answer.status_code for answer in answers] == [200] * 4

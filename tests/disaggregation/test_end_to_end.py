@@ -169,6 +169,19 @@ async def test_equal_request_ids_one_after_the_other(pair: Pair, expected: Outpu
 
 
 @async_test
+async def test_requests_of_a_client_that_is_gone_are_aborted(pair: Pair) -> None:
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    async with client_of(pair.decode) as stays:
+        before = (await stays.call("drain"))["num_finished"].get("abort", 0)
+        async with client_of(pair.decode) as leaves:
+            stream = await leaves.submit(PROMPTS["long"], params, "r")
+            await anext(stream)
+            await stays.call("pause_generation", mode="keep")
+        await stays.call("resume_generation")
+        assert (await stays.call("drain"))["num_finished"]["abort"] == before + 1
+
+
+@async_test
 async def test_a_prefill_engine_that_refuses(pair: Pair, expected: Outputs) -> None:
     """It has another role."""
     async with pair.clients(prefill=pair.decode) as clients:

@@ -74,11 +74,9 @@ def _seconds(text: str) -> float:
 
 
 def _add_proxy_flags(parser: argparse.ArgumentParser) -> None:
-    for flag, text in (
-        ("--prefill", "engines that compute prompts (kv_producer)"),
-        ("--decode", "engines that go on from there (kv_consumer)"),
-    ):
-        parser.add_argument(flag, required=True, nargs="+", type=_address, metavar="HOST:PORT", help=text)
+    add = partial(parser.add_argument, nargs="+", type=_address, metavar="HOST:PORT")
+    add("--prefill", default=(), help="engines that compute prompts (kv_producer); without, all engines do all")
+    add("--decode", required=True, help="engines that go on from there (kv_consumer)")
     text = "seconds to wait for a prefill engine, before a decode engine computes the prompt (default: 60)"
     parser.add_argument("--prefill-timeout", type=_seconds, default=60.0, metavar="X", help=text)
     text = "seconds that a request waits while no engine can be reached (default: 60)"

@@ -375,6 +375,8 @@ class EngineServer:
         future.add_done_callback(lambda _: os.write(self._note_compiled, b"."))
 
     def _submit(self, client: bytes, message: AddRequest) -> None:
+        if client not in self._clients:
+            return  # it has gone away while the grammar was compiled
         try:
             self._engine.check_request_id(message.request_id)
             self._engine.input_processor.check_further(message.params)  # the client knows no logits processors

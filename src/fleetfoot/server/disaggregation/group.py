@@ -57,7 +57,7 @@ class EngineGroup:
     """Engines with the same model, by the addresses of their sockets (``tcp://HOST:PORT``)."""
 
     prefill: tuple[str, ...]
-    """With role ``kv_producer`` or ``kv_both``."""
+    """With role ``kv_producer`` or ``kv_both``; (): decode engines compute prompts, and need no connector."""
     decode: tuple[str, ...]
     """With role ``kv_consumer`` or ``kv_both``."""
     prefill_timeout: float = 60.0
@@ -157,6 +157,7 @@ class GroupLink:
         """Wait until a decode engine is ready, and for a while until all are. Raises ValueError: an engine has another
         key or another model."""
         keepers = [self._begin(self._keep(engine)) for engine in self._engines]
+        logger.info("waiting for the engines at %s", ", ".join(engine.address for engine in self._engines))
         deadline: float | None = None
         while self._facts is None or any(engine.link is None for engine in self._engines):
             now = time.monotonic()
@@ -271,7 +272,8 @@ class GroupLink:
 
     async def _start(self, route: _Route) -> None:
         decodes = any(engine.is_usable and not engine.is_prefill for engine in self._engines)
-        transfer = await self._prefill(route) if decodes and route.can_load else None
+        has_prefill = bool(self._group.prefill) and decodes
+        transfer = await self._prefill(route) if has_prefill and route.can_load else None
         try:
             async with asyncio.timeout(self._group.engine_timeout):
                 while (engine := self._generating_engine()) is None:
