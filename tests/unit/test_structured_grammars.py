@@ -25,6 +25,7 @@ from fleetfoot.structured.compiler import GrammarCompiler
 from fleetfoot.structured.grammars import MAX_CHARS, MAX_DEPTH
 from fleetfoot.structured.masks import TokenMasker
 from fleetfoot.structured.state import clear_bits
+from fleetfoot.structured.trial import GrammarTrial
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 VOCAB = 2048
@@ -399,3 +400,39 @@ def test_matchers_advance_alone_or_in_threads(num_threads: int, grammars: Gramma
     masks, failed = masker.compute(output, requests, lambda num: np.zeros((num, -(-PADDED // 32)), dtype=np.int32))
     assert masks is not None and masks.rows == [*range(7), *range(8, 20)]
     assert [request for request, _ in failed] == [requests[7]] and "refuses token 2047" in failed[0][1]
+
+
+# --- the trial --------------------------------------------------------------------------------------------------------
+
+CHAIN = {"$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)}, "$ref": "#/$defs/d0"}
+"""Ends the process of its compiler: the stack overflows."""
+SLOW = {"allOf": [{"type": "string", "pattern": f"a{{{length}}}.*b"} for length in range(1, 40)]}
+"""Takes minutes."""
+
+
+def test_what_ends_its_compiler_is_refused(tokenizer: Tokenizer) -> None:
+    trial = GrammarTrial()
+    grammars = GrammarCompiler(lambda: tokenizer, VOCAB, [EOS], trial=trial)
+    try:
+        grammars.compile(StructuredOutputsParams(choice=["a"]))
+        (process,) = trial._idle
+        with pytest.raises(ValueError, match=r"cannot be compiled in .* within the depth of recursion"):
+            grammars.compile(StructuredOutputsParams(json=CHAIN))
+        assert process.returncode is not None and trial._idle == []
+        with pytest.raises(ValueError, match=r"\(at #/items\)"):  # found by this process
+            grammars.compile(StructuredOutputsParams(json={"items": {"not": {}}}))
+        (process,) = trial._idle
+        with pytest.raises(ValueError, match="cannot be compiled in 0 seconds"):
+            trial.run(LLMatcher.grammar_from_json_schema(SLOW), timeout_s=0.0)
+        assert process.returncode is not None
+        grammars.compile(StructuredOutputsParams(choice=["b"]))
+        (process,) = trial._idle
+    finally:
+        grammars.close()
+    assert process.returncode is not None
+
+
+def test_a_schema_without_outputs_is_refused(grammars: GrammarCompiler) -> None:
+    loop = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+    with pytest.raises(ValueError, match="structured_outputs has no output that fits it"):
+        grammars.compile(StructuredOutputsParams(json=loop))

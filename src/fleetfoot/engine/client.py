@@ -56,6 +56,7 @@ from fleetfoot.records.request import FINISH_REASONS, RequestStatus
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.records.step import EngineOutput
 from fleetfoot.structured.compiler import GrammarCompiler
+from fleetfoot.structured.trial import GrammarTrial
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 
@@ -308,6 +309,7 @@ class EngineClient:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._weight_version = 0
         self._cause: str | None = None
+        self._trial = GrammarTrial()
         self._task: asyncio.Task[None] | None = None
         self.interruption = ""
         """Why requests wait at present, and go on afterwards; empty: they do not."""
@@ -335,7 +337,10 @@ class EngineClient:
             sampling_defaults=ready.sampling_defaults,
             pooling=ready.pooling,
             grammars=GrammarCompiler(
-                None if (found := self.tokenizer) is None else lambda: found, ready.vocab_size, ready.eos_token_ids
+                None if (found := self.tokenizer) is None else lambda: found,
+                ready.vocab_size,
+                ready.eos_token_ids,
+                trial=self._trial,
             ),
         )
 
@@ -409,6 +414,7 @@ class EngineClient:
         """Disconnect. The engine goes on."""
         if self._task is not None:
             self._task.cancel()
+        self._trial.close()
         self._link.close()
 
     def fail(self, cause: str) -> None:

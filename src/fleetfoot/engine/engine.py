@@ -37,6 +37,7 @@ from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import EngineOutput
 from fleetfoot.sampling.request_params import read_sampling_defaults
 from fleetfoot.structured.compiler import GrammarCompiler
+from fleetfoot.structured.trial import GrammarTrial
 from fleetfoot.utils.process import EXIT_GUARD, run_all
 
 if TYPE_CHECKING:
@@ -401,7 +402,7 @@ class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
         self._holds.fail_all(EngineDeadError("the engine was shut down"))
         has_failed = self._cause is not None or self._restarts.error is not None
         flush = no_callback if has_failed else self.core.flush  # a failed engine's state may be inconsistent
-        run_all(flush, self.core.shutdown)
+        run_all(flush, self.core.shutdown, self.input_processor.grammars.close)
         release_frames(self._cause)  # they refer to the model
 
     @contextmanager
@@ -531,4 +532,6 @@ def _grammar_compiler(plan: EnginePlan, tokenizer: Tokenizer | None) -> GrammarC
             return tokenizer or Tokenizer.from_path(path)
 
     vocab_size = plan.model.vocab_size
-    return GrammarCompiler(load, vocab_size, [token for token in plan.model.eos_token_ids if token < vocab_size])
+    ends = [token for token in plan.model.eos_token_ids if token < vocab_size]
+    # without a tokenizer here, requests come from clients, which have compiled their grammars
+    return GrammarCompiler(load, vocab_size, ends, trial=None if tokenizer is None else GrammarTrial())

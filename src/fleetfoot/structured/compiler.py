@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
 from fleetfoot.structured.grammars import behind_reasoning, make_grammar
 from fleetfoot.structured.state import GrammarState, ReasoningEnd
+from fleetfoot.structured.trial import GrammarTrial
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
 
-TIMEOUT_S = 20.0
-"""Seconds until a grammar must be compiled. The compiler's own limits end it at about the same time."""
+TIMEOUT_S = 10.0
+"""Seconds until a grammar must be compiled."""
 _MAX_CACHED = 256
 _NUM_THREADS = 4
 
@@ -54,6 +55,8 @@ class GrammarCompiler:
         load_tokenizer: loads the tokenizer, when the first constraint needs it; None: there is none.
         vocab_size: of the model's logits, which may be larger than that of the tokenizer.
         eos_token_ids: tokens that end the output; allowed where the constraint is met.
+        timeout_s: seconds until a grammar must be compiled.
+        trial: compiles each grammar before this process does; None: they come from a process that has done so.
     """
 
     def __init__(
@@ -62,11 +65,13 @@ class GrammarCompiler:
         vocab_size: int,
         eos_token_ids: Sequence[int],
         timeout_s: float = TIMEOUT_S,
+        trial: GrammarTrial | None = None,
     ) -> None:
         self._load_tokenizer = load_tokenizer
         self._vocab_size = vocab_size
         self.eos_token_ids = tuple(sorted(eos_token_ids))
         self._timeout_s = timeout_s
+        self._trial = trial
         self._lock, self._loading = threading.Lock(), threading.Lock()
         self._vocabulary: Vocabulary | None = None
         self._cache: OrderedDict[str, Future[Grammar]] = OrderedDict()
@@ -108,6 +113,11 @@ class GrammarCompiler:
         banned = self.eos_token_ids if ignore_eos else ()
         return GrammarState(grammar.matcher.deep_copy(), vocabulary.tokenizer, grammar.reasoning, banned, min_tokens)
 
+    def close(self) -> None:
+        """End the processes of the trial."""
+        if self._trial is not None:
+            self._trial.close()
+
     # --- in a thread ------------------------------------------------------------------------------------------------
 
     @functools.cached_property
@@ -148,6 +158,8 @@ class GrammarCompiler:
         vocabulary = self._load_vocabulary()
 
         def find_error(grammar: str) -> str:
+            if self._trial is not None:
+                self._trial.run(grammar, self._timeout_s)
             return str(LLMatcher(vocabulary.tokenizer, grammar, log_level=0).get_error())
 
         reasoning, end, begin = None, params.reasoning_end, params.reasoning_begin
@@ -160,10 +172,19 @@ class GrammarCompiler:
             if reasoning is not None and end is not None and params.max_reasoning_tokens is not None:
                 reasoning.limit(params.max_reasoning_tokens, vocabulary.encode(begin or ""), vocabulary.encode(end))
             matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0)
-            matcher.deep_copy().compute_bitmask()
+            _check_beginning(matcher.deep_copy())
         except ValueError:
             raise
         except BaseException as error:  # a panic of the library is no Exception
             raise ValueError(f"structured_outputs cannot be compiled: {error!r:.500}") from error
         self.num_compiled += 1
         return Grammar(matcher, reasoning)
+
+
+def _check_beginning(matcher: Any) -> None:
+    """Raise ValueError if no output can begin."""
+    mask = matcher.compute_bitmask()
+    if matcher.is_error():
+        raise ValueError(f"structured_outputs has no output that fits it: {matcher.get_error().splitlines()[0]:.300}")
+    if not any(mask):
+        raise ValueError("structured_outputs has no output that fits it: no token can be the first")

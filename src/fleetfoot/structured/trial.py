@@ -1,0 +1,103 @@
+"""Compiles a grammar for trial in a process of its own, with limits of time and memory.
+
+The library's compiler cannot be interrupted, and recursion without a limit ends its process: a constraint of one
+request must not do that to an engine. A process is kept for the next grammar, and ends with this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import select
+import subprocess
+import sys
+import threading
+import time
+import weakref
+
+from fleetfoot.config import env
+
+_MAX_MEMORY = 2 << 30
+_STACK_BYTES = 4 << 20
+"""Half of what a thread of an engine has, so that what passes here has room there."""
+
+
+class GrammarTrial:
+    """Processes that compile grammars; as many as there are threads that call `run` at once. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._idle: list[subprocess.Popen[bytes]] = []
+        weakref.finalize(self, _end, self._idle)
+
+    def run(self, grammar: str, timeout_s: float) -> None:
+        """Compile a grammar; errors that the compiler finds are none here. Raises ValueError: it exceeds the limits."""
+        process = None
+        with contextlib.suppress(IndexError):
+            process = self._idle.pop()
+        if process is None or process.poll() is not None:
+            process = _start()
+        if not _exchange(process, grammar, time.monotonic() + timeout_s):
+            _end([process])
+            raise ValueError(
+                f"structured_outputs cannot be compiled in {timeout_s:g} seconds, with {_MAX_MEMORY >> 30} GiB, and "
+                "within the depth of recursion; simplify it"
+            )
+        self._idle.append(process)
+
+    def close(self) -> None:
+        """End the idle processes; `run` starts new ones."""
+        _end(self._idle)
+
+
+def _start() -> subprocess.Popen[bytes]:
+    # a session of its own: Ctrl-C in a terminal is for this process alone
+    return subprocess.Popen(
+        [sys.executable, "-m", __name__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=env.for_child({}),
+        start_new_session=True,
+    )
+
+
+def _exchange(process: subprocess.Popen[bytes], grammar: str, deadline: float) -> bool:
+    """Send a grammar and wait for the reply. Returns whether there is one."""
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(json.dumps(grammar).encode() + b"\n")
+        process.stdin.flush()
+    except OSError:  # it has ended
+        return False
+    ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+    return bool(ready and process.stdout.readline())
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    while processes:
+        process = processes.pop()
+        process.kill()
+        with contextlib.suppress(OSError):
+            process.communicate()
+
+
+def main() -> None:
+    """Compile each grammar of standard input, and answer with an empty line."""
+    from llguidance import LLMatcher
+
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY, _MAX_MEMORY))
+
+    def answer() -> None:
+        for line in sys.stdin:
+            LLMatcher.validate_grammar(json.loads(line))
+            print(flush=True)
+
+    threading.stack_size(_STACK_BYTES)
+    thread = threading.Thread(target=answer)
+    thread.start()
+    thread.join()
+
+
+if __name__ == "__main__":
+    main()
