@@ -200,6 +200,9 @@ REFUSED = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
     ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools[0].function"),
     ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
+    ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"messages": MESSAGES, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+    ({"messages": MESSAGES, "verbosity": "low"}, "verbosity"),
     ({"messages": MESSAGES, "chat_template": "{{ messages }}"}, "chat_template"),
 ]
 

@@ -104,7 +104,7 @@ def is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
 
 def _named_field(message: str) -> str | None:
     """The field that a message of the engine begins with (``top_p must be ...``, ``n is 3, ...``)."""
-    match = re.match(r"([a-z][a-z_]*)(?:\[[^\]]*\])* (?:must|is|names|needs|has|joins|can)\b", message)
+    match = re.match(r"([a-z][a-z_]*)(?:\[[^\]]*\]|=\S+)* (?:must|is|names|needs|has|joins|can)\b", message)
     return match[1] if match and match[1] not in ("the", "a", "this", "there", "prompt", "prompt_token_ids") else None
 
 

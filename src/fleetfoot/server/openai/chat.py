@@ -76,6 +76,10 @@ class ChatCompletions:
         messages = read_messages(body.messages)
         if body.top_logprobs is not None and not body.logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs=true")
+        facts, num_top = service.engine.facts, body.top_logprobs or 0
+        most = facts.vocab_size if facts.max_logprobs < 0 else facts.max_logprobs
+        if not 0 <= (facts.vocab_size if num_top == -1 else num_top) <= most:
+            raise invalid("top_logprobs", f"top_logprobs is {body.top_logprobs}; at most {most} (--max-logprobs)")
         if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
             message = (
                 f"max_tokens is {body.max_tokens} and max_completion_tokens {body.max_completion_tokens}; give one"

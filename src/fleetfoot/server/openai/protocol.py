@@ -29,6 +29,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
     "mm_processor_kwargs": ({},),
+    "verbosity": ("medium",),
 }
 """Field -> neutral values besides null."""
 _REPLACEMENTS = {"functions": "tools", "function_call": "tool_choice"}
