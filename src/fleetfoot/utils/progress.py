@@ -18,13 +18,20 @@ def report_progress(phase: str, done: int = 0, total: int | None = None) -> None
 
 
 class _BarHandler(logging.Handler):
+    """Shows one phase at a time, and how long it has taken."""
+
     def __init__(self, progress: Any) -> None:
         super().__init__()
         self._progress = progress
-        self._task = progress.add_task("start", total=None)
+        self._phase = "start"
+        self._task = progress.add_task(self._phase, total=None)
 
     def emit(self, record: Any) -> None:
-        self._progress.update(self._task, description=record.getMessage(), completed=record.done, total=record.total)
+        phase = record.getMessage()
+        if phase != self._phase or record.total is None:
+            self._progress.remove_task(self._task)
+            self._phase, self._task = phase, self._progress.add_task(phase, total=record.total)
+        self._progress.update(self._task, completed=record.done, total=record.total)
 
 
 @contextmanager
