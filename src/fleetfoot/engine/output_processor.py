@@ -39,7 +39,7 @@ class _Sequence:
     state: _RequestState
     text: TextStream
     is_fast: bool
-    """Whether it has no streaming, text or logprobs."""
+    """Whether its tokens and their text are only appended: it has no logprobs, and no stop strings."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     total_logprob: float = 0.0
@@ -61,6 +61,8 @@ class _RequestState:
     detokenize: bool
     queued_ts: float
     num_unfinished: int
+    is_single_delta: bool
+    """Whether its outputs are deltas of one sequence, without logprobs."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None
     prompt_token_ids: list[int] | None = None
     """Set with the first output, and shared by all."""
@@ -109,7 +111,8 @@ class OutputProcessor:
         detokenize = params.detokenize and self._tokenizer is not None
         has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
         prompt_logprobs: list[dict[int, Logprob] | None] | None = None if params.prompt_logprobs is None else [None]
-        state = _RequestState(request, kind, detokenize, now, len(sequences), prompt_logprobs)
+        is_delta = kind is DELTA and len(sequences) == 1 and not has_logprobs and request.pooling_params is None
+        state = _RequestState(request, kind, detokenize, now, len(sequences), is_delta, prompt_logprobs)
         self._requests[request.request_id] = state
         for index, sequence in enumerate(sequences):
             text = TextStream(
@@ -122,7 +125,7 @@ class OutputProcessor:
                 include_stop_str_in_output=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
             )
-            is_fast = kind is FINAL_ONLY and not (detokenize or has_logprobs)
+            is_fast = not (params.stop or has_logprobs) and request.pooling_params is None
             state.sequences.append(_Sequence(index, sequence, state, text, is_fast))
             state.sequences[-1].versions.append((0, self._weight_version))
             self._sequences[sequence.request_id] = state.sequences[-1]
@@ -171,13 +174,21 @@ class OutputProcessor:
                 sequence.token_ids += new_token_ids
                 sample_itl(now - sequence.last_token_ts)
                 sequence.last_token_ts = now
+                state = sequence.state
+                if state.detokenize:
+                    sequence.text.push(new_token_ids)
+                if state.kind is not FINAL_ONLY:
+                    updated[id(state)] = state
                 continue
             num_tokens += self._update(sequence, output, now)
             state = sequence.state
             if state.kind is not FINAL_ONLY or not state.num_unfinished:
                 updated[id(state)] = state
         self._stats.num_generation_tokens += num_tokens
-        return [self._request_output(state) for state in updated.values()]
+        return [
+            self._delta(state) if state.is_single_delta and state.num_unfinished else self._request_output(state)
+            for state in updated.values()
+        ]
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request. Returns its last output; None for an unknown id."""
@@ -274,6 +285,27 @@ class OutputProcessor:
         )
 
     # --- outputs ------------------------------------------------------------------------------------------------------
+
+    def _delta(self, state: _RequestState) -> RequestOutput:
+        """As `_request_output`, of an unfinished request with ``is_single_delta``: most outputs of a server are."""
+        request, sequence = state.request, state.sequences[0]
+        begin, sequence.num_returned = sequence.num_returned, len(sequence.token_ids)
+        version, versions = _versions(sequence, begin)
+        if state.prompt_token_ids is None:
+            state.prompt_token_ids = request.prompt_token_ids.tolist()
+        delta = CompletionOutput(0, sequence.text.take_delta(), sequence.token_ids[begin:])
+        delta.weight_version, delta.weight_versions = version, versions
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=state.prompt_token_ids,
+            outputs=[delta],
+            finished=False,
+            metrics=self._metrics(state) if self._has_metrics else NO_METRICS,
+            num_cached_tokens=max(0, sequence.request.num_cached_tokens),
+            kv_transfer_params=sequence.request.kv_transfer_output,
+            weight_version=version,
+        )
 
     def _request_output(self, state: _RequestState) -> Any:
         request, finished = state.request, not state.num_unfinished
