@@ -96,6 +96,14 @@ def _check(name, arguments):
         assert arguments.get("xsize", {"w": 1})["w"] in (1, 2.5)
 
 
+def test_a_length_of_text_without_quotes(vocabulary):
+    tool = Tool("f", {"properties": {"a": {"type": "string", "minLength": 1, "maxLength": 3}}, "required": ["a"]})
+    grammar = forced_calls(TOOL_FORMATS["qwen3_coder"], [tool], vocabulary[2], is_single=True)
+    text = "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
+    accepted = [_accepts(vocabulary, grammar, text.format(value)) for value in ("", "abc", "a\nb", "abcd")]
+    assert accepted == [False, True, True, False]
+
+
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_forced_calls_are_valid(vocabulary, name):
     seen, most = set(), 0

@@ -44,6 +44,10 @@ class Rules:
         """A rule for the arguments of a tool."""
         return self.json(arguments_schema(tool), is_strict=tool.is_strict)
 
+    def is_special(self, text: str) -> bool:
+        """Whether a text is a special token."""
+        return text in self._special_tokens
+
     def text(self, text: str) -> str:
         """An expression for a fixed text, which may hold special tokens."""
         parts, position = [], 0
@@ -52,11 +56,16 @@ class Rules:
             position = match.end()
         return " ".join(part for part in (*parts, quoted(text[position:])) if part)
 
-    def until(self, text: str) -> str:
-        """An expression for any text up to the first place of this one, which is a part of it."""
+    def until(self, text: str, least: int = 0, most: int | None = None) -> str:
+        """An expression for any text up to the first place of this one, which is a part of it.
+
+        Args:
+            least, most: characters before; None: no limit.
+        """
+        before = "TEXT" if (least, most) == (0, None) else f"/(?s:.{{{least},{'' if most is None else most}}})/"
         if text in self._special_tokens:
-            return f"TEXT {self.text(text)}"
-        return self.add(f"TEXT {quoted(text)}", "[lazy]")
+            return f"{before} {self.text(text)}"
+        return self.add(f"{before} {quoted(text)}", "[lazy]")
 
     def any_of(self, expressions: Sequence[str]) -> str:
         return f"({' | '.join(expressions)})"

@@ -30,8 +30,12 @@ class HarmonyFormat:
         yield
 
     def grammar(self, tools: Sequence[Tool], rules: Rules, *, is_single: bool) -> str:
-        thought = f"{rules.text('analysis' + _MESSAGE)} TEXT {rules.text(f'{_END}{_START}assistant{_CHANNEL}')}"
-        return f"({rules.add(thought)})* {rules.each(tools, lambda tool: self._call(tool, rules))}"
+        calls = rules.each(tools, lambda tool: self._call(tool, rules))
+        if not rules.is_special(_CHANNEL):  # a model of another format, whose end token may be one of the marks
+            return calls
+        next_part = rules.text(f"{_START}assistant{_CHANNEL}")
+        thought = f"{rules.text('analysis' + _MESSAGE)} {rules.until(_END)} {next_part}"
+        return f"({rules.add(thought)})* {calls}"
 
     @staticmethod
     def _call(tool: Tool, rules: Rules) -> str:

@@ -87,7 +87,10 @@ class XmlFormat:
             if "string" in types_of(value) or not types_of(value):
                 choices = value.get("enum") or ([value["const"]] if "const" in value else [])
                 texts = [rules.text(f"{choice}{after}") for choice in choices]
-                body = rules.any_of(texts) if texts else rules.until(after)
+                limits = (
+                    (0, None) if types_of(value) - {"string"} else (value.get("minLength", 0), value.get("maxLength"))
+                )
+                body = rules.any_of(texts) if texts else rules.until(after, *limits)
             else:
                 body = f"{rules.json({**value, **shared}, is_strict=tool.is_strict)} {rules.text(after)}"
             parameter = rules.add(f"{rules.text(f'{_PARAMETER}{key}>' + chr(10))} {body}")
