@@ -226,7 +226,7 @@ def test_a_refusal_names_the_field(client: httpx.Client, body: dict[str, Any], f
     ("field", "value"),
     [("user", "me"), ("metadata", {"a": "b"}), ("store", False), ("service_tier", "auto"), ("tools", None),
      ("tools", []), ("response_format", {"type": "text"}), ("logit_bias", None),
-     ("seed", None), ("safety_identifier", "x")],
+     ("seed", None), ("safety_identifier", "x"), ("seed", 7.0), ("temperature", 1)],
     ids=str,
 )  # fmt: skip
 def test_neutral_fields_are_accepted(client: httpx.Client, field: str, value: Any) -> None:

@@ -40,8 +40,9 @@ def modules_after(code: str) -> set[str]:
             {"torch", "numpy", "tokenizers"},
         ),
         (LOWER_ROOMS, {"torch", "numpy", "tokenizers", "transformers", "safetensors"}),
+        ("import fleetfoot.server.serve", {"torch", "transformers", "safetensors"}),  # an API server beside its engine
     ],
-    ids=["the package", "plain names", "lower rooms"],
+    ids=["the package", "plain names", "lower rooms", "an API server"],
 )
 def test_what_is_not_imported(code: str, absent: set[str]) -> None:
     assert not modules_after(code) & absent

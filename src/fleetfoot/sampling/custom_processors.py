@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import torch
-
 from fleetfoot.config.engine import EngineConfig
 
 if TYPE_CHECKING:
+    import torch
+
     from fleetfoot.records.sampling_params import SamplingParams
 
 _State = TypeVar("_State")
 
-RequestLogitsProcessor = Callable[..., torch.Tensor]
+RequestLogitsProcessor = Callable[..., "torch.Tensor"]
 """``(output_token_ids, logits [vocab_size])`` or ``(prompt_token_ids, output_token_ids, logits)`` -> logits."""
 
 
@@ -164,6 +164,8 @@ def bind_tokens(
 
 
 def _checked(result: Any, shape: torch.Size) -> torch.Tensor:
+    import torch
+
     if not isinstance(result, torch.Tensor) or result.shape != shape:
         got = f"logits {list(result.shape)}" if isinstance(result, torch.Tensor) else repr(result)
         raise ValueError(f"it returned {got}; it must return logits {list(shape)}")
@@ -278,6 +280,8 @@ class ProcessorBatch:
         chosen = [processor for processor in self._processors if processor.is_argmax_invariant == argmax_invariant]
         if not chosen:
             return logits, {}
+        import torch
+
         index = torch.tensor(self._index, device=logits.device)
         batch = logits.new_zeros(len(self._slots), logits.shape[1]).index_copy_(0, index, logits)
         for number, processor in enumerate(chosen):

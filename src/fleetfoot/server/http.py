@@ -182,7 +182,12 @@ async def read_body(request: Request, limit: int) -> bytes:
 def decode_body(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
     """The body as the decoder's type. Raises ApiError 400 that names the field."""
     try:
-        return decoder.decode(body)
+        try:
+            return decoder.decode(body)
+        except msgspec.ValidationError as error:
+            if "got `float`" not in str(error):
+                raise
+            return msgspec.convert(_with_integers(msgspec.json.decode(body)), decoder.type)
     except msgspec.ValidationError as error:
         message = str(error)
         path = re.search(r" - at `\$\.?([^`]*)`", message)
@@ -195,6 +200,15 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
         has_surrogate = re.search(rb"\\u[dD][89a-fA-F]", body) and "truncated" in str(error)
         problem = "a string has a lone surrogate, such as \\ud800" if has_surrogate else error
         raise ApiError(400, f"the body is not valid JSON: {problem}") from None
+
+
+def _with_integers(value: Any) -> Any:
+    """JSON with 1.0 as 1: some clients write all numbers so."""
+    if isinstance(value, dict):
+        return {key: _with_integers(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_with_integers(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def check_request_id(given: str) -> None:
