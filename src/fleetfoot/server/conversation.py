@@ -86,7 +86,7 @@ class GeneratedMessages:
         self._parsers = parsers
         self._count_tokens = count_tokens
         self._has_calls = [False] * len(parsers)
-        self._reasoning = [""] * len(parsers)
+        self._num_reasoning = 0
 
     def close(self) -> None:
         """Abort what is unfinished."""
@@ -104,9 +104,7 @@ class GeneratedMessages:
 
     def num_reasoning_tokens(self) -> int | None:
         """Of all messages so far; None: the model does not reason."""
-        if self._count_tokens is None:
-            return None
-        return sum(self._count_tokens(text) for text in self._reasoning if text)
+        return None if self._count_tokens is None else self._num_reasoning
 
     async def collect(self) -> tuple[RequestOutput, list[Message]]:
         """For parameters with `RequestOutputKind.FINAL_ONLY`. Raises as the iteration."""
@@ -119,7 +117,8 @@ class GeneratedMessages:
         delta = parser.feed(completion.text, completion.token_ids)
         if completion.finish_reason is not None:
             delta = merge_deltas(delta, parser.finish())
-        self._reasoning[completion.index] += delta.reasoning
+        if delta.reasoning and self._count_tokens is not None:
+            self._num_reasoning += _count_reasoning(delta, len(completion.token_ids), self._count_tokens)
         if delta.tool_calls:
             self._has_calls[completion.index] = True
         ends_with_calls = completion.finish_reason == "stop" and self._has_calls[completion.index]
@@ -135,6 +134,16 @@ class GeneratedMessages:
             call.arguments += one.arguments
         ordered = [calls[index] for index in sorted(calls)]
         return Message(chunk.completion, chunk.delta.content, chunk.delta.reasoning, ordered, chunk.finish_reason)
+
+
+def _count_reasoning(delta: MessageDelta, num_tokens: int, count_tokens: Callable[[str], int]) -> int:
+    """The tokens of reasoning among those of a delta; of the texts the shorter one is tokenized."""
+    others = delta.content + "".join([call.arguments for call in delta.tool_calls])
+    if not others:
+        return num_tokens
+    if len(delta.reasoning) <= len(others):
+        return count_tokens(delta.reasoning)
+    return max(0, num_tokens - count_tokens(others))
 
 
 @dataclass(frozen=True, slots=True)
