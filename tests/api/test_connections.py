@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+import uvloop
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -32,14 +33,22 @@ async def ignore(request: Request) -> Response:
     return PlainTextResponse("ignored")
 
 
-def converse(talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bytes]]) -> bytes:
-    """What ``talk`` with a server of `read` and `ignore` returns."""
+def loaded() -> uvicorn.Config:
+    """Of `read` and `ignore`."""
+    routes = [Route("/", http.handled(read), methods=["POST"]), Route("/ignore", ignore, methods=["POST"])]
+    config = uvicorn.Config(Starlette(routes=routes), http=LimitedHttp, ws="none", lifespan="off", log_config=None)
+    config.load()
+    return config
+
+
+def converse(
+    talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bytes]],
+    run_loop: Callable[..., bytes] = asyncio.run,
+) -> bytes:
+    """What ``talk`` with a server returns."""
 
     async def run() -> bytes:
-        routes = [Route("/", http.handled(read), methods=["POST"]), Route("/ignore", ignore, methods=["POST"])]
-        config = uvicorn.Config(Starlette(routes=routes), http=LimitedHttp, ws="none", lifespan="off", log_config=None)
-        config.load()
-        state = uvicorn.server.ServerState()
+        config, state = loaded(), uvicorn.server.ServerState()
         loop = asyncio.get_running_loop()
         server = await loop.create_server(lambda: LimitedHttp(config, state, {}), "127.0.0.1", 0)
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
@@ -49,7 +58,7 @@ def converse(talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaita
             writer.close()
             server.close()
 
-    return asyncio.run(run())
+    return run_loop(run())
 
 
 def sends(*parts: bytes) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bytes]]:
@@ -143,3 +152,33 @@ def test_pages_of_other_origins(service: Any) -> None:
             assert not any("control" in name for name in (await client.get("/version", headers=origin)).headers)
 
     asyncio.run(run())
+
+
+def test_a_response_to_a_client_that_has_disconnected(caplog: pytest.LogCaptureFixture) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(POST + b"Content-Length: 3\r\n\r\n{")
+        writer.transport.abort()
+        other, closing = await asyncio.open_connection(*writer.get_extra_info("peername"))
+        closing.write(POST + b"Connection: close\r\nContent-Length: 2\r\n\r\n{}")
+        answer = await other.read()
+        closing.close()
+        return answer
+
+    assert converse(talk, uvloop.run).endswith(b"\r\n\r\n2")
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_data_for_a_closed_transport_is_dropped() -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        protocol = LimitedHttp(loaded(), uvicorn.server.ServerState(), {})
+        server = await loop.create_server(lambda: protocol, "127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        writer.write(POST + b"Content-Length: 2\r\n\r\n{}")
+        await reader.readuntil(b"\r\n\r\n2")
+        protocol.transport.abort()
+        protocol.transport.write(b"late")  # uvloop's transport itself raises RuntimeError
+        writer.close()
+        server.close()
+
+    uvloop.run(run())

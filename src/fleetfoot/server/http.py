@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -90,6 +90,11 @@ class ApiError(Exception):
             return cls(400, "the body has a number that does not fit into 64 bits")
         logger.error("a request has failed", exc_info=error)
         return cls(500, "the server has failed; its log has the reason")
+
+
+def disconnected() -> ApiError:
+    """Of a client that does not get it."""
+    return ApiError(499, "the client has disconnected")
 
 
 def invalid(param: str, message: str, code: str | None = None) -> ApiError:
@@ -174,6 +179,8 @@ async def read_body(request: Request, limit: int) -> bytes:
                 if size > limit:
                     raise too_large
                 parts.append(part)
+    except ClientDisconnect:
+        raise disconnected() from None
     except TimeoutError:
         raise ApiError(408, f"the body has not ended after {BODY_S:g} s, which is the limit") from None
     return b"".join(parts)
@@ -232,7 +239,7 @@ async def until_disconnected(request: Request, work: Coroutine[Any, Any, _T]) ->
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ApiError(499, "the client has disconnected")
+        raise disconnected()
     finally:
         for future in (task, watch):
             future.cancel()

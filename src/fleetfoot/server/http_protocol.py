@@ -23,6 +23,20 @@ def no_callback() -> None:
     """Default of a callback."""
 
 
+class _Transport:
+    """Drops what is for a client that has disconnected; uvloop's own raises, until the protocol gets to know it."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+
+    def write(self, data: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class LimitedHttp(HttpToolsProtocol):
     """Ends connections with headers that are too large or too slow, or with a body that goes on after the response."""
 
@@ -37,7 +51,7 @@ class LimitedHttp(HttpToolsProtocol):
         """Bytes received since the begin of the headers: a header that has not ended is not parsed."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(_Transport(transport))  # type: ignore[arg-type]
         self._begin_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
