@@ -54,7 +54,7 @@ class MessageParser(Protocol):
     """Parses the text of one generated sequence. The joined deltas do not depend on how the text is split."""
 
     def feed(self, text: str, token_ids: Sequence[int]) -> MessageDelta:
-        """The delta of the next ``text``, whose tokens are ``token_ids``. Text that may begin a marker is held back."""
+        """The delta of the next ``text``, which are ``token_ids``. Text that may begin a marker is held back."""
         ...
 
     def finish(self) -> MessageDelta:

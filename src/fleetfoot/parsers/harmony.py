@@ -31,7 +31,7 @@ class HarmonyFormat:
 
     def grammar(self, tools: Sequence[Tool], rules: Rules, *, is_single: bool) -> str:
         calls = rules.each(tools, lambda tool: self._call(tool, rules))
-        if not rules.is_special(_CHANNEL):  # a model of another format, whose end token may be one of the marks
+        if not rules.is_special(_CHANNEL):  # in a model of another format, the end token may be a mark
             return calls
         next_part = rules.text(f"{_START}assistant{_CHANNEL}")
         thought = f"{rules.text('analysis' + _MESSAGE)} {rules.until(_END)} {next_part}"

@@ -1,4 +1,4 @@
-"""Qwen3-Coder's calls: a function with parameters as XML-like tags, whose values have no quotes."""
+"""Qwen3-Coder's calls: a function with parameters as XML-like tags. Values have no quotes."""
 
 from __future__ import annotations
 
