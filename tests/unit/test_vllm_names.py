@@ -35,6 +35,7 @@ def call(self: object, prompts: object, lora_request: None = None, *, use_tqdm: 
         ("speculative_model", "x/y", "speculative_config="),
         ("max_lora_rank", 8, "merge the adapter"),
         ("guided_decoding_backend", "xgrammar", "compiled by llguidance"),
+        ("structured_outputs_config", {"backend": "xgrammar"}, "compiled by llguidance"),
         ("task", "translate", "runner='pooling' selects"),
     ],
 )

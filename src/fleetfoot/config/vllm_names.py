@@ -54,7 +54,7 @@ _BY_ADVICE: dict[str, dict[str, tuple[Any, ...]]] = {
         "dbo_decode_token_threshold": (32,), "dbo_prefill_token_threshold": (512,)},
     "leave it out: grammars are compiled by llguidance, the backend 'guidance'; options are fields of "
     "StructuredOutputsParams":
-        {"guided_decoding_backend": ("auto", "guidance"), "structured_outputs_config": (),
+        {"guided_decoding_backend": ("auto", "guidance"), "structured_outputs_config": ("auto", "guidance", False),
          "guided_decoding_disable_fallback": _SWITCH, "guided_decoding_disable_any_whitespace": (False,),
          "guided_decoding_disable_additional_properties": (False,)},
     NO_PARSER:

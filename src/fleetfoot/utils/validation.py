@@ -15,10 +15,12 @@ _HOST = re.compile(r"[^\s:/]+")
 
 
 def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:
-    """Whether a value is None, empty or one of ``neutral``; a boolean equals no number."""
+    """Whether a value is None, empty or one of ``neutral``, or a dict of such values; a boolean equals no number."""
+    if isinstance(value, dict):
+        return all(is_neutral(each, neutral) for each in value.values())
     if isinstance(value, bool | int | float | str) and value != "":
         return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)
-    return value is None or (isinstance(value, str | dict | list | tuple) and not value)
+    return value is None or (isinstance(value, str | list | tuple) and not value)
 
 
 def unknown_keyword(owner: str, name: str, known: Iterable[str], advice: str | None = None) -> TypeError:
