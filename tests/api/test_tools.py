@@ -77,6 +77,18 @@ def test_streamed_arguments_are_those_of_the_whole_response(api: openai.OpenAI) 
     assert not any(delta.content for delta in deltas)
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_each_of_several_streamed_choices_ends_once(client: httpx.Client, path: str) -> None:
+    prompt = {"prompt": "Once"} if path == "completions" else {"messages": ASK, "tools": TOOLS}
+    body = {**prompt, "n": 3, "seed": 1, "max_tokens": 40, "stream": True, "stop": ["."]}
+    lines = client.post(f"/v1/{path}", json=body).text.split("\n")
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    for index in range(3):
+        reasons = [choice["finish_reason"] for choice in choices if choice["index"] == index]
+        assert reasons[-1] and not any(reasons[:-1])
+
+
 def test_a_cut_call_ends_with_length(api: openai.OpenAI) -> None:
     answer = api.chat.completions.create(
         model=MODEL, messages=ASK, tools=TOOLS, tool_choice=NAMED, temperature=0, max_tokens=22
@@ -96,6 +108,17 @@ def test_the_parse_helper(api: openai.OpenAI) -> None:
     assert isinstance(parsed, Report)
     with api.chat.completions.stream(**options) as stream:
         assert isinstance(stream.get_final_completion().choices[0].message.parsed, Report)
+
+
+def test_strict_objects_have_no_properties_without_a_name(client: httpx.Client) -> None:
+    form = {"name": "x", "strict": True, "schema": {"type": "object", "properties": {"a": {"const": 1}}}}
+    chat = {"messages": ASK, "response_format": {"type": "json_schema", "json_schema": form}}
+    responses = {"input": "a", "text": {"format": {"type": "json_schema", **form}}}
+    for seed in range(3):
+        body = client.post("/v1/chat/completions", json={**chat, "seed": seed, "max_tokens": 90}).json()
+        assert json.loads(body["choices"][0]["message"]["content"]) in ({}, {"a": 1})
+        body = client.post("/v1/responses", json={**responses, "max_output_tokens": 90}).json()
+        assert json.loads(body["output"][0]["content"][0]["text"]) in ({}, {"a": 1})
 
 
 @pytest.mark.parametrize(

@@ -253,16 +253,29 @@ def check_completion(completion: CompletionOutput) -> None:
 
 
 class RequestOutputs:
-    """The outputs of the prompts of one request, as they come: ``(prompt index, output)``."""
+    """The outputs of the prompts of one request, as they come: ``(prompt index, output)``. A completion that has ended
+    is not in later outputs."""
 
     def __init__(self, streams: Sequence[OutputStream]) -> None:
         self._streams = streams
         self.num_prompts = len(streams)
+        self._ended: set[tuple[int, int]] = set()
 
     def listen(self, listener: Callable[[int, Any], bool]) -> None:
         """Call ``listener`` with ``(prompt index, output or exception)``; see `OutputStream.listen`."""
         for index, stream in enumerate(self._streams):
-            stream.listen(partial(listener, index))
+            stream.listen(partial(self._pass, listener, index))
+
+    def _pass(self, listener: Callable[[int, Any], bool], index: int, item: Any) -> bool:
+        return listener(index, self._without_ended(index, item))
+
+    def _without_ended(self, index: int, item: Any) -> Any:
+        """Deltas of the engine repeat completions that have ended, without text."""
+        if not isinstance(item, RequestOutput) or len(item.outputs) == 1:
+            return item
+        item.outputs = [one for one in item.outputs if (index, one.index) not in self._ended]
+        self._ended.update((index, one.index) for one in item.outputs if one.finish_reason is not None)
+        return item
 
     def resume(self) -> None:
         """Call the listener again, after it has returned False."""
@@ -277,7 +290,7 @@ class RequestOutputs:
     async def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         if len(self._streams) == 1:
             async for output in self._streams[0]:
-                yield 0, output
+                yield 0, self._without_ended(0, output)
             return
         waiting = {asyncio.ensure_future(anext(stream)): index for index, stream in enumerate(self._streams)}
         try:
@@ -288,7 +301,7 @@ class RequestOutputs:
                     output = task.result()
                     if not output.finished:
                         waiting[asyncio.ensure_future(anext(self._streams[index]))] = index
-                    yield index, output
+                    yield index, self._without_ended(index, output)
         finally:
             for task in waiting:
                 task.cancel()

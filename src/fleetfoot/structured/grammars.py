@@ -14,8 +14,9 @@ MAX_CHARS = 1 << 19
 MAX_DEPTH = 128
 """Of a schema: objects and lists in each other."""
 
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
-"""Between the tokens of JSON. It has an end, because small models repeat line breaks forever."""
+WHITESPACE = r" |\n( {0,16}|\t{0,8})"
+"""Between the tokens of JSON: a space, or a line break with an indentation. Without an end, small models repeat it
+until ``max_tokens``."""
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),

@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
 from fleetfoot.server.http import invalid
 from fleetfoot.server.openai.protocol import UNSUPPORTED, GenerationRequest, TokenLogprob
-from fleetfoot.server.openai.structured import FIELDS
+from fleetfoot.server.openai.structured import FIELDS, schema_constraint
 
 MAX_TOP_LOGPROBS = 20
 LOGPROBS = "message.output_text.logprobs"
@@ -169,7 +169,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
         """Of ``text.format``."""
         form = self.text.format if self.text is not None else None
         if isinstance(form, JsonSchemaFormat):
-            return StructuredOutputsParams(json=form.schema)
+            return schema_constraint(form.schema, is_strict=bool(form.strict))
         return StructuredOutputsParams(json_object=True) if isinstance(form, JsonObjectFormat) else None
 
     @property

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from fleetfoot.parsers.grammar import closed
 from fleetfoot.records.structured_outputs import StructuredOutputsParams, as_structured_outputs
 from fleetfoot.server.http import ApiError, invalid
 
@@ -53,7 +54,12 @@ def read_format(place: str, value: Any) -> StructuredOutputsParams | None:
         text = f"{place}.json_schema.schema is {shown!r:.100}; it must be a JSON schema"
         raise invalid(f"{place}.json_schema.schema", text)
     with _naming(place):
-        return StructuredOutputsParams(json=form["schema"])
+        return schema_constraint(form["schema"], is_strict=form.get("strict") is True)
+
+
+def schema_constraint(schema: Any, *, is_strict: bool) -> StructuredOutputsParams:
+    """JSON of a schema. If it ``is_strict``, objects with named properties have no others, as in OpenAI's API."""
+    return StructuredOutputsParams(json=closed(schema) if is_strict else schema)
 
 
 @contextlib.contextmanager
