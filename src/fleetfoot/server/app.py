@@ -57,19 +57,7 @@ from fleetfoot.server.openai.protocol import (
 from fleetfoot.server.openai.responses import responses_endpoints
 from fleetfoot.server.openai.tokens import ModelEndpoints
 from fleetfoot.server.openapi import READS, RUNS, Endpoint, openapi_document
-from fleetfoot.server.pooling.endpoints import PoolingEndpoints
-from fleetfoot.server.pooling.protocol import (
-    ClassificationRequest,
-    Classifications,
-    EmbeddingRequest,
-    Embeddings,
-    PooledList,
-    PoolingRequest,
-    RerankRequest,
-    RerankResponse,
-    ScoreRequest,
-    Scores,
-)
+from fleetfoot.server.pooling.endpoints import pooling_endpoints
 from fleetfoot.server.service import Service
 from fleetfoot.server.store import ResponseStore
 
@@ -191,7 +179,7 @@ def make_endpoints(service: Service) -> list[Endpoint]:
             *(DetokenizeRequest, DetokenizeResponse),
             errors=READS,
         ),
-        *_pooling_endpoints(PoolingEndpoints(service)),
+        *pooling_endpoints(service),
         Endpoint("GET", "/v1/models", models.models, "The models that are served.", response=ModelList),
         Endpoint(
             "GET", "/v1/models/{name:path}", models.model, "One of the models.", response=ModelCard, errors=(404,)
@@ -208,24 +196,6 @@ def make_endpoints(service: Service) -> list[Endpoint]:
         ),
         Endpoint("GET", "/version", state.version, "The version of the server.", response=Version),
         Endpoint("GET", "/load", state.load, "The number of unfinished requests.", response=Load),
-    ]
-
-
-def _pooling_endpoints(pooling: PoolingEndpoints) -> list[Endpoint]:
-    rows: list[tuple[tuple[str, ...], Any, str, Any, Any]] = [
-        (("/v1/embeddings",), pooling.embed, "Make embeddings.", EmbeddingRequest, Embeddings),
-        (("/classify",), pooling.classify, "Classify prompts.", ClassificationRequest, Classifications),
-        (("/pooling",), pooling.pool, "Pool prompts, or each of their tokens.", PoolingRequest, PooledList),
-        (("/v1/score", "/score"), pooling.score, "Score pairs of texts.", ScoreRequest, Scores),
-        (
-            *(("/v1/rerank", "/v2/rerank", "/rerank"), pooling.rerank, "Sort documents by their score for a query."),
-            *(RerankRequest, RerankResponse),
-        ),
-    ]
-    return [
-        Endpoint("POST", path, handler, summary, request, response, errors=RUNS)
-        for paths, handler, summary, request, response in rows
-        for path in paths
     ]
 
 

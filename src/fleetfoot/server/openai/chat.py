@@ -47,9 +47,7 @@ ROLE = "assistant"
 def template_options(service: Service, body: Any) -> dict[str, Any]:
     """Arguments of `Service.render_chat` from the fields of a body. Raises ApiError for a template that is not
     trusted."""
-    if body.chat_template is not None and not service.settings.trusts_chat_templates:
-        message = "chat_template is refused: templates of requests are not trusted (--trust-request-chat-template)"
-        raise invalid("chat_template", message)
+    service.check_chat_template(body.chat_template)
     continues = bool(body.continue_final_message)
     adds = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     if adds and continues:

@@ -20,6 +20,7 @@ from fleetfoot.server.http import JSON, ApiError, invalid, request_id, until_dis
 from fleetfoot.server.openai.chat import template_options
 from fleetfoot.server.openai.prompts import read_messages, read_prompts
 from fleetfoot.server.openai.protocol import Usage
+from fleetfoot.server.openapi import RUNS, Endpoint
 from fleetfoot.server.pooling.protocol import (
     Classification,
     ClassificationRequest,
@@ -54,6 +55,26 @@ _PARAMS = (
     "step_tag_id",
 )
 """Fields that are parameters of the same name."""
+
+
+def pooling_endpoints(service: Service) -> list[Endpoint]:
+    """The table of these endpoints."""
+    pooling = PoolingEndpoints(service)
+    rows: list[tuple[tuple[str, ...], Any, str, Any, Any]] = [
+        (("/v1/embeddings",), pooling.embed, "Make embeddings.", EmbeddingRequest, Embeddings),
+        (("/classify",), pooling.classify, "Classify prompts.", ClassificationRequest, Classifications),
+        (("/pooling",), pooling.pool, "Pool prompts, or each of their tokens.", PoolingRequest, PooledList),
+        (("/v1/score", "/score"), pooling.score, "Score pairs of texts.", ScoreRequest, Scores),
+        (
+            *(("/v1/rerank", "/v2/rerank", "/rerank"), pooling.rerank, "Sort documents by their score for a query."),
+            *(RerankRequest, RerankResponse),
+        ),
+    ]
+    return [
+        Endpoint("POST", path, handler, summary, request, response, errors=RUNS)
+        for paths, handler, summary, request, response in rows
+        for path in paths
+    ]
 
 
 class PoolingEndpoints:
