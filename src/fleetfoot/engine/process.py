@@ -5,6 +5,7 @@ It schedules and runs steps. Clients validate, tokenize and detokenize, so none 
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
 import os
@@ -367,7 +368,10 @@ class EngineServer:
     def _add(self, client: bytes, message: AddRequest) -> None:
         """Queue a request; one with a grammar that is not compiled yet, when it is."""
         structured = message.params.structured_outputs
-        future = None if structured is None else self._engine.input_processor.grammars.submit(structured)
+        future = None
+        if structured is not None:
+            with contextlib.suppress(ValueError):  # which `_submit` reports
+                future = self._engine.input_processor.grammars.submit(structured)
         if future is None or future.done():
             self._submit(client, message)
             return
