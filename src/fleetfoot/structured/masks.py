@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,16 +15,59 @@ from fleetfoot.records.step import SchedulerOutput, TokenMasks
 from fleetfoot.structured.state import GrammarState, clear_bits, set_only
 
 _MAX_THREADS = 8
-_PARALLEL_THREADS, _PARALLEL_REQUESTS = 4, 16
-"""From here on matchers advance in threads too."""
+_FEW = 4
+"""So many masks are computed in the thread that steps: waking up others takes longer."""
+_TRIAL = 128
+"""Steps after which the slower way is tried again."""
+_FIRST_STEPS = 8
+"""Of each way."""
+_WEIGHT = 0.1
+"""Of a new time in the average."""
+
+
+class ThreadChoice:
+    """Whether masks are computed faster in threads or in the thread that steps, from the times of earlier steps.
+
+    Threads win where they wake up in microseconds. In some virtual machines and containers that takes longer than the
+    masks of a whole batch.
+    """
+
+    def __init__(self) -> None:
+        self._times: dict[bool, float] = {}  # in threads or not -> average seconds of a mask
+        self._num_steps = 0
+        self._is_trial = False
+
+    def choose(self, num_masks: int) -> bool:
+        """Whether to compute so many masks in threads."""
+        if num_masks <= _FEW:
+            return False
+        self._num_steps += 1
+        if self._num_steps <= 2 * _FIRST_STEPS:  # the first masks of a grammar take longer
+            return self._num_steps % 2 == 0
+        faster = self._times.get(True, 0.0) < self._times.get(False, 0.0)
+        self._is_trial = self._num_steps % _TRIAL == 0
+        return faster is not self._is_trial
+
+    def note(self, num_masks: int, seconds: float, *, in_threads: bool) -> None:
+        """The masks of a step have taken so long."""
+        if num_masks > _FEW:
+            each = seconds / num_masks
+            before = each if self._is_trial else self._times.get(in_threads, each)
+            self._times[in_threads] = before + _WEIGHT * (each - before)
 
 
 class TokenMasker:
-    """Computes the masks of steps, in threads that do not hold Python's lock. ``num_threads``: 0: as many as there are
-    cores, up to 8."""
+    """Computes the masks of steps, without Python's lock, in threads where that is faster.
 
-    def __init__(self, num_threads: int = 0) -> None:
+    Args:
+        num_threads: 0: as many as there are cores, up to 8.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, num_threads: int = 0, clock: Callable[[], float] = time.perf_counter) -> None:
         self._num_threads = num_threads or min(_MAX_THREADS, os.cpu_count() or 1)
+        self._clock = clock
+        self._choice = ThreadChoice()
 
     @functools.cached_property
     def _executor(self) -> Any:
@@ -40,7 +84,9 @@ class TokenMasker:
             requests: those of ``output.structured``, with all their earlier tokens. Ended ones get no mask.
             allocate: memory for a number of masks, ``[num, words]`` int32.
         """
-        failed = self._read(requests)
+        begin_s = self._clock()
+        in_threads = self._num_threads > 1 and self._choice.choose(len(requests))
+        failed = self._read(requests, in_threads=in_threads)
         ended = {request.request_id for request, _ in failed}
         num_words = 0
         tasks: list[tuple[Any, int, list[int]]] = []
@@ -73,7 +119,8 @@ class TokenMasker:
         masks = allocate(len(rows))  # [num_masks, words]
         if len(tasks) < len(rows):
             masks.fill(-1)
-        self._fill(tasks, masks, num_words)
+        self._fill(tasks, masks, num_words, in_threads=in_threads)
+        self._choice.note(len(requests), self._clock() - begin_s, in_threads=in_threads)
         for request, (matcher, _, _) in zip(owners, tasks, strict=True):
             if matcher.is_error():
                 failed.append((request, f"the grammar cannot go on: {matcher.get_error():.300}"))
@@ -83,11 +130,10 @@ class TokenMasker:
             set_only(masks[number], token_id)
         return TokenMasks(rows, masks), failed
 
-    def _read(self, requests: Sequence[Request]) -> list[tuple[Request, str]]:
+    def _read(self, requests: Sequence[Request], *, in_threads: bool) -> list[tuple[Request, str]]:
         """Let each request's matcher consume its new tokens. Returns those with a token that is refused, and why."""
         failed: list[tuple[Request, str]] = []
         steps: list[tuple[Request, int]] = []  # matchers that advance by one token, as most do
-        in_threads = self._num_threads >= _PARALLEL_THREADS and len(requests) >= _PARALLEL_REQUESTS
         for request in requests:
             if request.is_finished:
                 continue
@@ -103,15 +149,22 @@ class TokenMasker:
                     failed.append((request, error))
         return failed
 
-    def _fill(self, tasks: Sequence[tuple[Any, int, list[int]]], masks: np.ndarray, num_words: int) -> None:
+    def _fill(
+        self, tasks: Sequence[tuple[Any, int, list[int]]], masks: np.ndarray, num_words: int, *, in_threads: bool
+    ) -> None:
         """Fill the mask of each matcher's next token, and of those behind its drafts, as far as it accepts them."""
         if masks.shape[1] != num_words:  # the tokenizer has more tokens than the model
             wide = np.full((len(masks), num_words), -1, dtype=np.int32)
-            self._fill(tasks, wide, num_words)
+            self._fill(tasks, wide, num_words, in_threads=in_threads)
             masks[:] = wide[:, : masks.shape[1]]
             return
-        place = masks.ctypes.data, num_words * masks.itemsize, len(masks)
-        if plain := [(matcher, number) for matcher, number, drafts in tasks if not drafts]:
+        address, num_bytes = masks.ctypes.data, num_words * masks.itemsize
+        place = address, num_bytes, len(masks)
+        plain = [(matcher, number) for matcher, number, drafts in tasks if not drafts]
+        if plain and in_threads:
             self._executor.unsafe_compute_mask_ptr(plain, *place)
+        elif plain:
+            for matcher, number in plain:
+                matcher.unsafe_compute_mask_ptr(address + number * num_bytes, num_bytes)
         if drafted := [task for task in tasks if task[2]]:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *place)
