@@ -40,11 +40,12 @@ class Document:
             self._validate(schema, body)
             return body
         events = sse_data(response.text)
+        for event in events:
+            self._validate(schema, {"data": event})
         assert events.pop() == "[DONE]"
         bodies = [json.loads(event) for event in events]
-        for event, body in zip(events, bodies, strict=True):
-            self._validate(schema, {"data": event})
-            self._validate(schema["properties"]["data"]["contentSchema"], body)
+        for body in bodies:
+            self._validate(schema["properties"]["data"]["anyOf"][0]["contentSchema"], body)
         return bodies
 
     def _validate(self, schema: Any, body: Any) -> None:

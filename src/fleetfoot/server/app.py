@@ -151,11 +151,13 @@ def make_endpoints(service: Service) -> list[Endpoint]:
             *("POST", "/v1/completions", Completions(service), "Complete prompts."),
             *(CompletionRequest, Completion, CompletionChunk),
             errors=RUNS,
+            ends_with_done=True,
         ),
         Endpoint(
             *("POST", "/v1/chat/completions", ChatCompletions(service), "Continue a conversation."),
             *(ChatRequest, ChatCompletion, ChatChunk),
             errors=RUNS,
+            ends_with_done=True,
         ),
         Endpoint(
             *("POST", "/v1/messages", messages.create, "Continue a conversation, in Anthropic's form."),

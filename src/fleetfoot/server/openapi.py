@@ -36,6 +36,8 @@ class Endpoint:
     """The type of what is encoded with status 200; None: there is no body."""
     events: Any = None
     """The type of the JSON in each server-sent event, for a body with ``stream`` true."""
+    ends_with_done: bool = False
+    """Whether the data of the last event is ``[DONE]``."""
     query: type[msgspec.Struct] | None = None
     """The parameters in the query."""
     errors: tuple[int, ...] = ()
@@ -100,7 +102,7 @@ def _operation(endpoint: Endpoint, schemas: _Schemas, *, needs_key: bool) -> dic
         success["content"] = {endpoint.media_type: {"schema": schemas.of(endpoint.response)}}
     if endpoint.events is not None:
         data = {"anyOf": [schemas.of(endpoint.events), schemas.of(endpoint.envelope)]}
-        success["content"]["text/event-stream"] = {"schema": _event(data)}
+        success["content"]["text/event-stream"] = {"schema": _event(data, ends_with_done=endpoint.ends_with_done)}
     operation["responses"] = {"200": success}
     error = {"application/json": {"schema": schemas.of(endpoint.envelope)}}
     for status in sorted({*endpoint.errors, *([401] if needs_key else [])}):
@@ -113,13 +115,15 @@ def _operation(endpoint: Endpoint, schemas: _Schemas, *, needs_key: bool) -> dic
     return operation
 
 
-def _event(schema: dict[str, Any]) -> dict[str, Any]:
+def _event(schema: dict[str, Any], *, ends_with_done: bool) -> dict[str, Any]:
     """The schema of each server-sent event.
 
     Args:
         schema: of its data.
     """
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
+    data: dict[str, Any] = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
+    if ends_with_done:
+        data = {"anyOf": [data, {"const": "[DONE]"}]}
     description = "Each event. Comments keep the connection alive. An error after the first event is an event, too."
     return {"type": "object", "description": description, "properties": {"data": data}, "required": ["data"]}
 
