@@ -63,6 +63,16 @@ def test_sigterm_lets_requests_end(pool: ThreadPoolExecutor) -> None:
     assert json.loads(lines[-4].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
 
 
+def test_requests_end_with_the_time_of_a_shutdown(pool: ThreadPoolExecutor) -> None:
+    with RunningServer(*FLAGS, "--shutdown-timeout", "0") as server:
+        rest = begun_stream(server.url, pool, 2000)
+        assert server.stop(signal.SIGTERM) == 0
+        lines = rest.result()
+    assert lines[-2:] == ["data: [DONE]", ""]
+    assert "time for unfinished requests is over" in json.loads(lines[-4].removeprefix("data: "))["error"]["message"]
+    assert not any("Traceback" in line for line in server.log)
+
+
 def test_a_second_sigterm_aborts(pool: ThreadPoolExecutor) -> None:
     with RunningServer(*FLAGS) as server:
         rest = begun_stream(server.url, pool, 2000)

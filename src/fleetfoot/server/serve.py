@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 
 EXIT_INTERRUPTED = 130
+_SECONDS_OF_LAST_EVENTS = 2
+"""For clients to take what ends their requests."""
 _BACKLOG = 2048
 
 
@@ -203,6 +205,8 @@ class ApiServer:
         if not is_second:
             self.stopped.set_result(None)
             notify_service_manager("STOPPING=1\nSTATUS=waiting for unfinished requests")
+            cause = "the server was stopped, and the time for unfinished requests is over"
+            asyncio.get_running_loop().call_later(self._settings.shutdown_timeout, self.client.fail, cause)
         self._service.is_draining = True
         if self._server is not None:
             self._server.should_exit = True
@@ -241,7 +245,8 @@ class ApiServer:
             root_path=settings.root_path,
             backlog=_BACKLOG,
             timeout_keep_alive=75,
-            timeout_graceful_shutdown=max(1, round(settings.shutdown_timeout)),
+            lifespan="off",
+            timeout_graceful_shutdown=round(settings.shutdown_timeout) + _SECONDS_OF_LAST_EVENTS,
             server_header=False,
             ssl_keyfile=settings.ssl_keyfile,
             ssl_certfile=settings.ssl_certfile,
