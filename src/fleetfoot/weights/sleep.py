@@ -8,6 +8,7 @@ are accessed again.
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -99,11 +100,17 @@ class CudaMemory(SleepMemory):
         pool = _Pool(torch.cuda.MemPool(_allocator().allocator()), self._library.new_tag())
         self._pools[tag] = pool
         self._library.set_tag(pool.number)
+        # torch aborts the process if pools and graphs of an earlier engine are destroyed while it allocates here
+        gc.collect()
+        collects = gc.isenabled()
+        gc.disable()
         try:
             with torch.cuda.use_mem_pool(pool.memory_pool, self._device):
                 yield
         finally:
             self._library.set_tag(0)
+            if collects:
+                gc.enable()
 
     def release(self, tag: str, spans: Iterable[Span] = (), *, keeps_rest: bool = True) -> None:
         torch.cuda.synchronize(self._device)

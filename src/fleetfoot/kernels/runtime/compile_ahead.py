@@ -54,9 +54,8 @@ logger = logging.getLogger(__name__)
 _MOST_PROCESSES = 16
 MANY_PROCESSES = 8
 """With this number of processes a start waits for the kernels of all shapes with plain sampling."""
-_SWITCH_INTERVAL_S = 0.00005
-"""A step of a few rows takes the interpreter's lock about ten times, and waits this long for a thread that loads."""
-_PAUSE_S = 0.03
+_SWITCH_INTERVAL_S = 0.0005
+_PAUSE_S = 0.015
 
 
 def can_compile_ahead(device: torch.device) -> bool:
