@@ -68,7 +68,9 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes for HTTP, tokenizing and texts (default: one for every four cores, up to four)",
     )
-    text = f"unfinished requests of an API server from which on others get 429 (default: {_DEFAULT_QUEUE})"
+    text = (
+        f"unfinished requests from which on others get 429; API servers have equal shares (default: {_DEFAULT_QUEUE})"
+    )
     add("--max-queue", type=_count, default=_DEFAULT_QUEUE, metavar="N", help=text)
     add(
         "--max-body-bytes",
@@ -108,7 +110,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
         from fleetfoot.server.serve import default_api_servers, serve
 
-        arguments.api_server_count = arguments.api_server_count or default_api_servers()
+        arguments.api_server_count = arguments.api_server_count or min(default_api_servers(), arguments.max_queue)
         return serve(config, server_settings(arguments, default_names=(config.model,)))
 
 
@@ -125,7 +127,7 @@ def server_settings(arguments: argparse.Namespace, default_names: tuple[str, ...
     check_parsers(arguments.tool_call_parser, arguments.reasoning_parser)
     service = ServiceSettings(
         model_names=tuple(arguments.served_model_name or default_names),
-        max_queue=arguments.max_queue,
+        max_queue=-(-arguments.max_queue // (arguments.api_server_count or 1)),
         max_body_bytes=arguments.max_body_bytes,
         chat_template=_chat_template(arguments.chat_template),
         tool_call_parser=arguments.tool_call_parser,
