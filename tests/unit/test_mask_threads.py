@@ -1,29 +1,29 @@
-"""Whether token masks are computed in threads follows the times of earlier steps."""
+"""How many threads compute token masks follows the times of earlier steps."""
 
 import pytest
 
 from fleetfoot.structured.masks import ThreadChoice
 
+NUMBERS = (0, 2, 8)
 
-def run(choice: ThreadChoice, num_steps: int, seconds: dict[bool, float], num_masks: int = 64) -> list[bool]:
-    """What is chosen, step by step, while each way takes so long."""
+
+def run(choice: ThreadChoice, num_steps: int, fastest: int, num_masks: int = 64) -> list[int]:
+    """What is chosen, step by step, while one number of threads takes half of the others' time."""
     chosen = []
     for _ in range(num_steps):
         chosen.append(choice.choose(num_masks))
-        choice.note(num_masks, seconds[chosen[-1]], in_threads=chosen[-1])
+        choice.note(num_masks, 1.0 if chosen[-1] == fastest else 2.0, chosen[-1])
     return chosen
 
 
-@pytest.mark.parametrize("faster", [True, False])
-def test_the_faster_way_is_chosen_and_the_other_is_tried_again(faster: bool) -> None:
-    choice = ThreadChoice()
-    assert set(run(choice, 16, {faster: 1.0, not faster: 2.0})) == {True, False}
-    chosen = run(choice, 1000, {faster: 1.0, not faster: 2.0})
-    assert 0 < chosen.count(not faster) < 10
-    changed = run(choice, 1000, {faster: 2.0, not faster: 1.0})  # when the machine changes, so does the choice
-    assert changed[300:].count(not faster) > 690
+@pytest.mark.parametrize("first", NUMBERS)
+@pytest.mark.parametrize("later", NUMBERS)
+def test_the_fastest_is_chosen_and_the_others_are_tried_again(first: int, later: int) -> None:
+    choice = ThreadChoice(NUMBERS)
+    assert set(run(choice, 24, first)) == {*NUMBERS}
+    assert run(choice, 1000, first).count(first) > 980
+    assert run(choice, 1000, later)[500:].count(later) > 490  # when the machine changes, so does the choice
 
 
 def test_few_masks_need_no_threads() -> None:
-    choice = ThreadChoice()
-    assert not any(run(choice, 100, {True: 1.0, False: 2.0}, num_masks=4))
+    assert set(run(ThreadChoice(NUMBERS), 100, 8, num_masks=4)) == {0}

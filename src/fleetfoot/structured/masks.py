@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -26,54 +25,62 @@ _WEIGHT = 0.1
 
 
 class ThreadChoice:
-    """Whether masks are computed faster in threads or in the thread that steps, from the times of earlier steps.
+    """How many threads compute masks fastest, from the times of earlier steps; 0: the thread that steps, alone.
 
-    Threads win where they wake up in microseconds. In some virtual machines and containers that takes longer than the
-    masks of a whole batch.
+    More threads win where they wake up in microseconds. In some virtual machines and containers that takes longer than
+    the masks of a whole batch.
+
+    Args:
+        numbers: what can be chosen; the first one for a few masks.
     """
 
-    def __init__(self) -> None:
-        self._times: dict[bool, float] = {}  # in threads or not -> average seconds of a mask
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self._numbers = numbers
+        self._times: dict[int, float] = {}  # number -> average seconds of a mask
         self._num_steps = 0
         self._is_trial = False
 
-    def choose(self, num_masks: int) -> bool:
-        """Whether to compute so many masks in threads."""
+    def choose(self, num_masks: int) -> int:
+        """The number of threads for so many masks."""
         if num_masks <= _FEW:
-            return False
+            return self._numbers[0]
         self._num_steps += 1
-        if self._num_steps <= 2 * _FIRST_STEPS:  # the first masks of a grammar take longer
-            return self._num_steps % 2 == 0
-        faster = self._times.get(True, 0.0) < self._times.get(False, 0.0)
-        self._is_trial = self._num_steps % _TRIAL == 0
-        return faster is not self._is_trial
+        trials = _FIRST_STEPS * len(self._numbers)  # the first masks of a grammar take longer
+        self._is_trial = self._num_steps > trials and self._num_steps % _TRIAL == 0
+        if self._num_steps <= trials:
+            return self._numbers[self._num_steps % len(self._numbers)]
+        if self._is_trial:
+            return self._numbers[self._num_steps // _TRIAL % len(self._numbers)]
+        return min(self._numbers, key=lambda number: self._times.get(number, 0.0))
 
-    def note(self, num_masks: int, seconds: float, *, in_threads: bool) -> None:
+    def note(self, num_masks: int, seconds: float, number: int) -> None:
         """The masks of a step have taken so long."""
         if num_masks > _FEW:
             each = seconds / num_masks
-            before = each if self._is_trial else self._times.get(in_threads, each)
-            self._times[in_threads] = before + _WEIGHT * (each - before)
+            before = each if self._is_trial else self._times.get(number, each)
+            self._times[number] = before + _WEIGHT * (each - before)
 
 
 class TokenMasker:
     """Computes the masks of steps, without Python's lock, in threads where that is faster.
 
     Args:
-        num_threads: 0: as many as there are cores, up to 8.
+        num_threads: most threads; 0: as many as there are cores, up to 8.
         clock: seconds, monotonic.
     """
 
     def __init__(self, num_threads: int = 0, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._num_threads = num_threads or min(_MAX_THREADS, os.cpu_count() or 1)
+        most = num_threads or min(_MAX_THREADS, os.cpu_count() or 1)
         self._clock = clock
-        self._choice = ThreadChoice()
+        self._choice = ThreadChoice((0, *sorted({min(2, most), most} - {1})))
+        self._executors: dict[int, Any] = {}
 
-    @functools.cached_property
-    def _executor(self) -> Any:
+    def _executor(self, num_threads: int) -> Any:
         from llguidance import LLExecutor
 
-        return LLExecutor(self._num_threads)
+        if num_threads not in self._executors:
+            self._executors[num_threads] = LLExecutor(num_threads)
+        return self._executors[num_threads]
 
     def compute(
         self, output: SchedulerOutput, requests: Sequence[Request], allocate: Callable[[int], np.ndarray]
@@ -85,8 +92,8 @@ class TokenMasker:
             allocate: memory for a number of masks, ``[num, words]`` int32.
         """
         begin_s = self._clock()
-        in_threads = self._num_threads > 1 and self._choice.choose(len(requests))
-        failed = self._read(requests, in_threads=in_threads)
+        num_threads = self._choice.choose(len(requests))
+        failed = self._read(requests, num_threads)
         ended = {request.request_id for request, _ in failed}
         num_words = 0
         tasks: list[tuple[Any, int, list[int]]] = []
@@ -119,8 +126,8 @@ class TokenMasker:
         masks = allocate(len(rows))  # [num_masks, words]
         if len(tasks) < len(rows):
             masks.fill(-1)
-        self._fill(tasks, masks, num_words, in_threads=in_threads)
-        self._choice.note(len(requests), self._clock() - begin_s, in_threads=in_threads)
+        self._fill(tasks, masks, num_words, num_threads)
+        self._choice.note(len(requests), self._clock() - begin_s, num_threads)
         for request, (matcher, _, _) in zip(owners, tasks, strict=True):
             if matcher.is_error():
                 failed.append((request, f"the grammar cannot go on: {matcher.get_error():.300}"))
@@ -130,41 +137,43 @@ class TokenMasker:
             set_only(masks[number], token_id)
         return TokenMasks(rows, masks), failed
 
-    def _read(self, requests: Sequence[Request], *, in_threads: bool) -> list[tuple[Request, str]]:
+    def _read(self, requests: Sequence[Request], num_threads: int) -> list[tuple[Request, str]]:
         """Let each request's matcher consume its new tokens. Returns those with a token that is refused, and why."""
         failed: list[tuple[Request, str]] = []
         steps: list[tuple[Request, int]] = []  # matchers that advance by one token, as most do
         for request in requests:
             if request.is_finished:
                 continue
-            token_id = request.grammar.next_token(request.output_token_ids) if in_threads else None
+            token_id = request.grammar.next_token(request.output_token_ids) if num_threads else None
             if token_id is not None:
                 steps.append((request, token_id))
             elif error := request.grammar.read(request.output_token_ids):
                 failed.append((request, error))
         if steps:
-            taken = self._executor.consume_token_par([(request.grammar.matcher, token) for request, token in steps])
+            taken = self._executor(num_threads).consume_token_par(
+                [(request.grammar.matcher, token) for request, token in steps]
+            )
             for (request, token_id), is_taken in zip(steps, taken, strict=True):
                 if error := request.grammar.note_read(token_id, is_taken=is_taken):
                     failed.append((request, error))
         return failed
 
     def _fill(
-        self, tasks: Sequence[tuple[Any, int, list[int]]], masks: np.ndarray, num_words: int, *, in_threads: bool
+        self, tasks: Sequence[tuple[Any, int, list[int]]], masks: np.ndarray, num_words: int, num_threads: int
     ) -> None:
         """Fill the mask of each matcher's next token, and of those behind its drafts, as far as it accepts them."""
         if masks.shape[1] != num_words:  # the tokenizer has more tokens than the model
             wide = np.full((len(masks), num_words), -1, dtype=np.int32)
-            self._fill(tasks, wide, num_words, in_threads=in_threads)
+            self._fill(tasks, wide, num_words, num_threads)
             masks[:] = wide[:, : masks.shape[1]]
             return
         address, num_bytes = masks.ctypes.data, num_words * masks.itemsize
         place = address, num_bytes, len(masks)
         plain = [(matcher, number) for matcher, number, drafts in tasks if not drafts]
-        if plain and in_threads:
-            self._executor.unsafe_compute_mask_ptr(plain, *place)
+        if plain and num_threads:
+            self._executor(num_threads).unsafe_compute_mask_ptr(plain, *place)
         elif plain:
             for matcher, number in plain:
                 matcher.unsafe_compute_mask_ptr(address + number * num_bytes, num_bytes)
         if drafted := [task for task in tasks if task[2]]:
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *place)
+            self._executor(max(1, num_threads)).unsafe_compute_mask_ptr_with_draft_token(drafted, *place)
