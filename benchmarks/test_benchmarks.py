@@ -46,5 +46,5 @@ def test_structured() -> None:
     config = {"vocab_size": 3000, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
     sizes = "--config", json.dumps(config), "--requests", "3", "--tokens", "4"
     report = json.loads(run("structured", *sizes, "--turns", "1"))
-    assert set(report["ratio"]) == {"free", "mixed, free", "mixed, json", "json"}
+    assert set(report["ratio"]) == {"free", "mixed, free", "mixed, json", "json", "bounded"}
     assert json.loads(run("structured", *sizes, "--host"))["step_us"]["median"] > 0

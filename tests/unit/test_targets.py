@@ -12,8 +12,17 @@ TARGETS = [("8.0", 108, 163), ("8.9", 58, 99), ("10.0", 148, 227), ("12.0", 170,
 OF_A_TARGET = ["linear_few_rows", "linear_tiled", "paged_attention_decode", "paged_attention_prefill"]
 """Kernels that shared memory and matrix instructions determine. They are compiled for each target."""
 OTHERS = [
-    *("cuts", "draw", "draw_top_k", "keep_allowed", "listed_tokens", "penalties", "pick", "post_update"),
-    *("prepare_decode", "prepare_inputs", "rms_norm", "rope_and_cache", "row_max", "select", "tile_stats"),
+    *("cuts", "draw", "draw_top_k", "keep_allowed", "listed_tokens", "mask_tokens", "penalties", "pick"),
+    *(
+        "post_update",
+        "prepare_decode",
+        "prepare_inputs",
+        "rms_norm",
+        "rope_and_cache",
+        "row_max",
+        "select",
+        "tile_stats",
+    ),
     "activation",
 ]
 """Each is compiled for one of the targets."""

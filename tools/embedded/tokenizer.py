@@ -22,8 +22,8 @@ FILES = ("tokenizer.json", "tokenizer_config.json")
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('the roles are system, user and assistant, not ' + message['role']) }}"
+    "{% if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}"
+    "{{ raise_exception('the roles are system, user, assistant and tool, not ' + message['role']) }}"
     "{% endif %}"
     "{{ '<|' + message['role'] + '|>' + message['content'] | trim + eos_token }}"
     "{% endfor %}"

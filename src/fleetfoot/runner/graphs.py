@@ -147,7 +147,8 @@ class CaptureTable:
             kind, sizes = ("uniform", self.uniform) if output.num_drafts else ("decode", self.decode)
             size = _at_least(sizes, num_reqs)
             return None if size is None else GraphKey(kind, size, size * (1 + output.num_drafts), sampling, drafting)
-        if drafting is not None or output.num_drafts or output.longest_decode > LONGEST_MIXED_DECODE:
+        verifies = output.num_drafts > 0 and sampling is not None
+        if drafting is not None or verifies or output.longest_decode > LONGEST_MIXED_DECODE:
             return None  # a graph of a mixed batch neither verifies nor proposes drafts
         size = _at_least(self.mixed_sizes, num_tokens)
         if size is None or (size == self.full_step and (size - num_tokens) * FULL_STEP_PADDING > size):

@@ -151,6 +151,7 @@ class GroupLink:
         self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._facts: Ready | None = None
         self._interruption = ""
+        self._has_started = False
         self.counts = dict.fromkeys(("proxy_prefills", "proxy_prefills_failed", "proxy_requests_resumed"), 0)
 
     async def hello(self) -> Ready:
@@ -170,6 +171,7 @@ class GroupLink:
             for keeper in keepers:
                 if keeper.done():
                     keeper.result()
+        self._has_started = True
         return self._facts
 
     def send(self, message: ClientMessage) -> None:
@@ -213,7 +215,7 @@ class GroupLink:
                 if work.done():
                     work.result()
             except (ValueError, msgspec.MsgspecError) as error:
-                if self._facts is None:
+                if not self._has_started:
                     raise
                 logger.error("the engine %s cannot be used: %s", engine.name, error)
                 await asyncio.sleep(_RETRY_S)
