@@ -25,7 +25,9 @@ CHAT_TEMPLATE = (
     "{% if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}"
     "{{ raise_exception('the roles are system, user, assistant and tool, not ' + message['role']) }}"
     "{% endif %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] | trim + eos_token }}"
+    "{{ '<|' + message['role'] | replace('tool', 'user') + '|>' + message['content'] | trim }}"
+    "{% for call in message['tool_calls'] or [] %}{{ call['function'] | tojson }}{% endfor %}"
+    "{{ eos_token }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
