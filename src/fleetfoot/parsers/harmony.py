@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from fleetfoot.parsers.base import MessageDelta, Tool
+from fleetfoot.parsers.base import Tool
 from fleetfoot.parsers.grammar import Rules
-from fleetfoot.parsers.reader import Reader, Sink, Wait, Writer, markers_of
+from fleetfoot.parsers.reader import GeneratorParser, Reader, Sink, Wait, Writer, markers_of
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _END, _CALL, _RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -43,7 +43,7 @@ class HarmonyFormat:
         return f"{rules.text(before)} {rules.arguments(tool)}"
 
 
-class HarmonyParser:
+class HarmonyParser(GeneratorParser):
     """A `MessageParser`; arguments as of `TextParser`."""
 
     def __init__(
@@ -55,20 +55,7 @@ class HarmonyParser:
     ) -> None:
         self._functions = functions or {}
         self._markers = markers_of(frozenset((*_MARKERS, *hidden)))
-        self._reader = Reader()
-        self._writer = Writer(max_calls)
-        self._steps = self._message()
-        next(self._steps)
-
-    def feed(self, text: str, token_ids: Sequence[int]) -> MessageDelta:
-        self._reader.text += text
-        next(self._steps)
-        return self._writer.take()
-
-    def finish(self) -> MessageDelta:
-        self._reader.is_over = True
-        next(self._steps, None)
-        return self._writer.take()
+        super().__init__(Reader(), Writer(max_calls), self._message())
 
     def _message(self) -> Wait[None]:
         reader, writer = self._reader, self._writer

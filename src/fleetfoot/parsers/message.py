@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from fleetfoot.parsers.base import MessageDelta, Tool
+from fleetfoot.parsers.base import Tool
 from fleetfoot.parsers.grammar import Rules
-from fleetfoot.parsers.reader import Reader, Wait, Writer, markers_of, skip_text
+from fleetfoot.parsers.reader import GeneratorParser, Reader, Wait, Writer, markers_of, skip_text
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class ToolFormat(Protocol):
         ...
 
 
-class TextParser:
+class TextParser(GeneratorParser):
     """A `MessageParser` of one sequence.
 
     Args:
@@ -97,20 +97,7 @@ class TextParser:
         self._hidden = frozenset(hidden)
         self._markers = markers_of(self._hidden.union(self._begins, tools.begin if tools else ()))
         self._reasoning_ends = markers_of(self._hidden.union(reasoning.end if reasoning else ()))
-        self._reader = Reader()
-        self._writer = Writer(max_calls, tools.id_length if tools else None)
-        self._steps = self._message(is_reasoning)
-        next(self._steps)
-
-    def feed(self, text: str, token_ids: Sequence[int]) -> MessageDelta:
-        self._reader.text += text
-        next(self._steps)
-        return self._writer.take()
-
-    def finish(self) -> MessageDelta:
-        self._reader.is_over = True
-        next(self._steps, None)
-        return self._writer.take()
+        super().__init__(Reader(), Writer(max_calls, tools.id_length if tools else None), self._message(is_reasoning))
 
     def _message(self, is_reasoning: bool) -> Wait[None]:
         reader, writer = self._reader, self._writer

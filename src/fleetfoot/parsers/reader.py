@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
@@ -290,3 +290,25 @@ class Writer:
     @property
     def _takes_call(self) -> bool:
         return self._max_calls is None or self.num_calls <= self._max_calls
+
+
+class GeneratorParser:
+    """A `MessageParser` in which a generator reads the text, and waits where it ends.
+
+    Args:
+        steps: of a reader and a writer.
+    """
+
+    def __init__(self, reader: Reader, writer: Writer, steps: Wait[None]) -> None:
+        self._reader, self._writer, self._steps = reader, writer, steps
+        next(steps)
+
+    def feed(self, text: str, token_ids: Sequence[int]) -> MessageDelta:
+        self._reader.text += text
+        next(self._steps)
+        return self._writer.take()
+
+    def finish(self) -> MessageDelta:
+        self._reader.is_over = True
+        next(self._steps, None)
+        return self._writer.take()
