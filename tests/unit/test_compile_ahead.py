@@ -31,7 +31,7 @@ from fleetfoot.kernels.runtime.dry_tensors import DryPassError
 from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError, launcher, or_reference
 from fleetfoot.runner.graphs import CaptureTable, GraphKey
 from fleetfoot.runner.v2.warm_up import KernelCompiler, eager_shape, later_shapes, prompt_shapes, warm_up_steps
-from fleetfoot.sampling.shape import PLAIN
+from fleetfoot.sampling.shape import EVERYTHING, PLAIN
 
 pytest.importorskip("triton")
 from triton.runtime._async_compile import active_mode
@@ -334,6 +334,8 @@ def test_a_start_waits_for_all_kernels_if_all_are_cached(uncached: set[int], num
     assert ahead.compiles_here == (2 in uncached)
     has_all = not uncached and num_ranks == 1  # what one rank finds, others may not find
     assert compiler.compiled == ({one, two, three, four} if has_all else {one, two, three})
+    assert [compiler.has_kernels(replace(key, num_reqs=7)) for key in (two, four, nine)] == [True, has_all, has_all]
+    assert compiler.has_kernels(replace(two, sampling=EVERYTHING)) == has_all
     compiler.compile_later([three, four])
     kinds = [
         [kind, *(str(tokens) for _, tokens in of)] for kind, of in groupby(ahead.events, key=lambda event: event[0])

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from fleetfoot.records.step import SchedulerOutput
-from fleetfoot.runner.graphs import CaptureTable, GraphKey, GraphManager, decode_sizes
-from fleetfoot.sampling.shape import EVERYTHING, PLAIN, SamplingVariant
+from fleetfoot.runner.graphs import CaptureTable, GraphKey, GraphManager, captures_of_start, decode_sizes
+from fleetfoot.sampling.shape import EVERYTHING, MASKS, PLAIN, TOP_K, SamplingVariant
 
 LARGE: dict[str, Any] = {"most_mixed_tokens": 2675, "most_full_tokens": 10_700}
 FIRST_SIZES = (1, 2, 4, 8)
@@ -178,16 +178,34 @@ def test_the_first_shapes_are_captured_at_the_start_and_not_again() -> None:
 
 
 @pytest.mark.parametrize("includes_sampling", [True, False])
-def test_graphs_of_prompts_are_captured_at_the_start_where_their_kernels_are_ready(includes_sampling: bool) -> None:
+def test_common_graphs_are_captured_at_the_start_where_their_kernels_are_ready(includes_sampling: bool) -> None:
     shapes = table(most_full_tokens=8192)
     captures = Captures(shapes, includes_sampling=includes_sampling)
-    captures.manager.capture_first({*shapes.keys} - {GraphKey("mixed", 32, 32)})
-    sampling = PLAIN if includes_sampling else None
-    mixed = [GraphKey("mixed", min(tokens, 256), tokens, sampling) for tokens in shapes.mixed if tokens != 32]
-    assert captures.captured == [*(GraphKey("decode", size, size, sampling) for size in FIRST_SIZES), *mixed]
-    assert captures.run(step([100], 0)) in mixed
-    assert len(captures.captured) == 4 + len(mixed)
-    assert table(num_drafts=3).prompt_keys == ()  # they run eagerly, so that drafts are proposed
+    captures.manager.capture_first()
+    first = [*captures.captured]
+    captures.manager.capture_common(lambda key: (key.kind, key.num_tokens) != ("mixed", 32), 1000)
+    variants = (PLAIN, TOP_K) if includes_sampling else (None,)
+    keys = [key for key in shapes.keys if (key.kind, key.num_tokens) != ("mixed", 32)]
+    expected = {replace(key, sampling=variant) for key in keys for variant in variants}
+    if includes_sampling:
+        expected |= {replace(key, sampling=MASKS) for key in keys if key.kind == "decode"}
+    assert {*captures.captured} == expected
+    assert len(captures.captured) == len(expected)
+    sizes = [key.num_tokens for key in captures.captured if key.sampling == variants[0] and key not in first]
+    assert sizes == sorted(sizes, reverse=True)  # the others fit in the memory of the largest
+    assert captures.captured[4].num_tokens == 8192
+    assert captures.run(step([100], 0)) in expected
+    assert len(captures.captured) == len(expected)
+
+
+def test_a_start_captures_so_many_graphs() -> None:
+    assert [captures_of_start(layers) for layers in (28, 80, 1)] == [59, 20, 1666]
+    captures = Captures(table())
+    captures.manager.capture_first()
+    captures.manager.capture_common(lambda key: True, 7)
+    assert [key.num_tokens for key in captures.captured] == [1, 2, 4, 8, 512, 256, 256]
+    captures.manager.capture_common(lambda key: True, 3)
+    assert len(captures.captured) == 7
 
 
 def test_with_drafts_the_first_shapes_verify_and_draft() -> None:
@@ -195,6 +213,8 @@ def test_with_drafts_the_first_shapes_verify_and_draft() -> None:
     captures.manager.capture_first()
     assert captures.captured == [GraphKey("uniform", size, 4 * size, drafting=3) for size in FIRST_SIZES]
     assert captures.run(uniform(2, 3), drafting=3) == captures.captured[1]
+    captures.manager.capture_common(lambda key: True, 1000)
+    assert {(key.kind, key.drafting) for key in captures.captured} == {("uniform", 3)}  # prompts run eagerly
 
 
 def test_each_sampling_variant_is_a_graph_of_its_own_captured_once() -> None:

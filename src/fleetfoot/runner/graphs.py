@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from fleetfoot.records.step import SchedulerOutput
-from fleetfoot.sampling.shape import PLAIN, SamplingVariant
+from fleetfoot.sampling.shape import MASKS, PLAIN, TOP_K, SamplingVariant
 from fleetfoot.utils.progress import report_progress
 
 MIXED_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -25,6 +25,15 @@ _BYTES_PER_LAYER = 96 * 1024
 _VARIANTS = 3
 """Graphs of one shape in the memory plan: one for each sampling variant in use, of which an engine with requests of one
 kind has one or two."""
+_START_S = 1.0
+"""What captures may add to a start whose kernels are compiled."""
+_SECONDS_PER_LAYER = 0.0006
+"""Of a capture, on the host. A constant, not a clock, so that all ranks capture the same shapes."""
+
+
+def captures_of_start(num_layers: int) -> int:
+    """The number of graphs that a start captures at most."""
+    return int(_START_S / (_SECONDS_PER_LAYER * num_layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +109,8 @@ class CaptureTable:
     ``decode``: requests in a pure decode; ``uniform``: requests in a uniform decode with ``num_drafts`` drafts each;
     ``mixed``: tokens in a small batch that holds prefills, padded to ``max_num_seqs`` requests; ``full_step``: tokens
     in such a batch that fills a step, as chunks of prompts do under load. Other batches run eagerly. ``eager_capture``:
-    how many of the smallest decode shapes, with drafts if there are any, are captured at the start; the others when
-    they are needed.
+    how many of the smallest decode shapes, with drafts if there are any, are captured at every start; others only if
+    their kernels are compiled by then, else when they are needed.
     """
 
     decode: tuple[int, ...] = ()
@@ -177,18 +186,24 @@ class CaptureTable:
 
     @property
     def first_keys(self) -> tuple[GraphKey, ...]:
-        """The shapes to capture at the start: the smallest decodes with plain sampling, and with drafts if any."""
-        if not self.num_drafts:
-            return self.keys[: self.eager_capture]
-        uniform = [replace(key, drafting=self.num_drafts) for key in self.keys if key.kind == "uniform"]
-        return tuple(uniform[: self.eager_capture])
+        """The shapes to capture at every start: the smallest decodes with plain sampling, and with drafts if any."""
+        return self._plain_keys[: self.eager_capture]
 
     @property
-    def prompt_keys(self) -> tuple[GraphKey, ...]:
-        """The mixed shapes that prompts begin with, so that the first ones do not wait for their captures: none with
-        drafts, where prompts run eagerly."""
-        mixed = (key for key in self.keys if key.kind == "mixed" and key.num_tokens != self.full_step)
-        return () if self.num_drafts else tuple(mixed)
+    def common_keys(self) -> tuple[GraphKey, ...]:
+        """The shapes to capture before requests use them, the most likely first: with plain sampling and with top-k,
+        each the largest first, because others fit in its memory; then decodes with token masks."""
+        shapes = sorted(self._plain_keys, key=lambda key: -key.num_tokens)
+        with_top_k = (replace(key, sampling=TOP_K) for key in shapes)
+        with_masks = (replace(key, sampling=MASKS) for key in self._plain_keys if key.kind != "mixed")
+        return (*shapes, *with_top_k, *with_masks)
+
+    @property
+    def _plain_keys(self) -> tuple[GraphKey, ...]:
+        """`keys`; with drafts, the steps that verify drafts and propose others: prompts run eagerly."""
+        if not self.num_drafts:
+            return self.keys
+        return tuple(replace(key, drafting=self.num_drafts) for key in self.keys if key.kind == "uniform")
 
 
 def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -264,10 +279,17 @@ class GraphManager:
         self.num_steps["eager"] += 1
         return BatchShape.of_step(output, None)
 
-    def capture_first(self, compiled: Collection[GraphKey] = ()) -> None:
-        """Capture `first_keys`, and the shapes of prompts that are among ``compiled``."""
-        prompts = tuple(key for key in self.table.prompt_keys if key in compiled)
-        keys = [*self.first_keys, *self._of_rank(prompts)]
+    def capture_first(self) -> None:
+        """Capture `first_keys`."""
+        self._capture_all(self.first_keys)
+
+    def capture_common(self, has_kernels: Callable[[GraphKey], bool], most: int) -> None:
+        """Capture those of the table's `common_keys` that have their kernels, until ``most`` graphs are captured."""
+        keys = dict.fromkeys(self._of_rank(tuple(filter(has_kernels, self.table.common_keys))))
+        missing = [key for key in keys if key not in self.captured]
+        self._capture_all(missing[: max(0, most - len(self.captured))])
+
+    def _capture_all(self, keys: Sequence[GraphKey]) -> None:
         for number, key in enumerate(keys):
             report_progress("graphs", number, len(keys))
             self.get(key)

@@ -32,6 +32,8 @@ class SamplingVariant:
 
 
 PLAIN = SamplingVariant()
+TOP_K = SamplingVariant(filters=True)
+MASKS = SamplingVariant(masks=True)
 EVERYTHING = SamplingVariant(
     filters=True, other_filters=True, logits_processors=True, logprobs=MIN_LOGPROBS, masks=True
 )

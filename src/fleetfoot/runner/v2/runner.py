@@ -32,7 +32,7 @@ from fleetfoot.records.forward_context import ForwardContext, IntermediateTensor
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import SchedulerOutput, TokenMasks, WarmUpOutput
 from fleetfoot.runner.base import CompiledKernels, ModelRunner, SampledTokenSync
-from fleetfoot.runner.graphs import BatchShape, Capture, CaptureTable, GraphKey, GraphManager
+from fleetfoot.runner.graphs import BatchShape, Capture, CaptureTable, GraphKey, GraphManager, captures_of_start
 from fleetfoot.runner.v2.async_output import AsyncOutput
 from fleetfoot.runner.v2.device import Device, always, open_device
 from fleetfoot.runner.v2.drafting import Drafting, newest_tokens
@@ -173,9 +173,13 @@ class ModelRunnerV2(ModelRunner):
         self._sampler.remove(0)
         self._token_sync.receive(steps[-1].step)
         with torch.inference_mode():
-            self.graphs.capture_first(set() if self._compiler is None else self._compiler.compiled)
+            self.graphs.capture_first()
         self.graphs.num_steps.clear()
         if self._compiler is not None:
+            most = captures_of_start(len(self._fusion))
+            with torch.inference_mode(), self._compiler.ahead.serving():  # a shape without a kernel is not captured
+                self.graphs.capture_common(self._compiler.has_kernels, most)
+            self._compiler.take_notes()
             self._compiler.compile_later(self._later_shapes())
             self._serving = self._compiler.ahead.serving
 

@@ -119,6 +119,7 @@ class KernelCompiler:
         """The compilations of `compile_later`. Serving does not wait for them; a start does if all are in the cache."""
         self.compiled: set[GraphKey] = set()
         """Shapes with kernels that `compile_first` has waited for, on every rank of the group."""
+        self._has_all = False
         self._missing: dict[GraphKey, list[FutureKernel]] = {}
         self._notes: list[str] = []
 
@@ -145,6 +146,7 @@ class KernelCompiler:
             compilations.append(self.later)
         if all_cached and self._group.size == 1:
             self.compiled |= {*later_shapes}
+            self._has_all = True
             num_failed = sum(part.wait() for part in compilations)
             with torch.inference_mode(), self._shortened(), ahead.serving():
                 self._run([shape for shape in later_shapes if uses_library(shape)], _LIBRARY_IS_COLD)
@@ -168,6 +170,10 @@ class KernelCompiler:
         self.later = self._queue(
             [shape for shape in shapes if shape not in self.compiled], self._group.rank / self._group.size
         )
+
+    def has_kernels(self, key: GraphKey) -> bool:
+        """Whether `compile_first` has waited for the kernels of a graph: all, or those of a step of this size."""
+        return self._has_all or any(replace(shape, num_reqs=key.num_reqs) == key for shape in self.compiled)
 
     def capture(self, key: GraphKey, capture: Callable[[Callable[[], bool]], Capture | None]) -> Capture | None:
         """Capture a shape; None: kernels of it are not ready. The next attempt waits for those that this one missed.
