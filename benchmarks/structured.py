@@ -27,6 +27,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from fleetfoot import LLM, SamplingParams, StructuredOutputsParams
+from fleetfoot.records.mask_space import MaskMemory
 from fleetfoot.records.request import Request
 from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.structured.compiler import GrammarCompiler
@@ -129,10 +130,10 @@ def measure_host(folder: Path, config: dict[str, Any], args: argparse.Namespace)
         requests.append(request)
     count, masker, times = len(requests), TokenMasker(args.processes), []
     output = SchedulerOutput(0, list(range(count)), [1] * count, count, count, count, structured=list(range(count)))
-    place = np.zeros((count, -(-config["vocab_size"] // 32)), dtype=np.int32)
+    memory = MaskMemory(-(-config["vocab_size"] // 32))
     for _ in range(args.tokens):
         begin = time.perf_counter()
-        masks, failed = masker.compute(output, requests, lambda _: place)
+        masks, failed = masker.compute(output, requests, memory.allocate)
         times.append(time.perf_counter() - begin)
         assert masks is not None and not failed
         for request, mask in zip(requests, masks.masks, strict=True):

@@ -18,6 +18,7 @@ from tests.helpers.engines import EOS
 from fleetfoot import SamplingParams, StructuredOutputsParams
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.engine.wire import AddRequest
+from fleetfoot.records.mask_space import MaskMemory
 from fleetfoot.records.request import Request
 from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.sampling_params import GuidedDecodingParams
@@ -425,8 +426,7 @@ def request_of(state: GrammarState, name: str = "0") -> Request:
     return request
 
 
-def allocate(num: int) -> np.ndarray:
-    return np.zeros((num, -(-PADDED // 32)), dtype=np.int32)
+allocate = MaskMemory(-(-PADDED // 32)).allocate
 
 
 @pytest.fixture(scope="module", params=[0, 2])
@@ -563,6 +563,38 @@ def test_a_process_keeps_the_grammars_used_last(monkeypatch: pytest.MonkeyPatch,
             assert [mask.tobytes() for mask in masks.masks] == [states[0].matcher.compute_bitmask()] * 2
         assert all(state.replica is not None and state.replica.is_ready for state in states)
     assert len(masker._replicas._processes[0].grammars) == 2  # type: ignore[attr-defined]
+    masker.close()
+
+
+def test_matchers_in_processes_are_used_again(monkeypatch: pytest.MonkeyPatch, grammars: GrammarCompiler) -> None:
+    """By later sequences of their grammar, and of others where there are too many; steps that repeat have the same
+    masks as others, with sequences that end, that are paused, and that come back."""
+    monkeypatch.setattr(processes, "_MAX_IDLE", 3)
+    masker, rng = TokenMasker(1), random.Random(1)
+    params = [StructuredOutputsParams(regex=f"[{letters}]{{9}}") for letters in ("ab", "cd", "ef")]
+    running: list[tuple[Request, Any]] = []
+    num_repeated = 0
+    for turn in range(60):
+        if turn % 4 == 0:
+            running = [one for one in running if rng.random() < 0.6]
+            for number in range(rng.randint(0, 3)):
+                state = grammars.start(rng.choice(params), min_tokens=rng.choice([0, 0, 3]), ignore_eos=turn % 8 == 0)
+                running.append((request_of(state, f"{turn}-{number}"), state.matcher.deep_copy()))
+        running = [one for one in running if len(one[0].output_token_ids) < 9]
+        chosen = running[: len(running) - (turn % 12 == 6)]
+        if not chosen:
+            continue
+        last = masker._last
+        masks, failed = masker.compute(step_of(len(chosen)), [request for request, _ in chosen], allocate)
+        num_repeated += last is not None and masker._last is last
+        masker.settle()
+        assert masks is not None and not failed and masks.rows == list(range(len(chosen)))
+        for (request, reference), mask in zip(chosen, masks.masks, strict=True):
+            assert mask.tobytes() == reference.compute_bitmask()
+            request.output_token_ids.append(rng.choice(allowed(mask.tobytes())))
+            assert reference.consume_token(request.output_token_ids[-1])
+    (process,) = masker._replicas._processes  # type: ignore[attr-defined]
+    assert num_repeated > 10 and process.num_slots < 12 and process.num_idle <= 3 + len(running)
     masker.close()
 
 

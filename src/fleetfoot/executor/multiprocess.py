@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import zmq
 
 from fleetfoot.executor.messages import (
@@ -35,6 +34,7 @@ from fleetfoot.executor.nodes import EngineNodes, check_devices
 from fleetfoot.executor.processes import RendezvousDir, WorkerProcesses
 from fleetfoot.executor.protocol import WorkerError
 from fleetfoot.plan.plan import EnginePlan
+from fleetfoot.records.mask_space import MaskMemory, MaskSpace
 from fleetfoot.records.step import (
     KVConnectorOutput,
     ModelRunnerOutput,
@@ -79,7 +79,7 @@ class MultiprocessExecutor:
         self._num_kernels = [0] * self._num_workers  # that each rank has compiled
         stage = config.tensor_parallel_size
         self._last_ranks = range(self._num_workers - stage, self._num_workers)  # of the stage that samples
-        self._mask_size = mask_size(plan.model.vocab_size)
+        self._mask_memory = MaskMemory(mask_size(plan.model.vocab_size))
         self._middle_ranks = range(stage, self._num_workers - stage)  # of the stages that read no tokens
         self._rendezvous = EngineNodes(plan) if config.nnodes > 1 else RendezvousDir()
         self._processes = WorkerProcesses()
@@ -114,9 +114,9 @@ class MultiprocessExecutor:
         if scheduler_output.structured:
             self._send_step(scheduler_output)
 
-    def allocate_masks(self, num_masks: int) -> np.ndarray:
+    def allocate_masks(self, num_masks: int) -> MaskSpace:
         """See `Executor`."""
-        return np.empty((num_masks, self._mask_size), dtype=np.int32)
+        return self._mask_memory.allocate(num_masks)
 
     def sample_tokens(self, masks: TokenMasks | None) -> PendingOutput:
         if self._step is None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-import numpy as np
-
 from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.records.mask_space import MaskSpace
 from fleetfoot.records.step import PendingOutput, SchedulerOutput, TokenMasks
 
 
@@ -33,8 +32,8 @@ class Executor(Protocol):
         """Take a step; it is executed at the latest when `sample_tokens` is called, and at once if it is followed by
         masks (`SchedulerOutput.structured`)."""
 
-    def allocate_masks(self, num_masks: int) -> np.ndarray:
-        """Memory for the masks of the step that `execute_model` took, ``[num_masks, ceil(vocab_size / 32)]`` int32."""
+    def allocate_masks(self, num_masks: int) -> MaskSpace:
+        """Memory for the masks of the step that `execute_model` took."""
 
     def sample_tokens(self, masks: TokenMasks | None) -> PendingOutput:
         """Sample the tokens of the step that `execute_model` took. ``masks``: of its rows of logits; None: every token

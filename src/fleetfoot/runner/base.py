@@ -21,6 +21,7 @@ from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, PipelineGroup
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import IntermediateTensors
 from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.records.mask_space import MaskMemory, MaskSpace
 from fleetfoot.records.step import ModelRunnerOutput, PendingOutput, SchedulerOutput, TokenMasks
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
 from fleetfoot.sampling.shape import mask_size
@@ -112,6 +113,7 @@ class ModelRunner(ABC):
         if drafter is not None:
             drafter.bind_kv_caches(views[len(model.layers) :])
         self._connector.register_kv_caches(kv_caches, layout)
+        self._mask_memory = MaskMemory(mask_size(model.config.vocab_size))
         self._initialize_state(model, layout)
 
     @abstractmethod
@@ -160,10 +162,9 @@ class ModelRunner(ABC):
             self._connector.abandon()
             raise
 
-    def allocate_masks(self, num_masks: int) -> np.ndarray:
-        """Memory for masks of the step that `execute_model` queued, ``[num_masks, ceil(vocab_size / 32)]`` int32."""
-        assert self._model is not None
-        return np.empty((num_masks, mask_size(self._model.config.vocab_size)), dtype=np.int32)
+    def allocate_masks(self, num_masks: int) -> MaskSpace:
+        """Memory for masks of the step that `execute_model` queued."""
+        return self._mask_memory.allocate(num_masks)
 
     def sample_tokens(self, masks: TokenMasks | None) -> PendingOutput:
         """Logits, sampling, verification of drafts, drafting, and then the KV connector, for the step that

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
 from fleetfoot.structured.grammars import FindError, behind_reasoning, check_size, framed, make_grammar
-from fleetfoot.structured.processes import VocabularySource, new_matcher
+from fleetfoot.structured.mask_server import VocabularySource, new_matcher
 from fleetfoot.structured.state import GrammarSource, GrammarState, ReasoningEnd
 from fleetfoot.structured.trial import GrammarTrial
 

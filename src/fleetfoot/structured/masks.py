@@ -4,23 +4,17 @@ own where that is faster."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from fleetfoot.records.mask_space import MaskSpace
 from fleetfoot.records.request import Request
 from fleetfoot.records.step import SchedulerOutput, TokenMasks
 from fleetfoot.structured.bits import clear_bits, fill_masks, set_only
-from fleetfoot.structured.processes import (
-    MaskProcesses,
-    NoReplicas,
-    ProcessError,
-    Replicas,
-    Room,
-    is_supported,
-)
+from fleetfoot.structured.processes import MaskProcesses, ProcessError, RepeatedTasks, Replica, Replicas, is_supported
 from fleetfoot.structured.state import GrammarState
 from fleetfoot.utils.process import num_cores
 
@@ -43,7 +37,7 @@ def num_mask_processes(device: str) -> int:
 
 @dataclass(slots=True)
 class _Rows:
-    """The masks of a request in a step. The last four are of a task for a process; see `Task`."""
+    """The masks of a request in a step."""
 
     request: Request
     state: GrammarState
@@ -56,32 +50,60 @@ class _Rows:
     """For this row; None: that of the sequence."""
     drafts: Sequence[int]
     """Behind this row."""
-    slot: int = -1
-    is_reset: bool = False
-    token_ids: Sequence[int] = ()
-    bans: Sequence[int] = ()
+    is_restricted: bool
+    """Whether `_restrict` has something to do."""
+    place: int = 0
+    """The first of its masks among those of the step."""
 
 
-class _Group:
-    """The rows that one process computes."""
+@dataclass(slots=True)
+class _Repeatable:
+    """A step of decodes, all of whose masks come from processes. If the next one has the same requests, each with one
+    more token, as is the rule, their tasks are made at once: one by one they take a tenth of a step."""
 
-    def __init__(self) -> None:
-        self.rows: list[_Rows] = []
-        self._room = Room()
+    requests: list[Request]
+    structured: list[int]
+    lengths: list[int]
+    """Of the requests' outputs."""
+    rows: list[int]
+    """As of `TokenMasks`."""
+    groups: list[list[_Rows]]
+    replicas: list[Replica]
+    tasks: RepeatedTasks
 
-    def take(self, rows: _Rows) -> bool:
-        """Returns whether there is room for them."""
-        state, replica = rows.state, rows.state.replica
-        assert replica is not None
-        rows.slot = replica.slot
-        rows.is_reset, rows.token_ids = state.tokens(rows.request.output_token_ids, replica.num_sent)
-        if rows.num_masks == 1 and state.has_bans:
-            rows.bans = state.bans(0, rows.request.stop_token_ids)
-        if not self._room.take(rows):
+    @classmethod
+    def of(
+        cls, output: SchedulerOutput, every: Sequence[_Rows], groups: list[list[_Rows]], replicas: Replicas
+    ) -> _Repeatable | None:
+        """None: it is not such a step, or masks of the next one are restricted in other ways."""
+        if max(output.structured) >= output.num_decodes:
+            return None
+        matchers, bans = [], []
+        for rows in every:
+            if rows.state.replica is None or not rows.state.has_final_bans:
+                return None
+            matchers.append(rows.state.replica)
+            bans.append(rows.state.bans(0, ()))
+        requests = [rows.request for rows in every]
+        lengths = [len(request.output_token_ids) for request in requests]
+        numbers = [rows.first_row for rows in every]
+        tasks = replicas.repeated(matchers, bans)
+        return cls(requests, output.structured, lengths, numbers, groups, matchers, tasks)
+
+    def is_repeated(self, output: SchedulerOutput, requests: Sequence[Request]) -> bool:
+        """Whether a step differs by one more token of each request."""
+        if output.num_decodes != len(self.requests) or output.num_drafts or output.structured != self.structured:
             return False
-        replica.num_sent = state.num_tokens
-        self.rows.append(rows)
-        return True
+        if requests != self.requests or any([request.is_finished for request in requests]):
+            return False
+        return [len(request.output_token_ids) - 1 for request in requests] == self.lengths
+
+    def advance(self) -> None:
+        """To the next step's tokens."""
+        self.tasks.set_tokens([request.output_token_ids[-1] for request in self.requests])
+        self.lengths = [length + 1 for length in self.lengths]
+        for replica in self.replicas:
+            replica.num_sent += 1
 
 
 class TokenMasker:
@@ -94,82 +116,125 @@ class TokenMasker:
 
     def __init__(self, num_processes: int = 0) -> None:
         self._num_processes = num_processes
-        self._replicas: Replicas = NoReplicas()
+        self._replicas = Replicas()
+        self._descriptor = -1  # of the file that the processes write to
+        self._last: _Repeatable | None = None
 
     def close(self) -> None:
         """End the processes. `compute` goes on without them."""
         self._num_processes = 0
         self._replicas.close()
-        self._replicas = NoReplicas()
+        self._replicas = Replicas()
 
     def settle(self) -> None:
         """Wait until the processes have compiled the grammars of all earlier steps, as tests and benchmarks do."""
         self._replicas.settle()
 
     def compute(
-        self, output: SchedulerOutput, requests: Sequence[Request], allocate: Callable[[int], np.ndarray]
+        self, output: SchedulerOutput, requests: Sequence[Request], allocate: Callable[[int], MaskSpace]
     ) -> tuple[TokenMasks | None, list[tuple[Request, str]]]:
         """The masks of a step, and the requests that fail, with the reason.
 
         Args:
             requests: those of ``output.structured``, with all their earlier tokens. Ended ones get no mask.
-            allocate: memory for a number of masks, ``[num, words]`` int32.
+            allocate: memory for a number of masks.
         """
-        groups = [_Group() for _ in range(self._num_processes)]
-        own: list[_Rows] = []
-        for index, request in zip(output.structured, requests, strict=True):
-            if not request.is_finished and (rows := _rows(output, index, request)) is not None:
-                process = -1 if len(requests) == 1 or rows.begin else self._process(rows.state)
-                if process < 0 or not groups[process].take(rows):
-                    own.append(rows)
-        if any(group.rows for group in groups):
-            self._replicas.post([group.rows for group in groups])
-        every = [*own, *(rows for group in groups for rows in group.rows)]
+        if (last := self._last) is not None and last.is_repeated(output, requests):
+            return self._repeat(last, allocate)
+        self._last = None
+        every = [
+            rows
+            for index, request in zip(output.structured, requests, strict=True)
+            if not request.is_finished and (rows := _rows(output, index, request)) is not None
+        ]
         if not every:
             return None, []
-        masks = allocate(_count(every))  # [num_masks, words]
-        failed = [(rows.request, error) for rows, mask in _split(own, masks) if (error := _compute(rows, mask))]
-        begin = _count(own)
-        for process, group in enumerate(groups):
-            if group.rows:
-                end = begin + _count(group.rows)
-                failed += self._collect(process, group.rows, masks[begin:end])
-                begin = end
-        for rows, mask in _split(every, masks):
-            if (rows.state.has_bans and not rows.bans) or rows.begin:
-                _restrict(rows, mask)
-        numbers = [row for rows in every for row in range(rows.first_row, rows.first_row + rows.num_masks)]
-        return TokenMasks(numbers, masks), failed
+        numbers: list[int] = []
+        for rows in every:
+            rows.place = len(numbers)
+            numbers.extend(range(rows.first_row, rows.first_row + rows.num_masks))
+        space = allocate(len(numbers))
+        groups = self._post(every, space)
+        failed = [
+            (rows.request, error) for rows in groups[-1] if (error := _compute(rows, _masks_of(rows, space.masks)))
+        ]
+        failed += self._collect(groups, space.masks)
+        for rows in every:
+            if rows.is_restricted:
+                _restrict(rows, _masks_of(rows, space.masks))
+        if len(every) == len(requests) and not output.num_drafts and not groups[-1]:
+            self._last = _Repeatable.of(output, every, groups, self._replicas)
+        return TokenMasks(numbers, space.masks), failed
 
-    def _process(self, state: GrammarState) -> int:
-        """The process that has a matcher of a sequence; -1: none has yet."""
-        if self._num_processes == 0:
-            return -1
-        if state.replica is None:
-            if not self._replicas.num_processes:
-                self._replicas = MaskProcesses(self._num_processes, state.source.vocabulary)
-            state.replica = self._replicas.open(state.source.grammar)
+    def _repeat(
+        self, last: _Repeatable, allocate: Callable[[int], MaskSpace]
+    ) -> tuple[TokenMasks, list[tuple[Request, str]]]:
+        """A step whose tasks differ from those of the last one by their tokens."""
+        space = allocate(len(last.rows))
+        last.advance()
+        self._replicas.post(space.offset, last.tasks)
+        failed = self._collect(last.groups, space.masks)
+        return TokenMasks(last.rows, space.masks), failed
+
+    def _post(self, every: Sequence[_Rows], space: MaskSpace) -> list[list[_Rows]]:
+        """Let processes begin with the step. Returns the rows of each process, and behind them those of this thread."""
+        groups: list[list[_Rows]] = [[] for _ in range(self._num_processes + 1)]
+        has_processes = self._num_processes > 0 and len(every) > 1
+        for rows in every:
+            process = self._add(rows, space) if has_processes and not rows.begin else -1
+            groups[process].append(rows)
+        if any(groups[:-1]):
+            self._replicas.post(space.offset)
+        return groups
+
+    def _add(self, rows: _Rows, space: MaskSpace) -> int:
+        """Add rows to the step of the process that has a matcher of their sequence; -1: none has yet."""
+        state = rows.state
         replica = state.replica
-        return replica.process if replica is not None and replica.is_ready else -1
+        if replica is None:
+            replica = state.replica = self._open(state, space)
+        if replica is None or not replica.is_ready:
+            return -1
+        is_reset, token_ids = state.advance(rows.request.output_token_ids, replica)
+        bans: Sequence[int] = ()
+        if rows.is_restricted and rows.num_masks == 1:
+            bans = state.bans(0, rows.request.stop_token_ids)
+            rows.is_restricted = False
+        if self._replicas.add(replica, (rows.place, rows.num_masks), is_reset, token_ids, rows.drafts, bans):
+            return replica.process
+        state.replica = None  # it has missed the tokens
+        rows.is_restricted = state.has_bans
+        return -1
 
-    def _collect(self, process: int, group: Sequence[_Rows], masks: np.ndarray) -> list[tuple[Request, str]]:
-        """Copy the masks of a process to ``masks``, and compute here what it could not. Returns the requests that
-        fail."""
+    def _open(self, state: GrammarState, space: MaskSpace) -> Replica | None:
+        """A matcher for a sequence in a process, which starts if there is none."""
+        if space.descriptor < 0 or space.masks.shape[1] != state.num_words:
+            return None
+        if not self._replicas.num_processes:
+            self._descriptor = space.descriptor
+            self._replicas = MaskProcesses(self._num_processes, state.source.vocabulary, space.descriptor)
+        return self._replicas.open(state.source.grammar) if space.descriptor == self._descriptor else None
+
+    def _collect(self, groups: Sequence[Sequence[_Rows]], masks: np.ndarray) -> list[tuple[Request, str]]:
+        """Wait for the masks of all processes, and compute here what they could not. Returns the requests that fail."""
+        failed = []
+        for process, group in enumerate(groups[:-1]):
+            for rows in self._wait(process, group) if group else ():
+                rows.state.replica = self._last = None
+                rows.state.read(rows.request.output_token_ids)
+                rows.is_restricted = rows.state.has_bans
+                if error := _compute(rows, _masks_of(rows, masks)):
+                    failed.append((rows.request, error))
+        return failed
+
+    def _wait(self, process: int, group: Sequence[_Rows]) -> Sequence[_Rows]:
+        """Wait for the masks of a process. Returns the rows that it could not compute."""
         try:
-            found, numbers = self._replicas.wait(process)
+            return [group[number] for number in self._replicas.wait(process)]
         except ProcessError as ended:
             logger.warning("%s; the engine computes token masks itself", ended)
             self.close()
-            found, numbers = masks, list(range(len(group)))
-        masks[:] = found[:, : masks.shape[1]]
-        failed = []
-        again = {*numbers}
-        for number, (rows, mask) in enumerate(_split(group, masks)):
-            if number in again:
-                rows.state.replica = None
-                if error := _compute(rows, mask):
-                    failed.append((rows.request, error))
-        return failed
+            return group
 
 
 def _rows(output: SchedulerOutput, index: int, request: Request) -> _Rows | None:
@@ -181,24 +246,19 @@ def _rows(output: SchedulerOutput, index: int, request: Request) -> _Rows | None
     is_decode = index < output.num_decodes
     num_drafts = output.num_drafts if is_decode else 0
     first_row = index * (1 + num_drafts) if is_decode else index + output.num_decodes * output.num_drafts
+    if state.has_begun and not num_drafts:
+        return _Rows(request, state, first_row, 1, 0, None, (), state.has_bans)
     begin, matcher, drafts = state.walk(num_drafts)
-    rows = _Rows(request, state, first_row, 1 + num_drafts, begin, matcher, drafts)
+    is_restricted = begin > 0 or state.has_bans
+    rows = _Rows(request, state, first_row, 1 + num_drafts, begin, matcher, drafts, is_restricted)
     if begin <= num_drafts or state.has_bans:
         return rows
     return rows if any(state.forced(place) is not None for place in range(1 + num_drafts)) else None
 
 
-def _count(every: Sequence[_Rows]) -> int:
-    """Number of masks."""
-    return sum(rows.num_masks for rows in every)
-
-
-def _split(every: Sequence[_Rows], masks: np.ndarray) -> Iterator[tuple[_Rows, np.ndarray]]:
-    """Each with its part of the masks."""
-    begin = 0
-    for rows in every:
-        yield rows, masks[begin : begin + rows.num_masks]
-        begin += rows.num_masks
+def _masks_of(rows: _Rows, masks: np.ndarray) -> np.ndarray:
+    """Those of a request among the masks of a step, ``[num_masks, words]``."""
+    return masks[rows.place : rows.place + rows.num_masks]
 
 
 def _compute(rows: _Rows, masks: np.ndarray) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fleetfoot.structured.processes import Replica, VocabularySource
+from fleetfoot.structured.mask_server import VocabularySource
+from fleetfoot.structured.processes import Replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +138,11 @@ class GrammarState:
             return False, output_token_ids[begin : self._num_read]
         return False, [*self._prefix[num_taken:], *output_token_ids[self._begin : self._num_read]]
 
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens a matcher has consumed that lacks none."""
-        return len(self._prefix) + self._num_read - self._begin
+    def advance(self, output_token_ids: Sequence[int], replica: Replica) -> tuple[bool, Sequence[int]]:
+        """`tokens` of a replica, which lacks none then."""
+        is_reset, token_ids = self.tokens(output_token_ids, replica.num_sent)
+        replica.num_sent = len(token_ids) if is_reset else replica.num_sent + len(token_ids)
+        return is_reset, token_ids
 
     def catch_up(self, output_token_ids: Sequence[int]) -> str:
         """Let `matcher` consume the tokens that it lacks. Returns why one is refused; empty: none is."""
@@ -181,6 +183,11 @@ class GrammarState:
     def has_bans(self) -> bool:
         """Whether `bans` may return a token for the next positions."""
         return bool(self._banned) or self._num_read < self._min_tokens
+
+    @property
+    def has_final_bans(self) -> bool:
+        """Whether `bans` returns the same for all later positions."""
+        return self._num_read >= self._min_tokens
 
     def bans(self, place: int, stop_token_ids: Iterable[int]) -> Sequence[int]:
         """The tokens that may not be at a position, counted from the next token, if another one may."""

@@ -3,10 +3,12 @@ the runner has the same code, and tests count the calls."""
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from fleetfoot.kernels.interface import Kernels
@@ -34,6 +36,10 @@ class Device(ABC):
 
     def pinned(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int32, pin_memory=self.torch_device.type != "cpu")
+
+    def pin(self, words: np.ndarray) -> torch.Tensor:
+        """The int32 words, page-locked where that makes copies asynchronous."""
+        return torch.from_numpy(words)
 
     def copy_in(self, source: torch.Tensor, front: torch.Tensor, arena: torch.Tensor, num_writes: int) -> None:
         self._apply_staged_writes(source, front, arena, num_writes)
@@ -120,6 +126,13 @@ class CudaDevice(Device):
         self._out, self._in = torch.cuda.Stream(torch_device), torch.cuda.Stream(torch_device)
         self._pool = torch.cuda.graph_pool_handle()
         self._capturing = torch.cuda.Stream(torch_device)
+
+    def pin(self, words: np.ndarray) -> torch.Tensor:
+        runtime: Any = torch.cuda.cudart()
+        address = words.ctypes.data
+        torch.cuda.check_error(runtime.cudaHostRegister(address, words.nbytes, 0))
+        weakref.finalize(words, runtime.cudaHostUnregister, address)
+        return torch.from_numpy(words)
 
     def copy_out(self, source: torch.Tensor) -> tuple[torch.Tensor, Event]:
         self._out.wait_stream(torch.cuda.current_stream(self.torch_device))

@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
 import torch
 
 from fleetfoot.fusion import LayerFusion
@@ -30,6 +29,7 @@ from fleetfoot.kernels.runtime.compile_ahead import CompileAhead, can_compile_ah
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors
 from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.records.mask_space import MaskSpace
 from fleetfoot.records.step import SchedulerOutput, TokenMasks, WarmUpOutput
 from fleetfoot.runner.base import CompiledKernels, ModelRunner, SampledTokenSync
 from fleetfoot.runner.graphs import BatchShape, Capture, CaptureTable, GraphKey, GraphManager, captures_of_start
@@ -252,7 +252,7 @@ class ModelRunnerV2(ModelRunner):
         for _, row in scheduler_output.finished:
             self._sampler.remove(row)
 
-    def allocate_masks(self, num_masks: int) -> np.ndarray:
+    def allocate_masks(self, num_masks: int) -> MaskSpace:
         return self._masks.allocate(num_masks)
 
     def _sample(self, masks: TokenMasks | None) -> AsyncOutput:
