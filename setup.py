@@ -18,7 +18,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 NATIVE = Path("src/fleetfoot/native")
-COMMON = [str(NATIVE / "device_memory.c"), str(NATIVE / "dispatch.c")]
+COMMON = [str(NATIVE / name) for name in ("device_memory.c", "dispatch.c", "watching.c")]
 """Compiled once: the same for all instruction sets."""
 KERNELS = sorted(str(path) for path in NATIVE.glob("*.c") if str(path) not in COMMON)
 HEADERS = sorted(str(path) for path in NATIVE.glob("*.h"))

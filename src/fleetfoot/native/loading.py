@@ -12,7 +12,7 @@ import re
 import sys
 import zlib
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -57,6 +57,8 @@ _DEVICE_SIGNATURES = {
 }
 """The same of ``device_memory.c``."""
 
+_NUM_LOOKS = 200
+"""Of `watch` without the library."""
 _ELF_TABLE = ((40, 8), (58, 2), (60, 2))
 """Where a 64-bit header has the offset of its table of sections, the bytes of an entry, and their number: each with its
 size. Source: System V ABI, "ELF-64 Object File Format"."""
@@ -199,11 +201,37 @@ def _check(library: ctypes.CDLL) -> str:
     return _bind(library, _best_variant(library)).variant
 
 
-def _probe() -> str:
+def watch(address: int) -> Callable[[int, int], bool]:
+    """Returns a function that looks at the int32 at ``address``, aligned and in memory that processes share, until it
+    differs from the first argument, or for as many nanoseconds as the second one; and returns whether it differs.
+
+    It pauses between its looks, which leaves the core to its other thread. Without the library it looks a few times.
+    """
+    try:
+        _check_usable()
+        dl = _dynamic_loader()
+        handle = dl.dlopen(os.fsencode(PATH), os.RTLD_LAZY)
+        library = ctypes.PyDLL(str(PATH), handle=handle) if handle else None  # it keeps Python's lock
+        function = getattr(library, "ff_watch", None)
+    except NativeUnavailableError:
+        function = None
+    if function is None:
+        word = ctypes.c_int32.from_address(address)
+        return lambda value, _: any(word.value != value for _ in range(_NUM_LOOKS))
+    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64), ctypes.c_int
+    return partial(function, address)
+
+
+def _dynamic_loader() -> ctypes.CDLL:
     dl = ctypes.CDLL(None)
     dl.dlopen.argtypes, dl.dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
     dl.dlclose.argtypes = (ctypes.c_void_p,)
     dl.dlerror.restype = ctypes.c_char_p
+    return dl
+
+
+def _probe() -> str:
+    dl = _dynamic_loader()
     handle = dl.dlopen(os.fsencode(PATH), os.RTLD_LAZY)
     if not handle:
         error = (dl.dlerror() or b"").decode(errors="replace")

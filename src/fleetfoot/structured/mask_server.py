@@ -15,13 +15,14 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
+from fleetfoot.native.loading import watch
 from fleetfoot.structured.bits import clear_bits, fill_masks
 from fleetfoot.utils.shared_words import SharedWords
 
@@ -35,6 +36,8 @@ POSTED, OFFSET, DONE, SLEEPS, IS_READY, NUM_FAILED, NUM_READ = 0, 1, 16, 17, 18,
 in another cache line."""
 NUM_READY = 1024
 """Places for the numbers of grammars that have been compiled."""
+LOOK_NS = 20_000
+"""How long both sides look at a word before they look at something else."""
 _SPIN_S = 0.002
 """How long a process looks for the next step before it blocks."""
 _SLEEP_S = 0.05
@@ -80,6 +83,10 @@ class StepMemory:
         ends, view = accumulate(sizes, initial=0), self.file.words.data
         self.header, self.ready, self.commands = (view[begin:end] for begin, end in pairwise(ends))
 
+    def address(self, place: int) -> int:
+        """Of a word of the header."""
+        return int(self.file.words.ctypes.data) + 4 * place
+
 
 class _Server:
     """Serves one engine: reads grammars from standard input, and steps from shared memory."""
@@ -105,21 +112,18 @@ class _Server:
         gc.collect()
         gc.disable()  # steps make no circles
         header = self._memory.header
+        is_posted = watch(self._memory.address(POSTED))
         header[IS_READY] = 1
         done = 0
         while True:
             deadline = time.perf_counter() + _SPIN_S
-            while header[POSTED] == done:
-                for _ in range(1000):
-                    if header[POSTED] != done:
-                        break
-                else:
-                    self._take_messages(0.0)
-                    if time.perf_counter() > deadline:
-                        header[SLEEPS] = 1
-                        if header[POSTED] == done:
-                            self._take_messages(_SLEEP_S)
-                        header[SLEEPS] = 0
+            while not is_posted(done, LOOK_NS):
+                self._take_messages(0.0)
+                if time.perf_counter() > deadline:
+                    header[SLEEPS] = 1
+                    if header[POSTED] == done:
+                        self._take_messages(_SLEEP_S)
+                    header[SLEEPS] = 0
             done = header[POSTED]
             failed = self._compute(header[OFFSET])
             self._memory.commands[: len(failed)] = memoryview(array("i", failed))
@@ -130,6 +134,7 @@ class _Server:
     def _compute(self, offset: int) -> list[int]:
         """Compute the masks of the posted step. Returns the numbers of tasks that have failed."""
         commands, num_words = self._memory.commands, self._num_words
+        words = self._masks.data
         address, row_bytes = self._masks.ctypes.data + 4 * offset, 4 * num_words
         place, failed = 1, []
         for number in range(commands[0]):
@@ -149,7 +154,7 @@ class _Server:
             else:
                 drafts = commands[drafts_at:bans_at].tolist()
                 fill_masks(matcher, drafts, self._mask(offset, row, num_masks))
-            if num_bans:
+            if num_bans and _allows_any(words, offset + row * num_words, commands[bans_at:place]):
                 clear_bits(self._mask(offset, row)[0], commands[bans_at:place])
             if matcher.is_error():
                 failed.append(number)
@@ -205,6 +210,11 @@ class _Server:
         header[NUM_READ] = (header[NUM_READ] + len(text)) % WRAP
         *lines, self._buffer = (self._buffer + text).split(b"\n")
         self._lines.extend(lines)
+
+
+def _allows_any(words: memoryview, begin: int, token_ids: Iterable[int]) -> bool:
+    """Whether the mask that begins at ``begin`` allows one of the tokens; `clear_bits` takes ten times as long."""
+    return any(words[begin + token_id // 32] >> token_id % 32 & 1 for token_id in token_ids)
 
 
 def main() -> None:

@@ -18,14 +18,16 @@ import time
 import weakref
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fleetfoot.config import env
+from fleetfoot.native.loading import watch
 from fleetfoot.structured import mask_server
 from fleetfoot.structured.mask_server import (
     DONE,
     IS_READY,
+    LOOK_NS,
     NUM_COMMANDS,
     NUM_FAILED,
     NUM_READ,
@@ -173,6 +175,8 @@ class RepeatedTasks:
 class _Process:
     process: subprocess.Popen[bytes]
     memory: StepMemory
+    is_done: Callable[[int, int], bool]
+    """`watch` of the step that is done."""
     num_live: int = 0
     """Replicas that have not been collected."""
     freed: deque[Slot] = field(default_factory=deque)
@@ -338,9 +342,9 @@ class MaskProcesses(Replicas):
         one = self._processes[process]
         header = one.memory.header
         num_looks = 0
-        while header[DONE] != self._step:
+        while (done := header[DONE]) != self._step and not one.is_done(done, LOOK_NS):
             num_looks += 1
-            if num_looks % 4096 == 0:  # after some hundred us
+            if num_looks % 16 == 0:
                 if one.process.poll() is not None:
                     raise ProcessError(f"a process that computes token masks has ended ({one.process.returncode})")
                 self._wake(one)
@@ -384,7 +388,7 @@ def _start(masks: int) -> _Process:
     assert process.stdin is not None
     with contextlib.suppress(OSError):
         fcntl.fcntl(process.stdin, _F_SETPIPE_SZ, PIPE_BYTES)
-    return _Process(process, memory)
+    return _Process(process, memory, watch(memory.address(DONE)))
 
 
 def _end(processes: list[_Process]) -> None:
