@@ -27,10 +27,10 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from fleetfoot import LLM, SamplingParams, StructuredOutputsParams
-from fleetfoot.records.mask_space import MaskMemory
 from fleetfoot.records.request import Request
 from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.structured.compiler import GrammarCompiler
+from fleetfoot.structured.mask_space import MaskMemory
 from fleetfoot.structured.masks import TokenMasker
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 

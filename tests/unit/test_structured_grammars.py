@@ -18,7 +18,6 @@ from tests.helpers.engines import EOS
 from fleetfoot import SamplingParams, StructuredOutputsParams
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.engine.wire import AddRequest
-from fleetfoot.records.mask_space import MaskMemory
 from fleetfoot.records.request import Request
 from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.sampling_params import GuidedDecodingParams
@@ -26,6 +25,7 @@ from fleetfoot.structured import compiler, processes
 from fleetfoot.structured.bits import clear_bits
 from fleetfoot.structured.compiler import GrammarCompiler
 from fleetfoot.structured.grammars import MAX_CHARS, MAX_DEPTH
+from fleetfoot.structured.mask_space import MaskMemory
 from fleetfoot.structured.masks import TokenMasker, num_mask_processes
 from fleetfoot.structured.state import GrammarState
 from fleetfoot.structured.trial import GrammarTrial

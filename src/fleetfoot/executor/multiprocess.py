@@ -34,7 +34,6 @@ from fleetfoot.executor.nodes import EngineNodes, check_devices
 from fleetfoot.executor.processes import RendezvousDir, WorkerProcesses
 from fleetfoot.executor.protocol import WorkerError
 from fleetfoot.plan.plan import EnginePlan
-from fleetfoot.records.mask_space import MaskMemory, MaskSpace
 from fleetfoot.records.step import (
     KVConnectorOutput,
     ModelRunnerOutput,
@@ -45,6 +44,7 @@ from fleetfoot.records.step import (
     without_token_ids,
 )
 from fleetfoot.sampling.shape import mask_size
+from fleetfoot.structured.mask_space import MaskMemory, MaskSpace
 
 _NODE_WAIT_MS = 1000
 """How long to wait, after a worker has failed, for another machine to report the loss of one of its own."""

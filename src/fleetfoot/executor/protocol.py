@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.records.mask_space import MaskSpace
 from fleetfoot.records.step import PendingOutput, SchedulerOutput, TokenMasks
+from fleetfoot.structured.mask_space import MaskSpace
 
 
 class WorkerError(RuntimeError):

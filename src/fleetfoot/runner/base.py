@@ -21,11 +21,11 @@ from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, PipelineGroup
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import IntermediateTensors
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.records.mask_space import MaskMemory, MaskSpace
 from fleetfoot.records.step import ModelRunnerOutput, PendingOutput, SchedulerOutput, TokenMasks
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
 from fleetfoot.sampling.shape import mask_size
 from fleetfoot.speculative.drafter import NO_DRAFTING, DraftSettings
+from fleetfoot.structured.mask_space import MaskMemory, MaskSpace
 from fleetfoot.utils.process import run_all
 from fleetfoot.weights.loading import ModelLoader
 from fleetfoot.weights.sleep import KV_CACHE, RESIDENT, WEIGHTS, SleepMemory

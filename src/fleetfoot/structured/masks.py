@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from fleetfoot.records.mask_space import MaskSpace
 from fleetfoot.records.request import Request
 from fleetfoot.records.step import SchedulerOutput, TokenMasks
 from fleetfoot.structured.bits import clear_bits, fill_masks, set_only
+from fleetfoot.structured.mask_space import MaskSpace
 from fleetfoot.structured.processes import MaskProcesses, ProcessError, RepeatedTasks, Replica, Replicas, is_supported
 from fleetfoot.structured.state import GrammarState
 from fleetfoot.utils.process import num_cores

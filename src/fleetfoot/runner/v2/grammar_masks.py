@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 from fleetfoot.kernels.prepare.staging import Event
-from fleetfoot.records.mask_space import MaskSpace
 from fleetfoot.records.step import TokenMasks
 from fleetfoot.runner.v2.device import Device
 from fleetfoot.sampling.shape import mask_size
+from fleetfoot.structured.mask_space import MaskSpace
 from fleetfoot.utils.shared_words import SharedWords
 
 _RING = 2

@@ -29,7 +29,6 @@ from fleetfoot.kernels.runtime.compile_ahead import CompileAhead, can_compile_ah
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.records.mask_space import MaskSpace
 from fleetfoot.records.step import SchedulerOutput, TokenMasks, WarmUpOutput
 from fleetfoot.runner.base import CompiledKernels, ModelRunner, SampledTokenSync
 from fleetfoot.runner.graphs import BatchShape, Capture, CaptureTable, GraphKey, GraphManager, captures_of_start
@@ -52,6 +51,7 @@ from fleetfoot.sampling.logprobs import LogprobsTensors
 from fleetfoot.sampling.sampler_v2 import Sampler
 from fleetfoot.sampling.shape import PLAIN
 from fleetfoot.sampling.verification import DeviceSamples, DraftVerification, LogitsBatch
+from fleetfoot.structured.mask_space import MaskSpace
 from fleetfoot.weights.loading import ModelLoader
 
 
