@@ -137,6 +137,16 @@ KIMI = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
 KIMI_CALL = "<|tool_call_begin|>{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
 HERMES = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
 CALLS = '[{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}, {"name": "clock.now", "arguments": {}}]'
+DSML = """<｜DSML｜{0}>
+<｜DSML｜invoke name="get_weather">
+<｜DSML｜parameter name="city" string="true">12</｜DSML｜parameter>
+<｜DSML｜parameter name="points" string="false">[1, 2.5]</｜DSML｜parameter>
+<｜DSML｜parameter name="unknown" string="false">{{"a": 1}}</｜DSML｜parameter>
+</｜DSML｜invoke>
+<｜DSML｜invoke name="clock.now">
+</｜DSML｜invoke>
+</｜DSML｜{0}>"""
+DSML_CALLS = [("get_weather", {"city": "12", "points": [1, 2.5], "unknown": {"a": 1}}), BOTH[1]]
 TRANSCRIPTS = [
     Case("Hello {name}!  ", [], content="Hello {name}!  "),
     Case(CALLS, BOTH),
@@ -290,6 +300,93 @@ TRANSCRIPTS = [
         "<think>\nHm\n</think>\n<answer>\nYes\n</answer>",
         [],
         reasoning="hunyuan_a13b",
+        thought="Hm",
+        content="Yes",
+    ),
+    Case(
+        "<|inner_prefix|>Hm<|inner_suffix|><|tools_prefix|>"
+        '[{"get_weather": {"city": "Rome", "days": 2}}, {"clock.now": {}}]<|tools_suffix|>',
+        BOTH,
+        tools="apertus",
+        reasoning="apertus",
+        thought="Hm",
+    ),
+    Case("<|tools_prefix|>[1]", [], tools="apertus", content="<|tools_prefix|>[1]"),
+    Case(
+        f"<think>Hm</think>\n\n{DSML.format('function_calls')}Yes",
+        DSML_CALLS,
+        tools="deepseek_v32",
+        reasoning="qwen3",
+        thought="Hm",
+        content="Yes",
+    ),
+    Case(DSML.format("tool_calls"), DSML_CALLS, tools="deepseek_v4"),
+    Case(
+        '<|channel>thought\nHm\n<channel|>On it.<|tool_call>call:get_weather{city:<|"|>R {"x"},\nme<|"|>,days:2,'
+        'place:{lat:1.5,<|"|>a b<|"|>:[<|"|>c<|"|>,true,null]}}<tool_call|><|tool_call>call:clock.now{}<tool_call|>',
+        [
+            ("get_weather", {"city": 'R {"x"},\nme', "days": 2, "place": {"lat": 1.5, "a b": ["c", True, None]}}),
+            BOTH[1],
+        ],
+        tools="gemma4",
+        reasoning="gemma4",
+        thought="Hm",
+        content="On it.",
+    ),
+    Case("<|tool_call>no call", [], tools="gemma4", content="<|tool_call>no call"),
+    Case(
+        "<start_function_call>call:get_weather{city:<escape>Rome<escape>,days:2}<end_function_call>"
+        "<start_function_call>call:clock.now{}<end_function_call>",
+        BOTH,
+        tools="functiongemma",
+    ),
+    Case('<|function_call|>{"name": "clock.now", "arguments": {"a": 1}}', [NOW], tools="gigachat3"),
+    Case(
+        "<think:opensource>Hm</think:opensource><tool_calls:opensource>\n<tool_call:opensource>get_weather"
+        "<tool_sep:opensource>\n<arg_key:opensource>city</arg_key:opensource>\n<arg_value:opensource>Rome"
+        "</arg_value:opensource>\n<arg_key:opensource>days</arg_key:opensource>\n<arg_value:opensource>2"
+        "</arg_value:opensource>\n</tool_call:opensource>\n<tool_call:opensource>clock.now<tool_sep:opensource>\n"
+        "</tool_call:opensource>\n</tool_calls:opensource>",
+        BOTH,
+        tools="hy_v3",
+        reasoning="hy_v3",
+        thought="Hm",
+    ),
+    Case(
+        'On it.<|action_start|><|plugin|>\n{"name": "clock.now", "parameters": {"a": 1}}<|action_end|>\n',
+        [NOW],
+        tools="internlm",
+        content="On it.",
+    ),
+    Case(
+        '<longcat_think>\nHm\n</longcat_think>\n<longcat_tool_call>{"name": "clock.now", "arguments": {"a": 1}}'
+        "</longcat_tool_call>",
+        [NOW],
+        tools="longcat",
+        reasoning="longcat",
+        thought="Hm",
+    ),
+    Case(
+        '<function name="get_weather"><param name="city"><![CDATA[<b></param>]]></param><param name="days">2</param>'
+        '</function><function name="clock.now"></function>',
+        [("get_weather", {"city": "<b></param>", "days": 2}), BOTH[1]],
+        tools="minicpm5",
+    ),
+    Case(
+        "Hm<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜>"
+        '<steptml:invoke name="get_weather">\n<steptml:parameter name="city">Rome</steptml:parameter>\n'
+        '<steptml:parameter name="days">2</steptml:parameter>\n</steptml:invoke><｜tool_call_end｜>\n'
+        '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="clock.now">\n</steptml:invoke>'
+        "<｜tool_call_end｜>\n<｜tool_calls_end｜>",
+        BOTH,
+        tools="step3",
+        content="Hm",
+    ),
+    Case("<think>\nHm\n</think>\n<response>\nYes\n</response>\n", [], reasoning="ernie45", thought="Hm", content="Yes"),
+    Case(
+        "Here are my reasoning steps:\nHm\n[BEGIN FINAL RESPONSE]\nYes\n[END FINAL RESPONSE]",
+        [],
+        reasoning="apriel",
         thought="Hm",
         content="Yes",
     ),
@@ -450,6 +547,21 @@ def test_ids_that_a_model_writes():
         ("<|start|><|channel|>analysis<|message|>", "openai", "openai"),
         ("<｜tool▁calls▁begin｜> ```json <think>", "deepseek_v3", "qwen3"),
         ("<｜tool▁calls▁begin｜><｜tool▁sep｜>", "deepseek_v31", None),
+        ("{% set dsml_token = '｜DSML｜' %}<think></think> function_calls", "deepseek_v32", "qwen3"),
+        ("{% set dsml_token = '｜DSML｜' %}</think> tool_calls", "deepseek_v4", "qwen3"),
+        ("<|tools_prefix|> <|inner_prefix|>", "apertus", "apertus"),
+        ("<|tool_call>call: <|channel>thought", "gemma4", "gemma4"),
+        ("<start_function_call>call:", "functiongemma", None),
+        ("<|role_sep|> message.tool_calls <|message_sep|>", "gigachat3", None),
+        ("{% set HYTK = ':opensource' %}<think{}> <tool_sep{}> <arg_key{}>", "hy_v3", "hy_v3"),
+        ("<|action_start|> <|plugin|>", "internlm", None),
+        ("<longcat_tool_call> <longcat_think>", "longcat", "longcat"),
+        ('<function name="f"><param name="p">', "minicpm5", None),
+        ("<｜tool_calls_begin｜> </think>", "step3", "qwen3"),
+        ("List of tools: [ keep_past_thinking </think>", "pythonic", "qwen3"),
+        ("<|tool_call|> <think> <response>", "granite", "ernie45"),
+        ("<minimax:tool_call> <response> <think>", "minimax_m2", "qwen3"),
+        ("Here are my reasoning steps:\\n [BEGIN FINAL RESPONSE] <tool_calls>", "jamba", "apriel"),
     ],
 )
 def test_the_template_names_the_format(template, tools, reasoning):
@@ -518,7 +630,7 @@ def test_templates_of_known_families(template, tools, reasoning, text, caplog):
     form = ChatFormats(tokenizer).of(None, has_tools=True)
     assert form.tools == TOOL_FORMATS[tools or "json"]
     assert form.reasoning == (REASONING_FORMATS[reasoning] if reasoning else None)
-    assert ("--tool-call-parser: cohere_command3, deepseek_v3," in caplog.text) == (tools is None)
+    assert ("--tool-call-parser: apertus, cohere_command3," in caplog.text) == (tools is None)
     (call,) = parse(form.parser([CLOCK]), [text])[2]
     assert (call[0], json.loads(call[1])) == NOW
 

@@ -12,7 +12,7 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from fleetfoot.engine.chat import ToolUse, find_schema_error
+from fleetfoot.engine.chat import ToolUse, find_schema_error, prepared_schema
 from fleetfoot.parsers.base import Tool
 from fleetfoot.parsers.grammar import Rules, forced_calls, loosened, pattern_terminal, strict_calls
 from fleetfoot.parsers.harmony import HarmonyFormat
@@ -139,6 +139,23 @@ SCHEMAS = {
         b={"anyOf": [{"$ref": "#/$defs/i"}, {"type": "null"}]},
     )
     | {"$defs": {"i": _schema(w={"enum": [1, 2]})}},
+    "formats": _schema(
+        **{name: {"type": "string", "format": name} for name in ("date", "ipv4", "ipv6", "uuid", "time")},
+        day={"type": "string", "format": "date", "pattern": "^20"},
+    ),
+    "union": _schema(
+        a={
+            "oneOf": [_schema(kind={"const": "x"}, n={"enum": [1, 2]}), _schema(kind={"const": "y"})],
+            "discriminator": {"propertyName": "kind"},
+        },
+        xb={
+            "type": "array",
+            "items": _schema(c={"enum": ["q"]}, xd={"$ref": "#/$defs/tree"}),
+            "minItems": 1,
+            "maxItems": 2,
+        },
+    )
+    | {"$defs": {"tree": _schema(xleft={"$ref": "#/$defs/tree"}, xset={"type": ["boolean", "null"]})}},
     "pattern": _schema(
         a={"type": "string", "pattern": "^[ab]{1,3}$"}, b={"type": "string", "pattern": r"^\w[^$x\n]\$\d(m|/)$"}
     ),
@@ -146,16 +163,17 @@ SCHEMAS = {
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "glm45", "pythonic"])
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "glm45", "pythonic", "deepseek_v32", "gemma4"])
 def test_arguments_of_forced_calls_are_valid(vocabulary, name, form):
     tool, ids = Tool("f", SCHEMAS[name]), vocabulary[2]
-    grammar = forced_calls(TOOL_FORMATS[form], [tool], ids, is_single=True)
+    grammar = forced_calls(TOOL_FORMATS[form], [tool], ids, is_single=True, prepared=prepared_schema)
     for seed in range(3):
         text = _generate(vocabulary, grammar, seed, most=1500)
         parser = MessageFormat(TOOL_FORMATS[form], None, ids).parser([tool])
         (call,) = parser.feed(text, []).tool_calls
         schema = {key: value for key, value in SCHEMAS[name].items() if value is not None}
-        jsonschema.validate(json.loads(call.arguments), schema)
+        checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+        jsonschema.validate(json.loads(call.arguments), schema, format_checker=checker)
 
 
 @pytest.mark.parametrize(

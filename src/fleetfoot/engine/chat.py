@@ -18,6 +18,7 @@ from fleetfoot.parsers.harmony import THOUGHT, THOUGHT_END, HarmonyFormat
 from fleetfoot.parsers.registry import TOOL_FORMATS, MessageFormat, message_format
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
+from fleetfoot.structured.schemas import simplified
 from fleetfoot.tokenizer.text_stream import TextStream
 
 if TYPE_CHECKING:
@@ -294,6 +295,7 @@ def _constraint(form: MessageFormat, tools: ToolUse, params: SamplingParams) -> 
     if not tools.functions or not (tools.is_forced or takes_calls):
         return copy(given)
     options: dict[str, Any] = {"special_tokens": form.special_tokens, "is_single": tools.is_single}
+    options["prepared"] = prepared_schema
     if tools.is_forced:
         text = forced_calls(form.tools, tools.functions, **options)
     elif given is not None:
@@ -319,7 +321,7 @@ def _harmony_constraint(
     if given is not None and not tools.is_forced and given.json is None and not given.json_object:
         functions = ()
     answer = None if tools.is_forced else "TEXT" if given is None else "@answer"
-    rules = Rules(form.special_tokens)
+    rules = Rules(form.special_tokens, prepared_schema)
     frame = rules.render(HarmonyFormat.message(functions, rules, answer=answer, can_think=budget is None))
     if given is None or tools.is_forced:
         constraint = StructuredOutputsParams(grammar=json.dumps({"grammars": [{"lark_grammar": frame}]}))
@@ -332,6 +334,14 @@ def _harmony_constraint(
     return constraint
 
 
+def prepared_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema for the compiler of grammars; itself where it cannot be changed."""
+    try:
+        return simplified(schema)
+    except (ValueError, TypeError, AttributeError, RecursionError):  # it may have any form
+        return schema
+
+
 def find_schema_error(tools: ToolUse) -> str | None:
     """The tool with parameters that cannot be compiled, and the reason."""
     from llguidance import LLMatcher
@@ -339,7 +349,7 @@ def find_schema_error(tools: ToolUse) -> str | None:
     from fleetfoot.structured.grammars import make_grammar
 
     for index, schema in enumerate(tools.schemas):
-        tool, rules = Tool.of(schema), Rules({})
+        tool, rules = Tool.of(schema), Rules({}, prepared_schema)
         reason = LLMatcher.validate_grammar(rules.render(rules.arguments(tool)))
         if not reason:
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,22 @@ _CLOSING = ("additionalProperties", "unevaluatedProperties", "patternProperties"
 _SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
 _SCHEMA_LISTS = ("anyOf", "oneOf", "prefixItems")
 _SCHEMA_MAPS = ("properties", "$defs", "definitions", "patternProperties")
+_LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_GROUP = "[0-9a-fA-F]{1,4}"
+_TIME = "T([0-9]+H([0-9]+M([0-9]+S)?)?|[0-9]+M([0-9]+S)?|[0-9]+S)"
+_FORMATS = {
+    "email": rf"^[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*@({_LABEL}\.)+[A-Za-z]{{2,63}}$",
+    "hostname": rf"^({_LABEL}\.)*{_LABEL}$",
+    "ipv4": rf"^({_OCTET}\.){{3}}{_OCTET}$",
+    "ipv6": f"^(({_GROUP}:){{7}}{_GROUP}|({_GROUP}:){{1,6}}(:{_GROUP})|({_GROUP}:){{1,7}}:|::({_GROUP})?)$",
+    "uri": r"^[A-Za-z][A-Za-z0-9+.-]*://[A-Za-z0-9._~-]+(/([A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})*)*$",
+    "uuid": "^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$",
+    "duration": f"^P([0-9]+W|([0-9]+Y([0-9]+M([0-9]+D)?)?|[0-9]+M([0-9]+D)?|[0-9]+D)({_TIME})?|{_TIME})$",
+}
+"""Formats of text without quotes. Some valid texts are left out."""
+
+Prepare = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 class Rules:
@@ -23,9 +39,11 @@ class Rules:
 
     Args:
         special_tokens: token -> id. They are no text for llguidance.
+        prepared: makes the schema that the compiler gets of one for JSON values or for text.
     """
 
-    def __init__(self, special_tokens: Mapping[str, int]) -> None:
+    def __init__(self, special_tokens: Mapping[str, int], prepared: Prepare = dict) -> None:
+        self.prepared = prepared
         self._special_tokens = special_tokens
         self._pattern = re.compile("|".join(map(re.escape, special_tokens)) or r"(?!)")
         self._rules: list[str] = []
@@ -39,7 +57,8 @@ class Rules:
     def json(self, schema: Mapping[str, Any], *, is_strict: bool = True) -> str:
         """A rule for JSON values of a schema. ``is_strict``: keywords that are not supported are errors of the
         compiler; else they are left out."""
-        return self.add(f"%json {json.dumps({**schema, 'x-guidance': {**_SPACING, 'lenient': not is_strict}})}")
+        options = {**_SPACING, "lenient": not is_strict}
+        return self.add(f"%json {json.dumps({**self.prepared(schema), 'x-guidance': options})}")
 
     def arguments(self, tool: Tool) -> str:
         """A rule for the arguments of a tool."""
@@ -87,16 +106,24 @@ def forced_calls(
     *,
     is_single: bool,
     has_answer: bool = False,
+    prepared: Prepare = dict,
 ) -> str:
     """A grammar of at least one call in a `ToolFormat`. ``has_answer``: ``@answer`` can be there instead."""
-    rules = Rules(special_tokens)
+    rules = Rules(special_tokens, prepared)
     calls = f"{rules.text(form.begin[0])} {form.grammar(tools, rules, is_single=is_single)}"
     return rules.render(f"{rules.add(calls)} | @answer" if has_answer else calls)
 
 
-def strict_calls(form: Any, tools: Sequence[Tool], special_tokens: Mapping[str, int], *, is_single: bool) -> str:
+def strict_calls(
+    form: Any,
+    tools: Sequence[Tool],
+    special_tokens: Mapping[str, int],
+    *,
+    is_single: bool,
+    prepared: Prepare = dict,
+) -> str:
     """A grammar of any text, in which calls are valid; the arguments of tools that are not strict are any object."""
-    rules = Rules(special_tokens)
+    rules = Rules(special_tokens, prepared)
     tools = loosened(tools)
     marker = form.begin[0]
     plain = [mark for mark in form.begin if len(mark) == 1]
@@ -146,8 +173,39 @@ def closed(schema: Any) -> Any:
 
 def json_rules(schema: Mapping[str, Any], rules: Rules, *, is_strict: bool) -> Callable[[Mapping[str, Any]], str]:
     """Makes rules of parts of a schema, which may refer to its definitions."""
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    shared = definitions(schema)
     return lambda part: rules.json({**part, **shared}, is_strict=is_strict)
+
+
+def definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """What references of a schema may name."""
+    return {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+
+
+def members(pairs: Mapping[str, str], required: Collection[str], separator: str, rules: Rules) -> str:
+    """An expression for arguments with a separator, those that are required first. ``pairs``: their expressions."""
+    between = rules.text(separator)
+    optional = [key for key in pairs if key not in required]
+    fixed = f" {between} ".join(pairs[key] for key in pairs if key in required)
+    if fixed:
+        return " ".join([fixed, *[f"({between} {pairs[key]})?" for key in optional]])
+    later: list[str] = []  # what may follow, last argument first
+    for key in reversed(optional):
+        rest = f" ({between} {rules.any_of(later)})?" if later else ""
+        later.append(rules.add(pairs[key] + rest))
+    return f"{rules.any_of(later)}?" if later else ""
+
+
+def text_terminal(schema: Mapping[str, Any]) -> str:
+    """A terminal for the text of a string without quotes."""
+    parts = [schema, *(part for part in schema.get("allOf") or () if isinstance(part, Mapping))]
+    patterns = [part["pattern"] for part in parts if isinstance(part.get("pattern"), str)]
+    patterns += [_FORMATS[part["format"]] for part in parts if part.get("format") in _FORMATS]
+    terminals = [pattern_terminal(pattern) for pattern in patterns]
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if (least, most) != (0, None):
+        terminals.append(f"/(?s:.{{{least},{'' if most is None else most}}})/")
+    return f"({' & '.join(terminals)})" if terminals else "TEXT"
 
 
 def pattern_terminal(pattern: str) -> str:

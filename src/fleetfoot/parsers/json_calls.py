@@ -34,6 +34,8 @@ class JsonFormat:
     arguments_key: str = "arguments"
     is_list: bool = False
     """Whether forced calls are a list."""
+    is_keyed: bool = False
+    """Whether a call is an object with the arguments under the name: ``{"get_weather": {...}}``."""
     padding: str = ""
     """Between markers and calls."""
     id_length: int | None = None
@@ -49,7 +51,7 @@ class JsonFormat:
         if marker in "{[":
             reader.position -= 1
         yield from reader.space()
-        if not (yield from read_calls(reader, writer, names)):
+        if not (yield from read_calls(reader, writer, names, is_keyed=self.is_keyed)):
             return False
         if self.end:
             yield from skip_text(reader, self.end)
@@ -72,18 +74,27 @@ class JsonFormat:
     def _fields(self, tool: Tool, rules: Rules) -> str:
         """A call without its first brace."""
         before = f'"{self.name_key}": {json.dumps(tool.name)}, "{self.arguments_key}": '
+        if self.is_keyed:
+            before = f"{json.dumps(tool.name)}: "
         return f"{rules.text(before)} {rules.arguments(tool)} {rules.text('}')}"
 
 
-def read_calls(reader: Reader, writer: Writer, names: Mapping[str, Tool] | None) -> Wait[bool]:
+def read_calls(
+    reader: Reader, writer: Writer, names: Mapping[str, Tool] | None, *, is_keyed: bool = False
+) -> Wait[bool]:
     """Read a call, or a list of them. False: there is none, and nothing was written or dropped.
 
     Args:
         names: of functions, if other objects are no calls; None: any name.
+        is_keyed: as of `JsonFormat`.
     """
+
+    def read_one() -> Wait[bool]:
+        return _read_keyed(reader, writer) if is_keyed else read_call(reader, writer, names)
+
     is_list = yield from reader.literal("[")
     yield from reader.space()
-    if not (yield from read_call(reader, writer, names)):
+    if not (yield from read_one()):
         return False
     while True:
         yield from reader.space()
@@ -92,7 +103,7 @@ def read_calls(reader: Reader, writer: Writer, names: Mapping[str, Tool] | None)
             return True
         yield from skip_one_of(reader, ",;")
         yield from reader.space()
-        if not (yield from read_call(reader, writer, names)):
+        if not (yield from read_one()):
             if not reader.is_at_end:  # else the call is cut
                 reader.position = start
             return True
@@ -116,6 +127,22 @@ def read_call(reader: Reader, writer: Writer, names: Mapping[str, Tool] | None) 
             return call.has_begun
         yield from reader.space()
         yield from reader.literal(",")
+
+
+def _read_keyed(reader: Reader, writer: Writer) -> Wait[bool]:
+    """As `read_call`, for an object with the arguments under the name."""
+    if not (yield from reader.literal("{")):
+        return False
+    yield from reader.space()
+    name = yield from reader.string()
+    yield from reader.space()
+    if not name or not (yield from reader.literal(":")):
+        return False
+    yield from reader.space()
+    writer.begin_call(name)
+    if (yield from reader.value(writer.arguments)):
+        yield from skip_text(reader, "}")
+    return True
 
 
 class _Call:

@@ -127,9 +127,12 @@ class TextParser(GeneratorParser):
                 writer.end_part()
             elif reader.is_cut and reader.misses_text and (self._is_forced or marker not in PLAIN):  # half its head
                 return
+            elif marker in self._wrappers:
+                reader.position = start
+                writer.end_part()
             else:
                 reader.position = start
-                writer.content(space * (marker not in self._wrappers) + marker * (marker not in self._hidden))
+                writer.content(space + marker * (marker not in self._hidden))
 
     def _read_call(self, marker: str) -> Wait[bool]:
         tools = self._tools

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from fleetfoot.parsers.base import Tool
-from fleetfoot.parsers.grammar import Rules, arguments_schema, json_rules
+from fleetfoot.parsers.grammar import Rules, arguments_schema, json_rules, members
 from fleetfoot.parsers.reader import Reader, Wait, Writer, skip_one_of, skip_text
 from fleetfoot.parsers.typed import argument_variants, python_value
 
@@ -116,21 +115,8 @@ def _keywords(tool: Tool, rules: Rules) -> str:
     """An expression for the arguments of a call, in the order of the schema."""
     schema = arguments_schema(tool)
     json_rule = json_rules(schema, rules, is_strict=tool.is_strict)
-    variants = [_variant(properties, required, rules, json_rule) for properties, required in argument_variants(schema)]
+    variants = []
+    for properties, required in argument_variants(schema):
+        pairs = {key: f"{rules.text(key + '=')} {json_rule(value)}" for key, value in properties.items()}
+        variants.append(members(pairs, required, ", ", rules))
     return variants[0] if len(variants) == 1 else rules.any_of([rules.add(one or '""') for one in variants])
-
-
-def _variant(
-    properties: Mapping[str, Any], names: set[str], rules: Rules, json_rule: Callable[[Mapping[str, Any]], str]
-) -> str:
-    required = [key for key in properties if key in names]
-    optional = [key for key in properties if key not in names]
-    pairs = {key: f"{rules.text(key + '=')} {json_rule(value)}" for key, value in properties.items()}
-    fixed = f" {rules.text(', ')} ".join(pairs[key] for key in required)
-    if required:
-        return " ".join([fixed, *[f"({rules.text(', ')} {pairs[key]})?" for key in optional]])
-    later: list[str] = []  # what may follow, last argument first
-    for key in reversed(optional):
-        rest = f" ({rules.text(', ')} {rules.any_of(later)})?" if later else ""
-        later.append(rules.add(pairs[key] + rest))
-    return f"{rules.any_of(later)}?" if later else ""

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from fleetfoot.parsers.base import MessageParser, PlainParser, Tool
+from fleetfoot.parsers.gemma import GemmaFormat
 from fleetfoot.parsers.harmony import FINAL, HarmonyFormat, HarmonyParser
 from fleetfoot.parsers.json_calls import JsonFormat
 from fleetfoot.parsers.message import ReasoningFormat, TextParser, ToolFormat
@@ -31,18 +32,46 @@ _GLM = partial(
     XmlFormat, function=("", ""), function_end="", key=("<arg_key>", "</arg_key>"), value="<arg_value>",
     value_end="</arg_value>", guesses_types=True,
 )  # fmt: skip
+_DSML = partial(
+    XmlFormat, function=('<｜DSML｜invoke name="', '">'), function_end="</｜DSML｜invoke>",
+    key=('<｜DSML｜parameter name="', ""), kinds=('" string="true">', '" string="false">'),
+    value_end="</｜DSML｜parameter>",
+)  # fmt: skip
+_HY_V3 = XmlFormat(
+    section=("<tool_calls:opensource>", "</tool_calls:opensource>"), call="<tool_call:opensource>",
+    call_end="</tool_call:opensource>", function=("", "<tool_sep:opensource>"), function_end="",
+    key=("<arg_key:opensource>", "</arg_key:opensource>"), value="<arg_value:opensource>",
+    value_end="</arg_value:opensource>", guesses_types=True,
+)  # fmt: skip
+_MINICPM5 = XmlFormat(
+    call="", call_end="", function=('<function name="', '">'), key=('<param name="', '">'),
+    value_end="</param>", quotes=("<![CDATA[", "]]>"), newline="", guesses_types=True,
+)  # fmt: skip
+_STEP3 = XmlFormat(
+    section=("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"), call="<｜tool_call_begin｜>function<｜tool_sep｜>",
+    call_end="<｜tool_call_end｜>", function=('<steptml:invoke name="', '">'), function_end="</steptml:invoke>",
+    key=('<steptml:parameter name="', '">'), value_end="</steptml:parameter>",
+)  # fmt: skip
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    "apertus": JsonFormat(("<|tools_prefix|>",), "<|tools_suffix|>", is_list=True, is_keyed=True),
     "cohere_command3": JsonFormat(
         ("<|START_ACTION|>",), "<|END_ACTION|>", name_key="tool_name", arguments_key="parameters", is_list=True
     ),
     "deepseek_v3": _DEEPSEEK(has_fence=True),
     "deepseek_v31": _DEEPSEEK(),
+    "deepseek_v32": _DSML(call="<｜DSML｜function_calls>", call_end="</｜DSML｜function_calls>"),
+    "deepseek_v4": _DSML(call="<｜DSML｜tool_calls>", call_end="</｜DSML｜tool_calls>"),
     "functionary": XmlFormat(call="", call_end="", has_json=True),
+    "functiongemma": GemmaFormat("<start_function_call>", "<end_function_call>", "<escape>"),
+    "gemma4": GemmaFormat("<|tool_call>", "<tool_call|>", '<|"|>'),
+    "gigachat3": JsonFormat(("<|function_call|>", "function call<|role_sep|>"), "<|message_sep|>"),
     "glm45": _GLM(),
     "glm47": _GLM(newline=""),
     "granite": JsonFormat(("<|tool_call|>", "<tool_call>"), is_list=True),
     "granite-20b-fc": JsonFormat(("<function_call>",), separator="\n", padding=" "),
     "hermes": JsonFormat(("<tool_call>",), "</tool_call>", separator="\n", padding="\n"),
+    "hy_v3": _HY_V3,
+    "internlm": JsonFormat(("<|action_start|><|plugin|>",), "<|action_end|>", arguments_key="parameters", padding="\n"),
     "jamba": JsonFormat(("<tool_calls>",), "</tool_calls>", is_list=True),
     "json": JsonFormat(("[", "{", "```json", "<tool_call>"), "```"),
     "kimi_k2": SectionFormat(
@@ -51,8 +80,13 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         has_ids=True,
     ),
     "llama3_json": JsonFormat(("{", "<|python_tag|>"), separator="; ", arguments_key="parameters"),
+    "longcat": JsonFormat(("<longcat_tool_call>",), "</longcat_tool_call>", separator="\n", padding="\n"),
+    "minicpm5": _MINICPM5,
     "minimax_m2": XmlFormat(
-        *("<minimax:tool_call>", "</minimax:tool_call>", ('<invoke name="', '">'), "</invoke>"),
+        call="<minimax:tool_call>",
+        call_end="</minimax:tool_call>",
+        function=('<invoke name="', '">'),
+        function_end="</invoke>",
         key=('<parameter name="', '">'),
     ),
     "mistral": MistralFormat(has_list=False),
@@ -62,9 +96,12 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "phi4_mini_json": JsonFormat(("<|tool_call|>", "functools"), "<|/tool_call|>", is_list=True),
     "pythonic": PythonicFormat(),
     "qwen3_coder": XmlFormat(padding="\n"),
-    "seed_oss": XmlFormat("<seed:tool_call>", "</seed:tool_call>"),
+    "seed_oss": XmlFormat(call="<seed:tool_call>", call_end="</seed:tool_call>"),
+    "step3": _STEP3,
 }
 TOOL_ALIASES = {
+    "deepseek_r1": "deepseek_v3",
+    "ernie45": "hermes",
     "granite4": "hermes",
     "harmony": "openai",
     "hunyuan_a13b": "jamba",
@@ -72,22 +109,34 @@ TOOL_ALIASES = {
     "llama3": "llama3_json",
     "llama4_json": "llama3_json",
     "llama4_pythonic": "pythonic",
+    "mimo": "qwen3_coder",
     "minimax": "jamba",
+    "minimax_m1": "jamba",
     "olmo3": "pythonic",
+    "poolside_v1": "glm45",
     "qwen3": "hermes",
     "qwen3_xml": "qwen3_coder",
+    "step3p5": "qwen3_coder",
     "xlam": "json",
 }
 _THINK = partial(ReasoningFormat, ("<think>",), ("</think>",))
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
+    "apertus": ReasoningFormat(("<|inner_prefix|>",), ("<|inner_suffix|>",)),
+    "apriel": ReasoningFormat(
+        ("Here are my reasoning steps:",), ("[BEGIN FINAL RESPONSE]",), wrappers=("[END FINAL RESPONSE]",)
+    ),
     "cohere_command3": ReasoningFormat(("<|START_THINKING|>",), ("<|END_THINKING|>",)),
     "deepseek_r1": _THINK(is_implied=True),
+    "ernie45": _THINK(wrappers=("<response>", "</response>")),
+    "gemma4": ReasoningFormat(("<|channel>thought",), ("<channel|>",)),
     "granite": ReasoningFormat(
         ("Here is my thought process:", "Here's my thought process:"),
         ("Here is my response:", "Here's my response:"),
     ),
     "hunyuan_a13b": _THINK(wrappers=("<answer>", "</answer>")),
+    "hy_v3": ReasoningFormat(("<think:opensource>",), ("</think:opensource>",)),
     "kimi_k2": _THINK(stops=(_KIMI_SECTION,)),
+    "longcat": ReasoningFormat(("<longcat_think>",), ("</longcat_think>",)),
     "mistral": ReasoningFormat(("[THINK]",), ("[/THINK]",)),
     "openai": ReasoningFormat((), (FINAL,)),
     "qwen3": _THINK(),
@@ -95,19 +144,39 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
 }
 REASONING_ALIASES = {
     "deepseek_v3": "qwen3",
+    "deepseek_v31": "qwen3",
+    "deepseek_v32": "qwen3",
+    "deepseek_v4": "qwen3",
     "glm45": "qwen3",
     "glm47": "qwen3",
+    "holo2": "qwen3",
+    "mimo": "qwen3",
     "minimax_m2": "qwen3",
+    "nemotron_v3": "qwen3",
     "openai_gptoss": "openai",
     "harmony": "openai",
     "olmo3": "deepseek_r1",
+    "poolside_v1": "qwen3",
     "qwq": "deepseek_r1",
+    "step3": "deepseek_r1",
+    "step3p5": "qwen3",
     "think": "qwen3",
 }
 
 # The first row of which all texts are in a chat template names its format.
 _TOOL_MARKS = (
     ("openai", ("<|channel|>", "<|message|>")),
+    ("apertus", ("<|tools_prefix|>",)),
+    ("deepseek_v32", ("｜DSML｜", "function_calls")),
+    ("deepseek_v4", ("｜DSML｜",)),
+    ("gemma4", ("<|tool_call>call:",)),
+    ("functiongemma", ("<start_function_call>",)),
+    ("gigachat3", ("<|role_sep|>", "<|message_sep|>", "tool_calls")),
+    ("hy_v3", ("<tool_sep", ":opensource")),
+    ("internlm", ("<|plugin|>", "<|action_start|>")),
+    ("longcat", ("<longcat_tool_call>",)),
+    ("minicpm5", ('<function name="', '<param name="')),
+    ("step3", ("<｜tool_calls_begin｜>",)),
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
     ("kimi_k2", ("<|im_middle|>", "tool_declare")),
     ("glm47", ("<tool_call>{function-name}<arg_key>",)),
@@ -136,15 +205,23 @@ _TOOL_MARKS = (
     ("llama3_json", ('"parameters": ', "function name")),
     ("pythonic", ("[func_name1(",)),
     ("pythonic", ("<function_calls>", "pythonic")),
+    ("pythonic", ("List of tools: [", "keep_past_thinking")),
 )
 _REASONING_MARKS = (
     ("openai", ("<|channel|>", "<|message|>")),
+    ("apertus", ("<|inner_prefix|>",)),
+    ("apriel", ("Here are my reasoning steps", "[BEGIN FINAL RESPONSE]")),
+    ("gemma4", ("<|channel>thought",)),
+    ("hy_v3", ("<think", ":opensource")),
+    ("longcat", ("<longcat_think>",)),
     ("mistral", ("[THINK]",)),
     ("seed_oss", ("<seed:think>",)),
     ("cohere_command3", ("<|START_THINKING|>",)),
     ("kimi_k2", ("<|tool_calls_section_begin|>", "<think>")),
     ("granite", ("Here is my thought process",)),
     ("hunyuan_a13b", ("<think>", "<answer>")),
+    ("qwen3", ("<minimax:tool_call>",)),
+    ("ernie45", ("<think>", "<response>")),
     ("qwen3", ("</think>",)),
     ("qwen3", ("<think>",)),
 )

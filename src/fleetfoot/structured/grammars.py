@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from fleetfoot.parsers.grammar import Rules
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
 from fleetfoot.structured.schemas import simplified, subschemas
 
@@ -118,9 +119,7 @@ def _choice_rule(choices: list[str]) -> str:
 def behind_reasoning(grammar: str, begin: str, end: str, special_tokens: Mapping[str, int]) -> str:
     """The grammar of an output that fits another one, with or without reasoning before."""
 
-    def mark(text: str) -> str:
-        return f"<[{special_tokens[text]}]>" if text in special_tokens else json.dumps(text, ensure_ascii=False)
-
+    mark = Rules(special_tokens).text
     thought, options = f"TEXT {mark(end)}", "" if end in special_tokens else "[lazy]"
     rules = [
         "%llguidance {}",
