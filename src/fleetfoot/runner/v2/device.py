@@ -3,6 +3,7 @@ the runner has the same code, and tests count the calls."""
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -126,6 +127,8 @@ class CudaDevice(Device):
         self._out, self._in = torch.cuda.Stream(torch_device), torch.cuda.Stream(torch_device)
         self._pool = torch.cuda.graph_pool_handle()
         self._capturing = torch.cuda.Stream(torch_device)
+        self._copy = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
+        self._copy.argtypes = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
 
     def pin(self, words: np.ndarray) -> torch.Tensor:
         runtime: Any = torch.cuda.cudart()
@@ -145,8 +148,9 @@ class CudaDevice(Device):
     def upload(self, source: torch.Tensor, target: torch.Tensor, last_use: Event | None) -> Event:
         if last_use is not None:
             self._in.wait_event(cast("torch.cuda.Event", last_use))
-        with torch.cuda.stream(self._in):
-            target.copy_(source, non_blocking=True)
+        # not `copy_` within `torch.cuda.stream`, which takes the host three times as long
+        if status := self._copy(target.data_ptr(), source.data_ptr(), source.nbytes, self._in.cuda_stream):
+            raise RuntimeError(f"cuMemcpyAsync of {source.nbytes} bytes to the device failed with CUDA error {status}")
         event = self._in.record_event()
         torch.cuda.current_stream(self.torch_device).wait_event(event)
         return event
