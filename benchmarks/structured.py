@@ -128,12 +128,13 @@ def measure_host(folder: Path, config: dict[str, Any], args: argparse.Namespace)
         request = Request(str(number), [1], SamplingParams(), max_tokens=args.tokens, seed=0)  # type: ignore[arg-type]
         request.grammar = grammars.start(structured, min_tokens=0, ignore_eos=True)
         requests.append(request)
-    count, masker, times = len(requests), TokenMasker(args.processes), []
+    count, times = len(requests), []
+    masker = TokenMasker(MaskMemory(-(-config["vocab_size"] // 32), count), args.processes)
+    masker.start(grammars.compile(structured).source.vocabulary)
     output = SchedulerOutput(0, list(range(count)), [1] * count, count, count, count, structured=list(range(count)))
-    memory = MaskMemory(-(-config["vocab_size"] // 32))
     for _ in range(args.tokens):
         begin = time.perf_counter()
-        masks, failed = masker.compute(output, requests, memory.allocate)
+        masks, failed = masker.compute(output, requests)
         times.append(time.perf_counter() - begin)
         assert masks is not None and not failed
         for request, mask in zip(requests, masks.masks, strict=True):

@@ -426,12 +426,15 @@ def request_of(state: GrammarState, name: str = "0") -> Request:
     return request
 
 
-allocate = MaskMemory(-(-PADDED // 32)).allocate
+def new_masker(num_processes: int, grammars: GrammarCompiler) -> TokenMasker:
+    masker = TokenMasker(MaskMemory(-(-PADDED // 32), max_masks=32, num_steps=2), num_processes)
+    masker.start(grammars._load_vocabulary().source)
+    return masker
 
 
 @pytest.fixture(scope="module", params=[0, 2])
-def masker(request: pytest.FixtureRequest) -> Iterator[TokenMasker]:
-    masker = TokenMasker(request.param)
+def masker(request: pytest.FixtureRequest, grammars: GrammarCompiler) -> Iterator[TokenMasker]:
+    masker = new_masker(request.param, grammars)
     yield masker
     masker.close()
 
@@ -453,7 +456,7 @@ def test_masks_of_random_walks(
             request.output_token_ids.extend(grammars._load_vocabulary().encode("so </think>"))
     num_before = len(requests[3].output_token_ids)
     for turn in range(6):
-        masks, failed = masker.compute(step_of(20), requests, allocate)
+        masks, failed = masker.compute(step_of(20), requests)
         assert masks is not None and sorted(masks.rows) == list(range(20)) and not failed
         for row, mask in zip(masks.rows, masks.masks, strict=True):
             expected = np.frombuffer(bytearray(reference[row].compute_bitmask()), dtype=np.int32)
@@ -470,7 +473,7 @@ def test_masks_of_random_walks(
             masker.settle()
     assert all(state.replica is not None and state.replica.is_ready for state in states) == bool(masker._num_processes)
     requests[7].output_token_ids.append(2047)
-    masks, failed = masker.compute(step_of(20), requests, allocate)
+    masks, failed = masker.compute(step_of(20), requests)
     assert [request for request, _ in failed] == [requests[7]] and "refuses token 2047" in failed[0][1]
     assert masks is not None
     free = masks.masks[masks.rows.index(7)].copy()
@@ -487,7 +490,7 @@ def test_masks_before_the_grammar_begins(masker: TokenMasker, grammars: GrammarC
     banned = np.full(-(-PADDED // 32), -1, dtype=np.int32)
     clear_bits(banned, [EOS, 2])
     for token in thoughts:
-        masks, failed = masker.compute(step_of(4), requests, allocate)
+        masks, failed = masker.compute(step_of(4), requests)
         masker.settle()
         assert masks is not None and masks.masks.tolist() == [banned.tolist()] * 4 and not failed
         for request in requests:
@@ -511,7 +514,7 @@ def test_masks_behind_drafts(masker: TokenMasker, grammars: GrammarCompiler, tok
         expected += [b"\xff" * len(expected[0])] * (3 - len(accepted))
     for _ in range(3):
         states[0].drafts, states[1].drafts, states[2].drafts = [a, b, c], [b, d, c], [-1] * 3
-        masks, failed = masker.compute(output, requests, allocate)
+        masks, failed = masker.compute(output, requests)
         masker.settle()
         assert masks is not None and not failed
         found = dict(zip(masks.rows, masks.masks, strict=True))
@@ -519,12 +522,12 @@ def test_masks_behind_drafts(masker: TokenMasker, grammars: GrammarCompiler, tok
 
 
 def test_processes_that_end(grammars: GrammarCompiler, caplog: pytest.LogCaptureFixture) -> None:
-    masker = TokenMasker(2)
+    masker = new_masker(2, grammars)
     params = StructuredOutputsParams(regex="[a-z]{9}")
     states = [grammars.start(params, min_tokens=0, ignore_eos=False) for _ in range(6)]
     requests = [request_of(state, str(number)) for number, state in enumerate(states)]
     for turn in range(5):
-        masks, failed = masker.compute(step_of(6), requests, allocate)
+        masks, failed = masker.compute(step_of(6), requests)
         masker.settle()
         assert masks is not None and not failed
         for row, mask in zip(masks.rows, masks.masks, strict=True):
@@ -551,13 +554,13 @@ def test_few_cores_and_cpus_have_no_processes(monkeypatch: pytest.MonkeyPatch, t
 
 def test_a_process_keeps_the_grammars_used_last(monkeypatch: pytest.MonkeyPatch, grammars: GrammarCompiler) -> None:
     monkeypatch.setattr(processes, "_MAX_GRAMMARS", 2)
-    masker = TokenMasker(1)
+    masker = new_masker(1, grammars)
     for letter in "abacaddb":
         params = StructuredOutputsParams(regex=f"{letter}[a-z]")
         states = [grammars.start(params, min_tokens=0, ignore_eos=False) for _ in "12"]
         requests = [request_of(state, str(number)) for number, state in enumerate(states)]
         for _ in range(3):
-            masks, _ = masker.compute(step_of(2), requests, allocate)
+            masks, _ = masker.compute(step_of(2), requests)
             masker.settle()
             assert masks is not None
             assert [mask.tobytes() for mask in masks.masks] == [states[0].matcher.compute_bitmask()] * 2
@@ -570,7 +573,7 @@ def test_matchers_in_processes_are_used_again(monkeypatch: pytest.MonkeyPatch, g
     """By later sequences of their grammar, and of others where there are too many; steps that repeat have the same
     masks as others, with sequences that end, that are paused, and that come back."""
     monkeypatch.setattr(processes, "_MAX_IDLE", 3)
-    masker, rng = TokenMasker(1), random.Random(1)
+    masker, rng = new_masker(1, grammars), random.Random(1)
     params = [StructuredOutputsParams(regex=f"[{letters}]{{9}}") for letters in ("ab", "cd", "ef")]
     running: list[tuple[Request, Any]] = []
     num_repeated = 0
@@ -585,7 +588,7 @@ def test_matchers_in_processes_are_used_again(monkeypatch: pytest.MonkeyPatch, g
         if not chosen:
             continue
         last = masker._last
-        masks, failed = masker.compute(step_of(len(chosen)), [request for request, _ in chosen], allocate)
+        masks, failed = masker.compute(step_of(len(chosen)), [request for request, _ in chosen])
         num_repeated += last is not None and masker._last is last
         masker.settle()
         assert masks is not None and not failed and masks.rows == list(range(len(chosen)))

@@ -13,10 +13,12 @@ from fleetfoot.executor.protocol import Executor
 from fleetfoot.plan.plan import EnginePlan, transfer_context
 from fleetfoot.records.kv_connector import NoSchedulerConnector, SchedulerConnector
 from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.sampling.shape import mask_size
 from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.drafting import DraftController
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.speculative.controller import AdaptiveDrafts
+from fleetfoot.structured.mask_space import MaskMemory
 from fleetfoot.structured.masks import TokenMasker, num_mask_processes
 
 logger = logging.getLogger(__name__)
@@ -29,7 +31,9 @@ def build_core(plan: EnginePlan, executor: Executor) -> EngineCore:
     num_stages = config.pipeline_parallel_size
     is_pipelined = num_stages > 1 and config.async_scheduling is not False
     depth = num_stages if is_pipelined else int(plan.async_scheduling)
-    masker = TokenMasker(num_mask_processes(plan.device))
+    max_masks = config.max_num_seqs * (1 + plan.drafter.num_drafts)
+    memory = MaskMemory(mask_size(plan.model.vocab_size), max_masks, num_steps=depth + 2)
+    masker = TokenMasker(memory, num_mask_processes(plan.device))
     return EngineCore(_build_scheduler(plan, executor.layout), executor, StatsCollector(), masker=masker, depth=depth)
 
 

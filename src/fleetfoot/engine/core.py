@@ -14,6 +14,7 @@ from fleetfoot.records.kv_connector import SchedulerConnector
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import EngineOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput, TokenMasks
 from fleetfoot.scheduler.scheduler import Scheduler
+from fleetfoot.structured.mask_space import MaskMemory
 from fleetfoot.structured.masks import TokenMasker
 from fleetfoot.utils.process import run_all
 
@@ -39,7 +40,8 @@ def no_callback() -> None:
 
 
 class EngineCore:
-    """A scheduler and an executor. ``masker``: of requests under a grammar. ``clock``: seconds, monotonic.
+    """A scheduler and an executor. ``masker``: of requests under a grammar; None: there are none.
+    ``clock``: seconds, monotonic.
 
     ``depth``: most steps in flight while another one is scheduled. 0: lockstep; 1: step N+1 is scheduled while the
     device runs step N; P: keeps P pipeline stages busy.
@@ -60,7 +62,7 @@ class EngineCore:
         self.stats = stats
         self.clock = clock
         self.depth = depth
-        self._masker = masker or TokenMasker()
+        self.masker = masker or TokenMasker(MaskMemory(1, 1))
         self._in_flight: deque[_StepInFlight] = deque()
         self._last_arrival = clock()  # when the last result arrived
         self._num_retired = 0
@@ -143,7 +145,7 @@ class EngineCore:
         step.structured = requests = [batch[index] for index in output.structured]
         while len(self._in_flight) > 1 and any(request.num_in_flight > 1 for request in requests):
             outputs += self._retire(before_update)
-        masks, failed = self._masker.compute(output, requests, self.executor.allocate_masks)
+        masks, failed = self.masker.compute(output, requests)
         for request, reason in failed:
             self.scheduler.finish(request.request_id, RequestStatus.FINISHED_ERROR, reason)
             outputs.append(EngineOutput(request, [], -1))
@@ -245,4 +247,4 @@ class EngineCore:
     def shutdown(self) -> None:
         """Release all resources; unfinished transfers are abandoned."""
         self._in_flight.clear()
-        run_all(self.executor.shutdown, self.scheduler.transfers.connector.shutdown, self._masker.close)
+        run_all(self.executor.shutdown, self.scheduler.transfers.connector.shutdown, self.masker.close)

@@ -37,6 +37,7 @@ from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import EngineOutput
 from fleetfoot.sampling.request_params import read_sampling_defaults
 from fleetfoot.structured.compiler import GrammarCompiler
+from fleetfoot.structured.masks import TokenMasker
 from fleetfoot.structured.trial import GrammarTrial
 from fleetfoot.utils.process import EXIT_GUARD, run_all
 
@@ -503,7 +504,7 @@ def build_engine(config: EngineConfig, *, output_processor: Callable[..., Any] =
             seed=config.seed,
             sampling_defaults=defaults,
             pooling=plan.pooling,
-            grammars=_grammar_compiler(plan, tokenizer),
+            grammars=_grammar_compiler(plan, tokenizer, core.masker),
             check_further=params_check(plan),
         )
     except BaseException:
@@ -521,7 +522,7 @@ def build_engine(config: EngineConfig, *, output_processor: Callable[..., Any] =
     )
 
 
-def _grammar_compiler(plan: EnginePlan, tokenizer: Tokenizer | None) -> GrammarCompiler:
+def _grammar_compiler(plan: EnginePlan, tokenizer: Tokenizer | None, masker: TokenMasker) -> GrammarCompiler:
     """Of an engine. Clients may make its texts, so it loads a tokenizer when the first grammar needs one."""
     load: Callable[[], Tokenizer] | None = None
     if (path := plan.tokenizer_path) is not None:
@@ -534,4 +535,5 @@ def _grammar_compiler(plan: EnginePlan, tokenizer: Tokenizer | None) -> GrammarC
     vocab_size = plan.model.vocab_size
     ends = [token for token in plan.model.eos_token_ids if token < vocab_size]
     # without a tokenizer here, requests come from clients, which have compiled their grammars
-    return GrammarCompiler(load, vocab_size, ends, trial=None if tokenizer is None else GrammarTrial())
+    trial = None if tokenizer is None else GrammarTrial()
+    return GrammarCompiler(load, vocab_size, ends, trial=trial, on_vocabulary=masker.start)

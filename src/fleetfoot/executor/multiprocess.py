@@ -43,8 +43,6 @@ from fleetfoot.records.step import (
     TransferFailure,
     without_token_ids,
 )
-from fleetfoot.sampling.shape import mask_size
-from fleetfoot.structured.mask_space import MaskMemory, MaskSpace
 
 _NODE_WAIT_MS = 1000
 """How long to wait, after a worker has failed, for another machine to report the loss of one of its own."""
@@ -79,7 +77,6 @@ class MultiprocessExecutor:
         self._num_kernels = [0] * self._num_workers  # that each rank has compiled
         stage = config.tensor_parallel_size
         self._last_ranks = range(self._num_workers - stage, self._num_workers)  # of the stage that samples
-        self._mask_memory = MaskMemory(mask_size(plan.model.vocab_size))
         self._middle_ranks = range(stage, self._num_workers - stage)  # of the stages that read no tokens
         self._rendezvous = EngineNodes(plan) if config.nnodes > 1 else RendezvousDir()
         self._processes = WorkerProcesses()
@@ -113,10 +110,6 @@ class MultiprocessExecutor:
         self._step = scheduler_output
         if scheduler_output.structured:
             self._send_step(scheduler_output)
-
-    def allocate_masks(self, num_masks: int) -> MaskSpace:
-        """See `Executor`."""
-        return self._mask_memory.allocate(num_masks)
 
     def sample_tokens(self, masks: TokenMasks | None) -> PendingOutput:
         if self._step is None:

@@ -9,7 +9,6 @@ from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import PendingOutput, SchedulerOutput, TokenMasks
-from fleetfoot.structured.mask_space import MaskSpace
 
 
 class WorkerError(RuntimeError):
@@ -31,9 +30,6 @@ class Executor(Protocol):
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         """Take a step; it is executed at the latest when `sample_tokens` is called, and at once if it is followed by
         masks (`SchedulerOutput.structured`)."""
-
-    def allocate_masks(self, num_masks: int) -> MaskSpace:
-        """Memory for the masks of the step that `execute_model` took."""
 
     def sample_tokens(self, masks: TokenMasks | None) -> PendingOutput:
         """Sample the tokens of the step that `execute_model` took. ``masks``: of its rows of logits; None: every token

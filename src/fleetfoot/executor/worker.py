@@ -107,7 +107,6 @@ class Worker:
             )
         self.runner_name = self.runner.name
         self.execute_model, self.sample_tokens = self.runner.execute_model, self.runner.sample_tokens
-        self.allocate_masks = self.runner.allocate_masks
         self.samples = pipeline.is_last_rank
         """Whether steps end with tokens on this rank."""
 
@@ -210,7 +209,7 @@ class Worker:
         """Free the memory, also while this object is referenced. Does nothing when called again."""
         if hasattr(self, "runner"):
             runner = self.runner
-            del self.runner, self.execute_model, self.sample_tokens, self.allocate_masks, self._draft_settings
+            del self.runner, self.execute_model, self.sample_tokens, self._draft_settings
             runner.shutdown()
 
     def parts(self) -> dict[str, object]:

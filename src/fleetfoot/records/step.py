@@ -130,6 +130,11 @@ class TokenMasks:
     """The row of logits of each mask: ``1 + num_drafts`` for each decode, then one for each prefill that ends."""
     masks: np.ndarray
     """``[len(rows), ceil(vocab_size / 32)]`` int32: bit ``t % 32`` of word ``t // 32`` is set if ``t`` is allowed."""
+    memory: np.ndarray | None = None
+    """int32 of which the masks are a part, and which live as long as the engine. The masks stay unchanged until the
+    step has been retired. None: they are in other memory."""
+    offset: int = 0
+    """int32 of ``memory`` before the masks."""
 
 
 @dataclass(slots=True)

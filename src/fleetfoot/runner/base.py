@@ -23,9 +23,7 @@ from fleetfoot.records.forward_context import IntermediateTensors
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import ModelRunnerOutput, PendingOutput, SchedulerOutput, TokenMasks
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
-from fleetfoot.sampling.shape import mask_size
 from fleetfoot.speculative.drafter import NO_DRAFTING, DraftSettings
-from fleetfoot.structured.mask_space import MaskMemory, MaskSpace
 from fleetfoot.utils.process import run_all
 from fleetfoot.weights.loading import ModelLoader
 from fleetfoot.weights.sleep import KV_CACHE, RESIDENT, WEIGHTS, SleepMemory
@@ -113,7 +111,6 @@ class ModelRunner(ABC):
         if drafter is not None:
             drafter.bind_kv_caches(views[len(model.layers) :])
         self._connector.register_kv_caches(kv_caches, layout)
-        self._mask_memory = MaskMemory(mask_size(model.config.vocab_size))
         self._initialize_state(model, layout)
 
     @abstractmethod
@@ -161,10 +158,6 @@ class ModelRunner(ABC):
         except BaseException:
             self._connector.abandon()
             raise
-
-    def allocate_masks(self, num_masks: int) -> MaskSpace:
-        """Memory for masks of the step that `execute_model` queued."""
-        return self._mask_memory.allocate(num_masks)
 
     def sample_tokens(self, masks: TokenMasks | None) -> PendingOutput:
         """Logits, sampling, verification of drafts, drafting, and then the KV connector, for the step that

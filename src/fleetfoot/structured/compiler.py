@@ -60,6 +60,7 @@ class GrammarCompiler:
         eos_token_ids: tokens that end the output; allowed where the constraint is met.
         timeout_s: seconds until a grammar must be compiled.
         trial: compiles each grammar before this process does; None: they come from a process that has done so.
+        on_vocabulary: called before the vocabulary is read, once, in a thread.
     """
 
     def __init__(
@@ -69,12 +70,14 @@ class GrammarCompiler:
         eos_token_ids: Sequence[int],
         timeout_s: float = TIMEOUT_S,
         trial: GrammarTrial | None = None,
+        on_vocabulary: Callable[[VocabularySource], object] = lambda _: None,
     ) -> None:
         self._load_tokenizer = load_tokenizer
         self._vocab_size = vocab_size
         self.eos_token_ids = tuple(sorted(eos_token_ids))
         self._timeout_s = timeout_s
         self._trial = trial
+        self._on_vocabulary = on_vocabulary
         self._lock, self._loading = threading.Lock(), threading.Lock()
         self._vocabulary: Vocabulary | None = None
         self._cache: OrderedDict[str, Future[Grammar]] = OrderedDict()
@@ -139,6 +142,7 @@ class GrammarCompiler:
         tokenizer = self._load_tokenizer()
         backend, pieces = tokenizer.backend, tokenizer.pieces
         source = VocabularySource(backend.to_str(), max(self._vocab_size, len(tokenizer)), self.eos_token_ids)
+        self._on_vocabulary(source)
         try:
             read = source.read()
         except Exception as error:

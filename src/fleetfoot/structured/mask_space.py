@@ -1,40 +1,47 @@
-"""Where the token masks of a step are written."""
+"""Where the token masks of steps are written."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from fleetfoot.utils.shared_words import SharedWords
 
-_NUM_MASKS = 4096
-
-
-@dataclass(slots=True)
-class MaskSpace:
-    """Memory for the masks of a step."""
-
-    masks: np.ndarray
-    """``[num_masks, ceil(vocab_size / 32)]`` int32, contiguous."""
-    descriptor: int = -1
-    """Of the file that they are in, which other processes can map; -1: they are in memory of this process alone."""
-    offset: int = 0
-    """int32 in the file before the first mask."""
-
 
 class MaskMemory:
-    """Memory for one step at a time. ``num_words``: int32 of a mask."""
+    """Memory for the masks of steps, which other processes can map, and which runners may page-lock.
 
-    def __init__(self, num_words: int) -> None:
-        self._num_words = num_words
-        self._shared: SharedWords | None = None  # made when the first request needs it
+    Pages are there once they are written, so it takes none while no request has a grammar.
 
-    def allocate(self, num_masks: int) -> MaskSpace:
-        """Memory for the masks of a step, which the next one overwrites."""
-        if num_masks > _NUM_MASKS:
-            return MaskSpace(np.empty((num_masks, self._num_words), dtype=np.int32))
-        if self._shared is None:
-            self._shared = SharedWords(_NUM_MASKS * self._num_words, name="fleetfoot-masks")
-        masks = self._shared.words[: num_masks * self._num_words].reshape(num_masks, self._num_words)
-        return MaskSpace(masks, self._shared.descriptor)
+    Args:
+        num_words: int32 of a mask.
+        max_masks: of a step.
+        num_steps: whose masks stay unchanged: those in flight, and one more.
+    """
+
+    def __init__(self, num_words: int, max_masks: int, num_steps: int = 1) -> None:
+        self.num_words = num_words
+        self._max_masks, self._num_steps = max_masks, num_steps
+        self._turn = 0
+
+    @cached_property
+    def _shared(self) -> SharedWords:
+        return SharedWords(self._num_steps * self._max_masks * self.num_words, name="fleetfoot-masks")
+
+    @property
+    def words(self) -> np.ndarray:
+        """All of it, ``[num_steps * max_masks * num_words]`` int32."""
+        return self._shared.words
+
+    @property
+    def descriptor(self) -> int:
+        """Of its file; -1: it is in memory of this process alone."""
+        return self._shared.descriptor
+
+    def next(self, num_masks: int) -> tuple[np.ndarray, int]:
+        """The masks of the next step, ``[num_masks, num_words]`` int32, and how many int32 are before them."""
+        self._turn = (self._turn + 1) % self._num_steps
+        offset = self._turn * self._max_masks * self.num_words
+        masks = self._shared.words[offset : offset + num_masks * self.num_words]
+        return masks.reshape(num_masks, self.num_words), offset

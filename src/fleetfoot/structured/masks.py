@@ -4,7 +4,7 @@ own where that is faster."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,10 @@ import numpy as np
 
 from fleetfoot.records.request import Request
 from fleetfoot.records.step import SchedulerOutput, TokenMasks
+from fleetfoot.sampling.shape import mask_size
 from fleetfoot.structured.bits import clear_bits, fill_masks, set_only
-from fleetfoot.structured.mask_space import MaskSpace
+from fleetfoot.structured.mask_server import VocabularySource
+from fleetfoot.structured.mask_space import MaskMemory
 from fleetfoot.structured.processes import MaskProcesses, ProcessError, RepeatedTasks, Replica, Replicas, is_supported
 from fleetfoot.structured.state import GrammarState
 from fleetfoot.utils.process import num_cores
@@ -110,15 +112,22 @@ class TokenMasker:
     """Computes the masks of steps.
 
     Args:
-        num_processes: compute masks beside the thread that steps. They start with the first request; until they have
-            compiled its grammar, and without them, the thread that steps computes the masks itself.
+        memory: for the masks.
+        num_processes: compute masks beside the thread that steps. Until they have compiled the grammar of a request,
+            and without them, the thread that steps computes its masks itself.
     """
 
-    def __init__(self, num_processes: int = 0) -> None:
+    def __init__(self, memory: MaskMemory, num_processes: int = 0) -> None:
+        self._memory = memory
         self._num_processes = num_processes
         self._replicas = Replicas()
-        self._descriptor = -1  # of the file that the processes write to
         self._last: _Repeatable | None = None
+
+    def start(self, vocabulary: VocabularySource) -> None:
+        """Start the processes, in a thread. Called once, in any thread, before the first request has a grammar."""
+        has_room = mask_size(vocabulary.vocab_size) == self._memory.num_words  # a tokenizer may have more tokens
+        if self._num_processes and has_room and is_supported():
+            self._replicas = MaskProcesses(self._num_processes, vocabulary, self._memory.descriptor)
 
     def close(self) -> None:
         """End the processes. `compute` goes on without them."""
@@ -131,16 +140,15 @@ class TokenMasker:
         self._replicas.settle()
 
     def compute(
-        self, output: SchedulerOutput, requests: Sequence[Request], allocate: Callable[[int], MaskSpace]
+        self, output: SchedulerOutput, requests: Sequence[Request]
     ) -> tuple[TokenMasks | None, list[tuple[Request, str]]]:
         """The masks of a step, and the requests that fail, with the reason.
 
         Args:
             requests: those of ``output.structured``, with all their earlier tokens. Ended ones get no mask.
-            allocate: memory for a number of masks.
         """
         if (last := self._last) is not None and last.is_repeated(output, requests):
-            return self._repeat(last, allocate)
+            return self._repeat(last)
         self._last = None
         every = [
             rows
@@ -153,46 +161,42 @@ class TokenMasker:
         for rows in every:
             rows.place = len(numbers)
             numbers.extend(range(rows.first_row, rows.first_row + rows.num_masks))
-        space = allocate(len(numbers))
-        groups = self._post(every, space)
-        failed = [
-            (rows.request, error) for rows in groups[-1] if (error := _compute(rows, _masks_of(rows, space.masks)))
-        ]
-        failed += self._collect(groups, space.masks)
+        masks, offset = self._memory.next(len(numbers))
+        groups = self._post(every, offset)
+        failed = [(rows.request, error) for rows in groups[-1] if (error := _compute(rows, _masks_of(rows, masks)))]
+        failed += self._collect(groups, masks)
         for rows in every:
             if rows.is_restricted:
-                _restrict(rows, _masks_of(rows, space.masks))
+                _restrict(rows, _masks_of(rows, masks))
         if len(every) == len(requests) and not output.num_drafts and not groups[-1]:
             self._last = _Repeatable.of(output, every, groups, self._replicas)
-        return TokenMasks(numbers, space.masks), failed
+        return TokenMasks(numbers, masks, self._memory.words, offset), failed
 
-    def _repeat(
-        self, last: _Repeatable, allocate: Callable[[int], MaskSpace]
-    ) -> tuple[TokenMasks, list[tuple[Request, str]]]:
+    def _repeat(self, last: _Repeatable) -> tuple[TokenMasks, list[tuple[Request, str]]]:
         """A step whose tasks differ from those of the last one by their tokens."""
-        space = allocate(len(last.rows))
+        masks, offset = self._memory.next(len(last.rows))
         last.advance()
-        self._replicas.post(space.offset, last.tasks)
-        failed = self._collect(last.groups, space.masks)
-        return TokenMasks(last.rows, space.masks), failed
+        self._replicas.post(offset, last.tasks)
+        failed = self._collect(last.groups, masks)
+        return TokenMasks(last.rows, masks, self._memory.words, offset), failed
 
-    def _post(self, every: Sequence[_Rows], space: MaskSpace) -> list[list[_Rows]]:
+    def _post(self, every: Sequence[_Rows], offset: int) -> list[list[_Rows]]:
         """Let processes begin with the step. Returns the rows of each process, and behind them those of this thread."""
         groups: list[list[_Rows]] = [[] for _ in range(self._num_processes + 1)]
         has_processes = self._num_processes > 0 and len(every) > 1
         for rows in every:
-            process = self._add(rows, space) if has_processes and not rows.begin else -1
+            process = self._add(rows) if has_processes and not rows.begin else -1
             groups[process].append(rows)
         if any(groups[:-1]):
-            self._replicas.post(space.offset)
+            self._replicas.post(offset)
         return groups
 
-    def _add(self, rows: _Rows, space: MaskSpace) -> int:
+    def _add(self, rows: _Rows) -> int:
         """Add rows to the step of the process that has a matcher of their sequence; -1: none has yet."""
         state = rows.state
         replica = state.replica
         if replica is None:
-            replica = state.replica = self._open(state, space)
+            replica = state.replica = self._replicas.open(state.source.grammar)
         if replica is None or not replica.is_ready:
             return -1
         is_reset, token_ids = state.advance(rows.request.output_token_ids, replica)
@@ -205,15 +209,6 @@ class TokenMasker:
         state.replica = None  # it has missed the tokens
         rows.is_restricted = state.has_bans
         return -1
-
-    def _open(self, state: GrammarState, space: MaskSpace) -> Replica | None:
-        """A matcher for a sequence in a process, which starts if there is none."""
-        if space.descriptor < 0 or space.masks.shape[1] != state.num_words:
-            return None
-        if not self._replicas.num_processes:
-            self._descriptor = space.descriptor
-            self._replicas = MaskProcesses(self._num_processes, state.source.vocabulary, space.descriptor)
-        return self._replicas.open(state.source.grammar) if space.descriptor == self._descriptor else None
 
     def _collect(self, groups: Sequence[Sequence[_Rows]], masks: np.ndarray) -> list[tuple[Request, str]]:
         """Wait for the masks of all processes, and compute here what they could not. Returns the requests that fail."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import numpy as np
@@ -18,6 +18,10 @@ from fleetfoot.kernels.prepare.staging import Event
 from fleetfoot.runner.graphs import Capture
 from fleetfoot.utils.process import no_collections
 
+Copies = Iterable[tuple[torch.Tensor, torch.Tensor]]
+"""Sources, and their targets of equal size; contiguous."""
+_ALREADY_REGISTERED = 712
+"""cudaErrorHostMemoryAlreadyRegistered."""
 ApplyStagedWrites = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], None]
 
 
@@ -50,9 +54,9 @@ class Device(ABC):
         """Queue a copy to new host memory, concurrent with work that is queued later; the event is behind the copy."""
 
     @abstractmethod
-    def upload(self, source: torch.Tensor, target: torch.Tensor, last_use: Event | None) -> Event:
-        """Queue a copy from pinned memory, concurrent with work that is queued already, except what is before the event
-        ``last_use``; work that is queued later sees it. The event is behind the copy."""
+    def upload(self, copies: Copies, last_use: Event | None) -> Event:
+        """Queue copies from pinned memory, concurrent with work that is queued already, except what is before the event
+        ``last_use``; work that is queued later sees them. The event is behind the copies."""
 
     @abstractmethod
     def record(self) -> Event:
@@ -91,8 +95,9 @@ class CpuDevice(Device):
     def copy_out(self, source: torch.Tensor) -> tuple[torch.Tensor, Event]:
         return source, _PASSED
 
-    def upload(self, source: torch.Tensor, target: torch.Tensor, last_use: Event | None) -> Event:
-        target.copy_(source)
+    def upload(self, copies: Copies, last_use: Event | None) -> Event:
+        for source, target in copies:
+            target.copy_(source)
         return _PASSED
 
     def record(self) -> Event:
@@ -133,8 +138,10 @@ class CudaDevice(Device):
     def pin(self, words: np.ndarray) -> torch.Tensor:
         runtime: Any = torch.cuda.cudart()
         address = words.ctypes.data
-        torch.cuda.check_error(runtime.cudaHostRegister(address, words.nbytes, 0))
-        weakref.finalize(words, runtime.cudaHostUnregister, address)
+        status = int(runtime.cudaHostRegister(address, words.nbytes, 0))
+        if status != _ALREADY_REGISTERED:  # by an earlier runner
+            torch.cuda.check_error(status)
+            weakref.finalize(words, runtime.cudaHostUnregister, address)
         return torch.from_numpy(words)
 
     def copy_out(self, source: torch.Tensor) -> tuple[torch.Tensor, Event]:
@@ -145,12 +152,14 @@ class CudaDevice(Device):
             source.record_stream(self._out)  # keep its memory until the copy has read it
         return host, self._out.record_event()
 
-    def upload(self, source: torch.Tensor, target: torch.Tensor, last_use: Event | None) -> Event:
+    def upload(self, copies: Copies, last_use: Event | None) -> Event:
         if last_use is not None:
             self._in.wait_event(cast("torch.cuda.Event", last_use))
-        # not `copy_` within `torch.cuda.stream`, which takes the host three times as long
-        if status := self._copy(target.data_ptr(), source.data_ptr(), source.nbytes, self._in.cuda_stream):
-            raise RuntimeError(f"cuMemcpyAsync of {source.nbytes} bytes to the device failed with CUDA error {status}")
+        stream = self._in.cuda_stream
+        for source, target in copies:
+            # not `copy_` within `torch.cuda.stream`, which takes the host three times as long
+            if status := self._copy(target.data_ptr(), source.data_ptr(), source.nbytes, stream):
+                raise RuntimeError(f"a copy of {source.nbytes} bytes to the device failed with CUDA error {status}")
         event = self._in.record_event()
         torch.cuda.current_stream(self.torch_device).wait_event(event)
         return event

@@ -51,7 +51,6 @@ from fleetfoot.sampling.logprobs import LogprobsTensors
 from fleetfoot.sampling.sampler_v2 import Sampler
 from fleetfoot.sampling.shape import PLAIN
 from fleetfoot.sampling.verification import DeviceSamples, DraftVerification, LogitsBatch
-from fleetfoot.structured.mask_space import MaskSpace
 from fleetfoot.weights.loading import ModelLoader
 
 
@@ -251,9 +250,6 @@ class ModelRunnerV2(ModelRunner):
     def _free_rows(self, scheduler_output: SchedulerOutput) -> None:
         for _, row in scheduler_output.finished:
             self._sampler.remove(row)
-
-    def allocate_masks(self, num_masks: int) -> MaskSpace:
-        return self._masks.allocate(num_masks)
 
     def _sample(self, masks: TokenMasks | None) -> AsyncOutput:
         """From the hidden states to the output; of a graph that has sampled, only the copies are left."""
