@@ -14,7 +14,32 @@ from fleetfoot.kernels.runtime.compile_jobs import CompileJobs
 from fleetfoot.kernels.runtime.compile_worker import CompilePool
 from fleetfoot.runner.v2 import runner
 
+_SLOW = ("test_cold_start_gpu.py",)
+"""Files with tests that take a minute: they compile all kernels of an engine."""
 _LOCK = Path(tempfile.gettempdir()) / f"fleetfoot-gpu-tests-{os.getuid()}.lock"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let each process of pytest-xdist begin with slow tests, and one of them go on with those that run alone.
+
+    With ``--dist worksteal`` a process gets a continuous part of the tests, and others take from its end.
+    """
+    count = getattr(config, "workerinput", {"workercount": 1})["workercount"]
+    if count == 1:
+        return
+    here = [item for item in items if item.path.parent == Path(__file__).parent]
+    slow = [item for item in here if item.path.name in _SLOW]
+    alone = [item for item in here if item.get_closest_marker("alone")]
+    apart = {*slow, *alone}
+    others = [item for item in items if item not in apart]
+    total = len(items)
+    items.clear()
+    for number in range(count):
+        part = [*slow[number::count], *(alone if number == count - 1 else ())]
+        size = max(0, (total - len(items)) // (count - number) - len(part))
+        items += [*part, *others[:size]]
+        del others[:size]
 
 
 @pytest.fixture(autouse=True)

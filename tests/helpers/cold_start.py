@@ -22,6 +22,7 @@ from fleetfoot.kernels.runtime.compile_ahead import Compilations, CompileAhead
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.runner.v2 import runner as runner_module
 from fleetfoot.runner.v2.warm_up import KernelCompiler
+from tests.helpers import shared_kernels
 from tests.helpers.engines import make_engine, prompt_of, run_requests
 
 VOCAB = 2048
@@ -85,6 +86,7 @@ def watch(report: dict[str, Any]) -> Iterator[list[Compilations]]:
         report["imports"] = [name for name in LARGE if name in {*sys.modules} - modules]
         report.update(compiled=compiler.ahead.num_compiled, found=compiler.ahead.num_found)
         compiler.ahead._tally._before = note_late
+        shared_kernels.SharedKernels.main_thread_compiles = True
         stack.enter_context(patch.object(build, "_build", note_late_c))
 
     def note_warning(record: logging.LogRecord) -> bool:
