@@ -1,7 +1,7 @@
 """Triton's cache for starts that share what they compile, and yet begin with nothing: ``TRITON_CACHE_MANAGER``.
 
-Files lie in the folder ``SHARED_KERNELS``. ``TRITON_CACHE_DIR`` has an empty file for each that a start has compiled, or
-would have compiled: for its engine, no other is in the cache. A kernel that another start is compiling is waited for.
+Files lie in the folder ``SHARED_KERNELS``. ``TRITON_CACHE_DIR`` has an empty file for each that a start has compiled or
+would have compiled: its engine finds no other. A kernel that another start is compiling is waited for.
 """
 
 import fcntl
