@@ -24,6 +24,7 @@ import numpy as np
 
 from fleetfoot.native.loading import watch
 from fleetfoot.structured.bits import clear_bits, fill_masks
+from fleetfoot.structured.strings import with_strings
 from fleetfoot.utils.shared_words import SharedWords
 
 NUM_COMMANDS = 1 << 16
@@ -71,7 +72,8 @@ def new_matcher(tokenizer: Any, grammar: str) -> Any:
     """An `llguidance.LLMatcher` at the beginning, or with an error. ``tokenizer``: an `llguidance.LLTokenizer`."""
     from llguidance import LLMatcher, LLParserLimits
 
-    return LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(max_items_in_row=_MAX_ITEMS))
+    limits = LLParserLimits(max_items_in_row=_MAX_ITEMS)
+    return with_strings(tokenizer, grammar, lambda *args: LLMatcher(*args, log_level=0, limits=limits))
 
 
 class StepMemory:

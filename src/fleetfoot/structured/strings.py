@@ -1,0 +1,430 @@
+"""Token masks within the strings of JSON.
+
+In a string of at most n characters, llguidance has a state for each position, and looks at most of the vocabulary in
+each. Here a mask is put together: tokens of characters alone, of which the number matters; and tokens that close the
+string, where the text from the quote on must fit, too. Which of these texts fit is the same at all positions of a
+string, so a second matcher, with a vocabulary of such texts alone, finds it once.
+
+`StringMatcher` reads the JSON beside llguidance to find the place in the schema and the position in the string. Where the
+schema is not understood, within escapes and characters that tokens split, and outside of strings, the masks are llguidance's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from fleetfoot.structured.grammars import WHITESPACE
+from fleetfoot.structured.places import Place, Strings, all_strings, schema_of
+
+_CHARACTER = (
+    rb"\\(?:u[0-9a-fA-F]{4}|[^u])|[\x00-!#-\[\]-\x7f]|[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}"
+    rb"|[\xf0-\xf4][\x80-\xbf]{3}"
+)
+_CHARACTERS = re.compile(rb"(?:%b)*" % _CHARACTER, re.DOTALL)
+_EACH = re.compile(_CHARACTER, re.DOTALL)
+_MARK = re.compile(rb'[{}\[\]:,"]')
+_QUOTE = 0x22
+_NUM_BYTES = 256
+_MAX_CLASSES = 64
+"""Classes of characters that are kept."""
+_MAX_BASES = 32
+"""Sets of tokens that are kept for a class of characters."""
+
+MakeMatcher = Callable[[Any, str], Any]
+"""An `llguidance.LLMatcher` of a tokenizer and a grammar."""
+
+
+def with_strings(tokenizer: Any, grammar: str, make: MakeMatcher) -> Any:
+    """A matcher of a grammar, which may be a `StringMatcher`."""
+    matcher = make(tokenizer, grammar)
+    schema = schema_of(grammar)
+    if schema is None or matcher.is_error():
+        return matcher
+    kinds = {*all_strings(schema)}
+    space = schema.get("x-guidance", {}).get("whitespace_pattern", WHITESPACE)
+    if space != WHITESPACE or all(kind.most is None for kind in kinds):
+        return matcher
+    texts = _texts(tokenizer)
+    follower = make(texts.tokenizer, grammar)
+    classes = {kind.characters: texts.characters(kind.characters, make) for kind in kinds}
+    if follower.is_error() or not all(found.sample for found in classes.values()):
+        return matcher
+    return StringMatcher(matcher, follower, texts, classes, Place.root(schema))
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+def _count(text: bytes) -> int:
+    """Number of whole characters in the content of a string."""
+    return len(text) if text.isascii() and b"\\" not in text else len(_EACH.findall(text))
+
+
+def _bits(flags: np.ndarray) -> np.ndarray:
+    """``[num]`` bool as a mask, ``[words]`` uint32."""
+    words = np.zeros(-(-len(flags) // 32), dtype=np.uint32)
+    packed = np.packbits(flags, bitorder="little")
+    words.view(np.uint8)[: len(packed)] = packed
+    return words
+
+
+def _flags(mask: bytes, num: int) -> np.ndarray:
+    return np.unpackbits(np.frombuffer(mask, dtype=np.uint8), count=num, bitorder="little").view(bool)
+
+
+def _tokenizer_of(texts: Sequence[bytes]) -> Any:
+    """An `llguidance.LLTokenizer` with these tokens, and an end token behind."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    end = len(texts)
+    source = SimpleNamespace(eos_token_id=end, bos_token_id=None, tokens=[*texts, b"<end>"], special_token_ids=[end])
+
+    class Source(SimpleNamespace):
+        def __call__(self, text: bytes) -> list[int]:
+            return list(text)
+
+    return LLTokenizer(TokenizerWrapper(Source(**vars(source))), slices=[])
+
+
+class _Texts:
+    """The tokens of a vocabulary as text within a string."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        num = tokenizer.vocab_size
+        self.source = tokenizer
+        self.texts = [
+            b"" if tokenizer.is_special_token(token) else tokenizer.decode_bytes([token]) for token in range(num)
+        ]
+        self.counts = np.zeros(num, dtype=np.int32)
+        """Characters of each, up to the quote that closes the string; the last one may be a part."""
+        self.is_content = bytearray(num)
+        """Tokens of whole characters."""
+        self.is_closing = np.zeros(num, dtype=bool)
+        closing: dict[bytes, list[tuple[int, bytes]]] = {}
+        for token, text in enumerate(self.texts):
+            end = len(text)
+            if not text.isascii() or b"\\" in text or b'"' in text:
+                match = _CHARACTERS.match(text)
+                assert match is not None
+                end = match.end()
+            is_whole = end == len(text)
+            is_closing = not is_whole and text[end] == _QUOTE
+            self.counts[token] = _count(text[:end]) + (not is_whole and not is_closing)
+            self.is_content[token] = is_whole
+            if is_closing:
+                self.is_closing[token] = True
+                closing.setdefault(text[end:], []).append((token, text[:end]))
+        self.longest = int(self.counts.max())
+        self.quote = self.texts.index(b'"') if b'"' in self.texts else -1
+        self.closing = [*closing.values()]
+        """By the text from the quote on: the tokens and what is before it."""
+        self.tokenizer = _tokenizer_of([bytes([byte]) for byte in range(_NUM_BYTES)] + [*closing])
+        """With the bytes, and the texts from a quote on."""
+        self._fitting: dict[int, np.ndarray] = {}
+        self._late: dict[int, np.ndarray] = {}
+        self._classes: OrderedDict[str, _Class] = OrderedDict()
+
+    def fitting(self, most: int) -> np.ndarray:
+        """The tokens with at most so many characters, as a mask."""
+        mask = self._fitting.get(most)
+        if mask is None:
+            mask = self._fitting[most] = _bits(self.counts <= most)
+        return mask
+
+    def late(self, least: int) -> np.ndarray:
+        """The tokens that close no string before so many characters, as a mask."""
+        least = min(least, self.longest + 1)
+        mask = self._late.get(least)
+        if mask is None:
+            mask = self._late[least] = _bits(~self.is_closing | (self.counts >= least))
+        return mask
+
+    def characters(self, pattern: str, make: MakeMatcher) -> _Class:
+        """A class of characters."""
+        if pattern not in self._classes:
+            self._classes[pattern] = _Class(self, pattern, make)
+            if len(self._classes) > _MAX_CLASSES:
+                self._classes.popitem(last=False)
+        return self._classes[pattern]
+
+
+@lru_cache(maxsize=2)
+def _texts(tokenizer: Any) -> _Texts:
+    return _Texts(tokenizer)
+
+
+class _Class:
+    """The tokens that may be in strings of a class of characters."""
+
+    def __init__(self, texts: _Texts, pattern: str, make: MakeMatcher) -> None:
+        most = texts.longest + 1
+        options = {"lenient": False, "whitespace_flexible": False}
+        schema = {"type": "string", "maxLength": most, "x-guidance": options}
+        if pattern:
+            schema = {"type": "string", "pattern": f"^{pattern}{{0,{most}}}$", "x-guidance": options}
+        grammar = json.dumps({"grammars": [{"json_schema": schema}]})
+        matcher = make(texts.source, grammar)
+        matcher.consume_token(texts.quote)
+        allowed = _flags(matcher.compute_bitmask(), len(texts.texts))
+        self._content = _bits(allowed & ~texts.is_closing)
+        starts = [*{start for tokens in texts.closing for _, start in tokens if start}]
+        matcher = make(_tokenizer_of([bytes([byte]) for byte in range(_NUM_BYTES)] + starts), grammar)
+        matcher.consume_token(_QUOTE)
+        fits = _flags(matcher.compute_bitmask(), _NUM_BYTES + len(starts))
+        samples = (bytes([byte]) for byte in range(0x20, 0x7F) if fits[byte] and byte not in b'"\\')
+        self.sample = next(samples, b"")
+        """A character of one byte; empty: there is none."""
+        valid = {b"", *(start for start, is_valid in zip(starts, fits[_NUM_BYTES:], strict=True) if is_valid)}
+        self._closing = [
+            np.array([token for token, start in tokens if start in valid], dtype=np.int64) for tokens in texts.closing
+        ]
+        self._bases: OrderedDict[bytes, np.ndarray] = OrderedDict()
+        self._num = len(texts.texts)
+
+    def base(self, fitting: bytes) -> np.ndarray:
+        """The tokens of a string, as a mask. ``fitting``: the mask of the texts from the quote on."""
+        base = self._bases.get(fitting)
+        if base is None:
+            flags = np.zeros(self._num, dtype=bool)
+            for index in np.flatnonzero(_flags(fitting, len(self._closing))):
+                flags[self._closing[index]] = True
+            base = self._bases[fitting] = self._content | _bits(flags)
+            if len(self._bases) > _MAX_BASES:
+                self._bases.popitem(last=False)
+        return base
+
+
+# --- the document -----------------------------------------------------------------------------------------------------
+
+
+class _Reader:
+    """Where a document is that is read in pieces.
+
+    Args:
+        place: of its value.
+        samples: a character of each class.
+    """
+
+    __slots__ = (
+        "_frames", "_is_name", "_is_open", "_name", "_place", "_samples", "characters", "is_asked", "pending", "rest", "strings",
+    )  # fmt: skip
+
+    def __init__(self, place: Place, samples: Mapping[str, bytes]) -> None:
+        self._place = place  # of the value that comes next, or is there
+        self._samples = samples
+        self._frames: list[tuple[Place, int]] = []  # of what is open: its place, and the index in an array; -1: object
+        self._name: bytes | None = None  # of the value; None: it comes next, in an object
+        self._is_open = self._is_name = False  # a string
+        self.strings: Strings | None = None
+        """Those that the open string is one of. None: none is open, or it is in none."""
+        self.characters = 0
+        """Whole ones that it has."""
+        self.rest = b""
+        """The part of a character behind them."""
+        self.pending = bytearray()
+        """What a follower has not consumed. The content of strings does not matter to it, once they are long enough."""
+        self.is_asked = False
+        """Whether the follower is in the open string."""
+
+    def copy(self) -> _Reader:
+        other = _Reader.__new__(_Reader)
+        for name in _Reader.__slots__:
+            setattr(other, name, getattr(self, name))
+        other._frames, other.pending = self._frames[:], self.pending[:]
+        return other
+
+    def ask(self) -> None:
+        """Let the follower enter the open string, as far as it must be before it can be closed."""
+        if self.strings is not None and not self.is_asked:
+            self.pending += self._samples[self.strings.characters] * self.strings.least
+            self.is_asked = True
+
+    def read(self, text: bytes) -> None:
+        place = 0
+        while place < len(text):
+            if self._is_open:
+                place = self._read_string(text, place)
+                continue
+            match = _MARK.search(text, place)
+            end = match.end() if match is not None else len(text)
+            self.pending += text[place:end]
+            place = end
+            if match is not None:
+                self._read_mark(match[0])
+
+    def _read_mark(self, mark: bytes) -> None:
+        frames = self._frames
+        if mark == b'"':
+            is_name = bool(frames) and frames[-1][1] < 0 and self._name is None
+            self._name = b"" if is_name else self._name
+            self._is_open, self._is_name, self.is_asked, self.characters = True, is_name, False, 0
+            self.strings = None if is_name else self._place.strings
+        elif mark == b"{":
+            frames.append((self._place, -1))
+            self._name = None
+        elif mark == b"[":
+            frames.append((self._place, 0))
+            self._place = self._place.item(0)
+        elif mark == b":":
+            name = self._name or b""  # with escapes, it may be none of the schema's
+            self._place = frames[-1][0].property(None if b"\\" in name else name.decode())
+        elif mark == b",":
+            place, index = frames[-1]
+            if index < 0:
+                self._name = None
+            else:
+                frames[-1] = place, index + 1
+                self._place = place.item(index + 1)
+        else:
+            frames.pop()
+            self._name = b""
+
+    def _read_string(self, text: bytes, place: int) -> int:
+        """Read on in a string. Returns where that ends in ``text``."""
+        content = self.rest + text[place:]
+        match = _CHARACTERS.match(content)
+        assert match is not None
+        end = match.end()
+        self.characters += _count(content[:end])
+        if self.strings is None:
+            self.pending += content[:end]
+            if self._is_name:
+                self._name = (self._name or b"") + content[:end]
+        if end == len(content) or content[end] != _QUOTE:
+            self.rest = content[end:]
+            return len(text)
+        self.ask()
+        self.pending.append(_QUOTE)
+        place += end - len(self.rest) + 1
+        self._is_open, self.strings, self.rest = False, None, b""
+        return place
+
+
+# --- the matcher ------------------------------------------------------------------------------------------------------
+
+
+class StringMatcher:
+    """An `llguidance.LLMatcher` with the same masks, of which those within strings take less time.
+
+    Args:
+        matcher: at the beginning.
+        follower: of the same grammar and the tokenizer of ``texts``.
+        classes: of all strings in the schema.
+        place: the root of the schema.
+    """
+
+    def __init__(self, matcher: Any, follower: Any, texts: _Texts, classes: Mapping[str, _Class], place: Place) -> None:
+        self._matcher, self._follower = matcher, follower
+        self._texts, self._classes, self._place = texts, classes, place
+        self._size = 4 * -(-len(texts.texts) // 32)
+        self._begin()
+
+    def _begin(self) -> None:
+        samples = {pattern: found.sample for pattern, found in self._classes.items()}
+        self._reader = _Reader(self._place, samples)
+        self._num_followed = 0  # tokens of the follower
+        self._base: np.ndarray | None = None  # of the string that it is in
+
+    def deep_copy(self) -> StringMatcher:
+        other = StringMatcher.__new__(StringMatcher)
+        other.__dict__.update(self.__dict__)
+        other._matcher, other._follower = self._matcher.deep_copy(), self._follower.deep_copy()
+        other._reader = self._reader.copy()
+        return other
+
+    def reset(self) -> bool:
+        self._follower.reset()
+        self._begin()
+        return bool(self._matcher.reset())
+
+    def consume_token(self, token_id: int) -> bool:
+        if not self._matcher.consume_token(token_id):
+            return False
+        reader, texts = self._reader, self._texts
+        if reader.strings is not None and not reader.rest and texts.is_content[token_id]:
+            reader.characters += texts.counts[token_id]
+        else:
+            reader.read(texts.texts[token_id])
+        return True
+
+    def consume_tokens(self, token_ids: Sequence[int]) -> bool:
+        return all(self.consume_token(token_id) for token_id in token_ids)
+
+    def try_consume_tokens(self, token_ids: Sequence[int]) -> int:
+        num = int(self._matcher.validate_tokens(token_ids))
+        self.consume_tokens(token_ids[:num])
+        return num
+
+    def validate_tokens(self, token_ids: Sequence[int]) -> int:
+        return int(self._matcher.validate_tokens(token_ids))
+
+    def is_accepting(self) -> bool:
+        return bool(self._matcher.is_accepting())
+
+    def is_error(self) -> bool:
+        return bool(self._matcher.is_error())
+
+    def get_error(self) -> str:
+        return str(self._matcher.get_error())
+
+    def compute_bitmask(self) -> bytes:
+        mask = ctypes.create_string_buffer(self._size)
+        self.unsafe_compute_mask_ptr(ctypes.addressof(mask), self._size)
+        return mask.raw
+
+    def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
+        """Write the mask to ``size`` bytes at an address."""
+        reader, texts = self._reader, self._texts
+        strings = reader.strings
+        mask = None if strings is None or reader.rest or size != self._size else self._string_base()
+        if strings is None or mask is None:
+            self._matcher.unsafe_compute_mask_ptr(address, size)
+            return
+        if strings.most is not None and strings.most - reader.characters < texts.longest:
+            mask = mask & texts.fitting(strings.most - reader.characters)
+        if reader.characters < strings.least:
+            mask = mask & texts.late(strings.least - reader.characters)
+        ctypes.memmove(address, mask.tobytes(), size)
+
+    def _string_base(self) -> np.ndarray | None:
+        """The tokens that may be in the open string at some position, as a mask. None: the follower has failed."""
+        reader = self._reader
+        if reader.is_asked:
+            return self._base
+        assert reader.strings is not None
+        reader.ask()
+        self._base = None
+        if self._follower.consume_tokens(list(reader.pending)):
+            self._num_followed += len(reader.pending)
+            reader.pending.clear()
+            fitting = self._follower.compute_bitmask()[_NUM_BYTES // 8 :]
+            self._base = self._classes[reader.strings.characters].base(fitting)
+        return self._base
+
+    def unsafe_compute_mask_ptr_with_draft_token(self, address: int, size: int, drafts: Sequence[int]) -> None:
+        """Write the masks before and behind drafts, as far as they are accepted."""
+        saved = self._reader.copy(), self._base, self._num_followed
+        num_accepted = 0
+        for token_id in drafts:
+            self.unsafe_compute_mask_ptr(address + num_accepted * size, size)
+            if self._matcher.validate_tokens([token_id]) != 1:
+                break
+            self.consume_token(token_id)
+            num_accepted += 1
+        else:
+            self.unsafe_compute_mask_ptr(address + num_accepted * size, size)
+        if num_accepted:
+            self._matcher.rollback(num_accepted)
+        self._reader, self._base, num_followed = saved
+        if self._num_followed > num_followed:
+            self._follower.rollback(self._num_followed - num_followed)
+            self._num_followed = num_followed
