@@ -38,6 +38,8 @@ class Place:
 
     def __init__(self, root: Mapping[str, Any], options: Sequence[Mapping[str, Any]] | None, known: dict[Any, Place]):
         self._root, self._options, self._known = root, options, known
+        self._rest: Place | None = None  # of items behind the first ones
+        self._properties: dict[str, Place] = {}  # of the schemas
         kinds = {_strings(option) for option in options or () if _allows(option, "string")}
         self.strings = kinds.pop() if len(kinds) == 1 else None
         """Those that the value can be, if it is a string; None: not known, or others."""
@@ -50,15 +52,24 @@ class Place:
         """The place of a property's value. None: its name is not known."""
         if self._options is None or name is None:
             return self._find(None)
-        options = [_property(option, name) for option in self._options if _allows(option, "object")]
-        return self._find(options)
+        if name in self._properties:
+            return self._properties[name]
+        options = [option for option in self._options if _allows(option, "object")]
+        place = self._find([_property(option, name) for option in options])
+        if any(name in option.get("properties", ()) for option in options):
+            self._properties[name] = place
+        return place
 
     def item(self, index: int) -> Place:
         """The place of an array's item."""
         if self._options is None:
             return self._find(None)
-        options = [_item(option, index) for option in self._options if _allows(option, "array")]
-        return self._find(options)
+        options = [option for option in self._options if _allows(option, "array")]
+        if index < max((len(_first_items(option)) for option in options), default=0):
+            return self._find([_item(option, index) for option in options])
+        if self._rest is None:
+            self._rest = self._find([_item(option, index) for option in options])
+        return self._rest
 
     def _find(self, schemas: Sequence[Any] | None) -> Place:
         """The place that is under these schemas; equal ones are one object."""
@@ -145,24 +156,25 @@ def _strings(schema: Mapping[str, Any]) -> Strings | None:
 
 def _property(schema: Mapping[str, Any], name: str) -> Any:
     others = schema.get("patternProperties", {})
-    if schema.keys() & {"enum", "const"} or any(
-        pattern != "^" or part not in ({}, True) for pattern, part in others.items()
-    ):
+    is_open = all(pattern == "^" and part in ({}, True) for pattern, part in others.items())
+    if not is_open or schema.keys() & {"enum", "const"}:
         return _UNKNOWN
-    properties = schema.get("properties", {})
-    if name in properties:
-        return properties[name]
-    return True if others else schema.get("additionalProperties", True)
+    default = True if others else schema.get("additionalProperties", True)
+    return schema.get("properties", {}).get(name, default)
+
+
+def _first_items(schema: Mapping[str, Any]) -> Sequence[Any]:
+    items = schema.get("items")
+    return items if isinstance(items, list) else schema.get("prefixItems", ())
 
 
 def _item(schema: Mapping[str, Any], index: int) -> Any:
     if schema.keys() & {"enum", "const"}:
         return _UNKNOWN
-    items = schema.get("items", True)
-    first, rest = schema.get("prefixItems", []), items
-    if isinstance(items, list):
-        first, rest = items, schema.get("additionalItems", True)
-    return first[index] if index < len(first) else rest
+    first = _first_items(schema)
+    if index < len(first):
+        return first[index]
+    return schema.get("additionalItems" if isinstance(schema.get("items"), list) else "items", True)
 
 
 def schema_of(grammar: str) -> Mapping[str, Any] | None:

@@ -5,8 +5,8 @@ each. Here a mask is put together: tokens of characters alone, of which the numb
 string, where the text from the quote on must fit, too. Which of these texts fit is the same at all positions of a
 string, so a second matcher, with a vocabulary of such texts alone, finds it once.
 
-`StringMatcher` reads the JSON beside llguidance to find the place in the schema and the position in the string. Where the
-schema is not understood, within escapes and characters that tokens split, and outside of strings, the masks are llguidance's.
+`StringMatcher` reads the JSON beside llguidance to find the place in the schema and the position in the string. Where
+the schema is not understood, within escapes and split characters, and outside of strings, masks are llguidance's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import ctypes
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +34,8 @@ _EACH = re.compile(_CHARACTER, re.DOTALL)
 _MARK = re.compile(rb'[{}\[\]:,"]')
 _QUOTE = 0x22
 _NUM_BYTES = 256
+_MAX_GRAMMAR = 1 << 16
+"""Characters. Larger ones take long to be compiled twice."""
 _MAX_CLASSES = 64
 """Classes of characters that are kept."""
 _MAX_BASES = 32
@@ -51,17 +53,24 @@ def with_strings(tokenizer: Any, grammar: str, make: MakeMatcher) -> Any:
         return matcher
     kinds = {*all_strings(schema)}
     space = schema.get("x-guidance", {}).get("whitespace_pattern", WHITESPACE)
-    if space != WHITESPACE or all(kind.most is None for kind in kinds):
+    if space != WHITESPACE or all(kind.most is None for kind in kinds) or len(grammar) > _MAX_GRAMMAR:
         return matcher
-    texts = _texts(tokenizer)
+    texts = _texts_of(tokenizer)
     follower = make(texts.tokenizer, grammar)
     classes = {kind.characters: texts.characters(kind.characters, make) for kind in kinds}
-    if follower.is_error() or not all(found.sample for found in classes.values()):
+    if texts.quote < 0 or follower.is_error() or not all(found.sample for found in classes.values()):
         return matcher
     return StringMatcher(matcher, follower, texts, classes, Place.root(schema))
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+def _content_end(text: bytes) -> int:
+    """Where the whole characters of a string end: at the quote that closes it, before a part of one, or behind all."""
+    match = _CHARACTERS.match(text)
+    assert match is not None
+    return match.end()
 
 
 def _count(text: bytes) -> int:
@@ -81,54 +90,54 @@ def _flags(mask: bytes, num: int) -> np.ndarray:
     return np.unpackbits(np.frombuffer(mask, dtype=np.uint8), count=num, bitorder="little").view(bool)
 
 
-def _tokenizer_of(texts: Sequence[bytes]) -> Any:
-    """An `llguidance.LLTokenizer` with these tokens, and an end token behind."""
+class _Vocabulary(SimpleNamespace):
+    """What an `llguidance.LLTokenizer` is made of."""
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+def _tokenizer_of(texts: Iterable[bytes]) -> tuple[Any, dict[bytes, int]]:
+    """An `llguidance.LLTokenizer` with the bytes, these texts, and an end token; and the tokens of the texts."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    end = len(texts)
-    source = SimpleNamespace(eos_token_id=end, bos_token_id=None, tokens=[*texts, b"<end>"], special_token_ids=[end])
-
-    class Source(SimpleNamespace):
-        def __call__(self, text: bytes) -> list[int]:
-            return list(text)
-
-    return LLTokenizer(TokenizerWrapper(Source(**vars(source))), slices=[])
+    tokens = [bytes([byte]) for byte in range(_NUM_BYTES)]
+    tokens += [text for text in texts if len(text) > 1]
+    end = len(tokens)
+    vocabulary = _Vocabulary(eos_token_id=end, bos_token_id=None, tokens=[*tokens, b"<end>"], special_token_ids=[end])
+    return LLTokenizer(TokenizerWrapper(vocabulary), slices=[]), {text: token for token, text in enumerate(tokens)}
 
 
 class _Texts:
     """The tokens of a vocabulary as text within a string."""
 
     def __init__(self, tokenizer: Any) -> None:
-        num = tokenizer.vocab_size
+        from llguidance import LLMatcher
+
         self.source = tokenizer
-        self.texts = [
-            b"" if tokenizer.is_special_token(token) else tokenizer.decode_bytes([token]) for token in range(num)
-        ]
-        self.counts = np.zeros(num, dtype=np.int32)
+        self.texts = [tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)]
+        self.counts = [0] * len(self.texts)
         """Characters of each, up to the quote that closes the string; the last one may be a part."""
-        self.is_content = bytearray(num)
+        self.is_content = bytearray(len(self.texts))
         """Tokens of whole characters."""
-        self.is_closing = np.zeros(num, dtype=bool)
         closing: dict[bytes, list[tuple[int, bytes]]] = {}
-        for token, text in enumerate(self.texts):
-            end = len(text)
-            if not text.isascii() or b"\\" in text or b'"' in text:
-                match = _CHARACTERS.match(text)
-                assert match is not None
-                end = match.end()
-            is_whole = end == len(text)
-            is_closing = not is_whole and text[end] == _QUOTE
+        matcher = LLMatcher(tokenizer, "start: /(?s:.*)/", log_level=0)  # no special tokens, and none without text
+        for token in np.flatnonzero(_flags(matcher.compute_bitmask(), len(self.texts))):
+            text, end = self.texts[token], _content_end(self.texts[token])
+            is_closing = text[end : end + 1] == b'"'
+            self.is_content[token] = is_whole = end == len(text)
             self.counts[token] = _count(text[:end]) + (not is_whole and not is_closing)
-            self.is_content[token] = is_whole
             if is_closing:
-                self.is_closing[token] = True
-                closing.setdefault(text[end:], []).append((token, text[:end]))
-        self.longest = int(self.counts.max())
+                closing.setdefault(text[end:], []).append((int(token), text[:end]))
+        self.longest = max(self.counts)
         self.quote = self.texts.index(b'"') if b'"' in self.texts else -1
-        self.closing = [*closing.values()]
-        """By the text from the quote on: the tokens and what is before it."""
-        self.tokenizer = _tokenizer_of([bytes([byte]) for byte in range(_NUM_BYTES)] + [*closing])
-        """With the bytes, and the texts from a quote on."""
+        self.tokenizer, tokens = _tokenizer_of(closing)
+        """Of the bytes, and of the texts from the quote on that closes a string."""
+        self.closing = {tokens[text]: found for text, found in closing.items()}
+        """The tokens with such texts, and the text before it."""
+        self._all_counts = np.array(self.counts)
+        self._is_closing = np.zeros(len(self.texts), dtype=bool)
+        self._is_closing[[token for found in self.closing.values() for token, _ in found]] = True
         self._fitting: dict[int, np.ndarray] = {}
         self._late: dict[int, np.ndarray] = {}
         self._classes: OrderedDict[str, _Class] = OrderedDict()
@@ -137,7 +146,7 @@ class _Texts:
         """The tokens with at most so many characters, as a mask."""
         mask = self._fitting.get(most)
         if mask is None:
-            mask = self._fitting[most] = _bits(self.counts <= most)
+            mask = self._fitting[most] = _bits(self._all_counts <= most)
         return mask
 
     def late(self, least: int) -> np.ndarray:
@@ -145,7 +154,7 @@ class _Texts:
         least = min(least, self.longest + 1)
         mask = self._late.get(least)
         if mask is None:
-            mask = self._late[least] = _bits(~self.is_closing | (self.counts >= least))
+            mask = self._late[least] = _bits(~self._is_closing | (self._all_counts >= least))
         return mask
 
     def characters(self, pattern: str, make: MakeMatcher) -> _Class:
@@ -158,7 +167,7 @@ class _Texts:
 
 
 @lru_cache(maxsize=2)
-def _texts(tokenizer: Any) -> _Texts:
+def _texts_of(tokenizer: Any) -> _Texts:
     return _Texts(tokenizer)
 
 
@@ -175,29 +184,30 @@ class _Class:
         matcher = make(texts.source, grammar)
         matcher.consume_token(texts.quote)
         allowed = _flags(matcher.compute_bitmask(), len(texts.texts))
-        self._content = _bits(allowed & ~texts.is_closing)
-        starts = [*{start for tokens in texts.closing for _, start in tokens if start}]
-        matcher = make(_tokenizer_of([bytes([byte]) for byte in range(_NUM_BYTES)] + starts), grammar)
+        starts = {start for found in texts.closing.values() for _, start in found}
+        tokenizer, tokens = _tokenizer_of(starts)
+        matcher = make(tokenizer, grammar)
         matcher.consume_token(_QUOTE)
-        fits = _flags(matcher.compute_bitmask(), _NUM_BYTES + len(starts))
+        fits = _flags(matcher.compute_bitmask(), len(tokens))
         samples = (bytes([byte]) for byte in range(0x20, 0x7F) if fits[byte] and byte not in b'"\\')
         self.sample = next(samples, b"")
         """A character of one byte; empty: there is none."""
-        valid = {b"", *(start for start, is_valid in zip(starts, fits[_NUM_BYTES:], strict=True) if is_valid)}
-        self._closing = [
-            np.array([token for token, start in tokens if start in valid], dtype=np.int64) for tokens in texts.closing
-        ]
+        valid = {start for start in starts if not start or fits[tokens[start]]}
+        self._content = allowed
+        self._closing = {}
+        for text, found in texts.closing.items():
+            self._content[[token for token, _ in found]] = False
+            self._closing[text] = [token for token, start in found if start in valid]
         self._bases: OrderedDict[bytes, np.ndarray] = OrderedDict()
-        self._num = len(texts.texts)
 
     def base(self, fitting: bytes) -> np.ndarray:
-        """The tokens of a string, as a mask. ``fitting``: the mask of the texts from the quote on."""
+        """The tokens of a string, as a mask. ``fitting``: the mask of `_Texts.tokenizer`."""
         base = self._bases.get(fitting)
         if base is None:
-            flags = np.zeros(self._num, dtype=bool)
-            for index in np.flatnonzero(_flags(fitting, len(self._closing))):
-                flags[self._closing[index]] = True
-            base = self._bases[fitting] = self._content | _bits(flags)
+            flags = self._content.copy()
+            for text in np.flatnonzero(np.unpackbits(np.frombuffer(fitting, dtype=np.uint8), bitorder="little")):
+                flags[self._closing.get(int(text), [])] = True
+            base = self._bases[fitting] = _bits(flags)
             if len(self._bases) > _MAX_BASES:
                 self._bases.popitem(last=False)
         return base
@@ -215,7 +225,8 @@ class _Reader:
     """
 
     __slots__ = (
-        "_frames", "_is_name", "_is_open", "_name", "_place", "_samples", "characters", "is_asked", "pending", "rest", "strings",
+        "_frames", "_is_name", "_is_open", "_name", "_place", "_samples", "characters", "is_asked", "pending", "rest",
+        "strings",
     )  # fmt: skip
 
     def __init__(self, place: Place, samples: Mapping[str, bytes]) -> None:
@@ -291,9 +302,7 @@ class _Reader:
     def _read_string(self, text: bytes, place: int) -> int:
         """Read on in a string. Returns where that ends in ``text``."""
         content = self.rest + text[place:]
-        match = _CHARACTERS.match(content)
-        assert match is not None
-        end = match.end()
+        end = _content_end(content)
         self.characters += _count(content[:end])
         if self.strings is None:
             self.pending += content[:end]
@@ -406,8 +415,7 @@ class StringMatcher:
         if self._follower.consume_tokens(list(reader.pending)):
             self._num_followed += len(reader.pending)
             reader.pending.clear()
-            fitting = self._follower.compute_bitmask()[_NUM_BYTES // 8 :]
-            self._base = self._classes[reader.strings.characters].base(fitting)
+            self._base = self._classes[reader.strings.characters].base(self._follower.compute_bitmask())
         return self._base
 
     def unsafe_compute_mask_ptr_with_draft_token(self, address: int, size: int, drafts: Sequence[int]) -> None:
