@@ -20,6 +20,7 @@ DEFS: dict[str, Any] = {
     "$defs": {
         "text": TEXT,
         "color": {"enum": ["red", "blue"], "title": "Color"},
+        "open": {"type": "object", "properties": {"a": INT}, "required": ["a"]},
         "a": {"type": "object", "properties": {"a": INT}, "required": ["a"], "additionalProperties": False},
         "b": {"type": "object", "properties": {"b": INT}, "required": ["b"], "additionalProperties": False},
         "node": {"type": "object", "properties": {"kind": {"const": "n"}, "next": {"$ref": "#/$defs/node"}},
@@ -105,6 +106,83 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ['["a"]', '["a", 1]', '["a", 1, null]', "[1, null]"],
         ["[]", "[1, 1]", '["a", "a"]', '["b"]'],
     ),
+    "additional properties": (
+        {**OBJECT, "properties": {"ab": INT, "a-c": INT}, "additionalProperties": TEXT},
+        ['{"ab": 1, "a-c": 2, "a": "x", "abc": "x", "": "x"}'],
+        ['{"ab": "x"}', '{"abc": 1}', '{"a\\u0062": "x"}', '{"\\u0061b": "x"}', '{"a\\u002dc": "x"}'],
+    ),
+    "set of flags": (
+        {"type": "array", "items": {"type": "boolean"}, "uniqueItems": True},
+        ["[]", "[true]", "[false, true]"],
+        ["[true, true]", "[1]"],
+    ),
+    "set of a few of many": (
+        {"type": "array", "items": {"enum": list("abcdefghijkl")}, "uniqueItems": True, "maxItems": 3, "minItems": 1},
+        ['["a"]', '["b", "l"]', '["a", "k", "l"]'],
+        ["[]", '["b", "b"]', '["a", "b", "c", "d"]', '["m"]'],
+    ),
+    "set of one": ({"type": "array", "items": INT, "uniqueItems": True, "maxItems": 1}, ["[]", "[7]"], ["[1, 2]"]),
+    "contains": (
+        {"type": "array", "items": {"type": ["integer", "string"]}, "contains": INT, "maxItems": 3},
+        ["[1]", '["a", 1]', '["a", "b", 1]', '[1, "a"]'],
+        ["[]", '["a"]', '["a", "b", "c"]', '["a", "b", "c", 1]'],
+    ),
+    "counts of named properties": (
+        {**OBJECT, "properties": {"a": INT, "b": INT, "c": INT}, "required": ["b"], "minProperties": 2,
+         "maxProperties": 2, "additionalProperties": False},
+        ['{"a": 1, "b": 1}', '{"b": 1, "c": 1}'],
+        ["{}", '{"b": 1}', '{"a": 1, "c": 1}', '{"a": 1, "b": 1, "c": 1}'],
+    ),
+    "not a constant": (
+        {"type": ["string", "integer", "null"], "not": {"enum": ["admin", "add", "", 3, None]}},
+        ['"a"', '"ad"', '"adds"', '"root"', '"é/x"', "2", "4"],
+        ['"admin"', '"add"', '""', '"\\u0061dd"', "3", "null"],
+    ),
+    "not a type": ({"not": {"type": ["null", "object", "number"]}}, ['"x"', "[1]", "true"], ["null", "{}", "1"]),
+    "not both": (
+        {**OBJECT, "properties": {"a": INT, "b": INT}, "not": {"required": ["a", "b"]}},
+        ["{}", '{"a": 1}', '{"b": 1}'],
+        ['{"a": 1, "b": 1}'],
+    ),
+    "not in a range": (
+        {**INT, "not": {"minimum": 3, "exclusiveMaximum": 7}},
+        ["2", "7", "-1"],
+        ["3", "6"],
+    ),
+    "if": (
+        {**OBJECT, "properties": {"kind": {"enum": ["a", "b", "c"]}, "x": INT, "y": TEXT}, "required": ["kind"],
+         "allOf": [
+             {"if": {"properties": {"kind": {"const": "a"}}}, "then": {"required": ["x"]}},
+             {"if": {"properties": {"kind": {"enum": ["b"]}}, "required": ["kind"]},
+              "then": {"properties": {"y": {"pattern": "^[0-9]$"}}, "required": ["y"]},
+              "else": {"properties": {"y": False}}},
+         ]},
+        ['{"kind": "a", "x": 1}', '{"kind": "b", "y": "1"}', '{"kind": "c"}', '{"kind": "c", "x": 1}'],
+        ['{"kind": "a"}', '{"kind": "b", "y": "x"}', '{"kind": "b"}', '{"kind": "c", "y": "1"}', '{"x": 1}'],
+    ),
+    "if of numbers": ({**INT, "if": {"minimum": 10}, "then": {"multipleOf": 10}}, ["3", "20"], ["11", "25"]),
+    "oneOf of required properties": (
+        {**OBJECT, "properties": {"a": INT, "b": INT}, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        ['{"a": 1}', '{"b": 1}'],
+        ["{}", '{"a": 1, "b": 1}'],
+    ),
+    "oneOf of objects": (
+        {"oneOf": [
+            {**OBJECT, "properties": {"run": TEXT}, "required": ["run"]},
+            {**OBJECT, "properties": {"uses": TEXT}, "required": ["uses"]},
+        ]},
+        ['{"run": "x"}', '{"uses": "x"}', '{"run": "x", "other": 1}'],
+        ["{}", '{"run": "x", "uses": "x"}', "1"],
+    ),
+    "oneOf of ranges": ({**INT, "oneOf": [{"maximum": 5}, {"minimum": 3}]}, ["2", "6"], ["3", "5"]),
+    "unevaluatedProperties beside a reference": (
+        {**DEFS, "allOf": [{"$ref": "#/$defs/open"}], "properties": {"b": TEXT}, "unevaluatedProperties": False},
+        ['{"a": 1}', '{"a": 1, "b": "x"}'],
+        ["{}", '{"a": "x"}', '{"a": 1, "c": 1}', "1"],
+    ),
+    "references of URIs": (
+        {**TEXT, "format": "uri-reference"}, ['"https://a.org/b?c#d"'], ['"\\\\a"', '" "'],
+    ),
     "oneOf of references": (
         {**DEFS, "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}, {"$ref": "#/$defs/text"}, INT]},
         ['{"a": 1}', '{"b": 1}', '"x"', "2"],
@@ -163,7 +241,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "other dialects": ({"$schema": "https://example.org/dialect", **INT}, ["1"], ['"x"']),
 }  # fmt: skip
 
-UNCHECKED = {"escaped names", "json-pointer"}
+UNCHECKED = {"escaped names", "json-pointer", "references of URIs"}
 """Cases whose texts can be valid, but are not written plainly; and those for which the reference lacks a library."""
 
 

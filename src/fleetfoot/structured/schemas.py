@@ -2,7 +2,9 @@
 
 `simplified` returns an equivalent schema; in these places it allows less: formats of international texts are those of
 ASCII, no time has a leap second, bounds of numbers are at most 10^18 in size, the items of a set are in the order of
-its values. Keywords without an equivalent are left in place, which makes them errors of the compiler.
+its values, the first item that ``contains`` demands is among the first ones, and where ``not``, ``if`` or ``oneOf``
+exclude integers, other numbers are left out, too. Keywords without an equivalent are left in place, which makes them
+errors of the compiler.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
+
+from fleetfoot.structured.negation import MAX_TEXT, NEVER, NOTES, Resolve, kind_of, negated, other_texts
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
@@ -30,8 +34,6 @@ _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "m
 _IN_PLACE = ("$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
 """Keywords with schemas that evaluate properties and items of the same value."""
 _DIALECTS = ("http://json-schema.org/draft-", "https://json-schema.org/draft/")
-_NOTES = {"title", "description", "default", "$comment"}
-_NEVER: dict[str, Any] = {"enum": []}
 
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 _SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -55,10 +57,13 @@ _PATTERNS = {
     "relative-json-pointer": f"^(0|[1-9][0-9]*)(#|{_POINTER})$",
 }
 """Formats that the compiler lacks or is not exact about, and for names."""
-_ASCII_FORMATS = {"iri": "uri", "idn-email": "email"}
+_ASCII_FORMATS = {
+    "iri": "uri", "uri-reference": "uri", "iri-reference": "uri", "uri-template": "uri",
+    "idn-email": "email",
+}  # fmt: skip
 _FORMATS = ("duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
 """Formats of the compiler."""
-_NO_FORMATS = ("idn-hostname", "iri-reference", "regex", "uri-reference", "uri-template")
+_NO_FORMATS = ("regex", "idn-hostname")
 """Formats of JSON Schema that are not supported. Others have no effect."""
 
 _NAME = r"[A-Za-z0-9_'+\-]"
@@ -75,15 +80,17 @@ _AHEAD = re.compile(r"\^\(\?=((?:[^()\\\[|]|\\.|\[(?:[^\]\\]|\\.)+\])*)\)([^|]*)
 _MAX_NUMBER = 10**18
 _MAX_CONSTANT = 2**63
 _MAX_OPTIONAL = 1000
-_MAX_SET = 8
+_MAX_SET = 1024
+"""Lists that ``uniqueItems`` or counts of properties become."""
+_MAX_CONTAINED = 8
+"""Items up to the first one that ``contains`` demands."""
+_MAX_NEGATED = 8
+"""Options of ``oneOf`` of which some can be met together."""
 _MAX_COMPARED = 1 << 16
 """Pairs of options, or of constants. With more, the compiler decides whether they exclude each other."""
 _MAX_REFERENCES = 32
 _MAX_RESOLVED = 50_000
 """Parts of a schema that are resolved for comparisons: references can form trees of any size."""
-
-Resolve = Callable[[Any], Any]
-"""The schema that a schema without other keywords refers to; else itself."""
 
 
 def simplified(schema: Mapping[str, Any], *, is_closed: bool = False, has_plain_names: bool = False) -> dict[str, Any]:
@@ -104,7 +111,7 @@ def simplified(schema: Mapping[str, Any], *, is_closed: bool = False, has_plain_
         if next(left, None) is None:
             return None
         for _ in range(_MAX_REFERENCES):
-            if not isinstance(part, dict) or part.keys() - _NOTES != {"$ref"} or not isinstance(part["$ref"], str):
+            if not isinstance(part, dict) or part.keys() - NOTES != {"$ref"} or not isinstance(part["$ref"], str):
                 return part
             part = _find(schema, part["$ref"])
         return None
@@ -160,7 +167,9 @@ def _mapped(schema: Any, change: Callable[[dict[str, Any]], Any]) -> Any:
 def _simplified(schema: dict[str, Any], resolve: Resolve, *, is_closed: bool) -> dict[str, Any]:
     """One schema, without those in it."""
     if "not" in schema and schema["not"] in (True, {}):
-        return dict(_NEVER)
+        return dict(NEVER)
+    if schema.get("unevaluatedProperties") in (True, {}):  # they count as evaluated
+        schema = {"additionalProperties": True, **schema}
     schema = {
         keyword: value
         for keyword, value in schema.items()
@@ -168,7 +177,7 @@ def _simplified(schema: dict[str, Any], resolve: Resolve, *, is_closed: bool) ->
     }
     if not str(schema.get("$schema", _DIALECTS[0])).startswith(_DIALECTS):
         del schema["$schema"]
-    _change_unevaluated(schema)
+    _change_unevaluated(schema, resolve)
     for keyword, other in _NEEDED:
         if other not in schema:
             schema.pop(keyword, None)
@@ -180,8 +189,11 @@ def _simplified(schema: dict[str, Any], resolve: Resolve, *, is_closed: bool) ->
     _change_dependencies(schema)
     _change_names(schema, resolve)
     _check_counts(schema)
+    _change_counts(schema)
     _change_set(schema, resolve)
+    _change_contains(schema)
     _change_one_of(schema, resolve)
+    _change_conditions(schema, resolve)
     if is_closed and isinstance(schema.get("properties"), dict):
         schema.setdefault("additionalProperties", False)
     return schema
@@ -257,8 +269,13 @@ def _change_format(schema: dict[str, Any]) -> None:
 # --- objects ----------------------------------------------------------------------------------------------------------
 
 
-def _change_unevaluated(schema: dict[str, Any]) -> None:
-    """Without other schemas of the same value, what is not evaluated is additional."""
+def _change_unevaluated(schema: dict[str, Any], resolve: Resolve) -> None:
+    """Without other schemas of the same value, or with those that name their properties, what is not evaluated is
+    additional."""
+    names = _evaluated(schema, resolve)
+    if "unevaluatedProperties" in schema and names is not None and "additionalProperties" not in schema:
+        schema["additionalProperties"] = schema.pop("unevaluatedProperties")
+        schema["properties"] = {**{name: {} for name in names}, **schema.get("properties", {})}
     if any(keyword in schema for keyword in _IN_PLACE):
         return
     if "unevaluatedProperties" in schema:
@@ -266,6 +283,24 @@ def _change_unevaluated(schema: dict[str, Any]) -> None:
     if "unevaluatedItems" in schema and "contains" not in schema:
         keyword = "additionalItems" if isinstance(schema.get("items"), list) else "items"
         schema.setdefault(keyword, schema.pop("unevaluatedItems"))
+
+
+def _evaluated(schema: Any, resolve: Resolve, depth: int = 0) -> list[str] | None:
+    """The properties that a schema and those that are met with it evaluate; None: not by their names alone."""
+    schema = resolve(schema)
+    others = {*_IN_PLACE, "patternProperties", "additionalProperties"} - {"$ref", "allOf"}
+    if not isinstance(schema, dict) or depth > _MAX_REFERENCES or schema.keys() & others:
+        return None
+    properties, parts = schema.get("properties", {}), schema.get("allOf", [])
+    if not isinstance(properties, dict) or not isinstance(parts, list):
+        return None
+    names = list(properties)
+    for part in [*parts, *([{"$ref": schema["$ref"]}] if "$ref" in schema else ())]:
+        found = _evaluated(part, resolve, depth + 1)
+        if found is None:
+            return None
+        names += found
+    return names
 
 
 def _change_dependencies(schema: dict[str, Any]) -> None:
@@ -277,7 +312,7 @@ def _change_dependencies(schema: dict[str, Any]) -> None:
             for name, need in needs.items():
                 then = {"required": need} if isinstance(need, list) else need
                 there = {"properties": {name: {}}, "required": [name]}
-                _add(schema, {"anyOf": [{"properties": {name: _NEVER}}, {"allOf": [there, then]}]})
+                _add(schema, {"anyOf": [{"properties": {name: NEVER}}, {"allOf": [there, then]}]})
 
 
 def _change_names(schema: dict[str, Any], resolve: Resolve) -> None:
@@ -286,12 +321,12 @@ def _change_names(schema: dict[str, Any], resolve: Resolve) -> None:
     properties, other = schema.get("properties", {}), schema.get("additionalProperties", {})
     if not isinstance(names, dict) or not isinstance(properties, dict) or "patternProperties" in schema:
         return
-    demands = names.keys() - _NOTES - {"type"}
+    demands = names.keys() - NOTES - {"type"}
     if names.get("type", "string") != "string":
         return
     if demands in ({"enum"}, {"const"}):
         allowed = [value for value in _constants(names) or () if isinstance(value, str)]
-        forbidden = {name: _NEVER for name in properties if name not in allowed}
+        forbidden = {name: NEVER for name in properties if name not in allowed}
         schema["properties"] = {**{name: properties.get(name, other) for name in allowed}, **forbidden}
     elif not properties and (pattern := _pattern_of(names, demands)) is not None:
         schema["patternProperties"] = {pattern: other}
@@ -310,6 +345,10 @@ def _pattern_of(names: Mapping[str, Any], demands: set[str]) -> str | None:
     return _PATTERNS.get(str(names["format"])) if demands == {"format"} else None
 
 
+def _count(schema: Mapping[str, Any], keyword: str, default: int) -> int:
+    return count if isinstance(count := schema.get(keyword), int) else default
+
+
 def _check_counts(schema: Mapping[str, Any]) -> None:
     """Properties that the parser has no room for; and the compiler counts a name that is used twice as two."""
     count, required, properties = (schema.get(name) for name in ("minProperties", "required", "properties"))
@@ -326,11 +365,13 @@ def _check_counts(schema: Mapping[str, Any]) -> None:
 
 def _with_plain_names(schema: dict[str, Any]) -> dict[str, Any]:
     """Other properties by a pattern of all names: the compiler writes names that fit a pattern without needless
-    escapes, by which they could be those of named properties. Patterns that exclude names would make masks slow."""
-    is_open = schema.get("additionalProperties", True) in (True, {})
-    if not is_open or not schema.get("properties") or schema.get("patternProperties"):
+    escapes, by which they could be those of named properties. If they have a schema, the pattern excludes names, which
+    makes the masks of names slow."""
+    additional, names = schema.get("additionalProperties", True), schema.get("properties")
+    if additional is False or not names or schema.get("patternProperties") or sum(map(len, names)) > MAX_TEXT:
         return schema
-    return {**schema, "patternProperties": {"^": {}}, "additionalProperties": False}
+    pattern = "^" if additional in (True, {}) else f"^{other_texts(names)}$"
+    return {**schema, "patternProperties": {pattern: additional}, "additionalProperties": False}
 
 
 # --- arrays and alternatives ------------------------------------------------------------------------------------------
@@ -339,30 +380,89 @@ def _with_plain_names(schema: dict[str, Any]) -> dict[str, Any]:
 def _change_set(schema: dict[str, Any], resolve: Resolve) -> None:
     """``uniqueItems`` of a few values: their subsets, each in the order of the values."""
     items = resolve(schema.get("items"))
+    if isinstance(items, dict) and items.get("type") == "boolean":
+        items = {"enum": [False, True], **items}
     values = _constants(items)
+    if schema.get("maxItems") in (0, 1):
+        schema.pop("uniqueItems", None)
     if schema.get("uniqueItems") is not True or schema.get("type") != "array" or "enum" in schema or values is None:
         return
-    kind = {"": object, "string": str, "integer": int}.get(str(items.get("type", "")))
-    if items.keys() - _NOTES - {"type", "enum", "const"} or kind is None:
+    kind = {"": object, "string": str, "integer": int, "boolean": bool}.get(str(items.get("type", "")))
+    if items.keys() - NOTES - {"type", "enum", "const"} or kind is None:
         return
     if not all(kind in (object, type(value)) for value in values):
         return
     values = list({json.dumps(value, sort_keys=True): value for value in values}.values())
-    if len(values) <= _MAX_SET and "prefixItems" not in schema:
+    most = min(len(values), _count(schema, "maxItems", len(values)))
+    if sum(math.comb(len(values), size) for size in range(most + 1)) <= _MAX_SET and "prefixItems" not in schema:
         del schema["uniqueItems"], schema["items"]
-        schema["enum"] = [list(chosen) for size in range(len(values) + 1) for chosen in combinations(values, size)]
+        schema["enum"] = [list(chosen) for size in range(most + 1) for chosen in combinations(values, size)]
+
+
+def _change_contains(schema: dict[str, Any]) -> None:
+    """``contains`` as the first items, of which the last one is such an item."""
+    if schema.get("type") != "array" or "contains" not in schema or "maxContains" in schema:
+        return
+    if schema.get("minContains", 1) != 1 or isinstance(schema.get("items", {}), list) or "prefixItems" in schema:
+        return
+    item = schema.get("items", {})
+    last = {"allOf": [item, schema.pop("contains")]}
+    options = [
+        {"type": "array", "prefixItems": [*[item] * size, last], "items": item, "minItems": size + 1}
+        for size in range(min(_count(schema, "maxItems", _MAX_CONTAINED), _MAX_CONTAINED))
+    ]
+    schema.pop("minContains", None)
+    _add(schema, {"anyOf": options} if options else NEVER)
+
+
+def _change_counts(schema: dict[str, Any]) -> None:
+    """``minProperties`` and ``maxProperties`` of named properties that are not all required."""
+    properties, required = schema.get("properties"), set(_required(schema))
+    if not isinstance(properties, dict) or schema.get("additionalProperties") is not False:
+        return
+    if schema.get("patternProperties") or not required < set(properties):
+        return
+    optional = [name for name in properties if name not in required]
+    least = max(_count(schema, "minProperties", 0) - len(required), 0)
+    most = _count(schema, "maxProperties", len(properties)) - len(required)
+    if max(math.comb(len(optional), least), math.comb(len(optional), max(most, 0))) > _MAX_SET:
+        return
+    if schema.pop("minProperties", None) is not None and least:
+        _add(schema, {"anyOf": [{"required": list(chosen)} for chosen in combinations(optional, least)]})
+    if schema.pop("maxProperties", None) is not None and 0 <= most < len(optional):
+        excluded = combinations(optional, len(optional) - most)
+        _add(schema, {"anyOf": [{"properties": {name: NEVER for name in chosen}} for chosen in excluded]})
 
 
 def _change_one_of(schema: dict[str, Any], resolve: Resolve) -> None:
     """Options of which no two are met are those of ``anyOf``."""
     options = schema.get("oneOf")
-    if not isinstance(options, list) or len(options) ** 2 > _MAX_COMPARED or not _all_disjoint(options, resolve):
+    if not isinstance(options, list) or len(options) ** 2 > _MAX_COMPARED:
         return
+    if not _all_disjoint(options, resolve):
+        others = [negated(option, resolve) for option in options] if len(options) <= _MAX_NEGATED else [None]
+        if None in others:
+            return
+        options = [{"allOf": [option, *others[:index], *others[index + 1 :]]} for index, option in enumerate(options)]
     del schema["oneOf"]
     if "anyOf" in schema:
         _add(schema, {"anyOf": options})
     else:
         schema["anyOf"] = options
+
+
+def _change_conditions(schema: dict[str, Any], resolve: Resolve) -> None:
+    """``not`` and ``if`` by what does not fit them."""
+    for keyword in ("not", "if"):
+        if keyword not in schema or (other := negated(schema[keyword], resolve)) is None:
+            continue
+        fitting = schema.pop(keyword)
+        if keyword == "not":
+            _add(schema, other)
+            continue
+        then, otherwise = schema.pop("then", True), schema.pop("else", True)
+        options = [[fitting, then], [other, otherwise]]
+        _add(schema, {"anyOf": [{"allOf": [part for part in option if part is not True]} for option in options]})
 
 
 def _all_disjoint(options: Sequence[Any], resolve: Resolve) -> bool:
@@ -394,19 +494,12 @@ def _are_disjoint(one: Any, other: Any, resolve: Resolve, depth: int = 0) -> boo
 def _kinds(schema: Mapping[str, Any]) -> set[str] | None:
     """The types of the values of a schema; None: any."""
     if (values := _constants(schema)) is not None:
-        return {_kind(value) for value in values}
+        return {kind_of(value) for value in values}
     kinds = schema.get("type")
     kinds = [kinds] if isinstance(kinds, str) else kinds
     if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
         return None
     return {"number" if kind == "integer" else kind for kind in kinds}
-
-
-def _kind(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else "boolean"
-    kinds = {str: "string", dict: "object", list: "array"}
-    return next((kind for type_, kind in kinds.items() if isinstance(value, type_)), "number")
 
 
 def _property(schema: Mapping[str, Any], name: str) -> Any:
