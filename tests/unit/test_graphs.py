@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fleetfoot.records.step import SchedulerOutput
-from fleetfoot.runner.graphs import CaptureTable, GraphKey, GraphManager, captures_of_start, decode_sizes
+from fleetfoot.runner.graphs import CaptureTable, GraphKey, GraphManager, Uncaptured, captures_of_start, decode_sizes
 from fleetfoot.sampling.shape import EVERYTHING, MASKS, PLAIN, TOP_K, SamplingVariant
 
 LARGE: dict[str, Any] = {"most_mixed_tokens": 2675, "most_full_tokens": 10_700}
@@ -130,7 +130,11 @@ class Captures:
         self.captured: list[GraphKey] = []
         self.manager = GraphManager(shapes, self.capture, **options)
 
+        self.not_compiled: set[GraphKey] = set()
+
     def capture(self, key: GraphKey) -> Any:
+        if key in self.not_compiled:
+            return None
         self.captured.append(key)
         return self
 
@@ -151,8 +155,46 @@ def test_a_shape_is_captured_once_when_it_is_first_needed() -> None:
     captures, decode, small = Captures(table()), GraphKey("decode", 4, 4), GraphKey("mixed", 64, 64)
     outputs = [step([1] * 3, 3), step([1] * 4, 4), step([1, 40], 1), step([1, 600], 1), step([1] * 3, 3)]
     assert [captures.run(output) for output in outputs] == [decode, decode, small, None, decode]
-    assert captures.captured == [decode, small] == list(captures.manager.captured)
+    assert captures.captured == [decode, small]
+    assert list(captures.manager.captured) == [small, decode]  # the one that was used last is the last
     assert captures.manager.num_steps == {"decode": 3, "mixed": 1, "eager": 1}
+
+
+def test_a_shape_is_captured_when_it_is_needed_again_or_when_there_is_time() -> None:
+    captures, shapes = Captures(table(max_num_seqs=2)), table(max_num_seqs=2)
+    manager = GraphManager(shapes, captures.capture, lambda key: Uncaptured(lambda: key))
+    one, two, small = GraphKey("decode", 1, 1), GraphKey("decode", 2, 2), GraphKey("mixed", 2, 16)
+    uncaptured = manager.get(one)
+    uncaptured.replay()
+    assert uncaptured.output == one
+    assert manager.get(two) is not captures
+    assert captures.captured == []
+    assert manager.get(one) is manager.get(one) is captures
+    captures.not_compiled = {two}
+    assert manager.get(two) is None
+    assert manager.capture_next()  # the largest of those that may be needed
+    assert captures.captured == [one, shapes.keys[-1]]
+    captures.not_compiled = set()
+    while manager.capture_next():
+        pass
+    assert captures.captured[2] == two
+    assert {*captures.captured} == {*shapes.keys}
+    assert manager.get(replace(small, sampling=None)) is not captures
+    assert manager.capture_next()
+    assert captures.captured[-1] == replace(small, sampling=None)
+    assert not manager.capture_next()
+
+
+def test_no_more_graphs_than_the_memory_plan_counts() -> None:
+    shapes = table(max_num_seqs=1)
+    captures, most = Captures(shapes), 3 * len(shapes.keys)
+    one, variants = GraphKey("decode", 1, 1), [SamplingVariant(logprobs=32 * number) for number in range(most)]
+    for sampling in variants:
+        for key in (one, replace(one, sampling=sampling)):
+            assert captures.manager.get(key) is captures
+    left = [key.sampling for key in captures.manager.captured]
+    assert left == [*variants[1:-1], PLAIN, variants[-1]]  # the plain one was used all the time
+    assert len(left) == shapes.most_graphs == most
 
 
 def test_a_full_step_is_padded_and_captured_when_it_is_first_needed() -> None:

@@ -64,6 +64,8 @@ _SECONDS = [step * 10.0**power for power in range(-3, 3) for step in (1, 2, 5)]
 _TOKENS = [step * 10.0**power for power in range(6) for step in (1, 2, 5)]
 
 
+_IDLE_MS = 50
+"""Without a message for that long, the engine prepares for later requests: longer than a kernel takes to load."""
 _OF_REQUESTS = (
     *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds"),
     *("request_decode_time_seconds", "request_inference_time_seconds", "request_time_per_output_token_seconds"),
@@ -308,6 +310,8 @@ class EngineServer:
         try:
             while not self._stopping:
                 has_work = engine.can_step or engine.has_transfers()
+                while not has_work and not self._poller.poll(_IDLE_MS) and engine.prepare():
+                    pass
                 self._receive(wait=not has_work)
                 if has_work or engine.can_step:
                     messages: list[Any] = engine.step(self._receive)

@@ -140,6 +140,10 @@ class MultiprocessExecutor:
             self._poll()
         return output
 
+    def prepare(self) -> bool:
+        """See `Executor`: ranks capture in the same step."""
+        return False
+
     def collective_rpc(
         self, method: str | Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> list[Any]:

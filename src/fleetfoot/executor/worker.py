@@ -167,6 +167,10 @@ class Worker:
         """Wait until all kernels are compiled. Returns `CompiledKernels`."""
         return self.runner.wait_for_kernels()
 
+    def prepare(self) -> bool:
+        """See `Executor`."""
+        return not self._asleep and self.runner.prepare()
+
     # --- profile ----------------------------------------------------------------------------------------------------
 
     def start_profile(self, profile_prefix: str | None = None) -> None:

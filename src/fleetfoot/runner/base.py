@@ -124,6 +124,10 @@ class ModelRunner(ABC):
         """Wait until what `warm_up` has begun to compile is compiled."""
         return CompiledKernels()
 
+    def prepare(self) -> bool:
+        """Between requests, do a part of what later steps would do, in milliseconds. False: nothing is left."""
+        return False
+
     # --- sleep ------------------------------------------------------------------------------------------------------
 
     def sleep(self, level: int) -> None:

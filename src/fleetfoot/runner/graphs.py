@@ -25,6 +25,8 @@ _BYTES_PER_LAYER = 96 * 1024
 _VARIANTS = 3
 """Graphs of one shape in the memory plan: one for each sampling variant in use, of which an engine with requests of one
 kind has one or two."""
+_MOST_TRIED = 4
+"""Shapes that are tried between two looks for requests."""
 _START_S = 1.0
 """What captures may add to a start whose kernels are compiled."""
 _SECONDS_PER_LAYER = 0.0006
@@ -171,6 +173,11 @@ class CaptureTable:
         return _VARIANTS * (len(self.keys) * num_layers * _BYTES_PER_LAYER + num_tokens * hidden_bytes)
 
     @property
+    def most_graphs(self) -> int:
+        """The number of graphs that `num_bytes` counts."""
+        return _VARIANTS * len(self.keys)
+
+    @property
     def mixed_sizes(self) -> tuple[int, ...]:
         """Numbers of tokens of the mixed shapes."""
         return self.mixed if self.full_step is None else (*self.mixed, self.full_step)
@@ -193,10 +200,13 @@ class CaptureTable:
     def common_keys(self) -> tuple[GraphKey, ...]:
         """The shapes to capture before requests use them, the most likely first: with plain sampling and with top-k,
         each the largest first, because others fit in its memory; then decodes with token masks."""
+        with_masks = (key for key in self.with_sampling(MASKS) if key.kind != "mixed")
+        return (*self.with_sampling(PLAIN), *self.with_sampling(TOP_K), *reversed((*with_masks,)))
+
+    def with_sampling(self, sampling: SamplingVariant) -> tuple[GraphKey, ...]:
+        """The shapes with a variant, the largest first."""
         shapes = sorted(self._plain_keys, key=lambda key: -key.num_tokens)
-        with_top_k = (replace(key, sampling=TOP_K) for key in shapes)
-        with_masks = (replace(key, sampling=MASKS) for key in self._plain_keys if key.kind != "mixed")
-        return (*shapes, *with_top_k, *with_masks)
+        return tuple(replace(key, sampling=sampling) for key in shapes)
 
     @property
     def _plain_keys(self) -> tuple[GraphKey, ...]:
@@ -230,27 +240,46 @@ class Capture(Protocol):
     def replay(self) -> None: ...
 
 
+class Uncaptured:
+    """Implements `Capture` without a graph: ``work`` runs at each replay."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work = work
+        self.output: Any = None
+
+    def replay(self) -> None:
+        self.output = self._work()
+
+
 class GraphManager:
-    """Decides whether a step replays a graph or runs eagerly, captures shapes when they are first needed, and counts.
+    """Decides whether a step replays a graph or runs eagerly, captures shapes, and counts.
+
+    A capture takes as long as several steps. So a shape that was not captured at the start runs without a graph, with
+    the same kernels and padding, when it is first needed; it is captured when no request is there, or when it is needed
+    again. With more graphs than the memory plan counts, the one that was not used for the longest time is dropped.
 
     ``capture``: captures a shape, or returns None while kernels of it are not compiled; None: the device has no graphs.
-    ``includes_sampling``: False on a rank that is not the last of its pipeline, where steps end with the forward pass.
+    ``run``: a shape without a graph; None: shapes are captured when they are first needed. ``includes_sampling``: False
+    on a rank that is not the last of its pipeline, where steps end with the forward pass.
     """
 
     def __init__(
         self,
         table: CaptureTable,
         capture: Callable[[GraphKey], Capture | None] | None = None,
+        run: Callable[[GraphKey], Capture] | None = None,
         *,
         includes_sampling: bool = True,
     ) -> None:
         self.table = table if capture is not None else CaptureTable()
         self.captured: dict[GraphKey, Capture] = {}
-        """The shapes captured so far."""
+        """The captured shapes, the one that was used last at the end."""
+        self._needed: dict[GraphKey, None] = {}  # once
+        self._variants: dict[SamplingVariant, None] = {}  # of steps
         self.num_steps: Counter[str] = Counter()
         """Number of steps: ``eager``, or by the kind of their graph."""
         self._includes_sampling = includes_sampling
-        self._capture = capture
+        self._capture, self._run = capture, run
 
     def dispatch(
         self, output: SchedulerOutput, *, sampling: SamplingVariant | None, drafting: int | None = None
@@ -264,14 +293,35 @@ class GraphManager:
         return BatchShape.of_step(output, key), key
 
     def get(self, key: GraphKey) -> Capture | None:
-        """The graph of a shape, which is captured at its first use; None: kernels of it are not compiled."""
-        captured = self.captured.get(key)
-        if captured is None:
-            assert self._capture is not None  # without it the table is empty
-            captured = self._capture(key)
-            if captured is not None:
-                self.captured[key] = captured
+        """The graph of a shape, or what runs it; None: kernels of it are not compiled."""
+        if key in self.captured:
+            self.captured[key] = captured = self.captured.pop(key)
+            return captured
+        if self._run is None or key in self._needed:
+            return self._try(key)
+        self._needed[key] = None
+        if key.sampling is not None:
+            self._variants[key.sampling] = None
+        return self._run(key)
+
+    def _try(self, key: GraphKey) -> Capture | None:
+        assert self._capture is not None  # without it the table is empty
+        captured = self._capture(key)
+        if captured is not None:
+            self.captured[key] = captured
+            self._needed.pop(key, None)
+            if len(self.captured) > self.table.most_graphs:
+                del self.captured[next(iter(self.captured))]
         return captured
+
+    def capture_next(self) -> bool:
+        """Capture a shape that was needed or, while there is room, another one with a variant of sampling that was.
+        False: there is none, or its kernels are not compiled."""
+        has_room = len(self.captured) < self.table.most_graphs
+        others = (key for variant in self._variants for key in self.table.with_sampling(variant) if has_room)
+        keys = dict.fromkeys((*self._needed, *self._of_rank(tuple(others))))
+        missing = [key for key in keys if key not in self.captured]
+        return any(self._try(key) is not None for key in missing[:_MOST_TRIED])
 
     def without_graph(self, output: SchedulerOutput, key: GraphKey) -> BatchShape:
         """The shape of a step that runs eagerly after `dispatch`, because its graph cannot be captured yet."""
@@ -292,7 +342,8 @@ class GraphManager:
     def _capture_all(self, keys: Sequence[GraphKey]) -> None:
         for number, key in enumerate(keys):
             report_progress("graphs", number, len(keys))
-            self.get(key)
+            if key not in self.captured:
+                self._try(key)
 
     @property
     def first_keys(self) -> tuple[GraphKey, ...]:

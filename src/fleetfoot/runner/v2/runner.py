@@ -31,7 +31,15 @@ from fleetfoot.records.forward_context import ForwardContext, IntermediateTensor
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import SchedulerOutput, TokenMasks, WarmUpOutput
 from fleetfoot.runner.base import CompiledKernels, ModelRunner, SampledTokenSync
-from fleetfoot.runner.graphs import BatchShape, Capture, CaptureTable, GraphKey, GraphManager, captures_of_start
+from fleetfoot.runner.graphs import (
+    BatchShape,
+    Capture,
+    CaptureTable,
+    GraphKey,
+    GraphManager,
+    Uncaptured,
+    captures_of_start,
+)
 from fleetfoot.runner.v2.async_output import AsyncOutput
 from fleetfoot.runner.v2.device import Device, always, open_device
 from fleetfoot.runner.v2.drafting import Drafting, newest_tokens
@@ -115,6 +123,7 @@ class ModelRunnerV2(ModelRunner):
         self.graphs = GraphManager(
             capture_table or CaptureTable(),
             self._capture if can_capture else None,
+            self._uncaptured,
             includes_sampling=self._pipeline.is_last_rank,
         )
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -377,6 +386,24 @@ class ModelRunnerV2(ModelRunner):
         assert second is not None
         two: Any = _TwoGraphs(first, second)
         return cast("Capture", two)
+
+    def _uncaptured(self, key: GraphKey) -> Capture:
+        """What runs a shape without a graph, with masks in two parts."""
+        forward, sample = self._parts(key)
+        if key.sampling is None:
+            return Uncaptured(forward)
+        if not key.sampling.masks:
+            return Uncaptured(lambda: sample(forward()))
+        first = Uncaptured(forward)
+        two: Any = _TwoGraphs(first, Uncaptured(lambda: sample(first.output)))
+        return cast("Capture", two)
+
+    def prepare(self) -> bool:
+        if self._compiler is None or self._loader.context.tensor_group.size > 1:  # ranks capture in the same step
+            return False
+        self._compiler.ahead.advance()
+        with torch.inference_mode(), self._serving():
+            return self.graphs.capture_next()
 
     def wait_for_kernels(self) -> CompiledKernels:
         if self._ahead is None:
