@@ -55,6 +55,10 @@ SCHEMAS: dict[str, Any] = {
     },
     "anything": {"type": "array", "prefixItems": [string(maxLength=5)], "items": {}},
 }  # fmt: skip
+CONSTRAINTS = {name: {"json": schema} for name, schema in SCHEMAS.items()} | {
+    "behind text": {"json": SCHEMAS["arrays"], "reasoning_begin": "<think>", "reasoning_end": "</think>"},
+    "behind tokens": {"json": SCHEMAS["arrays"], "reasoning_begin": "<|user|>", "reasoning_end": "<|assistant|>"},
+}
 WITHOUT = {"options"}
 """Schemas with no string whose limits are known."""
 
@@ -74,12 +78,13 @@ def masks(matcher: Any, drafts: list[int]) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("name", CONSTRAINTS)
 def test_masks_are_those_of_llguidance(name: str, grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    grammar = grammars.compile(StructuredOutputsParams(json=SCHEMAS[name]))
+    grammar = grammars.compile(StructuredOutputsParams(**CONSTRAINTS[name]))
     texts = [grammar.source.tokenizer.decode_bytes([token]) for token in range(VOCAB)]
     expected, matcher = LLMatcher(grammar.source.tokenizer, grammar.source.grammar), grammar.matcher.deep_copy()
     assert isinstance(matcher, StringMatcher)
+    end = grammars._load_vocabulary().special_tokens["<|assistant|>"]
     num_own = 0
     compute = StringMatcher._string_base
 
@@ -97,6 +102,8 @@ def test_masks_are_those_of_llguidance(name: str, grammars: GrammarCompiler, mon
         special = [token for token in allowed if not texts[token].isascii() or {*b'"\\'} & {*texts[token]}]
         if special and rng.random() < 0.25:
             return int(rng.choice(special))
+        if end in allowed:
+            return end
         return int(max(rng.choices(allowed, k=rng.choice([1, 8])), key=lambda token: len(texts[token])))
 
     for _ in range(5):
@@ -117,11 +124,11 @@ def test_masks_are_those_of_llguidance(name: str, grammars: GrammarCompiler, mon
 
 
 def test_other_grammars_have_matchers_of_llguidance(grammars: GrammarCompiler) -> None:
-    """Those with other text around the JSON, without limits, and with white space that could be JSON."""
+    """Without limits, and with white space or reasoning that could be JSON."""
     for fields in (
         {"regex": "[a-z]{3,40}"},
         {"json": string()},
         {"json": string(maxLength=9), "whitespace_pattern": '[ "]*'},
-        {"json": string(maxLength=9), "reasoning_begin": "<think>", "reasoning_end": "</think>"},
+        {"json": string(maxLength=9), "reasoning_begin": "[think]", "reasoning_end": "[end]"},
     ):
         assert isinstance(grammars.compile(StructuredOutputsParams(**fields)).matcher, LLMatcher)

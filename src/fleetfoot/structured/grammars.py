@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -129,6 +130,31 @@ def behind_reasoning(grammar: str, begin: str, end: str, special_tokens: Mapping
         r"SPACE: /\n{0,2}/",
     ]
     return framed(grammar, "\n".join(rules), "output")
+
+
+_BEHIND_REASONING = re.compile(r"%llguidance {}\nstart: \((.+) thought SPACE\)\? @output\nthought.*: TEXT (.+)\n.+\n.+")
+
+_JSON_BEGINS = b' \n\t\r{["-0123456789tfn'
+
+
+def split_reasoning(grammar: str) -> tuple[str, list[bytes]]:
+    """A JSON schema's grammar without what `behind_reasoning` adds, and the two marks that this has; none: it is not
+    such a grammar. A special token is a mark as of `token_mark`."""
+
+    def mark(text: str) -> bytes:
+        return token_mark(int(text[2:-2])) if text.startswith("<[") else str(json.loads(text)).encode()
+
+    parts = json.loads(grammar)["grammars"] if grammar.lstrip().startswith("{") else []
+    match = _BEHIND_REASONING.fullmatch(parts[0].get("lark_grammar") or "") if len(parts) == 2 else None
+    marks = [] if match is None else [mark(text) for text in match.groups()]
+    if not marks or marks[0][:1] in _JSON_BEGINS:
+        return grammar, []
+    return json.dumps({"grammars": [{"json_schema": parts[1].get("json_schema")}]}), marks
+
+
+def token_mark(token_id: int) -> bytes:
+    """A special token in a text, which has no such bytes."""
+    return b"\xff%d\xff" % token_id
 
 
 def framed(grammar: str, frame: str, name: str = "answer") -> str:

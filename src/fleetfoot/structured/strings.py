@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from fleetfoot.structured.grammars import WHITESPACE
+from fleetfoot.structured.grammars import WHITESPACE, split_reasoning, token_mark
 from fleetfoot.structured.places import Place, Strings, all_strings, schema_of
 
 _CHARACTER = (
@@ -48,19 +48,23 @@ MakeMatcher = Callable[[Any, str], Any]
 def with_strings(tokenizer: Any, grammar: str, make: MakeMatcher) -> Any:
     """A matcher of a grammar, which may be a `StringMatcher`."""
     matcher = make(tokenizer, grammar)
-    schema = schema_of(grammar)
-    if schema is None or matcher.is_error():
+    if matcher.is_error():
+        return matcher
+    document, marks = split_reasoning(grammar)
+    schema = schema_of(document)
+    if schema is None:
         return matcher
     kinds = {*all_strings(schema)}
     space = schema.get("x-guidance", {}).get("whitespace_pattern", WHITESPACE)
     if space != WHITESPACE or all(kind.most is None for kind in kinds) or len(grammar) > _MAX_GRAMMAR:
         return matcher
     texts = _texts_of(tokenizer)
-    follower = make(texts.tokenizer, grammar)
+    follower = make(texts.tokenizer, document)
     classes = {kind.characters: texts.characters(kind.characters, make) for kind in kinds}
     if texts.quote < 0 or follower.is_error() or not all(found.sample for found in classes.values()):
         return matcher
-    return StringMatcher(matcher, follower, texts, classes, Place.root(schema))
+    samples = {pattern: found.sample for pattern, found in classes.items()}
+    return StringMatcher(matcher, follower, texts, classes, _Reader(Place.root(schema), samples, marks))
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -115,20 +119,24 @@ class _Texts:
         from llguidance import LLMatcher
 
         self.source = tokenizer
-        self.texts = [tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)]
-        self.counts = [0] * len(self.texts)
+        num = tokenizer.vocab_size
+        special = {token for token in range(num) if tokenizer.is_special_token(token)} | {*tokenizer.eos_tokens}
+        self.texts = [
+            token_mark(token) if token in special else tokenizer.decode_bytes([token]) for token in range(num)
+        ]
+        self.counts = [0] * num
         """Characters of each, up to the quote that closes the string; the last one may be a part."""
-        self.is_content = bytearray(len(self.texts))
+        self.is_content = bytearray(num)
         """Tokens of whole characters."""
         closing: dict[bytes, list[tuple[int, bytes]]] = {}
         matcher = LLMatcher(tokenizer, "start: /(?s:.*)/", log_level=0)  # no special tokens, and none without text
-        for token in np.flatnonzero(_flags(matcher.compute_bitmask(), len(self.texts))):
+        for token in np.flatnonzero(_flags(matcher.compute_bitmask(), num)).tolist():
             text, end = self.texts[token], _content_end(self.texts[token])
             is_closing = text[end : end + 1] == b'"'
             self.is_content[token] = is_whole = end == len(text)
             self.counts[token] = _count(text[:end]) + (not is_whole and not is_closing)
             if is_closing:
-                closing.setdefault(text[end:], []).append((int(token), text[:end]))
+                closing.setdefault(text[end:], []).append((token, text[:end]))
         self.longest = max(self.counts)
         self.quote = self.texts.index(b'"') if b'"' in self.texts else -1
         self.tokenizer, tokens = _tokenizer_of(closing)
@@ -222,16 +230,18 @@ class _Reader:
     Args:
         place: of its value.
         samples: a character of each class.
+        marks: what a text may begin with, and end with, that is before the document; none: it begins at once.
     """
 
     __slots__ = (
-        "_frames", "_is_name", "_is_open", "_name", "_place", "_samples", "characters", "is_asked", "pending", "rest",
-        "strings",
+        "_frames", "_is_name", "_is_open", "_marks", "_name", "_place", "_samples", "characters", "is_asked", "pending",
+        "rest", "strings",
     )  # fmt: skip
 
-    def __init__(self, place: Place, samples: Mapping[str, bytes]) -> None:
+    def __init__(self, place: Place, samples: Mapping[str, bytes], marks: Sequence[bytes]) -> None:
         self._place = place  # of the value that comes next, or is there
         self._samples = samples
+        self._marks = [*marks]  # that are ahead
         self._frames: list[tuple[Place, int]] = []  # of what is open: its place, and the index in an array; -1: object
         self._name: bytes | None = None  # of the value; None: it comes next, in an object
         self._is_open = self._is_name = False  # a string
@@ -250,7 +260,7 @@ class _Reader:
         other = _Reader.__new__(_Reader)
         for name in _Reader.__slots__:
             setattr(other, name, getattr(self, name))
-        other._frames, other.pending = self._frames[:], self.pending[:]
+        other._frames, other._marks, other.pending = self._frames[:], self._marks[:], self.pending[:]
         return other
 
     def ask(self) -> None:
@@ -259,7 +269,19 @@ class _Reader:
             self.pending += self._samples[self.strings.characters] * self.strings.least
             self.is_asked = True
 
+    def _skip(self, text: bytes) -> bytes:
+        """Read before the document. Returns the part that is in it."""
+        if len(self._marks) == 2:
+            self._marks = self._marks[1:] if text.startswith(self._marks[0][:1]) else []
+        if not self._marks:
+            return text
+        before, mark, behind = (self.rest + text).partition(self._marks[0])
+        self.rest = b"" if mark else before[-len(self._marks[0]) :]
+        self._marks = [] if mark else self._marks
+        return behind
+
     def read(self, text: bytes) -> None:
+        text = self._skip(text) if self._marks else text
         place = 0
         while place < len(text):
             if self._is_open:
@@ -328,18 +350,19 @@ class StringMatcher:
         matcher: at the beginning.
         follower: of the same grammar and the tokenizer of ``texts``.
         classes: of all strings in the schema.
-        place: the root of the schema.
+        reader: at the beginning.
     """
 
-    def __init__(self, matcher: Any, follower: Any, texts: _Texts, classes: Mapping[str, _Class], place: Place) -> None:
+    def __init__(
+        self, matcher: Any, follower: Any, texts: _Texts, classes: Mapping[str, _Class], reader: _Reader
+    ) -> None:
         self._matcher, self._follower = matcher, follower
-        self._texts, self._classes, self._place = texts, classes, place
+        self._texts, self._classes, self._beginning = texts, classes, reader
         self._size = 4 * -(-len(texts.texts) // 32)
         self._begin()
 
     def _begin(self) -> None:
-        samples = {pattern: found.sample for pattern, found in self._classes.items()}
-        self._reader = _Reader(self._place, samples)
+        self._reader = self._beginning.copy()
         self._num_followed = 0  # tokens of the follower
         self._base: np.ndarray | None = None  # of the string that it is in
 
