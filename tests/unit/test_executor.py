@@ -36,6 +36,7 @@ from fleetfoot.plan.resolve import resolve_plan
 from fleetfoot.records import step as records
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.structured.mask_space import MaskMemory
 
 IDLE = records.SchedulerOutput(3, [], [], 0, 0, 0)
 PARAMS = SamplingParams(temperature=0.3, logit_bias={5: -1.0}, stop=["x"], seed=2**63 - 1)
@@ -77,11 +78,19 @@ def test_calls_round_trip(step: records.SchedulerOutput) -> None:
 
 
 def test_masks_round_trip() -> None:
-    assert messages.decode_masks(messages.encode_masks(None)) is None
-    masks = np.arange(-6, 6, dtype=np.int32).reshape(3, 4)
-    read = messages.decode_masks(messages.encode_masks(records.TokenMasks([0, 2, 5], masks)))
-    assert read is not None and read.rows == [0, 2, 5]
-    assert np.array_equal(read.masks, masks)
+    """As bytes, and as a place in memory that is shared."""
+    memory = MaskMemory(num_words=4, max_masks=5, num_steps=2)
+    memory.next(5)
+    masks, offset = memory.next(3)
+    masks[:] = np.arange(-6, 6, dtype=np.int32).reshape(3, 4)
+    step = records.TokenMasks([0, 2, 5], masks, memory.words, offset)
+    for mapped in (None, memory):
+        is_shared = mapped is not None
+        assert messages.decode_masks(messages.encode_masks(None, is_shared=is_shared), mapped) is None
+        message = messages.encode_masks(step, is_shared=is_shared)
+        read = messages.decode_masks(message, mapped)
+        assert read is not None and read.rows == [0, 2, 5] and (len(message) < 20) == is_shared
+        assert np.array_equal(read.masks, masks)
 
 
 def test_ranks_that_read_no_tokens_receive_none() -> None:

@@ -24,23 +24,30 @@ from fleetfoot.structured.masks import TokenMasker, num_mask_processes
 logger = logging.getLogger(__name__)
 
 
-def build_core(plan: EnginePlan, executor: Executor) -> EngineCore:
+def _depth(plan: EnginePlan) -> int:
+    """Steps in flight behind which another one is queued: as many as keep every stage of a pipeline busy."""
+    num_stages = plan.config.pipeline_parallel_size
+    is_pipelined = num_stages > 1 and plan.config.async_scheduling is not False
+    return num_stages if is_pipelined else int(plan.async_scheduling)
+
+
+def make_mask_memory(plan: EnginePlan) -> MaskMemory:
+    """What the engine computes token masks in, for its executor and for `build_core`."""
+    max_masks = plan.config.max_num_seqs * (1 + plan.drafter.num_drafts)
+    return MaskMemory(mask_size(plan.model.vocab_size), max_masks, num_steps=_depth(plan) + 2)
+
+
+def build_core(plan: EnginePlan, executor: Executor, masks: MaskMemory) -> EngineCore:
     """The loop over a new scheduler and an executor that has started. Raises ValueError as `make_connector`."""
-    config = plan.config
-    # steps in flight behind which another one is queued: as many as keep every stage of a pipeline busy
-    num_stages = config.pipeline_parallel_size
-    is_pipelined = num_stages > 1 and config.async_scheduling is not False
-    depth = num_stages if is_pipelined else int(plan.async_scheduling)
-    max_masks = config.max_num_seqs * (1 + plan.drafter.num_drafts)
-    memory = MaskMemory(mask_size(plan.model.vocab_size), max_masks, num_steps=depth + 2)
-    masker = TokenMasker(memory, num_mask_processes(plan.device))
-    return EngineCore(_build_scheduler(plan, executor.layout), executor, StatsCollector(), masker=masker, depth=depth)
+    masker = TokenMasker(masks, num_mask_processes(plan.device))
+    scheduler = _build_scheduler(plan, executor.layout)
+    return EngineCore(scheduler, executor, StatsCollector(), masker=masker, depth=_depth(plan))
 
 
-def start_again(plan: EnginePlan) -> tuple[Executor, SchedulerConnector, int]:
+def start_again(plan: EnginePlan, masks: MaskMemory) -> tuple[Executor, SchedulerConnector, int]:
     """New workers, and a new scheduler's side of the connector; see `fleetfoot.engine.restart.Rebuild`."""
     plan = replace(plan, engine_id=uuid.uuid4().hex)  # for other engines it is another one, without the old KV
-    executor = start_executor(plan)
+    executor = start_executor(plan, masks)
     try:
         return executor, make_connector(plan), executor.layout.num_blocks
     except BaseException:

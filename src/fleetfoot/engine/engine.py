@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.vllm_names import check_call_keywords
-from fleetfoot.engine.building import build_core, served_model_len, start_again
+from fleetfoot.engine.building import build_core, make_mask_memory, served_model_len, start_again
 from fleetfoot.engine.core import EngineCore, no_callback
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.hold import HoldCalls, HoldQueue
@@ -496,9 +496,10 @@ def build_engine(config: EngineConfig, *, output_processor: Callable[..., Any] =
 
         tokenizer = Tokenizer.from_path(plan.tokenizer_path)
         tokenizer.tensor_types["pt"] = torch.tensor
-    executor = start_executor(plan)
+    masks = make_mask_memory(plan)
+    executor = start_executor(plan, masks)
     try:
-        core = build_core(plan, executor)
+        core = build_core(plan, executor, masks)
         input_processor = InputProcessor(
             vocab_size=plan.model.vocab_size,
             max_model_len=served_model_len(plan, executor.layout),
@@ -514,7 +515,7 @@ def build_engine(config: EngineConfig, *, output_processor: Callable[..., Any] =
     except BaseException:
         executor.shutdown()
         raise
-    rebuild = partial(start_again, plan) if config.on_error == "restart" else None
+    rebuild = partial(start_again, plan, masks) if config.on_error == "restart" else None
     return LLMEngine(
         core,
         input_processor,

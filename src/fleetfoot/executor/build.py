@@ -5,10 +5,13 @@ from __future__ import annotations
 from fleetfoot.executor.protocol import Executor
 from fleetfoot.executor.worker import Worker
 from fleetfoot.plan.plan import EnginePlan
+from fleetfoot.structured.mask_space import MaskMemory
 
 
-def start_executor(plan: EnginePlan) -> Executor:
+def start_executor(plan: EnginePlan, masks: MaskMemory | None = None) -> Executor:
     """Load the model and allocate the KV cache, in this process or in others.
+
+    ``masks``: what the engine computes token masks in; None: masks come with each step.
 
     Raises ValueError if there are fewer GPUs than ranks, this is not the first node, or the nodes' settings differ; and
     what a worker raises when it starts: ValueError if there is no memory or the weights do not fit, and the errors of
@@ -17,7 +20,7 @@ def start_executor(plan: EnginePlan) -> Executor:
     if plan.executor == "mp":
         from fleetfoot.executor.multiprocess import MultiprocessExecutor  # it needs zmq
 
-        return MultiprocessExecutor(plan)
+        return MultiprocessExecutor(plan, masks)
     worker = Worker(plan)
     try:
         worker.start()

@@ -23,6 +23,7 @@ import zmq
 
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
+from fleetfoot.structured.mask_space import MaskMemory
 
 _LINGER_MS = 2000
 """How long a worker that ends keeps trying to send its last reply."""
@@ -60,18 +61,22 @@ def decode_call(message: bytes) -> tuple[int, SchedulerOutput]:
     return number, output
 
 
-def encode_masks(masks: TokenMasks | None) -> bytes:
-    """The message that follows a step with ``structured`` requests."""
-    content = None if masks is None else (masks.rows, masks.masks.tobytes())
-    return _ENCODER.encode(content)
+def encode_masks(masks: TokenMasks | None, *, is_shared: bool) -> bytes:
+    """The message that follows a step with ``structured`` requests. ``is_shared``: workers have mapped the memory that
+    masks are computed in."""
+    if masks is None:
+        return _ENCODER.encode(None)
+    return _ENCODER.encode((masks.rows, masks.offset if is_shared else masks.masks.tobytes()))
 
 
-def decode_masks(message: bytes) -> TokenMasks | None:
-    """The argument of `encode_masks`."""
+def decode_masks(message: bytes, memory: MaskMemory | None) -> TokenMasks | None:
+    """The argument of `encode_masks`. ``memory``: what the engine computes masks in; None: it is not shared."""
     content = msgspec.msgpack.decode(message)
     if content is None:
         return None
     rows, values = content
+    if memory is not None:
+        return TokenMasks(rows, memory.at(values, len(rows)), memory.words, values)
     return TokenMasks(rows, np.frombuffer(values, np.int32).reshape(len(rows), -1))
 
 

@@ -43,6 +43,7 @@ from fleetfoot.records.step import (
     TransferFailure,
     without_token_ids,
 )
+from fleetfoot.structured.mask_space import MaskMemory
 
 _NODE_WAIT_MS = 1000
 """How long to wait, after a worker has failed, for another machine to report the loss of one of its own."""
@@ -57,7 +58,7 @@ class MultiprocessExecutor:
     the start.
     """
 
-    def __init__(self, plan: EnginePlan) -> None:
+    def __init__(self, plan: EnginePlan, masks: MaskMemory | None = None) -> None:
         config = plan.config
         if config.node_rank != 0:
             raise ValueError(
@@ -78,6 +79,8 @@ class MultiprocessExecutor:
         stage = config.tensor_parallel_size
         self._last_ranks = range(self._num_workers - stage, self._num_workers)  # of the stage that samples
         self._middle_ranks = range(stage, self._num_workers - stage)  # of the stages that read no tokens
+        is_shared = masks is not None and masks.descriptor >= 0 and config.nnodes == 1
+        self._masks = masks if is_shared else None
         self._rendezvous = EngineNodes(plan) if config.nnodes > 1 else RendezvousDir()
         self._processes = WorkerProcesses()
         # for programs that do not call shutdown; at exit another thread may still use the sockets
@@ -87,7 +90,7 @@ class MultiprocessExecutor:
         closing.atexit = False  # type: ignore[misc]  # it is a property
         try:
             self._rendezvous.gather(self._channel.addresses)
-            self._processes.start(plan, self._channel.addresses, self._rendezvous.store)
+            self._processes.start(plan, self._channel.addresses, self._rendezvous.store, self._masks)
             self._poller = zmq.Poller()
             for source in (self._channel.replies, *self._processes.sentinels, *self._rendezvous.descriptors):
                 self._poller.register(source, zmq.POLLIN)
@@ -116,7 +119,7 @@ class MultiprocessExecutor:
             raise RuntimeError("sample_tokens was called without an execute_model before it")
         step, self._step = self._step, None
         if step.structured:
-            self._send(encode_masks(masks), self._last_ranks)
+            self._send(encode_masks(masks, is_shared=self._masks is not None), self._last_ranks)
         else:
             self._send_step(step)
         number = self._num_steps

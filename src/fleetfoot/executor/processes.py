@@ -26,6 +26,7 @@ from fleetfoot.config import env
 from fleetfoot.executor.messages import Store, WorkerAddresses
 from fleetfoot.executor.protocol import WorkerError
 from fleetfoot.plan.plan import EnginePlan
+from fleetfoot.structured.mask_space import MaskMemory
 
 SHUTDOWN_S = 10.0
 """How long workers may take to give everything back."""
@@ -48,15 +49,20 @@ class WorkerProcesses:
         self._reader, self._lifeline = self._context.Pipe(duplex=False)
         self.by_rank: dict[int, BaseProcess] = {}
 
-    def start(self, plan: EnginePlan, addresses: Sequence[WorkerAddresses], store: Store) -> None:
-        """Start all, given the addresses of all ranks; if that fails, `kill` ends those that were started."""
+    def start(
+        self, plan: EnginePlan, addresses: Sequence[WorkerAddresses], store: Store, masks: MaskMemory | None = None
+    ) -> None:
+        """Start all, given the addresses of all ranks; if that fails, `kill` ends those that were started.
+
+        ``masks``: what the engine computes token masks in; None: they come by message.
+        """
         size = plan.config.local_world_size
         # the parent, if it lives as long as the thread that starts the processes
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
         log_level = logging.getLogger("fleetfoot").getEffectiveLevel()
         with self._reader, env.defaults(_variables(plan, size)), _spawning():
             for rank in range(plan.config.node_rank * size, (plan.config.node_rank + 1) * size):
-                arguments = (plan, rank, addresses[rank], store, self._reader, parent, log_level)
+                arguments = (plan, rank, addresses[rank], store, masks, self._reader, parent, log_level)
                 name = f"fleetfoot-worker-{rank}"
                 process = self._context.Process(target=run_worker, args=arguments, name=name, daemon=True)
                 process.start()
@@ -148,14 +154,15 @@ def run_worker(
     rank: int,
     addresses: WorkerAddresses,
     store: Store,
+    masks: MaskMemory | None,
     lifeline: Connection,
     parent: int | None,
     log_level: int,
 ) -> None:
     """The main function of a worker process. Torch is imported after the process is certain to end with its parent.
 
-    ``lifeline``: the reading end of a pipe that is closed, by whatever means, when the parent ends. ``parent``: its
-    process id; None: the thread that started this process may end before it.
+    ``masks``: as of `WorkerProcesses.start`. ``lifeline``: the reading end of a pipe that is closed, by whatever means,
+    when the parent ends. ``parent``: its process id; None: the thread that started this process may end before it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the engine decides
     signal.signal(signal.SIGTERM, _end_later)
@@ -169,7 +176,7 @@ def run_worker(
 
     exit_code = 0
     try:
-        run_worker_loop(plan, rank, addresses, store)
+        run_worker_loop(plan, rank, addresses, store, masks)
     except BaseException:
         logger.exception("the worker could not shut down cleanly")
         exit_code = 1

@@ -34,6 +34,7 @@ from fleetfoot.executor.messages import (
 from fleetfoot.executor.worker import Worker
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.step import PendingOutput
+from fleetfoot.structured.mask_space import MaskMemory
 from fleetfoot.utils.process import SHORT_COLLECTIONS
 
 _SWITCH_INTERVAL_S = 0.0005
@@ -41,7 +42,9 @@ _SWITCH_INTERVAL_S = 0.0005
 as a step."""
 
 
-def run_worker_loop(plan: EnginePlan, rank: int, addresses: WorkerAddresses, store: Store) -> None:
+def run_worker_loop(
+    plan: EnginePlan, rank: int, addresses: WorkerAddresses, store: Store, memory: MaskMemory | None = None
+) -> None:
     """Return when the engine ends the worker; arguments as of `fleetfoot.executor.processes.run_worker`.
 
     A worker that raises reports it, and keeps all its connections until the engine ends it: closing them would make
@@ -64,7 +67,7 @@ def run_worker_loop(plan: EnginePlan, rank: int, addresses: WorkerAddresses, sto
                 if scheduler_output.structured and worker.samples:
                     if not (message := channel.receive()):
                         break
-                    masks = decode_masks(message)
+                    masks = decode_masks(message, memory)
                 send(number, worker.sample_tokens(masks))
     except BaseException as error:
         channel.open_replies().send(encode_reply(Failure.of(rank, error, traceback.format_exc())))

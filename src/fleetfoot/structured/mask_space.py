@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import cached_property
+from multiprocessing import reduction
+from typing import Any
 
 import numpy as np
 
@@ -39,9 +41,24 @@ class MaskMemory:
         """Of its file; -1: it is in memory of this process alone."""
         return self._shared.descriptor
 
+    def __reduce__(self) -> Any:
+        """For a process that is spawned with it, which maps the same memory."""
+        arguments = self.num_words, self._max_masks, self._num_steps
+        return _map, (*arguments, reduction.DupFd(self.descriptor))
+
+    def at(self, offset: int, num_masks: int) -> np.ndarray:
+        """What `next` has returned with this offset."""
+        masks: np.ndarray = self.words[offset : offset + num_masks * self.num_words]
+        return masks.reshape(num_masks, self.num_words)
+
     def next(self, num_masks: int) -> tuple[np.ndarray, int]:
         """The masks of the next step, ``[num_masks, num_words]`` int32, and how many int32 are before them."""
         self._turn = (self._turn + 1) % self._num_steps
         offset = self._turn * self._max_masks * self.num_words
-        masks = self._shared.words[offset : offset + num_masks * self.num_words]
-        return masks.reshape(num_masks, self.num_words), offset
+        return self.at(offset, num_masks), offset
+
+
+def _map(num_words: int, max_masks: int, num_steps: int, descriptor: Any) -> MaskMemory:
+    memory = MaskMemory(num_words, max_masks, num_steps)
+    memory.__dict__["_shared"] = SharedWords(descriptor=descriptor.detach())
+    return memory
