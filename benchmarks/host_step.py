@@ -107,7 +107,7 @@ def build(
         max_model_len=max_model_len,
         eos_token_ids=[],
         tokenizer=None,
-        max_logprobs=0,
+        max_logprobs=20,
         seed=0,
     )
     core = EngineCore(Scheduler(limits), _Executor(runner), StatsCollector(), depth=int(overlap))
@@ -199,6 +199,7 @@ def measure_steps(args: argparse.Namespace, profiler: cProfile.Profile) -> dict[
         ignore_eos=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        logprobs=args.logprobs,
     )
     for number in range(args.requests):
         prompt = [(number * 31 + position * 7) % VOCAB_SIZE for position in range(17 + number % 64)]
@@ -235,6 +236,7 @@ def main() -> None:
     parser.add_argument("--runner", choices=("v1", "v2"), default="v2")
     parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--logprobs", type=int, help="top logprobs of each token")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)

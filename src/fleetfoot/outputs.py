@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from fleetfoot.records.step import PackedLogprobs, RowLogprobs
 from fleetfoot.utils.vllm_paths import provide_names
 
 if TYPE_CHECKING:
@@ -15,10 +17,33 @@ if TYPE_CHECKING:
 _TEXT = "decoded_token"
 
 
-class _DecodedWhenRead:
-    """``decoded_token`` is decoded when it is read first: most are never read, and a step has hundreds."""
+class _ComputedWhenRead(ABC):
+    """A field that is computed when it is read first: most are never read, and a step has hundreds."""
+
+    __slots__ = ()
+    _computed: ClassVar[str]
+    """The name of the field, with a slot that is not set."""
+
+    @abstractmethod
+    def _compute(self) -> Any:
+        """The value."""
+
+    def __getattr__(self, name: str) -> Any:  # of a slot that is not set
+        if name != self._computed:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = self._compute()
+        setattr(self, name, value)
+        return value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), tuple(getattr(self, each.name) for each in fields(self))  # type: ignore[arg-type]
+
+
+class _DecodedWhenRead(_ComputedWhenRead):
+    """Has ``decoded_token``."""
 
     __slots__ = ("_decode", "_token_id")
+    _computed = _TEXT
     _decode: Callable[[int], str]
     _token_id: int
 
@@ -27,15 +52,8 @@ class _DecodedWhenRead:
         self._decode, self._token_id = decode, token_id
         delattr(self, _TEXT)
 
-    def __getattr__(self, name: str) -> Any:  # of a slot that is not set
-        if name != _TEXT:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        text = self._decode(self._token_id)
-        setattr(self, _TEXT, text)
-        return text
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), tuple(getattr(self, each.name) for each in fields(self))  # type: ignore[arg-type]
+    def _compute(self) -> str:
+        return self._decode(self._token_id)
 
 
 @dataclass(slots=True)
@@ -96,8 +114,46 @@ class RequestMetrics:
         return (self.last_token_ts - self.first_token_ts) / (self.num_generation_tokens - 1)
 
 
+class SampledLogprobs:
+    """The logprobs of a sequence's tokens. Dictionaries are made when an output with them is read."""
+
+    __slots__ = ("_decode", "_entries")
+
+    def __init__(self, decode: Callable[[int], str] | None = None) -> None:
+        self._decode = decode
+        self._entries: list[Any] = []  # packed until they are read, then dictionaries
+
+    def extend(self, rows: list[PackedLogprobs]) -> None:
+        self._entries += rows
+
+    def read(self, begin: int, end: int) -> list[dict[int, Logprob]]:
+        """Those of the tokens from ``begin`` to ``end``."""
+        entries = self._entries
+        for index in range(begin, end):
+            if isinstance(packed := entries[index], bytes):
+                entries[index] = logprob_dict(*RowLogprobs.unpack(packed), self._decode)
+        return entries[begin:end]
+
+
+class _LogprobsWhenRead(_ComputedWhenRead):
+    """Has ``logprobs``."""
+
+    __slots__ = ("_span",)
+    _computed = "logprobs"
+    _span: tuple[SampledLogprobs, int, int]
+
+    def read_later(self, sampled: SampledLogprobs, begin: int, end: int) -> None:
+        """Let ``logprobs`` be those of the tokens from ``begin`` to ``end``."""
+        self._span = sampled, begin, end
+        delattr(self, self._computed)
+
+    def _compute(self) -> list[dict[int, Logprob]]:
+        sampled, begin, end = self._span
+        return sampled.read(begin, end)
+
+
 @dataclass(slots=True)
-class CompletionOutput:
+class CompletionOutput(_LogprobsWhenRead):
     """One of a request's ``n`` sequences."""
 
     index: int

@@ -262,7 +262,7 @@ def test_a_query_beyond_the_end_has_no_slots() -> None:
 
 
 def test_logprobs_are_those_of_the_accepted_tokens() -> None:
-    rows = [RowLogprobs([token], [-0.5], 1) for token in range(9)]
+    rows = [RowLogprobs([token], [-0.5], 1).pack() for token in range(9)]
     logprobs = dict(enumerate(rows[:4])) | {8: rows[8]}
     for room, expected in ((9, {0: rows[:2], 2: [rows[8]]}), (0, {2: [rows[8]]})):
         new = verify_drafts(list(range(9)), [""] * 9, [[0, 7, 7], [7, 7, 7]], [room, 9, 9], logprobs)

@@ -179,7 +179,7 @@ class RunsExecutor(ScriptedExecutor):
             request.token_ids.extend(new)
             result.sampled_token_ids.append(new)
             if request.params.logprobs is not None:
-                result.logprobs[index] = [RowLogprobs([token], [-0.5 * token], 1) for token in new]
+                result.logprobs[index] = [RowLogprobs([token], [-0.5 * token], 1).pack() for token in new]
         return result
 
 

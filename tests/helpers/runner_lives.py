@@ -302,7 +302,8 @@ def live(
         for result in step.results:
             life = lives[result.request.request_id]
             life.token_ids = list(result.request.token_ids)
-            life.logprobs += step.output.logprobs.get(result.index, [])[: len(result.new_token_ids)]
+            packed = step.output.logprobs.get(result.index, [])[: len(result.new_token_ids)]
+            life.logprobs += map(RowLogprobs.unpack, packed)
     return lives
 
 

@@ -56,8 +56,8 @@ FULL = dataclasses.replace(
 LOST = records.TransferFailure("lost", timed_out=True)
 OUTPUT = records.ModelRunnerOutput(
     sampled_token_ids=[[5, 6], []],
-    logprobs={0: [records.RowLogprobs([5, 9], [-0.5, float("-inf")], 3)]},
-    prompt_logprobs={1: (64, [records.RowLogprobs([3], [-1.25], 4)])},
+    logprobs={0: [records.RowLogprobs([5, 9], [-0.5, float("-inf")], 3).pack()]},
+    prompt_logprobs={1: (64, [records.RowLogprobs([3], [-1.25], 4).pack()])},
     invalid={1: "logits are not numbers"},
     num_drafted=[2],
     kv_connector_output=records.KVConnectorOutput({"a"}, {"b": LOST}, {"c"}, {"n": 1}),

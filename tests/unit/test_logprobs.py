@@ -17,6 +17,7 @@ from fleetfoot.kernels.sampling.token_logprobs import (
     token_logprobs_triton,
 )
 from fleetfoot.outputs import Logprob, logprob_dict
+from fleetfoot.records.step import RowLogprobs
 from fleetfoot.sampling.logprobs import PromptLogprobs, token_logprobs
 
 
@@ -51,10 +52,11 @@ def test_whole_vocabulary_and_counts_per_row():
     assert result.token_ids.tolist() == [[0, 1, 2, 0], [2, 0, 1, 2]]
     assert result.logprobs.dtype == torch.float32
     assert result.logprobs[:, 1:].exp().sum(dim=-1).tolist() == pytest.approx([1.0, 1.0])
-    first, second = result.to_rows(counts=[1, 0])
+    first, second = map(RowLogprobs.unpack, result.to_rows(counts=[1, 0]))
     assert (first.token_ids, first.rank, second.token_ids, second.rank) == ([0, 1], 3, [2], 3)
     assert len(second.logprobs) == 1
     assert result.to_rows(counts=[-1, -1]) == result.to_rows()
+    assert result.to_rows([0, -1, 1], [1, 0, 0]) == [second.pack(), result.to_rows()[0], first.pack()]
     assert token_logprobs(logits, 99, torch.tensor([0, 2])).token_ids.shape == (2, 4)  # at most the vocabulary
 
 

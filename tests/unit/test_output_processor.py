@@ -1,8 +1,11 @@
-"""The short way of outputs without logprobs and stop strings against the general one."""
+"""The short way of outputs without stop strings against the general one."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 from array import array
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +17,10 @@ from fleetfoot.assets import embedded_model_path
 from fleetfoot.engine.input_processor import EngineRequest
 from fleetfoot.engine.output_processor import OutputProcessor
 from fleetfoot.engine.stats import StatsCollector
+from fleetfoot.outputs import Logprob
 from fleetfoot.records.request import FINISH_REASONS, RequestStatus
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
-from fleetfoot.records.step import EngineOutput
+from fleetfoot.records.step import EngineOutput, RowLogprobs
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_path(embedded_model_path())
@@ -25,13 +29,28 @@ CALLS = st.lists(st.lists(TOKENS, min_size=1, max_size=3), min_size=1, max_size=
 """For each call of `process`, the tokens of its steps."""
 
 
+def packed_logprobs(tokens: list[int], num_top: int | None) -> list[bytes] | None:
+    """Of each token, and of the tokens behind it as the most probable ones."""
+    if num_top is None:
+        return None
+    places = range(1, 1 + num_top)
+    rows = [([t, *[t + i for i in places]], [-0.5 - t, *[-0.25 * i for i in places]], 9) for t in tokens]
+    return [RowLogprobs(*row).pack() for row in rows]
+
+
 def run(
-    kind: RequestOutputKind, calls: list[list[list[int]]], *, detokenize: bool, is_general: bool, change: int
+    kind: RequestOutputKind,
+    calls: list[list[list[int]]],
+    *,
+    detokenize: bool,
+    is_general: bool,
+    change: int,
+    num_top: int | None,
 ) -> Any:
     """The outputs, and what the statistics count. ``change``: the call before which the weights change."""
     stats = StatsCollector()
     processor = OutputProcessor(TOKENIZER, lambda *_: None, stats)
-    params = SamplingParams(output_kind=kind, detokenize=detokenize, max_tokens=100)
+    params = SamplingParams(output_kind=kind, detokenize=detokenize, max_tokens=100, logprobs=num_top)
     request = EngineRequest("r", None, array("i", [5, 200]), params, [], None, 100, 0, None, 0.0)
     sequence: Any = SimpleNamespace(
         request_id="r", status=RequestStatus.RUNNING, is_finished=False, finish_reason=None, stop_reason=None,
@@ -45,23 +64,44 @@ def run(
     for place, steps in enumerate(calls):
         if place == change:
             processor.change_weights(1)
-        outputs += processor.process([EngineOutput(sequence, list(tokens), 0) for tokens in steps], 2.0 + place)
+        made = [EngineOutput(sequence, list(tokens), 0, packed_logprobs(tokens, num_top)) for tokens in steps]
+        outputs += processor.process(made, 2.0 + place)
     sequence.status, sequence.is_finished = RequestStatus.FINISHED_LENGTH, True
     sequence.finish_reason = FINISH_REASONS[sequence.status]
-    outputs += processor.process([EngineOutput(sequence, [7], 0)], 99.0)
+    outputs += processor.process([EngineOutput(sequence, [7], 0, packed_logprobs([7], num_top))], 99.0)
     return outputs, list(stats.itl), stats.num_generation_tokens
 
 
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
 @settings(max_examples=25, deadline=None)
-@given(calls=CALLS, detokenize=st.booleans(), change=st.integers(0, 6))
+@given(calls=CALLS, detokenize=st.booleans(), change=st.integers(0, 6), num_top=st.sampled_from([None, 0, 2]))
 def test_both_ways_have_the_same_outputs(
-    kind: RequestOutputKind, calls: list[list[list[int]]], detokenize: bool, change: int
+    kind: RequestOutputKind,
+    calls: list[list[list[int]]],
+    detokenize: bool,
+    change: int,
+    num_top: int | None,
 ) -> None:
-    short = run(kind, calls, detokenize=detokenize, is_general=False, change=change)
-    assert short == run(kind, calls, detokenize=detokenize, is_general=True, change=change)
+    options: dict[str, Any] = {"detokenize": detokenize, "change": change, "num_top": num_top}
+    short = run(kind, calls, is_general=False, **options)
+    copies = [pickle.loads(pickle.dumps(output)) for output in short[0]]
+    assert short == run(kind, calls, is_general=True, **options)
+    assert copies == copy.deepcopy(short[0]) == short[0]
     texts = [output.outputs[0].text for output in short[0]]
     tokens = [token for steps in calls for step in steps for token in step] + [7]
     if detokenize and kind is RequestOutputKind.DELTA:
         prompt = TOKENIZER.decode([5, 200])
         assert "".join(texts) == TOKENIZER.decode([5, 200, *tokens]).removeprefix(prompt.rstrip("\ufffd"))
+    completions = [output.outputs[0] for output in short[0]]
+    last = completions[-1]
+    if num_top is None:
+        assert all(each.logprobs is each.cumulative_logprob is None for each in completions)
+        return
+    entries = [entry for each in completions for entry in each.logprobs]
+    if kind is RequestOutputKind.CUMULATIVE:
+        entries = last.logprobs
+        assert all(mine is last.logprobs[i] for each in completions for i, mine in enumerate(each.logprobs))
+    assert [list(entry) for entry in entries] == [[token + i for i in range(1 + num_top)] for token in tokens]
+    assert entries[0][tokens[0]] == Logprob(-0.5 - tokens[0], 9, TOKENIZER.decode_token(tokens[0]))
+    assert last.cumulative_logprob == -sum(tokens) - 0.5 * len(tokens)
+    assert replace(last, logprobs=None).logprobs is None

@@ -14,6 +14,7 @@ from fleetfoot.kernels.sampling.gumbel import gumbel_noise
 from fleetfoot.kernels.sampling.sample import RandomRows, sample_cpu, sample_torch
 from fleetfoot.kernels.sampling.token_logprobs import LogprobRows, token_logprobs_cpu, token_logprobs_torch
 from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.records.step import RowLogprobs
 from fleetfoot.sampling.request_params import request_seed
 from fleetfoot.sampling.sampler_v1 import SamplingMetadata, SamplingRow, process_logits, sample
 
@@ -255,7 +256,7 @@ def test_logprobs_are_the_models_own_and_only_of_rows_with_logprobs():
     rows = [row(temperature=0, logprobs=1, logit_bias={0: 50}), row(), row(temperature=0, logprobs=0)]
     metadata = SamplingMetadata.build(rows, CPU)
     assert metadata.logprobs == {0: 1, 2: 0}
-    first, second = sample(logits, metadata).logprobs.to_rows([1, 0])
+    first, second = map(RowLogprobs.unpack, sample(logits, metadata).logprobs.to_rows([1, 0]))
     assert (first.token_ids, first.rank, second.token_ids, second.rank) == ([0, 2], 3, [0], 1)
     assert first.logprobs == pytest.approx(logits.log_softmax(dim=-1)[0, [0, 2]].tolist())
 

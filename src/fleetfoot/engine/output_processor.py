@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,12 @@ from fleetfoot.outputs import (
     PoolingRequestOutput,
     RequestMetrics,
     RequestOutput,
+    SampledLogprobs,
     logprob_dict,
 )
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.sampling_params import RequestOutputKind
-from fleetfoot.records.step import EngineOutput, RowLogprobs
+from fleetfoot.records.step import EngineOutput, PackedLogprobs, RowLogprobs
 from fleetfoot.tokenizer.text_stream import TextStream
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 NO_METRICS = RequestMetrics()
 RUNNING = RequestStatus.RUNNING
 FINAL_ONLY, DELTA = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
+_FIRST_LOGPROB = struct.Struct("=f")
+"""Of `PackedLogprobs`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,9 +43,9 @@ class _Sequence:
     state: _RequestState
     text: TextStream
     is_fast: bool
-    """Whether its tokens and their text are only appended: it has no logprobs, and no stop strings."""
+    """Whether its tokens, their text and their logprobs are only appended: it has no stop strings."""
+    logprobs: SampledLogprobs
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     total_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -62,7 +66,7 @@ class _RequestState:
     queued_ts: float
     num_unfinished: int
     is_single_delta: bool
-    """Whether its outputs are deltas of one sequence, without logprobs."""
+    """Whether its outputs are deltas of one sequence, without prompt logprobs."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None
     prompt_token_ids: list[int] | None = None
     """Set with the first output, and shared by all."""
@@ -109,9 +113,9 @@ class OutputProcessor:
         """
         params, kind = request.params, request.params.output_kind
         detokenize = params.detokenize and self._tokenizer is not None
-        has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
         prompt_logprobs: list[dict[int, Logprob] | None] | None = None if params.prompt_logprobs is None else [None]
-        is_delta = kind is DELTA and len(sequences) == 1 and not has_logprobs and request.pooling_params is None
+        is_plain = request.pooling_params is None and prompt_logprobs is None
+        is_delta = kind is DELTA and len(sequences) == 1 and is_plain
         state = _RequestState(request, kind, detokenize, now, len(sequences), is_delta, prompt_logprobs)
         self._requests[request.request_id] = state
         for index, sequence in enumerate(sequences):
@@ -125,8 +129,8 @@ class OutputProcessor:
                 include_stop_str_in_output=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
             )
-            is_fast = not (params.stop or has_logprobs) and request.pooling_params is None
-            state.sequences.append(_Sequence(index, sequence, state, text, is_fast))
+            logprobs = SampledLogprobs(self._decode)
+            state.sequences.append(_Sequence(index, sequence, state, text, is_plain and not params.stop, logprobs))
             state.sequences[-1].versions.append((0, self._weight_version))
             self._sequences[sequence.request_id] = state.sequences[-1]
 
@@ -172,6 +176,8 @@ class OutputProcessor:
             if sequence.is_fast and sequence.last_token_ts and request.status is RUNNING:
                 num_tokens += len(new_token_ids)
                 sequence.token_ids += new_token_ids
+                if output.logprobs is not None:
+                    self._add_logprobs(sequence, output.logprobs)
                 sample_itl(now - sequence.last_token_ts)
                 sequence.last_token_ts = now
                 state = sequence.state
@@ -231,9 +237,8 @@ class OutputProcessor:
                 state.first_token_ts = now
                 self._stats.ttft.append(now - state.queued_ts)
             sequence.last_token_ts = now
-            for entry in (output.logprobs or ())[: len(new_token_ids)]:
-                sequence.logprobs.append(logprob_dict(*entry, self._decode))
-                sequence.total_logprob += entry.logprobs[0]
+            if output.logprobs is not None:
+                self._add_logprobs(sequence, output.logprobs[: len(new_token_ids)])
             if sequence.text.stop_string is not None:
                 self._finish(sequence, "stop", sequence.text.stop_string)
         if request.is_finished and sequence.finish_reason is None:
@@ -253,10 +258,16 @@ class OutputProcessor:
                 self._finish_request(request.request_id, RequestStatus.FINISHED_STOPPED, stop)
         return new_token_ids
 
-    def _add_prompt_logprobs(self, state: _RequestState, position: int, entries: list[RowLogprobs]) -> None:
+    @staticmethod
+    def _add_logprobs(sequence: _Sequence, rows: list[PackedLogprobs]) -> None:
+        sequence.logprobs.extend(rows)
+        for row in rows:
+            sequence.total_logprob += _FIRST_LOGPROB.unpack_from(row)[0]
+
+    def _add_prompt_logprobs(self, state: _RequestState, position: int, entries: list[PackedLogprobs]) -> None:
         """Add entries from ``position`` on. Other sequences, and preempted ones, return the same positions again."""
         collected = state.prompt_logprobs or []
-        new = [logprob_dict(*entry, self._decode) for entry in entries[len(collected) - position :]]
+        new = [logprob_dict(*RowLogprobs.unpack(entry), self._decode) for entry in entries[len(collected) - position :]]
         state.prompt_logprobs = [*collected, *new]  # a new list: earlier outputs hold the old one
 
     def _finish(self, sequence: _Sequence, reason: str | None, stop_reason: int | str | None) -> None:
@@ -294,6 +305,7 @@ class OutputProcessor:
         if state.prompt_token_ids is None:
             state.prompt_token_ids = request.prompt_token_ids.tolist()
         delta = CompletionOutput(0, sequence.text.take_delta(), sequence.token_ids[begin:])
+        self._set_logprobs(delta, sequence, begin)
         delta.weight_version, delta.weight_versions = version, versions
         return RequestOutput(
             request_id=request.request_id,
@@ -355,22 +367,28 @@ class OutputProcessor:
 
     @staticmethod
     def _completion(sequence: _Sequence, state: _RequestState) -> CompletionOutput:
-        has_logprobs = state.request.params.logprobs is not None
         begin = 0
         if state.kind is DELTA:
             begin, sequence.num_returned = sequence.num_returned, len(sequence.token_ids)
         version, versions = _versions(sequence, begin)
-        return CompletionOutput(
+        completion = CompletionOutput(
             index=sequence.index,
             text=sequence.text.take_delta() if state.kind is DELTA else sequence.text.text,
             token_ids=sequence.token_ids[begin:],
-            cumulative_logprob=sequence.total_logprob if has_logprobs else None,
-            logprobs=sequence.logprobs[begin:] if has_logprobs else None,
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
             weight_version=version,
             weight_versions=versions,
         )
+        OutputProcessor._set_logprobs(completion, sequence, begin)
+        return completion
+
+    @staticmethod
+    def _set_logprobs(completion: CompletionOutput, sequence: _Sequence, begin: int) -> None:
+        """Set the fields about logprobs, of the tokens from ``begin`` on."""
+        if sequence.state.request.params.logprobs is not None:
+            completion.cumulative_logprob = sequence.total_logprob
+            completion.read_later(sequence.logprobs, begin, len(sequence.token_ids))
 
 
 def _versions(sequence: _Sequence, begin: int) -> tuple[int, list[int] | None]:

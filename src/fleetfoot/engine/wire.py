@@ -18,7 +18,7 @@ from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.input_processor import EngineRequest
 from fleetfoot.records.pooling_params import PoolingParams
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.records.step import RowLogprobs
+from fleetfoot.records.step import PackedLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,8 +202,8 @@ class Tokens(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
     number: int
     token_ids: list[int]
-    logprobs: list[RowLogprobs] | None = None
-    prompt_logprobs: tuple[int, list[RowLogprobs]] | None = None
+    logprobs: list[PackedLogprobs] | None = None
+    prompt_logprobs: tuple[int, list[PackedLogprobs]] | None = None
     end: SequenceEnd | None = None
     num_cached_tokens: int = -1
     """-1: as before."""

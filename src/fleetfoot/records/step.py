@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import sys
 from array import array
 from dataclasses import dataclass, field, replace
@@ -160,6 +161,22 @@ class RowLogprobs(NamedTuple):
     token_ids: list[int]
     logprobs: list[float]
     rank: int
+    """Of the sampled token; 1 for the most probable one."""
+
+    def pack(self) -> PackedLogprobs:
+        size = len(self.token_ids)
+        return struct.pack(f"={size}f{size}ii", *self.logprobs, *self.token_ids, self.rank)
+
+    @classmethod
+    def unpack(cls, packed: PackedLogprobs) -> RowLogprobs:
+        size = len(packed) // 8
+        words = struct.unpack(f"={size}f{size}ii", packed)
+        return cls(list(words[size:-1]), list(words[:size]), words[-1])
+
+
+PackedLogprobs = bytes
+"""A `RowLogprobs` on its way to an output: the logprobs as float32, then the token ids and the rank as int32. A step
+has many, most of which are read late or never; an object without references is not visited by garbage collections."""
 
 
 @dataclass(slots=True)
@@ -169,9 +186,9 @@ class ModelRunnerOutput:
     sampled_token_ids: list[list[int]]
     """The new tokens of each of the first ``num_sampled`` requests: one, or more with accepted drafts; none if the
     device had already counted the request's last token. Empty on ranks that do not sample."""
-    logprobs: dict[int, list[RowLogprobs]] = field(default_factory=dict)
+    logprobs: dict[int, list[PackedLogprobs]] = field(default_factory=dict)
     """Batch index -> an entry for each new token, for requests with logprobs."""
-    prompt_logprobs: dict[int, tuple[int, list[RowLogprobs]]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[int, list[PackedLogprobs]]] = field(default_factory=dict)
     """Batch index -> (position in the prompt of the first entry, entries for the prompt tokens that this chunk
     predicts). The prompt's first token has none. After a preemption the same entries are repeated."""
     invalid: dict[int, str] = field(default_factory=dict)
@@ -242,9 +259,9 @@ class EngineOutput(msgspec.Struct):
     new_token_ids: list[int]
     index: int
     """Batch index; -1: the step ended the request without computing it."""
-    logprobs: list[RowLogprobs] | None = None
+    logprobs: list[PackedLogprobs] | None = None
     """An entry for each new token, for requests with logprobs."""
-    prompt_logprobs: tuple[int, list[RowLogprobs]] | None = None
+    prompt_logprobs: tuple[int, list[PackedLogprobs]] | None = None
     """As in `ModelRunnerOutput`."""
     pooled: tuple[list[int], bytes] | None = None
     """As in `ModelRunnerOutput`."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from fleetfoot.kernels.interface import TokenLogprobs
 from fleetfoot.kernels.sampling import rows_per_chunk
 from fleetfoot.kernels.sampling.token_logprobs import token_logprobs_torch
-from fleetfoot.records.step import NewRequest, RowLogprobs, SchedulerOutput
+from fleetfoot.records.step import NewRequest, PackedLogprobs, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +44,19 @@ class LogprobsTensors:
         """``[n]`` int32: number of tokens at least as probable as the sampled one; 1 for the most probable."""
         return self.packed[:, -1]
 
-    def to_rows(self, counts: Sequence[int] | None = None) -> list[RowLogprobs]:
-        """Copy to the host. ``counts``: top tokens to keep at each position (-1 or None: all)."""
-        on_host = LogprobsTensors(self.packed.cpu())
-        sizes = [self.num if count < 0 else count for count in counts or [-1] * len(self.packed)]
-        width = 1 + max(sizes, default=0)
-        token_ids, logprobs = on_host.token_ids[:, :width].tolist(), on_host.logprobs[:, :width].tolist()
-        return [
-            RowLogprobs(ids[: size + 1], values[: size + 1], rank)
-            for ids, values, rank, size in zip(token_ids, logprobs, on_host.ranks.tolist(), sizes, strict=True)
-        ]
+    def to_rows(
+        self, counts: Sequence[int] | None = None, positions: Sequence[int] | None = None
+    ) -> list[PackedLogprobs]:
+        """Copy to the host. ``counts``: top tokens to keep of each (-1 or None: all); ``positions``: None: all."""
+        words, num = self.packed.cpu().numpy(), self.num
+        words = words if positions is None else words[list(positions)]
+        sizes = np.full(len(words), num) if counts is None else np.where(np.less(counts, 0), num, counts)
+        rows = np.empty(len(words), object)
+        for size in np.unique(sizes).tolist():
+            columns = [*range(num + 1, num + 2 + size), *range(1 + size), 2 * num + 2]
+            packed = words[sizes == size].take(columns, 1)
+            rows[sizes == size] = packed.view(f"V{packed.itemsize * len(columns)}")[:, 0].tolist()
+        return rows.tolist()
 
 
 def token_logprobs(

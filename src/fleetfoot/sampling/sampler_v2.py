@@ -197,32 +197,33 @@ class Sampler:
         self._vocab_size = vocab_size
         self._requests: dict[int, NewRequest] = {}
         self._features: Counter[str] = Counter()
-        self._num_logprobs: Counter[int] = Counter()
+        self._num_logprobs: dict[int, int] = {}  # of the rows with logprobs
         self.prompt_logprobs = PromptLogprobs(compute_logits, vocab_size, ops.token_logprobs)
 
     def add(self, request: NewRequest) -> None:
         """A request takes a row."""
         self._requests[request.row] = request
         self._count(request, 1)
+        if request.params.logprobs is not None:
+            self._num_logprobs[request.row] = request.params.logprobs
         self.prompt_logprobs.add(request)
 
     def remove(self, row: int) -> None:
         """A row is freed."""
         self.prompt_logprobs.remove(row)
         request = self._requests.pop(row, None)
+        self._num_logprobs.pop(row, None)
         if request is not None:
             self._count(request, -1)
             self._tables.remove(row)
 
     def _count(self, request: NewRequest, change: int) -> None:
         self._features.update(dict.fromkeys(_features(request), change))
-        if request.params.logprobs is not None:
-            self._num_logprobs[request.params.logprobs] += change
 
     @property
     def variant(self) -> SamplingVariant:
         """The parts that the running requests use."""
-        sizes = [size for size, count in self._num_logprobs.items() if count and not _is_large(size)]
+        sizes = [size for size in set(self._num_logprobs.values()) if not _is_large(size)]
         num_logprobs = min(max(MIN_LOGPROBS, next_power_of_2(max(sizes) or 1)), self._vocab_size) if sizes else None
         features = self._features
         return SamplingVariant(
@@ -232,7 +233,7 @@ class Sampler:
     @property
     def fits_graph(self) -> bool:
         """Whether a graph can contain the sampling of all running requests."""
-        has_large = any(count for size, count in self._num_logprobs.items() if _is_large(size))
+        has_large = any(map(_is_large, set(self._num_logprobs.values())))
         return not (self._tables.long_lists or has_large or self.prompt_logprobs.is_active)
 
     def __call__(
@@ -259,7 +260,7 @@ class Sampler:
             parameters = tables.logits_processors, tables.long_lists
             processed = self._ops.process_logits(logits, batch.rows, batch.seq_lens, *parameters)
         if masks is not None:
-            if processed is logits and any(self._num_logprobs.values()) | (variant.logprobs is not None):
+            if processed is logits and (self._num_logprobs or variant.logprobs is not None):
                 processed = logits.clone()
             self._ops.mask_tokens(processed, *masks)
         sampled = torch.empty((2, len(logits)), dtype=torch.int64, device=logits.device)
@@ -277,25 +278,23 @@ class Sampler:
 
     def num_logprobs(self, rows: Sequence[int]) -> dict[int, int]:
         """Index in ``rows`` -> number of top logprobs, for the rows that `SamplerOutput.logprobs` is valid for."""
-        return {index: size for index, size in self._logprobs_of(rows) if not _is_large(size)}
+        return self._logprobs_of(rows, is_large=False)
 
     def large_logprobs(
         self, logits: torch.Tensor, token_ids: torch.Tensor, rows: Sequence[int]
     ) -> tuple[LogprobsTensors, dict[int, int]] | None:
         """Logprobs of the rows with more than 256, and index in ``rows`` -> number of top logprobs (-1: all).
         ``logits``: ``[L, vocab_size]``; ``token_ids``, ``rows``: ``[L]``."""
-        sizes = {index: size for index, size in self._logprobs_of(rows) if _is_large(size)}
+        sizes = self._logprobs_of(rows, is_large=True)
         if not sizes:
             return None
         largest = -1 if -1 in sizes.values() else max(sizes.values())
         index = torch.tensor(list(sizes), device=logits.device)
         return token_logprobs(logits[index], largest, token_ids[index], self._ops.token_logprobs), sizes
 
-    def _logprobs_of(self, rows: Sequence[int]) -> list[tuple[int, int]]:
-        if not any(self._num_logprobs.values()):
-            return []
-        sizes = ((index, self._requests[row].params.logprobs) for index, row in enumerate(rows))
-        return [(index, size) for index, size in sizes if size is not None]
+    def _logprobs_of(self, rows: Sequence[int], *, is_large: bool) -> dict[int, int]:
+        used = {row: size for row, size in self._num_logprobs.items() if _is_large(size) is is_large}
+        return {index: used[row] for index, row in enumerate(rows) if row in used} if used else {}
 
 
 def _is_large(num_logprobs: int) -> bool:

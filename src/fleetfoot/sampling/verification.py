@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from fleetfoot.kernels.prepare.tables import RowTables
-from fleetfoot.records.step import ModelRunnerOutput, RowLogprobs
+from fleetfoot.records.step import ModelRunnerOutput, PackedLogprobs
 
 INVALID_MESSAGE = (
     "no token can be sampled: the model's logits are NaN or infinite (check the weights and the dtype), or the "
@@ -30,7 +30,7 @@ def verify_drafts(
     errors: Sequence[str],
     drafts: Sequence[Sequence[int]],
     max_new_tokens: Sequence[int],
-    logprobs: dict[int, RowLogprobs],
+    logprobs: dict[int, PackedLogprobs],
 ) -> ModelRunnerOutput:
     """Accept drafts. ``sampled``, ``errors``: ``[num_logits]``, the target's samples, and why each is invalid, empty if
     it is valid; ``drafts``: ``[num_decodes][d]`` (-1: none), empty without drafts; ``max_new_tokens``:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fleetfoot.kernels.prepare.staging import Event
-from fleetfoot.records.step import KVConnectorOutput, ModelRunnerOutput, RowLogprobs
+from fleetfoot.records.step import KVConnectorOutput, ModelRunnerOutput, PackedLogprobs
 from fleetfoot.runner.v2.device import Device
 from fleetfoot.sampling.logprobs import LogprobsTensors
 from fleetfoot.sampling.verification import INVALID_MESSAGE
@@ -95,8 +95,7 @@ class AsyncOutput:
             if offset < len(output.sampled_token_ids[index]):
                 output.logprobs.setdefault(index, []).append(row)
 
-    def _logprobs_of_logits(self) -> Iterator[tuple[int, RowLogprobs]]:
+    def _logprobs_of_logits(self) -> Iterator[tuple[int, PackedLogprobs]]:
         """Rows of logits with their logprobs."""
         for tensors, positions, counts in self._logprobs:
-            used = LogprobsTensors(tensors.packed[list(positions)])
-            yield from zip(counts, used.to_rows(list(counts.values())), strict=True)
+            yield from zip(counts, tensors.to_rows(list(counts.values()), positions), strict=True)
