@@ -15,7 +15,8 @@ from tests.helpers.commands import CommandRunner
 from fleetfoot import LLM
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.cli.arguments import size_in_bytes
-from fleetfoot.cli.plan import make_report, plan_report, readable
+from fleetfoot.cli.plan import make_report, plan_report
+from fleetfoot.cli.plan_text import readable
 from fleetfoot.config import sentence_transformers
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.env import USE_V2_MODEL_RUNNER

@@ -33,7 +33,8 @@ from transformers import (
 )
 
 from fleetfoot import LLM, PoolingParams, SamplingParams
-from fleetfoot.cli.plan import plan_report, plan_text
+from fleetfoot.cli.plan import plan_report
+from fleetfoot.cli.plan_text import plan_text
 from fleetfoot.config.pooling import PoolerConfig
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 

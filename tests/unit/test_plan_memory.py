@@ -12,7 +12,8 @@ from tests.helpers.int8_method import Int8
 from tests.helpers.kernels import cpu_kernels
 from tests.helpers.paged_models import Rank
 
-from fleetfoot.cli.plan import plan_report, plan_text
+from fleetfoot.cli.plan import plan_report
+from fleetfoot.cli.plan_text import plan_text
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig, RopeConfig
 from fleetfoot.config.sharding import vocab_rows
