@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.vllm_names import check_call_keywords
 from fleetfoot.engine.beam_search import BeamSearchOutput, search
-from fleetfoot.engine.chat import ChatCalls, ToolUse, read_conversation, render
+from fleetfoot.engine.chat import ChatCalls, ToolUse
+from fleetfoot.engine.chat_messages import read_conversation, render, template_variables
 from fleetfoot.engine.engine import LLMEngine, drain_deadline
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.input_processor import EngineRequest
@@ -24,6 +25,7 @@ from fleetfoot.engine.metrics import Metric
 from fleetfoot.engine.pooling import PoolingCalls, Progress
 from fleetfoot.engine.sleep import SleepCalls, Suspension
 from fleetfoot.engine.stats import EngineStats
+from fleetfoot.engine.turns import Turns
 from fleetfoot.inputs import ChatMessage, PromptType
 from fleetfoot.outputs import Logprob, PoolingRequestOutput, RequestOutput
 from fleetfoot.records.pooling_params import PoolingParams
@@ -34,11 +36,6 @@ from fleetfoot.utils.vllm_paths import missing_attribute
 if TYPE_CHECKING:
     from fleetfoot.engine.arg_utils import EngineArgs
     from fleetfoot.tokenizer.tokenizer import Tokenizer
-
-_DEFAULTS = {"add_generation_prompt": True, "continue_final_message": False, "tools": None}
-_RESULT_ARGUMENTS = ("tokenize", "return_dict", "return_tensors", "tokenizer_kwargs", "padding", "truncation")
-_NO_VARIABLES = ("chat_template", "messages", "conversation", "self", "max_length", *_RESULT_ARGUMENTS)
-"""Names that ``chat_template_kwargs`` cannot have: the other arguments of `Tokenizer.apply_chat_template`."""
 
 
 class LLM(ChatCalls, PoolingCalls, SleepCalls, WeightCalls):
@@ -62,7 +59,7 @@ class LLM(ChatCalls, PoolingCalls, SleepCalls, WeightCalls):
         self.llm_engine = LLMEngine.from_config(self.config)
         self._is_closing = False
         self._numbers = count()
-        self._turns = _Turns(lambda: self.llm_engine.can_step)
+        self._turns = Turns(lambda: self.llm_engine.can_step)
         self._calls: dict[str, _Call] = {}  # request id -> the call that waits for its output
 
     @classmethod
@@ -146,7 +143,7 @@ class LLM(ChatCalls, PoolingCalls, SleepCalls, WeightCalls):
         self._check_generates("LLM.chat")
         tokenizer = self.get_tokenizer()
         given = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        variables = _template_variables(given | {"tools": tools, "chat_template": chat_template}, chat_template_kwargs)
+        variables = template_variables(given | {"tools": tools, "chat_template": chat_template}, chat_template_kwargs)
         is_batch = isinstance(messages, list | tuple) and any(isinstance(entry, list | tuple) for entry in messages)
         use = ToolUse.for_chat(variables["tools"], tool_choice, is_parallel=parallel_tool_calls)
         variables["tools"] = variables["tools"] if tool_choice != "none" else None
@@ -454,43 +451,6 @@ class _Call:
     num_shown: int = 0
 
 
-class _Turns:
-    """One thread at a time uses the engine; those that add or remove requests come before those that step, which wait
-    while the engine cannot step."""
-
-    def __init__(self, can_step: Callable[[], bool]) -> None:
-        self._can_step = can_step
-        self._changed = threading.Condition()
-        self.owner: int | None = None
-        self._num_first = 0  # threads that wait in `take` without ``until``
-
-    @contextlib.contextmanager
-    def take(self, until: Callable[[], bool] = lambda: False, *, is_step: bool = False) -> Iterator[bool]:
-        """Have the turn for the length of the block, or run it with False, without the turn, once ``until`` is true.
-
-        A signal handler that runs during a turn of its thread has it too.
-        """
-        previous, self_id = self.owner, threading.get_ident()
-        if previous != self_id:
-            with self._changed:
-                self._num_first += not is_step
-                try:  # with a timeout: a deferred Ctrl-C notifies no condition
-                    while not (ends := until()) and (
-                        self.owner is not None or (is_step and (self._num_first or not self._can_step()))
-                    ):
-                        self._changed.wait(0.1)
-                    previous, self.owner = None, self.owner if ends else self_id
-                finally:
-                    self._num_first -= not is_step
-        try:
-            yield self.owner == self_id
-        finally:
-            if previous is None and self.owner == self_id:
-                with self._changed:
-                    self.owner = None
-                    self._changed.notify_all()
-
-
 @contextlib.contextmanager
 def _naming(place: str) -> Iterator[None]:
     """What the block refuses is refused with the place, if there is one, before the message."""
@@ -501,18 +461,6 @@ def _naming(place: str) -> Iterator[None]:
             raise
         kind = ValueError if isinstance(error, ValueError) else TypeError
         raise kind(f"{place}: {error}") from error
-
-
-def _template_variables(given: dict[str, Any], variables: object) -> dict[str, Any]:
-    """Arguments of `LLM.chat` for the template, and its ``chat_template_kwargs``, which may replace their defaults."""
-    if variables is not None and not (isinstance(variables, dict) and all(isinstance(key, str) for key in variables)):
-        raise TypeError(f"chat_template_kwargs is {variables!r}; it must be a dict of a template's variables by name")
-    for name, value in (variables or {}).items():
-        if name in _NO_VARIABLES:
-            raise ValueError(f"chat_template_kwargs has {name!r}, which is not a variable of a template; leave it out")
-        if name in given and given[name] not in (_DEFAULTS[name], value):
-            raise ValueError(f"{name} is {given[name]!r}, and in chat_template_kwargs {value!r}; give it once")
-    return {**given, **(variables or {})}
 
 
 def _as_list(prompts: PromptType | Sequence[PromptType]) -> tuple[list[PromptType], bool]:

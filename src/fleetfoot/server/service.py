@@ -16,7 +16,7 @@ import msgspec
 from starlette.requests import Request
 
 from fleetfoot.engine.chat import ChatFormats
-from fleetfoot.engine.chat import render as render_conversation
+from fleetfoot.engine.chat_messages import render as render_conversation
 from fleetfoot.engine.client import EngineClient, OutputStream
 from fleetfoot.engine.input_processor import LONG_TEXT
 from fleetfoot.inputs import PromptType

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fleetfoot.engine.chat import template_message
+from fleetfoot.engine.chat_messages import template_message
 from fleetfoot.server.http import invalid
 
 

@@ -1,0 +1,93 @@
+"""What chat templates take: the messages of a conversation, and other variables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fleetfoot.tokenizer.tokenizer import Tokenizer
+
+_DEFAULTS = {"add_generation_prompt": True, "continue_final_message": False, "tools": None}
+_RESULT_ARGUMENTS = ("tokenize", "return_dict", "return_tensors", "tokenizer_kwargs", "padding", "truncation")
+_NO_VARIABLES = ("chat_template", "messages", "conversation", "self", "max_length", *_RESULT_ARGUMENTS)
+"""Names that ``chat_template_kwargs`` cannot have: the other arguments of `Tokenizer.apply_chat_template`."""
+
+
+def read_conversation(messages: Any) -> Any:
+    """A conversation as chat templates take it."""
+    if not isinstance(messages, list | tuple):
+        return messages
+    return [
+        template_message(f"messages[{index}]", message)
+        if isinstance(message, Mapping) and message.get("tool_calls")
+        else message
+        for index, message in enumerate(messages)
+    ]
+
+
+def template_message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as chat templates take it: arguments of calls as objects, and no content as an empty text.
+
+    Raises ValueError, which begins with the path of the field.
+    """
+    calls = message.get("tool_calls")
+    if message.get("role") == "tool" and not isinstance(message.get("tool_call_id", ""), str):
+        raise ValueError(f"{where}.tool_call_id is {message['tool_call_id']!r:.100}; it must be a string")
+    if calls is None or calls == []:
+        return {key: value for key, value in message.items() if key != "tool_calls"}
+    if not isinstance(calls, list | tuple):
+        raise ValueError(f"{where}.tool_calls is {calls!r:.100}; it must be a list")
+    read = [_read_call(f"{where}.tool_calls[{index}]", call) for index, call in enumerate(calls)]
+    content = message.get("content")
+    return {**message, "content": "" if content is None else content, "tool_calls": read}
+
+
+def _read_call(where: str, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(f"{where}.function is {function!r:.100}; it must be an object with a name and arguments")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and arguments.strip():
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise ValueError(f"{where}.function.arguments is not JSON: {error}") from None
+    arguments = arguments or {}
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"{where}.function.arguments is {arguments!r:.100}; it must be the text of a JSON object")
+    return {"type": "function", **call, "function": {**function, "arguments": arguments}}
+
+
+def render(tokenizer: Tokenizer, conversation: Any, **options: Any) -> Any:
+    """`Tokenizer.apply_chat_template`, also for templates that take the arguments of calls as text."""
+    try:
+        return tokenizer.apply_chat_template(conversation, **options)
+    except ValueError as error:
+        if "fails on these messages: TypeError" not in str(error):
+            raise
+        if not any(message.get("tool_calls") for message in conversation):
+            raise
+    return tokenizer.apply_chat_template([_with_texts(message) for message in conversation], **options)
+
+
+def _with_texts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message with the arguments of calls as JSON text."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def template_variables(given: dict[str, Any], variables: object) -> dict[str, Any]:
+    """Arguments of `LLM.chat` for the template, and its ``chat_template_kwargs``, which may replace their defaults."""
+    if variables is not None and not (isinstance(variables, dict) and all(isinstance(key, str) for key in variables)):
+        raise TypeError(f"chat_template_kwargs is {variables!r}; it must be a dict of a template's variables by name")
+    for name, value in (variables or {}).items():
+        if name in _NO_VARIABLES:
+            raise ValueError(f"chat_template_kwargs has {name!r}, which is not a variable of a template; leave it out")
+        if name in given and given[name] not in (_DEFAULTS[name], value):
+            raise ValueError(f"{name} is {given[name]!r}, and in chat_template_kwargs {value!r}; give it once")
+    return {**given, **(variables or {})}
