@@ -35,7 +35,7 @@ from tests.helpers.streams import async_test
 
 from fleetfoot import LLMEngine, SamplingParams
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.engine.client import EngineProcess
+from fleetfoot.engine.child_process import EngineProcess
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.server.disaggregation.group import EngineGroup
 

@@ -13,7 +13,8 @@ from tests.helpers.prefill_decode import PARAMS, PROMPTS, SIZE, client_of, gener
 from tests.helpers.streams import async_test
 
 from fleetfoot import SamplingParams
-from fleetfoot.engine.client import EngineClient, EngineProcess
+from fleetfoot.engine.child_process import EngineProcess
+from fleetfoot.engine.client import EngineClient
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import RequestOutputKind
 from fleetfoot.server.disaggregation.group import EngineGroup, GroupLink

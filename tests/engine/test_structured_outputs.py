@@ -18,7 +18,8 @@ from tests.helpers.recording_device import RecordingDevice
 from tests.helpers.streams import assert_idle, async_test, submit
 
 from fleetfoot import LLM, AsyncLLM, EngineConfig, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
-from fleetfoot.engine.client import EngineClient, EngineProcess
+from fleetfoot.engine.child_process import EngineProcess
+from fleetfoot.engine.client import EngineClient
 from fleetfoot.runner.graphs import CaptureTable
 from fleetfoot.runner.v2 import runner as v2
 from fleetfoot.speculative.controller import AdaptiveDrafts

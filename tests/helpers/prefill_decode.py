@@ -12,7 +12,8 @@ from typing import Any
 
 from fleetfoot import LLMEngine, SamplingParams
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.engine.client import EngineClient, EngineProcess
+from fleetfoot.engine.child_process import EngineProcess
+from fleetfoot.engine.client import EngineClient
 from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.server.disaggregation.group import EngineGroup

@@ -201,10 +201,10 @@ def _spawn_forked(path: str, words: Sequence[str], descriptors: Sequence[int]) -
 
 def fork_processes(replace: Callable[[Any, str, Any], object] = setattr) -> None:
     """From now on, processes of `multiprocessing`, and engines in processes of their own, are forked."""
-    from fleetfoot.engine import client
+    from fleetfoot.engine import child_process
 
     replace(multiprocessing.util, "spawnv_passfds", _spawn_forked)
-    replace(client, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": ForkedPopen}))
+    replace(child_process, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": ForkedPopen}))
 
 
 # --- in the process with the imports ----------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from starlette.types import Message
 
 from fleetfoot.assets import embedded_model_path
-from fleetfoot.engine.client import EngineClient, OutputStream, merge_steps
+from fleetfoot.engine.client import EngineClient, OutputStream
+from fleetfoot.engine.link import merge_steps
 from fleetfoot.engine.wire import EngineMessage, Outputs, Ready, Reply, SequenceEnd, Tokens
 from fleetfoot.outputs import CompletionOutput, RequestOutput
 from fleetfoot.records.request import RequestStatus

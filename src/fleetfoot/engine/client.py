@@ -1,4 +1,4 @@
-"""An engine in a process of its own, for asyncio: the process, and a client with the interface of `AsyncLLM`. No torch.
+"""A client of an engine in another process, with the interface of `AsyncLLM`, for asyncio. No torch.
 
 The client validates and tokenizes requests, and makes the texts of their outputs.
 """
@@ -7,43 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import pickle
-import subprocess
-import sys
-import tempfile
-import threading
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
-import msgspec
-import zmq
-import zmq.asyncio
-
-from fleetfoot.config import env
-from fleetfoot.config.engine import EngineConfig
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.input_processor import InputProcessor, is_long_text, needs_grammar
+from fleetfoot.engine.link import EngineLink, Link
 from fleetfoot.engine.output_processor import OutputProcessor, merge_outputs
 from fleetfoot.engine.stats import StatsCollector
 from fleetfoot.engine.wire import (
-    ANY_KEY,
     COMPILE_GRAMMAR,
-    HEARTBEAT_MS,
     AddRequest,
     Call,
     ClientMessage,
     Dead,
     EngineMessage,
     Finish,
-    Hello,
     Interruption,
     Outputs,
-    ProcessSettings,
     Ready,
     Refused,
     Reply,
@@ -60,70 +44,6 @@ from fleetfoot.records.structured_outputs import as_structured_outputs
 from fleetfoot.structured.compiler import GrammarChecker
 from fleetfoot.structured.trial import GrammarTrial
 from fleetfoot.tokenizer.tokenizer import Tokenizer
-
-
-async def process_end(process: subprocess.Popen[bytes]) -> int:
-    """The exit code of a child process, once it has ended. Waits in a thread that does not keep this process alive."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[int] = loop.create_future()
-
-    def wait() -> None:
-        code = process.wait()
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(_set_result, ended, code)
-
-    threading.Thread(target=wait, name="fleetfoot-process-end", daemon=True).start()
-    return await ended
-
-
-def _set_result(future: asyncio.Future[int], value: int) -> None:
-    if not future.done():
-        future.set_result(value)
-
-
-class EngineProcess:
-    """A process that runs `fleetfoot.engine.process`, and ends with this one.
-
-    Args:
-        config: the engine's settings.
-        log_level, log_format: of its messages on standard error, as of `fleetfoot.utils.logs.log_to_stderr`.
-    """
-
-    def __init__(self, config: EngineConfig, log_level: int, log_format: str = "text") -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="fleetfoot-serve-")
-        self.address = f"ipc://{Path(self._folder.name) / 'engine'}"
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "fleetfoot.engine.process"], stdin=subprocess.PIPE, env=env.for_engine()
-        )
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(pickle.dumps(ProcessSettings(config, self.address, log_level, log_format)))
-            self._process.stdin.flush()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    async def wait(self) -> int:
-        """The exit code, once the process has ended."""
-        return await process_end(self._process)
-
-    def poll(self) -> int | None:
-        """The exit code; None while it runs."""
-        return self._process.poll()
-
-    def stop(self, timeout: float = 30.0) -> int:
-        """End the process as a client's `Stop` does, and kill it after ``timeout`` seconds. Returns its exit code."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            return self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
-        finally:
-            self._folder.cleanup()
 
 
 @dataclass(slots=True, eq=False)
@@ -221,78 +141,6 @@ class OutputStream:
         if not self._finished:
             self._finished = True
             self._client.discard(self._request_id, self)
-
-
-class Link(Protocol):
-    """Messages with an engine, or with what takes its place; of one event loop."""
-
-    async def hello(self) -> Ready:
-        """Wait until the engine is ready."""
-        ...
-
-    def send(self, message: ClientMessage) -> None:
-        """Send or queue a message."""
-        ...
-
-    async def receive(self) -> EngineMessage:
-        """The next message. Outputs of several steps may come as one."""
-        ...
-
-    def close(self) -> None:
-        """Disconnect, once queued messages are sent. The engine goes on."""
-        ...
-
-
-class EngineLink:
-    """A connection with an engine's process.
-
-    Args:
-        address: of its socket, ``ipc://PATH`` or ``tcp://HOST:PORT``.
-        key: of the engine, if it needs one.
-        detects_loss: whether a connection without signs of life is closed.
-    """
-
-    def __init__(self, address: str, key: str = ANY_KEY, *, detects_loss: bool = False) -> None:
-        self._key = key
-        self._context = zmq.asyncio.Context()
-        self.socket = self._context.socket(zmq.DEALER)
-        self.socket.set_hwm(0)
-        self.socket.linger = 0
-        self.socket.ipv6 = True  # besides IPv4
-        self.socket.reconnect_ivl = 10
-        if detects_loss:
-            self.socket.heartbeat_ivl, self.socket.heartbeat_timeout = HEARTBEAT_MS, 5 * HEARTBEAT_MS
-        self.socket.connect(address)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(EngineMessage)
-        self._arrived: deque[EngineMessage] = deque()
-        self._without_waiting = zmq.Socket.shadow(self.socket.underlying)  # the same socket
-
-    async def hello(self) -> Ready:
-        """Raises ValueError: the engine needs another key."""
-        self.send(Hello(self._key))
-        message = await self.receive()
-        if isinstance(message, Dead):
-            raise ValueError(message.text)
-        assert isinstance(message, Ready), message
-        return message
-
-    def send(self, message: ClientMessage) -> None:
-        self.socket.send(self._encoder.encode(message))  # without a limit on its queue, it is sent or queued at once
-
-    async def receive(self) -> EngineMessage:
-        if not self._arrived:
-            await asyncio.sleep(0)  # connections have their turn, also while messages keep coming
-            contents = [await self.socket.recv()]
-            with contextlib.suppress(zmq.Again):
-                while True:
-                    contents.append(self._without_waiting.recv(zmq.NOBLOCK))
-            self._arrived.extend(merge_steps(map(self._decoder.decode, contents)))
-        return self._arrived.popleft()
-
-    def close(self, linger: int = 1000) -> None:
-        """``linger``: milliseconds for messages that are not sent yet."""
-        self._context.destroy(linger=linger)
 
 
 class EngineClient:
@@ -565,22 +413,3 @@ class EngineClient:
             future.set_exception(message.error.as_error())
         else:
             future.set_result(message.value)
-
-
-def merge_steps(messages: Iterable[EngineMessage]) -> Iterator[EngineMessage]:
-    """The messages, with the outputs of consecutive steps as one: a client that is behind makes one output of them."""
-    outputs: Outputs | None = None
-    for message in messages:
-        if outputs is not None:
-            if isinstance(message, Outputs) and outputs.weight_version == message.weight_version:
-                outputs.tokens += message.tokens
-                outputs.now = message.now
-                continue
-            yield outputs
-            outputs = None
-        if isinstance(message, Outputs):
-            outputs = message
-        else:
-            yield message
-    if outputs is not None:
-        yield outputs

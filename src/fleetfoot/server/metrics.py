@@ -47,7 +47,7 @@ _HISTOGRAMS = {
 
 
 def render_metrics(values: Any, model: str) -> bytes:
-    """``values``: of `fleetfoot.engine.process.OutputRouter.metrics`; of several engines a list, with their names."""
+    """``values``: of `fleetfoot.engine.output_router.OutputRouter.metrics`; several as a list, with their engines."""
     text: bytes = generate_latest(_Collector(values, model))
     return text
 

@@ -28,7 +28,8 @@ import uvloop
 
 from fleetfoot.config import env
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.engine.client import EngineClient, EngineProcess, process_end
+from fleetfoot.engine.child_process import EngineProcess, process_end
+from fleetfoot.engine.client import EngineClient
 from fleetfoot.server.app import CorsSettings, make_app
 from fleetfoot.server.connections import Balancer, ConnectionChannel
 from fleetfoot.server.disaggregation.group import EngineGroup, GroupLink

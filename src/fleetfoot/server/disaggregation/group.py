@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from fleetfoot.engine.client import EngineLink
+from fleetfoot.engine.link import EngineLink
 from fleetfoot.engine.wire import (
     ANY_KEY,
     COMPILE_GRAMMAR,
@@ -139,7 +139,7 @@ class _Route:
 
 
 class GroupLink:
-    """The link; implements `fleetfoot.engine.client.Link`. The facts are those of a decode engine."""
+    """The link; implements `fleetfoot.engine.link.Link`. The facts are those of a decode engine."""
 
     def __init__(self, group: EngineGroup) -> None:
         self._group = group

@@ -33,7 +33,8 @@ def serve_engine(config: EngineConfig, host: str, port: int, key: str = ANY_KEY)
         ValueError: the address cannot be listened on, or settings, model and machine do not fit together.
     """
     from fleetfoot.engine.engine import build_engine
-    from fleetfoot.engine.process import EngineServer, OutputRouter, engine_socket
+    from fleetfoot.engine.output_router import OutputRouter
+    from fleetfoot.engine.process import EngineServer, engine_socket
 
     context = zmq.Context()
     try:

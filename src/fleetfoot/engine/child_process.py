@@ -1,0 +1,80 @@
+"""The process of an engine as a child of this one: its start and its end. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+from fleetfoot.config import env
+from fleetfoot.config.engine import EngineConfig
+from fleetfoot.engine.wire import ProcessSettings
+
+
+async def process_end(process: subprocess.Popen[bytes]) -> int:
+    """The exit code of a child process, once it has ended. Waits in a thread that does not keep this process alive."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[int] = loop.create_future()
+
+    def wait() -> None:
+        code = process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(_set_result, ended, code)
+
+    threading.Thread(target=wait, name="fleetfoot-process-end", daemon=True).start()
+    return await ended
+
+
+def _set_result(future: asyncio.Future[int], value: int) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+class EngineProcess:
+    """A process that runs `fleetfoot.engine.process`, and ends with this one.
+
+    Args:
+        config: the engine's settings.
+        log_level, log_format: of its messages on standard error, as of `fleetfoot.utils.logs.log_to_stderr`.
+    """
+
+    def __init__(self, config: EngineConfig, log_level: int, log_format: str = "text") -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="fleetfoot-serve-")
+        self.address = f"ipc://{Path(self._folder.name) / 'engine'}"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "fleetfoot.engine.process"], stdin=subprocess.PIPE, env=env.for_engine()
+        )
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(pickle.dumps(ProcessSettings(config, self.address, log_level, log_format)))
+            self._process.stdin.flush()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def wait(self) -> int:
+        """The exit code, once the process has ended."""
+        return await process_end(self._process)
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+        return self._process.poll()
+
+    def stop(self, timeout: float = 30.0) -> int:
+        """End the process as a client's `Stop` does, and kill it after ``timeout`` seconds. Returns its exit code."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+        finally:
+            self._folder.cleanup()

@@ -1,0 +1,226 @@
+"""The results of steps as messages to clients, and the statistics of an engine that has clients."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fleetfoot.engine.input_processor import EngineRequest
+from fleetfoot.engine.stats import Histogram, StatsCollector
+from fleetfoot.engine.wire import Finish, Outputs, RoutedRequest, SequenceEnd, Tokens
+from fleetfoot.outputs import RequestMetrics
+from fleetfoot.records.request import Request, RequestStatus
+from fleetfoot.records.step import EngineOutput
+from fleetfoot.scheduler.stats import SchedulerStats
+
+_SECONDS = [step * 10.0**power for power in range(-3, 3) for step in (1, 2, 5)]
+_TOKENS = [step * 10.0**power for power in range(6) for step in (1, 2, 5)]
+_OF_REQUESTS = (
+    *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds"),
+    *("request_decode_time_seconds", "request_inference_time_seconds", "request_time_per_output_token_seconds"),
+    *("request_prompt_tokens", "request_generation_tokens"),
+)
+"""Histograms with one sample for each request, in the order in which `OutputRouter` adds them."""
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """A sequence of a client."""
+
+    client: bytes
+    number: int
+    request: Request
+    name: str
+    """The request's id."""
+    arrival_time: float
+    queued_ts: float
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    num_sent: int = 0
+    """Tokens."""
+    is_admission_sent: bool = False
+
+
+class OutputRouter:
+    """In place of an `OutputProcessor`: groups the results of a step by client. Texts are made by the clients.
+
+    Each sequence counts as a request in the statistics.
+    """
+
+    def __init__(self, tokenizer: None, finish: Callable[..., object], stats: StatsCollector) -> None:
+        self._stats = stats
+        self._finish = finish
+        self._sequences: dict[str, _Sequence] = {}
+        self._numbers: dict[tuple[bytes, int], str] = {}
+        self._weight_version = 0
+        self._open: Counter[str] = Counter()  # the unfinished sequences of each request
+        self._ttft, self._itl = Histogram(_SECONDS), Histogram(_SECONDS)
+        self._step_tokens = Histogram(_TOKENS)
+        self._requests = {name: Histogram(_TOKENS if name.endswith("tokens") else _SECONDS) for name in _OF_REQUESTS}
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._open)
+
+    @property
+    def request_ids(self) -> list[str]:
+        return list(self._open)
+
+    def has(self, request_id: str) -> bool:
+        return request_id in self._open
+
+    def add(self, request: EngineRequest, sequences: list[Request], now: float) -> None:
+        assert isinstance(request, RoutedRequest)
+        self._open[request.request_id] = len(sequences)
+        resumed = [[]] * len(sequences) if request.resumed is None else request.resumed
+        numbers = [number for number, tokens in enumerate(resumed, start=request.number) if tokens is not None]
+        for number, sequence in zip(numbers, sequences, strict=True):
+            route = _Sequence(request.client, number, sequence, request.request_id, request.arrival_time, now)
+            route.num_sent = sequence.num_output_tokens
+            self._sequences[sequence.request_id] = route
+            self._numbers[request.client, number] = sequence.request_id
+
+    def resumed(self) -> list[Request]:
+        """As `OutputProcessor.resumed`: tokens that were not sent are dropped."""
+        for sequence in self._sequences.values():
+            del sequence.request.output_token_ids[sequence.num_sent :]
+        return sorted([sequence.request for sequence in self._sequences.values()])
+
+    def process(self, outputs: list[EngineOutput], now: float) -> list[tuple[bytes, Outputs]]:
+        """The messages to send: for each client, those of its sequences with progress."""
+        messages: dict[bytes, Outputs] = {}
+        sequences, sample_itl = self._sequences, self._itl.add
+        num_tokens = 0
+        for output in outputs:
+            request = output.request
+            sequence = sequences.get(request.request_id)
+            if sequence is None:
+                continue  # ended by its client while this step was in flight
+            token_ids = output.new_token_ids
+            tokens = Tokens(sequence.number, token_ids, output.logprobs, output.prompt_logprobs)
+            if token_ids:
+                num_tokens += len(token_ids)
+                sequence.num_sent += len(token_ids)
+                if sequence.last_token_ts:
+                    sample_itl(now - sequence.last_token_ts)
+                else:
+                    sequence.first_token_ts = now
+                    self._ttft.add(now - sequence.queued_ts)
+                sequence.last_token_ts = now
+            if not sequence.is_admission_sent:
+                sequence.is_admission_sent = True
+                tokens.num_cached_tokens = request.num_cached_tokens
+            if request.is_finished:
+                tokens.end = self._end(sequence, output.pooled)
+            message = messages.get(sequence.client)
+            if message is None:
+                message = messages[sequence.client] = Outputs(now, [], self._weight_version)
+            message.tokens.append(tokens)
+        self._stats.num_generation_tokens += num_tokens
+        self._step_tokens.add(num_tokens)
+        return list(messages.items())
+
+    def metrics(self, scheduler: SchedulerStats) -> dict[str, Any]:
+        """Gauges, counters and histograms, as plain data, by vLLM's names."""
+        stats, drafts = self._stats, scheduler.drafts
+        counters = {
+            "num_preemptions": scheduler.num_preemptions,
+            "prompt_tokens": stats.num_prompt_tokens,
+            "generation_tokens": stats.num_generation_tokens,
+            "prefix_cache_queries": scheduler.prefix_cache_queries,
+            "prefix_cache_hits": scheduler.prefix_cache_hits,
+            "engine_steps": stats.num_steps,
+            "engine_restarts": stats.num_restarts,
+        }
+        if drafts.accepted_at:
+            counters["spec_decode_num_drafts"] = drafts.num_rows
+            counters["spec_decode_num_draft_tokens"] = drafts.num_drafted
+            counters["spec_decode_num_accepted_tokens"] = drafts.num_accepted
+        histograms = {
+            "time_to_first_token_seconds": self._ttft,
+            "inter_token_latency_seconds": self._itl,
+            "iteration_tokens_total": self._step_tokens,
+            **self._requests,
+        }
+        return {
+            "gauges": {
+                "num_requests_running": scheduler.num_running,
+                "num_requests_waiting": scheduler.num_waiting,
+                "kv_cache_usage_perc": scheduler.kv_cache_usage,
+            },
+            "counters": counters,
+            "finished": dict(stats.num_finished),
+            "histograms": {name: {"buckets": one.cumulative(), "sum": one.sum} for name, one in histograms.items()},
+        }
+
+    def finish(self, client: bytes, message: Finish) -> None:
+        """End a sequence for its client; one that has ended is ignored."""
+        sequence_id = self._numbers.get((client, message.number))
+        if sequence_id is not None:
+            sequence = self._sequences[sequence_id]
+            self._finish(sequence_id, RequestStatus(message.status), message.stop_reason)
+            self._remove(sequence)
+
+    def drop(self, client: bytes) -> None:
+        """End the sequences of a client that is gone."""
+        for sequence in [sequence for sequence in self._sequences.values() if sequence.client == client]:
+            self._finish(sequence.request.request_id, RequestStatus.FINISHED_ABORTED)
+            self._remove(sequence)
+
+    def abort(self, request_id: str) -> tuple[bytes, Outputs] | None:
+        """End a request. Returns the message for its client; None for an unknown id."""
+        ended = [sequence for sequence in self._sequences.values() if sequence.name == request_id]
+        for sequence in ended:
+            self._finish(sequence.request.request_id, RequestStatus.FINISHED_ABORTED)
+        if not ended:
+            return None
+        tokens = [Tokens(sequence.number, [], end=self._end(sequence, None)) for sequence in ended]
+        return ended[0].client, Outputs(time.perf_counter(), tokens, self._weight_version)
+
+    def change_weights(self, version: int) -> None:
+        """Tokens from now on are sampled with another version of the weights."""
+        self._weight_version = version
+
+    def _end(self, sequence: _Sequence, pooled: tuple[list[int], bytes] | None) -> SequenceEnd:
+        request = sequence.request
+        self._remove(sequence)
+        return SequenceEnd(
+            int(request.status),
+            request.stop_reason,
+            max(0, request.num_cached_tokens),
+            request.num_drafted,
+            request.num_accepted,
+            request.scheduled_ts,
+            request.kv_transfer_output,
+            pooled,
+        )
+
+    def _remove(self, sequence: _Sequence) -> None:
+        request = sequence.request
+        del self._sequences[request.request_id], self._numbers[sequence.client, sequence.number]
+        self._open[sequence.name] -= 1
+        if not self._open[sequence.name]:
+            del self._open[sequence.name]
+        metrics = RequestMetrics(
+            arrival_time=sequence.arrival_time,
+            queued_ts=sequence.queued_ts,
+            scheduled_ts=request.scheduled_ts,
+            first_token_ts=sequence.first_token_ts,
+            last_token_ts=sequence.last_token_ts,
+            num_generation_tokens=request.num_output_tokens,
+            num_drafted_tokens=request.num_drafted,
+            num_accepted_tokens=request.num_accepted,
+        )
+        self._stats.request_finished(metrics, request.finish_reason)
+        if not sequence.first_token_ts:
+            return
+        begin, first, last = request.scheduled_ts, sequence.first_token_ts, sequence.last_token_ts
+        values = (
+            last - sequence.queued_ts, begin - sequence.queued_ts, first - begin, last - first, last - begin,
+            metrics.time_per_output_token, request.num_prompt_tokens, request.num_output_tokens,
+        )  # fmt: skip
+        for histogram, value in zip(self._requests.values(), values, strict=True):
+            histogram.add(value)
