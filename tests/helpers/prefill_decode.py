@@ -16,8 +16,8 @@ from fleetfoot.engine.child_process import EngineProcess
 from fleetfoot.engine.client import EngineClient
 from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import RequestOutput
+from fleetfoot.server.api_server import connected
 from fleetfoot.server.disaggregation.group import EngineGroup
-from fleetfoot.server.serve import connected
 from tests.helpers.engines import TEXT_MODEL, prompt_of, run_requests
 
 VOCAB = TEXT_MODEL["vocab_size"]

@@ -15,8 +15,8 @@ from fleetfoot.config import env
 from fleetfoot.parsers.registry import check_parsers
 
 if TYPE_CHECKING:
+    from fleetfoot.server.api_server import ServerSettings
     from fleetfoot.server.app import CorsSettings
-    from fleetfoot.server.serve import ServerSettings
 
 _EPILOG = """\
 Serve the embedded model, and ask it something:
@@ -119,7 +119,7 @@ def server_settings(arguments: argparse.Namespace, default_names: tuple[str, ...
 
     Raises UsageError: a key or a file cannot be used.
     """
-    from fleetfoot.server.serve import ServerSettings
+    from fleetfoot.server.api_server import ServerSettings
     from fleetfoot.server.service import ServiceSettings
 
     keys = [*(arguments.api_key or ()), *([key] if (key := env.api_key()) else [])]
