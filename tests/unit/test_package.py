@@ -1,9 +1,12 @@
 """What is imported when, and which module reads the environment."""
 
 import ast
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -154,6 +157,14 @@ def test_the_c_kernels_can_be_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
         use_native_kernels()
     monkeypatch.setenv(USE_NATIVE_KERNELS, "0")
     assert "excludes" in native_problem()  # also once the library is open
+
+
+def test_an_instruction_set_that_is_slower_than_a_lesser_one_is_last() -> None:
+    levels = {b"avx512_bf16": 2, b"avx512": 1, b"avx2": 1, b"sse4": 0}
+    library = SimpleNamespace(ff_supports=lambda name: levels[name])
+    for name in levels:
+        setattr(library, f"ff_{name.decode()}_rms_norm", None)
+    assert supported_variants(cast(ctypes.CDLL, library)) == ("avx512", "avx2", "avx512_bf16")
 
 
 def test_the_instruction_set_of_the_c_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,9 +27,9 @@
 #define BLOCK_VECTORS 2
 #endif
 
-/* The format of queries and keys: float32, or pairs of bfloat16 if the hardware multiplies pairs. A unit has 32 bits in
- * both. */
-INLINE int uses_pairs(int dtype) { return HAVE_BF16_DOT && dtype == FF_BFLOAT16; }
+/* The format of queries and keys: float32, or pairs of bfloat16 if the hardware multiplies pairs, which processors with
+ * tiles do at half the rate. A unit has 32 bits in both. */
+INLINE int uses_pairs(int dtype) { return HAVE_BF16_DOT && !HAVE_TILES && dtype == FF_BFLOAT16; }
 INLINE int64_t units_of(int64_t head_dim, int dtype) { return uses_pairs(dtype) ? head_dim / 2 : head_dim; }
 
 typedef struct {
@@ -82,7 +82,7 @@ INLINE void transpose_keys(workspace *ws, int strip, int begin, int end, int til
 
 INLINE vf dot_step(vf q, vf k, vf sum, int dtype) {
 #if HAVE_BF16_DOT
-    if (dtype == FF_BFLOAT16) return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)q, (__m512bh)k);
+    if (uses_pairs(dtype)) return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)q, (__m512bh)k);
 #endif
     (void)dtype;
     return multiply_add(q, k, sum);

@@ -11,6 +11,8 @@
 #define FEW_ROWS 2  /* tiles are faster with more */
 #define BAND_BYTES (1 << 20)  /* of x, and of the panels that it passes over: both fit in a second-level cache */
 #define CHUNK_BYTES (1 << 19)
+#define FAR_AHEAD (8192 / 4)  /* of prefetches of the weight into the second-level cache, in units */
+#define NEAR_AHEAD (4096 / 4) /* and into the first */
 
 /* Tiles 0 .. 3 are sums [row tile, vector], or vectors of two panels for one row tile. */
 #define X0 4 /* tiles of x; macros, because they become parts of the names of registers */
@@ -82,6 +84,14 @@ static void configure(int rows) {
     CONFIGURE_TILES(&shapes);
 }
 
+/* Prefetches a group of a panel. */
+INLINE void prefetch_group(const uint32_t *weight) {
+    for (int line = 0; line < GROUP * VECTORS; line++) {
+        __builtin_prefetch(weight + FAR_AHEAD + line * VL, 0, 2);
+        __builtin_prefetch(weight + NEAR_AHEAD + line * VL, 0, 3);
+    }
+}
+
 /* `rows` rows from `row` on against one panel (two row tiles) or two panels (one row tile), configured for them.
  * reads_first: the panel is not in a cache yet. */
 INLINE void multiply_tile_block(const layer *l, int64_t row, int rows, int64_t panel, int reads_first,
@@ -111,10 +121,8 @@ INLINE void multiply_tile_block(const layer *l, int64_t row, int rows, int64_t p
             LOAD_TILE(W1, second + VL, 4 * PANEL);
             MULTIPLY_TILES(3, X0, W1);
         }
-        for (int line = 0; reads_first && line < GROUP * VECTORS; line++) {
-            __builtin_prefetch(weight + AHEAD * PANEL + line * VL);
-            if (panels == 2) __builtin_prefetch(second + AHEAD * PANEL + line * VL);
-        }
+        if (reads_first) prefetch_group(weight);
+        if (reads_first && panels == 2) prefetch_group(second);
     }
     STORE_TILE(0, sums, 4 * width);
     STORE_TILE(1, sums + VL, 4 * width);

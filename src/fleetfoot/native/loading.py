@@ -21,8 +21,8 @@ from fleetfoot.config import env
 PATH = Path(__file__).with_name("libfleetfoot.so")
 
 VARIANTS = ("amx", "avx512_bf16", "avx512", "avx2", "sse4", "generic")
-"""Instruction sets, best first: x86-64-v4 (AVX-512) with tiles and products of bfloat16, with products of bfloat16, and
-without; v3 (AVX2), v2 (SSE4.2), anything else."""
+"""Instruction sets, in general best first: x86-64-v4 (AVX-512) with tiles and products of bfloat16, with products of
+bfloat16, and without; v3 (AVX2), v2 (SSE4.2), anything else."""
 
 _TYPES = {"P": ctypes.c_void_p, "L": ctypes.c_int64, "I": ctypes.c_int, "F": ctypes.c_float, "S": ctypes.c_char_p}
 _SIGNATURES = {
@@ -135,7 +135,8 @@ def open_library() -> ctypes.CDLL:
 
 
 def supported_variants(library: ctypes.CDLL) -> tuple[str, ...]:
-    """The variants that are built in and that this processor runs, best first; at least one.
+    """The variants that are built in and that this processor runs, best first; at least one. Last is one that is slower
+    than another with fewer instructions.
 
     Raises:
         NativeUnavailableError: there is none.
@@ -145,10 +146,11 @@ def supported_variants(library: ctypes.CDLL) -> tuple[str, ...]:
     except AttributeError as error:
         raise _does_not_load(error) from error
     supports.argtypes, supports.restype = (ctypes.c_char_p,), ctypes.c_int
-    found = tuple(name for name in VARIANTS if hasattr(library, f"ff_{name}_rms_norm") and supports(name.encode()))
+    built = (name for name in VARIANTS if hasattr(library, f"ff_{name}_rms_norm"))
+    found = {name: level for name in built if (level := supports(name.encode()))}
     if not found:
         raise NativeUnavailableError(f"{PATH} has no kernels for this processor")
-    return found
+    return tuple(sorted(found, key=lambda name: found[name]))
 
 
 def _best_variant(library: ctypes.CDLL) -> str:
