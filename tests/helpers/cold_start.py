@@ -111,7 +111,8 @@ def serve(engine: LLMEngine, wave: int) -> dict[str, list[int]]:
 def main() -> None:
     """Prints ``runner``; ``compiled`` and ``found``, before the warm-up; ``late``: kernels that the main thread
     compiled in the warm-up, and what launches them; ``failed``: kernels of each dry pass; ``warnings`` about them;
-    ``tokens``; ``threads`` of ours that are left; and ``imports``, large ones, of the first dry pass.
+    ``prepared``: graphs captured between the two waves; ``tokens``; ``threads`` of ours that are left; and
+    ``imports``, large ones, of the first dry pass.
 
     The first requests are served while kernels are compiled for later ones, the others behind that.
     """
@@ -125,6 +126,7 @@ def main() -> None:
         report["runner"] = engine.runner_name
         report["tokens"] = serve(engine, 0)
         report["failed"] = [compilations.wait() for compilations in queued]  # until nothing is being compiled
+        report["prepared"] = sum(1 for _ in iter(engine.prepare, False))
         report["tokens"] |= serve(engine, 1)
         engine.shutdown()
     report["late"] = late

@@ -389,7 +389,7 @@ class ModelRunnerV2(ModelRunner):
 
     def _uncaptured(self, key: GraphKey) -> Capture:
         """What runs a shape without a graph, with masks in two parts."""
-        forward, sample = self._parts(key)
+        forward, sample = self._parts(key, is_staged=True)
         if key.sampling is None:
             return Uncaptured(forward)
         if not key.sampling.masks:
@@ -426,11 +426,15 @@ class ModelRunnerV2(ModelRunner):
         forward, sample = self._parts(key)
         return forward if key.sampling is None else lambda: sample(forward())
 
-    def _parts(self, key: GraphKey) -> tuple[Callable[[], StepOutput], Callable[[StepOutput], StepOutput]]:
-        """Both parts of a step of padding requests: preparation and forward, and from its output to the drafts."""
+    def _parts(
+        self, key: GraphKey, *, is_staged: bool = False
+    ) -> tuple[Callable[[], StepOutput], Callable[[StepOutput], StepOutput]]:
+        """Both parts of a step: preparation and forward, and from its output to the drafts. ``is_staged``: the requests
+        of a step are staged before they run; else they are padding."""
         shape = BatchShape.of_graph(key)
-        batch = self._buffers.batch(shape, [], is_warm_up=True)
-        self._state.staging.clear_on_device(self._buffers.query_start_loc(shape, [0] * key.num_reqs))
+        batch = self._buffers.batch(shape, [], is_warm_up=not is_staged)
+        if not is_staged:
+            self._state.staging.clear_on_device(self._buffers.query_start_loc(shape, [0] * key.num_reqs))
 
         def forward() -> StepOutput:
             self._buffers.fill(batch)
