@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
-import numpy as np
 import torch
 
 from fleetfoot.kernels.interface import TokenLogprobs
@@ -48,15 +48,15 @@ class LogprobsTensors:
         self, counts: Sequence[int] | None = None, positions: Sequence[int] | None = None
     ) -> list[PackedLogprobs]:
         """Copy to the host. ``counts``: top tokens to keep of each (-1 or None: all); ``positions``: None: all."""
-        words, num = self.packed.cpu().numpy(), self.num
-        words = words if positions is None else words[list(positions)]
-        sizes = np.full(len(words), num) if counts is None else np.where(np.less(counts, 0), num, counts)
-        rows = np.empty(len(words), object)
-        for size in np.unique(sizes).tolist():
-            columns = [*range(num + 1, num + 2 + size), *range(1 + size), 2 * num + 2]
-            packed = words[sizes == size].take(columns, 1)
-            rows[sizes == size] = packed.view(f"V{packed.itemsize * len(columns)}")[:, 0].tolist()
-        return rows.tolist()
+        data, row_bytes, middle = self.packed.cpu().numpy().tobytes(), 4 * self.packed.shape[1], 4 * (self.num + 1)
+        chosen = range(len(self.packed)) if positions is None else positions
+        rows = []
+        for position, count in zip(chosen, repeat(-1, len(chosen)) if counts is None else counts, strict=True):
+            size = middle if count < 0 else 4 * (1 + count)
+            ids, end = position * row_bytes, (position + 1) * row_bytes
+            logprobs = ids + middle
+            rows.append(data[logprobs : logprobs + size] + data[ids : ids + size] + data[end - 4 : end])
+        return rows
 
 
 def token_logprobs(

@@ -112,9 +112,12 @@ def token_logprobs(
 ) -> list[TokenLogprob]:
     """Logprobs of a completion's tokens, each with those of the ``num_top`` most probable ones."""
 
+    token_bytes = tokenizer.token_bytes
+
     def top_logprob(token_id: int, one: Logprob) -> TopLogprob:
-        text = token_text(token_id, one.decoded_token, tokenizer.decode_token, as_id=as_ids)
-        return TopLogprob(text, finite(one.logprob), list(tokenizer.token_bytes(token_id)))
+        characters = token_bytes(token_id)
+        text = f"token_id:{token_id}" if as_ids else characters.decode("utf-8", errors="replace")
+        return TopLogprob(text, max(one.logprob, MIN_LOGPROB), list(characters))
 
     logprobs = []
     for token_id, entry in zip(completion.token_ids, completion.logprobs or (), strict=True):
