@@ -446,7 +446,7 @@ def test_without_an_engine_it_is_an_error(work: Callable[[], None], held: str | 
     assert is_as_before(held)
 
 
-@pytest.mark.parametrize("part", ["start_executor", "InputProcessor"])
+@pytest.mark.parametrize("part", ["start_executor", "build_input_processor"])
 def test_a_start_that_fails_does_not_count(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the workers have started, and after that."""
     monkeypatch.setattr(engine_module, part, mock.Mock(side_effect=RuntimeError("injected")))

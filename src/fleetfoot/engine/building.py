@@ -1,12 +1,16 @@
-"""The parts of an engine that its plan describes: the scheduler, its side of the KV connector, and the loop."""
+"""The parts of an engine that its plan describes: the scheduler, its side of the KV connector, the loop, and the input
+processor."""
 
 from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from fleetfoot.engine.core import EngineCore
+from fleetfoot.engine.input_processor import InputProcessor, params_check
 from fleetfoot.engine.stats import StatsCollector
 from fleetfoot.executor.build import start_executor
 from fleetfoot.executor.protocol import Executor
@@ -18,8 +22,13 @@ from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.drafting import DraftController
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.speculative.controller import AdaptiveDrafts
+from fleetfoot.structured.compiler import GrammarCompiler
 from fleetfoot.structured.mask_space import MaskMemory
 from fleetfoot.structured.masks import TokenMasker, num_mask_processes
+from fleetfoot.structured.trial import GrammarTrial
+
+if TYPE_CHECKING:
+    from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +100,38 @@ def make_connector(plan: EnginePlan) -> SchedulerConnector:
     return plan.connector.connector_class.scheduler_side(transfer_context(plan))
 
 
-def served_model_len(plan: EnginePlan, layout: KVLayout) -> int:
+def load_tokenizer(plan: EnginePlan) -> Tokenizer | None:
+    """The tokenizer, which can return tensors of torch; None: the engine runs on token ids only."""
+    if plan.tokenizer_path is None:
+        return None
+    import torch
+
+    from fleetfoot.tokenizer.tokenizer import Tokenizer  # not needed for token ids
+
+    tokenizer = Tokenizer.from_path(plan.tokenizer_path)
+    tokenizer.tensor_types["pt"] = torch.tensor
+    return tokenizer
+
+
+def build_input_processor(
+    plan: EnginePlan, core: EngineCore, tokenizer: Tokenizer | None, sampling_defaults: dict[str, Any]
+) -> InputProcessor:
+    """What validates and tokenizes the requests of an engine."""
+    return InputProcessor(
+        vocab_size=plan.model.vocab_size,
+        max_model_len=_served_model_len(plan, core.executor.layout),
+        eos_token_ids=plan.model.eos_token_ids,
+        tokenizer=tokenizer,
+        max_logprobs=plan.config.max_logprobs,
+        seed=plan.config.seed,
+        sampling_defaults=sampling_defaults,
+        pooling=plan.pooling,
+        grammars=_grammar_compiler(plan, tokenizer, core.masker),
+        check_further=params_check(plan),
+    )
+
+
+def _served_model_len(plan: EnginePlan, layout: KVLayout) -> int:
     """max_model_len; if it is not set, at most what the KV cache holds."""
     room = layout.num_blocks * layout.block_size
     if plan.config.max_model_len is not None or plan.max_model_len <= room:
@@ -99,3 +139,20 @@ def served_model_len(plan: EnginePlan, layout: KVLayout) -> int:
     message = "the model's %d positions do not fit in a KV cache of %d tokens: requests are limited to that"
     logger.warning(message, plan.max_model_len, room)
     return room
+
+
+def _grammar_compiler(plan: EnginePlan, tokenizer: Tokenizer | None, masker: TokenMasker) -> GrammarCompiler:
+    """Of an engine. Clients may make its texts, so it loads a tokenizer when the first grammar needs one."""
+    load: Callable[[], Tokenizer] | None = None
+    if (path := plan.tokenizer_path) is not None:
+
+        def load() -> Tokenizer:
+            from fleetfoot.tokenizer.tokenizer import Tokenizer
+
+            return tokenizer or Tokenizer.from_path(path)
+
+    vocab_size = plan.model.vocab_size
+    ends = [token for token in plan.model.eos_token_ids if token < vocab_size]
+    # without a tokenizer here, requests come from clients, which have compiled their grammars
+    trial = None if tokenizer is None else GrammarTrial()
+    return GrammarCompiler(load, vocab_size, ends, trial=trial, on_vocabulary=masker.start)

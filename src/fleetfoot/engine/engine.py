@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.vllm_names import check_call_keywords
-from fleetfoot.engine.building import build_core, make_mask_memory, served_model_len, start_again
+from fleetfoot.engine.building import build_core, build_input_processor, load_tokenizer, make_mask_memory, start_again
 from fleetfoot.engine.core import EngineCore, no_callback
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.hold import HoldCalls, HoldQueue
-from fleetfoot.engine.input_processor import COPY_MARK, EngineRequest, InputProcessor, params_check
+from fleetfoot.engine.input_processor import COPY_MARK, EngineRequest, InputProcessor
 from fleetfoot.engine.live_weights import ENGINE_METHODS, LiveWeights, WeightCalls, update_settings
 from fleetfoot.engine.metrics import Metric, engine_metrics
 from fleetfoot.engine.output_processor import OutputProcessor
@@ -36,9 +36,6 @@ from fleetfoot.records.request import RequestStatus
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import EngineOutput
 from fleetfoot.sampling.request_params import read_sampling_defaults
-from fleetfoot.structured.compiler import GrammarCompiler
-from fleetfoot.structured.masks import TokenMasker
-from fleetfoot.structured.trial import GrammarTrial
 from fleetfoot.utils.process import EXIT_GUARD, run_all
 
 if TYPE_CHECKING:
@@ -306,8 +303,7 @@ class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
 
     @EXIT_GUARD
     def report_finished(self) -> None:
-        """Call when no step may follow soon: retires steps in flight that no request needs, and sends the last finished
-        ids to the KV connector."""
+        """When no step may follow soon, retire steps that no request needs, and report ended requests to a connector."""
         if self._cause is None and not self._is_shut_down and not self.is_paused:
             with self._failing(), self._restarts.deferring():
                 self.core.report_finished()
@@ -337,13 +333,11 @@ class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
         self.core.scheduler.change_weights(identity, is_shared=is_shared)
         self.output_processor.change_weights(version)
 
-    # --- pause and sleep ----------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------------
 
     def is_sleeping(self) -> bool:
         """Whether weights or KV are asleep."""
         return self.suspension.is_sleeping
-
-    # --- state --------------------------------------------------------------------------------------------------------
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Parameters of a request without any: the defaults of `SamplingParams`, overridden by those of the model."""
@@ -470,9 +464,6 @@ def _dead(cause: BaseException) -> EngineDeadError:
     return EngineDeadError(f"the engine has failed: {message}")
 
 
-# --- building ---------------------------------------------------------------------------------------------------------
-
-
 @EXIT_GUARD
 def build_engine(config: EngineConfig, *, output_processor: Callable[..., Any] = OutputProcessor) -> LLMEngine:
     """See `LLMEngine.from_config`. The tokenizer is loaded for the default ``output_processor`` alone."""
@@ -488,30 +479,12 @@ def build_engine(config: EngineConfig, *, output_processor: Callable[..., Any] =
     defaults = read_sampling_defaults(config.generation_config, config.override_generation_config, plan.model_path)
     if defaults:
         logger.info("sampling defaults that come with the model or the settings: %s", defaults)
-    tokenizer = None
-    if plan.tokenizer_path is not None and output_processor is OutputProcessor:
-        import torch
-
-        from fleetfoot.tokenizer.tokenizer import Tokenizer  # not needed for token ids
-
-        tokenizer = Tokenizer.from_path(plan.tokenizer_path)
-        tokenizer.tensor_types["pt"] = torch.tensor
+    tokenizer = load_tokenizer(plan) if output_processor is OutputProcessor else None
     masks = make_mask_memory(plan)
     executor = start_executor(plan, masks)
     try:
         core = build_core(plan, executor, masks)
-        input_processor = InputProcessor(
-            vocab_size=plan.model.vocab_size,
-            max_model_len=served_model_len(plan, executor.layout),
-            eos_token_ids=plan.model.eos_token_ids,
-            tokenizer=tokenizer,
-            max_logprobs=config.max_logprobs,
-            seed=config.seed,
-            sampling_defaults=defaults,
-            pooling=plan.pooling,
-            grammars=_grammar_compiler(plan, tokenizer, core.masker),
-            check_further=params_check(plan),
-        )
+        input_processor = build_input_processor(plan, core, tokenizer, defaults)
     except BaseException:
         executor.shutdown()
         raise
@@ -525,20 +498,3 @@ def build_engine(config: EngineConfig, *, output_processor: Callable[..., Any] =
         max_restarts=plan.max_restarts,
         output_processor=output_processor,
     )
-
-
-def _grammar_compiler(plan: EnginePlan, tokenizer: Tokenizer | None, masker: TokenMasker) -> GrammarCompiler:
-    """Of an engine. Clients may make its texts, so it loads a tokenizer when the first grammar needs one."""
-    load: Callable[[], Tokenizer] | None = None
-    if (path := plan.tokenizer_path) is not None:
-
-        def load() -> Tokenizer:
-            from fleetfoot.tokenizer.tokenizer import Tokenizer
-
-            return tokenizer or Tokenizer.from_path(path)
-
-    vocab_size = plan.model.vocab_size
-    ends = [token for token in plan.model.eos_token_ids if token < vocab_size]
-    # without a tokenizer here, requests come from clients, which have compiled their grammars
-    trial = None if tokenizer is None else GrammarTrial()
-    return GrammarCompiler(load, vocab_size, ends, trial=trial, on_vocabulary=masker.start)
