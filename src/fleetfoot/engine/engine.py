@@ -303,7 +303,7 @@ class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
 
     @EXIT_GUARD
     def report_finished(self) -> None:
-        """When no step may follow soon, retire steps that no request needs, and report ended requests to a connector."""
+        """When no step may follow soon: retire steps that no request needs, and report ended ones to a connector."""
         if self._cause is None and not self._is_shut_down and not self.is_paused:
             with self._failing(), self._restarts.deferring():
                 self.core.report_finished()

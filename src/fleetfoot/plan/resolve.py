@@ -26,7 +26,7 @@ from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.memory import EngineShape
 from fleetfoot.plan.oracle import ModelFeatures, decide
 from fleetfoot.plan.plan import EnginePlan, check_connector_settings
-from fleetfoot.speculative.find import drafter_shape, find_drafter
+from fleetfoot.speculative.find import DrafterModel, drafter_shape, find_drafter
 from fleetfoot.weights.hub import resolve_model
 
 
@@ -48,9 +48,6 @@ def resolve_plan(
     model_path = find_model(config.model, config.revision, config_only=config_only)
     model = load_model_config(model_path, config.hf_overrides)
     device = machine.choose_device(config.device)
-    # a GPU is built for bfloat16; float32 must be set
-    own_dtype = "bfloat16" if device == "cuda" and model.dtype == "float32" else model.dtype
-    dtype = own_dtype if config.dtype == "auto" else config.dtype
     content = read_config_json(model_path, config.hf_overrides)
     pooling = _pooling(config, content, model, model_path, config_only=config_only)
     if pooling is not None:
@@ -62,31 +59,7 @@ def resolve_plan(
     found = find_drafter(config, model, config_only=config_only)
     check_tensor_parallel_size(model, config.tensor_parallel_size)
     check_pipeline_parallel_size(model, config.pipeline_parallel_size)
-    limit = model.max_position_embeddings
-    if (config.max_model_len or 0) > limit:
-        raise ValueError(
-            f"max_model_len is {config.max_model_len}, but the model's positions end at {limit} "
-            f"(max_position_embeddings in its config.json); set max_model_len to at most {limit}"
-        )
-    models = [model] if found is None else [model, found.config]
-    shape = EngineShape(
-        config=config,
-        model=model,
-        dtype=dtype,
-        device=device,
-        runner=decision.runner,
-        kernels=plan_kernels(
-            DeviceFacts(
-                device,
-                machine.has_native,
-                machine.has_triton,
-                config.compiles_layers,
-                frozenset((one.head_dim, one.num_heads // one.num_kv_heads) for one in models),
-            )
-        ),
-        max_model_len=config.max_model_len or limit,
-        drafter=drafter_shape(config, model, found, dtype, device),
-    )
+    shape = _engine_shape(config, model, found, decision.runner, machine, device)
     if decision.logits_processors and config.speculative_config is not None:
         raise ValueError(
             "logits_processors is set, and so is speculative_config; the batches of LogitsProcessor classes have no "
@@ -109,7 +82,7 @@ def resolve_plan(
         model_path=model_path,
         tokenizer_path=None if config_only else _tokenizer_path(config, model_path),
         device=device,
-        dtype=dtype,
+        dtype=shape.dtype,
         decision=decision,
         kernels=shape.kernels,
         kv_layout=decision.kv_layout,
@@ -130,6 +103,40 @@ def resolve_plan(
     if config.enable_sleep_mode and device == "cuda":
         _check_gpu_sleep(plan)
     return plan
+
+
+def _engine_shape(
+    config: EngineConfig, model: ModelConfig, found: DrafterModel | None, runner: str, machine: Machine, device: str
+) -> EngineShape:
+    """What memory is counted for. ``found``: the drafter's model. Raises ValueError: max_model_len is too large."""
+    limit = model.max_position_embeddings
+    if (config.max_model_len or 0) > limit:
+        raise ValueError(
+            f"max_model_len is {config.max_model_len}, but the model's positions end at {limit} "
+            f"(max_position_embeddings in its config.json); set max_model_len to at most {limit}"
+        )
+    # a GPU is built for bfloat16; float32 must be set
+    own_dtype = "bfloat16" if device == "cuda" and model.dtype == "float32" else model.dtype
+    dtype = own_dtype if config.dtype == "auto" else config.dtype
+    models = [model] if found is None else [model, found.config]
+    return EngineShape(
+        config=config,
+        model=model,
+        dtype=dtype,
+        device=device,
+        runner=runner,
+        kernels=plan_kernels(
+            DeviceFacts(
+                device,
+                machine.has_native,
+                machine.has_triton,
+                config.compiles_layers,
+                frozenset((one.head_dim, one.num_heads // one.num_kv_heads) for one in models),
+            )
+        ),
+        max_model_len=config.max_model_len or limit,
+        drafter=drafter_shape(config, model, found, dtype, device),
+    )
 
 
 def _executor(config: EngineConfig, device: str) -> str:

@@ -94,14 +94,12 @@ def _find_request(query_start_loc_ptr, num_reqs, steps, slot, tile_tokens: tl.co
 
 
 @triton_kernel(specialize=False)
-def _paged_attention_prefill_kernel(
-    query_ptr, kv_ptr, out_ptr, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr, num_reqs, num_tokens, steps,
-    query_stride, block_stride, table_stride, scale_log2, window,
-    num_kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, padded_dim: tl.constexpr,
-    block_size: tl.constexpr, value_offset: tl.constexpr, head_stride: tl.constexpr, token_stride: tl.constexpr,
-    rows: tl.constexpr, tile: tl.constexpr, has_window: tl.constexpr, soft_cap: tl.constexpr,
+def _find_tile(
+    query_start_loc_ptr, seq_lens_ptr, num_reqs, num_tokens, steps,
+    num_kv_heads: tl.constexpr, tile_tokens: tl.constexpr,
 ):  # fmt: skip
-    tile_tokens: tl.constexpr = rows // group
+    """The tile of this program: its request, KV head and first query token; with the request's first row, number of
+    query tokens and length. Without a tile, the first token is not below the number of tokens."""
     # The slots of a request are ordered by KV head, so that neighboring programs read the same K and V. They are
     # processed from the back, where a prompt's tiles attend to the most positions: longest work first.
     work_tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -118,7 +116,21 @@ def _paged_attention_prefill_kernel(
     num_slots = tl.where(is_request, end_slot, tl.num_programs(0) // num_kv_heads) - first_slot
     kv_head = (work_tile - first_slot * num_kv_heads) // num_slots
     first_token = (work_tile - first_slot * num_kv_heads) % num_slots * tile_tokens
+    return request, kv_head, first_token, query_begin, query_len, seq_len
 
+
+@triton_kernel(specialize=False)
+def _paged_attention_prefill_kernel(
+    query_ptr, kv_ptr, out_ptr, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr, num_reqs, num_tokens, steps,
+    query_stride, block_stride, table_stride, scale_log2, window,
+    num_kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, padded_dim: tl.constexpr,
+    block_size: tl.constexpr, value_offset: tl.constexpr, head_stride: tl.constexpr, token_stride: tl.constexpr,
+    rows: tl.constexpr, tile: tl.constexpr, has_window: tl.constexpr, soft_cap: tl.constexpr,
+):  # fmt: skip
+    tile_tokens: tl.constexpr = rows // group
+    request, kv_head, first_token, query_begin, query_len, seq_len = _find_tile(
+        query_start_loc_ptr, seq_lens_ptr, num_reqs, num_tokens, steps, num_kv_heads, tile_tokens
+    )
     if first_token < query_len:
         query_stride = tl.multiple_of(query_stride, 8)
         block_stride = tl.multiple_of(block_stride, 8)
