@@ -194,9 +194,7 @@ def test_random_lives_with_aborts(seed: int, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(CaptureTable, "of", lambda **_: shapes)
     engine = make_engine(embedded_model_path(), device="cpu", model_runner="v2", **settings, **limits)
     got = live_in_engine(engine, lives)
-    num_steps = engine.core.executor.runner.graphs.num_steps  # type: ignore[attr-defined]
     engine.shutdown()
     for life in lives:
         assert_agree(got[life.request_id], expected[life.request_id], tolerance=1e-4)
-    assert num_steps["decode"] + num_steps["mixed"] > 5
-    assert device.counts["replay"] > 3  # others were the first of their shape
+    assert device.counts["replay"] > 5

@@ -18,7 +18,7 @@ from fleetfoot.config.parsing import load_model_config
 from fleetfoot.kernels.prepare.tables import NUM_ROW_FIELDS
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.records.step import ModelRunnerOutput
+from fleetfoot.records.step import ModelRunnerOutput, RowLogprobs
 from fleetfoot.runner.graphs import GraphKey
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.sampling import shape
@@ -62,7 +62,7 @@ def test_a_captured_decode_step_is_one_copy_and_one_launch() -> None:
     device = RecordingDevice(has_graphs=True)
     runner, scheduler = make_runner(device=device), make_scheduler()
     runner.warm_up()
-    assert device.counts["capture"] == 4  # decode sizes
+    assert device.counts["capture"] == 5  # four decode sizes, and the size of the prefill that warms up
     for number in range(3):
         add(scheduler, f"r{number}", 3, temperature=number / 2)
     for step in range(6):
@@ -103,7 +103,8 @@ def test_captured_and_padded_steps_give_the_same_tokens(seed: int) -> None:
 
 def prompt_tokens(output: ModelRunnerOutput) -> dict[int, list[list[int]]]:
     """The most probable tokens at each place of a prompt, for each request with prompt logprobs."""
-    return {index: [row.token_ids for row in rows] for index, (_, rows) in output.prompt_logprobs.items()}
+    unpacked = {index: map(RowLogprobs.unpack, rows) for index, (_, rows) in output.prompt_logprobs.items()}
+    return {index: [row.token_ids for row in rows] for index, rows in unpacked.items()}
 
 
 @pytest.mark.parametrize("features", [{}, {"prompt_logprobs": 2}], ids=["plain", "prompt_logprobs"])

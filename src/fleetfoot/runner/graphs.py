@@ -240,46 +240,33 @@ class Capture(Protocol):
     def replay(self) -> None: ...
 
 
-class Uncaptured:
-    """Implements `Capture` without a graph: ``work`` runs at each replay."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self._work = work
-        self.output: Any = None
-
-    def replay(self) -> None:
-        self.output = self._work()
-
-
 class GraphManager:
     """Decides whether a step replays a graph or runs eagerly, captures shapes, and counts.
 
-    A capture takes as long as several steps. So a shape that was not captured at the start runs without a graph, with
-    the same kernels and padding, when it is first needed; it is captured when no request is there, or when it is needed
-    again. With more graphs than the memory plan counts, the one that was not used for the longest time is dropped.
+    A shape is captured when it is first needed, if it was not at the start, or between requests. With more graphs than
+    the memory plan counts, the one that was not used for the longest time is dropped.
 
-    ``capture``: captures a shape, or returns None while kernels of it are not compiled; None: the device has no graphs.
-    ``run``: a shape without a graph; None: shapes are captured when they are first needed. ``includes_sampling``: False
-    on a rank that is not the last of its pipeline, where steps end with the forward pass.
+    ``capture``: captures a shape behind all steps, or returns None while kernels of it are not compiled; None: the
+    device has no graphs. ``includes_sampling``: False on a rank that is not the last of its pipeline, where steps end
+    with the forward pass.
     """
 
     def __init__(
         self,
         table: CaptureTable,
         capture: Callable[[GraphKey], Capture | None] | None = None,
-        run: Callable[[GraphKey], Capture] | None = None,
         *,
         includes_sampling: bool = True,
     ) -> None:
         self.table = table if capture is not None else CaptureTable()
         self.captured: dict[GraphKey, Capture] = {}
         """The captured shapes, the one that was used last at the end."""
-        self._needed: dict[GraphKey, None] = {}  # once
+        self._needed: dict[GraphKey, None] = {}  # by steps that came before their kernels
         self._variants: dict[SamplingVariant, None] = {}  # of steps
         self.num_steps: Counter[str] = Counter()
         """Number of steps: ``eager``, or by the kind of their graph."""
         self._includes_sampling = includes_sampling
-        self._capture, self._run = capture, run
+        self._capture = capture
 
     def dispatch(
         self, output: SchedulerOutput, *, sampling: SamplingVariant | None, drafting: int | None = None
@@ -293,16 +280,14 @@ class GraphManager:
         return BatchShape.of_step(output, key), key
 
     def get(self, key: GraphKey) -> Capture | None:
-        """The graph of a shape, or what runs it; None: kernels of it are not compiled."""
+        """The graph of a shape; None: kernels of it are not compiled."""
         if key in self.captured:
             self.captured[key] = captured = self.captured.pop(key)
             return captured
-        if self._run is None or key in self._needed:
-            return self._try(key)
-        self._needed[key] = None
         if key.sampling is not None:
             self._variants[key.sampling] = None
-        return self._run(key)
+        self._needed[key] = None
+        return self._try(key)
 
     def _try(self, key: GraphKey) -> Capture | None:
         assert self._capture is not None  # without it the table is empty

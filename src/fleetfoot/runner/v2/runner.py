@@ -31,15 +31,7 @@ from fleetfoot.records.forward_context import ForwardContext, IntermediateTensor
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import SchedulerOutput, TokenMasks, WarmUpOutput
 from fleetfoot.runner.base import CompiledKernels, ModelRunner, SampledTokenSync
-from fleetfoot.runner.graphs import (
-    BatchShape,
-    Capture,
-    CaptureTable,
-    GraphKey,
-    GraphManager,
-    Uncaptured,
-    captures_of_start,
-)
+from fleetfoot.runner.graphs import BatchShape, Capture, CaptureTable, GraphKey, GraphManager, captures_of_start
 from fleetfoot.runner.v2.async_output import AsyncOutput
 from fleetfoot.runner.v2.device import Device, always, open_device
 from fleetfoot.runner.v2.drafting import Drafting, newest_tokens
@@ -123,7 +115,6 @@ class ModelRunnerV2(ModelRunner):
         self.graphs = GraphManager(
             capture_table or CaptureTable(),
             self._capture if can_capture else None,
-            self._uncaptured,
             includes_sampling=self._pipeline.is_last_rank,
         )
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -387,17 +378,6 @@ class ModelRunnerV2(ModelRunner):
         two: Any = _TwoGraphs(first, second)
         return cast("Capture", two)
 
-    def _uncaptured(self, key: GraphKey) -> Capture:
-        """What runs a shape without a graph, with masks in two parts."""
-        forward, sample = self._parts(key, is_staged=True)
-        if key.sampling is None:
-            return Uncaptured(forward)
-        if not key.sampling.masks:
-            return Uncaptured(lambda: sample(forward()))
-        first = Uncaptured(forward)
-        two: Any = _TwoGraphs(first, Uncaptured(lambda: sample(first.output)))
-        return cast("Capture", two)
-
     def prepare(self) -> bool:
         if self._compiler is None or self._loader.context.tensor_group.size > 1:  # ranks capture in the same step
             return False
@@ -426,15 +406,11 @@ class ModelRunnerV2(ModelRunner):
         forward, sample = self._parts(key)
         return forward if key.sampling is None else lambda: sample(forward())
 
-    def _parts(
-        self, key: GraphKey, *, is_staged: bool = False
-    ) -> tuple[Callable[[], StepOutput], Callable[[StepOutput], StepOutput]]:
-        """Both parts of a step: preparation and forward, and from its output to the drafts. ``is_staged``: the requests
-        of a step are staged before they run; else they are padding."""
+    def _parts(self, key: GraphKey) -> tuple[Callable[[], StepOutput], Callable[[StepOutput], StepOutput]]:
+        """Both parts of a step of padding requests: preparation and forward, and from its output to the drafts."""
         shape = BatchShape.of_graph(key)
-        batch = self._buffers.batch(shape, [], is_warm_up=not is_staged)
-        if not is_staged:
-            self._state.staging.clear_on_device(self._buffers.query_start_loc(shape, [0] * key.num_reqs))
+        batch = self._buffers.batch(shape, [], is_warm_up=True)
+        self._state.staging.clear_on_device(self._buffers.query_start_loc(shape, [0] * key.num_reqs))
 
         def forward() -> StepOutput:
             self._buffers.fill(batch)
