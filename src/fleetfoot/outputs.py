@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     import torch
 
 
-_TEXT = "decoded_token"
-
-
 class _ComputedWhenRead(ABC):
     """A field that is computed when it is read first: most are never read, and a step has hundreds."""
 
@@ -43,14 +40,9 @@ class _DecodedWhenRead(_ComputedWhenRead):
     """Has ``decoded_token``."""
 
     __slots__ = ("_decode", "_token_id")
-    _computed = _TEXT
+    _computed = "decoded_token"
     _decode: Callable[[int], str]
     _token_id: int
-
-    def decode_later(self, decode: Callable[[int], str], token_id: int) -> None:
-        """Let ``decoded_token`` be ``decode(token_id)``."""
-        self._decode, self._token_id = decode, token_id
-        delattr(self, _TEXT)
 
     def _compute(self) -> str:
         return self._decode(self._token_id)
@@ -66,6 +58,9 @@ class Logprob(_DecodedWhenRead):
     decoded_token: str | None = None
 
 
+_NEW: Any = object.__new__
+
+
 def logprob_dict(
     token_ids: Sequence[int], logprobs: Sequence[float], rank: int, decode: Callable[[int], str] | None = None
 ) -> dict[int, Logprob]:
@@ -77,12 +72,14 @@ def logprob_dict(
             have different ranks.
         decode: token id to text; None leaves `Logprob.decoded_token` empty.
     """
-    entries = {token_ids[0]: Logprob(logprobs[0], rank)}
-    for place, (token_id, logprob) in enumerate(zip(token_ids[1:], logprobs[1:], strict=True), start=1):
-        entries[token_id] = Logprob(logprob, place)
-    if decode is not None:
-        for token_id, entry in entries.items():
-            entry.decode_later(decode, token_id)
+    entries: dict[int, Any] = {}
+    for place, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
+        entry = entries[token_id] = _NEW(Logprob)  # not its __init__: there are hundreds in a step
+        entry.logprob, entry.rank = logprob, place or rank
+        if decode is None:
+            entry.decoded_token = None
+        else:
+            entry._decode, entry._token_id = decode, token_id
     return entries
 
 

@@ -6,6 +6,7 @@ import struct
 import sys
 from array import array
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
@@ -164,14 +165,18 @@ class RowLogprobs(NamedTuple):
     """Of the sampled token; 1 for the most probable one."""
 
     def pack(self) -> PackedLogprobs:
-        size = len(self.token_ids)
-        return struct.pack(f"={size}f{size}ii", *self.logprobs, *self.token_ids, self.rank)
+        return _row_format(len(self.token_ids)).pack(*self.logprobs, *self.token_ids, self.rank)
 
     @classmethod
     def unpack(cls, packed: PackedLogprobs) -> RowLogprobs:
         size = len(packed) // 8
-        words = struct.unpack(f"={size}f{size}ii", packed)
+        words = _row_format(size).unpack(packed)
         return cls(list(words[size:-1]), list(words[:size]), words[-1])
+
+
+@cache
+def _row_format(size: int) -> struct.Struct:
+    return struct.Struct(f"={size}f{size}ii")
 
 
 PackedLogprobs = bytes
