@@ -6,7 +6,8 @@ vocabulary is small, so that sampling costs what its calls cost.
 With --prompts it is the host time of prompts that are given one token each: in all, up to the launch of the first
 kernel, and after that of the last one. Here what a GPU would do does not count.
 
-Usage: python benchmarks/host_step.py [--requests 256] [--steps 1000] [--runner v2] [--no-overlap] [--profile]
+Usage: python benchmarks/host_step.py [--requests 256] [--steps 1000] [--runner v2] [--logprobs 5] [--no-overlap]
+           [--profile]
        python benchmarks/host_step.py --prompts 64x512 [--steps 100] [--no-overlap] [--profile]
 """
 
