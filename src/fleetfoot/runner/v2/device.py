@@ -4,6 +4,7 @@ the runner has the same code, and tests count the calls."""
 from __future__ import annotations
 
 import ctypes
+import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -18,10 +19,14 @@ from fleetfoot.kernels.prepare.staging import Event
 from fleetfoot.runner.graphs import Capture
 from fleetfoot.utils.process import no_collections
 
+logger = logging.getLogger(__name__)
+
 Copies = Iterable[tuple[torch.Tensor, torch.Tensor]]
 """Sources, and their targets of equal size; contiguous."""
 _ALREADY_REGISTERED = 712
-"""cudaErrorHostMemoryAlreadyRegistered."""
+"""CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED."""
+_PORTABLE = 1
+"""CU_MEMHOSTREGISTER_PORTABLE: for all contexts."""
 ApplyStagedWrites = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], None]
 
 
@@ -132,16 +137,18 @@ class CudaDevice(Device):
         self._out, self._in = torch.cuda.Stream(torch_device), torch.cuda.Stream(torch_device)
         self._pool = torch.cuda.graph_pool_handle()
         self._capturing = torch.cuda.Stream(torch_device)
-        self._copy = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._copy = self._driver.cuMemcpyAsync
         self._copy.argtypes = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
 
     def pin(self, words: np.ndarray) -> torch.Tensor:
-        runtime: Any = torch.cuda.cudart()
         address = words.ctypes.data
-        status = int(runtime.cudaHostRegister(address, words.nbytes, 0))
-        if status != _ALREADY_REGISTERED:  # by an earlier runner
-            torch.cuda.check_error(status)
-            weakref.finalize(words, runtime.cudaHostUnregister, address)
+        # of the driver: an error of the runtime's function would be raised again by torch's next call
+        status = self._driver.cuMemHostRegister_v2(ctypes.c_void_p(address), ctypes.c_size_t(words.nbytes), _PORTABLE)
+        if status == 0:
+            weakref.finalize(words, self._driver.cuMemHostUnregister, ctypes.c_void_p(address))
+        elif status != _ALREADY_REGISTERED:  # by an earlier runner
+            logger.warning("%d bytes cannot be page-locked (CUDA error %d): copies wait", words.nbytes, status)
         return torch.from_numpy(words)
 
     def copy_out(self, source: torch.Tensor) -> tuple[torch.Tensor, Event]:
