@@ -10,6 +10,7 @@ from tests.helpers.engines import EOS
 
 from fleetfoot import StructuredOutputsParams
 from fleetfoot.assets import embedded_model_path
+from fleetfoot.structured.bits import fill_masks
 from fleetfoot.structured.compiler import GrammarCompiler
 from fleetfoot.structured.strings import StringMatcher
 from fleetfoot.tokenizer.tokenizer import Tokenizer
@@ -56,6 +57,7 @@ SCHEMAS: dict[str, Any] = {
     "anything": {"type": "array", "prefixItems": [string(maxLength=5)], "items": {}},
 }  # fmt: skip
 CONSTRAINTS = {name: {"json": schema} for name, schema in SCHEMAS.items()} | {
+    "fixed white space": {"json": SCHEMAS["lengths"], "disable_any_whitespace": True},
     "behind text": {"json": SCHEMAS["arrays"], "reasoning_begin": "<think>", "reasoning_end": "</think>"},
     "behind tokens": {"json": SCHEMAS["arrays"], "reasoning_begin": "<|user|>", "reasoning_end": "<|assistant|>"},
 }
@@ -70,11 +72,8 @@ def grammars() -> GrammarCompiler:
 
 
 def masks(matcher: Any, drafts: list[int]) -> np.ndarray:
-    found = np.full((len(drafts) + 1, -(-VOCAB // 32)), -1, dtype=np.int32)
-    if drafts:
-        matcher.unsafe_compute_mask_ptr_with_draft_token(found.ctypes.data, found[0].nbytes, drafts)
-    else:
-        matcher.unsafe_compute_mask_ptr(found.ctypes.data, found[0].nbytes)
+    found = np.empty((len(drafts) + 1, -(-VOCAB // 32)), dtype=np.int32)
+    fill_masks(matcher, drafts, found)
     return found
 
 
@@ -82,33 +81,33 @@ def masks(matcher: Any, drafts: list[int]) -> np.ndarray:
 def test_masks_are_those_of_llguidance(name: str, grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     grammar = grammars.compile(StructuredOutputsParams(**CONSTRAINTS[name]))
     texts = [grammar.source.tokenizer.decode_bytes([token]) for token in range(VOCAB)]
-    expected, matcher = LLMatcher(grammar.source.tokenizer, grammar.source.grammar), grammar.matcher.deep_copy()
-    assert isinstance(matcher, StringMatcher)
+    beginning = LLMatcher(grammar.source.tokenizer, grammar.source.grammar)
+    assert isinstance(grammar.matcher, StringMatcher)
     end = grammars._load_vocabulary().special_tokens["<|assistant|>"]
     num_own = 0
-    compute = StringMatcher._string_base
+    compute = StringMatcher._string_mask
 
     def count(self: StringMatcher) -> Any:
         nonlocal num_own
-        num_own += 1
-        return compute(self)
+        mask = compute(self)
+        num_own += mask is not None
+        return mask
 
-    monkeypatch.setattr(StringMatcher, "_string_base", count)
+    monkeypatch.setattr(StringMatcher, "_string_mask", count)
     rng = random.Random(name)
 
     def pick(mask: np.ndarray) -> int:
         """Prefers tokens with quotes, escapes or parts of characters, and long ones."""
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+        if end in allowed:
+            return end
         special = [token for token in allowed if not texts[token].isascii() or {*b'"\\'} & {*texts[token]}]
         if special and rng.random() < 0.25:
             return int(rng.choice(special))
-        if end in allowed:
-            return end
         return int(max(rng.choices(allowed, k=rng.choice([1, 8])), key=lambda token: len(texts[token])))
 
     for _ in range(5):
-        matcher.reset()
-        expected.reset()
+        matcher, expected = grammar.matcher.deep_copy(), beginning.deep_copy()
         for _ in range(60):
             mask = masks(expected, [])[0]
             np.testing.assert_array_equal(masks(matcher, [])[0], mask)
@@ -123,11 +122,26 @@ def test_masks_are_those_of_llguidance(name: str, grammars: GrammarCompiler, mon
     assert (num_own > 0) == (name not in WITHOUT)
 
 
+@pytest.mark.parametrize("limits", [{}, {"maxLength": 9}])
+def test_masks_behind_drafts_are_not_kept(limits: dict[str, Any], grammars: GrammarCompiler) -> None:
+    """Both texts have as many lexemes, and end in white space that may go on."""
+    grammar = grammars.compile(StructuredOutputsParams(json=closed(a=string(**limits))))
+    tokens = {grammar.source.tokenizer.decode_bytes([token]): token for token in range(2048)}
+    begin, drafts, real = ([tokens[bytes([byte])] for byte in text] for text in (b'{"a"', b':""\n', b" :\n"))
+    matcher, expected = grammar.matcher.deep_copy(), grammar.matcher.deep_copy()
+    matcher.consume_tokens(begin)
+    masks(matcher, drafts)
+    matcher.consume_tokens(real)
+    expected.consume_tokens([*begin, *real])
+    np.testing.assert_array_equal(masks(matcher, []), masks(expected, []))
+
+
 def test_other_grammars_have_matchers_of_llguidance(grammars: GrammarCompiler) -> None:
-    """Without limits, and with white space or reasoning that could be JSON."""
+    """Without limits, with a single character, and with white space or reasoning that could be JSON."""
     for fields in (
         {"regex": "[a-z]{3,40}"},
         {"json": string()},
+        {"json": string(pattern="^[a]{2,5}$")},
         {"json": string(maxLength=9), "whitespace_pattern": '[ "]*'},
         {"json": string(maxLength=9), "reasoning_begin": "[think]", "reasoning_end": "[end]"},
     ):

@@ -14,6 +14,9 @@ def fill_masks(matcher: Any, drafts: Sequence[int], masks: np.ndarray) -> None:
     if len(masks) > 1:
         masks.fill(-1)
     if drafts:
+        # On a copy: after a rollback or a reset, llguidance may return the last mask from before, if both texts have as
+        # many lexemes.
+        matcher = matcher.deep_copy()
         matcher.unsafe_compute_mask_ptr_with_draft_token(masks.ctypes.data, masks[0].nbytes, list(drafts))
     else:
         matcher.unsafe_compute_mask_ptr(masks.ctypes.data, masks[0].nbytes)

@@ -117,7 +117,7 @@ class GrammarCompiler:
         """The state of a new sequence. Waits as `compile`, and raises as it."""
         grammar = self.compile(params)
         banned = self.eos_token_ids if ignore_eos else ()
-        return GrammarState(grammar.matcher.deep_copy(), grammar.source, grammar.reasoning, banned, min_tokens)
+        return GrammarState(grammar.matcher, grammar.source, grammar.reasoning, banned, min_tokens)
 
     def close(self) -> None:
         """End the processes of the trial."""

@@ -100,7 +100,8 @@ class _Server:
         self._buffer = b""  # behind the last line
         self._tokenizer: Any = None
         self._num_words = 0  # of a mask
-        self._matchers: dict[int, tuple[Any, int]] = {}  # of slots, with the numbers of their grammars
+        # of slots, with the numbers of their grammars, and at the beginning
+        self._matchers: dict[int, tuple[Any, int, Any]] = {}
         self._grammars: dict[int, Any] = {}  # compiled, by number
         self._threads: list[threading.Thread] = []  # that compile
 
@@ -169,14 +170,13 @@ class _Server:
 
     def _begin(self, slot: int, number: int) -> Any:
         """The matcher of a slot at the beginning of a grammar. None: the grammar is not kept any more."""
-        matcher, former = self._matchers.get(slot, (None, 0))
-        if former == number and not matcher.is_error():  # which `reset` keeps
-            matcher.reset()
-            return matcher
-        if number not in self._grammars:
+        _, former, beginning = self._matchers.get(slot, (None, 0, None))
+        if former != number:
+            beginning = self._grammars.get(number)
+        if beginning is None:
             return None
-        matcher = self._grammars[number].deep_copy()
-        self._matchers[slot] = matcher, number
+        matcher = beginning.deep_copy()  # a reset could keep a mask; see `fill_masks`
+        self._matchers[slot] = matcher, number, beginning
         return matcher
 
     def _take_messages(self, seconds: float) -> None:

@@ -59,7 +59,7 @@ class GrammarState:
     A matcher consumes ``prefix`` and the output behind ``begin``: `tokens` has those that it lacks.
 
     Args:
-        matcher: an `llguidance.LLMatcher`, of this sequence alone, at the beginning.
+        matcher: an `llguidance.LLMatcher` at the beginning, of which the sequence gets copies.
         source: what the matcher was made of.
         reasoning_end: None: the grammar begins at once.
         banned: tokens that are never allowed where another one is: the end tokens, with ``ignore_eos``.
@@ -67,8 +67,8 @@ class GrammarState:
     """
 
     __slots__ = (
-        "_banned", "_begin", "_min_tokens", "_num_read", "_num_taken", "_prefix", "_reasoning", "_tail", "drafts",
-        "has_begun", "matcher", "num_words", "replica", "source",
+        "_banned", "_begin", "_beginning", "_min_tokens", "_num_read", "_num_taken", "_prefix", "_reasoning", "_tail",
+        "drafts", "has_begun", "matcher", "num_words", "replica", "source",
     )  # fmt: skip
 
     def __init__(
@@ -79,7 +79,8 @@ class GrammarState:
         banned: Sequence[int],
         min_tokens: int,
     ) -> None:
-        self.matcher = matcher
+        self._beginning = matcher
+        self.matcher = matcher.deep_copy()
         """It has consumed what `catch_up` was called with last."""
         self.source = source
         self.num_words = -(-source.tokenizer.vocab_size // 32)
@@ -125,7 +126,7 @@ class GrammarState:
         return token_ids if self.matcher.validate_tokens(token_ids) == len(token_ids) else ()
 
     def _restart(self) -> None:
-        self.matcher.reset()
+        self.matcher = self._beginning.deep_copy()  # a reset could keep a mask; see `fill_masks`
         self._num_taken = 0
 
     def tokens(self, output_token_ids: Sequence[int], num_taken: int) -> tuple[bool, Sequence[int]]:

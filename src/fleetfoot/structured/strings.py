@@ -197,9 +197,9 @@ class _Class:
         matcher = make(tokenizer, grammar)
         matcher.consume_token(_QUOTE)
         fits = _flags(matcher.compute_bitmask(), len(tokens))
-        samples = (bytes([byte]) for byte in range(0x20, 0x7F) if fits[byte] and byte not in b'"\\')
-        self.sample = next(samples, b"")
-        """A character of one byte; empty: there is none."""
+        samples = [bytes([byte]) for byte in range(0x20, 0x7F) if fits[byte] and byte not in b'"\\']
+        self.sample = samples[0] if len(samples) > 1 else b""
+        """A character of one byte; empty: there is none, or no other, which llguidance would force."""
         valid = {start for start in starts if not start or fits[tokens[start]]}
         self._content = allowed
         self._closing = {}
@@ -357,13 +357,8 @@ class StringMatcher:
         self, matcher: Any, follower: Any, texts: _Texts, classes: Mapping[str, _Class], reader: _Reader
     ) -> None:
         self._matcher, self._follower = matcher, follower
-        self._texts, self._classes, self._beginning = texts, classes, reader
+        self._texts, self._classes, self._reader = texts, classes, reader
         self._size = 4 * -(-len(texts.texts) // 32)
-        self._begin()
-
-    def _begin(self) -> None:
-        self._reader = self._beginning.copy()
-        self._num_followed = 0  # tokens of the follower
         self._base: np.ndarray | None = None  # of the string that it is in
 
     def deep_copy(self) -> StringMatcher:
@@ -372,11 +367,6 @@ class StringMatcher:
         other._matcher, other._follower = self._matcher.deep_copy(), self._follower.deep_copy()
         other._reader = self._reader.copy()
         return other
-
-    def reset(self) -> bool:
-        self._follower.reset()
-        self._begin()
-        return bool(self._matcher.reset())
 
     def consume_token(self, token_id: int) -> bool:
         if not self._matcher.consume_token(token_id):
@@ -415,47 +405,37 @@ class StringMatcher:
 
     def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
         """Write the mask to ``size`` bytes at an address."""
+        mask = self._string_mask() if size == self._size else None
+        if mask is None:
+            self._matcher.unsafe_compute_mask_ptr(address, size)
+        else:
+            ctypes.memmove(address, mask.tobytes(), size)
+
+    def _string_mask(self) -> np.ndarray | None:
+        """The mask within a string. None: llguidance has to compute it."""
         reader, texts = self._reader, self._texts
         strings = reader.strings
-        mask = None if strings is None or reader.rest or size != self._size else self._string_base()
-        if strings is None or mask is None:
-            self._matcher.unsafe_compute_mask_ptr(address, size)
-            return
-        if strings.most is not None and strings.most - reader.characters < texts.longest:
-            mask = mask & texts.fitting(strings.most - reader.characters)
-        if reader.characters < strings.least:
-            mask = mask & texts.late(strings.least - reader.characters)
-        ctypes.memmove(address, mask.tobytes(), size)
-
-    def _string_base(self) -> np.ndarray | None:
-        """The tokens that may be in the open string at some position, as a mask. None: the follower has failed."""
-        reader = self._reader
-        if reader.is_asked:
-            return self._base
-        assert reader.strings is not None
-        reader.ask()
-        self._base = None
-        if self._follower.consume_tokens(list(reader.pending)):
-            self._num_followed += len(reader.pending)
+        if strings is None or reader.rest or reader.characters == strings.most:  # llguidance may force what follows
+            return None
+        if not reader.is_asked:
+            reader.ask()
+            is_there = self._follower.consume_tokens(list(reader.pending))
             reader.pending.clear()
-            self._base = self._classes[reader.strings.characters].base(self._follower.compute_bitmask())
-        return self._base
+            fitting = self._follower.compute_bitmask() if is_there else None
+            self._base = None if fitting is None else self._classes[strings.characters].base(fitting)
+        mask = self._base
+        if mask is not None and strings.most is not None and strings.most - reader.characters < texts.longest:
+            mask = mask & texts.fitting(strings.most - reader.characters)
+        if mask is not None and reader.characters < strings.least:
+            mask = mask & texts.late(strings.least - reader.characters)
+        return mask
 
     def unsafe_compute_mask_ptr_with_draft_token(self, address: int, size: int, drafts: Sequence[int]) -> None:
         """Write the masks before and behind drafts, as far as they are accepted."""
-        saved = self._reader.copy(), self._base, self._num_followed
-        num_accepted = 0
-        for token_id in drafts:
-            self.unsafe_compute_mask_ptr(address + num_accepted * size, size)
-            if self._matcher.validate_tokens([token_id]) != 1:
-                break
-            self.consume_token(token_id)
-            num_accepted += 1
-        else:
-            self.unsafe_compute_mask_ptr(address + num_accepted * size, size)
-        if num_accepted:
-            self._matcher.rollback(num_accepted)
-        self._reader, self._base, num_followed = saved
-        if self._num_followed > num_followed:
-            self._follower.rollback(self._num_followed - num_followed)
-            self._num_followed = num_followed
+        matcher = self.deep_copy()
+        for place, token_id in enumerate(drafts):
+            matcher.unsafe_compute_mask_ptr(address + place * size, size)
+            if matcher.validate_tokens([token_id]) != 1:
+                return
+            matcher.consume_token(token_id)
+        matcher.unsafe_compute_mask_ptr(address + len(drafts) * size, size)
