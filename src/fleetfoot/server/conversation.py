@@ -103,7 +103,7 @@ class GeneratedMessages:
         self._count_tokens = count_tokens
         self._last_calls: list[list[str]] = [[] for _ in parsers]
         """The pieces of the last call's arguments; []: no call."""
-        self._num_reasoning = 0
+        self._counts = [_ReasoningCount() for _ in parsers]
 
     def close(self) -> None:
         """Abort what is unfinished."""
@@ -121,7 +121,7 @@ class GeneratedMessages:
 
     def num_reasoning_tokens(self) -> int | None:
         """Of all messages so far; None: the model does not reason."""
-        return None if self._count_tokens is None else self._num_reasoning
+        return None if self._count_tokens is None else sum(count.num_reasoning for count in self._counts)
 
     async def collect(self) -> tuple[RequestOutput, list[Message]]:
         """For parameters with `RequestOutputKind.FINAL_ONLY`. Raises as the iteration."""
@@ -134,8 +134,8 @@ class GeneratedMessages:
         delta = parser.feed(completion.text, completion.token_ids)
         if completion.finish_reason is not None:
             delta = merge_deltas(delta, parser.finish(is_cut=is_cut(completion)))
-        if delta.reasoning and self._count_tokens is not None:
-            self._num_reasoning += _count_reasoning(delta, len(completion.token_ids), self._count_tokens)
+        if self._count_tokens is not None:
+            self._counts[completion.index].add(delta, completion, self._count_tokens)
         arguments = self._last_calls[completion.index]
         for call in delta.tool_calls:
             if call.id is not None:
@@ -162,14 +162,31 @@ def _is_whole(completion: CompletionOutput, arguments: Sequence[str]) -> bool:
     return True
 
 
-def _count_reasoning(delta: MessageDelta, num_tokens: int, count_tokens: Callable[[str], int]) -> int:
-    """The tokens of reasoning among those of a delta; of the texts the shorter one is tokenized."""
-    others = delta.content + "".join([call.arguments for call in delta.tool_calls])
-    if not others:
-        return num_tokens
-    if len(delta.reasoning) <= len(others):
-        return count_tokens(delta.reasoning)
-    return max(0, num_tokens - count_tokens(others))
+@dataclass(slots=True)
+class _ReasoningCount:
+    """The tokens of one message's reasoning, the same for whole messages and streams."""
+
+    num_reasoning: int = 0
+    """Until the message ends: those before other text."""
+    _num_tokens: int = 0
+    _reasoning: list[str] = field(default_factory=list)
+    _others: list[str] = field(default_factory=list)
+
+    def add(self, delta: MessageDelta, completion: CompletionOutput, count_tokens: Callable[[str], int]) -> None:
+        """Count what a step has added. In the end, the shorter one of the texts is tokenized."""
+        self._num_tokens += len(completion.token_ids)
+        texts = [delta.content, *[call.arguments for call in delta.tool_calls]]
+        self._others += [text for text in texts if text]
+        if delta.reasoning:
+            self._reasoning.append(delta.reasoning)
+        if not self._others:
+            self.num_reasoning = self._num_tokens if self._reasoning else 0
+        elif completion.finish_reason is not None and self._reasoning:
+            reasoning, others = "".join(self._reasoning), "".join(self._others)
+            is_short = len(reasoning) <= len(others)
+            self.num_reasoning = (
+                count_tokens(reasoning) if is_short else max(0, self._num_tokens - count_tokens(others))
+            )
 
 
 @dataclass(frozen=True, slots=True)
