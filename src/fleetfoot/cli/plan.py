@@ -41,7 +41,7 @@ Without flags of the machine, the plan is for this one. With them it is for the 
   positions: each rotary embedding (rope), and the layers that have it; null: layers without positions
   max_model_len, max_num_seqs, max_num_batched_tokens
   graphs: num_shapes; decode (requests), uniform (requests, num_drafts drafts each), mixed (tokens), full_step (tokens
-    of a mixed batch that fills a step; null: it runs eagerly): the shapes; captured_at_start, besides mixed ones if
+    of a mixed batch that fills a step; null: it runs eagerly): the shapes; captured_at_start, besides others if
     their kernels are compiled by then; is_captured (false: shapes are dispatched to, but run eagerly, for the attention
     backend cannot be captured)
   workers: executor, uni (one, in the engine's process) or mp (a process for each rank); on_error, raise or restart;

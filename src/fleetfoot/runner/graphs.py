@@ -25,7 +25,7 @@ _BYTES_PER_LAYER = 96 * 1024
 _VARIANTS = 3
 """Graphs of one shape in the memory plan: one for each sampling variant in use, of which an engine with requests of one
 kind has one or two."""
-_MOST_TRIED = 4
+_MOST_TRIED = 2
 """Shapes that are tried between two looks for requests."""
 _START_S = 1.0
 """What captures may add to a start whose kernels are compiled."""

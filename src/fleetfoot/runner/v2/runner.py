@@ -15,6 +15,7 @@ gets them from `AsyncOutput.get`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -52,6 +53,8 @@ from fleetfoot.sampling.sampler_v2 import Sampler
 from fleetfoot.sampling.shape import PLAIN
 from fleetfoot.sampling.verification import DeviceSamples, DraftVerification, LogitsBatch
 from fleetfoot.weights.loading import ModelLoader
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,7 @@ class ModelRunnerV2(ModelRunner):
             num_ranks = loader.context.tensor_group.size * self._pipeline.size
             self._ahead = CompileAhead.of_rank(num_ranks, self.device.torch_device, on_compiled)
         self._compiler: KernelCompiler | None = None
+        self._has_failed_to_prepare = False
         self._serving: Callable[[], AbstractContextManager[None]] = nullcontext  # the context of a step
 
     # --- start ------------------------------------------------------------------------------------------------------
@@ -379,11 +383,16 @@ class ModelRunnerV2(ModelRunner):
         return cast("Capture", two)
 
     def prepare(self) -> bool:
-        if self._compiler is None or self._loader.context.tensor_group.size > 1:  # ranks capture in the same step
+        if self._compiler is None or self._has_failed_to_prepare or self._loader.context.tensor_group.size > 1:
+            return False  # ranks capture in the same step
+        try:
+            self._compiler.ahead.advance()
+            with torch.inference_mode(), self._serving():
+                return self.graphs.capture_next()
+        except Exception as error:  # no request needs it
+            self._has_failed_to_prepare = True
+            logger.warning("no more graphs are captured between requests: %s: %s", type(error).__name__, error)
             return False
-        self._compiler.ahead.advance()
-        with torch.inference_mode(), self._serving():
-            return self.graphs.capture_next()
 
     def wait_for_kernels(self) -> CompiledKernels:
         if self._ahead is None:
