@@ -167,7 +167,7 @@ def test_new_weights_that_both_engines_have(make: MakeEngine) -> None:
 
 def test_restarted_engine(make: MakeEngine) -> None:
     params = make().hold("p") | {"remote_engine_id": "gone"}
-    assert "this is engine 'bench', and 'gone' was asked for" in failure(make(), params)
+    assert "this is engine 'bench', and 'gone' was requested" in failure(make(), params)
 
 
 def test_invalid_kv_transfer_params(make: MakeEngine) -> None:

@@ -36,7 +36,7 @@ _EPILOG = """\
   metrics: arrival_time (seconds since 1970), ttft_ms, tpot_ms, latency_ms, num_prompt_tokens, num_cached_tokens,
     num_generation_tokens, num_drafted_tokens, num_accepted_tokens (of speculative decoding)
   prompt_logprobs, with --prompt-logprobs
-What was not asked for or does not exist is null."""
+What was not requested or does not exist is null."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

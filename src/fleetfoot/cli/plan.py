@@ -35,7 +35,7 @@ Without flags of the machine, the plan is for this one. With them it is for the 
   runnable (whether an engine would start), problems (why not), advice, warnings (sentences)
   architecture, num_parameters, device, gpu_name, dtype, attention_backend, async_scheduling
   kernels: for each operation, the implementation that runs; native_variant: the instruction set of the native ones
-  kernels_until_compiled: for operations whose kernels the engine compiles: what runs in a step that comes before
+  kernels_until_compiled: for operations with kernels that the engine compiles: what runs in steps before that
   layers: runs of decoder layers (first, last), fused or not, with the reason; compiles_layers: whether torch.compile
     compiles each of them
   positions: each rotary embedding (rope), and the layers that have it; null: layers without positions

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fleetfoot.server.app import CorsSettings
 
 _EPILOG = """\
-Serve the embedded model, and ask it something:
+Serve the embedded model, and send it a request:
 
   fleetfoot serve
   curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\

@@ -59,9 +59,11 @@ def for_child(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def for_engine() -> dict[str, str]:
-    """The environment of an engine's process beside API servers. OpenMP's threads wait for each other without blocking
-    for a short time only (libgomp; microseconds): by default it is milliseconds, in which a thread that waits for one
-    whose core runs a server computes nothing and keeps the other core."""
+    """The environment of an engine's process beside API servers.
+
+    A thread of OpenMP that waits for another one spins before it blocks, by default for milliseconds. If a server has
+    the other's core, it takes a further core for nothing, so it spins for microseconds only (libgomp).
+    """
     is_set = any(name in os.environ for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"))
     return for_child({} if is_set else {"GOMP_SPINCOUNT": "1000"})
 

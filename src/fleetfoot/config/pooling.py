@@ -1,7 +1,7 @@
 """What a model pools: settings, and the facts of its checkpoint. No torch.
 
 A checkpoint is one of three kinds: a decoder (``embed``), a decoder with a head named ``score`` in place of the logits
-(``classify``), and a decoder whose logits of a few tokens are scores (``classify``, with `Pooling.token_ids`).
+(``classify``), and a decoder where the logits of a few tokens are scores (``classify``, with `Pooling.token_ids`).
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Pooling:
     num_labels: int = 0
     """Outputs of a ``score`` or ``reward`` head."""
     token_ids: tuple[int, ...] = ()
-    """Of the tokens whose logits are scores."""
+    """Tokens with logits that are scores."""
     is_difference: bool = False
     """Whether the score is the second token's logit minus that of the first, as of Qwen3-Reranker."""
     logit_mean: float = 0.0

@@ -40,11 +40,13 @@ def no_callback() -> None:
 
 
 class EngineCore:
-    """A scheduler and an executor. ``masker``: of requests under a grammar; None: there are none.
-    ``clock``: seconds, monotonic.
+    """A scheduler, an executor, and the steps between them.
 
-    ``depth``: most steps in flight while another one is scheduled. 0: lockstep; 1: step N+1 is scheduled while the
-    device runs step N; P: keeps P pipeline stages busy.
+    Args:
+        masker: computes token masks for requests under a grammar; None: there are no such requests.
+        depth: most steps in flight while another one is scheduled. 0: lockstep; 1: step N+1 is scheduled while the
+            device runs step N; P: keeps P pipeline stages busy.
+        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -103,8 +105,8 @@ class EngineCore:
         return outputs if self._num_retired > num_retired else None
 
     def _launch(self, before_update: Callable[[], object]) -> tuple[SchedulerOutput | None, list[EngineOutput]]:
-        """Schedule a step and queue it on the executor. Returns it, None if there is nothing to do, and the outputs of
-        steps that were retired for it."""
+        """Schedule a step and queue it on the executor. Returns the step, or None if there is nothing to do; and the
+        outputs of steps that were retired before it could be sampled."""
         began = self.clock()
         scheduler_output = self.scheduler.schedule()
         if scheduler_output is None:
@@ -122,8 +124,8 @@ class EngineCore:
         scheduled: float,
         before_update: Callable[[], object] = no_callback,
     ) -> list[EngineOutput]:
-        """Queue a step on the executor, which was ``scheduled`` from ``began`` on. Returns the outputs of steps that
-        were retired for it."""
+        """Queue a step on the executor. Returns the outputs of steps that were retired before it could be sampled.
+        ``began``, ``scheduled``: when its scheduling began and ended."""
         self.executor.execute_model(scheduler_output)
         step = _StepInFlight(scheduler_output, began, scheduled - began)
         self._in_flight.append(step)
@@ -138,9 +140,11 @@ class EngineCore:
     def _token_masks(
         self, step: _StepInFlight, outputs: list[EngineOutput], before_update: Callable[[], object]
     ) -> TokenMasks | None:
-        """The masks of a step with its forward pass queued. They depend on all earlier tokens of its requests, so steps
-        in flight that sample these are retired, and their outputs added to ``outputs``. A request that its grammar
-        cannot serve ends with the reason."""
+        """The masks of a step after its forward pass was queued.
+
+        They depend on all earlier tokens of its requests, so steps in flight that sample for these are retired, and
+        their outputs added to ``outputs``. A request that its grammar cannot serve ends with the reason.
+        """
         batch, output = self.scheduler.newest_batch, step.scheduler_output
         step.structured = requests = [batch[index] for index in output.structured]
         while len(self._in_flight) > 1 and any(request.num_in_flight > 1 for request in requests):
@@ -228,7 +232,7 @@ class EngineCore:
             self.executor.sample_tokens(None)
 
     def end_workers(self) -> None:
-        """End the workers and the connector after an error. What they raise is logged: it must not hide the first."""
+        """End the workers and the connector after an error. What they raise is logged, and does not replace it."""
         for end in (self.executor.shutdown, self.scheduler.transfers.connector.shutdown):
             try:
                 end()

@@ -132,7 +132,7 @@ class SleepCalls:
             mode: of running requests: ``abort`` ends them with the tokens that they have; ``wait`` waits until they
                 have ended, and keeps new ones waiting; ``keep`` stops them, and they go on later.
             wait_for_inflight_requests: vLLM's older name of ``mode="wait"``.
-            clear_cache: forget cached prefixes; KV of stopped requests is computed again.
+            clear_cache: drop cached prefixes; KV of stopped requests is computed again.
 
         Raises:
             ValueError: the mode is unknown.

@@ -13,7 +13,7 @@ from fleetfoot.models.interface import CausalLM, Decoder
 
 
 class LlamaModel(Decoder):
-    """Embedding, layers and final norm: those of them that this rank holds."""
+    """The embedding, layers and final norm, as far as this rank of a pipeline holds them."""
 
     def __init__(self, causal_lm: LlamaForCausalLM, context: ModelContext) -> None:
         super().__init__()

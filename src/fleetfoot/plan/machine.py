@@ -37,8 +37,8 @@ class Machine:
         return self.cpu_memory_bytes if device == "cpu" else self.gpu_memory_bytes
 
     def choose_device(self, setting: str) -> str:
-        """``cpu`` or ``cuda``, from the setting ``device``. Raises ValueError if a GPU was asked for and there is
-        none."""
+        """``cpu`` or ``cuda``, from the setting ``device``. Raises ValueError if it is ``cuda`` and there is no
+        GPU."""
         if setting == "cuda" and not self.gpu_memory_bytes:
             raise ValueError("device is 'cuda', but torch finds no GPU here; use device='cpu' or 'auto'")
         return ("cuda" if self.gpu_memory_bytes else "cpu") if setting == "auto" else setting

@@ -48,7 +48,7 @@ class EnginePlan:
     kv_layout: str
     """Name of the KV cache's layout (`fleetfoot.kv_transfer.base.registry`)."""
     max_model_len: int
-    """What was asked for; else the model's own limit, or as much of it as there is room for."""
+    """The setting; without it the model's own limit, or as much of it as there is room for."""
     max_num_batched_tokens: int
     async_scheduling: bool
     """Whether step N+1 is scheduled before the tokens of step N are known."""

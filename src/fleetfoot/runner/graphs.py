@@ -28,7 +28,7 @@ kind has one or two."""
 _MOST_TRIED = 2
 """Shapes that are tried between two looks for requests."""
 _START_S = 1.0
-"""What captures may add to a start whose kernels are compiled."""
+"""What captures may add to a start with compiled kernels."""
 _SECONDS_PER_LAYER = 0.0006
 """Of a capture, on the host. A constant, not a clock, so that all ranks capture the same shapes."""
 

@@ -6,6 +6,9 @@ its value reaches the host in `Scheduler.update`. Drafts count as accepted until
 after the last step that uses them has retired.
 
 The device may wait for this code, so loops over running requests do one thing each and skip what did not change.
+
+This file is long because `schedule`, `update` and `finish` change the same queues, rows and counts. Parts with state of
+their own have files beside it: blocks, queues, transfers and drafts.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def no_callback() -> None:
 
 
 class _Transport:
-    """Drops what is for a client that has disconnected; uvloop's own raises, until the protocol gets to know it."""
+    """Drops what is for a client that has disconnected; uvloop's own raises until it reports the loss."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport

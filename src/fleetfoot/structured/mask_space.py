@@ -19,7 +19,7 @@ class MaskMemory:
     Args:
         num_words: int32 of a mask.
         max_masks: of a step.
-        num_steps: whose masks stay unchanged: those in flight, and one more.
+        num_steps: newest steps with masks that stay unchanged: those in flight, and one more.
     """
 
     def __init__(self, num_words: int, max_masks: int, num_steps: int = 1) -> None:

@@ -60,7 +60,7 @@ class _Rows:
 
 @dataclass(slots=True)
 class _Repeatable:
-    """A step of decodes, all of whose masks come from processes. If the next one has the same requests, each with one
+    """A step of decodes with all of its masks from processes. If the next one has the same requests, each with one
     more token, as is the rule, their tasks are made at once: one by one they take a tenth of a step."""
 
     requests: list[Request]
@@ -173,7 +173,7 @@ class TokenMasker:
         return TokenMasks(numbers, masks, self._memory.words, offset), failed
 
     def _repeat(self, last: _Repeatable) -> tuple[TokenMasks, list[tuple[Request, str]]]:
-        """A step whose tasks differ from those of the last one by their tokens."""
+        """A step with the tasks of the last one, and other tokens."""
         masks, offset = self._memory.next(len(last.rows))
         last.advance()
         self._replicas.post(offset, last.tasks)

@@ -169,7 +169,7 @@ def provide_names(module: str) -> None:
 
 
 class VllmPaths(MetaPathFinder, Loader):
-    """Makes modules of NAMES, and refuses those of ADVICE. It is asked last, so files take precedence."""
+    """Makes modules of NAMES, and refuses those of ADVICE. It is the last finder, so files take precedence."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         root, _, inner = name.partition(".")

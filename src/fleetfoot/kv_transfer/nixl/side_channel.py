@@ -343,7 +343,7 @@ class ProducerServer:
 
     def _acquire(self, request: Acquire) -> Granted:
         if request.engine_id != self._engine_id:
-            raise LeaseError(f"this is engine {self._engine_id!r}, and {request.engine_id!r} was asked for")
+            raise LeaseError(f"this is engine {self._engine_id!r}, and {request.engine_id!r} was requested")
         # from the consumer's view
         if found := differences(theirs=self._description, ours=request.description):
             raise LeaseError(f"the engines are incompatible: {found}")
