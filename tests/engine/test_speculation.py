@@ -18,6 +18,7 @@ from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.records.step import RowLogprobs
 from fleetfoot.runner.graphs import GraphKey
 from fleetfoot.sampling.shape import PLAIN, SamplingVariant
 from fleetfoot.scheduler.drafting import DraftController
@@ -207,7 +208,8 @@ def test_the_output_of_a_step(kind: str) -> None:
     assert output is not None and output.num_decodes == 1
     assert result.sampled_token_ids == new
     assert result.num_drafted == [lives.NUM_DRAFTS]
-    logprobs = {index: [row.token_ids[0] for row in rows] for index, rows in result.logprobs.items()}
+    rows = {index: map(RowLogprobs.unpack, packed) for index, packed in result.logprobs.items()}
+    logprobs = {index: [row.token_ids[0] for row in each] for index, each in rows.items()}
     assert logprobs == dict(enumerate(new))
 
 

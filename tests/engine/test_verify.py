@@ -15,7 +15,7 @@ from fleetfoot import LLMEngine
 from fleetfoot.cli import verify
 from fleetfoot.cli.verify import compare
 from fleetfoot.outputs import CompletionOutput, Logprob, RequestOutput
-from fleetfoot.records.step import ModelRunnerOutput
+from fleetfoot.records.step import ModelRunnerOutput, RowLogprobs
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 
 ASSETS = Path(__file__).parent.parent / "assets"
@@ -156,7 +156,9 @@ def test_a_token_that_differs_is_named(run: Command, monkeypatch: pytest.MonkeyP
 
 def test_a_logit_that_differs_is_named(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def change(output: ModelRunnerOutput) -> None:
-        output.logprobs[1][0].logprobs[1] += 0.25  # of the most probable token
+        row = RowLogprobs.unpack(output.logprobs[1][0])
+        row.logprobs[1] += 0.25  # of the most probable token
+        output.logprobs[1][0] = row.pack()
 
     stray(monkeypatch, 2, change)
     report = run.verify()
