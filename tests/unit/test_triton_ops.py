@@ -216,39 +216,6 @@ def test_choose_tiling(shape: tuple[int, int, int], gated: bool, may_split: bool
         assert tiling.inputs * tiling.num_warps * tiling.stages == shape[2]
 
 
-@pytest.mark.parametrize(
-    ("shape", "kind", "tile"),
-    [
-        ((256, 4096, 1024), "plain", (128, 64, 1)),
-        ((128, 4096, 1024), "plain", (64, 64, 1)),
-        ((128, 6144, 4096), "plain", (64, 128, 1)),  # twice as many tiles would be two rounds
-        ((256, 6144, 4096), "plain", None),  # the library is faster
-        ((256, 1024, 3072), "residual", (128, 64, 2)),
-        ((128, 1024, 3072), "residual", (64, 64, 3)),
-        ((256, 2048, 2048), "residual", (128, 64, 1)),
-        ((256, 4096, 14336), "residual", (128, 128, 2)),
-        ((256, 4096, 4096), "residual", None),
-        ((128, 3072, 1024), "gated", (64, 128, 1)),
-        ((256, 3072, 1024), "gated", (128, 128, 1)),
-        ((256, 14336, 4096), "gated", (256, 128, 1)),  # 2 rounds, 85% busy
-        ((200, 14336, 4096), "gated", None),
-        ((256, 6144, 2048), "gated", None),
-        ((64, 4096, 1024), "plain", None),
-        ((257, 4096, 1024), "plain", None),
-        ((256, 4100, 1024), "plain", None),  # rows of the output would not be aligned
-    ],
-)
-def test_choose_tiling_for_hopper(shape: tuple[int, int, int], kind: str, tile: tuple[int, int, int] | None) -> None:
-    keywords = {"gated": kind == "gated", "may_split": kind == "residual", "limits": H100}
-    tiling = choose_tiling(*shape, **keywords, hopper=True)
-    if tile is None:
-        assert tiling == choose_tiling(*shape, **keywords)
-    else:
-        assert tiling is not None
-        assert (tiling.kernel, tiling.row_tile, tiling.outputs, tiling.splits) == ("hopper", *tile)
-        assert tiling.shared_bytes(kind == "gated") < H100.shared_bytes
-
-
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("limits", [H100, GPULimits(72, 99 * 1024, (8, 9))])
 def test_tilings_fit_in_shared_memory(gated: bool, limits: GPULimits) -> None:
