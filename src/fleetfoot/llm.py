@@ -344,7 +344,7 @@ class LLM(ChatCalls, PoolingCalls, SleepCalls, WeightCalls):
 
     def _run(self, call: _Call, use_tqdm: bool | Callable[..., Any]) -> list[Any]:
         self._check_usable()
-        if why := self.suspension.reason:  # no other thread may come to change that
+        if why := self.suspension.reason:  # it would wait for a thread that may never come
             raise RuntimeError(why)
         if not callable(use_tqdm):
             use_tqdm = bool(use_tqdm) and not self._calls  # another thread may show its bar

@@ -165,9 +165,9 @@ class CompletionOutput(_LogprobsWhenRead):
     stop_reason: int | str | None = None
     """The stop string or stop token that ended it; the message, if the reason is ``error``."""
     weight_version: int = 0
-    """Of the weights that sampled its last token; 0: those of the start."""
+    """The version of the weights that sampled its last token; 0: those of the start."""
     weight_versions: list[int] | None = None
-    """Of each token, if weights were updated while it was generated."""
+    """The version for each token, if weights were updated while the sequence was generated."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -249,7 +249,7 @@ class PoolingRequestOutput:
     """The message, if the reason is ``error``."""
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     weight_version: int = 0
-    """Of the weights that have computed the last part of the prompt; 0: those of the start."""
+    """The version of the weights that computed the last part of the prompt; 0: those of the start."""
 
 
 EmbeddingRequestOutput = PoolingRequestOutput

@@ -44,7 +44,7 @@ class force_runner:  # noqa: N801  # read as a function: `with force_runner("v1"
             raise ValueError(f"runner is {runner!r}; it can be 'v1' or 'v2'")
         self.runner = runner
         self.plans: list[EnginePlan] = []
-        """Of the engines that have started in the block."""
+        """The plans of the engines that have started in the block."""
         self._variable = {"v1": "0", "v2": "1"}[runner]
         self._others = 0
         self._undo: ExitStack | None = None

@@ -42,7 +42,7 @@ class ColdSamples:
 
     ttft: list[float] = field(default_factory=list)
     ttft_alone: list[float] = field(default_factory=list)
-    """Of rounds with one request, where no other request's computation is part of it."""
+    """In rounds with one request, where no other request's computation is part of it."""
     itl: list[float] = field(default_factory=list)
     slowest: list[dict[str, Any]] = field(default_factory=list)
     """Steps, the slowest first."""

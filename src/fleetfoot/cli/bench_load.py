@@ -131,12 +131,12 @@ class Samples:
     itl: list[float] = field(default_factory=list)
     request_latency: list[float] = field(default_factory=list)
     load_duration: list[float] = field(default_factory=list)
-    """Of each load, from its first request to its last token."""
+    """Seconds of each load, from its first request to its last token."""
     steps: list[StepStats] = field(default_factory=list)
     in_steps: float = 0.0
     """Total time in the engine's steps."""
     work: list[Work] = field(default_factory=list)
-    """Of each request."""
+    """The work of each request."""
     before: SchedulerStats | None = None
     """Counters of the scheduler before the first load."""
     after: SchedulerStats | None = None
@@ -259,7 +259,7 @@ def results(samples: Samples, *, with_loads: bool, floor: dict[str, Any] | None 
 
 
 def _drafts(drafts: DraftStats) -> dict[str, Any] | None:
-    """Of speculative decoding; None if it is off."""
+    """Statistics of speculative decoding; None if it is off."""
     if not drafts.accepted_at:
         return None
     has_any = drafts.num_rows > 0
@@ -276,7 +276,7 @@ def _drafts(drafts: DraftStats) -> dict[str, Any] | None:
 
 
 def _transfers(transfers: TransferStats) -> dict[str, Any] | None:
-    """Of the KV connector; None if there is none or it was idle."""
+    """Statistics of the KV connector; None if there is none or it was idle."""
     if not (transfers.loads_started or transfers.counters):
         return None
     return {

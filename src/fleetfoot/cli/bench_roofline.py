@@ -34,13 +34,13 @@ class Costs:
     weight_bytes: int
     """Read by a step: all layers and the logits head; of the embedding a few rows, which are not counted."""
     flops_per_token: int
-    """Of the linear layers, but for what `flops_per_logits` has of the last one."""
+    """Operations of the linear layers, but for what `flops_per_logits` has of the last one."""
     flops_per_logits: int
-    """Of the logits head, and of the last layer without its keys and values: for each token that is sampled."""
+    """Operations of the logits head, and of the last layer without its K and V: for each token that is sampled."""
     kv_bytes: int
     """Keys and values of one position in one layer."""
     attention_flops: int
-    """Of one query token and one position in one layer."""
+    """Operations of one query token and one position in one layer."""
     windows: tuple[int | None, ...]
     """For each layer, how many positions a token sees; None: all."""
 
@@ -65,7 +65,7 @@ class Costs:
 
 
 def _positions(first: int, count: int, window: int | None) -> int:
-    """Of one layer."""
+    """Pairs of query token and position in one layer."""
     if window is None:
         window = first + count
     growing = max(0, min(count, window - first))  # tokens that see all before them, and themselves
@@ -80,22 +80,22 @@ class Roofline:
     bytes_per_s: float
     """Read plus written, by a copy larger than the caches."""
     flops_per_s: float
-    """Of a square matrix product in the model's dtype; a multiply-add counts as two."""
+    """The rate of a square matrix product in the model's dtype; a multiply-add counts as two."""
 
     def linear_s(self, num_tokens: int, num_sampled: int) -> float:
-        """Of one step without its attention."""
+        """Seconds of one step without its attention."""
         flops = num_tokens * self.costs.flops_per_token + num_sampled * self.costs.flops_per_logits
         return max(self.costs.weight_bytes / self.bytes_per_s, flops / self.flops_per_s)
 
     def prefill_attention_s(self, num_tokens: int, num_cached: int = 0) -> float:
-        """Of a prompt, over all its chunks; ``num_cached`` of its tokens were found in the prefix cache."""
+        """Seconds for a prompt, over all its chunks; ``num_cached`` of its tokens were found in the prefix cache."""
         num_computed = num_tokens - num_cached
         unread = _positions(num_cached, max(0, num_computed - 1), self.costs.windows[-1])
         pairs = self.costs.positions(num_cached, num_computed) - unread
         return pairs * self.costs.attention_flops / self.flops_per_s
 
     def decode_attention_s(self, num_prompt_tokens: int, num_output_tokens: int) -> float:
-        """Of a request's steps after its prompt: all its outputs but the last are an input of one."""
+        """Seconds in a request's steps after its prompt: all its outputs but the last are an input of one."""
         positions = self.costs.positions(num_prompt_tokens, max(0, num_output_tokens - 1))
         return positions * self.costs.kv_bytes / self.bytes_per_s
 

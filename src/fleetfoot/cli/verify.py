@@ -34,7 +34,7 @@ DEFAULT_MAX_TOKENS = 32
 NUM_LOGPROBS = 20
 """Logprobs are compared for this many most probable tokens of each position."""
 PROMPT_LENGTHS = (1, 2, 7, 16, 17, 40, 64, 100)
-"""Of the default prompts, in tokens: ragged, at block boundaries, and over several blocks."""
+"""Lengths of the default prompts, in tokens: ragged, at block boundaries, and over several blocks."""
 SHARED_PREFIX = 32
 """Common prefix of the last two default prompts in tokens, for prefix cache hits."""
 
@@ -356,7 +356,7 @@ def _difference(v1: CompletionOutput, v2: CompletionOutput, position: int) -> di
 
 
 def _logprobs(run: RequestOutput, end: int) -> list[dict[int, Logprob] | None]:
-    """Of each position of the prompt, and of the output up to ``end``."""
+    """The logprobs of each position of the prompt, and of the output up to ``end``."""
     return [*(run.prompt_logprobs or [None] * len(run.prompt_token_ids)), *(run.outputs[0].logprobs or ())[: end + 1]]
 
 
@@ -372,7 +372,7 @@ def _logprob_differences(
 
 
 def _size(entry: dict[str, Any]) -> float:
-    """Of a difference; NaN counts as infinite."""
+    """The size of a difference; NaN counts as infinite."""
     return math.inf if math.isnan(entry["difference"]) else abs(entry["difference"])
 
 

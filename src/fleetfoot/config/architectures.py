@@ -180,7 +180,7 @@ def _mistral_windows(fields: Fields, num_layers: int) -> LayerWindows:
 
 
 def _qwen_windows(fields: Fields, num_layers: int) -> LayerWindows:
-    """With ``use_sliding_window``: the layers in ``layer_types``, else those from ``max_window_layers`` on."""
+    """Windows with ``use_sliding_window``: the layers in ``layer_types``, else those from ``max_window_layers`` on."""
     window = fields.optional_integer("sliding_window") if fields.boolean("use_sliding_window") else None
     if window is None:
         return _uniform_windows(fields, num_layers, None)
@@ -190,7 +190,7 @@ def _qwen_windows(fields: Fields, num_layers: int) -> LayerWindows:
 
 
 def _smollm3_windows(fields: Fields, num_layers: int) -> LayerWindows:
-    """With ``use_sliding_window``: the layers in ``layer_types``, else those without positions."""
+    """Windows with ``use_sliding_window``: the layers in ``layer_types``, else those without positions."""
     window = fields.optional_integer("sliding_window") if fields.boolean("use_sliding_window") else None
     if window is None:
         return _uniform_windows(fields, num_layers, None)

@@ -84,7 +84,7 @@ class ModelConfig:
     has_merged_projections: bool = False
     """Whether the checkpoint has q, k and v in one tensor, ``qkv_proj``, and gate and up in ``gate_up_proj``."""
     activation: str = "silu"
-    """Of the MLP's gate: ``silu`` or ``gelu_tanh``."""
+    """The activation of the MLP's gate: ``silu`` or ``gelu_tanh``."""
     num_layer_norms: int = 2
     """RMSNorms of ``hidden_size`` in a decoder layer."""
     norm_offset: float = 0.0

@@ -118,9 +118,9 @@ class Pooling:
     size: int
     """Elements of an embedding, or scores."""
     pooling_type: str = "LAST"
-    """Of a prompt; one of SEQUENCE_TYPES."""
+    """How a prompt is pooled; one of SEQUENCE_TYPES."""
     token_pooling_type: str = "ALL"
-    """Of a prompt's tokens: ALL of them, or those that are the STEP tag."""
+    """The tokens of a prompt that are returned: ALL of them, or those that are the STEP tag."""
     prefers_tokens: bool = False
     """Whether the task of tokens is the default."""
     activation: str = "normalize"
@@ -319,7 +319,7 @@ def _num_labels(fields: Fields) -> int:
 
 
 def _activation(fields: Fields, activation_fn: Any, size: int) -> str:
-    """Of scores: by ``problem_type``, else that of a cross-encoder, else by the number of labels."""
+    """The activation of scores: by ``problem_type``, else that of a cross-encoder, else by the number of labels."""
     own = "sigmoid" if size == 1 else "softmax"
     kinds = {
         "regression": "identity",

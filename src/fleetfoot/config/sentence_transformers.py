@@ -21,7 +21,7 @@ _MODES = {
 """Names of releases from 6 on, and earlier ones."""
 _ORDERS = (("Transformer", "Pooling", "Dense", "Normalize"), ("Transformer", "LogitScore"))
 PROJECTION_ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid", "SiLU")
-"""Of `torch.nn`."""
+"""Names of classes of `torch.nn`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Projection:
     """A ``Dense`` module: ``activation(weight @ x + bias)`` of a pooled vector."""
 
     folder: str
-    """With ``model.safetensors``, within the checkpoint."""
+    """The folder with ``model.safetensors``, within the checkpoint."""
     in_features: int
     out_features: int
     bias: bool

@@ -302,7 +302,7 @@ class StepShape:
     hidden_size: int
     dtype: torch.dtype
     device: torch.device
-    """Of this rank; the current device if it is a GPU."""
+    """The device of this rank; the current device if it is a GPU."""
 
 
 def make_groups(tensor_size: int, pipeline_size: int, shape: StepShape) -> WorkerGroups:

@@ -85,7 +85,7 @@ class EngineArgs(_Fields):
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
-        """Of parsed arguments; those that are no fields are ignored."""
+        """The settings of parsed arguments; those that are no fields are ignored."""
         return cls(**{name: value for name, value in vars(args).items() if name in _DEFAULTS})
 
 

@@ -142,7 +142,7 @@ def _served_model_len(plan: EnginePlan, layout: KVLayout) -> int:
 
 
 def _grammar_compiler(plan: EnginePlan, tokenizer: Tokenizer | None, masker: TokenMasker) -> GrammarCompiler:
-    """Of an engine. Clients may make its texts, so it loads a tokenizer when the first grammar needs one."""
+    """An engine's compiler. Clients may make its texts, so it loads a tokenizer when the first grammar needs one."""
     load: Callable[[], Tokenizer] | None = None
     if (path := plan.tokenizer_path) is not None:
 

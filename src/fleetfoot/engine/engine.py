@@ -319,7 +319,7 @@ class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
 
     @property
     def weight_version(self) -> int:
-        """Of the weights in use; 0: those of the start."""
+        """The version of the weights in use; 0: those of the start."""
         return self.live.version
 
     def update_settings(self, settings: Mapping[str, Any]) -> None:

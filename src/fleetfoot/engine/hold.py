@@ -94,7 +94,7 @@ class HoldQueue:
         self._queue.append(hold)
 
     def remove(self, hold: Hold) -> None:
-        """Forget a hold, unless it is done."""
+        """Remove a hold, unless it is done."""
         if hold in self._queue:
             self._queue.remove(hold)
         if hold is self._begun:
@@ -181,7 +181,7 @@ class HoldCalls:
         self._holds.add(hold)
 
     def cancel_hold(self, hold: Hold) -> None:
-        """Forget a hold that is not done."""
+        """Remove a hold that is not done."""
         self._holds.remove(hold)
 
     def run_held(self, function: Callable[[], Any], mode: str = "drain") -> Any:

@@ -23,7 +23,7 @@ from fleetfoot.weights.store import StageReport
 from fleetfoot.weights.transfer import WeightTransferInitInfo, WeightTransferUpdateInfo, parse_info
 
 _CHUNK_BYTES = 1 << 28
-"""Of tensors that are sent to worker processes at once."""
+"""Bytes of tensors that are sent to worker processes at once."""
 _MAX_LISTED = 10
 _LM_HEAD = "lm_head.weight"
 
@@ -43,7 +43,7 @@ class LiveWeights:
         self, core: EngineCore, plan: EnginePlan, change: Callable[..., None], failing: Callable[[], Any]
     ) -> None:
         self.version = 0
-        """Of the weights in use; 0: those of the start."""
+        """The version of the weights in use; 0: those of the start."""
         self._core, self._plan = core, plan
         self.path, self.load_format = str(plan.model_path), plan.config.load_format
         """What `reload` reads by default."""

@@ -232,7 +232,7 @@ def engine_socket(context: zmq.Context[Any], *, detects_loss: bool = False) -> z
 
 
 def _is_of(number: int, client: bytes, owner: bytes, message: AddRequest | Call) -> bool:
-    """Whether a client's sequence is of a request."""
+    """Whether a client's sequence belongs to a request that waits for its grammar."""
     if isinstance(message, Call):
         return False
     return owner == client and 0 <= number - message.number < message.params.n

@@ -27,15 +27,15 @@ class ProcessSettings:
 
     config: EngineConfig
     address: str
-    """Of the socket, ``ipc://...``."""
+    """The address of the socket, ``ipc://...``."""
     log_level: int
     log_format: str
 
 
 ANY_KEY = ""
-"""Of an engine that needs no key."""
+"""The key for an engine that needs none."""
 MAX_MESSAGE_BYTES = 256 << 20
-"""Of a client."""
+"""The largest message of a client."""
 HEARTBEAT_MS = 2000
 """Between signs of life over TCP; a connection without one for five times as long is lost."""
 
@@ -77,7 +77,7 @@ class AddRequest(_Message):
     """A validated request. The replies are `Outputs` or `Refused`."""
 
     number: int
-    """Of its first sequence."""
+    """The number of its first sequence."""
     request_id: str
     prompt_token_ids: bytes
     """int32."""
@@ -210,13 +210,13 @@ class Tokens(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class Outputs(_Message):
-    """Of a step, for one client."""
+    """The outputs of a step, for one client."""
 
     now: float
     """When the tokens arrived, in seconds of the machine's monotonic clock."""
     tokens: list[Tokens]
     weight_version: int = 0
-    """Of the weights that have sampled them."""
+    """The version of the weights that sampled the tokens."""
 
 
 class Refused(_Message):

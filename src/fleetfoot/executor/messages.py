@@ -37,8 +37,8 @@ _PLAIN = tuple(field.name for field in fields(SchedulerOutput) if field.name not
 _ENCODER = msgspec.msgpack.Encoder()
 _HINTS = get_type_hints(SchedulerOutput)
 _CALL_TYPES: Any = tuple.__class_getitem__((int, bytes, *[_HINTS[name] for name in _PLAIN]))
-"""Of a call: the step's number; the values of _PICKLED, pickled, or nothing if all of them are empty; the values of
-_PLAIN."""
+"""The types of a call: the step's number; the values of _PICKLED, pickled, or nothing if all of them are empty; the
+values of _PLAIN."""
 _CALL_DECODER = msgspec.msgpack.Decoder(_CALL_TYPES)
 
 

@@ -38,7 +38,7 @@ _LOCK = "lock"
 _LOCK_AGE_S = 60.0
 """Younger locks are ignored: their engine may not have locked them yet."""
 _PR_SET_PDEATHSIG = 1
-"""Of prctl(2)."""
+"""An option of prctl(2)."""
 
 
 class WorkerProcesses:

@@ -25,7 +25,7 @@ class Executor(Protocol):
     runner_name: str
     """``v1`` or ``v2``: the runner that the workers report."""
     layout: KVLayout
-    """Of the KV cache on rank 0; all ranks have equally many blocks."""
+    """The layout of the KV cache on rank 0; all ranks have equally many blocks."""
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         """Take a step; it is executed at the latest when `sample_tokens` is called, and at once if it is followed by

@@ -234,7 +234,7 @@ class Worker:
         }
 
     def _make_layout(self) -> KVLayout:
-        """Of this rank's layers, with as many blocks as fit on all ranks; the last stage has a drafter's layers too."""
+        """The layout of this rank's layers, a drafter's included, with as many blocks as fit on all ranks."""
         plan, size, pipeline = self.plan, self._groups.tensor.size, self._groups.pipeline
         num_blocks = self._fitting_blocks()
         if size * pipeline.size > 1:

@@ -47,7 +47,7 @@ def fuse(stack: DecoderStack, context: ModelContext, is_fused: Sequence[bool]) -
 
 
 class FusedDecoder:
-    """Consecutive decoder layers as one. ``is_last``: the run ends the stack: it returns only the rows of
+    """Consecutive decoder layers as one. ``is_last``: the run ends the stack, and returns only the rows of
     ``ctx.logits``."""
 
     def __init__(self, layers: Sequence[nn.Module], context: ModelContext, *, is_last: bool = False) -> None:
@@ -63,7 +63,7 @@ class FusedDecoder:
         parts = [layer.parts for layer in layers[:-1] if layer.parts is not None]
         is_chained = self._make_chain is not None and 0 < len(parts) == len(layers) - 1
         self._chain = self._make_chain(parts) if self._make_chain is not None and is_chained else None
-        # The last product of few rows makes the residual sum too. Of the norm behind that sum, nothing is read.
+        # For few rows the last product makes the residual sum, and with it a deferred norm, which is not read.
         self._end = copy(layers[-1].mlp_norm)
         self._end.reads_deferred_norm = lambda num_rows: True
 
@@ -105,8 +105,8 @@ class _Norm:
         self._add_rms_norm = context.tensor_group.reducing(context.ops.add_rms_norm)
 
     def add(self, hidden: Hidden, residual: torch.Tensor) -> tuple[Hidden, torch.Tensor]:
-        """The input of the linear layer, and the residual stream, which is ``residual`` plus ``hidden`` unless that is
-        it."""
+        """The input of the linear layer, and the residual stream: the sum of both, or ``residual`` if ``hidden`` is the
+        same tensor."""
         if isinstance(hidden, DeferredRMSNorm):
             return hidden, hidden.total
         if self.weight is None:

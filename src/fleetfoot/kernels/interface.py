@@ -124,7 +124,7 @@ class LayerParts:
     input_norm: torch.Tensor
     mlp_norm: torch.Tensor
     eps: float
-    """Of both norms."""
+    """The epsilon of both norms."""
     qkv: Callable[[torch.Tensor], torch.Tensor]
     """`LinearWeight.product`, as of ``o``, ``gate_up`` and ``down``."""
     o: Callable[[torch.Tensor], torch.Tensor]

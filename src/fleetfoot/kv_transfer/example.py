@@ -99,7 +99,7 @@ class ExampleConnector(KVConnectorBase_V1):
     # --- the scheduler side -----------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Of the longest beginning that is stored; it is loaded synchronously."""
+        """The tokens of the longest stored prefix; it is loaded synchronously."""
         if not self._kv_transfer_config.is_kv_consumer:
             return 0, False
         first, last = num_computed_tokens // self._block_size, (request.num_tokens - 1) // self._block_size

@@ -26,7 +26,7 @@ class PagedAttention:
     num_heads: int
     """Query heads of this rank."""
     kv_index: int
-    """Of the layer's KV cache in `ForwardContext.kv_caches`."""
+    """The index of the layer's KV cache in `ForwardContext.kv_caches`."""
     rotary: RotaryInputs
     scale: float
     window: int | None

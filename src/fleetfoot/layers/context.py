@@ -25,7 +25,7 @@ class ModelContext:
     ops: Kernels
     attention: AttentionBackend
     dtype: torch.dtype
-    """Of weights and activations."""
+    """The dtype of weights and activations."""
     device: torch.device
     max_positions: int | None = None
     """Rows of the rotary table: the longest sequence that will be served. None: the model's own limit."""

@@ -65,7 +65,7 @@ class DecoderLayer(nn.Module):
 
 
 class ScaledDecoderLayer(DecoderLayer):
-    """With a factor on what is added to the residual stream."""
+    """A `DecoderLayer` with a factor on what is added to the residual stream."""
 
     def __init__(
         self, config: ModelConfig, context: ModelContext, cos_sin: torch.Tensor, layer: int, kv_index: int
@@ -89,7 +89,7 @@ class DecoderRun(Protocol):
         """``x [num_tokens, hidden_size]`` -> the same shape, or only the rows of ``ctx.logits`` of it."""
 
     def shortened(self) -> DecoderRun:
-        """With as few layers as launch all the kernels that it launches."""
+        """The run with as few layers as launch all of its kernels."""
 
 
 class DecoderStack(nn.ModuleDict):

@@ -39,7 +39,7 @@ class CausalLM(WeightTree):
     model: Decoder
     lm_head: LMHead | TiedLMHead | None
     score: nn.Module | None
-    """Of a model for scores, in place of the logits head: ``[n, hidden_size]`` -> ``[n, num_labels]``, float32."""
+    """The head of a model for scores, in place of `lm_head`: ``[n, hidden_size]`` -> ``[n, num_labels]``, float32."""
 
     def __init__(self, config: ModelConfig, context: ModelContext, layers: range | None = None) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class CausalLM(WeightTree):
 
 
 def make_score_head(config: ModelConfig, context: ModelContext) -> nn.Module | None:
-    """The head that `ModelConfig.head` names, on every rank of a tensor group whole; None: it has no scores."""
+    """The head that `ModelConfig.head` names, complete on every rank of a tensor group; None: there are no scores."""
     context = replace(context, dtype=torch.float32)
     if config.head in ("score", "biased_score"):
         parts = (("score", config.num_labels),)

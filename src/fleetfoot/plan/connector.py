@@ -25,7 +25,7 @@ class ConnectorPlan:
     requested_by: str
     """The setting that requires it."""
     class_name: str = ""
-    """Of the class, with its module; set once an engine is planned, and empty if there is no such class."""
+    """The name of the class, with its module; set once an engine is planned, and empty if there is no such class."""
 
     def layout(self, runner: str) -> str | None:
         """The layout in which ``runner`` (``v1`` or ``v2``) keeps the KV cache; None: none is accepted."""

@@ -23,7 +23,7 @@ class Machine:
     """Memory that programs can still take."""
     gpu_name: str | None = None
     gpu_memory_bytes: int = 0
-    """Of one GPU; 0: there is none."""
+    """Memory of one GPU; 0: there is none."""
     has_triton: bool = False
     has_native: bool = False
     """Whether the C kernels can be used."""

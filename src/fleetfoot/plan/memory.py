@@ -247,7 +247,7 @@ GIB = 1 << 30
 CPU_KV_SHARE = 0.4
 """The largest part of a CPU's memory, without the weights, for the KV cache."""
 LEAST_TOKENS = 2
-"""Of a request: one of the prompt, one of the output."""
+"""Least tokens of a request: one of the prompt, one of the output."""
 CPU_KV_LIMIT = 4 * GIB
 """The largest KV cache on a CPU without kv_cache_memory_bytes."""
 

@@ -29,7 +29,7 @@ class LinearShape:
     parts: tuple[tuple[str, int], ...]
     """Name and number of output features of each fused layer, as in the checkpoint."""
     rows: tuple[Rows, ...]
-    """Of each part, the outputs that this rank computes, in the order in which they are stored."""
+    """The outputs that this rank computes, of each part, in the order in which they are stored."""
     columns: slice
     """The inputs that this rank has."""
     has_bias: bool = False
@@ -109,10 +109,10 @@ class LinearMethod(ABC):
 
     @abstractmethod
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: str) -> int:
-        """Of a weight without its bias, for the memory plan. ``dtype``: of activations, by its name."""
+        """Bytes of a weight without its bias, for the memory plan. ``dtype``: of activations, by its name."""
 
     def layer_bytes(self, model: ModelConfig, dtype: str, num_ranks: int = 1) -> int:
-        """Of a decoder layer on the first of ``num_ranks``, which alone has row-parallel layers' biases."""
+        """Bytes of a decoder layer on the first of ``num_ranks``, which alone has row-parallel layers' biases."""
         linears = model.layer_linears(num_ranks)
         others = model.layer_norm_parameters + sum(outputs for outputs, _, has_bias in linears if has_bias)
         matrices = sum(self.num_bytes(outputs, inputs, dtype) for outputs, inputs, _ in linears)

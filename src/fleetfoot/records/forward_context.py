@@ -65,7 +65,7 @@ class LogitsMetadata:
     indices: torch.Tensor
     """``[num_logits]`` int64: in the step's flat token dimension."""
     attention: AttentionMetadata
-    """Of a batch of these rows alone, with all K and V in the cache already."""
+    """Metadata of a batch of these rows alone, with all K and V in the cache already."""
 
     def select(self, per_token: torch.Tensor) -> torch.Tensor:
         """``[num_tokens, ...]`` -> ``[num_logits, ...]``"""
@@ -78,7 +78,7 @@ class ForwardContext:
 
     attention: AttentionMetadata
     kv_caches: Sequence[torch.Tensor]
-    """Of this rank's layers, in order."""
+    """The KV caches of this rank's layers, in order."""
     logits: LogitsMetadata | None = None
     """The rows that are read; None: all of them (EAGLE, prompt logprobs, pooling, and ranks that are not the last)."""
 

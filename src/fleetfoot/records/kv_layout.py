@@ -75,7 +75,7 @@ class KVLayout:
         return cls(num_blocks, block_size, dtype, specs, name)
 
     def with_layers(self, layers: tuple[KVCacheSpec, ...]) -> KVLayout:
-        """With more layers after the present ones."""
+        """This layout with more layers after the present ones."""
         return replace(self, layers=(*self.layers, *layers))
 
     @property

@@ -33,11 +33,11 @@ class PoolingParams:
     activation: bool | None = None
     """Other names for use_activation."""
     step_tag_id: int | None = None
-    """Of a process reward model: return the scores of these tokens alone."""
+    """For a process reward model: return the scores of these tokens alone."""
     task: str | None = None
     """One of POOLING_TASKS."""
     prompt_name: str | None = None
-    """Of the prompts of a checkpoint of sentence-transformers, the one that is put before a text; None: its default."""
+    """Names the prompt of a checkpoint of sentence-transformers that is put before a text; None: its default."""
 
     unsupported: ClassVar[dict[str, Any]] = {
         "returned_token_ids": (None, "set pooler_config={'returned_token_ids': [...]}"),

@@ -64,7 +64,7 @@ class Request:
     kv_transfer_params: dict[str, Any] | None = None
     """The user's parameters for the KV connector."""
     pooling_params: PoolingParams | None = None
-    """Of a request that ends with its prompt, and yields a vector or scores."""
+    """Set for a request that ends with its prompt, and yields a vector or scores."""
     reads_whole_prompt: bool = False
     """Whether the hidden states of all prompt tokens are read, so that none can come from a cache."""
     grammar: Any = None

@@ -162,7 +162,7 @@ class RowLogprobs(NamedTuple):
     token_ids: list[int]
     logprobs: list[float]
     rank: int
-    """Of the sampled token; 1 for the most probable one."""
+    """The rank of the sampled token; 1 for the most probable one."""
 
     def pack(self) -> PackedLogprobs:
         return _row_format(len(self.token_ids)).pack(*self.logprobs, *self.token_ids, self.rank)

@@ -57,7 +57,7 @@ class WeightSpec:
     name: str
     """In the checkpoint: ``model.layers.0.self_attn.q_proj.weight``."""
     shape: tuple[int, ...]
-    """Of the whole tensor, in the checkpoint."""
+    """The shape of the whole tensor, in the checkpoint."""
     destination: Callable[[], torch.Tensor]
     """Returns a tensor of the shape of ``part`` to write to, often a view into a larger one. It holds the current
     values, and is valid until the next `process_weights_after_loading`; call it again after that."""

@@ -139,7 +139,7 @@ class ModelRunner(ABC):
         self._memory.release(KV_CACHE, self._kv_spans, keeps_rest=False)
 
     def wake_up(self, tag: str) -> None:
-        """Have the memory of a tag again; KV is 0, and so are dropped weights. Raises as `SleepMemory.restore`."""
+        """Allocate the memory of a tag again; KV and dropped weights are 0. Raises as `SleepMemory.restore`."""
         self._memory.restore(tag)
 
     # --- a step -----------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class ModelRunner(ABC):
 
     @abstractmethod
     def _free_rows(self, scheduler_output: SchedulerOutput) -> None:
-        """Forget the requests that have ended or are preempted."""
+        """Free the rows of requests that have ended or are preempted."""
 
     @abstractmethod
     def _forward(self, scheduler_output: SchedulerOutput) -> None:

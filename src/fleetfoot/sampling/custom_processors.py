@@ -37,7 +37,7 @@ class MoveDirectionality(enum.Enum):
 
 
 AddedRequest = tuple[int, "SamplingParams", list[int] | None, list[int]]
-"""Of a new request its index, parameters, prompt, and the list of its output tokens, which grows."""
+"""A new request: its index, parameters, prompt, and the list of its output tokens, which grows."""
 MovedRequest = tuple[int, int, MoveDirectionality]
 RemovedRequest = int
 
@@ -173,7 +173,7 @@ def _checked(result: Any, shape: torch.Size) -> torch.Tensor:
 
 
 def num_parameters(function: Any) -> int:
-    """Of a callable, positional ones without a default; 2 if it has no signature."""
+    """The number of a callable's positional parameters without a default; 2 if it has no signature."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -234,9 +234,9 @@ class ProcessorBatch:
         self._new: list[ProcessorRow] = []
         self._gone: list[ProcessorRow] = []
         self._rows: Sequence[ProcessorRow] = []
-        """Of the requests that sample."""
+        """The rows of the requests that sample."""
         self._index: list[int] = []
-        """Of the requests that sample, in their order."""
+        """The row of each request that samples, in their order."""
 
     def __bool__(self) -> bool:
         return bool(self._processors)

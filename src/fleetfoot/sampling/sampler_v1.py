@@ -182,7 +182,7 @@ class SamplerOutput:
     invalid: torch.Tensor
     """``[n]`` bool: the row's logits contain NaN or +inf, or only -inf; its token is undefined."""
     logprobs: LogprobsTensors | None
-    """Of the rows in ``metadata.logprobs``, in that order; ``None`` if there are none."""
+    """Logprobs of the rows in ``metadata.logprobs``, in that order; ``None`` if there are none."""
     errors: Mapping[int, str]
     """Row -> what a logits processor raised; the row's token is not to be used."""
 

@@ -21,7 +21,7 @@ but a step in flight or a connector may still read or write it, so it cannot be 
 """
 STATE_NAMES = ("FREE", "FILLING", "READY", "HELD")
 DIGEST_BYTES = 16
-"""Of a block's hash: with 128 bits a chance collision, which would give wrong tokens, is out of reach."""
+"""The size of a block's hash. With 128 bits, a collision, which would give wrong tokens, does not happen by chance."""
 
 
 class BlockPool:

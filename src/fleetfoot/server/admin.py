@@ -107,13 +107,13 @@ class AdminState(msgspec.Struct):
     is_sleeping: bool
     weight_version: int
     request_ids: list[str] | msgspec.UnsetType = msgspec.UNSET
-    """Of the requests that were aborted."""
+    """The ids of the requests that were aborted."""
     checksums: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
     """By the name of the tensor."""
     files: list[str] | msgspec.UnsetType = msgspec.UNSET
-    """Of the profiles of all ranks."""
+    """The files of the profiles of all ranks."""
     results: list[Any] | msgspec.UnsetType = msgspec.UNSET
-    """Of all ranks."""
+    """The results of all ranks."""
 
 
 def admin_endpoints(service: Service) -> list[Endpoint]:

@@ -49,7 +49,7 @@ class ServerSettings:
     """Path of a Unix socket, in place of host and port."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_key: str | None = field(default=None, repr=False)
-    """Of the routes that change the engine; None: there are none."""
+    """The key of the routes that change the engine; None: there are no such routes."""
     root_path: str = ""
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
@@ -220,7 +220,7 @@ class ChildSettings:
     """The address of the store that the API servers share."""
     settings: ServerSettings
     descriptor: int
-    """Of the channel for connections."""
+    """The file descriptor of the channel for connections."""
 
 
 def notify_service_manager(state: str) -> None:

@@ -202,7 +202,7 @@ def make_endpoints(service: Service) -> list[Endpoint]:
 
 
 class ServerState(msgspec.Struct):
-    """Of ``/health`` and ``/ready``."""
+    """The body of ``/health`` and ``/ready``."""
 
     status: str
 

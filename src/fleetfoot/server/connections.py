@@ -28,7 +28,7 @@ class _Server:
 
 
 class Balancer:
-    """Of the supervisor. ``listener``: what clients connect to; not blocking."""
+    """Shares connections among API servers. ``listener``: what clients connect to; not blocking."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener

@@ -44,7 +44,7 @@ class Turn:
     thinks: bool | None = None
     """Whether the model reasons, if its chat template has a variable for that; None: as the template has it."""
     effort: Effort | None = None
-    """Of reasoning. ``none``: ``thinks`` is False."""
+    """The effort of reasoning. ``none``: ``thinks`` is False."""
     verbosity: Verbosity | None = None
     """A variable of chat templates."""
     cache_salt: str | None = None
@@ -116,11 +116,11 @@ class GeneratedMessages:
             yield output, self.chunks(output)
 
     def chunks(self, output: RequestOutput) -> list[MessageChunk]:
-        """Of the next output. Raises as the iteration."""
+        """The chunks of the next output. Raises as the iteration."""
         return [self._chunk(completion) for completion in output.outputs]
 
     def num_reasoning_tokens(self) -> int | None:
-        """Of all messages so far; None: the model does not reason."""
+        """The number in all messages so far; None: the model does not reason."""
         return None if self._count_tokens is None else sum(count.num_reasoning for count in self._counts)
 
     async def collect(self) -> tuple[RequestOutput, list[Message]]:
@@ -146,7 +146,7 @@ class GeneratedMessages:
 
     @staticmethod
     def _message(chunk: MessageChunk) -> Message:
-        """Of the only chunk."""
+        """The message of the only chunk."""
         calls = [ToolCall(call.id or "", call.name or "", call.arguments) for call in chunk.delta.tool_calls]
         return Message(chunk.completion, chunk.delta.content, chunk.delta.reasoning, calls, chunk.finish_reason)
 

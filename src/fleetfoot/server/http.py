@@ -93,7 +93,7 @@ class ApiError(Exception):
 
 
 def disconnected() -> ApiError:
-    """Of a client that does not get it."""
+    """The error of a request without a client that could get it."""
     return ApiError(499, "the client has disconnected")
 
 

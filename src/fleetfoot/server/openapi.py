@@ -43,7 +43,7 @@ class Endpoint:
     errors: tuple[int, ...] = ()
     """Its statuses besides 200 and 401."""
     media_type: str = "application/json"
-    """Of ``response``."""
+    """The media type of ``response``."""
     is_body_optional: bool = False
     is_admin: bool = False
     """Whether it changes the engine, and has a key of its own."""

@@ -30,12 +30,12 @@ from fleetfoot.tokenizer.tokenizer import Tokenizer
 _T = TypeVar("_T")
 
 MAX_SEQUENCES = 1024
-"""Of one HTTP request: prompts times ``n``."""
+"""Most sequences of one HTTP request: prompts times ``n``."""
 MAX_ENTRIES = 1 << 18
-"""Of ``logit_bias`` or ``allowed_token_ids``, times prompts."""
+"""Most entries of ``logit_bias`` or ``allowed_token_ids``, times prompts."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 4096
-"""Of all stop strings of a request."""
+"""Most characters of all stop strings of a request."""
 _MESSAGE_CHARS = 32
 """A message takes about as long to render as so many characters take to tokenize."""
 _MAX_TEMPLATE_PROCESSES = 4
@@ -67,7 +67,7 @@ class ServiceSettings:
     max_stored_responses: int = 4096
     """Responses that later requests can refer to; the oldest ones are dropped."""
     max_stored_bytes: int = 256 << 20
-    """Of all of them."""
+    """Most bytes of all stored responses."""
 
 
 class Service:

@@ -16,11 +16,11 @@ from starlette.types import Receive, Scope, Send
 from fleetfoot.server.http import EventStream
 
 EXTENSION = "fleetfoot.body_writer"
-"""Of the ASGI scope: ``{"writer": BodyWriter}``."""
+"""An extension of the ASGI scope: ``{"writer": BodyWriter}``."""
 
 
 class Outputs(Protocol):
-    """Of the prompts of a request: `fleetfoot.server.service.RequestOutputs`."""
+    """The outputs of a request's prompts: `fleetfoot.server.service.RequestOutputs`."""
 
     @property
     def num_prompts(self) -> int: ...

@@ -42,7 +42,7 @@ class DraftBatch:
     input_ids: torch.Tensor
     """``[T]`` int64: the input tokens of the step, in batch order."""
     metadata: AttentionMetadata
-    """Of the whole step. Tokens beyond a request's length have slot -1."""
+    """Metadata of the whole step. Tokens beyond a request's length have slot -1."""
     hidden: torch.Tensor
     """``[T, hidden_size]``: the target's hidden states after its final norm; only for `Drafter.reads_hidden`."""
     next_ids: torch.Tensor
@@ -82,7 +82,7 @@ class DrafterContext:
     """Which decoder layers of that model are fused, from the plan."""
     load_format: str = "auto"
     seed: int = 0
-    """Of dummy weights."""
+    """The seed of dummy weights."""
 
 
 class Drafter(ABC):

@@ -28,7 +28,7 @@ class DrafterModel:
     """As in the settings, for messages."""
     folder: Path
     config: ModelConfig
-    """Of an EAGLE head: the shape of its decoder layers."""
+    """The config of the model; of an EAGLE head, the shape of its decoder layers."""
 
     def check_length(self, max_model_len: int) -> None:
         """Raise ValueError if the drafter has too few positions for requests of ``max_model_len`` tokens."""
@@ -151,7 +151,7 @@ class DrafterShape:
     num_drafts: int = 0
     """Draft tokens of each decode in a step."""
     weight_bytes: int = 0
-    """Of its model on one rank."""
+    """Bytes of its model's weights on one rank."""
     kv_specs: tuple[KVCacheSpec, ...] = ()
     """Its layers in the KV cache, with one rank's heads."""
     model: DrafterModel | None = None

@@ -133,7 +133,7 @@ class Tokenizer:
 
     @functools.cached_property
     def max_token_chars(self) -> int | None:
-        """Most characters of a text for each of its tokens; None: it is not known that there is a limit."""
+        """Most characters of a text for each of its tokens; None: there may be no limit."""
         backend = self.backend
         parts = [part.__getstate__().decode() for part in (backend.normalizer, backend.pre_tokenizer) if part]
         steps = "".join(parts).replace(_SPACE_MARK, "")

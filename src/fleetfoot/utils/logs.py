@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from typing import Any
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""Of the HTTP request that the current task serves; records logged meanwhile have it."""
+"""The id of the HTTP request that the current task serves; records logged meanwhile have it."""
 
 
 class _TextFormatter(logging.Formatter):

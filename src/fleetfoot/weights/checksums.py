@@ -55,7 +55,7 @@ def row_sums(values: torch.Tensor, shape: tuple[int, ...], part: tuple[Rows, ...
 
 
 def tensor_checksum(tensor: torch.Tensor) -> str:
-    """Of a checkpoint's tensor: 16 hex digits, equal to those of `weight_checksums` if an engine has its values."""
+    """The checksum of a checkpoint's tensor: 16 hex digits, as of `weight_checksums` of an engine with its values."""
     return join_checksums([{"": row_sums(tensor.detach(), tuple(tensor.shape))}])[""]
 
 

@@ -99,7 +99,7 @@ def weights_identity(folder: Path, load_format: str, seed: int) -> str:
 
 
 def _tensor_spans(header: bytes) -> list[list[int]]:
-    """Of a truncated file, which differs by its size and cannot be loaded: empty."""
+    """The spans of tensors in a file; empty for a truncated file, which differs by its size and cannot be loaded."""
     try:
         return [value["data_offsets"] for name, value in sorted(json.loads(header).items()) if name != "__metadata__"]
     except (ValueError, KeyError, TypeError, AttributeError):

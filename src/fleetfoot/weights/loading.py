@@ -24,11 +24,11 @@ class ModelLoader:
     config: ModelConfig
     context: ModelContext
     folder: str | Path | None
-    """With the safetensors files; ignored for ``dummy``."""
+    """The folder of the safetensors files; ignored for ``dummy``."""
     load_format: str = "auto"
     """``auto`` (the same as ``safetensors``) or ``dummy``, random weights."""
     seed: int = 0
-    """Of the random weights."""
+    """The seed of the random weights."""
     layers: range | None = None
     """The part of the model to hold; None: all."""
 

@@ -18,13 +18,13 @@ class SparseWeightPatch:
     """New values of some elements of a tensor."""
 
     name: str
-    """Of the tensor in the checkpoint."""
+    """The name of the tensor in the checkpoint."""
     indices: Any
     """``[n]`` integers: positions in the flat tensor of the checkpoint, each once."""
     values: Any
     """``[n]``"""
     shape: tuple[int, ...] | None = None
-    """Of the checkpoint's tensor, to be compared."""
+    """The shape of the checkpoint's tensor, to be compared."""
 
     @classmethod
     def parse(cls, given: Any, index: int) -> SparseWeightPatch:

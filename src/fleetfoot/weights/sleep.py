@@ -170,7 +170,7 @@ def _allocator() -> Any:
 
 
 class ResidentMemory(SleepMemory):
-    """Of an engine that does not sleep."""
+    """Memory of an engine that does not sleep."""
 
     def release(self, tag: str, spans: Iterable[Span] = (), *, keeps_rest: bool = True) -> None:
         raise ValueError("this engine cannot sleep; start it with enable_sleep_mode=True")

@@ -303,14 +303,14 @@ class WeightStore:
         return bool(found)
 
     def lost_names(self) -> set[str]:
-        """Of the tensors that were dropped and have no values yet."""
+        """Names of the tensors that were dropped and have no values yet."""
         return self._lost
 
     # --- inspection ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def checksums(self, names: Iterable[str] | None = None) -> dict[str, RowSums]:
-        """Of each tensor in ``names``, or of all: the checksums of the rows that this rank holds. Names of tensors that
+        """For each tensor in ``names``, or all: the checksums of the rows that this rank holds. Names of tensors that
         it does not have are left out."""
         found: dict[str, RowSums] = {}
         for given in sorted(self._owned) if names is None else names:

@@ -23,7 +23,7 @@ from fleetfoot.weights.patches import SparseWeightPatch
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 _ACCEPTED = b"accepted"
 _DEVICE_ARGUMENT = 6
-"""Of `rebuild_cuda_tensor`: the number of the GPU in the process that opens the handle."""
+"""An argument of `rebuild_cuda_tensor`: the number of the GPU in the process that opens the handle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class WeightTransferUpdateInfo:
     dtype_names: Sequence[str] = ()
     """``bfloat16`` and so on."""
     shapes: Sequence[Sequence[int]] = ()
-    """Of the checkpoint's tensors."""
+    """The shapes of the checkpoint's tensors."""
     num_updates_list: Sequence[int] | None = None
-    """Of a sparse update: how many elements of each tensor change; `send_patches` sends them."""
+    """For a sparse update: how many elements of each tensor change; `send_patches` sends them."""
     ipc_handles: Sequence[Mapping[str, Any]] | None = None
     """For each tensor a handle for each GPU, by its UUID; see `ipc_update_info`."""
     packed: bool = False

@@ -16,7 +16,7 @@ MAX_GATHERED_ELEMENTS, MAX_MASK_ELEMENTS = 1 << 22, 1 << 21
 """Elements of K that the torch backend gathers at once for decodes, and of the mask of a chunk of a prefill."""
 
 MAX_HEAD_DIM = 256
-"""Of the Triton kernels."""
+"""The largest head that the Triton kernels support."""
 MAX_ROWS = 64
 """Maximum query heads per KV head times query tokens per request of their decode kernel; see `max_rows`."""
 

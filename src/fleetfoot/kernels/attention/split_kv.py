@@ -33,7 +33,7 @@ class DecodeShape(NamedTuple):
     head_stride: int
     token_stride: int
     rows: int
-    """Of the query tile: query heads per KV head times query tokens per request, rounded up."""
+    """Rows of the query tile: query heads per KV head times query tokens per request, rounded up."""
     stored_rows: int
     """Those of a split; at most ``rows``, which has a minimum."""
     merge_tile: int

@@ -52,19 +52,19 @@ class TransferContext:
     block_size: int
     """Tokens in a block."""
     fingerprint: str
-    """Of the model, its weights' source, dtype and the KV layout of a whole engine: KV may only be exchanged between
-    engines with equal fingerprints. Empty in `KVConnector.check_settings`."""
+    """Identifies the model, its weights' source, dtype and the KV layout of a whole engine: KV may only be exchanged
+    between engines with equal fingerprints. Empty in `KVConnector.check_settings`."""
     engine_id: str
     num_ranks: int = 1
     """Workers: tensor parallel times pipeline parallel."""
     rank: int = 0
-    """Of this worker; 0 on the scheduler side."""
+    """This worker's rank; 0 on the scheduler side."""
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     bytes_per_block: int = 0
-    """Of one KV block over all layers and all ranks."""
+    """Bytes of one KV block over all layers and all ranks."""
     dtype: str = ""
-    """Of the KV cache."""
+    """The dtype of the KV cache."""
     shares_blocks: bool = False
     """Whether other connectors access the same blocks."""
     clock: Callable[[], float] | None = None
@@ -75,7 +75,7 @@ class TransferContext:
     max_model_len: int = 0
     max_num_batched_tokens: int = 0
     num_blocks: int = 0
-    """Of the KV cache, as planned; the workers may have room for fewer."""
+    """Blocks of the KV cache, as planned; the workers may have room for fewer."""
 
 
 class WorkerConnector(ABC):

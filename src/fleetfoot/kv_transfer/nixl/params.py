@@ -42,7 +42,7 @@ class NixlSettings:
     side_channel_host: str
     """The address of this machine for other engines."""
     side_channel_port: int
-    """Of rank 0; rank r uses this plus r. 0: any free ports."""
+    """The port of rank 0; rank r uses this plus r. 0: any free ports."""
     kv_lease_duration: int
     """Seconds after which blocks that were not read are released, unless their consumer renews the lease."""
     abort_timeout: int

@@ -46,9 +46,9 @@ class Acquire(msgspec.Struct, tag=True, frozen=True):
     """Requests the blocks of a lease."""
 
     engine_id: str
-    """Of the producer that granted it."""
+    """The engine id of the producer that granted it."""
     description: dict[str, Any]
-    """Of the consumer: what must be equal on both ranks."""
+    """What the consumer has, and what must be equal on both ranks."""
     lease: str
 
 

@@ -150,7 +150,7 @@ class VllmScheduler(SchedulerConnector):
     _new_loads: dict[str, Load] = field(default_factory=dict)
     """Since the last step."""
     _loading_now: list[_Tracked] = field(default_factory=list)
-    """Of these, the requests with synchronous loads; they may have ended meanwhile."""
+    """The requests with synchronous loads among these; they may have ended meanwhile."""
     _loads: dict[str, Load] = field(default_factory=dict)
     """That have not ended."""
     _held: set[str] = field(default_factory=set)

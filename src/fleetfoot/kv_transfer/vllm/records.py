@@ -154,7 +154,7 @@ class CachedRequestData:
     new_token_ids: list[list[int]] = field(default_factory=list)
     """Empty: tokens do not travel with a step."""
     all_token_ids: dict[str, list[int]] = field(default_factory=dict)
-    """Of the resumed ones."""
+    """All tokens of the resumed requests."""
 
     @property
     def num_reqs(self) -> int:

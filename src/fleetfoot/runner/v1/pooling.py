@@ -77,7 +77,7 @@ class Pooler:
         prompt.num_tokens += len(hidden_states)
 
     def result(self, row: int) -> torch.Tensor:
-        """Of a prompt that is complete: ``[dimensions]`` or ``[num_labels]``, or for tasks of tokens ``[num_tokens,
+        """The result of a complete prompt: ``[dimensions]`` or ``[num_labels]``, or for tasks of tokens ``[num_tokens,
         dimensions or num_labels]``, float32 on the host."""
         prompt = self._prompts[row]
         params, kind = prompt.params, self._kind(prompt.params)

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 MAX_LOST = 3
 """Engines that a request may lose: it may be the reason."""
 _FIRST_NUMBER = 1 << 40
-"""Of prompts and calls of the group. Clients count from 0."""
+"""The first number of the group's own prompts and calls. Clients count from 0."""
 _ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
 _TRAINER_CALLS = ("init_weight_transfer", "update_weights", "start_weight_update", "finish_weight_update")
 _JOIN_S = 1.0
@@ -58,15 +58,15 @@ class EngineGroup:
     """Engines with the same model, by the addresses of their sockets (``tcp://HOST:PORT``)."""
 
     prefill: tuple[str, ...]
-    """With role ``kv_producer`` or ``kv_both``; (): decode engines compute prompts, and need no connector."""
+    """Engines with role ``kv_producer`` or ``kv_both``; (): decode engines compute prompts, and need no connector."""
     decode: tuple[str, ...]
-    """With role ``kv_consumer`` or ``kv_both``."""
+    """Engines with role ``kv_consumer`` or ``kv_both``."""
     prefill_timeout: float = 60.0
     """Seconds to wait for a prefill engine. Then the decode engine computes the prompt."""
     engine_timeout: float = 60.0
     """Seconds that a request waits while no engine can be reached."""
     key: str = field(default=ANY_KEY, repr=False)
-    """Of all engines."""
+    """The key of all engines."""
 
 
 @dataclass(slots=True, eq=False)

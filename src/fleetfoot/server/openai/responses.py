@@ -81,7 +81,7 @@ class Responses:
         self._store = store
         self._background: dict[str, asyncio.Task[None]] = {}
         self._logs: dict[str, EventLog] = {}
-        """Of responses that are streamed, and run in the background."""
+        """The events of responses that are streamed, and run in the background."""
 
     async def create(self, http: Request) -> Response:
         service = self._service

@@ -80,7 +80,7 @@ class EventLog(Events):
 
 
 class NoEvents(Events):
-    """Of a response that is not streamed."""
+    """The events of a response that is not streamed: none."""
 
     def add(self, kind: str, **fields: Any) -> None:
         pass

@@ -38,11 +38,11 @@ class PlainFormat(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_f
 
 
 class JsonObjectFormat(msgspec.Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True):
-    """Of ``text.format``: any JSON object."""
+    """A ``text.format``: any JSON object."""
 
 
 class JsonSchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True):
-    """Of ``text.format``: JSON of a schema."""
+    """A ``text.format``: JSON of a schema."""
 
     name: str
     schema: dict[str, Any]
@@ -84,13 +84,13 @@ class ResponseTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class FunctionChoice(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
-    """Of ``tool_choice``: a call of this function."""
+    """A ``tool_choice``: a call of this function."""
 
     name: str
 
 
 class AllowedTools(msgspec.Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True):
-    """Of ``tool_choice``: no functions but these."""
+    """A ``tool_choice``: no functions but these."""
 
     mode: Literal["auto", "required"]
     tools: list[dict[str, Any]]

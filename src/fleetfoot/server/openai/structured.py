@@ -13,7 +13,7 @@ from fleetfoot.server.http import ApiError, invalid
 
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 FIELDS = ("response_format", "structured_outputs", *_GUIDED)
-"""Of a body; at most one of them is given."""
+"""Fields of a body; at most one of them is given."""
 
 
 def structured_outputs(body: Any) -> StructuredOutputsParams | None:

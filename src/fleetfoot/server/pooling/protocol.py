@@ -34,7 +34,7 @@ class PoolingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class PromptFields(PoolingFields, kw_only=True):
-    """Of endpoints that read prompts, or one conversation."""
+    """Fields of endpoints that read prompts, or one conversation."""
 
     input: str | list[str | int | list[int]] | None = None
     messages: list[dict[str, Any]] | None = None
@@ -120,7 +120,7 @@ class Embeddings(_List, kw_only=True):
 class Classification(msgspec.Struct):
     index: int
     label: str
-    """Of the class with the highest probability."""
+    """The label of the class with the highest probability."""
     probs: list[float]
     num_classes: int
 
@@ -132,7 +132,7 @@ class Classifications(_List, kw_only=True):
 class Pooled(msgspec.Struct):
     index: int
     data: list[float | list[float]] | str
-    """Of a prompt, or of each of its tokens."""
+    """The values of a prompt, or of each of its tokens."""
     object: Literal["pooling"] = "pooling"
 
 
@@ -152,7 +152,7 @@ class Scores(_List, kw_only=True):
 
 class RerankResult(msgspec.Struct):
     index: int
-    """Of the document in the request."""
+    """The place of the document in the request."""
     relevance_score: float
     document: RerankedDocument | msgspec.UnsetType = msgspec.UNSET
 
