@@ -49,9 +49,6 @@ _NUM_SLOTS = 1024
 """Sequences of a process."""
 _MAX_GRAMMARS = 256
 """That a process keeps."""
-_MAX_IDLE = 64
-"""Matchers without a sequence that a process keeps: they have met the states of their grammars, which cost up to a
-millisecond each at first."""
 _MAX_GRAMMAR = 1 << 17
 """Bytes of a grammar that is sent through a pipe. Larger ones stay with the thread that steps."""
 _F_SETPIPE_SZ = 1031
@@ -127,7 +124,7 @@ class Replica:
 
     __slots__ = ("_freed", "_ready", "grammar", "has_begun", "num_sent", "process", "slot")
 
-    def __init__(self, process: int, slot: int, grammar: _Grammar, ready: memoryview, freed: deque[Slot]) -> None:
+    def __init__(self, process: int, slot: int, grammar: _Grammar, ready: memoryview, freed: deque[int]) -> None:
         self.process, self.slot, self.grammar = process, slot, grammar
         self.num_sent = 0
         """Tokens that it has consumed, or that are posted."""
@@ -144,11 +141,7 @@ class Replica:
         return grammar.is_compiled
 
     def __del__(self) -> None:
-        self._freed.append((self.slot, self.grammar.number))
-
-
-Slot = tuple[int, int]
-"""A sequence's place in a process, and the number of the grammar that its matcher is of."""
+        self._freed.append(self.slot)
 
 
 class RepeatedTasks:
@@ -177,15 +170,10 @@ class _Process:
     memory: StepMemory
     is_done: Callable[[int, int], bool]
     """`watch` of the step that is done."""
-    num_live: int = 0
-    """Replicas that have not been collected."""
-    freed: deque[Slot] = field(default_factory=deque)
+    free: list[int] = field(default_factory=lambda: [*reversed(range(_NUM_SLOTS))])
+    """Slots without a sequence. The one used last is taken first, since a slot keeps its matcher."""
+    freed: deque[int] = field(default_factory=deque)
     """Of replicas that were collected, in any thread."""
-    idle: dict[int, list[int]] = field(default_factory=dict)
-    """Slots without a sequence, by the number of their matcher's grammar."""
-    num_idle: int = 0
-    num_slots: int = 0
-    """That have been used."""
     grammars: OrderedDict[str, _Grammar] = field(default_factory=OrderedDict)
     """Those that it keeps, the one used last behind."""
     tasks: array[int] = field(default_factory=lambda: array("i", [0]))
@@ -209,25 +197,7 @@ class _Process:
     def collect(self) -> None:
         """Take back the slots of replicas that were collected."""
         while self.freed:
-            slot, number = self.freed.popleft()
-            self.idle.setdefault(number, []).append(slot)
-            self.num_idle += 1
-            self.num_live -= 1
-
-    def take_slot(self, number: int) -> int | None:
-        """A slot for a sequence, if possible with a matcher of the grammar ``number``. None: there is none."""
-        if number not in self.idle and self.num_idle < _MAX_IDLE and self.num_slots < _NUM_SLOTS:
-            self.num_slots += 1
-            return self.num_slots - 1
-        if not self.num_idle:
-            return None
-        chosen = number if number in self.idle else next(iter(self.idle))
-        slots = self.idle[chosen]
-        slot = slots.pop()
-        if not slots:
-            del self.idle[chosen]
-        self.num_idle -= 1
-        return slot
+            self.free.append(self.freed.popleft())
 
 
 class MaskProcesses(Replicas):
@@ -271,14 +241,10 @@ class MaskProcesses(Replicas):
             return None
         for one in self._processes:
             one.collect()
-        number = min(range(self.num_processes), key=lambda index: self._processes[index].num_live)
+        number = max(range(self.num_processes), key=lambda index: len(self._processes[index].free))
         chosen = self._processes[number]
-        known = self._keep(chosen, grammar)
-        slot = None if known is None else chosen.take_slot(known.number)
-        if known is None or slot is None:
-            return None
-        chosen.num_live += 1
-        return Replica(number, slot, known, chosen.memory.ready, chosen.freed)
+        known = self._keep(chosen, grammar) if chosen.free else None
+        return None if known is None else Replica(number, chosen.free.pop(), known, chosen.memory.ready, chosen.freed)
 
     def _keep(self, chosen: _Process, grammar: str) -> _Grammar | None:
         """A grammar that a process keeps, or begins to compile. None: it has too much to read at this time."""
