@@ -16,6 +16,7 @@ from fleetfoot.tokenizer.tokenizer import Tokenizer
 INT, TEXT = {"type": "integer"}, {"type": "string"}
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 ZOD_EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+ZOD_DURATION = r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$"
 DEFS: dict[str, Any] = {
     "$defs": {
         "text": TEXT,
@@ -173,6 +174,17 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ]},
         ['{"run": "x"}', '{"uses": "x"}', '{"run": "x", "other": 1}'],
         ["{}", '{"run": "x", "uses": "x"}', "1"],
+    ),
+    "oneOf of a format and constants": (
+        {"oneOf": [{**TEXT, "format": "date"}, {"enum": ["now", "today"]}]}, ['"2024-02-29"', '"now"'], ['"never"'],
+    ),
+    "oneOf of a pattern and its text": (
+        {"oneOf": [{**TEXT, "pattern": "^a"}, {"enum": ["b"]}, {"type": "null"}]}, ['"ab"', '"b"', "null"], ['"c"'],
+    ),
+    "durations": (
+        {**TEXT, "pattern": ZOD_DURATION},
+        ['"P3W"', '"P1Y2M3D"', '"P1YT5M"', '"PT1H2.5S"', '"P2DT3H"'],
+        ['"P"', '"PT"', '"P1W2D"', '"P1DT"', '"1D"'],
     ),
     "oneOf of ranges": ({**INT, "oneOf": [{"maximum": 5}, {"minimum": 3}]}, ["2", "6"], ["3", "5"]),
     "unevaluatedProperties beside a reference": (

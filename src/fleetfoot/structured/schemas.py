@@ -69,11 +69,15 @@ _NO_FORMATS = ("regex", "idn-hostname")
 _NAME = r"[A-Za-z0-9_'+\-]"
 _DOMAIN = r"@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
 _ADDRESS = rf"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]{_DOMAIN}"
+_SECONDS = r"\d+([.,]\d+)?S"
+_CLOCK = rf"T(\d+H(\d+M)?({_SECONDS})?|\d+M({_SECONDS})?|{_SECONDS})"
+_DURATION = r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$"
 _SAME_PATTERNS = {
+    _DURATION: rf"^P(\d+W|(\d+Y(\d+M)?(\d+D)?|\d+M(\d+D)?|\d+D)({_CLOCK})?|{_CLOCK})$",
     r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(\d+\.?\d*|\.\d+)$",
     _ADDRESS: rf"^({_NAME}+\.)*{_NAME}*[A-Za-z0-9_+-]{_DOMAIN}",
 }
-"""Of Pydantic's decimals and Zod's addresses, and the same without look-around."""
+"""Of Zod's durations and addresses and Pydantic's decimals, and the same without look-around."""
 _AHEAD = re.compile(r"\^\(\?=((?:[^()\\\[|]|\\.|\[(?:[^\]\\]|\\.)+\])*)\)([^|]*)", re.DOTALL)
 """A pattern that begins with a look-ahead, and the rest of it."""
 
@@ -480,6 +484,13 @@ def _are_disjoint(one: Any, other: Any, resolve: Resolve, depth: int = 0) -> boo
     if values is not None and others is not None:
         is_small = len(values) * len(others) <= _MAX_COMPARED
         return is_small and not any(value == another for value in values for another in others)
+    for constants, pattern in ((values, other.get("pattern")), (others, one.get("pattern"))):
+        if (
+            constants is not None
+            and isinstance(pattern, str)
+            and not any(_may_fit(value, pattern) for value in constants)
+        ):
+            return True
     kinds, other_kinds = _kinds(one), _kinds(other)
     if kinds is None or other_kinds is None:
         return False
@@ -489,6 +500,14 @@ def _are_disjoint(one: Any, other: Any, resolve: Resolve, depth: int = 0) -> boo
         _are_disjoint(_property(one, name), _property(other, name), resolve, depth + 1)
         for name in {*_required(one), *_required(other)}
     )
+
+
+def _may_fit(value: Any, pattern: str) -> bool:
+    """Whether a value fits a pattern, as far as it can be evaluated here."""
+    try:
+        return not isinstance(value, str) or re.search(pattern, value, re.ASCII) is not None
+    except (re.error, OverflowError, RecursionError):
+        return True
 
 
 def _kinds(schema: Mapping[str, Any]) -> set[str] | None:
