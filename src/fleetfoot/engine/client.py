@@ -13,27 +13,12 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, cast
 
+from fleetfoot.engine import wire
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.input_processor import InputProcessor, is_long_text, needs_grammar
 from fleetfoot.engine.link import EngineLink, Link
 from fleetfoot.engine.output_processor import OutputProcessor, merge_outputs
 from fleetfoot.engine.stats import StatsCollector
-from fleetfoot.engine.wire import (
-    COMPILE_GRAMMAR,
-    AddRequest,
-    Call,
-    ClientMessage,
-    Dead,
-    EngineMessage,
-    Finish,
-    Interruption,
-    Outputs,
-    Ready,
-    Refused,
-    Reply,
-    Stop,
-    Tokens,
-)
 from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import PoolingRequestOutput, RequestOutput
 from fleetfoot.records.pooling_params import PoolingParams
@@ -180,7 +165,7 @@ class EngineClient:
         self._outputs = OutputProcessor(self.tokenizer, self._finish, StatsCollector(), has_metrics=False)
         self._task = asyncio.create_task(self._receive(), name="fleetfoot-engine-client")
 
-    def _learn(self, ready: Ready) -> None:
+    def _learn(self, ready: wire.Ready) -> None:
         """Take over the engine's facts: at the start, and when its settings have changed."""
         self.facts = ready
         self.input_processor = InputProcessor(
@@ -253,12 +238,12 @@ class EngineClient:
         self._check_alive()
         number = next(self._numbers)
         future = self._calls[number] = asyncio.get_running_loop().create_future()
-        self._send(Call(number, method, list(arguments), keywords))
+        self._send(wire.Call(number, method, list(arguments), keywords))
         return await future
 
     async def stop(self) -> None:
         """End the engine's process, which aborts what is unfinished."""
-        self._link.send(Stop())
+        self._link.send(wire.Stop())
         self.fail("the engine was shut down")
 
     def close(self) -> None:
@@ -308,7 +293,7 @@ class EngineClient:
         stream = self._streams[request_id] = OutputStream(self, request_id, request.params.output_kind)
         self._request_ids[first] = request_id
         self._outputs.add(request, sequences, time.perf_counter())
-        self._send(AddRequest.of(first, request))
+        self._send(wire.AddRequest.of(first, request))
         return stream
 
     async def _compile_grammar(self, params: SamplingParams | PoolingParams) -> None:
@@ -317,7 +302,7 @@ class EngineClient:
         if checked is None or checked.is_compiled:
             return
         with contextlib.suppress(RuntimeError):  # of an engine that is lost; another one may take the request
-            await self.call(COMPILE_GRAMMAR, as_structured_outputs(getattr(params, "structured_outputs", None)))
+            await self.call(wire.COMPILE_GRAMMAR, as_structured_outputs(getattr(params, "structured_outputs", None)))
             checked.is_compiled = True
 
     def _finish(self, sequence_id: str, status: RequestStatus, stop_reason: str | None = None) -> None:
@@ -326,7 +311,7 @@ class EngineClient:
         if self._sequences.pop(number, None) is not None:
             self._request_ids.pop(number, None)
             if self._cause is None:
-                self._send(Finish(number, int(status), stop_reason))
+                self._send(wire.Finish(number, int(status), stop_reason))
 
     def discard(self, request_id: str, stream: OutputStream) -> None:
         """Abort a request without a last output."""
@@ -334,7 +319,7 @@ class EngineClient:
             del self._streams[request_id]
             self._outputs.abort(request_id)
 
-    def _send(self, message: ClientMessage) -> None:
+    def _send(self, message: wire.ClientMessage) -> None:
         self._link.send(message)
 
     def _check_alive(self) -> None:
@@ -351,21 +336,21 @@ class EngineClient:
             self.fail(f"the engine's outputs cannot be read: {type(error).__name__}: {error}")
             raise
 
-    def _take(self, message: EngineMessage) -> None:
-        if isinstance(message, Outputs):
+    def _take(self, message: wire.EngineMessage) -> None:
+        if isinstance(message, wire.Outputs):
             self._take_outputs(message)
-        elif isinstance(message, Reply):
+        elif isinstance(message, wire.Reply):
             self._take_reply(message)
-        elif isinstance(message, Refused):
+        elif isinstance(message, wire.Refused):
             self._refuse(message)
-        elif isinstance(message, Interruption):
+        elif isinstance(message, wire.Interruption):
             self.interruption = message.reason
-        elif isinstance(message, Ready):
+        elif isinstance(message, wire.Ready):
             self._learn(message)
-        elif isinstance(message, Dead):
+        elif isinstance(message, wire.Dead):
             self.fail(f"the engine has failed: {message.text}")
 
-    def _take_outputs(self, message: Outputs) -> None:
+    def _take_outputs(self, message: wire.Outputs) -> None:
         self.last_output_ts = message.now
         if message.weight_version != self._weight_version:
             self._weight_version = message.weight_version
@@ -383,7 +368,7 @@ class EngineClient:
                 if output.finished:
                     del self._streams[output.request_id]
 
-    def _engine_output(self, sequence: _Sequence, tokens: Tokens) -> EngineOutput:
+    def _engine_output(self, sequence: _Sequence, tokens: wire.Tokens) -> EngineOutput:
         request: Any = sequence
         if tokens.num_cached_tokens >= 0:
             sequence.num_cached_tokens = tokens.num_cached_tokens
@@ -397,7 +382,7 @@ class EngineClient:
             self._request_ids.pop(sequence.number, None)
         return output
 
-    def _refuse(self, message: Refused) -> None:
+    def _refuse(self, message: wire.Refused) -> None:
         request_id = self._request_ids.pop(message.number, None)
         if request_id is None:
             return
@@ -405,7 +390,7 @@ class EngineClient:
         self._outputs.abort(request_id)
         stream.put(message.error.as_error())
 
-    def _take_reply(self, message: Reply) -> None:
+    def _take_reply(self, message: wire.Reply) -> None:
         future = self._calls.pop(message.number, None)
         if future is None or future.done():
             return

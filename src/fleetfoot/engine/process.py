@@ -19,27 +19,10 @@ from typing import Any
 import msgspec
 import zmq
 
+from fleetfoot.engine import wire
 from fleetfoot.engine.engine import LLMEngine, build_engine
 from fleetfoot.engine.output_router import OutputRouter
 from fleetfoot.engine.remote_calls import RemoteCalls
-from fleetfoot.engine.wire import (
-    COMPILE_GRAMMAR,
-    HEARTBEAT_MS,
-    MAX_MESSAGE_BYTES,
-    AddRequest,
-    Call,
-    ClientMessage,
-    Dead,
-    EngineMessage,
-    Failed,
-    Finish,
-    Hello,
-    Interruption,
-    ProcessSettings,
-    Ready,
-    Refused,
-    Reply,
-)
 from fleetfoot.records.structured_outputs import as_structured_outputs
 from fleetfoot.utils.logs import log_to_stderr
 from fleetfoot.utils.process import tune_collections
@@ -70,14 +53,14 @@ class EngineServer:
         self._key = key
         self._clients: set[bytes] = set()
         self._stopping = False
-        self._decoder = msgspec.msgpack.Decoder(ClientMessage)
+        self._decoder = msgspec.msgpack.Decoder(wire.ClientMessage)
         self._encoder = msgspec.msgpack.Encoder()
         engine.watch_restarts(self._report_restart)
         self._calls = RemoteCalls(engine, lambda: self._send_all(facts(engine)))
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(lifeline, zmq.POLLIN)
-        self._compiling: list[tuple[Future[Any], bytes, AddRequest | Call]] = []
+        self._compiling: list[tuple[Future[Any], bytes, wire.AddRequest | wire.Call]] = []
         self._compiled, self._note_compiled = os.pipe()  # a byte for each grammar
         self._poller.register(self._compiled, zmq.POLLIN)
 
@@ -98,7 +81,7 @@ class EngineServer:
         except Exception as error:
             logger.exception("the engine has failed")
             cause = error.__cause__ or error
-            self._send_all(Dead(f"{type(cause).__name__}: {cause}", traceback.format_exc()))
+            self._send_all(wire.Dead(f"{type(cause).__name__}: {cause}", traceback.format_exc()))
             return 1
         return 0
 
@@ -112,7 +95,7 @@ class EngineServer:
             done = [waiting for waiting in self._compiling if waiting[0].done()]
             self._compiling = [waiting for waiting in self._compiling if not waiting[0].done()]
             for future, client, message in done:
-                if isinstance(message, Call):
+                if isinstance(message, wire.Call):
                     self._report_compiled(client, message, future)
                 else:
                     self._submit(client, message)
@@ -125,33 +108,33 @@ class EngineServer:
             except (IndexError, msgspec.MsgspecError, UnicodeDecodeError) as error:
                 logger.warning("data that is no message of a client is ignored: %s", error)
                 continue
-            if client in self._clients or isinstance(message, Hello):
+            if client in self._clients or isinstance(message, wire.Hello):
                 self._handle(client, message)
 
-    def _handle(self, client: bytes, message: ClientMessage) -> None:
-        if isinstance(message, AddRequest):
+    def _handle(self, client: bytes, message: wire.ClientMessage) -> None:
+        if isinstance(message, wire.AddRequest):
             self._add(client, message)
-        elif isinstance(message, Finish):
+        elif isinstance(message, wire.Finish):
             self._router.finish(client, message)
             self._compiling = [
                 waiting for waiting in self._compiling if not _is_of(message.number, client, *waiting[1:])
             ]
-        elif isinstance(message, Call):
+        elif isinstance(message, wire.Call):
             self._call(client, message)
-        elif isinstance(message, Hello):
+        elif isinstance(message, wire.Hello):
             self._welcome(client, message)
         else:
             self._stopping = self._key is None
 
-    def _welcome(self, client: bytes, message: Hello) -> None:
+    def _welcome(self, client: bytes, message: wire.Hello) -> None:
         self._clients.add(client)
         if not self._key or hmac.compare_digest(message.key.encode(), self._key.encode()):
             self._send(client, facts(self._engine))
         else:
-            self._send(client, Dead("the key of the engine is missing or wrong (--engine-key)", ""))
+            self._send(client, wire.Dead("the key of the engine is missing or wrong (--engine-key)", ""))
             self._clients.discard(client)
 
-    def _add(self, client: bytes, message: AddRequest) -> None:
+    def _add(self, client: bytes, message: wire.AddRequest) -> None:
         """Queue a request; one with a grammar that is not compiled yet, when it is."""
         structured = message.params.structured_outputs
         future = None
@@ -163,16 +146,16 @@ class EngineServer:
         else:
             self._wait_for(future, client, message)
 
-    def _wait_for(self, future: Future[Any], client: bytes, message: AddRequest | Call) -> None:
+    def _wait_for(self, future: Future[Any], client: bytes, message: wire.AddRequest | wire.Call) -> None:
         """Go on with a message when its grammar is compiled."""
         self._compiling.append((future, client, message))
         future.add_done_callback(lambda _: os.write(self._note_compiled, b"."))
 
-    def _report_compiled(self, client: bytes, call: Call, future: Future[Any]) -> None:
+    def _report_compiled(self, client: bytes, call: wire.Call, future: Future[Any]) -> None:
         error = future.exception()
-        self._send(client, Reply(call.number, error=None if error is None else Failed.of(error)))
+        self._send(client, wire.Reply(call.number, error=None if error is None else wire.Failed.of(error)))
 
-    def _submit(self, client: bytes, message: AddRequest) -> None:
+    def _submit(self, client: bytes, message: wire.AddRequest) -> None:
         if client not in self._clients:
             return  # it has gone away while the grammar was compiled
         try:
@@ -180,26 +163,26 @@ class EngineServer:
             self._engine.input_processor.check_further(message.params)  # clients have no logits processors
             self._engine.submit(message.routed(client))
         except (ValueError, TypeError) as error:
-            self._send(client, Refused(message.number, Failed.of(error)))
+            self._send(client, wire.Refused(message.number, wire.Failed.of(error)))
 
-    def _call(self, client: bytes, call: Call) -> None:
+    def _call(self, client: bytes, call: wire.Call) -> None:
         if call.method == "metrics":
-            self._send(client, Reply(call.number, self._router.metrics(self._engine.core.scheduler.stats())))
-        elif call.method == COMPILE_GRAMMAR:
+            self._send(client, wire.Reply(call.number, self._router.metrics(self._engine.core.scheduler.stats())))
+        elif call.method == wire.COMPILE_GRAMMAR:
             try:
                 structured = as_structured_outputs(*call.arguments)
                 assert structured is not None
                 self._wait_for(self._engine.input_processor.grammars.submit(structured), client, call)
             except (ValueError, TypeError) as error:
-                self._send(client, Reply(call.number, error=Failed.of(error)))
+                self._send(client, wire.Reply(call.number, error=wire.Failed.of(error)))
         else:
             self._calls.run(call, lambda reply: self._send(client, reply))
 
     def _report_restart(self, is_restarting: bool) -> None:
         reason = "the engine restarts its workers after an error" if is_restarting else ""
-        self._send_all(Interruption(reason))
+        self._send_all(wire.Interruption(reason))
 
-    def _send(self, client: bytes, message: EngineMessage) -> None:
+    def _send(self, client: bytes, message: wire.EngineMessage) -> None:
         if client not in self._clients:
             return
         try:
@@ -211,7 +194,7 @@ class EngineServer:
             logger.warning("a client of the engine has gone away; its requests are aborted")
             self._router.drop(client)
 
-    def _send_all(self, message: EngineMessage) -> None:
+    def _send_all(self, message: wire.EngineMessage) -> None:
         for client in list(self._clients):
             self._send(client, message)
 
@@ -225,23 +208,23 @@ def engine_socket(context: zmq.Context[Any], *, detects_loss: bool = False) -> z
     socket.set_hwm(0)
     socket.linger = 1000
     socket.router_mandatory = 1
-    socket.maxmsgsize = MAX_MESSAGE_BYTES
+    socket.maxmsgsize = wire.MAX_MESSAGE_BYTES
     if detects_loss:
-        socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MS, 5 * HEARTBEAT_MS
+        socket.heartbeat_ivl, socket.heartbeat_timeout = wire.HEARTBEAT_MS, 5 * wire.HEARTBEAT_MS
     return socket
 
 
-def _is_of(number: int, client: bytes, owner: bytes, message: AddRequest | Call) -> bool:
+def _is_of(number: int, client: bytes, owner: bytes, message: wire.AddRequest | wire.Call) -> bool:
     """Whether a client's sequence belongs to a request that waits for its grammar."""
-    if isinstance(message, Call):
+    if isinstance(message, wire.Call):
         return False
     return owner == client and 0 <= number - message.number < message.params.n
 
 
-def facts(engine: LLMEngine) -> Ready:
+def facts(engine: LLMEngine) -> wire.Ready:
     """What clients need to validate requests."""
     plan, inputs, scheduling = engine.plan, engine.input_processor, engine.core.scheduler.config
-    return Ready(
+    return wire.Ready(
         pid=os.getpid(),
         model=plan.config.model,
         model_path=str(plan.model_path),
@@ -260,14 +243,14 @@ def facts(engine: LLMEngine) -> Ready:
 
 def main() -> int:
     """Run an engine for the parent process, until a client stops it or standard input ends."""
-    settings: ProcessSettings = pickle.load(sys.stdin.buffer)
+    settings: wire.ProcessSettings = pickle.load(sys.stdin.buffer)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a terminal or a service manager sends them to the parent too
     with log_to_stderr(settings.log_level, settings.log_format):
         return _run(settings)
 
 
-def _run(settings: ProcessSettings) -> int:
+def _run(settings: wire.ProcessSettings) -> int:
     try:
         with loading_bar(is_shown=sys.stderr.isatty() and settings.log_format == "text"):
             engine = build_engine(settings.config, output_processor=OutputRouter)

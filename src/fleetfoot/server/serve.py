@@ -126,9 +126,6 @@ def make_store(settings: ServerSettings) -> MemoryStore:
     return MemoryStore(settings.service.max_stored_responses, settings.service.max_stored_bytes)
 
 
-# --- several API servers ----------------------------------------------------------------------------------------------
-
-
 async def _supervise(engine: Backend, settings: ServerSettings, listener: socket.socket, begin: float) -> int:
     loop = asyncio.get_running_loop()
     signals: asyncio.Queue[int] = asyncio.Queue()
@@ -220,9 +217,6 @@ def _start_child(
 def _signal_all(children: list[subprocess.Popen[bytes]], number: int) -> None:
     for child in children:
         child.send_signal(number)
-
-
-# --- the machine ------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
