@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetfoot.engine.chat import ChatFormats
+from fleetfoot.engine.chat import ChatFormats, ToolUse
 from fleetfoot.parsers.base import Tool
 from fleetfoot.parsers.registry import REASONING_FORMATS, TOOL_FORMATS, MessageFormat, message_format
+from fleetfoot.sampling_params import SamplingParams
 from fleetfoot.tokenizer.chat_template import ChatTemplate
 
 WEATHER = Tool(
@@ -633,6 +634,17 @@ def test_templates_of_known_families(template, tools, reasoning, text, caplog):
     assert ("--tool-call-parser: apertus, cohere_command3," in caplog.text) == (tools is None)
     (call,) = parse(form.parser([CLOCK]), [text])[2]
     assert (call[0], json.loads(call[1])) == NOW
+
+
+@pytest.mark.parametrize(
+    "source", ["<|python_tag|>", "<|python_tag|> This model only supports single tool-calls at once!"]
+)
+def test_a_template_of_one_call_has_one_forced_call(source):
+    tokenizer = SimpleNamespace(added_tokens_decoder={}, get_chat_template=lambda *arguments: source + "{{ tools }}")
+    use = ToolUse.of([{"type": "function", "function": {"name": "f"}}], "required")
+    expected = ChatFormats(tokenizer).expect(None, use, SamplingParams(), [])
+    calls = expected.parse('{"name": "f", "parameters": {}}; {"name": "f", "parameters": {}}').tool_calls
+    assert len(calls) == (1 if "single" in source else 2)
 
 
 def test_parsers_by_name():

@@ -191,6 +191,8 @@ class ChatFormats:
             thinking_token_budget: the most tokens of reasoning, if the model reasons.
         """
         form = self.of(chat_template, has_tools=bool(tools.schemas))
+        if form.is_single and tools.is_forced:
+            tools = replace(tools, is_single=True)
         if form.is_harmony and continued is None:
             constraint = _harmony_constraint(form, tools, params.structured_outputs, thinking_token_budget)
             return ExpectedMessages(form, tools, _constrained(params, constraint))

@@ -163,6 +163,9 @@ REASONING_ALIASES = {
     "think": "qwen3",
 }
 
+_SINGLE_CALL = "only supports single tool-calls"
+"""In an error of Llama's chat templates."""
+
 # The first row of which all texts are in a chat template names its format.
 _TOOL_MARKS = (
     ("openai", ("<|channel|>", "<|message|>")),
@@ -237,6 +240,8 @@ class MessageFormat:
     """The tokenizer's: token -> id."""
     is_guessed: bool = False
     """Whether the chat template has no mark of a known format of calls."""
+    is_single: bool = False
+    """Whether the chat template refuses messages with several calls."""
 
     @property
     def is_harmony(self) -> bool:
@@ -318,7 +323,9 @@ def message_format(
     reasoning = reasoning_parser or _detect(template, _REASONING_MARKS)
     form = reasoning_format(reasoning) if reasoning else None
     logger.info("format of tool calls: %s; of reasoning: %s", tools, reasoning or "none")
-    return MessageFormat(tool_format(tools), form, special_tokens, is_guessed=known is None)
+    return MessageFormat(
+        tool_format(tools), form, special_tokens, is_guessed=known is None, is_single=_SINGLE_CALL in template
+    )
 
 
 def _detect(template: str, marks: Sequence[tuple[str, tuple[str, ...]]]) -> str | None:
