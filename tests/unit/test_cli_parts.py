@@ -165,9 +165,9 @@ def tokenize(text: str) -> list[int]:
 def conversation() -> Conversation:
     conversation = Conversation("sys")
     for number in range(3):
-        conversation.ask(f"question {number}")  # 10
-        conversation.answer(f"answer {number}")  # 8
-    conversation.ask("last")
+        conversation.begin_turn(f"question {number}")  # 10
+        conversation.end_turn(f"answer {number}")  # 8
+    conversation.begin_turn("last")
     return conversation
 
 

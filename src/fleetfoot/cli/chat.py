@@ -98,12 +98,12 @@ class Conversation:
     system: str | None = None
     turns: list[list[ChatMessage]] = field(default_factory=list)
 
-    def ask(self, text: str) -> None:
-        """Begin a turn."""
+    def begin_turn(self, text: str) -> None:
+        """Add a user's message."""
         self.turns.append([{"role": "user", "content": text}])
 
-    def answer(self, text: str) -> None:
-        """End a turn."""
+    def end_turn(self, text: str) -> None:
+        """Add the reply to it."""
         self.turns[-1].append({"role": "assistant", "content": text})
 
     def messages(self, first: int = 0) -> list[ChatMessage]:
@@ -287,14 +287,14 @@ class _Chat:
 
     def _turn(self, text: str) -> None:
         """Print the reply to a message; a turn without one is dropped."""
-        self.conversation.ask(text)
+        self.conversation.begin_turn(text)
         try:
             reply = self._reply(self._prompt())
         except (ValueError, TypeError) as error:  # refused before anything was generated; the chat continues
             reply = CompletionOutput(0, "", [], finish_reason="error", stop_reason=str(error))
         self.unanswered = None
         if reply.text or reply.finish_reason in ("stop", "length"):
-            self.conversation.answer(reply.text)
+            self.conversation.end_turn(reply.text)
         else:
             self.conversation.turns.pop()
             self.unanswered = text
