@@ -4,6 +4,7 @@ import functools
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +23,7 @@ from fleetfoot.records.step import ModelRunnerOutput, RowLogprobs
 from fleetfoot.runner.graphs import GraphKey
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.sampling import shape
-from fleetfoot.sampling.shape import LIST_CAPACITY, NUM_PLANES, PLAIN
+from fleetfoot.sampling.shape import LIST_CAPACITY, NUM_PLANES, PLAIN, TOP_K
 from fleetfoot.scheduler.scheduler import Scheduler
 
 MAX_NUM_SEQS = 8
@@ -72,6 +73,28 @@ def test_a_captured_decode_step_is_one_copy_and_one_launch() -> None:
             assert device.counts == {"copy_in": 1, "replay": 1, "copy_out": 1}
         scheduler.update(output, pending.get())
     assert runner.graphs.num_steps == {"mixed": 1, "decode": 5}
+
+
+def test_shapes_are_captured_between_requests(caplog: pytest.LogCaptureFixture) -> None:
+    runner, scheduler = make_runner(device=RecordingDevice(has_graphs=True)), make_scheduler()
+    assert not runner.prepare()  # nothing is compiled ahead
+    compiler: Any = SimpleNamespace(
+        ahead=SimpleNamespace(advance=lambda *_: None), capture=lambda key, capture: capture()
+    )
+    runner._compiler = compiler
+    add(scheduler, "first", 3, temperature=0.8, top_k=5, max_tokens=3)
+    take_steps(scheduler, in_one_runner(runner), 1)
+    captured = {*runner.graphs.captured}
+    assert runner.prepare()
+    (key,) = {*runner.graphs.captured} - captured
+    assert key.sampling == TOP_K
+    compiler.capture = lambda key, capture: 1 // 0
+    assert not runner.prepare()
+    assert "no more graphs are captured between requests: ZeroDivisionError" in caplog.text
+    compiler.capture = lambda key, capture: capture()
+    assert not runner.prepare()
+    take_steps(scheduler, in_one_runner(runner), 2)
+    assert not scheduler.has_unfinished
 
 
 def run_lives(runner: ModelRunnerV2, seed: int) -> dict[str, list[int]]:
