@@ -1,4 +1,4 @@
-/* GPU memory at fixed addresses whose pages can be given back to the driver: an allocator for torch's memory pools.
+/* GPU memory at fixed addresses, with pages that can be given back to the driver: an allocator for torch's memory pools.
  *
  * Each allocation reserves a range of addresses and maps pages to it. `ff_device_unmap` releases the pages of all
  * allocations with a tag, and `ff_device_map` maps new ones to the same addresses, so that captured graphs stay valid.

@@ -10,8 +10,8 @@
 
 enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 }; /* arch_prctl's ARCH_REQ_XCOMP_PERM, and the state's number */
 
-/* Whether there are tiles of bfloat16, and Linux lets this process use them: it asks for permission, which all threads
- * get. Source: Intel SDM, CPUID leaf 7; Linux, Documentation/arch/x86/xstate.rst. */
+/* Whether there are tiles of bfloat16, and Linux lets this process use them: permission is requested for all
+ * threads. Source: Intel SDM, CPUID leaf 7; Linux, Documentation/arch/x86/xstate.rst. */
 static int has_tiles(void) {
     unsigned eax, ebx, ecx, edx;
     if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return 0;

@@ -234,8 +234,8 @@ class _Reader:
     """
 
     __slots__ = (
-        "_frames", "_is_name", "_is_open", "_marks", "_name", "_place", "_samples", "characters", "is_asked", "pending",
-        "rest", "strings",
+        "_frames", "_is_name", "_is_open", "_marks", "_name", "_place", "_samples", "characters", "is_followed",
+        "pending", "rest", "strings",
     )  # fmt: skip
 
     def __init__(self, place: Place, samples: Mapping[str, bytes], marks: Sequence[bytes]) -> None:
@@ -253,7 +253,7 @@ class _Reader:
         """The part of a character behind them."""
         self.pending = bytearray()
         """What a follower has not consumed. The content of strings does not matter to it, once they are long enough."""
-        self.is_asked = False
+        self.is_followed = False
         """Whether the follower is in the open string."""
 
     def copy(self) -> _Reader:
@@ -263,11 +263,11 @@ class _Reader:
         other._frames, other._marks, other.pending = self._frames[:], self._marks[:], self.pending[:]
         return other
 
-    def ask(self) -> None:
+    def enter(self) -> None:
         """Let the follower enter the open string, as far as it must be before it can be closed."""
-        if self.strings is not None and not self.is_asked:
+        if self.strings is not None and not self.is_followed:
             self.pending += self._samples[self.strings.characters] * self.strings.least
-            self.is_asked = True
+            self.is_followed = True
 
     def _skip(self, text: bytes) -> bytes:
         """Read before the document. Returns the part that is in it."""
@@ -299,7 +299,7 @@ class _Reader:
         if mark == b'"':
             is_name = bool(frames) and frames[-1][1] < 0 and self._name is None
             self._name = b"" if is_name else self._name
-            self._is_open, self._is_name, self.is_asked, self.characters = True, is_name, False, 0
+            self._is_open, self._is_name, self.is_followed, self.characters = True, is_name, False, 0
             self.strings = None if is_name else self._place.strings
         elif mark == b"{":
             frames.append((self._place, -1))
@@ -333,7 +333,7 @@ class _Reader:
         if end == len(content) or content[end] != _QUOTE:
             self.rest = content[end:]
             return len(text)
-        self.ask()
+        self.enter()
         self.pending.append(_QUOTE)
         place += end - len(self.rest) + 1
         self._is_open, self.strings, self.rest = False, None, b""
@@ -417,8 +417,8 @@ class StringMatcher:
         strings = reader.strings
         if strings is None or reader.rest or reader.characters == strings.most:  # llguidance may force what follows
             return None
-        if not reader.is_asked:
-            reader.ask()
+        if not reader.is_followed:
+            reader.enter()
             is_there = self._follower.consume_tokens(list(reader.pending))
             reader.pending.clear()
             fitting = self._follower.compute_bitmask() if is_there else None
