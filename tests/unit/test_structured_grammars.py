@@ -414,10 +414,11 @@ def test_the_end_of_reasoning_is_found_in_any_split(
 # --- masks of steps ---------------------------------------------------------------------------------------------------
 
 
-def step_of(num_requests: int) -> SchedulerOutput:
-    indices = list(range(num_requests))
-    sizes = [num_requests] * 3
-    return SchedulerOutput(0, indices, [1] * num_requests, *sizes, structured=indices)
+def step_of(num_requests: int, num_others: int = 0) -> SchedulerOutput:
+    """Of decodes. ``num_others``: have no grammar."""
+    indices = list(range(num_requests + num_others))
+    sizes = [len(indices)] * 3
+    return SchedulerOutput(0, indices, [1] * len(indices), *sizes, structured=indices[:num_requests])
 
 
 def request_of(state: GrammarState, name: str = "0") -> Request:
@@ -586,7 +587,7 @@ def test_steps_that_repeat_have_the_same_masks(grammars: GrammarCompiler) -> Non
         if not chosen:
             continue
         last = masker._last
-        masks, failed = masker.compute(step_of(len(chosen)), [request for request, _ in chosen])
+        masks, failed = masker.compute(step_of(len(chosen), turn % 3), [request for request, _ in chosen])
         num_repeated += last is not None and masker._last is last
         masker.settle()
         assert masks is not None and not failed and masks.rows == list(range(len(chosen)))

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from fleetfoot.native.loading import watch
+from fleetfoot.sampling.shape import mask_size
 from fleetfoot.structured.bits import clear_bits, fill_masks
 from fleetfoot.structured.strings import with_strings
 from fleetfoot.utils.shared_words import SharedWords
@@ -111,7 +112,7 @@ class _Server:
             self._read_lines()
         source = VocabularySource(*json.loads(self._lines.popleft()))
         self._tokenizer = source.read()
-        self._num_words = -(-self._tokenizer.vocab_size // 32)
+        self._num_words = mask_size(self._tokenizer.vocab_size)
         gc.collect()
         gc.disable()  # steps make no circles
         header = self._memory.header

@@ -71,12 +71,12 @@ class _Repeatable:
     """As of `TokenMasks`."""
     groups: list[list[_Rows]]
     replicas: list[Replica]
-    tasks: RepeatedTasks
+    bans: list[Sequence[int]]
+    tasks: RepeatedTasks | None = None
+    """Made when the step is first repeated."""
 
     @classmethod
-    def of(
-        cls, output: SchedulerOutput, every: Sequence[_Rows], groups: list[list[_Rows]], replicas: Replicas
-    ) -> _Repeatable | None:
+    def of(cls, output: SchedulerOutput, every: Sequence[_Rows], groups: list[list[_Rows]]) -> _Repeatable | None:
         """None: it is not such a step, or masks of the next one are restricted in other ways."""
         if max(output.structured) >= output.num_decodes:
             return None
@@ -89,23 +89,25 @@ class _Repeatable:
         requests = [rows.request for rows in every]
         lengths = [len(request.output_token_ids) for request in requests]
         numbers = [rows.first_row for rows in every]
-        tasks = replicas.repeated(matchers, bans)
-        return cls(requests, output.structured, lengths, numbers, groups, matchers, tasks)
+        return cls(requests, output.structured, lengths, numbers, groups, matchers, bans)
 
     def is_repeated(self, output: SchedulerOutput, requests: Sequence[Request]) -> bool:
         """Whether a step differs by one more token of each request."""
-        if output.num_decodes != len(self.requests) or output.num_drafts or output.structured != self.structured:
+        if output.num_drafts or output.structured != self.structured or max(self.structured) >= output.num_decodes:
             return False
         if requests != self.requests or any([request.is_finished for request in requests]):
             return False
         return [len(request.output_token_ids) - 1 for request in requests] == self.lengths
 
-    def advance(self) -> None:
-        """To the next step's tokens."""
+    def advance(self, replicas: Replicas) -> RepeatedTasks:
+        """The tasks of the next step, with its tokens."""
+        if self.tasks is None:
+            self.tasks = replicas.repeated(self.replicas, self.bans)
         self.tasks.set_tokens([request.output_token_ids[-1] for request in self.requests])
         self.lengths = [length + 1 for length in self.lengths]
         for replica in self.replicas:
             replica.num_sent += 1
+        return self.tasks
 
 
 class TokenMasker:
@@ -169,14 +171,13 @@ class TokenMasker:
             if rows.is_restricted:
                 _restrict(rows, _masks_of(rows, masks))
         if len(every) == len(requests) and not output.num_drafts and not groups[-1]:
-            self._last = _Repeatable.of(output, every, groups, self._replicas)
+            self._last = _Repeatable.of(output, every, groups)
         return TokenMasks(numbers, masks, self._memory.words, offset), failed
 
     def _repeat(self, last: _Repeatable) -> tuple[TokenMasks, list[tuple[Request, str]]]:
         """A step with the tasks of the last one, and other tokens."""
         masks, offset = self._memory.next(len(last.rows))
-        last.advance()
-        self._replicas.post(offset, last.tasks)
+        self._replicas.post(offset, last.advance(self._replicas))
         failed = self._collect(last.groups, masks)
         return TokenMasks(last.rows, masks, self._memory.words, offset), failed
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fleetfoot.sampling.shape import mask_size
 from fleetfoot.structured.mask_server import VocabularySource
 from fleetfoot.structured.processes import Replica
 
@@ -83,7 +84,7 @@ class GrammarState:
         self.matcher = matcher.deep_copy()
         """It has consumed what `catch_up` was called with last."""
         self.source = source
-        self.num_words = -(-source.tokenizer.vocab_size // 32)
+        self.num_words = mask_size(source.tokenizer.vocab_size)
         """int32 of a mask of the tokenizer."""
         self.replica: Replica | None = None
         """A matcher in another process."""
