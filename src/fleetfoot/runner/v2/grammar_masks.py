@@ -27,11 +27,12 @@ class GrammarMasks:
         self._on_device[:max_rows] = -1
         self._index = self._on_device[:max_rows]
         self._words = self._on_device[max_rows:]
-        self._ring: list[torch.Tensor] = []  # page-locked, of indices and copied masks; made when it is needed
+        self._indices: list[torch.Tensor] = []  # page-locked, as all that follow; made when they are needed
+        self._copies: list[torch.Tensor] = []  # of masks in other memory
         self._copied: list[Event | None] = [None] * _RING
         self._turn = 0
         self._memory: np.ndarray | None = None  # that masks were computed in
-        self._pinned = torch.empty(0, dtype=torch.int32)  # the same, page-locked
+        self._pinned = torch.empty(0, dtype=torch.int32)  # the same
         self._last_use: Event | None = None
 
     def of_rows(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,30 +41,30 @@ class GrammarMasks:
 
     def upload(self, masks: TokenMasks | None) -> None:
         """Queue the copy of a step's masks and index. None: every token is allowed."""
-        place = self._next_place()
+        index = self._next_index()
         rows = [] if masks is None else masks.rows
-        index = place[: self._max_rows]
         numbers = index.numpy()
         numbers.fill(-1)
         numbers[rows] = np.arange(len(rows))
         copies = [(index, self._index)]
         if masks is not None:
-            words = self._words[: masks.masks.size]
-            copies.append((self._page_locked(masks, place[self._max_rows :]), words))
+            copies.append((self._page_locked(masks), self._words[: masks.masks.size]))
         self._copied[self._turn] = self._device.upload(copies, self._last_use)
 
-    def _next_place(self) -> torch.Tensor:
-        if not self._ring:
-            self._ring = [self._device.pinned(len(self._on_device)) for _ in range(_RING)]
+    def _next_index(self) -> torch.Tensor:
+        if not self._indices:
+            self._indices = [self._device.pinned(self._max_rows) for _ in range(_RING)]
         self._turn = (self._turn + 1) % _RING
         if (copied := self._copied[self._turn]) is not None:
             copied.synchronize()  # long ago: a step with masks is behind the end of an earlier one
-        return self._ring[self._turn]
+        return self._indices[self._turn]
 
-    def _page_locked(self, masks: TokenMasks, place: torch.Tensor) -> torch.Tensor:
-        """The words of masks, or a copy of them in ``place``."""
+    def _page_locked(self, masks: TokenMasks) -> torch.Tensor:
+        """The words of masks, or a copy of them."""
         if masks.memory is None:
-            copy = place[: masks.masks.size]
+            if not self._copies:
+                self._copies = [self._device.pinned(len(self._words)) for _ in range(_RING)]
+            copy = self._copies[self._turn][: masks.masks.size]
             copy.numpy()[:] = masks.masks.reshape(-1)
             return copy
         if masks.memory is not self._memory:
