@@ -63,6 +63,9 @@ class ScriptedAhead:
         missed, self._missed = self._missed, {}
         return missed
 
+    def take_missed_optional(self) -> dict[Any, str]:
+        return {}
+
 
 class Kernel(SimpleNamespace):
     """A ``FutureKernel``."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.helpers import paged_models
 from tests.helpers.checkpoints import make_checkpoint, reference_logits
+from tests.helpers.cuda_on_cpu import LayerBlocksOnCpu
 from tests.helpers.engines import make_engine
 from tests.helpers.int8_method import Int8, quantize
 from tests.helpers.interpreter import interpreted
@@ -20,21 +22,26 @@ from tests.helpers.paged_models import PagedCache, assert_close, checkpoint, con
 from tests.helpers.runner_lives import STORY
 from torch import nn
 
+from fleetfoot.config.model import ModelConfig
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.executor.protocol import planned_parts
 from fleetfoot.fusion import LayerFusion, plan_fusion
 from fleetfoot.fusion.decoder import FusedDecoder, fuse
-from fleetfoot.kernels.elementwise import DeferredRMSNorm
-from fleetfoot.kernels.interface import Kernels
+from fleetfoot.kernels.cluster import chain, fit
+from fleetfoot.kernels.cluster.layer_blocks import LayerShape, LayerTiling
+from fleetfoot.kernels.elementwise import DeferredRMSNorm, add_rms_norm_torch
+from fleetfoot.kernels.interface import Kernels, LayerParts
 from fleetfoot.kernels.linear.linear import PlainLinear
 from fleetfoot.kernels.linear.linear_triton import LinearChain
+from fleetfoot.kernels.runtime.cuda_source import CudaKernel
+from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError
 from fleetfoot.layers.attention import Attention
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.decoder import DecoderLayer, DecoderStack, GatedMLP
 from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.quantization.base import LinearWeight
-from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors
+from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors, RotaryInputs
 from fleetfoot.weights.loading import ModelLoader
 
 ALL = (True, True, True)
@@ -133,11 +140,13 @@ SCHEDULE: list[tuple[dict[int, int], int | None]] = [
 ]
 """Tokens of each request in a step, those of one token first, and of how many requests the last row is read; None: all
 rows are."""
+LARGE_STEP = {request: 60 for request in range(4, 13)}, 3
+"""More tokens than pass through a layer of C together."""
 
 
 def outputs(model: CausalLM, cache: PagedCache, schedule: Sequence[tuple[dict[int, int], int | None]]) -> Any:
     """The logits of each step, ``[num_tokens or num_logits, vocab_size]``."""
-    tokens, begin, logits = {request: prompt(60, seed=request) for request in range(4)}, [0] * 4, []
+    tokens, begin, logits = {request: prompt(60, seed=request) for request in range(13)}, [0] * 13, []
     for counts, num_read in schedule:
         batch = {request: tokens[request][begin[request] : begin[request] + n] for request, n in counts.items()}
         input_ids, ctx = cache.step(batch)
@@ -188,9 +197,9 @@ def test_layers_in_one_call_have_the_bits_of_single_ones(case: str, dtype: torch
         model = make(tmp_path, context(ops=ops, attention=ops.attention, dtype=dtype), ALL)
         (run,) = model.model.layers._runs
         assert (run._chain is None) == (ops.layer_chain is None or case.startswith("granite"))  # has factors
-        cache = PagedCache(config, 4)
+        cache = PagedCache(config, 4, num_blocks=200)
         cache.kv_caches = [each.to(dtype) for each in cache.kv_caches]
-        found.append([*outputs(model, cache, SCHEDULE), *cache.kv_caches])
+        found.append([*outputs(model, cache, [*SCHEDULE, LARGE_STEP]), *cache.kv_caches])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
@@ -207,6 +216,121 @@ def test_layers_in_one_call_refuse_other_tensors(tmp_path: Path) -> None:
     bad = replace(ctx.attention, slot_mapping=ctx.attention.slot_mapping + 1000)
     with pytest.raises(ValueError, match="decoder_layers: the step's metadata is invalid"):
         model(input_ids, replace(ctx, attention=bad))
+
+
+class LayerBlocks:
+    """The kernels of `ClusterLayers` for up to 2 rows, run on the CPU. ``is_ready``: else they are not compiled."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        tiling, shape = LayerTiling(2, clusters=2, ctas=2, warps=4, slot_bytes=4096), LayerShape(128, 2, 1, 64, 64, 16)
+        self.functions = LayerBlocksOnCpu(shape, tiling, folder)._kernels
+        self.launched: list[bool] = []
+        self.is_ready, self.is_dry = True, False
+        self.queued: list[Any] = []
+        for name, value in (("LayerTiling", lambda rows: tiling), ("load", self.load)):
+            monkeypatch.setattr(chain, name, value)
+        monkeypatch.setattr(chain, "_add_rms_norm", add_rms_norm_torch)
+        monkeypatch.setattr(fit, "MOST_ELEMENTS", 2 * shape.hidden)
+
+    def load(self, kernel: CudaKernel, device: torch.device) -> Any:
+        if not self.is_ready:
+            raise KernelNotReadyError(kernel.function, self.queued.append)
+        function = self.functions[kernel.function == "mlp_block"]
+
+        def launch(num_ctas: int, arguments: bytes, *, dependent: bool) -> None:
+            assert function(arguments, num_ctas, kernel.shared_bytes) == 0
+            self.launched.append(dependent)
+
+        return SimpleNamespace(launch=launch, is_dry=self.is_dry)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_layers_in_two_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They compute decodes of few rows that are all read. Until they are ready, and for other steps, layers run as
+    without them. As near to float32 as these."""
+    model_type, fields = paged_models.MODELS["qwen3"]
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 64}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    make_checkpoint(tmp_path, model_type, **{**fields, **sizes})
+    blocks, config = LayerBlocks(monkeypatch, tmp_path), load_model_config(tmp_path)
+    schedule: list[tuple[dict[int, int], int | None]] = [({0: 20, 1: 8}, None), ({0: 1, 1: 1}, None), ({1: 1}, None)]
+    schedule += [({0: 1}, 1), ({0: 1, 1: 1, 2: 1}, None), ({0: 2}, None)]
+
+    def run_with(dtype: torch.dtype, ops: Kernels) -> list[torch.Tensor]:
+        cache = PagedCache(config, 16)
+        cache.kv_caches = [each.to(dtype) for each in cache.kv_caches]
+        model_context = context(ops=ops, attention=cpu_kernels().attention, dtype=dtype)
+        model = make(tmp_path, model_context, (True,) * config.num_layers)
+        return [logits.float() for logits in outputs(model, cache, schedule)]
+
+    plain = replace(reference_kernels(), prepare_linear=lambda weight, bias=None: PlainLinear(weight, bias))
+    chained = replace(plain, layer_chain=chain.chain_layers)
+    exact, single = run_with(torch.float32, chained), run_with(torch.bfloat16, plain)
+    assert blocks.launched == []
+    found = run_with(torch.bfloat16, chained)
+    assert blocks.launched == [False, True, True, True] * 2  # in two steps
+    for one, other, expected in zip(found, single, exact, strict=True):
+        assert (one - expected).norm() <= 1.2 * (other - expected).norm()
+    assert not any(torch.equal(one, other) for one, other in zip(found[1:3], single[1:3], strict=True))
+    for name, value in (("is_dry", True), ("is_ready", False)):
+        setattr(blocks, name, value)
+        for one, other in zip(run_with(torch.bfloat16, chained), single, strict=True):
+            assert torch.equal(one, other)
+    assert len(blocks.queued) == 2
+
+
+def test_layers_that_two_kernels_do_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.zeros(128, 128, dtype=torch.bfloat16)
+    linear = PlainLinear(weight)
+    rotary = RotaryInputs(torch.zeros(32, 64), weight[0], weight[0], 1e-6)
+    parts = LayerParts(weight[0], weight[0], 1e-6, *[linear] * 4, 2, 0, rotary, 0.125, None)
+    monkeypatch.setattr(fit, "MOST_ELEMENTS", 0)
+    assert chain.chain_layers([parts]) is None  # switched off
+    monkeypatch.setattr(fit, "MOST_ELEMENTS", 256)
+    assert chain.chain_layers([parts]) is not None
+    for changes in (
+        {"window": 8},
+        {"o": PlainLinear(weight, weight[0])},
+        {"down": PlainLinear(weight.float())},
+        {"qkv": linear.__call__},
+        {"rotary": replace(rotary, norm_offset=1.0)},
+        {"rotary": replace(rotary, k_norm=None)},
+    ):
+        assert chain.chain_layers([parts, replace(parts, **changes)]) is None, changes
+
+
+FITTING = {"dtype": "bfloat16", "block_size": 16, "num_ranks": 1, "is_hopper": True, "has_nvrtc": True}
+
+
+@pytest.mark.parametrize(
+    ("model", "facts", "expected"),
+    [
+        ({}, {}, (8, "")),
+        ({"hidden_size": 3072}, {}, (2, "")),
+        ({}, {"is_hopper": False, "has_nvrtc": False}, (0, "the GPU is not a Hopper, NVRTC, which compiles them, is ")),
+        (
+            {"hidden_size": 16384},
+            {"dtype": "float32", "num_ranks": 2},
+            (0, "the dtype is float32, there are 2 ranks, the hi"),
+        ),
+        ({"qkv_bias": True, "layer_windows": (None, 8)}, {}, (0, "biases, windows")),
+        ({"num_heads": 14, "num_kv_heads": 2}, {}, (0, "14 heads are not a multiple of 16")),
+        ({}, {"block_size": 8}, (0, "KV blocks of 8 positions")),
+    ],
+)
+def test_models_with_layers_in_two_kernels(
+    model: dict[str, Any], facts: dict[str, Any], expected: tuple[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"num_layers": 2, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "hidden_size": 1024}
+    fields: dict[str, Any] = {**sizes, "intermediate_size": 3072, "vocab_size": 9, "max_position_embeddings": 64}
+    config = ModelConfig("Qwen3ForCausalLM", **{**fields, **model})
+    monkeypatch.setattr(fit, "MOST_ELEMENTS", 0)
+    assert fit.plan_layer_chain(config, **FITTING) == fit.NO_LAYER_CHAIN  # switched off
+    monkeypatch.setattr(fit, "MOST_ELEMENTS", 8192)
+    monkeypatch.setattr(fit, "MOST_HIDDEN", 4096)
+    plan = fit.plan_layer_chain(config, **{**FITTING, **facts})
+    assert (plan.max_rows, plan.reason[: len(expected[1])]) == expected
+    assert bool(plan.reason) == (plan.max_rows == 0)
 
 
 @interpreted

@@ -20,6 +20,7 @@ from fleetfoot.cli.plan_text import readable
 from fleetfoot.config import sentence_transformers
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.env import USE_V2_MODEL_RUNNER
+from fleetfoot.kernels.cluster import fit
 from fleetfoot.native.loading import native_problem
 from fleetfoot.plan.machine import Machine
 
@@ -299,6 +300,31 @@ def test_the_text_says_what_the_object_says(run: Command, llama_8b: str) -> None
     assert "model runner none; the plan is that of V2 (you chose it)" in words and "V2 lacks LoRA adapters" in words
     assert "NOT RUNNABLE LoRA adapters (enable_lora is on): " in words
     assert "runs:" not in run("plan", llama_8b, *H100, "--no-triton", "--model-runner", "v2", code=1)
+
+
+def test_layers_in_two_kernels(run: Command, llama_8b: str, monkeypatch: Patch) -> None:
+    reason = run.plan(llama_8b, *H100)["layer_chain"]["reason"]
+    assert reason == "the hidden size 4096 is above 1024"
+    monkeypatch.setattr(fit, "MOST_ELEMENTS", 8192)
+    monkeypatch.setattr(fit, "MOST_HIDDEN", 4096)
+    for is_hopper, text in (
+        (True, "decodes of up to 2 requests: two CUDA kernels for each layer, once they are compiled"),
+        (False, "never two CUDA kernels for each layer: the GPU is not a Hopper"),
+    ):
+        here = Machine(GIB, "mine", 80 * GIB, has_triton=True, is_hopper=is_hopper, has_nvrtc=True)
+        monkeypatch.setattr(Machine, "detect", lambda here=here: here)
+        report = run.plan(llama_8b)
+        assert report["layer_chain"]["max_rows"] == 2 * is_hopper
+        assert report["kernels"]["layer_chain"] == ("cuda" if is_hopper else "triton")
+        assert report["kernels_until_compiled"].get("layer_chain") == ("triton" if is_hopper else None)
+        assert text in " ".join(run("plan", llama_8b).split())
+    for name, reason in (
+        ("NVIDIA H200", ""),
+        ("NVIDIA A100", "the GPU is not a Hopper"),
+        ("H1000", "the GPU is not a"),
+    ):
+        chain = run.plan(llama_8b, "--gpu-memory", "80", "--gpu-name", name)["layer_chain"]
+        assert (chain["reason"].startswith(reason), bool(chain["reason"])) == (True, bool(reason))
 
 
 DRAFTS = '{"method": "ngram", "num_speculative_tokens": 3}'

@@ -13,6 +13,7 @@ from tests.helpers.ops_checks import REFERENCE
 
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
+from fleetfoot.kernels.linear.tilings import Tiling
 from fleetfoot.kernels.runtime.gpu_limits import has_hopper_kernels
 from fleetfoot.kernels.sampling.filter_cuts_triton import filter_cuts_triton
 from fleetfoot.kernels.sampling.sample import MAX_TOP_K, RandomRows, RowFilters, sample_torch
@@ -107,6 +108,46 @@ def test_gated_layers_of_many_rows(
     actual = gated_linear_hopper(x, weight, groups, 132)
     assert float((actual.double() - expected).norm() / expected.norm()) < 5e-3
     assert torch.equal(gated_linear_hopper(x, weight, groups, 7), actual)  # for any assignment of tiles
+
+
+@pytest.mark.parametrize("kind", ["plain", "gated", "partial"])
+@pytest.mark.parametrize(
+    ("row_tile", "outputs", "stages", "dtype"),
+    [
+        (64, 64, 8, torch.bfloat16),
+        (64, 128, 8, torch.float16),
+        (128, 64, 8, torch.float16),
+        (128, 128, 6, torch.bfloat16),
+        (256, 128, 3, torch.bfloat16),
+    ],
+)
+def test_tiled_layers_on_hopper(row_tile: int, outputs: int, stages: int, kind: str, dtype: torch.dtype) -> None:
+    if not has_hopper_kernels(torch.device("cuda")):
+        pytest.skip("needs a Hopper GPU")
+    if kind == "gated" and outputs == 64:
+        pytest.skip("gated tiles have 128 outputs")
+    from fleetfoot.kernels.linear.tiled_hopper import launch_linear_hopper
+
+    splits = 3 if kind == "partial" else 1
+    tiling = Tiling("hopper", outputs, 64, row_tile, stages, splits=splits)
+    for num_rows, num_outputs, num_inputs in ((256, 3072, 1024), (65, 1000, 520), (200, 136, 4096)):
+        wide = torch.randn(num_rows, num_inputs + 16, device="cuda").to(dtype)
+        x = wide[:, 8 : 8 + num_inputs]  # rows with something else between them
+        num_weight_rows = 2 * num_outputs if kind == "gated" else num_outputs
+        weight = (torch.randn(num_weight_rows, num_inputs, device="cuda") * num_inputs**-0.5).to(dtype)
+        expected = x.double() @ weight.double().T
+        if kind == "gated":
+            gate, up = expected.chunk(2, dim=1)
+            expected = torch.nn.functional.silu(gate) * up
+        results = []
+        for num_sms in (132, 7):  # for any assignment of tiles
+            shape = (splits, num_rows, num_outputs) if kind == "partial" else (num_rows, num_outputs)
+            output = torch.full(shape, torch.nan, dtype=torch.float32 if kind == "partial" else dtype, device="cuda")
+            launch_linear_hopper(output, x, weight, tiling, num_sms)
+            results.append(output)
+        assert torch.equal(results[0], results[1])
+        actual = results[0].double().sum(0) if kind == "partial" else results[0].double()
+        assert float((actual - expected).norm() / expected.norm()) < (1e-5 if kind == "partial" else 5e-3)
 
 
 class Chain:

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from tests.gpu.test_engine_gpu import MODELS, VOCAB, engine
+from tests.gpu.test_structured_gpu import tokens
+from tests.helpers.engines import make_engine
 from tests.helpers.schedules import assert_agree, live, live_alone, random_lives
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
@@ -39,6 +41,19 @@ def test_tokens_equal_the_cpus(way: str, monkeypatch: pytest.MonkeyPatch) -> Non
                     assert_agree(got[life.request_id], expected[life.request_id], tolerance=1e-3)
                 except AssertionError as error:
                     raise AssertionError(f"{way}, seed {seed}, {life}: {error}") from error
+    finally:
+        tried.shutdown()
+        reference.shutdown()
+
+
+def test_structured_tokens_equal_the_cpus(text_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks are in memory that the engine and both ranks map, and that each rank page-locks."""
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=":")
+    reference = make_engine(text_model, device="cpu", dtype="float32", model_runner="v1")
+    tried = make_engine(text_model, device="cuda", dtype="float32", max_model_len=128, tensor_parallel_size=2)
+    try:
+        assert tokens(tried) == tokens(reference)
     finally:
         tried.shutdown()
         reference.shutdown()

@@ -26,6 +26,7 @@ from fleetfoot.kernels.attention import decode, decode_hopper, prefill, prefill_
 from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
 from fleetfoot.kernels.linear.gated_hopper import gated_linear_hopper
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
+from fleetfoot.kernels.linear.tiled_hopper import launch_linear_hopper
 from fleetfoot.kernels.linear.tilings import Tiling
 from fleetfoot.kernels.prepare.tables import RowTables
 from fleetfoot.kernels.runtime import gpu_limits
@@ -105,6 +106,11 @@ def attention() -> None:
     prefill_hopper.paged_attention_prefill_hopper(batch.inputs(), counter=workspace.counter, out=out)
     for groups in (2, 3):
         gated_linear_hopper(empty(300, 1024), empty(512, 1024), groups, H100.num_sms)
+    for output, num_weight_rows, tiling in (
+        (empty(256, 512), 1024, Tiling("hopper", 128, 64, 256, 4)),  # gated
+        (empty(2, 256, 512, dtype=torch.float32), 512, Tiling("hopper", 64, 64, 128, 8, splits=2)),
+    ):
+        launch_linear_hopper(output, empty(256, 1024), empty(num_weight_rows, 1024), tiling, H100.num_sms)
 
 
 def operations() -> None:

@@ -1,5 +1,5 @@
-"""Prints, as JSON, kernels that graphs of any sampling launch and that `later_shapes` do not: pairs of a shape and a
-kernel's name. Run as a module, without ``TRITON_INTERPRET``; compiles nothing."""
+"""Prints, as JSON, kernels that graphs of any sampling and eager steps of any size launch and that `later_shapes` do
+not: pairs of a shape and a kernel's name. Run as a module, without ``TRITON_INTERPRET``; compiles nothing."""
 
 import itertools
 import json
@@ -16,12 +16,14 @@ from fleetfoot.kernels.runtime.dry_tensors import dry_torch
 from fleetfoot.kernels.runtime.triton_support import instead_of_launching
 from fleetfoot.runner.graphs import CaptureTable, GraphKey
 from fleetfoot.runner.v2.warm_up import later_shapes
-from fleetfoot.sampling.shape import SamplingVariant
+from fleetfoot.sampling.shape import EVERYTHING, PLAIN, TOP_K, SamplingVariant
 from tests.helpers.warm_up_without_gpu import launch_nothing, make_runner, use_fake_driver
 
 LIMITS: Any = {"max_num_seqs": 128, "max_num_batched_tokens": 512}
 SIZES = (1, 2, 16, 32, 128)
 """Decodes that are compared; others have their kernels."""
+EAGER_SIZES = (3, 17, 33, 97, 127)
+"""Prompts of one step that is not padded to a graph."""
 
 
 def main() -> None:
@@ -47,13 +49,10 @@ def main() -> None:
 
     compiled = {key for shape in later_shapes(table.keys, 0) for key in kernels(shape)}
     flags = (False, True)
-    missing = [
-        (str(shape), name)
-        for variant in itertools.product(flags, flags, flags, (None, 32), flags)
-        for shape in (GraphKey("decode", size, size, SamplingVariant(*variant)) for size in SIZES)
-        for key, name in kernels(shape).items()
-        if key not in compiled
-    ]
+    variants = [SamplingVariant(*variant) for variant in itertools.product(flags, flags, flags, (None, 32), flags)]
+    shapes = [GraphKey("decode", size, size, variant) for variant in variants for size in SIZES]
+    shapes += [GraphKey("mixed", size, 500, kind) for kind in (PLAIN, TOP_K, EVERYTHING) for size in EAGER_SIZES]
+    missing = [(str(shape), name) for shape in shapes for key, name in kernels(shape).items() if key not in compiled]
     json.dump({"compiled": len(compiled), "missing": missing}, sys.stdout)
 
 

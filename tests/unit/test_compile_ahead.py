@@ -157,6 +157,7 @@ class SlowKernel(FakeKernel):
     """One whose compilations wait for the jobs of `CompileAhead` to be run."""
 
     __name__ = "SlowKernel"
+    is_optional = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,6 +241,33 @@ def test_ranks_change_over_in_the_same_step(monkeypatch: pytest.MonkeyPatch) -> 
     assert (counts, step()) == ([3, 3], [[launched] * 3] * 2)
     for ahead in ranks:
         ahead.close()
+
+
+def test_a_graph_without_an_optional_kernel_is_outdated_when_it_is_ready(
+    monkeypatch: pytest.MonkeyPatch, ahead: CompileAhead
+) -> None:
+    monkeypatch.setattr(ahead, "_start_work", lambda: None)
+    kernels, key = (SlowKernel(), SlowKernel()), GraphKey("decode", 1, 1)
+    kernels[1].is_optional = True
+    compiler = KernelCompiler(lambda shape: lambda: None, nullcontext, ahead)
+
+    def capture(may_capture: Callable[[], bool]) -> Any:
+        tried = [attempt(ahead, kernel, name)[0] for kernel, name in zip(kernels, "ab", strict=True)]
+        return tried if may_capture() else None
+
+    assert compiler.capture(key, capture) is None
+    assert compiler.take_notes() == ["tried to capture decode 1 1", "SlowKernel not compiled"]
+    optional = ahead._jobs._to_compile.pop()
+    ahead._jobs.work()
+    ahead._jobs._to_compile.append(optional)
+    ahead.advance()
+    assert compiler.capture(key, capture) == ["launched", "reference"]
+    assert compiler.take_outdated() == []
+    ahead._jobs.work()
+    ahead.advance()
+    assert compiler.take_outdated() == [key]
+    assert compiler.capture(key, capture) == ["launched", "launched"]
+    assert compiler.take_outdated() == []
 
 
 def test_nothing_is_queued_after_the_end(ahead: CompileAhead) -> None:

@@ -175,6 +175,12 @@ def test_shapes_are_captured_between_requests() -> None:
     assert captures.captured[2] == two
     assert {*captures.captured} == {*shapes.keys}
     assert not manager.capture_next()
+    for use in (lambda: manager.get(one), manager.capture_next):
+        manager.outdated[one] = None
+        assert use() and captures.captured.pop() == one
+        assert not manager.capture_next()
+    captures.not_compiled, manager.outdated[one] = {one}, None
+    assert manager.get(one) is captures  # the graph that there is
 
 
 def test_no_more_graphs_than_the_memory_plan_counts() -> None:

@@ -40,6 +40,11 @@ def test_short_collections() -> None:
     assert gc.get_freeze_count() == 0
 
 
+def test_what_python_freezes_at_its_start_does_not_count() -> None:
+    with mock.patch("gc.get_freeze_count", return_value=375), mock.patch("gc.freeze") as freeze, SHORT_COLLECTIONS:
+        assert freeze.called
+
+
 def test_objects_that_were_frozen_before_stay_so() -> None:
     gc.collect()
     frozen = weakref.ref(Knot())

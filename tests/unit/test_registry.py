@@ -25,6 +25,7 @@ PLANNED = [
     (replace(GPU, heads=frozenset({(64, 4), (128, 8)})), {"attention": "triton"}),
     (replace(GPU, heads=frozenset({(64, 4), (12, 2)})), {"attention": "sdpa", "rms_norm": "triton"}),
     (replace(GPU, heads=frozenset({(128, 96)})), {"attention": "sdpa"}),
+    (replace(GPU, has_layer_chain=True), {"layer_chain": "cuda"}),
 ]
 
 

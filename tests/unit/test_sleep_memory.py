@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fleetfoot.native.loading import NativeUnavailableError, load_device_memory, native_problem, open_library
-from fleetfoot.utils.memory import use_huge_pages
+from fleetfoot.utils.memory import release_code, use_huge_pages, use_small_pages
 from fleetfoot.weights import sleep
 from fleetfoot.weights.sleep import KV_CACHE, WEIGHTS, CpuMemory, CudaMemory, make_sleep_memory, remaining
 
@@ -175,3 +175,25 @@ def test_huge_pages_keep_what_is_there() -> None:
     use_huge_pages([(address + (5 << 20), 4 << 20), (address + 100, (5 << 20) - 200), (address, 10)])  # close together
     use_huge_pages([])
     assert np.array_equal(whole, before)
+
+
+def test_memory_of_small_pages_is_taken_when_it_is_written() -> None:
+    mapped = mmap.mmap(-1, 32 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapped.madvise(mmap.MADV_HUGEPAGE)  # as NumPy does
+    memory = np.frombuffer(mapped, np.uint8)
+    use_small_pages(memory.ctypes.data, memory.nbytes)
+    memory[:: 4 << 20] = 1
+    with open("/proc/self/pagemap", "rb") as pages:
+        pages.seek(8 * (memory.ctypes.data // mmap.PAGESIZE))
+        entries = np.frombuffer(pages.read(8 * (memory.nbytes // mmap.PAGESIZE)), np.uint64)
+    assert int((entries >> 63).sum()) == 8
+
+
+def test_code_that_was_given_back_runs() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[2])  # pages of files and of shared memory
+
+    before, expected = resident(), torch.linalg.inv(torch.eye(3))
+    release_code()
+    assert resident() < before
+    assert torch.equal(torch.linalg.inv(torch.eye(3)), expected)

@@ -1,8 +1,10 @@
 """The Triton operations in the interpreter, the rules by which they are launched, and their compilation for a GPU."""
 
 import itertools
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +15,11 @@ from tests.helpers.ops_checks import REFERENCE
 
 from fleetfoot.kernels.elementwise import MAX_SIZE, DeferredRMSNorm
 from fleetfoot.kernels.interface import Kernels
+from fleetfoot.kernels.linear import linear_triton
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
 from fleetfoot.kernels.linear.tilings import Tiling, choose_tiling, gated_row_groups
 from fleetfoot.kernels.runtime.gpu_limits import GPULimits
+from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError
 from fleetfoot.kernels.sampling.sample import RandomRows
 from fleetfoot.records.forward_context import RotaryInputs
 
@@ -216,6 +220,39 @@ def test_choose_tiling(shape: tuple[int, int, int], gated: bool, may_split: bool
         assert tiling.inputs * tiling.num_warps * tiling.stages == shape[2]
 
 
+@pytest.mark.parametrize(
+    ("shape", "kind", "tile"),
+    [
+        ((256, 4096, 1024), "plain", (128, 64, 1)),
+        ((128, 4096, 1024), "plain", (64, 64, 1)),
+        ((128, 6144, 4096), "plain", (64, 128, 1)),  # twice as many tiles would be two rounds
+        ((256, 6144, 4096), "plain", None),  # the library is faster
+        ((256, 1024, 3072), "residual", (128, 64, 2)),
+        ((128, 1024, 3072), "residual", (64, 64, 3)),
+        ((256, 2048, 2048), "residual", (128, 64, 1)),
+        ((256, 4096, 14336), "residual", (128, 128, 2)),
+        ((256, 4096, 4096), "residual", None),
+        ((128, 3072, 1024), "gated", (64, 128, 1)),
+        ((256, 3072, 1024), "gated", (128, 128, 1)),
+        ((256, 14336, 4096), "gated", (256, 128, 1)),  # 2 rounds, 85% busy
+        ((200, 14336, 4096), "gated", None),
+        ((256, 6144, 2048), "gated", None),
+        ((64, 4096, 1024), "plain", None),
+        ((257, 4096, 1024), "plain", None),
+        ((256, 4100, 1024), "plain", None),  # rows of the output would not be aligned
+    ],
+)
+def test_choose_tiling_for_hopper(shape: tuple[int, int, int], kind: str, tile: tuple[int, int, int] | None) -> None:
+    keywords = {"gated": kind == "gated", "may_split": kind == "residual", "limits": H100}
+    tiling = choose_tiling(*shape, **keywords, hopper=True)
+    if tile is None:
+        assert tiling == choose_tiling(*shape, **keywords)
+    else:
+        assert tiling is not None
+        assert (tiling.kernel, tiling.row_tile, tiling.outputs, tiling.splits) == ("hopper", *tile)
+        assert tiling.shared_bytes(kind == "gated") < H100.shared_bytes
+
+
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("limits", [H100, GPULimits(72, 99 * 1024, (8, 9))])
 def test_tilings_fit_in_shared_memory(gated: bool, limits: GPULimits) -> None:
@@ -246,6 +283,30 @@ def test_tilings_fit_in_shared_memory(gated: bool, limits: GPULimits) -> None:
 )
 def test_gated_rows_in_tiles(num_rows: int, num_outputs: int, num_inputs: int, groups: int | None) -> None:
     assert gated_row_groups(num_rows, num_outputs, num_inputs, 132) == groups
+
+
+@pytest.mark.parametrize(("ready", "tried"), [((2, 3), [2]), ((3,), [2, 3]), ((), [2, 3])])
+def test_gated_rows_take_the_tiles_that_are_compiled(
+    ready: tuple[int, ...], tried: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library multiplies where none are."""
+    groups_tried = []
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor, groups: int, num_sms: int) -> torch.Tensor:
+        groups_tried.append(groups)
+        if groups not in ready:
+            raise KernelNotReadyError("gated_linear_hopper")
+        return x.new_full((len(x), len(weight) // 2), 7.0)
+
+    monkeypatch.setitem(
+        sys.modules, "fleetfoot.kernels.linear.gated_hopper", SimpleNamespace(gated_linear_hopper=multiply)
+    )
+    monkeypatch.setattr(linear_triton, "gated_row_groups", lambda *_: 2)
+    layer = ChainedGateUp(torch.zeros(32, 16).bfloat16())
+    layer._has_hopper_kernel = True
+    output = layer._of_many_rows(torch.zeros(300, 16).bfloat16())
+    assert (output == (7.0 if ready else 0.0)).all()
+    assert groups_tried == tried
 
 
 def test_replace_writes_in_place() -> None:

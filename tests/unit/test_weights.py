@@ -350,16 +350,16 @@ def test_one_layer_at_a_time_is_in_memory_twice(tmp_path: Path) -> None:
     ops, tensors = cpu_kernels(), random_tensors(tied=True)
     save(tmp_path, tensors)
     model = ModelLoader(config(tied=True), dataclasses.replace(CONTEXT, ops=ops), tmp_path).load()
+    embedding: Any = model.model.embed_tokens
     plain: list[Any] = []
     for spec in model.weight_specs():
         spec.destination()[:] = tensors[spec.name]
         spec.filled()
+        assert spec.name != EMBEDDING or embedding.is_open != isinstance(embedding.prepared, NativeLinear)
         plain += [name for name, module in model.named_modules() if _plain_weight(module) is not None]
     packed_parts = {"qkv_proj": 2, "gate_up_proj": 1}  # of a layer of several parts, all but the last
     assert Counter(name.rpartition(".")[2] for name in plain) == {name: 2 * n for name, n in packed_parts.items()}
     model.process_weights_after_loading()
-    embedding: Any = model.model.embed_tokens
-    assert embedding.is_open != isinstance(model.lm_head._prepared, NativeLinear)
     assert torch.equal(embedding(torch.arange(11)), tensors[EMBEDDING])
     stored = sum(size for _, size in model.stored_weights())
     model.process_weights_after_loading()
@@ -379,7 +379,7 @@ def test_padding_of_the_vocabulary_is_zero(tied: bool, tmp_path: Path) -> None:
         (embedding,) = [spec for spec in model.weight_specs() if spec.name == EMBEDDING]
         assert len(embedding.destination()) == size
         head: Any = model.lm_head
-        logits = (head if tied else head.weight)._prepared.weight()
+        logits = (model.model.embed_tokens.prepared if tied else head.weight._prepared).weight()
         assert logits.shape == (16, 16)
         assert not logits[size:].any()
         assert torch.equal(logits[:size], tensors[EMBEDDING if tied else HEAD][16 * rank :][:16])

@@ -20,7 +20,7 @@ from fleetfoot.cli.bench_load import BenchRequest, Lengths, Samples, Workload, r
 from fleetfoot.cli.bench_roofline import floor_report, measure_floor
 from fleetfoot.inputs import PromptType
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.utils.process import progress_bar
+from fleetfoot.utils.process import SHORT_COLLECTIONS, progress_bar
 
 if TYPE_CHECKING:
     from fleetfoot.engine.engine import LLMEngine
@@ -118,7 +118,7 @@ def _add_cold_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_cold(arguments: argparse.Namespace) -> int:
     lengths = {"input_len": arguments.input_len, "output_len": arguments.output_len}
-    with _started(arguments) as (engine, start_s):
+    with _started(arguments) as (engine, start_s), SHORT_COLLECTIONS:
         longest = arguments.input_len.high + arguments.output_len.high
         if longest > (limit := engine.input_processor.max_model_len):
             raise command.UsageError(
@@ -202,7 +202,8 @@ def _measure(
         engine.reset_prefix_cache()
         samples = Samples()
         total = sum(map(len, loads))
-        with progress_bar(sys.stderr.isatty() and total > 0, total=total, description=description) as advance:
+        shows_bar = sys.stderr.isatty() and total > 0
+        with SHORT_COLLECTIONS, progress_bar(shows_bar, total=total, description=description) as advance:
             for requests in loads:
                 run_load(engine, requests, samples, temperature=temperature, on_finished=advance)
     return samples

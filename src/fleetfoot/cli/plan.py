@@ -38,6 +38,7 @@ Without flags of the machine, the plan is for this one. With them it is for the 
   kernels_until_compiled: for operations with kernels that the engine compiles: what runs in steps before that
   layers: runs of decoder layers (first, last), fused or not, with the reason; compiles_layers: whether torch.compile
     compiles each of them
+  layer_chain: max_rows, the most requests of a decode in which two kernels compute a layer (0: none); reason, why not
   positions: each rotary embedding (rope), and the layers that have it; null: layers without positions
   max_model_len, max_num_seqs, max_num_batched_tokens
   graphs: num_shapes; decode (requests), uniform (requests, num_drafts drafts each), mixed (tokens), full_step (tokens
@@ -77,7 +78,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     machine = parser.add_argument_group("the machine, where it is not this one")
     size = partial(machine.add_argument, type=size_in_bytes, metavar="SIZE")
     size("--gpu-memory", help="of its GPU: 80GiB, 80GB, or 80 for GiB")
-    machine.add_argument("--gpu-name", metavar="NAME", help="of its GPU, for the report")
+    machine.add_argument("--gpu-name", metavar="NAME", help="of its GPU: kernels for Hopper need an H100, H200 or such")
     size("--cpu-memory", help="that programs can take: 16GiB, 16GB, or 16 for GiB")
     text = "whether its GPU has Triton (default: on)"
     machine.add_argument("--triton", action=argparse.BooleanOptionalAction, help=text)
@@ -103,7 +104,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _machine(arguments: argparse.Namespace, config: EngineConfig) -> tuple[Machine, list[str]]:
     """This machine with the overrides of the flags; and warnings about assumptions."""
-    from fleetfoot.plan.machine import Machine
+    from fleetfoot.plan.machine import Machine, names_hopper
 
     gpu_bytes, cpu_bytes, has_triton = arguments.gpu_memory, arguments.cpu_memory, arguments.triton
     describes_gpu = gpu_bytes is not None or arguments.gpu_name is not None
@@ -122,6 +123,8 @@ def _machine(arguments: argparse.Namespace, config: EngineConfig) -> tuple[Machi
         gpu_name=arguments.gpu_name or here.gpu_name,
         gpu_memory_bytes=gpu_bytes or here.gpu_memory_bytes,
         has_triton=has_triton,
+        is_hopper=here.is_hopper if arguments.gpu_name is None else names_hopper(arguments.gpu_name),
+        has_nvrtc=here.has_nvrtc or gpu_bytes is not None,
     )
     return machine, warnings
 
@@ -167,6 +170,7 @@ def _decision_report(decision: Decision, architecture: str, device: str, *, prob
         "native_variant",
         "kernels_until_compiled",
         "layers",
+        "layer_chain",
         "positions",
         "graphs",
         "parallel",
@@ -202,6 +206,7 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
         "native_variant": plan.native_variant,
         "kernels_until_compiled": plan.kernels.until_compiled if plan.runner == "v2" else {},
         "layers": list(_layers(plan)),
+        "layer_chain": dataclasses.asdict(plan.layer_chain),
         "compiles_layers": plan.config.compiles_layers,
         "positions": list(_positions(model)),
         "async_scheduling": plan.async_scheduling,

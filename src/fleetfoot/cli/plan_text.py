@@ -53,6 +53,10 @@ def _setup_lines(report: dict[str, Any]) -> _Lines:
     for run in report["layers"]:
         fused = "fused" if run["fused"] else "plain"
         yield "" if run["first"] else "layers", f"{run['first']} to {run['last']} {fused}: {run['reason']}"
+    if most := (chain := report["layer_chain"])["max_rows"]:
+        yield "", f"decodes of up to {count(most, 'request')}: two CUDA kernels for each layer, once they are compiled"
+    elif chain["reason"]:
+        yield "", f"never two CUDA kernels for each layer: {chain['reason']}"
     if report["compiles_layers"]:
         yield "torch.compile", "each decoder layer, at the start"
     ropes = [f"{len(each['layers'])} layers: {each['rope'] or 'none'}" for each in report["positions"]]

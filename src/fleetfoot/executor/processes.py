@@ -172,8 +172,10 @@ def run_worker(
     logger = logging.getLogger("fleetfoot")
     logger.addHandler(handler)
     logger.setLevel(log_level)
+    begin = time.perf_counter()
     from fleetfoot.executor.worker_loop import run_worker_loop
 
+    logger.info("imports: %.2f s", time.perf_counter() - begin)
     exit_code = 0
     try:
         run_worker_loop(plan, rank, addresses, store, masks)

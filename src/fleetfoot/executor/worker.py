@@ -29,7 +29,7 @@ from fleetfoot.runner.v1.runner import ModelRunnerV1
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.sampling.custom_processors import EngineProcessor
 from fleetfoot.speculative.drafter import DraftSettings, build_speculation
-from fleetfoot.utils.memory import trim_heap, use_huge_pages
+from fleetfoot.utils.memory import release_code, trim_heap, use_huge_pages
 from fleetfoot.utils.progress import report_progress
 from fleetfoot.weights.loading import ModelLoader
 from fleetfoot.weights.sleep import TAGS, make_sleep_memory
@@ -122,10 +122,12 @@ class Worker:
 
         Raises PlanMismatchError if something was built that the plan does not name.
         """
-        with _phase("weights"):
+        self._release_memory()  # of the imports
+        with phase("weights"):
             self.runner.load_model()
+        self._release_memory()
         check_parts(self.plan, self.rank, self.parts())  # before the ranks wait for each other
-        with _phase("KV cache"):
+        with phase("KV cache"):
             self.layout = layout = self._make_layout()
             try:
                 self.runner.initialize_kv_cache(layout)
@@ -136,11 +138,17 @@ class Worker:
                     f"requests: {error}; lower num_gpu_blocks_override, kv_cache_memory_bytes or max_num_seqs"
                 ) from error
         check_parts(self.plan, self.rank, self.parts())
-        with _phase("warm-up"):
+        with phase("warm-up"):
             self.runner.warm_up()
         if self.device.type == "cpu":
             use_huge_pages(self.runner.weights.stored())
-        trim_heap()  # of what loading has used
+        self._release_memory()
+
+    def _release_memory(self) -> None:
+        """Give back what a phase of the start has used, before the next one takes memory."""
+        if self.device.type == "cpu":
+            release_code()
+        trim_heap()
 
     def collective_rpc(
         self, method: str | Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -191,7 +199,7 @@ class Worker:
         if self._asleep:
             logger.warning("worker %d sleeps already", self.rank)
             return
-        with _phase(f"sleep at level {level}"):
+        with phase(f"sleep at level {level}"):
             self.runner.sleep(level)
         self._asleep = set(TAGS)
 
@@ -199,7 +207,7 @@ class Worker:
         """See `LLMEngine.wake_up`. Raises torch.OutOfMemoryError: the device has no memory; call it again."""
         for tag in TAGS:
             if tag in self._asleep and (tags is None or tag in tags):
-                with _phase(f"wake-up of {tag}"):
+                with phase(f"wake-up of {tag}"):
                     self.runner.wake_up(tag)
                 self._asleep.discard(tag)
 
@@ -286,7 +294,7 @@ def make_connector(plan: EnginePlan, rank: int) -> StepConnector:
 
 
 @contextmanager
-def _phase(name: str) -> Iterator[None]:
+def phase(name: str) -> Iterator[None]:
     """Log how long a phase of the start takes."""
     begin = time.perf_counter()
     report_progress(name)

@@ -31,7 +31,7 @@ from fleetfoot.executor.messages import (
     encode_reply,
     is_rpc,
 )
-from fleetfoot.executor.worker import Worker
+from fleetfoot.executor.worker import Worker, phase
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.step import PendingOutput
 from fleetfoot.structured.mask_space import MaskMemory
@@ -103,9 +103,10 @@ def _start(plan: EnginePlan, rank: int, store: Store, channel: WorkerChannel) ->
         else:
             ranks = dist.PrefixStore("workers", dist.TCPStore(*store, is_master=False))
         backend = "cpu:gloo,cuda:nccl" if plan.device == "cuda" else "gloo"
-        dist.init_process_group(backend, store=ranks, rank=rank, world_size=config.world_size)
-        shape = StepShape(plan.max_num_batched_tokens, plan.model.hidden_size, getattr(torch, plan.dtype), device)
-        groups = make_groups(config.tensor_parallel_size, config.pipeline_parallel_size, shape)
+        with phase("groups"):
+            dist.init_process_group(backend, store=ranks, rank=rank, world_size=config.world_size)
+            shape = StepShape(plan.max_num_batched_tokens, plan.model.hidden_size, getattr(torch, plan.dtype), device)
+            groups = make_groups(config.tensor_parallel_size, config.pipeline_parallel_size, shape)
     worker = Worker(plan, rank, groups, partial(_report_kernels, rank, channel))
     worker.start()
     return worker

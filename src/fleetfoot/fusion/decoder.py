@@ -59,9 +59,8 @@ class FusedDecoder:
     def _set_layers(self, layers: list[_FusedLayer]) -> None:
         self._layers = layers
         self._next_norms = [layer.input_norm for layer in layers[1:]]
-        # The last layer is not part of the chain: it may compute fewer rows.
-        parts = [layer.parts for layer in layers[:-1] if layer.parts is not None]
-        is_chained = self._make_chain is not None and 0 < len(parts) == len(layers) - 1
+        parts = [layer.parts for layer in layers if layer.parts is not None]
+        is_chained = self._make_chain is not None and len(parts) == len(layers)
         self._chain = self._make_chain(parts) if self._make_chain is not None and is_chained else None
         # For few rows the last product makes the residual sum, and with it a deferred norm, which is not read.
         self._end = copy(layers[-1].mlp_norm)
@@ -69,15 +68,17 @@ class FusedDecoder:
 
     def __call__(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """``x [num_tokens, hidden_size]`` -> the same shape, or ``[num_logits, hidden_size]``; may write to ``x``."""
-        hidden: Hidden = x
-        residual = x
-        if self._chain is not None and len(x):
-            hidden, residual = self._chain(x, ctx)
-        else:
+        hidden: Hidden
+        last, logits = self._layers[-1], ctx.logits if self.selects_logits else None
+        # The last layer may compute fewer rows.
+        num_chained = len(self._layers) - (logits is not None)
+        chained = self._chain(x, ctx, num_chained) if self._chain is not None and num_chained and len(x) else None
+        hidden, residual = chained or (x, x)
+        if chained is None:
             for layer, next_norm in zip(self._layers, self._next_norms, strict=False):  # the last has none
                 hidden, residual = layer(hidden, residual, ctx, next_norm)
-        last, logits = self._layers[-1], ctx.logits if self.selects_logits else None
-        hidden, residual = last(hidden, residual, ctx, self._end, logits)
+        if chained is None or logits is not None:
+            hidden, residual = last(hidden, residual, ctx, self._end, logits)
         if isinstance(hidden, DeferredRMSNorm):
             return hidden.total
         if hidden is residual:

@@ -52,7 +52,8 @@ class KernelPlan(Mapping[str, str]):
         compiled. Model Runner V1 waits instead."""
         library = "library"
         paths = {"attention": "triton for prompts, or sdpa", "prepare_linear": library, "linear_chain": library}
-        return {op: paths.get(op, "torch") for op, name in self.choices if name == "triton"}
+        compiled = {op: paths.get(op, "torch") for op, name in self.choices if name == "triton" and op != "layer_chain"}
+        return compiled | {op: "triton" for op, name in self.choices if name == "cuda"}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -137,9 +138,11 @@ class LayerParts:
     window: int | None
 
 
-LayerChain = Callable[["torch.Tensor", "ForwardContext"], "tuple[torch.Tensor, torch.Tensor]"]
-"""The input ``x [num_tokens, hidden]`` of consecutive layers, which may be written to, and the step -> the output of
-the last one that is still to be added, and the residual stream to add it to."""
+LayerChain = Callable[["torch.Tensor", "ForwardContext", int], "tuple[torch.Tensor, torch.Tensor] | None"]
+"""``(x, ctx, num_layers)``: the input ``[num_tokens, hidden]`` of consecutive layers, which may be written to, the
+step, and how many of the layers are computed -> the output of the last one that is still to be added, and the residual
+stream to add it to; the same tensor twice: the sum. None: the chain does not compute this step; it has written nothing.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,4 +194,4 @@ class Kernels:
     linear_chain: LinearChain | None
     """Linear layers for fused decoders; None: they call the plain layers."""
     layer_chain: Callable[[Sequence[LayerParts]], LayerChain | None] | None
-    """Consecutive fused layers in one call, by the operations above. None, or None as its result: one by one."""
+    """Consecutive fused layers in one call. None, or None as its result: one by one, by the operations above."""

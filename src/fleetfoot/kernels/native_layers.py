@@ -52,10 +52,10 @@ class NativeLayers:
         self._head_dim = first.rotary.cos_sin.shape[1]
         self._num_kv_heads = (_fields_of(first).qkv.num_outputs // self._head_dim - first.num_heads) // 2
         self._dtype = first.input_norm.dtype
-        shape = len(layers), hidden_size, first.num_heads, self._num_kv_heads, self._head_dim, DTYPES[self._dtype]
-        self._shape = _Shape(*shape, first.eps, first.scale)
+        shape = hidden_size, first.num_heads, self._num_kv_heads, self._head_dim, DTYPES[self._dtype]
+        self._shape = *shape, first.eps, first.scale
 
-    def __call__(self, x: torch.Tensor, ctx: ForwardContext) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, x: torch.Tensor, ctx: ForwardContext, num_layers: int) -> tuple[torch.Tensor, torch.Tensor]:
         metadata, caches = ctx.attention, [ctx.kv_caches[layer.kv_index] for layer in self._layers]
         cache, tables = caches[0], metadata.block_tables
         residual, hidden = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -82,7 +82,8 @@ class NativeLayers:
             num_tokens, metadata.num_reqs, tables.stride(0), tables.shape[1],
             cache.shape[0], *cache.stride()[:4], block_size, torch.get_num_threads(),
         )  # fmt: skip
-        pointers = (ctypes.addressof(each) for each in (self._table, self._shape, step))
+        shape = _Shape(num_layers, *self._shape)
+        pointers = (ctypes.addressof(each) for each in (self._table, shape, step))
         check_status(self._kernel(*pointers), "decoder_layers")
         return hidden, residual
 

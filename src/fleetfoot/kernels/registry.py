@@ -39,11 +39,14 @@ class DeviceFacts:
     """The plain layers are compiled by ``torch.compile``, which needs their operations in torch."""
     heads: frozenset[tuple[int, int]] = frozenset()
     """Head size and query heads per KV head of the attention layers, those of a drafter too."""
+    has_layer_chain: bool = False
+    """The kernels of `fleetfoot.kernels.cluster` compute the model's layers."""
 
 
 _REQUIREMENTS: Mapping[str, tuple[str | None, str | None]] = MappingProxyType(
     {
         "triton": ("cuda", "has_triton"),
+        "cuda": ("cuda", "has_layer_chain"),
         "native": ("cpu", "has_native"),
         "numpy": ("cpu", None),
         "cpu": ("cpu", None),
@@ -78,6 +81,11 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "plain": "linear.linear:PlainLinear",
         },
         "linear_chain": {"triton": "linear.linear_triton:TRITON_CHAIN", "torch": "linear.linear:NO_CHAIN"},
+        "layer_chain": {
+            "cuda": "cluster.chain:chain_layers",
+            "native": "native_layers:chain_layers",
+            **dict.fromkeys(("triton", "torch"), "linear.linear:NO_CHAIN"),
+        },
         # sampling
         "sample": {
             "triton": "sampling.sample_triton",
@@ -116,16 +124,14 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 """Operation -> its implementations, the fastest first, each with its module below ``fleetfoot.kernels``. Unless a name
 follows, the function is called ``operation_implementation``. `Kernels` documents what an operation does."""
 
-_COMPILED = dict.fromkeys(("rms_norm", "add_rms_norm", "silu_and_mul", "gelu_and_mul", "linear_chain"), "torch")
+_COMPILED = dict.fromkeys(
+    ("rms_norm", "add_rms_norm", "silu_and_mul", "gelu_and_mul", "linear_chain", "layer_chain"), "torch"
+)
 _COMPILED["prepare_linear"] = "plain"
 """Operations within layers, and the implementations that ``torch.compile`` can trace."""
 _INSTANTIATED = frozenset({"attention"})
 """Operations with classes as implementations: a worker has one instance."""
-
-
-_CHAINED = ("rms_norm", "add_rms_norm", "rope_and_cache", "attention", "silu_and_mul", "prepare_linear")
-"""Operations of a decoder layer: where all are C kernels, layers can run in one call of them."""
-_OWN_PATHS = frozenset({"prepare_linear", "linear_chain"})
+_OWN_PATHS = frozenset({"prepare_linear", "linear_chain", "layer_chain"})
 """Operations with objects that take the library's path themselves while a kernel is not compiled."""
 
 
@@ -157,13 +163,7 @@ def load_kernels(plan: Mapping[str, str], *, native_variant: str | None = None) 
     if plan.keys() != OPERATIONS.keys():
         raise ValueError(f"the kernel plan has {sorted(plan)}, and the operations are {sorted(OPERATIONS)}")
     loaded = {operation: _load(operation, name, native_variant) for operation, name in plan.items()}
-    chain = None
-    if all(plan[operation] == "native" for operation in _CHAINED):
-        from fleetfoot.kernels.native_layers import chain_layers
-        from fleetfoot.native.loading import load_library
-
-        chain = partial(chain_layers, load_library(native_variant))
-    return Kernels(plan=KernelPlan(tuple(plan.items())), layer_chain=chain, **loaded)
+    return Kernels(plan=KernelPlan(tuple(plan.items())), **loaded)
 
 
 def _load(operation: str, name: str, native_variant: str | None) -> Any:

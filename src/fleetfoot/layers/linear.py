@@ -7,7 +7,7 @@ the others, so every rank has the same logits, bit by bit, and samples the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -109,7 +109,7 @@ def padded_span(size: int, context: ModelContext) -> tuple[slice, int]:
 
 
 class VocabParallelEmbedding(WeightModule):
-    """``input_ids [num_tokens]`` -> ``[num_tokens, hidden_size]``. `share` leaves the matrix to a tied head."""
+    """``input_ids [num_tokens]`` -> ``[num_tokens, hidden_size]``. `tie` makes it the matrix of a head too."""
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
@@ -126,25 +126,29 @@ class VocabParallelEmbedding(WeightModule):
         table[num_tokens:] = 0  # padding too, which a tied head multiplies with
         self._table: torch.Tensor | None = table
         self._num_rows, self._hidden_size = num_rows, config.hidden_size
-        self._shared: PreparedLinear | None = None
+        self._prepare: Callable[[torch.Tensor], PreparedLinear] | None = None
+        self._is_prepared = False
+        self.prepared: PreparedLinear | None = None
+        """The matrix of a tied head, once it is loaded."""
         # A tied checkpoint may hold the matrix under either name, or twice.
         self._aliases = (f"{_LM_HEAD}.weight",) if config.tie_word_embeddings else ()
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """``input_ids [num_tokens]`` int64 -> ``[num_tokens, hidden_size]``."""
         if self._table is None:
-            assert self._shared is not None
-            return self._shared.rows(input_ids)
+            assert self.prepared is not None
+            return self.prepared.rows(input_ids)
         if self._row_of_token is None:
             return F.embedding(input_ids, self._table)
         return self._group.all_reduce(F.embedding(self._row_of_token[input_ids], self._table))
 
     @property
     def weight(self) -> torch.Tensor:
-        """``[rows of this rank, hidden_size]``, to write to until the head is processed."""
+        """``[rows of this rank, hidden_size]``, to write to until a tied head is prepared."""
         if self._table is None:
-            assert self._shared is not None
-            self._table = self._shared.weight()
+            assert self.prepared is not None
+            self._table = self.prepared.weight()
+        self._is_prepared = False
         return self._table[: self._num_rows]
 
     @property
@@ -152,17 +156,33 @@ class VocabParallelEmbedding(WeightModule):
         """Whether it has a matrix of its own."""
         return self._table is not None
 
-    def share(self, matrix: PreparedLinear) -> None:
-        """Look up rows in ``matrix``, which has the same values, and drop the matrix of its own, unless it needs it."""
-        if matrix.has_rows and not matrix.is_dense and self._row_of_token is None:
-            self._shared, self._table = matrix, None
+    def tie(self, prepare: Callable[[torch.Tensor], PreparedLinear]) -> None:
+        """Be the matrix of a head, which ``prepare`` makes of the embedding's."""
+        self._prepare = prepare
+
+    def process_own_weights(self) -> None:
+        """Prepare the matrix of a tied head. If rows can be looked up in it, it is the only one from then on."""
+        if self._prepare is None or self._is_prepared:
+            return
+        if self.prepared is None:
+            self.prepared = self._prepare(self.weight)
+        else:
+            self.prepared.replace(self.weight)
+        self._is_prepared = True
+        if self.prepared.has_rows and not self.prepared.is_dense and self._row_of_token is None:
+            self._table = None
 
     def own_weight_specs(self, prefix: str, name: str) -> Iterator[WeightSpec]:
         num_tokens, size = self._tokens.stop - self._tokens.start, self._hidden_size
         part = () if self._row_of_token is None else (self._tokens, slice(0, size))
-        shape = (self.vocab_size, size)
+        # a tied matrix is prepared once it is filled: the largest weight is in memory twice before the others are there
         yield WeightSpec(
-            f"{prefix}{name}.weight", shape, lambda: self.weight[:num_tokens], aliases=self._aliases, part=part
+            f"{prefix}{name}.weight",
+            (self.vocab_size, size),
+            lambda: self.weight[:num_tokens],
+            aliases=self._aliases,
+            part=part,
+            filled=self.process_own_weights,
         )
 
     def own_stored_weights(self) -> Iterator[Span]:
@@ -192,27 +212,21 @@ class TiedLMHead(WeightModule):
         super().__init__()
         # in a tuple: a module's attribute would be a second path to the embedding
         self._embedding, self._vocab_size = (embedding,), embedding.vocab_size
-        self._group, self._prepare = context.tensor_group, context.ops.prepare_linear
-        self._prepared: PreparedLinear | None = None
+        self._group = context.tensor_group
+        embedding.tie(context.ops.prepare_linear)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x [n, hidden_size]`` -> logits ``[n, vocab_size]``."""
-        if self._prepared is None:
+        prepared = self._embedding[0].prepared
+        if prepared is None:
             raise RuntimeError("the logits head was called before process_weights_after_loading")
-        return self._group.all_gather(self._prepared.unrounded(x), self._vocab_size)
+        return self._group.all_gather(prepared.unrounded(x), self._vocab_size)
 
     def own_weight_specs(self, prefix: str, name: str) -> Iterator[WeightSpec]:
         """None: the embedding's spec fills both."""
         return iter(())
 
     def own_stored_weights(self) -> Iterator[Span]:
-        if self._prepared is not None and not self._prepared.is_dense:  # else the embedding has it
-            yield self._prepared.stored()
-
-    def process_own_weights(self) -> None:
-        (embedding,) = self._embedding
-        if self._prepared is None:
-            self._prepared = self._prepare(embedding.weight)
-        elif embedding.is_open:
-            self._prepared.replace(embedding.weight)
-        embedding.share(self._prepared)
+        prepared = self._embedding[0].prepared
+        if prepared is not None and not prepared.is_dense:  # else the embedding has it
+            yield prepared.stored()

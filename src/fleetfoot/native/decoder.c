@@ -52,59 +52,91 @@ typedef struct {
     char *normed, *qkv, *query, *attended, *gate_up, *activated;
 } buffers;
 
-INLINE int64_t widest(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t smallest(int64_t a, int64_t b) { return a < b ? a : b; }
 
-INLINE int apply(const linear *l, char *y, const char *x, const decoder_step *s, int dtype) {
-    return CALL(linear_to)(y, dtype == FF_FLOAT32, (const uint32_t *)x, l->units, l->weight, l->bias, s->num_tokens,
+#define BLOCK_ROWS 512
+/* Rows of a step that pass through the operations around attention together: their buffers stay in the caches. */
+
+INLINE int apply(const linear *l, char *y, const char *x, int64_t rows, const decoder_step *s, int dtype) {
+    return CALL(linear_to)(y, dtype == FF_FLOAT32, (const uint32_t *)x, l->units, l->weight, l->bias, rows,
                              l->num_outputs, l->units, dtype, (int)s->num_threads);
 }
 
-/* Adds the hidden of the layer before to the residual; the hidden of this one is not added yet. */
-static int run_layer(const decoder_layer *l, const decoder_shape *d, const decoder_step *s, const buffers *b, int is_first) {
-    const int dtype = (int)d->dtype, threads = (int)s->num_threads, heads = (int)d->num_heads;
-    const int kv_heads = (int)d->num_kv_heads, head_dim = (int)d->head_dim, block_size = (int)s->block_size;
+/* Rows first .. first + n up to their query, and their K and V in the cache. Adds the hidden of the layer before to the
+ * residual. */
+static int before_attention(const decoder_layer *l, const decoder_shape *d, const decoder_step *s, const buffers *b,
+                            int64_t first, int64_t n, int is_first_layer) {
+    const int dtype = (int)d->dtype, threads = (int)s->num_threads;
+    const int64_t size = d->hidden_size, at = first * size * element_size(dtype);
+    const int64_t query_row = d->num_heads * d->head_dim * element_size(dtype);
     const float eps = (float)d->eps;
-    const int64_t n = s->num_tokens, size = d->hidden_size;
-    if (is_first)
-        CALL(rms_norm)(b->normed, s->residual, l->input_norm, eps, 0.0f, n, size, dtype, threads);
+    char *residual = s->residual + at;
+    if (is_first_layer)
+        CALL(rms_norm)(b->normed, residual, l->input_norm, eps, 0.0f, n, size, dtype, threads);
     else
-        CALL(add_rms_norm)(b->normed, s->residual, s->hidden, s->residual, l->input_norm, eps, n, size, dtype, threads);
-    int status = apply(&l->qkv, b->qkv, b->normed, s, dtype);
-    if (!status)
-        status = CALL(rope_and_cache)(b->query, b->qkv, l->qkv.num_outputs, l->kv_cache, s->num_blocks,
-                                        s->block_stride, s->side_stride, s->head_stride, s->token_stride, s->slots,
-                                        s->positions, l->cos_sin, l->max_positions, l->q_norm, l->k_norm, eps, 0.0f, n,
-                                        heads, kv_heads, block_size, head_dim, dtype, threads);
-    if (!status)
-        status = CALL(paged_attention)(b->attended, b->query, heads * head_dim, n, l->kv_cache, s->num_blocks,
-                                         s->block_stride, s->side_stride, s->head_stride, s->token_stride,
-                                         s->query_start_loc, s->seq_lens, s->block_tables, s->table_stride,
-                                         s->table_width, (int)s->num_requests, heads, kv_heads, block_size, head_dim,
-                                         (float)d->scale, 0.0f, (int)l->window, dtype, threads);
-    if (!status) status = apply(&l->o, s->hidden, b->attended, s, dtype);
+        CALL(add_rms_norm)(b->normed, residual, s->hidden + at, residual, l->input_norm, eps, n, size, dtype, threads);
+    const int status = apply(&l->qkv, b->qkv, b->normed, n, s, dtype);
     if (status) return status;
-    CALL(add_rms_norm)(b->normed, s->residual, s->hidden, s->residual, l->mlp_norm, eps, n, size, dtype, threads);
-    status = apply(&l->gate_up, b->gate_up, b->normed, s, dtype);
+    return CALL(rope_and_cache)(b->query + first * query_row, b->qkv, l->qkv.num_outputs, l->kv_cache, s->num_blocks,
+                                  s->block_stride, s->side_stride, s->head_stride, s->token_stride, s->slots + first,
+                                  s->positions + first, l->cos_sin, l->max_positions, l->q_norm, l->k_norm, eps, 0.0f,
+                                  n, (int)d->num_heads, (int)d->num_kv_heads, (int)s->block_size, (int)d->head_dim,
+                                  dtype, threads);
+}
+
+/* Rows first .. first + n from what attention has written. The hidden of the layer is not added to the residual yet. */
+static int after_attention(const decoder_layer *l, const decoder_shape *d, const decoder_step *s, const buffers *b,
+                           int64_t first, int64_t n) {
+    const int dtype = (int)d->dtype, threads = (int)s->num_threads;
+    const int64_t size = d->hidden_size, at = first * size * element_size(dtype);
+    const char *attended = b->attended + first * d->num_heads * d->head_dim * element_size(dtype);
+    char *hidden = s->hidden + at, *residual = s->residual + at;
+    int status = apply(&l->o, hidden, attended, n, s, dtype);
+    if (status) return status;
+    CALL(add_rms_norm)(b->normed, residual, hidden, residual, l->mlp_norm, (float)d->eps, n, size, dtype, threads);
+    status = apply(&l->gate_up, b->gate_up, b->normed, n, s, dtype);
     if (status) return status;
     CALL(silu_and_mul)(b->activated, b->gate_up, n, l->gate_up.num_outputs / 2, dtype, threads, 0);
-    return apply(&l->down, s->hidden, b->activated, s, dtype);
+    return apply(&l->down, hidden, b->activated, n, s, dtype);
+}
+
+static int run_layer(const decoder_layer *l, const decoder_shape *d, const decoder_step *s, const buffers *b,
+                     int is_first) {
+    const int64_t n = s->num_tokens;
+    int status = FF_OK;
+    for (int64_t first = 0; first < n && !status; first += BLOCK_ROWS)
+        status = before_attention(l, d, s, b, first, smallest(BLOCK_ROWS, n - first), is_first);
+    if (!status)
+        status = CALL(paged_attention)(b->attended, b->query, d->num_heads * d->head_dim, n, l->kv_cache,
+                                         s->num_blocks, s->block_stride, s->side_stride, s->head_stride,
+                                         s->token_stride, s->query_start_loc, s->seq_lens, s->block_tables,
+                                         s->table_stride, s->table_width, (int)s->num_requests, (int)d->num_heads,
+                                         (int)d->num_kv_heads, (int)s->block_size, (int)d->head_dim, (float)d->scale,
+                                         0.0f, (int)l->window, (int)d->dtype, (int)s->num_threads);
+    for (int64_t first = 0; first < n && !status; first += BLOCK_ROWS)
+        status = after_attention(l, d, s, b, first, smallest(BLOCK_ROWS, n - first));
+    return status;
 }
 
 /* residual: the input, and then the residual stream without the last layer's hidden, which is not added yet. */
 int EXPORT(decoder_layers)(const decoder_layer *layers, const decoder_shape *d, const decoder_step *s) {
-    const int64_t row = s->num_tokens * element_size((int)d->dtype), queries = d->num_heads * d->head_dim;
-    const int64_t widths[] = {d->hidden_size, layers->qkv.num_outputs, queries, queries, layers->gate_up.num_outputs,
-                              layers->gate_up.num_outputs / 2};
+    const int64_t size = element_size((int)d->dtype), n = s->num_tokens, few = smallest(BLOCK_ROWS, n);
+    const int64_t queries = n * d->num_heads * d->head_dim, gate_up = few * layers->gate_up.num_outputs;
     buffers b;
-    char **const of[] = {&b.normed, &b.qkv, &b.query, &b.attended, &b.gate_up, &b.activated};
-    int64_t total = 0;
-    for (int i = 0; i < 6; i++) total += (widths[i] * row + 63) / 64 * 64;
-    char *memory = aligned_alloc(64, (size_t)widest(total, 64));
+    const struct {
+        char **at;
+        int64_t count;
+    } parts[] = {{&b.normed, few * d->hidden_size}, {&b.qkv, few * layers->qkv.num_outputs}, {&b.query, queries},
+                 {&b.attended, queries},            {&b.gate_up, gate_up},                   {&b.activated, gate_up / 2}};
+    const int num_parts = sizeof parts / sizeof *parts;
+    int64_t total = 64;
+    for (int i = 0; i < num_parts; i++) total += (parts[i].count * size + 63) / 64 * 64;
+    char *memory = aligned_alloc(64, (size_t)total);
     if (!memory) return FF_NO_MEMORY;
     char *next = memory;
-    for (int i = 0; i < 6; i++) {
-        *of[i] = next;
-        next += (widths[i] * row + 63) / 64 * 64;
+    for (int i = 0; i < num_parts; i++) {
+        *parts[i].at = next;
+        next += (parts[i].count * size + 63) / 64 * 64;
     }
     int status = FF_OK;
     for (int64_t i = 0; i < d->num_layers && !status; i++) status = run_layer(layers + i, d, s, &b, i == 0);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,6 +26,10 @@ class Machine:
     gpu_memory_bytes: int = 0
     """Memory of one GPU; 0: there is none."""
     has_triton: bool = False
+    is_hopper: bool = False
+    """Whether the GPU has compute capability 9.0."""
+    has_nvrtc: bool = False
+    """Whether NVIDIA's compiler for CUDA C++ is among the packages that torch installs."""
     has_native: bool = False
     """Whether the C kernels can be used."""
     native_problem: str = ""
@@ -59,9 +64,17 @@ class Machine:
 
         if not torch.cuda.is_available():
             return here
+        from fleetfoot.kernels.runtime.cuda_source import find_nvrtc
+
         properties = torch.cuda.get_device_properties(0)
-        has_triton = importlib.util.find_spec("triton") is not None
-        return replace(here, gpu_name=properties.name, gpu_memory_bytes=properties.total_memory, has_triton=has_triton)
+        return replace(
+            here,
+            gpu_name=properties.name,
+            gpu_memory_bytes=properties.total_memory,
+            has_triton=importlib.util.find_spec("triton") is not None,
+            is_hopper=torch.version.hip is None and (properties.major, properties.minor) == (9, 0),
+            has_nvrtc=find_nvrtc(torch.version.cuda) is not None,
+        )
 
 
 class Platform:
@@ -80,6 +93,11 @@ class Platform:
 
 
 current_platform = Platform()
+
+
+def names_hopper(gpu_name: str) -> bool:
+    """Whether a GPU of this name has compute capability 9.0."""
+    return re.search(r"\bG?H(20|100|200|800)\b", gpu_name) is not None
 
 
 def may_have_gpu() -> bool:

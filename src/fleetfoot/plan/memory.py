@@ -16,6 +16,7 @@ from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
 from fleetfoot.config.sharding import num_kv_heads, pipeline_layers, vocab_rows
 from fleetfoot.distributed import pipeline_group_bytes, tensor_group_bytes
 from fleetfoot.kernels.attention import sdpa_workspace_bytes
+from fleetfoot.kernels.cluster.fit import NO_LAYER_CHAIN, LayerChainPlan
 from fleetfoot.kernels.interface import KernelPlan
 from fleetfoot.kernels.prepare.tables import row_table_bytes, staging_bytes, step_buffer_bytes, token_page_bytes
 from fleetfoot.kernels.sampling import CHUNK_BYTES_PER_ELEMENT, MAX_ELEMENTS
@@ -53,6 +54,7 @@ class EngineShape:
     linear_method: LinearMethod = UNQUANTIZED
     pipeline_rank: int = 0
     """The pipeline stage that is counted. All ranks of a tensor group have the same."""
+    layer_chain: LayerChainPlan = NO_LAYER_CHAIN
 
     @cached_property
     def max_num_batched_tokens(self) -> int:

@@ -13,6 +13,7 @@ from fleetfoot.config.engine import MAX_RESTARTS, EngineConfig
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
 from fleetfoot.config.pooling import Pooling
 from fleetfoot.fusion import LayerFusion
+from fleetfoot.kernels.cluster.fit import NO_LAYER_CHAIN, LayerChainPlan
 from fleetfoot.kernels.interface import KernelPlan
 from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.plan.connector import ConnectorPlan
@@ -61,6 +62,8 @@ class EnginePlan:
     """The active KV connector."""
     drafter: DrafterShape = NO_DRAFTER
     """What speculative decoding adds on the last rank of a pipeline, and the model that drafts."""
+    layer_chain: LayerChainPlan = NO_LAYER_CHAIN
+    """Steps in which two kernels compute a fused layer."""
     drafter_fusion: tuple[LayerFusion, ...] = ()
     """For each decoder layer of the model that drafts."""
     pooling: Pooling | None = None

@@ -17,6 +17,7 @@ from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.pooling import Pooling, classifier_tokens, is_bidirectional, is_pooling_model, resolve_pooling
 from fleetfoot.config.sharding import check_pipeline_parallel_size, check_tensor_parallel_size
 from fleetfoot.fusion import plan_fusion
+from fleetfoot.kernels.cluster.fit import NO_LAYER_CHAIN, plan_layer_chain
 from fleetfoot.kernels.registry import DeviceFacts, plan_kernels
 from fleetfoot.kv_transfer.base.registry import names_connector
 from fleetfoot.plan.connector import locate_connector
@@ -92,6 +93,7 @@ def resolve_plan(
         capture_table=shape.capture_table,
         memory=memory,
         fusion=plan_fusion(model, decision.runner),
+        layer_chain=shape.layer_chain,
         connector=locate_connector(decision.connector),
         drafter=drafter,
         pooling=pooling,
@@ -119,6 +121,16 @@ def _engine_shape(
     own_dtype = "bfloat16" if device == "cuda" and model.dtype == "float32" else model.dtype
     dtype = own_dtype if config.dtype == "auto" else config.dtype
     models = [model] if found is None else [model, found.config]
+    layer_chain = NO_LAYER_CHAIN
+    if device == "cuda" and all(layer.is_fused for layer in plan_fusion(model, runner)):
+        layer_chain = plan_layer_chain(
+            model,
+            dtype=dtype,
+            block_size=config.block_size,
+            num_ranks=config.world_size,
+            is_hopper=machine.is_hopper,
+            has_nvrtc=machine.has_nvrtc,
+        )
     return EngineShape(
         config=config,
         model=model,
@@ -132,8 +144,10 @@ def _engine_shape(
                 machine.has_triton,
                 config.compiles_layers,
                 frozenset((one.head_dim, one.num_heads // one.num_kv_heads) for one in models),
+                has_layer_chain=layer_chain.max_rows > 0,
             )
         ),
+        layer_chain=layer_chain,
         max_model_len=config.max_model_len or limit,
         drafter=drafter_shape(config, model, found, dtype, device),
     )

@@ -24,6 +24,7 @@ from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import ModelRunnerOutput, PendingOutput, SchedulerOutput, TokenMasks
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
 from fleetfoot.speculative.drafter import NO_DRAFTING, DraftSettings
+from fleetfoot.utils.memory import use_small_pages
 from fleetfoot.utils.process import run_all
 from fleetfoot.weights.loading import ModelLoader
 from fleetfoot.weights.sleep import KV_CACHE, RESIDENT, WEIGHTS, SleepMemory
@@ -256,7 +257,9 @@ def allocate_kv_cache(layout: KVLayout, device: torch.device) -> list[torch.Tens
     dtype = getattr(torch, layout.dtype)
     if device.type != "cpu":
         return [torch.zeros(shape, dtype=dtype, device=device) for shape in layout.layer_shapes]
-    return [
-        torch.from_numpy(np.zeros(math.prod(shape) * DTYPE_BYTES[layout.dtype], dtype=np.uint8)).view(dtype).view(shape)
-        for shape in layout.layer_shapes
-    ]
+    tensors = []
+    for shape in layout.layer_shapes:
+        memory = np.zeros(math.prod(shape) * DTYPE_BYTES[layout.dtype], dtype=np.uint8)
+        use_small_pages(memory.ctypes.data, memory.nbytes)
+        tensors.append(torch.from_numpy(memory).view(dtype).view(shape))
+    return tensors

@@ -261,6 +261,8 @@ class GraphManager:
         self.table = table if capture is not None else CaptureTable()
         self.captured: dict[GraphKey, Capture] = {}
         """The captured shapes, the one that was used last at the end."""
+        self.outdated: dict[GraphKey, None] = {}
+        """Captured shapes that are captured again: there are better kernels now."""
         self._needed: dict[GraphKey, None] = {}  # by steps that came before their kernels
         self._variants: dict[SamplingVariant, None] = {}  # of steps
         self.num_steps: Counter[str] = Counter()
@@ -281,6 +283,8 @@ class GraphManager:
 
     def get(self, key: GraphKey) -> Capture | None:
         """The graph of a shape; None: kernels of it are not compiled."""
+        if key in self.outdated:
+            self._try(key)
         if key in self.captured:
             self.captured[key] = captured = self.captured.pop(key)
             return captured
@@ -292,6 +296,7 @@ class GraphManager:
     def _try(self, key: GraphKey) -> Capture | None:
         assert self._capture is not None  # without it the table is empty
         captured = self._capture(key)
+        self.outdated.pop(key, None)
         if captured is not None:
             self.captured[key] = captured
             self._needed.pop(key, None)
@@ -300,12 +305,12 @@ class GraphManager:
         return captured
 
     def capture_next(self) -> bool:
-        """Capture a shape that was needed or, while there is room, another one with a variant of sampling that was.
-        False: there is none, or its kernels are not compiled."""
+        """Capture a shape that is outdated or was needed or, while there is room, another one with a variant of
+        sampling that was. False: there is none, or its kernels are not compiled."""
         has_room = len(self.captured) < self.table.most_graphs
         others = (key for variant in self._variants for key in self.table.with_sampling(variant) if has_room)
-        keys = dict.fromkeys((*self._needed, *self._of_rank(tuple(others))))
-        missing = [key for key in keys if key not in self.captured]
+        keys = dict.fromkeys((*self.outdated, *self._needed, *self._of_rank(tuple(others))))
+        missing = [key for key in keys if key not in self.captured or key in self.outdated]
         return any(self._try(key) is not None for key in missing[:_MOST_TRIED])
 
     def without_graph(self, output: SchedulerOutput, key: GraphKey) -> BatchShape:

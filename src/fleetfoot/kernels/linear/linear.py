@@ -69,6 +69,10 @@ class PlainLinear:
     def unrounded(self, x: torch.Tensor) -> torch.Tensor:
         return self(x)
 
+    @property
+    def has_bias(self) -> bool:
+        return self._bias is not None
+
     def weight(self) -> torch.Tensor:
         return self._weight
 
@@ -147,7 +151,7 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 NO_CHAIN = None
-"""`Kernels.linear_chain` where linear layers are not chained."""
+"""`Kernels.linear_chain` where linear layers are not chained, and `Kernels.layer_chain` where layers are not."""
 
 
 def prepare_linear_torch(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PreparedLinear:

@@ -22,6 +22,11 @@ _DTYPES = (torch.bfloat16, torch.float16)
 """Dtypes that the kernels support."""
 
 
+def _is_aligned(x: torch.Tensor) -> bool:
+    """Whether all rows begin at multiples of 16 bytes."""
+    return x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+
+
 class TritonLinear(PlainLinear):
     """The weight keeps its layout. The number of rows, which the host has, selects the kernel.
 
@@ -36,6 +41,7 @@ class TritonLinear(PlainLinear):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__(weight.contiguous(), None if bias is None else bias.contiguous())
         self._limits = gpu_limits(weight.device)
+        self._has_hopper_kernel = bias is None and weight.dtype in _DTYPES and has_hopper_kernels(weight.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Raises:
@@ -59,7 +65,13 @@ class TritonLinear(PlainLinear):
             shape, dtype = (tiling.splits, *shape), torch.float32
         output = torch.empty(shape, dtype=dtype, device=x.device)
         x = x if x.stride(1) == 1 else x.contiguous()
-        launch_linear(output, x, self._weight, self._bias, self._is_gated, tiling, deferred, scale=self._scale)
+        if tiling.kernel == "hopper":
+            from fleetfoot.kernels.linear.tiled_hopper import launch_linear_hopper
+
+            x = x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+            launch_linear_hopper(output, x, self._weight, tiling, self._limits.num_sms)
+        else:
+            launch_linear(output, x, self._weight, self._bias, self._is_gated, tiling, deferred, scale=self._scale)
         return output
 
     @property
@@ -74,7 +86,10 @@ class TritonLinear(PlainLinear):
             return None
         num_inputs, limits = self._weight.shape[1], self._limits
         gated, may_split = self._is_gated, self._may_split
-        return choose_tiling(num_rows, self._num_outputs, num_inputs, gated=gated, may_split=may_split, limits=limits)
+        hopper = self._has_hopper_kernel and self._scale == 1.0
+        return choose_tiling(
+            num_rows, self._num_outputs, num_inputs, gated=gated, may_split=may_split, limits=limits, hopper=hopper
+        )
 
 
 class ChainedLinear(TritonLinear):
@@ -107,20 +122,17 @@ class ChainedGateUp(ChainedLinear):
 
     _is_gated = True
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        super().__init__(weight, bias)
-        has_kernel = bias is None and weight.dtype in _DTYPES
-        self._has_hopper_kernel = has_kernel and has_hopper_kernels(weight.device)
-
     def _of_many_rows(self, x: torch.Tensor) -> torch.Tensor:
-        if self._has_hopper_kernel and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0:
+        if self._has_hopper_kernel and x.stride(1) == 1 and _is_aligned(x):
             num_sms = self._limits.num_sms
             groups = gated_row_groups(x.shape[0], self._num_outputs, x.shape[1], num_sms)
             if groups is not None:
                 from fleetfoot.kernels.linear.gated_hopper import gated_linear_hopper
 
-                with suppress(KernelNotReadyError):
-                    return gated_linear_hopper(x, self._weight, groups, num_sms)
+                # while the kernel with these tiles is not compiled, the one with the others is slightly slower
+                for size in (groups, 5 - groups):
+                    with suppress(KernelNotReadyError):
+                        return gated_linear_hopper(x, self._weight, size, num_sms)
         return _silu_and_mul(super()._of_many_rows(x))
 
 

@@ -6,6 +6,7 @@ the memory bandwidth: on an H100, one row, 1.4 of 3.0 TB/s for a 4096 x 4096 wei
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -25,6 +26,8 @@ _STAGED_BYTES = 100 * 1024
 _STAGED_CHUNKS = 8
 _GATED_ROWS = 129
 """Rows from which on gated layers without a tiling may use the Hopper kernel."""
+_HOPPER_BYTES = 226 * 1024
+"""Shared memory of a program on a Hopper GPU, without barriers."""
 _MIN_UTILIZATION = 0.88
 """Minimum utilization of the multiprocessors by tiles: from there on the kernel is as fast as the library and
 `silu_and_mul` for 4096 inputs, and faster for fewer."""
@@ -32,50 +35,63 @@ _MIN_UTILIZATION = 0.88
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """A kernel of `fleetfoot.kernels.linear.triton_kernels`, with its compile and launch options."""
+    """A kernel of `fleetfoot.kernels.linear.triton_kernels`, or that of `tiled_hopper` (hopper), with its compile and
+    launch options."""
 
-    kernel: Literal["staged", "streamed", "tiled"]
+    kernel: Literal["staged", "streamed", "tiled", "hopper"]
     outputs: int
-    """Rows of the weight in a tile; tiled and gated: gates and ups, half and half."""
+    """Rows of the weight in a tile; tiled or hopper, and gated: gates and ups, half and half."""
     inputs: int
     """Inputs that are multiplied at a time, by a warp unless tiled; those of all warps are a chunk."""
     row_tile: int
-    """Rows of the input, rounded up: 1 or 8; tiled: in a tile, 16, 32, 64 or 128."""
+    """Rows of the input, rounded up: 1 or 8; tiled: in a tile, 16, 32, 64 or 128; hopper: 64, 128 or 256."""
     stages: int
     """Stages of the pipeline; staged: chunks."""
     num_warps: int = 4
     splits: int = 1
-    """Programs that share a tile of outputs, each with a range of the inputs; 1 unless tiled."""
+    """Ranges of the inputs, in each of which a tile of outputs is multiplied; 1 unless tiled or hopper."""
 
     @property
     def supports_norms(self) -> bool:
         """Whether deferred norms before and after the product are part of the kernel."""
-        return self.kernel != "tiled"
+        return self.kernel not in ("tiled", "hopper")
 
     def shared_bytes(self, gated: bool) -> int:
         """Estimated shared memory of a program."""
-        if self.kernel == "tiled":
+        if not self.supports_norms:
             return (self.outputs + self.row_tile) * self.inputs * self.stages * 2
         return (self.outputs * (2 if gated else 1) + self.row_tile) * self.inputs * self.num_warps * self.stages * 2
 
 
 @lru_cache(maxsize=4096)
 def choose_tiling(
-    num_rows: int, num_outputs: int, num_inputs: int, *, gated: bool, may_split: bool, limits: GPULimits
+    num_rows: int,
+    num_outputs: int,
+    num_inputs: int,
+    *,
+    gated: bool,
+    may_split: bool,
+    limits: GPULimits,
+    hopper: bool = False,
 ) -> Tiling | None:
     """The tiling of this product; None: the library's kernel is faster.
 
     Args:
         num_outputs: outputs of the result: half the rows of a gated weight.
         may_split: the result may be partial sums.
+        hopper: the kernel in Gluon supports the layer.
     """
+    if hopper and num_outputs % 8 == num_inputs % 8 == 0:
+        tiling = hopper_tiling(num_rows, num_outputs, num_inputs, gated, may_split, limits.num_sms)
+        if tiling is not None:
+            return tiling
     table = _MAX_GATED_BYTES if gated else _MAX_BYTES
     max_bytes = next((size for rows, size in table.items() if num_rows <= rows), 0)
     weight_bytes = num_outputs * num_inputs * 2 * (2 if gated else 1)
     if num_rows == 0 or weight_bytes > max_bytes or num_outputs < 16 or num_inputs < 16 or num_inputs % 8:
         return None
     if num_rows <= 8:
-        tiling: Tiling | None = _few_rows(num_rows, num_outputs, num_inputs, gated, weight_bytes, limits)
+        tiling = _few_rows(num_rows, num_outputs, num_inputs, gated, weight_bytes, limits)
     else:
         tiling = _some_rows(num_rows, num_outputs, num_inputs, gated, may_split, weight_bytes, limits.num_sms)
     while tiling is not None and tiling.shared_bytes(gated) > limits.shared_bytes:
@@ -130,6 +146,51 @@ def _some_rows(
     one_each = num_tiles * splits <= num_sms
     stages = {16: (6, 4), 32: (5 if gated or num_rows > 32 else 4, 4), 64: (4, 3), 128: (4, 4)}[row_tile]
     return Tiling("tiled", 64, 128, row_tile, stages[0] if one_each else stages[1], splits=splits)
+
+
+def hopper_tiling(
+    num_rows: int, num_outputs: int, num_inputs: int, gated: bool, may_split: bool, num_sms: int
+) -> Tiling | None:
+    """The tiling of `fleetfoot.kernels.linear.tiled_hopper`; None: other kernels are as fast.
+
+    The rules are those of measurements on an H200, where a program has a multiprocessor for itself. Narrow tiles of few
+    rows occupy more of them, and read the weight and the inputs more often from L2.
+    """
+    if not 64 < num_rows <= 256 or num_inputs < 512:
+        return None
+    few, many = num_rows <= 128, num_rows > 224
+    kind = "gated" if gated else "residual" if may_split else "plain"
+    # [row tile, outputs, splits]
+    candidates = {
+        ("plain", True): [(64, 64, 1), (64, 128, 1)],
+        ("plain", False): [(128, 64, 1)],
+        ("gated", True): [(64, 128, 1), (128, 128, 1)],
+        ("gated", False): [(128, 128, 1)],
+        ("residual", True): [(64, 64, 3), (128, 64, 3)] if num_inputs >= 3072 else [(64, 64, 2), (128, 64, 2)],
+        ("residual", False): [(128, 64, 2), (128, 64, 1)],
+    }[kind, few]
+
+    def used(rows: int, outputs: int, splits: int) -> float:
+        """Tiles for each multiprocessor."""
+        return cdiv(num_rows, rows) * cdiv(num_outputs, outputs // (2 if gated else 1)) * splits / num_sms
+
+    weight_bytes = num_outputs * num_inputs * 2 * (2 if gated else 1)
+    if few or weight_bytes <= (_MAX_GATED_BYTES if gated else _MAX_BYTES)[256]:
+        for candidate in candidates:
+            # The kernel that adds partial sums starts late if no multiprocessor is left for it.
+            if 0.45 <= used(*candidate) <= (1.0 if candidate[2] == 1 else 0.75):
+                return _hopper(*candidate, gated)
+    if many and gated and used(256, 128, 1) >= 0.84 * math.ceil(used(256, 128, 1)):
+        return _hopper(256, 128, 1, gated)
+    if many and may_split and num_inputs >= 8192 and 0.9 <= used(128, 128, 2) <= 1.0:
+        return _hopper(128, 128, 2, gated)
+    return None
+
+
+def _hopper(rows: int, outputs: int, splits: int, gated: bool) -> Tiling:
+    result_bytes = rows * outputs * (1 if gated else 2) if splits == 1 else 0  # partial sums are not staged
+    stages = (_HOPPER_BYTES - result_bytes) // ((rows + outputs) * 64 * 2)
+    return Tiling("hopper", outputs, 64, rows, min(stages, 8), splits=splits)
 
 
 @lru_cache(maxsize=4096)

@@ -122,6 +122,7 @@ class CompileAhead:
         self._waiting: list[int] = []  # numbers of those that are not ready
         self._requested: dict[tuple[Any, ...], FutureKernel] = {}  # launches that had to take another path
         self._missed: dict[FutureKernel, str] = {}
+        self._missed_optional: dict[FutureKernel, str] = {}
         self._num_done = self._num_compiled_in_order = 0
         self._advanced: tuple[int, int | None] = 0, 0
         """`_num_done`, and the argument, of the last `advance` that looked: 60 kernels take 20 us in every step."""
@@ -282,11 +283,12 @@ class CompileAhead:
 
         def launch(*arguments: Any, **options: Any) -> Any:
             kinds = None
+            missed = self._missed_optional if getattr(jit, "is_optional", False) else self._missed
             if self._requested:  # finding out again that a kernel is missing would take 0.1 ms
                 kinds = _kinds(jit, arguments, options)
                 kernel = self._requested.get(kinds)
                 if kernel is not None:
-                    self._missed[kernel] = jit.__name__
+                    missed[kernel] = jit.__name__
                     raise KernelNotReadyError(jit.__name__)
             try:
                 return real(*arguments, **options)
@@ -296,7 +298,7 @@ class CompileAhead:
                 if kernel is None:
                     return real(*arguments, **options)
                 self._requested[kinds] = kernel
-                self._missed[kernel] = jit.__name__
+                missed[kernel] = jit.__name__
                 raise KernelNotReadyError(jit.__name__, self._queue_beside) from None
 
         return launch
@@ -331,6 +333,11 @@ class CompileAhead:
     def take_missed(self) -> dict[FutureKernel, str]:
         """Kernels, with their names, that were not ready in a launch since the last call."""
         missed, self._missed = self._missed, {}
+        return missed
+
+    def take_missed_optional(self) -> dict[FutureKernel, str]:
+        """The same for kernels without which a graph is captured: it is captured again when they are ready."""
+        missed, self._missed_optional = self._missed_optional, {}
         return missed
 
     def _count(self) -> None:

@@ -27,6 +27,7 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 from fleetfoot.config import env
+from fleetfoot.kernels.runtime.cuda_source import CudaSource
 from fleetfoot.kernels.runtime.triton_support import TritonKernel
 
 _NICE = 10
@@ -190,7 +191,7 @@ class CompileWorker:
             RuntimeError: this has been closed.
         """
         try:
-            source = KernelSource.of(job)
+            source = job if isinstance(job, CudaSource) else KernelSource.of(job)
             if source is None:
                 return False
             if not self._has_greeted:
@@ -259,7 +260,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     replies.flush()
     while True:
         try:
-            source: KernelSource = pickle.load(requests)
+            source: KernelSource | CudaSource = pickle.load(requests)
         except EOFError:
             return
         try:

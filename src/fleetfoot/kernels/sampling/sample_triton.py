@@ -169,7 +169,7 @@ def _draw_kernel(
     tl.store(best_ptr + request * num_tiles + tile_id, best)
 
 
-@triton_kernel()
+@triton_kernel(unspecialized=("invalid_ptr",))
 def _pick_kernel(
     token_ids_ptr, invalid_ptr, best_ptr, logits_ptr, row_stride,
     has_invalid: tl.constexpr, num_tiles: tl.constexpr, tiles_pow2: tl.constexpr, overlap: tl.constexpr,

@@ -204,11 +204,16 @@ class ModelRunnerV2(ModelRunner):
 
     def _forward(self, scheduler_output: SchedulerOutput) -> None:
         """From the staged updates to the hidden states, or in a graph to the drafts."""
-        if self._compiler is not None:
-            numbers = scheduler_output.num_kernels
-            self._compiler.ahead.advance(numbers[self._pipeline.rank] if numbers else None)
+        numbers = scheduler_output.num_kernels
+        self._advance(numbers[self._pipeline.rank] if numbers else None)
         with torch.inference_mode(), self._serving():
             self._run_forward(scheduler_output)
+
+    def _advance(self, num_kernels: int | None) -> None:
+        """Use kernels that are compiled: see `CompileAhead.advance`."""
+        if self._compiler is not None:
+            self._compiler.ahead.advance(num_kernels)
+            self.graphs.outdated.update(dict.fromkeys(self._compiler.take_outdated()))
 
     def _run_forward(self, scheduler_output: SchedulerOutput) -> None:
         self._token_sync.receive(scheduler_output.awaited_step)
@@ -386,7 +391,7 @@ class ModelRunnerV2(ModelRunner):
         if self._compiler is None or self._has_failed_to_prepare or self._loader.context.tensor_group.size > 1:
             return False  # ranks capture in the same step
         try:
-            self._compiler.ahead.advance()
+            self._advance(None)
             with torch.inference_mode(), self._serving():
                 return self.graphs.capture_next()
         except Exception as error:  # no request needs it

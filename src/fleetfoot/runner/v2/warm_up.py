@@ -121,6 +121,7 @@ class KernelCompiler:
         """Shapes with kernels that `compile_first` has waited for, on every rank of the group."""
         self._has_all = False
         self._missing: dict[GraphKey, list[FutureKernel]] = {}
+        self._without: dict[GraphKey, list[FutureKernel]] = {}  # optional kernels that a graph has not
         self._notes: list[str] = []
 
     def compile_first(
@@ -189,10 +190,19 @@ class KernelCompiler:
 
         captured = capture(may_capture)
         self._missing[key] = missing
+        if captured is not None and (others := self.ahead.take_missed_optional()):
+            self._without[key] = [*others]
         sampling = "" if key.sampling in (None, PLAIN) else f" {key.sampling}"
         verb = "tried to capture" if captured is None else "captured"
         self._notes.append(f"{verb} {key.kind} {key.num_reqs} {key.num_tokens}{sampling}")
         return captured
+
+    def take_outdated(self) -> list[GraphKey]:
+        """Graphs that were captured without optional kernels that are ready now."""
+        ready = [key for key, kernels in self._without.items() if all(kernel.kernel for kernel in kernels)]
+        for key in ready:
+            del self._without[key]
+        return ready
 
     def take_notes(self) -> list[str]:
         """What the steps since the last call did beside their work: other paths that they took, and captures."""
@@ -201,7 +211,7 @@ class KernelCompiler:
         return notes
 
     def _note_missed(self) -> None:
-        names = sorted({*self.ahead.take_missed().values()})
+        names = sorted({*self.ahead.take_missed().values(), *self.ahead.take_missed_optional().values()})
         self._notes = [*self._notes[-_MOST_NOTES:], *(f"{name} {NOT_COMPILED}" for name in names)]
 
     def close(self) -> None:

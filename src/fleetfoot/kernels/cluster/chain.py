@@ -1,0 +1,129 @@
+"""Decoder layers of a decode of few requests in two kernels each (``layer_blocks.cu``); see `Kernels.layer_chain`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+
+from fleetfoot.kernels.cluster.fit import max_rows
+from fleetfoot.kernels.cluster.layer_blocks import (
+    ATTENTION_BLOCK,
+    MLP_BLOCK,
+    SOURCE,
+    LayerShape,
+    LayerTiling,
+    LayerWeights,
+    StepBuffers,
+    defines,
+    layer_arguments,
+    misfit,
+    rows_of,
+    shared_bytes,
+)
+from fleetfoot.kernels.elementwise import add_rms_norm_torch, add_rms_norm_triton
+from fleetfoot.kernels.interface import LayerParts
+from fleetfoot.kernels.linear.linear import PlainLinear
+from fleetfoot.kernels.runtime.cuda_source import CudaKernel, load
+from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError, or_reference
+from fleetfoot.records.forward_context import ForwardContext
+
+_add_rms_norm = or_reference(add_rms_norm_triton, add_rms_norm_torch)
+
+
+class ClusterLayers:
+    """See `LayerChain`. It computes decodes of up to ``max_rows`` requests, one token each, with all layers."""
+
+    def __init__(self, layers: Sequence[LayerParts], weights: Sequence[LayerWeights], most_rows: int) -> None:
+        self._layers = [*zip(layers, weights, strict=True)]
+        self._max_rows = most_rows
+        parts, first = layers[0], weights[0]
+        self._head_dim = parts.rotary.cos_sin.shape[1]
+        self._num_heads, self._hidden, self._intermediate = parts.num_heads, first.qkv.shape[1], first.down.shape[1]
+        self._num_kv_heads = (first.qkv.shape[0] // self._head_dim - parts.num_heads) // 2
+        self._caches = [each.kv_index for each in layers]
+
+    def __call__(
+        self, x: torch.Tensor, ctx: ForwardContext, num_layers: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        rows, metadata = len(x), ctx.attention
+        is_decode = metadata.max_query_len == 1 and metadata.num_reqs == rows
+        if num_layers < len(self._layers) or not is_decode or rows > self._max_rows:
+            return None
+        caches = [ctx.kv_caches[index] for index in self._caches]
+        tiling, shape = LayerTiling(rows_of(rows)), self.shape(caches[0].shape[3])
+        if not self._fits(x, caches, shape, tiling):
+            return None
+        try:
+            attention_block, mlp_block = (load(kernel, x.device) for kernel in kernels_of(shape, tiling))
+        except KernelNotReadyError as error:
+            error.queue(lambda: self(x, ctx, num_layers))  # the second one, too
+            return None
+        buffers, source = StepBuffers(rows, self._hidden, tiling.clusters, x.device), x
+        num_ctas = tiling.clusters * tiling.ctas
+        for index, ((parts, weights), cache_) in enumerate(zip(self._layers, caches, strict=True)):
+            first = layer_arguments(parts, weights, cache_, metadata, buffers, None if index else source)
+            # the first one reads what the step's preparation writes, before it waits
+            attention_block.launch(num_ctas, bytes(first[0]), dependent=index > 0)
+            mlp_block.launch(num_ctas, bytes(first[1]), dependent=True)
+        last = self._layers[-1][0]
+        _, total = _add_rms_norm(buffers.partials[1], buffers.residuals[1], last.mlp_norm, last.eps)
+        # a dry pass goes on with the other path, which steps take until these kernels are compiled
+        return None if attention_block.is_dry else (total, total)
+
+    def shape(self, block_size: int) -> LayerShape:
+        """``block_size``: positions of a KV block."""
+        heads = self._num_heads, self._num_kv_heads, self._head_dim
+        return LayerShape(self._hidden, *heads, self._intermediate, block_size)
+
+    def _fits(self, x: torch.Tensor, caches: Sequence[torch.Tensor], shape: LayerShape, tiling: LayerTiling) -> bool:
+        expected = shape.num_kv_heads, shape.block_size, shape.head_dim
+        return (
+            x.dtype is torch.bfloat16
+            and x.is_contiguous()
+            and all(each.dtype is x.dtype and each.shape[2:] == expected and each.stride(4) == 1 for each in caches)
+            and _is_supported(shape, tiling)
+        )
+
+
+@cache
+def _is_supported(shape: LayerShape, tiling: LayerTiling) -> bool:
+    return misfit(shape, tiling) is None
+
+
+@cache
+def kernels_of(shape: LayerShape, tiling: LayerTiling) -> tuple[CudaKernel, CudaKernel]:
+    """Those of a layer: attention, and the MLP."""
+    macros, sizes = defines(shape, tiling), shared_bytes(shape, tiling)
+    source = f"{SOURCE.parent.name}/{SOURCE.name}"
+    attention_block, mlp_block = (
+        CudaKernel(source, function, macros, tiling.ctas, tiling.threads, size)
+        for function, size in zip((ATTENTION_BLOCK, MLP_BLOCK), sizes, strict=True)
+    )
+    return attention_block, mlp_block
+
+
+def chain_layers(layers: Sequence[LayerParts]) -> ClusterLayers | None:
+    """See `Kernels.layer_chain`."""
+    weights, rows = [*map(_weights, layers)], max_rows(len(layers[0].input_norm))
+    found = [each for each in weights if each is not None]
+    return ClusterLayers(layers, found, rows) if rows and len(found) == len(layers) else None
+
+
+def _weights(layer: LayerParts) -> LayerWeights | None:
+    """The weights of a layer that the kernels compute; None: they do not."""
+    linears, rotary = [_dense(each) for each in (layer.qkv, layer.o, layer.gate_up, layer.down)], layer.rotary
+    has_norms = rotary.q_norm is not None
+    if layer.window is not None or rotary.norm_offset or has_norms != (rotary.k_norm is not None):
+        return None
+    dense = [each for each in linears if each is not None]
+    return LayerWeights(*dense) if len(dense) == len(linears) else None
+
+
+def _dense(linear: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
+    """The weight of a layer without a bias; None: it is not stored so."""
+    if not isinstance(linear, PlainLinear) or linear.has_bias:
+        return None
+    weight = linear.weight()
+    return weight if weight.dtype is torch.bfloat16 and weight.is_contiguous() else None

@@ -1,0 +1,262 @@
+"""Shapes, tilings and arguments of the kernels in ``layer_blocks.cu``: a decoder layer for a few rows in two kernels of
+thread-block clusters (Hopper)."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2
+
+if TYPE_CHECKING:
+    import torch
+
+    from fleetfoot.kernels.interface import LayerParts
+    from fleetfoot.records.forward_context import AttentionMetadata
+
+SOURCE = Path(__file__).with_name("layer_blocks.cu")
+ATTENTION_BLOCK, MLP_BLOCK = "attention_block", "mlp_block"
+MAX_ROWS = 8
+SHARED_BYTES = 115712
+"""Of a thread block: two of them, of consecutive kernels, are resident on a multiprocessor of Hopper."""
+_MIN_STAGES, _MAX_STAGES = 2, 32
+_MAX_SLOT_BYTES = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """The layers that share a kernel."""
+
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate: int
+    block_size: int
+    """Positions of a KV block."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTiling:
+    """Compile-time constants of the kernels, next to the shape."""
+
+    rows: int
+    """Maximum rows of a step: 1, 2, 4 or 8."""
+    clusters: int = 16
+    ctas: int = 8
+    """Thread blocks of a cluster."""
+    warps: int = 4
+    """That compute; one more copies weights."""
+    slot_bytes: int = _MAX_SLOT_BYTES
+    """Weights in a stage of the ring, at most."""
+    shared_bytes: int = SHARED_BYTES
+    attention_registers: int = 112
+    mlp_registers: int = 64
+
+    @property
+    def threads(self) -> int:
+        return (self.warps + 1) * 32
+
+
+def misfit(shape: LayerShape, tiling: LayerTiling) -> str | None:
+    """Why the kernels cannot compute layers of this shape; None: they can."""
+    clusters, ctas = tiling.clusters, tiling.ctas
+    blocks = clusters * ctas
+    group = shape.num_heads // shape.num_kv_heads
+    cluster_heads = shape.num_heads // clusters
+    checks = {
+        f"head_dim {shape.head_dim} is not 64 or 128": shape.head_dim in (64, 128),
+        f"{shape.num_heads} heads are not a multiple of {clusters}": shape.num_heads % clusters == 0,
+        f"{shape.num_heads} heads with {shape.num_kv_heads} KV heads: a cluster would need several KV heads": (
+            shape.num_heads % shape.num_kv_heads == 0 and cluster_heads > 0 and group % cluster_heads == 0
+        ),
+        f"{(cluster_heads + 2) * shape.head_dim} outputs of a cluster are not a multiple of {16 * ctas}": (
+            (cluster_heads + 2) * shape.head_dim % (16 * ctas) == 0
+        ),
+        f"hidden size {shape.hidden} is not a multiple of {64 * ctas}": shape.hidden % (64 * ctas) == 0,
+        f"hidden size {shape.hidden} is not a multiple of {32 * tiling.warps}": shape.hidden % (32 * tiling.warps) == 0,
+        f"intermediate size {shape.intermediate} is not a multiple of {8 * blocks}": (
+            shape.intermediate % (8 * blocks) == 0 and shape.intermediate % (32 * clusters) == 0
+        ),
+        f"KV blocks of {shape.block_size} positions are not a multiple of 16": shape.block_size % 16 == 0,
+    }
+    for reason, fits in checks.items():
+        if not fits:
+            return reason
+    plan = _Plan(shape, tiling)
+    if min(plan.stages) < _MIN_STAGES:
+        return f"{tiling.rows} rows of {shape.hidden} leave no shared memory for weights"
+    return None
+
+
+class _Plan:
+    """Sizes that follow from a shape and a tiling. Shared memory is laid out by the kernel's source, which compares its
+    size with `fixed_bytes`."""
+
+    def __init__(self, shape: LayerShape, tiling: LayerTiling) -> None:
+        rows, ctas, clusters, warps = tiling.rows, tiling.ctas, tiling.clusters, tiling.warps
+        heads = shape.num_heads // clusters
+        attended, activated = heads * shape.head_dim, shape.intermediate // clusters
+        self.in_columns = _in_columns(shape.hidden, 32 * warps, tiling.slot_bytes)
+        self.o = _out_stage(attended, shape.hidden // ctas, warps, tiling.slot_bytes)
+        self.down = _out_stage(activated, shape.hidden // ctas, warps, tiling.slot_bytes)
+        outs = (16 * tiles * columns * 2 for tiles, columns in (self.o, self.down))
+        self.slot_bytes = cdiv(max(16 * self.in_columns * 2, *outs) + 64, 128) * 128
+
+        squares = ctas * cdiv(shape.hidden // ctas, 64)
+        splits = warps * heads * (shape.head_dim + 2) * 4
+        shared = 1024 + rows * squares * 4 + shape.hidden // ctas * 2 + max(rows * _pitch(shape.hidden), splits) + 512
+        qkv_size = (heads + 2) * shape.head_dim
+        block_rows, row_blocks = max(1, rows // ctas), max(1, ctas // rows)
+        attention = qkv_size // ctas * warps * rows * 4 + block_rows * (qkv_size * 2 + shape.head_dim * 4)
+        attention += 4 * shape.head_dim + rows * row_blocks * heads * (shape.head_dim + 2) * 4 + rows * _pitch(attended)
+        mlp = shape.intermediate // (clusters * ctas) * 2 * warps * rows * 4 + rows * _pitch(activated)
+        self.fixed_bytes = [cdiv(shared + each, 128) * 128 + 512 for each in (attention, mlp)]
+        most = [
+            self._num_stages(qkv_size // ctas, shape, self.o, tiling, attended),
+            self._num_stages(shape.intermediate // (clusters * ctas) * 2, shape, self.down, tiling, activated),
+        ]
+        room = [(tiling.shared_bytes - each) // self.slot_bytes for each in self.fixed_bytes]
+        self.stages = [min(*each, _MAX_STAGES) for each in zip(room, most, strict=True)]
+
+    def _num_stages(
+        self, outputs: int, shape: LayerShape, out: tuple[int, int], tiling: LayerTiling, inputs: int
+    ) -> int:
+        """Stages of both products."""
+        first = outputs // 16 * (shape.hidden // self.in_columns)
+        return first + shape.hidden // tiling.ctas // (16 * out[0]) * (inputs // out[1])
+
+
+def _pitch(columns: int) -> int:
+    return columns * 2 + (0 if columns % 64 else 64)
+
+
+def _in_columns(hidden: int, unit: int, slot_bytes: int) -> int:
+    """Columns of 16 rows in a slot, a multiple of ``unit``."""
+    return max(
+        size
+        for size in range(unit, hidden + 1, unit)
+        if hidden % size == 0 and (size * 32 <= slot_bytes or size == unit)
+    )
+
+
+def _out_stage(inputs: int, outputs: int, warps: int, slot_bytes: int) -> tuple[int, int]:
+    """Tiles of 16 rows, and their columns, of a stage of the second product: as many bytes as fit, but rows of 256
+    bytes or more are worth a smaller stage."""
+    stages = [
+        (tiles, columns)
+        for tiles in (1, 2, 4, 8)
+        if tiles <= warps and outputs % (16 * tiles) == 0
+        for columns in range(32, inputs + 1, 32)
+        if inputs % columns == 0 and tiles * 32 * columns <= slot_bytes
+    ]
+    return max(stages, key=lambda stage: (stage[0] * stage[1] * (1.0 if stage[1] >= 128 else 0.7), stage[0]))
+
+
+def defines(shape: LayerShape, tiling: LayerTiling) -> tuple[tuple[str, int], ...]:
+    """The macros of the source."""
+    plan = _Plan(shape, tiling)
+    return tuple(
+        {
+            "HIDDEN": shape.hidden, "HEADS": shape.num_heads, "KV_HEADS": shape.num_kv_heads,
+            "HEAD_DIM": shape.head_dim, "INTERMEDIATE": shape.intermediate, "BLOCK_SIZE": shape.block_size,
+            "ROWS": tiling.rows, "CLUSTERS": tiling.clusters, "CTAS": tiling.ctas,
+            "WARPS": tiling.warps,
+            "ATTENTION_REGISTERS": tiling.attention_registers, "MLP_REGISTERS": tiling.mlp_registers,
+            "IN_COLUMNS": plan.in_columns, "O_TILES": plan.o[0], "O_COLUMNS": plan.o[1],
+            "DOWN_TILES": plan.down[0], "DOWN_COLUMNS": plan.down[1], "SLOT_BYTES": plan.slot_bytes,
+            "ATTENTION_STAGES": plan.stages[0], "MLP_STAGES": plan.stages[1],
+            "ATTENTION_FIXED_BYTES": plan.fixed_bytes[0], "MLP_FIXED_BYTES": plan.fixed_bytes[1],
+        }.items()
+    )  # fmt: skip
+
+
+def shared_bytes(shape: LayerShape, tiling: LayerTiling) -> tuple[int, int]:
+    """Shared memory of a block of both kernels."""
+    plan = _Plan(shape, tiling)
+    first, second = (
+        fixed + count * plan.slot_bytes for fixed, count in zip(plan.fixed_bytes, plan.stages, strict=True)
+    )
+    return first, second
+
+
+def _struct_fields(text: str) -> list[tuple[str, type]]:
+    kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double}
+    return [(name, kinds[kind]) for kind, name in (word.split(":") for word in text.split())]
+
+
+class Arguments(ctypes.Structure):
+    """``struct Arguments`` of the source."""
+
+    _fields_ = _struct_fields(
+        "p:partials p:residual p:residual_out p:partials_out p:norm p:weight_in p:weight_out p:stamps i:rows d:eps "
+        "p:kv_cache i:block_stride i:value_stride i:head_stride i:token_stride p:seq_lens p:block_tables "
+        "i:table_stride p:slots p:cos_sin p:q_norm p:k_norm d:head_eps d:scale_log2"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """The weights ``[outputs, inputs]`` of a layer, contiguous bfloat16."""
+
+    qkv: torch.Tensor
+    o: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+class StepBuffers:
+    """What a step's kernels exchange. A kernel reads one pair of the residual and the partial sums and writes the
+    other: all its blocks read what it writes last."""
+
+    def __init__(self, rows: int, hidden: int, clusters: int, device: torch.device) -> None:
+        import torch
+
+        self.residuals = [torch.empty((rows, hidden), dtype=torch.bfloat16, device=device) for _ in range(2)]
+        self.partials = [torch.empty((clusters, rows, hidden), dtype=torch.float32, device=device) for _ in range(2)]
+
+
+def layer_arguments(
+    parts: LayerParts,
+    weights: LayerWeights,
+    kv_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    buffers: StepBuffers,
+    first_input: torch.Tensor | None,
+) -> tuple[Arguments, Arguments]:
+    """Arguments of the two kernels of a layer. ``first_input``: the residual stream ``[rows, hidden]``, contiguous, for
+    the first layer of a chain; later ones read the buffers. After the second kernel the residual is
+    ``buffers.residuals[1]``, and the sum to be added to it ``buffers.partials[1]``."""
+    rotary, (even, odd), (even_sums, odd_sums) = parts.rotary, buffers.residuals, buffers.partials
+    rows = len(even)
+    block_stride, value_stride, head_stride, token_stride = kv_cache.stride()[:4]
+    attention = Arguments(
+        partials=None if first_input is not None else odd_sums.data_ptr(),
+        residual=(odd if first_input is None else first_input).data_ptr(),
+        residual_out=even.data_ptr(), partials_out=even_sums.data_ptr(),
+        norm=parts.input_norm.data_ptr(), weight_in=weights.qkv.data_ptr(), weight_out=weights.o.data_ptr(),
+        rows=rows, eps=parts.eps,
+        kv_cache=kv_cache.data_ptr(), block_stride=block_stride, value_stride=value_stride, head_stride=head_stride,
+        token_stride=token_stride, seq_lens=metadata.seq_lens.data_ptr(), block_tables=metadata.block_tables.data_ptr(),
+        table_stride=metadata.block_tables.stride(0), slots=metadata.slot_mapping.data_ptr(),
+        cos_sin=rotary.cos_sin.data_ptr(), q_norm=_pointer(rotary.q_norm), k_norm=_pointer(rotary.k_norm),
+        head_eps=rotary.eps, scale_log2=parts.scale * math.log2(math.e),
+    )  # fmt: skip
+    mlp = Arguments(
+        partials=even_sums.data_ptr(), residual=even.data_ptr(), residual_out=odd.data_ptr(),
+        partials_out=odd_sums.data_ptr(), norm=parts.mlp_norm.data_ptr(), weight_in=weights.gate_up.data_ptr(),
+        weight_out=weights.down.data_ptr(), rows=rows, eps=parts.eps,
+    )  # fmt: skip
+    return attention, mlp
+
+
+def rows_of(num_rows: int) -> int:
+    """The number of rows of the kernel for a step of ``num_rows``."""
+    return next_power_of_2(num_rows)
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,354 @@
+"""Kernels in CUDA C++, compiled by NVRTC, for what Triton has no words for: clusters of thread blocks, their shared
+memory, bulk copies.
+
+They use the same machinery as Triton's kernels. Processes compile them (`fleetfoot.kernels.runtime.compile_worker`),
+the binaries are in Triton's cache on disk, and dry passes queue them. A kernel is loaded with `load` before each step
+that launches it, which raises `KernelNotReadyError` where a Triton kernel would.
+
+A kernel is an ``extern "C"`` function with one parameter, a struct that is passed by value.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
+from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError, instead_of_launching, launcher
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = Path(__file__).parents[1]
+_GROUP, _BINARY = "cuda.json", "cuda.cubin"
+_MAX_DYNAMIC_SHARED_SIZE_BYTES, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 8, 14
+_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
+_PORTABLE_CLUSTER = 8
+
+
+@dataclass(frozen=True, slots=True)
+class CudaKernel:
+    """A kernel in CUDA C++. Equal ones are compiled once."""
+
+    source: str
+    """The file, below ``fleetfoot/kernels``. It may include the ``.cuh`` files of its folder, and no others."""
+    function: str
+    """Its name, which is declared ``extern "C"``."""
+    defines: tuple[tuple[str, int], ...]
+    """Names and values of macros."""
+    cluster: int
+    """Thread blocks of a cluster, by which the number of a launch is divisible."""
+    threads: int
+    """Threads of a block."""
+    shared_bytes: int
+    """Dynamic shared memory of a block."""
+
+
+class CudaCompileError(RuntimeError):
+    """NVRTC does not compile a kernel; the message is its log."""
+
+
+# --- the compiler -----------------------------------------------------------------------------------------------------
+
+
+def find_nvrtc(cuda_version: str | None) -> Path | None:
+    """NVRTC of the wheels that torch depends on; None: it is not installed. ``cuda_version``: of torch."""
+    spec = find_spec("nvidia")
+    if cuda_version is None or spec is None:
+        return None
+    major = cuda_version.partition(".")[0]
+    part = "cuda_nvrtc" if major == "12" else f"cu{major}"
+    paths = (Path(folder, part, "lib", f"libnvrtc.so.{major}") for folder in spec.submodule_search_locations or ())
+    return next(filter(Path.is_file, paths), None)
+
+
+class _Nvrtc:
+    """NVIDIA's runtime compiler. It needs no GPU."""
+
+    def __init__(self, path: Path) -> None:
+        for builtins in path.parent.glob("libnvrtc-builtins.so.*"):  # it does not look for them beside itself
+            ctypes.CDLL(str(builtins))
+        self._library = ctypes.CDLL(str(path))
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+        self.version = f"{major.value}.{minor.value}"
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if status := getattr(self._library, name)(*arguments):
+            raise CudaCompileError(f"{name} failed with NVRTC error {status}")
+
+    def _read(self, what: str, program: ctypes.c_void_p) -> bytes:
+        size = ctypes.c_size_t()
+        self._call(f"nvrtcGet{what}Size", program, ctypes.byref(size))
+        content = ctypes.create_string_buffer(size.value)
+        self._call(f"nvrtcGet{what}", program, content)
+        return content.raw
+
+    def compile(self, path: Path, options: Sequence[str]) -> bytes:
+        """The binary of a file. Raises `CudaCompileError`."""
+        program = ctypes.c_void_p()
+        text, name = path.read_bytes(), path.name.encode()
+        self._call("nvrtcCreateProgram", ctypes.byref(program), text, name, 0, None, None)
+        try:
+            encoded = [option.encode() for option in options]
+            values = (ctypes.c_char_p * len(encoded))(*encoded)
+            if self._library.nvrtcCompileProgram(program, len(encoded), values):
+                log = self._read("ProgramLog", program).rstrip(b"\0").decode(errors="replace")
+                raise CudaCompileError(f"{path.name} does not compile:\n{log}")
+            return self._read("CUBIN", program)
+        finally:
+            self._library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+@cache
+def _nvrtc(path: Path) -> _Nvrtc:
+    return _Nvrtc(path)
+
+
+@dataclass(frozen=True)
+class CudaSource:
+    """The compilation of a kernel: a job of `CompileAhead`, which another process can run."""
+
+    kernel: CudaKernel
+    architecture: str
+    """As ``sm_90a``."""
+    nvrtc: Path
+    device: torch.device
+    options: ClassVar[tuple[str, ...]] = ("--std=c++17", "--fmad=true")
+
+    @property
+    def name(self) -> str:
+        return self.kernel.function
+
+    @property
+    def key(self) -> str:
+        """Equal for equal binaries."""
+        path = _FOLDER / self.kernel.source
+        texts = [each.read_bytes() for each in (path, *sorted(path.parent.glob("*.cuh")))]
+        hashed = [hashlib.sha256(text).hexdigest() for text in texts]
+        version = _nvrtc(self.nvrtc).version
+        kernel = self.kernel
+        return repr((kernel.source, kernel.function, kernel.defines, hashed, self.options, self.architecture, version))
+
+    def compile(self) -> bytes:
+        """The binary, which is in the cache on disk afterwards. Raises `CudaCompileError`."""
+        path, defines = _FOLDER / self.kernel.source, [f"-D{name}={value}" for name, value in self.kernel.defines]
+        options = (f"--gpu-architecture={self.architecture}", f"--include-path={path.parent}", *self.options, *defines)
+        binary = _nvrtc(self.nvrtc).compile(path, options)
+        manager = self._cache()
+        manager.put_group(_GROUP, {_BINARY: manager.put(binary, _BINARY)})
+        return binary
+
+    def __call__(self) -> LoadedKernel:
+        """The kernel, from the cache on disk or compiled."""
+        from triton import knobs
+
+        path = (self._cache().get_group(_GROUP) or {}).get(_BINARY)
+        binary = self.compile() if path is None else Path(path).read_bytes()
+        if (listener := knobs.compilation.listener) is not None:
+            listener(src=self, metadata={}, metadata_group={}, times=None, cache_hit=path is not None)
+        return LoadedKernel(self.kernel, self.device, binary)
+
+    def _cache(self) -> Any:
+        from triton.runtime.cache import get_cache_manager
+
+        return get_cache_manager(hashlib.sha256(self.key.encode()).hexdigest())
+
+
+# --- launches ---------------------------------------------------------------------------------------------------------
+
+
+class _Attribute(ctypes.Structure):
+    """``CUlaunchAttribute``; the value is a union of 64 bytes."""
+
+    _fields_ = (("id", ctypes.c_uint64), ("value", ctypes.c_uint32 * 16))
+
+
+class _Config(ctypes.Structure):
+    """``CUlaunchConfig``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *arguments: Any) -> None:
+    if status := getattr(_driver(), name)(*arguments):
+        raise RuntimeError(f"{name} failed with CUDA error {status}")
+
+
+class LoadedKernel:
+    """A kernel on a device."""
+
+    is_dry = False
+    """Whether it launches nothing, in a dry pass."""
+
+    def __init__(self, kernel: CudaKernel, device: torch.device, binary: bytes) -> None:
+        self._kernel, self._device, self._binary = kernel, device, binary
+        self._function = ctypes.c_void_p()
+        values = (_CLUSTER_DIMENSION, (kernel.cluster, 1, 1)), (_PROGRAMMATIC_STREAM_SERIALIZATION, (1,))
+        attributes = (_Attribute(name, (ctypes.c_uint32 * 16)(*value)) for name, value in values)
+        self._attributes = (_Attribute * len(values))(*attributes)
+
+    def _init_handles(self) -> None:
+        """Load the binary, once. Called as of ``triton.compiler.CompiledKernel``, in any thread."""
+        if self._function:
+            return
+        _make_context_current(self._device)
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        _call("cuModuleLoadData", ctypes.byref(module), self._binary)
+        _call("cuModuleGetFunction", ctypes.byref(function), module, self._kernel.function.encode())
+        _call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, self._kernel.shared_bytes)
+        if self._kernel.cluster > _PORTABLE_CLUSTER:
+            _call("cuFuncSetAttribute", function, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+        clusters, config = ctypes.c_int(), self._config(self._kernel.cluster, None, dependent=False)
+        _call("cuOccupancyMaxActiveClusters", ctypes.byref(clusters), function, ctypes.byref(config))
+        if not clusters.value:  # on a slice of a GPU
+            raise RuntimeError(f"no cluster of {self._kernel.cluster} thread blocks of this kernel fits in the GPU")
+        self._function = function
+
+    def _config(self, num_ctas: int, stream: int | None, *, dependent: bool) -> _Config:
+        kernel = self._kernel
+        sizes = num_ctas, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes
+        return _Config(*sizes, stream, self._attributes, 1 + dependent)
+
+    def launch(self, num_ctas: int, arguments: bytes, *, dependent: bool) -> None:
+        """Launch on torch's current stream, which may capture.
+
+        Args:
+            num_ctas: number of thread blocks, a multiple of the cluster.
+            arguments: the bytes of the kernel's parameter.
+            dependent: it may start while the kernel before still runs; it waits by ``griddepcontrol.wait``.
+
+        Raises:
+            RuntimeError: with the driver's error.
+        """
+        self._init_handles()
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        config = self._config(num_ctas, stream, dependent=dependent)
+        parameters = (ctypes.c_char_p * 1)(arguments)
+        _call("cuLaunchKernelEx", ctypes.byref(config), self._function, parameters, None)
+
+
+class _DryKernel(LoadedKernel):
+    """A kernel in a dry pass."""
+
+    is_dry = True
+
+    def __init__(self) -> None:
+        pass
+
+    def launch(self, num_ctas: int, arguments: bytes, *, dependent: bool) -> None:
+        pass
+
+
+_DRY = _DryKernel()
+
+
+def _make_context_current(device: torch.device) -> None:
+    """Of the driver, for this thread, which may not have used the device."""
+    context, handle = ctypes.c_void_p(), ctypes.c_int()
+    _call("cuCtxGetCurrent", ctypes.byref(context))
+    if context:
+        return
+    _call("cuDeviceGet", ctypes.byref(handle), device.index or 0)
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
+    _call("cuCtxSetCurrent", context)
+
+
+@dataclass(eq=False)
+class _CudaFunction:
+    """A kernel for a device, with the methods of ``triton.JITFunction`` by which `CompileAhead` queues and launches.
+
+    No step waits for it: a step that would launch it has another path.
+    """
+
+    source: CudaSource
+    is_optional = True
+    """A graph may be captured without it; see `CompileAhead.take_optional`."""
+    has_failed: bool = field(default=False, init=False)
+    _is_queued: bool = field(default=False, init=False)
+    _loaded: LoadedKernel | None = field(default=None, init=False)
+
+    @property
+    def __name__(self) -> str:
+        return self.source.name
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return self._ready
+
+    def _ready(self) -> LoadedKernel:
+        if self._loaded is None:
+            if self._is_queued or instead_of_launching.get() is not None:
+                raise KernelNotReadyError(self.__name__)
+            self._finish(self.source())
+        if self._loaded is None:
+            raise KernelNotReadyError(self.__name__)
+        return self._loaded
+
+    def warmup(self, *, grid: tuple[int, ...]) -> Any:
+        """Queue the compilation; returns a ``triton.FutureKernel``, or None: it is ready, or has failed."""
+        from triton.runtime._async_compile import active_mode
+
+        mode = active_mode.get()
+        if self._loaded is not None or self.has_failed or mode is None:
+            return None
+        self._is_queued = True
+        try:
+            key = self.source.key
+        except (OSError, CudaCompileError) as error:
+            self._fail(error)
+            return None
+        return mode.submit(key, self.source, self._finish)
+
+    def _finish(self, kernel: LoadedKernel) -> None:
+        """Make it ready, between two steps."""
+        try:
+            kernel._init_handles()
+        except RuntimeError as error:
+            self._fail(error)
+        else:
+            self._loaded = kernel
+
+    def _fail(self, error: Exception) -> None:
+        self.has_failed = True
+        logger.warning("%s cannot be loaded, and is not used: %s", self.__name__, error)
+
+
+@cache
+def _function(kernel: CudaKernel, device: torch.device) -> _CudaFunction | None:
+    nvrtc = find_nvrtc(torch.version.cuda)
+    if nvrtc is None:
+        return None
+    major, minor = gpu_limits(device).capability
+    return _CudaFunction(CudaSource(kernel, f"sm_{major}{minor}{'a' if major >= 9 else ''}", nvrtc, device))
+
+
+def load(kernel: CudaKernel, device: torch.device) -> LoadedKernel:
+    """A kernel that can be launched in the present step. In a dry pass, its compilation is queued.
+
+    Raises:
+        KernelNotReadyError: it is not compiled and a step must not wait, or it cannot be compiled here. Outside of
+            steps, one that was not queued is compiled now.
+    """
+    function = _function(kernel, device)
+    if function is None or function.has_failed:
+        raise KernelNotReadyError(kernel.function)
+    loaded: LoadedKernel | None = launcher(function, (1,))()
+    return loaded or _DRY

@@ -1,0 +1,9 @@
+// The kernels of layer_blocks.cu as functions: 0, or 1 if threads wait forever.
+#include "layer_blocks.cu"
+
+extern "C" int run_attention_block(const Arguments* arguments, u32 blocks, u32 shared_bytes) {
+  return !cpu::launch([=] { attention_block(*arguments); }, blocks, CTAS, CONSUMERS + 32, shared_bytes);
+}
+extern "C" int run_mlp_block(const Arguments* arguments, u32 blocks, u32 shared_bytes) {
+  return !cpu::launch([=] { mlp_block(*arguments); }, blocks, CTAS, CONSUMERS + 32, shared_bytes);
+}
