@@ -437,7 +437,8 @@ def test_a_steady_step_is_one_copy_in_one_replay_and_one_copy_out(
         if step > (0 if is_captured_at_start else 2):
             assert device.counts == counts
         scheduler.update(output, pending.get())
-    assert NoValues.num_operations > 100
+    # a graph of the forward pass alone has few operations: the native kernel of a stack of layers is none of them
+    assert NoValues.num_operations > (20 if "logprobs" in features and sampling is None else 100)
     if num_drafts:
         assert runner.graphs.num_steps == {"eager": 1, "uniform": 11}
         assert {key.sampling for key in runner.graphs.captured if key.kind == "uniform"} == {sampling}

@@ -79,7 +79,9 @@ def test_shapes_are_captured_between_requests(caplog: pytest.LogCaptureFixture) 
     runner, scheduler = make_runner(device=RecordingDevice(has_graphs=True)), make_scheduler()
     assert not runner.prepare()  # nothing is compiled ahead
     compiler: Any = SimpleNamespace(
-        ahead=SimpleNamespace(advance=lambda *_: None), capture=lambda key, capture: capture()
+        ahead=SimpleNamespace(advance=lambda *_: None),
+        capture=lambda key, capture: capture(),
+        take_outdated=lambda: (),
     )
     runner._compiler = compiler
     add(scheduler, "first", 3, temperature=0.8, top_k=5, max_tokens=3)
