@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 from fleetfoot.kernels.cluster.layer_blocks import (
-    SOURCE,
+    FOLDER,
     Arguments,
     LayerShape,
     LayerTiling,
@@ -25,7 +25,7 @@ class LayerBlocksOnCpu:
         library = folder / "layer_blocks.so"
         macros = [f"-D{name}={value}" for name, value in defines(shape, tiling)]
         command = ["g++", "-std=c++20", "-O1", "-fno-strict-aliasing", "-shared", "-fPIC", "-w", f"-I{HERE}"]
-        command += [f"-I{SOURCE.parent}", *macros, str(HERE / "layer_blocks.cpp"), "-o", str(library)]
+        command += [f"-I{FOLDER}", *macros, str(HERE / "layer_blocks.cpp"), "-o", str(library)]
         subprocess.run(command, check=True)
         loaded = ctypes.CDLL(str(library))
         self._kernels = loaded.run_attention_block, loaded.run_mlp_block

@@ -265,5 +265,3 @@ DEVICE float high_bf16(u32 packed) { return bits_float(packed & 0xffff0000u); }
 DEVICE float exp2_fast(float x) { return std::exp2(x); }
 DEVICE float inverse_sqrt(float x) { return 1.0f / std::sqrt(x); }
 DEVICE float maximum(float a, float b) { return a > b ? a : b; }
-DEVICE u64 time_ns() { return 0; }
-DEVICE u64 cycles() { return 0; }

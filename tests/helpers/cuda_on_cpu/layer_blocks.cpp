@@ -1,5 +1,6 @@
-// The kernels of layer_blocks.cu as functions: 0, or 1 if threads wait forever.
-#include "layer_blocks.cu"
+// The kernels of a decoder layer as functions: 0, or 1 if threads wait forever.
+#include "attention_block.cu"
+#include "mlp_block.cu"
 
 extern "C" int run_attention_block(const Arguments* arguments, u32 blocks, u32 shared_bytes) {
   return !cpu::launch([=] { attention_block(*arguments); }, blocks, CTAS, CONSUMERS + 32, shared_bytes);

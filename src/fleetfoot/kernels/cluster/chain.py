@@ -1,4 +1,5 @@
-"""Decoder layers of a decode of few requests in two kernels each (``layer_blocks.cu``); see `Kernels.layer_chain`."""
+"""Decoder layers of a decode of few requests in two kernels each (``attention_block.cu``, ``mlp_block.cu``); see
+`Kernels.layer_chain`."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import torch
 from fleetfoot.kernels.cluster.fit import max_rows
 from fleetfoot.kernels.cluster.layer_blocks import (
     ATTENTION_BLOCK,
+    FOLDER,
     MLP_BLOCK,
-    SOURCE,
     LayerShape,
     LayerTiling,
     LayerWeights,
@@ -96,9 +97,8 @@ def _is_supported(shape: LayerShape, tiling: LayerTiling) -> bool:
 def kernels_of(shape: LayerShape, tiling: LayerTiling) -> tuple[CudaKernel, CudaKernel]:
     """Those of a layer: attention, and the MLP."""
     macros, sizes = defines(shape, tiling), shared_bytes(shape, tiling)
-    source = f"{SOURCE.parent.name}/{SOURCE.name}"
     attention_block, mlp_block = (
-        CudaKernel(source, function, macros, tiling.ctas, tiling.threads, size)
+        CudaKernel(f"{FOLDER.name}/{function}.cu", function, macros, tiling.ctas, tiling.threads, size)
         for function, size in zip((ATTENTION_BLOCK, MLP_BLOCK), sizes, strict=True)
     )
     return attention_block, mlp_block

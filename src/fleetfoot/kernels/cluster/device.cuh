@@ -132,14 +132,3 @@ DEVICE float exp2_fast(float x) {
 DEVICE float inverse_sqrt(float x) { return 1.0f / sqrtf(x); }
 DEVICE float maximum(float a, float b) { return fmaxf(a, b); }
 DEVICE u32 float_bits(float x) { return __float_as_uint(x); }
-DEVICE float bits_float(u32 x) { return __uint_as_float(x); }
-DEVICE u64 time_ns() {
-  u64 time;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
-  return time;
-}
-DEVICE u64 cycles() {
-  u64 count;
-  asm volatile("mov.u64 %0, %%clock64;" : "=l"(count));
-  return count;
-}

@@ -1,4 +1,4 @@
-"""Which models and steps the kernels of ``layer_blocks.cu`` compute, from the model's config. No torch."""
+"""Which models and steps the cluster kernels of a layer compute, from the model's config. No torch."""
 
 from __future__ import annotations
 

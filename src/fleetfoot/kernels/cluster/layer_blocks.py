@@ -1,5 +1,5 @@
-"""Shapes, tilings and arguments of the kernels in ``layer_blocks.cu``: a decoder layer for a few rows in two kernels of
-thread-block clusters (Hopper)."""
+"""Shapes, tilings and arguments of ``attention_block.cu`` and ``mlp_block.cu``: a decoder layer for a few rows in two
+kernels of thread-block clusters (Hopper)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from fleetfoot.kernels.interface import LayerParts
     from fleetfoot.records.forward_context import AttentionMetadata
 
-SOURCE = Path(__file__).with_name("layer_blocks.cu")
+FOLDER = Path(__file__).parent
+"""Each kernel is a file of its name."""
 ATTENTION_BLOCK, MLP_BLOCK = "attention_block", "mlp_block"
 MAX_ROWS = 8
 SHARED_BYTES = 115712
@@ -189,10 +190,10 @@ def _struct_fields(text: str) -> list[tuple[str, type]]:
 
 
 class Arguments(ctypes.Structure):
-    """``struct Arguments`` of the source."""
+    """``struct Arguments`` of ``layer_block.cuh``."""
 
     _fields_ = _struct_fields(
-        "p:partials p:residual p:residual_out p:partials_out p:norm p:weight_in p:weight_out p:stamps i:rows d:eps "
+        "p:partials p:residual p:residual_out p:partials_out p:norm p:weight_in p:weight_out i:rows d:eps "
         "p:kv_cache i:block_stride i:value_stride i:head_stride i:token_stride p:seq_lens p:block_tables "
         "i:table_stride p:slots p:cos_sin p:q_norm p:k_norm d:head_eps d:scale_log2"
     )

@@ -1,0 +1,368 @@
+// The first half of a decoder layer for a few rows, one token each: norm, qkv, attention and o.
+#include <layer_block.cuh>
+
+constexpr int HEADS_PER_KV = HEADS / KV_HEADS;
+constexpr int QKV_SIZE = (GROUP_HEADS + 2) * HEAD_DIM;   // outputs of a cluster: its query heads, K, V
+constexpr int QKV_TILES = QKV_SIZE / CTAS / 16;
+
+// Attention: blocks of a row, or rows of a block.
+constexpr int ROW_BLOCKS = CTAS > ROWS ? CTAS / ROWS : 1, BLOCK_ROWS = ROWS > CTAS ? ROWS / CTAS : 1;
+constexpr int ROW_WARPS = WARPS / BLOCK_ROWS;            // warps of a row in a block
+constexpr int SPLITS = ROW_BLOCKS * ROW_WARPS;
+constexpr int LANES = HEAD_DIM / 8;                      // lanes with a position: 16 bytes each
+constexpr int POSITIONS = GROUP_HEADS > 1 ? 2 : 4;       // loaded at once by such lanes, as registers allow
+constexpr int TILE = POSITIONS * (32 / LANES);
+static_assert(BLOCK_SIZE % TILE == 0 && BLOCK_ROWS <= WARPS && HEADS_PER_KV % GROUP_HEADS == 0);
+static_assert(QKV_SIZE % (CTAS * 16) == 0 && ATTENDED % O_COLUMNS == 0 && BLOCK_HIDDEN % (O_TILES * 16) == 0);
+
+struct AttentionMemory : Memory {
+  static constexpr int heads = align(sums + QKV_TILES * WARPS * 16 * ROWS * 4);
+  static constexpr int cos_sin = heads + BLOCK_ROWS * QKV_SIZE * 2;
+  static constexpr int head_norms = cos_sin + BLOCK_ROWS * HEAD_DIM * 4;
+  static constexpr int merged = align(head_norms + 2 * HEAD_DIM * 2);
+  static constexpr int merged_stats = merged + ROWS * ROW_BLOCKS * GROUP_HEADS * HEAD_DIM * 4;
+  static constexpr int output = align(merged_stats + ROWS * ROW_BLOCKS * GROUP_HEADS * 8);
+  static constexpr int ring = align(output + ROWS * pitch(ATTENDED));
+};
+static_assert(AttentionMemory::ring <= ATTENTION_FIXED_BYTES && ATTENTION_STAGES <= 32);
+
+struct Sequence {
+  int row;         // of the step; -1: none
+  int length;      // tokens in the cache, without the new one; -1: padding
+  int split;       // of SPLITS: its tiles are split, split + SPLITS, ...
+  const int* table;
+};
+
+DEVICE Sequence find_sequence(const Arguments& arguments, int rank) {
+  const int warp = thread_index() / 32, row = rank / ROW_BLOCKS * BLOCK_ROWS + warp / ROW_WARPS;
+  if (row >= arguments.rows) return {-1, -1, 0, nullptr};
+  const int split = rank % ROW_BLOCKS * ROW_WARPS + warp % ROW_WARPS;
+  return {row, arguments.seq_lens[row] - 1, split, arguments.block_tables + row * arguments.table_stride};
+}
+
+DEVICE const u16* tile_address(const Arguments& arguments, const Sequence& sequence, int kv_head, int tile) {
+  const i64 block = sequence.table[tile / (BLOCK_SIZE / TILE)], token = tile % (BLOCK_SIZE / TILE) * TILE;
+  return arguments.kv_cache + block * arguments.block_stride + kv_head * arguments.head_stride +
+         token * arguments.token_stride;
+}
+
+// Before `wait_for_inputs`: K and V of earlier steps to L2, tables to shared memory.
+DEVICE void prepare_attention(const Arguments& arguments, int rank, int kv_head) {
+  char* memory = shared_memory();
+  const Sequence sequence = find_sequence(arguments, rank);
+  const int lane = thread_index() % 32, tiles = (sequence.length + TILE - 1) / TILE;
+  const int tile = sequence.split + lane * SPLITS;
+  if (sequence.row >= 0 && tile < tiles && arguments.token_stride == HEAD_DIM) {
+    const u16* from = tile_address(arguments, sequence, kv_head, tile);
+    prefetch(from, TILE * HEAD_DIM * 2);
+    prefetch(from + arguments.value_stride, TILE * HEAD_DIM * 2);
+  }
+  float* cos_sin = reinterpret_cast<float*>(memory + AttentionMemory::cos_sin);
+  for (int i = thread_index(); i < BLOCK_ROWS * HEAD_DIM; i += CONSUMERS) {
+    const int row = rank / ROW_BLOCKS * BLOCK_ROWS + i / HEAD_DIM;
+    const int length = row < arguments.rows ? arguments.seq_lens[row] - 1 : 0;
+    cos_sin[i] = arguments.cos_sin[static_cast<i64>(length < 0 ? 0 : length) * HEAD_DIM + i % HEAD_DIM];
+  }
+  u16* norms = reinterpret_cast<u16*>(memory + AttentionMemory::head_norms);
+  if (arguments.q_norm != nullptr)
+    for (int i = thread_index(); i < 2 * HEAD_DIM; i += CONSUMERS)
+      norms[i] = i < HEAD_DIM ? arguments.q_norm[i] : arguments.k_norm[i - HEAD_DIM];
+}
+
+DEVICE void unpack(const Vector& from, float (&to)[8]) {
+  const u32 words[4] = {from.x, from.y, from.z, from.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    to[2 * i] = low_bf16(words[i]);
+    to[2 * i + 1] = high_bf16(words[i]);
+  }
+}
+
+// 8 elements of a head after norm and rotation, as bf16. `norm`: in shared memory; null: none.
+DEVICE Vector rotate(const Arguments& arguments, const u16* head, const u16* norm, const float* cos_sin) {
+  const int part = thread_index() % LANES, angle = part % (LANES / 2) * 8;
+  float x[8];
+  unpack(load_vector(head + part * 8), x);
+  if (norm != nullptr) {
+    float weight[8], square = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; i++) square += x[i] * x[i];
+#pragma unroll
+    for (int mask = LANES / 2; mask; mask /= 2) square += from_lane_xor(square, mask);
+    const float factor = inverse_sqrt(square / HEAD_DIM + static_cast<float>(arguments.head_eps));
+    unpack(load_vector(norm + part * 8), weight);
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i] = x[i] * factor * weight[i];
+  }
+  const float sign = part < LANES / 2 ? -1.0f : 1.0f;
+  float rotated[8];
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) {
+    const Pair cos = load_pair(cos_sin + angle + i), sin = load_pair(cos_sin + HEAD_DIM / 2 + angle + i);
+    rotated[i] = x[i] * cos.x + sign * from_lane_xor(x[i], LANES / 2) * sin.x;
+    rotated[i + 1] = x[i + 1] * cos.y + sign * from_lane_xor(x[i + 1], LANES / 2) * sin.y;
+  }
+  return {pack_bf16(rotated[0], rotated[1]), pack_bf16(rotated[2], rotated[3]), pack_bf16(rotated[4], rotated[5]),
+          pack_bf16(rotated[6], rotated[7])};
+}
+
+struct KvTile {
+  Vector k[POSITIONS], v[POSITIONS];
+};
+
+// Position i of this lane is tile * TILE + i * (32 / LANES) + its lane group; zeros past the end.
+DEVICE void load_tile(KvTile& to, const Arguments& arguments, const Sequence& sequence, int kv_head, int tile) {
+  const bool is_tile = tile * TILE < sequence.length;
+  const int first = thread_index() % 32 / LANES, part = thread_index() % LANES;
+  const u16* from = is_tile ? tile_address(arguments, sequence, kv_head, tile) : nullptr;
+#pragma unroll
+  for (int i = 0; i < POSITIONS; i++) {
+    const int token = i * (32 / LANES) + first;
+    to.k[i] = to.v[i] = {0, 0, 0, 0};
+    if (tile * TILE + token < sequence.length) {
+      const u16* at = from + token * arguments.token_stride + part * 8;
+      to.k[i] = load_vector(at);
+      to.v[i] = load_vector(at + arguments.value_stride);
+    }
+  }
+}
+
+struct Attended {
+  float max[GROUP_HEADS], sum[GROUP_HEADS], acc[GROUP_HEADS][8];
+};
+
+// `count` positions of a lane group are added; scores are base 2.
+template <int count>
+DEVICE void attend(Attended& to, const float (&q)[GROUP_HEADS][8], const Vector* k, const Vector* v, int valid) {
+#pragma unroll
+  for (int head = 0; head < GROUP_HEADS; head++) {
+    float scores[count], new_max = to.max[head];
+#pragma unroll
+    for (int i = 0; i < count; i++) {
+      float x[8];
+      unpack(k[i], x);
+      scores[i] = 0.0f;
+#pragma unroll
+      for (int j = 0; j < 8; j++) scores[i] += q[head][j] * x[j];
+    }
+#pragma unroll
+    for (int mask = LANES / 2; mask; mask /= 2)
+#pragma unroll
+      for (int i = 0; i < count; i++) scores[i] += from_lane_xor(scores[i], mask);
+#pragma unroll
+    for (int i = 0; i < count; i++)
+      if (i < valid) new_max = maximum(new_max, scores[i]);
+    const float rescale = exp2_fast(to.max[head] - new_max);
+    to.max[head] = new_max;
+    to.sum[head] *= rescale;
+#pragma unroll
+    for (int j = 0; j < 8; j++) to.acc[head][j] *= rescale;
+#pragma unroll
+    for (int i = 0; i < count; i++) {
+      float x[8];
+      const float p = i < valid ? exp2_fast(scores[i] - new_max) : 0.0f;
+      unpack(v[i], x);
+      to.sum[head] += p;
+#pragma unroll
+      for (int j = 0; j < 8; j++) to.acc[head][j] += p * x[j];
+    }
+  }
+}
+
+DEVICE void merge_lanes(Attended& of) {
+#pragma unroll
+  for (int mask = LANES; mask < 32; mask *= 2)
+#pragma unroll
+    for (int head = 0; head < GROUP_HEADS; head++) {
+      const float new_max = maximum(of.max[head], from_lane_xor(of.max[head], mask));
+      const float rescale = exp2_fast(of.max[head] - new_max);
+      of.max[head] = new_max;
+      of.sum[head] *= rescale;
+      of.sum[head] += from_lane_xor(of.sum[head], mask);
+#pragma unroll
+      for (int j = 0; j < 8; j++) {
+        of.acc[head][j] *= rescale;
+        of.acc[head][j] += from_lane_xor(of.acc[head][j], mask);
+      }
+    }
+}
+
+// A warp's splits of its row, to shared memory: per head HEAD_DIM sums, the maximum and the sum of the weights. `tile`
+// holds the first one.
+DEVICE void attend_splits(const Arguments& arguments, const Sequence& sequence, KvTile& tile, int cluster) {
+  char* memory = shared_memory();
+  const int warp = thread_index() / 32, lane = thread_index() % 32, part = lane % LANES;
+  const int kv_head = cluster * GROUP_HEADS / HEADS_PER_KV, row_in_block = warp / ROW_WARPS;
+  const u16* heads = reinterpret_cast<const u16*>(memory + AttentionMemory::heads) + row_in_block * QKV_SIZE;
+  const float* cos_sin = reinterpret_cast<const float*>(memory + AttentionMemory::cos_sin) + row_in_block * HEAD_DIM;
+  const u16* norms = reinterpret_cast<const u16*>(memory + AttentionMemory::head_norms);
+  const bool has_norm = arguments.q_norm != nullptr;
+  const float scale = static_cast<float>(arguments.scale_log2);
+  float q[GROUP_HEADS][8];
+  Attended result;
+#pragma unroll
+  for (int head = 0; head < GROUP_HEADS; head++) {
+    unpack(rotate(arguments, heads + head * HEAD_DIM, has_norm ? norms : nullptr, cos_sin), q[head]);
+    result.max[head] = -1.0e30f;
+    result.sum[head] = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      q[head][j] *= scale;
+      result.acc[head][j] = 0.0f;
+    }
+  }
+  if (sequence.split == SPLITS - 1 && sequence.length >= 0) {  // the new token: this split has the fewest tiles
+    const Vector k = rotate(arguments, heads + ATTENDED, has_norm ? norms + HEAD_DIM : nullptr, cos_sin);
+    const Vector v = load_vector(heads + ATTENDED + HEAD_DIM + part * 8);
+    attend<1>(result, q, &k, &v, lane < LANES ? 1 : 0);
+    const i64 slot = arguments.slots[sequence.row];
+    if (slot >= 0 && lane < LANES && cluster * GROUP_HEADS % HEADS_PER_KV == 0) {
+      u16* to = arguments.kv_cache + slot / BLOCK_SIZE * arguments.block_stride + kv_head * arguments.head_stride +
+                slot % BLOCK_SIZE * arguments.token_stride + part * 8;
+      *reinterpret_cast<Vector*>(to) = k;
+      *reinterpret_cast<Vector*>(to + arguments.value_stride) = v;
+    }
+  }
+  for (int index = sequence.split; index * TILE < sequence.length; index += SPLITS) {
+    if (index != sequence.split) load_tile(tile, arguments, sequence, kv_head, index);
+    const int left = sequence.length - index * TILE - lane / LANES;
+    attend<POSITIONS>(result, q, tile.k, tile.v, left <= 0 ? 0 : (left - 1) / (32 / LANES) + 1);
+  }
+  merge_lanes(result);
+  float* to = reinterpret_cast<float*>(memory + Memory::input) + warp * GROUP_HEADS * (HEAD_DIM + 2);
+#pragma unroll
+  for (int head = 0; head < GROUP_HEADS; head++, to += HEAD_DIM + 2) {
+    if (lane == 0) {
+      to[HEAD_DIM] = result.max[head];
+      to[HEAD_DIM + 1] = result.sum[head];
+    }
+    if (lane < LANES)
+#pragma unroll
+      for (int j = 0; j < 8; j++) to[part * 8 + j] = result.acc[head][j];
+  }
+}
+
+// The splits of this block merged, to all blocks.
+DEVICE void send_splits(const Arguments& arguments, int rank, u64* barrier) {
+  char* memory = shared_memory();
+  float* merged = reinterpret_cast<float*>(memory + AttentionMemory::merged);
+  float* stats = reinterpret_cast<float*>(memory + AttentionMemory::merged_stats);
+  spread<BLOCK_ROWS * GROUP_HEADS * HEAD_DIM / 2, CTAS>([&](int item, int first, int step) {
+    const int column = item * 2 % HEAD_DIM, head = item * 2 / HEAD_DIM % GROUP_HEADS, in_block = item * 2 / ATTENDED;
+    const int row = rank / ROW_BLOCKS * BLOCK_ROWS + in_block;
+    if (row >= arguments.rows) return;
+    const float* parts = reinterpret_cast<const float*>(memory + Memory::input) +
+                         (in_block * ROW_WARPS * GROUP_HEADS + head) * (HEAD_DIM + 2);
+    constexpr int stride = GROUP_HEADS * (HEAD_DIM + 2);
+    float max = -1.0e30f, sum = 0.0f, low = 0.0f, high = 0.0f;
+#pragma unroll
+    for (int i = 0; i < ROW_WARPS; i++) max = maximum(max, parts[i * stride + HEAD_DIM]);
+#pragma unroll
+    for (int i = 0; i < ROW_WARPS; i++) {
+      const Pair stats = load_pair(parts + i * stride + HEAD_DIM), part = load_pair(parts + i * stride + column);
+      const float scale = exp2_fast(stats.x - max);
+      sum += stats.y * scale;
+      low += part.x * scale;
+      high += part.y * scale;
+    }
+    const int split = (row * ROW_BLOCKS + rank % ROW_BLOCKS) * GROUP_HEADS + head;
+    for (int to = first; to < CTAS; to += step) {
+      send(to, merged + split * HEAD_DIM + column, low, high, barrier);
+      if (column == 0) send(to, stats + split * 2, max, sum, barrier);
+    }
+  });
+}
+DEVICE u32 split_bytes(int rows) { return rows * ROW_BLOCKS * GROUP_HEADS * (HEAD_DIM + 2) * 4; }
+
+// The result of attention, bf16, as input of the second product after the next `block_sync`.
+DEVICE void merge_splits(const Arguments& arguments) {
+  char* memory = shared_memory();
+  const float* merged = reinterpret_cast<const float*>(memory + AttentionMemory::merged);
+  const float* stats = reinterpret_cast<const float*>(memory + AttentionMemory::merged_stats);
+  for (int item = thread_index(); item < arguments.rows * ATTENDED / 2; item += CONSUMERS) {
+    const int column = item * 2 % HEAD_DIM, head = item * 2 / HEAD_DIM % GROUP_HEADS, row = item * 2 / ATTENDED;
+    const int first = row * ROW_BLOCKS * GROUP_HEADS + head;
+    float max = -1.0e30f, sum = 0.0f, low = 0.0f, high = 0.0f;
+#pragma unroll
+    for (int i = 0; i < ROW_BLOCKS; i++) max = maximum(max, stats[(first + i * GROUP_HEADS) * 2]);
+#pragma unroll
+    for (int i = 0; i < ROW_BLOCKS; i++) {
+      const int split = first + i * GROUP_HEADS;
+      const Pair stat = load_pair(stats + split * 2), part = load_pair(merged + split * HEAD_DIM + column);
+      const float scale = exp2_fast(stat.x - max);
+      sum += stat.y * scale;
+      low += part.x * scale;
+      high += part.y * scale;
+    }
+    const float factor = sum > 0.0f ? 1.0f / sum : 0.0f;
+    char* to = memory + AttentionMemory::output + row * pitch(ATTENDED) + (head * HEAD_DIM + column) * 2;
+    *reinterpret_cast<u32*>(to) = pack_bf16(low * factor, high * factor);
+  }
+}
+
+// The producer branches of both kernels are written out: as one function they compile to other address arithmetic.
+// Registers: of the 16,384 of a quarter of a multiprocessor, 3 warps of each kernel take at most 16,128.
+KERNEL(ATTENTION_REGISTERS) attention_block(const Arguments arguments) {
+  launch_dependents();
+  char* memory = shared_memory();
+  u64* barriers = reinterpret_cast<u64*>(memory + Memory::barriers);
+  const int rank = cluster_rank(), cluster = block_index() / CTAS, rows = arguments.rows;
+  const int kv_head = cluster * GROUP_HEADS / HEADS_PER_KV;
+  Ring<ATTENTION_STAGES, AttentionMemory::ring, QKV_TILES, ATTENDED, O_TILES, O_COLUMNS> ring;
+  const int first_row = rank / ROW_BLOCKS * BLOCK_ROWS;
+  const int rows_here = rows <= first_row ? 0 : rows - first_row < BLOCK_ROWS ? rows - first_row : BLOCK_ROWS;
+  if (thread_index() >= CONSUMERS) {
+    const auto weight_row = [&](int tile, int half) {
+      const int output = (rank * QKV_TILES + tile) * 16 + half * 8;
+      if (output < ATTENDED) return cluster * ATTENDED + output;
+      const int first = HEADS * HEAD_DIM + kv_head * HEAD_DIM + output - ATTENDED;
+      return output < ATTENDED + HEAD_DIM ? first : first + (KV_HEADS - 1) * HEAD_DIM;
+    };
+    if (thread_index() == CONSUMERS) {
+      ring.init();
+      for (int i = 0; i < 3; i++) barrier_init(barriers + i, 1);
+      barriers_ready();
+      barrier_expect(barriers, norm_bytes(rows));
+      barrier_expect(barriers + 1, rows_here * QKV_SIZE * 2);
+      barrier_expect(barriers + 2, split_bytes(rows));
+    }
+    warp_sync();
+    cluster_arrive();
+    ring.produce(arguments, rank, cluster, weight_row);
+    cluster_wait();
+    return;
+  }
+  load_norm(arguments, rank);
+  prepare_attention(arguments, rank, kv_head);
+  block_sync(CONSUMERS);
+  cluster_arrive();
+  cluster_wait();
+  wait_for_inputs();
+  add_and_norm(arguments, rank, cluster, barriers);
+  barrier_wait(barriers, 0);
+  find_factors(arguments);
+  multiply_in<QKV_TILES>(ring, rows);
+  const Sequence sequence = find_sequence(arguments, rank);
+  KvTile tile;
+  load_tile(tile, arguments, sequence, kv_head, sequence.split);
+  block_sync(CONSUMERS);
+  // q, k and v of each row, to the blocks that attend for it.
+  spread<QKV_TILES * 8 * ROWS, ROW_BLOCKS>([&](int item, int first, int step) {
+    const int pair = item % (QKV_TILES * 8), row = item / (QKV_TILES * 8), tile = pair / 8, in_tile = pair % 8 * 2;
+    if (row >= rows) return;
+    const Pair outputs = outputs_of(tile, in_tile, row);
+    const u32 value = pack_bf16(outputs.x, outputs.y);
+    u16* to = reinterpret_cast<u16*>(memory + AttentionMemory::heads) + row % BLOCK_ROWS * QKV_SIZE;
+    const int begin = row / BLOCK_ROWS * ROW_BLOCKS;
+    for (int block = first; block < ROW_BLOCKS; block += step)
+      send(begin + block, to + (rank * QKV_TILES + tile) * 16 + in_tile, value, barriers + 1);
+  });
+  barrier_wait(barriers + 1, 0);
+  if (sequence.row >= 0) attend_splits(arguments, sequence, tile, cluster);
+  block_sync(CONSUMERS);
+  send_splits(arguments, rank, barriers + 2);
+  barrier_wait(barriers + 2, 0);
+  merge_splits(arguments);
+  block_sync(CONSUMERS);
+  multiply_out<ATTENDED, O_TILES, O_COLUMNS>(ring, arguments, memory + AttentionMemory::output, rank, cluster);
+}
