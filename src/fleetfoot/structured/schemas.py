@@ -12,11 +12,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
 from typing import Any
 
-from fleetfoot.structured.negation import MAX_TEXT, NEVER, NOTES, Resolve, kind_of, negated, other_texts
+from fleetfoot.structured.disjoint import MAX_COMPARED, MAX_REFERENCES, all_disjoint, constants, required_names
+from fleetfoot.structured.negation import MAX_TEXT, NEVER, NOTES, Resolve, negated, other_texts
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
@@ -90,9 +91,6 @@ _MAX_CONTAINED = 8
 """Items up to the first one that ``contains`` demands."""
 _MAX_NEGATED = 8
 """Options of ``oneOf`` of which some can be met together."""
-_MAX_COMPARED = 1 << 16
-"""Pairs of options, or of constants. With more, the compiler decides whether they exclude each other."""
-_MAX_REFERENCES = 32
 _MAX_RESOLVED = 50_000
 """Parts of a schema that are resolved for comparisons: references can form trees of any size."""
 
@@ -114,7 +112,7 @@ def simplified(schema: Mapping[str, Any], *, is_closed: bool = False, has_plain_
     def resolve(part: Any) -> Any:
         if next(left, None) is None:
             return None
-        for _ in range(_MAX_REFERENCES):
+        for _ in range(MAX_REFERENCES):
             if not isinstance(part, dict) or part.keys() - NOTES != {"$ref"} or not isinstance(part["$ref"], str):
                 return part
             part = _find(schema, part["$ref"])
@@ -293,7 +291,7 @@ def _evaluated(schema: Any, resolve: Resolve, depth: int = 0) -> list[str] | Non
     """The properties that a schema and those that are met with it evaluate; None: not by their names alone."""
     schema = resolve(schema)
     others = {*_IN_PLACE, "patternProperties", "additionalProperties"} - {"$ref", "allOf"}
-    if not isinstance(schema, dict) or depth > _MAX_REFERENCES or schema.keys() & others:
+    if not isinstance(schema, dict) or depth > MAX_REFERENCES or schema.keys() & others:
         return None
     properties, parts = schema.get("properties", {}), schema.get("allOf", [])
     if not isinstance(properties, dict) or not isinstance(parts, list):
@@ -329,7 +327,7 @@ def _change_names(schema: dict[str, Any], resolve: Resolve) -> None:
     if names.get("type", "string") != "string":
         return
     if demands in ({"enum"}, {"const"}):
-        allowed = [value for value in _constants(names) or () if isinstance(value, str)]
+        allowed = [value for value in constants(names) or () if isinstance(value, str)]
         forbidden = {name: NEVER for name in properties if name not in allowed}
         schema["properties"] = {**{name: properties.get(name, other) for name in allowed}, **forbidden}
     elif not properties and (pattern := _pattern_of(names, demands)) is not None:
@@ -386,7 +384,7 @@ def _change_set(schema: dict[str, Any], resolve: Resolve) -> None:
     items = resolve(schema.get("items"))
     if isinstance(items, dict) and items.get("type") == "boolean":
         items = {"enum": [False, True], **items}
-    values = _constants(items)
+    values = constants(items)
     if schema.get("maxItems") in (0, 1):
         schema.pop("uniqueItems", None)
     if schema.get("uniqueItems") is not True or schema.get("type") != "array" or "enum" in schema or values is None:
@@ -421,7 +419,7 @@ def _change_contains(schema: dict[str, Any]) -> None:
 
 def _change_counts(schema: dict[str, Any]) -> None:
     """``minProperties`` and ``maxProperties`` of named properties that are not all required."""
-    properties, required = schema.get("properties"), set(_required(schema))
+    properties, required = schema.get("properties"), set(required_names(schema))
     if not isinstance(properties, dict) or schema.get("additionalProperties") is not False:
         return
     if schema.get("patternProperties") or not required < set(properties):
@@ -441,9 +439,9 @@ def _change_counts(schema: dict[str, Any]) -> None:
 def _change_one_of(schema: dict[str, Any], resolve: Resolve) -> None:
     """Options of which no two are met are those of ``anyOf``."""
     options = schema.get("oneOf")
-    if not isinstance(options, list) or len(options) ** 2 > _MAX_COMPARED:
+    if not isinstance(options, list) or len(options) ** 2 > MAX_COMPARED:
         return
-    if not _all_disjoint(options, resolve):
+    if not all_disjoint(options, resolve):
         others = [negated(option, resolve) for option in options] if len(options) <= _MAX_NEGATED else [None]
         if None in others:
             return
@@ -467,79 +465,3 @@ def _change_conditions(schema: dict[str, Any], resolve: Resolve) -> None:
         then, otherwise = schema.pop("then", True), schema.pop("else", True)
         options = [[fitting, then], [other, otherwise]]
         _add(schema, {"anyOf": [{"allOf": [part for part in option if part is not True]} for option in options]})
-
-
-def _all_disjoint(options: Sequence[Any], resolve: Resolve) -> bool:
-    return all(_are_disjoint(one, other, resolve) for one, other in combinations(options, 2))
-
-
-def _are_disjoint(one: Any, other: Any, resolve: Resolve, depth: int = 0) -> bool:
-    """Whether no value is valid under both of two schemas, as far as types, constants and properties show."""
-    one, other = resolve(one), resolve(other)
-    if one is False or other is False:
-        return True
-    if not isinstance(one, dict) or not isinstance(other, dict) or depth > _MAX_REFERENCES:
-        return False
-    values, others = _constants(one), _constants(other)
-    if values is not None and others is not None:
-        is_small = len(values) * len(others) <= _MAX_COMPARED
-        return is_small and not any(value == another for value in values for another in others)
-    for constants, pattern in ((values, other.get("pattern")), (others, one.get("pattern"))):
-        if (
-            constants is not None
-            and isinstance(pattern, str)
-            and not any(_may_fit(value, pattern) for value in constants)
-        ):
-            return True
-    kinds, other_kinds = _kinds(one), _kinds(other)
-    if kinds is None or other_kinds is None:
-        return False
-    if not kinds & other_kinds:
-        return True
-    return kinds == other_kinds == {"object"} and any(
-        _are_disjoint(_property(one, name), _property(other, name), resolve, depth + 1)
-        for name in {*_required(one), *_required(other)}
-    )
-
-
-def _may_fit(value: Any, pattern: str) -> bool:
-    """Whether a value fits a pattern, as far as it can be evaluated here."""
-    try:
-        return not isinstance(value, str) or re.search(pattern, value, re.ASCII) is not None
-    except (re.error, OverflowError, RecursionError):
-        return True
-
-
-def _kinds(schema: Mapping[str, Any]) -> set[str] | None:
-    """The types of the values of a schema; None: any."""
-    if (values := _constants(schema)) is not None:
-        return {kind_of(value) for value in values}
-    kinds = schema.get("type")
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-        return None
-    return {"number" if kind == "integer" else kind for kind in kinds}
-
-
-def _property(schema: Mapping[str, Any], name: str) -> Any:
-    """What a schema demands of a property; parts that patterns of names demand are left out."""
-    properties = schema.get("properties")
-    if isinstance(properties, dict) and name in properties:
-        return properties[name]
-    return {} if schema.get("patternProperties") else schema.get("additionalProperties", {})
-
-
-def _required(schema: Mapping[str, Any]) -> Iterable[str]:
-    """The properties that an object must have."""
-    names = schema.get("required")
-    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-
-
-def _constants(schema: Any) -> list[Any] | None:
-    """The values that a schema lists; None: it lists none."""
-    if not isinstance(schema, dict):
-        return None
-    if "const" in schema:
-        return [schema["const"]]
-    values = schema.get("enum")
-    return values if isinstance(values, list) else None
