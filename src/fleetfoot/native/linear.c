@@ -139,9 +139,9 @@ INLINE void multiply_step(const layer *l, const uint32_t *x, const uint32_t *wei
 }
 
 /* One block of rows against units first .. last of `panels` panels from `panel` on. Between two parts of a panel the sums
- * are stored in sums [rows, PANEL]; whole panels need none. */
+ * are stored in sums [rows, PANEL]; whole panels need none. `widened`: these units as float32, or NULL. */
 INLINE void multiply_block(const layer *l, const block *b, float *sums, int64_t panel, int64_t first, int64_t last,
-                           int dtype, const int panels, const int rows) {
+                           const float *widened, int dtype, const int panels, const int rows) {
     vf sum[MAX_ROWS][WIDE * VECTORS];
     const uint32_t *weight = l->packed + panel * l->units * PANEL;
     const int width = x_is_widened(dtype) ? 2 : 1;
@@ -149,7 +149,10 @@ INLINE void multiply_block(const layer *l, const block *b, float *sums, int64_t 
     for (int r = 0; r < rows; r++)
         UNROLL
         for (int v = 0; v < panels * VECTORS; v++) sum[r][v] = first ? load_f32(sums + r * PANEL + v * VL) : splat(0.0f);
-    for (int64_t unit = first; unit < last; unit++) {
+    for (int64_t i = 0; widened && i < 2 * (last - first); i++)
+        multiply_step(l, b->x + (2 * first + i) * rows, (const uint32_t *)widened + i * PANEL, sum, 0, FF_FLOAT32, panels,
+                      rows);
+    for (int64_t unit = widened ? last : first; unit < last; unit++) {
         UNROLL
         for (int v = 0; v < panels * VECTORS; v += 4 * VL < CACHE_LINE ? VECTORS : 1) {
             const int64_t later = unit + (panels == 1 ? AHEAD : WIDE_AHEAD);
@@ -176,8 +179,8 @@ INLINE void multiply_block(const layer *l, const block *b, float *sums, int64_t 
         break;
 
 INLINE void multiply_panel(const layer *l, const block *b, float *sums, int64_t panel, int64_t first, int64_t last,
-                           int dtype) {
-#define ROWS(n) CASE(n, MAX_ROWS, l, b, sums, panel, first, last, dtype, 1)
+                           const float *widened, int dtype) {
+#define ROWS(n) CASE(n, MAX_ROWS, l, b, sums, panel, first, last, widened, dtype, 1)
     switch (b->rows) {
         ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7)
         ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12) ROWS(13) ROWS(14)
@@ -186,7 +189,7 @@ INLINE void multiply_panel(const layer *l, const block *b, float *sums, int64_t 
 }
 
 INLINE void multiply_wide(const layer *l, const block *b, float *sums, int64_t panel, int dtype) {
-#define ROWS(n) CASE(n, MAX_WIDE_ROWS, l, b, sums, panel, 0, l->units, dtype, WIDE)
+#define ROWS(n) CASE(n, MAX_WIDE_ROWS, l, b, sums, panel, 0, l->units, NULL, dtype, WIDE)
     switch (b->rows) { ROWS(1) ROWS(2) ROWS(3) }
 #undef ROWS
 }
@@ -217,8 +220,39 @@ INLINE void arrange(uint32_t *target, const uint32_t *x, int64_t stride, int row
     }
 }
 
+/* Units of a panel as float32 [units, 2, PANEL]. */
+INLINE void widen_weight(float *target, const uint32_t *weight, int64_t units) {
+    for (int64_t i = 0; i < units * VECTORS; i++)
+        for (int half = 0; half < 2; half++)
+            store_f32(target + (i / VECTORS * 2 + half) * PANEL + i % VECTORS * VL,
+                      load_weight(weight + i * VL, half, FF_BFLOAT16));
+}
+
+/* Whether bfloat16 is widened once for some blocks, and not for each: where a block has so few rows that the instructions
+ * take a seventh of the time. */
+INLINE int widens_once(int num_blocks, int dtype) { return x_is_widened(dtype) && MAX_ROWS < 8 && num_blocks >= 4; }
+
+/* Some blocks against panels begin .. end, of which parts are widened for all blocks. Not inlined: beside the other loops
+ * the compiler has too few registers for the sums. */
+static __attribute__((noinline)) void multiply_widened(const layer *l, const block *blocks, int num_blocks, int64_t begin,
+                                                       int64_t end) {
+    float sums[BAND * MAX_ROWS * PANEL];
+    float widened[DEPTH_OF_FEW_BLOCKS * 2 * PANEL] __attribute__((aligned(CACHE_LINE)));
+    for (int64_t panel = begin; panel < end; panel++)
+        for (int64_t unit = 0; unit < l->units; unit += DEPTH_OF_FEW_BLOCKS) {
+            const int64_t last = smallest(unit + DEPTH_OF_FEW_BLOCKS, l->units);
+            widen_weight(widened, l->packed + (panel * l->units + unit) * PANEL, last - unit);
+            for (int i = 0; i < num_blocks; i++)
+                multiply_panel(l, &blocks[i], sums + i * MAX_ROWS * PANEL, panel, unit, last, widened, FF_BFLOAT16);
+        }
+}
+
 /* Some blocks against panels begin .. end. */
 INLINE void multiply_blocks(const layer *l, const block *blocks, int num_blocks, int64_t begin, int64_t end, int dtype) {
+    if (widens_once(num_blocks, dtype)) {
+        multiply_widened(l, blocks, num_blocks, begin, end);
+        return;
+    }
     float sums[BAND * MAX_ROWS * PANEL];
     int64_t panel = begin;
     if (num_blocks == 1 && blocks[0].rows <= MAX_WIDE_ROWS)
@@ -230,7 +264,7 @@ INLINE void multiply_blocks(const layer *l, const block *blocks, int num_blocks,
         for (int64_t unit = 0; unit < l->units; unit += depth)
             for (int i = 0; i < num_blocks; i++)
                 multiply_panel(l, &blocks[i], sums + i * MAX_ROWS * PANEL, panel, unit,
-                               smallest(unit + depth, l->units), dtype);
+                               smallest(unit + depth, l->units), NULL, dtype);
 }
 
 #define CHUNKS_PER_THREAD 8
