@@ -223,7 +223,7 @@ class LayerBlocks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         tiling, shape = LayerTiling(2, clusters=2, ctas=2, warps=4, slot_bytes=4096), LayerShape(128, 2, 1, 64, 64, 16)
-        self.functions = LayerBlocksOnCpu(shape, tiling, folder)._kernels
+        self.functions = LayerBlocksOnCpu(shape, tiling, folder).kernels
         self.launched: list[bool] = []
         self.is_ready, self.is_dry = True, False
         self.queued: list[Any] = []

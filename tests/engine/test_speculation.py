@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -274,7 +274,8 @@ def drafting_runner(drafter: str, kind: str = "v2", *, num_blocks: int = 128, **
     target, speculative = DRAFTERS[drafter]
     context = lives.make_context(options.get("device"), max_model_len=160)
     settings = lives.configured_drafting(target, context, kind, speculative)
-    options |= {"ops": unwatched(cpu_kernels()), "num_blocks": num_blocks, "max_model_len": 160}
+    options = {"ops": cpu_kernels(), **options, "num_blocks": num_blocks, "max_model_len": 160}
+    options["ops"] = unwatched(options["ops"])
     return lives.make_runner(kind, settings, folder=target, **options)
 
 
@@ -421,7 +422,8 @@ def test_a_steady_step_is_one_copy_in_one_replay_and_one_copy_out(
     """Nothing in the graph depends on a value, and the host waits for nothing."""
     monkeypatch.setattr(NoValues, "num_operations", 0)
     device = StrictDevice()
-    runner = drafting_runner(drafter, device=device)
+    # layers one by one: operations within a chain of them would not be seen
+    runner = drafting_runner(drafter, device=device, ops=replace(cpu_kernels(), layer_chain=None))
     is_captured_at_start = sampling is PLAIN and num_drafts > 0
     if is_captured_at_start:
         runner.warm_up()
@@ -437,8 +439,7 @@ def test_a_steady_step_is_one_copy_in_one_replay_and_one_copy_out(
         if step > (0 if is_captured_at_start else 2):
             assert device.counts == counts
         scheduler.update(output, pending.get())
-    # a graph of the forward pass alone has few operations: the native kernel of a stack of layers is none of them
-    assert NoValues.num_operations > (20 if "logprobs" in features and sampling is None else 100)
+    assert NoValues.num_operations > 100
     if num_drafts:
         assert runner.graphs.num_steps == {"eager": 1, "uniform": 11}
         assert {key.sampling for key in runner.graphs.captured if key.kind == "uniform"} == {sampling}

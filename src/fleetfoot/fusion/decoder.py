@@ -60,8 +60,8 @@ class FusedDecoder:
         self._layers = layers
         self._next_norms = [layer.input_norm for layer in layers[1:]]
         parts = [layer.parts for layer in layers if layer.parts is not None]
-        is_chained = self._make_chain is not None and len(parts) == len(layers)
-        self._chain = self._make_chain(parts) if self._make_chain is not None and is_chained else None
+        make_chain = self._make_chain if len(parts) == len(layers) else None
+        self._chain = None if make_chain is None else make_chain(parts)
         # For few rows the last product makes the residual sum, and with it a deferred norm, which is not read.
         self._end = copy(layers[-1].mlp_norm)
         self._end.reads_deferred_norm = lambda num_rows: True

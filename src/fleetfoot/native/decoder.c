@@ -52,8 +52,6 @@ typedef struct {
     char *normed, *qkv, *query, *attended, *gate_up, *activated;
 } buffers;
 
-INLINE int64_t smallest(int64_t a, int64_t b) { return a < b ? a : b; }
-
 #define BLOCK_ROWS 512
 /* Rows of a step that pass through the operations around attention together: their buffers stay in the caches. */
 

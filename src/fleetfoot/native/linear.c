@@ -63,8 +63,6 @@ typedef struct {
     int rows;
 } block;
 
-INLINE int64_t smallest(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* --- arithmetic ------------------------------------------------------------------------------------------------ */
 
 /* Without products of pairs in hardware, x is float32, with two units for each unit of the weight. */

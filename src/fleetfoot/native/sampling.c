@@ -17,8 +17,6 @@ typedef struct {
     int64_t index;
 } best;
 
-INLINE int64_t smallest(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* NaN counts as the highest; among equals the lowest index wins. */
 INLINE best better(best a, best b) {
     const int a_nan = a.value != a.value, b_nan = b.value != b.value;

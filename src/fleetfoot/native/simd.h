@@ -62,6 +62,8 @@ enum { FF_FLOAT32 = 0, FF_BFLOAT16 = 1 };
             name(__VA_ARGS__, FF_BFLOAT16);    \
     }
 
+INLINE int64_t smallest(int64_t a, int64_t b) { return a < b ? a : b; }
+
 INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vi splat_int(int32_t x) { return x - (vi){0}; }
 

@@ -28,7 +28,7 @@ class LayerBlocksOnCpu:
         command += [f"-I{FOLDER}", *macros, str(HERE / "layer_blocks.cpp"), "-o", str(library)]
         subprocess.run(command, check=True)
         loaded = ctypes.CDLL(str(library))
-        self._kernels = loaded.run_attention_block, loaded.run_mlp_block
+        self.kernels = loaded.run_attention_block, loaded.run_mlp_block
         self._blocks = tiling.clusters * tiling.ctas
         self._shared_bytes = shared_bytes(shape, tiling)
 
@@ -38,6 +38,6 @@ class LayerBlocksOnCpu:
         Raises:
             RuntimeError: threads wait forever.
         """
-        for kernel, each, size in zip(self._kernels, arguments, self._shared_bytes, strict=True):
+        for kernel, each, size in zip(self.kernels, arguments, self._shared_bytes, strict=True):
             if kernel(ctypes.byref(each), self._blocks, size):
                 raise RuntimeError("deadlock")

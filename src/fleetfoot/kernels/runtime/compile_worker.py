@@ -24,12 +24,21 @@ from importlib import import_module
 from pathlib import Path
 from threading import Lock
 from types import SimpleNamespace
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from fleetfoot.config import env
-from fleetfoot.kernels.runtime.cuda_source import CudaSource
 from fleetfoot.kernels.runtime.triton_support import TritonKernel
 
+if TYPE_CHECKING:
+    from fleetfoot.kernels.runtime.cuda_source import CudaSource
+
+_IMPORTED = (
+    "torch",
+    "triton.compiler",
+    "triton.backends.nvidia.driver",
+    "fleetfoot.kernels.runtime.cuda_source",
+)
+"""What the processes share: imported once, at their priority, before they are forked."""
 _NICE = 10
 """How much lower the priority of the processes is than that of the engine."""
 
@@ -190,6 +199,8 @@ class CompileWorker:
         Raises:
             RuntimeError: this has been closed.
         """
+        from fleetfoot.kernels.runtime.cuda_source import CudaSource  # imports torch, which a process does later
+
         try:
             source = job if isinstance(job, CudaSource) else KernelSource.of(job)
             if source is None:
@@ -275,7 +286,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
 def main(ends: Sequence[str]) -> None:
     """Fork a process for each of ``ends``, which are file descriptors, and wait for them."""
     os.nice(_NICE)
-    for module in ("torch", "triton.compiler", "triton.backends.nvidia.driver"):
+    for module in _IMPORTED:
         import_module(module)
     gc.freeze()  # collections would write to pages that the processes share
     for end in ends:

@@ -281,7 +281,7 @@ class _CudaFunction:
 
     source: CudaSource
     is_optional = True
-    """A graph may be captured without it; see `CompileAhead.take_optional`."""
+    """A graph may be captured without it; see `CompileAhead.take_missed_optional`."""
     has_failed: bool = field(default=False, init=False)
     _is_queued: bool = field(default=False, init=False)
     _loaded: LoadedKernel | None = field(default=None, init=False)
