@@ -7,9 +7,10 @@
 // next one adds them to the residual in a fixed order.
 //
 // Each block has a producer warp, which copies weights into a ring of slots in shared memory. It does not wait for the
-// kernel before, so memory keeps streaming. All products use mma with a weight as A (16 outputs) and the rows as B (8
-// columns), so the bits of a row do not depend on the other rows. The order of the inputs in an mma is free: a lane
-// reads 16 contiguous bytes of a weight row and the same 16 bytes of its input row.
+// kernel before, so memory keeps streaming. In all products the rows are the 16-row operand of an mma and 8 rows of a
+// weight its 8-column one, so that the 16 bytes that a lane loads of a weight row are operands as they are; see
+// `multiply`. The order of the inputs in an mma is free: a lane's bytes of a weight row and of an input row are the same
+// inputs. The bits of a row do not depend on the other rows.
 //
 // Roundings to bf16 are those of the kernels of `fleetfoot.kernels`: sums of a branch, the residual, the input of a
 // product times the norm's weight, all outputs of products.
@@ -23,7 +24,8 @@ constexpr int BLOCK_HIDDEN = HIDDEN / CTAS;              // columns of the resid
 constexpr int NORM_CHUNKS = (BLOCK_HIDDEN + 63) / 64;    // of 64 columns, each summed by a warp
 constexpr int SQUARES = CTAS * NORM_CHUNKS;
 constexpr int ATTENDED = GROUP_HEADS * HEAD_DIM;         // inputs of o in a cluster
-static_assert(HIDDEN % IN_COLUMNS == 0 && IN_COLUMNS % (WARPS * 32) == 0);
+constexpr int GROUP = 32;                                // inputs that a warp multiplies at once: 64 bytes of a row
+static_assert(HIDDEN % IN_COLUMNS == 0 && IN_COLUMNS % (WARPS * GROUP) == 0);
 
 // Rows in shared memory start 64 bytes apart modulo 128: reading two of them at once uses all banks.
 CONSTEXPR int pitch(int columns) { return columns * 2 + (columns % 64 ? 0 : 64); }
@@ -31,7 +33,7 @@ CONSTEXPR int maximum_of(int a, int b) { return a > b ? a : b; }
 CONSTEXPR int align(int bytes) { return (bytes + 127) / 128 * 128; }
 
 struct Arguments {
-  const float* partials;  // [CLUSTERS, rows, HIDDEN] of the kernel before; null: there is none
+  const float* partials;  // [clusters, rows, HIDDEN] of the kernel before; null: there is none
   const u16* residual;    // [rows, HIDDEN]
   u16* residual_out;      // the same plus the partial sums
   float* partials_out;
@@ -53,11 +55,11 @@ struct Arguments {
   double head_eps, scale_log2;
 };
 
-constexpr int BARRIERS = 128;  // bytes: up to 6 of them, then those of the ring
+constexpr int BARRIER_BYTES = 128;  // of those that blocks of a cluster send to
 struct Memory {
   static constexpr int ring_barriers = 0;  // full and empty, of up to 32 slots
   static constexpr int barriers = ring_barriers + 2 * 32 * 8;
-  static constexpr int factors = barriers + BARRIERS;
+  static constexpr int factors = barriers + BARRIER_BYTES;
   static constexpr int squares = factors + 64;
   static constexpr int norm = squares + ROWS * SQUARES * 4;
   static constexpr int input = align(norm + BLOCK_HIDDEN * 2);
@@ -66,13 +68,25 @@ struct Memory {
   static constexpr int sums = align(input + maximum_of(ROWS * pitch(HIDDEN), splits_bytes));
 };
 
-// One after the other: tiles of 16 rows of the first weight in chunks of IN_COLUMNS, then blocks of rows of the second.
-template <int STAGES, int RING, int IN_TILES, int OUT_INPUTS, int OUT_TILES, int OUT_COLUMNS>
+// The inputs of the second product that a cluster has, in groups: chunk `i` of `chunks` is [begin(i), begin(i + 1)).
+template <int CHUNKS>
+struct OutGroups {
+  int count;
+  __device__ int begin(int chunk) const { return chunk * count / CHUNKS; }
+};
+
+// What a block reads of the weights: tiles of 16 rows of the first one; of the second, rows of `all_inputs`, from a group
+// of inputs on.
+struct WeightParts {
+  int in_tiles, all_inputs, first_group;
+};
+
+// One after the other: tiles of 16 rows of the first weight in chunks of IN_COLUMNS, then blocks of OUT_TILES * 16 rows
+// of the second in OUT_CHUNKS chunks of their inputs.
+template <int STAGES, int RING, int SLOT_BYTES, int OUT_TILES, int OUT_CHUNKS>
 struct Ring {
-  static constexpr int in_chunks = HIDDEN / IN_COLUMNS, in_stages = IN_TILES * in_chunks;
-  static constexpr int out_rows = OUT_TILES * 16;
-  static constexpr int out_chunks = OUT_INPUTS / OUT_COLUMNS, out_blocks = BLOCK_HIDDEN / out_rows;
-  static constexpr int num_stages = in_stages + out_blocks * out_chunks;
+  static constexpr int in_chunks = HIDDEN / IN_COLUMNS;
+  static constexpr int out_rows = OUT_TILES * 16, out_blocks = BLOCK_HIDDEN / out_rows;
 
   char* memory = shared_memory();
   u64* full = reinterpret_cast<u64*>(memory + Memory::ring_barriers);
@@ -94,54 +108,74 @@ struct Ring {
       barrier_init(empty + i, WARPS);
     }
   }
-  // By the producer warp. `in_row(tile, half)`: the first of 8 rows of the first weight. All addresses are the same in all
-  // lanes, so that they are computed in uniform registers: a copy takes its operands from there, and with addresses of
-  // lanes each takes 110 cycles.
+  // By the producer warp. `in_row(tile, half)`: the first of 8 rows of the first weight. All addresses are the same in all lanes, so that they are computed in uniform registers: a copy takes
+  // its operands from there, and with addresses of lanes each takes 110 cycles.
   template <class InRow>
-  __device__ void produce(const Arguments& arguments, int rank, int cluster, InRow in_row) {
+  __device__ void produce(const Arguments& arguments, int rank, const WeightParts& parts,
+                          OutGroups<OUT_CHUNKS> groups, InRow in_row) {
+    const int all_inputs = parts.all_inputs;
     const bool is_elected = elect_lane();
 #pragma unroll 1
-    for (int stage = 0; stage < in_stages; stage++) {
+    for (int stage = 0; stage < parts.in_tiles * in_chunks; stage++) {
       barrier_wait(empty + slot, phase ^ 1);
       if (is_elected) {
         constexpr int bytes = IN_COLUMNS * 2;
         barrier_expect(full + slot, 16 * bytes);
 #pragma unroll
-        for (int i = 0; i < 16; i++) {
-          const i64 row = in_row(stage / in_chunks, i / 8) + i % 8;
+        for (int half = 0; half < 2; half++) {
+          const i64 row = in_row(stage / in_chunks, half);
           const u16* from = arguments.weight_in + row * HIDDEN + stage % in_chunks * IN_COLUMNS;
-          copy_async(data() + i * bytes + i / 8 * 64, from, bytes, full + slot);
+          char* to = data() + half * (8 * bytes + 64);
+#pragma unroll
+          for (int i = 0; i < 8; i++) copy_async(to + i * bytes, from + i * HIDDEN, bytes, full + slot);
         }
       }
       warp_sync();
       advance();
     }
-    constexpr int all_inputs = CLUSTERS * OUT_INPUTS;
-    const u16* first = arguments.weight_out + static_cast<i64>(rank) * BLOCK_HIDDEN * all_inputs + cluster * OUT_INPUTS;
+    const u16* first = arguments.weight_out + static_cast<i64>(rank) * BLOCK_HIDDEN * all_inputs + parts.first_group * GROUP;
 #pragma unroll 1
-    for (int stage = 0; stage < out_blocks * out_chunks; stage++) {
+    for (int stage = 0; stage < out_blocks * OUT_CHUNKS; stage++) {
       barrier_wait(empty + slot, phase ^ 1);
       if (is_elected) {
-        constexpr int bytes = OUT_COLUMNS * 2;
+        const int begin = groups.begin(stage % OUT_CHUNKS), bytes = (groups.begin(stage % OUT_CHUNKS + 1) - begin) * 64;
         barrier_expect(full + slot, out_rows * bytes);
-        const u16* from = first + static_cast<i64>(stage / out_chunks) * out_rows * all_inputs;
+        const u16* from = first + static_cast<i64>(stage / OUT_CHUNKS) * out_rows * all_inputs + begin * GROUP;
 #pragma unroll 16
-        for (int i = 0; i < out_rows; i++) {
-          char* to = data() + i * bytes + i / (out_rows / 2) * 64;
-          copy_async(to, from + i * all_inputs + stage % out_chunks * OUT_COLUMNS, bytes, full + slot);
-        }
+        for (int i = 0; i < out_rows; i++)
+          copy_async(data() + i * bytes + i / (out_rows / 2) * 64, from + i * all_inputs, bytes, full + slot);
       }
       warp_sync();
       advance();
     }
   }
   __device__ void await() { barrier_wait(full + slot, phase); }
+  // What this warp needs of the slot has been loaded.
   __device__ void release() {
     warp_sync();
     if (thread_index() % 32 == 0) barrier_arrive(empty + slot);
     advance();
   }
 };
+
+// The start of a kernel. The barriers expect so many bytes each; true: this is the producer warp, which is done.
+template <class AnyRing, int BARRIERS_USED, class Groups, class InRow>
+DEVICE bool begin(AnyRing& ring, const Arguments& arguments, u64* barriers, const u32 (&expected)[BARRIERS_USED],
+                  int rank, const WeightParts& parts, Groups groups, InRow in_row) {
+  launch_dependents();
+  if (thread_index() < CONSUMERS) return false;
+  if (thread_index() == CONSUMERS) {
+    ring.init();
+    for (int i = 0; i < BARRIERS_USED; i++) barrier_init(barriers + i, 1);
+    barriers_ready();
+    for (int i = 0; i < BARRIERS_USED; i++) barrier_expect(barriers + i, expected[i]);
+  }
+  warp_sync();
+  cluster_arrive();
+  ring.produce(arguments, rank, parts, groups, in_row);
+  cluster_wait();
+  return true;
+}
 
 struct alignas(16) Vector {
   u32 x, y, z, w;
@@ -153,23 +187,52 @@ struct alignas(8) Pair {
 };
 DEVICE Pair load_pair(const void* from) { return *static_cast<const Pair*>(from); }
 
-// Sums of 16 outputs by 8 rows, in chains that do not wait for each other.
-struct Sums {
-  float parts[4][4] = {};
+// Where a pair of columns of an input row lies, in bytes: the middle two of each four pairs are exchanged.
+DEVICE int input_place(int column) {
+  const int pair = column / 2 % 4;
+  return (column - pair * 2 + (pair == 1 ? 4 : pair == 2 ? 2 : pair * 2)) * 2;
+}
 
-  __device__ float of(int i) const { return (parts[0][i] + parts[1][i]) + (parts[2][i] + parts[3][i]); }
+// A lane's part of GROUPS groups of inputs: weight rows `low` and `high`, and of the lanes with a row their input.
+template <int GROUPS>
+struct Fragment {
+  Vector low[GROUPS], high[GROUPS], x[GROUPS];
 };
 
-// `groups` of 32 inputs: weight rows at `low` and `high` of this lane, and its input row (zeros if it has none).
-template <int groups>
-DEVICE void multiply(Sums& sums, const char* low, const char* high, const char* input, bool has_row) {
+// Sums of 8 outputs of the low and of the high rows.
+//
+// The 16 bytes of an input are the operand of two rows of an mma, g and g + 8: the first and second pair, and the third
+// and fourth. The weight's first two pairs are multiplied with both, of which row g is right, then the others, of which
+// row g + 8 is. Half of the sums mean nothing, and no register is moved.
+struct Sums {
+  float low[2][4] = {}, high[2][4] = {};
+
+  template <int GROUPS>
+  __device__ void add(const Fragment<GROUPS>& of) {
 #pragma unroll
-  for (int i = 0; i < groups; i++) {
-    const Vector a = load_vector(low + i * 64), b = load_vector(high + i * 64);
-    Vector x = {0, 0, 0, 0};
-    if (has_row) x = load_vector(input + i * 64);
-    mma(sums.parts[i % 2 * 2], a.x, b.x, a.y, b.y, x.x, x.y);
-    mma(sums.parts[i % 2 * 2 + 1], a.z, b.z, a.w, b.w, x.z, x.w);
+    for (int i = 0; i < GROUPS; i++) {
+      const Vector &x = of.x[i], &a = of.low[i], &b = of.high[i];
+      mma(low[0], x.x, x.y, x.z, x.w, a.x, a.y);
+      mma(high[0], x.x, x.y, x.z, x.w, b.x, b.y);
+      mma(low[1], x.x, x.y, x.z, x.w, a.z, a.w);
+      mma(high[1], x.x, x.y, x.z, x.w, b.z, b.w);
+    }
+  }
+  // Of the row `lane / 4`: 4 outputs, see `weight_rows`.
+  __device__ float of(int i) const {
+    return i < 2 ? low[0][i] + low[1][i + 2] : high[0][i - 2] + high[1][i];
+  }
+};
+// The rows of a tile, half of which lie `half` rows on: `Sums::of(i)` of a lane is row (i % 2) * half + i / 2 * 4 + t.
+
+// `low`, `high`: weight rows of this lane; `x`: its input, which stays zero in lanes without a row.
+template <int GROUPS, int STEP>
+DEVICE void load_fragment(Fragment<GROUPS>& to, const char* low, const char* high, const char* input, bool has_row) {
+#pragma unroll
+  for (int i = 0; i < GROUPS; i++) {
+    to.low[i] = load_vector(low + i * STEP);
+    to.high[i] = load_vector(high + i * STEP);
+    if (has_row) to.x[i] = load_vector(input + i * STEP);
   }
 }
 
@@ -181,6 +244,7 @@ DEVICE void load_norm(const Arguments& arguments, int rank) {
 }
 
 // The residual sum of this block's columns, times the norm's weight, to the inputs of all blocks.
+template <int PARTS>  // partial sums
 DEVICE void add_and_norm(const Arguments& arguments, int rank, int cluster, u64* barrier) {
   char* memory = shared_memory();
   const int lane = thread_index() % 32, rows = arguments.rows;
@@ -195,11 +259,11 @@ DEVICE void add_and_norm(const Arguments& arguments, int rank, int cluster, u64*
       u32 total = *reinterpret_cast<const u32*>(arguments.residual + row * HIDDEN + column);
       if (arguments.partials != nullptr) {
         const float* from = arguments.partials + row * HIDDEN + column;
-        Pair parts[CLUSTERS];
+        Pair parts[PARTS];
 #pragma unroll
-        for (int i = 0; i < CLUSTERS; i++) parts[i] = load_pair(from + static_cast<i64>(i) * rows * HIDDEN);
+        for (int i = 0; i < PARTS; i++) parts[i] = load_pair(from + static_cast<i64>(i) * rows * HIDDEN);
 #pragma unroll
-        for (int i = 0; i < CLUSTERS; i++) {
+        for (int i = 0; i < PARTS; i++) {
           low += parts[i].x;
           high += parts[i].y;
         }
@@ -213,7 +277,7 @@ DEVICE void add_and_norm(const Arguments& arguments, int rank, int cluster, u64*
       const u32 input = pack_bf16(low * low_bf16(weight), high * high_bf16(weight));
 #pragma unroll
       for (int to = 0; to < CTAS; to++)
-        send(to, memory + Memory::input + row * pitch(HIDDEN) + column * 2, input, barrier);
+        send(to, memory + Memory::input + row * pitch(HIDDEN) + input_place(column), input, barrier);
     }
     float square = low * low + high * high;
 #pragma unroll
@@ -238,31 +302,39 @@ DEVICE void find_factors(const Arguments& arguments) {
 }
 
 // The first product: each warp multiplies a slice of the inputs. Its sums [tiles, WARPS, ROWS, 16] are in shared memory
-// after the next `block_sync`.
-template <int IN_TILES, class AnyRing>
-DEVICE void multiply_in(AnyRing& ring, int rows) {
-  constexpr int groups = IN_COLUMNS / (WARPS * 32), chunks = HIDDEN / IN_COLUMNS;
+// after the next `block_sync`. A part of a stage is loaded while the one before is multiplied.
+template <class AnyRing>
+DEVICE void multiply_in(AnyRing& ring, int tiles, int rows) {
+  constexpr int groups = IN_COLUMNS / (WARPS * GROUP), part = groups % 2 ? 1 : 2, chunks = HIDDEN / IN_COLUMNS;
+  constexpr int parts = chunks * (groups / part);
   const int warp = thread_index() / 32, g = thread_index() % 32 / 4, t = thread_index() % 4;
-  const int weight_row = g % 2 * 8 + g / 2;
-  const int in_slot = weight_row * (IN_COLUMNS * 2) + g % 2 * 64 + warp * groups * 64 + t * 16;
+  const int in_slot = (g % 2 * 8 + g / 2) * (IN_COLUMNS * 2) + g % 2 * 64 + warp * groups * 64 + t * 16;
   const char* input = ring.memory + Memory::input + g * pitch(HIDDEN) + warp * groups * 64 + t * 16;
-  float* all_sums = reinterpret_cast<float*>(ring.memory + Memory::sums) + warp * ROWS * 16 + weight_row;
+  float* all_sums = reinterpret_cast<float*>(ring.memory + Memory::sums) + (warp * ROWS + g) * 16 + t;
+  const bool has_row = g < rows;
+  Fragment<part> fragments[2] = {};
+  const auto load = [&](int index) {
+    const int chunk = index / (groups / part) % chunks, in_chunk = index % (groups / part) * part * 64;
+    if (in_chunk == 0) ring.await();
+    const char* low = ring.data() + in_slot + in_chunk;
+    load_fragment<part, 64>(fragments[index % 2], low, low + 4 * IN_COLUMNS * 2,
+                            input + chunk * (IN_COLUMNS * 2) + in_chunk, has_row);
+    if (in_chunk == (groups / part - 1) * part * 64) ring.release();
+  };
+  static_assert(parts % 2 == 0);
+  load(0);
 #pragma unroll 1
-  for (int tile = 0; tile < IN_TILES; tile++) {
+  for (int tile = 0; tile < tiles; tile++) {
     Sums sums;
-#pragma unroll 1
-    for (int chunk = 0; chunk < chunks; chunk++) {
-      ring.await();
-      const char* low = ring.data() + in_slot;
-      multiply<groups>(sums, low, low + 4 * IN_COLUMNS * 2, input + chunk * (IN_COLUMNS * 2), g < rows);
-      ring.release();
+#pragma unroll
+    for (int i = 0; i < parts; i++) {
+      if (i + 1 < parts || tile + 1 < tiles) load((i + 1) % parts);
+      sums.add(fragments[i % 2]);
     }
     float* to = all_sums + tile * (WARPS * 16 * ROWS);
+    if (g < ROWS)
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int row = 2 * t + i % 2;
-      if (row < ROWS) to[row * 16 + i / 2 * 4] = sums.of(i);
-    }
+      for (int i = 0; i < 4; i++) to[i % 2 * 8 + i / 2 * 4] = sums.of(i);
   }
 }
 
@@ -281,35 +353,66 @@ DEVICE Pair outputs_of(int tile, int weight_row, int row) {
   return {sum.x * factor, sum.y * factor};
 }
 
-// The second product, of this cluster's inputs [rows, inputs] at `input`: its partial sums, to global memory. A warp
-// multiplies all inputs for 16 outputs.
-template <int OUT_INPUTS, int OUT_TILES, int OUT_COLUMNS, class AnyRing>
-DEVICE void multiply_out(AnyRing& ring, const Arguments& arguments, const char* input, int rank, int cluster) {
-  constexpr int out_rows = OUT_TILES * 16, chunks = OUT_INPUTS / OUT_COLUMNS, warp_groups = WARPS / OUT_TILES;
+// The second product, of this cluster's inputs [rows, inputs] at `input`, rows `input_pitch` bytes apart: its partial
+// sums, to global memory. WARPS / OUT_TILES warps share the inputs of a tile of 16 outputs.
+template <int OUT_TILES, int OUT_CHUNKS, int MOST_GROUPS, class AnyRing>
+DEVICE void multiply_out(AnyRing& ring, const Arguments& arguments, const char* input, int input_pitch, int rank,
+                         int cluster, OutGroups<OUT_CHUNKS> groups) {
+  constexpr int out_rows = OUT_TILES * 16, splits = WARPS / OUT_TILES, blocks = BLOCK_HIDDEN / out_rows;
+  constexpr int most = (MOST_GROUPS + splits - 1) / splits;  // groups of a warp in a chunk
   const int warp = thread_index() / 32, g = thread_index() % 32 / 4, t = thread_index() % 4, rows = arguments.rows;
-  const int weight_row = g % 2 * (out_rows / 2) + warp % OUT_TILES * 8 + g / 2;
-  const int in_slot = weight_row * (OUT_COLUMNS * 2) + g % 2 * 64 + t * 16;
-  input += g * pitch(OUT_INPUTS) + t * 16;
+  const int tile = warp % OUT_TILES, split = warp / OUT_TILES;
+  const int weight_row = g % 2 * (out_rows / 2) + tile * 8 + g / 2;
+  const bool has_row = g < rows;
+  input += g * input_pitch + t * 16;
   float* partials = arguments.partials_out + static_cast<i64>(cluster) * rows * HIDDEN + rank * BLOCK_HIDDEN;
+  float* shared = reinterpret_cast<float*>(ring.memory + Memory::input);  // [splits, ROWS, BLOCK_HIDDEN]
+  Fragment<1> fragments[2] = {};
 #pragma unroll 1
-  for (int block = 0; block < BLOCK_HIDDEN / out_rows; block++) {
-    const bool is_mine = block % warp_groups == warp / OUT_TILES;
+  for (int block = 0; block < blocks; block++) {
     Sums sums;
-#pragma unroll 1
-    for (int chunk = 0; chunk < chunks; chunk++) {
+#pragma unroll
+    for (int chunk = 0; chunk < OUT_CHUNKS; chunk++) {
+      const int begin = groups.begin(chunk), count = groups.begin(chunk + 1) - begin;
       ring.await();
-      const char* low = ring.data() + in_slot;
-      const char* high = low + 4 * OUT_COLUMNS * 2;
-      if (is_mine) multiply<OUT_COLUMNS / 32>(sums, low, high, input + chunk * (OUT_COLUMNS * 2), g < rows);
+      const char* low = ring.data() + weight_row * count * 64 + g % 2 * 64 + t * 16;
+      const char* high = low + 4 * count * 64;
+      const auto load = [&](int i) {
+        const int at = (split + i * splits) * 64;
+        load_fragment<1, 64>(fragments[i % 2], low + at, high + at, input + begin * 64 + at, has_row);
+      };
+      if (split < count) load(0);
+#pragma unroll
+      for (int i = 0; i < most; i++) {
+        if (i + 1 < most && split + (i + 1) * splits < count) load(i + 1);
+        if (split + i * splits < count) sums.add(fragments[i % 2]);
+      }
       ring.release();
     }
-    if (!is_mine) continue;
-    float* to = partials + block * out_rows + weight_row;
+    const int first = block * out_rows + tile * 8 + t;
+    if (splits > 1) {
+      if (g < ROWS)
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int row = 2 * t + i % 2;
-      if (row < rows) to[row * HIDDEN + i / 2 * 4] = sums.of(i);
+        for (int i = 0; i < 4; i++)
+          shared[(split * ROWS + g) * BLOCK_HIDDEN + first + i % 2 * (out_rows / 2) + i / 2 * 4] = sums.of(i);
+    } else if (has_row) {
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        partials[g * HIDDEN + first + i % 2 * (out_rows / 2) + i / 2 * 4] = sums.of(i);
     }
+  }
+  if (splits == 1) return;
+  block_sync(CONSUMERS);
+  for (int item = thread_index(); item < rows * (BLOCK_HIDDEN / 2); item += CONSUMERS) {
+    const int row = item / (BLOCK_HIDDEN / 2), column = item % (BLOCK_HIDDEN / 2) * 2;
+    Pair sum = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < splits; i++) {
+      const Pair part = load_pair(shared + (i * ROWS + row) * BLOCK_HIDDEN + column);
+      sum.x += part.x;
+      sum.y += part.y;
+    }
+    *reinterpret_cast<Pair*>(partials + row * HIDDEN + column) = sum;
   }
 }
 
