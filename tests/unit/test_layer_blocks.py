@@ -9,7 +9,6 @@ from tests.helpers.cuda_on_cpu import LayerBlocksOnCpu
 
 from fleetfoot.kernels.attention.rope_and_cache import rope_and_cache_torch
 from fleetfoot.kernels.cluster.layer_blocks import (
-    SHARED_BYTES,
     LayerShape,
     LayerTiling,
     LayerWeights,
@@ -181,7 +180,8 @@ LLAMA_8B = LayerShape(4096, 32, 8, 128, 14336, 16)
 def test_two_blocks_fit_a_multiprocessor(shape, rows):
     tiling = LayerTiling(rows)
     assert misfit(shape, tiling) is None
-    assert max(shared_bytes(shape, tiling)) <= SHARED_BYTES
+    attention, mlp = (each + 1024 for each in shared_bytes(tiling))
+    assert attention + mlp <= 228 * 1024 < 2 * mlp
     macros = dict(defines(shape, tiling))
     assert macros["HIDDEN"] % macros["IN_COLUMNS"] == 0
     assert min(macros["ATTENTION_STAGES"], macros["MLP_STAGES"]) >= 2

@@ -30,7 +30,7 @@ class LayerBlocksOnCpu:
         loaded = ctypes.CDLL(str(library))
         self.kernels = loaded.run_attention_block, loaded.run_mlp_block
         self._blocks = tiling.clusters * tiling.ctas, tiling.mlp_clusters * tiling.ctas
-        self._shared_bytes = shared_bytes(shape, tiling)
+        self._shared_bytes = shared_bytes(tiling)
 
     def __call__(self, arguments: tuple[Arguments, Arguments]) -> None:
         """Both kernels of a layer.

@@ -4,16 +4,18 @@
 constexpr int HEADS_PER_KV = HEADS / KV_HEADS;
 constexpr int QKV_SIZE = (GROUP_HEADS + 2) * HEAD_DIM;   // outputs of a cluster: its query heads, K, V
 constexpr int QKV_TILES = QKV_SIZE / CTAS / 16;
+constexpr int O_GROUPS = ATTENDED / GROUP;
 
 // Attention: blocks of a row, or rows of a block.
 constexpr int ROW_BLOCKS = CTAS > ROWS ? CTAS / ROWS : 1, BLOCK_ROWS = ROWS > CTAS ? ROWS / CTAS : 1;
 constexpr int ROW_WARPS = WARPS / BLOCK_ROWS;            // warps of a row in a block
 constexpr int SPLITS = ROW_BLOCKS * ROW_WARPS;
 constexpr int LANES = HEAD_DIM / 8;                      // lanes with a position: 16 bytes each
-constexpr int POSITIONS = GROUP_HEADS > 1 ? 2 : 4;       // loaded at once by such lanes, as registers allow
+// POSITIONS: loaded at once by such lanes, as registers allow
 constexpr int TILE = POSITIONS * (32 / LANES);
 static_assert(BLOCK_SIZE % TILE == 0 && BLOCK_ROWS <= WARPS && HEADS_PER_KV % GROUP_HEADS == 0);
 static_assert(QKV_SIZE % (CTAS * 16) == 0 && ATTENDED % GROUP == 0 && BLOCK_HIDDEN % (O_TILES * 16) == 0);
+static_assert(OutGroups<O_TILES, O_CHUNKS, O_GROUPS>::padded == O_GROUPS);
 
 struct AttentionMemory : Memory {
   static constexpr int heads = align(sums + QKV_TILES * WARPS * 16 * ROWS * 4);
@@ -22,7 +24,8 @@ struct AttentionMemory : Memory {
   static constexpr int merged = align(head_norms + 2 * HEAD_DIM * 2);
   static constexpr int merged_stats = merged + ROWS * ROW_BLOCKS * GROUP_HEADS * HEAD_DIM * 4;
   static constexpr int output = align(merged_stats + ROWS * ROW_BLOCKS * GROUP_HEADS * 8);
-  static constexpr int ring = align(output + ROWS * pitch(ATTENDED));
+  static constexpr int kv = align(output + ROWS * pitch(ATTENDED));  // of each thread, its parts of the first tiles
+  static constexpr int ring = align(kv + EARLY_TILES * 2 * POSITIONS * CONSUMERS * 16);
 };
 static_assert(AttentionMemory::ring <= ATTENTION_FIXED_BYTES && ATTENTION_STAGES <= 32);
 
@@ -30,30 +33,35 @@ struct Sequence {
   int row;         // of the step; -1: none
   int length;      // tokens in the cache, without the new one; -1: padding
   int split;       // of SPLITS: its tiles are split, split + SPLITS, ...
-  const int* table;
+  int block;       // of lane i: the KV block of tile i of the split
+  i64 slot;        // of the new token; negative: its K and V are not written
 };
 
-DEVICE Sequence find_sequence(const Arguments& arguments, int rank) {
-  const int warp = thread_index() / 32, row = rank / ROW_BLOCKS * BLOCK_ROWS + warp / ROW_WARPS;
-  if (row >= arguments.rows) return {-1, -1, 0, nullptr};
-  const int split = rank % ROW_BLOCKS * ROW_WARPS + warp % ROW_WARPS;
-  return {row, arguments.seq_lens[row] - 1, split, arguments.block_tables + row * arguments.table_stride};
+DEVICE const int* block_of(const Arguments& arguments, int row, int tile) {
+  return arguments.block_tables + row * arguments.table_stride + tile / (BLOCK_SIZE / TILE);
 }
 
-DEVICE const u16* tile_address(const Arguments& arguments, const Sequence& sequence, int kv_head, int tile) {
-  const i64 block = sequence.table[tile / (BLOCK_SIZE / TILE)], token = tile % (BLOCK_SIZE / TILE) * TILE;
-  return arguments.kv_cache + block * arguments.block_stride + kv_head * arguments.head_stride +
-         token * arguments.token_stride;
+DEVICE Sequence find_sequence(const Arguments& arguments, int rank) {
+  const int warp = thread_index() / 32, lane = thread_index() % 32;
+  const int row = rank / ROW_BLOCKS * BLOCK_ROWS + warp / ROW_WARPS;
+  if (row >= arguments.rows) return {-1, -1, 0, 0, -1};
+  const int split = rank % ROW_BLOCKS * ROW_WARPS + warp % ROW_WARPS, length = arguments.seq_lens[row] - 1;
+  const int tile = split + lane * SPLITS;
+  const int block = tile * TILE < length ? *block_of(arguments, row, tile) : 0;
+  return {row, length, split, block, arguments.slots[row]};
+}
+
+DEVICE const u16* tile_address(const Arguments& arguments, int block, int kv_head, int tile) {
+  return arguments.kv_cache + static_cast<i64>(block) * arguments.block_stride + kv_head * arguments.head_stride +
+         tile % (BLOCK_SIZE / TILE) * TILE * arguments.token_stride;
 }
 
 // Before `wait_for_inputs`: K and V of earlier steps to L2, tables to shared memory.
-DEVICE void prepare_attention(const Arguments& arguments, int rank, int kv_head) {
+DEVICE void prepare_attention(const Arguments& arguments, const Sequence& sequence, int rank, int kv_head) {
   char* memory = shared_memory();
-  const Sequence sequence = find_sequence(arguments, rank);
-  const int lane = thread_index() % 32, tiles = (sequence.length + TILE - 1) / TILE;
-  const int tile = sequence.split + lane * SPLITS;
-  if (sequence.row >= 0 && tile < tiles && arguments.token_stride == HEAD_DIM) {
-    const u16* from = tile_address(arguments, sequence, kv_head, tile);
+  const int tile = sequence.split + static_cast<int>(thread_index() % 32) * SPLITS;
+  if (tile * TILE < sequence.length && arguments.token_stride == HEAD_DIM) {
+    const u16* from = tile_address(arguments, sequence.block, kv_head, tile);
     prefetch(from, TILE * HEAD_DIM * 2);
     prefetch(from + arguments.value_stride, TILE * HEAD_DIM * 2);
   }
@@ -110,16 +118,54 @@ struct KvTile {
   Vector k[POSITIONS], v[POSITIONS];
 };
 
-// Position i of this lane is tile * TILE + i * (32 / LANES) + its lane group; zeros past the end.
-DEVICE void load_tile(KvTile& to, const Arguments& arguments, const Sequence& sequence, int kv_head, int tile) {
-  const bool is_tile = tile * TILE < sequence.length;
+// Where this thread keeps a part of an early tile: the K, then the V of its positions.
+DEVICE char* early_place(int count, int part) {
+  return shared_memory() + AttentionMemory::kv + ((count * 2 * POSITIONS + part) * CONSUMERS + thread_index()) * 16;
+}
+
+// Starts copies of the first tiles of the split, which each thread makes for itself.
+DEVICE void copy_early_tiles(const Arguments& arguments, const Sequence& sequence, int kv_head) {
   const int first = thread_index() % 32 / LANES, part = thread_index() % LANES;
-  const u16* from = is_tile ? tile_address(arguments, sequence, kv_head, tile) : nullptr;
+#pragma unroll
+  for (int count = 0; count < EARLY_TILES; count++) {
+    const int tile = sequence.split + count * SPLITS;
+    const u16* from = tile_address(arguments, from_lane(sequence.block, count), kv_head, tile);
+#pragma unroll
+    for (int i = 0; i < POSITIONS; i++) {
+      const int token = i * (32 / LANES) + first;
+      if (tile * TILE + token >= sequence.length) continue;
+      const u16* at = from + token * arguments.token_stride + part * 8;
+      copy_vector(early_place(count, i), at);
+      copy_vector(early_place(count, POSITIONS + i), at + arguments.value_stride);
+    }
+  }
+}
+
+// The tile `count` of the split, by a whole warp. Position i of this lane is i * (32 / LANES) + its lane group; what is
+// not in the cache is zeros.
+DEVICE void load_tile(KvTile& to, const Arguments& arguments, const Sequence& sequence, int kv_head, int count) {
+  const int tile = sequence.split + count * SPLITS, begin = tile * TILE;
+  if (count < EARLY_TILES) {
+#pragma unroll
+    for (int i = 0; i < POSITIONS; i++) {
+      const bool is_there = begin + i * (32 / LANES) + static_cast<int>(thread_index() % 32 / LANES) < sequence.length;
+      to.k[i] = to.v[i] = {0, 0, 0, 0};
+      if (is_there) {
+        to.k[i] = load_vector(early_place(count, i));
+        to.v[i] = load_vector(early_place(count, POSITIONS + i));
+      }
+    }
+    return;
+  }
+  int block = from_lane(sequence.block, count % 32);
+  if (count >= 32 && begin < sequence.length) block = *block_of(arguments, sequence.row, tile);
+  const int first = thread_index() % 32 / LANES, part = thread_index() % LANES;
+  const u16* from = tile_address(arguments, block, kv_head, tile);
 #pragma unroll
   for (int i = 0; i < POSITIONS; i++) {
     const int token = i * (32 / LANES) + first;
     to.k[i] = to.v[i] = {0, 0, 0, 0};
-    if (tile * TILE + token < sequence.length) {
+    if (begin + token < sequence.length) {
       const u16* at = from + token * arguments.token_stride + part * 8;
       to.k[i] = load_vector(at);
       to.v[i] = load_vector(at + arguments.value_stride);
@@ -186,9 +232,9 @@ DEVICE void merge_lanes(Attended& of) {
     }
 }
 
-// A warp's split of its row, to shared memory: per head HEAD_DIM sums, the maximum and the sum of the weights. `tile`
-// holds the first tile of the split; the next one is loaded while one is attended to.
-DEVICE void attend_split(const Arguments& arguments, const Sequence& sequence, KvTile& tile, int cluster) {
+// A warp's split of its row, to shared memory: per head HEAD_DIM sums, the maximum and the sum of the weights. The first
+// two tiles are given; a further one is loaded while one is attended to.
+DEVICE void attend_split(const Arguments& arguments, const Sequence& sequence, KvTile& tile, KvTile& next, int cluster) {
   char* memory = shared_memory();
   const int warp = thread_index() / 32, lane = thread_index() % 32, part = lane % LANES;
   const int kv_head = cluster * GROUP_HEADS / HEADS_PER_KV, row_in_block = warp / ROW_WARPS;
@@ -210,10 +256,8 @@ DEVICE void attend_split(const Arguments& arguments, const Sequence& sequence, K
       result.acc[head][j] = 0.0f;
     }
   }
-  for (int index = sequence.split; index * TILE <= sequence.length; index += SPLITS) {
-    KvTile next;
-    load_tile(next, arguments, sequence, kv_head, index + SPLITS);
-    const int new_token = sequence.length - index * TILE;  // its place in the tile
+  for (int count = 0; (sequence.split + count * SPLITS) * TILE <= sequence.length; count++) {
+    const int new_token = sequence.length - (sequence.split + count * SPLITS) * TILE;  // its place in the tile
     if (new_token < TILE) {
       const Vector k = rotate(arguments, heads + ATTENDED, has_norm ? norms + HEAD_DIM : nullptr, cos_sin);
       const Vector v = load_vector(heads + ATTENDED + HEAD_DIM + part * 8);
@@ -223,7 +267,7 @@ DEVICE void attend_split(const Arguments& arguments, const Sequence& sequence, K
           tile.k[i] = k;
           tile.v[i] = v;
         }
-      const i64 slot = arguments.slots[sequence.row];
+      const i64 slot = sequence.slot;
       if (slot >= 0 && lane < LANES && cluster * GROUP_HEADS % HEADS_PER_KV == 0) {
         u16* to = arguments.kv_cache + slot / BLOCK_SIZE * arguments.block_stride + kv_head * arguments.head_stride +
                   slot % BLOCK_SIZE * arguments.token_stride + part * 8;
@@ -234,6 +278,7 @@ DEVICE void attend_split(const Arguments& arguments, const Sequence& sequence, K
     const int left = new_token + 1 - lane / LANES;
     attend(result, q, tile, left <= 0 ? 0 : (left - 1) / (32 / LANES) + 1);
     tile = next;
+    load_tile(next, arguments, sequence, kv_head, count + 2);
   }
   merge_lanes(result);
   float* to = reinterpret_cast<float*>(memory + Memory::input) + warp * GROUP_HEADS * (HEAD_DIM + 2);
@@ -301,19 +346,19 @@ DEVICE void merge_splits(const Arguments& arguments) {
       low += part.x * scale;
       high += part.y * scale;
     }
-    const float factor = sum > 0.0f ? 1.0f / sum : 0.0f;
+    const float factor = sum > 0.0f ? inverse(sum) : 0.0f;
     char* to = memory + AttentionMemory::output + row * pitch(ATTENDED) + input_place(head * HEAD_DIM + column);
     *reinterpret_cast<u32*>(to) = pack_bf16(low * factor, high * factor);
   }
 }
 
-KERNEL(ATTENTION_REGISTERS) attention_block(const Arguments arguments) {
+KERNEL(REGISTERS) attention_block(const Arguments arguments) {
   char* memory = shared_memory();
   u64* barriers = reinterpret_cast<u64*>(memory + Memory::barriers);
   const int rank = block_index() % CTAS, cluster = block_index() / CTAS, rows = arguments.rows;
   const int kv_head = cluster * GROUP_HEADS / HEADS_PER_KV;
-  const OutGroups<O_CHUNKS> groups = {ATTENDED / GROUP};
-  Ring<ATTENTION_STAGES, AttentionMemory::ring, ATTENTION_SLOT_BYTES, O_TILES, O_CHUNKS> ring;
+  const OutGroups<O_TILES, O_CHUNKS, O_GROUPS> groups = {cluster * O_GROUPS, O_GROUPS};
+  Ring<ATTENTION_STAGES, AttentionMemory::ring, ATTENTION_SLOT_BYTES> ring;
   const int first_row = rank / ROW_BLOCKS * BLOCK_ROWS;
   const int rows_here = rows <= first_row ? 0 : rows - first_row < BLOCK_ROWS ? rows - first_row : BLOCK_ROWS;
   const u32 expected[] = {norm_bytes(rows), rows_here * QKV_SIZE * 2u, split_bytes(rows)};
@@ -323,13 +368,12 @@ KERNEL(ATTENTION_REGISTERS) attention_block(const Arguments arguments) {
     const int first = HEADS * HEAD_DIM + kv_head * HEAD_DIM + output - ATTENDED;
     return output < ATTENDED + HEAD_DIM ? first : first + (KV_HEADS - 1) * HEAD_DIM;
   };
-  const WeightParts parts = {QKV_TILES, CLUSTERS * ATTENDED, cluster * groups.count};
-  if (begin(ring, arguments, barriers, expected, rank, parts, groups, weight_row)) return;
+  if (begin(ring, arguments, barriers, expected, rank, QKV_TILES, weight_row, groups, CLUSTERS * ATTENDED)) return;
   load_norm(arguments, rank);
-  prepare_attention(arguments, rank, kv_head);
   const Sequence sequence = find_sequence(arguments, rank);
-  KvTile tile;  // of earlier steps, so that it can be read before the kernel before has finished
-  load_tile(tile, arguments, sequence, kv_head, sequence.split);
+  prepare_attention(arguments, sequence, rank, kv_head);
+  // of earlier steps, so that they can be read before the kernel before has finished
+  copy_early_tiles(arguments, sequence, kv_head);
   block_sync(CONSUMERS);
   cluster_arrive();
   cluster_wait();
@@ -337,7 +381,9 @@ KERNEL(ATTENTION_REGISTERS) attention_block(const Arguments arguments) {
   add_and_norm<MLP_CLUSTERS>(arguments, rank, cluster, barriers);
   barrier_wait(barriers, 0);
   find_factors(arguments);
-  multiply_in(ring, QKV_TILES, rows);
+  multiply_in<1>(ring, QKV_TILES, rows);
+  KvTile tiles[2];
+  if (EARLY_TILES <= 1) load_tile(tiles[1], arguments, sequence, kv_head, 1);
   block_sync(CONSUMERS);
   // q, k and v of each row, to the blocks that attend for it.
   spread<QKV_TILES * 8 * ROWS, ROW_BLOCKS>([&](int item, int first, int step) {
@@ -350,14 +396,15 @@ KERNEL(ATTENTION_REGISTERS) attention_block(const Arguments arguments) {
     for (int block = first; block < ROW_BLOCKS; block += step)
       send(begin + block, to + (rank * QKV_TILES + tile) * 16 + in_tile, value, barriers + 1);
   });
+  vectors_wait();
+  load_tile(tiles[0], arguments, sequence, kv_head, 0);
+  if (EARLY_TILES > 1) load_tile(tiles[1], arguments, sequence, kv_head, 1);
   barrier_wait(barriers + 1, 0);
-  if (sequence.row >= 0) attend_split(arguments, sequence, tile, cluster);
+  if (sequence.row >= 0) attend_split(arguments, sequence, tiles[0], tiles[1], cluster);
   block_sync(CONSUMERS);
   send_splits(arguments, rank, barriers + 2);
   barrier_wait(barriers + 2, 0);
   merge_splits(arguments);
   block_sync(CONSUMERS);
-  constexpr int most_groups = (ATTENDED / GROUP + O_CHUNKS - 1) / O_CHUNKS;
-  const char* attended = memory + AttentionMemory::output;
-  multiply_out<O_TILES, O_CHUNKS, most_groups>(ring, arguments, attended, pitch(ATTENDED), rank, cluster, groups);
+  multiply_out<1>(ring, arguments, memory + AttentionMemory::output, rank, cluster, groups);
 }

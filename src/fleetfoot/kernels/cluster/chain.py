@@ -96,7 +96,7 @@ def _is_supported(shape: LayerShape, tiling: LayerTiling) -> bool:
 @cache
 def kernels_of(shape: LayerShape, tiling: LayerTiling) -> tuple[CudaKernel, CudaKernel]:
     """Those of a layer: attention, and the MLP."""
-    macros, sizes = defines(shape, tiling), shared_bytes(shape, tiling)
+    macros, sizes = defines(shape, tiling), shared_bytes(tiling)
     attention_block, mlp_block = (
         CudaKernel(f"{FOLDER.name}/{function}.cu", function, macros, tiling.ctas, tiling.threads, size)
         for function, size in zip((ATTENTION_BLOCK, MLP_BLOCK), sizes, strict=True)

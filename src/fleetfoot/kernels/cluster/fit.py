@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fleetfoot.config.model import ModelConfig
-from fleetfoot.kernels.cluster.layer_blocks import MAX_ROWS, LayerShape, LayerTiling, misfit
+from fleetfoot.kernels.cluster.layer_blocks import LayerShape, LayerTiling, misfit
 
-MOST_ELEMENTS = 4096
-"""Rows times hidden size up to which two kernels compute a layer; 0: they are switched off. Qwen3-0.6B on an H200, ms a
-token against five kernels: 1 row 0.52 and 0.68, 2 rows 0.54 and 0.71, 4 rows 0.64 and 0.73, 8 rows 0.83 and 0.81."""
-MOST_HIDDEN = 1024
-"""Maximum hidden size. Larger layers are bound by memory, which the ring of one multiprocessor does not keep as busy as
-the other kernels: Llama-3.1-8B takes 5.0 ms a token against 4.0."""
+MOST_ROWS = 4
+"""Rows up to which two kernels compute a layer; 0: they are switched off."""
+MOST_HIDDEN = 2048
+"""Maximum hidden size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +28,7 @@ NO_LAYER_CHAIN = LayerChainPlan()
 
 def max_rows(hidden_size: int) -> int:
     """Most rows of a step: 0, 1, 2, 4 or 8."""
-    if hidden_size > MOST_HIDDEN:
-        return 0
-    return max((rows for rows in (1, 2, 4, MAX_ROWS) if rows * hidden_size <= MOST_ELEMENTS), default=0)
+    return MOST_ROWS if hidden_size <= MOST_HIDDEN else 0
 
 
 def plan_layer_chain(
@@ -40,7 +36,7 @@ def plan_layer_chain(
 ) -> LayerChainPlan:
     """``is_hopper``: the GPU; ``has_nvrtc``: the compiler is installed."""
     rows = max_rows(model.hidden_size)
-    if not MOST_ELEMENTS:
+    if not MOST_ROWS:
         return NO_LAYER_CHAIN
     heads = model.num_heads, model.num_kv_heads, model.head_dim
     shape = LayerShape(model.hidden_size, *heads, model.intermediate_size, block_size)
@@ -49,7 +45,7 @@ def plan_layer_chain(
         "NVRTC, which compiles them, is not among the packages that torch installs": has_nvrtc,
         f"the dtype is {dtype}": dtype == "bfloat16",
         f"there are {num_ranks} ranks": num_ranks == 1,
-        f"the hidden size {model.hidden_size} is above {min(MOST_HIDDEN, MOST_ELEMENTS)}": rows > 0,
+        f"the hidden size {model.hidden_size} is above {MOST_HIDDEN}": rows > 0,
         "biases": not (model.qkv_bias or model.o_bias or model.mlp_bias),
         "windows": not any(model.layer_windows),
         "layers without positions": all(model.layer_ropes),

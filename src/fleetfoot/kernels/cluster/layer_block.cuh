@@ -68,25 +68,23 @@ struct Memory {
   static constexpr int sums = align(input + maximum_of(ROWS * pitch(HIDDEN), splits_bytes));
 };
 
-// The inputs of the second product that a cluster has, in groups: chunk `i` of `chunks` is [begin(i), begin(i + 1)).
-template <int CHUNKS>
+// The inputs of the second product that a cluster has, MOST groups at most, in chunks of `per_chunk`; the last one may
+// have fewer. A stage has a chunk of TILES * 16 rows, and WARPS / TILES warps share the groups of a tile.
+template <int TILES, int CHUNKS, int MOST>
 struct OutGroups {
-  int count;
-  __device__ int begin(int chunk) const { return chunk * count / CHUNKS; }
+  static constexpr int rows = TILES * 16, blocks = BLOCK_HIDDEN / rows, chunks = CHUNKS, splits = WARPS / TILES;
+  static constexpr int per_warp = ((MOST + CHUNKS - 1) / CHUNKS + splits - 1) / splits;
+  static constexpr int per_chunk = CHUNKS == 1 ? MOST : per_warp * splits;
+  static constexpr int padded = CHUNKS * per_warp * splits;
+
+  int first, count;
+  __device__ int size(int chunk) const { return chunk < CHUNKS - 1 ? per_chunk : count - chunk * per_chunk; }
 };
 
-// What a block reads of the weights: tiles of 16 rows of the first one; of the second, rows of `all_inputs`, from a group
-// of inputs on.
-struct WeightParts {
-  int in_tiles, all_inputs, first_group;
-};
-
-// One after the other: tiles of 16 rows of the first weight in chunks of IN_COLUMNS, then blocks of OUT_TILES * 16 rows
-// of the second in OUT_CHUNKS chunks of their inputs.
-template <int STAGES, int RING, int SLOT_BYTES, int OUT_TILES, int OUT_CHUNKS>
+// One after the other: tiles of 16 rows of the first weight in chunks of IN_COLUMNS, then the stages of `Groups`.
+template <int STAGES, int RING, int SLOT_BYTES>
 struct Ring {
   static constexpr int in_chunks = HIDDEN / IN_COLUMNS;
-  static constexpr int out_rows = OUT_TILES * 16, out_blocks = BLOCK_HIDDEN / out_rows;
 
   char* memory = shared_memory();
   u64* full = reinterpret_cast<u64*>(memory + Memory::ring_barriers);
@@ -110,13 +108,12 @@ struct Ring {
   }
   // By the producer warp. `in_row(tile, half)`: the first of 8 rows of the first weight. All addresses are the same in all lanes, so that they are computed in uniform registers: a copy takes
   // its operands from there, and with addresses of lanes each takes 110 cycles.
-  template <class InRow>
-  __device__ void produce(const Arguments& arguments, int rank, const WeightParts& parts,
-                          OutGroups<OUT_CHUNKS> groups, InRow in_row) {
-    const int all_inputs = parts.all_inputs;
+  template <class InRow, class Groups>
+  __device__ void produce(const Arguments& arguments, int rank, int in_tiles, InRow in_row, const Groups& groups,
+                          int all_inputs) {
     const bool is_elected = elect_lane();
 #pragma unroll 1
-    for (int stage = 0; stage < parts.in_tiles * in_chunks; stage++) {
+    for (int stage = 0; stage < in_tiles * in_chunks; stage++) {
       barrier_wait(empty + slot, phase ^ 1);
       if (is_elected) {
         constexpr int bytes = IN_COLUMNS * 2;
@@ -133,17 +130,18 @@ struct Ring {
       warp_sync();
       advance();
     }
-    const u16* first = arguments.weight_out + static_cast<i64>(rank) * BLOCK_HIDDEN * all_inputs + parts.first_group * GROUP;
+    const u16* first = arguments.weight_out + static_cast<i64>(rank) * BLOCK_HIDDEN * all_inputs + groups.first * GROUP;
 #pragma unroll 1
-    for (int stage = 0; stage < out_blocks * OUT_CHUNKS; stage++) {
+    for (int stage = 0; stage < Groups::blocks * Groups::chunks; stage++) {
       barrier_wait(empty + slot, phase ^ 1);
       if (is_elected) {
-        const int begin = groups.begin(stage % OUT_CHUNKS), bytes = (groups.begin(stage % OUT_CHUNKS + 1) - begin) * 64;
-        barrier_expect(full + slot, out_rows * bytes);
-        const u16* from = first + static_cast<i64>(stage / OUT_CHUNKS) * out_rows * all_inputs + begin * GROUP;
+        const int chunk = stage % Groups::chunks, bytes = groups.size(chunk) * 64;
+        barrier_expect(full + slot, Groups::rows * bytes);
+        const u16* from = first + static_cast<i64>(stage / Groups::chunks) * Groups::rows * all_inputs;
+        from += chunk * (Groups::per_chunk * GROUP);
 #pragma unroll 16
-        for (int i = 0; i < out_rows; i++)
-          copy_async(data() + i * bytes + i / (out_rows / 2) * 64, from + i * all_inputs, bytes, full + slot);
+        for (int i = 0; i < Groups::rows; i++)
+          copy_async(data() + i * bytes + i / (Groups::rows / 2) * 64, from + i * all_inputs, bytes, full + slot);
       }
       warp_sync();
       advance();
@@ -159,20 +157,20 @@ struct Ring {
 };
 
 // The start of a kernel. The barriers expect so many bytes each; true: this is the producer warp, which is done.
-template <class AnyRing, int BARRIERS_USED, class Groups, class InRow>
-DEVICE bool begin(AnyRing& ring, const Arguments& arguments, u64* barriers, const u32 (&expected)[BARRIERS_USED],
-                  int rank, const WeightParts& parts, Groups groups, InRow in_row) {
+template <class AnyRing, int NUM_BARRIERS, class InRow, class Groups>
+DEVICE bool begin(AnyRing& ring, const Arguments& arguments, u64* barriers, const u32 (&expected)[NUM_BARRIERS], int rank,
+                  int in_tiles, InRow in_row, const Groups& groups, int all_inputs) {
   launch_dependents();
   if (thread_index() < CONSUMERS) return false;
   if (thread_index() == CONSUMERS) {
     ring.init();
-    for (int i = 0; i < BARRIERS_USED; i++) barrier_init(barriers + i, 1);
+    for (int i = 0; i < NUM_BARRIERS; i++) barrier_init(barriers + i, 1);
     barriers_ready();
-    for (int i = 0; i < BARRIERS_USED; i++) barrier_expect(barriers + i, expected[i]);
+    for (int i = 0; i < NUM_BARRIERS; i++) barrier_expect(barriers + i, expected[i]);
   }
   warp_sync();
   cluster_arrive();
-  ring.produce(arguments, rank, parts, groups, in_row);
+  ring.produce(arguments, rank, in_tiles, in_row, groups, all_inputs);
   cluster_wait();
   return true;
 }
@@ -196,43 +194,68 @@ DEVICE int input_place(int column) {
 // A lane's part of GROUPS groups of inputs: weight rows `low` and `high`, and of the lanes with a row their input.
 template <int GROUPS>
 struct Fragment {
+  static constexpr int groups = GROUPS;
   Vector low[GROUPS], high[GROUPS], x[GROUPS];
 };
 
-// Sums of 8 outputs of the low and of the high rows.
+// Sums of 8 outputs of the low and of the high rows, in chains that do not wait for each other.
 //
 // The 16 bytes of an input are the operand of two rows of an mma, g and g + 8: the first and second pair, and the third
 // and fourth. The weight's first two pairs are multiplied with both, of which row g is right, then the others, of which
 // row g + 8 is. Half of the sums mean nothing, and no register is moved.
+template <int CHAINS>
 struct Sums {
-  float low[2][4] = {}, high[2][4] = {};
+  float low[2 * CHAINS][4], high[2 * CHAINS][4];
 
   template <int GROUPS>
   __device__ void add(const Fragment<GROUPS>& of) {
 #pragma unroll
     for (int i = 0; i < GROUPS; i++) {
       const Vector &x = of.x[i], &a = of.low[i], &b = of.high[i];
-      mma(low[0], x.x, x.y, x.z, x.w, a.x, a.y);
-      mma(high[0], x.x, x.y, x.z, x.w, b.x, b.y);
-      mma(low[1], x.x, x.y, x.z, x.w, a.z, a.w);
-      mma(high[1], x.x, x.y, x.z, x.w, b.z, b.w);
+      const int chain = i % CHAINS * 2;
+      mma(low[chain], x.x, x.y, x.z, x.w, a.x, a.y);
+      mma(high[chain], x.x, x.y, x.z, x.w, b.x, b.y);
+      mma(low[chain + 1], x.x, x.y, x.z, x.w, a.z, a.w);
+      mma(high[chain + 1], x.x, x.y, x.z, x.w, b.z, b.w);
     }
   }
-  // Of the row `lane / 4`: 4 outputs, see `weight_rows`.
+  // Of the row `lane / 4` and the weight row (i % 2) * half + i / 2 * 4 + lane % 4, if the second half of the rows lies
+  // `half` rows on.
   __device__ float of(int i) const {
-    return i < 2 ? low[0][i] + low[1][i + 2] : high[0][i - 2] + high[1][i];
+    const auto& from = i < 2 ? low : high;
+    float sum = from[0][i % 2] + from[1][i % 2 + 2];
+#pragma unroll
+    for (int chain = 1; chain < CHAINS; chain++) sum += from[2 * chain][i % 2] + from[2 * chain + 1][i % 2 + 2];
+    return sum;
   }
 };
-// The rows of a tile, half of which lie `half` rows on: `Sums::of(i)` of a lane is row (i % 2) * half + i / 2 * 4 + t.
 
-// `low`, `high`: weight rows of this lane; `x`: its input, which stays zero in lanes without a row.
-template <int GROUPS, int STEP>
-DEVICE void load_fragment(Fragment<GROUPS>& to, const char* low, const char* high, const char* input, bool has_row) {
+// `count` sums, each of STAGES stages with GROUPS groups of inputs. One half of a stage is loaded while the other one, or
+// the end of the stage before, is multiplied. `load(fragment, group, stage)` loads from a group of the present stage on.
+template <int GROUPS, int STAGES, int CHAINS, class AnyRing, class Load, class Finish>
+DEVICE void multiply_stages(AnyRing& ring, int count, Load load, Finish finish) {
+  constexpr int first = (GROUPS + 1) / 2, second = GROUPS - first;
+  Fragment<first> a = {};
+  Fragment<second ? second : 1> b = {};
+  if (count > 0) {
+    ring.await();
+    load(a, 0, 0);
+  }
+#pragma unroll 1
+  for (int sum = 0; sum < count; sum++) {
+    Sums<CHAINS> sums = {};
 #pragma unroll
-  for (int i = 0; i < GROUPS; i++) {
-    to.low[i] = load_vector(low + i * STEP);
-    to.high[i] = load_vector(high + i * STEP);
-    if (has_row) to.x[i] = load_vector(input + i * STEP);
+    for (int stage = 0; stage < STAGES; stage++) {
+      if (second) load(b, first, stage);
+      ring.release();
+      sums.add(a);
+      if (stage + 1 < STAGES || sum + 1 < count) {
+        ring.await();
+        load(a, 0, (stage + 1) % STAGES);
+      }
+      if (second) sums.add(b);
+    }
+    finish(sum, sums);
   }
 }
 
@@ -302,40 +325,30 @@ DEVICE void find_factors(const Arguments& arguments) {
 }
 
 // The first product: each warp multiplies a slice of the inputs. Its sums [tiles, WARPS, ROWS, 16] are in shared memory
-// after the next `block_sync`. A part of a stage is loaded while the one before is multiplied.
-template <class AnyRing>
+// after the next `block_sync`.
+template <int CHAINS, class AnyRing>
 DEVICE void multiply_in(AnyRing& ring, int tiles, int rows) {
-  constexpr int groups = IN_COLUMNS / (WARPS * GROUP), part = groups % 2 ? 1 : 2, chunks = HIDDEN / IN_COLUMNS;
-  constexpr int parts = chunks * (groups / part);
+  constexpr int groups = IN_COLUMNS / (WARPS * GROUP), chunks = HIDDEN / IN_COLUMNS;
   const int warp = thread_index() / 32, g = thread_index() % 32 / 4, t = thread_index() % 4;
   const int in_slot = (g % 2 * 8 + g / 2) * (IN_COLUMNS * 2) + g % 2 * 64 + warp * groups * 64 + t * 16;
   const char* input = ring.memory + Memory::input + g * pitch(HIDDEN) + warp * groups * 64 + t * 16;
   float* all_sums = reinterpret_cast<float*>(ring.memory + Memory::sums) + (warp * ROWS + g) * 16 + t;
   const bool has_row = g < rows;
-  Fragment<part> fragments[2] = {};
-  const auto load = [&](int index) {
-    const int chunk = index / (groups / part) % chunks, in_chunk = index % (groups / part) * part * 64;
-    if (in_chunk == 0) ring.await();
-    const char* low = ring.data() + in_slot + in_chunk;
-    load_fragment<part, 64>(fragments[index % 2], low, low + 4 * IN_COLUMNS * 2,
-                            input + chunk * (IN_COLUMNS * 2) + in_chunk, has_row);
-    if (in_chunk == (groups / part - 1) * part * 64) ring.release();
-  };
-  static_assert(parts % 2 == 0);
-  load(0);
-#pragma unroll 1
-  for (int tile = 0; tile < tiles; tile++) {
-    Sums sums;
+  const auto load = [&](auto& to, int group, int chunk) {
+    const char *low = ring.data() + in_slot + group * 64, *x = input + chunk * (IN_COLUMNS * 2) + group * 64;
 #pragma unroll
-    for (int i = 0; i < parts; i++) {
-      if (i + 1 < parts || tile + 1 < tiles) load((i + 1) % parts);
-      sums.add(fragments[i % 2]);
+    for (int i = 0; i < to.groups; i++) {
+      to.low[i] = load_vector(low + i * 64);
+      to.high[i] = load_vector(low + 4 * IN_COLUMNS * 2 + i * 64);
+      if (has_row) to.x[i] = load_vector(x + i * 64);
     }
+  };
+  multiply_stages<groups, chunks, CHAINS>(ring, tiles, load, [&](int tile, const auto& sums) {
     float* to = all_sums + tile * (WARPS * 16 * ROWS);
     if (g < ROWS)
 #pragma unroll
       for (int i = 0; i < 4; i++) to[i % 2 * 8 + i / 2 * 4] = sums.of(i);
-  }
+  });
 }
 
 // Two outputs of the first product: `weight_row` of 16 of a tile, and the next one.
@@ -353,54 +366,39 @@ DEVICE Pair outputs_of(int tile, int weight_row, int row) {
   return {sum.x * factor, sum.y * factor};
 }
 
-// The second product, of this cluster's inputs [rows, inputs] at `input`, rows `input_pitch` bytes apart: its partial
-// sums, to global memory. WARPS / OUT_TILES warps share the inputs of a tile of 16 outputs.
-template <int OUT_TILES, int OUT_CHUNKS, int MOST_GROUPS, class AnyRing>
-DEVICE void multiply_out(AnyRing& ring, const Arguments& arguments, const char* input, int input_pitch, int rank,
-                         int cluster, OutGroups<OUT_CHUNKS> groups) {
-  constexpr int out_rows = OUT_TILES * 16, splits = WARPS / OUT_TILES, blocks = BLOCK_HIDDEN / out_rows;
-  constexpr int most = (MOST_GROUPS + splits - 1) / splits;  // groups of a warp in a chunk
+// The second product, of this cluster's inputs [rows, `Groups::padded` groups] at `input`: its partial sums, to global
+// memory. The inputs of groups that the cluster does not have are zeros.
+template <int CHAINS, class AnyRing, class Groups>
+DEVICE void multiply_out(AnyRing& ring, const Arguments& arguments, const char* input, int rank, int cluster,
+                         const Groups& groups) {
+  constexpr int out_rows = Groups::rows, splits = Groups::splits;
   const int warp = thread_index() / 32, g = thread_index() % 32 / 4, t = thread_index() % 4, rows = arguments.rows;
-  const int tile = warp % OUT_TILES, split = warp / OUT_TILES;
+  const int tile = warp % (WARPS / splits), split = warp / (WARPS / splits);
   const int weight_row = g % 2 * (out_rows / 2) + tile * 8 + g / 2;
   const bool has_row = g < rows;
-  input += g * input_pitch + t * 16;
+  input += g * pitch(Groups::padded * GROUP) + t * 16 + split * 64;
   float* partials = arguments.partials_out + static_cast<i64>(cluster) * rows * HIDDEN + rank * BLOCK_HIDDEN;
   float* shared = reinterpret_cast<float*>(ring.memory + Memory::input);  // [splits, ROWS, BLOCK_HIDDEN]
-  Fragment<1> fragments[2] = {};
-#pragma unroll 1
-  for (int block = 0; block < blocks; block++) {
-    Sums sums;
+  const auto load = [&](auto& to, int group, int chunk) {
+    const int size = groups.size(chunk);
+    const char* low = ring.data() + weight_row * (size * 64) + g % 2 * 64 + t * 16;
+    const char* x = input + (chunk * Groups::per_chunk + group * splits) * 64;
 #pragma unroll
-    for (int chunk = 0; chunk < OUT_CHUNKS; chunk++) {
-      const int begin = groups.begin(chunk), count = groups.begin(chunk + 1) - begin;
-      ring.await();
-      const char* low = ring.data() + weight_row * count * 64 + g % 2 * 64 + t * 16;
-      const char* high = low + 4 * count * 64;
-      const auto load = [&](int i) {
-        const int at = (split + i * splits) * 64;
-        load_fragment<1, 64>(fragments[i % 2], low + at, high + at, input + begin * 64 + at, has_row);
-      };
-      if (split < count) load(0);
-#pragma unroll
-      for (int i = 0; i < most; i++) {
-        if (i + 1 < most && split + (i + 1) * splits < count) load(i + 1);
-        if (split + i * splits < count) sums.add(fragments[i % 2]);
-      }
-      ring.release();
+    for (int i = 0; i < to.groups; i++) {
+      const int wanted = split + (group + i) * splits, at = wanted < size ? wanted : size - 1;
+      to.low[i] = load_vector(low + at * 64);
+      to.high[i] = load_vector(low + (size * 4 + at) * 64);
+      if (has_row) to.x[i] = load_vector(x + i * splits * 64);
     }
+  };
+  constexpr int per_warp = Groups::per_warp, chunks = Groups::chunks;
+  multiply_stages<per_warp, chunks, CHAINS>(ring, Groups::blocks, load, [&](int block, const auto& sums) {
     const int first = block * out_rows + tile * 8 + t;
-    if (splits > 1) {
-      if (g < ROWS)
+    float* to = splits > 1 ? shared + (split * ROWS + g) * BLOCK_HIDDEN + first : partials + g * HIDDEN + first;
+    if (has_row)
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-          shared[(split * ROWS + g) * BLOCK_HIDDEN + first + i % 2 * (out_rows / 2) + i / 2 * 4] = sums.of(i);
-    } else if (has_row) {
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        partials[g * HIDDEN + first + i % 2 * (out_rows / 2) + i / 2 * 4] = sums.of(i);
-    }
-  }
+      for (int i = 0; i < 4; i++) to[i % 2 * (out_rows / 2) + i / 2 * 4] = sums.of(i);
+  });
   if (splits == 1) return;
   block_sync(CONSUMERS);
   for (int item = thread_index(); item < rows * (BLOCK_HIDDEN / 2); item += CONSUMERS) {

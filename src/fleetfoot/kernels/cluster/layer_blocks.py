@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent
 """Each kernel is a file of its name."""
 ATTENTION_BLOCK, MLP_BLOCK = "attention_block", "mlp_block"
-MAX_ROWS = 8
-SHARED_BYTES = 115712
-"""Of a thread block: two of them, of consecutive kernels, are resident on a multiprocessor of Hopper."""
+_SM_BYTES, _RESERVED_BYTES = 233472, 1024
+"""Shared memory of a multiprocessor of Hopper, and what a thread block takes beside its own."""
+_MLP_BYTES = 117760
+"""Of a block of the MLP kernel: two of them do not fit on a multiprocessor, but one beside one of attention."""
 _MIN_STAGES, _MAX_STAGES = 2, 32
 _MAX_SLOT_BYTES = 16384
 _GROUP = 32
@@ -50,20 +51,24 @@ class LayerTiling:
     """Maximum rows of a step: 1, 2, 4 or 8."""
     clusters: int = 16
     """Of the attention kernel."""
-    mlp_clusters: int = 15
-    """Of the MLP kernel. 15 clusters of 8 have multiprocessors of their own on an H200: with 16, two share theirs, and
-    take twice as long (Llama-3.2-1B's layer 45 us, with shapes for 15 39 us)."""
+    mlp_clusters: int = 14
+    """Of the MLP kernel. On an H200, 15 clusters of 8 have multiprocessors of their own. 14 leave 8 free ones to two
+    more clusters of attention, so that all blocks of both kernels are resident at once."""
     ctas: int = 8
     """Thread blocks of a cluster."""
     warps: int = 4
     """That compute; one more copies weights."""
     slot_bytes: int = _MAX_SLOT_BYTES
     """Weights in a stage of the ring, at most."""
-    attention_bytes: int = SHARED_BYTES
-    """Shared memory of a block, at most."""
-    mlp_bytes: int = SHARED_BYTES
-    attention_registers: int = 112
-    mlp_registers: int = 96
+    attention_bytes: int = _SM_BYTES - _MLP_BYTES - 2 * _RESERVED_BYTES
+    """Shared memory of a block."""
+    mlp_bytes: int = _MLP_BYTES
+    registers: int = 128
+    """Of a thread: three blocks of 5 warps fit on a multiprocessor."""
+    early_tiles: int = 2
+    """Tiles of K and V of each warp that are copied before the kernel before has finished."""
+    positions: int = 2
+    """Positions in the tile of a lane."""
 
     @property
     def threads(self) -> int:
@@ -109,12 +114,15 @@ class _Plan:
         rows, ctas, warps = tiling.rows, tiling.ctas, tiling.warps
         heads = shape.num_heads // tiling.clusters
         attended, block_hidden = heads * shape.head_dim, shape.hidden // ctas
-        groups = cdiv(shape.intermediate // _GROUP, tiling.mlp_clusters)  # of a cluster, at most
+        attended_groups, all_groups = attended // _GROUP, shape.intermediate // _GROUP
+        groups = cdiv(all_groups, tiling.mlp_clusters)  # of a cluster, at most
         self.in_columns = _in_columns(shape.hidden, _GROUP * warps, tiling.slot_bytes)
-        self.o = _out_stage(attended // _GROUP, block_hidden, warps, tiling.slot_bytes)
-        self.down = _out_stage(groups, block_hidden, warps, tiling.slot_bytes)
+        self.o = _out_stage(attended_groups, block_hidden, warps, tiling.slot_bytes)
+        fewest = all_groups // tiling.mlp_clusters
+        self.down = _out_stage(groups, block_hidden, warps, tiling.slot_bytes, fewest)
         in_bytes = 16 * self.in_columns * 2
-        outs = (_out_bytes(*self.o, attended // _GROUP), _out_bytes(*self.down, groups))
+        outs = (_out_bytes(*self.o, attended_groups, warps), _out_bytes(*self.down, groups, warps))
+        activated = _out_groups(*self.down, groups, warps)[1] * _GROUP
         self.slot_bytes = [cdiv(max(in_bytes, each) + 64, 128) * 128 for each in outs]
 
         squares = ctas * cdiv(block_hidden, 64)
@@ -125,7 +133,8 @@ class _Plan:
         block_rows, row_blocks = max(1, rows // ctas), max(1, ctas // rows)
         attention = tiles[0] * 16 * warps * rows * 4 + block_rows * (qkv_size * 2 + shape.head_dim * 4)
         attention += 4 * shape.head_dim + rows * row_blocks * heads * (shape.head_dim + 2) * 4 + rows * _pitch(attended)
-        mlp = tiles[1] * 16 * warps * rows * 4 + rows * _pitch(groups * _GROUP)
+        attention += 128 + tiling.early_tiles * 2 * tiling.positions * 32 * warps * 16
+        mlp = tiles[1] * 16 * warps * rows * 4 + rows * _pitch(activated)
         self.fixed_bytes = [cdiv(shared + each, 128) * 128 + 512 for each in (attention, mlp)]
         self.stages = []
         limits = tiling.attention_bytes, tiling.mlp_bytes
@@ -148,21 +157,31 @@ def _in_columns(hidden: int, unit: int, slot_bytes: int) -> int:
     )
 
 
-def _out_bytes(tiles: int, chunks: int, groups: int) -> int:
-    return tiles * 16 * cdiv(groups, chunks) * _GROUP * 2
+def _out_groups(tiles: int, chunks: int, groups: int, warps: int) -> tuple[int, int]:
+    """Of a chunk, and of all with those that pad: see ``OutGroups`` of the source."""
+    splits = warps // tiles
+    per_warp = cdiv(cdiv(groups, chunks), splits)
+    return groups if chunks == 1 else per_warp * splits, chunks * per_warp * splits
 
 
-def _out_stage(groups: int, outputs: int, warps: int, slot_bytes: int) -> tuple[int, int]:
-    """Tiles of 16 rows in a stage of the second product, and chunks in which their ``groups`` of inputs come: as many
-    bytes as fit, or a little more, in rows as long as possible."""
+def _out_bytes(tiles: int, chunks: int, groups: int, warps: int) -> int:
+    return tiles * 16 * _out_groups(tiles, chunks, groups, warps)[0] * _GROUP * 2
+
+
+def _out_stage(groups: int, outputs: int, warps: int, slot_bytes: int, fewest: int | None = None) -> tuple[int, int]:
+    """Tiles of 16 rows in a stage of the second product, and chunks in which the groups of its inputs come: as many
+    bytes as fit, or a little more, in rows as long as possible. ``fewest``: groups of a cluster, some of which are padded
+    to more; None: all have ``groups``, and are not padded."""
     stages = [
         (tiles, chunks)
         for tiles in (1, 2, 4, 8)
         if tiles <= warps and outputs % (16 * tiles) == 0
         for chunks in range(1, groups + 1)
-        if _out_bytes(tiles, chunks, groups) <= slot_bytes * 9 // 8
+        if (fewest or groups) > (chunks - 1) * _out_groups(tiles, chunks, groups, warps)[0]
+        and (fewest is not None or _out_groups(tiles, chunks, groups, warps)[1] == groups)
+        and _out_bytes(tiles, chunks, groups, warps) <= slot_bytes * 5 // 4
     ]
-    return max(stages, key=lambda stage: _out_bytes(*stage, groups) * (1.0 - 0.15 * (stage[1] - 1)))
+    return max(stages, key=lambda stage: _out_bytes(*stage, groups, warps) * (1.0 - 0.15 * (stage[1] - 1)))
 
 
 def defines(shape: LayerShape, tiling: LayerTiling) -> tuple[tuple[str, int], ...]:
@@ -173,8 +192,8 @@ def defines(shape: LayerShape, tiling: LayerTiling) -> tuple[tuple[str, int], ..
             "HIDDEN": shape.hidden, "HEADS": shape.num_heads, "KV_HEADS": shape.num_kv_heads,
             "HEAD_DIM": shape.head_dim, "INTERMEDIATE": shape.intermediate, "BLOCK_SIZE": shape.block_size,
             "ROWS": tiling.rows, "CLUSTERS": tiling.clusters, "MLP_CLUSTERS": tiling.mlp_clusters,
-            "CTAS": tiling.ctas, "WARPS": tiling.warps,
-            "ATTENTION_REGISTERS": tiling.attention_registers, "MLP_REGISTERS": tiling.mlp_registers,
+            "CTAS": tiling.ctas, "WARPS": tiling.warps, "REGISTERS": tiling.registers,
+            "EARLY_TILES": tiling.early_tiles, "POSITIONS": tiling.positions,
             "IN_COLUMNS": plan.in_columns, "O_TILES": plan.o[0], "O_CHUNKS": plan.o[1],
             "DOWN_TILES": plan.down[0], "DOWN_CHUNKS": plan.down[1],
             "ATTENTION_SLOT_BYTES": plan.slot_bytes[0], "MLP_SLOT_BYTES": plan.slot_bytes[1],
@@ -184,9 +203,9 @@ def defines(shape: LayerShape, tiling: LayerTiling) -> tuple[tuple[str, int], ..
     )  # fmt: skip
 
 
-def shared_bytes(shape: LayerShape, tiling: LayerTiling) -> tuple[int, int]:
-    """Shared memory of a block of both kernels. All that they may have, whatever they need of it: so the GPU places two
-    blocks of a kernel on one multiprocessor only where it must."""
+def shared_bytes(tiling: LayerTiling) -> tuple[int, int]:
+    """Shared memory of a block of both kernels: what they may have, also if they need less. The GPU would place two small
+    blocks of a kernel on one multiprocessor and leave others empty (80 of 132 were used)."""
     return tiling.attention_bytes, tiling.mlp_bytes
 
 

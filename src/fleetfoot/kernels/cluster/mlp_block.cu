@@ -6,8 +6,10 @@
 constexpr int GROUPS = INTERMEDIATE / GROUP;
 constexpr int MOST_GROUPS = (GROUPS + MLP_CLUSTERS - 1) / MLP_CLUSTERS;
 constexpr int MOST_TILES = (MOST_GROUPS * 4 + CTAS - 1) / CTAS;
-constexpr int ACTIVATED = MOST_GROUPS * GROUP;           // inputs of down in a cluster, at most
-static_assert(GROUPS * GROUP == INTERMEDIATE && GROUPS >= MLP_CLUSTERS && BLOCK_HIDDEN % (DOWN_TILES * 16) == 0);
+using DownGroups = OutGroups<DOWN_TILES, DOWN_CHUNKS, MOST_GROUPS>;
+constexpr int ACTIVATED = DownGroups::padded * GROUP;    // inputs of down in a cluster, and zeros
+static_assert(GROUPS * GROUP == INTERMEDIATE && BLOCK_HIDDEN % (DOWN_TILES * 16) == 0);
+static_assert(GROUPS / MLP_CLUSTERS > (DOWN_CHUNKS - 1) * DownGroups::per_chunk);
 
 struct MlpMemory : Memory {
   static constexpr int output = align(sums + MOST_TILES * WARPS * 16 * ROWS * 4);
@@ -15,24 +17,26 @@ struct MlpMemory : Memory {
 };
 static_assert(MlpMemory::ring <= MLP_FIXED_BYTES && MLP_STAGES <= 32);
 
-DEVICE float silu(float x) { return x / (1.0f + exp2_fast(x * -1.4426950408889634f)); }
+DEVICE float silu(float x) { return x * inverse(1.0f + exp2_fast(x * -1.4426950408889634f)); }
 
-KERNEL(MLP_REGISTERS) mlp_block(const Arguments arguments) {
+KERNEL(REGISTERS) mlp_block(const Arguments arguments) {
   char* memory = shared_memory();
   u64* barriers = reinterpret_cast<u64*>(memory + Memory::barriers);
   const int rank = block_index() % CTAS, cluster = block_index() / CTAS, rows = arguments.rows;
   const int first_group = cluster * GROUPS / MLP_CLUSTERS;
-  const OutGroups<DOWN_CHUNKS> groups = {(cluster + 1) * GROUPS / MLP_CLUSTERS - first_group};
+  const DownGroups groups = {first_group, (cluster + 1) * GROUPS / MLP_CLUSTERS - first_group};
   const int first_tile = rank * groups.count * 4 / CTAS;  // of the cluster's
   const int tiles = (rank + 1) * groups.count * 4 / CTAS - first_tile;
-  Ring<MLP_STAGES, MlpMemory::ring, MLP_SLOT_BYTES, DOWN_TILES, DOWN_CHUNKS> ring;
+  Ring<MLP_STAGES, MlpMemory::ring, MLP_SLOT_BYTES> ring;
   const u32 expected[] = {norm_bytes(rows), rows * groups.count * GROUP * 2u};
   // 8 rows of gate, and the same of up.
   const auto weight_row = [&](int tile, int half) {
     return half * INTERMEDIATE + first_group * GROUP + (first_tile + tile) * 8;
   };
-  if (begin(ring, arguments, barriers, expected, rank, {tiles, INTERMEDIATE, first_group}, groups, weight_row)) return;
+  if (begin(ring, arguments, barriers, expected, rank, tiles, weight_row, groups, INTERMEDIATE)) return;
   load_norm(arguments, rank);
+  constexpr int words = ROWS * pitch(ACTIVATED) / 4;
+  for (int i = thread_index(); i < words; i += CONSUMERS) reinterpret_cast<u32*>(memory + MlpMemory::output)[i] = 0;
   block_sync(CONSUMERS);
   cluster_arrive();
   cluster_wait();
@@ -40,7 +44,7 @@ KERNEL(MLP_REGISTERS) mlp_block(const Arguments arguments) {
   add_and_norm<CLUSTERS>(arguments, rank, cluster, barriers);
   barrier_wait(barriers, 0);
   find_factors(arguments);
-  multiply_in(ring, tiles, rows);
+  multiply_in<2>(ring, tiles, rows);
   block_sync(CONSUMERS);
   spread<MOST_TILES * 4 * ROWS, CTAS>([&](int item, int first, int step) {
     const int pair = item % (MOST_TILES * 4), row = item / (MOST_TILES * 4), tile = pair / 4;
@@ -54,7 +58,5 @@ KERNEL(MLP_REGISTERS) mlp_block(const Arguments arguments) {
       send(block, to, value, barriers + 1);
   });
   barrier_wait(barriers + 1, 0);
-  const char* activated = memory + MlpMemory::output;
-  multiply_out<DOWN_TILES, DOWN_CHUNKS, (MOST_GROUPS + DOWN_CHUNKS - 1) / DOWN_CHUNKS>(
-      ring, arguments, activated, pitch(ACTIVATED), rank, cluster, groups);
+  multiply_out<2>(ring, arguments, memory + MlpMemory::output, rank, cluster, groups);
 }
