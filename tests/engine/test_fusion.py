@@ -309,7 +309,7 @@ FITTING = {"dtype": "bfloat16", "block_size": 16, "num_ranks": 1, "is_hopper": T
     ("model", "facts", "expected"),
     [
         ({}, {}, (4, "")),
-        ({"hidden_size": 3072}, {}, (4, "")),
+        ({"hidden_size": 2560}, {}, (2, "")),
         ({}, {"is_hopper": False, "has_nvrtc": False}, (0, "the GPU is not a Hopper, NVRTC, which compiles them, is ")),
         (
             {"hidden_size": 16384},

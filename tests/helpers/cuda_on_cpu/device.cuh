@@ -193,8 +193,6 @@ DEVICE void copy_async(void* to, const void* from, u32 bytes, u64* barrier) {
   const char* data = static_cast<const char*>(from);
   cpu::transfer(to, std::vector<char>(data, data + bytes), barrier);
 }
-DEVICE void copy_vector(void* to, const void* from) { std::memcpy(to, from, 16); }
-DEVICE void vectors_wait() {}
 DEVICE void prefetch(const void*, u32) {}
 
 DEVICE u32 cluster_rank() { return cpu::fiber->block->rank; }

@@ -11,7 +11,7 @@ constexpr int ROW_BLOCKS = CTAS > ROWS ? CTAS / ROWS : 1, BLOCK_ROWS = ROWS > CT
 constexpr int ROW_WARPS = WARPS / BLOCK_ROWS;            // warps of a row in a block
 constexpr int SPLITS = ROW_BLOCKS * ROW_WARPS;
 constexpr int LANES = HEAD_DIM / 8;                      // lanes with a position: 16 bytes each
-// POSITIONS: loaded at once by such lanes, as registers allow
+constexpr int POSITIONS = 2;                             // of a lane in a tile
 constexpr int TILE = POSITIONS * (32 / LANES);
 static_assert(BLOCK_SIZE % TILE == 0 && BLOCK_ROWS <= WARPS && HEADS_PER_KV % GROUP_HEADS == 0);
 static_assert(QKV_SIZE % (CTAS * 16) == 0 && ATTENDED % GROUP == 0 && BLOCK_HIDDEN % (O_TILES * 16) == 0);
@@ -24,8 +24,7 @@ struct AttentionMemory : Memory {
   static constexpr int merged = align(head_norms + 2 * HEAD_DIM * 2);
   static constexpr int merged_stats = merged + ROWS * ROW_BLOCKS * GROUP_HEADS * HEAD_DIM * 4;
   static constexpr int output = align(merged_stats + ROWS * ROW_BLOCKS * GROUP_HEADS * 8);
-  static constexpr int kv = align(output + ROWS * pitch(ATTENDED));  // of each thread, its parts of the first tiles
-  static constexpr int ring = align(kv + EARLY_TILES * 2 * POSITIONS * CONSUMERS * 16);
+  static constexpr int ring = align(output + ROWS * pitch(ATTENDED));
 };
 static_assert(AttentionMemory::ring <= ATTENTION_FIXED_BYTES && ATTENTION_STAGES <= 32);
 
@@ -118,45 +117,10 @@ struct KvTile {
   Vector k[POSITIONS], v[POSITIONS];
 };
 
-// Where this thread keeps a part of an early tile: the K, then the V of its positions.
-DEVICE char* early_place(int count, int part) {
-  return shared_memory() + AttentionMemory::kv + ((count * 2 * POSITIONS + part) * CONSUMERS + thread_index()) * 16;
-}
-
-// Starts copies of the first tiles of the split, which each thread makes for itself.
-DEVICE void copy_early_tiles(const Arguments& arguments, const Sequence& sequence, int kv_head) {
-  const int first = thread_index() % 32 / LANES, part = thread_index() % LANES;
-#pragma unroll
-  for (int count = 0; count < EARLY_TILES; count++) {
-    const int tile = sequence.split + count * SPLITS;
-    const u16* from = tile_address(arguments, from_lane(sequence.block, count), kv_head, tile);
-#pragma unroll
-    for (int i = 0; i < POSITIONS; i++) {
-      const int token = i * (32 / LANES) + first;
-      if (tile * TILE + token >= sequence.length) continue;
-      const u16* at = from + token * arguments.token_stride + part * 8;
-      copy_vector(early_place(count, i), at);
-      copy_vector(early_place(count, POSITIONS + i), at + arguments.value_stride);
-    }
-  }
-}
-
 // The tile `count` of the split, by a whole warp. Position i of this lane is i * (32 / LANES) + its lane group; what is
 // not in the cache is zeros.
 DEVICE void load_tile(KvTile& to, const Arguments& arguments, const Sequence& sequence, int kv_head, int count) {
   const int tile = sequence.split + count * SPLITS, begin = tile * TILE;
-  if (count < EARLY_TILES) {
-#pragma unroll
-    for (int i = 0; i < POSITIONS; i++) {
-      const bool is_there = begin + i * (32 / LANES) + static_cast<int>(thread_index() % 32 / LANES) < sequence.length;
-      to.k[i] = to.v[i] = {0, 0, 0, 0};
-      if (is_there) {
-        to.k[i] = load_vector(early_place(count, i));
-        to.v[i] = load_vector(early_place(count, POSITIONS + i));
-      }
-    }
-    return;
-  }
   int block = from_lane(sequence.block, count % 32);
   if (count >= 32 && begin < sequence.length) block = *block_of(arguments, sequence.row, tile);
   const int first = thread_index() % 32 / LANES, part = thread_index() % LANES;
@@ -232,9 +196,10 @@ DEVICE void merge_lanes(Attended& of) {
     }
 }
 
-// A warp's split of its row, to shared memory: per head HEAD_DIM sums, the maximum and the sum of the weights. The first
-// two tiles are given; a further one is loaded while one is attended to.
-DEVICE void attend_split(const Arguments& arguments, const Sequence& sequence, KvTile& tile, KvTile& next, int cluster) {
+// A warp's split of its row, to shared memory: per head HEAD_DIM sums, the maximum and the sum of the weights. The
+// first two tiles are given; a further one is loaded while one is attended to.
+DEVICE void attend_split(const Arguments& arguments, const Sequence& sequence, KvTile& tile, KvTile& next,
+                         int cluster) {
   char* memory = shared_memory();
   const int warp = thread_index() / 32, lane = thread_index() % 32, part = lane % LANES;
   const int kv_head = cluster * GROUP_HEADS / HEADS_PER_KV, row_in_block = warp / ROW_WARPS;
@@ -372,8 +337,6 @@ KERNEL(REGISTERS) attention_block(const Arguments arguments) {
   load_norm(arguments, rank);
   const Sequence sequence = find_sequence(arguments, rank);
   prepare_attention(arguments, sequence, rank, kv_head);
-  // of earlier steps, so that they can be read before the kernel before has finished
-  copy_early_tiles(arguments, sequence, kv_head);
   block_sync(CONSUMERS);
   cluster_arrive();
   cluster_wait();
@@ -383,7 +346,8 @@ KERNEL(REGISTERS) attention_block(const Arguments arguments) {
   find_factors(arguments);
   multiply_in<1>(ring, QKV_TILES, rows);
   KvTile tiles[2];
-  if (EARLY_TILES <= 1) load_tile(tiles[1], arguments, sequence, kv_head, 1);
+  load_tile(tiles[0], arguments, sequence, kv_head, 0);
+  load_tile(tiles[1], arguments, sequence, kv_head, 1);
   block_sync(CONSUMERS);
   // q, k and v of each row, to the blocks that attend for it.
   spread<QKV_TILES * 8 * ROWS, ROW_BLOCKS>([&](int item, int first, int step) {
@@ -396,9 +360,6 @@ KERNEL(REGISTERS) attention_block(const Arguments arguments) {
     for (int block = first; block < ROW_BLOCKS; block += step)
       send(begin + block, to + (rank * QKV_TILES + tile) * 16 + in_tile, value, barriers + 1);
   });
-  vectors_wait();
-  load_tile(tiles[0], arguments, sequence, kv_head, 0);
-  if (EARLY_TILES > 1) load_tile(tiles[1], arguments, sequence, kv_head, 1);
   barrier_wait(barriers + 1, 0);
   if (sequence.row >= 0) attend_split(arguments, sequence, tiles[0], tiles[1], cluster);
   block_sync(CONSUMERS);

@@ -66,11 +66,6 @@ DEVICE void copy_async(void* to, const void* from, u32 bytes, u64* barrier) {
                "l"(from), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
-// The same of 16 bytes, which only this thread may read, after `vectors_wait`.
-DEVICE void copy_vector(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
-}
-DEVICE void vectors_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 DEVICE void prefetch(const void* from, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.kernels.cluster.layer_blocks import LayerShape, LayerTiling, misfit
 
-MOST_ROWS = 4
-"""Rows up to which two kernels compute a layer; 0: they are switched off."""
-MOST_HIDDEN = 2048
-"""Maximum hidden size."""
+MOST_ROWS, MOST_ELEMENTS = 4, 8192
+"""Rows, and rows times hidden size, up to which two kernels compute a layer; 0 rows: they are switched off. On an H200,
+ms a token with two and with five kernels: Qwen3-0.6B 4 rows 0.67 and 0.75, Qwen3-1.7B 1.28 and 1.38, Qwen3-4B 2 rows
+2.66 and 2.73, 4 rows 2.93 and 2.78."""
+MOST_HIDDEN = 2560
+"""Maximum hidden size. A layer of Llama-3.1-8B takes 118 us with one row, and 116 with five kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,8 @@ NO_LAYER_CHAIN = LayerChainPlan()
 
 def max_rows(hidden_size: int) -> int:
     """Most rows of a step: 0, 1, 2, 4 or 8."""
-    return MOST_ROWS if hidden_size <= MOST_HIDDEN else 0
+    rows = min(MOST_ROWS, MOST_ELEMENTS // hidden_size) if hidden_size <= MOST_HIDDEN else 0
+    return 1 << rows.bit_length() - 1 if rows else 0
 
 
 def plan_layer_chain(

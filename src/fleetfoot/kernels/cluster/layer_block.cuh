@@ -8,9 +8,9 @@
 //
 // Each block has a producer warp, which copies weights into a ring of slots in shared memory. It does not wait for the
 // kernel before, so memory keeps streaming. In all products the rows are the 16-row operand of an mma and 8 rows of a
-// weight its 8-column one, so that the 16 bytes that a lane loads of a weight row are operands as they are; see
-// `multiply`. The order of the inputs in an mma is free: a lane's bytes of a weight row and of an input row are the same
-// inputs. The bits of a row do not depend on the other rows.
+// weight its 8-column one, so that the 16 bytes that a lane loads of a weight row are operands as they are; see `Sums`.
+// The order of the inputs in an mma is free: a lane's bytes of a weight row and of an input row are the same inputs.
+// The bits of a row do not depend on the other rows.
 //
 // Roundings to bf16 are those of the kernels of `fleetfoot.kernels`: sums of a branch, the residual, the input of a
 // product times the norm's weight, all outputs of products.
@@ -78,7 +78,7 @@ struct OutGroups {
   static constexpr int padded = CHUNKS * per_warp * splits;
 
   int first, count;
-  __device__ int size(int chunk) const { return chunk < CHUNKS - 1 ? per_chunk : count - chunk * per_chunk; }
+  int size(int chunk) const { return chunk < CHUNKS - 1 ? per_chunk : count - chunk * per_chunk; }
 };
 
 // One after the other: tiles of 16 rows of the first weight in chunks of IN_COLUMNS, then the stages of `Groups`.
@@ -92,24 +92,25 @@ struct Ring {
   int slot = 0;
   u32 phase = 0;
 
-  __device__ char* data() const { return memory + RING + slot * SLOT_BYTES; }
-  __device__ void advance() {
+  char* data() const { return memory + RING + slot * SLOT_BYTES; }
+  void advance() {
     if (++slot == STAGES) {
       slot = 0;
       phase ^= 1;
     }
   }
   // By one thread.
-  __device__ void init() {
+  void init() {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(full + i, 1);
       barrier_init(empty + i, WARPS);
     }
   }
-  // By the producer warp. `in_row(tile, half)`: the first of 8 rows of the first weight. All addresses are the same in all lanes, so that they are computed in uniform registers: a copy takes
-  // its operands from there, and with addresses of lanes each takes 110 cycles.
+  // By the producer warp. `in_row(tile, half)`: the first of 8 rows of the first weight. All addresses are the same in
+  // all lanes, so that they are computed in uniform registers: a copy takes its operands from there, and with addresses
+  // of lanes each takes 110 cycles.
   template <class InRow, class Groups>
-  __device__ void produce(const Arguments& arguments, int rank, int in_tiles, InRow in_row, const Groups& groups,
+  void produce(const Arguments& arguments, int rank, int in_tiles, InRow in_row, const Groups& groups,
                           int all_inputs) {
     const bool is_elected = elect_lane();
 #pragma unroll 1
@@ -147,9 +148,9 @@ struct Ring {
       advance();
     }
   }
-  __device__ void await() { barrier_wait(full + slot, phase); }
+  void await() { barrier_wait(full + slot, phase); }
   // What this warp needs of the slot has been loaded.
-  __device__ void release() {
+  void release() {
     warp_sync();
     if (thread_index() % 32 == 0) barrier_arrive(empty + slot);
     advance();
@@ -158,8 +159,8 @@ struct Ring {
 
 // The start of a kernel. The barriers expect so many bytes each; true: this is the producer warp, which is done.
 template <class AnyRing, int NUM_BARRIERS, class InRow, class Groups>
-DEVICE bool begin(AnyRing& ring, const Arguments& arguments, u64* barriers, const u32 (&expected)[NUM_BARRIERS], int rank,
-                  int in_tiles, InRow in_row, const Groups& groups, int all_inputs) {
+DEVICE bool begin(AnyRing& ring, const Arguments& arguments, u64* barriers, const u32 (&expected)[NUM_BARRIERS],
+                  int rank, int in_tiles, InRow in_row, const Groups& groups, int all_inputs) {
   launch_dependents();
   if (thread_index() < CONSUMERS) return false;
   if (thread_index() == CONSUMERS) {
@@ -208,7 +209,7 @@ struct Sums {
   float low[2 * CHAINS][4], high[2 * CHAINS][4];
 
   template <int GROUPS>
-  __device__ void add(const Fragment<GROUPS>& of) {
+  void add(const Fragment<GROUPS>& of) {
 #pragma unroll
     for (int i = 0; i < GROUPS; i++) {
       const Vector &x = of.x[i], &a = of.low[i], &b = of.high[i];
@@ -221,7 +222,7 @@ struct Sums {
   }
   // Of the row `lane / 4` and the weight row (i % 2) * half + i / 2 * 4 + lane % 4, if the second half of the rows lies
   // `half` rows on.
-  __device__ float of(int i) const {
+  float of(int i) const {
     const auto& from = i < 2 ? low : high;
     float sum = from[0][i % 2] + from[1][i % 2 + 2];
 #pragma unroll
@@ -230,8 +231,9 @@ struct Sums {
   }
 };
 
-// `count` sums, each of STAGES stages with GROUPS groups of inputs. One half of a stage is loaded while the other one, or
-// the end of the stage before, is multiplied. `load(fragment, group, stage)` loads from a group of the present stage on.
+// `count` sums, each of STAGES stages with GROUPS groups of inputs. One half of a stage is loaded while the other one,
+// or the end of the stage before, is multiplied. `load(fragment, group, stage)` loads from a group of the present stage
+// on.
 template <int GROUPS, int STAGES, int CHAINS, class AnyRing, class Load, class Finish>
 DEVICE void multiply_stages(AnyRing& ring, int count, Load load, Finish finish) {
   constexpr int first = (GROUPS + 1) / 2, second = GROUPS - first;

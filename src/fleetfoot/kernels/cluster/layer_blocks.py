@@ -65,10 +65,6 @@ class LayerTiling:
     mlp_bytes: int = _MLP_BYTES
     registers: int = 128
     """Of a thread: three blocks of 5 warps fit on a multiprocessor."""
-    early_tiles: int = 2
-    """Tiles of K and V of each warp that are copied before the kernel before has finished."""
-    positions: int = 2
-    """Positions in the tile of a lane."""
 
     @property
     def threads(self) -> int:
@@ -133,7 +129,6 @@ class _Plan:
         block_rows, row_blocks = max(1, rows // ctas), max(1, ctas // rows)
         attention = tiles[0] * 16 * warps * rows * 4 + block_rows * (qkv_size * 2 + shape.head_dim * 4)
         attention += 4 * shape.head_dim + rows * row_blocks * heads * (shape.head_dim + 2) * 4 + rows * _pitch(attended)
-        attention += 128 + tiling.early_tiles * 2 * tiling.positions * 32 * warps * 16
         mlp = tiles[1] * 16 * warps * rows * 4 + rows * _pitch(activated)
         self.fixed_bytes = [cdiv(shared + each, 128) * 128 + 512 for each in (attention, mlp)]
         self.stages = []
@@ -170,8 +165,8 @@ def _out_bytes(tiles: int, chunks: int, groups: int, warps: int) -> int:
 
 def _out_stage(groups: int, outputs: int, warps: int, slot_bytes: int, fewest: int | None = None) -> tuple[int, int]:
     """Tiles of 16 rows in a stage of the second product, and chunks in which the groups of its inputs come: as many
-    bytes as fit, or a little more, in rows as long as possible. ``fewest``: groups of a cluster, some of which are padded
-    to more; None: all have ``groups``, and are not padded."""
+    bytes as fit, or a little more, in rows as long as possible. ``fewest``: groups of a cluster; zeros are added to them
+    where needed. None: all have ``groups``, to which none may be added."""
     stages = [
         (tiles, chunks)
         for tiles in (1, 2, 4, 8)
@@ -193,7 +188,6 @@ def defines(shape: LayerShape, tiling: LayerTiling) -> tuple[tuple[str, int], ..
             "HEAD_DIM": shape.head_dim, "INTERMEDIATE": shape.intermediate, "BLOCK_SIZE": shape.block_size,
             "ROWS": tiling.rows, "CLUSTERS": tiling.clusters, "MLP_CLUSTERS": tiling.mlp_clusters,
             "CTAS": tiling.ctas, "WARPS": tiling.warps, "REGISTERS": tiling.registers,
-            "EARLY_TILES": tiling.early_tiles, "POSITIONS": tiling.positions,
             "IN_COLUMNS": plan.in_columns, "O_TILES": plan.o[0], "O_CHUNKS": plan.o[1],
             "DOWN_TILES": plan.down[0], "DOWN_CHUNKS": plan.down[1],
             "ATTENTION_SLOT_BYTES": plan.slot_bytes[0], "MLP_SLOT_BYTES": plan.slot_bytes[1],
@@ -204,8 +198,8 @@ def defines(shape: LayerShape, tiling: LayerTiling) -> tuple[tuple[str, int], ..
 
 
 def shared_bytes(tiling: LayerTiling) -> tuple[int, int]:
-    """Shared memory of a block of both kernels: what they may have, also if they need less. The GPU would place two small
-    blocks of a kernel on one multiprocessor and leave others empty (80 of 132 were used)."""
+    """Shared memory of a block of both kernels: what they may have, also if they need less. The GPU would place two
+    small blocks of a kernel on one multiprocessor and leave others empty (80 of 132 were used)."""
     return tiling.attention_bytes, tiling.mlp_bytes
 
 
