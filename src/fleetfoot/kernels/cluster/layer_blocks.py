@@ -165,8 +165,8 @@ def _out_bytes(tiles: int, chunks: int, groups: int, warps: int) -> int:
 
 def _out_stage(groups: int, outputs: int, warps: int, slot_bytes: int, fewest: int | None = None) -> tuple[int, int]:
     """Tiles of 16 rows in a stage of the second product, and chunks in which the groups of its inputs come: as many
-    bytes as fit, or a little more, in rows as long as possible. ``fewest``: groups of a cluster; zeros are added to them
-    where needed. None: all have ``groups``, to which none may be added."""
+    bytes as fit, or a little more, in rows as long as possible. ``fewest``: groups of a cluster, to which zeros may be
+    added; None: all have ``groups``, and none may be added."""
     stages = [
         (tiles, chunks)
         for tiles in (1, 2, 4, 8)
