@@ -22,6 +22,7 @@ from fleetfoot.config import env
 from fleetfoot.distributed.peer_memory import CustomAllReduce, P2PChannel, make_channel, make_custom_all_reduce
 from fleetfoot.kernels.elementwise import sum_parts
 from fleetfoot.kernels.interface import AddRMSNorm
+from fleetfoot.kernels.linear.rank_sums import RankSums
 from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError
 from fleetfoot.records.forward_context import IntermediateTensors
 
@@ -48,6 +49,8 @@ class TensorGroup(_Ranks):
 
     bitwise_reproducible = False
     """Whether layers gather instead of summing partial results, so that outputs have the same bits as on one rank."""
+    rank_sums: RankSums | None = None
+    """For linear layers that are split by inputs and can sum over the ranks themselves; None: there is no such way."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of ``x`` over the ranks, with the same bits on each. May overwrite ``x``."""
@@ -165,6 +168,7 @@ class CudaTensorGroup(TorchTensorGroup):
     def __init__(self, group: dist.ProcessGroup, custom_all_reduce: CustomAllReduce | None) -> None:
         super().__init__(group)
         self._custom_all_reduce = custom_all_reduce
+        self.rank_sums = None if custom_all_reduce is None else custom_all_reduce.rank_sums
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if self._custom_all_reduce is not None and self._custom_all_reduce.fits(x):
