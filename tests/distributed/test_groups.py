@@ -9,10 +9,18 @@ import torch.distributed as dist
 from tests.distributed.ranks import run_world, shared_memory
 from tests.helpers.interpreter import HAS_TRITON, compiled, run_python  # also the ranks' interpreter
 
-from fleetfoot.distributed import ALL_REDUCE_ROWS, all_reduce_words, peer_memory, peer_memory_words
+from fleetfoot.distributed import (
+    ALL_REDUCE_ROWS,
+    GATHER_SETS,
+    GATHER_WORDS,
+    all_reduce_words,
+    peer_memory,
+    peer_memory_words,
+)
 from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, SINGLE_TENSOR_GROUP, StepShape, make_groups
 from fleetfoot.kernels.elementwise import add_rms_norm_torch
 from fleetfoot.kernels.linear.rank_sums import RANK_SUM_ROWS
+from fleetfoot.kernels.linear.tilings import MOST_REGISTERS
 from fleetfoot.records.forward_context import IntermediateTensors
 
 CPU = torch.device("cpu")
@@ -272,8 +280,13 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     output = run_python(
         "-m", "tests.helpers.compile_kernels", "transport", is_forked=True, TRITON_CACHE_DIR=str(tmp_path)
     )
-    names = [line.split(":")[0] for line in output.splitlines()]
-    assert names == [*["_all_reduce_kernel"] * 4, "_push_kernel", "_signal_kernel", "_pull_kernel", "_signal_kernel"]
+    lines = output.splitlines()
+    sums = ["_all_reduce_kernel"] * 2 + ["_all_gather_kernel"]
+    channel = ["_push_kernel", "_signal_kernel", "_pull_kernel", "_signal_kernel"]
+    names = [*sums, *sums, *["_linear_few_rows_kernel"] * 3, *channel]
+    assert [line.split(":")[0] for line in lines] == names
+    for line in lines[6:9]:  # so that all programs fit on the GPU at once
+        assert int(line.split()[-2]) <= MOST_REGISTERS
 
 
 CHANNEL_STEPS = ((1, torch.bfloat16), (16, torch.bfloat16), (3, torch.float32), (5, torch.bfloat16))
@@ -320,4 +333,5 @@ def test_supported_rows_and_sizes() -> None:
     for size, dtype in ((5, torch.bfloat16), (16385, torch.float32), (64, torch.float64)):  # the first: half a word
         assert not peer_memory.can_all_reduce(size, dtype)
     assert all_reduce_words(2, 4096 * 2) == 2 * 2 * ALL_REDUCE_ROWS * 2048
-    assert peer_memory_words(2, 4096 * 2) == all_reduce_words(2, 4096 * 2) + 2 * 2 * RANK_SUM_ROWS * 4096
+    sums = all_reduce_words(2, 4096 * 2) + 2 * 2 * RANK_SUM_ROWS * 4096
+    assert peer_memory_words(2, 4096 * 2) == sums + GATHER_SETS * GATHER_WORDS

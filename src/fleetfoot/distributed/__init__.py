@@ -13,6 +13,10 @@ ALL_REDUCE_ROWS, ALL_REDUCE_SETS = 128, 2
 """The most rows of `fleetfoot.distributed.peer_memory.CustomAllReduce`, and its sets of words. Each row has a program.
 All run at the same time on a GPU with more multiprocessors, so none waits for one that has not started."""
 
+GATHER_WORDS, GATHER_SETS = 1 << 19, 2
+"""64-bit words of `fleetfoot.distributed.peer_gather.CustomAllGather` for the values of all ranks in one set, and its
+sets. A word has 4 bytes of data."""
+
 
 def all_reduce_words(num_ranks: int, row_bytes: int) -> int:
     """64-bit words of each rank's memory for the custom all-reduce; a word has 4 bytes of data."""
@@ -20,8 +24,9 @@ def all_reduce_words(num_ranks: int, row_bytes: int) -> int:
 
 
 def peer_memory_words(num_ranks: int, row_bytes: int) -> int:
-    """64-bit words of each rank's memory for all sums over the ranks; within linear layers for 16-bit rows."""
-    return all_reduce_words(num_ranks, row_bytes) + rank_sum_words(num_ranks, row_bytes // 2)
+    """64-bit words of each rank's memory: for gathers, and for sums over the ranks, also within linear layers."""
+    sums = all_reduce_words(num_ranks, row_bytes) + rank_sum_words(num_ranks, row_bytes // 2)
+    return GATHER_SETS * GATHER_WORDS + sums
 
 
 def tensor_group_bytes(num_ranks: int, row_bytes: int) -> int:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fleetfoot.config import env
-from fleetfoot.distributed import ALL_REDUCE_ROWS, all_reduce_words, peer_memory_words
+from fleetfoot.distributed import ALL_REDUCE_ROWS, all_reduce_words
 from fleetfoot.kernels.linear.rank_sums import RankSums, rank_sum_words
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
 from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, triton_kernel, waiting_for_kernels
@@ -99,17 +99,6 @@ def can_all_reduce(hidden_size: int, dtype: torch.dtype) -> bool:
     return hidden_size * dtype.itemsize % 4 == 0 and hidden_size <= _MAX_TILE and dtype.itemsize in (2, 4)
 
 
-def make_custom_all_reduce(
-    group: dist.ProcessGroup, hidden_size: int, dtype: torch.dtype, device: torch.device
-) -> CustomAllReduce | None:
-    """The custom all-reduce of an NCCL group, if it supports such rows and memory can be shared. A collective call."""
-    if not can_all_reduce(hidden_size, dtype):
-        return None
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    memory = share_memory(group, peer_memory_words(size, hidden_size * dtype.itemsize), device, "small sums take")
-    return None if memory is None else CustomAllReduce(memory, rank, size, hidden_size, dtype, device)
-
-
 class CustomAllReduce:
     """Sums of ``[n, size]`` over the ranks of a tensor group in one kernel, for the few rows of a decode step;
     optionally with add and norm. ``n`` is at most `ALL_REDUCE_ROWS`, and ``size`` at most ``hidden_size``.
@@ -123,8 +112,9 @@ class CustomAllReduce:
     calls in the same order. A rank is at most one call ahead of another, because it has waited for that rank's words of
     the previous call. Two alternating sets of words are therefore enough, and nothing is ever cleared.
 
-    ``memory``: `fleetfoot.distributed.peer_memory_words` words on every rank; ``rank``, ``num_ranks``: of the tensor
-    group; ``hidden_size``: of the widest model of the group; ``dtype``, ``device``: of the rows.
+    ``memory``: `fleetfoot.distributed.peer_memory_words` words on every rank, without those for gathers; ``rank``,
+    ``num_ranks``: of the tensor group; ``hidden_size``: of the widest model of the group; ``dtype``, ``device``: of the
+    rows.
     """
 
     rank_sums: RankSums | None = None

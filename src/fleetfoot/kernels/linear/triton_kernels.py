@@ -99,7 +99,8 @@ def launch_linear(
         output, x, weight, biases, squares, num_parts, eps, residual, norm_weight, total, squares_out,
         words, addresses, num_calls, rank,
         num_rows, num_outputs, num_inputs, x.stride(0), min(_PREFETCHED, num_inputs) * 2,
-        num_ranks=num_ranks, max_rows=RANK_SUM_ROWS, width=width, outputs=tiling.outputs, slices=tiling.num_warps, staged=tiling.kernel == "staged",
+        num_ranks=num_ranks, max_rows=RANK_SUM_ROWS, width=width,
+        outputs=tiling.outputs, slices=tiling.num_warps, staged=tiling.kernel == "staged",
         whole_chunks=num_inputs % (tiling.num_warps * tiling.inputs) == 0, parts_tile=next_power_of_2(num_parts),
         has_deferred_norm=deferred is not None, fused_add_norm=add_norm is not None, **options,
     )  # fmt: skip
