@@ -90,8 +90,9 @@ class ChainedTorchResidual(ChainedTorch):
         return product if len(product) > 16 else torch.stack((product * 0.25, product * 0.75)).float()
 
     def add_and_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
+        self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, rank_sums: None = None
     ) -> DeferredRMSNorm | None:
+        assert rank_sums is None
         if len(x) > 8:
             return None
         ChainedTorch.num_deferred += 1
