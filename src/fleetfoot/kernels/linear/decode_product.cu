@@ -23,8 +23,14 @@ constexpr int RUN = BLOCKS % 4 ? 2 : 4;       // blocks of which a thread's outp
 constexpr int OWNED = WARPS / SPLITS;         // blocks of 16 rows that a thread block finishes
 constexpr int ROW_BYTES = ROWS * CHUNK * 2, WEIGHT_BYTES = OUTPUTS * CHUNK * 2, STAGE = ROW_BYTES + WEIGHT_BYTES;
 constexpr int SENT = BLOCKS * 512;  // bytes of a warp for another
+#if EPILOGUE == QKV
+constexpr int ANGLES = HEAD_DIM * 4 + 16;  // bytes of a row's cosines and sines: rows start at different banks
+constexpr int EXCHANGE = ROWS * ANGLES;
+#else
 constexpr int EXCHANGE = SPLITS > 1 ? SPLITS * WARPS * SENT : 0;
+#endif
 static_assert(INPUTS % (CHUNK * SPLITS) == 0 && WARPS % SPLITS == 0 && OUTPUTS % (16 * SPLITS) == 0);
+static_assert(PEERS == 1 || (SPLITS == 1 && (EPILOGUE != GATED || PEERS == 2)));
 static_assert(SHARED_BYTES >= 1024 + STAGES * STAGE + EXCHANGE + 512);
 
 struct Arguments {
@@ -47,7 +53,16 @@ struct Arguments {
   const u16* k_norm;
   float head_eps;
   int num_heads, num_kv_heads;
+#ifdef STAMPS
+  u64* stamps;
+#endif
 };
+#ifdef STAMPS
+DEVICE u64 now() { u64 t; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)); return t; }
+#define STAMP(i) if (threadIdx.x == 0) arguments.stamps[blockIdx.x * 8 + i] = now();
+#else
+#define STAMP(i)
+#endif
 
 template <int words>
 struct alignas(words * 4) Run {
@@ -55,15 +70,21 @@ struct alignas(words * 4) Run {
 };
 using Outputs = Run<RUN>;  // 2 * RUN bf16
 
-DEVICE void produce(const Arguments& arguments, u32 ring, u32 full, u32 empty, int row, int output, int chunk) {
+DEVICE void produce(const Arguments& arguments, u32 ring, u32 full, u32 empty, int row, int output, int chunk,
+                    int peer) {
   auto copy_weight = [&](int stage, int at) {
     const u32 barrier = full + stage * 8, to = ring + stage * STAGE + ROW_BYTES;
     barrier_expect(barrier, STAGE);
-    const int block = output / (8 * RUN);
-    copy_box(to, arguments.weight, barrier, at * CHUNK, 0, 0, 0, block);
+    const int block = output / (8 * RUN), ups = arguments.num_outputs / (8 * RUN);
+    if (PEERS > 1) {  // a part of the tile, for all
+      const int part = EPILOGUE == GATED ? peer * ups : peer * (OUTPUTS / PEERS / (8 * RUN));
+      copy_weight_box_to(to + peer * (WEIGHT_BYTES / PEERS), arguments.weight, barrier, at * CHUNK, block + part,
+                         (1 << PEERS) - 1);
+      return;
+    }
+    copy_weight_box(to, arguments.weight, barrier, at * CHUNK, block);
     if (EPILOGUE == GATED)  // the box is half of the tile
-      copy_box(to + WEIGHT_BYTES / 2, arguments.weight, barrier, at * CHUNK, 0, 0, 0,
-               block + arguments.num_outputs / (8 * RUN));
+      copy_weight_box(to + WEIGHT_BYTES / 2, arguments.weight, barrier, at * CHUNK, block + ups);
   };
   constexpr int first = CHUNKS < STAGES ? CHUNKS : STAGES;
 #pragma unroll 1
@@ -85,28 +106,37 @@ DEVICE void produce(const Arguments& arguments, u32 ring, u32 full, u32 empty, i
   }
 }
 
-// 1/rms of row `lane % 16` of this warp, for products with a deferred norm.
-DEVICE float factor_of(const Arguments& arguments, int first_row) {
-  const int lane = threadIdx.x % 32, row = first_row + lane % 16;
-  float sum = 0.0f;
+// 1/rms of row `lane % 16` of this warp, for products with a deferred norm. The squares are loaded before the product.
+struct Factor {
+  float squares[(PARTS + 1) / 2 + 1];
+
+  __device__ void load(const Arguments& arguments, int first_row) {
+    const int lane = threadIdx.x % 32, row = first_row + lane % 16;
 #pragma unroll
-  for (int i = 0; i < (PARTS + 1) / 2; i++) {
-    const int part = 2 * i + lane / 16;
-    if (part < arguments.num_parts && row < arguments.rows) sum += __ldcg(arguments.squares + part * arguments.rows + row);
+    for (int i = 0; i < (PARTS + 1) / 2; i++) {
+      const int part = 2 * i + lane / 16;
+      const bool is_part = part < arguments.num_parts && row < arguments.rows;
+      squares[i] = is_part ? __ldcg(arguments.squares + part * arguments.rows + row) : 0.0f;
+    }
   }
-  sum += from_lane_xor(sum, 16);
-  return 1.0f / sqrtf(sum / INPUTS + arguments.eps);
-}
+  __device__ float get(const Arguments& arguments) const {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < (PARTS + 1) / 2; i++) sum += squares[i];
+    sum += from_lane_xor(sum, 16);
+    return 1.0f / sqrtf(sum / INPUTS + arguments.eps);
+  }
+};
 
 DEVICE float silu_and_mul(float gate, float up) {
   gate = round_bf16(gate);
-  return gate / (1.0f + __expf(-gate)) * round_bf16(up);
+  return __fdividef(gate, 1.0f + __expf(-gate)) * round_bf16(up);
 }
 
 #if EPILOGUE == QKV
 // A head in four threads: of each 32 elements 8 contiguous ones, from 8 * t on.
 DEVICE void write_head(const Arguments& arguments, const float (&sums)[64], int half_row, int first, int head, int row,
-                       i64 position, i64 slot) {
+                       const char* angles, i64 slot) {
   constexpr int groups = HEAD_DIM / 32, half = groups / 2;
   const int t = threadIdx.x % 4;
   const bool is_value = head >= arguments.num_heads + arguments.num_kv_heads, is_query = head < arguments.num_heads;
@@ -130,7 +160,7 @@ DEVICE void write_head(const Arguments& arguments, const float (&sums)[64], int 
   }
   Run<4> packed[groups];
   if (!is_value) {
-    const float* cos_sin = arguments.cos_sin + position * HEAD_DIM + t * 8;
+    const float* cos_sin = reinterpret_cast<const float*>(angles) + t * 8;
     const u16* weight = is_query ? arguments.q_norm : arguments.k_norm;
     if (weight != nullptr) {
       const float factor = 1.0f / sqrtf(squares / HEAD_DIM + arguments.head_eps);
@@ -168,16 +198,19 @@ DEVICE void write_head(const Arguments& arguments, const float (&sums)[64], int 
 
 extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_constant__ Arguments arguments) {
   launch_dependents();
+#ifdef STAMPS
+  const u64 begin = now();
+#endif
   extern __shared__ __align__(128) char memory[];
   const u32 ring = (shared_address(memory) + 1023) / 1024 * 1024, exchange = ring + STAGES * STAGE;
   const u32 full = exchange + EXCHANGE, empty = full + STAGES * 8, received = empty + STAGES * 8;
   const int rank = blockIdx.x % SPLITS, tile = blockIdx.x / SPLITS, warp = threadIdx.x / 32;
   const int first_row = tile % arguments.row_tiles * ROWS, column = tile / arguments.row_tiles;
-  const int num_rows = arguments.rows;
+  const int num_rows = arguments.rows, peer = blockIdx.x % PEERS;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(full + i * 8, 1);
-      barrier_init(empty + i * 8, WARPS);
+      barrier_init(empty + i * 8, WARPS * PEERS);
     }
     for (int i = 0; i < WARPS && SPLITS > 1; i++) {
       barrier_init(received + i * 8, 1);
@@ -188,11 +221,12 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_co
     prefetch_map(arguments.x);
   }
   __syncthreads();
-  if (SPLITS > 1) cluster_arrive();
+  if (SPLITS * PEERS > 1) cluster_arrive();
   if (warp == WARPS) {
+    if (PEERS > 1) cluster_wait();  // they have barriers
     if (elect_lane())
       produce(arguments, ring, full, empty, first_row, column * (EPILOGUE == GATED ? OUTPUTS / 2 : OUTPUTS),
-              rank * CHUNKS);
+              rank * CHUNKS, peer);
     return;
   }
 
@@ -220,26 +254,50 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_co
 #else
   const int warp_row = first_row + warp * 16;
 #if EPILOGUE == QKV
-  i64 positions[2] = {}, slots[2] = {};
+  i64 slots[2] = {};
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int row = warp_row + lane / 4 + half * 8;
-    if (row >= num_rows) continue;
-    positions[half] = arguments.positions[row];
-    slots[half] = arguments.slots[row];
+    if (row < num_rows) slots[half] = arguments.slots[row];
+  }
+  // The angles of the warp's rows. Nothing of it depends on the kernel before.
+  char* angles = memory + (exchange - shared_address(memory)) + warp * 16 * ANGLES;
+  if (column * (OUTPUTS / HEAD_DIM) < arguments.num_heads + arguments.num_kv_heads) {
+    constexpr int lanes = HEAD_DIM / 4, rows = 32 / lanes;
+    const int last = num_rows - 1;
+    const int mine = warp_row + lane % 16 < last ? warp_row + lane % 16 : last;
+    const int position = static_cast<int>(arguments.positions[mine]);
+    float4 loaded[16 / rows];
+#pragma unroll
+    for (int i = 0; i < 16 / rows; i++) {
+      const int from = __shfl_sync(0xffffffffu, position, i * rows + lane / lanes);
+      loaded[i] = *reinterpret_cast<const float4*>(arguments.cos_sin + static_cast<i64>(from) * HEAD_DIM +
+                                                   lane % lanes * 4);
+    }
+#pragma unroll
+    for (int i = 0; i < 16 / rows; i++)
+      *reinterpret_cast<float4*>(angles + (i * rows + lane / lanes) * ANGLES + lane % lanes * 16) = loaded[i];
+    __syncwarp();
   }
 #endif
   wait_for_inputs();
-  float factor = 1.0f;
-  if (PARTS > 0) factor = factor_of(arguments, warp_row);
+  Factor factor_of;
+  factor_of.load(arguments, warp_row);
 #endif
 
+#ifdef STAMPS
+  if (threadIdx.x == 0) arguments.stamps[blockIdx.x * 8] = begin;
+#endif
+  STAMP(1)
   float sums[OUTPUTS / 2];
   int stage = 0, previous = 0;
   u32 phase = 0;
 #pragma unroll 1
   for (int chunk = 0; chunk < CHUNKS; chunk++) {
     barrier_wait(full + stage * 8, phase);
+#ifdef STAMPS
+    if (chunk == 0) STAMP(2)
+#endif
     const u64 rows = matrix_of(ring + stage * STAGE + group * (64 * CHUNK * 2));
     const u64 weight = matrix_of(ring + stage * STAGE + ROW_BYTES);
     products_begin();
@@ -247,7 +305,13 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_co
     for (int k = 0; k < 4; k++) multiply(sums, rows + k * 2, weight + k * 2, chunk + k);
     products_commit();
     products_wait<1>();
-    if (chunk > 0 && lane == 0) barrier_arrive(empty + previous * 8);
+    if (chunk > 0 && chunk - 1 + STAGES < CHUNKS) {  // it is filled again
+      if (PEERS > 1) {
+        if (lane < PEERS) barrier_arrive_in(lane, empty + previous * 8);
+      } else if (lane == 0) {
+        barrier_arrive(empty + previous * 8);
+      }
+    }
     previous = stage;
     if (++stage == STAGES) {
       stage = 0;
@@ -255,6 +319,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_co
     }
   }
   products_wait<0>();
+  STAMP(3)
 
 #if EPILOGUE == RESIDUAL
   float finished[BLOCKS * 4];
@@ -330,6 +395,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_co
     if (mine < num_rows) arguments.squares_out[column * num_rows + mine] = sum;
   }
 #else
+  const float factor = factor_of.get(arguments);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const float scale = from_lane(factor, lane / 4 + half * 8);
@@ -344,7 +410,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_co
 #pragma unroll
     for (int i = 0; i < heads; i++)
       write_head(arguments, sums, half, i * (HEAD_DIM / 32), column * heads + i, row,
-                 positions[half], slots[half]);
+                 angles + (lane / 4 + half * 8) * ANGLES, slots[half]);
 #else
     constexpr int width = EPILOGUE == GATED ? OUTPUTS / 2 : OUTPUTS;
     u16* to = arguments.out + static_cast<i64>(row) * arguments.num_outputs + column * width + t * RUN * 2;
@@ -368,4 +434,5 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_co
 #endif
   }
 #endif
+  STAMP(4)
 }

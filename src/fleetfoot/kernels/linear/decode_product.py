@@ -38,19 +38,25 @@ class ProductTiling:
     """Rows of the weight in a tile: 64 or 128; gated: gates and ups, half and half."""
     splits: int = 1
     """Ranges of the inputs: thread blocks of a cluster. 1 unless the product is added to the residual."""
+    peers: int = 1
+    """Tiles of rows that share the copies of a weight: thread blocks of a cluster. 1 with splits."""
     resident: int = 1
     """Thread blocks that fit on a multiprocessor, those of the next kernel included: 1 or 2."""
 
-    def stages(self, num_inputs: int) -> int:
-        """Stages of the pipeline."""
-        exchange = self.rows * self.outputs * 4 if self.splits > 1 else 0
-        room = _SHARED_BYTES // self.resident - (1024 if self.resident > 1 else 0) - exchange - _BARRIER_BYTES
+    def stages(self, num_inputs: int, head_dim: int = 0) -> int:
+        """Stages of the pipeline. ``head_dim``: for kind ``qkv``."""
+        room = _SHARED_BYTES // self.resident - (1024 if self.resident > 1 else 0) - self._fixed_bytes(head_dim)
         return min(room // ((self.rows + self.outputs) * _CHUNK * 2), num_inputs // _CHUNK // self.splits, 16)
 
-    def shared_bytes(self, num_inputs: int) -> int:
+    def shared_bytes(self, num_inputs: int, head_dim: int = 0) -> int:
         """Shared memory of a thread block."""
-        exchange = self.rows * self.outputs * 4 if self.splits > 1 else 0
-        return _BARRIER_BYTES + exchange + self.stages(num_inputs) * (self.rows + self.outputs) * _CHUNK * 2
+        stages = self.stages(num_inputs, head_dim)
+        return self._fixed_bytes(head_dim) + stages * (self.rows + self.outputs) * _CHUNK * 2
+
+    def _fixed_bytes(self, head_dim: int) -> int:
+        """Other than stages: sums of other thread blocks, or angles of rotations."""
+        angles = self.rows * (head_dim * 4 + 16) if head_dim else 0
+        return _BARRIER_BYTES + angles + (self.rows * self.outputs * 4 if self.splits > 1 else 0)
 
     @property
     def registers(self) -> int:
@@ -84,16 +90,16 @@ def kernel_of(
     kind: Kind, tiling: ProductTiling, num_inputs: int, head_dim: int = 0, block_size: int = 0, max_parts: int = _MAX_PARTS
 ) -> CudaKernel:
     """The kernel of a tiling. ``head_dim``, ``block_size``: with kind ``qkv``."""
-    warps, shared = tiling.rows // 16, tiling.shared_bytes(num_inputs)
+    warps, shared = tiling.rows // 16, tiling.shared_bytes(num_inputs, head_dim)
     macros = {
         "EPILOGUE": _KINDS.index(kind), "ROWS": tiling.rows, "OUTPUTS": tiling.outputs, "INPUTS": num_inputs,
-        "SPLITS": tiling.splits, "STAGES": tiling.stages(num_inputs), "PARTS": 0 if kind == "residual" else max_parts,
+        "SPLITS": tiling.splits, "PEERS": tiling.peers, "STAGES": tiling.stages(num_inputs, head_dim), "PARTS": 0 if kind == "residual" else max_parts,
         "SHARED_BYTES": shared, "REGISTERS": tiling.registers,
     }  # fmt: skip
     if kind == "qkv":
         macros |= {"HEAD_DIM": head_dim, "BLOCK_SIZE": block_size}
     return CudaKernel(
-        "linear/decode_product.cu", "decode_product", tuple(macros.items()), tiling.splits, (warps + 1) * 32, shared
+        "linear/decode_product.cu", "decode_product", tuple(macros.items()), tiling.splits * tiling.peers, (warps + 1) * 32, shared
     )
 
 
@@ -129,15 +135,29 @@ def arguments_of(
     """What all kinds have in common. ``x [n, in]``: rows begin at multiples of 16 bytes; ``weight``: contiguous."""
     num_rows, num_inputs = x.shape
     gated = kind == "gated"
-    box = tiling.outputs // (2 if gated else 1)
+    box = tiling.outputs // (2 if gated and tiling.peers == 1 else tiling.peers)
     return _Arguments(
-        x=tensor_map(x.data_ptr(), (num_inputs, num_rows), (x.stride(0) * 2,), (_CHUNK, tiling.rows)),
+        x=tensor_map(x.data_ptr(), (num_inputs, _readable_rows(x, tiling.rows)), (x.stride(0) * 2,), (_CHUNK, tiling.rows)),
         weight=_weight_map(weight.data_ptr(), len(weight), num_inputs, box, tiling.run),
         squares=None if deferred is None else deferred.squares.data_ptr(),
         num_parts=0 if deferred is None else len(deferred.squares),
-        rows=num_rows, num_outputs=len(weight) // (2 if gated else 1), row_tiles=cdiv(num_rows, tiling.rows),
+        rows=num_rows, num_outputs=len(weight) // (2 if gated else 1), row_tiles=_row_tiles(tiling, num_rows),
         eps=0.0 if deferred is None else deferred.eps,
     )  # fmt: skip
+
+
+def _row_tiles(tiling: ProductTiling, num_rows: int) -> int:
+    return cdiv(num_rows, tiling.rows * tiling.peers) * tiling.peers
+
+
+READS_PADDING = True
+
+
+def _readable_rows(x: torch.Tensor, tile: int) -> int:
+    """Rows of ``x`` and, up to a multiple of ``tile``, of what follows it in its storage: copies of rows that are there
+    are faster than zeros for rows that are not."""
+    room = x.untyped_storage().nbytes() // 2 - x.storage_offset() - x.shape[1]
+    return min(cdiv(len(x), tile) * tile, room // x.stride(0) + 1) if READS_PADDING else len(x)
 
 
 def _packed(arguments: _Arguments) -> bytes:
@@ -147,7 +167,7 @@ def _packed(arguments: _Arguments) -> bytes:
 
 def num_blocks(kind: Kind, tiling: ProductTiling, num_rows: int, weight_rows: int) -> int:
     """Thread blocks of a launch."""
-    return cdiv(num_rows, tiling.rows) * (weight_rows // tiling.outputs) * tiling.splits
+    return _row_tiles(tiling, num_rows) * (weight_rows // tiling.outputs) * tiling.splits
 
 
 def launch_product(

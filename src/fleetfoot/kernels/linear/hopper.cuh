@@ -52,12 +52,19 @@ DEVICE void copy_box(u32 to, const TensorMap& map, u32 barrier, int inner, int o
       "l"(&map), "r"(barrier), "r"(inner), "r"(outer)
       : "memory");
 }
-DEVICE void copy_box(u32 to, const TensorMap& map, u32 barrier, int inner, int second, int third, int fourth,
-                     int outer) {
+DEVICE void copy_weight_box(u32 to, const TensorMap& map, u32 barrier, int inner, int outer) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
-      "l"(&map), "r"(barrier), "r"(inner), "r"(second), "r"(third), "r"(fourth), "r"(outer)
+      "[%0], [%1, {%3, %4, %4, %4, %5}], [%2];" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(inner), "r"(0), "r"(outer)
+      : "memory");
+}
+// The same to all blocks of the cluster in `blocks`, a bit for each; each has the barrier, too.
+DEVICE void copy_weight_box_to(u32 to, const TensorMap& map, u32 barrier, int inner, int outer, u16 blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4, %4, %4, %5}], [%2], %6;" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(inner), "r"(0), "r"(outer), "h"(blocks)
       : "memory");
 }
 
@@ -69,6 +76,10 @@ DEVICE u32 address_in(u32 rank, u32 address) {
   u32 mapped;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
   return mapped;
+}
+// Without a qualifier for the cluster, which would be compiled to a fence of the whole GPU.
+DEVICE void barrier_arrive_in(u32 rank, u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(rank, barrier)) : "memory");
 }
 DEVICE void send(u32 to, const float* values, u32 barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
