@@ -10,7 +10,6 @@
 // 2 * RUN, from 2 * RUN * t on.
 #include <hopper.cuh>
 
-#define PLAIN 0     // out [rows, outputs]
 #define GATED 1     // silu(gate) * up, with the rows of gate first in the weight
 #define RESIDUAL 2  // the residual sum, and its deferred norm
 #define QKV 3       // heads of q and k are normed and rotated, k and v are written to the cache
@@ -53,16 +52,7 @@ struct Arguments {
   const u16* k_norm;
   float head_eps;
   int num_heads, num_kv_heads;
-#ifdef STAMPS
-  u64* stamps;
-#endif
 };
-#ifdef STAMPS
-DEVICE u64 now() { u64 t; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)); return t; }
-#define STAMP(i) if (threadIdx.x == 0) arguments.stamps[blockIdx.x * 8 + i] = now();
-#else
-#define STAMP(i)
-#endif
 
 template <int words>
 struct alignas(words * 4) Run {
@@ -198,9 +188,6 @@ DEVICE void write_head(const Arguments& arguments, const float (&sums)[64], int 
 
 extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_constant__ Arguments arguments) {
   launch_dependents();
-#ifdef STAMPS
-  const u64 begin = now();
-#endif
   extern __shared__ __align__(128) char memory[];
   const u32 ring = (shared_address(memory) + 1023) / 1024 * 1024, exchange = ring + STAGES * STAGE;
   const u32 full = exchange + EXCHANGE, empty = full + STAGES * 8, received = empty + STAGES * 8;
@@ -285,19 +272,12 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_co
   factor_of.load(arguments, warp_row);
 #endif
 
-#ifdef STAMPS
-  if (threadIdx.x == 0) arguments.stamps[blockIdx.x * 8] = begin;
-#endif
-  STAMP(1)
   float sums[OUTPUTS / 2];
   int stage = 0, previous = 0;
   u32 phase = 0;
 #pragma unroll 1
   for (int chunk = 0; chunk < CHUNKS; chunk++) {
     barrier_wait(full + stage * 8, phase);
-#ifdef STAMPS
-    if (chunk == 0) STAMP(2)
-#endif
     const u64 rows = matrix_of(ring + stage * STAGE + group * (64 * CHUNK * 2));
     const u64 weight = matrix_of(ring + stage * STAGE + ROW_BYTES);
     products_begin();
@@ -319,7 +299,6 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_co
     }
   }
   products_wait<0>();
-  STAMP(3)
 
 #if EPILOGUE == RESIDUAL
   float finished[BLOCKS * 4];
@@ -412,7 +391,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_co
       write_head(arguments, sums, half, i * (HEAD_DIM / 32), column * heads + i, row,
                  angles + (lane / 4 + half * 8) * ANGLES, slots[half]);
 #else
-    constexpr int width = EPILOGUE == GATED ? OUTPUTS / 2 : OUTPUTS;
+    constexpr int width = OUTPUTS / 2;
     u16* to = arguments.out + static_cast<i64>(row) * arguments.num_outputs + column * width + t * RUN * 2;
     if (row < num_rows) {
 #pragma unroll
@@ -420,13 +399,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_co
         Outputs result;
 #pragma unroll
         for (int k = 0; k < RUN; k++) {
-          const float* sum = sums + (i * RUN + k) * 4 + half * 2;
-          if (EPILOGUE == GATED) {
-            const float* up = sum + OUTPUTS / 4;
-            result.word[k] = pack_bf16(silu_and_mul(sum[0], up[0]), silu_and_mul(sum[1], up[1]));
-          } else {
-            result.word[k] = pack_bf16(sum[0], sum[1]);
-          }
+          const float *gate = sums + (i * RUN + k) * 4 + half * 2, *up = gate + OUTPUTS / 4;
+          result.word[k] = pack_bf16(silu_and_mul(gate[0], up[0]), silu_and_mul(gate[1], up[1]));
         }
         *reinterpret_cast<Outputs*>(to + i * RUN * 8) = result;
       }
@@ -434,5 +408,4 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_co
 #endif
   }
 #endif
-  STAMP(4)
 }

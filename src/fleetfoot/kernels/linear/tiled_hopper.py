@@ -30,6 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from fleetfoot.kernels.linear.tilings import Tiling
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_options
 from fleetfoot.kernels.runtime.gluon_support import launch_dependents, wait_for_inputs
+from fleetfoot.kernels.runtime.row_padding import readable_rows
 from fleetfoot.kernels.runtime.triton_support import cdiv, launcher
 
 INPUTS = gl.constexpr(64)  # multiplied at a time: the width of the shared memory swizzle
@@ -51,7 +52,7 @@ def launch_linear_hopper(
     gated, partial = len(weight) != num_outputs, output.dim() == 3
     rows, inputs = tiling.row_tile, INPUTS.value
     flat = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    x_desc = TensorDescriptor(x, [num_rows, num_inputs], [x.stride(0), 1], [rows, inputs], flat)
+    x_desc = TensorDescriptor(x, [readable_rows(x, rows), num_inputs], [x.stride(0), 1], [rows, inputs], flat)
     weight_desc = TensorDescriptor(weight, list(weight.shape), [num_inputs, 1], [64, inputs], flat)
     if gated:
         shape, strides = [num_outputs // 8, 2, 8, num_inputs], [8 * num_inputs, num_outputs * num_inputs, num_inputs, 1]
