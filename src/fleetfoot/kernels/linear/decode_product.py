@@ -1,6 +1,6 @@
 """Linear layers of 65 to 256 rows with the RMSNorms on their two sides, for Hopper GPUs: ``decode_product.cu``.
 
-Without them, a norm of some dozens of rows is a kernel that does little but wait. See `DeferredRMSNorm`. All weights are
+Without them, a norm of some dozens of rows is a kernel that does little but wait. See `DeferredRMSNorm`. Weights are
 contiguous bfloat16 ``[outputs, inputs]``; all functions raise `KernelNotReadyError` if the kernel is not compiled.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,8 @@ from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError
 if TYPE_CHECKING:
     from fleetfoot.records.forward_context import AttentionMetadata, RotaryInputs
 
-_SOURCE, _FUNCTION = "linear/decode_product.cu", "decode_product"
+SOURCE_PATH = Path(__file__).with_suffix(".cu")
+_FUNCTION = SOURCE_PATH.stem
 _EPILOGUES: dict[ProductKind, int] = {"gated": 1, "residual": 2, "qkv": 3}
 _BFLOAT16, _SWIZZLE_128, _PROMOTION_256 = 9, 3, 3  # of CUtensorMap
 
@@ -58,7 +60,9 @@ def kernel_of(
     if kind == "qkv":
         macros |= {"HEAD_DIM": head_dim, "BLOCK_SIZE": block_size}
     cluster, threads = tiling.splits * tiling.peers, tiling.rows * 2 + 32
-    return CudaKernel(_SOURCE, _FUNCTION, tuple(macros.items()), cluster, threads, shared)
+    return CudaKernel(
+        f"{SOURCE_PATH.parent.name}/{SOURCE_PATH.name}", _FUNCTION, tuple(macros.items()), cluster, threads, shared
+    )
 
 
 def multiply_gated(x: DeferredRMSNorm, weight: torch.Tensor, tiling: ProductTiling) -> torch.Tensor:
