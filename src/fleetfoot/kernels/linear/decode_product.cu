@@ -2,8 +2,9 @@
 //
 // A tile is ROWS rows by OUTPUTS rows of the weight. The SPLITS thread blocks of a cluster share it: each multiplies a
 // range of the inputs, and then finishes a part of the tile, whose sums the others send to its shared memory. They are
-// added in the order of the ranges, so bits do not depend on timing. A block has a producer warp, which copies the
-// weight before the kernel before has finished, and a warp group for each 64 rows.
+// added in the order of the ranges, so bits do not depend on timing. Without splits, PEERS blocks of a cluster have the
+// same rows of the weight: each copies a part of them for all. A block has a producer warp, which copies the weight
+// before the kernel before has finished, and a warp group for each 64 rows.
 //
 // M of the tensor core instructions is rows, so that what concerns a row is in four neighboring threads. The copies of
 // the weight arrange its rows so that a thread has contiguous outputs: of each 8 * RUN outputs, thread t of four has
@@ -22,19 +23,20 @@ constexpr int RUN = BLOCKS % 4 ? 2 : 4;       // blocks of which a thread's outp
 constexpr int OWNED = WARPS / SPLITS;         // blocks of 16 rows that a thread block finishes
 constexpr int ROW_BYTES = ROWS * CHUNK * 2, WEIGHT_BYTES = OUTPUTS * CHUNK * 2, STAGE = ROW_BYTES + WEIGHT_BYTES;
 constexpr int SENT = BLOCKS * 512;  // bytes of a warp for another
+// Shared memory next to the ring: angles of rotations, or what other thread blocks send.
 #if EPILOGUE == QKV
 constexpr int ANGLES = HEAD_DIM * 4 + 16;  // bytes of a row's cosines and sines: rows start at different banks
-constexpr int EXCHANGE = ROWS * ANGLES;
+constexpr int SCRATCH = ROWS * ANGLES;
 #else
-constexpr int EXCHANGE = SPLITS > 1 ? SPLITS * WARPS * SENT : 0;
+constexpr int SCRATCH = SPLITS > 1 ? SPLITS * WARPS * SENT : 0;
 #endif
 static_assert(INPUTS % (CHUNK * SPLITS) == 0 && WARPS % SPLITS == 0 && OUTPUTS % (16 * SPLITS) == 0);
 static_assert(PEERS == 1 || (SPLITS == 1 && (EPILOGUE != GATED || PEERS == 2)));
-static_assert(SHARED_BYTES >= 1024 + STAGES * STAGE + EXCHANGE + 512);
+static_assert(SHARED_BYTES >= 1024 + STAGES * STAGE + SCRATCH + 512);
 
 struct Arguments {
   TensorMap x, weight;
-  const float* squares;    // [num_parts, rows] of the deferred norm of x; PARTS at most, 0: x has none
+  const float* squares;    // [num_parts, rows] of the deferred norm of x; PARTS at most. Not for RESIDUAL
   const u16* residual;     // [rows, outputs]
   const u16* norm;         // [outputs], of the norm behind
   u16* out;                // [rows, outputs]; RESIDUAL: the sum times the norm's weight; QKV: query
@@ -55,11 +57,12 @@ struct Arguments {
 };
 
 template <int words>
-struct alignas(words * 4) Run {
+struct alignas(words * 4) Run {  // of 2 * words bf16
   u32 word[words];
 };
-using Outputs = Run<RUN>;  // 2 * RUN bf16
+using Outputs = Run<RUN>;
 
+// The producer: chunks of inputs from `chunk` on, of rows from `row` on and outputs from `output` on.
 DEVICE void produce(const Arguments& arguments, u32 ring, u32 full, u32 empty, int row, int output, int chunk,
                     int peer) {
   auto copy_weight = [&](int stage, int at) {
@@ -189,8 +192,8 @@ DEVICE void write_head(const Arguments& arguments, const float (&sums)[64], int 
 extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_constant__ Arguments arguments) {
   launch_dependents();
   extern __shared__ __align__(128) char memory[];
-  const u32 ring = (shared_address(memory) + 1023) / 1024 * 1024, exchange = ring + STAGES * STAGE;
-  const u32 full = exchange + EXCHANGE, empty = full + STAGES * 8, received = empty + STAGES * 8;
+  const u32 ring = (shared_address(memory) + 1023) / 1024 * 1024, scratch = ring + STAGES * STAGE;
+  const u32 full = scratch + SCRATCH, empty = full + STAGES * 8, received = empty + STAGES * 8;
   const int rank = blockIdx.x % SPLITS, tile = blockIdx.x / SPLITS, warp = threadIdx.x / 32;
   const int first_row = tile % arguments.row_tiles * ROWS, column = tile / arguments.row_tiles;
   const int num_rows = arguments.rows, peer = blockIdx.x % PEERS;
@@ -248,7 +251,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_co
     if (row < num_rows) slots[half] = arguments.slots[row];
   }
   // The angles of the warp's rows. Nothing of it depends on the kernel before.
-  char* angles = memory + (exchange - shared_address(memory)) + warp * 16 * ANGLES;
+  char* angles = memory + (scratch - shared_address(memory)) + warp * 16 * ANGLES;
   if (column * (OUTPUTS / HEAD_DIM) < arguments.num_heads + arguments.num_kv_heads) {
     constexpr int lanes = HEAD_DIM / 4, rows = 32 / lanes;
     const int last = num_rows - 1;
@@ -305,7 +308,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_co
   if (SPLITS > 1) {
     cluster_wait();
     const int owner = warp / OWNED;
-    const u32 barriers = address_in(owner, received), base = address_in(owner, exchange) + rank * (WARPS * SENT);
+    const u32 barriers = address_in(owner, received), base = address_in(owner, scratch) + rank * (WARPS * SENT);
 #pragma unroll
     for (int part = 0; part < SPLITS; part++) {
       const int to = warp % OWNED * SPLITS + part;
@@ -314,7 +317,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_co
         send(base + to * SENT + i * 512 + lane * 16, sums + (part * BLOCKS + i) * 4, barriers + to * 8);
     }
     barrier_wait(received + warp * 8, 0);
-    const char* parts = memory + (exchange - shared_address(memory)) + warp * SENT + lane * 16;
+    const char* parts = memory + (scratch - shared_address(memory)) + warp * SENT + lane * 16;
 #pragma unroll
     for (int i = 0; i < BLOCKS; i++) {
 #pragma unroll
