@@ -14,7 +14,8 @@ after the other, where the host may be the limit; "graph" of 64 of them captured
     two-shot       torch.ops.symm_mem.two_shot_all_reduce_ and the copies to and from its buffer
 
 A "chain" is the linear layers and norms of a decode step of an 8B Llama's layers as one rank of the group has them,
-with sums over ranks and without: the difference is what the sums cost where other kernels overlap with them.
+with sums over ranks and without: the difference is what the sums cost where other kernels overlap with them. For up to
+8 rows also with sums within the linear layers and deferred norms ("in layers"), and the same without sums ("deferred").
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from fleetfoot.config import env
 from fleetfoot.distributed.groups import CudaTensorGroup, StepShape, TorchPipelineGroup, make_groups
 from fleetfoot.distributed.peer_memory import NO_MULTICAST
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedResidual
+from fleetfoot.kernels.linear.rank_sums import RANK_SUM_ROWS, RankSums
 from fleetfoot.kernels.registry import DeviceFacts, load_kernels, plan_kernels
 from fleetfoot.records.forward_context import IntermediateTensors
 
@@ -235,7 +237,22 @@ def chains(group: CudaTensorGroup, shape: StepShape, arguments: argparse.Namespa
                 x, residual = add_rms_norm(down(gate_up(x)), residual, norm, EPS)
             return x
 
-        found = {name: graph_time(functools.partial(step, way), calls=1) for name, way in ways.items()}
+        def deferred_step(rank_sums: RankSums | None, x: torch.Tensor = x) -> torch.Tensor:
+            residual, width = x, hidden // group.size
+            hidden_states: Any = x
+            for o, gate_up, down in layers:
+                x = hidden_states if hidden_states is residual else hidden_states.weighted
+                for layer in (o, down):
+                    inputs = x[:, :width] if layer is o else gate_up(hidden_states)
+                    hidden_states = layer.add_and_norm(inputs, residual, norm, EPS, rank_sums)
+                    residual = hidden_states.total
+            return residual
+
+        steps: dict[str, Call] = {name: functools.partial(step, way) for name, way in ways.items()}
+        if rows <= RANK_SUM_ROWS and group.rank_sums is not None:
+            steps["in layers"] = functools.partial(deferred_step, group.rank_sums)
+            steps["deferred"] = functools.partial(deferred_step, None)
+        found = {name: graph_time(call, calls=1) for name, call in steps.items()}
         base = found["no sums"]
         text = "".join(f"{name:>12} {us:>7.0f} ({(us - base) / (2 * LAYERS):>5.2f})" for name, us in found.items())
         say(f"{rows:>6} rows {text}")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from fleetfoot.config.engine import EngineConfig
+from fleetfoot.distributed.peer_memory import PeerMemory
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.executor.multiprocess import MultiprocessExecutor
 from fleetfoot.records.sampling_params import SamplingParams
@@ -68,3 +69,11 @@ def _run(rank: int, folder: Path, size: int, function: Callable[..., Any], argum
         torch.save(function(rank, *arguments), folder / f"{rank}.pt")
     finally:
         dist.destroy_process_group()
+
+
+def shared_memory(folder: Path, rank: int, size: int, num_words: int) -> PeerMemory:
+    """Files that all ranks have mapped, in place of memory of GPUs."""
+    files = (str(folder / f"memory-{peer}") for peer in range(size))
+    maps = [torch.from_file(file, shared=True, size=num_words, dtype=torch.int64) for file in files]
+    dist.barrier()
+    return PeerMemory(maps[rank], torch.tensor([each.data_ptr() for each in maps]), keep=maps)

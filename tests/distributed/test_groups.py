@@ -6,12 +6,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.distributed.ranks import run_world
+from tests.distributed.ranks import run_world, shared_memory
 from tests.helpers.interpreter import HAS_TRITON, compiled, run_python  # also the ranks' interpreter
 
-from fleetfoot.distributed import ALL_REDUCE_ROWS, all_reduce_words, peer_memory
+from fleetfoot.distributed import (
+    ALL_REDUCE_ROWS,
+    GATHER_SETS,
+    GATHER_WORDS,
+    all_reduce_words,
+    peer_memory,
+    peer_memory_words,
+)
 from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, SINGLE_TENSOR_GROUP, StepShape, make_groups
 from fleetfoot.kernels.elementwise import add_rms_norm_torch
+from fleetfoot.kernels.linear.rank_sums import RANK_SUM_ROWS
+from fleetfoot.kernels.linear.tilings import MOST_REGISTERS
 from fleetfoot.records.forward_context import IntermediateTensors
 
 CPU = torch.device("cpu")
@@ -207,14 +216,6 @@ def test_errors_of_a_pipeline(four: Found) -> None:
 interpreted = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton's interpreter")
 
 
-def shared_memory(folder: Path, rank: int, size: int, num_words: int) -> peer_memory.PeerMemory:
-    """Files that all ranks have mapped, in place of memory of GPUs."""
-    files = (str(folder / f"memory-{peer}") for peer in range(size))
-    maps = [torch.from_file(file, shared=True, size=num_words, dtype=torch.int64) for file in files]
-    dist.barrier()
-    return peer_memory.PeerMemory(maps[rank], torch.tensor([each.data_ptr() for each in maps]), keep=maps)
-
-
 ALL_REDUCE_CASES = ((torch.float32, 64), (torch.bfloat16, 48), (torch.float16, 64))
 NUM_ROWS = (2, 1, 3, 3, 1)
 SHAPES_TO_FIT = ((1, 64), (ALL_REDUCE_ROWS, 64), (ALL_REDUCE_ROWS + 1, 48), (0, 48), (1, 32), (1, 31), (48,))
@@ -226,7 +227,7 @@ def run_custom_all_reduce(rank: int, folder: Path) -> list[Any]:
     for dtype, hidden_size in ALL_REDUCE_CASES:
         case = folder / f"{dtype}"
         case.mkdir(exist_ok=True)
-        memory = shared_memory(case, rank, 2, all_reduce_words(2, hidden_size * dtype.itemsize))
+        memory = shared_memory(case, rank, 2, peer_memory_words(2, hidden_size * dtype.itemsize))
         custom = peer_memory.CustomAllReduce(memory, rank, 2, hidden_size, dtype, CPU)
         norm = part_of(7, hidden_size, dtype=dtype)
         for call, rows in enumerate(NUM_ROWS):
@@ -279,8 +280,13 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     output = run_python(
         "-m", "tests.helpers.compile_kernels", "transport", is_forked=True, TRITON_CACHE_DIR=str(tmp_path)
     )
-    names = [line.split(":")[0] for line in output.splitlines()]
-    assert names == [*["_all_reduce_kernel"] * 4, "_push_kernel", "_signal_kernel", "_pull_kernel", "_signal_kernel"]
+    lines = output.splitlines()
+    sums = ["_all_reduce_kernel"] * 2 + ["_all_gather_kernel"]
+    channel = ["_push_kernel", "_signal_kernel", "_pull_kernel", "_signal_kernel"]
+    names = [*sums, *sums, *["_linear_few_rows_kernel"] * 3, *channel]
+    assert [line.split(":")[0] for line in lines] == names
+    for line in lines[6:9]:  # so that all programs fit on the GPU at once
+        assert int(line.split()[-2]) <= MOST_REGISTERS
 
 
 CHANNEL_STEPS = ((1, torch.bfloat16), (16, torch.bfloat16), (3, torch.float32), (5, torch.bfloat16))
@@ -327,3 +333,5 @@ def test_supported_rows_and_sizes() -> None:
     for size, dtype in ((5, torch.bfloat16), (16385, torch.float32), (64, torch.float64)):  # the first: half a word
         assert not peer_memory.can_all_reduce(size, dtype)
     assert all_reduce_words(2, 4096 * 2) == 2 * 2 * ALL_REDUCE_ROWS * 2048
+    sums = all_reduce_words(2, 4096 * 2) + 2 * 2 * RANK_SUM_ROWS * 4096
+    assert peer_memory_words(2, 4096 * 2) == sums + GATHER_SETS * GATHER_WORDS

@@ -304,8 +304,8 @@ def test_the_text_says_what_the_object_says(run: Command, llama_8b: str) -> None
 
 def test_layers_in_two_kernels(run: Command, llama_8b: str, monkeypatch: Patch) -> None:
     reason = run.plan(llama_8b, *H100)["layer_chain"]["reason"]
-    assert reason == "the hidden size 4096 is above 1024"
-    monkeypatch.setattr(fit, "MOST_ELEMENTS", 8192)
+    assert reason == "the hidden size 4096 is above 2560"
+    monkeypatch.setattr(fit, "MOST_ROWS", 2)
     monkeypatch.setattr(fit, "MOST_HIDDEN", 4096)
     for is_hopper, text in (
         (True, "decodes of up to 2 requests: two CUDA kernels for each layer, once they are compiled"),

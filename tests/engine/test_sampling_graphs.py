@@ -1,6 +1,7 @@
 """Every sampling parameter in steps that are graphs: tokens and logprobs equal those of eager steps and of Model Runner
 V1, in any batch, without host synchronisation."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -125,6 +126,16 @@ def test_all_features_together_with_preemption() -> None:
     assert runner.graphs.num_steps["eager"] == 0
     assert None not in variants(runner)
     assert len(variants(runner)) > 3
+
+
+def test_a_shutdown_frees_the_graphs() -> None:
+    """NCCL's communicators, which are destroyed next, wait for that."""
+    runner = captured_runner()
+    live(in_one_runner(runner), params_of(*PLAIN_ONES))
+    graphs = [weakref.ref(graph) for graph in runner.graphs.captured.values()]
+    assert graphs and all(graph() is not None for graph in graphs)
+    runner.shutdown()
+    assert [graph() for graph in graphs] == [None] * len(graphs)
 
 
 @pytest.mark.parametrize("feature", BEYOND)

@@ -43,7 +43,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The kernels are used for up to 8 rows; the names of those that were launched, eagerly or in a capture."""
-    monkeypatch.setattr(fit, "MOST_ELEMENTS", 8 * SHAPE["hidden_size"])
+    monkeypatch.setattr(fit, "MOST_ROWS", 8)
     names: list[str] = []
     launch = LoadedKernel.launch
 
@@ -102,7 +102,7 @@ def test_tokens_graphs_and_weights(folders: list[Path], launched: list[str], mon
     assert launched
     eager.shutdown()
     launched.clear()
-    monkeypatch.setattr(fit, "MOST_ELEMENTS", 0)
+    monkeypatch.setattr(fit, "MOST_ROWS", 0)
     for folder, found in zip(folders, (with_graphs, reloaded), strict=True):
         plain = engine(folder)
         assert plain.plan.kernels["layer_chain"] == "triton"

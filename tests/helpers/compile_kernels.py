@@ -2,7 +2,8 @@
 ``operations``, ``steps`` or ``transport``, and without ``TRITON_INTERPRET``.
 
 The interpreter forgives what the compiler does not, leaves out what overlaps one kernel with the next, and does not run
-Gluon. Prints a line for each kernel: its name and the bytes of stack that a thread takes: registers that spilled.
+Gluon. Prints a line for each kernel: its name, the bytes of stack that a thread takes, for registers that spilled, and
+its registers.
 """
 
 import re
@@ -21,11 +22,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
+from fleetfoot.distributed.peer_gather import CustomAllGather
 from fleetfoot.distributed.peer_memory import CustomAllReduce, P2PChannel, PeerMemory
 from fleetfoot.kernels.attention import decode, decode_hopper, prefill, prefill_hopper
 from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
 from fleetfoot.kernels.linear.gated_hopper import gated_linear_hopper
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
+from fleetfoot.kernels.linear.rank_sums import RankSums
 from fleetfoot.kernels.linear.tiled_hopper import launch_linear_hopper
 from fleetfoot.kernels.linear.tilings import Tiling
 from fleetfoot.kernels.prepare.tables import RowTables
@@ -44,15 +47,16 @@ H100 = gpu_limits.GPULimits(num_sms=132, shared_bytes=227 * 1024, capability=(9,
 _OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg", "enable_fp_fusion")
 
 
-def stack_bytes(cubin: bytes) -> str:
+def usage(cubin: bytes) -> tuple[str, str]:
+    """Bytes of stack, and registers, of a thread."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
-    found = re.search(r"STACK:(\d+)", usage.stdout + usage.stderr)
+        printed = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", printed.stdout + printed.stderr)
     assert found is not None
-    return found[1]
+    return found[2], found[1]
 
 
 def compile_instead(kernel: TritonKernel | GluonJITFunction, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -73,7 +77,8 @@ def compile_instead(kernel: TritonKernel | GluonJITFunction, grid: tuple[int, ..
                 attributes[(index,)] = [["tt.divisibility", 16]]
         source = (GluonASTSource if is_gluon else ASTSource)(function, types, keywords, attributes)
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        print(f"{kernel.__name__}: {stack_bytes(compiled.asm['cubin'])} bytes of stack")
+        stack, registers = usage(compiled.asm["cubin"])
+        print(f"{kernel.__name__}: {stack} bytes of stack, {registers} registers")
 
     return launch
 
@@ -158,13 +163,20 @@ def steps() -> None:
 
 
 def transport() -> None:
-    """The custom all-reduce and the P2P channel."""
+    """The custom all-reduce and all-gather, sums within linear layers, and the P2P channel."""
     memory = PeerMemory(zeros(8), zeros(8))
     for num_ranks, dtype in ((2, torch.bfloat16), (4, torch.float32)):
         sums = CustomAllReduce(memory, 0, num_ranks, 1024, dtype, torch.device("cpu"))
         rows = empty(4, 1024, dtype=dtype)
         sums.all_reduce(rows)
         sums.add_rms_norm(torch.empty(3, 4, 1024), rows, empty(1024, dtype=dtype), 1e-5)
+        CustomAllGather(memory, 0, num_ranks, torch.device("cpu")).all_gather(rows, 2000)
+    calls = zeros(4096, dtype=torch.int32)
+    for num_ranks, num_rows, num_inputs in ((2, 1, 2048), (2, 8, 7168), (8, 8, 1792)):
+        rank_sums = RankSums(zeros(8), zeros(num_ranks), calls, 0)
+        inputs = empty(num_rows, num_inputs), empty(num_rows, 4096), empty(4096)
+        layer = ChainedResidual(empty(4096, num_inputs))
+        assert layer.add_and_norm(*inputs, 1e-5, rank_sums) is not None
     channel, tensors = P2PChannel(memory, 1), IntermediateTensors(torch.empty(4, 1024))
     channel.send(tensors)
     channel.receive(tensors)

@@ -29,8 +29,9 @@ from fleetfoot.assets import embedded_model_path  # noqa: E402
 from fleetfoot.config.model import ModelConfig  # noqa: E402
 from fleetfoot.config.parsing import load_model_config  # noqa: E402
 from fleetfoot.config.sharding import pipeline_layers  # noqa: E402
-from fleetfoot.distributed import all_reduce_words, groups  # noqa: E402
+from fleetfoot.distributed import groups, peer_memory_words  # noqa: E402
 from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, SINGLE_TENSOR_GROUP  # noqa: E402
+from fleetfoot.distributed.peer_gather import CustomAllGather  # noqa: E402
 from fleetfoot.distributed.peer_memory import CustomAllReduce, PeerMemory  # noqa: E402
 from fleetfoot.fusion import plan_fusion  # noqa: E402
 from fleetfoot.kernels.attention.triton_backend import TritonBackend  # noqa: E402
@@ -189,12 +190,13 @@ def make_speculation(kind: Kind, config: ModelConfig, context: ModelContext, *, 
 
 def make_tensor_group(kind: Kind, config: ModelConfig) -> groups.CudaTensorGroup:
     """A rank without its peers: gathering with them is an error."""
-    size, custom_all_reduce = kind.tensor_size, None
+    size, custom_all_reduce, custom_all_gather = kind.tensor_size, None, None
     if kind.has_peer_memory:
-        num_words = all_reduce_words(size, config.hidden_size * kind.dtype.itemsize)
+        num_words = peer_memory_words(size, config.hidden_size * kind.dtype.itemsize)
         memory = PeerMemory(torch.zeros(num_words, dtype=torch.int64), torch.zeros(size, dtype=torch.int64))
         custom_all_reduce = CustomAllReduce(memory, 0, size, config.hidden_size, kind.dtype, CPU)
-    group = groups.CudaTensorGroup(dist.group.WORLD, custom_all_reduce)
+        custom_all_gather = CustomAllGather(memory, 0, size, CPU)
+    group = groups.CudaTensorGroup(dist.group.WORLD, custom_all_reduce, custom_all_gather)
     group.size = size
     return group
 

@@ -44,13 +44,13 @@ class Case:
 
 CASES = {
     "one row, two clusters of a KV head": Case(
-        LayerShape(256, 2, 1, 128, 128, BLOCK_SIZE), LayerTiling(1, 2, 2, 4, 4096), (150,), True
+        LayerShape(256, 2, 1, 128, 128, BLOCK_SIZE), LayerTiling(1, 2, 2, 2, 4, 4096), (150,), True
     ),
     "more blocks than rows, padding": Case(
-        LayerShape(256, 4, 2, 64, 256, BLOCK_SIZE), LayerTiling(2, 2, 4, 4, 4096), (70, 0), False
+        LayerShape(256, 4, 2, 64, 256, BLOCK_SIZE), LayerTiling(2, 2, 3, 4, 4, 4096), (70, 0), False
     ),
     "more rows than blocks, the first token": Case(
-        LayerShape(256, 4, 2, 64, 192, BLOCK_SIZE), LayerTiling(4, 2, 2, 4, 4096), (1, 17, 33), True
+        LayerShape(256, 4, 2, 64, 192, BLOCK_SIZE), LayerTiling(4, 2, 5, 2, 4, 4096), (1, 17, 33), True
     ),
 }
 
@@ -140,7 +140,7 @@ def run_kernels(case: Case, layers: Layers, kernels: LayerBlocksOnCpu, rows: sli
         given.query_start_loc, given.seq_lens[rows], given.block_tables[rows], given.slot_mapping[rows],
         given.positions[rows], len(x), 1, given.max_seq_len,
     )  # fmt: skip
-    buffers = StepBuffers(len(x), case.shape.hidden, case.tiling.clusters, x.device)
+    buffers = StepBuffers(len(x), case.shape.hidden, case.tiling, x.device)
     for index, (parts, weights) in enumerate(zip(layers.parts, layers.weights, strict=True)):
         first = None if index else x
         kernels(layer_arguments(parts, weights, layers.caches[index], metadata, buffers, first))
@@ -180,7 +180,8 @@ LLAMA_8B = LayerShape(4096, 32, 8, 128, 14336, 16)
 def test_two_blocks_fit_a_multiprocessor(shape, rows):
     tiling = LayerTiling(rows)
     assert misfit(shape, tiling) is None
-    assert max(shared_bytes(shape, tiling)) <= tiling.shared_bytes
+    attention, mlp = (each + 1024 for each in shared_bytes(tiling))
+    assert attention + mlp <= 228 * 1024 < 2 * mlp
     macros = dict(defines(shape, tiling))
     assert macros["HIDDEN"] % macros["IN_COLUMNS"] == 0
     assert min(macros["ATTENTION_STAGES"], macros["MLP_STAGES"]) >= 2
@@ -192,7 +193,7 @@ def test_two_blocks_fit_a_multiprocessor(shape, rows):
         (LayerShape(1024, 14, 2, 64, 3072, 16), 1, "14 heads are not a multiple of 16"),
         (LayerShape(1024, 16, 8, 96, 3072, 16), 1, "head_dim 96 is not 64 or 128"),
         (LayerShape(1152, 16, 8, 128, 4096, 16), 1, "hidden size 1152 is not a multiple of 512"),
-        (LayerShape(1024, 16, 8, 128, 3000, 16), 1, "intermediate size 3000 is not a multiple of 1024"),
+        (LayerShape(1024, 16, 8, 128, 3000, 16), 1, "intermediate size 3000 is not a multiple of 32"),
         (LayerShape(1024, 16, 8, 128, 3072, 8), 1, "KV blocks of 8 positions are not a multiple of 16"),
         (LLAMA_8B, 8, "8 rows of 4096 leave no shared memory for weights"),
     ],

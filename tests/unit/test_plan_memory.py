@@ -17,7 +17,7 @@ from fleetfoot.cli.plan_text import plan_text
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig, RopeConfig
 from fleetfoot.config.sharding import vocab_rows
-from fleetfoot.distributed import all_reduce_words
+from fleetfoot.distributed import peer_memory_words
 from fleetfoot.executor.worker import Worker
 from fleetfoot.kernels.registry import DeviceFacts, plan_kernels
 from fleetfoot.layers.context import ModelContext
@@ -184,7 +184,7 @@ def test_layers_with_equal_ropes_share_a_table(num_ranks: int, num_tables: list[
 
 def test_buffers_between_ranks() -> None:
     tensor = shape_of(LLAMA_8B, "cuda", EngineConfig(tensor_parallel_size=2))
-    words = all_reduce_words(2, LLAMA_8B.hidden_size * 2)
+    words = peer_memory_words(2, LLAMA_8B.hidden_size * 2)
     assert memory.communication_bytes(tensor) - words * 8 == 752 << 20  # NCCL's own
     step = 2048 * 48 * 4
     pipeline = shape_of(SMALL, "cpu", EngineConfig(pipeline_parallel_size=3))

@@ -3,6 +3,8 @@
 import gc
 import sys
 
+from fleetfoot.kernels.linear.rank_sums import rank_sum_words
+
 MIB = 1 << 20
 _COLLECTIVE_BYTES, _POINT_TO_POINT_BYTES = 752 * MIB, 520 * MIB
 """NCCL's memory for a communicator of collectives, and for one between two ranks, each with its kernels in the driver:
@@ -11,15 +13,25 @@ ALL_REDUCE_ROWS, ALL_REDUCE_SETS = 128, 2
 """The most rows of `fleetfoot.distributed.peer_memory.CustomAllReduce`, and its sets of words. Each row has a program.
 All run at the same time on a GPU with more multiprocessors, so none waits for one that has not started."""
 
+GATHER_WORDS, GATHER_SETS = 1 << 19, 2
+"""64-bit words of `fleetfoot.distributed.peer_gather.CustomAllGather` for the values of all ranks in one set, and its
+sets. A word has 4 bytes of data."""
+
 
 def all_reduce_words(num_ranks: int, row_bytes: int) -> int:
     """64-bit words of each rank's memory for the custom all-reduce; a word has 4 bytes of data."""
     return ALL_REDUCE_SETS * num_ranks * ALL_REDUCE_ROWS * (row_bytes // 4)
 
 
+def peer_memory_words(num_ranks: int, row_bytes: int) -> int:
+    """64-bit words of each rank's memory: for gathers, and for sums over the ranks, also within linear layers."""
+    sums = all_reduce_words(num_ranks, row_bytes) + rank_sum_words(num_ranks, row_bytes // 2)
+    return GATHER_SETS * GATHER_WORDS + sums
+
+
 def tensor_group_bytes(num_ranks: int, row_bytes: int) -> int:
     """Bytes on each GPU of a tensor-parallel group; NCCL's by estimate. ``row_bytes``: of one token's hidden state."""
-    return _COLLECTIVE_BYTES + all_reduce_words(num_ranks, row_bytes) * 8 if num_ranks > 1 else 0
+    return _COLLECTIVE_BYTES + peer_memory_words(num_ranks, row_bytes) * 8 if num_ranks > 1 else 0
 
 
 def pipeline_group_bytes(rank: int, num_ranks: int, step_bytes: int, *, on_gpu: bool) -> int:

@@ -19,9 +19,12 @@ import torch
 import torch.distributed as dist
 
 from fleetfoot.config import env
-from fleetfoot.distributed.peer_memory import CustomAllReduce, P2PChannel, make_channel, make_custom_all_reduce
+from fleetfoot.distributed import GATHER_SETS, GATHER_WORDS, peer_memory_words
+from fleetfoot.distributed.peer_gather import CustomAllGather
+from fleetfoot.distributed.peer_memory import CustomAllReduce, P2PChannel, can_all_reduce, make_channel, share_memory
 from fleetfoot.kernels.elementwise import sum_parts
 from fleetfoot.kernels.interface import AddRMSNorm
+from fleetfoot.kernels.linear.rank_sums import RankSums
 from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError
 from fleetfoot.records.forward_context import IntermediateTensors
 
@@ -48,6 +51,8 @@ class TensorGroup(_Ranks):
 
     bitwise_reproducible = False
     """Whether layers gather instead of summing partial results, so that outputs have the same bits as on one rank."""
+    rank_sums: RankSums | None = None
+    """For linear layers that are split by inputs and can sum over the ranks themselves; None: there is no such way."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of ``x`` over the ranks, with the same bits on each. May overwrite ``x``."""
@@ -155,16 +160,24 @@ class TorchTensorGroup(TensorGroup):
 
 
 class CudaTensorGroup(TorchTensorGroup):
-    """A tensor group of GPUs: NCCL, and `CustomAllReduce` for small sums if the GPUs can access each other's memory.
+    """A tensor group of GPUs: NCCL, and our kernels for small sums and gathers if the GPUs can access each other's
+    memory.
 
     NCCL computes each element of a sum once and copies it, so its sums have the same bits on all ranks too.
     """
 
     bitwise_reproducible = False
 
-    def __init__(self, group: dist.ProcessGroup, custom_all_reduce: CustomAllReduce | None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        custom_all_reduce: CustomAllReduce | None,
+        custom_all_gather: CustomAllGather | None = None,
+    ) -> None:
         super().__init__(group)
         self._custom_all_reduce = custom_all_reduce
+        self._custom_all_gather = custom_all_gather
+        self.rank_sums = None if custom_all_reduce is None else custom_all_reduce.rank_sums
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if self._custom_all_reduce is not None and self._custom_all_reduce.fits(x):
@@ -174,6 +187,12 @@ class CudaTensorGroup(TorchTensorGroup):
             x = x.contiguous()
             dist.all_reduce(x, group=self.process_group)
         return x
+
+    def all_gather(self, x: torch.Tensor, num_columns: int | None = None) -> torch.Tensor:
+        if self._custom_all_gather is not None and self._custom_all_gather.fits(x):
+            with suppress(KernelNotReadyError):
+                return self._custom_all_gather.all_gather(x, num_columns)
+        return super().all_gather(x, num_columns)
 
     def _reduce_add_rms_norm(
         self, add_rms_norm: AddRMSNorm, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
@@ -325,8 +344,7 @@ def make_groups(tensor_size: int, pipeline_size: int, shape: StepShape) -> Worke
             group, _ = dist.new_subgroups_by_enumeration(by_pipeline_rank.tolist(), backend=backend)
             if backend == "nccl":
                 dist.all_reduce(torch.zeros(1, device=shape.device), group=group)
-                custom_all_reduce = make_custom_all_reduce(group, shape.hidden_size, shape.dtype, shape.device)
-                tensor = CudaTensorGroup(group, custom_all_reduce)
+                tensor = CudaTensorGroup(group, *_make_custom(group, shape.hidden_size, shape.dtype, shape.device))
             else:
                 tensor = TorchTensorGroup(group)
         if pipeline_size > 1:
@@ -339,3 +357,22 @@ def make_groups(tensor_size: int, pipeline_size: int, shape: StepShape) -> Worke
                 channel = make_channel(activations, *hidden)
             pipeline = TorchPipelineGroup(activations, token_group, shape, channel)
     return WorkerGroups(tensor, pipeline)
+
+
+def _make_custom(
+    group: dist.ProcessGroup, hidden_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[CustomAllReduce | None, CustomAllGather | None]:
+    """The custom all-reduce and all-gather of an NCCL group, if they support such rows and memory can be shared. A
+    collective call."""
+    if not can_all_reduce(hidden_size, dtype):
+        return None, None
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    num_words = peer_memory_words(size, hidden_size * dtype.itemsize)
+    memory = share_memory(group, num_words, device, "small sums and gathers take")
+    if memory is None:
+        return None, None
+    gathers, sums = memory.split(GATHER_SETS * GATHER_WORDS)
+    return (
+        CustomAllReduce(sums, rank, size, hidden_size, dtype, device),
+        CustomAllGather(gathers, rank, size, device),
+    )

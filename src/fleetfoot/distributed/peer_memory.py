@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from fleetfoot.config import env
 from fleetfoot.distributed import ALL_REDUCE_ROWS, all_reduce_words
+from fleetfoot.kernels.linear.rank_sums import RankSums, rank_sum_words
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
 from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, triton_kernel, waiting_for_kernels
 from fleetfoot.records.forward_context import IntermediateTensors
@@ -40,6 +41,11 @@ class PeerMemory:
     """``[size]`` int64: the address of each rank's buffer in this process; ``addresses[rank]`` is that of ``local``."""
     keep: Any = None
     """The handle of the mapping, which must live as long as the buffers."""
+
+    def split(self, num_words: int) -> tuple[PeerMemory, PeerMemory]:
+        """The first ``num_words`` of each buffer, and the others."""
+        first, others = self.local[:num_words], self.local[num_words:]
+        return replace(self, local=first), replace(self, local=others, addresses=self.addresses + num_words * 8)
 
 
 def share_memory(group: dist.ProcessGroup, num_words: int, device: torch.device, instead: str) -> PeerMemory | None:
@@ -93,17 +99,6 @@ def can_all_reduce(hidden_size: int, dtype: torch.dtype) -> bool:
     return hidden_size * dtype.itemsize % 4 == 0 and hidden_size <= _MAX_TILE and dtype.itemsize in (2, 4)
 
 
-def make_custom_all_reduce(
-    group: dist.ProcessGroup, hidden_size: int, dtype: torch.dtype, device: torch.device
-) -> CustomAllReduce | None:
-    """The custom all-reduce of an NCCL group, if it supports such rows and memory can be shared. A collective call."""
-    if not can_all_reduce(hidden_size, dtype):
-        return None
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    memory = share_memory(group, all_reduce_words(size, hidden_size * dtype.itemsize), device, "small sums take")
-    return None if memory is None else CustomAllReduce(memory, rank, size, hidden_size, dtype, device)
-
-
 class CustomAllReduce:
     """Sums of ``[n, size]`` over the ranks of a tensor group in one kernel, for the few rows of a decode step;
     optionally with add and norm. ``n`` is at most `ALL_REDUCE_ROWS`, and ``size`` at most ``hidden_size``.
@@ -117,14 +112,22 @@ class CustomAllReduce:
     calls in the same order. A rank is at most one call ahead of another, because it has waited for that rank's words of
     the previous call. Two alternating sets of words are therefore enough, and nothing is ever cleared.
 
-    ``memory``: `fleetfoot.distributed.all_reduce_words` words on every rank; ``rank``, ``num_ranks``: of the tensor
-    group; ``hidden_size``: of the widest model of the group; ``dtype``, ``device``: of the rows.
+    ``memory``: `fleetfoot.distributed.peer_memory_words` words on every rank, without those for gathers; ``rank``,
+    ``num_ranks``: of the tensor group; ``hidden_size``: of the widest model of the group; ``dtype``, ``device``: of the
+    rows.
     """
+
+    rank_sums: RankSums | None = None
+    """The memory for sums within linear layers, of other words; None: these have another dtype."""
 
     def __init__(
         self, memory: PeerMemory, rank: int, num_ranks: int, hidden_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._memory = memory
+        self._memory, others = memory.split(all_reduce_words(num_ranks, hidden_size * dtype.itemsize))
+        if dtype is torch.bfloat16:  # that of deferred norms
+            num_calls = torch.zeros(hidden_size, dtype=torch.int32, device=device)
+            words = others.local[: rank_sum_words(num_ranks, hidden_size)]
+            self.rank_sums = RankSums(words, others.addresses, num_calls, rank)
         self._rank = rank
         self._num_ranks = num_ranks
         self._hidden_size = hidden_size

@@ -1,11 +1,12 @@
 """Fused decoder layers: the arithmetic of the plain ones as a chain of dependent kernels.
 
 The input and output of a run is the plain residual stream. Within it the residual sum, over a tensor group too, is one
-kernel with the norm behind it. Where a linear layer of few rows comes before, that layer's kernel makes the sum, and
-the norm is deferred (`DeferredRMSNorm`); where the library multiplies, it adds to the residual itself. Gate and up are
-one product with SiLU inside. Attention of few query tokens norms, rotates and caches within its own kernel, and
-prefetches the weight of the output projection. The last layer computes no more than K and V for rows that are not read.
-A run owns no tensor: it reads the weights of the layers that it replaces, which live updates write in place.
+kernel with the norm behind it. Where a linear layer of few rows comes before, that layer's kernel makes the sum, over a
+tensor group too (`RankSums`), and the norm is deferred (`DeferredRMSNorm`); where the library multiplies, it adds to
+the residual itself. Gate and up are one product with SiLU inside. Attention of few query tokens norms, rotates and
+caches within its own kernel, and prefetches the weight of the output projection. The last layer computes no more than K
+and V for rows that are not read. A run owns no tensor: it reads the weights of the layers that it replaces, which live
+updates write in place.
 """
 
 from __future__ import annotations
@@ -126,17 +127,22 @@ class _Residual:
         product = linear.partial if linear.is_gathered else linear.weight.product
         self._product = self._chained or (product if scale == 1.0 else lambda x: product(x) * scale)
         self._is_alone = linear.group.size == 1  # else the sum over the ranks comes before the residual sum
+        # All ranks launch the same kernel, and only one of them would have the bias.
+        self._rank_sums = None if linear.has_bias else linear.group.rank_sums
         self.is_summed = self._is_alone or linear.is_gathered
         self.prefetch_weight = None if dense is None else dense[0]
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor, next_norm: _Norm) -> Hidden:
-        if self._chained is not None and self._is_alone:
-            if next_norm.weight is not None and next_norm.reads_deferred_norm(len(x)):
-                deferred = self._chained.add_and_norm(x, residual, next_norm.weight, next_norm.eps)
-                if deferred is not None:
-                    return deferred
-            if self._chained.add_to(x, residual):
-                return residual
+        if self._chained is None:
+            return self._product(x)
+        can_sum = self._is_alone or self._rank_sums is not None
+        if can_sum and next_norm.weight is not None and next_norm.reads_deferred_norm(len(x)):
+            norm = next_norm.weight, next_norm.eps
+            deferred = self._chained.add_and_norm(x, residual, *norm, self._rank_sums)
+            if deferred is not None:
+                return deferred
+        if self._is_alone and self._chained.add_to(x, residual):
+            return residual
         return self._product(x)
 
 

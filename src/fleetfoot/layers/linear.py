@@ -85,7 +85,7 @@ class RowParallelLinear(ColumnParallelLinear):
             super().__init__(context, in_features, parts, bias, rows=(rows,), padding=padding)
         else:  # the bias is once in the sum over the ranks
             super().__init__(context, in_features, parts, bias and group.is_first_rank, columns=inputs)
-        self.group, self.is_gathered = group, is_gathered
+        self.group, self.is_gathered, self.has_bias = group, is_gathered, bias
         self._in_features, self._out_features = in_features, out_features
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -329,6 +329,11 @@ class GraphManager:
         missing = [key for key in keys if key not in self.captured]
         self._capture_all(missing[: max(0, most - len(self.captured))])
 
+    def drop_all(self) -> None:
+        """Free the graphs. NCCL's communicators can only be destroyed after all graphs with their kernels: until then
+        `torch.distributed.destroy_process_group` waits."""
+        self.captured.clear()
+
     def _capture_all(self, keys: Sequence[GraphKey]) -> None:
         for number, key in enumerate(keys):
             report_progress("graphs", number, len(keys))

@@ -29,8 +29,8 @@ class LayerBlocksOnCpu:
         subprocess.run(command, check=True)
         loaded = ctypes.CDLL(str(library))
         self.kernels = loaded.run_attention_block, loaded.run_mlp_block
-        self._blocks = tiling.clusters * tiling.ctas
-        self._shared_bytes = shared_bytes(shape, tiling)
+        self._blocks = tiling.clusters * tiling.ctas, tiling.mlp_clusters * tiling.ctas
+        self._shared_bytes = shared_bytes(tiling)
 
     def __call__(self, arguments: tuple[Arguments, Arguments]) -> None:
         """Both kernels of a layer.
@@ -38,6 +38,6 @@ class LayerBlocksOnCpu:
         Raises:
             RuntimeError: threads wait forever.
         """
-        for kernel, each, size in zip(self.kernels, arguments, self._shared_bytes, strict=True):
-            if kernel(ctypes.byref(each), self._blocks, size):
+        for kernel, each, blocks, size in zip(self.kernels, arguments, self._blocks, self._shared_bytes, strict=True):
+            if kernel(ctypes.byref(each), blocks, size):
                 raise RuntimeError("deadlock")

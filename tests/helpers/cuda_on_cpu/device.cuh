@@ -216,6 +216,13 @@ DEVICE void send(u32 rank, void* to, float first, float second, u64* barrier) {
 DEVICE void block_sync(u32 threads) { cpu::meet(cpu::fiber->block->barrier, threads); }
 DEVICE bool elect_lane() { return thread_index() % 32 == 0; }
 DEVICE void warp_sync() { cpu::meet(cpu::warp(), 32); }
+DEVICE u32 from_lane(u32 value, u32 lane) {
+  cpu::Warp& warp = cpu::warp();
+  u32* words = reinterpret_cast<u32*>(warp.values[warp.generation % 2]);
+  words[thread_index() % 32] = value;
+  cpu::meet(warp, 32);
+  return words[lane];
+}
 DEVICE float from_lane_xor(float value, u32 mask) {
   cpu::Warp& warp = cpu::warp();
   float* values = warp.values[warp.generation % 2];
@@ -263,5 +270,6 @@ DEVICE u32 pack_bf16(float low, float high) { return round_bf16(low) | round_bf1
 DEVICE float low_bf16(u32 packed) { return bits_float(packed << 16); }
 DEVICE float high_bf16(u32 packed) { return bits_float(packed & 0xffff0000u); }
 DEVICE float exp2_fast(float x) { return std::exp2(x); }
+DEVICE float inverse(float x) { return 1.0f / x; }
 DEVICE float inverse_sqrt(float x) { return 1.0f / std::sqrt(x); }
 DEVICE float maximum(float a, float b) { return a > b ? a : b; }

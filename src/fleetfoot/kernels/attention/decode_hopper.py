@@ -100,7 +100,7 @@ def paged_attention_decode_hopper(
     overlap = can_overlap(query.device)
     launcher(_paged_attention_decode_kernel, (num_programs,))(
         query, cache_desc, out, splits, arrivals, query_start_loc, seq_lens, block_tables, num_reqs, num_tokens,
-        num_rows, rows_per_block, query.stride(0), block_tables.stride(0), scale * math.log2(math.e), window or 0,
+        rows_per_block, query.stride(0), block_tables.stride(0), scale * math.log2(math.e), window or 0,
         pair_tiles,
         num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, block_size=block_size, max_query_len=max_query_len,
         rows=rows, stored_rows=stored_rows, tile=_TILE, stages=_STAGES,
@@ -390,12 +390,12 @@ def _consumer_warps(
 @gluon.jit(
     do_not_specialize=[
         "query_start_loc_ptr", "seq_lens_ptr", "block_tables_ptr", "num_reqs", "num_tokens",
-        "num_rows", "rows_per_block", "query_stride", "table_stride", "window", "pair_tiles",
+        "rows_per_block", "query_stride", "table_stride", "window", "pair_tiles",
     ]
 )  # fmt: skip
 def _paged_attention_decode_kernel(
     query_ptr, cache_desc, out_ptr, splits_ptr, arrivals_ptr, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr,
-    num_reqs, num_tokens, num_rows, rows_per_block, query_stride, table_stride, scale_log2, window, pair_tiles,
+    num_reqs, num_tokens, rows_per_block, query_stride, table_stride, scale_log2, window, pair_tiles,
     num_kv_heads: gl.constexpr, group: gl.constexpr, head_dim: gl.constexpr, block_size: gl.constexpr,
     max_query_len: gl.constexpr, rows: gl.constexpr, stored_rows: gl.constexpr, tile: gl.constexpr,
     stages: gl.constexpr, requests_tile: gl.constexpr, has_window: gl.constexpr, overlap: gl.constexpr,
@@ -417,7 +417,7 @@ def _paged_attention_decode_kernel(
         mbarrier.init(work_full.index(slot), count=1)
         mbarrier.init(work_empty.index(slot), count=1)
     for stage in gl.static_range(stages):
-        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(full.index(stage), count=4)  # boxes of a tile
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
     max_mem = gl.allocate_shared_memory(gl.float32, [4, rows], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -429,7 +429,7 @@ def _paged_attention_decode_kernel(
                            kv_stages, max_mem, sum_mem, num_reqs, num_tokens, query_stride, scale_log2, window,
                            num_kv_heads, group, head_dim, rows, stored_rows, tile, stages, has_window, overlap)),
         (producer_warp, (cache_desc, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr, slots, kv_stages, num_reqs,
-                         num_rows, rows_per_block, table_stride, window, pair_tiles, num_kv_heads, head_dim, block_size,
+                         rows_per_block, table_stride, window, pair_tiles, num_kv_heads, head_dim, block_size,
                          max_query_len, tile, stages, requests_tile, has_window, overlap)),
     ], [1], [48])
     # fmt: on

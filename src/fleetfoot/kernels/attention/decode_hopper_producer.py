@@ -72,21 +72,25 @@ def _find_range(
 
 @gluon.jit
 def _copy_tile(
-    cache_desc, boxes, stage, barrier, blocks, begin, seq_len, kv_head, num_rows, rows_per_block,
-    tile: gl.constexpr, block_size: gl.constexpr,
+    cache_desc, boxes, stage, barrier, blocks, begin, seq_len, kv_head, rows_per_block,
+    tile: gl.constexpr, block_size: gl.constexpr, box_bytes: gl.constexpr,
 ):  # fmt: skip
-    """Start the copies of a tile of K and V. Boxes past the sequence are out of bounds, and TMA writes 0."""
+    """Start the copies of a tile of K and V. Boxes past the sequence are not copied, and keep what they had: a copy from
+    out of bounds takes as long as another."""
     for box in gl.static_range(4):
         position = begin + box * (tile // 4)
         row = blocks[box] * rows_per_block + kv_head * block_size + position % block_size
-        row = gl.where(position < seq_len, row, num_rows)
-        tma.async_copy_global_to_shared(cache_desc, [0, 0, row, 0], barrier, boxes.index(stage * 4 + box))
+        is_cached = position < seq_len
+        mbarrier.expect(barrier, box_bytes, pred=is_cached)
+        mbarrier.arrive(barrier, count=1, pred=position >= seq_len)
+        place = boxes.index(stage * 4 + box)
+        tma.async_copy_global_to_shared(cache_desc, [0, 0, row, 0], barrier, place, pred=is_cached)
 
 
 @gluon.jit
 def producer_warp(
     cache_desc, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr, slots, kv_stages,
-    num_reqs, num_rows, rows_per_block, table_stride, window, pair_tiles,
+    num_reqs, rows_per_block, table_stride, window, pair_tiles,
     num_kv_heads: gl.constexpr, head_dim: gl.constexpr, block_size: gl.constexpr, max_query_len: gl.constexpr,
     tile: gl.constexpr, stages: gl.constexpr, requests_tile: gl.constexpr, has_window: gl.constexpr,
     overlap: gl.constexpr,
@@ -147,10 +151,9 @@ def producer_warp(
                 wait_for_inputs(overlap)
             mbarrier.wait(empty.index(stage), ((step // stages) & 1) ^ 1)
             barrier = full.index(stage)
-            mbarrier.expect(barrier, 2 * tile * head_dim * 2)
             _copy_tile(
-                cache_desc, boxes, stage, barrier, blocks, position, seq_len, kv_head, num_rows, rows_per_block,
-                tile, block_size,
+                cache_desc, boxes, stage, barrier, blocks, position, seq_len, kv_head, rows_per_block,
+                tile, block_size, 2 * (tile // 4) * head_dim * 2,
             )  # fmt: skip
             blocks = next_blocks
             step += 1

@@ -4,16 +4,18 @@
 constexpr int HEADS_PER_KV = HEADS / KV_HEADS;
 constexpr int QKV_SIZE = (GROUP_HEADS + 2) * HEAD_DIM;   // outputs of a cluster: its query heads, K, V
 constexpr int QKV_TILES = QKV_SIZE / CTAS / 16;
+constexpr int O_GROUPS = ATTENDED / GROUP;
 
 // Attention: blocks of a row, or rows of a block.
 constexpr int ROW_BLOCKS = CTAS > ROWS ? CTAS / ROWS : 1, BLOCK_ROWS = ROWS > CTAS ? ROWS / CTAS : 1;
 constexpr int ROW_WARPS = WARPS / BLOCK_ROWS;            // warps of a row in a block
 constexpr int SPLITS = ROW_BLOCKS * ROW_WARPS;
 constexpr int LANES = HEAD_DIM / 8;                      // lanes with a position: 16 bytes each
-constexpr int POSITIONS = GROUP_HEADS > 1 ? 2 : 4;       // loaded at once by such lanes, as registers allow
+constexpr int POSITIONS = 2;                             // of a lane in a tile
 constexpr int TILE = POSITIONS * (32 / LANES);
 static_assert(BLOCK_SIZE % TILE == 0 && BLOCK_ROWS <= WARPS && HEADS_PER_KV % GROUP_HEADS == 0);
-static_assert(QKV_SIZE % (CTAS * 16) == 0 && ATTENDED % O_COLUMNS == 0 && BLOCK_HIDDEN % (O_TILES * 16) == 0);
+static_assert(QKV_SIZE % (CTAS * 16) == 0 && ATTENDED % GROUP == 0 && BLOCK_HIDDEN % (O_TILES * 16) == 0);
+static_assert(OutGroups<O_TILES, O_CHUNKS, O_GROUPS>::padded == O_GROUPS);
 
 struct AttentionMemory : Memory {
   static constexpr int heads = align(sums + QKV_TILES * WARPS * 16 * ROWS * 4);
@@ -30,30 +32,35 @@ struct Sequence {
   int row;         // of the step; -1: none
   int length;      // tokens in the cache, without the new one; -1: padding
   int split;       // of SPLITS: its tiles are split, split + SPLITS, ...
-  const int* table;
+  int block;       // of lane i: the KV block of tile i of the split
+  i64 slot;        // of the new token; negative: its K and V are not written
 };
 
-DEVICE Sequence find_sequence(const Arguments& arguments, int rank) {
-  const int warp = thread_index() / 32, row = rank / ROW_BLOCKS * BLOCK_ROWS + warp / ROW_WARPS;
-  if (row >= arguments.rows) return {-1, -1, 0, nullptr};
-  const int split = rank % ROW_BLOCKS * ROW_WARPS + warp % ROW_WARPS;
-  return {row, arguments.seq_lens[row] - 1, split, arguments.block_tables + row * arguments.table_stride};
+DEVICE const int* block_of(const Arguments& arguments, int row, int tile) {
+  return arguments.block_tables + row * arguments.table_stride + tile / (BLOCK_SIZE / TILE);
 }
 
-DEVICE const u16* tile_address(const Arguments& arguments, const Sequence& sequence, int kv_head, int tile) {
-  const i64 block = sequence.table[tile / (BLOCK_SIZE / TILE)], token = tile % (BLOCK_SIZE / TILE) * TILE;
-  return arguments.kv_cache + block * arguments.block_stride + kv_head * arguments.head_stride +
-         token * arguments.token_stride;
+DEVICE Sequence find_sequence(const Arguments& arguments, int rank) {
+  const int warp = thread_index() / 32, lane = thread_index() % 32;
+  const int row = rank / ROW_BLOCKS * BLOCK_ROWS + warp / ROW_WARPS;
+  if (row >= arguments.rows) return {-1, -1, 0, 0, -1};
+  const int split = rank % ROW_BLOCKS * ROW_WARPS + warp % ROW_WARPS, length = arguments.seq_lens[row] - 1;
+  const int tile = split + lane * SPLITS;
+  const int block = tile * TILE < length ? *block_of(arguments, row, tile) : 0;
+  return {row, length, split, block, arguments.slots[row]};
+}
+
+DEVICE const u16* tile_address(const Arguments& arguments, int block, int kv_head, int tile) {
+  return arguments.kv_cache + static_cast<i64>(block) * arguments.block_stride + kv_head * arguments.head_stride +
+         tile % (BLOCK_SIZE / TILE) * TILE * arguments.token_stride;
 }
 
 // Before `wait_for_inputs`: K and V of earlier steps to L2, tables to shared memory.
-DEVICE void prepare_attention(const Arguments& arguments, int rank, int kv_head) {
+DEVICE void prepare_attention(const Arguments& arguments, const Sequence& sequence, int rank, int kv_head) {
   char* memory = shared_memory();
-  const Sequence sequence = find_sequence(arguments, rank);
-  const int lane = thread_index() % 32, tiles = (sequence.length + TILE - 1) / TILE;
-  const int tile = sequence.split + lane * SPLITS;
-  if (sequence.row >= 0 && tile < tiles && arguments.token_stride == HEAD_DIM) {
-    const u16* from = tile_address(arguments, sequence, kv_head, tile);
+  const int tile = sequence.split + static_cast<int>(thread_index() % 32) * SPLITS;
+  if (tile * TILE < sequence.length && arguments.token_stride == HEAD_DIM) {
+    const u16* from = tile_address(arguments, sequence.block, kv_head, tile);
     prefetch(from, TILE * HEAD_DIM * 2);
     prefetch(from + arguments.value_stride, TILE * HEAD_DIM * 2);
   }
@@ -110,16 +117,19 @@ struct KvTile {
   Vector k[POSITIONS], v[POSITIONS];
 };
 
-// Position i of this lane is tile * TILE + i * (32 / LANES) + its lane group; zeros past the end.
-DEVICE void load_tile(KvTile& to, const Arguments& arguments, const Sequence& sequence, int kv_head, int tile) {
-  const bool is_tile = tile * TILE < sequence.length;
+// The tile `count` of the split, by a whole warp. Position i of this lane is i * (32 / LANES) + its lane group; what is
+// not in the cache is zeros.
+DEVICE void load_tile(KvTile& to, const Arguments& arguments, const Sequence& sequence, int kv_head, int count) {
+  const int tile = sequence.split + count * SPLITS, begin = tile * TILE;
+  int block = from_lane(sequence.block, count % 32);
+  if (count >= 32 && begin < sequence.length) block = *block_of(arguments, sequence.row, tile);
   const int first = thread_index() % 32 / LANES, part = thread_index() % LANES;
-  const u16* from = is_tile ? tile_address(arguments, sequence, kv_head, tile) : nullptr;
+  const u16* from = tile_address(arguments, block, kv_head, tile);
 #pragma unroll
   for (int i = 0; i < POSITIONS; i++) {
     const int token = i * (32 / LANES) + first;
     to.k[i] = to.v[i] = {0, 0, 0, 0};
-    if (tile * TILE + token < sequence.length) {
+    if (begin + token < sequence.length) {
       const u16* at = from + token * arguments.token_stride + part * 8;
       to.k[i] = load_vector(at);
       to.v[i] = load_vector(at + arguments.value_stride);
@@ -131,16 +141,15 @@ struct Attended {
   float max[GROUP_HEADS], sum[GROUP_HEADS], acc[GROUP_HEADS][8];
 };
 
-// `count` positions of a lane group are added; scores are base 2.
-template <int count>
-DEVICE void attend(Attended& to, const float (&q)[GROUP_HEADS][8], const Vector* k, const Vector* v, int valid) {
+// The first `valid` positions of a lane group are added; scores are base 2.
+DEVICE void attend(Attended& to, const float (&q)[GROUP_HEADS][8], const KvTile& tile, int valid) {
 #pragma unroll
   for (int head = 0; head < GROUP_HEADS; head++) {
-    float scores[count], new_max = to.max[head];
+    float scores[POSITIONS], new_max = to.max[head];
 #pragma unroll
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; i < POSITIONS; i++) {
       float x[8];
-      unpack(k[i], x);
+      unpack(tile.k[i], x);
       scores[i] = 0.0f;
 #pragma unroll
       for (int j = 0; j < 8; j++) scores[i] += q[head][j] * x[j];
@@ -148,9 +157,9 @@ DEVICE void attend(Attended& to, const float (&q)[GROUP_HEADS][8], const Vector*
 #pragma unroll
     for (int mask = LANES / 2; mask; mask /= 2)
 #pragma unroll
-      for (int i = 0; i < count; i++) scores[i] += from_lane_xor(scores[i], mask);
+      for (int i = 0; i < POSITIONS; i++) scores[i] += from_lane_xor(scores[i], mask);
 #pragma unroll
-    for (int i = 0; i < count; i++)
+    for (int i = 0; i < POSITIONS; i++)
       if (i < valid) new_max = maximum(new_max, scores[i]);
     const float rescale = exp2_fast(to.max[head] - new_max);
     to.max[head] = new_max;
@@ -158,10 +167,10 @@ DEVICE void attend(Attended& to, const float (&q)[GROUP_HEADS][8], const Vector*
 #pragma unroll
     for (int j = 0; j < 8; j++) to.acc[head][j] *= rescale;
 #pragma unroll
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; i < POSITIONS; i++) {
       float x[8];
       const float p = i < valid ? exp2_fast(scores[i] - new_max) : 0.0f;
-      unpack(v[i], x);
+      unpack(tile.v[i], x);
       to.sum[head] += p;
 #pragma unroll
       for (int j = 0; j < 8; j++) to.acc[head][j] += p * x[j];
@@ -187,9 +196,10 @@ DEVICE void merge_lanes(Attended& of) {
     }
 }
 
-// A warp's splits of its row, to shared memory: per head HEAD_DIM sums, the maximum and the sum of the weights. `tile`
-// holds the first one.
-DEVICE void attend_splits(const Arguments& arguments, const Sequence& sequence, KvTile& tile, int cluster) {
+// A warp's split of its row, to shared memory: per head HEAD_DIM sums, the maximum and the sum of the weights. The
+// first two tiles are given; a further one is loaded while one is attended to.
+DEVICE void attend_split(const Arguments& arguments, const Sequence& sequence, KvTile& tile, KvTile& next,
+                         int cluster) {
   char* memory = shared_memory();
   const int warp = thread_index() / 32, lane = thread_index() % 32, part = lane % LANES;
   const int kv_head = cluster * GROUP_HEADS / HEADS_PER_KV, row_in_block = warp / ROW_WARPS;
@@ -211,22 +221,29 @@ DEVICE void attend_splits(const Arguments& arguments, const Sequence& sequence, 
       result.acc[head][j] = 0.0f;
     }
   }
-  if (sequence.split == SPLITS - 1 && sequence.length >= 0) {  // the new token: this split has the fewest tiles
-    const Vector k = rotate(arguments, heads + ATTENDED, has_norm ? norms + HEAD_DIM : nullptr, cos_sin);
-    const Vector v = load_vector(heads + ATTENDED + HEAD_DIM + part * 8);
-    attend<1>(result, q, &k, &v, lane < LANES ? 1 : 0);
-    const i64 slot = arguments.slots[sequence.row];
-    if (slot >= 0 && lane < LANES && cluster * GROUP_HEADS % HEADS_PER_KV == 0) {
-      u16* to = arguments.kv_cache + slot / BLOCK_SIZE * arguments.block_stride + kv_head * arguments.head_stride +
-                slot % BLOCK_SIZE * arguments.token_stride + part * 8;
-      *reinterpret_cast<Vector*>(to) = k;
-      *reinterpret_cast<Vector*>(to + arguments.value_stride) = v;
+  for (int count = 0; (sequence.split + count * SPLITS) * TILE <= sequence.length; count++) {
+    const int new_token = sequence.length - (sequence.split + count * SPLITS) * TILE;  // its place in the tile
+    if (new_token < TILE) {
+      const Vector k = rotate(arguments, heads + ATTENDED, has_norm ? norms + HEAD_DIM : nullptr, cos_sin);
+      const Vector v = load_vector(heads + ATTENDED + HEAD_DIM + part * 8);
+#pragma unroll
+      for (int i = 0; i < POSITIONS; i++)
+        if (i * (32 / LANES) + lane / LANES == new_token) {
+          tile.k[i] = k;
+          tile.v[i] = v;
+        }
+      const i64 slot = sequence.slot;
+      if (slot >= 0 && lane < LANES && cluster * GROUP_HEADS % HEADS_PER_KV == 0) {
+        u16* to = arguments.kv_cache + slot / BLOCK_SIZE * arguments.block_stride + kv_head * arguments.head_stride +
+                  slot % BLOCK_SIZE * arguments.token_stride + part * 8;
+        *reinterpret_cast<Vector*>(to) = k;
+        *reinterpret_cast<Vector*>(to + arguments.value_stride) = v;
+      }
     }
-  }
-  for (int index = sequence.split; index * TILE < sequence.length; index += SPLITS) {
-    if (index != sequence.split) load_tile(tile, arguments, sequence, kv_head, index);
-    const int left = sequence.length - index * TILE - lane / LANES;
-    attend<POSITIONS>(result, q, tile.k, tile.v, left <= 0 ? 0 : (left - 1) / (32 / LANES) + 1);
+    const int left = new_token + 1 - lane / LANES;
+    attend(result, q, tile, left <= 0 ? 0 : (left - 1) / (32 / LANES) + 1);
+    tile = next;
+    load_tile(next, arguments, sequence, kv_head, count + 2);
   }
   merge_lanes(result);
   float* to = reinterpret_cast<float*>(memory + Memory::input) + warp * GROUP_HEADS * (HEAD_DIM + 2);
@@ -294,57 +311,43 @@ DEVICE void merge_splits(const Arguments& arguments) {
       low += part.x * scale;
       high += part.y * scale;
     }
-    const float factor = sum > 0.0f ? 1.0f / sum : 0.0f;
-    char* to = memory + AttentionMemory::output + row * pitch(ATTENDED) + (head * HEAD_DIM + column) * 2;
+    const float factor = sum > 0.0f ? inverse(sum) : 0.0f;
+    char* to = memory + AttentionMemory::output + row * pitch(ATTENDED) + input_place(head * HEAD_DIM + column);
     *reinterpret_cast<u32*>(to) = pack_bf16(low * factor, high * factor);
   }
 }
 
-// The producer branches of both kernels are written out: as one function they compile to other address arithmetic.
-// Registers: of the 16,384 of a quarter of a multiprocessor, 3 warps of each kernel take at most 16,128.
-KERNEL(ATTENTION_REGISTERS) attention_block(const Arguments arguments) {
-  launch_dependents();
+KERNEL(REGISTERS) attention_block(const Arguments arguments) {
   char* memory = shared_memory();
   u64* barriers = reinterpret_cast<u64*>(memory + Memory::barriers);
-  const int rank = cluster_rank(), cluster = block_index() / CTAS, rows = arguments.rows;
+  const int rank = block_index() % CTAS, cluster = block_index() / CTAS, rows = arguments.rows;
   const int kv_head = cluster * GROUP_HEADS / HEADS_PER_KV;
-  Ring<ATTENTION_STAGES, AttentionMemory::ring, QKV_TILES, ATTENDED, O_TILES, O_COLUMNS> ring;
+  const OutGroups<O_TILES, O_CHUNKS, O_GROUPS> groups = {cluster * O_GROUPS, O_GROUPS};
+  Ring<ATTENTION_STAGES, AttentionMemory::ring, ATTENTION_SLOT_BYTES> ring;
   const int first_row = rank / ROW_BLOCKS * BLOCK_ROWS;
   const int rows_here = rows <= first_row ? 0 : rows - first_row < BLOCK_ROWS ? rows - first_row : BLOCK_ROWS;
-  if (thread_index() >= CONSUMERS) {
-    const auto weight_row = [&](int tile, int half) {
-      const int output = (rank * QKV_TILES + tile) * 16 + half * 8;
-      if (output < ATTENDED) return cluster * ATTENDED + output;
-      const int first = HEADS * HEAD_DIM + kv_head * HEAD_DIM + output - ATTENDED;
-      return output < ATTENDED + HEAD_DIM ? first : first + (KV_HEADS - 1) * HEAD_DIM;
-    };
-    if (thread_index() == CONSUMERS) {
-      ring.init();
-      for (int i = 0; i < 3; i++) barrier_init(barriers + i, 1);
-      barriers_ready();
-      barrier_expect(barriers, norm_bytes(rows));
-      barrier_expect(barriers + 1, rows_here * QKV_SIZE * 2);
-      barrier_expect(barriers + 2, split_bytes(rows));
-    }
-    warp_sync();
-    cluster_arrive();
-    ring.produce(arguments, rank, cluster, weight_row);
-    cluster_wait();
-    return;
-  }
+  const u32 expected[] = {norm_bytes(rows), rows_here * QKV_SIZE * 2u, split_bytes(rows)};
+  const auto weight_row = [&](int tile, int half) {
+    const int output = (rank * QKV_TILES + tile) * 16 + half * 8;
+    if (output < ATTENDED) return cluster * ATTENDED + output;
+    const int first = HEADS * HEAD_DIM + kv_head * HEAD_DIM + output - ATTENDED;
+    return output < ATTENDED + HEAD_DIM ? first : first + (KV_HEADS - 1) * HEAD_DIM;
+  };
+  if (begin(ring, arguments, barriers, expected, rank, QKV_TILES, weight_row, groups, CLUSTERS * ATTENDED)) return;
   load_norm(arguments, rank);
-  prepare_attention(arguments, rank, kv_head);
+  const Sequence sequence = find_sequence(arguments, rank);
+  prepare_attention(arguments, sequence, rank, kv_head);
   block_sync(CONSUMERS);
   cluster_arrive();
   cluster_wait();
   wait_for_inputs();
-  add_and_norm(arguments, rank, cluster, barriers);
+  add_and_norm<MLP_CLUSTERS>(arguments, rank, cluster, barriers);
   barrier_wait(barriers, 0);
   find_factors(arguments);
-  multiply_in<QKV_TILES>(ring, rows);
-  const Sequence sequence = find_sequence(arguments, rank);
-  KvTile tile;
-  load_tile(tile, arguments, sequence, kv_head, sequence.split);
+  multiply_in<1>(ring, QKV_TILES, rows);
+  KvTile tiles[2];
+  load_tile(tiles[0], arguments, sequence, kv_head, 0);
+  load_tile(tiles[1], arguments, sequence, kv_head, 1);
   block_sync(CONSUMERS);
   // q, k and v of each row, to the blocks that attend for it.
   spread<QKV_TILES * 8 * ROWS, ROW_BLOCKS>([&](int item, int first, int step) {
@@ -358,11 +361,11 @@ KERNEL(ATTENTION_REGISTERS) attention_block(const Arguments arguments) {
       send(begin + block, to + (rank * QKV_TILES + tile) * 16 + in_tile, value, barriers + 1);
   });
   barrier_wait(barriers + 1, 0);
-  if (sequence.row >= 0) attend_splits(arguments, sequence, tile, cluster);
+  if (sequence.row >= 0) attend_split(arguments, sequence, tiles[0], tiles[1], cluster);
   block_sync(CONSUMERS);
   send_splits(arguments, rank, barriers + 2);
   barrier_wait(barriers + 2, 0);
   merge_splits(arguments);
   block_sync(CONSUMERS);
-  multiply_out<ATTENDED, O_TILES, O_COLUMNS>(ring, arguments, memory + AttentionMemory::output, rank, cluster);
+  multiply_out<1>(ring, arguments, memory + AttentionMemory::output, rank, cluster, groups);
 }

@@ -61,13 +61,13 @@ class ClusterLayers:
         except KernelNotReadyError as error:
             error.queue(lambda: self(x, ctx, num_layers))  # the second one, too
             return None
-        buffers, source = StepBuffers(rows, self._hidden, tiling.clusters, x.device), x
-        num_ctas = tiling.clusters * tiling.ctas
+        buffers, source = StepBuffers(rows, self._hidden, tiling, x.device), x
+        num_ctas = tiling.clusters * tiling.ctas, tiling.mlp_clusters * tiling.ctas
         for index, ((parts, weights), cache_) in enumerate(zip(self._layers, caches, strict=True)):
             first = layer_arguments(parts, weights, cache_, metadata, buffers, None if index else source)
             # the first one reads what the step's preparation writes, before it waits
-            attention_block.launch(num_ctas, bytes(first[0]), dependent=index > 0)
-            mlp_block.launch(num_ctas, bytes(first[1]), dependent=True)
+            attention_block.launch(num_ctas[0], bytes(first[0]), dependent=index > 0)
+            mlp_block.launch(num_ctas[1], bytes(first[1]), dependent=True)
         last = self._layers[-1][0]
         _, total = _add_rms_norm(buffers.partials[1], buffers.residuals[1], last.mlp_norm, last.eps)
         # a dry pass goes on with the other path, which steps take until these kernels are compiled
@@ -96,7 +96,7 @@ def _is_supported(shape: LayerShape, tiling: LayerTiling) -> bool:
 @cache
 def kernels_of(shape: LayerShape, tiling: LayerTiling) -> tuple[CudaKernel, CudaKernel]:
     """Those of a layer: attention, and the MLP."""
-    macros, sizes = defines(shape, tiling), shared_bytes(shape, tiling)
+    macros, sizes = defines(shape, tiling), shared_bytes(tiling)
     attention_block, mlp_block = (
         CudaKernel(f"{FOLDER.name}/{function}.cu", function, macros, tiling.ctas, tiling.threads, size)
         for function, size in zip((ATTENTION_BLOCK, MLP_BLOCK), sizes, strict=True)

@@ -106,6 +106,7 @@ DEVICE bool elect_lane() {  // of a whole warp
   return is_elected;
 }
 DEVICE void warp_sync() { __syncwarp(); }
+DEVICE u32 from_lane(u32 value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
 DEVICE float from_lane_xor(float value, u32 mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 
 // sums [16 outputs, 8 rows] += weight [16, 16] x rows [16, 8], bf16, in the fragments of mma.m16n8k16.
@@ -129,6 +130,16 @@ DEVICE float exp2_fast(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
-DEVICE float inverse_sqrt(float x) { return 1.0f / sqrtf(x); }
+// Within 2 ulp, without a branch for special cases.
+DEVICE float inverse(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+DEVICE float inverse_sqrt(float x) {
+  float result;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
 DEVICE float maximum(float a, float b) { return fmaxf(a, b); }
 DEVICE u32 float_bits(float x) { return __float_as_uint(x); }

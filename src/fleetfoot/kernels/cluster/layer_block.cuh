@@ -7,9 +7,10 @@
 // next one adds them to the residual in a fixed order.
 //
 // Each block has a producer warp, which copies weights into a ring of slots in shared memory. It does not wait for the
-// kernel before, so memory keeps streaming. All products use mma with a weight as A (16 outputs) and the rows as B (8
-// columns), so the bits of a row do not depend on the other rows. The order of the inputs in an mma is free: a lane
-// reads 16 contiguous bytes of a weight row and the same 16 bytes of its input row.
+// kernel before, so memory keeps streaming. In all products the rows are the 16-row operand of an mma and 8 rows of a
+// weight its 8-column one, so that the 16 bytes that a lane loads of a weight row are operands as they are; see `Sums`.
+// The order of the inputs in an mma is free: a lane's bytes of a weight row and of an input row are the same inputs.
+// The bits of a row do not depend on the other rows.
 //
 // Roundings to bf16 are those of the kernels of `fleetfoot.kernels`: sums of a branch, the residual, the input of a
 // product times the norm's weight, all outputs of products.
@@ -23,7 +24,8 @@ constexpr int BLOCK_HIDDEN = HIDDEN / CTAS;              // columns of the resid
 constexpr int NORM_CHUNKS = (BLOCK_HIDDEN + 63) / 64;    // of 64 columns, each summed by a warp
 constexpr int SQUARES = CTAS * NORM_CHUNKS;
 constexpr int ATTENDED = GROUP_HEADS * HEAD_DIM;         // inputs of o in a cluster
-static_assert(HIDDEN % IN_COLUMNS == 0 && IN_COLUMNS % (WARPS * 32) == 0);
+constexpr int GROUP = 32;                                // inputs that a warp multiplies at once: 64 bytes of a row
+static_assert(HIDDEN % IN_COLUMNS == 0 && IN_COLUMNS % (WARPS * GROUP) == 0);
 
 // Rows in shared memory start 64 bytes apart modulo 128: reading two of them at once uses all banks.
 CONSTEXPR int pitch(int columns) { return columns * 2 + (columns % 64 ? 0 : 64); }
@@ -31,7 +33,7 @@ CONSTEXPR int maximum_of(int a, int b) { return a > b ? a : b; }
 CONSTEXPR int align(int bytes) { return (bytes + 127) / 128 * 128; }
 
 struct Arguments {
-  const float* partials;  // [CLUSTERS, rows, HIDDEN] of the kernel before; null: there is none
+  const float* partials;  // [clusters, rows, HIDDEN] of the kernel before; null: there is none
   const u16* residual;    // [rows, HIDDEN]
   u16* residual_out;      // the same plus the partial sums
   float* partials_out;
@@ -53,11 +55,11 @@ struct Arguments {
   double head_eps, scale_log2;
 };
 
-constexpr int BARRIERS = 128;  // bytes: up to 6 of them, then those of the ring
+constexpr int BARRIER_BYTES = 128;  // of those that blocks of a cluster send to
 struct Memory {
   static constexpr int ring_barriers = 0;  // full and empty, of up to 32 slots
   static constexpr int barriers = ring_barriers + 2 * 32 * 8;
-  static constexpr int factors = barriers + BARRIERS;
+  static constexpr int factors = barriers + BARRIER_BYTES;
   static constexpr int squares = factors + 64;
   static constexpr int norm = squares + ROWS * SQUARES * 4;
   static constexpr int input = align(norm + BLOCK_HIDDEN * 2);
@@ -66,13 +68,23 @@ struct Memory {
   static constexpr int sums = align(input + maximum_of(ROWS * pitch(HIDDEN), splits_bytes));
 };
 
-// One after the other: tiles of 16 rows of the first weight in chunks of IN_COLUMNS, then blocks of rows of the second.
-template <int STAGES, int RING, int IN_TILES, int OUT_INPUTS, int OUT_TILES, int OUT_COLUMNS>
+// The inputs of the second product that a cluster has, MOST groups at most, in chunks of `per_chunk`; the last one may
+// have fewer. A stage has a chunk of TILES * 16 rows, and WARPS / TILES warps share the groups of a tile.
+template <int TILES, int CHUNKS, int MOST>
+struct OutGroups {
+  static constexpr int rows = TILES * 16, blocks = BLOCK_HIDDEN / rows, chunks = CHUNKS, splits = WARPS / TILES;
+  static constexpr int per_warp = ((MOST + CHUNKS - 1) / CHUNKS + splits - 1) / splits;
+  static constexpr int per_chunk = CHUNKS == 1 ? MOST : per_warp * splits;
+  static constexpr int padded = CHUNKS * per_warp * splits;
+
+  int first, count;
+  int size(int chunk) const { return chunk < CHUNKS - 1 ? per_chunk : count - chunk * per_chunk; }
+};
+
+// One after the other: tiles of 16 rows of the first weight in chunks of IN_COLUMNS, then the stages of `Groups`.
+template <int STAGES, int RING, int SLOT_BYTES>
 struct Ring {
-  static constexpr int in_chunks = HIDDEN / IN_COLUMNS, in_stages = IN_TILES * in_chunks;
-  static constexpr int out_rows = OUT_TILES * 16;
-  static constexpr int out_chunks = OUT_INPUTS / OUT_COLUMNS, out_blocks = BLOCK_HIDDEN / out_rows;
-  static constexpr int num_stages = in_stages + out_blocks * out_chunks;
+  static constexpr int in_chunks = HIDDEN / IN_COLUMNS;
 
   char* memory = shared_memory();
   u64* full = reinterpret_cast<u64*>(memory + Memory::ring_barriers);
@@ -80,68 +92,89 @@ struct Ring {
   int slot = 0;
   u32 phase = 0;
 
-  __device__ char* data() const { return memory + RING + slot * SLOT_BYTES; }
-  __device__ void advance() {
+  char* data() const { return memory + RING + slot * SLOT_BYTES; }
+  void advance() {
     if (++slot == STAGES) {
       slot = 0;
       phase ^= 1;
     }
   }
   // By one thread.
-  __device__ void init() {
+  void init() {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(full + i, 1);
       barrier_init(empty + i, WARPS);
     }
   }
-  // By the producer warp. `in_row(tile, half)`: the first of 8 rows of the first weight. All addresses are the same in all
-  // lanes, so that they are computed in uniform registers: a copy takes its operands from there, and with addresses of
-  // lanes each takes 110 cycles.
-  template <class InRow>
-  __device__ void produce(const Arguments& arguments, int rank, int cluster, InRow in_row) {
+  // By the producer warp. `in_row(tile, half)`: the first of 8 rows of the first weight. All addresses are the same in
+  // all lanes, so that they are computed in uniform registers: a copy takes its operands from there, and with addresses
+  // of lanes each takes 110 cycles.
+  template <class InRow, class Groups>
+  void produce(const Arguments& arguments, int rank, int in_tiles, InRow in_row, const Groups& groups,
+                          int all_inputs) {
     const bool is_elected = elect_lane();
 #pragma unroll 1
-    for (int stage = 0; stage < in_stages; stage++) {
+    for (int stage = 0; stage < in_tiles * in_chunks; stage++) {
       barrier_wait(empty + slot, phase ^ 1);
       if (is_elected) {
         constexpr int bytes = IN_COLUMNS * 2;
         barrier_expect(full + slot, 16 * bytes);
 #pragma unroll
-        for (int i = 0; i < 16; i++) {
-          const i64 row = in_row(stage / in_chunks, i / 8) + i % 8;
+        for (int half = 0; half < 2; half++) {
+          const i64 row = in_row(stage / in_chunks, half);
           const u16* from = arguments.weight_in + row * HIDDEN + stage % in_chunks * IN_COLUMNS;
-          copy_async(data() + i * bytes + i / 8 * 64, from, bytes, full + slot);
+          char* to = data() + half * (8 * bytes + 64);
+#pragma unroll
+          for (int i = 0; i < 8; i++) copy_async(to + i * bytes, from + i * HIDDEN, bytes, full + slot);
         }
       }
       warp_sync();
       advance();
     }
-    constexpr int all_inputs = CLUSTERS * OUT_INPUTS;
-    const u16* first = arguments.weight_out + static_cast<i64>(rank) * BLOCK_HIDDEN * all_inputs + cluster * OUT_INPUTS;
+    const u16* first = arguments.weight_out + static_cast<i64>(rank) * BLOCK_HIDDEN * all_inputs + groups.first * GROUP;
 #pragma unroll 1
-    for (int stage = 0; stage < out_blocks * out_chunks; stage++) {
+    for (int stage = 0; stage < Groups::blocks * Groups::chunks; stage++) {
       barrier_wait(empty + slot, phase ^ 1);
       if (is_elected) {
-        constexpr int bytes = OUT_COLUMNS * 2;
-        barrier_expect(full + slot, out_rows * bytes);
-        const u16* from = first + static_cast<i64>(stage / out_chunks) * out_rows * all_inputs;
+        const int chunk = stage % Groups::chunks, bytes = groups.size(chunk) * 64;
+        barrier_expect(full + slot, Groups::rows * bytes);
+        const u16* from = first + static_cast<i64>(stage / Groups::chunks) * Groups::rows * all_inputs;
+        from += chunk * (Groups::per_chunk * GROUP);
 #pragma unroll 16
-        for (int i = 0; i < out_rows; i++) {
-          char* to = data() + i * bytes + i / (out_rows / 2) * 64;
-          copy_async(to, from + i * all_inputs + stage % out_chunks * OUT_COLUMNS, bytes, full + slot);
-        }
+        for (int i = 0; i < Groups::rows; i++)
+          copy_async(data() + i * bytes + i / (Groups::rows / 2) * 64, from + i * all_inputs, bytes, full + slot);
       }
       warp_sync();
       advance();
     }
   }
-  __device__ void await() { barrier_wait(full + slot, phase); }
-  __device__ void release() {
+  void await() { barrier_wait(full + slot, phase); }
+  // What this warp needs of the slot has been loaded.
+  void release() {
     warp_sync();
     if (thread_index() % 32 == 0) barrier_arrive(empty + slot);
     advance();
   }
 };
+
+// The start of a kernel. The barriers expect so many bytes each; true: this is the producer warp, which is done.
+template <class AnyRing, int NUM_BARRIERS, class InRow, class Groups>
+DEVICE bool begin(AnyRing& ring, const Arguments& arguments, u64* barriers, const u32 (&expected)[NUM_BARRIERS],
+                  int rank, int in_tiles, InRow in_row, const Groups& groups, int all_inputs) {
+  launch_dependents();
+  if (thread_index() < CONSUMERS) return false;
+  if (thread_index() == CONSUMERS) {
+    ring.init();
+    for (int i = 0; i < NUM_BARRIERS; i++) barrier_init(barriers + i, 1);
+    barriers_ready();
+    for (int i = 0; i < NUM_BARRIERS; i++) barrier_expect(barriers + i, expected[i]);
+  }
+  warp_sync();
+  cluster_arrive();
+  ring.produce(arguments, rank, in_tiles, in_row, groups, all_inputs);
+  cluster_wait();
+  return true;
+}
 
 struct alignas(16) Vector {
   u32 x, y, z, w;
@@ -153,23 +186,78 @@ struct alignas(8) Pair {
 };
 DEVICE Pair load_pair(const void* from) { return *static_cast<const Pair*>(from); }
 
-// Sums of 16 outputs by 8 rows, in chains that do not wait for each other.
-struct Sums {
-  float parts[4][4] = {};
+// Where a pair of columns of an input row lies, in bytes: the middle two of each four pairs are exchanged.
+DEVICE int input_place(int column) {
+  const int pair = column / 2 % 4;
+  return (column - pair * 2 + (pair == 1 ? 4 : pair == 2 ? 2 : pair * 2)) * 2;
+}
 
-  __device__ float of(int i) const { return (parts[0][i] + parts[1][i]) + (parts[2][i] + parts[3][i]); }
+// A lane's part of GROUPS groups of inputs: weight rows `low` and `high`, and of the lanes with a row their input.
+template <int GROUPS>
+struct Fragment {
+  static constexpr int groups = GROUPS;
+  Vector low[GROUPS], high[GROUPS], x[GROUPS];
 };
 
-// `groups` of 32 inputs: weight rows at `low` and `high` of this lane, and its input row (zeros if it has none).
-template <int groups>
-DEVICE void multiply(Sums& sums, const char* low, const char* high, const char* input, bool has_row) {
+// Sums of 8 outputs of the low and of the high rows, in chains that do not wait for each other.
+//
+// The 16 bytes of an input are the operand of two rows of an mma, g and g + 8: the first and second pair, and the third
+// and fourth. The weight's first two pairs are multiplied with both, of which row g is right, then the others, of which
+// row g + 8 is. Half of the sums mean nothing, and no register is moved.
+template <int CHAINS>
+struct Sums {
+  float low[2 * CHAINS][4], high[2 * CHAINS][4];
+
+  template <int GROUPS>
+  void add(const Fragment<GROUPS>& of) {
 #pragma unroll
-  for (int i = 0; i < groups; i++) {
-    const Vector a = load_vector(low + i * 64), b = load_vector(high + i * 64);
-    Vector x = {0, 0, 0, 0};
-    if (has_row) x = load_vector(input + i * 64);
-    mma(sums.parts[i % 2 * 2], a.x, b.x, a.y, b.y, x.x, x.y);
-    mma(sums.parts[i % 2 * 2 + 1], a.z, b.z, a.w, b.w, x.z, x.w);
+    for (int i = 0; i < GROUPS; i++) {
+      const Vector &x = of.x[i], &a = of.low[i], &b = of.high[i];
+      const int chain = i % CHAINS * 2;
+      mma(low[chain], x.x, x.y, x.z, x.w, a.x, a.y);
+      mma(high[chain], x.x, x.y, x.z, x.w, b.x, b.y);
+      mma(low[chain + 1], x.x, x.y, x.z, x.w, a.z, a.w);
+      mma(high[chain + 1], x.x, x.y, x.z, x.w, b.z, b.w);
+    }
+  }
+  // Of the row `lane / 4` and the weight row (i % 2) * half + i / 2 * 4 + lane % 4, if the second half of the rows lies
+  // `half` rows on.
+  float of(int i) const {
+    const auto& from = i < 2 ? low : high;
+    float sum = from[0][i % 2] + from[1][i % 2 + 2];
+#pragma unroll
+    for (int chain = 1; chain < CHAINS; chain++) sum += from[2 * chain][i % 2] + from[2 * chain + 1][i % 2 + 2];
+    return sum;
+  }
+};
+
+// `count` sums, each of STAGES stages with GROUPS groups of inputs. One half of a stage is loaded while the other one,
+// or the end of the stage before, is multiplied. `load(fragment, group, stage)` loads from a group of the present stage
+// on.
+template <int GROUPS, int STAGES, int CHAINS, class AnyRing, class Load, class Finish>
+DEVICE void multiply_stages(AnyRing& ring, int count, Load load, Finish finish) {
+  constexpr int first = (GROUPS + 1) / 2, second = GROUPS - first;
+  Fragment<first> a = {};
+  Fragment<second ? second : 1> b = {};
+  if (count > 0) {
+    ring.await();
+    load(a, 0, 0);
+  }
+#pragma unroll 1
+  for (int sum = 0; sum < count; sum++) {
+    Sums<CHAINS> sums = {};
+#pragma unroll
+    for (int stage = 0; stage < STAGES; stage++) {
+      if (second) load(b, first, stage);
+      ring.release();
+      sums.add(a);
+      if (stage + 1 < STAGES || sum + 1 < count) {
+        ring.await();
+        load(a, 0, (stage + 1) % STAGES);
+      }
+      if (second) sums.add(b);
+    }
+    finish(sum, sums);
   }
 }
 
@@ -181,6 +269,7 @@ DEVICE void load_norm(const Arguments& arguments, int rank) {
 }
 
 // The residual sum of this block's columns, times the norm's weight, to the inputs of all blocks.
+template <int PARTS>  // partial sums
 DEVICE void add_and_norm(const Arguments& arguments, int rank, int cluster, u64* barrier) {
   char* memory = shared_memory();
   const int lane = thread_index() % 32, rows = arguments.rows;
@@ -195,11 +284,11 @@ DEVICE void add_and_norm(const Arguments& arguments, int rank, int cluster, u64*
       u32 total = *reinterpret_cast<const u32*>(arguments.residual + row * HIDDEN + column);
       if (arguments.partials != nullptr) {
         const float* from = arguments.partials + row * HIDDEN + column;
-        Pair parts[CLUSTERS];
+        Pair parts[PARTS];
 #pragma unroll
-        for (int i = 0; i < CLUSTERS; i++) parts[i] = load_pair(from + static_cast<i64>(i) * rows * HIDDEN);
+        for (int i = 0; i < PARTS; i++) parts[i] = load_pair(from + static_cast<i64>(i) * rows * HIDDEN);
 #pragma unroll
-        for (int i = 0; i < CLUSTERS; i++) {
+        for (int i = 0; i < PARTS; i++) {
           low += parts[i].x;
           high += parts[i].y;
         }
@@ -213,7 +302,7 @@ DEVICE void add_and_norm(const Arguments& arguments, int rank, int cluster, u64*
       const u32 input = pack_bf16(low * low_bf16(weight), high * high_bf16(weight));
 #pragma unroll
       for (int to = 0; to < CTAS; to++)
-        send(to, memory + Memory::input + row * pitch(HIDDEN) + column * 2, input, barrier);
+        send(to, memory + Memory::input + row * pitch(HIDDEN) + input_place(column), input, barrier);
     }
     float square = low * low + high * high;
 #pragma unroll
@@ -239,31 +328,29 @@ DEVICE void find_factors(const Arguments& arguments) {
 
 // The first product: each warp multiplies a slice of the inputs. Its sums [tiles, WARPS, ROWS, 16] are in shared memory
 // after the next `block_sync`.
-template <int IN_TILES, class AnyRing>
-DEVICE void multiply_in(AnyRing& ring, int rows) {
-  constexpr int groups = IN_COLUMNS / (WARPS * 32), chunks = HIDDEN / IN_COLUMNS;
+template <int CHAINS, class AnyRing>
+DEVICE void multiply_in(AnyRing& ring, int tiles, int rows) {
+  constexpr int groups = IN_COLUMNS / (WARPS * GROUP), chunks = HIDDEN / IN_COLUMNS;
   const int warp = thread_index() / 32, g = thread_index() % 32 / 4, t = thread_index() % 4;
-  const int weight_row = g % 2 * 8 + g / 2;
-  const int in_slot = weight_row * (IN_COLUMNS * 2) + g % 2 * 64 + warp * groups * 64 + t * 16;
+  const int in_slot = (g % 2 * 8 + g / 2) * (IN_COLUMNS * 2) + g % 2 * 64 + warp * groups * 64 + t * 16;
   const char* input = ring.memory + Memory::input + g * pitch(HIDDEN) + warp * groups * 64 + t * 16;
-  float* all_sums = reinterpret_cast<float*>(ring.memory + Memory::sums) + warp * ROWS * 16 + weight_row;
-#pragma unroll 1
-  for (int tile = 0; tile < IN_TILES; tile++) {
-    Sums sums;
-#pragma unroll 1
-    for (int chunk = 0; chunk < chunks; chunk++) {
-      ring.await();
-      const char* low = ring.data() + in_slot;
-      multiply<groups>(sums, low, low + 4 * IN_COLUMNS * 2, input + chunk * (IN_COLUMNS * 2), g < rows);
-      ring.release();
-    }
-    float* to = all_sums + tile * (WARPS * 16 * ROWS);
+  float* all_sums = reinterpret_cast<float*>(ring.memory + Memory::sums) + (warp * ROWS + g) * 16 + t;
+  const bool has_row = g < rows;
+  const auto load = [&](auto& to, int group, int chunk) {
+    const char *low = ring.data() + in_slot + group * 64, *x = input + chunk * (IN_COLUMNS * 2) + group * 64;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int row = 2 * t + i % 2;
-      if (row < ROWS) to[row * 16 + i / 2 * 4] = sums.of(i);
+    for (int i = 0; i < to.groups; i++) {
+      to.low[i] = load_vector(low + i * 64);
+      to.high[i] = load_vector(low + 4 * IN_COLUMNS * 2 + i * 64);
+      if (has_row) to.x[i] = load_vector(x + i * 64);
     }
-  }
+  };
+  multiply_stages<groups, chunks, CHAINS>(ring, tiles, load, [&](int tile, const auto& sums) {
+    float* to = all_sums + tile * (WARPS * 16 * ROWS);
+    if (g < ROWS)
+#pragma unroll
+      for (int i = 0; i < 4; i++) to[i % 2 * 8 + i / 2 * 4] = sums.of(i);
+  });
 }
 
 // Two outputs of the first product: `weight_row` of 16 of a tile, and the next one.
@@ -281,35 +368,51 @@ DEVICE Pair outputs_of(int tile, int weight_row, int row) {
   return {sum.x * factor, sum.y * factor};
 }
 
-// The second product, of this cluster's inputs [rows, inputs] at `input`: its partial sums, to global memory. A warp
-// multiplies all inputs for 16 outputs.
-template <int OUT_INPUTS, int OUT_TILES, int OUT_COLUMNS, class AnyRing>
-DEVICE void multiply_out(AnyRing& ring, const Arguments& arguments, const char* input, int rank, int cluster) {
-  constexpr int out_rows = OUT_TILES * 16, chunks = OUT_INPUTS / OUT_COLUMNS, warp_groups = WARPS / OUT_TILES;
+// The second product, of this cluster's inputs [rows, `Groups::padded` groups] at `input`: its partial sums, to global
+// memory. The inputs of groups that the cluster does not have are zeros.
+template <int CHAINS, class AnyRing, class Groups>
+DEVICE void multiply_out(AnyRing& ring, const Arguments& arguments, const char* input, int rank, int cluster,
+                         const Groups& groups) {
+  constexpr int out_rows = Groups::rows, splits = Groups::splits;
   const int warp = thread_index() / 32, g = thread_index() % 32 / 4, t = thread_index() % 4, rows = arguments.rows;
-  const int weight_row = g % 2 * (out_rows / 2) + warp % OUT_TILES * 8 + g / 2;
-  const int in_slot = weight_row * (OUT_COLUMNS * 2) + g % 2 * 64 + t * 16;
-  input += g * pitch(OUT_INPUTS) + t * 16;
+  const int tile = warp % (WARPS / splits), split = warp / (WARPS / splits);
+  const int weight_row = g % 2 * (out_rows / 2) + tile * 8 + g / 2;
+  const bool has_row = g < rows;
+  input += g * pitch(Groups::padded * GROUP) + t * 16 + split * 64;
   float* partials = arguments.partials_out + static_cast<i64>(cluster) * rows * HIDDEN + rank * BLOCK_HIDDEN;
-#pragma unroll 1
-  for (int block = 0; block < BLOCK_HIDDEN / out_rows; block++) {
-    const bool is_mine = block % warp_groups == warp / OUT_TILES;
-    Sums sums;
-#pragma unroll 1
-    for (int chunk = 0; chunk < chunks; chunk++) {
-      ring.await();
-      const char* low = ring.data() + in_slot;
-      const char* high = low + 4 * OUT_COLUMNS * 2;
-      if (is_mine) multiply<OUT_COLUMNS / 32>(sums, low, high, input + chunk * (OUT_COLUMNS * 2), g < rows);
-      ring.release();
-    }
-    if (!is_mine) continue;
-    float* to = partials + block * out_rows + weight_row;
+  float* shared = reinterpret_cast<float*>(ring.memory + Memory::input);  // [splits, ROWS, BLOCK_HIDDEN]
+  const auto load = [&](auto& to, int group, int chunk) {
+    const int size = groups.size(chunk);
+    const char* low = ring.data() + weight_row * (size * 64) + g % 2 * 64 + t * 16;
+    const char* x = input + (chunk * Groups::per_chunk + group * splits) * 64;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int row = 2 * t + i % 2;
-      if (row < rows) to[row * HIDDEN + i / 2 * 4] = sums.of(i);
+    for (int i = 0; i < to.groups; i++) {
+      const int wanted = split + (group + i) * splits, at = wanted < size ? wanted : size - 1;
+      to.low[i] = load_vector(low + at * 64);
+      to.high[i] = load_vector(low + (size * 4 + at) * 64);
+      if (has_row) to.x[i] = load_vector(x + i * splits * 64);
     }
+  };
+  constexpr int per_warp = Groups::per_warp, chunks = Groups::chunks;
+  multiply_stages<per_warp, chunks, CHAINS>(ring, Groups::blocks, load, [&](int block, const auto& sums) {
+    const int first = block * out_rows + tile * 8 + t;
+    float* to = splits > 1 ? shared + (split * ROWS + g) * BLOCK_HIDDEN + first : partials + g * HIDDEN + first;
+    if (has_row)
+#pragma unroll
+      for (int i = 0; i < 4; i++) to[i % 2 * (out_rows / 2) + i / 2 * 4] = sums.of(i);
+  });
+  if (splits == 1) return;
+  block_sync(CONSUMERS);
+  for (int item = thread_index(); item < rows * (BLOCK_HIDDEN / 2); item += CONSUMERS) {
+    const int row = item / (BLOCK_HIDDEN / 2), column = item % (BLOCK_HIDDEN / 2) * 2;
+    Pair sum = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < splits; i++) {
+      const Pair part = load_pair(shared + (i * ROWS + row) * BLOCK_HIDDEN + column);
+      sum.x += part.x;
+      sum.y += part.y;
+    }
+    *reinterpret_cast<Pair*>(partials + row * HIDDEN + column) = sum;
   }
 }
 

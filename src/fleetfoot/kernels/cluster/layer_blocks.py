@@ -20,11 +20,14 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent
 """Each kernel is a file of its name."""
 ATTENTION_BLOCK, MLP_BLOCK = "attention_block", "mlp_block"
-MAX_ROWS = 8
-SHARED_BYTES = 115712
-"""Of a thread block: two of them, of consecutive kernels, are resident on a multiprocessor of Hopper."""
+_SM_BYTES, _RESERVED_BYTES = 233472, 1024
+"""Shared memory of a multiprocessor of Hopper, and what a thread block takes beside its own."""
+_MLP_BYTES = 117760
+"""Of a block of the MLP kernel: two of them do not fit on a multiprocessor, but one beside one of attention."""
 _MIN_STAGES, _MAX_STAGES = 2, 32
 _MAX_SLOT_BYTES = 16384
+_GROUP = 32
+"""Inputs that a warp multiplies at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +50,21 @@ class LayerTiling:
     rows: int
     """Maximum rows of a step: 1, 2, 4 or 8."""
     clusters: int = 16
+    """Of the attention kernel."""
+    mlp_clusters: int = 14
+    """Of the MLP kernel. On an H200, 15 clusters of 8 have multiprocessors of their own. 14 leave 8 free ones to two
+    more clusters of attention, so that all blocks of both kernels are resident at once."""
     ctas: int = 8
     """Thread blocks of a cluster."""
     warps: int = 4
     """That compute; one more copies weights."""
     slot_bytes: int = _MAX_SLOT_BYTES
     """Weights in a stage of the ring, at most."""
-    shared_bytes: int = SHARED_BYTES
-    attention_registers: int = 112
-    mlp_registers: int = 64
+    attention_bytes: int = _SM_BYTES - _MLP_BYTES - 2 * _RESERVED_BYTES
+    """Shared memory of a block."""
+    mlp_bytes: int = _MLP_BYTES
+    registers: int = 128
+    """Of a thread: three blocks of 5 warps fit on a multiprocessor."""
 
     @property
     def threads(self) -> int:
@@ -65,7 +74,6 @@ class LayerTiling:
 def misfit(shape: LayerShape, tiling: LayerTiling) -> str | None:
     """Why the kernels cannot compute layers of this shape; None: they can."""
     clusters, ctas = tiling.clusters, tiling.ctas
-    blocks = clusters * ctas
     group = shape.num_heads // shape.num_kv_heads
     cluster_heads = shape.num_heads // clusters
     checks = {
@@ -79,8 +87,9 @@ def misfit(shape: LayerShape, tiling: LayerTiling) -> str | None:
         ),
         f"hidden size {shape.hidden} is not a multiple of {64 * ctas}": shape.hidden % (64 * ctas) == 0,
         f"hidden size {shape.hidden} is not a multiple of {32 * tiling.warps}": shape.hidden % (32 * tiling.warps) == 0,
-        f"intermediate size {shape.intermediate} is not a multiple of {8 * blocks}": (
-            shape.intermediate % (8 * blocks) == 0 and shape.intermediate % (32 * clusters) == 0
+        f"intermediate size {shape.intermediate} is not a multiple of {_GROUP}": shape.intermediate % _GROUP == 0,
+        f"intermediate size {shape.intermediate} is below {_GROUP * tiling.mlp_clusters}": (
+            shape.intermediate >= _GROUP * tiling.mlp_clusters
         ),
         f"KV blocks of {shape.block_size} positions are not a multiple of 16": shape.block_size % 16 == 0,
     }
@@ -98,37 +107,36 @@ class _Plan:
     size with `fixed_bytes`."""
 
     def __init__(self, shape: LayerShape, tiling: LayerTiling) -> None:
-        rows, ctas, clusters, warps = tiling.rows, tiling.ctas, tiling.clusters, tiling.warps
-        heads = shape.num_heads // clusters
-        attended, activated = heads * shape.head_dim, shape.intermediate // clusters
-        self.in_columns = _in_columns(shape.hidden, 32 * warps, tiling.slot_bytes)
-        self.o = _out_stage(attended, shape.hidden // ctas, warps, tiling.slot_bytes)
-        self.down = _out_stage(activated, shape.hidden // ctas, warps, tiling.slot_bytes)
-        outs = (16 * tiles * columns * 2 for tiles, columns in (self.o, self.down))
-        self.slot_bytes = cdiv(max(16 * self.in_columns * 2, *outs) + 64, 128) * 128
+        rows, ctas, warps = tiling.rows, tiling.ctas, tiling.warps
+        heads = shape.num_heads // tiling.clusters
+        attended, block_hidden = heads * shape.head_dim, shape.hidden // ctas
+        attended_groups, all_groups = attended // _GROUP, shape.intermediate // _GROUP
+        groups = cdiv(all_groups, tiling.mlp_clusters)  # of a cluster, at most
+        self.in_columns = _in_columns(shape.hidden, _GROUP * warps, tiling.slot_bytes)
+        self.o = _out_stage(attended_groups, block_hidden, warps, tiling.slot_bytes)
+        fewest = all_groups // tiling.mlp_clusters
+        self.down = _out_stage(groups, block_hidden, warps, tiling.slot_bytes, fewest)
+        in_bytes = 16 * self.in_columns * 2
+        outs = (_out_bytes(*self.o, attended_groups, warps), _out_bytes(*self.down, groups, warps))
+        activated = _out_groups(*self.down, groups, warps)[1] * _GROUP
+        self.slot_bytes = [cdiv(max(in_bytes, each) + 64, 128) * 128 for each in outs]
 
-        squares = ctas * cdiv(shape.hidden // ctas, 64)
+        squares = ctas * cdiv(block_hidden, 64)
         splits = warps * heads * (shape.head_dim + 2) * 4
-        shared = 1024 + rows * squares * 4 + shape.hidden // ctas * 2 + max(rows * _pitch(shape.hidden), splits) + 512
+        shared = 1024 + rows * squares * 4 + block_hidden * 2 + max(rows * _pitch(shape.hidden), splits) + 512
         qkv_size = (heads + 2) * shape.head_dim
+        tiles = qkv_size // ctas // 16, cdiv(groups * 4, ctas)
         block_rows, row_blocks = max(1, rows // ctas), max(1, ctas // rows)
-        attention = qkv_size // ctas * warps * rows * 4 + block_rows * (qkv_size * 2 + shape.head_dim * 4)
+        attention = tiles[0] * 16 * warps * rows * 4 + block_rows * (qkv_size * 2 + shape.head_dim * 4)
         attention += 4 * shape.head_dim + rows * row_blocks * heads * (shape.head_dim + 2) * 4 + rows * _pitch(attended)
-        mlp = shape.intermediate // (clusters * ctas) * 2 * warps * rows * 4 + rows * _pitch(activated)
+        mlp = tiles[1] * 16 * warps * rows * 4 + rows * _pitch(activated)
         self.fixed_bytes = [cdiv(shared + each, 128) * 128 + 512 for each in (attention, mlp)]
-        most = [
-            self._num_stages(qkv_size // ctas, shape, self.o, tiling, attended),
-            self._num_stages(shape.intermediate // (clusters * ctas) * 2, shape, self.down, tiling, activated),
-        ]
-        room = [(tiling.shared_bytes - each) // self.slot_bytes for each in self.fixed_bytes]
-        self.stages = [min(*each, _MAX_STAGES) for each in zip(room, most, strict=True)]
-
-    def _num_stages(
-        self, outputs: int, shape: LayerShape, out: tuple[int, int], tiling: LayerTiling, inputs: int
-    ) -> int:
-        """Stages of both products."""
-        first = outputs // 16 * (shape.hidden // self.in_columns)
-        return first + shape.hidden // tiling.ctas // (16 * out[0]) * (inputs // out[1])
+        self.stages = []
+        limits = tiling.attention_bytes, tiling.mlp_bytes
+        for i, (out_tiles, chunks) in enumerate((self.o, self.down)):
+            room = (limits[i] - self.fixed_bytes[i]) // self.slot_bytes[i]
+            most = tiles[i] * (shape.hidden // self.in_columns) + block_hidden // (16 * out_tiles) * chunks
+            self.stages.append(min(room, most, _MAX_STAGES))
 
 
 def _pitch(columns: int) -> int:
@@ -144,17 +152,31 @@ def _in_columns(hidden: int, unit: int, slot_bytes: int) -> int:
     )
 
 
-def _out_stage(inputs: int, outputs: int, warps: int, slot_bytes: int) -> tuple[int, int]:
-    """Tiles of 16 rows, and their columns, of a stage of the second product: as many bytes as fit, but rows of 256
-    bytes or more are worth a smaller stage."""
+def _out_groups(tiles: int, chunks: int, groups: int, warps: int) -> tuple[int, int]:
+    """Of a chunk, and of all with those that pad: see ``OutGroups`` of the source."""
+    splits = warps // tiles
+    per_warp = cdiv(cdiv(groups, chunks), splits)
+    return groups if chunks == 1 else per_warp * splits, chunks * per_warp * splits
+
+
+def _out_bytes(tiles: int, chunks: int, groups: int, warps: int) -> int:
+    return tiles * 16 * _out_groups(tiles, chunks, groups, warps)[0] * _GROUP * 2
+
+
+def _out_stage(groups: int, outputs: int, warps: int, slot_bytes: int, fewest: int | None = None) -> tuple[int, int]:
+    """Tiles of 16 rows in a stage of the second product, and chunks in which the groups of its inputs come: as many
+    bytes as fit, or a little more, in rows as long as possible. ``fewest``: groups of a cluster, to which zeros may be
+    added; None: all have ``groups``, and none may be added."""
     stages = [
-        (tiles, columns)
+        (tiles, chunks)
         for tiles in (1, 2, 4, 8)
         if tiles <= warps and outputs % (16 * tiles) == 0
-        for columns in range(32, inputs + 1, 32)
-        if inputs % columns == 0 and tiles * 32 * columns <= slot_bytes
+        for chunks in range(1, groups + 1)
+        if (fewest or groups) > (chunks - 1) * _out_groups(tiles, chunks, groups, warps)[0]
+        and (fewest is not None or _out_groups(tiles, chunks, groups, warps)[1] == groups)
+        and _out_bytes(tiles, chunks, groups, warps) <= slot_bytes * 5 // 4
     ]
-    return max(stages, key=lambda stage: (stage[0] * stage[1] * (1.0 if stage[1] >= 128 else 0.7), stage[0]))
+    return max(stages, key=lambda stage: _out_bytes(*stage, groups, warps) * (1.0 - 0.15 * (stage[1] - 1)))
 
 
 def defines(shape: LayerShape, tiling: LayerTiling) -> tuple[tuple[str, int], ...]:
@@ -164,24 +186,21 @@ def defines(shape: LayerShape, tiling: LayerTiling) -> tuple[tuple[str, int], ..
         {
             "HIDDEN": shape.hidden, "HEADS": shape.num_heads, "KV_HEADS": shape.num_kv_heads,
             "HEAD_DIM": shape.head_dim, "INTERMEDIATE": shape.intermediate, "BLOCK_SIZE": shape.block_size,
-            "ROWS": tiling.rows, "CLUSTERS": tiling.clusters, "CTAS": tiling.ctas,
-            "WARPS": tiling.warps,
-            "ATTENTION_REGISTERS": tiling.attention_registers, "MLP_REGISTERS": tiling.mlp_registers,
-            "IN_COLUMNS": plan.in_columns, "O_TILES": plan.o[0], "O_COLUMNS": plan.o[1],
-            "DOWN_TILES": plan.down[0], "DOWN_COLUMNS": plan.down[1], "SLOT_BYTES": plan.slot_bytes,
+            "ROWS": tiling.rows, "CLUSTERS": tiling.clusters, "MLP_CLUSTERS": tiling.mlp_clusters,
+            "CTAS": tiling.ctas, "WARPS": tiling.warps, "REGISTERS": tiling.registers,
+            "IN_COLUMNS": plan.in_columns, "O_TILES": plan.o[0], "O_CHUNKS": plan.o[1],
+            "DOWN_TILES": plan.down[0], "DOWN_CHUNKS": plan.down[1],
+            "ATTENTION_SLOT_BYTES": plan.slot_bytes[0], "MLP_SLOT_BYTES": plan.slot_bytes[1],
             "ATTENTION_STAGES": plan.stages[0], "MLP_STAGES": plan.stages[1],
             "ATTENTION_FIXED_BYTES": plan.fixed_bytes[0], "MLP_FIXED_BYTES": plan.fixed_bytes[1],
         }.items()
     )  # fmt: skip
 
 
-def shared_bytes(shape: LayerShape, tiling: LayerTiling) -> tuple[int, int]:
-    """Shared memory of a block of both kernels."""
-    plan = _Plan(shape, tiling)
-    first, second = (
-        fixed + count * plan.slot_bytes for fixed, count in zip(plan.fixed_bytes, plan.stages, strict=True)
-    )
-    return first, second
+def shared_bytes(tiling: LayerTiling) -> tuple[int, int]:
+    """Shared memory of a block of both kernels: what they may have, also if they need less. The GPU would place two
+    small blocks of a kernel on one multiprocessor and leave others empty (80 of 132 were used)."""
+    return tiling.attention_bytes, tiling.mlp_bytes
 
 
 def _struct_fields(text: str) -> list[tuple[str, type]]:
@@ -213,11 +232,14 @@ class StepBuffers:
     """What a step's kernels exchange. A kernel reads one pair of the residual and the partial sums and writes the
     other: all its blocks read what it writes last."""
 
-    def __init__(self, rows: int, hidden: int, clusters: int, device: torch.device) -> None:
+    def __init__(self, rows: int, hidden: int, tiling: LayerTiling, device: torch.device) -> None:
         import torch
 
         self.residuals = [torch.empty((rows, hidden), dtype=torch.bfloat16, device=device) for _ in range(2)]
-        self.partials = [torch.empty((clusters, rows, hidden), dtype=torch.float32, device=device) for _ in range(2)]
+        self.partials = [
+            torch.empty((clusters, rows, hidden), dtype=torch.float32, device=device)
+            for clusters in (tiling.clusters, tiling.mlp_clusters)
+        ]
 
 
 def layer_arguments(

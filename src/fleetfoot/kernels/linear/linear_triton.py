@@ -15,6 +15,7 @@ from fleetfoot.kernels.elementwise import DeferredRMSNorm, silu_and_mul_torch, s
 from fleetfoot.kernels.linear import decode_product
 from fleetfoot.kernels.linear.linear import PlainLinear
 from fleetfoot.kernels.linear.product_tilings import ProductKind, ProductTiling, product_tiling
+from fleetfoot.kernels.linear.rank_sums import RankSums
 from fleetfoot.kernels.linear.tilings import Tiling, choose_tiling, gated_row_groups
 from fleetfoot.kernels.linear.triton_kernels import launch_linear
 from fleetfoot.kernels.runtime.cuda_source import load
@@ -220,27 +221,38 @@ class ChainedResidual(ChainedLinear):
         return True
 
     def add_and_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        rank_sums: RankSums | None = None,
     ) -> DeferredRMSNorm | None:
         """The sum with ``residual [n, out]`` and its deferred norm; None: not supported for this number of rows, or not
-        compiled."""
+        compiled. ``rank_sums``: the product is also summed over ranks, each of which makes this call."""
         if not (x.dtype is self._weight.dtype is torch.bfloat16):
             return None
-        product = self._product_tiling(len(x))
+        product = self._product_tiling(len(x)) if rank_sums is None else None
         if product is not None and x.stride(1) == 1 and _is_aligned(x):
             with suppress(KernelNotReadyError):
                 return decode_product.add_and_norm(x, self._weight, product, residual.contiguous(), norm_weight, eps)
         tiling = self._tiling(len(x))
         if tiling is None or not tiling.supports_norms:
             return None
+        if rank_sums is not None:
+            num_outputs = self._num_outputs
+            is_supported = self._bias is None and rank_sums.fits(len(x), num_outputs)
+            if not is_supported or not tiling.fits_at_once(num_outputs, self._limits):
+                return None
         residual = residual.contiguous()  # like the result
         result = DeferredRMSNorm.empty(residual, cdiv(residual.shape[1], tiling.outputs), eps)
         x = x if x.stride(1) == 1 else x.contiguous()
         add_norm = (residual, norm_weight, result)
         with suppress(KernelNotReadyError):
             launch_linear(
-                result.weighted, x, self._weight, self._bias, False, tiling, add_norm=add_norm, scale=self._scale
-            )
+                result.weighted, x, self._weight, self._bias, False, tiling, add_norm=add_norm, scale=self._scale,
+                rank_sums=rank_sums,
+            )  # fmt: skip
             return result
         return None
 

@@ -30,7 +30,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from fleetfoot.kernels.linear.tilings import Tiling
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_options
 from fleetfoot.kernels.runtime.gluon_support import launch_dependents, wait_for_inputs
-from fleetfoot.kernels.runtime.row_padding import readable_rows
 from fleetfoot.kernels.runtime.triton_support import cdiv, launcher
 
 INPUTS = gl.constexpr(64)  # multiplied at a time: the width of the shared memory swizzle
@@ -52,7 +51,7 @@ def launch_linear_hopper(
     gated, partial = len(weight) != num_outputs, output.dim() == 3
     rows, inputs = tiling.row_tile, INPUTS.value
     flat = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    x_desc = TensorDescriptor(x, [readable_rows(x, rows), num_inputs], [x.stride(0), 1], [rows, inputs], flat)
+    x_desc = TensorDescriptor(x, [num_rows, num_inputs], [x.stride(0), 1], [rows, inputs], flat)
     weight_desc = TensorDescriptor(weight, list(weight.shape), [num_inputs, 1], [64, inputs], flat)
     if gated:
         shape, strides = [num_outputs // 8, 2, 8, num_inputs], [8 * num_inputs, num_outputs * num_inputs, num_inputs, 1]
@@ -75,12 +74,17 @@ def launch_linear_hopper(
 
 
 @gluon.jit
-def _place(tile, row_tiles, columns, chunks, split_chunks):
-    """The row and the column of a tile, its split, and the range of its chunks of inputs."""
+def _place(tile, row_tiles, columns, chunks, split_chunks, num_rows, rows: gl.constexpr):
+    """The first row and the column of a tile, its split, and the range of its chunks of inputs.
+
+    The last rows are in a whole tile, which has some of the rows of the tile before, with the same results: copies of
+    rows out of bounds take longer than those of others.
+    """
     rest = tile // row_tiles
     split = rest // columns
     begin = split * split_chunks
-    return tile % row_tiles, rest % columns, split, begin, gl.minimum(begin + split_chunks, chunks)
+    row = gl.minimum(tile % row_tiles * rows, gl.maximum(num_rows - rows, 0))
+    return row, rest % columns, split, begin, gl.minimum(begin + split_chunks, chunks)
 
 
 @gluon.jit
@@ -96,7 +100,7 @@ def _copy_weights(weight_desc, weights, stage, barrier, column, chunk, gated: gl
 
 @gluon.jit
 def _producer(
-    x_desc, weight_desc, stages_of, row_tiles, columns, num_tiles, chunks, split_chunks,
+    x_desc, weight_desc, stages_of, row_tiles, columns, num_tiles, chunks, split_chunks, num_rows,
     gated: gl.constexpr, rows: gl.constexpr, groups: gl.constexpr, stages: gl.constexpr, overlap: gl.constexpr,
 ):  # fmt: skip
     """Fill the stages with inputs and weights as they become empty."""
@@ -104,7 +108,7 @@ def _producer(
     stage_bytes: gl.constexpr = (rows + 64 * groups) * INPUTS * 2
     tile = gl.program_id(0)
     # Weights do not depend on the previous kernel: fill all stages with those of the first tile.
-    _, column, _, begin, end = _place(tile, row_tiles, columns, chunks, split_chunks)
+    _, column, _, begin, end = _place(tile, row_tiles, columns, chunks, split_chunks, num_rows, rows)
     num_prefetched = gl.minimum(end - begin, stages)
     for stage in range(num_prefetched):
         barrier = full.index(stage)
@@ -115,14 +119,14 @@ def _producer(
     stage = 0
     phase = 1
     while tile < num_tiles:
-        row, column, _, begin, end = _place(tile, row_tiles, columns, chunks, split_chunks)
+        row, column, _, begin, end = _place(tile, row_tiles, columns, chunks, split_chunks, num_rows, rows)
         for chunk in range(begin, end):
             barrier = full.index(stage)
             if count >= num_prefetched:
                 mbarrier.wait(empty.index(stage), phase)
                 mbarrier.expect(barrier, stage_bytes)
                 _copy_weights(weight_desc, weights, stage, barrier, column, chunk, gated, groups)
-            tma.async_copy_global_to_shared(x_desc, [row * rows, chunk * INPUTS], barrier, xs.index(stage))
+            tma.async_copy_global_to_shared(x_desc, [row, chunk * INPUTS], barrier, xs.index(stage))
             count += 1
             stage += 1
             if stage == stages:
@@ -146,7 +150,7 @@ def _consumers(
     stage = 0
     phase = 0
     while tile < num_tiles:
-        row, column, split, begin, end = _place(tile, row_tiles, columns, chunks, split_chunks)
+        row, column, split, begin, end = _place(tile, row_tiles, columns, chunks, split_chunks, num_rows, rows)
         part = column * groups + group
         sums = gl.zeros([64, rows], gl.float32, layout)
         previous = 0
@@ -168,7 +172,7 @@ def _consumers(
         mbarrier.arrive(empty.index(previous), count=1)
         if partial:
             output = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None] + part * 64
-            out_row = gl.arange(0, rows, gl.SliceLayout(0, layout))[None, :] + row * rows
+            out_row = gl.arange(0, rows, gl.SliceLayout(0, layout))[None, :] + row
             place = split.to(gl.int64) * num_rows * num_outputs + out_row * num_outputs + output
             gl.store(out_ptr + place, sums, mask=(out_row < num_rows) & (output < num_outputs))
         else:
@@ -185,7 +189,7 @@ def _consumers(
             out.permute((1, 0)).store(result)
             fence_async_shared()
             gl.thread_barrier()
-            tma.async_copy_shared_to_global(out_desc, [row * rows, part * width], out)
+            tma.async_copy_shared_to_global(out_desc, [row, part * width], out)
         tile += gl.num_programs(0)
     if not partial:
         tma.store_wait(0)
@@ -230,8 +234,8 @@ def _linear_hopper_kernel(
         gl.warp_specialize([
             (_consumers, (out_desc, out_ptr, outs, stages_of, row_tiles, columns, num_tiles, chunks, split_chunks,
                           num_rows, num_outputs, 0, gated, partial, rows, groups, stages)),
-            (_producer, (x_desc, weight_desc, stages_of, row_tiles, columns, num_tiles, chunks, split_chunks, gated,
-                         rows, groups, stages, overlap)),
+            (_producer, (x_desc, weight_desc, stages_of, row_tiles, columns, num_tiles, chunks, split_chunks,
+                         num_rows, gated, rows, groups, stages, overlap)),
         ], [4], [40])
     else:
         gl.warp_specialize([
@@ -239,7 +243,7 @@ def _linear_hopper_kernel(
                           num_rows, num_outputs, 0, gated, partial, rows, groups, stages)),
             (_consumers, (out_desc, out_ptr, outs, stages_of, row_tiles, columns, num_tiles, chunks, split_chunks,
                           num_rows, num_outputs, 1, gated, partial, rows, groups, stages)),
-            (_producer, (x_desc, weight_desc, stages_of, row_tiles, columns, num_tiles, chunks, split_chunks, gated,
-                         rows, groups, stages, overlap)),
+            (_producer, (x_desc, weight_desc, stages_of, row_tiles, columns, num_tiles, chunks, split_chunks,
+                         num_rows, gated, rows, groups, stages, overlap)),
         ], [4, 4], [232, 40])
     # fmt: on

@@ -26,6 +26,10 @@ _STAGED_BYTES = 100 * 1024
 _STAGED_CHUNKS = 8
 _GATED_ROWS = 129
 """Rows from which on gated layers without a tiling may use the Hopper kernel."""
+MOST_REGISTERS = 128
+"""The kernel for few rows takes no more registers a thread."""
+_SM_REGISTERS, _RESERVED_BYTES = 65536, 1024
+"""Registers of a multiprocessor, and its shared memory that a program occupies besides its own."""
 _HOPPER_BYTES = 226 * 1024
 """Shared memory of a program on a Hopper GPU, without barriers."""
 _MIN_UTILIZATION = 0.88
@@ -61,6 +65,12 @@ class Tiling:
         if not self.supports_norms:
             return (self.outputs + self.row_tile) * self.inputs * self.stages * 2
         return (self.outputs * (2 if gated else 1) + self.row_tile) * self.inputs * self.num_warps * self.stages * 2
+
+    def fits_at_once(self, num_outputs: int, limits: GPULimits) -> bool:
+        """Whether all programs for few rows of ``num_outputs`` run at the same time, by estimate."""
+        by_memory = limits.shared_bytes // (self.shared_bytes(False) + _RESERVED_BYTES)
+        by_registers = _SM_REGISTERS // (self.num_warps * 32 * MOST_REGISTERS)
+        return cdiv(num_outputs, self.outputs) <= limits.num_sms * min(by_memory, by_registers)
 
 
 @lru_cache(maxsize=4096)

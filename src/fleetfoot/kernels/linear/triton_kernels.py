@@ -11,7 +11,7 @@ which even narrow layers have enough, is a long read in each row of the weight. 
 
 A deferred norm may precede or follow this product (`DeferredRMSNorm`). In the first case the inputs lack a factor per
 row, which is applied to the sums. In the second case the outputs are added to the residual and multiplied by the weight
-of the next norm.
+of the next norm; before that they may be summed over the ranks of a tensor group (`RankSums`).
 
 From 9 rows on the product is *tiled*: 64 outputs, the minimum for Hopper's wgmma, by 16 to 128 rows, with the inputs
 split over programs where tiles are few. The kernel that reads the output adds the partial sums of a split, which costs
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fleetfoot.kernels.elementwise import DeferredRMSNorm, silu_and_mul
+from fleetfoot.kernels.linear.rank_sums import RANK_SUM_ROWS, RankSums, peers_of, sum_over_ranks
 from fleetfoot.kernels.linear.tilings import Tiling
 from fleetfoot.kernels.runtime.dependent_launch import (
     can_overlap,
@@ -52,6 +53,7 @@ def launch_linear(
     deferred: DeferredRMSNorm | None = None,
     add_norm: tuple[torch.Tensor, torch.Tensor, DeferredRMSNorm] | None = None,
     scale: float = 1.0,
+    rank_sums: RankSums | None = None,
 ) -> None:
     """Write ``x [n, in] @ weight.T + bias`` times ``scale`` to ``output``; gated: ``silu`` of its first half times the
     second.
@@ -62,6 +64,8 @@ def launch_linear(
             a chunk if staged.
         deferred: the norm of ``x``. add_norm: the residual, the weight of the next norm, and the result of that, with
             `DeferredRMSNorm.weighted` as output; its parts are the programs. Both for up to 8 rows only.
+        rank_sums: sums the product over the ranks, before it is rounded and added to the residual. All ranks make this
+            call, without a bias.
     """
     num_rows, num_outputs = output.shape[-2:]
     num_inputs = weight.shape[1]
@@ -86,20 +90,28 @@ def launch_linear(
     if add_norm is not None:
         residual, norm_weight, result = add_norm
         total, squares_out = result.total, result.squares
+    words = addresses = num_calls = weight
+    rank, num_ranks, width = 0, 1, 0
+    if rank_sums is not None:
+        words, addresses, num_calls = rank_sums.words, rank_sums.addresses, rank_sums.num_calls
+        rank, num_ranks, width = rank_sums.rank, rank_sums.num_ranks, rank_sums.width
     _linear_few_rows_kernel[(cdiv(num_outputs, tiling.outputs),)](
         output, x, weight, biases, squares, num_parts, eps, residual, norm_weight, total, squares_out,
+        words, addresses, num_calls, rank,
         num_rows, num_outputs, num_inputs, x.stride(0), min(_PREFETCHED, num_inputs) * 2,
+        num_ranks=num_ranks, max_rows=RANK_SUM_ROWS, width=width,
         outputs=tiling.outputs, slices=tiling.num_warps, staged=tiling.kernel == "staged",
         whole_chunks=num_inputs % (tiling.num_warps * tiling.inputs) == 0, parts_tile=next_power_of_2(num_parts),
         has_deferred_norm=deferred is not None, fused_add_norm=add_norm is not None, **options,
     )  # fmt: skip
 
 
-@triton_kernel(unspecialized=("num_rows",))
+@triton_kernel(unspecialized=("num_rows", "rank"))
 def _linear_few_rows_kernel(
     output_ptr, x_ptr, weight_ptr, bias_ptr, squares_in_ptr, num_parts, eps, residual_ptr, norm_ptr, total_ptr,
-    squares_ptr,
+    squares_ptr, words_ptr, addresses_ptr, num_calls_ptr, rank,
     num_rows, num_outputs, num_inputs, x_stride, prefetched_bytes,
+    num_ranks: tl.constexpr, max_rows: tl.constexpr, width: tl.constexpr,
     outputs: tl.constexpr, slices: tl.constexpr, inputs: tl.constexpr, stages: tl.constexpr, row_tile: tl.constexpr,
     staged: tl.constexpr, whole_chunks: tl.constexpr, has_bias: tl.constexpr, scale: tl.constexpr, gated: tl.constexpr,
     parts_tile: tl.constexpr, has_deferred_norm: tl.constexpr, fused_add_norm: tl.constexpr, overlap: tl.constexpr,
@@ -138,6 +150,9 @@ def _linear_few_rows_kernel(
     norm_weight = weight_row
     if fused_add_norm:
         norm_weight = tl.load(norm_ptr + first + tl.minimum(output, num_valid - 1))
+    peers = ()
+    if num_ranks > 1:
+        peers = peers_of(addresses_ptr, rank, num_ranks)
     wait_for_inputs(overlap)
     # Loaded before the product, so that they are available after it.
     squares = sums
@@ -151,6 +166,9 @@ def _linear_few_rows_kernel(
         row = tl.arange(0, row_tile)[None, :]
         residual_ptrs = residual_ptr + row.to(tl.int64) * num_outputs + first + output[:, None]
         residual = tl.load(residual_ptrs, mask=(output[:, None] < num_valid) & (row < num_rows), other=0.0)
+    call = output
+    if num_ranks > 1:
+        call = tl.load(num_calls_ptr + first + output, mask=output < num_valid, other=0) + 1
     if staged:
         x_offset = x_row * x_stride + slice_begin + in_slice[None, :, None]  # [slices, inputs, row_tile]
         for i in tl.static_range(stages):
@@ -177,7 +195,8 @@ def _linear_few_rows_kernel(
 
     _write_outputs(
         sums, up_sums, squares, residual, norm_weight, output_ptr, bias_ptr, total_ptr, squares_ptr, first, num_valid,
-        num_rows, num_outputs, num_inputs, eps,
+        num_rows, num_outputs, num_inputs, eps, words_ptr, peers, call, num_calls_ptr, rank,
+        num_ranks, max_rows, width,
         outputs, row_tile, has_bias, scale, gated, has_deferred_norm, fused_add_norm,
     )  # fmt: skip
 
@@ -185,7 +204,8 @@ def _linear_few_rows_kernel(
 @triton_kernel()
 def _write_outputs(
     sums, up_sums, squares, residual, norm_weight, output_ptr, bias_ptr, total_ptr, squares_ptr, first, num_valid,
-    num_rows, num_outputs, num_inputs, eps,
+    num_rows, num_outputs, num_inputs, eps, words_ptr, peers, call, num_calls_ptr, rank,
+    num_ranks: tl.constexpr, max_rows: tl.constexpr, width: tl.constexpr,
     outputs: tl.constexpr, row_tile: tl.constexpr, has_bias: tl.constexpr, scale: tl.constexpr, gated: tl.constexpr,
     has_deferred_norm: tl.constexpr, fused_add_norm: tl.constexpr,
 ):  # fmt: skip
@@ -212,6 +232,12 @@ def _write_outputs(
             up_bias_ptr = bias_ptr + num_outputs + first
             up += tl.load(up_bias_ptr + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
         result = silu_and_mul(result.to(dtype), up.to(dtype))
+    if num_ranks > 1:
+        column = first + output
+        result = sum_over_ranks(
+            result, words_ptr, peers, call, column, is_written, rank, num_ranks, width, max_rows, row_tile
+        )
+        tl.store(num_calls_ptr + column, call, mask=is_output)
     if fused_add_norm:
         # Rounded at the same places as separate kernels.
         total = (result.to(dtype).to(tl.float32) + residual.to(tl.float32)).to(dtype)

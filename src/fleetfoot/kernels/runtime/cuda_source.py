@@ -122,7 +122,7 @@ class CudaSource:
     """As ``sm_90a``."""
     nvrtc: Path
     device: torch.device
-    options: ClassVar[tuple[str, ...]] = ("--std=c++17", "--fmad=true")
+    options: ClassVar[tuple[str, ...]] = ("--std=c++17", "--fmad=true", "--device-as-default-execution-space")
 
     @property
     def name(self) -> str:

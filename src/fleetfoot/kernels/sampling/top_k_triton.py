@@ -36,7 +36,9 @@ GROUP = 64
 _CHUNK = 32
 """Groups that a program reads at once."""
 _FEW, _SOME = 64, 256
-"""Numbers of candidates up to which each is compared with each."""
+"""Numbers of candidates up to which each is compared with each; above `_FEW` with `_PART` at a time, as the compiler
+unrolls a comparison."""
+_PART = 32
 _MANY = 1024
 """Candidates that a program reads at once in a search."""
 _SLACK = 16
@@ -70,15 +72,16 @@ def draw_top_k(
     num_rows, vocab_size = logits.shape
     num_tiles, num_groups = best.shape[1], groups.shape[1]
     above = torch.empty((num_rows, num_groups), dtype=torch.int32, device=logits.device)  # groups above the bound
-    close = torch.empty((num_rows, vocab_size), dtype=torch.int32, device=logits.device)  # token ids of candidates
+    # Token ids of candidates; of up to `_SOME`, their depths behind them.
+    close = torch.empty((num_rows, max(vocab_size, 2 * _SOME)), dtype=torch.int32, device=logits.device)
     _draw_top_k_kernel[(num_rows,)](
         token_ids, token_ids if invalid is None else invalid, best, highest, groups, above, close, logits,
         random.temperatures, random.seeds, random.positions, filters.log_min_p, filters.top_k, filters.top_p,
         token_ids if random.rows is None else random.rows,
-        logits.stride(0), vocab_size, num_groups,
+        logits.stride(0), close.stride(0), vocab_size, num_groups,
         has_rows=random.rows is not None, has_invalid=invalid is not None, num_tiles=num_tiles,
         tiles_pow2=next_power_of_2(num_tiles), groups_pow2=next_power_of_2(num_groups), max_top_k=MAX_TOP_K,
-        group=GROUP, chunk=_CHUNK, slack=_SLACK, few=_FEW, some=_SOME, many=_MANY, overlap=overlap,
+        group=GROUP, chunk=_CHUNK, slack=_SLACK, few=_FEW, some=_SOME, part=_PART, many=_MANY, overlap=overlap,
         num_warps=8, **launch_options(overlap),
     )  # fmt: skip
 
@@ -167,6 +170,42 @@ def _draw_few(key, top_k, top_p, seed, position):
 
 
 @triton_kernel()
+def _part_of_keys(close_ptr, start, num_close, some: tl.constexpr, part: tl.constexpr):
+    """``[part]`` of the keys that `_draw_some` has stored."""
+    slot = start + tl.arange(0, part)
+    depth = tl.load(close_ptr + some + slot)
+    index = tl.load(close_ptr + slot, mask=slot < num_close, other=0)
+    return tl.where(slot < num_close, (depth.to(tl.int64) << 32) | index, 0x7FFFFFFFFFFFFFFF)
+
+
+@triton_kernel()
+def _draw_some(key, close_ptr, num_close, top_k, top_p, seed, position, some: tl.constexpr, part: tl.constexpr):
+    """`_draw_few` with a part of ``key [some]`` at a time."""
+    past = 0x7FFFFFFFFFFFFFFF
+    depth = key >> 32
+    tl.store(close_ptr + some + tl.arange(0, some), depth.to(tl.int32))
+    tl.debug_barrier()  # other threads read them
+    num_before = tl.zeros([some], tl.int32)
+    start = num_close * 0
+    while start < num_close:
+        other = _part_of_keys(close_ptr, start, num_close, some, part) >> 32
+        num_before += tl.sum((other[None, :] < depth[:, None]).to(tl.int32), 1)
+        start += part
+    cut = tl.min(tl.where(num_before < top_k, past, depth << 32), 0)
+    if top_p < 1.0:
+        target = tl.sum(_mass(key, cut), 0).to(tl.float64) * top_p.to(tl.float64)
+        mass_before = tl.zeros([some], tl.int64)
+        start = num_close * 0
+        while start < num_close:
+            other = _part_of_keys(close_ptr, start, num_close, some, part)
+            mass = _mass(other, cut)
+            mass_before += tl.sum(tl.where(other[None, :] < key[:, None], mass[None, :], 0), 1)
+            start += part
+        cut = tl.minimum(cut, tl.min(tl.where(mass_before.to(tl.float64) < target, past, key), 0))
+    return candidate_index(_drawn(key, cut, seed, position))
+
+
+@triton_kernel()
 def _weight_before(
     bounds, cut, close_ptr, logits_ptr, num_close, highest, temperature, is_mass: tl.constexpr, size: tl.constexpr
 ):
@@ -226,10 +265,10 @@ def _draw_many(
 def _draw_top_k_kernel(
     token_ids_ptr, invalid_ptr, best_ptr, highest_ptr, groups_ptr, above_ptr, close_ptr, logits_ptr,
     temperatures_ptr, seeds_ptr, positions_ptr, log_min_p_ptr, top_k_ptr, top_p_ptr, rows_ptr,
-    row_stride, vocab_size, num_groups,
+    row_stride, close_stride, vocab_size, num_groups,
     has_rows: tl.constexpr, has_invalid: tl.constexpr, num_tiles: tl.constexpr, tiles_pow2: tl.constexpr,
     groups_pow2: tl.constexpr, max_top_k: tl.constexpr, group: tl.constexpr, chunk: tl.constexpr, slack: tl.constexpr,
-    few: tl.constexpr, some: tl.constexpr, many: tl.constexpr, overlap: tl.constexpr,
+    few: tl.constexpr, some: tl.constexpr, part: tl.constexpr, many: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     request, row, temperature = begin_row(rows_ptr, temperatures_ptr, has_rows, overlap)
     top_k = tl.load(top_k_ptr + row, mask=row >= 0, other=0)
@@ -246,7 +285,7 @@ def _draw_top_k_kernel(
         limit = tl.load(log_min_p_ptr + row).to(tl.int32, bitcast=True) & 0x7FFFFFFF
         limit = tl.minimum(limit, _bound(depth, tl.minimum(top_k, num_groups), num_groups, slack))
         limit = tl.minimum(limit, 0x7F7FFFFF)  # not -inf: a mask excludes most of a row, and none of that is drawn
-        close_ptr += request * vocab_size
+        close_ptr += request * close_stride
         above_ptr += request * num_groups
         num_close = _collect(
             close_ptr, above_ptr, logits_ptr, depth, limit, highest, temperature, vocab_size, groups_pow2, group, chunk
@@ -256,7 +295,7 @@ def _draw_top_k_kernel(
             token_id = _draw_few(key, top_k, top_p, seed, position)
         elif num_close <= some:
             key = _keys(close_ptr, logits_ptr, 0, num_close, highest, temperature, some)
-            token_id = _draw_few(key, top_k, top_p, seed, position)
+            token_id = _draw_some(key, close_ptr, num_close, top_k, top_p, seed, position, some, part)
         else:
             token_id = _draw_many(
                 close_ptr, logits_ptr, num_close, highest, temperature, limit, top_k, top_p, seed, position, many

@@ -474,4 +474,5 @@ class ModelRunnerV2(ModelRunner):
     def shutdown(self) -> None:
         if self._ahead is not None:
             self._ahead.close()
+        self.graphs.drop_all()
         super().shutdown()
