@@ -3,9 +3,10 @@
 The input and output of a run is the plain residual stream. Within it the residual sum, over a tensor group too, is one
 kernel with the norm behind it. Where a linear layer of few rows comes before, that layer's kernel makes the sum, over a
 tensor group too (`RankSums`), and the norm is deferred (`DeferredRMSNorm`); where the library multiplies, it adds to
-the residual itself. Gate and up are one product with SiLU inside. Attention of few query tokens norms, rotates and
-caches within its own kernel, and prefetches the weight of the output projection. The last layer computes no more than K
-and V for rows that are not read. A run owns no tensor: it reads the weights of the layers that it replaces, which live
+the residual itself. Gate and up are one product with SiLU inside. Heads are normed, rotated and cached by attention of
+few query tokens, by the product that reads a deferred norm of some dozens of rows, or by a kernel between the two. The
+attention of few tokens prefetches the weight of the output projection. The last layer computes no more than K and V for
+rows that are not read. A run owns no tensor: it reads the weights of the layers that it replaces, which live
 updates write in place.
 """
 

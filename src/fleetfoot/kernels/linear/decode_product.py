@@ -116,7 +116,7 @@ def rotate_and_cache(
     norms of q and k have no offset."""
     head_dim, strides = kv_cache.shape[4], kv_cache.stride()
     kernel = load(kernel_of("qkv", tiling, weight.shape[1], head_dim, kv_cache.shape[3]), weight.device)
-    query = empty_rows(len(x.weighted), num_heads, head_dim, like=x.weighted)
+    query = x.weighted.new_empty((len(x.weighted), num_heads, head_dim))
     if kernel.is_dry:
         return query
     arguments = _arguments("qkv", tiling, x.weighted, weight, x)

@@ -11,6 +11,8 @@ from fleetfoot.kernels.runtime.triton_support import cdiv
 ProductKind = Literal["gated", "residual", "qkv"]
 CHUNK = 64
 """Inputs that are multiplied at a time."""
+_MOST_HIDDEN_OF_MANY = 2048
+"""Maximum hidden size for more than 128 rows: Llama-3.1-8B takes 212 us a layer with this kernel, 183 without."""
 _SHARED_BYTES = 232448
 """Of a thread block, at most."""
 _BARRIER_BYTES = 1024 + 512  # with what aligns the ring
@@ -72,6 +74,9 @@ def product_tiling(
     if not 64 < num_rows <= 256 or num_inputs % (4 * CHUNK) or num_inputs < 512 or num_weight_rows % 128:
         return None
     few = num_rows <= 128
+    hidden = num_weight_rows if kind == "residual" else num_inputs
+    if not few and hidden > _MOST_HIDDEN_OF_MANY:
+        return None
     if kind == "qkv":
         tiling = ProductTiling(64, 128, peers=2 if few else 1)
     elif kind == "gated":

@@ -1,8 +1,8 @@
-"""Rows of tensors that products of decode steps copy in whole tiles.
+"""Rows of tensors that ``decode_product.cu`` copies in whole tiles.
 
-A bulk copy that ends behind the last row fills in zeros, and is slow: of Qwen3-0.6B's layers on an H200, those of 160
-rows took 40 us each, and those of 256 rows 32. So tensors that products read have room for whole tiles, and the copies
-read what is there. No output depends on it.
+A bulk copy that ends behind the last row fills in zeros, and is slow: four products of Qwen3-0.6B with 136 rows took
+37 us on an H200, and 29 us with copies of rows that are there. So what such a product reads has room for whole tiles,
+and copies read whatever is in it. No output depends on it.
 """
 
 from __future__ import annotations
