@@ -11,6 +11,7 @@ from tests.helpers import ops_checks as checks
 from tests.helpers.kernels import triton_kernels, waits_are_errors
 from tests.helpers.ops_checks import REFERENCE
 
+from fleetfoot.kernels.attention.rope_and_cache import rope_and_cache_torch
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
 from fleetfoot.kernels.linear.tilings import Tiling
@@ -148,6 +149,59 @@ def test_tiled_layers_on_hopper(row_tile: int, outputs: int, stages: int, kind: 
         assert torch.equal(results[0], results[1])
         actual = results[0].double().sum(0) if kind == "partial" else results[0].double()
         assert float((actual - expected).norm() / expected.norm()) < (1e-5 if kind == "partial" else 5e-3)
+
+
+@pytest.mark.parametrize("num_rows", [65, 96, 128, 160, 200, 256])
+@pytest.mark.parametrize(("hidden", "intermediate", "head_dim"), [(1024, 3072, 128), (2048, 8192, 64)])
+def test_products_with_norms_on_hopper(num_rows: int, hidden: int, intermediate: int, head_dim: int) -> None:
+    """Each against float64, with the same bits in each run, whatever is behind the rows."""
+    if not has_hopper_kernels(torch.device("cuda")):
+        pytest.skip("needs a Hopper GPU")
+
+    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape, device="cuda") * scale).bfloat16()
+
+    def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+        return float((actual.double() - expected).norm() / expected.norm())
+
+    heads, kv_heads, eps = 2048 // head_dim, 8, 1e-6
+    norm, head_norm = (torch.rand(size, device="cuda").bfloat16() + 0.5 for size in (hidden, head_dim))
+    o, down = (ChainedResidual(random(hidden, size, scale=size**-0.5)) for size in (2048, intermediate))
+    gate_up = ChainedGateUp(random(2 * intermediate, hidden, scale=hidden**-0.5))
+    qkv = ChainedLinear(random((heads + 2 * kv_heads) * head_dim, hidden, scale=hidden**-0.5))
+    qkv.head_dim = head_dim
+    assert gate_up.reads_deferred_norm(num_rows) and qkv.reads_deferred_norm(num_rows)
+
+    residual = random(num_rows, hidden)
+    for layer in (o, down):
+        x = random(num_rows, layer._weight.shape[1] + 16)[:, 8:-8]  # rows with something else between them
+        deferred, again = (layer.add_and_norm(x, residual, norm, eps) for _ in range(2))
+        assert deferred is not None and again is not None
+        assert torch.equal(deferred.weighted, again.weighted) and torch.equal(deferred.squares, again.squares)
+        expected = x.double() @ layer._weight.double().T + residual.double()
+        assert error(deferred.total, expected) < 4e-3
+        assert torch.equal(deferred.weighted, (deferred.total.float() * norm.float()).bfloat16())
+        assert error(deferred.squares.sum(0), deferred.total.double().square().sum(1)) < 1e-5
+
+    inputs = deferred.weighted.double()
+    inputs /= (deferred.squares.double().sum(0) / hidden + eps).sqrt()[:, None]
+    gate, up = (inputs @ gate_up._weight.double().T).chunk(2, dim=1)
+    assert error(gate_up(deferred), torch.nn.functional.silu(gate) * up) < 5e-3
+
+    slots, positions = torch.arange(num_rows, device="cuda") * 3, torch.arange(num_rows, device="cuda") % 64
+    slots[1] = -1
+    rotary = RotaryInputs(torch.rand(64, head_dim, device="cuda"), head_norm, None, eps)
+    caches = [
+        torch.full((48, 2, kv_heads, 16, head_dim), 9.0, device="cuda").to(dtype) for dtype in (x.dtype, torch.float32)
+    ]
+    query = qkv.rotate_and_cache(deferred, caches[0], checks.at_slots(slots, positions), heads, rotary)
+    assert query is not None
+    product = (inputs @ qkv._weight.double().T).float()
+    expected = rope_and_cache_torch(product, caches[1], checks.at_slots(slots, positions), heads, rotary)
+    assert error(query, expected.double()) < 5e-3
+    is_written = caches[1] != 9.0
+    assert error(caches[0][is_written], caches[1][is_written].double()) < 5e-3
+    assert bool((caches[0][~is_written] == 9.0).all())
 
 
 class Chain:

@@ -3,9 +3,10 @@
 The input and output of a run is the plain residual stream. Within it the residual sum, over a tensor group too, is one
 kernel with the norm behind it. Where a linear layer of few rows comes before, that layer's kernel makes the sum, over a
 tensor group too (`RankSums`), and the norm is deferred (`DeferredRMSNorm`); where the library multiplies, it adds to
-the residual itself. Gate and up are one product with SiLU inside. Attention of few query tokens norms, rotates and
-caches within its own kernel, and prefetches the weight of the output projection. The last layer computes no more than K
-and V for rows that are not read. A run owns no tensor: it reads the weights of the layers that it replaces, which live
+the residual itself. Gate and up are one product with SiLU inside. Heads are normed, rotated and cached by attention of
+few query tokens, by the product that reads a deferred norm of some dozens of rows, or by a kernel between the two. The
+attention of few tokens prefetches the weight of the output projection. The last layer computes no more than K and V for
+rows that are not read. A run owns no tensor: it reads the weights of the layers that it replaces, which live
 updates write in place.
 """
 
@@ -160,6 +161,9 @@ class _FusedLayer:
         assert isinstance(attention, Attention) and isinstance(mlp, GatedMLP)
         self._attention = attention.paged
         self._qkv, reads_qkv = _column(attention.qkv_proj, None if chain is None else chain.linear)
+        self._chained_qkv = self._qkv if isinstance(self._qkv, ChainedLinear) else None
+        if self._chained_qkv is not None and not attention.paged.rotary.norm_offset:
+            self._chained_qkv.head_dim = attention.paged.rotary.cos_sin.shape[1]
         self._gate_up, reads_gate_up = _column(mlp.gate_up_proj, None if chain is None else chain.gate_up)
         if chain is None or mlp.gate_up_proj.weight.dense is None:
             gate_up, silu_and_mul = mlp.gate_up_proj.weight.product, context.ops.silu_and_mul
@@ -186,19 +190,27 @@ class _FusedLayer:
         rows that are read; None: all."""
         attention = self._attention
         hidden, residual = self.input_norm.add(hidden, residual)
-        qkv = self._qkv(hidden)  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
-        if logits is None:
-            kv_cache, metadata, weight = ctx.kv_caches[attention.kv_index], ctx.attention, self._o.prefetch_weight
-            shape = attention.num_heads, attention.rotary, attention.scale, attention.window
-            attended = attention.backend.forward_fused(qkv, kv_cache, metadata, *shape, weight)
+        kv_cache, metadata = ctx.kv_caches[attention.kv_index], ctx.attention
+        heads = attention.num_heads, attention.rotary
+        query = attended = None  # [num_tokens, num_heads, head_dim]
+        if self._chained_qkv is not None:
+            query = self._chained_qkv.rotate_and_cache(hidden, kv_cache, metadata, *heads)
+        if query is None:
+            qkv = self._qkv(hidden)  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+            if logits is None:
+                shape, weight = (*heads, attention.scale, attention.window), self._o.prefetch_weight
+                attended = attention.backend.forward_fused(qkv, kv_cache, metadata, *shape, weight)
             if attended is None:
-                attended = attention.attend(attention.rotate_and_cache(qkv, ctx), ctx, metadata)
-        else:
+                query = attention.rotate_and_cache(qkv, ctx)
+        if logits is not None:
+            assert query is not None
             residual = logits.select(residual)  # [num_logits, hidden_size], like all below
-            query = logits.select(attention.rotate_and_cache(qkv, ctx))
+            query, metadata = logits.select(query), logits.attention
             if not len(query):
                 return residual, residual
-            attended = attention.attend(query, ctx, logits.attention)
+        if attended is None:
+            assert query is not None
+            attended = attention.attend(query, ctx, metadata)
         attended_sum = self._o(attended.flatten(1), residual, self.mlp_norm)
         hidden, residual = self.mlp_norm.add(attended_sum, residual)
         return self._down(self._gate_up(hidden), residual, next_norm), residual

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
+from fleetfoot.kernels.runtime.row_padding import empty_rows
 from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, triton_kernel
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ class DeferredRMSNorm:
     def empty(cls, residual: torch.Tensor, num_parts: int, eps: float) -> DeferredRMSNorm:
         """For a sum with ``residual [n, hidden]``, to be written by ``num_parts`` programs."""
         squares = torch.empty((num_parts, len(residual)), dtype=torch.float32, device=residual.device)
-        return cls(torch.empty_like(residual), squares, torch.empty_like(residual), eps)
+        weighted = empty_rows(*residual.shape, like=residual)
+        return cls(weighted, squares, torch.empty_like(residual), eps)
 
     def finished(self) -> torch.Tensor:
         """``[n, hidden]``: the complete norm, up to rounding."""

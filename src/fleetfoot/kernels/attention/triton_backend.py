@@ -14,6 +14,7 @@ from fleetfoot.kernels.attention.prefill import paged_attention_prefill
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits, has_hopper_kernels
+from fleetfoot.kernels.runtime.row_padding import empty_rows
 from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError
 from fleetfoot.records.forward_context import AttentionMetadata, RotaryInputs
 
@@ -68,7 +69,7 @@ class TritonBackend(SDPABackend):
         if not self.supports(query.shape[2], inputs.group, query.dtype):
             return super().forward(query, kv_cache, metadata, scale, window, soft_cap)
         _check(inputs)
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        out = empty_rows(*query.shape, like=query)
         workspace = self._workspace(query.device)
         for launch in (_attend, _prefill):
             with suppress(KernelNotReadyError):

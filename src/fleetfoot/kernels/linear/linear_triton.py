@@ -7,16 +7,24 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from fleetfoot.kernels.elementwise import DeferredRMSNorm, silu_and_mul_torch, silu_and_mul_triton
+from fleetfoot.kernels.linear import decode_product
 from fleetfoot.kernels.linear.linear import PlainLinear
+from fleetfoot.kernels.linear.product_tilings import ProductKind, ProductTiling, product_tiling
 from fleetfoot.kernels.linear.rank_sums import RankSums
 from fleetfoot.kernels.linear.tilings import Tiling, choose_tiling, gated_row_groups
 from fleetfoot.kernels.linear.triton_kernels import launch_linear
+from fleetfoot.kernels.runtime.cuda_source import load
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits, has_hopper_kernels
-from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError, cdiv, or_reference
+from fleetfoot.kernels.runtime.row_padding import empty_rows
+from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError, cdiv, instead_of_launching, or_reference
+
+if TYPE_CHECKING:
+    from fleetfoot.records.forward_context import AttentionMetadata, RotaryInputs
 
 _silu_and_mul = or_reference(silu_and_mul_triton, silu_and_mul_torch)
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -60,11 +68,11 @@ class TritonLinear(PlainLinear):
 
     def launch(self, x: torch.Tensor, tiling: Tiling, deferred: DeferredRMSNorm | None = None) -> torch.Tensor:
         """`__call__` with a given tiling. ``deferred``: the norm of ``x``, if the tiling supports it."""
-        shape: tuple[int, ...] = (x.shape[0], self._num_outputs)
-        dtype = x.dtype
         if tiling.splits > 1:
-            shape, dtype = (tiling.splits, *shape), torch.float32
-        output = torch.empty(shape, dtype=dtype, device=x.device)
+            shape = tiling.splits, x.shape[0], self._num_outputs
+            output = torch.empty(shape, dtype=torch.float32, device=x.device)
+        else:
+            output = empty_rows(x.shape[0], self._num_outputs, like=x)
         x = x if x.stride(1) == 1 else x.contiguous()
         if tiling.kernel == "hopper":
             from fleetfoot.kernels.linear.tiled_hopper import launch_linear_hopper
@@ -95,7 +103,11 @@ class TritonLinear(PlainLinear):
 
 class ChainedLinear(TritonLinear):
     """A linear layer in the chain of a fused decoder: norms before and after it, and the residual sum, are part of the
-    product if the kernel supports that. It reads a weight that a layer owns."""
+    product if a kernel supports that. It reads a weight that a layer owns. This class computes q, k and v."""
+
+    _kind: ProductKind = "qkv"
+    head_dim = 0
+    """Of the heads that `rotate_and_cache` computes; 0: it does not."""
 
     def __call__(self, x: torch.Tensor | DeferredRMSNorm) -> torch.Tensor:
         """``x``: ``[n, in]``, or a deferred norm if `reads_deferred_norm`.
@@ -104,24 +116,72 @@ class ChainedLinear(TritonLinear):
             ValueError: ``x`` is not ``[n, in]`` of the weight's dtype, or a deferred norm of too many rows.
         """
         if not isinstance(x, DeferredRMSNorm):
+            self._queue_product(len(x))
             return super().__call__(x)
-        tiling = self._tiling(len(x.weighted))
-        if tiling is None or not tiling.supports_norms or x.weighted.shape[1] != self._weight.shape[1]:
+        num_rows, num_inputs = x.weighted.shape
+        if not self.reads_deferred_norm(num_rows) or num_inputs != self._weight.shape[1]:
             raise ValueError(f"a deferred norm {list(x.weighted.shape)} is not supported: see reads_deferred_norm()")
         with suppress(KernelNotReadyError):
-            return self.launch(x.weighted, tiling, x)
-        return self._of_many_rows(x.finished())
+            tiling = self._tiling(num_rows)
+            if tiling is not None and tiling.supports_norms:
+                return self.launch(x.weighted, tiling, x)
+            if self._kind == "gated" and (product := self._product_tiling(num_rows)) is not None:
+                return decode_product.multiply_gated(x, self._weight, product)
+        return super().__call__(x.finished())
+
+    def rotate_and_cache(
+        self,
+        x: torch.Tensor | DeferredRMSNorm,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        num_heads: int,
+        rotary: RotaryInputs,
+    ) -> torch.Tensor | None:
+        """q, k and v of ``x``, and `Kernels.rope_and_cache` of them, in one kernel; None: not supported for these rows,
+        or not compiled. The kernel reads deferred norms only; other ``x`` let a dry pass queue it."""
+        num_rows = len(x.weighted if isinstance(x, DeferredRMSNorm) else x)
+        tiling = self._product_tiling(num_rows)
+        if tiling is None or kv_cache.dtype is not self._weight.dtype or kv_cache.stride(4) != 1:
+            return None
+        with suppress(KernelNotReadyError):
+            if isinstance(x, DeferredRMSNorm):
+                return decode_product.rotate_and_cache(x, self._weight, tiling, kv_cache, metadata, num_heads, rotary)
+            if instead_of_launching.get() is not None:
+                kernel = decode_product.kernel_of(
+                    "qkv", tiling, self._weight.shape[1], self.head_dim, kv_cache.shape[3]
+                )
+                load(kernel, self._weight.device)
+        return None
 
     def reads_deferred_norm(self, num_rows: int) -> bool:
         """Whether a deferred norm of this number of rows is supported. In float16, unscaled values may overflow."""
+        if self._weight.dtype is not torch.bfloat16:
+            return False
         tiling = self._tiling(num_rows)
-        return self._weight.dtype is torch.bfloat16 and tiling is not None and tiling.supports_norms
+        return (tiling is not None and tiling.supports_norms) or self._product_tiling(num_rows) is not None
+
+    def _product_tiling(self, num_rows: int) -> ProductTiling | None:
+        """The tiling of `decode_product`; None: that kernel is not used."""
+        if not self._has_hopper_kernel or self._weight.dtype is not torch.bfloat16 or self._scale != 1.0:
+            return None
+        if self._kind == "qkv" and self.head_dim not in (64, 128):
+            return None
+        return product_tiling(self._kind, num_rows, *self._weight.shape, self._limits.num_sms)
+
+    def _queue_product(self, num_rows: int) -> None:
+        """In a dry pass, which computes without deferred norms: queue the kernel that steps will use with them."""
+        if self._kind == "gated" and instead_of_launching.get() is not None:
+            tiling = self._product_tiling(num_rows)
+            if tiling is not None:
+                with suppress(KernelNotReadyError):
+                    load(decode_product.kernel_of("gated", tiling, self._weight.shape[1]), self._weight.device)
 
 
 class ChainedGateUp(ChainedLinear):
     """``x [n, in]`` -> ``silu(x @ gate.T) * (x @ up.T) [n, out / 2]``, with the rows of gate first."""
 
     _is_gated = True
+    _kind = "gated"
 
     def _of_many_rows(self, x: torch.Tensor) -> torch.Tensor:
         if self._has_hopper_kernel and x.stride(1) == 1 and _is_aligned(x):
@@ -142,6 +202,7 @@ class ChainedResidual(ChainedLinear):
     ``[splits, n, out]`` float32 for the next norm."""
 
     _may_split = True
+    _kind = "residual"
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, scale: float = 1.0) -> None:
         super().__init__(weight, bias)
@@ -169,8 +230,14 @@ class ChainedResidual(ChainedLinear):
     ) -> DeferredRMSNorm | None:
         """The sum with ``residual [n, out]`` and its deferred norm; None: not supported for this number of rows, or not
         compiled. ``rank_sums``: the product is also summed over ranks, each of which makes this call."""
+        if not (x.dtype is self._weight.dtype is torch.bfloat16):
+            return None
+        product = self._product_tiling(len(x)) if rank_sums is None else None
+        if product is not None and x.stride(1) == 1 and _is_aligned(x):
+            with suppress(KernelNotReadyError):
+                return decode_product.add_and_norm(x, self._weight, product, residual.contiguous(), norm_weight, eps)
         tiling = self._tiling(len(x))
-        if tiling is None or not tiling.supports_norms or not (x.dtype is self._weight.dtype is torch.bfloat16):
+        if tiling is None or not tiling.supports_norms:
             return None
         if rank_sums is not None:
             num_outputs = self._num_outputs

@@ -188,7 +188,8 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _call(name: str, *arguments: Any) -> None:
+def driver_call(name: str, *arguments: Any) -> None:
+    """Call a function of the driver. Raises RuntimeError with its error."""
     if status := getattr(_driver(), name)(*arguments):
         raise RuntimeError(f"{name} failed with CUDA error {status}")
 
@@ -212,13 +213,13 @@ class LoadedKernel:
             return
         _make_context_current(self._device)
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        _call("cuModuleLoadData", ctypes.byref(module), self._binary)
-        _call("cuModuleGetFunction", ctypes.byref(function), module, self._kernel.function.encode())
-        _call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, self._kernel.shared_bytes)
+        driver_call("cuModuleLoadData", ctypes.byref(module), self._binary)
+        driver_call("cuModuleGetFunction", ctypes.byref(function), module, self._kernel.function.encode())
+        driver_call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, self._kernel.shared_bytes)
         if self._kernel.cluster > _PORTABLE_CLUSTER:
-            _call("cuFuncSetAttribute", function, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+            driver_call("cuFuncSetAttribute", function, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
         clusters, config = ctypes.c_int(), self._config(self._kernel.cluster, None, dependent=False)
-        _call("cuOccupancyMaxActiveClusters", ctypes.byref(clusters), function, ctypes.byref(config))
+        driver_call("cuOccupancyMaxActiveClusters", ctypes.byref(clusters), function, ctypes.byref(config))
         if not clusters.value:  # on a slice of a GPU
             raise RuntimeError(f"no cluster of {self._kernel.cluster} thread blocks of this kernel fits in the GPU")
         self._function = function
@@ -243,7 +244,7 @@ class LoadedKernel:
         stream = torch.cuda.current_stream(self._device).cuda_stream
         config = self._config(num_ctas, stream, dependent=dependent)
         parameters = (ctypes.c_char_p * 1)(arguments)
-        _call("cuLaunchKernelEx", ctypes.byref(config), self._function, parameters, None)
+        driver_call("cuLaunchKernelEx", ctypes.byref(config), self._function, parameters, None)
 
 
 class _DryKernel(LoadedKernel):
@@ -264,12 +265,12 @@ _DRY = _DryKernel()
 def _make_context_current(device: torch.device) -> None:
     """Of the driver, for this thread, which may not have used the device."""
     context, handle = ctypes.c_void_p(), ctypes.c_int()
-    _call("cuCtxGetCurrent", ctypes.byref(context))
+    driver_call("cuCtxGetCurrent", ctypes.byref(context))
     if context:
         return
-    _call("cuDeviceGet", ctypes.byref(handle), device.index or 0)
-    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
-    _call("cuCtxSetCurrent", context)
+    driver_call("cuDeviceGet", ctypes.byref(handle), device.index or 0)
+    driver_call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
+    driver_call("cuCtxSetCurrent", context)
 
 
 @dataclass(eq=False)

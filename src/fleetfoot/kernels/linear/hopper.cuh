@@ -1,0 +1,149 @@
+// What the products of decode steps need of Hopper (sm_90a), as inline functions: no other file of this folder contains
+// PTX.
+#pragma once
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+#define DEVICE static __device__ __forceinline__
+
+struct alignas(64) TensorMap {  // `CUtensorMap`
+  u64 opaque[16];
+};
+
+DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
+
+// Programmatic dependent launch: see fleetfoot.kernels.runtime.dependent_launch for the rules.
+DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
+DEVICE void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Barriers in shared memory, which count arrivals and bytes.
+DEVICE void barrier_init(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+// Barriers initialised before this are visible to the cluster and to asynchronous copies.
+DEVICE void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEVICE void barrier_expect(u32 barrier, u32 bytes) {  // one arrival
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+DEVICE void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+DEVICE void barrier_wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+      "@!p bra again;\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// Asynchronous copies of boxes of a tensor to shared memory; the barrier counts the bytes.
+DEVICE void prefetch_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+DEVICE void copy_box(u32 to, const TensorMap& map, u32 barrier, int inner, int outer) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+          to),
+      "l"(&map), "r"(barrier), "r"(inner), "r"(outer)
+      : "memory");
+}
+DEVICE void copy_weight_box(u32 to, const TensorMap& map, u32 barrier, int inner, int outer) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %4, %4, %5}], [%2];" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(inner), "r"(0), "r"(outer)
+      : "memory");
+}
+// The same to all blocks of the cluster in `blocks`, a bit for each; each has the barrier, too.
+DEVICE void copy_weight_box_to(u32 to, const TensorMap& map, u32 barrier, int inner, int outer, u16 blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4, %4, %4, %5}], [%2], %6;" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(inner), "r"(0), "r"(outer), "h"(blocks)
+      : "memory");
+}
+
+// The cluster: a barrier over all its threads, after which `barriers_ready` is seen, and stores to the shared memory of
+// block `rank`, whose `barrier` counts the bytes.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DEVICE u32 address_in(u32 rank, u32 address) {
+  u32 mapped;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+  return mapped;
+}
+// Without a qualifier for the cluster, which would be compiled to a fence of the whole GPU.
+DEVICE void barrier_arrive_in(u32 rank, u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(rank, barrier)) : "memory");
+}
+DEVICE void send(u32 to, const float* values, u32 barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                   to),
+               "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(barrier)
+               : "memory");
+}
+
+// Barrier of the first `threads` threads of a block.
+DEVICE void block_sync(u32 threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
+DEVICE bool elect_lane() {  // of a whole warp
+  u32 is_elected;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(is_elected));
+  return is_elected;
+}
+DEVICE float from_lane(float value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
+DEVICE float from_lane_xor(float value, u32 mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+
+DEVICE u32 pack_bf16(float low, float high) {
+  u32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+DEVICE float low_bf16(u32 packed) { return __uint_as_float(packed << 16); }
+DEVICE float high_bf16(u32 packed) { return __uint_as_float(packed & 0xffff0000u); }
+DEVICE float round_bf16(float x) { return low_bf16(pack_bf16(x, 0.0f)); }
+
+// --- products of a warp group -----------------------------------------------------------------------------------------
+
+// Of a tile in shared memory: rows of 128 bytes in the 128-byte swizzle, aligned to 1,024 bytes.
+DEVICE u64 matrix_of(u32 address) {
+  return static_cast<u64>((address & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int pending>
+DEVICE void products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+
+#define FOUR(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define SIXTEEN(d, i) FOUR(d, i), FOUR(d, i + 4), FOUR(d, i + 8), FOUR(d, i + 12)
+
+// sums [64 rows, 8 * outputs] (+)= rows [64, 16] x weight [outputs, 16]: a thread has of each 8 outputs two of row
+// lane / 4, and two of the row 8 below. `adds`: 0: the sums are overwritten.
+DEVICE void multiply(float (&sums)[32], u64 rows, u64 weight, int adds) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%32, %33, p, 1, 1, 0, 0;\n}"
+      : SIXTEEN(sums, 0), SIXTEEN(sums, 16)
+      : "l"(rows), "l"(weight), "r"(adds));
+}
+DEVICE void multiply(float (&sums)[64], u64 rows, u64 weight, int adds) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "%64, %65, p, 1, 1, 0, 0;\n}"
+      : SIXTEEN(sums, 0), SIXTEEN(sums, 16), SIXTEEN(sums, 32), SIXTEEN(sums, 48)
+      : "l"(rows), "l"(weight), "r"(adds));
+}

@@ -1,0 +1,100 @@
+"""Selects the tiles of ``decode_product.cu``, the linear layers of 65 to 256 rows with norms on their two sides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from fleetfoot.kernels.runtime.triton_support import cdiv
+
+ProductKind = Literal["gated", "residual", "qkv"]
+CHUNK = 64
+"""Inputs that are multiplied at a time."""
+_MOST_HIDDEN_OF_MANY = 2048
+"""Maximum hidden size for more than 128 rows: Llama-3.1-8B takes 212 us a layer with this kernel, 183 without."""
+_SHARED_BYTES = 232448
+"""Of a thread block, at most."""
+_BARRIER_BYTES = 1024 + 512  # with what aligns the ring
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTiling:
+    """Compile-time constants of ``decode_product.cu``."""
+
+    rows: int
+    """Rows of the input in a tile: 64, 128 or 256."""
+    outputs: int
+    """Rows of the weight in a tile: 64 or 128; gated: gates and ups, half and half."""
+    splits: int = 1
+    """Ranges of the inputs: thread blocks of a cluster. 1 unless the product is added to the residual."""
+    peers: int = 1
+    """Tiles of rows that share the copies of a weight: thread blocks of a cluster. 1 with splits."""
+    resident: int = 1
+    """Thread blocks that fit on a multiprocessor, those of the next kernel included: 1 or 2."""
+
+    def stages(self, num_inputs: int, head_dim: int = 0) -> int:
+        """Stages of the pipeline. ``head_dim``: for kind ``qkv``."""
+        room = _SHARED_BYTES // self.resident - (1024 if self.resident > 1 else 0) - self._fixed_bytes(head_dim)
+        return min(room // ((self.rows + self.outputs) * CHUNK * 2), num_inputs // CHUNK // self.splits, 16)
+
+    def shared_bytes(self, num_inputs: int, head_dim: int = 0) -> int:
+        """Shared memory of a thread block."""
+        stages = self.stages(num_inputs, head_dim)
+        return self._fixed_bytes(head_dim) + stages * (self.rows + self.outputs) * CHUNK * 2
+
+    def _fixed_bytes(self, head_dim: int) -> int:
+        """Other than stages: sums of other thread blocks, or angles of rotations."""
+        angles = self.rows * (head_dim * 4 + 16) if head_dim else 0
+        return _BARRIER_BYTES + angles + (self.rows * self.outputs * 4 if self.splits > 1 else 0)
+
+    @property
+    def registers(self) -> int:
+        """Registers of a thread. Each quarter of a multiprocessor has 16,384 of them for its warps."""
+        return {64: 128, 128: 96, 256: 96}[self.rows] if self.resident > 1 or self.rows == 256 else 168
+
+    @property
+    def run(self) -> int:
+        """Contiguous pairs of outputs of a thread."""
+        return 2 if self.outputs // 8 // self.splits % 4 else 4
+
+    def row_tiles(self, num_rows: int) -> int:
+        """Tiles of rows, those without rows included."""
+        return cdiv(num_rows, self.rows * self.peers) * self.peers
+
+
+@lru_cache(maxsize=4096)
+def product_tiling(
+    kind: ProductKind, num_rows: int, num_weight_rows: int, num_inputs: int, num_sms: int
+) -> ProductTiling | None:
+    """The tiling of a product; None: kernels without norms are as fast, or the kernel does not support it.
+
+    The rules are those of measurements on an H200 with Qwen3-0.6B, Llama-3.2-1B and Llama-3.1-8B.
+    """
+    if not 64 < num_rows <= 256 or num_inputs % (4 * CHUNK) or num_inputs < 512 or num_weight_rows % 128:
+        return None
+    few = num_rows <= 128
+    hidden = num_weight_rows if kind == "residual" else num_inputs
+    if not few and hidden > _MOST_HIDDEN_OF_MANY:
+        return None
+    if kind == "qkv":
+        tiling = ProductTiling(64, 128, peers=2 if few else 1)
+    elif kind == "gated":
+        narrow = 2 * (num_weight_rows // 128) <= num_sms  # two tiles of rows fit
+        if few:
+            tiling = ProductTiling(64, 128, peers=2) if narrow else ProductTiling(128, 128)
+        else:
+            tiling = ProductTiling(128, 128, peers=2) if narrow else ProductTiling(256, 128)
+    elif num_weight_rows > 1024:
+        tiling = ProductTiling(128, 64, splits=2)
+    elif few and num_inputs >= 3072:
+        tiling = ProductTiling(128, 64, splits=4)
+    elif num_rows <= 192:
+        tiling = ProductTiling(64, 128, splits=4)
+    else:
+        tiling = ProductTiling(64, 64, splits=2)
+    blocks = tiling.row_tiles(num_rows) * (num_weight_rows // tiling.outputs) * tiling.splits
+    if kind == "gated":
+        rounds = -(-blocks // num_sms)
+        return tiling if blocks >= 0.7 * rounds * num_sms else None
+    return tiling if 0.3 * num_sms <= blocks <= num_sms else None

@@ -1,0 +1,27 @@
+"""Rows of tensors that ``decode_product.cu`` copies in whole tiles.
+
+A bulk copy that ends behind the last row fills in zeros, and is slow: four products of Qwen3-0.6B with 136 rows took
+37 us on an H200, and 29 us with copies of rows that are there. So what such a product reads has room for whole tiles,
+and copies read whatever is in it. No output depends on it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2
+
+_FEWEST, _MOST = 65, 256
+
+
+def empty_rows(num_rows: int, *sizes: int, like: torch.Tensor) -> torch.Tensor:
+    """Uninitialized ``[num_rows, *sizes]``, contiguous, of the dtype and device of ``like``; from 65 to 256 rows, its
+    storage has room for 128 or 256."""
+    room = next_power_of_2(num_rows) if _FEWEST <= num_rows < _MOST else num_rows
+    return torch.empty((room, *sizes), dtype=like.dtype, device=like.device)[:num_rows]
+
+
+def readable_rows(x: torch.Tensor, tile: int) -> int:
+    """Rows of ``x [n, size]``, with those behind it, up to whole tiles, that are in its storage."""
+    room = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset() - x.shape[1]
+    return max(len(x), min(cdiv(len(x), tile) * tile, room // x.stride(0) + 1))

@@ -1,0 +1,142 @@
+"""Products of decode steps with norms on their two sides: their tilings, and rows that whole tiles may read."""
+
+import shutil
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.helpers.ops_checks import at_slots
+
+from fleetfoot.kernels.linear import decode_product, linear_triton
+from fleetfoot.kernels.linear.decode_product import kernel_of
+from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual, TritonLinear
+from fleetfoot.kernels.linear.product_tilings import ProductTiling, product_tiling
+from fleetfoot.kernels.runtime.gpu_limits import GPULimits
+from fleetfoot.kernels.runtime.row_padding import empty_rows, readable_rows
+from fleetfoot.kernels.runtime.triton_support import instead_of_launching
+from fleetfoot.records.forward_context import RotaryInputs
+
+NUM_SMS = 132
+H100 = GPULimits(NUM_SMS, 227 * 1024, (9, 0))
+SHAPES = {  # q, k and v; o; gate and up; down
+    "Qwen3-0.6B": ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)),
+    "Llama-3.2-1B": ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)),
+    "Llama-3.1-8B": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
+}
+KINDS = ("qkv", "residual", "gated", "residual")
+CASES = [
+    (kind, shape, num_rows)
+    for shapes in SHAPES.values()
+    for kind, shape in zip(KINDS, shapes, strict=True)
+    for num_rows in (65, 128, 129, 192, 193, 256)
+]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("num_rows", [64, 65, 128, 129, 256, 257])
+def test_rows_with_norms_within_products(name: str, num_rows: int) -> None:
+    """The norms of Llama-3.1-8B are kernels from 129 rows on, since its products are those of the library."""
+    found = [
+        product_tiling(kind, num_rows, *shape, NUM_SMS) is not None
+        for kind, shape in zip(KINDS, SHAPES[name], strict=True)
+    ]
+    last = 128 if name == "Llama-3.1-8B" else 256
+    assert found[1] == found[3] == (64 < num_rows <= last)
+    assert all(found) or not any(found)
+
+
+@pytest.mark.parametrize(("kind", "shape", "num_rows"), CASES)
+def test_tilings_fit(kind, shape, num_rows: int) -> None:
+    tiling = product_tiling(kind, num_rows, *shape, NUM_SMS)
+    if tiling is None:
+        return
+    num_weight_rows, num_inputs = shape
+    kernel = kernel_of(kind, tiling, num_inputs, *((128, 16) if kind == "qkv" else (0, 0)))
+    defines = dict(kernel.defines)
+    assert kernel.shared_bytes <= 232448 and defines["STAGES"] >= 2
+    assert num_weight_rows % tiling.outputs == 0 and num_inputs % (64 * tiling.splits) == 0
+    assert kernel.cluster in (1, 2, 4) and tiling.row_tiles(num_rows) % tiling.peers == 0
+    assert tiling.row_tiles(num_rows) * tiling.rows >= num_rows
+    blocks = tiling.row_tiles(num_rows) * (num_weight_rows // tiling.outputs) * tiling.splits
+    assert kind == "gated" or blocks <= NUM_SMS  # a second round would wait for the first
+
+
+def test_two_blocks_of_a_multiprocessor() -> None:
+    tiling = ProductTiling(128, 128, resident=2)
+    assert 2 * (tiling.shared_bytes(4096) + 1024) <= 233472
+    assert tiling.shared_bytes(4096) < ProductTiling(128, 128).shared_bytes(4096)
+
+
+def test_row_padding() -> None:
+    like = torch.empty(0, dtype=torch.bfloat16)
+    for num_rows, room in ((1, 1), (64, 64), (65, 128), (128, 128), (160, 256), (256, 256), (300, 300)):
+        x = empty_rows(num_rows, 2, 8, like=like)
+        assert x.shape == (num_rows, 2, 8) and x.dtype is like.dtype and x.is_contiguous()
+        assert readable_rows(x.flatten(1), 64) == min(room, -(-num_rows // 64) * 64)
+    assert readable_rows(torch.empty(100, 24)[:, 8:16], 64) == 100  # what follows the last row ends early
+    assert readable_rows(torch.empty(200, 24)[10:110, 8:16], 64) == 128
+
+
+def test_other_devices_and_types_have_no_such_kernel() -> None:
+    weight = torch.zeros(1024, 1024, dtype=torch.bfloat16)
+    assert not ChainedGateUp(weight).reads_deferred_norm(100)
+    residual = ChainedResidual(weight)
+    assert residual.add_and_norm(weight[:100], weight[:100], weight[0], 1e-6) is None
+    layer = ChainedLinear(weight)
+    layer._has_hopper_kernel = True
+    assert not layer.reads_deferred_norm(100)  # without heads
+
+
+def test_dry_passes_queue_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They compute as steps do while these kernels are not compiled, without deferred norms."""
+    queued = []
+
+    def load(kernel, device):
+        queued.append(dict(kernel.defines)["EPILOGUE"])
+        return SimpleNamespace(is_dry=True)
+
+    monkeypatch.setattr(linear_triton, "load", load)
+    monkeypatch.setattr(decode_product, "load", load)
+    monkeypatch.setattr(TritonLinear, "_tiling", lambda self, num_rows: None)
+    rows, size = 100, 1024
+    x = torch.zeros(rows, size, dtype=torch.bfloat16)
+    shapes = {ChainedLinear: 4096, ChainedGateUp: 6144}
+    layers = [kind(torch.zeros(outputs, size, dtype=x.dtype)) for kind, outputs in shapes.items()]
+    residual = ChainedResidual(torch.zeros(size, size, dtype=x.dtype))
+    for layer in (*layers, residual):
+        layer._has_hopper_kernel, layer._limits = True, H100
+    qkv, gate_up = layers
+    qkv.head_dim = 128
+    cache = torch.zeros(8, 2, 8, 16, 128, dtype=x.dtype)
+    rotary = RotaryInputs(torch.zeros(8, 128), None, None, 1e-6)
+    token = instead_of_launching.set(lambda jit, grid: lambda *arguments, **options: None)
+    try:
+        assert residual.add_and_norm(x, x, x[0], 1e-6) is None
+        assert qkv.rotate_and_cache(x, cache, at_slots(x, x), 16, rotary) is None
+        monkeypatch.setattr(TritonLinear, "__call__", lambda self, x: x)
+        assert gate_up(x) is x
+    finally:
+        instead_of_launching.reset(token)
+    assert queued == [2, 3, 1]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_arguments_of_the_source(tmp_path) -> None:
+    """The struct of the source has the size and the layout of the one in Python."""
+    fields = [name for name, *_ in decode_product._Arguments._fields_]
+    checks = "\n".join(
+        f"static_assert(offsetof(Arguments, {name}) == {getattr(decode_product._Arguments, name).offset});"
+        for name in fields
+    )
+    source = tmp_path / "check.cu"
+    kernel = kernel_of("residual", ProductTiling(64, 64, splits=2), 1024)
+    source.write_text(f'#include <cstddef>\n#include "{decode_product.SOURCE_PATH}"\n{checks}\n')
+    command = ["nvcc", "-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-cubin", "-o", tmp_path / "check.cubin"]
+    command += [
+        f"-I{decode_product.SOURCE_PATH.parent}",
+        *(f"-D{key}={value}" for key, value in kernel.defines),
+        source,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
