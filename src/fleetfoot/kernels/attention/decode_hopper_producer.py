@@ -75,8 +75,7 @@ def _copy_tile(
     cache_desc, boxes, stage, barrier, blocks, begin, seq_len, kv_head, rows_per_block,
     tile: gl.constexpr, block_size: gl.constexpr, box_bytes: gl.constexpr,
 ):  # fmt: skip
-    """Start the copies of a tile of K and V. Boxes past the sequence are not copied, and keep what they had: a copy from
-    out of bounds takes as long as another."""
+    """Start the copies of a tile of K and V. Boxes past the sequence are not copied, and keep what they had."""
     for box in gl.static_range(4):
         position = begin + box * (tile // 4)
         row = blocks[box] * rows_per_block + kv_head * block_size + position % block_size
