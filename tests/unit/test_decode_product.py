@@ -62,12 +62,6 @@ def test_tilings_fit(kind, shape, num_rows: int) -> None:
     assert kind == "gated" or blocks <= NUM_SMS  # a second round would wait for the first
 
 
-def test_two_blocks_of_a_multiprocessor() -> None:
-    tiling = ProductTiling(128, 128, resident=2)
-    assert 2 * (tiling.shared_bytes(4096) + 1024) <= 233472
-    assert tiling.shared_bytes(4096) < ProductTiling(128, 128).shared_bytes(4096)
-
-
 def test_row_padding() -> None:
     like = torch.empty(0, dtype=torch.bfloat16)
     for num_rows, room in ((1, 1), (64, 64), (65, 128), (128, 128), (160, 256), (256, 256), (300, 300)):

@@ -30,12 +30,10 @@ class ProductTiling:
     """Ranges of the inputs: thread blocks of a cluster. 1 unless the product is added to the residual."""
     peers: int = 1
     """Tiles of rows that share the copies of a weight: thread blocks of a cluster. 1 with splits."""
-    resident: int = 1
-    """Thread blocks that fit on a multiprocessor, those of the next kernel included: 1 or 2."""
 
     def stages(self, num_inputs: int, head_dim: int = 0) -> int:
         """Stages of the pipeline. ``head_dim``: for kind ``qkv``."""
-        room = _SHARED_BYTES // self.resident - (1024 if self.resident > 1 else 0) - self._fixed_bytes(head_dim)
+        room = _SHARED_BYTES - self._fixed_bytes(head_dim)
         return min(room // ((self.rows + self.outputs) * CHUNK * 2), num_inputs // CHUNK // self.splits, 16)
 
     def shared_bytes(self, num_inputs: int, head_dim: int = 0) -> int:
@@ -50,8 +48,8 @@ class ProductTiling:
 
     @property
     def registers(self) -> int:
-        """Registers of a thread. Each quarter of a multiprocessor has 16,384 of them for its warps."""
-        return {64: 128, 128: 96, 256: 96}[self.rows] if self.resident > 1 or self.rows == 256 else 168
+        """Registers of a thread, at most. Each quarter of a multiprocessor has 16,384 of them for its warps."""
+        return 96 if self.rows == 256 else 168
 
     @property
     def run(self) -> int:
