@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from fleetfoot.kernels.runtime import compile_ahead
 from fleetfoot.kernels.runtime.compile_jobs import CompileJobs
@@ -57,3 +58,13 @@ def only_kernels_that_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CompileJobs, "only_while_idle", property(lambda _: False, lambda *_: None), raising=False)
     monkeypatch.setattr(runner, "later_shapes", lambda *_: [])
     monkeypatch.setattr(compile_ahead, "CompilePool", partial(CompilePool, command=("/no/such/program",)))
+
+
+@pytest.fixture
+def exact_products() -> Iterator[None]:
+    """Products of float32 are not rounded to TF32. (`pytest.MonkeyPatch` cannot undo this attribute: its object has it
+    neither as an entry nor as a descriptor.)"""
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = tf32

@@ -14,7 +14,11 @@ from fleetfoot import SamplingParams
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.engine.engine import LLMEngine
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("exact_products"),
+]
 
 ASSETS = Path(__file__).parent.parent / "assets"
 MODELS = {"llama": embedded_model_path(), "qwen3": ASSETS / "story-qwen3", "mistral": ASSETS / "story-mistral"}
@@ -47,11 +51,6 @@ def engine(model: Path, device: str, **options: object) -> LLMEngine:
     return make_engine(
         model, device=device, dtype="float32", max_model_len=80, skip_tokenizer_init=True, **{**limits, **options}
     )
-
-
-@pytest.fixture(autouse=True)
-def _exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,11 @@ from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.weights.checksums import tensor_checksum
 from fleetfoot.weights.transfer import ipc_update_info
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("exact_products"),
+]
 
 FILE = "model.safetensors"
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -49,10 +53,7 @@ def hold_weights(folder: Path, pipe: Connection) -> None:
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("qwen2", True)])
-def test_updates_keep_graphs_and_addresses(
-    kind: str, tied: bool, runner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def test_updates_keep_graphs_and_addresses(kind: str, tied: bool, runner: str, tmp_path: Path) -> None:
     folders = [tmp_path / str(number) for number in range(3)]
     for seed, folder in enumerate(folders[:2]):
         make_checkpoint(folder, kind, seed=seed, tie_word_embeddings=tied, head_dim=16)

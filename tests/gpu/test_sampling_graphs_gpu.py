@@ -1,7 +1,6 @@
 """Sampling on a GPU: logits processors and logprobs against a CPU, graphs against eager steps, no synchronisation."""
 
 from array import array
-from collections.abc import Iterator
 from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any
@@ -27,7 +26,11 @@ from fleetfoot.sampling.sampler_v2 import Sampler, SamplerOutput
 from fleetfoot.sampling.shape import EVERYTHING, LIST_CAPACITY, PLAIN, SamplingVariant
 from fleetfoot.sampling.verification import DraftVerification, LogitsBatch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("exact_products"),
+]
 
 VOCAB = 151936
 UNMASKED = replace(EVERYTHING, masks=False)
@@ -119,14 +122,6 @@ def test_a_graph_samples_what_an_eager_step_does_and_a_row_what_it_does_alone() 
             few = sampler.sample(logits, batch, SamplingVariant(filters=True, other_filters=True))
             plain = [index for index, row in enumerate(batch.rows.tolist()) if 0 <= row <= 2]
             assert torch.equal(few.token_ids[plain], expected.token_ids[plain])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _exact_products() -> Iterator[None]:
-    tf32 = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = tf32
 
 
 def engine(**changes: Any) -> LLMEngine:

@@ -11,7 +11,11 @@ from fleetfoot import SamplingParams
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.kernels.sampling.mask_tokens import mask_tokens_torch, mask_tokens_triton
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("exact_products"),
+]
 
 VOCAB = TEXT_MODEL["vocab_size"]
 SCHEMA = {
@@ -62,10 +66,7 @@ def expected(text_model: Path) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_tokens_equal_the_cpus(
-    path: str, text_model: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def test_tokens_equal_the_cpus(path: str, text_model: Path, expected: dict[str, list[int]]) -> None:
     engine = make_engine(text_model, device="cuda", dtype="float32", max_model_len=128, **PATHS[path])
     for _ in range(2):
         assert tokens(engine) == expected
