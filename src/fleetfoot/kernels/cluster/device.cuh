@@ -1,5 +1,6 @@
-// What the cluster kernels need of Hopper (sm_90), as inline functions: no other file contains PTX. The tests compile
-// the kernels for a CPU with a header of the same name and functions, which emulates a cluster of thread blocks.
+// What the cluster kernels need of Hopper (sm_90), as inline functions: no other file of this folder contains PTX. The
+// tests compile the kernels for a CPU with a header of the same name and functions, which emulates a cluster of thread
+// blocks.
 #pragma once
 
 using u16 = unsigned short;
