@@ -1,7 +1,7 @@
 // A linear layer for the 65 to 256 rows of a decode step, with the RMSNorms on its two sides: see `DeferredRMSNorm`.
 //
 // A tile is ROWS rows by OUTPUTS rows of the weight. The SPLITS thread blocks of a cluster share it: each multiplies a
-// range of the inputs, and then finishes a part of the tile, whose sums the others send to its shared memory. They are
+// range of the inputs, and then finishes a part of the tile: the others send its sums to this shared memory. They are
 // added in the order of the ranges, so bits do not depend on timing. Without splits, PEERS blocks of a cluster have the
 // same rows of the weight: each copies a part of them for all. A block has a producer warp, which copies the weight
 // before the kernel before has finished, and a warp group for each 64 rows.

@@ -69,7 +69,7 @@ DEVICE void copy_weight_box_to(u32 to, const TensorMap& map, u32 barrier, int in
 }
 
 // The cluster: a barrier over all its threads, after which `barriers_ready` is seen, and stores to the shared memory of
-// block `rank`, whose `barrier` counts the bytes.
+// block `rank`; its `barrier` counts the bytes.
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 DEVICE u32 address_in(u32 rank, u32 address) {
