@@ -36,7 +36,7 @@ struct Warp : Rendezvous {
 };
 struct Block {
   char* memory;
-  u32 index, rank;
+  u32 index;
   std::vector<Warp> warps;
   Rendezvous barrier;
 };
@@ -107,7 +107,7 @@ inline bool launch(std::function<void()> kernel, u32 num_blocks, u32 cluster_siz
     char* aligned = memory.get() + (128 - reinterpret_cast<std::uintptr_t>(memory.get()) % 128);
     std::memset(aligned, 0xff, aligned_bytes * cluster_size);
     for (u32 i = 0; i < cluster_size; i++)
-      grid.blocks.push_back({aligned + i * aligned_bytes, first + i, i, std::vector<Warp>(threads / 32), {}});
+      grid.blocks.push_back({aligned + i * aligned_bytes, first + i, std::vector<Warp>(threads / 32), {}});
     grid.fibers = std::vector<Fiber>(cluster_size * threads);
     for (u32 i = 0; i < grid.fibers.size(); i++) {
       Fiber& made = grid.fibers[i];
@@ -195,7 +195,6 @@ DEVICE void copy_async(void* to, const void* from, u32 bytes, u64* barrier) {
 }
 DEVICE void prefetch(const void*, u32) {}
 
-DEVICE u32 cluster_rank() { return cpu::fiber->block->rank; }
 DEVICE u32 cluster_threads() { return cpu::grid.threads_of_block * cpu::grid.blocks.size(); }
 DEVICE void cluster_arrive() { cpu::arrive(cpu::grid.cluster, cluster_threads()); }
 DEVICE void cluster_wait() {

@@ -73,11 +73,6 @@ DEVICE void prefetch(const void* from, u32 bytes) {
 
 // The cluster: its thread blocks, a barrier over all their threads, after which `barriers_ready` is seen, and stores to
 // a block's shared memory.
-DEVICE u32 cluster_rank() {
-  u32 rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 DEVICE u32 address_in(u32 rank, const void* pointer) {
