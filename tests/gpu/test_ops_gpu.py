@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from tests.helpers.ops_checks import REFERENCE
 
 from fleetfoot.kernels.attention.rope_and_cache import rope_and_cache_torch
 from fleetfoot.kernels.interface import Kernels
+from fleetfoot.kernels.linear import gated_product
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
+from fleetfoot.kernels.linear.product_tilings import GatedTiling
 from fleetfoot.kernels.linear.tilings import Tiling
 from fleetfoot.kernels.runtime.gpu_limits import has_hopper_kernels
 from fleetfoot.kernels.sampling.filter_cuts_triton import filter_cuts_triton
@@ -202,6 +205,41 @@ def test_products_with_norms_on_hopper(num_rows: int, hidden: int, intermediate:
     is_written = caches[1] != 9.0
     assert error(caches[0][is_written], caches[1][is_written].double()) < 5e-3
     assert bool((caches[0][~is_written] == 9.0).all())
+
+
+@pytest.mark.parametrize("tiling", [GatedTiling(256, 224), GatedTiling(192, 224), GatedTiling(256, 144, peers=1)])
+@pytest.mark.parametrize("num_rows", [129, 200, 256, 450])
+def test_gate_and_up_of_many_rows_on_hopper(
+    num_rows: int, tiling: GatedTiling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against float64, with the same bits for any number of tiles of a block."""
+    if not has_hopper_kernels(torch.device("cuda")):
+        pytest.skip("needs a Hopper GPU")
+    for num_outputs, num_inputs in ((3080, 512), (1600, 4160)):
+        x = torch.randn(num_rows, num_inputs + 16, device="cuda").bfloat16()[:, 8:-8]  # something else between rows
+        weight = (torch.randn(2 * num_outputs, num_inputs, device="cuda") * num_inputs**-0.5).bfloat16()
+        gate, up = (x.double() @ weight.double().T).chunk(2, dim=1)
+        expected, results = torch.nn.functional.silu(gate) * up, []
+        for num_sms in (132, 132, 6):
+            monkeypatch.setattr(gated_product, "gpu_limits", lambda _, count=num_sms: SimpleNamespace(num_sms=count))
+            results.append(gated_product.multiply_gated_wide(x, weight, tiling))
+        assert all(torch.equal(results[0], each) for each in results[1:])
+        assert float((results[0].double() - expected).norm() / expected.norm()) < 5e-3
+
+
+def test_gate_and_up_of_large_values_on_hopper() -> None:
+    """SiLU of gates for which exponentials overflow: their reciprocals are computed in pairs."""
+    if not has_hopper_kernels(torch.device("cuda")):
+        pytest.skip("needs a Hopper GPU")
+    gates = torch.tensor([-1e30, -300.0, -90.0, -41.0, -20.0, 0.0, 50.0, 1e30], device="cuda")
+    x = torch.zeros(256, 512, device="cuda", dtype=torch.bfloat16)
+    x[:, 0] = 1.0
+    weight = torch.zeros(2 * 1024, 512, device="cuda", dtype=torch.bfloat16)
+    weight[:1024, 0] = gates.repeat(128).bfloat16()
+    weight[1024:, 0] = 1.0
+    output = gated_product.multiply_gated_wide(x, weight, GatedTiling(256, 128))
+    expected = torch.nn.functional.silu(weight[:1024, 0].double())
+    torch.testing.assert_close(output.double(), expected.expand(256, 1024), rtol=0.01, atol=1e-12)
 
 
 class Chain:

@@ -2,16 +2,18 @@
 
 import shutil
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.helpers.ops_checks import at_slots
 
-from fleetfoot.kernels.linear import decode_product, linear_triton
+from fleetfoot.kernels.linear import decode_product, gated_product, linear_triton
 from fleetfoot.kernels.linear.decode_product import kernel_of
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual, TritonLinear
-from fleetfoot.kernels.linear.product_tilings import ProductTiling, product_tiling
+from fleetfoot.kernels.linear.product_tilings import GatedTiling, ProductTiling, gated_tiling, product_tiling
+from fleetfoot.kernels.runtime.cuda_source import CudaKernel
 from fleetfoot.kernels.runtime.gpu_limits import GPULimits
 from fleetfoot.kernels.runtime.row_padding import empty_rows, readable_rows
 from fleetfoot.kernels.runtime.triton_support import instead_of_launching
@@ -60,6 +62,26 @@ def test_tilings_fit(kind, shape, num_rows: int) -> None:
     assert tiling.row_tiles(num_rows) * tiling.rows >= num_rows
     blocks = tiling.row_tiles(num_rows) * (num_weight_rows // tiling.outputs) * tiling.splits
     assert kind == "gated" or blocks <= NUM_SMS  # a second round would wait for the first
+
+
+@pytest.mark.parametrize("outputs", [7168, 8192, 9728, 14336, 18944])
+@pytest.mark.parametrize("num_rows", [128, 129, 192, 256, 400, 512, 513])
+def test_tilings_of_gate_and_up_of_many_rows(num_rows: int, outputs: int) -> None:
+    tiling = gated_tiling(num_rows, 2 * outputs, 4096, NUM_SMS)
+    assert (tiling is None) or 128 < num_rows <= 512
+    assert tiling is not None or num_rows not in (256, 512)
+    if tiling is not None:
+        kernel = gated_product.kernel_of(tiling, 4096)
+        assert kernel.shared_bytes <= 232448 and dict(kernel.defines)["STAGES"] >= 3
+        assert tiling.efficiency(num_rows, outputs, NUM_SMS) >= 0.84
+
+
+def test_one_round_of_wide_tiles() -> None:
+    """14336 outputs are 128 tiles of 112, and 112 of 128 in two halves would be a round and a half."""
+    tiling = gated_tiling(256, 28672, 4096, NUM_SMS)
+    assert tiling == GatedTiling(256, 224) and tiling.efficiency(256, 14336, NUM_SMS) > 0.96
+    narrow = GatedTiling(256, 128)
+    assert narrow.efficiency(256, 14336, NUM_SMS) < 0.86
 
 
 def test_row_padding() -> None:
@@ -116,21 +138,23 @@ def test_dry_passes_queue_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_arguments_of_the_source(tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("module", "kernel"),
+    [
+        (decode_product, kernel_of("residual", ProductTiling(64, 64, splits=2), 1024)),
+        (gated_product, gated_product.kernel_of(GatedTiling(256, 224), 4096)),
+    ],
+    ids=["decode_product", "gated_product"],
+)
+def test_arguments_of_the_source(module, kernel: CudaKernel, tmp_path: Path) -> None:
     """The struct of the source has the size and the layout of the one in Python."""
-    fields = [name for name, *_ in decode_product._Arguments._fields_]
+    fields = [name for name, *_ in module._Arguments._fields_]
     checks = "\n".join(
-        f"static_assert(offsetof(Arguments, {name}) == {getattr(decode_product._Arguments, name).offset});"
-        for name in fields
+        f"static_assert(offsetof(Arguments, {name}) == {getattr(module._Arguments, name).offset});" for name in fields
     )
     source = tmp_path / "check.cu"
-    kernel = kernel_of("residual", ProductTiling(64, 64, splits=2), 1024)
-    source.write_text(f'#include <cstddef>\n#include "{decode_product.SOURCE_PATH}"\n{checks}\n')
+    source.write_text(f'#include <cstddef>\n#include "{module.SOURCE_PATH}"\n{checks}\n')
     command = ["nvcc", "-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-cubin", "-o", tmp_path / "check.cubin"]
-    command += [
-        f"-I{decode_product.SOURCE_PATH.parent}",
-        *(f"-D{key}={value}" for key, value in kernel.defines),
-        source,
-    ]
+    command += [f"-I{module.SOURCE_PATH.parent}", *(f"-D{key}={value}" for key, value in kernel.defines), source]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

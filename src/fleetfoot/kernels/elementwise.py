@@ -146,7 +146,7 @@ def _rms_norm(
         raise ValueError(
             f"rms_norm: mismatched shapes: x {list(x.shape)}, residual {list(like.shape)}, weight {list(weight.shape)}"
         )
-    output = torch.empty_like(like)
+    output = empty_rows(*like.shape, like=like)
     total = output if residual is None else torch.empty_like(like)
     if like.numel() > 0:
         num_rows, tile = like.numel() // size, next_power_of_2(size)

@@ -121,11 +121,6 @@ struct Factor {
   }
 };
 
-DEVICE float silu_and_mul(float gate, float up) {
-  gate = round_bf16(gate);
-  return __fdividef(gate, 1.0f + __expf(-gate)) * round_bf16(up);
-}
-
 #if EPILOGUE == QKV
 // A head in four threads: of each 32 elements 8 contiguous ones, from 8 * t on.
 DEVICE void write_head(const Arguments& arguments, const float (&sums)[64], int half_row, int first, int head, int row,
@@ -403,7 +398,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_co
 #pragma unroll
         for (int k = 0; k < RUN; k++) {
           const float *gate = sums + (i * RUN + k) * 4 + half * 2, *up = gate + OUTPUTS / 4;
-          result.word[k] = pack_bf16(silu_and_mul(gate[0], up[0]), silu_and_mul(gate[1], up[1]));
+          result.word[k] = silu_and_mul(gate, up);
         }
         *reinterpret_cast<Outputs*>(to + i * RUN * 8) = result;
       }

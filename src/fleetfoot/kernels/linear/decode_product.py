@@ -15,7 +15,8 @@ import torch
 
 from fleetfoot.kernels.elementwise import DeferredRMSNorm
 from fleetfoot.kernels.linear.product_tilings import CHUNK, ProductKind, ProductTiling
-from fleetfoot.kernels.runtime.cuda_source import CudaKernel, LoadedKernel, driver_call, load
+from fleetfoot.kernels.linear.tensor_maps import tensor_map
+from fleetfoot.kernels.runtime.cuda_source import CudaKernel, LoadedKernel, load
 from fleetfoot.kernels.runtime.row_padding import empty_rows, readable_rows
 from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 SOURCE_PATH = Path(__file__).with_suffix(".cu")
 _FUNCTION = SOURCE_PATH.stem
 _EPILOGUES: dict[ProductKind, int] = {"gated": 1, "residual": 2, "qkv": 3}
-_BFLOAT16, _SWIZZLE_128, _PROMOTION_256 = 9, 3, 3  # of CUtensorMap
 
 
 class _Arguments(ctypes.Structure):
@@ -141,7 +141,7 @@ def _arguments(
     num_inputs, gated = x.shape[1], kind == "gated"
     box = tiling.outputs // (2 if gated and tiling.peers == 1 else tiling.peers)
     return _Arguments(
-        x=_tensor_map(
+        x=tensor_map(
             x.data_ptr(), (num_inputs, readable_rows(x, tiling.rows)), (x.stride(0) * 2,), (CHUNK, tiling.rows)
         ),
         weight=_weight_map(weight.data_ptr(), len(weight), num_inputs, box, tiling.run),
@@ -158,25 +158,11 @@ def _launch(kernel: LoadedKernel, arguments: _Arguments, tiling: ProductTiling, 
     kernel.launch(num_blocks, bytes(arguments) + bytes(-ctypes.sizeof(arguments) % 64), dependent=True)
 
 
-def _tensor_map(pointer: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> Any:
-    """A ``CUtensorMap`` of bfloat16 in the 128-byte swizzle. All innermost first; ``strides``: bytes, without the
-    innermost dimension."""
-    buffer = ctypes.create_string_buffer(128 + 64)
-    address = (ctypes.addressof(buffer) + 63) // 64 * 64
-    rank = len(sizes)
-    driver_call(
-        "cuTensorMapEncodeTiled", ctypes.c_void_p(address), _BFLOAT16, rank, ctypes.c_void_p(pointer),
-        (ctypes.c_uint64 * rank)(*sizes), (ctypes.c_uint64 * (rank - 1))(*strides), (ctypes.c_uint32 * rank)(*box),
-        (ctypes.c_uint32 * rank)(*[1] * rank), 0, _SWIZZLE_128, _PROMOTION_256, 0,
-    )  # fmt: skip
-    return (ctypes.c_uint64 * 16).from_buffer_copy(ctypes.string_at(address, 128))
-
-
 @lru_cache(maxsize=4096)
 def _weight_map(pointer: int, num_outputs: int, num_inputs: int, box_outputs: int, run: int) -> Any:
     """The weight ``[num_outputs, num_inputs]`` with its rows in the order of the kernel's outputs."""
     row = num_inputs * 2
-    return _tensor_map(
+    return tensor_map(
         pointer,
         (num_inputs, 2, 4, run, num_outputs // (8 * run)),
         (row, 2 * run * row, 2 * row, 8 * run * row),

@@ -12,9 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from fleetfoot.kernels.elementwise import DeferredRMSNorm, silu_and_mul_torch, silu_and_mul_triton
-from fleetfoot.kernels.linear import decode_product
+from fleetfoot.kernels.linear import decode_product, gated_product
 from fleetfoot.kernels.linear.linear import PlainLinear
-from fleetfoot.kernels.linear.product_tilings import ProductKind, ProductTiling, product_tiling
+from fleetfoot.kernels.linear.product_tilings import (
+    GatedTiling,
+    ProductKind,
+    ProductTiling,
+    gated_tiling,
+    product_tiling,
+)
 from fleetfoot.kernels.linear.rank_sums import RankSums
 from fleetfoot.kernels.linear.tilings import Tiling, choose_tiling, gated_row_groups
 from fleetfoot.kernels.linear.triton_kernels import launch_linear
@@ -182,6 +188,20 @@ class ChainedGateUp(ChainedLinear):
 
     _is_gated = True
     _kind = "gated"
+
+    def __call__(self, x: torch.Tensor | DeferredRMSNorm) -> torch.Tensor:
+        """See `ChainedLinear`."""
+        if not isinstance(x, DeferredRMSNorm) and (tiling := self._gated_tiling(x)) is not None:
+            with suppress(KernelNotReadyError):
+                return gated_product.multiply_gated_wide(x, self._weight, tiling)
+        return super().__call__(x)
+
+    def _gated_tiling(self, x: torch.Tensor) -> GatedTiling | None:
+        """The tiling of `gated_product`; None: that kernel is not used."""
+        is_supported = self._has_hopper_kernel and x.dtype is self._weight.dtype is torch.bfloat16
+        if not is_supported or x.shape[1] != self._weight.shape[1] or x.stride(1) != 1 or not _is_aligned(x):
+            return None
+        return gated_tiling(len(x), *self._weight.shape, self._limits.num_sms)
 
     def _of_many_rows(self, x: torch.Tensor) -> torch.Tensor:
         if self._has_hopper_kernel and x.stride(1) == 1 and _is_aligned(x):

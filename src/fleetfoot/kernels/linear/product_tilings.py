@@ -1,4 +1,5 @@
-"""Selects the tiles of ``decode_product.cu``, the linear layers of 65 to 256 rows with norms on their two sides."""
+"""Selects the tiles of ``decode_product.cu``, the linear layers of 65 to 256 rows with norms on their two sides, and of
+``gated_product.cu``, gate and up of more rows or larger weights."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ _MOST_HIDDEN_OF_MANY = 2048
 _SHARED_BYTES = 232448
 """Of a thread block, at most."""
 _BARRIER_BYTES = 1024 + 512  # with what aligns the ring
+_MOST_GATED_ROWS = 512
+_MIN_EFFICIENCY = 0.84
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +99,57 @@ def product_tiling(
         rounds = -(-blocks // num_sms)
         return tiling if blocks >= 0.7 * rounds * num_sms else None
     return tiling if 0.3 * num_sms <= blocks <= num_sms else None
+
+
+@dataclass(frozen=True, slots=True)
+class GatedTiling:
+    """Compile-time constants of ``gated_product.cu``."""
+
+    rows: int
+    """Rows of the input in a tile: 192 or 256."""
+    outputs: int
+    """Rows of the weight in a tile: gates and ups, half and half."""
+    peers: int = 2
+    """Neighboring tiles that share the copies of rows: thread blocks of a cluster."""
+
+    @property
+    def groups(self) -> int:
+        """Warp groups: as many as have enough registers for their sums."""
+        return 3 if self.rows == 192 else 2
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline."""
+        return min((_SHARED_BYTES - self._fixed_bytes) // self._stage_bytes, 8)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a thread block."""
+        return self._fixed_bytes + self.stages * self._stage_bytes
+
+    @property
+    def _stage_bytes(self) -> int:
+        return (self.rows + self.outputs) * CHUNK * 2
+
+    @property
+    def _fixed_bytes(self) -> int:
+        """Other than stages: results on their way to memory."""
+        pitch = self.outputs + (16 if self.outputs % 32 == 0 else 0)
+        return _BARRIER_BYTES + self.groups * 4 * 16 * pitch
+
+    def efficiency(self, num_rows: int, num_outputs: int, num_sms: int) -> float:
+        """Share of the multiprocessors' time that is spent on rows and outputs that exist, by estimate."""
+        num_tiles = cdiv(num_rows, self.rows) * cdiv(num_outputs, self.outputs // 2 * self.peers)
+        rounds = cdiv(num_tiles, num_sms // self.peers)
+        return num_rows * num_outputs / (rounds * num_sms * self.rows * (self.outputs // 2))
+
+
+@lru_cache(maxsize=4096)
+def gated_tiling(num_rows: int, num_weight_rows: int, num_inputs: int, num_sms: int) -> GatedTiling | None:
+    """The tiling of gate and up for many rows; None: others are as fast, or the kernel does not support it."""
+    if not 128 < num_rows <= _MOST_GATED_ROWS or num_inputs % CHUNK or num_inputs < 512 or num_weight_rows % 32:
+        return None
+    num_outputs = num_weight_rows // 2
+    tilings = [GatedTiling(rows, outputs) for rows in (256, 192) for outputs in range(224, 127, -16)]
+    best = max(tilings, key=lambda tiling: tiling.efficiency(num_rows, num_outputs, num_sms))
+    return best if best.efficiency(num_rows, num_outputs, num_sms) >= _MIN_EFFICIENCY else None

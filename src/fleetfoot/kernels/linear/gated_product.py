@@ -1,0 +1,81 @@
+"""Gate and up of more than 128 rows with large weights, for Hopper GPUs: ``gated_product.cu``."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from fleetfoot.kernels.linear.product_tilings import CHUNK, GatedTiling
+from fleetfoot.kernels.linear.tensor_maps import tensor_map
+from fleetfoot.kernels.runtime.cuda_source import CudaKernel, load
+from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
+from fleetfoot.kernels.runtime.row_padding import empty_rows, readable_rows
+from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError, cdiv
+
+SOURCE_PATH = Path(__file__).with_suffix(".cu")
+
+
+class _Arguments(ctypes.Structure):
+    """``struct Arguments`` of ``gated_product.cu``."""
+
+    _fields_ = (
+        ("x", ctypes.c_uint64 * 16),
+        ("weight", ctypes.c_uint64 * 16),
+        ("out", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("rows", "num_outputs", "row_tiles", "num_tiles")),
+    )
+
+
+@lru_cache(maxsize=1024)
+def kernel_of(tiling: GatedTiling, num_inputs: int) -> CudaKernel:
+    """The kernel of a tiling."""
+    macros = {
+        "ROWS": tiling.rows, "OUTPUTS": tiling.outputs, "INPUTS": num_inputs, "GROUPS": tiling.groups,
+        "PEERS": tiling.peers, "STAGES": tiling.stages, "SHARED_BYTES": tiling.shared_bytes,
+    }  # fmt: skip
+    source = f"{SOURCE_PATH.parent.name}/{SOURCE_PATH.name}"
+    threads = tiling.groups * 128
+    return CudaKernel(source, SOURCE_PATH.stem, tuple(macros.items()), tiling.peers, threads, tiling.shared_bytes)
+
+
+def multiply_gated_wide(x: torch.Tensor, weight: torch.Tensor, tiling: GatedTiling) -> torch.Tensor:
+    """``silu(x @ gate.T) * (x @ up.T)`` ``[n, outputs / 2]``, with the rows of gate first in the weight.
+
+    A dry pass raises `KernelNotReadyError`, since steps take the other path while this kernel is not compiled.
+
+    Args:
+        x: ``[n, inputs]`` bfloat16; rows begin at multiples of 16 bytes. weight: ``[outputs, inputs]``, contiguous.
+
+    Raises:
+        KernelNotReadyError: the kernel is not compiled.
+    """
+    num_rows, num_inputs = x.shape
+    num_outputs = len(weight) // 2
+    kernel = load(kernel_of(tiling, num_inputs), weight.device)
+    if kernel.is_dry:
+        raise KernelNotReadyError(SOURCE_PATH.stem)
+    output = empty_rows(num_rows, num_outputs, like=x)
+    row_tiles = cdiv(num_rows, tiling.rows)
+    num_tiles = row_tiles * cdiv(num_outputs, tiling.outputs // 2 * tiling.peers)
+    # several tiles of rows end with the last row
+    readable = readable_rows(x, tiling.rows) if row_tiles == 1 else num_rows
+    arguments = _Arguments(
+        x=tensor_map(x.data_ptr(), (num_inputs, readable), (x.stride(0) * 2,), (CHUNK, tiling.rows // tiling.peers)),
+        weight=_weight_map(weight.data_ptr(), num_outputs, num_inputs, tiling.outputs // 16),
+        out=output.data_ptr(), rows=num_rows, num_outputs=num_outputs, row_tiles=row_tiles, num_tiles=num_tiles,
+    )  # fmt: skip
+    num_clusters = min(num_tiles, gpu_limits(weight.device).num_sms // tiling.peers)
+    # the struct is aligned to 64 bytes
+    kernel.launch(num_clusters * tiling.peers, bytes(arguments) + bytes(-ctypes.sizeof(arguments) % 64), dependent=True)
+    return output
+
+
+@lru_cache(maxsize=4096)
+def _weight_map(pointer: int, num_outputs: int, num_inputs: int, pairs: int) -> ctypes.Array[ctypes.c_uint64]:
+    """Rows of gate and up in turn, 8 of each, and ``pairs`` of them in a box."""
+    row = num_inputs * 2
+    sizes = num_inputs, 8, 2, num_outputs // 8
+    return tensor_map(pointer, sizes, (row, num_outputs * row, 8 * row), (CHUNK, 8, 2, pairs))
