@@ -5,6 +5,7 @@ The library also multiplies while the kernel of a shape is not compiled.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -191,17 +192,18 @@ class ChainedGateUp(ChainedLinear):
 
     def __call__(self, x: torch.Tensor | DeferredRMSNorm) -> torch.Tensor:
         """See `ChainedLinear`."""
-        if not isinstance(x, DeferredRMSNorm) and (tiling := self._gated_tiling(x)) is not None:
-            with suppress(KernelNotReadyError):
-                return gated_product.multiply_gated_wide(x, self._weight, tiling)
+        if not isinstance(x, DeferredRMSNorm):
+            for tiling in self._gated_tilings(x):
+                with suppress(KernelNotReadyError):
+                    return gated_product.multiply_gated_wide(x, self._weight, tiling)
         return super().__call__(x)
 
-    def _gated_tiling(self, x: torch.Tensor) -> GatedTiling | None:
-        """The tiling of `gated_product`; None: that kernel is not used."""
+    def _gated_tilings(self, x: torch.Tensor) -> Sequence[GatedTiling]:
+        """Tilings of `gated_product`, the best first; none: that kernel is not used."""
         is_supported = self._has_hopper_kernel and x.dtype is self._weight.dtype is torch.bfloat16
         if not is_supported or x.shape[1] != self._weight.shape[1] or x.stride(1) != 1 or not _is_aligned(x):
-            return None
-        return gated_tiling(len(x), *self._weight.shape, self._limits.num_sms)
+            return ()
+        return gated_tilings(len(x), *self._weight.shape, self._limits.num_sms)
 
     def _of_many_rows(self, x: torch.Tensor) -> torch.Tensor:
         if self._has_hopper_kernel and x.stride(1) == 1 and _is_aligned(x):
