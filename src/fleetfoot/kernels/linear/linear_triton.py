@@ -19,7 +19,7 @@ from fleetfoot.kernels.linear.product_tilings import (
     GatedTiling,
     ProductKind,
     ProductTiling,
-    gated_tiling,
+    gated_tilings,
     product_tiling,
 )
 from fleetfoot.kernels.linear.rank_sums import RankSums

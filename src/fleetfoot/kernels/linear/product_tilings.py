@@ -1,5 +1,5 @@
 """Selects the tiles of ``decode_product.cu``, the linear layers of 33 to 256 rows with norms on their two sides, and of
-``gated_product.cu``, gate and up of more rows or larger weights."""
+``gated_product.cu``, gate and up of more rows, or of large weights."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def product_tiling(
 
 
 def _one_row_tile(kind: ProductKind, num_weight_rows: int, num_sms: int) -> ProductTiling | None:
-    """The tiling of up to 64 rows with the most thread blocks that run at once: reading the weight is all of the time."""
+    """The tiling of up to 64 rows with the most thread blocks that run at once, since reading the weight bounds it."""
     shapes = {
         "qkv": ((128, 1),),
         "gated": ((256, 1), (128, 1), (64, 1)),
@@ -173,8 +173,8 @@ class GatedTiling:
 def gated_tilings(num_rows: int, num_weight_rows: int, num_inputs: int, num_sms: int) -> tuple[GatedTiling, ...]:
     """Tilings of gate and up for many rows, the best first; none: others are as fast, or the kernel does not support it.
 
-    On an H200, us with 256 x 128 tiles and with this kernel: Llama-3.1-8B 256 rows 92.5 and 85.2, 320 rows 122.6 and
-    129.2 (81% efficiency: not used), 512 rows 167 and 156, 8,192 rows 2,922 and 2,831; Qwen3-0.6B 8,192 rows 163 and 149.
+    On an H200, us with other kernels and with this one: Llama-3.1-8B 256 rows 92.5 and 85.2, 320 rows 122.6 and 129.2
+    (81% efficiency: not used), 512 rows 167 and 156, 8,192 rows 2,922 and 2,831; Qwen3-0.6B 8,192 rows 163 and 149.
     """
     if num_rows <= 128 or num_inputs % CHUNK or num_inputs < 512 or num_weight_rows % 32:
         return ()
