@@ -128,8 +128,7 @@ class _Residual:
         product = linear.partial if linear.is_gathered else linear.weight.product
         self._product = self._chained or (product if scale == 1.0 else lambda x: product(x) * scale)
         self._is_alone = linear.group.size == 1  # else the sum over the ranks comes before the residual sum
-        # All ranks launch the same kernel, and only one of them would have the bias.
-        self._rank_sums = None if linear.has_bias else linear.group.rank_sums
+        self._rank_sums = linear.group.rank_sums
         self.is_summed = self._is_alone or linear.is_gathered
         self.prefetch_weight = None if dense is None else dense[0]
 
