@@ -303,7 +303,9 @@ def test_layers_that_two_kernels_do_not_compute(monkeypatch: pytest.MonkeyPatch)
         assert chain.chain_layers([parts, replace(parts, **changes)]) is None, changes
 
 
-FITTING = {"dtype": "bfloat16", "block_size": 16, "num_ranks": 1, "is_hopper": True, "has_nvrtc": True}
+FITTING = {
+    "dtype": "bfloat16", "block_size": 16, "num_ranks": 1, "is_hopper": True, "num_sms": 132, "has_nvrtc": True,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -311,7 +313,13 @@ FITTING = {"dtype": "bfloat16", "block_size": 16, "num_ranks": 1, "is_hopper": T
     [
         ({}, {}, (4, "")),
         ({"hidden_size": 2560}, {}, (2, "")),
-        ({}, {"is_hopper": False, "has_nvrtc": False}, (0, "the GPU is not a Hopper, NVRTC, which compiles them, is ")),
+        (
+            {},
+            {"is_hopper": False, "num_sms": 108, "has_nvrtc": False},
+            (0, "the GPU is not a Hopper, NVRTC, which compiles them, is "),
+        ),
+        ({}, {"num_sms": 114}, (0, "the GPU has 114 multiprocessors for their 128 thread blocks")),
+        ({}, {"num_sms": 78, "num_ranks": 2}, (0, "the GPU has 78 multiprocessors for their 128 thread blocks, there")),
         (
             {"hidden_size": 16384},
             {"dtype": "float32", "num_ranks": 2},
