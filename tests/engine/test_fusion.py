@@ -399,7 +399,7 @@ def test_the_triton_chain_in_bfloat16(
 def test_dry_passes_queue_the_products_of_steps(
     num_ranks: int, fields: dict[str, Any], expected: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128}
+    sizes = {"hidden_size": 1024, "intermediate_size": 8192, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128}
     layers = {"num_layers": 2, "layer_windows": (None,) * 2, "layer_ropes": ()}
     config = replace(load_model_config(embedded_model_path()), **sizes, **layers, **fields)
     monkeypatch.setattr(linear_triton, "gpu_limits", lambda device: GPULimits(132, 227 * 1024, (9, 0)))
