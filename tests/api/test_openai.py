@@ -188,6 +188,8 @@ REFUSED = [
     ({"prompt": PROMPT, "vllm_xargs": {"unknown": 1}}, "vllm_xargs"),
     ({"prompt": PROMPT, "best_of": 3}, "best_of"),
     ({"prompt": PROMPT, "suffix": "end"}, "suffix"),
+    ({"prompt": PROMPT, "guided_choice": []}, "guided_choice"),
+    ({"prompt": PROMPT, "guided_regex": "("}, "guided_regex"),
     ({"prompt": PROMPT, "use_beam_search": 0}, "use_beam_search"),
     ({"prompt": PROMPT, "stream_options": {"include_usage": True}}, "stream_options"),
     ({"prompt": []}, "prompt"),

@@ -223,11 +223,17 @@ def test_tls(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (["--port", "70000"], "70000"),
+        (["--port", "http"], "'http' is no port; it must be an integer in [0, 65535]"),
         (["--max-queue", "0"], "at least 1"),
+        (["--max-queue", "many"], "'many' is no count; it must be an integer of at least 1"),
+        (["--shutdown-timeout", "long"], "'long' is no number of seconds"),
+        (["--shutdown-timeout", "-1"], "'-1' is no number of seconds"),
         (["--ssl-keyfile", "key.pem"], "need ssl_certfile"),
         (["--ssl-certfile", "/nothing.pem"], "cannot be used"),
         (["--host", "203.0.113.1"], "cannot listen on 203.0.113.1"),
         (["--chat-template", "/nothing.jinja"], "--chat-template /nothing.jinja"),
+        (["--chat-template", "/no/template"], "--chat-template /no/template: [Errno 2]"),
+        (["--chat-template", __file__.replace("test_serving", "__init__")], "the file has no Jinja"),
         (["--api-key", ""], "--api-key"),
         (["--allow-credentials"], "need --allowed-origins"),
         (["--allowed-origins", "[1]"], "no list of names"),
@@ -245,3 +251,10 @@ def test_an_engine_that_does_not_start(num_api_servers: int) -> None:
     with RunningServer(*flags, *FLAGS) as server:
         assert server.wait() == 2
     assert "tensor" in "".join(server.log)
+
+
+@pytest.mark.parametrize("num_api_servers", [1, 2])
+def test_a_chat_template_that_the_model_does_not_have(num_api_servers: int) -> None:
+    with RunningServer("--chat-template", "tools", "--api-server-count", str(num_api_servers), *FLAGS) as server:
+        assert server.wait() == 2
+    assert "--chat-template tools is neither a file nor a template of the model's (default)" in "".join(server.log)

@@ -21,6 +21,7 @@ from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, SINGLE_TENSOR_GR
 from fleetfoot.kernels.elementwise import add_rms_norm_torch
 from fleetfoot.kernels.linear.rank_sums import RANK_SUM_ROWS
 from fleetfoot.kernels.linear.tilings import MOST_REGISTERS
+from fleetfoot.kernels.runtime.gpu_limits import GPULimits
 from fleetfoot.records.forward_context import IntermediateTensors
 
 CPU = torch.device("cpu")
@@ -322,6 +323,14 @@ def test_p2p_channel(tmp_path: Path) -> None:
     for step in range(len(CHANNEL_STEPS)):
         for added, found in ((1, second[step]), (2, third[step])):
             assert torch.equal(found, channel_input(step) + added)
+
+
+@pytest.mark.parametrize(("num_sms", "rows"), [(132, 128), (114, 114), (78, 78)])
+def test_sums_of_ranks_on_a_gpu_of_any_size(num_sms: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that waits must not keep another rank's program from starting."""
+    monkeypatch.setattr(peer_memory, "gpu_limits", lambda device: GPULimits(num_sms, 232448, (9, 0)))
+    assert peer_memory.most_rows(torch.device("cuda")) == rows
+    assert peer_memory.most_rows(torch.device("cpu")) == ALL_REDUCE_ROWS
 
 
 def test_supported_rows_and_sizes() -> None:

@@ -16,13 +16,14 @@ from tests.helpers.paged_models import PagedCache
 
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.distributed import peer_memory, peer_memory_words
-from fleetfoot.distributed.groups import CudaTensorGroup
+from fleetfoot.distributed.groups import CudaTensorGroup, TensorGroup
 from fleetfoot.fusion.decoder import fuse
 from fleetfoot.kernels.elementwise import rms_norm_torch
 from fleetfoot.kernels.linear.linear_triton import ChainedResidual
 from fleetfoot.kernels.linear.rank_sums import RANK_SUM_ROWS, RankSums
 from fleetfoot.kernels.linear.tilings import Tiling
 from fleetfoot.kernels.runtime.gpu_limits import GPULimits
+from fleetfoot.layers.linear import RowParallelLinear
 from fleetfoot.weights.loading import ModelLoader
 
 CPU, DTYPE = torch.device("cpu"), torch.bfloat16
@@ -84,7 +85,7 @@ def test_linear_layers_sum_over_the_ranks(tmp_path: Path, size: int) -> None:
 # --- decoders -------------------------------------------------------------------------------------------------------
 
 MODELS = {"llama": 4, "granite": 4, "llama-biases": 0}
-"""Sums within linear layers in a step of few rows. One rank of the last would add the bias."""
+"""Sums within linear layers in a step of few rows. Layers with a bias have none."""
 STEPS = (8, 1, 1, 10, 1)
 """Tokens of one request, one step with too many rows in between."""
 
@@ -160,6 +161,24 @@ def test_what_sums_of_ranks_support() -> None:
     wide = values(0, 4096, 128)  # 256 programs
     arguments = x, values(0, 8, 4096), values(0, 4096), EPS
     assert ChainedResidual(wide).add_and_norm(*arguments, sums_of(4096)) is None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_loads_the_bias_of_a_sum_and_the_others_have_zeros(rank: int) -> None:
+    """So all launch the same kernels, see `SchedulerOutput.num_kernels`."""
+    group = TensorGroup()
+    group.rank, group.size = rank, 2
+    context = paged_models.context(tensor_group=group)
+    linear = RowParallelLinear(context, "o_proj", 64, 32, True, slice(32 * rank, 32 * rank + 32))
+    specs = [*linear.own_weight_specs("", "")]
+    assert [spec.name for spec in specs] == ["o_proj.weight", "o_proj.bias"][: 2 - rank]
+    specs[0].destination().zero_()
+    linear.process_own_weights()
+    output = linear.partial(torch.ones(3, 32))
+    assert torch.equal(output, torch.zeros(3, 32))
+    if rank == 0:
+        specs[1].destination().fill_(2.0)
+        assert torch.equal(linear.partial(torch.ones(3, 32)), output + 2.0)
 
 
 def test_programs_that_fit_at_once() -> None:

@@ -22,8 +22,10 @@ from tests.helpers.paged_models import PagedCache, assert_close, checkpoint, con
 from tests.helpers.runner_lives import STORY
 from torch import nn
 
+from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.config.parsing import load_model_config
+from fleetfoot.distributed.groups import TensorGroup
 from fleetfoot.executor.protocol import planned_parts
 from fleetfoot.fusion import LayerFusion, plan_fusion
 from fleetfoot.fusion.decoder import FusedDecoder, fuse
@@ -31,10 +33,12 @@ from fleetfoot.kernels.cluster import chain, fit
 from fleetfoot.kernels.cluster.layer_blocks import LayerShape, LayerTiling
 from fleetfoot.kernels.elementwise import DeferredRMSNorm, add_rms_norm_torch
 from fleetfoot.kernels.interface import Kernels, LayerParts
+from fleetfoot.kernels.linear import decode_product, linear_triton
 from fleetfoot.kernels.linear.linear import PlainLinear
 from fleetfoot.kernels.linear.linear_triton import LinearChain
 from fleetfoot.kernels.runtime.cuda_source import CudaKernel
-from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError
+from fleetfoot.kernels.runtime.gpu_limits import GPULimits
+from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError, instead_of_launching
 from fleetfoot.layers.attention import Attention
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.decoder import DecoderLayer, DecoderStack, GatedMLP
@@ -303,7 +307,9 @@ def test_layers_that_two_kernels_do_not_compute(monkeypatch: pytest.MonkeyPatch)
         assert chain.chain_layers([parts, replace(parts, **changes)]) is None, changes
 
 
-FITTING = {"dtype": "bfloat16", "block_size": 16, "num_ranks": 1, "is_hopper": True, "has_nvrtc": True}
+FITTING = {
+    "dtype": "bfloat16", "block_size": 16, "num_ranks": 1, "is_hopper": True, "num_sms": 132, "has_nvrtc": True,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -311,7 +317,13 @@ FITTING = {"dtype": "bfloat16", "block_size": 16, "num_ranks": 1, "is_hopper": T
     [
         ({}, {}, (4, "")),
         ({"hidden_size": 2560}, {}, (2, "")),
-        ({}, {"is_hopper": False, "has_nvrtc": False}, (0, "the GPU is not a Hopper, NVRTC, which compiles them, is ")),
+        (
+            {},
+            {"is_hopper": False, "num_sms": 108, "has_nvrtc": False},
+            (0, "the GPU is not a Hopper, NVRTC, which compiles them, is "),
+        ),
+        ({}, {"num_sms": 114}, (0, "the GPU has 114 multiprocessors for their 128 thread blocks")),
+        ({}, {"num_sms": 78, "num_ranks": 2}, (0, "the GPU has 78 multiprocessors for their 128 thread blocks, there")),
         (
             {"hidden_size": 16384},
             {"dtype": "float32", "num_ranks": 2},
@@ -374,6 +386,47 @@ def test_the_triton_chain_in_bfloat16(
     for plain, actual, exact in zip(found["plain"], found["fused"], expected, strict=True):
         plain_error, error = ((each.float() - exact).norm() / exact.norm() for each in (plain, actual))
         assert plain_error < 0.03 and error < max(1.5 * plain_error, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "fields", "expected"),
+    [
+        (1, {}, {"qkv", "residual", "gated"}),
+        (2, {}, set()),  # sums over ranks of so many rows are kernels of their own
+        (1, {"o_bias": True}, {"qkv", "residual"}),  # the kernel has no biases
+    ],
+)
+def test_dry_passes_queue_the_products_of_steps(
+    num_ranks: int, fields: dict[str, Any], expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 8192, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128}
+    layers = {"num_layers": 2, "layer_windows": (None,) * 2, "layer_ropes": ()}
+    config = replace(load_model_config(embedded_model_path()), **sizes, **layers, **fields)
+    monkeypatch.setattr(linear_triton, "gpu_limits", lambda device: GPULimits(132, 227 * 1024, (9, 0)))
+    monkeypatch.setattr(linear_triton, "has_hopper_kernels", lambda device: True)
+    monkeypatch.setattr(linear_triton.TritonLinear, "_tiling", lambda self, num_rows: None)
+    names, queued = {number: kind for kind, number in decode_product._EPILOGUES.items()}, set()
+
+    def load(kernel: CudaKernel, device: torch.device) -> SimpleNamespace:
+        queued.add(names[dict(kernel.defines)["EPILOGUE"]])
+        return SimpleNamespace(is_dry=True)
+
+    for module in (linear_triton, decode_product):
+        monkeypatch.setattr(module, "load", load)
+    group = TensorGroup()
+    group.size = num_ranks
+    chosen = {"attention": cpu_kernels().attention, "dtype": torch.bfloat16, "tensor_group": group}
+    model_context = context(ops=replace(triton_kernels(), layer_chain=None), **chosen)
+    model = ModelLoader(config, model_context, None, "dummy").load()
+    fuse(model.model.layers, model_context, (True, True))
+    cache = PagedCache(replace(config, num_kv_heads=8 // num_ranks), 16)
+    cache.kv_caches = [kv_cache.to(torch.bfloat16) for kv_cache in cache.kv_caches]
+    token = instead_of_launching.set(lambda jit, grid: lambda *arguments, **options: None)
+    try:
+        model(*cache.step({0: [1] * 100}))
+    finally:
+        instead_of_launching.reset(token)
+    assert queued == expected
 
 
 @pytest.mark.parametrize("case", ["llama-biases", "qwen3", "granite"])

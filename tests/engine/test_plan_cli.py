@@ -311,7 +311,7 @@ def test_layers_in_two_kernels(run: Command, llama_8b: str, monkeypatch: Patch) 
         (True, "decodes of up to 2 requests: two CUDA kernels for each layer, once they are compiled"),
         (False, "never two CUDA kernels for each layer: the GPU is not a Hopper"),
     ):
-        here = Machine(GIB, "mine", 80 * GIB, has_triton=True, is_hopper=is_hopper, has_nvrtc=True)
+        here = Machine(GIB, "mine", 80 * GIB, has_triton=True, is_hopper=is_hopper, num_sms=132, has_nvrtc=True)
         monkeypatch.setattr(Machine, "detect", lambda here=here: here)
         report = run.plan(llama_8b)
         assert report["layer_chain"]["max_rows"] == 2 * is_hopper
@@ -320,6 +320,9 @@ def test_layers_in_two_kernels(run: Command, llama_8b: str, monkeypatch: Patch) 
         assert text in " ".join(run("plan", llama_8b).split())
     for name, reason in (
         ("NVIDIA H200", ""),
+        ("NVIDIA GH200 480GB", ""),
+        ("NVIDIA H100 PCIe", "the GPU has 114 multiprocessors for their 128 thread blocks"),
+        ("NVIDIA H20", "the GPU has 78 multiprocessors for their 128 thread blocks"),
         ("NVIDIA A100", "the GPU is not a Hopper"),
         ("H1000", "the GPU is not a"),
     ):

@@ -325,6 +325,10 @@ def test_llm_takes_them_and_refuses_what_cannot_be_compiled(text_model: Path) ->
     ):
         llm.generate("a", SamplingParams(structured_outputs={"json": {"properties": {"a": {"contains": {}}}}}))
     assert not llm.llm_engine.has_unfinished_requests()
+    (too_large,) = llm.generate("a", SamplingParams(structured_outputs={"regex": "((a{100}){100}){100}"}))
+    assert too_large.outputs[0].finish_reason == "error"
+    error = str(too_large.outputs[0].stop_reason)  # without the state of the parser
+    assert error == "the grammar cannot go on: lexer error: too many expressions constructed"
     without = make_engine(text_model, skip_tokenizer_init=True)
     with pytest.raises(ValueError, match="structured_outputs needs a tokenizer"):
         without.add_request("r", [5, 6], params)

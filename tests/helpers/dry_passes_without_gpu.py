@@ -4,6 +4,7 @@ Run as a module, without ``TRITON_INTERPRET``; prints a line of JSON, see `main`
 garbage: the KV cache and every buffer.
 """
 
+import hashlib
 import json
 import logging
 import sys
@@ -72,6 +73,7 @@ class Kind:
     qk_norm: bool = False
     window: int | None = None
     tensor_size: int = 1
+    tensor_rank: int = 0
     has_peer_memory: bool = True
     pipeline_rank: int | None = None
     """Of two."""
@@ -102,6 +104,11 @@ KINDS = {
     "eagle, float32": Kind("eagle", dtype=torch.float32),
     "draft model, eager": Kind("draft_model", is_eager=True),
     "tensor rank": Kind("eagle", tensor_size=2),
+    "tensor rank, other": Kind("eagle", tensor_size=2, tensor_rank=1),
+    "tensor rank, biases": Kind(tensor_size=2, model={"o_bias": True, "mlp_bias": True}),
+    "tensor rank, biases, other": Kind(tensor_size=2, tensor_rank=1, model={"o_bias": True, "mlp_bias": True}),
+    "tensor rank, a bias": Kind(tensor_size=2, model={"o_bias": True}),
+    "tensor rank, a bias, other": Kind(tensor_size=2, tensor_rank=1, model={"o_bias": True}),
     "tensor rank, NCCL": Kind("ngram", tensor_size=2, has_peer_memory=False),
     "first of a pipeline": Kind("ngram", pipeline_rank=0),
     "last of a pipeline": Kind("eagle", pipeline_rank=1),
@@ -194,10 +201,11 @@ def make_tensor_group(kind: Kind, config: ModelConfig) -> groups.CudaTensorGroup
     if kind.has_peer_memory:
         num_words = peer_memory_words(size, config.hidden_size * kind.dtype.itemsize)
         memory = PeerMemory(torch.zeros(num_words, dtype=torch.int64), torch.zeros(size, dtype=torch.int64))
-        custom_all_reduce = CustomAllReduce(memory, 0, size, config.hidden_size, kind.dtype, CPU)
-        custom_all_gather = CustomAllGather(memory, 0, size, CPU)
+        rank = kind.tensor_rank
+        custom_all_reduce = CustomAllReduce(memory, rank, size, config.hidden_size, kind.dtype, CPU)
+        custom_all_gather = CustomAllGather(memory, rank, size, CPU)
     group = groups.CudaTensorGroup(dist.group.WORLD, custom_all_reduce, custom_all_gather)
-    group.size = size
+    group.rank, group.size = kind.tensor_rank, size
     return group
 
 
@@ -236,17 +244,22 @@ class Requested:
     """Kernels that Triton compiles, each with its specialization."""
 
     def __init__(self) -> None:
-        self.kernels: set[str] = set()
+        self.in_order: dict[str, None] = {}
 
     def __call__(self, *, key: str, repr: str, **_: Any) -> bool:
-        self.kernels.add(f"{repr.split('[')[0]} {key}")
+        self.in_order[f"{repr.split('[')[0]} {key}"] = None
         return True  # it need not be compiled
+
+    @property
+    def kernels(self) -> set[str]:
+        return set(self.in_order)
 
 
 def try_kind(kind: Kind) -> dict[str, Any]:
-    """``missing``: kernels that are launched, and were not requested by the dry pass; ``needless``: the opposite;
-    ``unmasked``: those of token masks without other parts of sampling, and not requested; ``changed``: tensors that it
-    wrote; ``kept``: tensors of it that are left; ``warnings``."""
+    """``requested``: kernels in the order of the dry pass, a hash of each behind its name; ``missing``: those that are
+    launched, and were not requested; ``needless``: the opposite; ``unmasked``: those of token masks without other parts
+    of sampling, and not requested; ``changed``: tensors that it wrote; ``kept``: tensors of it that are left;
+    ``warnings``."""
     runner = make_runner(kind)
     tensors = dict(tensors_of(runner))
     fill_with_garbage(tensors)
@@ -276,7 +289,7 @@ def try_kind(kind: Kind) -> dict[str, Any]:
     sizes = [shape for shape in later if shape.kind == "decode" and shape.sampling == PLAIN]
     launch(runner, [replace(shape, sampling=SamplingVariant(masks=True)) for shape in sizes])
     return {
-        "requested": len(requested.kernels),
+        "requested": [f"{name.split()[0]} {hashlib.md5(name.encode()).hexdigest()}" for name in requested.in_order],
         "missing": sorted(launched.kernels - requested.kernels),
         "needless": sorted(requested.kernels - launched.kernels),
         "unmasked": sorted(masked.kernels - requested.kernels),

@@ -164,6 +164,9 @@ OVERRIDE = ["--override-generation-config"]
     ("argv", "message"),
     [
         (["generate", "--max-modle-len", "9"], "did you mean --max-model-len"),
+        (["generate", "--guided-regex", "a+"], """it is --structured-outputs '{"regex": ...}'"""),
+        (["generate", "--json-schema={}"], """'--json-schema'; it is --structured-outputs '{"json": ...}'"""),
+        (["plan", "--guided-json", "{}"], "unknown argument '--guided-json'; "),
         (["generate", "--xyzzy"], "unknown argument '--xyzzy'; fleetfoot generate --help lists what it takes"),
         (["generate", "--max-toke", "9"], "did you mean --max-tokens"),  # abbreviations are not guessed
         (["generate", "a prompt"], "'a prompt' is no model; give a prompt with --prompt"),

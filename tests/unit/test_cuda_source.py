@@ -4,6 +4,8 @@ import ctypes
 import pickle
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -230,8 +232,26 @@ def test_a_kernel_that_fails_is_left_out(
     with ahead.serving():
         assert refused()
     assert not ahead.take_missed()
-    expected = "no cluster of 2 thread blocks" if failing == "clusters" else "error"
+    expected = (
+        "0 clusters of 2 thread blocks of this kernel fit in the GPU, and it needs 1"
+        if failing == "clusters"
+        else "error"
+    )
     assert any(expected in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("least_clusters", [30, 31])
+def test_a_kernel_whose_clusters_do_not_fit_at_once_is_left_out(
+    nvrtc: FakeNvrtc, driver: FakeDriver, ahead: CompileAhead, least_clusters: int, caplog: Any
+) -> None:
+    kernel = replace(KERNEL, least_clusters=least_clusters)
+    ahead.queue(lambda: load(kernel, DEVICE))
+    ahead._jobs.work()
+    ahead.advance()
+    with ahead.serving(), nullcontext() if least_clusters == 30 else pytest.raises(KernelNotReadyError):
+        load(kernel, DEVICE)
+    expected = "30 clusters of 2 thread blocks of this kernel fit in the GPU, and it needs 31"
+    assert any(expected in message for message in caplog.messages) == (least_clusters == 31)
 
 
 def test_without_a_compiler_every_step_takes_the_other_path(nvrtc: FakeNvrtc, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,7 +185,7 @@ def test_layers_with_equal_ropes_share_a_table(num_ranks: int, num_tables: list[
 def test_buffers_between_ranks() -> None:
     tensor = shape_of(LLAMA_8B, "cuda", EngineConfig(tensor_parallel_size=2))
     words = peer_memory_words(2, LLAMA_8B.hidden_size * 2)
-    assert memory.communication_bytes(tensor) - words * 8 == 752 << 20  # NCCL's own
+    assert memory.communication_bytes(tensor) - words * 8 == 1008 << 20  # NCCL's own
     step = 2048 * 48 * 4
     pipeline = shape_of(SMALL, "cpu", EngineConfig(pipeline_parallel_size=3))
     assert [memory.communication_bytes(stage) for stage in pipeline.stages()] == [step, 2 * step, step]
@@ -193,6 +193,7 @@ def test_buffers_between_ranks() -> None:
     first, last = (memory.communication_bytes(stage) for stage in on_gpus.stages())
     step = on_gpus.max_num_batched_tokens * 48 * DTYPE_BYTES[on_gpus.dtype]
     assert last - first == step  # both have room for what the other writes
+    assert first - step == 2 * (760 << 20)  # NCCL's own, to the other rank and from it
     assert memory.communication_bytes(shape_of(SMALL, "cpu", EngineConfig(tensor_parallel_size=2))) == 0
 
 

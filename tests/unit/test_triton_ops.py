@@ -3,6 +3,7 @@
 import itertools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +27,8 @@ from fleetfoot.records.forward_context import RotaryInputs
 TRITON = triton_kernels()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 H100 = GPULimits(num_sms=132, shared_bytes=227 * 1024, capability=(9, 0))
+HOPPERS = (H100, replace(H100, num_sms=114), replace(H100, num_sms=78))
+"""The SXM and the PCIe version, and an H20."""
 
 
 @pytest.fixture(autouse=True)
@@ -253,8 +256,30 @@ def test_choose_tiling_for_hopper(shape: tuple[int, int, int], kind: str, tile: 
         assert tiling.shared_bytes(kind == "gated") < H100.shared_bytes
 
 
+@pytest.mark.parametrize("limits", HOPPERS)
+def test_tiles_for_hopper_keep_the_multiprocessors_busy(limits: GPULimits) -> None:
+    """Each has one program; those beyond would be a second round."""
+    num_sms, sizes, kinds = limits.num_sms, (1024, 1536, 2048, 3072, 4096, 8192, 14336), set()
+    for num_rows, num_outputs, num_inputs in itertools.product((65, 128, 200, 256), sizes, sizes):
+        for kind in ("plain", "gated", "residual"):
+            keywords = {"gated": kind == "gated", "may_split": kind == "residual", "limits": limits}
+            tiling = choose_tiling(num_rows, num_outputs, num_inputs, **keywords, hopper=True)
+            if tiling is None or tiling.kernel != "hopper":
+                continue
+            kinds.add(kind)
+            outputs = tiling.outputs // (2 if kind == "gated" else 1)
+            tiles = -(-num_rows // tiling.row_tile) * -(-num_outputs // outputs) * tiling.splits
+            assert tiles >= 0.45 * num_sms
+            assert tiles <= num_sms or (kind == "gated" and tiles >= 0.84 * -(-tiles // num_sms) * num_sms)
+        groups = gated_row_groups(num_rows * 8, num_outputs, num_inputs, num_sms)
+        if groups is not None:
+            tiles = -(-num_rows * 8 // (64 * groups)) * -(-num_outputs // 128)
+            assert tiles >= 0.8 * -(-tiles // num_sms) * num_sms
+    assert kinds == {"plain", "gated", "residual"}
+
+
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("limits", [H100, GPULimits(72, 99 * 1024, (8, 9))])
+@pytest.mark.parametrize("limits", [*HOPPERS, GPULimits(72, 99 * 1024, (8, 9))])
 def test_tilings_fit_in_shared_memory(gated: bool, limits: GPULimits) -> None:
     sizes = (512, 896, 1024, 1536, 2048, 3584, 4096, 8192, 14336, 151936)
     kinds = set()

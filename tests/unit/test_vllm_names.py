@@ -94,6 +94,10 @@ def test_advice_is_about_settings_that_there_are() -> None:
     [
         ("best_of", 3, "set n, and keep the outputs with the highest cumulative_logprob"),
         ("use_beam_search", True, "LLM.beam_search"),
+        ("guided_regex", "a+", r"set structured_outputs=StructuredOutputsParams\(regex=...\)"),
+        ("guided_json", {"type": "object"}, r"set structured_outputs=StructuredOutputsParams\(json=...\)"),
+        ("guided_decoding_backend", "outlines", "llguidance"),
+        ("thinking_token_budget", 5, "a server's chats take it"),
         ("best_off", 1, "it takes allowed_token_ids"),
     ],
 )

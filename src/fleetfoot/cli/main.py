@@ -35,6 +35,8 @@ _OTHER_COMMANDS = {
     "run-batch": "fleetfoot generate takes a file of prompts",
 }
 """Commands of other engines -> the command to use instead."""
+_STRUCTURED = {f"--guided-{name}": name for name in ("json", "regex", "choice", "grammar")} | {"--json-schema": "json"}
+"""Flags of other engines -> the key of --structured-outputs."""
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -106,6 +108,8 @@ def _hint(flag: str, known: argparse.ArgumentParser) -> str:
     flags = [option for option, action in known._option_string_actions.items() if action.help is not argparse.SUPPRESS]
     if not flag.startswith("-") and "--prompt" in flags:
         return "a prompt goes to --prompt"
+    if flag in _STRUCTURED and "--structured-outputs" in flags:
+        return f"""it is --structured-outputs '{{"{_STRUCTURED[flag]}": ...}}'"""
     long = f"--{ENGINE_FLAGS.get(flag.lstrip('-'), '').replace('_', '-')}"
     if long in known._option_string_actions:
         return f"it is {long}"

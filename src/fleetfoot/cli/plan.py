@@ -104,7 +104,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _machine(arguments: argparse.Namespace, config: EngineConfig) -> tuple[Machine, list[str]]:
     """This machine with the overrides of the flags; and warnings about assumptions."""
-    from fleetfoot.plan.machine import Machine, names_hopper
+    from fleetfoot.plan.machine import Machine, hopper_sms
 
     gpu_bytes, cpu_bytes, has_triton = arguments.gpu_memory, arguments.cpu_memory, arguments.triton
     describes_gpu = gpu_bytes is not None or arguments.gpu_name is not None
@@ -117,13 +117,15 @@ def _machine(arguments: argparse.Namespace, config: EngineConfig) -> tuple[Machi
         warnings = ["no GPU is here and --gpu-memory is not given: 80GiB is assumed."]
     if has_triton is None:
         has_triton = here.has_triton or gpu_bytes is not None
+    num_sms = here.num_sms if arguments.gpu_name is None else hopper_sms(arguments.gpu_name)
     machine = dataclasses.replace(
         here,
         cpu_memory_bytes=here.cpu_memory_bytes if cpu_bytes is None else cpu_bytes,
         gpu_name=arguments.gpu_name or here.gpu_name,
         gpu_memory_bytes=gpu_bytes or here.gpu_memory_bytes,
         has_triton=has_triton,
-        is_hopper=here.is_hopper if arguments.gpu_name is None else names_hopper(arguments.gpu_name),
+        is_hopper=here.is_hopper if arguments.gpu_name is None else num_sms > 0,
+        num_sms=num_sms,
         has_nvrtc=here.has_nvrtc or gpu_bytes is not None,
     )
     return machine, warnings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from contextlib import suppress
 from functools import partial
 
 from fleetfoot.cli.arguments import add_engine_arguments, add_listen_arguments, engine_config
@@ -67,10 +68,10 @@ def _address(text: str) -> str:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no time to wait; it must be a number of seconds above 0")
-    return seconds
+    with suppress(ValueError):
+        if 0 < (seconds := float(text)) < math.inf:
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text!r} is no time to wait; it must be a number of seconds above 0")
 
 
 def _add_proxy_flags(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,8 @@ import argparse
 import json
 import logging
 import math
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -196,34 +198,35 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _chat_template(given: str | None) -> str | None:
-    """The content of a file, or the name of a template."""
-    if given is None or not (Path(given).is_file() or Path(given).suffix):
+    """The content of a file, Jinja source, or the name of a template, which the server compares with the model's."""
+    if given is None or "{" in given or not (Path(given).is_file() or Path(given).suffix or os.sep in given):
         return given
     try:
-        return Path(given).read_text("utf-8")
+        source = Path(given).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--chat-template {given}: {error}") from error
+    if "{" not in source:
+        raise UsageError(f"--chat-template {given}: the file has no Jinja, such as {{{{ messages }}}}, in it")
+    return source
 
 
 def _port(text: str) -> int:
-    number = int(text)
-    if not 0 <= number < 65536:
-        raise argparse.ArgumentTypeError(f"{text} is no port; it must be in [0, 65535]")
-    return number
+    if not text.isdecimal() or int(text) >= 65536:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; it must be an integer in [0, 65535]")
+    return int(text)
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is too small; it must be at least 1")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no count; it must be an integer of at least 1")
+    return int(text)
 
 
 def _seconds(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
-    return number
+    with suppress(ValueError):
+        if 0 <= (number := float(text)) < math.inf:
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
 
 
 _HELP = "serve a model over HTTP, with OpenAI's API"

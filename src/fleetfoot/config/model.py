@@ -151,7 +151,7 @@ class ModelConfig:
         return self.num_layers * self.layer_parameters() + embeddings + self.hidden_size
 
     def layer_parameters(self, num_ranks: int = 1) -> int:
-        """Weights of a decoder layer on the first of ``num_ranks``, which alone has row-parallel layers' biases."""
+        """Weights of a decoder layer on one of ``num_ranks``."""
         linears = self.layer_linears(num_ranks)
         return self.layer_norm_parameters + sum(outputs * (inputs + has_bias) for outputs, inputs, has_bias in linears)
 

@@ -162,11 +162,18 @@ CALL_KEYWORDS: dict[str, tuple[Any, str]] = {
 """Keywords of the calls of vLLM's ``LLM`` and engines: the neutral value, and what to do instead."""
 
 _BEAM_SEARCH = "call LLM.beam_search with BeamSearchParams"
+_GUIDED = {
+    f"guided_{name}": (None, f"set structured_outputs=StructuredOutputsParams({name}=...)")
+    for name in ("json", "regex", "choice", "grammar", "json_object", "structural_tag", "whitespace_pattern")
+}
 SAMPLING_KEYWORDS: dict[str, tuple[Any, str]] = {
     "best_of": (1, "set n, and keep the outputs with the highest cumulative_logprob (logprobs=0 computes it)"),
     **dict.fromkeys(("use_beam_search", "early_stopping"), (False, _BEAM_SEARCH)),
     "length_penalty": (1.0, _BEAM_SEARCH),
     "guided_decoding": (None, "structured_outputs was given too; give one of them"),
+    **_GUIDED,
+    "guided_decoding_backend": (None, "leave it out: grammars are compiled by llguidance"),
+    "thinking_token_budget": (None, "a server's chats take it, where the model marks the end of its reasoning"),
     "skip_clone": (True, "leave it out: parameters are copied"),
 }
 """Keywords of vLLM's ``SamplingParams``: as CALL_KEYWORDS."""

@@ -6,12 +6,13 @@ import sys
 from fleetfoot.kernels.linear.rank_sums import rank_sum_words
 
 MIB = 1 << 20
-_COLLECTIVE_BYTES, _POINT_TO_POINT_BYTES = 752 * MIB, 520 * MIB
-"""NCCL's memory for a communicator of collectives, and for one between two ranks, each with its kernels in the driver:
-measured on two H200s, torch 2.11."""
+_COLLECTIVE_BYTES, _POINT_TO_POINT_BYTES = 1008 * MIB, 760 * MIB
+"""NCCL's memory for a communicator of collectives, and for one between two ranks, each with its kernels in the driver
+and what steps add to it: measured on two H200s with the NCCL of torch 2.11."""
 ALL_REDUCE_ROWS, ALL_REDUCE_SETS = 128, 2
 """The most rows of `fleetfoot.distributed.peer_memory.CustomAllReduce`, and its sets of words. Each row has a program.
-All run at the same time on a GPU with more multiprocessors, so none waits for one that has not started."""
+A GPU with fewer multiprocessors makes sums of as many rows: all programs run at the same time, so none waits for one
+that has not started."""
 
 GATHER_WORDS, GATHER_SETS = 1 << 19, 2
 """64-bit words of `fleetfoot.distributed.peer_gather.CustomAllGather` for the values of all ranks in one set, and its

@@ -18,6 +18,7 @@ from fleetfoot.config import env
 from fleetfoot.distributed import ALL_REDUCE_ROWS, all_reduce_words
 from fleetfoot.kernels.linear.rank_sums import RankSums, rank_sum_words
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
+from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
 from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, triton_kernel, waiting_for_kernels
 from fleetfoot.records.forward_context import IntermediateTensors
 
@@ -99,9 +100,15 @@ def can_all_reduce(hidden_size: int, dtype: torch.dtype) -> bool:
     return hidden_size * dtype.itemsize % 4 == 0 and hidden_size <= _MAX_TILE and dtype.itemsize in (2, 4)
 
 
+def most_rows(device: torch.device) -> int:
+    """Of `CustomAllReduce`. The programs, one for each row, run at the same time, and a wide one may take a whole
+    multiprocessor."""
+    return min(ALL_REDUCE_ROWS, gpu_limits(device).num_sms) if device.type == "cuda" else ALL_REDUCE_ROWS
+
+
 class CustomAllReduce:
     """Sums of ``[n, size]`` over the ranks of a tensor group in one kernel, for the few rows of a decode step;
-    optionally with add and norm. ``n`` is at most `ALL_REDUCE_ROWS`, and ``size`` at most ``hidden_size``.
+    optionally with add and norm. ``n`` is at most `most_rows`, and ``size`` at most ``hidden_size``.
 
     Every rank writes its rows to the memory of every rank, waits for the other ranks' rows in its own memory, and adds
     them in rank order, so that all ranks get the same bits. A 64-bit word carries 32 bits of values and, in its upper
@@ -132,11 +139,12 @@ class CustomAllReduce:
         self._num_ranks = num_ranks
         self._hidden_size = hidden_size
         self._dtype = dtype
+        self._max_rows = most_rows(device)
         self._num_calls = torch.zeros(ALL_REDUCE_ROWS, dtype=torch.int32, device=device)
 
     def fits(self, x: torch.Tensor) -> bool:
         """Whether ``x`` has a supported shape and dtype."""
-        if x.ndim != 2 or x.dtype is not self._dtype or not 0 < x.shape[0] <= ALL_REDUCE_ROWS:
+        if x.ndim != 2 or x.dtype is not self._dtype or not 0 < x.shape[0] <= self._max_rows:
             return False
         return 0 < x.shape[1] <= self._hidden_size and can_all_reduce(x.shape[1], self._dtype)
 

@@ -128,8 +128,7 @@ class _Residual:
         product = linear.partial if linear.is_gathered else linear.weight.product
         self._product = self._chained or (product if scale == 1.0 else lambda x: product(x) * scale)
         self._is_alone = linear.group.size == 1  # else the sum over the ranks comes before the residual sum
-        # All ranks launch the same kernel, and only one of them would have the bias.
-        self._rank_sums = None if linear.has_bias else linear.group.rank_sums
+        self._rank_sums = linear.group.rank_sums
         self.is_summed = self._is_alone or linear.is_gathered
         self.prefetch_weight = None if dense is None else dense[0]
 
@@ -145,6 +144,11 @@ class _Residual:
         if self._is_alone and self._chained.add_to(x, residual):
             return residual
         return self._product(x)
+
+    def makes_product(self, num_rows: int) -> bool:
+        """See `ChainedResidual.makes_product`; False over a tensor group, whose sums of so many rows are another
+        kernel."""
+        return self._is_alone and self._chained is not None and self._chained.makes_product(num_rows)
 
 
 class _FusedLayer:
@@ -171,6 +175,10 @@ class _FusedLayer:
         self._o, self._down = (
             _Residual(linear, chain, layer.residual_multiplier) for linear in (attention.o_proj, mlp.down_proj)
         )
+        if isinstance(self._gate_up, ChainedLinear):
+            self._gate_up.follows_product = self._o.makes_product
+        if self._chained_qkv is not None:
+            self._chained_qkv.follows_product = self._down.makes_product  # the layer before has the same shape
         norm = layer.input_layernorm if isinstance(layer.input_layernorm, RMSNorm) else None
         self.input_norm = _Norm(norm, context, reads_qkv)
         self.mlp_norm = _Norm(layer.post_attention_layernorm, context, reads_gate_up)

@@ -28,6 +28,8 @@ class Machine:
     has_triton: bool = False
     is_hopper: bool = False
     """Whether the GPU has compute capability 9.0."""
+    num_sms: int = 0
+    """Its multiprocessors; of a MIG slice, those of the slice."""
     has_nvrtc: bool = False
     """Whether NVIDIA's compiler for CUDA C++ is among the packages that torch installs."""
     has_native: bool = False
@@ -73,6 +75,7 @@ class Machine:
             gpu_memory_bytes=properties.total_memory,
             has_triton=importlib.util.find_spec("triton") is not None,
             is_hopper=torch.version.hip is None and (properties.major, properties.minor) == (9, 0),
+            num_sms=properties.multi_processor_count,
             has_nvrtc=find_nvrtc(torch.version.cuda) is not None,
         )
 
@@ -95,9 +98,12 @@ class Platform:
 current_platform = Platform()
 
 
-def names_hopper(gpu_name: str) -> bool:
-    """Whether a GPU of this name has compute capability 9.0."""
-    return re.search(r"\bG?H(20|100|200|800)\b", gpu_name) is not None
+def hopper_sms(gpu_name: str) -> int:
+    """Multiprocessors of a GPU of this name; 0: it does not have compute capability 9.0."""
+    found = re.search(r"\bG?H(20|100|200|800)\b", gpu_name)
+    if found is None:
+        return 0
+    return 78 if found[1] == "20" else 114 if "PCIe" in gpu_name else 132
 
 
 def may_have_gpu() -> bool:

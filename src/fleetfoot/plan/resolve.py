@@ -129,6 +129,7 @@ def _engine_shape(
             block_size=config.block_size,
             num_ranks=config.world_size,
             is_hopper=machine.is_hopper,
+            num_sms=machine.num_sms,
             has_nvrtc=machine.has_nvrtc,
         )
     return EngineShape(

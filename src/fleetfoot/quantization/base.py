@@ -35,6 +35,9 @@ class LinearShape:
     has_bias: bool = False
     padding: int = 0
     """Outputs behind the others that are always 0."""
+    has_zero_bias: bool = False
+    """Another rank has the bias of this layer, which is in a sum over the ranks once. A method whose kernels have
+    variants with and without a bias adds zeros here, so that all ranks launch the same ones."""
 
     @property
     def num_outputs(self) -> int:
@@ -112,7 +115,7 @@ class LinearMethod(ABC):
         """Bytes of a weight without its bias, for the memory plan. ``dtype``: of activations, by its name."""
 
     def layer_bytes(self, model: ModelConfig, dtype: str, num_ranks: int = 1) -> int:
-        """Bytes of a decoder layer on the first of ``num_ranks``, which alone has row-parallel layers' biases."""
+        """Bytes of a decoder layer on one of ``num_ranks``."""
         linears = model.layer_linears(num_ranks)
         others = model.layer_norm_parameters + sum(outputs for outputs, _, has_bias in linears if has_bias)
         matrices = sum(self.num_bytes(outputs, inputs, dtype) for outputs, inputs, _ in linears)

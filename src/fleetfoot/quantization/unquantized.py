@@ -28,11 +28,11 @@ class UnquantizedWeight(LinearWeight):
 
         self._shape = shape
         self._prepare = ops.prepare_linear
-        size = (shape.num_outputs + shape.padding, shape.num_inputs)
+        size, has_bias = (shape.num_outputs + shape.padding, shape.num_inputs), shape.has_bias or shape.has_zero_bias
         self._allocate = partial(torch.empty, size, dtype=dtype, device=device)
         self._plain: torch.Tensor | None = None
         self._unfilled = self._part_names()
-        self._bias = torch.zeros(size[0], dtype=dtype, device=device) if shape.has_bias else None
+        self._bias = torch.zeros(size[0], dtype=dtype, device=device) if has_bias else None
         self._prepared: PreparedLinear | None = None
 
     @property
@@ -43,7 +43,7 @@ class UnquantizedWeight(LinearWeight):
         if not self._loaded.is_dense:
             yield self._loaded.stored()
             return
-        for tensor in (self._loaded.weight(), self._bias):
+        for tensor in (self._loaded.weight(), self._bias if self._shape.has_bias else None):
             if tensor is not None:
                 rows = tensor[: self._shape.num_outputs]  # without the padding, which stays 0
                 yield rows.data_ptr(), rows.nbytes
@@ -67,7 +67,7 @@ class UnquantizedWeight(LinearWeight):
             part = () if is_whole else (rows, columns)
             filled = partial(self._mark_filled, name)
             yield WeightSpec(f"{prefix}{name}.weight", (size, in_features), weight, part=part, filled=filled)
-            if self._bias is not None:
+            if self._bias is not None and self._shape.has_bias:
                 bias = partial(self._bias.__getitem__, span)
                 yield WeightSpec(f"{prefix}{name}.bias", (size,), bias, part=() if has_all_rows else (rows,))
 

@@ -26,6 +26,7 @@ import uvloop
 from fleetfoot.config import env
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.engine.child_process import EngineProcess, process_end
+from fleetfoot.engine.client import EngineClient
 from fleetfoot.server.api_server import (
     BACKLOG,
     EXIT_INTERRUPTED,
@@ -108,6 +109,11 @@ async def _serve_here(engine: Backend, settings: ServerSettings, listener: socke
         server.close()
         return engine.stop() if ended.done() else server.exit_code
     starting.result()
+    try:
+        _check_chat_template(server.client, settings)
+    except ValueError:
+        server.close()
+        raise
     listener.listen(BACKLOG)  # connections wait until the server accepts them
     announce(settings, listener, begin)
     serving = asyncio.ensure_future(server.run())
@@ -151,6 +157,7 @@ async def _supervise(engine: Backend, settings: ServerSettings, listener: socket
             return engine.stop() if ended.done() else 1
         starting.result()
         is_ready = True
+        _check_chat_template(client, settings)
         accepting = asyncio.ensure_future(_accept(balancer, settings, listener, begin))
         await asyncio.wait((ended, first, accepting, *waits), return_when=asyncio.FIRST_COMPLETED)
         if accepting.done():
@@ -263,6 +270,15 @@ def check_tls(settings: ServerSettings) -> None:
             context.load_verify_locations(settings.ssl_ca_certs)
     except OSError as error:
         raise ValueError(f"the certificate or its key cannot be used: {error}") from error
+
+
+def _check_chat_template(client: EngineClient, settings: ServerSettings) -> None:
+    """Raises ValueError: the chat template is no Jinja, and the model has none of this name."""
+    name, tokenizer = settings.service.chat_template, client.get_tokenizer()
+    if name is None or "{" in name or tokenizer is None or name in tokenizer.chat_templates:
+        return
+    names = ", ".join(sorted(tokenizer.chat_templates)) or "none"
+    raise ValueError(f"--chat-template {name} is neither a file nor a template of the model's ({names})")
 
 
 def announce(settings: ServerSettings, listener: socket.socket, begin: float) -> None:

@@ -228,6 +228,7 @@ def _check_beginning(matcher: Any) -> None:
     """Raise ValueError if no output can begin."""
     mask = matcher.compute_bitmask()
     if matcher.is_error():
-        raise ValueError(f"structured_outputs has no output that fits it: {matcher.get_error().splitlines()[0]:.300}")
+        error = matcher.get_error().splitlines()[0].replace("NoExtensionBias", "every way to begin leads nowhere")
+        raise ValueError(f"structured_outputs has no output that fits it: {error:.300}")
     if not any(mask):
         raise ValueError("structured_outputs has no output that fits it: no token can be the first")

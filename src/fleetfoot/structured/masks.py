@@ -17,7 +17,7 @@ from fleetfoot.structured.bits import clear_bits, fill_masks, set_only
 from fleetfoot.structured.mask_server import VocabularySource
 from fleetfoot.structured.mask_space import MaskMemory
 from fleetfoot.structured.processes import MaskProcesses, ProcessError, RepeatedTasks, Replica, Replicas, is_supported
-from fleetfoot.structured.state import GrammarState
+from fleetfoot.structured.state import GrammarState, matcher_error
 from fleetfoot.utils.process import num_cores
 
 logger = logging.getLogger(__name__)
@@ -277,7 +277,7 @@ def _compute(rows: _Rows, masks: np.ndarray) -> str:
     fill_masks(matcher, rows.drafts, masks[rows.begin :])
     if matcher.is_error():
         masks.fill(-1)
-        return f"the grammar cannot go on: {matcher.get_error():.300}"
+        return f"the grammar cannot go on: {matcher_error(matcher)}"
     return ""
 
 

@@ -54,6 +54,12 @@ class ReasoningEnd:
         return text[max(0, len(text) - len(self._marker) + 1) :], None
 
 
+def matcher_error(matcher: Any) -> str:
+    """The error of a matcher of llguidance, without the state of its parser, which follows."""
+    error, _, _ = matcher.get_error().partition("\n<state>")
+    return f"{error:.300}"
+
+
 class GrammarState:
     """One sequence. The state follows from its output tokens, so preemptions and restarts need nothing else.
 
@@ -154,7 +160,7 @@ class GrammarState:
         for token_id in token_ids:
             self._num_taken += 1
             if not self.matcher.consume_token(token_id):
-                return f"the grammar refuses token {token_id} of the output: {self.matcher.get_error():.200}"
+                return f"the grammar refuses token {token_id} of the output: {matcher_error(self.matcher)}"
         return ""
 
     def walk(self, num_drafts: int) -> tuple[int, Any, list[int]]:

@@ -95,11 +95,12 @@ def _is_supported(shape: LayerShape, tiling: LayerTiling) -> bool:
 
 @cache
 def kernels_of(shape: LayerShape, tiling: LayerTiling) -> tuple[CudaKernel, CudaKernel]:
-    """Those of a layer: attention, and the MLP."""
-    macros, sizes = defines(shape, tiling), shared_bytes(tiling)
+    """Those of a layer: attention, and the MLP. No cluster waits for another one, but where some start late the kernels
+    are slower than those that they replace."""
+    macros, sizes, clusters = defines(shape, tiling), shared_bytes(tiling), (tiling.clusters, tiling.mlp_clusters)
     attention_block, mlp_block = (
-        CudaKernel(f"{FOLDER.name}/{function}.cu", function, macros, tiling.ctas, tiling.threads, size)
-        for function, size in zip((ATTENTION_BLOCK, MLP_BLOCK), sizes, strict=True)
+        CudaKernel(f"{FOLDER.name}/{function}.cu", function, macros, tiling.ctas, tiling.threads, size, at_once)
+        for function, size, at_once in zip((ATTENTION_BLOCK, MLP_BLOCK), sizes, clusters, strict=True)
     )
     return attention_block, mlp_block
 

@@ -35,16 +35,28 @@ def max_rows(hidden_size: int) -> int:
 
 
 def plan_layer_chain(
-    model: ModelConfig, *, dtype: str, block_size: int, num_ranks: int, is_hopper: bool, has_nvrtc: bool
+    model: ModelConfig,
+    *,
+    dtype: str,
+    block_size: int,
+    num_ranks: int,
+    is_hopper: bool,
+    num_sms: int,
+    has_nvrtc: bool,
 ) -> LayerChainPlan:
-    """``is_hopper``: the GPU; ``has_nvrtc``: the compiler is installed."""
+    """``is_hopper``: the GPU; ``num_sms``: its multiprocessors; ``has_nvrtc``: the compiler is installed."""
     rows = max_rows(model.hidden_size)
     if not MOST_ROWS:
         return NO_LAYER_CHAIN
+    tiling = LayerTiling(rows)
+    num_blocks = tiling.clusters * tiling.ctas
     heads = model.num_heads, model.num_kv_heads, model.head_dim
     shape = LayerShape(model.hidden_size, *heads, model.intermediate_size, block_size)
     reasons = {
         "the GPU is not a Hopper": is_hopper,
+        f"the GPU has {num_sms} multiprocessors for their {num_blocks} thread blocks": (
+            not is_hopper or num_sms >= num_blocks
+        ),
         "NVRTC, which compiles them, is not among the packages that torch installs": has_nvrtc,
         f"the dtype is {dtype}": dtype == "bfloat16",
         f"there are {num_ranks} ranks": num_ranks == 1,
@@ -56,6 +68,6 @@ def plan_layer_chain(
         "norms of q and k over all heads": not model.qk_norm_over_heads,
     }
     failed = [reason for reason, holds in reasons.items() if not holds]
-    if not failed and (problem := misfit(shape, LayerTiling(rows))):
+    if not failed and (problem := misfit(shape, tiling)):
         failed = [problem]
     return LayerChainPlan(reason=", ".join(failed)) if failed else LayerChainPlan(rows)

@@ -5,7 +5,7 @@ The library also multiplies while the kernel of a shape is not compiled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -115,6 +115,9 @@ class ChainedLinear(TritonLinear):
     _kind: ProductKind = "qkv"
     head_dim = 0
     """Of the heads that `rotate_and_cache` computes; 0: it does not."""
+    follows_product: Callable[[int], bool] = staticmethod(lambda num_rows: True)
+    """Whether the layer before it makes a deferred norm of so many rows by `decode_product.add_and_norm`. It decides
+    what dry passes queue."""
 
     def __call__(self, x: torch.Tensor | DeferredRMSNorm) -> torch.Tensor:
         """``x``: ``[n, in]``, or a deferred norm if `reads_deferred_norm`.
@@ -123,7 +126,8 @@ class ChainedLinear(TritonLinear):
             ValueError: ``x`` is not ``[n, in]`` of the weight's dtype, or a deferred norm of too many rows.
         """
         if not isinstance(x, DeferredRMSNorm):
-            self._queue_product(len(x))
+            if self._kind == "gated":
+                self._queue_product(len(x))
             return super().__call__(x)
         num_rows, num_inputs = x.weighted.shape
         if not self.reads_deferred_norm(num_rows) or num_inputs != self._weight.shape[1]:
@@ -146,18 +150,16 @@ class ChainedLinear(TritonLinear):
     ) -> torch.Tensor | None:
         """q, k and v of ``x``, and `Kernels.rope_and_cache` of them, in one kernel; None: not supported for these rows,
         or not compiled. The kernel reads deferred norms only; other ``x`` let a dry pass queue it."""
-        num_rows = len(x.weighted if isinstance(x, DeferredRMSNorm) else x)
-        tiling = self._product_tiling(num_rows)
-        if tiling is None or kv_cache.dtype is not self._weight.dtype or kv_cache.stride(4) != 1:
+        if kv_cache.dtype is not self._weight.dtype or kv_cache.stride(4) != 1:
+            return None
+        if not isinstance(x, DeferredRMSNorm):
+            self._queue_product(len(x), kv_cache.shape[3])
+            return None
+        tiling = self._product_tiling(len(x.weighted))
+        if tiling is None:
             return None
         with suppress(KernelNotReadyError):
-            if isinstance(x, DeferredRMSNorm):
-                return decode_product.rotate_and_cache(x, self._weight, tiling, kv_cache, metadata, num_heads, rotary)
-            if instead_of_launching.get() is not None:
-                kernel = decode_product.kernel_of(
-                    "qkv", tiling, self._weight.shape[1], self.head_dim, kv_cache.shape[3]
-                )
-                load(kernel, self._weight.device)
+            return decode_product.rotate_and_cache(x, self._weight, tiling, kv_cache, metadata, num_heads, rotary)
         return None
 
     def reads_deferred_norm(self, num_rows: int) -> bool:
@@ -175,13 +177,16 @@ class ChainedLinear(TritonLinear):
             return None
         return product_tiling(self._kind, num_rows, *self._weight.shape, self._limits.num_sms)
 
-    def _queue_product(self, num_rows: int) -> None:
-        """In a dry pass, which computes without deferred norms: queue the kernel that steps will use with them."""
-        if self._kind == "gated" and instead_of_launching.get() is not None:
-            tiling = self._product_tiling(num_rows)
-            if tiling is not None:
-                with suppress(KernelNotReadyError):
-                    load(decode_product.kernel_of("gated", tiling, self._weight.shape[1]), self._weight.device)
+    def _queue_product(self, num_rows: int, block_size: int = 0) -> None:
+        """In a dry pass, which computes without deferred norms: queue the kernel that steps will use with them.
+        ``block_size``: as in `decode_product.kernel_of`."""
+        if instead_of_launching.get() is None or not self.follows_product(num_rows):
+            return
+        tiling = self._product_tiling(num_rows)
+        if tiling is not None:
+            kernel = decode_product.kernel_of(self._kind, tiling, self._weight.shape[1], self.head_dim, block_size)
+            with suppress(KernelNotReadyError):
+                load(kernel, self._weight.device)
 
 
 class ChainedGateUp(ChainedLinear):
@@ -241,6 +246,10 @@ class ChainedResidual(ChainedLinear):
             return False
         residual.addmm_(x, self._weight.t(), alpha=self._scale)
         return True
+
+    def makes_product(self, num_rows: int) -> bool:
+        """Whether `add_and_norm` uses `decode_product` for this number of rows, without sums over ranks."""
+        return self._product_tiling(num_rows) is not None
 
     def add_and_norm(
         self,

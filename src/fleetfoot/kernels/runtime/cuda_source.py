@@ -50,6 +50,8 @@ class CudaKernel:
     """Threads of a block."""
     shared_bytes: int
     """Dynamic shared memory of a block."""
+    least_clusters: int = 1
+    """Clusters that must fit in the GPU at the same time; else it is not loaded."""
 
 
 class CudaCompileError(RuntimeError):
@@ -220,8 +222,11 @@ class LoadedKernel:
             driver_call("cuFuncSetAttribute", function, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
         clusters, config = ctypes.c_int(), self._config(self._kernel.cluster, None, dependent=False)
         driver_call("cuOccupancyMaxActiveClusters", ctypes.byref(clusters), function, ctypes.byref(config))
-        if not clusters.value:  # on a slice of a GPU
-            raise RuntimeError(f"no cluster of {self._kernel.cluster} thread blocks of this kernel fits in the GPU")
+        if clusters.value < self._kernel.least_clusters:  # a smaller GPU, or a slice of one
+            raise RuntimeError(
+                f"{clusters.value} clusters of {self._kernel.cluster} thread blocks of this kernel fit in the GPU, and "
+                f"it needs {self._kernel.least_clusters}"
+            )
         self._function = function
 
     def _config(self, num_ctas: int, stream: int | None, *, dependent: bool) -> _Config:

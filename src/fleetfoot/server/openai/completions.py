@@ -49,7 +49,8 @@ class Completions:
         service.check_generates()
         body.check()
         if body.best_of is not None and body.best_of != (body.n or 1):
-            raise invalid("best_of", f"best_of is {body.best_of}; it must be n={body.n or 1}")
+            message = f"best_of is {body.best_of} and n is {body.n or 1}; they must be equal: outputs are not ranked"
+            raise invalid("best_of", message)
         prompts = read_prompts("prompt", body.prompt)
         answer = _Answer(body.request_id or request_id(http, "cmpl"), body, service, prompts)
         inputs = prompts

@@ -14,6 +14,8 @@ from fleetfoot.server.http import ApiError, invalid
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 FIELDS = ("response_format", "structured_outputs", *_GUIDED)
 """Fields of a body; at most one of them is given."""
+_ENGINE_NAME = r"^structured_outputs(\.\w+)?"
+"""At the beginning of the engine's errors about a constraint."""
 
 
 def structured_outputs(body: Any) -> StructuredOutputsParams | None:
@@ -67,7 +69,8 @@ def _naming(field: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError) as error:
-        raise invalid(field, str(error)) from None
+        message = str(error) if field == "structured_outputs" else re.sub(_ENGINE_NAME, field, str(error))
+        raise invalid(field, message) from None
 
 
 @contextlib.contextmanager
@@ -79,5 +82,5 @@ def naming_constraint(body: Any) -> Iterator[None]:
         given = [name for name in FIELDS if getattr(body, name, None) is not None]
         if given and error.message.startswith("structured_outputs"):
             error.param = given[-1]
-            error.message = re.sub(r"^structured_outputs(\.\w+)?", given[-1], error.message)
+            error.message = re.sub(_ENGINE_NAME, given[-1], error.message)
         raise
