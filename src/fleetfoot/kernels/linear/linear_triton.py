@@ -208,6 +208,8 @@ class ChainedGateUp(ChainedLinear):
         is_supported = self._has_hopper_kernel and x.dtype is self._weight.dtype is torch.bfloat16
         if not is_supported or x.shape[1] != self._weight.shape[1] or x.stride(1) != 1 or not _is_aligned(x):
             return ()
+        if self._product_tiling(len(x)) is not None and self.follows_product(len(x)):
+            return ()  # steps have deferred norms
         return gated_tilings(len(x), *self._weight.shape, self._limits.num_sms)
 
     def _of_many_rows(self, x: torch.Tensor) -> torch.Tensor:
