@@ -35,7 +35,7 @@ class ProductTiling:
     rows: int
     """Rows of the input in a tile: 64, 128 or 256."""
     outputs: int
-    """Rows of the weight in a tile: 64 or 128; gated: gates and ups, half and half, or 256."""
+    """Rows of the weight in a tile: 64 or 128; gated: gates and ups, half and half, also 256."""
     splits: int = 1
     """Ranges of the inputs: thread blocks of a cluster. 1 unless the product is added to the residual."""
     peers: int = 1
@@ -115,7 +115,7 @@ def _one_row_tile(kind: ProductKind, num_weight_rows: int, num_sms: int) -> Prod
     shapes = {
         "qkv": ((128, 1),),
         "gated": ((256, 1), (128, 1), (64, 1)),
-        "residual": ((64, 1), (64, 2), (64, 4), (128, 2), (128, 4)),
+        "residual": ((64, 2), (64, 4), (128, 2), (128, 4)),
     }[kind]
     blocks = {
         ProductTiling(64, outputs, splits): num_weight_rows // outputs * splits
