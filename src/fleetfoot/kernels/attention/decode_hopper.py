@@ -49,8 +49,6 @@ from fleetfoot.kernels.runtime.triton_support import launcher, next_power_of_2
 
 MAX_ROWS = 16
 """Maximum query heads per KV head times query tokens per request."""
-PAIR_TILES = 2
-"""Fixed cost of a (request, KV head) pair, in tiles."""
 _TILE = 64  # KV positions
 _STAGES = 3
 _PROGRAMS_PER_SM = 2
@@ -73,9 +71,7 @@ def supports(inputs: AttentionInputs) -> bool:
     )
 
 
-def paged_attention_decode_hopper(
-    inputs: AttentionInputs, *, workspace: AttentionWorkspace, out: torch.Tensor, pair_tiles: int = PAIR_TILES
-) -> None:
+def paged_attention_decode_hopper(inputs: AttentionInputs, *, workspace: AttentionWorkspace, out: torch.Tensor) -> None:
     """See `fleetfoot.kernels.attention.decode.paged_attention_decode`, without ``rotary``."""
     query, kv_cache, query_start_loc, seq_lens, block_tables, scale, window, max_query_len, _ = inputs
     num_reqs = seq_lens.shape[0]
@@ -90,18 +86,17 @@ def paged_attention_decode_hopper(
     # A row of the cache is one head of one position, in chunks of 64 elements; V follows K.
     rows_per_block = kv_cache.stride(0) // head_dim
     num_rows = (num_blocks - 1) * rows_per_block + num_kv_heads * block_size
-    cache_desc = TensorDescriptor(
-        kv_cache,
-        [2, head_dim // 64, num_rows, 64],
-        [kv_cache.stride(1), 64, head_dim, 1],
-        [2, head_dim // 64, _TILE // 4, 64],
-        gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4),
+    cache_shape, cache_strides = [2, head_dim // 64, num_rows, 64], [kv_cache.stride(1), 64, head_dim, 1]
+    box_layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    cache_desc, atom_desc = (
+        TensorDescriptor(kv_cache, cache_shape, cache_strides, box, box_layout)
+        for box in ([2, head_dim // 64, _TILE // 4, 64], [1, 1, 8, 64])
     )
     overlap = can_overlap(query.device)
     launcher(_paged_attention_decode_kernel, (num_programs,))(
-        query, cache_desc, out, splits, arrivals, query_start_loc, seq_lens, block_tables, num_reqs, num_tokens,
-        rows_per_block, query.stride(0), block_tables.stride(0), scale * math.log2(math.e), window or 0,
-        pair_tiles,
+        query, cache_desc, atom_desc, out, splits, arrivals, query_start_loc, seq_lens, block_tables, num_reqs,
+        num_tokens, rows_per_block, query.stride(0), block_tables.stride(0), scale * math.log2(math.e), window or 0,
+        128 // head_dim,  # fixed cost of a (request, KV head) pair, in tiles
         num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, block_size=block_size, max_query_len=max_query_len,
         rows=rows, stored_rows=stored_rows, tile=_TILE, stages=_STAGES,
         requests_tile=next(size for size in (*_REQUEST_BUCKETS, next_power_of_2(num_reqs)) if size >= num_reqs),
@@ -285,15 +280,16 @@ def _merge_splits(
 
 @gluon.jit
 def _clear_output(
-    out_ptr, query_start_loc_ptr, seq_lens_ptr, num_reqs, num_tokens, width: gl.constexpr, layout: gl.constexpr
-):
-    """Write zeros for the tokens of padding requests, and for those after the last request's."""
+    out_ptr, query_start_loc_ptr, seq_lens_ptr, seq_len, num_reqs, num_tokens,
+    width: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Write zeros for the tokens of padding requests, and for those after the last request's. ``seq_len``: of the
+    request with the program's number, 0 if there is none."""
     column = gl.arange(0, 256, layout)
     request = gl.program_id(0)
     while request <= num_reqs:
-        is_request = request < num_reqs
-        seq_len = gl.load(seq_lens_ptr + request, mask=is_request, other=0)
         if seq_len == 0:
+            is_request = request < num_reqs
             token = gl.load(query_start_loc_ptr + request)
             end = gl.load(query_start_loc_ptr + request + 1, mask=is_request, other=0)
             end = gl.where(is_request, end, num_tokens)
@@ -304,6 +300,7 @@ def _clear_output(
                     gl.store(pointers, zeros, mask=begin + column < width)
                 token += 1
         request += gl.num_programs(0)
+        seq_len = gl.load(seq_lens_ptr + request, mask=request < num_reqs, other=0)
 
 
 @gluon.jit
@@ -325,7 +322,13 @@ def _consumer_warps(
     sums_of_stages = tiles._reinterpret(gl.float32, [stages * 16 // rows, 4, head_dim, rows], sums_layout)
     query_stride = gl.multiple_of(query_stride, 8)
     stats_ptr = splits_ptr + gl.num_programs(0) * (2 * stored_rows * head_dim)
+    request = gl.program_id(0)
+    seq_len = gl.load(seq_lens_ptr + request, mask=request < num_reqs, other=0)
     wait_for_inputs(overlap)
+    _clear_output(
+        out_ptr, query_start_loc_ptr, seq_lens_ptr, seq_len, num_reqs, num_tokens, num_kv_heads * group * head_dim,
+        gl.BlockedLayout([2], [32], [4], [0]),
+    )  # fmt: skip
     count = 0
     step = 0
     num_tiles = wait_for_work(work, work_full, 0, SLOTS, NUM_FIELDS, 4)
@@ -380,10 +383,6 @@ def _consumer_warps(
             result = sums * gl.expand_dims(1.0 / gl.where(row_sum > 0, row_sum, 1.0), 0)
             pointers = _address(out_ptr, offset, head_dim, layout)
             gl.store(pointers, result.to(out_ptr.dtype.element_ty), mask=gl.expand_dims(token < query_len, 0))
-    _clear_output(
-        out_ptr, query_start_loc_ptr, seq_lens_ptr, num_reqs, num_tokens, num_kv_heads * group * head_dim,
-        gl.BlockedLayout([2], [32], [4], [0]),
-    )  # fmt: skip
 
 
 # Query and output are checked to be aligned; the other tensors may be slices with any offset.
@@ -394,8 +393,8 @@ def _consumer_warps(
     ]
 )  # fmt: skip
 def _paged_attention_decode_kernel(
-    query_ptr, cache_desc, out_ptr, splits_ptr, arrivals_ptr, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr,
-    num_reqs, num_tokens, rows_per_block, query_stride, table_stride, scale_log2, window, pair_tiles,
+    query_ptr, cache_desc, atom_desc, out_ptr, splits_ptr, arrivals_ptr, query_start_loc_ptr, seq_lens_ptr,
+    block_tables_ptr, num_reqs, num_tokens, rows_per_block, query_stride, table_stride, scale_log2, window, pair_tiles,
     num_kv_heads: gl.constexpr, group: gl.constexpr, head_dim: gl.constexpr, block_size: gl.constexpr,
     max_query_len: gl.constexpr, rows: gl.constexpr, stored_rows: gl.constexpr, tile: gl.constexpr,
     stages: gl.constexpr, requests_tile: gl.constexpr, has_window: gl.constexpr, overlap: gl.constexpr,
@@ -423,12 +422,12 @@ def _paged_attention_decode_kernel(
     max_mem = gl.allocate_shared_memory(gl.float32, [4, rows], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     sum_mem = gl.allocate_shared_memory(gl.float32, [4, rows], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     # fmt: off
-    slots, kv_stages = (work, work_full, work_empty), (tiles, full, empty)
+    slots, kv_stages, descs = (work, work_full, work_empty), (tiles, full, empty), (cache_desc, atom_desc)
     gl.warp_specialize([
         (_consumer_warps, (query_ptr, out_ptr, splits_ptr, arrivals_ptr, query_start_loc_ptr, seq_lens_ptr, slots,
                            kv_stages, max_mem, sum_mem, num_reqs, num_tokens, query_stride, scale_log2, window,
                            num_kv_heads, group, head_dim, rows, stored_rows, tile, stages, has_window, overlap)),
-        (producer_warp, (cache_desc, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr, slots, kv_stages, num_reqs,
+        (producer_warp, (descs, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr, slots, kv_stages, num_reqs,
                          rows_per_block, table_stride, window, pair_tiles, num_kv_heads, head_dim, block_size,
                          max_query_len, tile, stages, requests_tile, has_window, overlap)),
     ], [1], [48])
