@@ -215,6 +215,16 @@ def test_importing_the_backend_needs_no_triton() -> None:
 
 
 @compiled
+def test_hopper_kernel_for_heads_of_96() -> None:
+    """For few requests, the Triton kernel is faster."""
+    from fleetfoot.kernels.attention import decode_hopper
+
+    for head_dim, num_reqs, is_supported in ((128, 1, True), (96, 63, False), (96, 64, True), (80, 64, False)):
+        batch = make_batch([(1, 20)] * num_reqs, head_dim=head_dim, dtype=torch.bfloat16)
+        assert decode_hopper.supports(batch.inputs()) == is_supported
+
+
+@compiled
 def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     """No registers spill, or a few outside of loops."""
     output = run_python(
