@@ -22,6 +22,14 @@ MIXED: Requests = [*SHORT, (130, 1030), (7, 7), (128, 128), (1, 40), (333, 4000)
 HEADS = [(8, 8), (8, 4), (12, 4), (32, 8), (14, 2), (16, 2), (16, 1)]
 
 
+@pytest.fixture(autouse=True)
+def heads_of_96_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for few requests, where the plain kernel is faster."""
+    decode_hopper, _ = triton_module._hopper_kernels(torch.device("cuda"))
+    if decode_hopper is not None:
+        monkeypatch.setattr(decode_hopper, "MIN_REQUESTS_OF_96", 1)
+
+
 def check(batch: Batch, window: int | None = None) -> None:
     backend = TritonBackend()
     for _ in range(2):  # a launch leaves the workspace as it was
@@ -40,11 +48,12 @@ def cuda_batch(requests: Requests, heads: tuple[int, int] = (8, 2), **shape: Any
 
 
 SHAPES: list[dict[str, Any]] = [
-    *({"heads": heads, "head_dim": size, "behind": 3} for heads, size in product(HEADS, (64, 128))),
-    *({"dtype": dtype, "head_dim": size} for dtype, size in product((torch.float16, torch.float32), (64, 128))),
-    *({"head_dim": head_dim} for head_dim in (16, 80, 96, 256)),
+    *({"heads": heads, "head_dim": size, "behind": 3} for heads, size in product(HEADS, (64, 96, 128))),
+    *({"dtype": dtype, "head_dim": size} for dtype, size in product((torch.float16, torch.float32), (64, 96, 128))),
+    *({"head_dim": head_dim} for head_dim in (16, 80, 256)),
     *({"head_dim": size, "soft_cap": cap, "window": w} for size, cap, w in ((256, 50.0, None), (128, 0.5, 100))),
     *({"block_size": size, "window": w} for size, w in product((16, 32, 64, 128, 256), (None, 1, 100, 1000))),
+    *({"head_dim": 96, "block_size": size, "window": w} for size, w in ((16, 100), (32, None), (256, 1))),
 ]
 
 
@@ -69,7 +78,7 @@ def test_long_chunks_of_small_heads(heads: tuple[int, int], window: int | None) 
 
 
 @pytest.mark.parametrize("requests", [DECODES, DRAFTS, [(1, 1 + 37 * row % 700) for row in range(300)]])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_plain_decode_kernel_where_hopper_has_its_own(
     requests: Requests, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,9 +92,18 @@ def test_pieces_of_one_long_request_among_short_ones() -> None:
 
 
 @pytest.mark.parametrize("num_reqs", [1, 16, 17, 256, 300])
-def test_many_requests(num_reqs: int) -> None:
-    check(cuda_batch([(1, 1 + 37 * row % 700) for row in range(num_reqs)]))
-    check(cuda_batch([(1 + 29 * row % 50, 50 + 37 * row % 300) for row in range(num_reqs)], num_decodes=0))
+@pytest.mark.parametrize("head_dim", [96, 128])
+def test_many_requests(num_reqs: int, head_dim: int) -> None:
+    check(cuda_batch([(1, 1 + 37 * row % 700) for row in range(num_reqs)], head_dim=head_dim))
+    mixed = [(1 + 29 * row % 50, 50 + 37 * row % 300) for row in range(num_reqs)]
+    check(cuda_batch(mixed, num_decodes=0, head_dim=head_dim))
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_every_length_of_a_last_block(head_dim: int) -> None:
+    """Of 16 positions, of which a half may be copied."""
+    for first in (1, 49, 113):
+        check(cuda_batch([(1, first + row % 17) for row in range(80)], (8, 4), head_dim=head_dim))
 
 
 def test_one_graph_for_all_lengths() -> None:

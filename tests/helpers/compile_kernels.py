@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -101,9 +102,10 @@ def attention() -> None:
     for query_len in (1, 4):
         fused = make_fused_batch([(query_len, 5)], num_kv_heads=8, **shape)
         fused.decode(workspace, None, None, empty(1024, 4096))
-    for num_kv_heads in (8, 2):  # 8 rows, and 16
-        grouped = make_batch([(1, 5)], num_kv_heads=num_kv_heads, **shape)
-        decode_hopper.paged_attention_decode_hopper(grouped.inputs(), workspace=workspace, out=out)
+    for num_kv_heads, head_dim in product((8, 2), (64, 96, 128)):  # 8 rows, and 16
+        grouped = make_batch([(1, 5)], num_kv_heads=num_kv_heads, **{**shape, "head_dim": head_dim})
+        grouped_out = torch.empty_like(grouped.query)
+        decode_hopper.paged_attention_decode_hopper(grouped.inputs(), workspace=workspace, out=grouped_out)
     prefill.paged_attention_prefill(batch.inputs(), out=out)
     capped = make_batch([(1, 5)], num_kv_heads=8, soft_cap=50.0, **{**shape, "head_dim": 64})
     for attend in (partial(decode.paged_attention_decode, workspace=workspace), prefill.paged_attention_prefill):

@@ -65,44 +65,69 @@ def _find_range(
     request_begin = gl.max(gl.where(ends <= cursor, ends, 0), 0)
     # A range that would end within the cost slots of a pair ends before them.
     last_width = gl.max(gl.where((ends >= end) & (ends - widths * num_kv_heads < end), widths, 0), 0)
-    last_offset = (end - gl.max(gl.where(ends < end, ends, 0), 0)) % gl.maximum(last_width, 1)
+    last_begin = gl.max(gl.where(ends < end, ends, 0), 0)
+    last_offset = (end - last_begin) % gl.maximum(last_width, 1)
     end = gl.where(last_offset <= pair_cost, end - last_offset, end)
-    return cursor, end, program_tiles, alignment, pair_cost, request, request_begin
+    last_offset = gl.where(last_offset <= pair_cost, 0, last_offset)
+    last_request = gl.sum((ends < end).to(gl.int32), 0)
+    last = (end - last_offset, last_request, last_begin)
+    return cursor, end, program_tiles, alignment, pair_cost, request, request_begin, last
 
 
 @gluon.jit
 def _copy_tile(
-    cache_desc, boxes, stage, barrier, blocks, begin, seq_len, kv_head, rows_per_block,
-    tile: gl.constexpr, block_size: gl.constexpr, box_bytes: gl.constexpr,
+    descs, boxes, atoms, stage, barrier, blocks, begin, seq_len, kv_head, rows_per_block,
+    parts: gl.constexpr, padded_parts: gl.constexpr, tile: gl.constexpr, block_size: gl.constexpr,
+    atom_bytes: gl.constexpr,
 ):  # fmt: skip
-    """Start the copies of a tile of K and V. Boxes past the sequence are not copied, and keep what they had."""
+    """Start the copies of a tile of K and V. What is past the sequence is not copied, and keeps what it had: in steps
+    of 8 positions, which are the rows of an atom of the swizzle."""
+    cache_desc, atom_desc = descs
+    whole_bytes: gl.constexpr = 4 * padded_parts * atom_bytes
+    half_bytes: gl.constexpr = 2 * parts * atom_bytes
     for box in gl.static_range(4):
         position = begin + box * (tile // 4)
         row = blocks[box] * rows_per_block + kv_head * block_size + position % block_size
-        is_cached = position < seq_len
-        mbarrier.expect(barrier, box_bytes, pred=is_cached)
-        mbarrier.arrive(barrier, count=1, pred=position >= seq_len)
-        place = boxes.index(stage * 4 + box)
-        tma.async_copy_global_to_shared(cache_desc, [0, 0, row, 0], barrier, place, pred=is_cached)
+        is_whole = position + 8 < seq_len
+        mbarrier.expect(barrier, whole_bytes, pred=is_whole)
+        tma.async_copy_global_to_shared(
+            cache_desc, [0, 0, row, 0], barrier, boxes.index(stage * 4 + box), pred=is_whole
+        )
+        if position + 8 >= seq_len:
+            is_cached = position < seq_len
+            mbarrier.expect(barrier, half_bytes, pred=is_cached)
+            mbarrier.arrive(barrier, count=1, pred=position >= seq_len)
+            for kind in gl.static_range(2):
+                for part in gl.static_range(parts):
+                    place = atoms.index((((stage * 4 + box) * 2 + kind) * padded_parts + part) * 2)
+                    tma.async_copy_global_to_shared(atom_desc, [kind, part, row, 0], barrier, place, pred=is_cached)
 
 
 @gluon.jit
 def producer_warp(
-    cache_desc, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr, slots, kv_stages,
+    descs, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr, slots, kv_stages,
     num_reqs, rows_per_block, table_stride, window, pair_tiles,
-    num_kv_heads: gl.constexpr, head_dim: gl.constexpr, block_size: gl.constexpr, max_query_len: gl.constexpr,
-    tile: gl.constexpr, stages: gl.constexpr, requests_tile: gl.constexpr, has_window: gl.constexpr,
-    overlap: gl.constexpr,
+    num_kv_heads: gl.constexpr, head_dim: gl.constexpr, chunk: gl.constexpr, padded_dim: gl.constexpr,
+    block_size: gl.constexpr, max_query_len: gl.constexpr, tile: gl.constexpr, stages: gl.constexpr,
+    requests_tile: gl.constexpr, has_window: gl.constexpr, overlap: gl.constexpr,
 ):  # fmt: skip
     """Describe the program's work tiles, and fill the stages with their tiles of K and V as they become empty."""
     work, work_full, work_empty = slots
     tiles, full, empty = kv_stages
-    parts: gl.constexpr = head_dim // 64
-    box_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    boxes = tiles._reinterpret(tiles.dtype, [stages * 4, 2, parts, tile // 4, 64], box_layout)
-    cursor, end, program_tiles, alignment, pair_cost, request, request_begin = _find_range(
+    parts: gl.constexpr = padded_dim // chunk
+    box_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * chunk, element_bitwidth=16, rank=4)
+    boxes = tiles._reinterpret(tiles.dtype, [stages * 4, 2, parts, tile // 4, chunk], box_layout)
+    atoms = tiles._reinterpret(tiles.dtype, [stages * 4 * 2 * parts * 2, 1, 1, 8, chunk], box_layout)
+    cursor, end, program_tiles, alignment, pair_cost, request, request_begin, last = _find_range(
         seq_lens_ptr, num_reqs, window, pair_tiles, num_kv_heads, max_query_len, tile, requests_tile, has_window
     )
+    # If the range ends within a pair, that split comes first: splits are then merged while there is other work.
+    first_cursor, first_request, first_begin = cursor, request, request_begin
+    last_cursor, last_request, last_begin = last
+    is_reordered = (last_cursor > cursor) & (last_cursor < end)
+    cursor = gl.where(is_reordered, last_cursor, cursor)
+    request = gl.where(is_reordered, last_request, request)
+    request_begin = gl.where(is_reordered, last_begin, request_begin)
     count = 0
     step = 0
     while cursor < end:
@@ -151,8 +176,8 @@ def producer_warp(
             mbarrier.wait(empty.index(stage), ((step // stages) & 1) ^ 1)
             barrier = full.index(stage)
             _copy_tile(
-                cache_desc, boxes, stage, barrier, blocks, position, seq_len, kv_head, rows_per_block,
-                tile, block_size, 2 * (tile // 4) * head_dim * 2,
+                descs, boxes, atoms, stage, barrier, blocks, position, seq_len, kv_head, rows_per_block,
+                head_dim // chunk, parts, tile, block_size, 8 * chunk * 2,
             )  # fmt: skip
             blocks = next_blocks
             step += 1
@@ -161,6 +186,9 @@ def producer_warp(
         if cursor == request_begin + width * num_kv_heads:
             request_begin = cursor
             request += 1
+        if is_reordered & (cursor == end):
+            cursor, end, request, request_begin = first_cursor, last_cursor, first_request, first_begin
+            is_reordered = cursor > end  # no more
     slot = count % SLOTS
     mbarrier.wait(work_empty.index(slot), ((count // SLOTS) & 1) ^ 1)
     put_field(work, slot, NUM_TILES, NUM_FIELDS, 0)
