@@ -9,7 +9,7 @@
 // M of the tensor core instructions is rows, so that what concerns a row is in four neighboring threads. The copies of
 // the weight arrange its rows so that a thread has contiguous outputs: of each 8 * RUN outputs, thread t of four has
 // 2 * RUN, from 2 * RUN * t on.
-#include <hopper.cuh>
+#include <activation.cuh>
 
 #define GATED 1     // silu(gate) * up, with the rows of gate first in the weight
 #define RESIDUAL 2  // the residual sum, and its deferred norm
@@ -186,7 +186,7 @@ DEVICE void write_head(const Arguments& arguments, const float (&sums)[64], int 
 
 extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_constant__ Arguments arguments) {
   launch_dependents();
-  extern __shared__ __align__(128) char memory[];
+  char* memory = shared_memory();
   const u32 ring = (shared_address(memory) + 1023) / 1024 * 1024, scratch = ring + STAGES * STAGE;
   const u32 full = scratch + SCRATCH, empty = full + STAGES * 8, received = empty + STAGES * 8;
   const int rank = blockIdx.x % SPLITS, tile = blockIdx.x / SPLITS, warp = threadIdx.x / 32;

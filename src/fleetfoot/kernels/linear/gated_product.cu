@@ -6,7 +6,7 @@
 // of it each. There is no producer warp, since sums take all registers: the first warp refills a stage as soon as all
 // groups have multiplied it, while the tensor cores have the next one. The PEERS blocks of a cluster have the same rows:
 // each copies a part of them for all. With more tiles than blocks, a block has several, one after the other.
-#include <hopper.cuh>
+#include <activation.cuh>
 
 constexpr int THREADS = GROUPS * 128, CHUNK = 64;  // inputs, 128 bytes: the width of the swizzle
 constexpr int CHUNKS = INPUTS / CHUNK;
@@ -95,7 +95,7 @@ DEVICE void release(u32 empty) {  // of a warp group
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) gated_product(const __grid_constant__ Arguments arguments) {
   launch_dependents();
-  extern __shared__ __align__(128) char memory[];
+  char* memory = shared_memory();
   const u32 stages = (shared_address(memory) + 1023) / 1024 * 1024, scratch = stages + STAGES * STAGE;
   const Ring ring{stages, scratch + SCRATCH, scratch + SCRATCH + STAGES * 8};
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), group = warp / 4;
@@ -168,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gated_product(const __g
 #pragma unroll
     for (int block = 0; block < BLOCKS; block++)
 #pragma unroll
-      for (int i = 0; i < WIDTH; i++) asm volatile("" : "+f"(sums[block][i])::"memory");
+      for (int i = 0; i < WIDTH; i++) keep_order(sums[block][i]);
     release(ring.empty + stage * 8);
     if (warp == 0) refill(stage, phase, CHUNKS - 1 + STAGES, index);
     if (++stage == STAGES) {

@@ -1,5 +1,5 @@
-// What the products of decode steps need of Hopper (sm_90a), as inline functions: no other file of this folder contains
-// PTX.
+// What the products need of Hopper (sm_90a), as inline functions: no other file of this folder contains PTX. The tests
+// compile the kernels for a CPU with a header of the same name and functions.
 #pragma once
 
 using u16 = unsigned short;
@@ -13,6 +13,10 @@ struct alignas(64) TensorMap {  // `CUtensorMap`
   u64 opaque[16];
 };
 
+DEVICE char* shared_memory() {
+  extern __shared__ __align__(128) char memory[];
+  return memory;
+}
 DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
 
 // Programmatic dependent launch: see fleetfoot.kernels.runtime.dependent_launch for the rules.
@@ -123,18 +127,15 @@ DEVICE float low_bf16(u32 packed) { return __uint_as_float(packed << 16); }
 DEVICE float high_bf16(u32 packed) { return __uint_as_float(packed & 0xffff0000u); }
 DEVICE float round_bf16(float x) { return low_bf16(pack_bf16(x, 0.0f)); }
 
-// silu(gate) * up of two outputs, packed. One reciprocal for both: 1 / a = b * (1 / (a * b)). Below -41 SiLU is nothing.
-DEVICE u32 silu_and_mul(const float* gates, const float* ups) {
-  const u32 gate = pack_bf16(gates[0], gates[1]), up = pack_bf16(ups[0], ups[1]);
-  float parts[2] = {low_bf16(gate), high_bf16(gate)}, sums[2], inverse;
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    parts[i] = parts[i] < -41.0f ? -41.0f : parts[i];  // NaN stays
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(sums[i]) : "f"(parts[i] * -1.4426950408889634f));
-    sums[i] += 1.0f;
-  }
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(sums[0] * sums[1]));
-  return pack_bf16(parts[0] * (sums[1] * inverse) * low_bf16(up), parts[1] * (sums[0] * inverse) * high_bf16(up));
+DEVICE float exp2_approx(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+DEVICE float inverse_approx(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
 }
 
 // --- products of a warp group -----------------------------------------------------------------------------------------
@@ -149,6 +150,9 @@ template <int pending>
 DEVICE void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
+
+// What reads a sum is not moved before this, which is behind the wait.
+DEVICE void keep_order(float& sum) { asm volatile("" : "+f"(sum)::"memory"); }
 
 // Operands of the instructions, in groups of eight registers.
 #define FOUR(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
