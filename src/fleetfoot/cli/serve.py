@@ -34,6 +34,8 @@ _DEFAULT_QUEUE = 4096
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
+    text = "YAML file of flags, such as 'port: 8000' or 'max-model-len: 4096'; those of the command line win"
+    parser.add_argument("--config", metavar="FILE", help=text)
     add_server_arguments(parser)
     add_engine_arguments(parser, takes_model=True, leave_out=("served_model_name", "reasoning_parser"))
 
