@@ -1,8 +1,10 @@
 """The tokenizer gives the ids and texts of transformers' fast tokenizers on the same files."""
 
+import copy
 import functools
 import json
 import logging
+import pickle
 import re
 import subprocess
 import sys
@@ -353,3 +355,17 @@ def test_imports_are_lazy() -> None:
         "assert not {'torch', 'jinja2', 'transformers'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_copies_and_pickles() -> None:
+    """As other processes get them, with what was set since."""
+    tokenizer = Tokenizer.from_path(embedded_model_path())
+    tokenizer.pad_token = "<|end|>"
+    messages = [{"role": "user", "content": "Hello"}]
+    for other in (pickle.loads(pickle.dumps(tokenizer)), copy.copy(tokenizer), copy.deepcopy(tokenizer)):
+        ids = other.encode("Once upon a time")
+        assert ids == tokenizer.encode("Once upon a time") and other.decode(ids) == tokenizer.decode(ids)
+        assert other.pad_token_id == tokenizer.pad_token_id and len(other) == len(tokenizer)
+        assert other.apply_chat_template(messages) == tokenizer.apply_chat_template(messages)
+        other.pad_token = None
+        assert tokenizer.pad_token == "<|end|>"

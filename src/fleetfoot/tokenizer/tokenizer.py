@@ -74,8 +74,19 @@ class Tokenizer:
         self.chat_templates = dict(chat_templates or {})
         self.tensor_types: dict[str, Callable[[Any], Any]] = {"np": np.array}
         """What makes the values of ``return_tensors``."""
-        self.pieces = TokenPieces(backend)
+        self._make_caches()
+
+    def _make_caches(self) -> None:
+        self.pieces = TokenPieces(self.backend)
         self._compile = functools.lru_cache(_MAX_COMPILED_TEMPLATES)(_compile_chat_template)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled and copied: all but caches, which are made again."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("pieces", "_compile")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._make_caches()
 
     @classmethod
     def from_path(cls, folder_or_file: str | Path) -> Tokenizer:
