@@ -167,6 +167,10 @@ def test_arguments_of_the_source(module, kernel: CudaKernel, tmp_path: Path) -> 
     source = tmp_path / "check.cu"
     source.write_text(f'#include <cstddef>\n#include "{module.SOURCE_PATH}"\n{checks}\n')
     command = ["nvcc", "-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-cubin", "-o", tmp_path / "check.cubin"]
-    command += [f"-I{module.SOURCE_PATH.parent}", *(f"-D{key}={value}" for key, value in kernel.defines), source]
+    command += [
+        *(f"-I{folder}" for folder in kernel.include_paths),
+        *(f"-D{key}={value}" for key, value in kernel.defines),
+    ]
+    command.append(source)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -59,14 +59,5 @@ DEVICE void mma(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1
   std::memcpy(sums, warp.sums[lane], sizeof(sums));
 }
 
-DEVICE u32 round_bf16(float x) {
-  const u32 bits = float_bits(x);
-  return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
-DEVICE u32 pack_bf16(float low, float high) { return round_bf16(low) | round_bf16(high) << 16; }
-DEVICE float low_bf16(u32 packed) { return bits_float(packed << 16); }
-DEVICE float high_bf16(u32 packed) { return bits_float(packed & 0xffff0000u); }
-DEVICE float exp2_fast(float x) { return std::exp2(x); }
-DEVICE float inverse(float x) { return 1.0f / x; }
 DEVICE float inverse_sqrt(float x) { return 1.0f / std::sqrt(x); }
 DEVICE float maximum(float a, float b) { return a > b ? a : b; }

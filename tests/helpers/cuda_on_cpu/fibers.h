@@ -170,7 +170,7 @@ T* in_block(u32 rank, T* pointer) {
 }
 }  // namespace cpu
 
-// What all kernels use.
+// What all kernels use: the functions of src/fleetfoot/kernels/runtime/intrinsics.cuh, but for those of addresses.
 DEVICE void launch_dependents() {}
 DEVICE void wait_for_inputs() {}
 DEVICE void barriers_ready() {}
@@ -207,3 +207,14 @@ DEVICE float bits_float(u32 bits) {
   std::memcpy(&value, &bits, 4);
   return value;
 }
+namespace cpu {
+inline u32 bf16_bits(float x) {
+  const u32 bits = float_bits(x);
+  return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+}  // namespace cpu
+DEVICE u32 pack_bf16(float low, float high) { return cpu::bf16_bits(low) | cpu::bf16_bits(high) << 16; }
+DEVICE float low_bf16(u32 packed) { return bits_float(packed << 16); }
+DEVICE float high_bf16(u32 packed) { return bits_float(packed & 0xffff0000u); }
+DEVICE float exp2_fast(float x) { return std::exp2(x); }
+DEVICE float inverse(float x) { return 1.0f / x; }

@@ -130,16 +130,7 @@ DEVICE void send(u32 to, const float* values, u32 barrier) {
 }
 DEVICE float from_lane(float value, u32 lane) { return bits_float(from_lane(float_bits(value), lane)); }
 
-DEVICE u32 round_bits(float x) {
-  const u32 bits = float_bits(x);
-  return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
-DEVICE u32 pack_bf16(float low, float high) { return round_bits(low) | round_bits(high) << 16; }
-DEVICE float low_bf16(u32 packed) { return bits_float(packed << 16); }
-DEVICE float high_bf16(u32 packed) { return bits_float(packed & 0xffff0000u); }
 DEVICE float round_bf16(float x) { return low_bf16(pack_bf16(x, 0.0f)); }
-DEVICE float exp2_approx(float x) { return std::exp2(x); }
-DEVICE float inverse_approx(float x) { return 1.0f / x; }
 
 DEVICE u64 matrix_of(u32 address) { return address >> 4; }
 DEVICE void products_begin() {}

@@ -1,42 +1,20 @@
-// What the cluster kernels need of Hopper (sm_90), as inline functions: no other file of this folder contains PTX. The
-// tests compile the kernels for a CPU with a header of the same name and functions, which emulates a cluster of thread
-// blocks.
+// What only the cluster kernels need of Hopper (sm_90), as inline functions: no other file of this folder contains PTX.
+// The tests compile the kernels for a CPU with a header of the same name and functions, which emulates a cluster of
+// thread blocks.
 #pragma once
 
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-using i64 = long long;
+#include <intrinsics.cuh>
 
-#define DEVICE static __device__ __forceinline__
 #define CONSTEXPR __host__ __device__ constexpr
 #define KERNEL(registers) extern "C" __global__ void __maxnreg__(registers)
 
 DEVICE u32 thread_index() { return threadIdx.x; }
 DEVICE u32 block_index() { return blockIdx.x; }
-DEVICE char* shared_memory() {
-  extern __shared__ __align__(128) char memory[];
-  return memory;
-}
-DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
 
-// Programmatic dependent launch: see fleetfoot.kernels.runtime.dependent_launch for the rules.
-DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
-DEVICE void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-// Barriers in shared memory, which count arrivals and bytes.
-DEVICE void barrier_init(u64* barrier, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
-}
-// Barriers initialised before this are visible to the cluster and to asynchronous copies.
-DEVICE void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-DEVICE void barrier_expect(u64* barrier, u32 bytes) {  // one arrival
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
-}
-DEVICE void barrier_arrive(u64* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
+// Barriers in shared memory, by pointers.
+DEVICE void barrier_init(u64* barrier, u32 count) { barrier_init(shared_address(barrier), count); }
+DEVICE void barrier_expect(u64* barrier, u32 bytes) { barrier_expect(shared_address(barrier), bytes); }  // one arrival
+DEVICE void barrier_arrive(u64* barrier) { barrier_arrive(shared_address(barrier)); }
 // Acquires for the thread block, which is enough for shared memory: for the cluster it would also empty the L1 cache,
 // at each wait of each warp.
 DEVICE bool barrier_test(u64* barrier, u32 parity) {
@@ -71,15 +49,7 @@ DEVICE void prefetch(const void* from, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
-// The cluster: its thread blocks, a barrier over all their threads, after which `barriers_ready` is seen, and stores to
-// a block's shared memory.
-DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-DEVICE u32 address_in(u32 rank, const void* pointer) {
-  u32 address;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(rank));
-  return address;
-}
+DEVICE u32 address_in(u32 rank, const void* pointer) { return address_in(rank, shared_address(pointer)); }
 // Store `value` where block `rank` has `to`; its `barrier` counts the bytes.
 DEVICE void send(u32 rank, void* to, u32 value, u64* barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
@@ -94,17 +64,8 @@ DEVICE void send(u32 rank, void* to, float first, float second, u64* barrier) {
                : "memory");
 }
 
-// Barriers of the first `threads` threads of a block, and of a warp.
-DEVICE void block_sync(u32 threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
-DEVICE bool elect_lane() {  // of a whole warp
-  u32 is_elected;
-  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(is_elected));
-  return is_elected;
-}
 DEVICE void warp_sync() { __syncwarp(); }
 DEVICE u32 from_lane(u32 value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
-DEVICE float from_lane_xor(float value, u32 mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
-
 // sums [16 outputs, 8 rows] += weight [16, 16] x rows [16, 8], bf16, in the fragments of mma.m16n8k16.
 DEVICE void mma(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm volatile(
@@ -114,24 +75,6 @@ DEVICE void mma(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-DEVICE u32 pack_bf16(float low, float high) {
-  u32 packed;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-DEVICE float low_bf16(u32 packed) { return __uint_as_float(packed << 16); }
-DEVICE float high_bf16(u32 packed) { return __uint_as_float(packed & 0xffff0000u); }
-DEVICE float exp2_fast(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-// Within 2 ulp, without a branch for special cases.
-DEVICE float inverse(float x) {
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
 DEVICE float inverse_sqrt(float x) {
   float result;
   asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));

@@ -9,8 +9,8 @@ DEVICE u32 silu_and_mul(const float* gates, const float* ups) {
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     parts[i] = parts[i] < -41.0f ? -41.0f : parts[i];  // NaN stays
-    sums[i] = 1.0f + exp2_approx(parts[i] * -1.4426950408889634f);
+    sums[i] = 1.0f + exp2_fast(parts[i] * -1.4426950408889634f);
   }
-  const float inverse = inverse_approx(sums[0] * sums[1]);
-  return pack_bf16(parts[0] * (sums[1] * inverse) * low_bf16(up), parts[1] * (sums[0] * inverse) * high_bf16(up));
+  const float factor = inverse(sums[0] * sums[1]);
+  return pack_bf16(parts[0] * (sums[1] * factor) * low_bf16(up), parts[1] * (sums[0] * factor) * high_bf16(up));
 }

@@ -15,7 +15,7 @@ import torch
 
 from fleetfoot.kernels.elementwise import DeferredRMSNorm
 from fleetfoot.kernels.linear.product_tilings import CHUNK, ProductKind, ProductTiling
-from fleetfoot.kernels.linear.tensor_maps import tensor_map
+from fleetfoot.kernels.linear.tensor_maps import TensorMap, argument_bytes, tensor_map
 from fleetfoot.kernels.runtime.cuda_source import CudaKernel, LoadedKernel, load
 from fleetfoot.kernels.runtime.row_padding import empty_rows, readable_rows
 from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError
@@ -32,8 +32,8 @@ class _Arguments(ctypes.Structure):
     """``struct Arguments`` of ``decode_product.cu``."""
 
     _fields_ = (
-        ("x", ctypes.c_uint64 * 16),
-        ("weight", ctypes.c_uint64 * 16),
+        ("x", TensorMap),
+        ("weight", TensorMap),
         *((name, ctypes.c_void_p) for name in ("squares", "residual", "norm", "out", "total", "squares_out")),
         *((name, ctypes.c_int) for name in ("rows", "num_outputs", "row_tiles", "num_parts")),
         ("eps", ctypes.c_float),
@@ -154,8 +154,7 @@ def _arguments(
 
 def _launch(kernel: LoadedKernel, arguments: _Arguments, tiling: ProductTiling, weight: torch.Tensor) -> None:
     num_blocks = arguments.row_tiles * (len(weight) // tiling.outputs) * tiling.splits
-    # the struct is aligned to 64 bytes
-    kernel.launch(num_blocks, bytes(arguments) + bytes(-ctypes.sizeof(arguments) % 64), dependent=True)
+    kernel.launch(num_blocks, argument_bytes(arguments), dependent=True)
 
 
 @lru_cache(maxsize=4096)

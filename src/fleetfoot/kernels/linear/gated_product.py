@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from fleetfoot.kernels.linear.product_tilings import CHUNK, GatedTiling
-from fleetfoot.kernels.linear.tensor_maps import tensor_map
+from fleetfoot.kernels.linear.tensor_maps import TensorMap, argument_bytes, tensor_map
 from fleetfoot.kernels.runtime.cuda_source import CudaKernel, load
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
 from fleetfoot.kernels.runtime.row_padding import empty_rows, readable_rows
@@ -22,8 +22,8 @@ class _Arguments(ctypes.Structure):
     """``struct Arguments`` of ``gated_product.cu``."""
 
     _fields_ = (
-        ("x", ctypes.c_uint64 * 16),
-        ("weight", ctypes.c_uint64 * 16),
+        ("x", TensorMap),
+        ("weight", TensorMap),
         ("out", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("rows", "num_outputs", "row_tiles", "num_tiles")),
     )
@@ -68,8 +68,7 @@ def multiply_gated_wide(x: torch.Tensor, weight: torch.Tensor, tiling: GatedTili
         out=output.data_ptr(), rows=num_rows, num_outputs=num_outputs, row_tiles=row_tiles, num_tiles=num_tiles,
     )  # fmt: skip
     num_clusters = min(num_tiles, gpu_limits(weight.device).num_sms // tiling.peers)
-    # the struct is aligned to 64 bytes
-    kernel.launch(num_clusters * tiling.peers, bytes(arguments) + bytes(-ctypes.sizeof(arguments) % 64), dependent=True)
+    kernel.launch(num_clusters * tiling.peers, argument_bytes(arguments), dependent=True)
     return output
 
 

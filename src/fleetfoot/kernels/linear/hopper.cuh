@@ -1,40 +1,13 @@
-// What the products need of Hopper (sm_90a), as inline functions: no other file of this folder contains PTX. The tests
+// What only the products need of Hopper (sm_90a), as inline functions: no other file of this folder contains PTX. The tests
 // compile the kernels for a CPU with a header of the same name and functions.
 #pragma once
 
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-using i64 = long long;
-
-#define DEVICE static __device__ __forceinline__
+#include <intrinsics.cuh>
 
 struct alignas(64) TensorMap {  // `CUtensorMap`
   u64 opaque[16];
 };
 
-DEVICE char* shared_memory() {
-  extern __shared__ __align__(128) char memory[];
-  return memory;
-}
-DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
-
-// Programmatic dependent launch: see fleetfoot.kernels.runtime.dependent_launch for the rules.
-DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
-DEVICE void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-// Barriers in shared memory, which count arrivals and bytes.
-DEVICE void barrier_init(u32 barrier, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-// Barriers initialised before this are visible to the cluster and to asynchronous copies.
-DEVICE void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-DEVICE void barrier_expect(u32 barrier, u32 bytes) {  // one arrival
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-DEVICE void barrier_arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
 DEVICE void barrier_wait(u32 barrier, u32 parity) {
   asm volatile(
       "{\n.reg .pred p;\n"
@@ -88,19 +61,11 @@ DEVICE void copy_gated_box(u32 to, const TensorMap& map, u32 barrier, int inner,
       : "memory");
 }
 
-// The cluster: a barrier over all its threads, after which `barriers_ready` is seen, and stores to the shared memory of
-// block `rank`; its `barrier` counts the bytes.
-DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-DEVICE u32 address_in(u32 rank, u32 address) {
-  u32 mapped;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
-  return mapped;
-}
 // Without a qualifier for the cluster, which would be compiled to a fence of the whole GPU.
 DEVICE void barrier_arrive_in(u32 rank, u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(rank, barrier)) : "memory");
 }
+// A store to the shared memory of another block; its `barrier` counts the bytes.
 DEVICE void send(u32 to, const float* values, u32 barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
                    to),
@@ -108,35 +73,8 @@ DEVICE void send(u32 to, const float* values, u32 barrier) {
                : "memory");
 }
 
-// Barrier of the first `threads` threads of a block.
-DEVICE void block_sync(u32 threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
-DEVICE bool elect_lane() {  // of a whole warp
-  u32 is_elected;
-  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(is_elected));
-  return is_elected;
-}
 DEVICE float from_lane(float value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
-DEVICE float from_lane_xor(float value, u32 mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
-
-DEVICE u32 pack_bf16(float low, float high) {
-  u32 packed;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-DEVICE float low_bf16(u32 packed) { return __uint_as_float(packed << 16); }
-DEVICE float high_bf16(u32 packed) { return __uint_as_float(packed & 0xffff0000u); }
 DEVICE float round_bf16(float x) { return low_bf16(pack_bf16(x, 0.0f)); }
-
-DEVICE float exp2_approx(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-DEVICE float inverse_approx(float x) {
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
 
 // --- products of a warp group -----------------------------------------------------------------------------------------
 
@@ -202,9 +140,6 @@ DEVICE void keep_order(float& sum) { asm volatile("" : "+f"(sum)::"memory"); }
                  : "l"(rows), "l"(weight), "r"(adds));                                                           \
   }
 MULTIPLY(4, 32, 64, 32, 33, 34)
-MULTIPLY(5, 40, 80, 40, 41, 42)
-MULTIPLY(6, 48, 96, 48, 49, 50)
-MULTIPLY(7, 56, 112, 56, 57, 58)
 MULTIPLY(8, 64, 128, 64, 65, 66)
 MULTIPLY(9, 72, 144, 72, 73, 74)
 MULTIPLY(10, 80, 160, 80, 81, 82)
@@ -212,5 +147,4 @@ MULTIPLY(11, 88, 176, 88, 89, 90)
 MULTIPLY(12, 96, 192, 96, 97, 98)
 MULTIPLY(13, 104, 208, 104, 105, 106)
 MULTIPLY(14, 112, 224, 112, 113, 114)
-MULTIPLY(15, 120, 240, 120, 121, 122)
 MULTIPLY(16, 128, 256, 128, 129, 130)

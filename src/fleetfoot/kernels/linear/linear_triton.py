@@ -126,18 +126,14 @@ class ChainedLinear(TritonLinear):
             ValueError: ``x`` is not ``[n, in]`` of the weight's dtype, or a deferred norm of too many rows.
         """
         if not isinstance(x, DeferredRMSNorm):
-            if self._kind == "gated":
-                self._queue_product(len(x))
             return super().__call__(x)
         num_rows, num_inputs = x.weighted.shape
         if not self.reads_deferred_norm(num_rows) or num_inputs != self._weight.shape[1]:
             raise ValueError(f"a deferred norm {list(x.weighted.shape)} is not supported: see reads_deferred_norm()")
-        with suppress(KernelNotReadyError):
-            tiling = self._tiling(num_rows)
-            if tiling is not None and tiling.supports_norms:
+        tiling = self._tiling(num_rows)
+        if tiling is not None and tiling.supports_norms:
+            with suppress(KernelNotReadyError):
                 return self.launch(x.weighted, tiling, x)
-            if self._kind == "gated" and (product := self._product_tiling(num_rows)) is not None:
-                return decode_product.multiply_gated(x, self._weight, product)
         return super().__call__(x.finished())
 
     def rotate_and_cache(
@@ -197,10 +193,16 @@ class ChainedGateUp(ChainedLinear):
 
     def __call__(self, x: torch.Tensor | DeferredRMSNorm) -> torch.Tensor:
         """See `ChainedLinear`."""
-        if not isinstance(x, DeferredRMSNorm):
-            for tiling in self._gated_tilings(x):
+        if isinstance(x, DeferredRMSNorm):
+            product = self._product_tiling(len(x.weighted))
+            if product is not None and x.weighted.shape[1] == self._weight.shape[1]:
                 with suppress(KernelNotReadyError):
-                    return gated_product.multiply_gated_wide(x, self._weight, tiling)
+                    return decode_product.multiply_gated(x, self._weight, product)
+            return super().__call__(x)
+        self._queue_product(len(x))
+        for tiling in self._gated_tilings(x):
+            with suppress(KernelNotReadyError):
+                return gated_product.multiply_gated_wide(x, self._weight, tiling)
         return super().__call__(x)
 
     def _gated_tilings(self, x: torch.Tensor) -> Sequence[GatedTiling]:

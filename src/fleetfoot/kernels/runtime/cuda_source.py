@@ -39,7 +39,8 @@ class CudaKernel:
     """A kernel in CUDA C++. Equal ones are compiled once."""
 
     source: str
-    """The file, below ``fleetfoot/kernels``. It may include the ``.cuh`` files of its folder, and no others."""
+    """The file, below ``fleetfoot/kernels``. It may include the ``.cuh`` files of its folder, and those of ``runtime``,
+    and no others."""
     function: str
     """Its name, which is declared ``extern "C"``."""
     defines: tuple[tuple[str, int], ...]
@@ -52,6 +53,16 @@ class CudaKernel:
     """Dynamic shared memory of a block."""
     least_clusters: int = 1
     """Clusters that must fit in the GPU at the same time; else it is not loaded."""
+
+    @property
+    def path(self) -> Path:
+        """Of the source."""
+        return _FOLDER / self.source
+
+    @property
+    def include_paths(self) -> tuple[Path, Path]:
+        """The folders of headers."""
+        return self.path.parent, Path(__file__).parent
 
 
 class CudaCompileError(RuntimeError):
@@ -133,8 +144,8 @@ class CudaSource:
     @property
     def key(self) -> str:
         """Equal for equal binaries."""
-        path = _FOLDER / self.kernel.source
-        texts = [each.read_bytes() for each in (path, *sorted(path.parent.glob("*.cuh")))]
+        headers = [each for folder in self.kernel.include_paths for each in sorted(folder.glob("*.cuh"))]
+        texts = [each.read_bytes() for each in (self.kernel.path, *headers)]
         hashed = [hashlib.sha256(text).hexdigest() for text in texts]
         version = _nvrtc(self.nvrtc).version
         kernel = self.kernel
@@ -142,9 +153,10 @@ class CudaSource:
 
     def compile(self) -> bytes:
         """The binary, which is in the cache on disk afterwards. Raises `CudaCompileError`."""
-        path, defines = _FOLDER / self.kernel.source, [f"-D{name}={value}" for name, value in self.kernel.defines]
-        options = (f"--gpu-architecture={self.architecture}", f"--include-path={path.parent}", *self.options, *defines)
-        binary = _nvrtc(self.nvrtc).compile(path, options)
+        defines = [f"-D{name}={value}" for name, value in self.kernel.defines]
+        folders = [f"--include-path={folder}" for folder in self.kernel.include_paths]
+        options = (f"--gpu-architecture={self.architecture}", *folders, *self.options, *defines)
+        binary = _nvrtc(self.nvrtc).compile(self.kernel.path, options)
         manager = self._cache()
         manager.put_group(_GROUP, {_BINARY: manager.put(binary, _BINARY)})
         return binary
