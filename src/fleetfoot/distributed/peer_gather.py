@@ -45,7 +45,7 @@ class CustomAllGather:
         return 0 < x.shape[0] * cdiv(x.shape[1], _tile(x)) <= self._max_programs
 
     def all_gather(self, x: torch.Tensor, num_columns: int | None = None) -> torch.Tensor:
-        """The first ``num_columns`` columns (None: all) of ``[n, num_ranks * m]``. ``x [n, m]`` is as `fits` says."""
+        """The first ``num_columns`` columns (None: all) of ``[n, num_ranks * m]``. ``x [n, m]``: see `fits`."""
         x = x.contiguous()
         num_rows, width = x.shape
         most = self._num_ranks * width

@@ -146,7 +146,7 @@ class _Residual:
         return self._product(x)
 
     def makes_product(self, num_rows: int) -> bool:
-        """See `ChainedResidual.makes_product`; False over a tensor group, whose sums of so many rows are another
+        """See `ChainedResidual.makes_product`; False over a tensor group: its sums of so many rows are another
         kernel."""
         return self._is_alone and self._chained is not None and self._chained.makes_product(num_rows)
 

@@ -1,7 +1,7 @@
 // The functions of src/fleetfoot/kernels/linear/hopper.cuh on a CPU, and what its kernels use of CUDA.
 //
-// An address is an offset in the shared memory of a block, in its upper bits the block's rank + 1 in the cluster; 0: the
-// thread's own. Copies and products apply the 128-byte swizzle to addresses, as the GPU does.
+// An address is an offset in the shared memory of a block, in its upper bits the block's rank + 1 in the cluster; 0:
+// the thread's own. Copies and products apply the 128-byte swizzle to addresses, as the GPU does.
 #pragma once
 #include "fibers.h"
 

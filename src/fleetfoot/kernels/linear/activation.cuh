@@ -2,7 +2,8 @@
 #pragma once
 #include <hopper.cuh>
 
-// silu(gate) * up of two outputs, packed. One reciprocal for both: 1 / a = b * (1 / (a * b)). Below -41 SiLU is nothing.
+// silu(gate) * up of two outputs, packed. One reciprocal for both: 1 / a = b * (1 / (a * b)). Below -41 SiLU
+// is about 0.
 DEVICE u32 silu_and_mul(const float* gates, const float* ups) {
   const u32 gate = pack_bf16(gates[0], gates[1]), up = pack_bf16(ups[0], ups[1]);
   float parts[2] = {low_bf16(gate), high_bf16(gate)}, sums[2];

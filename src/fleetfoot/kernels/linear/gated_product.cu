@@ -4,8 +4,8 @@
 //
 // A tile is ROWS rows by OUTPUTS rows of the weight, gates and ups, half and half. Warp groups multiply 64 or 128 rows
 // of it each. There is no producer warp, since sums take all registers: the first warp refills a stage as soon as all
-// groups have multiplied it, while the tensor cores have the next one. The PEERS blocks of a cluster have the same rows:
-// each copies a part of them for all. With more tiles than blocks, a block has several, one after the other.
+// groups have multiplied it, while the tensor cores have the next one. The PEERS blocks of a cluster have the same
+// rows: each copies a part of them for all. With more tiles than blocks, a block has several, one after the other.
 #include <activation.cuh>
 
 constexpr int THREADS = GROUPS * 128, CHUNK = 64;  // inputs, 128 bytes: the width of the swizzle

@@ -1,5 +1,5 @@
-// What only the products need of Hopper (sm_90a), as inline functions: no other file of this folder contains PTX. The tests
-// compile the kernels for a CPU with a header of the same name and functions.
+// What only the products need of Hopper (sm_90a), as inline functions: no other file of this folder contains PTX. The
+// tests compile the kernels for a CPU with a header of the same name and functions.
 #pragma once
 
 #include <intrinsics.cuh>
@@ -55,8 +55,8 @@ DEVICE void copy_weight_box_to(u32 to, const TensorMap& map, u32 barrier, int in
 // Gates and ups of 8 outputs each in turn, from output 8 * `outer` on.
 DEVICE void copy_gated_box(u32 to, const TensorMap& map, u32 barrier, int inner, int outer) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %4, %5}], [%2];" ::
-          "r"(to),
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %4, %5}], [%2];" ::"r"(to),
       "l"(&map), "r"(barrier), "r"(inner), "r"(0), "r"(outer)
       : "memory");
 }
