@@ -278,6 +278,27 @@ def test_tiles_for_hopper_keep_the_multiprocessors_busy(limits: GPULimits) -> No
     assert kinds == {"plain", "gated", "residual"}
 
 
+@pytest.mark.parametrize(
+    ("shape", "gated", "outputs", "stages"),
+    [
+        ((1, 151936, 1024), False, 16, 3),  # few chunks: many resident programs
+        ((8, 151936, 1024), False, 32, 2),
+        ((1, 152064, 3584), False, 16, 4),
+        ((1, 128256, 4096), False, 16, 6),
+        ((1, 2048, 8192), False, 16, 8),  # a multiprocessor for each program
+        ((1, 5120, 17408), False, 16, 4),  # one round of three resident programs
+        ((1, 8960, 1536), True, 16, 3),
+        ((1, 14336, 4096), True, 8, 6),
+    ],
+)
+def test_stages_leave_room_for_resident_programs(
+    shape: tuple[int, int, int], gated: bool, outputs: int, stages: int
+) -> None:
+    tiling = choose_tiling(*shape, gated=gated, may_split=False, limits=H100)
+    assert tiling is not None
+    assert (tiling.kernel, tiling.outputs, tiling.stages) == ("streamed", outputs, stages)
+
+
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("limits", [*HOPPERS, GPULimits(72, 99 * 1024, (8, 9))])
 def test_tilings_fit_in_shared_memory(gated: bool, limits: GPULimits) -> None:

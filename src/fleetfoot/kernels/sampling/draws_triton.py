@@ -47,9 +47,33 @@ def eighths(low, high):
 
 @triton_kernel()
 def random_words(seed, position, block):
-    """The four words of ``block``'s tokens, as `fleetfoot.kernels.sampling.gumbel` defines them."""
-    zero = block * 0
-    return tl.philox(seed, block, zero + position.to(tl.int32), zero, zero)
+    """The four words of ``block``'s tokens, as `fleetfoot.kernels.sampling.gumbel` defines them.
+
+    Products have 64 bits, so that one instruction computes both halves: `tl.philox` multiplies twice.
+    """
+    word0 = block.to(tl.uint32)
+    word1 = word0 * 0 + position.to(tl.uint32)
+    word2 = word0 * 0
+    word3 = word2
+    key0 = seed.to(tl.uint32)
+    key1 = (seed >> 32).to(tl.uint32)
+    for _ in tl.static_range(10):
+        low = word0.to(tl.uint64) * 0xD2511F53
+        high = word2.to(tl.uint64) * 0xCD9E8D57
+        word0 = (high >> 32).to(tl.uint32) ^ word1 ^ key0
+        word1 = high.to(tl.uint32)
+        word2 = (low >> 32).to(tl.uint32) ^ word3 ^ key1
+        word3 = low.to(tl.uint32)
+        key0 += 0x9E3779B9
+        key1 += 0xBB67AE85
+    return word0, word1, word2, word3
+
+
+@triton_kernel()
+def words_of_tokens(seed, position, index, count: tl.constexpr):
+    """``[count]`` words, of the tokens from ``index`` (a multiple of 4) on."""
+    words = random_words(seed, position, index // 4 + tl.arange(0, count // 4))
+    return tl.interleave(tl.interleave(words[0], words[2]), tl.interleave(words[1], words[3]))
 
 
 @triton_kernel()
@@ -63,10 +87,8 @@ def exact_noise(seed, position, index):
 
 
 @triton_kernel()
-def rough_noise(seed, position, index, tile: tl.constexpr):
-    """The noise of ``tile`` tokens from ``index`` (a multiple of 4) on, with an error below 0.01."""
-    words = random_words(seed, position, index // 4 + tl.arange(0, tile // 4))
-    word = tl.interleave(tl.interleave(words[0], words[2]), tl.interleave(words[1], words[3]))  # [tile]
+def rough_noise(word):
+    """The noise of tokens with these words, with an error below 0.01."""
     step = (word >> 9).to(tl.float32)
     uniform = (step + 0.5) * (1.0 / 8388608.0)
     rest = (8388607.5 - step) * (1.0 / 8388608.0)  # 1 - uniform, exactly
