@@ -241,6 +241,9 @@ def test_choose_tiling(shape: tuple[int, int, int], gated: bool, may_split: bool
         ((200, 14336, 4096), "gated", None),
         ((256, 6144, 2048), "gated", None),
         ((64, 4096, 1024), "plain", None),
+        ((33, 151936, 1024), "plain", (64, 128, 1)),  # a head
+        ((64, 128256, 4096), "plain", (64, 128, 1)),
+        ((32, 151936, 1024), "plain", None),
         ((257, 4096, 1024), "plain", None),
         ((256, 4100, 1024), "plain", None),  # rows of the output would not be aligned
     ],
