@@ -134,7 +134,7 @@ def test_tiled_layers_on_hopper(row_tile: int, outputs: int, stages: int, kind: 
 
     splits = 3 if kind == "partial" else 1
     tiling = Tiling("hopper", outputs, 64, row_tile, stages, splits=splits)
-    for num_rows, num_outputs, num_inputs in ((256, 3072, 1024), (65, 1000, 520), (200, 136, 4096)):
+    for num_rows, num_outputs, num_inputs in ((256, 3072, 1024), (65, 1000, 520), (200, 136, 4096), (33, 40000, 512)):
         wide = torch.randn(num_rows, num_inputs + 16, device="cuda").to(dtype)
         x = wide[:, 8 : 8 + num_inputs]  # rows with something else between them
         num_weight_rows = 2 * num_outputs if kind == "gated" else num_outputs
