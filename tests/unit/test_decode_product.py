@@ -31,22 +31,22 @@ CASES = [
     (kind, shape, num_rows)
     for shapes in SHAPES.values()
     for kind, shape in zip(KINDS, shapes, strict=True)
-    for num_rows in (33, 64, 65, 128, 129, 192, 193, 256)
+    for num_rows in (17, 33, 64, 65, 128, 129, 192, 193, 256)
 ]
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("num_rows", [32, 33, 64, 65, 128, 129, 256, 257])
+@pytest.mark.parametrize("num_rows", [16, 17, 32, 33, 64, 65, 128, 129, 256, 257])
 def test_rows_with_norms_within_products(name: str, num_rows: int) -> None:
     """The norms of Llama-3.1-8B are kernels from 129 rows on, since its products are others. With one tile of rows, few
-    heads of small models are no product."""
+    heads are no product."""
     found = [
         product_tiling(kind, num_rows, *shape, NUM_SMS) is not None
         for kind, shape in zip(KINDS, SHAPES[name], strict=True)
     ]
     last = 128 if name == "Llama-3.1-8B" else 256
-    assert found[1] == found[2] == found[3] == (32 < num_rows <= last)
-    assert found[0] == found[1] or (num_rows <= 64 and name != "Llama-3.1-8B")
+    assert found[1] == found[2] == found[3] == (16 < num_rows <= last)
+    assert found[0] == found[1] or num_rows <= (32 if name == "Llama-3.1-8B" else 64)
 
 
 @pytest.mark.parametrize("num_sms", [NUM_SMS, 114, 78])  # the last: an H20
@@ -90,7 +90,9 @@ def test_row_padding() -> None:
     like = torch.empty(0, dtype=torch.bfloat16)
     for num_rows, room in (
         (1, 1),
-        (32, 32),
+        (16, 16),
+        (17, 64),
+        (32, 64),
         (40, 64),
         (64, 64),
         (65, 128),
@@ -174,3 +176,9 @@ def test_arguments_of_the_source(module, kernel: CudaKernel, tmp_path: Path) -> 
     command.append(source)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("num_rows", "is_product"), [(32, False), (33, True)])
+def test_large_layers_of_few_rows_need_most_multiprocessors(num_rows: int, is_product: bool) -> None:
+    """Gate and up of Qwen3-4B are 76 tiles."""
+    assert (product_tiling("gated", num_rows, 19456, 2560, NUM_SMS) is not None) == is_product

@@ -29,6 +29,8 @@ def test_tokens_do_not_depend_on_the_bound(
     vocab_size: int, spread: float, below: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "_BELOW", below)
+    monkeypatch.setattr(kernels, "_FEW_ROWS", 1)
+    monkeypatch.setattr(kernels, "_TILING", (2048, 1, 512))
     for dtype in (torch.float32, torch.bfloat16):
         logits = random_logits(6, vocab_size, spread).to(dtype)
         for temperature in (0.01, 0.6, 1.0, 30.0):
@@ -38,7 +40,7 @@ def test_tokens_do_not_depend_on_the_bound(
 
 def test_rows_without_a_token_that_reaches_the_bound_are_drawn_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of these rows have such a token, and others have none."""
-    monkeypatch.setattr(kernels, "_BELOW", -0.5)
+    monkeypatch.setattr(kernels, "_BELOW", -0.5)  # of 24 rows
     logits, random = random_logits(24, 3000, 1.0), random_rows(24, 0.9)
     assert sample_triton(logits, random).tolist() == sample_torch(logits, random).tolist()
 

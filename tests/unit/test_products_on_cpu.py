@@ -76,6 +76,7 @@ def test_gate_and_up(num_rows: int, tiling: ProductTiling) -> None:
 @pytest.mark.parametrize(
     ("num_rows", "tiling"),
     [
+        (17, ProductTiling(64, 64, splits=2)),
         (33, ProductTiling(64, 64, splits=2)),
         (64, ProductTiling(64, 64, splits=4)),
         (40, ProductTiling(64, 128, splits=4)),

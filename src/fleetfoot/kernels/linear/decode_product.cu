@@ -1,4 +1,4 @@
-// A linear layer for the 33 to 256 rows of a decode step, with the RMSNorms on its two sides: see `DeferredRMSNorm`.
+// A linear layer for the 17 to 256 rows of a decode step, with the RMSNorms on its two sides: see `DeferredRMSNorm`.
 //
 // A tile is ROWS rows by OUTPUTS rows of the weight. The SPLITS thread blocks of a cluster share it: each multiplies a
 // range of the inputs, and then finishes a part of the tile: the others send its sums to this shared memory. They are

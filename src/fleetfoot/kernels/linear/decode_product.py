@@ -1,4 +1,4 @@
-"""Linear layers of 33 to 256 rows with the RMSNorms on their two sides, for Hopper GPUs: ``decode_product.cu``.
+"""Linear layers of 17 to 256 rows with the RMSNorms on their two sides, for Hopper GPUs: ``decode_product.cu``.
 
 Without them, a norm of some dozens of rows is a kernel that does little but wait. See `DeferredRMSNorm`. Weights are
 contiguous bfloat16 ``[outputs, inputs]``; all functions raise `KernelNotReadyError` if the kernel is not compiled.

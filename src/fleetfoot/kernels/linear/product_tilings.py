@@ -1,4 +1,4 @@
-"""Selects the tiles of ``decode_product.cu``, the linear layers of 33 to 256 rows with norms on their two sides, and of
+"""Selects the tiles of ``decode_product.cu``, the linear layers of 17 to 256 rows with norms on their two sides, and of
 ``gated_product.cu``, gate and up of more rows, or of large weights."""
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Literal
 from fleetfoot.kernels.runtime.triton_support import cdiv
 
 ProductKind = Literal["gated", "residual", "qkv"]
-_FEWEST_ROWS = 33
-"""On an H200, ms a token of 64, 32 and 16 requests, without and with this kernel: Llama-3.1-8B 5.25 and 4.80, 4.64 and
-4.56, 4.39 and 4.42; Qwen3-4B 3.96 and 3.48, 3.23 and 3.32, 2.89 and 3.27; Llama-3.2-1B 1.12 and 1.09, 1.04 and 0.98,
-0.95 and 0.99."""
+_FEWEST_ROWS, _MIN_SHARE_OF_FEW, _SMALL_HIDDEN = 17, 0.7, 2048
+"""Up to 32 rows large layers need that share of thread blocks. On an H200, ms a token of 64, 32 and 16 requests,
+without and with this kernel: Llama-3.1-8B 5.25 and 4.80, 4.64 and 4.56, 4.39 and 4.42; Qwen3-4B (58%) 3.96 and 3.48,
+3.23 and 3.32, 2.89 and 3.27; Llama-3.2-1B 1.12 and 1.09, 1.04 and 0.98, 0.95 and 0.99."""
 CHUNK = 64
 """Inputs that are multiplied at a time."""
 _MOST_HIDDEN_OF_MANY = 2048
@@ -81,10 +81,11 @@ def product_tiling(
     """
     if not _FEWEST_ROWS <= num_rows <= 256 or num_inputs % (4 * CHUNK) or num_inputs < 512 or num_weight_rows % 128:
         return None
-    if num_rows <= 64:
-        return _one_row_tile(kind, num_weight_rows, num_sms)
-    few = num_rows <= 128
     hidden = num_weight_rows if kind == "residual" else num_inputs
+    if num_rows <= 64:
+        is_bound_by_weights = num_rows <= 32 and hidden > _SMALL_HIDDEN
+        return _one_row_tile(kind, num_weight_rows, num_sms, _MIN_SHARE_OF_FEW if is_bound_by_weights else _MIN_SHARE)
+    few = num_rows <= 128
     if not few and hidden > _MOST_HIDDEN_OF_MANY:
         return None
     if kind == "qkv":
@@ -110,7 +111,7 @@ def product_tiling(
     return tiling if _MIN_SHARE * num_sms <= blocks <= num_sms else None
 
 
-def _one_row_tile(kind: ProductKind, num_weight_rows: int, num_sms: int) -> ProductTiling | None:
+def _one_row_tile(kind: ProductKind, num_weight_rows: int, num_sms: int, min_share: float) -> ProductTiling | None:
     """The tiling of up to 64 rows with the most thread blocks that run at once, since reading the weight bounds it."""
     shapes = {
         "qkv": ((128, 1),),
@@ -123,7 +124,7 @@ def _one_row_tile(kind: ProductKind, num_weight_rows: int, num_sms: int) -> Prod
         if num_weight_rows % outputs == 0 and num_weight_rows // outputs * splits <= num_sms
     }
     best = max(blocks, key=lambda tiling: blocks[tiling], default=None)
-    return best if best is not None and blocks[best] >= _MIN_SHARE * num_sms else None
+    return best if best is not None and blocks[best] >= min_share * num_sms else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,13 @@ import torch
 
 from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2
 
-_FEWEST, _MOST = 33, 256
+_FEWEST, _LEAST_ROOM, _MOST = 17, 64, 256
 
 
 def empty_rows(num_rows: int, *sizes: int, like: torch.Tensor) -> torch.Tensor:
-    """Uninitialized ``[num_rows, *sizes]``, contiguous, of the dtype and device of ``like``; from 33 to 256 rows, its
+    """Uninitialized ``[num_rows, *sizes]``, contiguous, of the dtype and device of ``like``; from 17 to 256 rows, its
     storage has room for 64, 128 or 256."""
-    room = next_power_of_2(num_rows) if _FEWEST <= num_rows < _MOST else num_rows
+    room = max(next_power_of_2(num_rows), _LEAST_ROOM) if _FEWEST <= num_rows < _MOST else num_rows
     return torch.empty((room, *sizes), dtype=like.dtype, device=like.device)[:num_rows]
 
 

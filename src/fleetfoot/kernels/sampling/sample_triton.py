@@ -40,12 +40,13 @@ from fleetfoot.kernels.sampling.top_k_triton import GROUP, draw_top_k
 if TYPE_CHECKING:
     import triton.language as tl
 
-_TILES = {16: (1024, 4, 1024), 64: (2048, 1, 512), 1 << 31: (4096, 1, 512)}
-"""Maximum number of rows -> tokens in a tile, warps of a program that draws, and tokens that it draws at a time. Few
-rows need small tiles to occupy the whole GPU. For many rows larger programs are faster, with a warp each, so that none
-waits for another (H200, 152,000 tokens in bfloat16: 256 rows 103 us with 4 warps, 88 with one, 176 without a bound)."""
-_MOST_ROWS_WITHOUT_BOUND = 4
-"""For few rows it takes longer than it saves: one row 5.3 us without a bound and 6.5 with it, 8 rows 11.1 and 10.1."""
+_FEW_ROWS = 16
+"""Few rows need small tiles to occupy the whole GPU, and the bound saves less than it takes: one row 5.3 us without it
+and 6.5 with it, 8 rows 11.1 and 10.1 (H200, 152,000 tokens in bfloat16)."""
+_FEW_TILING, _TILING = (1024, 4, 1024), (4096, 1, 512)
+"""Tokens in a tile, warps of a program that draws, and tokens that it draws at a time. For many rows larger programs
+are faster, with a warp each, so that none waits for another: 256 rows 103 us with 4 warps and 88 with one, where draws
+without a bound took 176; 64 rows 31.1, 30.1 and 48.3."""
 _BELOW = 2.3
 """Distance of a row's bound from the logarithm of its mass, ``b``. About exp(b) = 10 tokens of a row reach the bound,
 and with a probability of exp(-exp(b)) = 0.00005 none does."""
@@ -75,7 +76,7 @@ def sample_triton(
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=device) if out is None else out
     if num_rows == 0:
         return token_ids
-    tile, num_warps, part = next(shape for max_rows, shape in _TILES.items() if num_rows <= max_rows)
+    tile, num_warps, part = _FEW_TILING if num_rows <= _FEW_ROWS else _TILING
     num_tiles = cdiv(vocab_size, tile)
     highest = torch.empty((num_rows, num_tiles), dtype=torch.int64, device=device)
     overlap = can_overlap(device)
@@ -91,7 +92,7 @@ def sample_triton(
     has_rows = random is not None and random.rows is not None
     if filters is not None:
         groups = torch.empty((num_rows, cdiv(vocab_size, GROUP)), dtype=torch.float32, device=device)
-    elif random is not None and num_rows > _MOST_ROWS_WITHOUT_BOUND:
+    elif random is not None and num_rows > _FEW_ROWS:
         masses = torch.empty((num_rows, num_tiles), dtype=torch.float32, device=device)
         bounded = drawing
     bounds = {"has_bound": masses is not None, "below": _BELOW}
