@@ -2,8 +2,8 @@
 ``operations``, ``steps`` or ``transport``, and without ``TRITON_INTERPRET``.
 
 The interpreter forgives what the compiler does not, leaves out what overlaps one kernel with the next, and does not run
-Gluon. Prints a line for each kernel: its name, the bytes of stack that a thread takes, for registers that spilled, and
-its registers.
+Gluon. Prints a line for each kernel: its name, the bytes of stack that a thread takes, for registers that spilled, its
+registers, and the bytes of shared memory of a program.
 """
 
 import re
@@ -79,7 +79,8 @@ def compile_instead(kernel: TritonKernel | GluonJITFunction, grid: tuple[int, ..
         source = (GluonASTSource if is_gluon else ASTSource)(function, types, keywords, attributes)
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         stack, registers = usage(compiled.asm["cubin"])
-        print(f"{kernel.__name__}: {stack} bytes of stack, {registers} registers")
+        shared = f"{compiled.metadata.shared} bytes of shared memory"
+        print(f"{kernel.__name__}: {stack} bytes of stack, {registers} registers, {shared}")
 
     return launch
 

@@ -12,7 +12,13 @@ from tests.helpers.ops_checks import at_slots
 from fleetfoot.kernels.linear import decode_product, gated_product, linear_triton
 from fleetfoot.kernels.linear.decode_product import kernel_of
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual, TritonLinear
-from fleetfoot.kernels.linear.product_tilings import GatedTiling, ProductTiling, gated_tilings, product_tiling
+from fleetfoot.kernels.linear.product_tilings import (
+    GatedTiling,
+    ProductTiling,
+    attention_bytes,
+    gated_tilings,
+    product_tiling,
+)
 from fleetfoot.kernels.runtime.cuda_source import CudaKernel
 from fleetfoot.kernels.runtime.gpu_limits import GPULimits
 from fleetfoot.kernels.runtime.row_padding import empty_rows, readable_rows
@@ -64,6 +70,22 @@ def test_tilings_fit(kind, shape, num_rows: int, num_sms: int) -> None:
     assert tiling.row_tiles(num_rows) * tiling.rows >= num_rows
     blocks = tiling.row_tiles(num_rows) * (num_weight_rows // tiling.outputs) * tiling.splits
     assert kind == "gated" or blocks <= num_sms  # a second round would wait for the first
+
+
+@pytest.mark.parametrize(("head_dim", "stages"), [(64, 7), (128, 5)])
+def test_attention_has_room_beside_a_product(head_dim: int, stages: int) -> None:
+    """On a multiprocessor with 228 KB of shared memory, and 16,384 registers for each quarter of the warps."""
+    tiling = product_tiling("qkv", 256, 4096, 1024, NUM_SMS)
+    assert tiling is not None and tiling.beside_attention
+    kernel = kernel_of("qkv", tiling, 1024, head_dim, 16)
+    defines = dict(kernel.defines)
+    assert kernel.shared_bytes + attention_bytes(head_dim) + 2 * 1024 <= 228 << 10
+    assert defines["STAGES"] == stages and defines["BESIDE_ATTENTION"] == 1
+    warps, attention_warps = kernel.threads // 32, 8
+    assert (-(-warps // 4) * defines["REGISTERS"] + attention_warps // 4 * 128) * 32 <= 16384
+    for num_rows, num_inputs in ((128, 1024), (256, 2048)):
+        other = product_tiling("qkv", num_rows, 4096, num_inputs, NUM_SMS)
+        assert other is not None and not other.beside_attention
 
 
 @pytest.mark.parametrize("outputs", [7168, 8192, 9728, 14336, 18944])

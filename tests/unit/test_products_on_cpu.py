@@ -94,9 +94,17 @@ def test_residual_sums_with_their_norm(num_rows: int, tiling: ProductTiling) -> 
     assert error(result.squares.sum(0), result.total.double().square().sum(1)) < 1e-5
 
 
-@pytest.mark.parametrize(("num_rows", "peers"), [(40, 1), (70, 2)])
+@pytest.mark.parametrize(
+    ("num_rows", "tiling"),
+    [
+        (40, ProductTiling(64, 128)),
+        (70, ProductTiling(64, 128, peers=2)),
+        (70, ProductTiling(64, 128, beside_attention=True)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_rotation_and_cache(num_rows: int, peers: int, head_dim: int) -> None:
+def test_rotation_and_cache(num_rows: int, tiling: ProductTiling, head_dim: int) -> None:
     x, normed = deferred(num_rows, 512)
     heads, kv_heads = 256 // head_dim, 128 // head_dim
     weight = random(512, 512, scale=512**-0.5)
@@ -104,7 +112,7 @@ def test_rotation_and_cache(num_rows: int, peers: int, head_dim: int) -> None:
     slots, positions = torch.arange(num_rows) * 3, torch.arange(num_rows) % 64
     slots[1] = -1
     caches = [torch.full((16, 2, kv_heads, 16, head_dim), 9.0).to(dtype) for dtype in (torch.bfloat16, torch.float32)]
-    places, tiling = at_slots(slots, positions), ProductTiling(64, 128, peers=peers)
+    places = at_slots(slots, positions)
     query = decode_product.rotate_and_cache(x, weight, tiling, caches[0], places, heads, rotary)
     product = (normed @ weight.double().T).float()
     expected = rope_and_cache_torch(product, caches[1], places, heads, rotary)

@@ -1,5 +1,6 @@
 """The Triton attention kernels, interpreted, against the torch backend, and compiled for a GPU that is not here."""
 
+import re
 import sys
 from dataclasses import replace
 from itertools import product
@@ -19,6 +20,7 @@ from fleetfoot.kernels.attention.prefill import PrefillTiling, choose_prefill_ti
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
 from fleetfoot.kernels.attention.triton_backend import TritonBackend
+from fleetfoot.kernels.linear.product_tilings import attention_bytes
 from fleetfoot.kernels.runtime import gpu_limits
 from fleetfoot.records.kv_layout import TOKEN_MAJOR_NHD, KVLayout
 
@@ -238,6 +240,10 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     # tiled ones for Hopper
     most = (64, 96, 320, *[0] * 6, 32, 64, 32, 32, 0, 0, 0, 0)
     assert all(found <= limit for found, limit in zip(spilled, most, strict=True)), lines
+    # a program for Hopper has room beside a product: see `ProductTiling.beside_attention`
+    for line, head_dim in zip(lines[3:9], (64, 96, 128) * 2, strict=True):
+        _, registers, shared = map(int, re.findall(r"(\d+) (?:bytes|registers)", line))
+        assert registers <= 128 and (head_dim == 96 or shared <= attention_bytes(head_dim)), line
 
 
 @interpreted

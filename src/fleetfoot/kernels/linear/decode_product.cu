@@ -14,6 +14,9 @@
 #define GATED 1     // silu(gate) * up, with the rows of gate first in the weight
 #define RESIDUAL 2  // the residual sum, and its deferred norm
 #define QKV 3       // heads of q and k are normed and rotated, k and v are written to the cache
+#ifndef BESIDE_ATTENTION
+#define BESIDE_ATTENTION 0  // QKV: a program of decode attention has room on the same multiprocessor
+#endif
 
 constexpr int GROUPS = ROWS / 64, WARPS = GROUPS * 4, CONSUMERS = WARPS * 32;
 constexpr int CHUNK = 64;  // inputs, 128 bytes: the width of the swizzle
@@ -26,7 +29,9 @@ constexpr int SENT = BLOCKS * 512;  // bytes of a warp for another
 // Shared memory next to the ring: angles of rotations, or what other thread blocks send.
 #if EPILOGUE == QKV
 constexpr int ANGLES = HEAD_DIM * 4 + 16;  // bytes of a row's cosines and sines: rows start at different banks
-constexpr int SCRATCH = ROWS * ANGLES;
+// Beside attention, the angles replace chunks LAST_CHUNKS and LAST_CHUNKS + 1, which no others follow in the ring.
+constexpr int SCRATCH = BESIDE_ATTENTION ? 0 : ROWS * ANGLES, LAST_CHUNKS = CHUNKS - STAGES;
+static_assert(!BESIDE_ATTENTION || (STAGES >= 3 && LAST_CHUNKS >= 0 && ROWS / 2 * ANGLES <= STAGE));
 #else
 constexpr int SCRATCH = SPLITS > 1 ? SPLITS * WARPS * SENT : 0;
 #endif
@@ -246,6 +251,12 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_co
     if (row < num_rows) slots[half] = arguments.slots[row];
   }
   // The angles of the warp's rows. Nothing of it depends on the kernel before.
+#if BESIDE_ATTENTION
+  const bool has_angles = column * (OUTPUTS / HEAD_DIM) < arguments.num_heads + arguments.num_kv_heads;
+  const u32 angles_at = ring + (LAST_CHUNKS + warp / (WARPS / 2)) % STAGES * STAGE + warp % (WARPS / 2) * 16 * ANGLES;
+  const int last = num_rows - 1, mine = warp_row + lane % 16 < last ? warp_row + lane % 16 : last;
+  const int position = static_cast<int>(arguments.positions[mine]);
+#else
   char* angles = memory + (scratch - shared_address(memory)) + warp * 16 * ANGLES;
   if (column * (OUTPUTS / HEAD_DIM) < arguments.num_heads + arguments.num_kv_heads) {
     constexpr int lanes = HEAD_DIM / 4, rows = 32 / lanes;
@@ -264,6 +275,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_co
       *reinterpret_cast<float4*>(angles + (i * rows + lane / lanes) * ANGLES + lane % lanes * 16) = loaded[i];
     __syncwarp();
   }
+#endif
 #endif
   wait_for_inputs();
   Factor factor_of;
@@ -290,6 +302,18 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_co
         barrier_arrive(empty + previous * 8);
       }
     }
+#if EPILOGUE == QKV && BESIDE_ATTENTION
+    if (chunk == LAST_CHUNKS + 2 && has_angles) {
+      block_sync(CONSUMERS);  // all warps have multiplied the two chunks before
+      constexpr int lanes = HEAD_DIM / 4;
+#pragma unroll
+      for (int i = 0; i < 16; i += 32 / lanes) {
+        const int to = i + lane / lanes, from = __shfl_sync(0xffffffffu, position, to);
+        copy_16_bytes(angles_at + to * ANGLES + lane % lanes * 16,
+                      arguments.cos_sin + static_cast<i64>(from) * HEAD_DIM + lane % lanes * 4);
+      }
+    }
+#endif
     previous = stage;
     if (++stage == STAGES) {
       stage = 0;
@@ -297,6 +321,10 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_co
     }
   }
   products_wait<0>();
+#if EPILOGUE == QKV && BESIDE_ATTENTION
+  copies_wait();
+  __syncwarp();
+#endif
 
 #if EPILOGUE == RESIDUAL
   float finished[BLOCKS * 4];
@@ -384,6 +412,9 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_co
     const int row = warp_row + lane / 4 + half * 8;
 #if EPILOGUE == QKV
     constexpr int heads = OUTPUTS / HEAD_DIM;
+#if BESIDE_ATTENTION
+    const char* angles = memory + (angles_at - shared_address(memory));
+#endif
 #pragma unroll
     for (int i = 0; i < heads; i++)
       write_head(arguments, sums, half, i * (HEAD_DIM / 32), column * heads + i, row,

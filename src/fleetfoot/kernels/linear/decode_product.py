@@ -59,6 +59,8 @@ def kernel_of(
     }  # fmt: skip
     if kind == "qkv":
         macros |= {"HEAD_DIM": head_dim, "BLOCK_SIZE": block_size}
+    if tiling.beside_attention:
+        macros["BESIDE_ATTENTION"] = 1
     cluster, threads = tiling.splits * tiling.peers, tiling.rows * 2 + 32
     return CudaKernel(
         f"{SOURCE_PATH.parent.name}/{SOURCE_PATH.name}", _FUNCTION, tuple(macros.items()), cluster, threads, shared
