@@ -61,7 +61,7 @@ DEVICE void copy_gated_box(u32 to, const TensorMap& map, u32 barrier, int inner,
       : "memory");
 }
 
-// Copies that a thread waits for itself, through L1 (`.ca`). Past L1 (`.cg`), the angles of rows with the same position,
+// Copies that a thread waits for itself, through L1 (`.ca`). Past L1 (`.cg`), the angles of rows with one position,
 // which all blocks copy at once, made a product of 256 rows take 13 us longer.
 DEVICE void copy_16_bytes(u32 to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -83,7 +83,7 @@ DEVICE void send(u32 to, const float* values, u32 barrier) {
 DEVICE float from_lane(float value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
 DEVICE float round_bf16(float x) { return low_bf16(pack_bf16(x, 0.0f)); }
 
-// --- products of a warp group -----------------------------------------------------------------------------------------
+// --- products of a warp group ----------------------------------------------------------------------------------------
 
 // Of a tile in shared memory: rows of 128 bytes in the 128-byte swizzle, aligned to 1,024 bytes.
 DEVICE u64 matrix_of(u32 address) {
