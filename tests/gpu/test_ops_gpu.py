@@ -42,6 +42,7 @@ def _seed() -> None:
 SIZES = [(1, 1024), (3, 100), (64, 4096), (2, 12288), (16384, 1024)]
 CASES = [
     *checks.cases(checks.rms_norm, DTYPES, SIZES, ["cuda"]),
+    *checks.cases(checks.norm_and_add, DTYPES, SIZES, ["cuda"]),
     *checks.cases(checks.sum_of_parts, DTYPES, SIZES, ["cuda"]),
     *checks.cases(checks.activations, DTYPES, [(1, 3072), (7, 1001), (16384, 512)], ["cuda"]),
     *checks.cases(checks.rope_and_cache, DTYPES, [1, 33, 700], [64, 96, 128, 256], [None, 0.0, 1.0], ["cuda"]),

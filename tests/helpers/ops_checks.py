@@ -65,6 +65,25 @@ def rms_norm(ops: Kernels, dtype: torch.dtype, num_rows: int, size: int, device:
     assert_near(normed, rms_norm_64(total, weight), ops)
 
 
+def norm_and_add(ops: Kernels, dtype: torch.dtype, num_rows: int, size: int, device: str = "cpu") -> None:
+    """Between two norms, and behind one, with the roundings of separate operations."""
+    shape = (num_rows, size)
+    x, residual = torch.randn(shape, device=device).to(dtype), 20 * torch.randn(shape, device=device).to(dtype)
+    weight, next_weight = (torch.rand(size, device=device).to(dtype) - 0.5 for _ in range(2))
+    for offset in (0.0, 1.0):
+        normed = rms_norm_64(x, weight.double() + offset)
+        output, total = ops.norm_and_add(x, residual, weight, EPS, offset, next_weight)
+        near = torch.finfo(dtype).eps * (normed.abs() + (normed + residual.double()).abs()) + 1e-5
+        assert bool(((total.double() - normed - residual.double()).abs() <= 2 * near).all())
+        assert torch.equal(total, residual + ops.rms_norm(x, weight, EPS, offset))
+        assert_near(output, rms_norm_64(total, next_weight.double() + offset), ops)
+        output, again = ops.norm_and_add(x, residual, weight, EPS, offset)
+        assert torch.equal(again, total) and torch.equal(output, total)
+    if size > 1:
+        with pytest.raises((ValueError, RuntimeError)):
+            ops.norm_and_add(x, torch.cat((residual, residual), dim=1), weight, EPS)
+
+
 def sum_of_parts(ops: Kernels, dtype: torch.dtype, num_rows: int, size: int, device: str = "cpu") -> None:
     """The residual sum and norm of partial sums in float32."""
     shape = (num_rows, size)

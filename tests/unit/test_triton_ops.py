@@ -39,6 +39,7 @@ def _seed() -> None:
 SIZES = [(1, 64), (5, 100)]
 CASES = [
     *checks.cases(checks.rms_norm, DTYPES, SIZES),
+    *checks.cases(checks.norm_and_add, DTYPES, SIZES),
     *checks.cases(checks.sum_of_parts, DTYPES, SIZES),
     *checks.cases(checks.activations, DTYPES, [(3, 50)]),
     *checks.cases(checks.rope_and_cache, DTYPES, [5], [64, 96], [None, 0.0, 1.0]),
@@ -374,6 +375,16 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     output = run_python(
         "-m", "tests.helpers.compile_kernels", "operations", is_forked=True, TRITON_CACHE_DIR=str(tmp_path)
     )
-    operations = ("rms_norm", "activation", "rope_and_cache", "row_max", "cuts", "draw", "draw_top_k", "pick")
+    operations = (
+        "rms_norm",
+        "norm_and_add",
+        "activation",
+        "rope_and_cache",
+        "row_max",
+        "cuts",
+        "draw",
+        "draw_top_k",
+        "pick",
+    )
     names = (*operations, "linear_few_rows", "linear_tiled")
     assert {line.split(":")[0] for line in output.splitlines()} == {f"_{name}_kernel" for name in names}

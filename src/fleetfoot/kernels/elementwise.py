@@ -1,5 +1,5 @@
-"""Row-wise operations between matmuls: RMSNorm (Zhang and Sennrich, 2019), plain, fused with the residual sum before it
-or deferred to the matmul after it, and the gate of a SwiGLU or GeGLU MLP (Shazeer, 2020).
+"""Row-wise operations between matmuls: RMSNorm (Zhang and Sennrich, 2019), plain, fused with the residual sum before or
+behind it, or deferred to the matmul after it, and the gate of a SwiGLU or GeGLU MLP (Shazeer, 2020).
 
 The references in torch, and Triton kernels. The kernel of the norms keeps a row in the registers of one program.
 """
@@ -59,6 +59,25 @@ def add_rms_norm_torch(
     """
     total = sum_parts(x, residual) + residual
     return rms_norm_torch(total, weight, eps), total
+
+
+def norm_and_add_torch(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float = 0.0,
+    next_weight: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``total = residual + rms_norm(x)``, of layers with a norm behind attention and MLP: ``(rms_norm(total), total)``,
+    both ``[num_tokens, hidden]`` and rounded as in separate steps.
+
+    Args:
+        offset: of both norms: see `rms_norm_torch`.
+        next_weight: of the norm of the sum; None: that is the sum itself.
+    """
+    total = residual + rms_norm_torch(x, weight, eps, offset)
+    return total if next_weight is None else rms_norm_torch(total, next_weight, eps, offset), total
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +173,7 @@ def _rms_norm(
         _rms_norm_kernel[(num_rows,)](
             output, total, x, like, weight, eps, num_rows, size,
             num_parts=x.shape[0] if x.ndim > like.ndim else 0, has_residual=residual is not None, offset=offset,
-            tile=tile, overlap=overlap, num_warps=min(16, max(4 if tile >= 1024 else 1, tile // 512)),
-            **launch_options(overlap),
+            tile=tile, overlap=overlap, num_warps=_norm_warps(tile), **launch_options(overlap),
         )  # fmt: skip
     return output, total
 
@@ -186,6 +204,72 @@ def _rms_norm_kernel(
     value = value.to(tl.float32)
     inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(value * value, axis=0) / size + eps)
     tl.store(output_ptr + place, (value * inverse_rms * weight).to(output_ptr.dtype.element_ty), mask=in_row)
+
+
+def norm_and_add_triton(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float = 0.0,
+    next_weight: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `norm_and_add_torch`.
+
+    Raises:
+        ValueError: the shapes do not match.
+    """
+    num_rows, size = x.shape
+    weights = (weight,) if next_weight is None else (weight, next_weight)
+    if residual.shape != x.shape or any(each.shape != (size,) for each in weights):
+        raise ValueError(
+            f"norm_and_add: mismatched shapes: x {list(x.shape)}, residual {list(residual.shape)}, "
+            f"weights {[list(each.shape) for each in weights]}"
+        )
+    if size > MAX_SIZE:
+        return norm_and_add_torch(x, residual, weight, eps, offset, next_weight)
+    x, residual = x.contiguous(), residual.contiguous()
+    total = torch.empty_like(x)
+    output = total if next_weight is None else empty_rows(num_rows, size, like=x)
+    if x.numel() > 0:
+        tile, overlap = next_power_of_2(size), can_overlap(x.device)
+        _norm_and_add_kernel[(num_rows,)](
+            output, total, x, residual, weight, weights[-1], eps, size,
+            has_next=next_weight is not None, offset=offset, tile=tile, overlap=overlap, num_warps=_norm_warps(tile),
+            **launch_options(overlap),
+        )  # fmt: skip
+    return output, total
+
+
+def _norm_warps(tile: int) -> int:
+    return min(16, max(4 if tile >= 1024 else 1, tile // 512))
+
+
+@triton_kernel()
+def _norm_and_add_kernel(
+    output_ptr, total_ptr, x_ptr, residual_ptr, weight_ptr, next_weight_ptr, eps, size,
+    has_next: tl.constexpr, offset: tl.constexpr, tile: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    launch_dependents(overlap)
+    column = tl.arange(0, tile)
+    in_row = column < size
+    weight = tl.load(weight_ptr + column, mask=in_row, other=0.0).to(tl.float32) + offset  # [tile], like all below
+    next_weight = weight
+    if has_next:
+        next_weight = tl.load(next_weight_ptr + column, mask=in_row, other=0.0).to(tl.float32) + offset
+    wait_for_inputs(overlap)
+    dtype = output_ptr.dtype.element_ty
+    place = tl.program_id(0).to(tl.int64) * size + column
+    value = tl.load(x_ptr + place, mask=in_row, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptr + place, mask=in_row, other=0.0).to(tl.float32)
+    inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(value * value, axis=0) / size + eps)
+    normed = (value * inverse_rms * weight).to(dtype)
+    total = (residual + normed.to(tl.float32)).to(dtype)
+    tl.store(total_ptr + place, total, mask=in_row)
+    if has_next:
+        value = tl.where(in_row, total.to(tl.float32), 0.0)
+        inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(value * value, axis=0) / size + eps)
+        tl.store(output_ptr + place, (value * inverse_rms * next_weight).to(dtype), mask=in_row)
 
 
 def silu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:

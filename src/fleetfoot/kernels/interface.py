@@ -78,6 +78,20 @@ class RMSNorm(Protocol):
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor: ...
 
 
+class NormAndAdd(Protocol):
+    """See `Kernels.norm_and_add`."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        offset: float = 0.0,
+        next_weight: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
 class PrepareLinear(Protocol):
     """See `Kernels.prepare_linear`."""
 
@@ -157,6 +171,9 @@ class Kernels:
     add_rms_norm: AddRMSNorm
     """``(x, residual)`` -> ``(rms_norm(x + residual), x + residual)``; the sum is rounded to the dtype first. ``x`` may
     be partial sums ``[splits, num_tokens, hidden]`` float32."""
+    norm_and_add: NormAndAdd
+    """``(x, residual)`` -> ``(rms_norm(total), total)`` with ``total = residual + rms_norm(x)``, rounded as in separate
+    steps; the first is ``total`` without ``next_weight``."""
     silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
     """``[num_tokens, 2 * intermediate]`` (gate, up) -> ``silu(gate) * up [num_tokens, intermediate]``."""
     gelu_and_mul: Callable[[torch.Tensor], torch.Tensor]

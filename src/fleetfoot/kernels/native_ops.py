@@ -51,6 +51,20 @@ def add_rms_norm_native(
     return output, total
 
 
+def norm_and_add_native(
+    library: NativeLibrary,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float = 0.0,
+    next_weight: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Kernels.norm_and_add`."""
+    total = residual + rms_norm_native(library, x, weight, eps, offset)
+    return total if next_weight is None else rms_norm_native(library, total, next_weight, eps, offset), total
+
+
 def silu_and_mul_native(library: NativeLibrary, gate_up: torch.Tensor) -> torch.Tensor:
     """See `Kernels.silu_and_mul`."""
     if gate_up.dtype not in DTYPES or not gate_up.is_contiguous():

@@ -27,8 +27,9 @@ class GemmaDecoderLayer(DecoderLayer):
 
     def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """``x [num_tokens, hidden_size]`` -> the same shape."""
-        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), ctx))
-        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        attended = self.self_attn(self.input_layernorm(x), ctx)
+        hidden, x = self.post_attention_layernorm.and_add(attended, x, self.pre_feedforward_layernorm)
+        return self.post_feedforward_layernorm.and_add(self.mlp(hidden), x)[1]
 
 
 class Gemma2ForCausalLM(LlamaForCausalLM):

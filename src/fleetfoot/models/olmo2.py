@@ -59,8 +59,8 @@ class Olmo2DecoderLayer(DecoderLayer):
 
     def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """``x [num_tokens, hidden_size]`` -> the same shape."""
-        x = x + self.post_attention_layernorm(self.self_attn(x, ctx))
-        return x + self.post_feedforward_layernorm(self.mlp(x))
+        _, x = self.post_attention_layernorm.and_add(self.self_attn(x, ctx), x)
+        return self.post_feedforward_layernorm.and_add(self.mlp(x), x)[1]
 
 
 class Olmo2ForCausalLM(LlamaForCausalLM):
