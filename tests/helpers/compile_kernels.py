@@ -133,6 +133,7 @@ def operations() -> None:
     ops.rope_and_cache(empty(2, 1024), empty(4, 2, 2, 16, 128), places, 4, rotary)
     temperatures, rows, invalid = empty(2, dtype=torch.float32), zeros(2, dtype=torch.int32), empty(2, dtype=torch.bool)
     ops.sample(empty(2, 40000), RandomRows(temperatures, zeros(2), zeros(2), rows=rows), invalid=invalid)
+    ops.sample(empty(20, 40000), RandomRows(temperatures.repeat(10), zeros(20), zeros(20)))  # with a bound
     filters = RowFilters(temperatures, rows, temperatures)
     ops.sample(empty(2, 40000), RandomRows(temperatures, zeros(2), zeros(2), filters, rows))
     for num_rows, tiling in (
