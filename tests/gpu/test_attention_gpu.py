@@ -1,6 +1,7 @@
 """The attention kernels, compiled: against the torch backend, in graphs, and with addresses past 32 bits."""
 
 import threading
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -53,6 +54,9 @@ SHAPES: list[dict[str, Any]] = [
     *({"head_dim": head_dim} for head_dim in (16, 80, 256)),
     *({"head_dim": size, "soft_cap": cap, "window": w} for size, cap, w in ((256, 50.0, None), (128, 0.5, 100))),
     *({"block_size": size, "window": w} for size, w in product((16, 32, 64, 128, 256), (None, 1, 100, 1000))),
+    *({"heads": heads, "window": w} for heads, w in product([(12, 4), (16, 8), (14, 2)], (1, 100, 1000))),
+    *({"heads": heads, "block_size": size} for heads, size in product([(12, 4), (16, 8)], (8, 256))),
+    {"head_dim": 64, "block_size": 8, "window": 300},
     *({"head_dim": 96, "block_size": size, "window": w} for size, w in ((16, 100), (32, None), (256, 1))),
 ]
 
@@ -191,6 +195,24 @@ def test_plain_and_hopper_kernels_agree_on_a_long_prompt() -> None:
     paged_attention_prefill(batch.inputs(), out=plain)
     assert relative_error(actual, plain) < BOUND[torch.bfloat16]
     assert relative_error(actual, batch.expected()) < BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize("heads", [(16, 8), (12, 4), (16, 1)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_queries_of_other_requests_do_not_matter(heads: tuple[int, int], head_dim: int) -> None:
+    """A tile of queries may extend into those of the next request, and past the last one's."""
+    requests = [(70, 70), (130, 400), (1, 90), (200, 200), (65, 1000), (3, 3)]
+    batch = cuda_batch(requests, heads, head_dim=head_dim, num_decodes=0, behind=5)
+    starts = batch.metadata.query_start_loc.tolist()
+    expected = batch.expected()
+    for parity in (0, 1):
+        kept = [slice(*starts[row : row + 2]) for row in range(parity, len(requests), 2)]
+        poisoned = replace(batch, query=torch.full_like(batch.query, float("nan")))
+        for rows in kept:
+            poisoned.query[rows] = batch.query[rows]
+        actual = poisoned.attend(TritonBackend())
+        for rows in kept:
+            assert relative_error(actual[rows], expected[rows]) < BOUND[torch.bfloat16]
 
 
 MANY: Requests = [(1, 100), (1, 1), (1, 0), (1, 300), (1, 16), (1, 17), (1, 600), (1, 0)] * 40

@@ -111,7 +111,10 @@ def attention() -> None:
     capped = make_batch([(1, 5)], num_kv_heads=8, soft_cap=50.0, **{**shape, "head_dim": 64})
     for attend in (partial(decode.paged_attention_decode, workspace=workspace), prefill.paged_attention_prefill):
         attend(capped.inputs(), out=torch.empty_like(capped.query))
-    prefill_hopper.paged_attention_prefill_hopper(batch.inputs(), counter=workspace.counter, out=out)
+    for num_heads in (32, 24):  # queries by TMA, and without
+        batch = make_batch([(1, 5)], num_kv_heads=8, **{**shape, "num_heads": num_heads})
+        out = torch.empty_like(batch.query)
+        prefill_hopper.paged_attention_prefill_hopper(batch.inputs(), counter=workspace.counter, out=out)
     for groups in (2, 3):
         gated_linear_hopper(empty(300, 1024), empty(512, 1024), groups, H100.num_sms)
     for output, num_weight_rows, tiling in (
@@ -131,6 +134,8 @@ def operations() -> None:
     angles, norm = empty(32, 128, dtype=torch.float32), empty(128)
     rotary, places = RotaryInputs(angles, norm, norm, 1e-6), at_slots(zeros(2), zeros(2))
     ops.rope_and_cache(empty(2, 1024), empty(4, 2, 2, 16, 128), places, 4, rotary)
+    many = at_slots(zeros(4096), zeros(4096))
+    ops.rope_and_cache(empty(4096, 4096), empty(4, 2, 8, 16, 128), many, 16, rotary)
     temperatures, rows, invalid = empty(2, dtype=torch.float32), zeros(2, dtype=torch.int32), empty(2, dtype=torch.bool)
     ops.sample(empty(2, 40000), RandomRows(temperatures, zeros(2), zeros(2), rows=rows), invalid=invalid)
     ops.sample(empty(20, 40000), RandomRows(temperatures.repeat(10), zeros(20), zeros(20)))  # with a bound

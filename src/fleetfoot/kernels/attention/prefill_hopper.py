@@ -3,8 +3,9 @@
 Computes `fleetfoot.kernels.attention.prefill` for 16-bit types and heads of 128 or 64 elements. The grid is persistent:
 programs fetch work tiles, each a tile of query tokens for one KV head, until none is left. A program has
 
-- one scheduler warp: it fetches the work tiles, writes their descriptors, and loads their queries one work tile ahead;
-- one producer warp: it loads K and V block by block by TMA (the tensor memory accelerator) several tiles ahead;
+- one scheduler warp: it fetches the work tiles, writes their descriptors with the first block ids, and loads their
+  queries by TMA (the tensor memory accelerator) one work tile ahead;
+- one producer warp: it loads K and V block by block by TMA several tiles ahead;
 - two consumer warp groups of four warps, with 64 rows of the work tile each. While the tensor cores multiply the
   weights of one tile with V, a group computes the softmax of the next tile; and the groups issue their matmuls in turn
   (pingpong scheduling), so that one computes its softmax while the other's matmuls run (FlashAttention-3, Shah et al.,
@@ -32,6 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fleetfoot.kernels.attention import AttentionInputs
 from fleetfoot.kernels.attention.prefill_hopper_scheduler import (
+    BOX_IDS,
     FIRST_POSITION,
     FIRST_TILE,
     FIRST_TOKEN,
@@ -42,9 +44,10 @@ from fleetfoot.kernels.attention.prefill_hopper_scheduler import (
     REQUEST,
     ROWS,
     TILE,
+    load_box_ids,
     scheduler_warp,
 )  # fmt: skip
-from fleetfoot.kernels.runtime.gluon_support import block_ids, get_field, wait_for_work
+from fleetfoot.kernels.runtime.gluon_support import get_field, wait_for_work
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
 from fleetfoot.kernels.runtime.triton_support import launcher
 
@@ -91,9 +94,15 @@ def paged_attention_prefill_hopper(inputs: AttentionInputs, *, counter: torch.Te
     cache_desc = TensorDescriptor(
         kv_cache, [num_rows, head_dim], [head_dim, 1], [min(block_size, TILE.value), 64], layout
     )
-    num_work_tiles = (num_tokens // (ROWS.value // group) + num_reqs + 1) * num_kv_heads
+    tile_tokens = ROWS.value // group
+    query_desc = None
+    if tile_tokens * group == ROWS.value:
+        query_layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+        box = [tile_tokens // 2, group, 64]
+        query_desc = TensorDescriptor(query, list(query.shape), list(query.stride()), box, query_layout)
+    num_work_tiles = (num_tokens // tile_tokens + num_reqs + 1) * num_kv_heads
     launcher(_paged_attention_prefill_kernel, (gpu_limits(query.device).num_sms,))(
-        query, cache_desc, out, query_start_loc, seq_lens, block_tables, counter,
+        query_desc, query, cache_desc, out, query_start_loc, seq_lens, block_tables, counter,
         num_reqs, num_tokens, num_work_tiles, num_rows, rows_per_block, query.stride(0), block_tables.stride(0),
         scale * math.log2(math.e), window or 0, _PASS_BYTES // (4 * head_dim),
         num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, block_size=block_size,
@@ -134,7 +143,7 @@ def _clear_rows(values, stage, first_row, end_row, head_dim: gl.constexpr):
 
 @gluon.jit
 def _producer_warp(
-    cache_desc, block_tables_ptr, slots, key_stages, value_stages, num_rows, rows_per_block, table_stride,
+    cache_desc, block_tables_ptr, box_ids, slots, key_stages, value_stages, num_rows, rows_per_block, table_stride,
     num_kv_heads: gl.constexpr, head_dim: gl.constexpr, block_size: gl.constexpr,
 ):  # fmt: skip
     """Fill the stages with the K and V tiles of the work tiles, as they become empty."""
@@ -143,10 +152,13 @@ def _producer_warp(
     values, v_full, v_empty = value_stages
     box_rows: gl.constexpr = min(block_size, TILE)
     parts: gl.constexpr = head_dim // 64
-    num_boxes: gl.constexpr = STAGES * parts * (TILE // box_rows)
+    tile_boxes: gl.constexpr = TILE // box_rows
+    num_boxes: gl.constexpr = STAGES * parts * tile_boxes
     box_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     k_boxes = keys._reinterpret(keys.dtype, [num_boxes, box_rows, 64], box_layout)
     v_boxes = values._reinterpret(keys.dtype, [num_boxes, box_rows, 64], box_layout)
+    lane_layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    lane = gl.arange(0, BOX_IDS, lane_layout)
     count = 0
     step = 0
     num_ends = 0
@@ -159,15 +171,23 @@ def _producer_warp(
         kv_end = get_field(work, slot, KV_END, NUM_FIELDS, 1)
         kv_head = get_field(work, slot, KV_HEAD, NUM_FIELDS, 1)
         request = get_field(work, slot, REQUEST, NUM_FIELDS, 1)
+        ids = box_ids.index(slot).load(lane_layout)
         gl.thread_barrier()
         mbarrier.arrive(work_empty.index(slot), count=1)
         table_ptr = block_tables_ptr + request.to(gl.int64) * table_stride
-        blocks = block_ids(table_ptr, first_tile * TILE, kv_end, box_rows, TILE, block_size)
+        next_ids = load_box_ids(table_ptr, first_tile * TILE + BOX_IDS * box_rows, kv_end, box_rows, block_size)
         for index in range(num_tiles):
             stage = step % STAGES
             phase = (step // STAGES) & 1
             begin = (first_tile + index) * TILE
-            next_blocks = block_ids(table_ptr, begin + TILE, kv_end, box_rows, TILE, block_size)
+            first_lane = index * tile_boxes % BOX_IDS
+            if (first_lane == 0) & (index > 0):
+                ids = next_ids
+                next_ids = load_box_ids(table_ptr, begin + BOX_IDS * box_rows, kv_end, box_rows, block_size)
+            blocks = ()
+            for box in gl.static_range(tile_boxes):
+                block = gl.sum(gl.where(lane == first_lane + box, ids, 0), 0)
+                blocks = blocks + (block,)  # type: ignore[assignment]  # noqa: RUF005
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), TILE * head_dim * 2)
             _copy_tile(
@@ -192,7 +212,6 @@ def _producer_warp(
                 fence_async_shared()
                 gl.thread_barrier()
                 mbarrier.arrive(v_full.index(stage), count=1)
-            blocks = next_blocks
             step += 1
         count += 1
         num_tiles = wait_for_work(work, work_full, count, 2, NUM_FIELDS, 1)
@@ -230,16 +249,20 @@ def _online_softmax(scores, row_max, row_sum, scale_log2):
 
 @gluon.jit
 def _store_rows(
-    out_ptr, acc, row_sum, first_token, num_tokens, kv_head,
+    out_ptr, staging, acc, row_sum, first_token, num_tokens, kv_head,
     warp_group: gl.constexpr, num_kv_heads: gl.constexpr, group: gl.constexpr,
 ):  # fmt: skip
-    """Store ``acc / row_sum``, the 64 rows of a warp group of a work tile."""
+    """Store ``acc / row_sum``, the 64 rows of a warp group of a work tile, through shared memory of their size."""
     layout: gl.constexpr = acc.type.layout
     head_dim: gl.constexpr = acc.shape[1]
     factor = gl.convert_layout(gl.expand_dims(1.0 / gl.where(row_sum > 0, row_sum, 1.0), 1), layout)
-    result = (acc * factor).to(out_ptr.dtype.element_ty)
-    row = warp_group * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
-    column = gl.expand_dims(gl.arange(0, head_dim, gl.SliceLayout(0, layout)), 0)
+    # A thread has 4 bytes here and there of the products. Through shared memory, a warp stores whole rows.
+    staging.store((acc * factor).to(out_ptr.dtype.element_ty))
+    gl.thread_barrier()
+    store_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // head_dim, head_dim // 8], [4, 1], [1, 0])
+    result = staging.load(store_layout)
+    row = warp_group * 64 + gl.arange(0, 64, gl.SliceLayout(1, store_layout))
+    column = gl.expand_dims(gl.arange(0, head_dim, gl.SliceLayout(0, store_layout)), 0)
     token = row // group
     token_offset = (first_token + token).to(gl.int64) * (num_kv_heads * group * head_dim)
     offset = token_offset + (kv_head * group + row % group) * head_dim
@@ -319,7 +342,6 @@ def _consumer_warps(
             mbarrier.arrive(v_empty.index(v_stage), count=1)
             acc = acc * gl.convert_layout(gl.expand_dims(rescale, 1), acc_layout)
             p = next_p
-        mbarrier.arrive(work_empty.index(slot), count=1)
         v_stage = step % STAGES
         mbarrier.wait(v_full.index(v_stage), (step // STAGES) & 1)
         next_acc = warpgroup_mma(p, values.index(v_stage), acc, is_async=True)
@@ -327,7 +349,9 @@ def _consumer_warps(
         mbarrier.arrive(v_empty.index(v_stage), count=1)
         step += 1
 
-        _store_rows(out_ptr, acc, row_sum, first_token, num_tokens, kv_head, warp_group, num_kv_heads, group)
+        _store_rows(out_ptr, q, acc, row_sum, first_token, num_tokens, kv_head, warp_group, num_kv_heads, group)
+        fence_async_shared()  # the next queries are copied there by TMA
+        mbarrier.arrive(work_empty.index(slot), count=1)
         count += 1
         num_tiles = wait_for_work(work, query_full, count, 2, NUM_FIELDS, 4)
 
@@ -341,7 +365,7 @@ def _consumer_warps(
     ]
 )  # fmt: skip
 def _paged_attention_prefill_kernel(
-    query_ptr, cache_desc, out_ptr, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr, counter_ptr,
+    query_desc, query_ptr, cache_desc, out_ptr, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr, counter_ptr,
     num_reqs, num_tokens, num_work_tiles, num_rows, rows_per_block, query_stride, table_stride,
     scale_log2, window, pass_positions,
     num_kv_heads: gl.constexpr, group: gl.constexpr, head_dim: gl.constexpr, block_size: gl.constexpr,
@@ -356,6 +380,7 @@ def _paged_attention_prefill_kernel(
     keys = gl.allocate_shared_memory(dtype, [STAGES, TILE, head_dim], tile_layout)
     values = gl.allocate_shared_memory(dtype, [STAGES, TILE, head_dim], tile_layout)
     work = gl.allocate_shared_memory(gl.int32, [2 * NUM_FIELDS, 1], word_layout)
+    box_ids = gl.allocate_shared_memory(gl.int32, [2, BOX_IDS], word_layout)  # the first ones of the slots' work tiles
     # Barriers of the two slots: descriptor written, queries loaded as well, slot empty again.
     work_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
     query_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
@@ -390,10 +415,10 @@ def _paged_attention_prefill_kernel(
                            head_dim, has_window)),
         (_consumer_warps, (out_ptr, queries, slots, keys, values, pingpong, scale_log2, window, 1, num_kv_heads, group,
                            head_dim, has_window)),
-        (scheduler_warp, (query_ptr, query_start_loc_ptr, seq_lens_ptr, counter_ptr, queries, slots, num_reqs,
-                          num_tokens, num_work_tiles, query_stride, window, pass_positions, num_kv_heads, group,
-                          head_dim, has_window)),
-        (_producer_warp, (cache_desc, block_tables_ptr, slots, keys, values, num_rows, rows_per_block, table_stride,
-                          num_kv_heads, head_dim, block_size)),
+        (scheduler_warp, (query_desc, query_ptr, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr, counter_ptr,
+                          queries, box_ids, slots, num_reqs, num_tokens, num_work_tiles, query_stride, table_stride,
+                          window, pass_positions, num_kv_heads, group, block_size, has_window)),
+        (_producer_warp, (cache_desc, block_tables_ptr, box_ids, slots, keys, values, num_rows, rows_per_block,
+                          table_stride, num_kv_heads, head_dim, block_size)),
     ], [4, 1, 1], [232, 40, 40])
     # fmt: on

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
 from fleetfoot.kernels.runtime.gluon_support import put_field
 
@@ -18,6 +18,7 @@ NUM_TILES, FIRST_TILE, FIRST_POSITION, KV_END, FIRST_TOKEN, NUM_TOKENS, KV_HEAD,
 )
 TILE = gl.constexpr(128)  # KV positions
 ROWS = gl.constexpr(128)  # query tokens times query heads per KV head: 64 for each of two warp groups
+BOX_IDS = gl.constexpr(32)  # block ids that are loaded at once, one for each TMA box of K: one for each thread
 
 
 @gluon.jit
@@ -38,6 +39,59 @@ def _find_request(query_start_loc_ptr, num_reqs, slot, tile_tokens: gl.constexpr
 
 
 @gluon.jit
+def load_box_ids(table_ptr, begin, kv_end, box_rows: gl.constexpr, block_size: gl.constexpr):
+    """The blocks of `BOX_IDS` TMA boxes from position ``begin`` on; 0 for boxes from ``kv_end`` on."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    position = begin + gl.arange(0, BOX_IDS, layout) * box_rows
+    return gl.load(table_ptr + position // block_size, mask=position < kv_end, other=0)
+
+
+@gluon.jit
+def _copy_queries(query_desc, queries, slot, barrier, first_token, kv_head, group: gl.constexpr):
+    """Start the copies of a work tile's queries by TMA. Rows of other requests are computed, but not stored."""
+    head_dim: gl.constexpr = queries.shape[2]
+    parts: gl.constexpr = head_dim // 64
+    tokens: gl.constexpr = 64 // group  # of a warp group
+    boxes = queries._reinterpret(queries.dtype, [2 * ROWS // 64 * parts, tokens, group, 64], query_desc.layout)
+    mbarrier.expect(barrier, ROWS * head_dim * 2)
+    for warp_group in gl.static_range(ROWS // 64):
+        for part in gl.static_range(parts):
+            index = (slot * (ROWS // 64) + warp_group) * parts + part
+            place = [first_token + warp_group * tokens, kv_head * group, part * 64]
+            tma.async_copy_global_to_shared(query_desc, place, barrier, boxes.index(index))
+
+
+@gluon.jit
+def _load_queries(
+    query_ptr, queries, slot, query_begin, first_token, query_len, kv_head, query_stride,
+    tile_tokens: gl.constexpr, group: gl.constexpr,
+):  # fmt: skip
+    """Load a work tile's queries without TMA, for groups that are no power of two, and wait for them."""
+    head_dim: gl.constexpr = queries.shape[2]
+    parts: gl.constexpr = head_dim // 64
+    # A box is 16 rows by 64 columns of a warp group's queries, contiguous in shared memory.
+    box_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    boxes = queries._reinterpret(queries.dtype, [ROWS // 8 * parts, 16, 64], box_layout)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    column = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, layout)), 0)
+    query_stride = gl.multiple_of(query_stride, 8)
+    for box in range(ROWS // 16):
+        row = box * 16 + gl.arange(0, 16, gl.SliceLayout(1, layout))
+        token = first_token + row // group
+        head = kv_head * group + row % group
+        offset = (query_begin + token).to(gl.int64) * query_stride + head * head_dim
+        is_row = gl.expand_dims((token < query_len) & (row < tile_tokens * group), 1)
+        index = slot * (ROWS // 16) * parts + box // 4 * 4 * parts + box % 4
+        for part in gl.static_range(parts):
+            pointers = query_ptr + gl.expand_dims(offset + part * 64, 1) + column
+            pointers = gl.multiple_of(pointers, [1, 16])
+            async_copy.async_copy_global_to_shared(boxes.index(index + part * 4), pointers, mask=is_row)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    fence_async_shared()
+
+
+@gluon.jit
 def _find_head(index_in_request, num_slots, seq_len, pass_positions, num_kv_heads: gl.constexpr):
     """The KV head of a request's work tile, and the index of its tile of query tokens.
 
@@ -55,20 +109,14 @@ def _find_head(index_in_request, num_slots, seq_len, pass_positions, num_kv_head
 
 @gluon.jit
 def scheduler_warp(
-    query_ptr, query_start_loc_ptr, seq_lens_ptr, counter_ptr, queries, slots, num_reqs, num_tokens, num_work_tiles,
-    query_stride, window, pass_positions,
-    num_kv_heads: gl.constexpr, group: gl.constexpr, head_dim: gl.constexpr, has_window: gl.constexpr,
+    query_desc, query_ptr, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr, counter_ptr, queries, box_ids, slots,
+    num_reqs, num_tokens, num_work_tiles, query_stride, table_stride, window, pass_positions,
+    num_kv_heads: gl.constexpr, group: gl.constexpr, block_size: gl.constexpr, has_window: gl.constexpr,
 ):  # fmt: skip
     """Fetch work tiles from the counter, write their descriptors to one of two slots, and load their queries."""
     work, work_full, query_full, work_empty = slots
     tile_tokens: gl.constexpr = ROWS // group
-    parts: gl.constexpr = head_dim // 64
-    # A box is 16 rows by 64 columns of a warp group's queries, contiguous in shared memory.
-    box_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    boxes = queries._reinterpret(queries.dtype, [ROWS // 8 * parts, 16, 64], box_layout)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    column = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, layout)), 0)
-    query_stride = gl.multiple_of(query_stride, 8)
+    box_rows: gl.constexpr = min(block_size, TILE)
     first = gl.load(query_start_loc_ptr)
     count = 0
     work_index = gl.program_id(0)  # the first work tile is static
@@ -95,7 +143,11 @@ def scheduler_warp(
             first_tile = 0
             if has_window:
                 first_tile = gl.maximum(first_position + 1 - window, 0) // TILE
+            # Loaded one work tile ahead: the producer would have nothing else to do while it waits for them.
+            table_ptr = block_tables_ptr + request.to(gl.int64) * table_stride
+            first_ids = load_box_ids(table_ptr, first_tile * TILE, kv_end, box_rows, block_size)
             mbarrier.wait(work_empty.index(slot), ((count // 2) & 1) ^ 1)
+            box_ids.index(slot).store(first_ids)
             put_field(work, slot, NUM_TILES, NUM_FIELDS, gl.maximum((kv_end + TILE - 1) // TILE - first_tile, 1))
             put_field(work, slot, FIRST_TILE, NUM_FIELDS, first_tile)
             put_field(work, slot, FIRST_POSITION, NUM_FIELDS, first_position)
@@ -106,22 +158,16 @@ def scheduler_warp(
             put_field(work, slot, REQUEST, NUM_FIELDS, request)
             gl.thread_barrier()
             mbarrier.arrive(work_full.index(slot), count=1)
-            for box in range(ROWS // 16):
-                row = box * 16 + gl.arange(0, 16, gl.SliceLayout(1, layout))
-                token = first_token + row // group
-                head = kv_head * group + row % group
-                offset = (query_begin + token).to(gl.int64) * query_stride + head * head_dim
-                is_row = gl.expand_dims((token < query_len) & (row < tile_tokens * group), 1)
-                index = slot * (ROWS // 16) * parts + box // 4 * 4 * parts + box % 4
-                for part in gl.static_range(parts):
-                    pointers = query_ptr + gl.expand_dims(offset + part * 64, 1) + column
-                    pointers = gl.multiple_of(pointers, [1, 16])
-                    async_copy.async_copy_global_to_shared(boxes.index(index + part * 4), pointers, mask=is_row)
-            async_copy.commit_group()
-            async_copy.wait_group(0)
-            fence_async_shared()
-            gl.thread_barrier()
-            mbarrier.arrive(query_full.index(slot), count=1)
+            if query_desc is None:
+                _load_queries(
+                    query_ptr, queries, slot, query_begin, first_token, query_len, kv_head, query_stride,
+                    tile_tokens, group,
+                )  # fmt: skip
+                gl.thread_barrier()
+                mbarrier.arrive(query_full.index(slot), count=1)
+            else:
+                barrier = query_full.index(slot)
+                _copy_queries(query_desc, queries, slot, barrier, query_begin + first_token, kv_head, group)
             count += 1
             # Fetch the next work tile only if a slot is empty: another program may process it sooner.
             mbarrier.wait(work_empty.index(count % 2), ((count // 2) & 1) ^ 1)
