@@ -109,10 +109,17 @@ def at_slots(slots: torch.Tensor, positions: torch.Tensor) -> AttentionMetadata:
 
 
 def rope_and_cache(
-    ops: Kernels, dtype: torch.dtype, num_tokens: int, head_dim: int, offset: float | None, device: str = "cpu"
+    ops: Kernels,
+    dtype: torch.dtype,
+    num_tokens: int,
+    head_dim: int,
+    offset: float | None,
+    device: str = "cpu",
+    num_heads: int = 6,
+    num_kv_heads: int = 2,
 ) -> None:
     """``offset``: of the norms' weights; None: there are no norms."""
-    num_heads, num_kv_heads, block_size, num_blocks = 6, 2, 16, num_tokens // 8 + 2
+    block_size, num_blocks = 16, num_tokens // 8 + 2
     width = (num_heads + 2 * num_kv_heads) * head_dim
     qkv = torch.randn(num_tokens, width + 16, device=device).to(dtype)[:, :width]  # rows lie further apart
     if num_tokens:
@@ -135,9 +142,10 @@ def rope_and_cache(
     assert_near(query, expected, ops)
     assert_near(cache, expected_cache, ops)
     written = slots >= 0
-    bits, values = torch.int32 if dtype == torch.float32 else torch.int16, qkv[written].view(-1, 10, head_dim)[:, 8:]
+    bits, values = torch.int32 if dtype == torch.float32 else torch.int16, qkv[written].unflatten(1, (-1, head_dim))
     cached = cache[slots[written] // block_size, 1, :, slots[written] % block_size]
-    assert torch.equal(cached.view(bits), values.contiguous().view(bits))  # values are copied unchanged
+    values = values[:, num_heads + num_kv_heads :].contiguous()
+    assert torch.equal(cached.view(bits), values.view(bits))  # values are copied unchanged
 
 
 def _layer(

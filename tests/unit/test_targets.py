@@ -19,6 +19,7 @@ OTHERS = [
         "prepare_inputs",
         "rms_norm",
         "rope_and_cache",
+        "rope_and_cache_whole_tokens",
         "row_max",
         "select",
         "tile_stats",

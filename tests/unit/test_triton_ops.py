@@ -14,6 +14,7 @@ from tests.helpers.interpreter import HAS_INTERPRETER, compiled, interpreted, ru
 from tests.helpers.kernels import triton_kernels
 from tests.helpers.ops_checks import REFERENCE
 
+from fleetfoot.kernels.attention import rope_and_cache
 from fleetfoot.kernels.elementwise import MAX_SIZE, DeferredRMSNorm
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.linear import linear_triton
@@ -51,6 +52,20 @@ CASES = [
 @interpreted
 @pytest.mark.parametrize("check", CASES)
 def test_operations(check: Callable[[Kernels], None]) -> None:
+    check(TRITON)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "check",
+    checks.cases(
+        checks.rope_and_cache, DTYPES, [1, 9], [64, 96], [None, 0.0, 1.0], ["cpu"], [(16, 8), (28, 4), (32, 1)]
+    ),
+)
+def test_rotation_of_whole_tokens(check: Callable[[Kernels], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with many tokens: three to a program."""
+    monkeypatch.setattr(rope_and_cache, "_MANY_TOKENS", 1)
+    monkeypatch.setattr(rope_and_cache, "_WHOLE_PROGRAMS_PER_SM", 1)
     check(TRITON)
 
 
@@ -375,16 +390,8 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     output = run_python(
         "-m", "tests.helpers.compile_kernels", "operations", is_forked=True, TRITON_CACHE_DIR=str(tmp_path)
     )
-    operations = (
-        "rms_norm",
-        "norm_and_add",
-        "activation",
-        "rope_and_cache",
-        "row_max",
-        "cuts",
-        "draw",
-        "draw_top_k",
-        "pick",
-    )
+    rotations = ("rope_and_cache", "rope_and_cache_whole_tokens")
+    norms = ("rms_norm", "norm_and_add")
+    operations = (*norms, "activation", *rotations, "row_max", "cuts", "draw", "draw_top_k", "pick")
     names = (*operations, "linear_few_rows", "linear_tiled")
     assert {line.split(":")[0] for line in output.splitlines()} == {f"_{name}_kernel" for name in names}
