@@ -228,6 +228,8 @@ def test_float32_is_for_the_library() -> None:
         ((129, 14336, 4096), True, False, None),
         ((192, 3072, 1024), True, False, "tiled"),
         ((64, 256, 1024), False, False, None),  # too few tiles to read with
+        ((16, 2048, 1536), False, False, "tiled"),  # few, but short
+        ((16, 2048, 4096), False, False, None),
         ((1, 8, 1024), False, False, None),
         ((1, 1024, 1023), False, False, None),  # rows that are not aligned
     ],
