@@ -233,9 +233,16 @@ def with_rope(**parameters: Any) -> Callable[[CausalLM], None]:
     return change
 
 
+class NoNorm(torch.nn.Identity):
+    """In place of an `RMSNorm`."""
+
+    def and_add(self, x: torch.Tensor, residual: torch.Tensor, behind: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+        return (residual + x if behind is None else behind(residual + x)), residual + x
+
+
 def drop_norms(model: CausalLM) -> None:
     for layer in model.model.layers.values():
-        layer.post_attention_layernorm = torch.nn.Identity()
+        layer.post_attention_layernorm = NoNorm()
 
 
 def drop_norms_over_heads(model: CausalLM) -> None:
