@@ -6,6 +6,7 @@ The references in torch, and Triton kernels. The kernel of the norms keeps a row
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -68,6 +69,8 @@ def norm_and_add_torch(
     eps: float,
     offset: float = 0.0,
     next_weight: torch.Tensor | None = None,
+    *,
+    rms_norm: Callable[..., torch.Tensor] = rms_norm_torch,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``total = residual + rms_norm(x)``, of layers with a norm behind attention and MLP: ``(rms_norm(total), total)``,
     both ``[num_tokens, hidden]`` and rounded as in separate steps.
@@ -75,9 +78,10 @@ def norm_and_add_torch(
     Args:
         offset: of both norms: see `rms_norm_torch`.
         next_weight: of the norm of the sum; None: that is the sum itself.
+        rms_norm: an implementation of `rms_norm_torch`.
     """
-    total = residual + rms_norm_torch(x, weight, eps, offset)
-    return total if next_weight is None else rms_norm_torch(total, next_weight, eps, offset), total
+    total = residual + rms_norm(x, weight, eps, offset)
+    return total if next_weight is None else rms_norm(total, next_weight, eps, offset), total
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +205,14 @@ def _rms_norm_kernel(
         residual = tl.load(residual_ptr + place, mask=in_row, other=0.0)
         value = (value.to(tl.float32) + residual.to(tl.float32)).to(output_ptr.dtype.element_ty)
         tl.store(total_ptr + place, value, mask=in_row)
-    value = value.to(tl.float32)
-    inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(value * value, axis=0) / size + eps)
-    tl.store(output_ptr + place, (value * inverse_rms * weight).to(output_ptr.dtype.element_ty), mask=in_row)
+    normed = _normed_row(value.to(tl.float32), weight, size, eps)
+    tl.store(output_ptr + place, normed.to(output_ptr.dtype.element_ty), mask=in_row)
+
+
+@triton_kernel(specialize=False)
+def _normed_row(value, weight, size, eps):
+    """The norm of one row, ``[tile]`` float32; 0 behind the row."""
+    return value * (1.0 / tl.sqrt_rn(tl.sum(value * value, axis=0) / size + eps)) * weight
 
 
 def norm_and_add_triton(
@@ -262,15 +271,13 @@ def _norm_and_add_kernel(
     place = tl.program_id(0).to(tl.int64) * size + column
     value = tl.load(x_ptr + place, mask=in_row, other=0.0).to(tl.float32)
     residual = tl.load(residual_ptr + place, mask=in_row, other=0.0).to(tl.float32)
-    inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(value * value, axis=0) / size + eps)
     # The selection keeps product and sum from being one instruction, which in float32 rounds once instead of twice.
-    normed = tl.where(in_row, value * inverse_rms * weight, 0.0).to(dtype)
+    normed = tl.where(in_row, _normed_row(value, weight, size, eps), 0.0).to(dtype)
     total = (residual + normed.to(tl.float32)).to(dtype)
     tl.store(total_ptr + place, total, mask=in_row)
     if has_next:
-        value = total.to(tl.float32)
-        inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(value * value, axis=0) / size + eps)
-        tl.store(output_ptr + place, (value * inverse_rms * next_weight).to(dtype), mask=in_row)
+        output = _normed_row(total.to(tl.float32), next_weight, size, eps)
+        tl.store(output_ptr + place, output.to(dtype), mask=in_row)
 
 
 def silu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:

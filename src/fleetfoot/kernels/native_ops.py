@@ -3,11 +3,20 @@ the torch reference."""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 
 from fleetfoot.kernels.attention.rope_and_cache import rope_and_cache_torch
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
-from fleetfoot.kernels.elementwise import add_rms_norm_torch, gelu_and_mul_torch, rms_norm_torch, silu_and_mul_torch
+from fleetfoot.kernels.elementwise import (
+    add_rms_norm_torch,
+    gelu_and_mul_torch,
+    norm_and_add_torch,
+    rms_norm_torch,
+    silu_and_mul_torch,
+)
 from fleetfoot.kernels.linear.linear import PreparedLinear, check_replacement, prepare_linear_torch
 from fleetfoot.kernels.sampling.sample import RandomRows, draw_filtered, mark_invalid, sample_cpu
 from fleetfoot.native.loading import NativeLibrary, check_status, load_library
@@ -51,18 +60,9 @@ def add_rms_norm_native(
     return output, total
 
 
-def norm_and_add_native(
-    library: NativeLibrary,
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    offset: float = 0.0,
-    next_weight: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def norm_and_add_native(library: NativeLibrary, *arguments: Any, **keywords: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """See `Kernels.norm_and_add`."""
-    total = residual + rms_norm_native(library, x, weight, eps, offset)
-    return total if next_weight is None else rms_norm_native(library, total, next_weight, eps, offset), total
+    return norm_and_add_torch(*arguments, **keywords, rms_norm=partial(rms_norm_native, library))
 
 
 def silu_and_mul_native(library: NativeLibrary, gate_up: torch.Tensor) -> torch.Tensor:

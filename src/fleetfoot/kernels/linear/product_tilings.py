@@ -101,8 +101,8 @@ def product_tiling(
         return None
     hidden = num_weight_rows if kind == "residual" else num_inputs
     if num_rows <= 64:
-        is_bound_by_weights = num_rows <= 32 and hidden > _SMALL_HIDDEN
-        return _one_row_tile(kind, num_weight_rows, num_sms, _MIN_SHARE_OF_FEW if is_bound_by_weights else _MIN_SHARE)
+        min_share = _MIN_SHARE_OF_FEW if num_rows <= 32 and hidden > _SMALL_HIDDEN else _MIN_SHARE
+        return _one_row_tile(kind, num_weight_rows, num_sms, min_share)
     few = num_rows <= 128
     if not few and hidden > _MOST_HIDDEN_OF_MANY:
         return None

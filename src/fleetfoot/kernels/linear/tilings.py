@@ -36,7 +36,7 @@ _SM_REGISTERS, _RESERVED_BYTES = 65536, 1024
 """Registers of a multiprocessor, and its shared memory that a program occupies besides its own."""
 _HOPPER_BYTES = 226 * 1024
 """Shared memory of a program on a Hopper GPU, without barriers."""
-_ROUNDS = 2
+_MIN_ROUNDS = 2
 """Least rounds of tiles for which the Hopper kernel multiplies 33 to 64 rows: heads. It copies ahead across tiles. On
 an H200, us for 64 rows of Qwen3-0.6B 86.7 and 77.7, of Qwen3-4B 195.4 and 185.7, of Llama-3.1-8B 258.8 and 250.6."""
 _MIN_UTILIZATION = 0.88
@@ -200,7 +200,7 @@ def hopper_tiling(
     """
     if num_inputs < 512:
         return None
-    if 32 < num_rows <= 64 and not gated and not may_split and num_outputs >= _ROUNDS * 128 * num_sms:
+    if 32 < num_rows <= 64 and not gated and not may_split and num_outputs >= _MIN_ROUNDS * 128 * num_sms:
         return _hopper(64, 128, 1, gated)
     if not 64 < num_rows <= 256:
         return None

@@ -241,6 +241,7 @@ def _draw_of_tokens(
     """The best candidate by score + noise of ``count`` tokens from ``first`` on; -inf if none reaches ``bound``."""
     best = pack_candidates(tl.full((), float("-inf"), tl.float32), tl.zeros((), tl.int32))
     for start in range(first, first + count, part):
+        # A thread loads the logits of the four tokens of which it computes words.
         index = tl.max_contiguous(start + tl.arange(0, part), 4)
         logit = tl.load(logits_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
         word = words_of_tokens(seed, position, start, part)
