@@ -13,6 +13,7 @@ from tests.helpers.kernels import triton_kernels, waits_are_errors
 from tests.helpers.ops_checks import REFERENCE
 
 from fleetfoot.kernels.attention.rope_and_cache import rope_and_cache_torch
+from fleetfoot.kernels.elementwise import DeferredRMSNorm
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.linear import gated_product
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
@@ -238,6 +239,27 @@ def test_gate_and_up_of_many_rows_on_hopper(
             results.append(gated_product.multiply_gated_wide(x, weight, tiling))
         assert all(torch.equal(results[0], each) for each in results[1:])
         assert float((results[0].double() - expected).norm() / expected.norm()) < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "tiling"),
+    [(17, GatedTiling(64, 224)), (64, GatedTiling(64, 96)), (70, GatedTiling(128, 224)), (128, GatedTiling(128, 144))],
+    ids=str,
+)
+def test_gate_and_up_behind_a_deferred_norm_on_hopper(num_rows: int, tiling: GatedTiling) -> None:
+    """Rows of padding end as zeros, whatever they were."""
+    if not has_hopper_kernels(torch.device("cuda")):
+        pytest.skip("needs a Hopper GPU")
+    x = torch.full((128, 4096), torch.nan, device="cuda", dtype=torch.bfloat16)[:num_rows]
+    x.copy_(torch.randn(num_rows, 4096, device="cuda"))
+    squares = torch.rand(64, num_rows, device="cuda") * 128
+    factor = (squares.double().sum(0) / 4096 + 1e-5).rsqrt()[:, None]
+    weight = (torch.randn(2 * 9728, 4096, device="cuda") * 4096**-0.5).bfloat16()
+    gate, up = ((x.double() * factor) @ weight.double().T).chunk(2, dim=1)
+    expected = torch.nn.functional.silu(gate) * up
+    output = gated_product.multiply_gated_wide(DeferredRMSNorm(x, squares, x, 1e-5), weight, tiling)
+    assert float((output.double() - expected).norm() / expected.norm()) < 5e-3
+    assert not output.as_strided((tiling.rows, 9728), output.stride())[num_rows:].any()
 
 
 def test_gate_and_up_of_large_values_on_hopper() -> None:

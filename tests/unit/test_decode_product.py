@@ -62,6 +62,11 @@ def test_tilings_fit(kind, shape, num_rows: int, num_sms: int) -> None:
     if tiling is None:
         return
     num_weight_rows, num_inputs = shape
+    if isinstance(tiling, GatedTiling):
+        kernel = gated_product.kernel_of(tiling, num_inputs, deferred=True)
+        assert kernel.shared_bytes <= 232448 and dict(kernel.defines)["STAGES"] >= 3
+        assert kind == "gated" and tiling.rows >= num_rows
+        return
     kernel = kernel_of(kind, tiling, num_inputs, *((128, 16) if kind == "qkv" else (0, 0)))
     defines = dict(kernel.defines)
     assert kernel.shared_bytes <= 232448 and defines["STAGES"] >= 2
@@ -202,5 +207,24 @@ def test_arguments_of_the_source(module, kernel: CudaKernel, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("num_rows", "is_product"), [(32, False), (33, True)])
 def test_large_layers_of_few_rows_need_most_multiprocessors(num_rows: int, is_product: bool) -> None:
-    """Gate and up of Qwen3-4B are 76 tiles."""
-    assert (product_tiling("gated", num_rows, 19456, 2560, NUM_SMS) is not None) == is_product
+    """o of Qwen3-4B has 80 thread blocks."""
+    assert (product_tiling("residual", num_rows, 2560, 4096, NUM_SMS) is not None) == is_product
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "num_rows", "tiling"),
+    [
+        (4096, 14336, 17, GatedTiling(64, 224)),
+        (4096, 14336, 64, GatedTiling(64, 224)),
+        (4096, 14336, 65, GatedTiling(128, 224)),
+        (2560, 9728, 128, GatedTiling(128, 160)),
+        (3584, 18944, 96, GatedTiling(128, 144)),  # two rounds
+        (5120, 17408, 64, GatedTiling(64, 96)),
+        (3072, 8192, 128, ProductTiling(128, 128)),  # 128 tiles either way
+        (1024, 3072, 128, ProductTiling(64, 128, peers=2)),  # 48 tiles of the whole rows at most
+    ],
+)
+def test_gate_and_up_of_few_rows(
+    hidden: int, intermediate: int, num_rows: int, tiling: GatedTiling | ProductTiling
+) -> None:
+    assert product_tiling("gated", num_rows, 2 * intermediate, hidden, NUM_SMS) == tiling

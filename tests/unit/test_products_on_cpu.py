@@ -14,6 +14,7 @@ from fleetfoot.kernels.elementwise import DeferredRMSNorm
 from fleetfoot.kernels.linear import decode_product, gated_product, tensor_maps
 from fleetfoot.kernels.linear.product_tilings import GatedTiling, ProductTiling
 from fleetfoot.kernels.runtime.cuda_source import CudaKernel
+from fleetfoot.kernels.runtime.row_padding import padded_rows
 from fleetfoot.records.forward_context import RotaryInputs
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -56,6 +57,11 @@ def deferred(num_rows: int, size: int) -> tuple[DeferredRMSNorm, torch.Tensor]:
     return DeferredRMSNorm(weighted, squares, weighted, 1e-5), weighted.double() * factor
 
 
+def behind(x: torch.Tensor) -> torch.Tensor:
+    """The rows of padding."""
+    return x.as_strided((padded_rows(len(x)), x.shape[1]), x.stride())[len(x) :]
+
+
 GATED = {
     "one tile of rows": (40, ProductTiling(64, 256)),
     "narrow": (64, ProductTiling(64, 64)),
@@ -71,6 +77,7 @@ def test_gate_and_up(num_rows: int, tiling: ProductTiling) -> None:
     gate, up = (normed @ weight.double().T).chunk(2, dim=1)
     output = decode_product.multiply_gated(x, weight, tiling)
     assert error(output, torch.nn.functional.silu(gate) * up) < 5e-3
+    assert not behind(output).any()
 
 
 @pytest.mark.parametrize(
@@ -92,6 +99,7 @@ def test_residual_sums_with_their_norm(num_rows: int, tiling: ProductTiling) -> 
     assert error(result.total, x.double() @ weight.double().T + residual.double()) < 4e-3
     assert torch.equal(result.weighted, (result.total.float() * norm.float()).bfloat16())
     assert error(result.squares.sum(0), result.total.double().square().sum(1)) < 1e-5
+    assert not behind(result.weighted).any()
 
 
 @pytest.mark.parametrize(
@@ -137,6 +145,25 @@ def test_gate_and_up_of_many_rows(num_rows: int, num_outputs: int, tiling: Gated
     gate, up = (x.double() @ weight.double().T).chunk(2, dim=1)
     output = gated_product.multiply_gated_wide(x, weight, tiling)
     assert error(output, torch.nn.functional.silu(gate) * up) < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "tiling"),
+    [
+        (64, GatedTiling(64, 224)),
+        (70, GatedTiling(128, 224)),
+        (128, GatedTiling(128, 96)),
+        (200, GatedTiling(256, 176)),
+    ],
+    ids=str,
+)
+def test_gate_and_up_behind_a_deferred_norm(num_rows: int, tiling: GatedTiling) -> None:
+    x, normed = deferred(num_rows, 512)
+    weight = random(2 * 280, 512, scale=512**-0.5)
+    gate, up = (normed @ weight.double().T).chunk(2, dim=1)
+    output = gated_product.multiply_gated_wide(x, weight, tiling)
+    assert error(output, torch.nn.functional.silu(gate) * up) < 5e-3
+    assert not behind(output).any()
 
 
 def test_gates_of_any_size() -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
-from fleetfoot.kernels.runtime.row_padding import empty_rows
+from fleetfoot.kernels.runtime.row_padding import empty_rows, padded_rows
 from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, triton_kernel
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def _rms_norm(
     if like.numel() > 0:
         num_rows, tile = like.numel() // size, next_power_of_2(size)
         overlap = can_overlap(x.device)
-        _rms_norm_kernel[(num_rows,)](
+        _rms_norm_kernel[(padded_rows(num_rows) if like.ndim == 2 else num_rows,)](
             output, total, x, like, weight, eps, num_rows, size,
             num_parts=x.shape[0] if x.ndim > like.ndim else 0, has_residual=residual is not None, offset=offset,
             tile=tile, overlap=overlap, num_warps=_norm_warps(tile), **launch_options(overlap),
@@ -195,7 +195,9 @@ def _rms_norm_kernel(
     if offset != 0:
         weight += offset
     wait_for_inputs(overlap)
-    place = tl.program_id(0).to(tl.int64) * size + column
+    row = tl.program_id(0).to(tl.int64)
+    place = row * size + column
+    in_row = in_row & (row < num_rows)  # the rows of padding are zeros
     value = tl.load(x_ptr + place, mask=in_row, other=0.0)
     if num_parts > 0:
         for part in tl.static_range(1, num_parts):
@@ -206,7 +208,7 @@ def _rms_norm_kernel(
         value = (value.to(tl.float32) + residual.to(tl.float32)).to(output_ptr.dtype.element_ty)
         tl.store(total_ptr + place, value, mask=in_row)
     normed = _normed_row(value.to(tl.float32), weight, size, eps)
-    tl.store(output_ptr + place, normed.to(output_ptr.dtype.element_ty), mask=in_row)
+    tl.store(output_ptr + place, normed.to(output_ptr.dtype.element_ty), mask=column < size)
 
 
 @triton_kernel(specialize=False)

@@ -10,6 +10,7 @@
 // the weight arrange its rows so that a thread has contiguous outputs: of each 8 * RUN outputs, thread t of four has
 // 2 * RUN, from 2 * RUN * t on.
 #include <activation.cuh>
+#include <deferred_norm.cuh>
 
 #define GATED 1     // silu(gate) * up, with the rows of gate first in the weight
 #define RESIDUAL 2  // the residual sum, and its deferred norm
@@ -48,6 +49,7 @@ struct Arguments {
   u16* total;              // the residual sum
   float* squares_out;      // [outputs / OUTPUTS, rows]
   int rows, num_outputs, row_tiles, num_parts;
+  int padded_rows;         // of `out`, if not QKV: those behind `rows` are zeros (`row_padding.py` has the reason)
   float eps;
   // QKV
   u16* kv_cache;
@@ -103,28 +105,6 @@ DEVICE void produce(const Arguments& arguments, u32 ring, u32 full, u32 empty, i
     }
   }
 }
-
-// 1/rms of row `lane % 16` of this warp, for products with a deferred norm. The squares are loaded before the product.
-struct Factor {
-  float squares[(PARTS + 1) / 2 + 1];
-
-  __device__ void load(const Arguments& arguments, int first_row) {
-    const int lane = threadIdx.x % 32, row = first_row + lane % 16;
-#pragma unroll
-    for (int i = 0; i < (PARTS + 1) / 2; i++) {
-      const int part = 2 * i + lane / 16;
-      const bool is_part = part < arguments.num_parts && row < arguments.rows;
-      squares[i] = is_part ? __ldcg(arguments.squares + part * arguments.rows + row) : 0.0f;
-    }
-  }
-  __device__ float get(const Arguments& arguments) const {
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < (PARTS + 1) / 2; i++) sum += squares[i];
-    sum += from_lane_xor(sum, 16);
-    return 1.0f / sqrtf(sum / INPUTS + arguments.eps);
-  }
-};
 
 #if EPILOGUE == QKV
 // A head in four threads: of each 32 elements 8 contiguous ones, from 8 * t on.
@@ -279,7 +259,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_co
 #endif
   wait_for_inputs();
   Factor factor_of;
-  factor_of.load(arguments, warp_row);
+  factor_of.load(arguments.squares, arguments.num_parts, num_rows, warp_row);
 #endif
 
   float sums[OUTPUTS / 2];
@@ -377,6 +357,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_co
         const i64 to = (half ? below : place) + i * RUN * 8;
         *reinterpret_cast<Outputs*>(arguments.total + to) = total;
         *reinterpret_cast<Outputs*>(arguments.out + to) = weighted;
+      } else if (row + half * 8 < arguments.padded_rows) {
+        *reinterpret_cast<Outputs*>(arguments.out + (half ? below : place) + i * RUN * 8) = Outputs{};
       }
     }
 #pragma unroll
@@ -400,7 +382,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_co
     if (mine < num_rows) arguments.squares_out[column * num_rows + mine] = sum;
   }
 #else
-  const float factor = factor_of.get(arguments);
+  const float factor = factor_of.get(arguments.eps);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const float scale = from_lane(factor, lane / 4 + half * 8);
@@ -422,14 +404,14 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_co
 #else
     constexpr int width = OUTPUTS / 2;
     u16* to = arguments.out + static_cast<i64>(row) * arguments.num_outputs + column * width + t * RUN * 2;
-    if (row < num_rows) {
+    if (row < arguments.padded_rows) {
 #pragma unroll
       for (int i = 0; i < width / (8 * RUN); i++) {
         Outputs result;
 #pragma unroll
         for (int k = 0; k < RUN; k++) {
           const float *gate = sums + (i * RUN + k) * 4 + half * 2, *up = gate + OUTPUTS / 4;
-          result.word[k] = silu_and_mul(gate, up);
+          result.word[k] = row < num_rows ? silu_and_mul(gate, up) : 0;
         }
         *reinterpret_cast<Outputs*>(to + i * RUN * 8) = result;
       }

@@ -17,7 +17,7 @@ from fleetfoot.kernels.elementwise import DeferredRMSNorm
 from fleetfoot.kernels.linear.product_tilings import CHUNK, ProductKind, ProductTiling
 from fleetfoot.kernels.linear.tensor_maps import TensorMap, argument_bytes, tensor_map
 from fleetfoot.kernels.runtime.cuda_source import CudaKernel, LoadedKernel, load
-from fleetfoot.kernels.runtime.row_padding import empty_rows, readable_rows
+from fleetfoot.kernels.runtime.row_padding import empty_rows, padded_rows, readable_rows
 from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class _Arguments(ctypes.Structure):
         ("x", TensorMap),
         ("weight", TensorMap),
         *((name, ctypes.c_void_p) for name in ("squares", "residual", "norm", "out", "total", "squares_out")),
-        *((name, ctypes.c_int) for name in ("rows", "num_outputs", "row_tiles", "num_parts")),
+        *((name, ctypes.c_int) for name in ("rows", "num_outputs", "row_tiles", "num_parts", "padded_rows")),
         ("eps", ctypes.c_float),
         ("kv_cache", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("block_stride", "kind_stride", "head_stride", "offset_stride")),
@@ -150,6 +150,7 @@ def _arguments(
         squares=None if deferred is None else deferred.squares.data_ptr(),
         num_parts=0 if deferred is None else len(deferred.squares),
         rows=len(x), num_outputs=len(weight) // (2 if gated else 1), row_tiles=tiling.row_tiles(len(x)),
+        padded_rows=padded_rows(len(x)),
         eps=0.0 if deferred is None else deferred.eps,
     )  # fmt: skip
 

@@ -7,6 +7,9 @@
 // groups have multiplied it, while the tensor cores have the next one. The PEERS blocks of a cluster have the same
 // rows: each copies a part of them for all. With more tiles than blocks, a block has several, one after the other.
 #include <activation.cuh>
+#if PARTS
+#include <deferred_norm.cuh>
+#endif
 
 constexpr int THREADS = GROUPS * 128, CHUNK = 64;  // inputs, 128 bytes: the width of the swizzle
 constexpr int CHUNKS = INPUTS / CHUNK;
@@ -21,8 +24,12 @@ static_assert(SHARED_BYTES >= 1024 + STAGES * STAGE + SCRATCH + 16 * STAGES);
 
 struct Arguments {
   TensorMap x, weight;
-  u16* out;  // [rows, num_outputs]
+  const float* squares;  // [num_parts, rows] of the deferred norm of x, in one tile of rows; PARTS 0: none
+  u16* out;              // [rows, num_outputs]
   int rows, num_outputs;
+  int num_parts;
+  int padded_rows;  // of `out`, with PARTS: those behind `rows` are zeros (`row_padding.py` has the reason)
+  float eps;
   int row_tiles, num_tiles;  // of a cluster: PEERS tiles of the same rows
 };
 
@@ -57,6 +64,24 @@ DEVICE void copy_rows(const Arguments& arguments, const Ring& ring, int stage, c
     copy_box(to, arguments.x, barrier, chunk * CHUNK, tile.row);
 }
 
+#if PARTS
+// Sums of a warp's 16 rows. Those of padding become zeros.
+DEVICE void scale(const Arguments& arguments, const Factor& factor_of, int first_row, float (&sums)[WIDTH]) {
+  const int row = first_row + threadIdx.x % 16;
+  float factor = factor_of.get(arguments.eps);
+  if (row >= arguments.rows) factor = 0.0f;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const float scale = from_lane(factor, threadIdx.x % 32 / 4 + half * 8);
+#pragma unroll
+    for (int i = 0; i < WIDTH / 2; i++) {
+      float& sum = sums[i / 2 * 4 + half * 2 + i % 2];
+      sum = scale == 0.0f ? 0.0f : sum * scale;
+    }
+  }
+}
+#endif
+
 // `results`: shared memory of this warp.
 DEVICE void store(const Arguments& arguments, const Tile& tile, const float (&sums)[BLOCKS][WIDTH], char* results) {
   constexpr int vectors = WIDTH / 8;  // of 16 bytes, in a row
@@ -77,7 +102,7 @@ DEVICE void store(const Arguments& arguments, const Tile& tile, const float (&su
 #pragma unroll 4
     for (int item = lane; item < 16 * vectors; item += 32) {
       const int row = first + item / vectors, output = tile.output + item % vectors * 8;
-      if (row < arguments.rows && output < arguments.num_outputs)
+      if (row < (PARTS ? arguments.padded_rows : arguments.rows) && output < arguments.num_outputs)
         *reinterpret_cast<uint4*>(arguments.out + static_cast<i64>(row) * arguments.num_outputs + output) =
             *reinterpret_cast<const uint4*>(results + item / vectors * PITCH + item % vectors * 16);
     }
@@ -121,6 +146,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gated_product(const __g
 #pragma unroll 1
     for (int i = 0; i < STAGES; i++) copy_rows(arguments, ring, i, tile, i, peer);
   __syncwarp();
+#if PARTS
+  const auto first_row = [&](int block) { return (group * BLOCKS + block) * 64 + warp % 4 * 16; };
+  Factor factors[BLOCKS];
+#pragma unroll
+    for (int block = 0; block < BLOCKS; block++)
+      factors[block].load(arguments.squares, arguments.num_parts, arguments.rows,
+                          first_row(block));
+#endif
 
   int stage = 0;
   u32 phase = 0;
@@ -176,6 +209,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gated_product(const __g
       phase ^= 1;
     }
     tile = tile_of(arguments, index, peer);
+#if PARTS
+#pragma unroll
+    for (int block = 0; block < BLOCKS; block++) scale(arguments, factors[block], first_row(block), sums[block]);
+#endif
     store(arguments, tile, sums, memory + (scratch - shared_address(memory)) + warp * (16 * PITCH));
   }
   if (PEERS > 1) {  // other blocks arrive at barriers of this one

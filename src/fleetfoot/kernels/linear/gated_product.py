@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 
+from fleetfoot.kernels.elementwise import DeferredRMSNorm
 from fleetfoot.kernels.linear.product_tilings import CHUNK, GatedTiling
 from fleetfoot.kernels.linear.tensor_maps import TensorMap, argument_bytes, tensor_map
 from fleetfoot.kernels.runtime.cuda_source import CudaKernel, load
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
-from fleetfoot.kernels.runtime.row_padding import empty_rows, readable_rows
+from fleetfoot.kernels.runtime.row_padding import empty_rows, padded_rows, readable_rows
 from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError, cdiv
 
 SOURCE_PATH = Path(__file__).with_suffix(".cu")
@@ -24,37 +25,43 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         ("x", TensorMap),
         ("weight", TensorMap),
+        ("squares", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("rows", "num_outputs", "row_tiles", "num_tiles")),
+        *((name, ctypes.c_int) for name in ("rows", "num_outputs", "num_parts", "padded_rows")),
+        ("eps", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("row_tiles", "num_tiles")),
     )
 
 
 @lru_cache(maxsize=1024)
-def kernel_of(tiling: GatedTiling, num_inputs: int) -> CudaKernel:
-    """The kernel of a tiling."""
+def kernel_of(tiling: GatedTiling, num_inputs: int, *, deferred: bool = False) -> CudaKernel:
+    """The kernel of a tiling. ``deferred``: for a deferred norm."""
     macros = {
         "ROWS": tiling.rows, "OUTPUTS": tiling.outputs, "INPUTS": num_inputs, "GROUPS": tiling.groups,
         "PEERS": tiling.peers, "STAGES": tiling.stages, "SHARED_BYTES": tiling.shared_bytes,
+        "PARTS": num_inputs // 64 if deferred else 0,  # of tiles of 64 outputs or more
     }  # fmt: skip
     source = f"{SOURCE_PATH.parent.name}/{SOURCE_PATH.name}"
     threads = tiling.groups * 128
     return CudaKernel(source, SOURCE_PATH.stem, tuple(macros.items()), tiling.peers, threads, tiling.shared_bytes)
 
 
-def multiply_gated_wide(x: torch.Tensor, weight: torch.Tensor, tiling: GatedTiling) -> torch.Tensor:
+def multiply_gated_wide(x: torch.Tensor | DeferredRMSNorm, weight: torch.Tensor, tiling: GatedTiling) -> torch.Tensor:
     """``silu(x @ gate.T) * (x @ up.T)`` ``[n, outputs / 2]``, with the rows of gate first in the weight.
 
     A dry pass raises `KernelNotReadyError`, since steps take the other path while this kernel is not compiled.
 
     Args:
-        x: ``[n, inputs]`` bfloat16; rows begin at multiples of 16 bytes. weight: ``[outputs, inputs]``, contiguous.
+        x: ``[n, inputs]`` bfloat16; rows begin at multiples of 16 bytes. A deferred norm has the rows of one tile at
+            most. weight: ``[outputs, inputs]``, contiguous.
 
     Raises:
         KernelNotReadyError: the kernel is not compiled.
     """
+    deferred, x = (x, x.weighted) if isinstance(x, DeferredRMSNorm) else (None, x)
     num_rows, num_inputs = x.shape
     num_outputs = len(weight) // 2
-    kernel = load(kernel_of(tiling, num_inputs), weight.device)
+    kernel = load(kernel_of(tiling, num_inputs, deferred=deferred is not None), weight.device)
     if kernel.is_dry:
         raise KernelNotReadyError(SOURCE_PATH.stem)
     output = empty_rows(num_rows, num_outputs, like=x)
@@ -65,7 +72,10 @@ def multiply_gated_wide(x: torch.Tensor, weight: torch.Tensor, tiling: GatedTili
     arguments = _Arguments(
         x=tensor_map(x.data_ptr(), (num_inputs, readable), (x.stride(0) * 2,), (CHUNK, tiling.rows // tiling.peers)),
         weight=_weight_map(weight.data_ptr(), num_outputs, num_inputs, tiling.outputs // 16),
-        out=output.data_ptr(), rows=num_rows, num_outputs=num_outputs, row_tiles=row_tiles, num_tiles=num_tiles,
+        squares=None if deferred is None else deferred.squares.data_ptr(),
+        num_parts=0 if deferred is None else len(deferred.squares), eps=0.0 if deferred is None else deferred.eps,
+        out=output.data_ptr(), rows=num_rows, padded_rows=padded_rows(num_rows), num_outputs=num_outputs,
+        row_tiles=row_tiles, num_tiles=num_tiles,
     )  # fmt: skip
     num_clusters = min(num_tiles, gpu_limits(weight.device).num_sms // tiling.peers)
     kernel.launch(num_clusters * tiling.peers, argument_bytes(arguments), dependent=True)

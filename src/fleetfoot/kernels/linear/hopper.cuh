@@ -147,6 +147,8 @@ DEVICE void keep_order(float& sum) { asm volatile("" : "+f"(sum)::"memory"); }
                  : "l"(rows), "l"(weight), "r"(adds));                                                           \
   }
 MULTIPLY(4, 32, 64, 32, 33, 34)
+MULTIPLY(6, 48, 96, 48, 49, 50)
+MULTIPLY(7, 56, 112, 56, 57, 58)
 MULTIPLY(8, 64, 128, 64, 65, 66)
 MULTIPLY(9, 72, 144, 72, 73, 74)
 MULTIPLY(10, 80, 160, 80, 81, 82)

@@ -152,7 +152,7 @@ class ChainedLinear(TritonLinear):
             self._queue_product(len(x), kv_cache.shape[3])
             return None
         tiling = self._product_tiling(len(x.weighted))
-        if tiling is None:
+        if not isinstance(tiling, ProductTiling):
             return None
         with suppress(KernelNotReadyError):
             return decode_product.rotate_and_cache(x, self._weight, tiling, kv_cache, metadata, num_heads, rotary)
@@ -165,8 +165,8 @@ class ChainedLinear(TritonLinear):
         tiling = self._tiling(num_rows)
         return (tiling is not None and tiling.supports_norms) or self._product_tiling(num_rows) is not None
 
-    def _product_tiling(self, num_rows: int) -> ProductTiling | None:
-        """The tiling of `decode_product`; None: that kernel is not used."""
+    def _product_tiling(self, num_rows: int) -> ProductTiling | GatedTiling | None:
+        """The tiling of `decode_product`, or of `gated_product`; None: neither is used with norms."""
         if not self._has_hopper_kernel or self._weight.dtype is not torch.bfloat16 or self._scale != 1.0:
             return None
         if self._kind == "qkv" and self.head_dim not in (64, 128):
@@ -179,10 +179,15 @@ class ChainedLinear(TritonLinear):
         if instead_of_launching.get() is None or not self.follows_product(num_rows):
             return
         tiling = self._product_tiling(num_rows)
-        if tiling is not None:
-            kernel = decode_product.kernel_of(self._kind, tiling, self._weight.shape[1], self.head_dim, block_size)
-            with suppress(KernelNotReadyError):
-                load(kernel, self._weight.device)
+        if tiling is None:
+            return
+        num_inputs = self._weight.shape[1]
+        if isinstance(tiling, GatedTiling):
+            kernel = gated_product.kernel_of(tiling, num_inputs, deferred=True)
+        else:
+            kernel = decode_product.kernel_of(self._kind, tiling, num_inputs, self.head_dim, block_size)
+        with suppress(KernelNotReadyError):
+            load(kernel, self._weight.device)
 
 
 class ChainedGateUp(ChainedLinear):
@@ -197,6 +202,8 @@ class ChainedGateUp(ChainedLinear):
             product = self._product_tiling(len(x.weighted))
             if product is not None and x.weighted.shape[1] == self._weight.shape[1]:
                 with suppress(KernelNotReadyError):
+                    if isinstance(product, GatedTiling):
+                        return gated_product.multiply_gated_wide(x, self._weight, product)
                     return decode_product.multiply_gated(x, self._weight, product)
             return super().__call__(x)
         self._queue_product(len(x))
@@ -268,7 +275,7 @@ class ChainedResidual(ChainedLinear):
         if not (x.dtype is self._weight.dtype is torch.bfloat16):
             return None
         product = self._product_tiling(len(x)) if rank_sums is None else None
-        if product is not None and x.stride(1) == 1 and _is_aligned(x):
+        if isinstance(product, ProductTiling) and x.stride(1) == 1 and _is_aligned(x):
             with suppress(KernelNotReadyError):
                 return decode_product.add_and_norm(x, self._weight, product, residual.contiguous(), norm_weight, eps)
         tiling = self._tiling(len(x))
