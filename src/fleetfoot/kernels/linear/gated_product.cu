@@ -1,6 +1,6 @@
-// silu(x @ gate.T) * (x @ up.T) for more than 128 rows and large weights, which the tensor cores bound: in tiles as
-// large as registers allow, so that one tile for each multiprocessor is enough where smaller tiles need a second,
-// half-empty round.
+// silu(x @ gate.T) * (x @ up.T) for large weights, in tiles as large as registers allow, so that one tile for each
+// multiprocessor is enough where smaller tiles need a second, half-empty round. x may be a deferred norm of one tile of
+// rows: see `DeferredRMSNorm`.
 //
 // A tile is ROWS rows by OUTPUTS rows of the weight, gates and ups, half and half. Warp groups multiply 64 or 128 rows
 // of it each. There is no producer warp, since sums take all registers: the first warp refills a stage as soon as all
@@ -69,14 +69,14 @@ DEVICE void copy_rows(const Arguments& arguments, const Ring& ring, int stage, c
 DEVICE void scale(const Arguments& arguments, const Factor& factor_of, int first_row, float (&sums)[WIDTH]) {
   const int row = first_row + threadIdx.x % 16;
   float factor = factor_of.get(arguments.eps);
-  if (row >= arguments.rows) factor = 0.0f;
+  if (row >= arguments.rows) factor = -1.0f;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const float scale = from_lane(factor, threadIdx.x % 32 / 4 + half * 8);
 #pragma unroll
     for (int i = 0; i < WIDTH / 2; i++) {
       float& sum = sums[i / 2 * 4 + half * 2 + i % 2];
-      sum = scale == 0.0f ? 0.0f : sum * scale;
+      sum = scale < 0.0f ? 0.0f : sum * scale;
     }
   }
 }
@@ -150,9 +150,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gated_product(const __g
   const auto first_row = [&](int block) { return (group * BLOCKS + block) * 64 + warp % 4 * 16; };
   Factor factors[BLOCKS];
 #pragma unroll
-    for (int block = 0; block < BLOCKS; block++)
-      factors[block].load(arguments.squares, arguments.num_parts, arguments.rows,
-                          first_row(block));
+  for (int block = 0; block < BLOCKS; block++)
+    factors[block].load(arguments.squares, arguments.num_parts, arguments.rows, first_row(block));
 #endif
 
   int stage = 0;

@@ -1,4 +1,4 @@
-"""Gate and up of more than 128 rows with large weights, for Hopper GPUs: ``gated_product.cu``."""
+"""Gate and up with large weights, in wide tiles, for Hopper GPUs: ``gated_product.cu``."""
 
 from __future__ import annotations
 
