@@ -393,7 +393,8 @@ def test_the_triton_chain_in_bfloat16(
     [
         (1, {}, {"qkv", "residual", "gated"}),
         (2, {}, set()),  # sums over ranks of so many rows are kernels of their own
-        (1, {"o_bias": True}, {"qkv", "residual"}),  # the kernel has no biases
+        (1, {"qkv_bias": True}, {"qkv", "residual", "gated"}),
+        (1, {"o_bias": True}, {"qkv", "residual"}),  # of a residual product there is none with a bias
     ],
 )
 def test_dry_passes_queue_the_products_of_steps(

@@ -180,7 +180,9 @@ def test_products_with_norms_on_hopper(num_rows: int, hidden: int, intermediate:
     norm, head_norm = (torch.rand(size, device="cuda").bfloat16() + 0.5 for size in (hidden, head_dim))
     o, down = (ChainedResidual(random(hidden, size, scale=size**-0.5)) for size in (heads * head_dim, intermediate))
     gate_up = ChainedGateUp(random(2 * intermediate, hidden, scale=hidden**-0.5))
-    qkv = ChainedLinear(random((heads + 2 * kv_heads) * head_dim, hidden, scale=hidden**-0.5))
+    width = (heads + 2 * kv_heads) * head_dim
+    bias = random(width) if num_rows % 2 else None
+    qkv = ChainedLinear(random(width, hidden, scale=hidden**-0.5), bias)
     qkv.head_dim = head_dim
     has_qkv = num_rows > 64 or (
         hidden == 4096 and num_rows > 32
@@ -213,7 +215,7 @@ def test_products_with_norms_on_hopper(num_rows: int, hidden: int, intermediate:
     ]
     query = qkv.rotate_and_cache(deferred, caches[0], checks.at_slots(slots, positions), heads, rotary)
     assert query is not None
-    product = (inputs @ qkv._weight.double().T).float()
+    product = (inputs @ qkv._weight.double().T + (0.0 if bias is None else bias.double())).float()
     expected = rope_and_cache_torch(product, caches[1], checks.at_slots(slots, positions), heads, rotary)
     assert error(query, expected.double()) < 5e-3
     is_written = caches[1] != 9.0

@@ -141,7 +141,7 @@ def test_other_devices_and_types_have_no_such_kernel() -> None:
     residual = ChainedResidual(weight)
     assert residual.add_and_norm(weight[:100], weight[:100], weight[0], 1e-6) is None
     layer = ChainedLinear(weight)
-    layer._has_hopper_kernel = True
+    layer._is_hopper = True
     assert not layer.reads_deferred_norm(100)  # without heads
 
 
@@ -162,7 +162,7 @@ def test_dry_passes_queue_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [kind(torch.zeros(outputs, size, dtype=x.dtype)) for kind, outputs in shapes.items()]
     residual = ChainedResidual(torch.zeros(size, size, dtype=x.dtype))
     for layer in (*layers, residual):
-        layer._has_hopper_kernel, layer._limits = True, H100
+        layer._is_hopper, layer._limits = True, H100
     qkv, gate_up = layers
     qkv.head_dim = 128
     cache = torch.zeros(8, 2, 8, 16, 128, dtype=x.dtype)

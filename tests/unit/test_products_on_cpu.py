@@ -111,8 +111,8 @@ def test_residual_sums_with_their_norm(num_rows: int, tiling: ProductTiling) -> 
     ],
     ids=str,
 )
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_rotation_and_cache(num_rows: int, tiling: ProductTiling, head_dim: int) -> None:
+@pytest.mark.parametrize(("head_dim", "has_bias"), [(64, False), (128, False), (64, True), (128, True)])
+def test_rotation_and_cache(num_rows: int, tiling: ProductTiling, head_dim: int, has_bias: bool) -> None:
     x, normed = deferred(num_rows, 512)
     heads, kv_heads = 256 // head_dim, 128 // head_dim
     weight = random(512, 512, scale=512**-0.5)
@@ -121,8 +121,9 @@ def test_rotation_and_cache(num_rows: int, tiling: ProductTiling, head_dim: int)
     slots[1] = -1
     caches = [torch.full((16, 2, kv_heads, 16, head_dim), 9.0).to(dtype) for dtype in (torch.bfloat16, torch.float32)]
     places = at_slots(slots, positions)
-    query = decode_product.rotate_and_cache(x, weight, tiling, caches[0], places, heads, rotary)
-    product = (normed @ weight.double().T).float()
+    bias = random(512) if has_bias else None
+    query = decode_product.rotate_and_cache(x, weight, bias, tiling, caches[0], places, heads, rotary)
+    product = (normed @ weight.double().T + (0.0 if bias is None else bias.double())).float()
     expected = rope_and_cache_torch(product, caches[1], places, heads, rotary)
     assert error(query, expected.double()) < 5e-3
     is_written = caches[1] != 9.0

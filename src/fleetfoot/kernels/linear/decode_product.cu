@@ -18,6 +18,9 @@
 #ifndef BESIDE_ATTENTION
 #define BESIDE_ATTENTION 0  // QKV: a program of decode attention has room on the same multiprocessor
 #endif
+#ifndef BIAS
+#define BIAS 0  // QKV: whether the layer has one
+#endif
 
 constexpr int GROUPS = ROWS / 64, WARPS = GROUPS * 4, CONSUMERS = WARPS * 32;
 constexpr int CHUNK = 64;  // inputs, 128 bytes: the width of the swizzle
@@ -59,6 +62,7 @@ struct Arguments {
   const float* cos_sin;    // [positions, HEAD_DIM]
   const u16* q_norm;       // [HEAD_DIM]; null: none
   const u16* k_norm;
+  const u16* bias;         // [all heads, HEAD_DIM], with BIAS
   float head_eps;
   int num_heads, num_kv_heads;
 };
@@ -116,12 +120,20 @@ DEVICE void write_head(const Arguments& arguments, const float (&sums)[64], int 
   float x[groups][8];
   float squares = 0.0f;
 #pragma unroll
-  for (int i = 0; i < groups; i++)
+  for (int i = 0; i < groups; i++) {
+#if BIAS
+    const Run<4> bias = *reinterpret_cast<const Run<4>*>(arguments.bias + head * HEAD_DIM + i * 32 + t * 8);
+#endif
 #pragma unroll
     for (int k = 0; k < 8; k++) {
-      x[i][k] = round_bf16(sums[((first + i) * 4 + k / 2) * 4 + half_row * 2 + k % 2]);
+      float sum = sums[((first + i) * 4 + k / 2) * 4 + half_row * 2 + k % 2];
+#if BIAS
+      sum += k % 2 ? high_bf16(bias.word[k / 2]) : low_bf16(bias.word[k / 2]);
+#endif
+      x[i][k] = round_bf16(sum);
       squares += x[i][k] * x[i][k];
     }
+  }
   squares += from_lane_xor(squares, 1);
   squares += from_lane_xor(squares, 2);
   if (row >= arguments.rows || (slot < 0 && !is_query)) return;

@@ -39,7 +39,7 @@ class _Arguments(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("kv_cache", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("block_stride", "kind_stride", "head_stride", "offset_stride")),
-        *((name, ctypes.c_void_p) for name in ("slots", "positions", "cos_sin", "q_norm", "k_norm")),
+        *((name, ctypes.c_void_p) for name in ("slots", "positions", "cos_sin", "q_norm", "k_norm", "bias")),
         ("head_eps", ctypes.c_float),
         *((name, ctypes.c_int) for name in ("num_heads", "num_kv_heads")),
     )
@@ -47,9 +47,15 @@ class _Arguments(ctypes.Structure):
 
 @lru_cache(maxsize=1024)
 def kernel_of(
-    kind: ProductKind, tiling: ProductTiling, num_inputs: int, head_dim: int = 0, block_size: int = 0
+    kind: ProductKind,
+    tiling: ProductTiling,
+    num_inputs: int,
+    head_dim: int = 0,
+    block_size: int = 0,
+    *,
+    has_bias: bool = False,
 ) -> CudaKernel:
-    """The kernel of a tiling. ``head_dim``, and ``block_size`` of the KV cache: with kind ``qkv``, else 0."""
+    """The kernel of a tiling. ``head_dim``, ``block_size`` of the KV cache and ``has_bias``: with kind ``qkv`` only."""
     shared = tiling.shared_bytes(num_inputs, head_dim)
     macros = {
         "EPILOGUE": _EPILOGUES[kind], "ROWS": tiling.rows, "OUTPUTS": tiling.outputs, "INPUTS": num_inputs,
@@ -59,6 +65,8 @@ def kernel_of(
     }  # fmt: skip
     if kind == "qkv":
         macros |= {"HEAD_DIM": head_dim, "BLOCK_SIZE": block_size}
+        if has_bias:
+            macros["BIAS"] = 1
     if tiling.beside_attention:
         macros["BESIDE_ATTENTION"] = 1
     cluster, threads = tiling.splits * tiling.peers, tiling.rows * 2 + 32
@@ -108,16 +116,19 @@ def add_and_norm(
 def rotate_and_cache(
     x: DeferredRMSNorm,
     weight: torch.Tensor,
+    bias: torch.Tensor | None,
     tiling: ProductTiling,
     kv_cache: torch.Tensor,
     metadata: AttentionMetadata,
     num_heads: int,
     rotary: RotaryInputs,
 ) -> torch.Tensor:
-    """`rope_and_cache_torch` of ``x @ weight.T``: query ``[n, num_heads, head_dim]``, and K and V in the cache. The
-    norms of q and k have no offset."""
+    """`rope_and_cache_torch` of ``x @ weight.T + bias``: query ``[n, num_heads, head_dim]``, and K and V in the cache.
+    The norms of q and k have no offset. ``bias [outputs]``: contiguous, at a multiple of 16 bytes."""
     head_dim, strides = kv_cache.shape[4], kv_cache.stride()
-    kernel = load(kernel_of("qkv", tiling, weight.shape[1], head_dim, kv_cache.shape[3]), weight.device)
+    kernel = load(
+        kernel_of("qkv", tiling, weight.shape[1], head_dim, kv_cache.shape[3], has_bias=bias is not None), weight.device
+    )
     query = x.weighted.new_empty((len(x.weighted), num_heads, head_dim))
     if kernel.is_dry:
         return query
@@ -127,6 +138,7 @@ def rotate_and_cache(
     arguments.slots, arguments.positions = metadata.slot_mapping.data_ptr(), metadata.positions.data_ptr()
     arguments.cos_sin, arguments.head_eps = rotary.cos_sin.data_ptr(), rotary.eps
     arguments.q_norm, arguments.k_norm = _pointer(rotary.q_norm), _pointer(rotary.k_norm)
+    arguments.bias = _pointer(bias)
     arguments.num_heads, arguments.num_kv_heads = num_heads, kv_cache.shape[2]
     _launch(kernel, arguments, tiling, weight)
     return query

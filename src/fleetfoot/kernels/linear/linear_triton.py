@@ -57,7 +57,8 @@ class TritonLinear(PlainLinear):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__(weight.contiguous(), None if bias is None else bias.contiguous())
         self._limits = gpu_limits(weight.device)
-        self._has_hopper_kernel = bias is None and weight.dtype in _DTYPES and has_hopper_kernels(weight.device)
+        self._is_hopper = weight.dtype in _DTYPES and has_hopper_kernels(weight.device)
+        self._has_hopper_kernel = bias is None and self._is_hopper
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Raises:
@@ -155,7 +156,9 @@ class ChainedLinear(TritonLinear):
         if not isinstance(tiling, ProductTiling):
             return None
         with suppress(KernelNotReadyError):
-            return decode_product.rotate_and_cache(x, self._weight, tiling, kv_cache, metadata, num_heads, rotary)
+            return decode_product.rotate_and_cache(
+                x, self._weight, self._bias, tiling, kv_cache, metadata, num_heads, rotary
+            )
         return None
 
     def reads_deferred_norm(self, num_rows: int) -> bool:
@@ -167,7 +170,9 @@ class ChainedLinear(TritonLinear):
 
     def _product_tiling(self, num_rows: int) -> ProductTiling | GatedTiling | None:
         """The tiling of `decode_product`, or of `gated_product`; None: neither is used with norms."""
-        if not self._has_hopper_kernel or self._weight.dtype is not torch.bfloat16 or self._scale != 1.0:
+        if not self._is_hopper or self._weight.dtype is not torch.bfloat16 or self._scale != 1.0:
+            return None
+        if self._bias is not None and (self._kind != "qkv" or self._bias.data_ptr() % 16):
             return None
         if self._kind == "qkv" and self.head_dim not in (64, 128):
             return None
@@ -185,7 +190,9 @@ class ChainedLinear(TritonLinear):
         if isinstance(tiling, GatedTiling):
             kernel = gated_product.kernel_of(tiling, num_inputs, deferred=True)
         else:
-            kernel = decode_product.kernel_of(self._kind, tiling, num_inputs, self.head_dim, block_size)
+            kernel = decode_product.kernel_of(
+                self._kind, tiling, num_inputs, self.head_dim, block_size, has_bias=self._bias is not None
+            )
         with suppress(KernelNotReadyError):
             load(kernel, self._weight.device)
 
