@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from tests.helpers.attention_batches import Batch, Requests, check_batch, make_batch, make_fused_batch, ragged
 from tests.helpers.interpreter import compiled, interpreted, run_python
 
-from fleetfoot.kernels.attention import MAX_ROWS, decode, max_rows, split_kv
+from fleetfoot.kernels.attention import MAX_ROWS, decode, max_rows, split_kv, triton_backend
 from fleetfoot.kernels.attention.prefill import PrefillTiling, choose_prefill_tiling, paged_attention_prefill
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
 from fleetfoot.kernels.attention.triton_backend import TritonBackend
 from fleetfoot.kernels.linear.product_tilings import attention_bytes
 from fleetfoot.kernels.runtime import gpu_limits
+from fleetfoot.kernels.runtime.row_padding import readable_rows
 from fleetfoot.records.kv_layout import TOKEN_MAJOR_NHD, KVLayout
 
 BOUND = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
@@ -163,6 +164,17 @@ def test_supported_shapes() -> None:
         assert TritonBackend.supports(*shape)
     for shape in ((256, 33, half), (128, 71, brain), (100, 1, brain), (512, 1, brain), (128, 4, torch.float64)):
         assert not TritonBackend.supports(*shape)
+
+
+def test_outputs_have_room_for_whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The product behind attention copies 64 rows at a time."""
+    monkeypatch.setattr(triton_backend, "paged_attention_decode", lambda *arguments, **options: None)
+    monkeypatch.setattr(triton_backend, "FUSED_PAIRS_PER_SM", 1000)
+    batch = make_fused_batch([(1, 5)] * 20, num_kv_heads=2, head_dim=64)
+    backend, inputs = TritonBackend(), (batch.kv_cache, batch.metadata)
+    fused = backend.forward_fused(batch.qkv, *inputs, 4, batch.rotary, 0.125, None)
+    outputs = fused, backend.forward(torch.empty(20, 4, 64), *inputs, 0.125, None)
+    assert [each is not None and readable_rows(each.flatten(1), 64) for each in outputs] == [64, 64]
 
 
 def test_tensors_that_do_not_fit_are_named() -> None:

@@ -21,6 +21,7 @@ from fleetfoot.kernels.linear import linear_triton
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
 from fleetfoot.kernels.linear.tilings import Tiling, choose_tiling, gated_row_groups
 from fleetfoot.kernels.runtime.gpu_limits import GPULimits
+from fleetfoot.kernels.runtime.row_padding import readable_rows
 from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError
 from fleetfoot.kernels.sampling.sample import RandomRows
 from fleetfoot.records.forward_context import RotaryInputs
@@ -47,6 +48,21 @@ CASES = [
     *checks.cases(checks.random_samples, DTYPES, [6], [(5, 1.0), (2048, 0.1), (5003, 4.0)]),
     *checks.cases(checks.random_samples, DTYPES[:1], [17], [(4096, 1.0), (4099, 1.0)]),
 ]
+
+
+@interpreted
+def test_rows_of_padding_are_zeros() -> None:
+    """Products copy whole tiles of rows."""
+    x, gate_up = torch.randn(20, 100), torch.randn(20, 200)
+    outputs = [
+        TRITON.rms_norm(x, torch.rand(100), 1e-5),
+        *TRITON.add_rms_norm(x, x, torch.rand(100), 1e-5)[:1],
+        TRITON.silu_and_mul(gate_up),
+        TRITON.gelu_and_mul(gate_up),
+    ]
+    for output in outputs:
+        assert output.shape == (20, 100) and readable_rows(output, 64) == 64
+        assert output.all() and not output.as_strided((64, 100), (100, 1))[20:].any()
 
 
 @interpreted

@@ -300,11 +300,11 @@ def _activate(gate_up: torch.Tensor, operation: str, *, is_gelu: bool) -> torch.
     num_rows, width = gate_up.shape
     if width % 2:
         raise ValueError(f"{operation}: gate_up {list(gate_up.shape)} must have an even number of columns")
-    output = torch.empty((num_rows, width // 2), dtype=gate_up.dtype, device=gate_up.device)
+    output = empty_rows(num_rows, width // 2, like=gate_up)
     if output.numel() > 0:
         overlap = can_overlap(gate_up.device)
-        _activation_kernel[(num_rows, cdiv(width // 2, _ACTIVATION_TILE))](
-            output, gate_up.contiguous(), width // 2,
+        _activation_kernel[(padded_rows(num_rows), cdiv(width // 2, _ACTIVATION_TILE))](
+            output, gate_up.contiguous(), num_rows, width // 2,
             is_gelu=is_gelu, tile=_ACTIVATION_TILE, overlap=overlap, **launch_options(overlap),
         )  # fmt: skip
     return output
@@ -325,17 +325,17 @@ def _gelu_and_mul(gate, up):
     return gate / (1.0 + tl.exp(tl.minimum(-double_y, 80.0))) * up.to(tl.float32)  # no power overflows
 
 
-@triton_kernel()
+@triton_kernel(unspecialized=("num_rows",))
 def _activation_kernel(
-    output_ptr, gate_up_ptr, width, is_gelu: tl.constexpr, tile: tl.constexpr, overlap: tl.constexpr
+    output_ptr, gate_up_ptr, num_rows, width, is_gelu: tl.constexpr, tile: tl.constexpr, overlap: tl.constexpr
 ):
     launch_dependents(overlap)
     wait_for_inputs(overlap)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * tile + tl.arange(0, tile)
-    in_row = column < width
+    in_row = (column < width) & (row < num_rows)  # the rows of padding are zeros
     gate_ptr = gate_up_ptr + row * 2 * width + column
     gate = tl.load(gate_ptr, mask=in_row, other=0.0)
     up = tl.load(gate_ptr + width, mask=in_row, other=0.0)
     result = _gelu_and_mul(gate, up) if is_gelu else silu_and_mul(gate, up)
-    tl.store(output_ptr + row * width + column, result.to(output_ptr.dtype.element_ty), mask=in_row)
+    tl.store(output_ptr + row * width + column, result.to(output_ptr.dtype.element_ty), mask=column < width)

@@ -103,7 +103,7 @@ class TritonBackend(SDPABackend):
         if metadata.num_reqs * num_kv_heads > gpu_limits(qkv.device).num_sms * max_pairs:
             return None
         _check(inputs)
-        out = torch.empty((qkv.shape[0], num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+        out = empty_rows(qkv.shape[0], num_heads, head_dim, like=qkv)
         inputs, workspace, slots = inputs._replace(query=heads), self._workspace(qkv.device), metadata.slot_mapping
         with suppress(KernelNotReadyError):
             paged_attention_decode(

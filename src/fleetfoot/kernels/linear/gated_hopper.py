@@ -28,6 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_options
 from fleetfoot.kernels.runtime.gluon_support import launch_dependents, wait_for_inputs
+from fleetfoot.kernels.runtime.row_padding import empty_rows
 from fleetfoot.kernels.runtime.triton_support import cdiv, launcher
 
 OUTPUTS = gl.constexpr(128)
@@ -48,7 +49,7 @@ def gated_linear_hopper(x: torch.Tensor, weight: torch.Tensor, groups: int, num_
     """
     num_rows, num_inputs = x.shape
     num_outputs = weight.shape[0] // 2
-    output = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
+    output = empty_rows(num_rows, num_outputs, like=x)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     outputs, inputs = OUTPUTS.value, INPUTS.value
     row_tiles, column_tiles = cdiv(num_rows, 64 * groups), cdiv(num_outputs, outputs)
