@@ -73,22 +73,32 @@ struct alignas(words * 4) Run {  // of 2 * words bf16
 };
 using Outputs = Run<RUN>;
 
-// The producer: chunks of inputs from `chunk` on, of rows from `row` on and outputs from `output` on.
-DEVICE void produce(const Arguments& arguments, u32 ring, u32 full, u32 empty, int row, int output, int chunk,
-                    int peer) {
+// The place of a thread block.
+struct Block {
+  char* memory;
+  u32 ring, scratch, full, empty, received;  // addresses in shared memory
+  int rank, peer, first_row, column;
+
+  __device__ char* at(u32 address) const { return memory + (address - shared_address(memory)); }
+};
+
+// The producer of a block's chunks.
+DEVICE void produce(const Arguments& arguments, const Block& block) {
+  const u32 ring = block.ring, full = block.full, empty = block.empty;
+  const int output = block.column * (EPILOGUE == GATED ? OUTPUTS / 2 : OUTPUTS), chunk = block.rank * CHUNKS;
   auto copy_weight = [&](int stage, int at) {
     const u32 barrier = full + stage * 8, to = ring + stage * STAGE + ROW_BYTES;
     barrier_expect(barrier, STAGE);
-    const int block = output / (8 * RUN), ups = arguments.num_outputs / (8 * RUN);
+    const int first = output / (8 * RUN), ups = arguments.num_outputs / (8 * RUN);
     if (PEERS > 1) {  // a part of the tile, for all
-      const int part = EPILOGUE == GATED ? peer * ups : peer * (OUTPUTS / PEERS / (8 * RUN));
-      copy_weight_box_to(to + peer * (WEIGHT_BYTES / PEERS), arguments.weight, barrier, at * CHUNK, block + part,
+      const int part = EPILOGUE == GATED ? block.peer * ups : block.peer * (OUTPUTS / PEERS / (8 * RUN));
+      copy_weight_box_to(to + block.peer * (WEIGHT_BYTES / PEERS), arguments.weight, barrier, at * CHUNK, first + part,
                          (1 << PEERS) - 1);
       return;
     }
-    copy_weight_box(to, arguments.weight, barrier, at * CHUNK, block);
+    copy_weight_box(to, arguments.weight, barrier, at * CHUNK, first);
     if (EPILOGUE == GATED)  // the box is half of the tile
-      copy_weight_box(to + WEIGHT_BYTES / 2, arguments.weight, barrier, at * CHUNK, block + ups);
+      copy_weight_box(to + WEIGHT_BYTES / 2, arguments.weight, barrier, at * CHUNK, first + ups);
   };
   constexpr int first = CHUNKS < STAGES ? CHUNKS : STAGES;
 #pragma unroll 1
@@ -102,7 +112,7 @@ DEVICE void produce(const Arguments& arguments, u32 ring, u32 full, u32 empty, i
       barrier_wait(empty + stage * 8, phase);
       copy_weight(stage, chunk + i);
     }
-    copy_box(ring + stage * STAGE, arguments.x, full + stage * 8, (chunk + i) * CHUNK, row);
+    copy_box(ring + stage * STAGE, arguments.x, full + stage * 8, (chunk + i) * CHUNK, block.first_row);
     if (++stage == STAGES) {
       stage = 0;
       phase ^= 1;
@@ -110,7 +120,164 @@ DEVICE void produce(const Arguments& arguments, u32 ring, u32 full, u32 empty, i
   }
 }
 
-#if EPILOGUE == QKV
+// An epilogue of a kind has `begin`, what is loaded before the product, and `finish`, which makes its results of sums.
+#if EPILOGUE == RESIDUAL
+struct Epilogue {
+  static constexpr int runs = BLOCKS / RUN;
+  int row;  // this thread finishes it and `row` + 8, `runs` runs of outputs
+  i64 place, below;
+  Outputs norm[runs], residual[2][runs];
+
+  __device__ void begin(const Arguments& arguments, const Block& block) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    row = block.first_row + (block.rank * OWNED + warp / SPLITS) * 16 + lane / 4;
+    place = static_cast<i64>(row) * arguments.num_outputs + block.column * OUTPUTS + warp % SPLITS * BLOCKS * 8 +
+            lane % 4 * RUN * 2;
+    below = place + 8 * static_cast<i64>(arguments.num_outputs);
+#pragma unroll
+    for (int i = 0; i < runs; i++)
+      norm[i] = *reinterpret_cast<const Outputs*>(arguments.norm + place -
+                                                  static_cast<i64>(row) * arguments.num_outputs + i * RUN * 8);
+    wait_for_inputs();
+#pragma unroll
+    for (int i = 0; i < runs; i++) {
+      residual[0][i] = residual[1][i] = {};
+      if (row < arguments.rows)
+        residual[0][i] = *reinterpret_cast<const Outputs*>(arguments.residual + place + i * RUN * 8);
+      if (row + 8 < arguments.rows)
+        residual[1][i] = *reinterpret_cast<const Outputs*>(arguments.residual + below + i * RUN * 8);
+    }
+  }
+
+  // The sums of all ranges of the inputs, for the blocks of 8 outputs that this thread finishes.
+  __device__ void add_ranges(const Block& block, const float (&sums)[OUTPUTS / 2], float (&finished)[BLOCKS * 4]) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (SPLITS == 1) {
+#pragma unroll
+      for (int i = 0; i < BLOCKS * 4; i++) finished[i] = sums[i];
+      return;
+    }
+    cluster_wait();
+    const int owner = warp / OWNED;
+    const u32 barriers = address_in(owner, block.received);
+    const u32 base = address_in(owner, block.scratch) + block.rank * (WARPS * SENT);
+#pragma unroll
+    for (int part = 0; part < SPLITS; part++) {
+      const int to = warp % OWNED * SPLITS + part;
+#pragma unroll
+      for (int i = 0; i < BLOCKS; i++)
+        send(base + to * SENT + i * 512 + lane * 16, sums + (part * BLOCKS + i) * 4, barriers + to * 8);
+    }
+    barrier_wait(block.received + warp * 8, 0);
+    const char* parts = block.at(block.scratch) + warp * SENT + lane * 16;
+#pragma unroll
+    for (int i = 0; i < BLOCKS; i++) {
+#pragma unroll
+      for (int k = 0; k < 4; k++) finished[i * 4 + k] = 0.0f;
+#pragma unroll
+      for (int part = 0; part < SPLITS; part++) {
+        const float4 sent = *reinterpret_cast<const float4*>(parts + part * (WARPS * SENT) + i * 512);
+        finished[i * 4] += sent.x;
+        finished[i * 4 + 1] += sent.y;
+        finished[i * 4 + 2] += sent.z;
+        finished[i * 4 + 3] += sent.w;
+      }
+    }
+  }
+
+  __device__ void finish(const Arguments& arguments, const Block& block, const float (&sums)[OUTPUTS / 2]) {
+    float finished[BLOCKS * 4];
+    add_ranges(block, sums, finished);
+    float squares[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+      for (int i = 0; i < runs; i++) {
+        Outputs total, weighted;
+#pragma unroll
+        for (int k = 0; k < RUN; k++) {
+          const float* sum = finished + (i * RUN + k) * 4 + half * 2;
+          const u32 rounded = pack_bf16(sum[0], sum[1]), added = residual[half][i].word[k], scale = norm[i].word[k];
+          total.word[k] = pack_bf16(low_bf16(rounded) + low_bf16(added), high_bf16(rounded) + high_bf16(added));
+          const float low = low_bf16(total.word[k]), high = high_bf16(total.word[k]);
+          weighted.word[k] = pack_bf16(low * low_bf16(scale), high * high_bf16(scale));
+          squares[half] += low * low + high * high;
+        }
+        const i64 to = (half ? below : place) + i * RUN * 8;
+        if (row + half * 8 < arguments.rows) {
+          *reinterpret_cast<Outputs*>(arguments.total + to) = total;
+          *reinterpret_cast<Outputs*>(arguments.out + to) = weighted;
+        } else if (row + half * 8 < arguments.padded_rows) {
+          *reinterpret_cast<Outputs*>(arguments.out + to) = Outputs{};
+        }
+      }
+    write_squares(arguments, block, squares);
+  }
+
+  // The warps of a row have different outputs. The ring is free: all of it has been multiplied.
+  __device__ void write_squares(const Arguments& arguments, const Block& block, float (&squares)[2]) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      squares[half] += from_lane_xor(squares[half], 1);
+      squares[half] += from_lane_xor(squares[half], 2);
+    }
+    float* shared = reinterpret_cast<float*>(block.at(block.ring));
+    block_sync(CONSUMERS);
+    if (lane % 4 == 0) {
+      shared[warp * 16 + lane / 4] = squares[0];
+      shared[warp * 16 + lane / 4 + 8] = squares[1];
+    }
+    block_sync(CONSUMERS);
+    if (threadIdx.x < OWNED * 16) {
+      const int mine = block.first_row + block.rank * OWNED * 16 + threadIdx.x;
+      float sum = 0.0f;
+#pragma unroll
+      for (int part = 0; part < SPLITS; part++)
+        sum += shared[(threadIdx.x / 16 * SPLITS + part) * 16 + threadIdx.x % 16];
+      if (mine < arguments.rows) arguments.squares_out[block.column * arguments.rows + mine] = sum;
+    }
+  }
+};
+
+#elif EPILOGUE == GATED
+struct Epilogue {
+  int warp_row;
+  Factor factor_of;
+
+  __device__ void begin(const Arguments& arguments, const Block& block) {
+    warp_row = block.first_row + threadIdx.x / 32 * 16;
+    wait_for_inputs();
+    factor_of.load(arguments.squares, arguments.num_parts, arguments.rows, warp_row);
+  }
+
+  __device__ void finish(const Arguments& arguments, const Block& block, float (&sums)[OUTPUTS / 2]) {
+    constexpr int width = OUTPUTS / 2;
+    const int lane = threadIdx.x % 32;
+    const float factor = factor_of.get(arguments.eps);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      scale_half(sums, half, factor);
+      const int row = warp_row + lane / 4 + half * 8;
+      u16* to = arguments.out + static_cast<i64>(row) * arguments.num_outputs + block.column * width +
+                lane % 4 * RUN * 2;
+      if (row < arguments.padded_rows) {
+#pragma unroll
+        for (int i = 0; i < width / (8 * RUN); i++) {
+          Outputs result;
+#pragma unroll
+          for (int k = 0; k < RUN; k++) {
+            const float *gate = sums + (i * RUN + k) * 4 + half * 2, *up = gate + OUTPUTS / 4;
+            result.word[k] = row < arguments.rows ? silu_and_mul(gate, up) : 0;
+          }
+          *reinterpret_cast<Outputs*>(to + i * RUN * 8) = result;
+        }
+      }
+    }
+  }
+};
+
+#else
 // A head in four threads: of each 32 elements 8 contiguous ones, from 8 * t on.
 DEVICE void write_head(const Arguments& arguments, const float (&sums)[64], int half_row, int first, int head, int row,
                        const char* angles, i64 slot) {
@@ -179,6 +346,90 @@ DEVICE void write_head(const Arguments& arguments, const float (&sums)[64], int 
     *reinterpret_cast<Run<4>*>(to + i * 32 + t * 8) = packed[i];
   }
 }
+
+struct Epilogue {
+  static constexpr int lanes = HEAD_DIM / 4;  // that copy a row's angles
+  int warp_row;
+  Factor factor_of;
+  i64 slots[2];
+  bool has_angles;  // v has none
+  u32 angles_at;
+  int position;  // of row `lane % 16`
+
+  // Nothing of the slots and angles of the warp's rows depends on the kernel before.
+  __device__ void begin(const Arguments& arguments, const Block& block) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, last = arguments.rows - 1;
+    warp_row = block.first_row + warp * 16;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int row = warp_row + lane / 4 + half * 8;
+      slots[half] = row < arguments.rows ? arguments.slots[row] : 0;
+    }
+    has_angles = block.column * (OUTPUTS / HEAD_DIM) < arguments.num_heads + arguments.num_kv_heads;
+    const int mine = warp_row + lane % 16 < last ? warp_row + lane % 16 : last;
+#if BESIDE_ATTENTION
+    angles_at = block.ring + (LAST_CHUNKS + warp / (WARPS / 2)) % STAGES * STAGE + warp % (WARPS / 2) * 16 * ANGLES;
+    position = static_cast<int>(arguments.positions[mine]);
+#else
+    angles_at = block.scratch + warp * 16 * ANGLES;
+    if (has_angles) {
+      position = static_cast<int>(arguments.positions[mine]);
+      load_angles(arguments, block.at(angles_at));
+    }
+#endif
+    wait_for_inputs();
+    factor_of.load(arguments.squares, arguments.num_parts, arguments.rows, warp_row);
+  }
+
+  __device__ void load_angles(const Arguments& arguments, char* angles) {
+    constexpr int rows = 32 / lanes;
+    const int lane = threadIdx.x % 32;
+    float4 loaded[16 / rows];
+#pragma unroll
+    for (int i = 0; i < 16 / rows; i++) {
+      const int from = __shfl_sync(0xffffffffu, position, i * rows + lane / lanes);
+      loaded[i] = *reinterpret_cast<const float4*>(arguments.cos_sin + static_cast<i64>(from) * HEAD_DIM +
+                                                   lane % lanes * 4);
+    }
+#pragma unroll
+    for (int i = 0; i < 16 / rows; i++)
+      *reinterpret_cast<float4*>(angles + (i * rows + lane / lanes) * ANGLES + lane % lanes * 16) = loaded[i];
+    __syncwarp();
+  }
+
+#if BESIDE_ATTENTION
+  // Replaces two chunks when all warps have multiplied them.
+  __device__ void copy_angles(const Arguments& arguments) {
+    block_sync(CONSUMERS);
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 16; i += 32 / lanes) {
+      const int to = i + lane / lanes, from = __shfl_sync(0xffffffffu, position, to);
+      copy_16_bytes(angles_at + to * ANGLES + lane % lanes * 16,
+                    arguments.cos_sin + static_cast<i64>(from) * HEAD_DIM + lane % lanes * 4);
+    }
+  }
+#endif
+
+  __device__ void finish(const Arguments& arguments, const Block& block, float (&sums)[OUTPUTS / 2]) {
+    constexpr int heads = OUTPUTS / HEAD_DIM;
+#if BESIDE_ATTENTION
+    copies_wait();
+    __syncwarp();
+#endif
+    const float factor = factor_of.get(arguments.eps);
+    const char* angles = block.at(angles_at);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      scale_half(sums, half, factor);
+      const int in_warp = threadIdx.x % 32 / 4 + half * 8;
+#pragma unroll
+      for (int i = 0; i < heads; i++)
+        write_head(arguments, sums, half, i * (HEAD_DIM / 32), block.column * heads + i, warp_row + in_warp,
+                   angles + in_warp * ANGLES, slots[half]);
+    }
+  }
+};
 #endif
 
 extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_constant__ Arguments arguments) {
@@ -186,9 +437,10 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_co
   char* memory = shared_memory();
   const u32 ring = (shared_address(memory) + 1023) / 1024 * 1024, scratch = ring + STAGES * STAGE;
   const u32 full = scratch + SCRATCH, empty = full + STAGES * 8, received = empty + STAGES * 8;
-  const int rank = blockIdx.x % SPLITS, tile = blockIdx.x / SPLITS, warp = threadIdx.x / 32;
+  const int rank = blockIdx.x % SPLITS, peer = blockIdx.x % PEERS, tile = blockIdx.x / SPLITS;
   const int first_row = tile % arguments.row_tiles * ROWS, column = tile / arguments.row_tiles;
-  const int num_rows = arguments.rows, peer = blockIdx.x % PEERS;
+  const Block block{memory, ring, scratch, full, empty, received, rank, peer, first_row, column};
+  const int warp = threadIdx.x / 32, group = warp / 4, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(full + i * 8, 1);
@@ -206,74 +458,12 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_co
   if (SPLITS * PEERS > 1) cluster_arrive();
   if (warp == WARPS) {
     if (PEERS > 1) cluster_wait();  // they have barriers
-    if (elect_lane())
-      produce(arguments, ring, full, empty, first_row, column * (EPILOGUE == GATED ? OUTPUTS / 2 : OUTPUTS),
-              rank * CHUNKS, peer);
+    if (elect_lane()) produce(arguments, block);
     return;
   }
 
-  const int group = warp / 4, lane = threadIdx.x % 32, t = lane % 4;
-#if EPILOGUE == RESIDUAL
-  // What this thread finishes: rows `row` and `row` + 8, BLOCKS / RUN runs of outputs.
-  constexpr int runs = BLOCKS / RUN;
-  const int row = first_row + (rank * OWNED + warp / SPLITS) * 16 + lane / 4;
-  const i64 place = static_cast<i64>(row) * arguments.num_outputs + column * OUTPUTS + warp % SPLITS * BLOCKS * 8 +
-                    t * RUN * 2;
-  const i64 below = place + 8 * static_cast<i64>(arguments.num_outputs);
-  Outputs norm[runs], residual[2][runs] = {};
-#pragma unroll
-  for (int i = 0; i < runs; i++)
-    norm[i] = *reinterpret_cast<const Outputs*>(arguments.norm + place - static_cast<i64>(row) * arguments.num_outputs +
-                                                i * RUN * 8);
-  wait_for_inputs();
-#pragma unroll
-  for (int i = 0; i < runs; i++) {
-    if (row < num_rows)
-      residual[0][i] = *reinterpret_cast<const Outputs*>(arguments.residual + place + i * RUN * 8);
-    if (row + 8 < num_rows)
-      residual[1][i] = *reinterpret_cast<const Outputs*>(arguments.residual + below + i * RUN * 8);
-  }
-#else
-  const int warp_row = first_row + warp * 16;
-#if EPILOGUE == QKV
-  i64 slots[2] = {};
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const int row = warp_row + lane / 4 + half * 8;
-    if (row < num_rows) slots[half] = arguments.slots[row];
-  }
-  // The angles of the warp's rows. Nothing of it depends on the kernel before.
-#if BESIDE_ATTENTION
-  const bool has_angles = column * (OUTPUTS / HEAD_DIM) < arguments.num_heads + arguments.num_kv_heads;
-  const u32 angles_at = ring + (LAST_CHUNKS + warp / (WARPS / 2)) % STAGES * STAGE + warp % (WARPS / 2) * 16 * ANGLES;
-  const int last = num_rows - 1, mine = warp_row + lane % 16 < last ? warp_row + lane % 16 : last;
-  const int position = static_cast<int>(arguments.positions[mine]);
-#else
-  char* angles = memory + (scratch - shared_address(memory)) + warp * 16 * ANGLES;
-  if (column * (OUTPUTS / HEAD_DIM) < arguments.num_heads + arguments.num_kv_heads) {
-    constexpr int lanes = HEAD_DIM / 4, rows = 32 / lanes;
-    const int last = num_rows - 1;
-    const int mine = warp_row + lane % 16 < last ? warp_row + lane % 16 : last;
-    const int position = static_cast<int>(arguments.positions[mine]);
-    float4 loaded[16 / rows];
-#pragma unroll
-    for (int i = 0; i < 16 / rows; i++) {
-      const int from = __shfl_sync(0xffffffffu, position, i * rows + lane / lanes);
-      loaded[i] = *reinterpret_cast<const float4*>(arguments.cos_sin + static_cast<i64>(from) * HEAD_DIM +
-                                                   lane % lanes * 4);
-    }
-#pragma unroll
-    for (int i = 0; i < 16 / rows; i++)
-      *reinterpret_cast<float4*>(angles + (i * rows + lane / lanes) * ANGLES + lane % lanes * 16) = loaded[i];
-    __syncwarp();
-  }
-#endif
-#endif
-  wait_for_inputs();
-  Factor factor_of;
-  factor_of.load(arguments.squares, arguments.num_parts, num_rows, warp_row);
-#endif
-
+  Epilogue epilogue;
+  epilogue.begin(arguments, block);
   float sums[OUTPUTS / 2];
   int stage = 0, previous = 0;
   u32 phase = 0;
@@ -295,16 +485,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_co
       }
     }
 #if EPILOGUE == QKV && BESIDE_ATTENTION
-    if (chunk == LAST_CHUNKS + 2 && has_angles) {
-      block_sync(CONSUMERS);  // all warps have multiplied the two chunks before
-      constexpr int lanes = HEAD_DIM / 4;
-#pragma unroll
-      for (int i = 0; i < 16; i += 32 / lanes) {
-        const int to = i + lane / lanes, from = __shfl_sync(0xffffffffu, position, to);
-        copy_16_bytes(angles_at + to * ANGLES + lane % lanes * 16,
-                      arguments.cos_sin + static_cast<i64>(from) * HEAD_DIM + lane % lanes * 4);
-      }
-    }
+    if (chunk == LAST_CHUNKS + 2 && epilogue.has_angles) epilogue.copy_angles(arguments);
 #endif
     previous = stage;
     if (++stage == STAGES) {
@@ -313,122 +494,5 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_product(const __grid_co
     }
   }
   products_wait<0>();
-#if EPILOGUE == QKV && BESIDE_ATTENTION
-  copies_wait();
-  __syncwarp();
-#endif
-
-#if EPILOGUE == RESIDUAL
-  float finished[BLOCKS * 4];
-  if (SPLITS > 1) {
-    cluster_wait();
-    const int owner = warp / OWNED;
-    const u32 barriers = address_in(owner, received), base = address_in(owner, scratch) + rank * (WARPS * SENT);
-#pragma unroll
-    for (int part = 0; part < SPLITS; part++) {
-      const int to = warp % OWNED * SPLITS + part;
-#pragma unroll
-      for (int i = 0; i < BLOCKS; i++)
-        send(base + to * SENT + i * 512 + lane * 16, sums + (part * BLOCKS + i) * 4, barriers + to * 8);
-    }
-    barrier_wait(received + warp * 8, 0);
-    const char* parts = memory + (scratch - shared_address(memory)) + warp * SENT + lane * 16;
-#pragma unroll
-    for (int i = 0; i < BLOCKS; i++) {
-#pragma unroll
-      for (int k = 0; k < 4; k++) finished[i * 4 + k] = 0.0f;
-#pragma unroll
-      for (int part = 0; part < SPLITS; part++) {
-        const float4 sent = *reinterpret_cast<const float4*>(parts + part * (WARPS * SENT) + i * 512);
-        finished[i * 4] += sent.x;
-        finished[i * 4 + 1] += sent.y;
-        finished[i * 4 + 2] += sent.z;
-        finished[i * 4 + 3] += sent.w;
-      }
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < BLOCKS * 4; i++) finished[i] = sums[i];
-  }
-  float squares[2] = {0.0f, 0.0f};
-#pragma unroll
-  for (int half = 0; half < 2; half++)
-#pragma unroll
-    for (int i = 0; i < runs; i++) {
-      Outputs total, weighted;
-#pragma unroll
-      for (int k = 0; k < RUN; k++) {
-        const float* sum = finished + (i * RUN + k) * 4 + half * 2;
-        const u32 rounded = pack_bf16(sum[0], sum[1]), added = residual[half][i].word[k], scale = norm[i].word[k];
-        total.word[k] = pack_bf16(low_bf16(rounded) + low_bf16(added), high_bf16(rounded) + high_bf16(added));
-        const float low = low_bf16(total.word[k]), high = high_bf16(total.word[k]);
-        weighted.word[k] = pack_bf16(low * low_bf16(scale), high * high_bf16(scale));
-        squares[half] += low * low + high * high;
-      }
-      if (row + half * 8 < num_rows) {
-        const i64 to = (half ? below : place) + i * RUN * 8;
-        *reinterpret_cast<Outputs*>(arguments.total + to) = total;
-        *reinterpret_cast<Outputs*>(arguments.out + to) = weighted;
-      } else if (row + half * 8 < arguments.padded_rows) {
-        *reinterpret_cast<Outputs*>(arguments.out + (half ? below : place) + i * RUN * 8) = Outputs{};
-      }
-    }
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    squares[half] += from_lane_xor(squares[half], 1);
-    squares[half] += from_lane_xor(squares[half], 2);
-  }
-  // The warps of a row have different outputs. The ring is free: all of it has been multiplied.
-  float* shared = reinterpret_cast<float*>(memory + (ring - shared_address(memory)));
-  block_sync(CONSUMERS);
-  if (t == 0) {
-    shared[warp * 16 + lane / 4] = squares[0];
-    shared[warp * 16 + lane / 4 + 8] = squares[1];
-  }
-  block_sync(CONSUMERS);
-  if (threadIdx.x < OWNED * 16) {
-    const int mine = first_row + rank * OWNED * 16 + threadIdx.x;
-    float sum = 0.0f;
-#pragma unroll
-    for (int part = 0; part < SPLITS; part++) sum += shared[(threadIdx.x / 16 * SPLITS + part) * 16 + threadIdx.x % 16];
-    if (mine < num_rows) arguments.squares_out[column * num_rows + mine] = sum;
-  }
-#else
-  const float factor = factor_of.get(arguments.eps);
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const float scale = from_lane(factor, lane / 4 + half * 8);
-#pragma unroll
-    for (int i = 0; i < OUTPUTS / 8; i++) {
-      sums[i * 4 + half * 2] *= scale;
-      sums[i * 4 + half * 2 + 1] *= scale;
-    }
-    const int row = warp_row + lane / 4 + half * 8;
-#if EPILOGUE == QKV
-    constexpr int heads = OUTPUTS / HEAD_DIM;
-#if BESIDE_ATTENTION
-    const char* angles = memory + (angles_at - shared_address(memory));
-#endif
-#pragma unroll
-    for (int i = 0; i < heads; i++)
-      write_head(arguments, sums, half, i * (HEAD_DIM / 32), column * heads + i, row,
-                 angles + (lane / 4 + half * 8) * ANGLES, slots[half]);
-#else
-    constexpr int width = OUTPUTS / 2;
-    u16* to = arguments.out + static_cast<i64>(row) * arguments.num_outputs + column * width + t * RUN * 2;
-    if (row < arguments.padded_rows) {
-#pragma unroll
-      for (int i = 0; i < width / (8 * RUN); i++) {
-        Outputs result;
-#pragma unroll
-        for (int k = 0; k < RUN; k++) {
-          const float *gate = sums + (i * RUN + k) * 4 + half * 2, *up = gate + OUTPUTS / 4;
-          result.word[k] = row < num_rows ? silu_and_mul(gate, up) : 0;
-        }
-        *reinterpret_cast<Outputs*>(to + i * RUN * 8) = result;
-      }
-    }
-#endif
-  }
-#endif
+  epilogue.finish(arguments, block, sums);
 }

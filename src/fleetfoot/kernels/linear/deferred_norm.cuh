@@ -24,3 +24,14 @@ struct Factor {
     return 1.0f / sqrtf(sum / INPUTS + eps);
   }
 };
+
+// Multiply the sums of a thread's row, in one half of a warp's 16 rows, by its factor. `factor`: of row `lane % 16`.
+template <int count>
+DEVICE void scale_half(float (&sums)[count], int half, float factor) {
+  const float scale = from_lane(factor, threadIdx.x % 32 / 4 + half * 8);
+#pragma unroll
+  for (int i = 0; i < count / 4; i++) {
+    sums[i * 4 + half * 2] *= scale;
+    sums[i * 4 + half * 2 + 1] *= scale;
+  }
+}
