@@ -177,21 +177,10 @@ def _linear_few_rows_kernel(
             if gated:
                 up_sums = tl.dot(ups[i], x, up_sums)
     else:
-        for begin in tl.range(0, num_inputs, chunk, num_stages=stages):
-            weight_offset = weight_row + weight_column + begin  # [slices, outputs, inputs]
-            x_offset = x_row * x_stride + x_column + begin  # [slices, inputs, row_tile]
-            if whole_chunks:
-                x = tl.load(x_ptr + x_offset, mask=x_row < num_rows, other=0.0)
-                sums = tl.dot(tl.load(gate_ptr + weight_offset), x, sums)
-                if gated:
-                    up_sums = tl.dot(tl.load(up_ptr + weight_offset), x, up_sums)
-            else:
-                in_row = weight_column + begin < num_inputs
-                x_mask = (x_row < num_rows) & (x_column + begin < num_inputs)
-                x = tl.load(x_ptr + x_offset, mask=x_mask, other=0.0)
-                sums = tl.dot(tl.load(gate_ptr + weight_offset, mask=in_row, other=0.0), x, sums)
-                if gated:
-                    up_sums = tl.dot(tl.load(up_ptr + weight_offset, mask=in_row, other=0.0), x, up_sums)
+        sums, up_sums = _streamed_sums(
+            sums, up_sums, gate_ptr, up_ptr, x_ptr, weight_row, weight_column, x_row, x_column, x_stride,
+            num_rows, num_inputs, chunk, stages, whole_chunks, gated,
+        )  # fmt: skip
 
     _write_outputs(
         sums, up_sums, squares, residual, norm_weight, output_ptr, bias_ptr, total_ptr, squares_ptr, first, num_valid,
@@ -199,6 +188,30 @@ def _linear_few_rows_kernel(
         num_ranks, max_rows, width,
         outputs, row_tile, has_bias, scale, gated, has_deferred_norm, fused_add_norm,
     )  # fmt: skip
+
+
+@triton_kernel()
+def _streamed_sums(
+    sums, up_sums, gate_ptr, up_ptr, x_ptr, weight_row, weight_column, x_row, x_column, x_stride, num_rows, num_inputs,
+    chunk: tl.constexpr, stages: tl.constexpr, whole_chunks: tl.constexpr, gated: tl.constexpr,
+):  # fmt: skip
+    """The product ``[slices, outputs, row_tile]`` in chunks of inputs, of which ``stages`` are loaded ahead."""
+    for begin in tl.range(0, num_inputs, chunk, num_stages=stages):
+        weight_offset = weight_row + weight_column + begin  # [slices, outputs, inputs]
+        x_offset = x_row * x_stride + x_column + begin  # [slices, inputs, row_tile]
+        if whole_chunks:
+            x = tl.load(x_ptr + x_offset, mask=x_row < num_rows, other=0.0)
+            sums = tl.dot(tl.load(gate_ptr + weight_offset), x, sums)
+            if gated:
+                up_sums = tl.dot(tl.load(up_ptr + weight_offset), x, up_sums)
+        else:
+            in_row = weight_column + begin < num_inputs
+            x_mask = (x_row < num_rows) & (x_column + begin < num_inputs)
+            x = tl.load(x_ptr + x_offset, mask=x_mask, other=0.0)
+            sums = tl.dot(tl.load(gate_ptr + weight_offset, mask=in_row, other=0.0), x, sums)
+            if gated:
+                up_sums = tl.dot(tl.load(up_ptr + weight_offset, mask=in_row, other=0.0), x, up_sums)
+    return sums, up_sums
 
 
 @triton_kernel()
