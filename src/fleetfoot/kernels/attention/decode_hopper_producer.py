@@ -104,6 +104,19 @@ def _copy_tile(
 
 
 @gluon.jit
+def _describe(work, slot, work_full, num_tiles, place, split, programs):
+    """Write a descriptor. ``place``: values of the fields FIRST_TILE to REQUEST; ``programs``: of the last two."""
+    put_field(work, slot, NUM_TILES, NUM_FIELDS, num_tiles)
+    for field in gl.static_range(6):
+        put_field(work, slot, FIRST_TILE + field, NUM_FIELDS, place[field])
+    put_field(work, slot, SPLIT, NUM_FIELDS, split)
+    put_field(work, slot, FIRST_PROGRAM, NUM_FIELDS, programs[0])
+    put_field(work, slot, LAST_PROGRAM, NUM_FIELDS, programs[1])
+    gl.thread_barrier()
+    mbarrier.arrive(work_full.index(slot), count=1)
+
+
+@gluon.jit
 def producer_warp(
     descs, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr, slots, kv_stages,
     num_reqs, rows_per_block, table_stride, window, pair_tiles,
@@ -145,8 +158,6 @@ def producer_warp(
         num_taken = gl.minimum(width - pair_offset, end - cursor)
         begin = gl.maximum(pair_offset - pair_cost, 0)
         stop = gl.minimum(pair_offset + num_taken - pair_cost, num_tiles)  # > begin: no range ends in cost slots
-        pair_begin = request_begin + kv_head * width + pair_cost
-        is_split = (begin > 0) | (stop < num_tiles)
 
         # Block ids are loaded one tile ahead, so that the copies do not wait for them.
         table_ptr = block_tables_ptr + request.to(gl.int64) * table_stride
@@ -154,18 +165,11 @@ def producer_warp(
 
         slot = count % SLOTS
         mbarrier.wait(work_empty.index(slot), ((count // SLOTS) & 1) ^ 1)
-        put_field(work, slot, NUM_TILES, NUM_FIELDS, stop - begin)
-        put_field(work, slot, FIRST_TILE, NUM_FIELDS, first_tile + begin)
-        put_field(work, slot, SEQ_LEN, NUM_FIELDS, seq_len)
-        put_field(work, slot, QUERY_BEGIN, NUM_FIELDS, query_begin)
-        put_field(work, slot, QUERY_LEN, NUM_FIELDS, query_len)
-        put_field(work, slot, KV_HEAD, NUM_FIELDS, kv_head)
-        put_field(work, slot, REQUEST, NUM_FIELDS, request)
-        put_field(work, slot, SPLIT, NUM_FIELDS, gl.where(is_split, gl.where(begin == 0, 2, 1), 0))
-        put_field(work, slot, FIRST_PROGRAM, NUM_FIELDS, pair_begin // program_tiles)
-        put_field(work, slot, LAST_PROGRAM, NUM_FIELDS, (pair_begin + num_tiles - 1) // program_tiles)
-        gl.thread_barrier()
-        mbarrier.arrive(work_full.index(slot), count=1)
+        split = gl.where((begin > 0) | (stop < num_tiles), gl.where(begin == 0, 2, 1), 0)
+        pair_begin = request_begin + kv_head * width + pair_cost
+        programs = pair_begin // program_tiles, (pair_begin + num_tiles - 1) // program_tiles
+        place = first_tile + begin, seq_len, query_begin, query_len, kv_head, request
+        _describe(work, slot, work_full, stop - begin, place, split, programs)
 
         for index in range(first_tile + begin, first_tile + stop):
             stage = step % stages
