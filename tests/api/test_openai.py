@@ -179,6 +179,19 @@ def test_raw_bodies_have_the_declared_shape(client: httpx.Client) -> None:
         }
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stream_has_what_is_about_the_prompt(client: httpx.Client, n: int) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 3, "prompt_logprobs": 1, "return_token_ids": True, "n": n}
+    whole = client.post("/v1/chat/completions", json=body).json()
+    streamed = client.post("/v1/chat/completions", json={**body, "stream": True}).text
+    first, *others = [json.loads(event[6:]) for event in streamed.split("\n\n") if event.startswith("data: {")]
+    assert len(whole["prompt_logprobs"]) == len(whole["prompt_token_ids"]) > 1
+    for field in ("prompt_logprobs", "prompt_token_ids"):
+        assert first[field] == whole[field] and not any(field in chunk for chunk in others)
+    ids = [token for chunk in others for token in chunk["choices"][0].get("token_ids", ())]
+    assert len(ids) == 3 * n
+
+
 REFUSED = [
     ({"prompt": PROMPT, "nonsense": 1}, "nonsense"),
     ({"prompt": PROMPT, "temperature": "hot"}, "temperature"),
@@ -192,6 +205,7 @@ REFUSED = [
     ({"prompt": PROMPT, "guided_regex": "("}, "guided_regex"),
     ({"prompt": PROMPT, "use_beam_search": 0}, "use_beam_search"),
     ({"prompt": PROMPT, "stream_options": {"include_usage": True}}, "stream_options"),
+    ({"prompt": PROMPT, "stream": True, "stream_options": {"include_usages": True}}, "stream_options.include_usages"),
     ({"prompt": []}, "prompt"),
     ({"prompt": ["text", 4]}, "prompt[1]"),
     ({"max_tokens": 3}, "prompt"),
@@ -201,6 +215,7 @@ REFUSED = [
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
     ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens"),
     ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
     ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"messages": MESSAGES, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
@@ -220,7 +235,7 @@ def test_a_refusal_names_the_field(client: httpx.Client, body: dict[str, Any], f
     assert (
         error["param"] == field
         and error["type"] == "invalid_request_error"
-        and field.partition("[")[0] in error["message"]
+        and re.split(r"[.[]", field)[0] in error["message"]
     )
 
 
@@ -228,7 +243,7 @@ def test_a_refusal_names_the_field(client: httpx.Client, body: dict[str, Any], f
     ("field", "value"),
     [("user", "me"), ("metadata", {"a": "b"}), ("store", False), ("service_tier", "auto"), ("tools", None),
      ("tools", []), ("response_format", {"type": "text"}), ("logit_bias", None),
-     ("seed", None), ("safety_identifier", "x"), ("seed", 7.0), ("temperature", 1)],
+     ("top_logprobs", 0), ("seed", None), ("safety_identifier", "x"), ("seed", 7.0), ("temperature", 1)],
     ids=str,
 )  # fmt: skip
 def test_neutral_fields_are_accepted(client: httpx.Client, field: str, value: Any) -> None:

@@ -202,9 +202,9 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
         message = str(error)
         path = re.search(r" - at `\$\.?([^`]*)`", message)
         unknown = re.search(r"unknown field `([^`]*)`", message)
-        param = unknown[1] if unknown else (path[1] if path else None)
-        if missing := re.search(r"missing required field `([^`]*)`", message):
-            param = missing[1]
+        param = path[1] if path else None
+        if name := unknown or re.search(r"missing required field `([^`]*)`", message):
+            param = f"{param}.{name[1]}" if param else name[1]  # the path is that of the object around it
         raise ApiError(400, message, "unknown_field" if unknown else None, param) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         has_surrogate = re.search(rb"\\u[dD][89a-fA-F]", body) and "truncated" in str(error)
