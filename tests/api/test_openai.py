@@ -147,6 +147,28 @@ def test_logprobs_of_both_dialects(api: openai.OpenAI, story: LLM) -> None:
         assert one.top_logprobs[0].logprob == one.logprob and len(one.top_logprobs) == 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_offsets_of_tokens_that_are_parts_of_characters(client: httpx.Client, stream: bool) -> None:
+    """Each offset is where the token's text is, or where its character is."""
+    prompt = "An é and 🙂 are here"
+    body = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 2, "temperature": 0, "stream": stream}
+    body["guided_choice"] = ["é"]
+    response = client.post("/v1/completions", json=body)
+    if stream:
+        events = [json.loads(event[6:]) for event in response.text.split("\n\n") if event.startswith("data: {")]
+    else:
+        events = [response.json()]
+    choices = [event["choices"][0] for event in events]
+    text = "".join(choice["text"] for choice in choices)
+    tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
+    offsets = [offset for choice in choices for offset in choice["logprobs"]["text_offset"]]
+    assert text == prompt + "é" and tokens[-2:] == ["\ufffd"] * 2
+    whole = [(token, offset) for token, offset in zip(tokens[1:], offsets[1:], strict=True) if "\ufffd" not in token]
+    assert len(whole) > 3 and all(text[offset:].startswith(token) for token, offset in whole)
+    parts = [text[offset] for token, offset in zip(tokens, offsets, strict=True) if "\ufffd" in token]
+    assert parts == ["é"] * 2 + ["🙂"] * 4 + ["é"] * 2
+
+
 def test_the_example_of_the_readme(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(from openai .*?)```", page, re.DOTALL)
@@ -206,6 +228,9 @@ REFUSED = [
     ({"prompt": PROMPT, "use_beam_search": 0}, "use_beam_search"),
     ({"prompt": PROMPT, "stream_options": {"include_usage": True}}, "stream_options"),
     ({"prompt": PROMPT, "stream": True, "stream_options": {"include_usages": True}}, "stream_options.include_usages"),
+    ({"prompt": PROMPT, "guided_choice": ["a"], "allowed_token_ids": [5, 6]}, "allowed_token_ids"),
+    ({"prompt": PROMPT, "n": 1025, "temperature": 1}, "n"),
+    ({"prompt": [PROMPT] * 1025}, "prompt"),
     ({"prompt": []}, "prompt"),
     ({"prompt": ["text", 4]}, "prompt[1]"),
     ({"max_tokens": 3}, "prompt"),
@@ -292,6 +317,9 @@ def test_tokenize_and_detokenize(client: httpx.Client, story: LLM) -> None:
     assert PROMPT in client.post("/detokenize", json={"tokens": expected}).json()["prompt"]
     assert client.post("/tokenize", json={"messages": MESSAGES}).json()["count"] > 5
     assert client.post("/detokenize", json={"tokens": [10**6]}).status_code == 400
+    for fields in ({"add_generation_prompt": False}, {"chat_template_kwargs": {}}, {"tools": []}):
+        response = client.post("/tokenize", json={"prompt": PROMPT, **fields})
+        assert response.status_code == 400 and response.json()["error"]["param"] == next(iter(fields))
 
 
 def test_many_streams_at_once_and_some_that_leave(server: RunningServer) -> None:

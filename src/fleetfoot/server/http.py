@@ -107,12 +107,12 @@ def is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
     return value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
 
-_VERBS = "must|is|names|needs|has|joins|cannot|can"
+_VERBS = "must|is|names|needs|has|holds|joins|cannot|can"
 
 
 def _named_field(message: str) -> str | None:
     """The field that a message of the engine begins with (``top_p must be ...``, ``n is 3, ...``)."""
-    match = re.match(rf"([a-z][a-z_]*)(?:\[[^\]]*\]|=\S+|\.\w+)* (?:{_VERBS})\b", message)
+    match = re.match(rf"([a-z][a-z_]*)(?:\[[^\]]*\]|=\[[^\]]*\]|=\S+|\.\w+)* (?:{_VERBS})\b", message)
     return match[1] if match and match[1] not in ("the", "a", "this", "there", "prompt", "prompt_token_ids") else None
 
 
