@@ -23,7 +23,11 @@ from fleetfoot.server.service import Service
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
 _OF_CONVERSATIONS = (
-    *("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "tools"),
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+    "tools",
 )
 """Fields that have no effect on a prompt."""
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
