@@ -147,6 +147,28 @@ def test_logprobs_of_both_dialects(api: openai.OpenAI, story: LLM) -> None:
         assert one.top_logprobs[0].logprob == one.logprob and len(one.top_logprobs) == 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_offsets_of_tokens_that_are_parts_of_characters(client: httpx.Client, stream: bool) -> None:
+    """Each offset is where the token's text is, or where its character is."""
+    prompt = "An é and 🙂 are here"
+    body = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 2, "temperature": 0, "stream": stream}
+    body["guided_choice"] = ["é"]
+    response = client.post("/v1/completions", json=body)
+    if stream:
+        events = [json.loads(event[6:]) for event in response.text.split("\n\n") if event.startswith("data: {")]
+    else:
+        events = [response.json()]
+    choices = [event["choices"][0] for event in events]
+    text = "".join(choice["text"] for choice in choices)
+    tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
+    offsets = [offset for choice in choices for offset in choice["logprobs"]["text_offset"]]
+    assert text == prompt + "é" and tokens[-2:] == ["\ufffd"] * 2
+    whole = [(token, offset) for token, offset in zip(tokens[1:], offsets[1:], strict=True) if "\ufffd" not in token]
+    assert len(whole) > 3 and all(text[offset:].startswith(token) for token, offset in whole)
+    parts = [text[offset] for token, offset in zip(tokens, offsets, strict=True) if "\ufffd" in token]
+    assert parts == ["é"] * 2 + ["🙂"] * 4 + ["é"] * 2
+
+
 def test_the_example_of_the_readme(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(from openai .*?)```", page, re.DOTALL)
@@ -179,6 +201,19 @@ def test_raw_bodies_have_the_declared_shape(client: httpx.Client) -> None:
         }
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stream_has_what_is_about_the_prompt(client: httpx.Client, n: int) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 3, "prompt_logprobs": 1, "return_token_ids": True, "n": n}
+    whole = client.post("/v1/chat/completions", json=body).json()
+    streamed = client.post("/v1/chat/completions", json={**body, "stream": True}).text
+    first, *others = [json.loads(event[6:]) for event in streamed.split("\n\n") if event.startswith("data: {")]
+    assert len(whole["prompt_logprobs"]) == len(whole["prompt_token_ids"]) > 1
+    for field in ("prompt_logprobs", "prompt_token_ids"):
+        assert first[field] == whole[field] and not any(field in chunk for chunk in others)
+    ids = [token for chunk in others for token in chunk["choices"][0].get("token_ids", ())]
+    assert len(ids) == 3 * n
+
+
 REFUSED = [
     ({"prompt": PROMPT, "nonsense": 1}, "nonsense"),
     ({"prompt": PROMPT, "temperature": "hot"}, "temperature"),
@@ -192,6 +227,10 @@ REFUSED = [
     ({"prompt": PROMPT, "guided_regex": "("}, "guided_regex"),
     ({"prompt": PROMPT, "use_beam_search": 0}, "use_beam_search"),
     ({"prompt": PROMPT, "stream_options": {"include_usage": True}}, "stream_options"),
+    ({"prompt": PROMPT, "stream": True, "stream_options": {"include_usages": True}}, "stream_options.include_usages"),
+    ({"prompt": PROMPT, "guided_choice": ["a"], "allowed_token_ids": [5, 6]}, "allowed_token_ids"),
+    ({"prompt": PROMPT, "n": 1025, "temperature": 1}, "n"),
+    ({"prompt": [PROMPT] * 1025}, "prompt"),
     ({"prompt": []}, "prompt"),
     ({"prompt": ["text", 4]}, "prompt[1]"),
     ({"max_tokens": 3}, "prompt"),
@@ -201,6 +240,7 @@ REFUSED = [
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
     ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens"),
     ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
     ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"messages": MESSAGES, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
@@ -220,7 +260,7 @@ def test_a_refusal_names_the_field(client: httpx.Client, body: dict[str, Any], f
     assert (
         error["param"] == field
         and error["type"] == "invalid_request_error"
-        and field.partition("[")[0] in error["message"]
+        and re.split(r"[.[]", field)[0] in error["message"]
     )
 
 
@@ -228,7 +268,7 @@ def test_a_refusal_names_the_field(client: httpx.Client, body: dict[str, Any], f
     ("field", "value"),
     [("user", "me"), ("metadata", {"a": "b"}), ("store", False), ("service_tier", "auto"), ("tools", None),
      ("tools", []), ("response_format", {"type": "text"}), ("logit_bias", None),
-     ("seed", None), ("safety_identifier", "x"), ("seed", 7.0), ("temperature", 1)],
+     ("top_logprobs", 0), ("seed", None), ("safety_identifier", "x"), ("seed", 7.0), ("temperature", 1)],
     ids=str,
 )  # fmt: skip
 def test_neutral_fields_are_accepted(client: httpx.Client, field: str, value: Any) -> None:
@@ -277,6 +317,9 @@ def test_tokenize_and_detokenize(client: httpx.Client, story: LLM) -> None:
     assert PROMPT in client.post("/detokenize", json={"tokens": expected}).json()["prompt"]
     assert client.post("/tokenize", json={"messages": MESSAGES}).json()["count"] > 5
     assert client.post("/detokenize", json={"tokens": [10**6]}).status_code == 400
+    for fields in ({"add_generation_prompt": False}, {"chat_template_kwargs": {}}, {"tools": []}):
+        response = client.post("/tokenize", json={"prompt": PROMPT, **fields})
+        assert response.status_code == 400 and response.json()["error"]["param"] == next(iter(fields))
 
 
 def test_many_streams_at_once_and_some_that_leave(server: RunningServer) -> None:

@@ -180,6 +180,8 @@ def test_refusals(embeds: Pair, scores: Pair, client: httpx.Client) -> None:
         (embeds, "/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format"),
         (embeds, "/v1/embeddings", {"input": "a", "add_special_tokens": False}, "add_special_tokens"),
         (embeds, "/v1/embeddings", {"input": ["a", "long " * 200]}, "input[1]"),
+        (embeds, "/v1/embeddings", {"input": ["a"] * 1025}, "input"),
+        (embeds, "/rerank", {"query": "a", "documents": ["b"] * 1025}, "documents"),
         (embeds, "/v1/embeddings", {"input": "a", "prompt_name": "query"}, "prompt_name"),
         (embeds, "/pooling", {"input": "a", "task": "classify"}, "task"),
         (scores, "/classify", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),

@@ -222,6 +222,7 @@ def test_tls(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--served-model-name", "story", ""], "--served-model-name is ['story', '']"),
         (["--port", "70000"], "70000"),
         (["--port", "http"], "'http' is no port; it must be an integer in [0, 65535]"),
         (["--max-queue", "0"], "at least 1"),

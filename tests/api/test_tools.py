@@ -138,6 +138,7 @@ def test_strict_objects_have_no_properties_without_a_name(client: httpx.Client) 
         ({"guided_choice": ["sunny", "rainy"]}, {"sunny", "rainy"}),
         ({"guided_regex": "(ab){2}c"}, {"ababc"}),
         ({"guided_json": {"const": 12}}, {"12"}),
+        ({"guided_json": {"const": 12}, "response_format": {"type": "text"}}, {"12"}),
         ({"guided_grammar": 'root ::= "x" "y"'}, {"xy"}),
         ({"structured_outputs": {"choice": ["sunny"]}}, {"sunny"}),
     ],
@@ -149,6 +150,47 @@ def test_structured_output_of_chat_and_completions(
     assert body["choices"][0]["text"] in allowed
     body = client.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 20, **fields}).json()
     assert body["choices"][0]["message"]["content"] in allowed
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_json": {}},
+        {"guided_json": "{}"},
+        {"guided_json": True},
+        {"structured_outputs": {"json": {}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "any", "schema": {}, "strict": True}}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_an_empty_schema_allows_any_json(client: httpx.Client, path: str, fields: dict[str, Any]) -> None:
+    """Without the constraint, the bias would make text that is no JSON."""
+    place: dict[str, Any] = {"messages": ASK} if "chat" in path else {"prompt": "Once"}
+    words = client.post("/tokenize", json={"prompt": " there false", "add_special_tokens": False}).json()["tokens"]
+    bias = {str(token): 100 for token in words}
+    body = {**place, "max_tokens": 40, "temperature": 0, "logit_bias": bias}
+    texts = []
+    for more in ({}, fields):
+        choice = client.post(path, json={**body, **more}).json()["choices"][0]
+        texts.append(choice["message"]["content"] if "chat" in path else choice["text"])
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(texts[0])
+    assert json.loads(texts[1]) is False
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_json": {"const": [1, 2]}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": [1, 2]}}}},
+    ],
+    ids=str,
+)
+def test_a_pattern_of_white_space(client: httpx.Client, fields: dict[str, Any]) -> None:
+    body = {"messages": ASK, "max_tokens": 40, "guided_whitespace_pattern": "  ", **fields}
+    choice = client.post("/v1/chat/completions", json=body).json()["choices"][0]
+    assert "  " in choice["message"]["content"] and json.loads(choice["message"]["content"]) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -189,6 +231,19 @@ def test_structured_output_of_chat_and_completions(
             "tools[0].function.parameters",
         ),
         ({"guided_regex": "(", "response_format": {"type": "json_object"}}, "guided_regex"),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
+        ({"response_format": {"type": "json_object", "schema": {"const": 1}}}, "response_format.schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}, "strict": True}},
+            "response_format.strict",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strct": True}}},
+            "response_format.json_schema.strct",
+        ),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+        ({"guided_whitespace_pattern": " ", "response_format": {"type": "text"}}, "guided_whitespace_pattern"),
+        ({"guided_whitespace_pattern": " ", "structured_outputs": {"json": {}}}, "guided_whitespace_pattern"),
         ({"guided_regex": "("}, "guided_regex"),
     ],
 )

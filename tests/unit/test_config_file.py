@@ -65,7 +65,7 @@ def test_the_command_line_wins(parse) -> None:
     ("content", "message"),
     [
         ("max-model-length: 5", "max-model-length is no flag of fleetfoot serve; did you mean max-model-len?"),
-        ("config: other.yaml", "config is no flag"),
+        ("config: other.yaml", "config is no flag of fleetfoot serve in a file; merge the files"),
         ("enforce-eager: 1", "enforce-eager is 1; it must be true or false"),
         ("port: many", "'many' is no port"),
         ("- port", "it must be a mapping"),

@@ -272,6 +272,12 @@ def test_random_walks_through_random_schemas_are_valid(
             ["text", "a <f>null</f> b", "<f>null</f><f>null</f>"],
             ["a <f>1</f>", "<fx"],
         ),
+        (
+            {"structural_tag": {"structures": [{"begin": "<f>", "schema": {}}], "triggers": ["<f>"],
+                                "type": "structural_tag"}},
+            ["a", "<f>1", "<f>[]"],
+            ["<f>x"],
+        ),
     ],
 )  # fmt: skip
 def test_other_constraints(
@@ -299,6 +305,18 @@ def test_other_constraints(
         ({"structural_tag": {"structures": [{"begin": "x"}], "triggers": ["<"]}}, "begins with none of the triggers"),
         ({"structural_tag": {"structures": [{"begin": "<f", "schema": {"not": {}}}], "triggers": ["<"]}}, "not"),
         ({"structural_tag": {"structures": 5, "triggers": 6}}, "structural_tag"),
+        ({"structural_tag": {"structures": [{"begin": "<"}], "triggers": ["<", 5]}}, r"triggers\[1\] is 5"),
+        ({"structural_tag": {"structures": [{"begin": "<"}], "triggers": ["<", ""]}}, r"triggers\[1\] is ''"),
+        ({"structural_tag": {"structures": [{"begin": "<", "end": 5}], "triggers": ["<"]}}, r"end is 5"),
+        (
+            {"structural_tag": {"structures": [{"begin": "<", "shema": {}}], "triggers": ["<"]}},
+            r"structures\[0\] has an unknown key 'shema'; it takes begin, schema, end",
+        ),
+        (
+            {"structural_tag": {"structures": [{"begin": "<"}], "triggers": ["<"], "format": {}}},
+            "has an unknown key 'format'",
+        ),
+        ({"structural_tag": {"structures": [{"begin": "<"}], "triggers": ["<"], "type": "x"}}, "type is 'x'"),
     ],
 )
 def test_other_constraints_that_cannot_be_compiled(

@@ -129,6 +129,8 @@ def server_settings(arguments: argparse.Namespace, default_names: tuple[str, ...
     keys = [*(arguments.api_key or ()), *([key] if (key := env.api_key()) else [])]
     _check_keys("--api-key", keys)
     check_parsers(arguments.tool_call_parser, arguments.reasoning_parser)
+    if "" in (names := arguments.served_model_name or ()):
+        raise UsageError(f"--served-model-name is {names!r}; each name must have at least one character")
     service = ServiceSettings(
         model_names=tuple(arguments.served_model_name or default_names),
         max_queue=-(-arguments.max_queue // (arguments.api_server_count or 1)),

@@ -107,12 +107,12 @@ def is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
     return value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
 
-_VERBS = "must|is|names|needs|has|joins|cannot|can"
+_VERBS = "must|is|names|needs|has|holds|joins|cannot|can"
 
 
 def _named_field(message: str) -> str | None:
     """The field that a message of the engine begins with (``top_p must be ...``, ``n is 3, ...``)."""
-    match = re.match(rf"([a-z][a-z_]*)(?:\[[^\]]*\]|=\S+|\.\w+)* (?:{_VERBS})\b", message)
+    match = re.match(rf"([a-z][a-z_]*)(?:\[[^\]]*\]|=\[[^\]]*\]|=\S+|\.\w+)* (?:{_VERBS})\b", message)
     return match[1] if match and match[1] not in ("the", "a", "this", "there", "prompt", "prompt_token_ids") else None
 
 
@@ -202,9 +202,9 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
         message = str(error)
         path = re.search(r" - at `\$\.?([^`]*)`", message)
         unknown = re.search(r"unknown field `([^`]*)`", message)
-        param = unknown[1] if unknown else (path[1] if path else None)
-        if missing := re.search(r"missing required field `([^`]*)`", message):
-            param = missing[1]
+        param = path[1] if path else None
+        if name := unknown or re.search(r"missing required field `([^`]*)`", message):
+            param = f"{param}.{name[1]}" if param else name[1]  # the path is that of the object around it
         raise ApiError(400, message, "unknown_field" if unknown else None, param) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         has_surrogate = re.search(rb"\\u[dD][89a-fA-F]", body) and "truncated" in str(error)

@@ -148,8 +148,9 @@ class Service:
         """
         num_sequences = len(prompts) * getattr(params, "n", 1)
         if num_sequences > MAX_SEQUENCES:
+            field = "n" if len(prompts) == 1 else ("prompt", *places)[-1].partition("[")[0]
             message = f"the request has {num_sequences} sequences (prompts times n); {MAX_SEQUENCES} are the most"
-            raise invalid("n" if len(prompts) == 1 else "prompt", message)
+            raise invalid(field, f"{field}: {message}")
         for field in ("logit_bias", "allowed_token_ids"):
             if (size := len(prompts) * len(getattr(params, field, None) or ())) > MAX_ENTRIES:
                 message = f"{field} has {size} entries for all prompts together; {MAX_ENTRIES} are the most"

@@ -240,21 +240,38 @@ def _structural_tag(tag: Any, special_tokens: Collection[str], params: Structure
     for name in ("structures", "triggers"):
         if not isinstance(tag[name], list):
             raise ValueError(f"structured_outputs.structural_tag.{name} is {tag[name]!r:.200}; it must be a list")
-    triggers, tags = [str(trigger) for trigger in tag["triggers"]], []
+    place = "structured_outputs.structural_tag"
+    _check_keys(place, tag, ("structures", "triggers", "type"))
+    if tag.get("type", "structural_tag") != "structural_tag":
+        raise ValueError(f"{place}.type is {tag['type']!r:.200}; it must be 'structural_tag', or be left out")
+    triggers, tags = tag["triggers"], []
+    for index, trigger in enumerate(triggers):
+        if not isinstance(trigger, str) or not trigger:
+            raise ValueError(f"{place}.triggers[{index}] is {trigger!r:.200}; it must be a string that is not empty")
     for index, structure in enumerate(tag["structures"]):
-        where = f"structured_outputs.structural_tag.structures[{index}]"
+        where = f"{place}.structures[{index}]"
         if not isinstance(structure, dict) or not isinstance(structure.get("begin"), str):
             raise ValueError(f"{where} is {structure!r:.200}; it must be an object with 'begin', 'schema' and 'end'")
+        _check_keys(where, structure, ("begin", "schema", "end"))
         begin, end = structure["begin"], structure.get("end", "")
-        fitting = [trigger for trigger in triggers if trigger and begin.startswith(trigger)]
+        if not isinstance(end, str):
+            raise ValueError(f"{where}.end is {end!r:.200}; it must be a string")
+        fitting = [trigger for trigger in triggers if begin.startswith(trigger)]
         if not fitting:
             raise ValueError(f"{where}.begin is {begin!r}, which begins with none of the triggers {triggers!r}")
         schema = structure.get("schema", {})
         schema = _prepared(schema if isinstance(schema, dict) else {"allOf": [schema]}, params)
         tags.append(StructTag(trigger=max(fitting, key=len), begin=begin, grammar=schema, end=end))
     if not tags:
-        raise ValueError("structured_outputs.structural_tag has no structures; it must have at least one")
+        raise ValueError(f"{place} has no structures; it must have at least one")
     are_special = {tag.trigger in special_tokens for tag in tags}
     if len(are_special) > 1:
-        raise ValueError(f"structured_outputs.structural_tag mixes special tokens and text in triggers {triggers!r}")
+        raise ValueError(f"{place} mixes special tokens and text in triggers {triggers!r}")
     return str(LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=are_special.pop())))
+
+
+def _check_keys(place: str, value: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    """Raises ValueError for a key that would have no effect."""
+    for name in value:
+        if name not in known:
+            raise ValueError(f"{place} has an unknown key {name!r:.100}; it takes {', '.join(known)}")

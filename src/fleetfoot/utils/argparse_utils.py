@@ -63,6 +63,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             names = [name[2:] for name in self._option_string_actions if name.startswith("--")]
             near = difflib.get_close_matches(unknown[0].replace("_", "-"), names, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
+            if f"--{unknown[0]}" == config_file.FLAG:
+                hint = " in a file; merge the files"
             self.error(f"{config_file.FLAG} {path}: {unknown[0]} is no flag of {self.prog}{hint}")
         return [*words, *further]
 

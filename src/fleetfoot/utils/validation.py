@@ -15,9 +15,12 @@ _HOST = re.compile(r"[^\s:/]+")
 
 
 def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:
-    """Whether a value is None, empty or one of ``neutral``, or a dict of such values; a boolean equals no number."""
+    """Whether a value is None, empty or one of ``neutral``, or a dict of such values; a boolean equals no number.
+
+    A dict within a dict is never neutral: it can be a JSON schema, which allows any JSON if it is empty.
+    """
     if isinstance(value, dict):
-        return all(is_neutral(each, neutral) for each in value.values())
+        return all(not isinstance(each, dict) and is_neutral(each, neutral) for each in value.values())
     if isinstance(value, bool | int | float | str) and value != "":
         return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)
     return value is None or (isinstance(value, str | list | tuple) and not value)
@@ -52,7 +55,10 @@ def checked_keywords(cls: _Class) -> _Class:
                 kwargs[current] = kwargs.pop(name)
                 continue
             neutral, advice = getattr(cls, "unsupported", {}).get(name, (None, None))
-            if advice is None or not is_neutral(kwargs.pop(name), (neutral,)):
+            value = kwargs.pop(name)
+            # an empty value is one, too: guided_json={} is a schema, guided_choice=[] allows nothing
+            is_empty = isinstance(value, str | list | tuple) and not value
+            if advice is None or is_empty or isinstance(value, dict) or not is_neutral(value, (neutral,)):
                 raise unknown_keyword(cls.__name__, name, sorted(known), advice)
         init(self, *args, **kwargs)
 

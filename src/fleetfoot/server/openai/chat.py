@@ -72,7 +72,7 @@ class ChatCompletions:
         service.check_generates()
         body.check()
         messages = read_messages(body.messages)
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:  # 0 is vLLM's default, which clients send
             raise invalid("top_logprobs", "top_logprobs needs logprobs=true")
         facts, num_top = service.engine.facts, body.top_logprobs or 0
         most = facts.vocab_size if facts.max_logprobs < 0 else facts.max_logprobs
@@ -83,6 +83,9 @@ class ChatCompletions:
                 f"max_tokens is {body.max_tokens} and max_completion_tokens {body.max_completion_tokens}; give one"
             )
             raise ApiError(400, message, None, "max_completion_tokens")
+        if body.max_completion_tokens is not None and body.max_completion_tokens < 1:
+            message = f"max_completion_tokens is {body.max_completion_tokens}; it must be at least 1"
+            raise invalid("max_completion_tokens", message)
         answer = _Answer(body.request_id or request_id(http, "chatcmpl"), body, service)
         options = template_options(service, body)
         _check_budget(service, body)
@@ -148,13 +151,20 @@ class _Answer:
         counter.add(0, output)
         counter.num_reasoning = generated.num_reasoning_tokens()
         response = ChatCompletion(self.id, [self._choice(one) for one in messages], self.model, counter.usage())
-        if self.body.prompt_logprobs is not None:
-            response.prompt_logprobs = logprob_entries(output.prompt_logprobs)
-        if self.body.return_token_ids:
-            response.prompt_token_ids = output.prompt_token_ids
+        for name, value in self.prompt_fields(output).items():
+            setattr(response, name, value)
         if output.kv_transfer_params is not None:
             response.kv_transfer_params = output.kv_transfer_params
         return response
+
+    def prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
+        """Fields of the response, or of the first event of a stream, that are about the prompt."""
+        fields: dict[str, Any] = {}
+        if self.body.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = logprob_entries(output.prompt_logprobs)
+        if self.body.return_token_ids:
+            fields["prompt_token_ids"] = output.prompt_token_ids
+        return fields
 
     def _choice(self, message: Message) -> ChatChoice:
         completion, content = message.completion, self.echoed + message.content
@@ -220,7 +230,9 @@ class _Events(GenerationEvents):
         if not self._has_begun:
             self._has_begun = True
             begins = [ChatChunkChoice(number, ChatDelta(answer.echoed, ROLE)) for number in range(answer.params.n)]
-            events += [self.writer.chunk(begin, self.counter) for begin in begins]
+            fields = answer.prompt_fields(output)
+            events.append(self.writer.chunk(begins[0], self.counter, fields))
+            events += [self.writer.chunk(begin, self.counter) for begin in begins[1:]]
         for chunk in chunks:
             if not answer.shows_reasoning:
                 chunk.delta.reasoning = ""

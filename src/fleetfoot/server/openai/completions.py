@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from typing import Any
 
 import msgspec
@@ -81,7 +82,7 @@ class _Answer:
         if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
             fields["prompt_logprobs"] = body.logprobs
         self.params: SamplingParams = body.sampling_params(service.engine.facts.sampling_defaults, **fields)
-        self._offsets: dict[int, int] = {}  # choice -> characters so far
+        self._offsets: dict[int, _TextOffset] = {}  # of choices
 
     def whole(self, outputs: list[RequestOutput]) -> Completion:
         counter, choices = UsageCounter(), []
@@ -112,8 +113,10 @@ class _Answer:
             all_ids = output.prompt_token_ids + token_ids
             if entries is not None and isinstance(prompt := self._prompts[index], str):
                 # the tokenizer's own tokens at the begin, such as <s>, are not in the text
-                texts = map(self._service.tokenizer.decode_token, output.prompt_token_ids)
-                self._offsets[index * self.params.n + completion.index] = len(prompt) - sum(map(len, texts))
+                whole = _TextOffset()
+                for token_id in output.prompt_token_ids:
+                    whole.add(self._service.tokenizer.token_bytes(token_id))
+                self._offsets[index * self.params.n + completion.index] = _TextOffset(len(prompt) - whole.offset)
             if entries is not None:
                 all_entries = [*(output.prompt_logprobs or []), *entries]
         choice = CompletionChoice(
@@ -140,7 +143,7 @@ class _Answer:
     def _logprobs(self, choice: int, token_ids: list[int], entries: list[_Entry]) -> CompletionLogprobs:
         result = CompletionLogprobs([], [], [], [])
         decode, as_id = self._service.tokenizer.decode_token, bool(self.body.return_tokens_as_token_ids)
-        offset = self._offsets.get(choice, 0)
+        offset = self._offsets.setdefault(choice, _TextOffset())
         for token_id, entry in zip(token_ids, entries, strict=False):
             text = token_text(token_id, None if entry is None else entry[token_id].decoded_token, decode, as_id=as_id)
             top: dict[str, float] | None = None
@@ -152,10 +155,20 @@ class _Answer:
             result.tokens.append(text)
             result.token_logprobs.append(None if entry is None else finite(entry[token_id].logprob))
             result.top_logprobs.append(top)
-            result.text_offset.append(max(0, offset))
-            offset += len(decode(token_id) if as_id else text)
-        self._offsets[choice] = offset
+            result.text_offset.append(max(0, offset.offset))
+            offset.add(self._service.tokenizer.token_bytes(token_id))
         return result
+
+
+class _TextOffset:
+    """Characters of a text up to a token. Tokens that are parts of a character have the offset of that character."""
+
+    def __init__(self, offset: int = 0) -> None:
+        self.offset = offset
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: bytes) -> None:
+        self.offset += len(self._decoder.decode(token))
 
 
 class _Events(GenerationEvents):

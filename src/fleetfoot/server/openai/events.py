@@ -44,17 +44,21 @@ class ChunkWriter:
         self._usage = b',"usage":null}\n\n' if request.includes_usage else b"}\n\n"
         self._is_continuous = request.has_continuous_usage
 
-    def chunk(self, choice: Any, counter: UsageCounter) -> bytes:
+    def chunk(self, choice: Any, counter: UsageCounter, fields: dict[str, Any] | None = None) -> bytes:
+        """``fields``: further ones of this chunk."""
+        choices = ENCODER.encode([choice])
+        if fields:
+            choices += b"," + ENCODER.encode(fields)[1:-1]
         if self._is_continuous:
-            return self._with_usage([choice], counter)
-        return self._begin + ENCODER.encode([choice]) + self._usage
+            return self._with_usage(choices, counter)
+        return self._begin + choices + self._usage
 
     def last(self, counter: UsageCounter) -> bytes:
         """The usage, without choices."""
-        return self._with_usage([], counter)
+        return self._with_usage(b"[]", counter)
 
-    def _with_usage(self, choices: list[Any], counter: UsageCounter) -> bytes:
-        return self._begin + ENCODER.encode(choices) + b',"usage":' + ENCODER.encode(counter.usage()) + b"}\n\n"
+    def _with_usage(self, choices: bytes, counter: UsageCounter) -> bytes:
+        return self._begin + choices + b',"usage":' + ENCODER.encode(counter.usage()) + b"}\n\n"
 
 
 class GenerationEvents:

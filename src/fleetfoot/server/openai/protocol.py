@@ -386,6 +386,9 @@ class ChatChunk(msgspec.Struct):
     created: int
     system_fingerprint: str | None
     usage: Usage | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """These two: of the first event."""
 
 
 class ModelCard(msgspec.Struct):

@@ -22,6 +22,14 @@ from fleetfoot.server.openai.protocol import (
 from fleetfoot.server.service import Service
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
+_OF_CONVERSATIONS = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+    "tools",
+)
+"""Fields that have no effect on a prompt."""
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 
@@ -48,6 +56,9 @@ class ModelEndpoints:
         body = await service.read(http, _TOKENIZE)
         tokenizer = service.tokenizer
         if body.prompt is not None and body.messages is None:
+            for name in _OF_CONVERSATIONS:
+                if getattr(body, name) is not None:
+                    raise invalid(name, f"{name} needs messages; the body has a prompt")
             token_ids = await service.encode(body.prompt, special=body.add_special_tokens is not False)
         elif body.messages is not None and body.prompt is None:
             options = template_options(service, body)
