@@ -235,6 +235,7 @@ def test_tls(tmp_path: Path) -> None:
         (["--chat-template", "/nothing.jinja"], "--chat-template /nothing.jinja"),
         (["--chat-template", "/no/template"], "--chat-template /no/template: [Errno 2]"),
         (["--chat-template", __file__.replace("test_serving", "__init__")], "the file has no Jinja"),
+        (["--chat-template", "{{ bad"], "--chat-template, its value: the chat template is not valid Jinja, line 1"),
         (["--api-key", ""], "--api-key"),
         (["--allow-credentials"], "need --allowed-origins"),
         (["--allowed-origins", "[1]"], "no list of names"),

@@ -203,7 +203,11 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _chat_template(given: str | None) -> str | None:
     """The content of a file, Jinja source, or the name of a template, which the server compares with the model's."""
-    if given is None or "{" in given or not (Path(given).is_file() or Path(given).suffix or os.sep in given):
+    if given is None:
+        return None
+    if "{" in given:
+        return _checked_template("its value", given)
+    if not (Path(given).is_file() or Path(given).suffix or os.sep in given):
         return given
     try:
         source = Path(given).read_text("utf-8")
@@ -211,6 +215,17 @@ def _chat_template(given: str | None) -> str | None:
         raise UsageError(f"--chat-template {given}: {error}") from error
     if "{" not in source:
         raise UsageError(f"--chat-template {given}: the file has no Jinja, such as {{{{ messages }}}}, in it")
+    return _checked_template(given, source)
+
+
+def _checked_template(place: str, source: str) -> str:
+    """The source, if it is valid Jinja: otherwise the first chat would find out."""
+    from fleetfoot.tokenizer.chat_template import ChatTemplate
+
+    try:
+        ChatTemplate(source)
+    except ValueError as error:
+        raise UsageError(f"--chat-template, {place}: {error}") from error
     return source
 
 
