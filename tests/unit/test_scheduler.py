@@ -254,6 +254,33 @@ def test_prompts_join_every_microbatch() -> None:
     assert [output.num_scheduled_tokens for output in drive.in_flight] == [[1, 11], [1, 11], [1, 8]]
 
 
+@pytest.mark.parametrize(
+    ("num_stages", "prompts", "config", "expected"),
+    [
+        (1, [5000], {}, [[5000]]),
+        (2, [5000], {}, [[2048], [1476], [738], [369], [256], [113]]),
+        (4, [5000], {}, [[1024], [994], [746], [559], [420], [315], [256], [256], [256], [174]]),
+        (2, [300, 300], {}, [[300], [256], [44]]),
+        (2, [300, 400, 300], {}, [[300, 200], [200, 56], [244]]),
+        (2, [300, 400, 300], {"max_num_seqs": 1}, [[256], [44]]),  # the others cannot run yet
+        (2, [5000], {"enable_chunked_prefill": False}, [[5000]]),
+        (2, [1000], {"max_num_batched_tokens": 400}, [[400], [300], [256], [44]]),
+        (32, [1000], {}, [[256], [256], [256], [232]]),
+    ],
+)
+def test_prompts_are_spread_over_the_stages(
+    num_stages: int, prompts: list[int], config: dict[str, Any], expected: list[list[int]]
+) -> None:
+    limits = {"num_blocks": 2000, "max_num_batched_tokens": 8192, "max_num_seqs": 8, **config}
+    requests = (request_of(str(index), size, max_tokens=1) for index, size in enumerate(prompts))
+    drive = Drive(make_scheduler(num_stages=num_stages, **limits), *requests)
+    for _ in expected:
+        drive.queue()
+    assert [output.num_scheduled_tokens for output in drive.in_flight] == expected
+    assert [output.total_num_scheduled_tokens for output in drive.in_flight] == [sum(step) for step in expected]
+    assert drive.scheduler.schedule() is None
+
+
 def test_a_request_alone_is_in_every_step() -> None:
     drive = pipeline_of(2, "a", max_tokens=3)
     assert [drive.queue() for _ in range(3)] == ["a", "a", "a"]

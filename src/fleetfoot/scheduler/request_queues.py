@@ -10,6 +10,10 @@ from itertools import chain
 from fleetfoot.records.request import Request
 from fleetfoot.records.step import SchedulerOutput
 
+_LEAST_PREFILL, _PREFILL_IN_FLIGHT = 256, 4096
+"""Of a pipeline, in tokens of prompts: from how many on a step is split, and the most in all steps in flight together.
+In between a step takes about as long per token, whatever its length."""
+
 
 class WaitingQueue:
     """A heap of requests, ordered by priority and arrival.
@@ -76,6 +80,15 @@ class WaitingQueue:
         if len(self._heap) + len(self._aside) > 2 * self._size:
             self.push(*self.clear())
 
+    def num_tokens(self, num_requests: int, limit: int) -> int:
+        """Tokens of ``num_requests`` that may run, in no particular order; of fewer, if these have ``limit``."""
+        total = 0
+        for _, _, request in self._heap[:num_requests]:
+            total += request.num_tokens
+            if total >= limit:
+                break
+        return total
+
     @property
     def first(self) -> Request | None:
         """The next request to run; None if there is none that may."""
@@ -130,3 +143,19 @@ def record_microbatch(output: SchedulerOutput, batch: list[Request], newest_upda
     for request in batch[: output.num_sampled]:
         request.last_sampled_step = output.step
         request.num_proposed = output.num_to_propose
+
+
+def prefill_share(prefills: list[Request], waiting: WaitingQueue, num_free_rows: int, num_stages: int) -> int:
+    """The most tokens of prompts in a step of a pipeline.
+
+    While one stage has a long step, the other stages wait for it. So the prompts that could run now are spread evenly
+    over as many steps as there are stages: one long prompt occupies all stages, and a few prompts that have arrived
+    beside many decodes do not make one step in flight longer than the others.
+
+    Args:
+        prefills: prefills in progress.
+        num_free_rows: most waiting requests that could run.
+    """
+    num_left = sum(request.num_prefill - request.num_computed for request in prefills)
+    num_left += waiting.num_tokens(num_free_rows, _PREFILL_IN_FLIGHT)
+    return max(_LEAST_PREFILL, min(-(-num_left // num_stages), _PREFILL_IN_FLIGHT // num_stages))

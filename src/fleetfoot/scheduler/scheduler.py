@@ -26,7 +26,7 @@ from fleetfoot.records.step import EngineOutput, ModelRunnerOutput, NewRequest, 
 from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.drafting import DraftController, Drafting
 from fleetfoot.scheduler.kv_blocks import BlockPool, RequestBlocks
-from fleetfoot.scheduler.request_queues import WaitingQueue, record_microbatch, select_microbatch
+from fleetfoot.scheduler.request_queues import WaitingQueue, prefill_share, record_microbatch, select_microbatch
 from fleetfoot.scheduler.stats import SchedulerStats
 from fleetfoot.scheduler.transfers import Transfers
 
@@ -38,7 +38,8 @@ class _Batch:
     """A step that is being scheduled."""
 
     budget: int
-    """Tokens that still fit in the step."""
+    """Tokens that may still join the step."""
+    num_tokens: int = 0
     decodes: list[Request] = field(default_factory=list)
     last_chunks: list[tuple[Request, int]] = field(default_factory=list)
     """Prefills that reach the end of their known tokens in this step, and sample; with their tokens in this step."""
@@ -171,7 +172,11 @@ class Scheduler:
         self._microbatch, num_drafts = self.running, self.drafting.num_proposed
         if self.config.num_stages > 1:
             self._microbatch, num_drafts = select_microbatch(self.running, self.config.num_stages, self._step)
-        for request in self._schedule_decodes(batch, 1 + num_drafts):
+        prefills = self._schedule_decodes(batch, 1 + num_drafts)
+        if self.config.num_stages > 1 and self.config.enable_chunked_prefill:
+            share = prefill_share(prefills, self._waiting, len(self._free_rows), self.config.num_stages)
+            batch.budget = min(batch.budget, share)
+        for request in prefills:
             if batch.budget > 0:
                 self._schedule_chunk(batch, request)
         if num_preemptions == self._num_preemptions:
@@ -205,7 +210,8 @@ class Scheduler:
             request.num_computed = computed + width
             request.num_in_flight += 1
             decodes.append(request)
-        batch.budget -= len(decodes) * width
+        batch.num_tokens = len(decodes) * width
+        batch.budget -= batch.num_tokens
         return prefills
 
     def _append_blocks(self, batch: _Batch, request: Request, num_positions: int) -> bool:
@@ -246,6 +252,7 @@ class Scheduler:
         missing = request.num_prefill - request.num_computed
         count = min(missing, batch.budget)
         batch.budget -= count
+        batch.num_tokens += count
         (batch.last_chunks if count == missing else batch.other_chunks).append((request, count))
         request.num_computed += count
         request.num_in_flight += 1
@@ -312,7 +319,7 @@ class Scheduler:
             num_scheduled_tokens=[1 + num_drafts] * num_decodes + [count for _, count in chunks],
             num_decodes=num_decodes,
             num_sampled=num_sampled,
-            total_num_scheduled_tokens=self.config.max_num_batched_tokens - batch.budget,
+            total_num_scheduled_tokens=batch.num_tokens,
             new_requests=batch.new_requests,
             new_block_ids=batch.new_block_ids,
             num_drafts=num_drafts if num_decodes else 0,
