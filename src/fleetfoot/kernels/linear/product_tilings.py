@@ -10,10 +10,11 @@ from typing import Literal
 from fleetfoot.kernels.runtime.triton_support import cdiv
 
 ProductKind = Literal["gated", "residual", "qkv"]
-_FEWEST_ROWS, _MIN_SHARE_OF_FEW, _SMALL_HIDDEN = 17, 0.7, 2048
-"""Up to 32 rows large layers need that share of thread blocks. On an H200, ms a token of 64, 32 and 16 requests,
-without and with this kernel: Llama-3.1-8B 5.25 and 4.80, 4.64 and 4.56, 4.39 and 4.42; Qwen3-4B (58%) 3.96 and 3.48,
-3.23 and 3.32, 2.89 and 3.27; Llama-3.2-1B 1.12 and 1.09, 1.04 and 0.98, 0.95 and 0.99."""
+_FEWEST_ROWS, _MIN_SHARE_OF_FEW, _LARGE_HIDDEN = 17, 0.7, 2048
+"""Up to 32 rows layers of that hidden size and larger ones need that share of thread blocks. On an H200, ms a token of
+64, 32 and 16 requests, without and with this kernel: Llama-3.1-8B 5.25 and 4.80, 4.64 and 4.56, 4.39 and 4.42; Qwen3-4B
+(58%) 3.96 and 3.48, 3.23 and 3.32, 2.89 and 3.27; Llama-3.2-1B (97%) 1.12 and 1.09, 1.04 and 0.98, 0.95 and 0.99. With 24
+requests: Qwen2.5-3B (65%) 2.475 and 2.532, Qwen2.5-1.5B (hidden size 1,536, 53%) 1.519 and 1.457."""
 CHUNK = 64
 """Inputs that are multiplied at a time."""
 _MOST_HIDDEN_OF_MANY = 2048
@@ -118,7 +119,7 @@ def _decode_tiling(
     """That of ``decode_product.cu``."""
     hidden = num_weight_rows if kind == "residual" else num_inputs
     if num_rows <= 64:
-        min_share = _MIN_SHARE_OF_FEW if num_rows <= 32 and hidden > _SMALL_HIDDEN else _MIN_SHARE
+        min_share = _MIN_SHARE_OF_FEW if num_rows <= 32 and hidden >= _LARGE_HIDDEN else _MIN_SHARE
         return _one_row_tile(kind, num_weight_rows, num_sms, min_share)
     few = num_rows <= 128
     if not few and hidden > _MOST_HIDDEN_OF_MANY:

@@ -156,6 +156,8 @@ def _streamed_one_row(programs: int, num_inputs: int, gated: bool, num_sms: int)
         return _streamed(16, 1, 6)
     if num_inputs <= 2048:
         return _streamed(16, 1, 3)
+    if programs <= 3 * num_sms and 3072 <= num_inputs < 4096:
+        return _streamed(16, 1, 5)  # q, k and v of Llama-3.2-3B: 1.7% of a layer
     # A third resident program instead of a second round.
     is_one_round = programs <= 3 * num_sms and num_inputs > 4096
     return _streamed(16, 1, 4 if num_inputs < 4096 or is_one_round else 6)
