@@ -1,6 +1,7 @@
 """Random schedules against a fake model: a request has the tokens that it has alone, in every schedule."""
 
 import random
+from unittest.mock import patch
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +10,7 @@ from tests.helpers.fake_engine import VOCAB, FakeEngine, check_output, expected_
 
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.scheduler import request_queues
 from fleetfoot.scheduler.scheduler import SchedulerConfig
 
 
@@ -102,14 +104,17 @@ def run_random_requests(engine: FakeEngine, rng: random.Random) -> None:
     num_ranks=st.integers(1, 3),
     accuracy=st.sampled_from([0.0, 0.6, 1.0]),
     drafting=st.sampled_from([0.5, 1.0]),
+    least_prefill=st.sampled_from([1, 512]),
     seed=st.integers(0, 2**32),
 )
 def test_tokens_do_not_depend_on_the_schedule(
     config: SchedulerConfig, behaviour: Behaviour | None, depth: int, num_ranks: int, accuracy: float, drafting: float,
-    seed: int,
+    least_prefill: int, seed: int,
 ) -> None:  # fmt: skip
+    """``least_prefill``: tokens of prompts from which on a pipeline spreads them over its steps."""
     rng = random.Random(seed)
     ways = {"num_ranks": num_ranks, "accuracy": accuracy, "drafting": drafting, "depth": depth}
     engine = FakeEngine(config, rng, behaviour=behaviour, **ways)
-    run_random_requests(engine, rng)
+    with patch.object(request_queues, "_LEAST_PREFILL", least_prefill):
+        run_random_requests(engine, rng)
     assert behaviour is not None or engine.num_idle_steps == 0
