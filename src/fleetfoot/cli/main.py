@@ -21,7 +21,7 @@ from fleetfoot.cli import bench, chat, compile, generate, plan, pool, processes,
 from fleetfoot.cli.command import UsageError, add_command, discard, print_status
 from fleetfoot.config.vllm_names import ENGINE_FLAGS
 from fleetfoot.utils.argparse_utils import FlexibleArgumentParser
-from fleetfoot.utils.process import Terminated, terminable
+from fleetfoot.utils.process import Terminated, error_text, terminable
 
 COMMANDS = (
     *(generate.COMMAND, chat.COMMAND, serve.COMMAND, bench.COMMAND, plan.COMMAND, verify.COMMAND, compile.COMMAND),
@@ -133,10 +133,7 @@ def _run(arguments: argparse.Namespace) -> int:
         discard(sys.stdout)
         return EXIT_BROKEN_PIPE
     except Exception as error:
-        text = str(error) or type(error).__name__
-        if not isinstance(error, RuntimeError | OSError | ValueError):
-            text = f"{type(error).__name__}: {error}"  # the text of a KeyError is only the key
-        _print_error(arguments, text)
+        _print_error(arguments, error_text(error))
         if not arguments.verbose:
             print_status("(--verbose shows the traceback)")
         return EXIT_FAILURE

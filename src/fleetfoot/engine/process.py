@@ -25,7 +25,7 @@ from fleetfoot.engine.output_router import OutputRouter
 from fleetfoot.engine.remote_calls import RemoteCalls
 from fleetfoot.records.structured_outputs import as_structured_outputs
 from fleetfoot.utils.logs import log_to_stderr
-from fleetfoot.utils.process import tune_collections
+from fleetfoot.utils.process import error_text, tune_collections
 from fleetfoot.utils.progress import loading_bar
 
 logger = logging.getLogger(__name__)
@@ -255,7 +255,7 @@ def _run(settings: wire.ProcessSettings) -> int:
         with loading_bar(is_shown=sys.stderr.isatty() and settings.log_format == "text"):
             engine = build_engine(settings.config, output_processor=OutputRouter)
     except Exception as error:
-        print(error, file=sys.stderr)
+        print(f"fleetfoot: error: {error_text(error)}", file=sys.stderr)
         logger.debug("the engine does not start", exc_info=True)
         return 2 if isinstance(error, ValueError | TypeError | FileNotFoundError) else 1
     tune_collections()

@@ -5,16 +5,16 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Set
 from heapq import heappop, heappush
-from itertools import chain
+from itertools import chain, islice
 
 from fleetfoot.records.request import Request
 from fleetfoot.records.step import SchedulerOutput
 
 _LEAST_PREFILL, _PREFILL_IN_FLIGHT = 512, 4096
-"""Of a pipeline, in tokens of prompts: up to how many a step is not split, and the most in all steps in flight together.
-Shorter steps with prompts are bound by the host that launches them. On two H200s, two stages of Llama-3.1-8B, 768
-requests (benchmarks/RESULTS.md), in multiples of one GPU's tokens/s: 1.58 with steps of up to 8192 tokens, 1.61 with 512
-or 1024 as the least, 1.49 to 1.54 with 256."""
+"""Of a pipeline, in tokens of prompts: up to how many a step is not split, and the most of all steps in flight.
+Shorter steps are bound by the host that launches them. On H200s, two stages of Llama-3.1-8B made 1.58 times one GPU's
+tokens/s (768 requests, benchmarks/RESULTS.md) with steps of up to 8192 tokens, 1.61 with 512 or 1024 as the least, and
+1.49 to 1.54 with 256."""
 
 
 class WaitingQueue:
@@ -85,7 +85,7 @@ class WaitingQueue:
     def num_tokens(self, num_requests: int, limit: int) -> int:
         """Tokens of ``num_requests`` that may run, in no particular order; of fewer, if these have ``limit``."""
         total = 0
-        for _, _, request in self._heap[:num_requests]:
+        for _, _, request in islice(self._heap, num_requests):
             total += request.num_tokens
             if total >= limit:
                 break

@@ -52,9 +52,9 @@ class Scheduler:
     """Continuous batching with paged KV, prefix caching, chunked prefill and preemption.
 
     Decodes go first, then prefills in progress, then waiting requests (first come, first served, or by priority), all
-    within ``max_num_batched_tokens``. A waiting request is admitted when blocks for all its known tokens are free. When
-    a decode finds no free block, the last request in the order is preempted: it frees all its blocks and is computed
-    again later.
+    within ``max_num_batched_tokens``; in a pipeline, prompts within `prefill_share` too. A waiting request is admitted
+    when blocks for all its known tokens are free. When a decode finds no free block, the last request in the order is
+    preempted: it frees all its blocks and is computed again later.
 
     ``connector``: moves KV in and out of the engine; None: there is none. ``controller``: decides which steps propose
     drafts; None: all of them, if ``config.num_drafts`` is above 0.

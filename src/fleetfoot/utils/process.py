@@ -34,6 +34,13 @@ def num_cores() -> int:
     return max(1, cores)
 
 
+def error_text(error: Exception) -> str:
+    """What ended a command, for a user: the message, and the type if it is not one that is raised for users."""
+    if isinstance(error, RuntimeError | OSError | ValueError):
+        return str(error) or type(error).__name__
+    return f"{type(error).__name__}: {error}"  # the text of a KeyError is only the key
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM, in a command: it ends as with Ctrl-C, with another exit code."""
 
