@@ -172,10 +172,8 @@ class ChainedLinear(TritonLinear):
         """The tiling of `decode_product`, or of `gated_product`; None: neither is used with norms."""
         if not self._is_hopper or self._weight.dtype is not torch.bfloat16 or self._scale != 1.0:
             return None
-        if self._bias is not None:
-            is_supported = self._kind == "qkv" and self._bias.data_ptr() % 16 == 0
-            if not is_supported:
-                return None
+        if self._bias is not None and (self._kind != "qkv" or self._bias.data_ptr() % 16):
+            return None
         if self._kind == "qkv" and self.head_dim not in (64, 128):
             return None
         return product_tiling(self._kind, num_rows, *self._weight.shape, self._limits.num_sms)
