@@ -25,6 +25,7 @@ from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.env import USE_NATIVE_KERNELS, USE_V2_MODEL_RUNNER
 from fleetfoot.engine import engine as engine_module
 from fleetfoot.engine.metrics import Histogram
+from fleetfoot.executor import worker_loop
 from fleetfoot.executor.build import start_executor
 from fleetfoot.executor.protocol import PlanMismatchError, check_parts, planned_parts
 from fleetfoot.kernels.interface import KernelPlan
@@ -219,6 +220,24 @@ def test_each_rank_is_compared_with_its_own_part(text_model: Path) -> None:
     with pytest.raises(PlanMismatchError) as caught:
         check_parts(plan, 1, builds[1])
     assert str(caught.value).count("\n  - worker 1: ") == 2
+
+
+def test_a_rank_opens_its_compiler_before_it_meets_the_others(text_model: Path, monkeypatch: Patch) -> None:
+    """Connecting takes seconds on GPUs, in which the processes that compile import the compiler."""
+    events: list[Any] = []
+
+    def meet(*_: object, **__: object) -> None:
+        events.append("groups")
+        raise ConnectionError("a rank is missing")
+
+    monkeypatch.setattr(worker_loop, "open_compiler", lambda *arguments: events.append(arguments[:2]))
+    monkeypatch.setattr(worker_loop.dist, "init_process_group", meet)
+    for runner, opened in (("v2", [(2, torch.device("cpu"))]), ("v1", [])):
+        events.clear()
+        plan = plan_of(text_model, tensor_parallel_size=2, model_runner=runner)
+        with pytest.raises(ConnectionError):
+            worker_loop._start(plan, 1, str(text_model / "store"), mock.Mock())
+        assert events == [*opened, "groups"]
 
 
 def test_a_worker_process_compares_what_it_built(text_model: Path) -> None:

@@ -18,6 +18,7 @@ from fleetfoot.distributed.groups import WorkerGroups
 from fleetfoot.executor.profiling import WorkerProfiler
 from fleetfoot.executor.protocol import check_parts
 from fleetfoot.kernels.registry import load_kernels
+from fleetfoot.kernels.runtime.compile_ahead import CompileAhead
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.plan.connector import qualified_name
 from fleetfoot.plan.plan import EnginePlan, transfer_context
@@ -40,8 +41,7 @@ logger = logging.getLogger(__name__)
 
 class Worker:
     """Implements `fleetfoot.executor.protocol.Executor` for one rank. ``groups``: from ``make_groups``, for the current
-    device; None: it is the only rank. ``on_compiled``: called in another thread when kernels were compiled beside the
-    steps, see `Compiled`.
+    device; None: it is the only rank. ``ahead``: as of `ModelRunnerV2`.
 
     Raises ValueError if the settings of a KV connector or of a drafter do not fit, and KernelUnavailableError if
     kernels that the plan names cannot be used.
@@ -54,7 +54,7 @@ class Worker:
         plan: EnginePlan,
         rank: int = 0,
         groups: WorkerGroups | None = None,
-        on_compiled: Callable[[int], object] = lambda number: None,
+        ahead: CompileAhead | None = None,
     ) -> None:
         self.plan = plan
         self.rank = rank
@@ -102,7 +102,7 @@ class Worker:
                 max_num_batched_tokens=plan.max_num_batched_tokens,
                 capture_table=plan.capture_table,
                 fusion=plan.fusion,
-                on_compiled=on_compiled,
+                ahead=ahead,
                 **common,
             )
         self.runner_name = self.runner.name

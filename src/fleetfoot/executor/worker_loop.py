@@ -34,6 +34,7 @@ from fleetfoot.executor.messages import (
 from fleetfoot.executor.worker import Worker, phase
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.step import PendingOutput
+from fleetfoot.runner.v2.runner import open_compiler
 from fleetfoot.structured.mask_space import MaskMemory
 from fleetfoot.utils.process import SHORT_COLLECTIONS
 
@@ -95,7 +96,9 @@ def _start(plan: EnginePlan, rank: int, store: Store, channel: WorkerChannel) ->
     if plan.device == "cuda":
         device = torch.device("cuda", rank % config.local_world_size)
         torch.cuda.set_device(device)
-    groups = None
+    ahead, groups = None, None
+    if plan.runner == "v2":
+        ahead = open_compiler(config.world_size, device, partial(_report_kernels, rank, channel))
     if config.world_size > 1:
         ranks: dist.Store
         if isinstance(store, str):
@@ -107,7 +110,7 @@ def _start(plan: EnginePlan, rank: int, store: Store, channel: WorkerChannel) ->
             dist.init_process_group(backend, store=ranks, rank=rank, world_size=config.world_size)
             shape = StepShape(plan.max_num_batched_tokens, plan.model.hidden_size, getattr(torch, plan.dtype), device)
             groups = make_groups(config.tensor_parallel_size, config.pipeline_parallel_size, shape)
-    worker = Worker(plan, rank, groups, partial(_report_kernels, rank, channel))
+    worker = Worker(plan, rank, groups, ahead)
     worker.start()
     return worker
 

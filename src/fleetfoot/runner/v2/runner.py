@@ -57,6 +57,16 @@ from fleetfoot.weights.loading import ModelLoader
 logger = logging.getLogger(__name__)
 
 
+def open_compiler(
+    num_ranks: int, device: torch.device, on_compiled: Callable[[int], object] = lambda number: None
+) -> CompileAhead | None:
+    """`CompileAhead.of_rank`; None: no kernels are compiled for ``device``.
+
+    Its processes import the compiler from now on, for seconds, so this comes before all that a start waits for.
+    """
+    return CompileAhead.of_rank(num_ranks, device, on_compiled) if can_compile_ahead(device) else None
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """The tensors that the device part of a step returns, eagerly or from a graph."""
@@ -96,7 +106,8 @@ class _TwoGraphs:
 class ModelRunnerV2(ModelRunner):
     """Implements `ModelRunner`, with its arguments and: ``max_num_batched_tokens``, of a step; ``fusion``, which layers
     of the whole model are fused, and ``capture_table``, the shapes to capture as graphs, both from the plan;
-    ``device``: copies, events and graphs; None: those of the loader's device; ``on_compiled``: as of `CompileAhead`."""
+    ``device``: copies, events and graphs; None: those of the loader's device; ``ahead``: from `open_compiler`; None:
+    the runner opens one, as the only rank."""
 
     name = "v2"
 
@@ -108,7 +119,7 @@ class ModelRunnerV2(ModelRunner):
         fusion: Sequence[LayerFusion],
         capture_table: CaptureTable | None = None,
         device: Device | None = None,
-        on_compiled: Callable[[int], object] = lambda number: None,
+        ahead: CompileAhead | None = None,
         **options: Any,
     ) -> None:
         super().__init__(loader, **options)
@@ -122,10 +133,7 @@ class ModelRunnerV2(ModelRunner):
         )
         self._max_num_batched_tokens = max_num_batched_tokens
         self._fusion = fusion
-        self._ahead: CompileAhead | None = None
-        if can_compile_ahead(self.device.torch_device):  # before the weights are loaded, so that processes can start
-            num_ranks = loader.context.tensor_group.size * self._pipeline.size
-            self._ahead = CompileAhead.of_rank(num_ranks, self.device.torch_device, on_compiled)
+        self._ahead = ahead or open_compiler(1, self.device.torch_device)
         self._compiler: KernelCompiler | None = None
         self._has_failed_to_prepare = False
         self._serving: Callable[[], AbstractContextManager[None]] = nullcontext  # the context of a step
