@@ -115,7 +115,8 @@ def _engine_shape(
     if (config.max_model_len or 0) > limit:
         raise ValueError(
             f"max_model_len is {config.max_model_len}, but the model's positions end at {limit} "
-            f"(max_position_embeddings in its config.json); set max_model_len to at most {limit}"
+            f"(max_position_embeddings in its config.json); set max_model_len to at most {limit}, or, if the model is "
+            f"made for more, hf_overrides to {{'max_position_embeddings': {config.max_model_len}}}"
         )
     # a GPU is built for bfloat16; float32 must be set
     own_dtype = "bfloat16" if device == "cuda" and model.dtype == "float32" else model.dtype
