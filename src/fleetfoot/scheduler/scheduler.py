@@ -39,7 +39,6 @@ class _Batch:
 
     budget: int
     """Tokens that may still join the step."""
-    num_tokens: int = 0
     decodes: list[Request] = field(default_factory=list)
     last_chunks: list[tuple[Request, int]] = field(default_factory=list)
     """Prefills that reach the end of their known tokens in this step, and sample; with their tokens in this step."""
@@ -210,8 +209,7 @@ class Scheduler:
             request.num_computed = computed + width
             request.num_in_flight += 1
             decodes.append(request)
-        batch.num_tokens = len(decodes) * width
-        batch.budget -= batch.num_tokens
+        batch.budget -= len(decodes) * width
         return prefills
 
     def _append_blocks(self, batch: _Batch, request: Request, num_positions: int) -> bool:
@@ -252,7 +250,6 @@ class Scheduler:
         missing = request.num_prefill - request.num_computed
         count = min(missing, batch.budget)
         batch.budget -= count
-        batch.num_tokens += count
         (batch.last_chunks if count == missing else batch.other_chunks).append((request, count))
         request.num_computed += count
         request.num_in_flight += 1
@@ -313,13 +310,14 @@ class Scheduler:
         num_decodes, chunks = len(batch.decodes), batch.last_chunks + batch.other_chunks
         num_sampled = num_decodes + len(batch.last_chunks)
         requests = batch.decodes + [request for request, _ in chunks]
+        num_scheduled_tokens = [1 + num_drafts] * num_decodes + [count for _, count in chunks]
         output = SchedulerOutput(
             step=self._step,
             rows=[request.row for request in requests],
-            num_scheduled_tokens=[1 + num_drafts] * num_decodes + [count for _, count in chunks],
+            num_scheduled_tokens=num_scheduled_tokens,
             num_decodes=num_decodes,
             num_sampled=num_sampled,
-            total_num_scheduled_tokens=batch.num_tokens,
+            total_num_scheduled_tokens=sum(num_scheduled_tokens),
             new_requests=batch.new_requests,
             new_block_ids=batch.new_block_ids,
             num_drafts=num_drafts if num_decodes else 0,

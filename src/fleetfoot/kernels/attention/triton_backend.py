@@ -102,8 +102,9 @@ class TritonBackend(SDPABackend):
         decode_hopper, _ = _hopper_kernels(qkv.device)
         is_hopper = decode_hopper is not None and decode_hopper.supports(inputs)
         max_pairs = HOPPER_FUSED_PAIRS_PER_SM if is_hopper else FUSED_PAIRS_PER_SM
-        max_reqs = int(gpu_limits(qkv.device).num_sms * max_pairs) // num_kv_heads
-        if metadata.num_reqs > (min(max_reqs, HOPPER_FUSED_REQUESTS) if is_hopper else max_reqs):
+        if is_hopper and metadata.num_reqs > HOPPER_FUSED_REQUESTS:
+            return None
+        if metadata.num_reqs * num_kv_heads > gpu_limits(qkv.device).num_sms * max_pairs:
             return None
         _check(inputs)
         out = empty_rows(qkv.shape[0], num_heads, head_dim, like=qkv)
