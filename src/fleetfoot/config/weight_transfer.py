@@ -20,4 +20,4 @@ class WeightTransferConfig(JSONSettings):
     """``nccl`` between GPUs, ``gloo`` between CPUs, ``ipc`` from the memory of another process on the same GPU, which
     needs no `init_weight_transfer_engine`; ``auto``: ``nccl`` or ``gloo``, by the engine's device."""
     check_finite: bool = False
-    """Whether updates with values that are NaN or infinite are refused, where a call does not say otherwise."""
+    """Whether updates with values that are NaN or infinite are refused, unless a call sets it."""

@@ -84,7 +84,7 @@ static int fail(const char *call, int status) {
     return status;
 }
 
-/* What the last function that failed has to say. */
+/* The error of the last function that failed. */
 EXPORTED const char *ff_device_error(void) { return message; }
 
 /* Open the driver's library. 0: it has all calls. */

@@ -146,7 +146,7 @@ class VllmScheduler(SchedulerConnector):
     _requests: dict[str, _Tracked] = field(default_factory=dict)
     _rows: dict[int, _Tracked] = field(default_factory=dict)
     _undecided: set[str] = field(default_factory=set)
-    """Requests with a number of tokens that the connector does not know yet."""
+    """Requests for which the connector has not determined yet how many tokens it has."""
     _new_loads: dict[str, Load] = field(default_factory=dict)
     """Since the last step."""
     _loading_now: list[_Tracked] = field(default_factory=list)

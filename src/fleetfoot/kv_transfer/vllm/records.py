@@ -184,7 +184,7 @@ class SchedulerOutput:
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     total_num_scheduled_tokens: int = 0
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
-    """-1 for each draft: the host does not know them."""
+    """-1 for each draft: they are not on the host."""
     finished_req_ids: set[str] = field(default_factory=set)
     preempted_req_ids: set[str] = field(default_factory=set)
     scheduled_encoder_inputs: dict[str, list[int]] = field(default_factory=dict)
