@@ -183,6 +183,8 @@ def test_captured_shapes_and_fused_layers(run: Command, llama_8b: str) -> None:
     graphs = run.plan(llama_8b, *H100, "--max-num-seqs", "24")["graphs"]
     assert graphs["decode"] == [1, 2, 4, 8, 16, 24]
     assert graphs["mixed"] == [16, 32, 64, 128, 256, 512]  # a small model has larger ones
+    assert graphs["fine"] == [96, 160, 192, 384, 640, 768, 896, 1024]
+    assert run.plan(str(embedded_model_path()), *H100)["graphs"]["fine"][-1] == 7168
     assert run.plan(str(embedded_model_path()), *H100)["graphs"]["mixed"][-2:] == [1024, 2048]
     assert (graphs["uniform"], graphs["num_drafts"], graphs["num_shapes"]) == ([], 0, 12)
     assert graphs["full_step"] is None

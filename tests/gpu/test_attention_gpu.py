@@ -103,6 +103,14 @@ def test_many_requests(num_reqs: int, head_dim: int) -> None:
     check(cuda_batch(mixed, num_decodes=0, head_dim=head_dim))
 
 
+@pytest.mark.parametrize("num_padding", [1, 127, 128, 300])
+@pytest.mark.parametrize("heads", [(8, 4), (12, 4)])
+def test_prompts_in_a_batch_that_is_mostly_padding(num_padding: int, heads: tuple[int, int]) -> None:
+    padding = [(0, 0)] * num_padding
+    for requests in ([(1, 700), (200, 200), (1, 1)], [(1, 30), (129, 400)], [(64, 64)] * 130):
+        check(cuda_batch([*requests, *padding], heads, behind=170))
+
+
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_every_length_of_a_last_block(head_dim: int) -> None:
     """Of 16 positions, of which a half may be copied."""

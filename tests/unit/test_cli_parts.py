@@ -381,3 +381,25 @@ def test_a_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fleetfoot.cli.bench_roofline._MATRIX_SIZE", {"cpu": 64})
     monkeypatch.setattr("fleetfoot.cli.bench_roofline._COPY_BYTES", 1 << 16)
     assert measure_peak_rates("cpu", "float32") == ((1 << 16), 64**3)
+
+
+def test_a_cpu_without_fast_bfloat16_is_measured_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    seconds = {torch.bfloat16: 8.0, torch.float32: 1.0, torch.float64: 0.5}
+    clock, products, multiply = [0.0], [], torch.mm
+
+    def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        products.append((len(a), a.dtype))
+        clock[0] += seconds[a.dtype]
+        return multiply(a, b, out=out)
+
+    monkeypatch.setattr("torch.mm", mm)
+    monkeypatch.setattr("fleetfoot.cli.bench_roofline.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr("fleetfoot.cli.bench_roofline._MATRIX_SIZE", {"cpu": 64})
+    monkeypatch.setattr("fleetfoot.cli.bench_roofline._seconds_of_copy", lambda device: 1.0)
+    for dtype, measured in (("bfloat16", torch.float32), ("float64", torch.float64)):
+        _, flops_per_s = measure_peak_rates("cpu", dtype)
+        assert flops_per_s == 2 * 64**3 / seconds[measured]
+        assert {product for product in products if product[0] == 64} == {(64, measured)}
+        products.clear()

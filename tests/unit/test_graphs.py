@@ -1,6 +1,7 @@
 """Which step runs in which captured shape, and that nothing is captured twice."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -66,11 +67,16 @@ FULL = table(**LARGE)
         (table(num_drafts=3, max_num_seqs=64, max_num_batched_tokens=64), uniform(17, 3), None),
         (table(), mixed(3, 100), ("mixed", 128, 128)),
         (table(), mixed(2, 512), ("mixed", 256, 512)),
-        (table(), mixed(2, 513), None),
+        (table(), mixed(2, 129), ("mixed", 160, 160)),
+        (table(), mixed(2, 257), ("mixed", 256, 384)),
+        (table(), mixed(2, 513), ("mixed", 256, 640)),
+        (table(), mixed(2, 1024), ("mixed", 256, 1024)),
+        (table(), mixed(2, 1025), None),
         (table(), mixed(20, 8192), None),
         # a step that is nearly full has a shape of its own
         (FULL, mixed(20, 2048), ("mixed", 256, 2048)),
-        (FULL, mixed(20, 2049), None),
+        (FULL, mixed(20, 2049), ("mixed", 256, 2560)),
+        (FULL, mixed(20, 7168), ("mixed", 256, 7168)),
         (FULL, mixed(20, 8192 - 257), None),
         (FULL, mixed(20, 8192 - 256), ("mixed", 256, 8192)),
         (FULL, mixed(20, 8192), ("mixed", 256, 8192)),
@@ -97,11 +103,26 @@ def test_mixed_shapes_grow_where_launches_dominate() -> None:
     assert table(most_mixed_tokens=10**6, max_num_batched_tokens=1500).mixed[-1] == 1024
 
 
+def test_fine_sizes_pad_at_most_a_third() -> None:
+    """From 65 tokens on, up to the sizes that are captured at all, and beyond those of `mixed`."""
+    for shapes, most in ((table(), 1024), (FULL, 7168), (table(most_mixed_tokens=10**6, most_full_tokens=5000), 4096)):
+        sizes = sorted((*shapes.mixed, *shapes.fine))
+        assert sizes[-1] == most
+        assert not {*shapes.mixed} & {*shapes.fine}
+        assert all(later <= 1.51 * earlier for earlier, later in pairwise(sizes[3:]))
+    assert table(max_num_batched_tokens=700).fine == (96, 160, 192, 384, 640)
+    assert table(max_num_batched_tokens=700, **LARGE).full_step == 700
+    assert DRAFTING.fine  # for steps without drafts
+
+
 def test_the_keys_of_a_table() -> None:
     assert (FULL.mixed[-1], FULL.full_step, FULL.keys[-1]) == (2048, 8192, GraphKey("mixed", 256, 8192))
     assert FULL.first_keys == table().first_keys
     assert all(key.num_tokens == 4 * key.num_reqs for key in DRAFTING.keys if key.kind == "uniform")
     assert table(device="cpu", **LARGE).keys == table(enforce_eager=True, **LARGE).keys == ()
+    assert table(device="cpu", **LARGE).fine == table(enforce_eager=True, **LARGE).fine == ()
+    assert (FULL.most_tokens, table(most_mixed_tokens=512).most_tokens, CaptureTable().most_tokens) == (8192, 1024, 0)
+    assert FULL.most_graphs == 3 * (len(FULL.keys) + len(FULL.fine))
 
 
 @pytest.mark.parametrize(
@@ -153,11 +174,42 @@ class Captures:
 
 def test_a_shape_is_captured_once_when_it_is_first_needed() -> None:
     captures, decode, small = Captures(table()), GraphKey("decode", 4, 4), GraphKey("mixed", 64, 64)
-    outputs = [step([1] * 3, 3), step([1] * 4, 4), step([1, 40], 1), step([1, 600], 1), step([1] * 3, 3)]
+    outputs = [step([1] * 3, 3), step([1] * 4, 4), step([1, 40], 1), step([1, 1600], 1), step([1] * 3, 3)]
     assert [captures.run(output) for output in outputs] == [decode, decode, small, None, decode]
     assert captures.captured == [decode, small]
     assert list(captures.manager.captured) == [small, decode]  # the one that was used last is the last
     assert captures.manager.num_steps == {"decode": 3, "mixed": 1, "eager": 1}
+
+
+def test_a_fine_shape_is_captured_once_it_has_saved_as_much_as_a_capture_takes() -> None:
+    """Until then, steps are padded to a coarser shape, and those beyond the coarse shapes run eagerly."""
+    captures = Captures(table(most_mixed_tokens=200))  # 400 tokens are 3.1 times 128
+    fine, coarse = GraphKey("mixed", 256, 384), GraphKey("mixed", 256, 512)
+    assert [captures.run(mixed(3, 300)) for _ in range(6)] == [coarse] * 3 + [fine] * 3
+    assert captures.captured == [coarse, fine]
+    assert [captures.run(mixed(3, 600)) for _ in range(5)] == [None] * 3 + [GraphKey("mixed", 256, 640)] * 2
+    assert captures.run(mixed(3, 300), sampling=TOP_K) == replace(coarse, sampling=TOP_K)  # counted for each variant
+    assert captures.manager.num_steps == {"mixed": 9, "eager": 3}
+
+
+def test_a_fine_shape_waits_for_its_kernels_in_a_coarse_one() -> None:
+    captures = Captures(table(most_mixed_tokens=1))
+    fine, coarse = GraphKey("mixed", 256, 384), GraphKey("mixed", 256, 512)
+    captures.not_compiled = {fine}
+    assert [captures.run(mixed(3, 300)) for _ in range(2)] == [coarse] * 2
+    captures.not_compiled = set()
+    assert captures.manager.capture_next()  # between requests, before others
+    assert captures.captured == [coarse, fine]
+    assert captures.run(mixed(3, 300)) == fine
+
+
+def test_a_fine_shape_that_was_dropped_has_to_pay_again() -> None:
+    captures = Captures(table(most_mixed_tokens=64))
+    fine, coarse = GraphKey("mixed", 256, 384), GraphKey("mixed", 256, 512)
+    assert [captures.run(mixed(3, 300)) for _ in range(2)] == [fine] * 2
+    del captures.manager.captured[fine]
+    captures.manager.table = replace(captures.manager.table, capture_tokens=129)
+    assert [captures.run(mixed(3, 300)) for _ in range(2)] == [coarse, fine]
 
 
 def test_shapes_are_captured_between_requests() -> None:
@@ -185,7 +237,7 @@ def test_shapes_are_captured_between_requests() -> None:
 
 def test_no_more_graphs_than_the_memory_plan_counts() -> None:
     shapes = table(max_num_seqs=1)
-    captures, most = Captures(shapes), 3 * len(shapes.keys)
+    captures, most = Captures(shapes), 3 * (len(shapes.keys) + len(shapes.fine))
     one, variants = GraphKey("decode", 1, 1), [SamplingVariant(logprobs=32 * number) for number in range(most)]
     for sampling in variants:
         for key in (one, replace(one, sampling=sampling)):
@@ -199,7 +251,7 @@ def test_a_full_step_is_padded_and_captured_when_it_is_first_needed() -> None:
     captures, full = Captures(table(most_full_tokens=8192)), GraphKey("mixed", 256, 8192)
     captures.manager.capture_first()
     captures.captured.clear()
-    outputs = [step([1, 8191], 1), step([1, 1, 8000], 2), step([8192], 0), step([1, 7000], 1)]
+    outputs = [step([1, 8191], 1), step([1, 1, 8000], 2), step([8192], 0), step([1, 7500], 1)]
     assert [captures.run(output) for output in outputs] == [full, full, full, None]
     assert captures.captured == [full]
     assert captures.manager.num_steps == {"mixed": 3, "eager": 1}

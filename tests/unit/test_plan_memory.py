@@ -106,10 +106,12 @@ def test_a_captured_full_step_keeps_all_its_activations(monkeypatch: pytest.Monk
     assert full.capture_table.full_step == 3000
     monkeypatch.setattr("fleetfoot.plan.memory._FULL_STEP_PRODUCTS", 0)
     shape = shape_of(TINYLLAMA, config=config)
-    largest = shape.capture_table.mixed[-1] / 3000
-    nodes_and_hidden = 3 * (22 * 96 * 1024 + 3000 * 2048 * 2)
+    assert shape.capture_table.most_tokens == shape.capture_table.fine[-1] == 1024
+    others = {*full.capture_table.fine} - {*shape.capture_table.fine}  # between 1,024 and 3,000
+    nodes_and_hidden = 3 * sum(22 * 96 * 1024 + tokens * 2048 * 2 for tokens in (3000, *others))
     more = memory.graph_bytes(full) - memory.graph_bytes(shape)
-    assert more == pytest.approx((1 - largest) * memory.activation_bytes(shape) + nodes_and_hidden, abs=2)
+    share = 1 - 1024 / 3000
+    assert more == pytest.approx(share * memory.activation_bytes(shape) + nodes_and_hidden, abs=2)
     assert memory.graph_bytes(shape_of(TINYLLAMA, config=EngineConfig(enforce_eager=True))) == 0
 
 

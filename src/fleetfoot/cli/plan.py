@@ -42,9 +42,10 @@ Without flags of the machine, the plan is for this one. With them it is for the 
   positions: each rotary embedding (rope), and the layers that have it; null: layers without positions
   max_model_len, max_num_seqs, max_num_batched_tokens
   graphs: num_shapes; decode (requests), uniform (requests, num_drafts drafts each), mixed (tokens), full_step (tokens
-    of a mixed batch that fills a step; null: it runs eagerly): the shapes; captured_at_start, besides others if
-    their kernels are compiled by then; is_captured (false: shapes are dispatched to, but run eagerly, for the attention
-    backend cannot be captured)
+    of a mixed batch that fills a step; null: it runs eagerly): the shapes; fine: further sizes of mixed batches, each
+    captured once the padding that it saves has cost as much; captured_at_start, besides others if their kernels are
+    compiled by then; is_captured (false: shapes are dispatched to, but run eagerly, for the attention backend cannot be
+    captured)
   workers: executor, uni (one, in the engine's process) or mp (a process for each rank); on_error, raise or restart;
     max_restarts, within an hour
   parallel: tensor_parallel_size, pipeline_parallel_size, vocab_rows (of a rank); stages: for each pipeline rank, its
@@ -221,6 +222,7 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
             "num_drafts": table.num_drafts,
             "uniform": list(table.uniform),
             "mixed": list(table.mixed),
+            "fine": list(table.fine),
             "full_step": table.full_step,
             "captured_at_start": len(table.first_keys),
             "is_captured": bool(table.keys) and plan.kernels.is_capturable,

@@ -156,7 +156,7 @@ def graph_bytes(shape: EngineShape) -> int:
     table = shape.capture_table
     if not table.keys:
         return 0
-    largest = max(key.num_tokens for key in table.keys)
+    largest = table.most_tokens
     share = largest / max(shape.max_num_batched_tokens, largest)
     graphs = table.num_bytes(len(shape.layers), shape.model.hidden_size * DTYPE_BYTES[shape.dtype])
     return graphs + int(activation_bytes(shape) * share) + _logits_bytes(shape)

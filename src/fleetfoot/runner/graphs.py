@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 from fleetfoot.records.step import SchedulerOutput
@@ -15,6 +16,18 @@ from fleetfoot.utils.progress import report_progress
 MIXED_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 MIXED_FOR_ALL = 512
 """Mixed batches up to this number of tokens are captured for every model, larger ones if launches dominate."""
+FINE_TOKENS = (
+    *(96, 160, 192, 384, 640, 768, 896, 1280, 1536, 1792),
+    *(2560, 3072, 3584, 4096, 5120, 6144, 7168),
+)
+"""Between and beyond `MIXED_TOKENS`: kernels have tiles of 64 and 128 rows. See `CaptureTable.fine`."""
+FINE_FOR_ALL = 1024
+"""As `MIXED_FOR_ALL`, for shapes that are captured once they pay."""
+_CAPTURE_LAUNCHES = 2
+"""Launches that take as long as to capture one."""
+_EAGER_STEPS = 4
+"""Eager steps that cost as much more than the graph of their size as a capture does. 3,008 tokens of Qwen3-0.6B took 40
+ms eagerly on a host with an H100, and 10 ms as a graph."""
 LONGEST_MIXED_DECODE = 8192
 """Context of a decode in a captured mixed batch. There the prefill kernel processes decodes too, with one program for
 each KV head, and a longer context would dominate the step."""
@@ -104,7 +117,7 @@ class BatchShape:
         return self.num_sampled + self.num_decodes * self.num_drafts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CaptureTable:
     """The shapes, smallest first in each kind. A kind may be empty.
 
@@ -113,12 +126,17 @@ class CaptureTable:
     in such a batch that fills a step, as chunks of prompts do under load. Other batches run eagerly. ``eager_capture``:
     how many of the smallest decode shapes, with drafts if there are any, are captured at every start; others only if
     their kernels are compiled by then, else when they are needed.
+
+    ``fine``: further sizes of mixed batches. Each is captured once it would have saved ``capture_tokens`` tokens of
+    padding, which take as long as a capture; until then, steps are padded to one of ``mixed``, or run eagerly.
     """
 
     decode: tuple[int, ...] = ()
     num_drafts: int = 0
     uniform: tuple[int, ...] = ()
     mixed: tuple[int, ...] = ()
+    fine: tuple[int, ...] = ()
+    capture_tokens: int = 0
     full_step: int | None = None
     max_num_seqs: int = 0
     eager_capture: int = 4
@@ -137,7 +155,7 @@ class CaptureTable:
     ) -> CaptureTable:
         """The shapes for a configuration: none on a CPU, where there is nothing to replay, and none if eager.
         ``most_mixed_tokens``: size up to which mixed batches are captured; ``most_full_tokens``: size up to which a
-        batch that fills a step is captured."""
+        batch with hardly any padding is captured."""
         if device == "cpu" or enforce_eager:
             return cls()
         sizes = decode_sizes(max_num_seqs)
@@ -146,13 +164,16 @@ class CaptureTable:
         mixed = tuple(tokens for tokens in MIXED_TOKENS if tokens <= most_mixed)
         has_full_step = bool(mixed) and mixed[-1] < max_num_batched_tokens <= most_full_tokens
         full_step = max_num_batched_tokens if has_full_step else None
-        return cls(sizes, num_drafts, uniform, mixed, full_step, max_num_seqs)
+        most_fine = min(max_num_batched_tokens, max(most_full_tokens, FINE_FOR_ALL))
+        between = {*MIXED_TOKENS, *FINE_TOKENS} - {*mixed, full_step}
+        fine = tuple(sorted(tokens for tokens in between if tokens <= most_fine))
+        capture_tokens = _CAPTURE_LAUNCHES * most_mixed_tokens
+        return cls(sizes, num_drafts, uniform, mixed, fine, capture_tokens, full_step, max_num_seqs)
 
     def dispatch(
         self, output: SchedulerOutput, *, sampling: SamplingVariant | None = PLAIN, drafting: int | None = None
     ) -> GraphKey | None:
-        """The smallest captured shape that holds a step; None: it runs eagerly. ``sampling``, ``drafting``: as in
-        `GraphKey`."""
+        """The smallest shape that holds a step; None: it runs eagerly. ``sampling``, ``drafting``: as in `GraphKey`."""
         num_reqs, num_tokens = len(output.rows), output.total_num_scheduled_tokens
         if output.num_decodes == num_reqs and output.num_drafts in (0, self.num_drafts):
             kind, sizes = ("uniform", self.uniform) if output.num_drafts else ("decode", self.decode)
@@ -161,30 +182,50 @@ class CaptureTable:
         verifies = output.num_drafts > 0 and sampling is not None
         if drafting is not None or verifies or output.longest_decode > LONGEST_MIXED_DECODE:
             return None  # a graph of a mixed batch neither verifies nor proposes drafts
-        size = _at_least(self.mixed_sizes, num_tokens)
+        return self._mixed_key(self._all_mixed, num_tokens, sampling)
+
+    def _mixed_key(self, sizes: tuple[int, ...], num_tokens: int, sampling: SamplingVariant | None) -> GraphKey | None:
+        size = _at_least(sizes, num_tokens)
         if size is None or (size == self.full_step and (size - num_tokens) * FULL_STEP_PADDING > size):
             return None
         return GraphKey("mixed", min(size, self.max_num_seqs), size, sampling)
 
+    def is_fine(self, key: GraphKey) -> bool:
+        """Whether a shape is one of ``fine``."""
+        return key.kind == "mixed" and key.num_tokens in self.fine
+
+    def coarse(self, key: GraphKey) -> GraphKey | None:
+        """The shape that steps of a fine one are padded to until that is captured; None: they run eagerly."""
+        return self._mixed_key(self.mixed_sizes, key.num_tokens, key.sampling)
+
     def num_bytes(self, num_layers: int, hidden_bytes: int) -> int:
         """Bytes of the graphs: the nodes of every shape, and the hidden states that it returns. ``hidden_bytes``: of
         the hidden state of one token."""
-        num_tokens = sum(key.num_tokens for key in self.keys)
-        return _VARIANTS * (len(self.keys) * num_layers * _BYTES_PER_LAYER + num_tokens * hidden_bytes)
+        sizes = [*(key.num_tokens for key in self.keys), *self.fine]
+        return _VARIANTS * (len(sizes) * num_layers * _BYTES_PER_LAYER + sum(sizes) * hidden_bytes)
 
     @property
     def most_graphs(self) -> int:
         """The number of graphs that `num_bytes` counts."""
-        return _VARIANTS * len(self.keys)
+        return _VARIANTS * (len(self.keys) + len(self.fine))
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest shape; 0: there is none."""
+        return max((*(key.num_tokens for key in self.keys), *self.fine), default=0)
 
     @property
     def mixed_sizes(self) -> tuple[int, ...]:
-        """Numbers of tokens of the mixed shapes."""
+        """Numbers of tokens of the mixed shapes, without the fine ones."""
         return self.mixed if self.full_step is None else (*self.mixed, self.full_step)
+
+    @cached_property
+    def _all_mixed(self) -> tuple[int, ...]:
+        return tuple(sorted((*self.mixed_sizes, *self.fine)))
 
     @property
     def keys(self) -> tuple[GraphKey, ...]:
-        """Every shape, with plain sampling."""
+        """Every shape but the fine ones, with plain sampling."""
         return (
             *(GraphKey("decode", size, size) for size in self.decode),
             *(GraphKey("uniform", size, size * (1 + self.num_drafts)) for size in self.uniform),
@@ -243,8 +284,8 @@ class Capture(Protocol):
 class GraphManager:
     """Decides whether a step replays a graph or runs eagerly, captures shapes, and counts.
 
-    A shape is captured when it is first needed, if it was not at the start, or between requests. With more graphs than
-    the memory plan counts, the one that was not used for the longest time is dropped.
+    A shape is captured when it is first needed, if it was not at the start, or between requests; a fine one when it
+    pays. With more graphs than the memory plan counts, the one that was not used for the longest time is dropped.
 
     ``capture``: captures a shape behind all steps, or returns None while kernels of it are not compiled; None: the
     device has no graphs. ``includes_sampling``: False on a rank that is not the last of its pipeline, where steps end
@@ -264,6 +305,7 @@ class GraphManager:
         self.outdated: dict[GraphKey, None] = {}
         """Captured shapes that are captured again: there are better kernels now."""
         self._needed: dict[GraphKey, None] = {}  # by steps that came before their kernels
+        self._padding: dict[GraphKey, float] = defaultdict(float)  # tokens that a fine shape would have saved
         self._variants: dict[SamplingVariant, None] = {}  # of steps
         self.num_steps: Counter[str] = Counter()
         """Number of steps: ``eager``, or by the kind of their graph."""
@@ -278,8 +320,23 @@ class GraphManager:
         if not self._includes_sampling:
             sampling = drafting = None
         key = self.table.dispatch(output, sampling=sampling, drafting=drafting)
+        if key is not None and self.table.is_fine(key) and key not in self.captured:
+            key = self._capture_if_it_pays(key)
         self.num_steps["eager" if key is None else key.kind] += 1
         return BatchShape.of_step(output, key), key
+
+    def _capture_if_it_pays(self, key: GraphKey) -> GraphKey | None:
+        """A fine shape that has been captured now, or the coarse one that its step is padded to instead."""
+        coarse = self.table.coarse(key)
+        most = self.table.capture_tokens
+        self._padding[key] += most / _EAGER_STEPS if coarse is None else coarse.num_tokens - key.num_tokens
+        if self._padding[key] < most:
+            return coarse
+        self._needed[key] = None
+        if self._try(key) is None:
+            return coarse
+        del self._padding[key]
+        return key
 
     def get(self, key: GraphKey) -> Capture | None:
         """The graph of a shape; None: kernels of it are not compiled."""

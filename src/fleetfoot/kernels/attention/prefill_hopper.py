@@ -100,10 +100,9 @@ def paged_attention_prefill_hopper(inputs: AttentionInputs, *, counter: torch.Te
         query_layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
         box = [tile_tokens // 2, group, 64]
         query_desc = TensorDescriptor(query, list(query.shape), list(query.stride()), box, query_layout)
-    num_work_tiles = (num_tokens // tile_tokens + num_reqs + 1) * num_kv_heads
     launcher(_paged_attention_prefill_kernel, (gpu_limits(query.device).num_sms,))(
         query_desc, query, cache_desc, out, query_start_loc, seq_lens, block_tables, counter,
-        num_reqs, num_tokens, num_work_tiles, num_rows, rows_per_block, query.stride(0), block_tables.stride(0),
+        num_reqs, num_tokens, num_rows, rows_per_block, query.stride(0), block_tables.stride(0),
         scale * math.log2(math.e), window or 0, _PASS_BYTES // (4 * head_dim),
         num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, block_size=block_size,
         has_window=window is not None, num_warps=4,
@@ -360,13 +359,13 @@ def _consumer_warps(
 @gluon.jit(
     do_not_specialize=[
         "query_start_loc_ptr", "seq_lens_ptr", "block_tables_ptr", "counter_ptr",
-        "num_reqs", "num_tokens", "num_work_tiles", "num_rows", "rows_per_block", "query_stride", "table_stride",
+        "num_reqs", "num_tokens", "num_rows", "rows_per_block", "query_stride", "table_stride",
         "window", "pass_positions",
     ]
 )  # fmt: skip
 def _paged_attention_prefill_kernel(
     query_desc, query_ptr, cache_desc, out_ptr, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr, counter_ptr,
-    num_reqs, num_tokens, num_work_tiles, num_rows, rows_per_block, query_stride, table_stride,
+    num_reqs, num_tokens, num_rows, rows_per_block, query_stride, table_stride,
     scale_log2, window, pass_positions,
     num_kv_heads: gl.constexpr, group: gl.constexpr, head_dim: gl.constexpr, block_size: gl.constexpr,
     has_window: gl.constexpr,
@@ -416,7 +415,7 @@ def _paged_attention_prefill_kernel(
         (_consumer_warps, (out_ptr, queries, slots, keys, values, pingpong, scale_log2, window, 1, num_kv_heads, group,
                            head_dim, has_window)),
         (scheduler_warp, (query_desc, query_ptr, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr, counter_ptr,
-                          queries, box_ids, slots, num_reqs, num_tokens, num_work_tiles, query_stride, table_stride,
+                          queries, box_ids, slots, num_reqs, num_tokens, query_stride, table_stride,
                           window, pass_positions, num_kv_heads, group, block_size, has_window)),
         (_producer_warp, (cache_desc, block_tables_ptr, box_ids, slots, keys, values, num_rows, rows_per_block,
                           table_stride, num_kv_heads, head_dim, block_size)),

@@ -22,6 +22,20 @@ BOX_IDS = gl.constexpr(32)  # block ids that are loaded at once, one for each TM
 
 
 @gluon.jit
+def _count_requests(query_start_loc_ptr, num_reqs):
+    """The number of requests without those at the end that have no query tokens: they pad the batch of a graph."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    width: gl.constexpr = 128
+    end_token = gl.load(query_start_loc_ptr + num_reqs)
+    count = 0
+    for begin in range(0, num_reqs, width):
+        request = begin + gl.arange(0, width, layout)
+        starts = gl.load(query_start_loc_ptr + request, mask=request < num_reqs, other=end_token)
+        count += gl.sum((starts < end_token).to(gl.int32), 0)
+    return count
+
+
+@gluon.jit
 def _find_request(query_start_loc_ptr, num_reqs, slot, tile_tokens: gl.constexpr):
     """The last request with a first slot <= ``slot``; ``num_reqs`` represents the tokens after the last request."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -110,13 +124,16 @@ def _find_head(index_in_request, num_slots, seq_len, pass_positions, num_kv_head
 @gluon.jit
 def scheduler_warp(
     query_desc, query_ptr, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr, counter_ptr, queries, box_ids, slots,
-    num_reqs, num_tokens, num_work_tiles, query_stride, table_stride, window, pass_positions,
+    num_reqs, num_tokens, query_stride, table_stride, window, pass_positions,
     num_kv_heads: gl.constexpr, group: gl.constexpr, block_size: gl.constexpr, has_window: gl.constexpr,
 ):  # fmt: skip
     """Fetch work tiles from the counter, write their descriptors to one of two slots, and load their queries."""
     work, work_full, query_full, work_empty = slots
     tile_tokens: gl.constexpr = ROWS // group
     box_rows: gl.constexpr = min(block_size, TILE)
+    # 250 requests of padding would take 20 us of an H100 for their empty work tiles.
+    num_reqs = _count_requests(query_start_loc_ptr, num_reqs)
+    num_work_tiles = (num_tokens // tile_tokens + num_reqs + 1) * num_kv_heads
     first = gl.load(query_start_loc_ptr)
     count = 0
     work_index = gl.program_id(0)  # the first work tile is static

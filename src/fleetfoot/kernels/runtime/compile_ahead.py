@@ -121,6 +121,7 @@ class CompileAhead:
         self._kernels: list[FutureKernel] = []  # in the order in which they were queued
         self._waiting: list[int] = []  # numbers of those that are not ready
         self._requested: dict[tuple[Any, ...], FutureKernel] = {}  # launches that had to take another path
+        self._lacking: set[int] = set()  # functions of these kernels, by `id`
         self._missed: dict[FutureKernel, str] = {}
         self._missed_optional: dict[FutureKernel, str] = {}
         self._num_done = self._num_compiled_in_order = 0
@@ -284,7 +285,7 @@ class CompileAhead:
         def launch(*arguments: Any, **options: Any) -> Any:
             kinds = None
             missed = self._missed_optional if getattr(jit, "is_optional", False) else self._missed
-            if self._requested:  # finding out again that a kernel is missing would take 0.1 ms
+            if id(jit) in self._lacking:  # finding out again that a kernel is missing would take 0.1 ms
                 kinds = _kinds(jit, arguments, options)
                 kernel = self._requested.get(kinds)
                 if kernel is not None:
@@ -298,6 +299,7 @@ class CompileAhead:
                 if kernel is None:
                     return real(*arguments, **options)
                 self._requested[kinds] = kernel
+                self._lacking.add(id(jit))
                 missed[kernel] = jit.__name__
                 raise KernelNotReadyError(jit.__name__, self._queue_beside) from None
 
@@ -325,6 +327,7 @@ class CompileAhead:
             self._kernels[number].result(ignore_errors=True)
         self._waiting = [number for number in self._waiting if number not in done]
         self._requested = {kinds: kernel for kinds, kernel in self._requested.items() if kernel.kernel is None}
+        self._lacking = {kinds[0] for kinds in self._requested}
 
     def wait_for_all(self) -> int:
         """Wait for all kernels that were queued. Returns the number of failures."""
