@@ -1,5 +1,6 @@
 """Groups that communicate: sums, gathers, pipelines and sampled tokens over gloo; the custom all-reduce."""
 
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,17 @@ from fleetfoot.distributed import (
     peer_memory,
     peer_memory_words,
 )
-from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, SINGLE_TENSOR_GROUP, StepShape, make_groups
+from fleetfoot.distributed.groups import (
+    SINGLE_PIPELINE_GROUP,
+    SINGLE_TENSOR_GROUP,
+    CudaTensorGroup,
+    StepShape,
+    make_groups,
+)
 from fleetfoot.kernels.elementwise import add_rms_norm_torch
 from fleetfoot.kernels.linear.rank_sums import RANK_SUM_ROWS
 from fleetfoot.kernels.linear.tilings import MOST_REGISTERS
+from fleetfoot.kernels.runtime.dry_tensors import dry_torch
 from fleetfoot.kernels.runtime.gpu_limits import GPULimits
 from fleetfoot.records.forward_context import IntermediateTensors
 
@@ -69,11 +77,48 @@ def work_of_four(rank: int) -> dict[str, Any]:
     found["places"] += [(both.tensor.rank, both.tensor.size), (both.pipeline.rank, both.pipeline.size)]
     found["sum of two"] = both.tensor.all_reduce(part_of(rank, 5, 8))
 
+    found["waits"] = waits_of(rank)
+
     pipeline = make_groups(1, 4, SHAPE).pipeline
     found["places"] += [(pipeline.rank, pipeline.size)]
     found["steps"], found["addresses"] = run_pipeline(pipeline)
     found["packets"] = run_packets(pipeline)
     found["errors"] = errors_of(pipeline)
+    return found
+
+
+class Connecting(Future[None]):
+    """Connections that are made when an operation waits for them."""
+
+    num_waits = 0
+
+    def result(self, timeout: float | None = None) -> None:
+        self.num_waits += 1
+        if not self.done():
+            self.set_result(None)
+        return super().result(timeout)
+
+
+def waits_of(rank: int) -> list[Any]:
+    """What waits for connections that are still being made."""
+    found: list[Any] = []
+    for operation in ("all_reduce", "all_gather"):
+        connecting = Connecting()
+        group = CudaTensorGroup(dist.group.WORLD, None, None, connecting)  # type: ignore[arg-type]
+        with dry_torch():
+            getattr(group, operation)(torch.zeros(2, 8))
+        found.append(connecting.num_waits)
+        getattr(group, operation)(part_of(rank, 2, 8))
+        group.connect()
+        getattr(group, operation)(part_of(rank, 2, 8))
+        found.append(connecting.num_waits)
+    failed: Future[None] = Future()
+    failed.set_exception(RuntimeError("no network"))
+    for wait in (lambda group: group.all_reduce(torch.zeros(1, 8)), lambda group: group.connect()):
+        try:
+            wait(CudaTensorGroup(dist.group.WORLD, None, None, failed))  # type: ignore[arg-type]
+        except RuntimeError as error:
+            found.append(str(error))
     return found
 
 
@@ -184,6 +229,11 @@ def test_norm_of_the_sum_over_ranks_and_partial_sums(four: Found) -> None:
     expected = add_rms_norm_torch(x, part_of(9, 2, 8, dtype=torch.bfloat16), part_of(8, 8, dtype=torch.bfloat16), 1e-5)
     for found in four:
         assert all(map(torch.equal, found["norm"], expected))
+
+
+def test_operations_wait_for_connections_and_dry_passes_do_not(four: Found) -> None:
+    for found in four:
+        assert found["waits"] == [0, 1, 0, 1, "no network", "no network"]
 
 
 def test_steps_arrive_complete_in_order_and_at_one_address(four: Found) -> None:

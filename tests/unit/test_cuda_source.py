@@ -16,8 +16,9 @@ import torch
 from fleetfoot.kernels.runtime import compile_worker, cuda_source
 from fleetfoot.kernels.runtime.compile_ahead import CompileAhead
 from fleetfoot.kernels.runtime.compile_worker import CompileWorker, is_cached
-from fleetfoot.kernels.runtime.cuda_source import CudaCompileError, CudaKernel, CudaSource, find_nvrtc, load
+from fleetfoot.kernels.runtime.cuda_source import CudaCompileError, CudaKernel, CudaSource, load
 from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError, nothing_is_ready
+from fleetfoot.utils import torch_build
 
 pytest.importorskip("triton")
 
@@ -164,11 +165,11 @@ def test_the_compiler_of_torchs_wheels_is_found(
 ) -> None:
     library = tmp_path / part / "lib" / f"libnvrtc.so.{(version or '13')[:2]}"
     spec = SimpleNamespace(submodule_search_locations=["/nowhere", str(tmp_path)])
-    monkeypatch.setattr(cuda_source, "find_spec", lambda name: spec)
-    assert find_nvrtc(version) is None
+    monkeypatch.setattr(torch_build, "find_spec", lambda name: spec)
+    assert torch_build.find_nvrtc(version) is None
     library.parent.mkdir(parents=True)
     library.touch()
-    assert find_nvrtc(version) == (None if version is None else library)
+    assert torch_build.find_nvrtc(version) == (None if version is None else library)
 
 
 def test_launches(nvrtc: FakeNvrtc, driver: FakeDriver) -> None:

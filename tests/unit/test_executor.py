@@ -392,9 +392,9 @@ def test_invalid_addresses_and_node_ranks(plan: MakePlan, port: int) -> None:
         run_node(plan(0).config)
 
 
-def test_number_of_gpus(plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    check_devices(dataclasses.replace(plan(0), device="cuda"))
+def test_number_of_gpus(plan: MakePlan) -> None:
+    on_gpu = {"device": "cuda", "machine": Machine(16 << 30, "a GPU", 80 << 30, num_gpus=1)}
+    check_devices(dataclasses.replace(plan(0), **on_gpu))
     check_devices(plan(0, tensor_parallel_size=2))
     with pytest.raises(ValueError, match="needs 2 GPUs on each machine, and torch finds 1 here"):
-        check_devices(dataclasses.replace(plan(0, tensor_parallel_size=2), device="cuda"))
+        check_devices(dataclasses.replace(plan(0, tensor_parallel_size=2), **on_gpu))

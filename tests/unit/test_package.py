@@ -45,11 +45,26 @@ def modules_after(code: str) -> set[str]:
         ),
         (LOWER_ROOMS, {"torch", "numpy", "tokenizers", "transformers", "safetensors"}),
         ("import fleetfoot.server.serve", {"torch", "transformers", "safetensors"}),  # an API server beside its engine
+        (
+            "from fleetfoot import LLM, AsyncLLM",
+            {"torch", "transformers", "safetensors"},
+        ),  # its workers may be processes
     ],
-    ids=["the package", "plain names", "lower rooms", "an API server"],
+    ids=["the package", "plain names", "lower rooms", "an API server", "an engine"],
 )
 def test_what_is_not_imported(code: str, absent: set[str]) -> None:
     assert not modules_after(code) & absent
+
+
+@pytest.mark.slow
+def test_an_engine_with_worker_processes_computes_nothing_itself() -> None:
+    code = """
+from fleetfoot import LLM, SamplingParams
+with LLM(tensor_parallel_size=2, device="cpu", max_model_len=32, max_num_seqs=1) as llm:
+    (output,) = llm.generate("Once", SamplingParams(max_tokens=3), use_tqdm=False)
+    assert output.outputs[0].token_ids
+"""
+    assert "torch" not in modules_after(code)
 
 
 @pytest.mark.slow

@@ -10,9 +10,11 @@ group, which communicate twice per layer, are adjacent.
 from __future__ import annotations
 
 from collections import deque
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from threading import Thread
 from typing import Any
 
 import torch
@@ -25,9 +27,12 @@ from fleetfoot.distributed.peer_memory import CustomAllReduce, P2PChannel, can_a
 from fleetfoot.kernels.elementwise import sum_parts
 from fleetfoot.kernels.interface import AddRMSNorm
 from fleetfoot.kernels.linear.rank_sums import RankSums
+from fleetfoot.kernels.runtime.dry_tensors import DryTensor
 from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError
 from fleetfoot.records.forward_context import IntermediateTensors
 
+_NO_MULTICAST_IN_NCCL = "NCCL_NVLS_ENABLE", "0"
+"""See `fleetfoot.distributed.peer_memory.NO_MULTICAST`."""
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.12
 
 
@@ -53,6 +58,10 @@ class TensorGroup(_Ranks):
     """Whether layers gather instead of summing partial results, so that outputs have the same bits as on one rank."""
     rank_sums: RankSums | None = None
     """For linear layers that are split by inputs and can sum over the ranks themselves; None: there is no such way."""
+
+    def connect(self) -> None:
+        """Wait until all connections are there. Operations that need them wait, too; a graph must not be captured
+        before."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of ``x`` over the ranks, with the same bits on each. May overwrite ``x``."""
@@ -164,6 +173,8 @@ class CudaTensorGroup(TorchTensorGroup):
     memory.
 
     NCCL computes each element of a sum once and copies it, so its sums have the same bits on all ranks too.
+
+    ``connecting``: done when NCCL is connected, or an exception if it cannot be; None: it is.
     """
 
     bitwise_reproducible = False
@@ -173,17 +184,34 @@ class CudaTensorGroup(TorchTensorGroup):
         group: dist.ProcessGroup,
         custom_all_reduce: CustomAllReduce | None,
         custom_all_gather: CustomAllGather | None = None,
+        connecting: Future[None] | None = None,
     ) -> None:
         super().__init__(group)
+        self._connecting = connecting
         self._custom_all_reduce = custom_all_reduce
         self._custom_all_gather = custom_all_gather
         self.rank_sums = None if custom_all_reduce is None else custom_all_reduce.rank_sums
+
+    def connect(self) -> None:
+        if self._connecting is not None:
+            self._connecting.result()
+            self._connecting = None
+
+    def _gather(self, x: torch.Tensor) -> torch.Tensor:
+        self._connect_for(x)
+        return super()._gather(x)
+
+    def _connect_for(self, x: torch.Tensor) -> None:
+        """Before an operation of NCCL on ``x``; a dry pass sends nothing, and does not wait."""
+        if not isinstance(x, DryTensor):
+            self.connect()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if self._custom_all_reduce is not None and self._custom_all_reduce.fits(x):
             with suppress(KernelNotReadyError):  # on all ranks: see `SchedulerOutput.num_kernels`
                 return self._custom_all_reduce.all_reduce(x)
         if x.numel() > 0:
+            self._connect_for(x)
             x = x.contiguous()
             dist.all_reduce(x, group=self.process_group)
         return x
@@ -328,7 +356,8 @@ def make_groups(tensor_size: int, pipeline_size: int, shape: StepShape) -> Worke
     """Make this rank's groups. A collective call, after ``torch.distributed.init_process_group``.
 
     Connections are made here: their first use could be during a graph capture, or while the peer waits for something
-    else. Raises ValueError if the size of the world is not ``tensor_size * pipeline_size``.
+    else. NCCL takes seconds to connect a tensor group of GPUs, in a thread, while kernels are compiled: see
+    `TensorGroup.connect`. Raises ValueError if the size of the world is not ``tensor_size * pipeline_size``.
     """
     world = dist.get_world_size()
     if world != tensor_size * pipeline_size:
@@ -339,36 +368,70 @@ def make_groups(tensor_size: int, pipeline_size: int, shape: StepShape) -> Worke
     by_pipeline_rank = torch.arange(world).view(pipeline_size, tensor_size)
     backend = "nccl" if shape.device.type == "cuda" else "gloo"
     tensor, pipeline = SINGLE_TENSOR_GROUP, SINGLE_PIPELINE_GROUP
-    with env.variable("NCCL_NVLS_ENABLE", "0"):  # see `fleetfoot.distributed.peer_memory.NO_MULTICAST`
-        if tensor_size > 1:
-            group, _ = dist.new_subgroups_by_enumeration(by_pipeline_rank.tolist(), backend=backend)
-            if backend == "nccl":
-                dist.all_reduce(torch.zeros(1, device=shape.device), group=group)
-                tensor = CudaTensorGroup(group, *_make_custom(group, shape.hidden_size, shape.dtype, shape.device))
-            else:
-                tensor = TorchTensorGroup(group)
-        if pipeline_size > 1:
-            activations, token_group = (
-                dist.new_subgroups_by_enumeration(by_pipeline_rank.t().tolist(), backend=backend)[0] for _ in range(2)
-            )
-            channel = None
+    if tensor_size > 1:
+        group = _subgroup(by_pipeline_rank, backend)
+        if backend == "nccl":
+            on_host, connecting = _subgroup(by_pipeline_rank, "gloo"), None
+            custom = _make_custom(group, on_host, shape.hidden_size, shape.dtype, shape.device)
+            if pipeline_size == 1:
+                connecting = _connect_beside(group, shape.device)
+            else:  # not beside the connections of the pipeline
+                _connect(group, shape.device)
+            tensor = CudaTensorGroup(group, *custom, connecting)
+        else:
+            tensor = TorchTensorGroup(group)
+    if pipeline_size > 1:
+        by_tensor_rank, channel = by_pipeline_rank.t(), None
+        activations, token_group = (_subgroup(by_tensor_rank, backend) for _ in range(2))
+        with env.variable(*_NO_MULTICAST_IN_NCCL):
             if backend == "nccl":
                 hidden = shape.max_num_tokens, shape.hidden_size, shape.dtype, shape.device
-                channel = make_channel(activations, *hidden)
+                channel = make_channel(activations, _subgroup(by_tensor_rank, "gloo"), *hidden)
             pipeline = TorchPipelineGroup(activations, token_group, shape, channel)
     return WorkerGroups(tensor, pipeline)
 
 
+def _subgroup(ranks: torch.Tensor, backend: str) -> dist.ProcessGroup:
+    """This rank's group, of the rows of ``ranks``."""
+    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), backend=backend)
+    assert group is not None
+    return group
+
+
+def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Use NCCL once."""
+    torch.cuda.set_device(device)  # in a thread it is another one
+    with env.variable(*_NO_MULTICAST_IN_NCCL):
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    torch.cuda.synchronize(device)
+
+
+def _connect_beside(group: dist.ProcessGroup, device: torch.device) -> Future[None]:
+    """`_connect` in a thread, which does not keep the process from ending."""
+    connecting: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            _connect(group, device)
+        except BaseException as error:
+            connecting.set_exception(error)
+        else:
+            connecting.set_result(None)
+
+    Thread(target=run, name="fleetfoot-connect", daemon=True).start()
+    return connecting
+
+
 def _make_custom(
-    group: dist.ProcessGroup, hidden_size: int, dtype: torch.dtype, device: torch.device
+    group: dist.ProcessGroup, on_host: dist.ProcessGroup, hidden_size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[CustomAllReduce | None, CustomAllGather | None]:
     """The custom all-reduce and all-gather of an NCCL group, if they support such rows and memory can be shared. A
-    collective call."""
+    collective call. ``on_host``: a group of gloo with the same ranks."""
     if not can_all_reduce(hidden_size, dtype):
         return None, None
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     num_words = peer_memory_words(size, hidden_size * dtype.itemsize)
-    memory = share_memory(group, num_words, device, "small sums and gathers take")
+    memory = share_memory(group, on_host, num_words, device, "small sums and gathers take")
     if memory is None:
         return None, None
     gathers, sums = memory.split(GATHER_SETS * GATHER_WORDS)

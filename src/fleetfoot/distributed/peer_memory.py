@@ -49,22 +49,24 @@ class PeerMemory:
         return replace(self, local=first), replace(self, local=others, addresses=self.addresses + num_words * 8)
 
 
-def share_memory(group: dist.ProcessGroup, num_words: int, device: torch.device, instead: str) -> PeerMemory | None:
-    """Allocate a buffer of int64 words on every rank of an NCCL group. A collective call.
+def share_memory(
+    group: dist.ProcessGroup, on_host: dist.ProcessGroup, num_words: int, device: torch.device, instead: str
+) -> PeerMemory | None:
+    """Allocate a buffer of int64 words on every rank of an NCCL group. A collective call, which does not use NCCL.
 
-    Returns None on every rank, with a warning, if some rank cannot map the memory. ``instead``: for the warning: what
-    uses NCCL then.
+    Returns None on every rank, with a warning, if some rank cannot map the memory. ``on_host``: a group of gloo with
+    the same ranks; ``instead``: for the warning: what uses NCCL then.
     """
     try:
         names: list[str | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(names, socket.gethostname(), group=group)
+        dist.all_gather_object(names, socket.gethostname(), group=on_host)
         memory = _rendezvous(group, num_words, device) if len(set(names)) == 1 else None
         reason = "its ranks are on different hosts"
     except (RuntimeError, ValueError, NotImplementedError) as error:
         memory, reason = None, str(error)
     # also a barrier: all buffers are zeroed before any rank writes to one
-    has_it = torch.tensor([memory is not None], dtype=torch.int32, device=device)
-    dist.all_reduce(has_it, op=dist.ReduceOp.MIN, group=group)
+    has_it = torch.tensor([memory is not None], dtype=torch.int32)
+    dist.all_reduce(has_it, op=dist.ReduceOp.MIN, group=on_host)
     if has_it.item():
         return memory
     logger.warning(
@@ -280,13 +282,19 @@ def can_send(hidden_size: int, dtype: torch.dtype) -> bool:
 
 
 def make_channel(
-    group: dist.ProcessGroup, max_num_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+    group: dist.ProcessGroup,
+    on_host: dist.ProcessGroup,
+    max_num_tokens: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> P2PChannel | None:
-    """The channel of an NCCL group, if it supports such rows and memory can be shared. A collective call."""
+    """The channel of an NCCL group, if it supports such rows and memory can be shared. A collective call. ``on_host``:
+    a group of gloo with the same ranks."""
     if not can_send(hidden_size, dtype):
         return None
     num_words = p2p_channel_words(max_num_tokens, hidden_size, dtype)
-    memory = share_memory(group, num_words, device, "what a pipeline passes on takes")
+    memory = share_memory(group, on_host, num_words, device, "what a pipeline passes on takes")
     return None if memory is None else P2PChannel(memory, dist.get_rank(group))
 
 

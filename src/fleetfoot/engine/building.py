@@ -104,13 +104,18 @@ def load_tokenizer(plan: EnginePlan) -> Tokenizer | None:
     """The tokenizer, which can return tensors of torch; None: the engine runs on token ids only."""
     if plan.tokenizer_path is None:
         return None
-    import torch
-
     from fleetfoot.tokenizer.tokenizer import Tokenizer  # not needed for token ids
 
     tokenizer = Tokenizer.from_path(plan.tokenizer_path)
-    tokenizer.tensor_types["pt"] = torch.tensor
+    tokenizer.tensor_types["pt"] = _make_tensor
     return tokenizer
+
+
+def _make_tensor(values: Any) -> Any:
+    """``torch.tensor``."""
+    import torch
+
+    return torch.tensor(values)
 
 
 def build_input_processor(

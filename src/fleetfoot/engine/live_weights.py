@@ -6,9 +6,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from fleetfoot.config.weight_transfer import WeightTransferConfig
 from fleetfoot.engine.core import EngineCore
@@ -17,10 +15,11 @@ from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import find_model
 from fleetfoot.records.weights import WeightError
 from fleetfoot.sampling.request_params import read_sampling_defaults
-from fleetfoot.weights.checksums import join_checksums
-from fleetfoot.weights.patches import SparseWeightPatch
-from fleetfoot.weights.store import StageReport
-from fleetfoot.weights.transfer import WeightTransferInitInfo, WeightTransferUpdateInfo, parse_info
+
+if TYPE_CHECKING:  # an engine with worker processes imports torch when its weights change
+    import torch
+
+    from fleetfoot.weights.store import StageReport
 
 _CHUNK_BYTES = 1 << 28
 """Bytes of tensors that are sent to worker processes at once."""
@@ -84,6 +83,8 @@ class LiveWeights:
         check_finite = self.config.check_finite if check_finite is None else check_finite
         if isinstance(patches, Mapping | str) or not isinstance(patches, Iterable):
             raise TypeError(f"patches is a {type(patches).__name__}; it must be a list of patches")
+        from fleetfoot.weights.patches import SparseWeightPatch
+
         parsed = [SparseWeightPatch.parse(patch, index) for index, patch in enumerate(patches)]
         return self._apply([("stage_patches", (parsed,), {"check_finite": check_finite})], version)
 
@@ -91,6 +92,8 @@ class LiveWeights:
         """See `WeightCalls.weight_checksums`."""
         self._check_awake()
         chosen = None if names is None else list(names)
+        from fleetfoot.weights.checksums import join_checksums
+
         found = join_checksums(self.call("checksums", chosen))
         if chosen is not None and len(found) < len(set(chosen)):
             raise WeightError(
@@ -131,6 +134,8 @@ class LiveWeights:
             raise ValueError(
                 "weight_transfer_config: backend is 'nccl', and the engine runs on a CPU; set it to 'gloo'"
             )
+        from fleetfoot.weights.transfer import WeightTransferInitInfo, parse_info
+
         info, size = parse_info(WeightTransferInitInfo, "init_info", init_info), plan.config.world_size
         if info.rank_offset < 1 or info.rank_offset + size > info.world_size:
             raise ValueError(
@@ -142,6 +147,8 @@ class LiveWeights:
 
     def receive(self, update_info: Any, *, check_finite: bool | None, version: int | None) -> int:
         """See `WeightCalls.update_weights`."""
+        from fleetfoot.weights.transfer import WeightTransferUpdateInfo, parse_info
+
         info = parse_info(WeightTransferUpdateInfo, "update_info", update_info)
         options = {"check_finite": self.config.check_finite if check_finite is None else check_finite}
         if info.ipc_handles is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fleetfoot.executor.protocol import Executor
-from fleetfoot.executor.worker import Worker
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.structured.mask_space import MaskMemory
 
@@ -21,6 +20,8 @@ def start_executor(plan: EnginePlan, masks: MaskMemory | None = None) -> Executo
         from fleetfoot.executor.multiprocess import MultiprocessExecutor  # it needs zmq
 
         return MultiprocessExecutor(plan, masks)
+    from fleetfoot.executor.worker import Worker  # it needs torch
+
     worker = Worker(plan)
     try:
         worker.start()

@@ -18,8 +18,6 @@ from multiprocessing.connection import wait
 from typing import TypeVar
 
 import msgspec
-import torch
-import torch.distributed as dist
 
 from fleetfoot._version import __version__
 from fleetfoot.config.engine import EngineConfig
@@ -30,6 +28,7 @@ from fleetfoot.kv_transfer.base.sockets import ConnectionLostError, StoppedError
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import resolve_plan
+from fleetfoot.utils.torch_build import torch_build
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ def shared_facts(plan: EnginePlan) -> dict[str, str]:
         **{name: repr(getattr(config, name)) for name in names},
         **{f"model's {name}": repr(value) for name, value in dataclasses.asdict(plan.model).items()},
         "fleetfoot": __version__,
-        "torch": str(torch.__version__),
+        "torch": torch_build().version,
         "weights (names and sizes of files)": weights,
         **{name: str(getattr(plan, name)) for name in _SHARED_DECISIONS},
     }
@@ -89,13 +88,14 @@ def check_same(facts: Mapping[str, str], others: Mapping[str, str], *, node: int
 def check_devices(plan: EnginePlan) -> None:
     """Raise ValueError if this machine has fewer GPUs than ranks."""
     config = plan.config
-    if plan.device != "cuda" or config.local_world_size <= torch.cuda.device_count():
+    num_gpus = plan.machine.num_gpus
+    if plan.device != "cuda" or config.local_world_size <= num_gpus:
         return
     spread = f", spread over nnodes {config.nnodes}," if config.nnodes > 1 else ""
     raise ValueError(
         f"tensor_parallel_size {config.tensor_parallel_size} times pipeline_parallel_size "
         f"{config.pipeline_parallel_size}{spread} needs {config.local_world_size} GPUs on each machine, and torch "
-        f"finds {torch.cuda.device_count()} here"
+        f"finds {num_gpus} here"
     )
 
 
@@ -175,7 +175,9 @@ class EngineNodes:
                 f"master_addr is {config.master_addr!r} and master_port {config.master_port}, and nothing can listen "
                 f"there: {error}; it must be an address of node 0, which is this machine, and a port that is free"
             ) from error
-        self._store = dist.TCPStore(self.place, 0, is_master=True, wait_for_workers=False)
+        from torch.distributed import TCPStore  # importing torch takes seconds, which an engine on one machine saves
+
+        self._store = TCPStore(self.place, 0, is_master=True, wait_for_workers=False)
         self.store: tuple[str, int] = (self.place, self._store.port)
 
     def gather(self, addresses: Sequence[WorkerAddresses]) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fleetfoot.native.loading import find_native
+from fleetfoot.plan.gpus import GPU, find_gpus
+from fleetfoot.utils.torch_build import find_nvrtc, torch_build
 
 _GPU_DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dxg")
 """One of them is there wherever Linux has a GPU that torch can compute on."""
@@ -25,6 +27,7 @@ class Machine:
     gpu_name: str | None = None
     gpu_memory_bytes: int = 0
     """Memory of one GPU; 0: there is none."""
+    num_gpus: int = 0
     has_triton: bool = False
     is_hopper: bool = False
     """Whether the GPU has compute capability 9.0."""
@@ -58,26 +61,35 @@ class Machine:
 
     @classmethod
     def detect(cls) -> Machine:
-        """This machine. Torch is imported only if there may be a GPU, to find out whether torch can use it."""
+        """This machine. Torch is imported only if there may be a GPU, and its driver does not tell."""
         here = cls.without_gpu()
         if "torch" not in sys.modules and not may_have_gpu():
             return here
-        import torch
-
-        if not torch.cuda.is_available():
+        gpus = None if "torch" in sys.modules else find_gpus()
+        if gpus is None:
+            gpus = _gpus_of_torch()
+        if not gpus:
             return here
-        from fleetfoot.kernels.runtime.cuda_source import find_nvrtc
-
-        properties = torch.cuda.get_device_properties(0)
+        first, build = gpus[0], torch_build()
         return replace(
             here,
-            gpu_name=properties.name,
-            gpu_memory_bytes=properties.total_memory,
+            gpu_name=first.name,
+            gpu_memory_bytes=first.memory_bytes,
+            num_gpus=len(gpus),
             has_triton=importlib.util.find_spec("triton") is not None,
-            is_hopper=torch.version.hip is None and (properties.major, properties.minor) == (9, 0),
-            num_sms=properties.multi_processor_count,
-            has_nvrtc=find_nvrtc(torch.version.cuda) is not None,
+            is_hopper=build.hip is None and first.capability == (9, 0),
+            num_sms=first.num_sms,
+            has_nvrtc=find_nvrtc(build.cuda) is not None,
         )
+
+
+def _gpus_of_torch() -> list[GPU]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [GPU(each.name, each.total_memory, (each.major, each.minor), each.multi_processor_count) for each in found]
 
 
 class Platform:

@@ -16,7 +16,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,6 +23,7 @@ import torch
 
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
 from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError, instead_of_launching, launcher
+from fleetfoot.utils.torch_build import find_nvrtc
 
 logger = logging.getLogger(__name__)
 
@@ -70,17 +70,6 @@ class CudaCompileError(RuntimeError):
 
 
 # --- the compiler -----------------------------------------------------------------------------------------------------
-
-
-def find_nvrtc(cuda_version: str | None) -> Path | None:
-    """NVRTC of the wheels that torch depends on; None: it is not installed. ``cuda_version``: of torch."""
-    spec = find_spec("nvidia")
-    if cuda_version is None or spec is None:
-        return None
-    major = cuda_version.partition(".")[0]
-    part = "cuda_nvrtc" if major == "12" else f"cu{major}"
-    paths = (Path(folder, part, "lib", f"libnvrtc.so.{major}") for folder in spec.submodule_search_locations or ())
-    return next(filter(Path.is_file, paths), None)
 
 
 class _Nvrtc:

@@ -177,6 +177,7 @@ class ModelRunnerV2(ModelRunner):
             self._compiler = KernelCompiler(self._step, self._model.shortened, self._ahead, group)
             in_library, later = library_shapes(self._max_num_batched_tokens), self._later_shapes()
             self._compiler.compile_first(self._first_shapes(steps), in_library, later)
+        self._loader.context.tensor_group.connect()
         for scheduler_output in steps:
             self._forward(scheduler_output)
             if self._execute_state is not None:
