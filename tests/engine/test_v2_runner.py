@@ -126,6 +126,15 @@ def test_captured_and_padded_steps_give_the_same_tokens(seed: int) -> None:
     assert None not in {key.sampling for key in captured.graphs.captured}
 
 
+def test_long_contexts_beside_prompts_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fleetfoot.runner.graphs.LONGEST_MIXED_DECODE", 5)
+    captured = make_runner(device=RecordingDevice(has_graphs=True))
+    captured.warm_up()
+    lives = [run_lives(captured, seed) for seed in range(3)]
+    assert lives == [run_lives(make_runner(), seed) for seed in range(3)]
+    assert {key.splits_decodes for key in captured.graphs.captured if key.kind == "mixed"} == {False, True}
+
+
 def prompt_tokens(output: ModelRunnerOutput) -> dict[int, list[list[int]]]:
     """The most probable tokens at each place of a prompt, for each request with prompt logprobs."""
     unpacked = {index: map(RowLogprobs.unpack, rows) for index, (_, rows) in output.prompt_logprobs.items()}

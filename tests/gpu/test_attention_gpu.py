@@ -12,6 +12,7 @@ from tests.helpers.attention_batches import Batch, Requests, check_batch, make_b
 from fleetfoot.kernels.attention import triton_backend as triton_module
 from fleetfoot.kernels.attention.prefill import paged_attention_prefill
 from fleetfoot.kernels.attention.triton_backend import TritonBackend
+from fleetfoot.runner.v2.input_batch import split_decodes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -109,6 +110,16 @@ def test_prompts_in_a_batch_that_is_mostly_padding(num_padding: int, heads: tupl
     padding = [(0, 0)] * num_padding
     for requests in ([(1, 700), (200, 200), (1, 1)], [(1, 30), (129, 400)], [(64, 64)] * 130):
         check(cuda_batch([*requests, *padding], heads, behind=170))
+
+
+@pytest.mark.parametrize("heads", [(8, 4), (32, 8), (12, 4)])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_decodes_split_off_on_the_device(heads: tuple[int, int], head_dim: int) -> None:
+    padding = [(0, 0)] * 100
+    for requests in ([(1, 9000), (1, 3), (200, 300)], [(64, 64), (1, 30)], [(1, 17000)], [(1, 40)] * 80):
+        batch = cuda_batch([*requests, *padding], heads, head_dim=head_dim, behind=110, num_decodes=0)
+        split_decodes(batch.metadata, torch.arange(300, dtype=torch.int32, device="cuda"))
+        check(batch)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])

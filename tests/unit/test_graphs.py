@@ -83,9 +83,10 @@ FULL = table(**LARGE)
         (FULL, mixed(20, 8193), None),
         # a longer decode has a kernel of its own, which spreads it over the GPU
         (FULL, mixed(3, 100, longest_decode=8192), ("mixed", 128, 128)),
-        (FULL, mixed(3, 100, longest_decode=8193), None),
+        (FULL, mixed(3, 100, longest_decode=8193), ("mixed", 128, 128, PLAIN, None, True)),
         (FULL, mixed(3, 8192, longest_decode=8192), ("mixed", 256, 8192)),
-        (FULL, mixed(3, 8192, longest_decode=8193), None),
+        (FULL, mixed(3, 8192, longest_decode=8193), ("mixed", 256, 8192, PLAIN, None, True)),
+        (FULL, mixed(3, 7500, longest_decode=8193), None),
         # nothing to replay
         (table(device="cpu"), step([1], 1), None),
         (table(enforce_eager=True), step([1], 1), None),
@@ -122,7 +123,7 @@ def test_the_keys_of_a_table() -> None:
     assert table(device="cpu", **LARGE).keys == table(enforce_eager=True, **LARGE).keys == ()
     assert table(device="cpu", **LARGE).fine == table(enforce_eager=True, **LARGE).fine == ()
     assert (FULL.most_tokens, table(most_mixed_tokens=512).most_tokens, CaptureTable().most_tokens) == (8192, 1024, 0)
-    assert FULL.most_graphs == 3 * (len(FULL.keys) + len(FULL.fine))
+    assert FULL.most_graphs == 3 * len(FULL.keys) + len(FULL.fine)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +193,18 @@ def test_a_fine_shape_is_captured_once_it_has_saved_as_much_as_a_capture_takes()
     assert captures.manager.num_steps == {"mixed": 9, "eager": 3}
 
 
+def test_a_shape_for_long_contexts_is_captured_after_four_eager_steps() -> None:
+    """Also where another graph of its size is there: with the prefill kernel, the decode would take too long."""
+    captures = Captures(table())
+    short, long = mixed(3, 100), mixed(3, 100, longest_decode=20000)
+    key = GraphKey("mixed", 128, 128)
+    split = replace(key, splits_decodes=True)
+    assert [captures.run(output) for output in (short, long, long, long, short, long, long)] == [
+        *(key, None, None, None, key, split, split)
+    ]
+    assert captures.captured == [key, split]
+
+
 def test_a_fine_shape_waits_for_its_kernels_in_a_coarse_one() -> None:
     captures = Captures(table(most_mixed_tokens=1))
     fine, coarse = GraphKey("mixed", 256, 384), GraphKey("mixed", 256, 512)
@@ -237,7 +250,7 @@ def test_shapes_are_captured_between_requests() -> None:
 
 def test_no_more_graphs_than_the_memory_plan_counts() -> None:
     shapes = table(max_num_seqs=1)
-    captures, most = Captures(shapes), 3 * (len(shapes.keys) + len(shapes.fine))
+    captures, most = Captures(shapes), 3 * len(shapes.keys) + len(shapes.fine)
     one, variants = GraphKey("decode", 1, 1), [SamplingVariant(logprobs=32 * number) for number in range(most)]
     for sampling in variants:
         for key in (one, replace(one, sampling=sampling)):

@@ -24,6 +24,7 @@ from fleetfoot.kernels.linear.product_tilings import attention_bytes
 from fleetfoot.kernels.runtime import gpu_limits
 from fleetfoot.kernels.runtime.row_padding import readable_rows
 from fleetfoot.records.kv_layout import TOKEN_MAJOR_NHD, KVLayout
+from fleetfoot.runner.v2.input_batch import split_decodes
 
 BOUND = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 DECODES: Requests = [(1, 50), (1, 1), (1, 0), (1, 130), (1, 16), (1, 17)]
@@ -117,6 +118,35 @@ def test_ragged_batches(requests: Requests, window: int | None, data: st.DataObj
 @pytest.mark.parametrize("window", [None, 12])
 def test_backend_splits_the_batch(requests: Requests, window: int | None) -> None:
     batch = make_batch(requests, behind=2)
+    check_batch(batch.attend(TritonBackend(), window), batch, BOUND, window)
+
+
+ON_DEVICE: dict[str, Requests] = {
+    **SPLITS,
+    "a chunk of one token behind decodes": [(1, 70), (1, 9), (1, 1), (30, 40), (1, 50)],
+    "prompts alone": [(20, 20), (5, 33)],
+    "decodes alone": [(1, 70), (1, 9)],
+}
+
+
+@interpreted
+@pytest.mark.parametrize("requests", ON_DEVICE.values(), ids=ON_DEVICE)
+@pytest.mark.parametrize("window", [None, 12])
+def test_decodes_are_split_off_on_the_device(requests: Requests, window: int | None) -> None:
+    """In a graph of a mixed batch, which is padded to more requests and tokens."""
+    batch = make_batch([*requests, (0, 0), (0, 0), (0, 0)], behind=7, num_decodes=0)
+    metadata = batch.metadata
+    split_decodes(metadata, torch.arange(40, dtype=torch.int32))
+    assert metadata.split is not None
+    decodes, others = metadata.split
+    num_decodes = next((i for i, (query_len, _) in enumerate(requests) if query_len != 1), len(requests))
+    lens = [seq_len for _, seq_len in requests[:num_decodes]]
+    assert decodes.seq_lens.tolist() == lens + [0] * (len(metadata.seq_lens) - num_decodes)
+    assert others.query_start_loc.diff().tolist() == [
+        *(0 for _ in lens),
+        *(query_len for query_len, _ in requests[num_decodes:]),
+        *(0, 0, 0),
+    ]
     check_batch(batch.attend(TritonBackend(), window), batch, BOUND, window)
 
 

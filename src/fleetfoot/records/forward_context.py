@@ -49,6 +49,9 @@ class AttentionMetadata:
     max_seq_len: int
     is_warm_up: bool = False
     """Whether the pass is of no request: it compiles, captures a graph, or loads what serving uses."""
+    split: tuple[AttentionMetadata, AttentionMetadata] | None = None
+    """The decodes and the other requests as two batches, where only the device has the number of decodes. Decodes have
+    their tokens in order and length 0 for other requests; those have no tokens for decodes. None: the batch is one."""
 
     @property
     def num_reqs(self) -> int:

@@ -29,15 +29,15 @@ _EAGER_STEPS = 4
 """Eager steps that cost as much more than the graph of their size as a capture does. 3,008 tokens of Qwen3-0.6B took 40
 ms eagerly on a host with an H100, and 10 ms as a graph."""
 LONGEST_MIXED_DECODE = 8192
-"""Context of a decode in a captured mixed batch. There the prefill kernel processes decodes too, with one program for
-each KV head, and a longer context would dominate the step."""
+"""Context of a decode up to which the prefill kernel processes decodes, too, in a captured mixed batch. It has one
+program for each KV head, so a longer context would dominate the step: see `GraphKey.splits_decodes`."""
 FULL_STEP_PADDING = 32
 """A mixed batch fills a step if at most 1 / this of ``max_num_batched_tokens`` is padding."""
 _BYTES_PER_LAYER = 96 * 1024
 """Bytes of one layer in a captured graph: a dozen kernels, each with its node and its arguments."""
 _VARIANTS = 3
 """Graphs of one shape in the memory plan: one for each sampling variant in use, of which an engine with requests of one
-kind has one or two."""
+kind has one or two. Fine shapes are counted once."""
 _MOST_TRIED = 2
 """Shapes that are tried between two looks for requests."""
 _START_S = 1.0
@@ -64,6 +64,8 @@ class GraphKey:
     more than 256 logprobs, or a list of tokens that exceeds a row of the tables."""
     drafting: int | None = None
     """Number of drafts to propose at the end; 0: a drafter only fills its KV cache; None: no drafting."""
+    splits_decodes: bool = False
+    """Mixed: attention of decodes is a kernel of its own, which spreads long contexts over the GPU."""
 
 
 @dataclass(slots=True)
@@ -180,9 +182,12 @@ class CaptureTable:
             size = _at_least(sizes, num_reqs)
             return None if size is None else GraphKey(kind, size, size * (1 + output.num_drafts), sampling, drafting)
         verifies = output.num_drafts > 0 and sampling is not None
-        if drafting is not None or verifies or output.longest_decode > LONGEST_MIXED_DECODE:
+        if drafting is not None or verifies:
             return None  # a graph of a mixed batch neither verifies nor proposes drafts
-        return self._mixed_key(self._all_mixed, num_tokens, sampling)
+        key = self._mixed_key(self._all_mixed, num_tokens, sampling)
+        if key is None or output.longest_decode <= LONGEST_MIXED_DECODE:
+            return key
+        return replace(key, splits_decodes=True)
 
     def _mixed_key(self, sizes: tuple[int, ...], num_tokens: int, sampling: SamplingVariant | None) -> GraphKey | None:
         size = _at_least(sizes, num_tokens)
@@ -191,23 +196,23 @@ class CaptureTable:
         return GraphKey("mixed", min(size, self.max_num_seqs), size, sampling)
 
     def is_fine(self, key: GraphKey) -> bool:
-        """Whether a shape is one of ``fine``."""
-        return key.kind == "mixed" and key.num_tokens in self.fine
+        """Whether a shape is captured once it pays: those of ``fine``, and those for long contexts."""
+        return key.splits_decodes or (key.kind == "mixed" and key.num_tokens in self.fine)
 
     def coarse(self, key: GraphKey) -> GraphKey | None:
         """The shape that steps of a fine one are padded to until that is captured; None: they run eagerly."""
-        return self._mixed_key(self.mixed_sizes, key.num_tokens, key.sampling)
+        return None if key.splits_decodes else self._mixed_key(self.mixed_sizes, key.num_tokens, key.sampling)
 
     def num_bytes(self, num_layers: int, hidden_bytes: int) -> int:
         """Bytes of the graphs: the nodes of every shape, and the hidden states that it returns. ``hidden_bytes``: of
         the hidden state of one token."""
-        sizes = [*(key.num_tokens for key in self.keys), *self.fine]
-        return _VARIANTS * (len(sizes) * num_layers * _BYTES_PER_LAYER + sum(sizes) * hidden_bytes)
+        sizes = [*(key.num_tokens for key in self.keys for _ in range(_VARIANTS)), *self.fine]
+        return len(sizes) * num_layers * _BYTES_PER_LAYER + sum(sizes) * hidden_bytes
 
     @property
     def most_graphs(self) -> int:
         """The number of graphs that `num_bytes` counts."""
-        return _VARIANTS * (len(self.keys) + len(self.fine))
+        return _VARIANTS * len(self.keys) + len(self.fine)
 
     @property
     def most_tokens(self) -> int:

@@ -111,6 +111,15 @@ class AttentionInputs(NamedTuple):
         tensors = (metadata.query_start_loc, metadata.seq_lens, metadata.block_tables)
         return cls(query, kv_cache, *tensors, scale, window, metadata.max_query_len, soft_cap)
 
+    def of_batch(self, metadata: AttentionMetadata) -> AttentionInputs:
+        """With the requests of other metadata."""
+        return self._replace(
+            query_start_loc=metadata.query_start_loc,
+            seq_lens=metadata.seq_lens,
+            block_tables=metadata.block_tables,
+            max_query_len=metadata.max_query_len,
+        )
+
     def requests(self, first: int, last: int | None = None) -> AttentionInputs:
         """Those from ``first`` on, and before ``last``."""
         return self._replace(

@@ -126,6 +126,12 @@ def _attend(
     inputs: AttentionInputs, metadata: AttentionMetadata, workspace: AttentionWorkspace, out: torch.Tensor
 ) -> None:
     """The fastest kernels of each shape."""
+    if metadata.split is not None:
+        first, others = metadata.split
+        decodes = inputs.of_batch(first)._replace(query=inputs.query[: first.num_reqs])
+        _decode(decodes, workspace, out[: first.num_reqs])  # zeros for other requests, which the next kernel overwrites
+        _prefill(inputs.of_batch(others), metadata, workspace, out)
+        return
     # One launch for all requests if their rows fit the minimum tile of the decode kernel, which is computed anyway.
     rows = metadata.max_query_len * inputs.group
     num_decodes = 0 if metadata.max_query_len == 1 or rows <= MIN_ROWS else metadata.num_decodes

@@ -107,6 +107,17 @@ class InputBuffers:
         prepare(batch, self._state.tables)
 
 
+def split_decodes(metadata: AttentionMetadata, iota: torch.Tensor) -> None:
+    """Set `AttentionMetadata.split`, on the device. ``iota``: ``[>= num_reqs + 1]`` int32: 0, 1, ..."""
+    starts, places = metadata.query_start_loc, iota[: metadata.num_reqs + 1]
+    # the requests at the front of the batch with one token each
+    is_decode = (starts[:-1] == places[:-1]) & (starts[1:] == places[1:])
+    num_decodes = is_decode.sum(dtype=torch.int32)
+    lens = metadata.seq_lens.masked_fill(~is_decode, 0)
+    decodes = replace(metadata, query_start_loc=places, seq_lens=lens, num_decodes=metadata.num_reqs, max_query_len=1)
+    metadata.split = decodes, replace(metadata, query_start_loc=torch.maximum(starts, num_decodes))
+
+
 # --- logits indices --------------------------------------------------------------------------------------------------
 
 
@@ -151,5 +162,6 @@ def logits_metadata(batch: InputBatch, logits: LogitsBatch, iota: torch.Tensor) 
         positions=batch.metadata.positions[:0],
         num_decodes=0 if shape.num_drafts else num_reqs,
         max_query_len=1 + shape.num_drafts,
+        split=None,
     )
     return LogitsMetadata(logits.indices, metadata)

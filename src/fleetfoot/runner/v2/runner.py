@@ -37,7 +37,7 @@ from fleetfoot.runner.v2.async_output import AsyncOutput
 from fleetfoot.runner.v2.device import Device, always, open_device
 from fleetfoot.runner.v2.drafting import Drafting, newest_tokens
 from fleetfoot.runner.v2.grammar_masks import GrammarMasks
-from fleetfoot.runner.v2.input_batch import InputBatch, InputBuffers, logits_batch, logits_metadata
+from fleetfoot.runner.v2.input_batch import InputBatch, InputBuffers, logits_batch, logits_metadata, split_decodes
 from fleetfoot.runner.v2.state import DeviceState
 from fleetfoot.runner.v2.warm_up import (
     KernelCompiler,
@@ -437,6 +437,8 @@ class ModelRunnerV2(ModelRunner):
 
         def forward() -> StepOutput:
             self._buffers.fill(batch)
+            if key.splits_decodes:
+                split_decodes(batch.metadata, self._iota)
             received = self._pipeline.buffers(key.num_tokens)
             return self._run_model(batch, received, all_tokens=key.sampling is None)
 
