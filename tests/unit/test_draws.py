@@ -31,10 +31,11 @@ def test_tokens_do_not_depend_on_the_bound(
     monkeypatch.setattr(kernels, "_BELOW", below)
     monkeypatch.setattr(kernels, "_FEW_ROWS", 1)
     monkeypatch.setattr(kernels, "_TILING", (2048, 1, 512))
+    num_rows = 6 if vocab_size < 9000 else 2  # the interpreter takes seconds for each
     for dtype in (torch.float32, torch.bfloat16):
-        logits = random_logits(6, vocab_size, spread).to(dtype)
+        logits = random_logits(num_rows, vocab_size, spread).to(dtype)
         for temperature in (0.01, 0.6, 1.0, 30.0):
-            random = random_rows(6, temperature)
+            random = random_rows(num_rows, temperature)
             assert sample_triton(logits, random).tolist() == sample_torch(logits, random).tolist()
 
 
