@@ -280,6 +280,11 @@ def test_layers_in_two_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for one, other, expected in zip(found, single, exact, strict=True):
         assert (one - expected).norm() <= 1.2 * (other - expected).norm()
     assert not any(torch.equal(one, other) for one, other in zip(found[1:3], single[1:3], strict=True))
+    blocks.launched.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(fit, "MOST_POSITIONS", 20)
+        run_with(torch.bfloat16, chained)
+    assert blocks.launched == [False, True, True, True]  # 2 requests of 21 and 9 tokens are too many, one of 10 is not
     for name, value in (("is_dry", True), ("is_ready", False)):
         setattr(blocks, name, value)
         for one, other in zip(run_with(torch.bfloat16, chained), single, strict=True):

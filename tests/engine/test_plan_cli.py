@@ -224,7 +224,7 @@ def test_full_steps_are_captured_where_launching_them_shows(
     graphs, memory = report["graphs"], report["memory"]
     assert graphs["full_step"] == full_step
     num_mixed = len(graphs["mixed"]) + (full_step is not None)
-    assert graphs["num_shapes"] == len(graphs["decode"]) + num_mixed
+    assert graphs["num_shapes"] == len(graphs["decode"]) + len(graphs["short"]) + num_mixed
     assert full_step not in graphs["mixed"]
     if full_step is not None:  # the pool is as large as what an eager step computes in
         assert memory["graphs"] > memory["activations"]
@@ -310,13 +310,18 @@ def test_layers_in_two_kernels(run: Command, llama_8b: str, monkeypatch: Patch) 
     monkeypatch.setattr(fit, "MOST_ROWS", 2)
     monkeypatch.setattr(fit, "MOST_HIDDEN", 4096)
     for is_hopper, text in (
-        (True, "decodes of up to 2 requests: two CUDA kernels for each layer, once they are compiled"),
+        (
+            True,
+            "decodes of up to 2 requests and 850 tokens of context together: two CUDA kernels for each layer, once "
+            "they are compiled",
+        ),
         (False, "never two CUDA kernels for each layer: the GPU is not a Hopper"),
     ):
         here = Machine(GIB, "mine", 80 * GIB, has_triton=True, is_hopper=is_hopper, num_sms=132, has_nvrtc=True)
         monkeypatch.setattr(Machine, "detect", lambda here=here: here)
         report = run.plan(llama_8b)
         assert report["layer_chain"]["max_rows"] == 2 * is_hopper
+        assert report["graphs"]["short"] == [1, 2] * is_hopper
         assert report["kernels"]["layer_chain"] == ("cuda" if is_hopper else "triton")
         assert report["kernels_until_compiled"].get("layer_chain") == ("triton" if is_hopper else None)
         assert text in " ".join(run("plan", llama_8b).split())

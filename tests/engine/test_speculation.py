@@ -224,6 +224,7 @@ class CuriousDrafter(lives.ScriptedDrafter):
         valid = [t for i, last in enumerate(batch.last_index.tolist()) for t in range(starts[i], last + 1)]
         valid += range(starts[len(rows)], starts[-1])  # chunks that do not reach their prompts' ends
         reach = torch.minimum(batch.positions + num_drafts, batch.limits)
+        assert bool((batch.positions + num_drafts <= batch.max_seq_len).all())
         tables = zip(batch.block_tables.tolist(), reach.tolist(), strict=True)
         per_token = (batch.input_ids[valid], batch.next_ids[valid])
         noise = (batch.temperatures[rows], batch.seeds[rows])
@@ -236,7 +237,7 @@ class CuriousDrafter(lives.ScriptedDrafter):
                 "values": [tensor.tolist() for tensor in values],
                 "metadata": list(metadata),
                 "blocks": [table[: -(-end // 8)] for table, end in tables],
-                "shape": (batch.is_decode, batch.max_seq_len, num_drafts),
+                "shape": (batch.is_decode, num_drafts),
             }
         )
         return super().propose(batch, num_drafts)
@@ -250,7 +251,7 @@ def test_a_drafter_gets_the_same_input_from_both(expected: dict[str, lives.Life]
         ranks.live(REQUESTS, ranks.scheduler(budget=24, controller=lives.Whims(0)), expected=expected)
         inputs.append(drafter.inputs)
     first, second = inputs
-    assert {batch["shape"][2] for batch in first} == {0, lives.NUM_DRAFTS}
+    assert {batch["shape"][1] for batch in first} == {0, lives.NUM_DRAFTS}
     assert len(first) == len(second)
     for ours, theirs in zip(first, second, strict=True):
         torch.testing.assert_close(ours.pop("hidden"), theirs.pop("hidden"))

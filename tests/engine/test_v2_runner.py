@@ -135,6 +135,25 @@ def test_long_contexts_beside_prompts_give_the_same_tokens(monkeypatch: pytest.M
     assert {key.splits_decodes for key in captured.graphs.captured if key.kind == "mixed"} == {False, True}
 
 
+def test_contexts_that_grow_change_graphs() -> None:
+    """Graphs for short contexts are not used for longer ones, and are given a bound that holds."""
+    captured = make_runner(device=RecordingDevice(has_graphs=True))
+    captured.graphs.table = replace(captured.graphs.table, short_rows=4, short_positions=100)
+    captured.warm_up()
+    used: set[tuple[int, int]] = set()
+    get = captured.graphs.get
+
+    def watched(key: GraphKey) -> Any:
+        if key.kind == "decode":
+            used.add((key.num_reqs, key.max_context))
+        return get(key)
+
+    captured.graphs.get = watched
+    lives = [run_lives(captured, seed) for seed in range(8)]
+    assert lives == [run_lives(make_runner(), seed) for seed in range(8)]
+    assert {(1, 100), (2, 50), (2, 0), (4, 0)} <= used
+
+
 def prompt_tokens(output: ModelRunnerOutput) -> dict[int, list[list[int]]]:
     """The most probable tokens at each place of a prompt, for each request with prompt logprobs."""
     unpacked = {index: map(RowLogprobs.unpack, rows) for index, (_, rows) in output.prompt_logprobs.items()}

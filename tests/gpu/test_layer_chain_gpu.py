@@ -114,6 +114,27 @@ def test_tokens_graphs_and_weights(folders: list[Path], launched: list[str], mon
     assert not launched
 
 
+def test_contexts_that_grow_change_to_the_other_path(
+    folders: list[Path], launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit, "MOST_POSITIONS", 50)
+    made = engine(folders[0])
+    found = outputs(made)
+    keys = made.core.executor.runner.graphs.captured  # type: ignore[attr-defined]
+    assert {key.max_context for key in keys if key.kind == "decode" and key.num_reqs == 1} == {0, 50}
+    made.shutdown()
+    assert {*launched} == KERNELS
+    launched.clear()
+    eager = engine(folders[0], enforce_eager=True)
+    assert_near(outputs(eager), found)
+    assert launched
+    eager.shutdown()
+    monkeypatch.setattr(fit, "MOST_ROWS", 0)
+    plain = engine(folders[0])
+    assert_near(found, outputs(plain))
+    plain.shutdown()
+
+
 def test_graphs_without_the_kernels_are_captured_again(
     folders: list[Path], launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

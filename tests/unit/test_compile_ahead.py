@@ -295,7 +295,7 @@ def test_the_previous_compilation_listener_is_kept(monkeypatch: pytest.MonkeyPat
 def test_shapes() -> None:
     prefill, decode = warm_up_steps(max_num_batched_tokens=64, max_model_len=128, block_size=16)
     assert eager_shape(prefill, None) == GraphKey("mixed", 1, 4)
-    assert eager_shape(decode, 0) == GraphKey("decode", 1, 1, drafting=0)
+    assert eager_shape(decode, 0) == GraphKey("decode", 1, 1, drafting=0, max_context=1)
     assert prompt_shapes(300) == [GraphKey("mixed", 1, 300)]
     assert prompt_shapes(9000) == [GraphKey("mixed", 1, 1024), GraphKey("mixed", 1, 9000)]
     assert later_shapes((), 0) == []

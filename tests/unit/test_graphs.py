@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fleetfoot.records.step import SchedulerOutput
-from fleetfoot.runner.graphs import CaptureTable, GraphKey, GraphManager, captures_of_start, decode_sizes
+from fleetfoot.runner.graphs import BatchShape, CaptureTable, GraphKey, GraphManager, captures_of_start, decode_sizes
 from fleetfoot.sampling.shape import EVERYTHING, MASKS, PLAIN, TOP_K, SamplingVariant
 
 LARGE: dict[str, Any] = {"most_mixed_tokens": 2675, "most_full_tokens": 10_700}
@@ -114,6 +114,43 @@ def test_fine_sizes_pad_at_most_a_third() -> None:
     assert table(max_num_batched_tokens=700).fine == (96, 160, 192, 384, 640)
     assert table(max_num_batched_tokens=700, **LARGE).full_step == 700
     assert DRAFTING.fine  # for steps without drafts
+
+
+SHORT = table(short_rows=4, short_positions=1700)
+
+
+@pytest.mark.parametrize(
+    ("num_reqs", "longest", "key"),
+    [
+        (1, 1700, (1, 1700)),
+        (1, 1701, (1, 0)),
+        (2, 850, (2, 850)),
+        (2, 851, (2, 0)),
+        (3, 425, (4, 425)),
+        (4, 426, (4, 0)),
+    ],
+)
+def test_shapes_for_short_contexts(num_reqs: int, longest: int, key: tuple[int, int]) -> None:
+    size, max_context = key
+    output = step([1] * num_reqs, num_reqs, longest_decode=longest)
+    shape = GraphKey("decode", size, size, max_context=max_context)
+    assert SHORT.dispatch(output) == shape
+    assert shape in SHORT.first_keys  # a context that grows does not wait for a capture
+    assert BatchShape.of_graph(shape).max_context == BatchShape.of_step(output, shape).max_context == max_context
+    assert BatchShape.of_step(output, None).max_context == longest
+
+
+def test_the_shapes_for_short_contexts_of_a_table() -> None:
+    assert SHORT.short == (1, 2, 4)
+    assert [key.num_reqs for key in SHORT.first_keys] == [1, 1, 2, 2, 4, 4, 8]
+    assert len(SHORT.keys) == len(table().keys) + 3
+    assert SHORT.dispatch(step([1] * 5, 5, longest_decode=9)) == GraphKey("decode", 8, 8)
+    # with drafts, the drafter's own steps may be of one token, and attend to their positions too
+    drafts = table(short_rows=2, short_positions=300, num_drafts=3)
+    assert drafts.dispatch(step([4, 4], 2, num_drafts=3, longest_decode=147)) == GraphKey(
+        "uniform", 2, 8, max_context=147
+    )
+    assert drafts.dispatch(step([4, 4], 2, num_drafts=3, longest_decode=148)) == GraphKey("uniform", 2, 8)
 
 
 def test_the_keys_of_a_table() -> None:

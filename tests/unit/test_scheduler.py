@@ -6,6 +6,7 @@ import pytest
 from tests.helpers.schedulers import Drive, make_scheduler, request_of
 
 from fleetfoot.records.request import RequestStatus
+from fleetfoot.records.step import FEW_DECODES
 from fleetfoot.scheduler.scheduler import Scheduler
 
 ABORTED = RequestStatus.FINISHED_ABORTED
@@ -17,10 +18,10 @@ def scheduler_of(**config: Any) -> Scheduler:
 
 def test_prompts_are_cut_to_the_budget_and_decodes_go_first() -> None:
     drive = Drive(scheduler_of(), request_of("a", 6), request_of("b", 20), request_of("c", 3))
-    steps = [  # batch, num_decodes, num_sampled, longest_decode (only of steps that also have prefills)
+    steps = [  # batch, num_decodes, num_sampled, longest_decode
         ({"a": 6, "b": 10}, 0, 1, 0),
         ({"a": 1, "b": 10, "c": 3}, 1, 3, 7),
-        ({"a": 1, "b": 1, "c": 1}, 3, 3, 0),
+        ({"a": 1, "b": 1, "c": 1}, 3, 3, 21),
     ]
     for batch, num_decodes, num_sampled, longest_decode in steps:
         output = drive.schedule()
@@ -31,6 +32,21 @@ def test_prompts_are_cut_to_the_budget_and_decodes_go_first() -> None:
     stats = drive.scheduler.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_preemptions) == (3, 0, 0)
     assert stats.kv_cache_usage == pytest.approx((2 + 6 + 1) / 32)
+
+
+def test_the_longest_of_few_decodes_or_beside_a_prompt() -> None:
+    count = FEW_DECODES + 1
+    names = [f"r{index}" for index in range(count)]
+    requests = (request_of(name, 1 + 2 * index, max_tokens=3) for index, name in enumerate(names))
+    drive = Drive(scheduler_of(max_num_seqs=count + 1, max_num_batched_tokens=200), *requests)
+    drive.step()
+    output = drive.schedule()
+    assert (output.num_decodes, output.longest_decode) == (count, 0)  # not computed
+    drive.update(output)
+    drive.scheduler.add_request(request_of("prompt", 5))
+    output = drive.schedule()
+    assert (output.num_decodes, output.longest_decode) == (count, 2 * count + 1)
+    drive.update(output)
 
 
 def test_rows_limit_the_running_requests() -> None:

@@ -38,14 +38,15 @@ Without flags of the machine, the plan is for this one. With them it is for the 
   kernels_until_compiled: for operations with kernels that the engine compiles: what runs in steps before that
   layers: runs of decoder layers (first, last), fused or not, with the reason; compiles_layers: whether torch.compile
     compiles each of them
-  layer_chain: max_rows, the most requests of a decode in which two kernels compute a layer (0: none); reason, why not
+  layer_chain: max_rows, the most requests of a decode in which two kernels compute a layer (0: none); max_positions,
+    the most tokens of their contexts, the longest one times the requests; reason, why not
   positions: each rotary embedding (rope), and the layers that have it; null: layers without positions
   max_model_len, max_num_seqs, max_num_batched_tokens
   graphs: num_shapes; decode (requests), uniform (requests, num_drafts drafts each), mixed (tokens), full_step (tokens
-    of a mixed batch that fills a step; null: it runs eagerly): the shapes; fine: further sizes of mixed batches, each
-    captured once the padding that it saves has cost as much; captured_at_start, besides others if their kernels are
-    compiled by then; is_captured (false: shapes are dispatched to, but run eagerly, for the attention backend cannot be
-    captured)
+    of a mixed batch that fills a step; null: it runs eagerly): the shapes; short: decodes that have one more for short
+    contexts (layer_chain); fine: further sizes of mixed batches, each captured once the padding that it saves has cost
+    as much; captured_at_start, besides others if their kernels are compiled by then; is_captured (false: shapes are
+    dispatched to, but run eagerly, for the attention backend cannot be captured)
   workers: executor, uni (one, in the engine's process) or mp (a process for each rank); on_error, raise or restart;
     max_restarts, within an hour
   parallel: tensor_parallel_size, pipeline_parallel_size, vocab_rows (of a rank); stages: for each pipeline rank, its
@@ -219,6 +220,7 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
         "graphs": {
             "num_shapes": len(table.keys),
             "decode": list(table.decode),
+            "short": list(table.short),
             "num_drafts": table.num_drafts,
             "uniform": list(table.uniform),
             "mixed": list(table.mixed),

@@ -54,7 +54,8 @@ def _setup_lines(report: dict[str, Any]) -> _Lines:
         fused = "fused" if run["fused"] else "plain"
         yield "" if run["first"] else "layers", f"{run['first']} to {run['last']} {fused}: {run['reason']}"
     if most := (chain := report["layer_chain"])["max_rows"]:
-        yield "", f"decodes of up to {count(most, 'request')}: two CUDA kernels for each layer, once they are compiled"
+        limit = f"{count(most, 'request')} and {chain['max_positions']:,} tokens of context together"
+        yield "", f"decodes of up to {limit}: two CUDA kernels for each layer, once they are compiled"
     elif chain["reason"]:
         yield "", f"never two CUDA kernels for each layer: {chain['reason']}"
     if report["compiles_layers"]:

@@ -73,6 +73,10 @@ class NewRequest:
         )
 
 
+FEW_DECODES = 8
+"""Decodes of a step up to which its `SchedulerOutput.longest_decode` is known."""
+
+
 @dataclass(slots=True)
 class SchedulerOutput:
     """One step. Its requests stand in batch order: decodes, prefills that reach their end, other prefill chunks.
@@ -109,7 +113,8 @@ class SchedulerOutput:
     if that is later: those cost no waiting, and keep the steps of a row's previous owner away from its new one.
     -1: none, and always so without a pipeline."""
     longest_decode: int = 0
-    """Context length of the longest decode, its new tokens included, in a step that also holds prefills; else 0."""
+    """Context length of the longest decode, its new tokens included, in a step that also holds prefills, or has at most
+    `FEW_DECODES`; else 0."""
     num_kernels: list[int] = field(default_factory=list)
     """With several ranks, for each pipeline stage: how many of the kernels that its ranks compile beside the steps may
     be used, in the order in which they were queued. Ranks change to a kernel in the same step. Set by the executor."""

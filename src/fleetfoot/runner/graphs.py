@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -66,6 +66,8 @@ class GraphKey:
     """Number of drafts to propose at the end; 0: a drafter only fills its KV cache; None: no drafting."""
     splits_decodes: bool = False
     """Mixed: attention of decodes is a kernel of its own, which spreads long contexts over the GPU."""
+    max_context: int = 0
+    """Length that no context exceeds, so that kernels for short ones can be used; 0: there is no such length."""
 
 
 @dataclass(slots=True)
@@ -82,6 +84,8 @@ class BatchShape:
     padded_tokens: int
     num_drafts: int = 0
     """Drafts that each decode verifies, besides the token sampled last."""
+    max_context: int = 0
+    """Length that no context exceeds; 0: not known."""
 
     @classmethod
     def of_graph(cls, key: GraphKey) -> BatchShape:
@@ -90,7 +94,8 @@ class BatchShape:
         if key.kind == "mixed":
             return cls(num_reqs, num_tokens, 0, num_reqs, num_tokens, num_reqs, num_tokens)
         width = num_tokens // num_reqs
-        return cls(num_reqs, num_tokens, num_reqs, num_reqs, width, num_reqs, num_tokens, width - 1)
+        padded = num_reqs, num_tokens
+        return cls(*padded, num_reqs, num_reqs, width, *padded, width - 1, key.max_context)
 
     @classmethod
     def of_step(cls, output: SchedulerOutput, key: GraphKey | None) -> BatchShape:
@@ -106,6 +111,7 @@ class BatchShape:
             padded_reqs=num_reqs if key is None else key.num_reqs,
             padded_tokens=num_tokens if key is None else key.num_tokens,
             num_drafts=output.num_drafts,
+            max_context=(output.longest_decode if is_decode else 0) if key is None else key.max_context,
         )
 
     @property
@@ -129,6 +135,9 @@ class CaptureTable:
     how many of the smallest decode shapes, with drafts if there are any, are captured at every start; others only if
     their kernels are compiled by then, else when they are needed.
 
+    ``short_rows``, ``short_positions``: decodes of up to so many requests have a second shape of each size, with faster
+    kernels, for contexts that have up to so many positions together.
+
     ``fine``: further sizes of mixed batches. Each is captured once it would have saved ``capture_tokens`` tokens of
     padding, which take as long as a capture; until then, steps are padded to one of ``mixed``, or run eagerly.
     """
@@ -141,6 +150,8 @@ class CaptureTable:
     capture_tokens: int = 0
     full_step: int | None = None
     max_num_seqs: int = 0
+    short_rows: int = 0
+    short_positions: int = 0
     eager_capture: int = 4
 
     @classmethod
@@ -154,10 +165,12 @@ class CaptureTable:
         num_drafts: int = 0,
         most_mixed_tokens: int = MIXED_FOR_ALL,
         most_full_tokens: int = 0,
+        short_rows: int = 0,
+        short_positions: int = 0,
     ) -> CaptureTable:
         """The shapes for a configuration: none on a CPU, where there is nothing to replay, and none if eager.
         ``most_mixed_tokens``: size up to which mixed batches are captured; ``most_full_tokens``: size up to which a
-        batch with hardly any padding is captured."""
+        batch with hardly any padding is captured; the others: see `CaptureTable`."""
         if device == "cpu" or enforce_eager:
             return cls()
         sizes = decode_sizes(max_num_seqs)
@@ -170,7 +183,8 @@ class CaptureTable:
         between = {*MIXED_TOKENS, *FINE_TOKENS} - {*mixed, full_step}
         fine = tuple(sorted(tokens for tokens in between if tokens <= most_fine))
         capture_tokens = _CAPTURE_LAUNCHES * most_mixed_tokens
-        return cls(sizes, num_drafts, uniform, mixed, fine, capture_tokens, full_step, max_num_seqs)
+        short = short_rows, short_positions
+        return cls(sizes, num_drafts, uniform, mixed, fine, capture_tokens, full_step, max_num_seqs, *short)
 
     def dispatch(
         self, output: SchedulerOutput, *, sampling: SamplingVariant | None = PLAIN, drafting: int | None = None
@@ -180,7 +194,12 @@ class CaptureTable:
         if output.num_decodes == num_reqs and output.num_drafts in (0, self.num_drafts):
             kind, sizes = ("uniform", self.uniform) if output.num_drafts else ("decode", self.decode)
             size = _at_least(sizes, num_reqs)
-            return None if size is None else GraphKey(kind, size, size * (1 + output.num_drafts), sampling, drafting)
+            if size is None:
+                return None
+            short = self._short_context(size)
+            max_context = short if output.longest_decode <= short else 0
+            num_tokens = size * (1 + output.num_drafts)
+            return GraphKey(kind, size, num_tokens, sampling, drafting, max_context=max_context)
         verifies = output.num_drafts > 0 and sampling is not None
         if drafting is not None or verifies:
             return None  # a graph of a mixed batch neither verifies nor proposes drafts
@@ -194,6 +213,10 @@ class CaptureTable:
         if size is None or (size == self.full_step and (size - num_tokens) * FULL_STEP_PADDING > size):
             return None
         return GraphKey("mixed", min(size, self.max_num_seqs), size, sampling)
+
+    def _short_context(self, num_reqs: int) -> int:
+        """The longest context, drafts included, of the shape for short ones; 0: there is no such shape."""
+        return self.short_positions // num_reqs - self.num_drafts if num_reqs <= self.short_rows else 0
 
     def is_fine(self, key: GraphKey) -> bool:
         """Whether a shape is captured once it pays: those of ``fine``, and those for long contexts."""
@@ -232,15 +255,30 @@ class CaptureTable:
     def keys(self) -> tuple[GraphKey, ...]:
         """Every shape but the fine ones, with plain sampling."""
         return (
-            *(GraphKey("decode", size, size) for size in self.decode),
-            *(GraphKey("uniform", size, size * (1 + self.num_drafts)) for size in self.uniform),
+            *self._decode_keys("decode", self.decode, 1),
+            *self._decode_keys("uniform", self.uniform, 1 + self.num_drafts),
             *(GraphKey("mixed", min(size, self.max_num_seqs), size) for size in self.mixed_sizes),
         )
 
     @property
+    def short(self) -> tuple[int, ...]:
+        """Requests of the decodes that have a shape for short contexts, without drafts."""
+        return tuple(size for size in self.decode if self._short_context(size))
+
+    def _decode_keys(self, kind: str, sizes: tuple[int, ...], width: int) -> Iterator[GraphKey]:
+        """Those for short contexts first, where there are two of a size."""
+        for size in sizes:
+            key = GraphKey(kind, size, size * width)
+            if short := self._short_context(size):
+                yield replace(key, max_context=short)
+            yield key
+
+    @property
     def first_keys(self) -> tuple[GraphKey, ...]:
         """The shapes to capture at every start: the smallest decodes with plain sampling, and with drafts if any."""
-        return self._plain_keys[: self.eager_capture]
+        sizes = sorted({key.num_reqs for key in self._plain_keys if key.kind != "mixed"})[: self.eager_capture]
+        kind = self._plain_keys[0].kind if sizes else ""
+        return tuple(key for key in self._plain_keys if key.kind == kind and key.num_reqs in sizes)
 
     @property
     def common_keys(self) -> tuple[GraphKey, ...]:

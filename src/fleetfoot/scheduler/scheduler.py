@@ -22,7 +22,7 @@ from itertools import chain
 
 from fleetfoot.records.kv_connector import NoSchedulerConnector, SchedulerConnector
 from fleetfoot.records.request import Request, RequestStatus
-from fleetfoot.records.step import EngineOutput, ModelRunnerOutput, NewRequest, SchedulerOutput
+from fleetfoot.records.step import FEW_DECODES, EngineOutput, ModelRunnerOutput, NewRequest, SchedulerOutput
 from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.drafting import DraftController, Drafting
 from fleetfoot.scheduler.kv_blocks import BlockPool, RequestBlocks
@@ -310,6 +310,7 @@ class Scheduler:
         num_decodes, chunks = len(batch.decodes), batch.last_chunks + batch.other_chunks
         num_sampled = num_decodes + len(batch.last_chunks)
         requests = batch.decodes + [request for request, _ in chunks]
+        has_context = bool(chunks) or num_decodes <= FEW_DECODES
         num_scheduled_tokens = [1 + num_drafts] * num_decodes + [count for _, count in chunks]
         output = SchedulerOutput(
             step=self._step,
@@ -322,7 +323,7 @@ class Scheduler:
             new_block_ids=batch.new_block_ids,
             num_drafts=num_drafts if num_decodes else 0,
             num_to_propose=self.drafting.choose(num_sampled),
-            longest_decode=max((request.num_computed for request in batch.decodes), default=0) if chunks else 0,
+            longest_decode=max((each.num_computed for each in batch.decodes), default=0) if has_context else 0,
         )
         if self._num_structured:
             sampling = enumerate(requests[:num_sampled])

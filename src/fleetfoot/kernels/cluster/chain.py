@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from fleetfoot.kernels.cluster.fit import max_rows
+from fleetfoot.kernels.cluster.fit import max_positions, max_rows
 from fleetfoot.kernels.cluster.layer_blocks import (
     ATTENTION_BLOCK,
     FOLDER,
@@ -34,7 +34,8 @@ _add_rms_norm = or_reference(add_rms_norm_triton, add_rms_norm_torch)
 
 
 class ClusterLayers:
-    """See `LayerChain`. It computes decodes of up to ``max_rows`` requests, one token each, with all layers."""
+    """See `LayerChain`. It computes decodes of up to ``max_rows`` requests with one token each and short contexts, with
+    all layers."""
 
     def __init__(self, layers: Sequence[LayerParts], weights: Sequence[LayerWeights], most_rows: int) -> None:
         self._layers = [*zip(layers, weights, strict=True)]
@@ -43,6 +44,7 @@ class ClusterLayers:
         self._head_dim = parts.rotary.cos_sin.shape[1]
         self._num_heads, self._hidden, self._intermediate = parts.num_heads, first.qkv.shape[1], first.down.shape[1]
         self._num_kv_heads = (first.qkv.shape[0] // self._head_dim - parts.num_heads) // 2
+        self._max_positions = max_positions(self._hidden)
         self._caches = [each.kv_index for each in layers]
 
     def __call__(
@@ -51,6 +53,8 @@ class ClusterLayers:
         rows, metadata = len(x), ctx.attention
         is_decode = metadata.max_query_len == 1 and metadata.num_reqs == rows
         if num_layers < len(self._layers) or not is_decode or rows > self._max_rows:
+            return None
+        if rows_of(rows) * metadata.max_seq_len > self._max_positions:
             return None
         caches = [ctx.kv_caches[index] for index in self._caches]
         tiling, shape = LayerTiling(rows_of(rows)), self.shape(caches[0].shape[3])

@@ -87,7 +87,7 @@ class Drafting:
             temperatures=self._state.sampling.temperature,
             seeds=self._state.sampling.seeds,
             is_decode=batch.shape.is_decode,
-            max_seq_len=self._max_seq_len,
+            max_seq_len=min(metadata.max_seq_len + self._draft_settings.num_drafts, self._max_seq_len),
         )
 
     def _next_ids(self, batch: InputBatch, last_index: torch.Tensor, newest: torch.Tensor) -> torch.Tensor:

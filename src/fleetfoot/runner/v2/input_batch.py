@@ -84,7 +84,7 @@ class InputBuffers:
             num_decodes=0 if has_long_queries else shape.padded_reqs if shape.is_decode else shape.num_decodes,
             max_query_len=shape.max_query_len,
             # an upper bound: the lengths are on the device
-            max_seq_len=self._max_model_len + self._state.num_draft,
+            max_seq_len=shape.max_context or self._max_model_len + self._state.num_draft,
             is_warm_up=is_warm_up,
         )
         return InputBatch(
