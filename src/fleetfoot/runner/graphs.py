@@ -292,6 +292,11 @@ class CaptureTable:
         shapes = sorted(self._plain_keys, key=lambda key: -key.num_tokens)
         return tuple(replace(key, sampling=sampling) for key in shapes)
 
+    def fine_with_sampling(self, sampling: SamplingVariant) -> tuple[GraphKey, ...]:
+        """The fine shapes with a variant, the largest first; none with drafts, with which prompts run eagerly."""
+        sizes = () if self.num_drafts else reversed(self.fine)
+        return tuple(GraphKey("mixed", min(size, self.max_num_seqs), size, sampling) for size in sizes)
+
     @property
     def _plain_keys(self) -> tuple[GraphKey, ...]:
         """`keys`; with drafts, the steps that verify drafts and propose others: prompts run eagerly."""
@@ -363,6 +368,8 @@ class GraphManager:
         if not self._includes_sampling:
             sampling = drafting = None
         key = self.table.dispatch(output, sampling=sampling, drafting=drafting)
+        if key is not None and key.sampling is not None:
+            self._variants[key.sampling] = None
         if key is not None and self.table.is_fine(key) and key not in self.captured:
             key = self._capture_if_it_pays(key)
         self.num_steps["eager" if key is None else key.kind] += 1
@@ -388,8 +395,6 @@ class GraphManager:
         if key in self.captured:
             self.captured[key] = captured = self.captured.pop(key)
             return captured
-        if key.sampling is not None:
-            self._variants[key.sampling] = None
         self._needed[key] = None
         return self._try(key)
 
@@ -406,9 +411,10 @@ class GraphManager:
 
     def capture_next(self) -> bool:
         """Capture a shape that is outdated or was needed or, while there is room, another one with a variant of
-        sampling that was. False: there is none, or its kernels are not compiled."""
+        sampling that steps have had, fine shapes last. False: there is none, or its kernels are not compiled."""
         has_room = len(self.captured) < self.table.most_graphs
-        others = (key for variant in self._variants for key in self.table.with_sampling(variant) if has_room)
+        tables = (self.table.with_sampling, self.table.fine_with_sampling)
+        others = (key for keys in tables for variant in self._variants for key in keys(variant) if has_room)
         keys = dict.fromkeys((*self.outdated, *self._needed, *self._of_rank(tuple(others))))
         missing = [key for key in keys if key not in self.captured or key in self.outdated]
         return any(self._try(key) is not None for key in missing[:_MOST_TRIED])
