@@ -216,7 +216,7 @@ class CaptureTable:
 
     def _short_context(self, num_reqs: int) -> int:
         """The longest context, drafts included, of the shape for short ones; 0: there is no such shape."""
-        return self.short_positions // num_reqs - self.num_drafts if num_reqs <= self.short_rows else 0
+        return max(0, self.short_positions // num_reqs - self.num_drafts) if num_reqs <= self.short_rows else 0
 
     def is_fine(self, key: GraphKey) -> bool:
         """Whether a shape is captured once it pays: those of ``fine``, and those for long contexts."""
