@@ -33,7 +33,7 @@ def _open_driver() -> Any:
 
 
 def find_gpus(open_driver: Callable[[], Any] = _open_driver) -> list[GPU] | None:
-    """The GPUs, in torch's order; None: only torch itself can tell (ROCm, or a driver with an error or that is older
+    """The GPUs, in torch's order; None: only torch can find them (ROCm, or a driver with an error or that is older
     than torch's CUDA). ``open_driver``: raises OSError where there is no driver."""
     build = torch_build()
     if build.cuda is None:

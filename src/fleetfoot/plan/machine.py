@@ -61,7 +61,7 @@ class Machine:
 
     @classmethod
     def detect(cls) -> Machine:
-        """This machine. Torch is imported only if there may be a GPU, and its driver does not tell."""
+        """This machine. Torch is imported only if there may be a GPU, and the driver does not list it."""
         here = cls.without_gpu()
         if "torch" not in sys.modules and not may_have_gpu():
             return here
