@@ -371,8 +371,9 @@ def make_groups(tensor_size: int, pipeline_size: int, shape: StepShape) -> Worke
     if tensor_size > 1:
         group = _subgroup(by_pipeline_rank, backend)
         if backend == "nccl":
-            on_host, connecting = _subgroup(by_pipeline_rank, "gloo"), None
+            on_host = _subgroup(by_pipeline_rank, "gloo")
             custom = _make_custom(group, on_host, shape.hidden_size, shape.dtype, shape.device)
+            connecting = None
             if pipeline_size == 1:
                 connecting = _connect_beside(group, shape.device)
             else:  # not beside the connections of the pipeline

@@ -275,10 +275,10 @@ class CaptureTable:
 
     @property
     def first_keys(self) -> tuple[GraphKey, ...]:
-        """The shapes to capture at every start: the smallest decodes with plain sampling, and with drafts if any."""
-        sizes = sorted({key.num_reqs for key in self._plain_keys if key.kind != "mixed"})[: self.eager_capture]
-        kind = self._plain_keys[0].kind if sizes else ""
-        return tuple(key for key in self._plain_keys if key.kind == kind and key.num_reqs in sizes)
+        """The shapes to capture at every start: the smallest decodes with plain sampling, and with drafts if any; those
+        for short contexts besides."""
+        first = [key for key in self._plain_keys if not key.max_context][: self.eager_capture]
+        return tuple(key for key in self._plain_keys if replace(key, max_context=0) in first)
 
     @property
     def common_keys(self) -> tuple[GraphKey, ...]:

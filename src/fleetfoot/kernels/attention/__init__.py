@@ -113,12 +113,7 @@ class AttentionInputs(NamedTuple):
 
     def of_batch(self, metadata: AttentionMetadata) -> AttentionInputs:
         """With the requests of other metadata."""
-        return self._replace(
-            query_start_loc=metadata.query_start_loc,
-            seq_lens=metadata.seq_lens,
-            block_tables=metadata.block_tables,
-            max_query_len=metadata.max_query_len,
-        )
+        return self.of(self.query, self.kv_cache, metadata, self.scale, self.window, self.soft_cap)
 
     def requests(self, first: int, last: int | None = None) -> AttentionInputs:
         """Those from ``first`` on, and before ``last``."""

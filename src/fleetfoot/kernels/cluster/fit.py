@@ -82,6 +82,6 @@ def plan_layer_chain(
     failed = [reason for reason, holds in reasons.items() if not holds]
     if not failed and (problem := misfit(shape, tiling)):
         failed = [problem]
-    return (
-        LayerChainPlan(reason=", ".join(failed)) if failed else LayerChainPlan(rows, max_positions(model.hidden_size))
-    )
+    if failed:
+        return LayerChainPlan(reason=", ".join(failed))
+    return LayerChainPlan(rows, max_positions(model.hidden_size))

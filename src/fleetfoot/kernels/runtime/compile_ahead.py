@@ -120,8 +120,8 @@ class CompileAhead:
         self._interval = sys.getswitchinterval()
         self._kernels: list[FutureKernel] = []  # in the order in which they were queued
         self._waiting: list[int] = []  # numbers of those that are not ready
-        self._requested: dict[tuple[Any, ...], FutureKernel] = {}  # launches that had to take another path
-        self._lacking: set[int] = set()  # functions of these kernels, by `id`
+        # launches that had to take another path, of each function, by its `id`
+        self._requested: dict[int, dict[tuple[Any, ...], FutureKernel]] = {}
         self._missed: dict[FutureKernel, str] = {}
         self._missed_optional: dict[FutureKernel, str] = {}
         self._num_done = self._num_compiled_in_order = 0
@@ -285,9 +285,10 @@ class CompileAhead:
         def launch(*arguments: Any, **options: Any) -> Any:
             kinds = None
             missed = self._missed_optional if getattr(jit, "is_optional", False) else self._missed
-            if id(jit) in self._lacking:  # finding out again that a kernel is missing would take 0.1 ms
+            requested = self._requested.get(id(jit))
+            if requested is not None:  # finding out again that a kernel is missing would take 0.1 ms
                 kinds = _kinds(jit, arguments, options)
-                kernel = self._requested.get(kinds)
+                kernel = requested.get(kinds)
                 if kernel is not None:
                     missed[kernel] = jit.__name__
                     raise KernelNotReadyError(jit.__name__)
@@ -298,8 +299,7 @@ class CompileAhead:
                 (kernel,) = self._queue_beside(lambda: launcher(jit, grid)(*arguments, **options)) or (None,)
                 if kernel is None:
                     return real(*arguments, **options)
-                self._requested[kinds] = kernel
-                self._lacking.add(id(jit))
+                self._requested.setdefault(id(jit), {})[kinds] = kernel
                 missed[kernel] = jit.__name__
                 raise KernelNotReadyError(jit.__name__, self._queue_beside) from None
 
@@ -326,8 +326,10 @@ class CompileAhead:
         for number in sorted(done):
             self._kernels[number].result(ignore_errors=True)
         self._waiting = [number for number in self._waiting if number not in done]
-        self._requested = {kinds: kernel for kinds, kernel in self._requested.items() if kernel.kernel is None}
-        self._lacking = {kinds[0] for kinds in self._requested}
+        for requested in self._requested.values():
+            for kinds in [kinds for kinds, kernel in requested.items() if kernel.kernel is not None]:
+                del requested[kinds]
+        self._requested = {function: requested for function, requested in self._requested.items() if requested}
 
     def wait_for_all(self) -> int:
         """Wait for all kernels that were queued. Returns the number of failures."""

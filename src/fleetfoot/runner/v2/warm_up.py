@@ -62,8 +62,8 @@ def warm_up_steps(max_num_batched_tokens: int, max_model_len: int, block_size: i
 
 def eager_shape(step: SchedulerOutput, drafting: int | None) -> GraphKey:
     """The shape of an eager step of one request; of a decode, with a context so short that all kernels can be used."""
-    kind = "decode" if step.num_decodes else "mixed"
-    return GraphKey(kind, 1, step.total_num_scheduled_tokens, drafting=drafting, max_context=step.num_decodes)
+    kind, max_context = ("decode", 1) if step.num_decodes else ("mixed", 0)
+    return GraphKey(kind, 1, step.total_num_scheduled_tokens, drafting=drafting, max_context=max_context)
 
 
 def prompt_shapes(max_num_batched_tokens: int) -> list[GraphKey]:
