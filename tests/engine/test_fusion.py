@@ -46,6 +46,7 @@ from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.quantization.base import LinearWeight
 from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors, RotaryInputs
+from fleetfoot.records.kv_layout import BLOCK_CONTIGUOUS_HND, TOKEN_MAJOR_NHD
 from fleetfoot.weights.loading import ModelLoader
 
 ALL = (True, True, True)
@@ -313,7 +314,8 @@ def test_layers_that_two_kernels_do_not_compute(monkeypatch: pytest.MonkeyPatch)
 
 
 FITTING = {
-    "dtype": "bfloat16", "block_size": 16, "num_ranks": 1, "is_hopper": True, "num_sms": 132, "has_nvrtc": True,
+    "dtype": "bfloat16", "block_size": 16, "kv_layout": BLOCK_CONTIGUOUS_HND, "num_ranks": 1, "is_hopper": True,
+    "num_sms": 132, "has_nvrtc": True,
 }  # fmt: skip
 
 
@@ -335,6 +337,8 @@ FITTING = {
             (0, "the dtype is float32, there are 2 ranks, the hi"),
         ),
         ({"qkv_bias": True, "layer_windows": (None, 8)}, {}, (0, "biases, windows")),
+        ({"num_kv_heads": 4}, {}, (2, "")),
+        ({}, {"kv_layout": TOKEN_MAJOR_NHD}, (0, "the KV layout is token-major-nhd")),
         ({"num_heads": 14, "num_kv_heads": 2}, {}, (0, "14 heads are not a multiple of 16")),
         ({}, {"block_size": 8}, (0, "KV blocks of 8 positions")),
     ],

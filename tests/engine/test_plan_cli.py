@@ -312,7 +312,7 @@ def test_layers_in_two_kernels(run: Command, llama_8b: str, monkeypatch: Patch) 
     for is_hopper, text in (
         (
             True,
-            "decodes of up to 2 requests and 850 tokens of context together: two CUDA kernels for each layer, once "
+            "decodes of up to 2 requests and 5,200 tokens of context together: two CUDA kernels for each layer, once "
             "they are compiled",
         ),
         (False, "never two CUDA kernels for each layer: the GPU is not a Hopper"),

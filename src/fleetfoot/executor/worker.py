@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from fleetfoot.config.engine import Dtype
 from fleetfoot.config.sharding import pipeline_layers
+from fleetfoot.distributed import cleanup_dist_env_and_memory
 from fleetfoot.distributed.groups import WorkerGroups
 from fleetfoot.executor.profiling import WorkerProfiler
 from fleetfoot.executor.protocol import check_parts
@@ -266,7 +267,10 @@ class Worker:
         if self.device.type == "cpu" or config.num_gpu_blocks_override or config.kv_cache_memory_bytes:
             return memory.num_blocks
         free, total = torch.cuda.mem_get_info(self.device)
-        fitting = memory.fitting_blocks(total - free)
+        if (fitting := memory.fitting_blocks(total - free)) < memory.num_blocks:
+            cleanup_dist_env_and_memory()  # an engine that ended in this process, which torch's allocator still holds
+            free, total = torch.cuda.mem_get_info(self.device)
+            fitting = memory.fitting_blocks(total - free)
         if fitting >= memory.num_blocks:
             return memory.num_blocks
         if fitting < 1:

@@ -25,7 +25,7 @@ from fleetfoot.plan.fit import fit_engine
 from fleetfoot.plan.logits_processors import load_processors
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.memory import EngineShape
-from fleetfoot.plan.oracle import ModelFeatures, decide
+from fleetfoot.plan.oracle import Decision, ModelFeatures, decide
 from fleetfoot.plan.plan import EnginePlan, check_connector_settings
 from fleetfoot.speculative.find import DrafterModel, drafter_shape, find_drafter
 from fleetfoot.weights.hub import resolve_model
@@ -60,7 +60,7 @@ def resolve_plan(
     found = find_drafter(config, model, config_only=config_only)
     check_tensor_parallel_size(model, config.tensor_parallel_size)
     check_pipeline_parallel_size(model, config.pipeline_parallel_size)
-    shape = _engine_shape(config, model, found, decision.runner, machine, device)
+    shape = _engine_shape(config, model, found, decision, machine, device)
     if decision.logits_processors and config.speculative_config is not None:
         raise ValueError(
             "logits_processors is set, and so is speculative_config; the batches of LogitsProcessor classes have no "
@@ -108,7 +108,12 @@ def resolve_plan(
 
 
 def _engine_shape(
-    config: EngineConfig, model: ModelConfig, found: DrafterModel | None, runner: str, machine: Machine, device: str
+    config: EngineConfig,
+    model: ModelConfig,
+    found: DrafterModel | None,
+    decision: Decision,
+    machine: Machine,
+    device: str,
 ) -> EngineShape:
     """What memory is counted for. ``found``: the drafter's model. Raises ValueError: max_model_len is too large."""
     limit = model.max_position_embeddings
@@ -123,11 +128,12 @@ def _engine_shape(
     dtype = own_dtype if config.dtype == "auto" else config.dtype
     models = [model] if found is None else [model, found.config]
     layer_chain = NO_LAYER_CHAIN
-    if device == "cuda" and all(layer.is_fused for layer in plan_fusion(model, runner)):
+    if device == "cuda" and all(layer.is_fused for layer in plan_fusion(model, decision.runner)):
         layer_chain = plan_layer_chain(
             model,
             dtype=dtype,
             block_size=config.block_size,
+            kv_layout=decision.kv_layout,
             num_ranks=config.world_size,
             is_hopper=machine.is_hopper,
             num_sms=machine.num_sms,
@@ -138,7 +144,7 @@ def _engine_shape(
         model=model,
         dtype=dtype,
         device=device,
-        runner=runner,
+        runner=decision.runner,
         kernels=plan_kernels(
             DeviceFacts(
                 device,

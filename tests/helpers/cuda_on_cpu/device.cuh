@@ -24,7 +24,7 @@ DEVICE void copy_async(void* to, const void* from, u32 bytes, u64* barrier) {
   const char* data = static_cast<const char*>(from);
   cpu::transfer(to, std::vector<char>(data, data + bytes), barrier);
 }
-DEVICE void prefetch(const void*, u32) {}
+DEVICE void prefetch_line(const void*) {}
 
 template <class... Values>
 void send_values(u32 rank, void* to, u64* barrier, Values... values) {
@@ -59,5 +59,7 @@ DEVICE void mma(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1
   std::memcpy(sums, warp.sums[lane], sizeof(sums));
 }
 
+DEVICE u32 low_halves(u32 low, u32 high) { return high << 16 | low & 0xffff; }
+DEVICE u32 high_halves(u32 low, u32 high) { return high & 0xffff0000 | low >> 16; }
 DEVICE float inverse_sqrt(float x) { return 1.0f / std::sqrt(x); }
 DEVICE float maximum(float a, float b) { return a > b ? a : b; }

@@ -182,13 +182,15 @@ DEVICE void cluster_wait() {
 DEVICE void block_sync(u32 threads) { cpu::meet(cpu::fiber->block->barrier, threads); }
 DEVICE bool elect_lane() { return cpu::fiber->thread % 32 == 0; }
 DEVICE void warp_sync() { cpu::meet(cpu::warp(), 32); }
-DEVICE u32 from_lane(u32 value, u32 lane) {
+template <class Value>
+DEVICE Value from_lane(Value value, u32 lane) {
   cpu::Warp& warp = cpu::warp();
-  u32* words = reinterpret_cast<u32*>(warp.values[warp.generation % 2]);
-  words[cpu::fiber->thread % 32] = value;
+  Value* values = reinterpret_cast<Value*>(warp.values[warp.generation % 2]);
+  values[cpu::fiber->thread % 32] = value;
   cpu::meet(warp, 32);
-  return words[lane];
+  return values[lane];
 }
+DEVICE int warp_index() { return cpu::fiber->thread / 32; }
 DEVICE float from_lane_xor(float value, u32 mask) {
   cpu::Warp& warp = cpu::warp();
   float* values = warp.values[warp.generation % 2];

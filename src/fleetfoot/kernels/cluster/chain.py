@@ -37,14 +37,14 @@ class ClusterLayers:
     """See `LayerChain`. It computes decodes of up to ``max_rows`` requests with one token each and short contexts, with
     all layers."""
 
-    def __init__(self, layers: Sequence[LayerParts], weights: Sequence[LayerWeights], most_rows: int) -> None:
+    def __init__(self, layers: Sequence[LayerParts], weights: Sequence[LayerWeights]) -> None:
         self._layers = [*zip(layers, weights, strict=True)]
-        self._max_rows = most_rows
         parts, first = layers[0], weights[0]
         self._head_dim = parts.rotary.cos_sin.shape[1]
         self._num_heads, self._hidden, self._intermediate = parts.num_heads, first.qkv.shape[1], first.down.shape[1]
         self._num_kv_heads = (first.qkv.shape[0] // self._head_dim - parts.num_heads) // 2
-        self._max_positions = max_positions(self._hidden)
+        self.max_rows = max_rows(self._hidden, self._num_kv_heads)
+        self._max_positions = max_positions(self._head_dim)
         self._caches = [each.kv_index for each in layers]
 
     def __call__(
@@ -52,7 +52,7 @@ class ClusterLayers:
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         rows, metadata = len(x), ctx.attention
         is_decode = metadata.max_query_len == 1 and metadata.num_reqs == rows
-        if num_layers < len(self._layers) or not is_decode or rows > self._max_rows:
+        if num_layers < len(self._layers) or not is_decode or rows > self.max_rows:
             return None
         if rows_of(rows) * metadata.max_seq_len > self._max_positions:
             return None
@@ -87,7 +87,8 @@ class ClusterLayers:
         return (
             x.dtype is torch.bfloat16
             and x.is_contiguous()
-            and all(each.dtype is x.dtype and each.shape[2:] == expected and each.stride(4) == 1 for each in caches)
+            and all(each.dtype is x.dtype and each.shape[2:] == expected for each in caches)
+            and all(each.stride()[3:] == (shape.head_dim, 1) for each in caches)
             and _is_supported(shape, tiling)
         )
 
@@ -111,9 +112,11 @@ def kernels_of(shape: LayerShape, tiling: LayerTiling) -> tuple[CudaKernel, Cuda
 
 def chain_layers(layers: Sequence[LayerParts]) -> ClusterLayers | None:
     """See `Kernels.layer_chain`."""
-    weights, rows = [*map(_weights, layers)], max_rows(len(layers[0].input_norm))
-    found = [each for each in weights if each is not None]
-    return ClusterLayers(layers, found, rows) if rows and len(found) == len(layers) else None
+    weights = [each for each in map(_weights, layers) if each is not None]
+    if len(weights) < len(layers):
+        return None
+    chain = ClusterLayers(layers, weights)
+    return chain if chain.max_rows else None
 
 
 def _weights(layer: LayerParts) -> LayerWeights | None:

@@ -45,9 +45,7 @@ DEVICE void copy_async(void* to, const void* from, u32 bytes, u64* barrier) {
                "l"(from), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
-DEVICE void prefetch(const void* from, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
+DEVICE void prefetch_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
 DEVICE u32 address_in(u32 rank, const void* pointer) { return address_in(rank, shared_address(pointer)); }
 // Store `value` where block `rank` has `to`; its `barrier` counts the bytes.
@@ -65,7 +63,12 @@ DEVICE void send(u32 rank, void* to, float first, float second, u64* barrier) {
 }
 
 DEVICE void warp_sync() { __syncwarp(); }
-DEVICE u32 from_lane(u32 value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
+DEVICE int from_lane(int value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
+DEVICE float from_lane(float value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
+// The same in all lanes, as the compiler knows: what depends on it is computed in uniform registers.
+DEVICE int warp_index() { return from_lane(static_cast<int>(thread_index() / 32), 0); }
+DEVICE u32 low_halves(u32 low, u32 high) { return __byte_perm(low, high, 0x5410); }
+DEVICE u32 high_halves(u32 low, u32 high) { return __byte_perm(low, high, 0x7632); }
 // sums [16 outputs, 8 rows] += weight [16, 16] x rows [16, 8], bf16, in the fragments of mma.m16n8k16.
 DEVICE void mma(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm volatile(

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.kernels.cluster.layer_blocks import LayerShape, LayerTiling, misfit
+from fleetfoot.records.kv_layout import BLOCK_CONTIGUOUS_HND
 
 MOST_ROWS, MOST_ELEMENTS = 4, 8192
 """Rows, and rows times hidden size, up to which two kernels compute a layer; 0 rows: they are switched off. On an H200,
 ms a token with two and with five kernels: Qwen3-0.6B 4 rows 0.67 and 0.75, Qwen3-1.7B 1.28 and 1.38, Qwen3-4B 2 rows
 2.66 and 2.73, 4 rows 2.93 and 2.78."""
-MOST_POSITIONS, _LARGE_HIDDEN = 1700, 2048
-"""Maximum context times rows; half of it above that hidden size. A cluster attends with few warps, which wait for their
-loads. On an H200, a token of Qwen3-0.6B takes 5.3 ms for 2 requests of 16,000 tokens, 188 us a layer, where K and V
-are read in 31 us; at 257 tokens these kernels save 6 us a layer with 1 and 2 rows, and 3 us with 4. So, by estimate,
-both ways are equal at 1,640 tokens with one row, 930 with 2 and 430 with 4."""
+MOST_POSITIONS = 5200
+"""Maximum context times rows, of heads of 128; twice as many of heads of 64."""
+_FEW_KV_HEADS, _FEW_KV_HEADS_ROWS = 8, 2
+"""Each of fewer KV heads is computed and read by four clusters. TinyLlama, which has 4: 4 rows 0.957 and 0.919."""
 MOST_HIDDEN = 2560
 """Maximum hidden size. A layer of Llama-3.1-8B takes 118 us with one row, and 116 with five kernels."""
 
@@ -35,15 +35,17 @@ class LayerChainPlan:
 NO_LAYER_CHAIN = LayerChainPlan()
 
 
-def max_rows(hidden_size: int) -> int:
+def max_rows(hidden_size: int, num_kv_heads: int) -> int:
     """Most rows of a step: 0, 1, 2, 4 or 8."""
     rows = min(MOST_ROWS, MOST_ELEMENTS // hidden_size) if hidden_size <= MOST_HIDDEN else 0
+    if num_kv_heads < _FEW_KV_HEADS:
+        rows = min(rows, _FEW_KV_HEADS_ROWS)
     return 1 << rows.bit_length() - 1 if rows else 0
 
 
-def max_positions(hidden_size: int) -> int:
+def max_positions(head_dim: int) -> int:
     """Maximum context times rows of a step; rows are rounded up to a power of two."""
-    return MOST_POSITIONS if hidden_size <= _LARGE_HIDDEN else MOST_POSITIONS // 2
+    return MOST_POSITIONS * 128 // head_dim
 
 
 def plan_layer_chain(
@@ -51,13 +53,14 @@ def plan_layer_chain(
     *,
     dtype: str,
     block_size: int,
+    kv_layout: str,
     num_ranks: int,
     is_hopper: bool,
     num_sms: int,
     has_nvrtc: bool,
 ) -> LayerChainPlan:
     """``is_hopper``: the GPU; ``num_sms``: its multiprocessors; ``has_nvrtc``: the compiler is installed."""
-    rows = max_rows(model.hidden_size)
+    rows = max_rows(model.hidden_size, model.num_kv_heads)
     if not MOST_ROWS:
         return NO_LAYER_CHAIN
     tiling = LayerTiling(rows)
@@ -70,6 +73,7 @@ def plan_layer_chain(
             not is_hopper or num_sms >= num_blocks
         ),
         "NVRTC, which compiles them, is not among the packages that torch installs": has_nvrtc,
+        f"the KV layout is {kv_layout}": kv_layout == BLOCK_CONTIGUOUS_HND,
         f"the dtype is {dtype}": dtype == "bfloat16",
         f"there are {num_ranks} ranks": num_ranks == 1,
         f"the hidden size {model.hidden_size} is above {MOST_HIDDEN}": rows > 0,
@@ -84,4 +88,4 @@ def plan_layer_chain(
         failed = [problem]
     if failed:
         return LayerChainPlan(reason=", ".join(failed))
-    return LayerChainPlan(rows, max_positions(model.hidden_size))
+    return LayerChainPlan(rows, max_positions(model.head_dim))

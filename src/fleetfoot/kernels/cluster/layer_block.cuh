@@ -24,6 +24,7 @@ constexpr int BLOCK_HIDDEN = HIDDEN / CTAS;              // columns of the resid
 constexpr int NORM_CHUNKS = (BLOCK_HIDDEN + 63) / 64;    // of 64 columns, each summed by a warp
 constexpr int SQUARES = CTAS * NORM_CHUNKS;
 constexpr int ATTENDED = GROUP_HEADS * HEAD_DIM;         // inputs of o in a cluster
+constexpr int SPLIT_FLOATS = HEAD_DIM + 4;               // of a head of a split: sums, maximum, sum of weights; padding
 constexpr int GROUP = 32;                                // inputs that a warp multiplies at once: 64 bytes of a row
 static_assert(HIDDEN % IN_COLUMNS == 0 && IN_COLUMNS % (WARPS * GROUP) == 0);
 
@@ -42,9 +43,9 @@ struct Arguments {
   const u16* weight_out;  // [HIDDEN, inputs] of o; of down
   i64 rows;
   double eps;
-  // Attention only. Strides in elements.
+  // Attention only. Strides in elements; the tokens of a head in a block are contiguous.
   u16* kv_cache;          // [num_blocks, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM]
-  i64 block_stride, value_stride, head_stride, token_stride;
+  i64 block_stride, value_stride, head_stride;
   const int* seq_lens;     // [rows], with the new token; 0: padding
   const int* block_tables;
   i64 table_stride;
@@ -64,7 +65,7 @@ struct Memory {
   static constexpr int norm = squares + ROWS * SQUARES * 4;
   static constexpr int input = align(norm + BLOCK_HIDDEN * 2);
   // Later the splits of attention, of the warps.
-  static constexpr int splits_bytes = WARPS * GROUP_HEADS * (HEAD_DIM + 2) * 4;
+  static constexpr int splits_bytes = WARPS * GROUP_HEADS * SPLIT_FLOATS * 4;
   static constexpr int sums = align(input + maximum_of(ROWS * pitch(HIDDEN), splits_bytes));
 };
 
@@ -162,7 +163,7 @@ template <class AnyRing, int NUM_BARRIERS, class InRow, class Groups>
 DEVICE bool begin(AnyRing& ring, const Arguments& arguments, u64* barriers, const u32 (&expected)[NUM_BARRIERS],
                   int rank, int in_tiles, InRow in_row, const Groups& groups, int all_inputs) {
   launch_dependents();
-  if (thread_index() < CONSUMERS) return false;
+  if (warp_index() < WARPS) return false;
   if (thread_index() == CONSUMERS) {
     ring.init();
     for (int i = 0; i < NUM_BARRIERS; i++) barrier_init(barriers + i, 1);
@@ -275,7 +276,7 @@ DEVICE void add_and_norm(const Arguments& arguments, int rank, int cluster, u64*
   const int lane = thread_index() % 32, rows = arguments.rows;
   const u32* norm = reinterpret_cast<const u32*>(memory + Memory::norm);
   float* squares = reinterpret_cast<float*>(memory + Memory::squares);
-  for (int item = thread_index() / 32; item < rows * NORM_CHUNKS; item += WARPS) {
+  for (int item = warp_index(); item < rows * NORM_CHUNKS; item += WARPS) {
     const int row = item / NORM_CHUNKS, chunk = item % NORM_CHUNKS;
     const int in_block = chunk * 64 + lane * 2, column = rank * BLOCK_HIDDEN + in_block;
     const bool is_column = in_block < BLOCK_HIDDEN;
@@ -317,7 +318,7 @@ DEVICE void find_factors(const Arguments& arguments) {
   const int lane = thread_index() % 32;
   const float* all_squares = reinterpret_cast<const float*>(shared_memory() + Memory::squares);
   float* factors = reinterpret_cast<float*>(shared_memory() + Memory::factors);
-  for (int row = thread_index() / 32; row < arguments.rows; row += WARPS) {
+  for (int row = warp_index(); row < arguments.rows; row += WARPS) {
     float sum = 0.0f;
     for (int i = lane; i < SQUARES; i += 32) sum += all_squares[row * SQUARES + i];
 #pragma unroll
@@ -331,7 +332,7 @@ DEVICE void find_factors(const Arguments& arguments) {
 template <int CHAINS, class AnyRing>
 DEVICE void multiply_in(AnyRing& ring, int tiles, int rows) {
   constexpr int groups = IN_COLUMNS / (WARPS * GROUP), chunks = HIDDEN / IN_COLUMNS;
-  const int warp = thread_index() / 32, g = thread_index() % 32 / 4, t = thread_index() % 4;
+  const int warp = warp_index(), g = thread_index() % 32 / 4, t = thread_index() % 4;
   const int in_slot = (g % 2 * 8 + g / 2) * (IN_COLUMNS * 2) + g % 2 * 64 + warp * groups * 64 + t * 16;
   const char* input = ring.memory + Memory::input + g * pitch(HIDDEN) + warp * groups * 64 + t * 16;
   float* all_sums = reinterpret_cast<float*>(ring.memory + Memory::sums) + (warp * ROWS + g) * 16 + t;
@@ -374,7 +375,7 @@ template <int CHAINS, class AnyRing, class Groups>
 DEVICE void multiply_out(AnyRing& ring, const Arguments& arguments, const char* input, int rank, int cluster,
                          const Groups& groups) {
   constexpr int out_rows = Groups::rows, splits = Groups::splits;
-  const int warp = thread_index() / 32, g = thread_index() % 32 / 4, t = thread_index() % 4, rows = arguments.rows;
+  const int warp = warp_index(), g = thread_index() % 32 / 4, t = thread_index() % 4, rows = arguments.rows;
   const int tile = warp % (WARPS / splits), split = warp / (WARPS / splits);
   const int weight_row = g % 2 * (out_rows / 2) + tile * 8 + g / 2;
   const bool has_row = g < rows;

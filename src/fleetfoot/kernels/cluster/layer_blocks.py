@@ -63,8 +63,9 @@ class LayerTiling:
     attention_bytes: int = _SM_BYTES - _MLP_BYTES - 2 * _RESERVED_BYTES
     """Shared memory of a block."""
     mlp_bytes: int = _MLP_BYTES
-    registers: int = 128
-    """Of a thread: three blocks of 5 warps fit on a multiprocessor."""
+    attention_registers: int = 168
+    """Of a thread: two blocks of 5 warps fit on a multiprocessor, each quarter of which may have 3 of the warps."""
+    mlp_registers: int = 128
 
     @property
     def threads(self) -> int:
@@ -122,7 +123,7 @@ class _Plan:
         self.slot_bytes = [cdiv(max(in_bytes, each) + 64, 128) * 128 for each in outs]
 
         squares = ctas * cdiv(block_hidden, 64)
-        splits = warps * heads * (shape.head_dim + 2) * 4
+        splits = warps * heads * (shape.head_dim + 4) * 4
         shared = 1024 + rows * squares * 4 + block_hidden * 2 + max(rows * _pitch(shape.hidden), splits) + 512
         qkv_size = (heads + 2) * shape.head_dim
         tiles = qkv_size // ctas // 16, cdiv(groups * 4, ctas)
@@ -187,7 +188,8 @@ def defines(shape: LayerShape, tiling: LayerTiling) -> tuple[tuple[str, int], ..
             "HIDDEN": shape.hidden, "HEADS": shape.num_heads, "KV_HEADS": shape.num_kv_heads,
             "HEAD_DIM": shape.head_dim, "INTERMEDIATE": shape.intermediate, "BLOCK_SIZE": shape.block_size,
             "ROWS": tiling.rows, "CLUSTERS": tiling.clusters, "MLP_CLUSTERS": tiling.mlp_clusters,
-            "CTAS": tiling.ctas, "WARPS": tiling.warps, "REGISTERS": tiling.registers,
+            "CTAS": tiling.ctas, "WARPS": tiling.warps, "ATTENTION_REGISTERS": tiling.attention_registers,
+            "MLP_REGISTERS": tiling.mlp_registers,
             "IN_COLUMNS": plan.in_columns, "O_TILES": plan.o[0], "O_CHUNKS": plan.o[1],
             "DOWN_TILES": plan.down[0], "DOWN_CHUNKS": plan.down[1],
             "ATTENTION_SLOT_BYTES": plan.slot_bytes[0], "MLP_SLOT_BYTES": plan.slot_bytes[1],
@@ -213,7 +215,7 @@ class Arguments(ctypes.Structure):
 
     _fields_ = _struct_fields(
         "p:partials p:residual p:residual_out p:partials_out p:norm p:weight_in p:weight_out i:rows d:eps "
-        "p:kv_cache i:block_stride i:value_stride i:head_stride i:token_stride p:seq_lens p:block_tables "
+        "p:kv_cache i:block_stride i:value_stride i:head_stride p:seq_lens p:block_tables "
         "i:table_stride p:slots p:cos_sin p:q_norm p:k_norm d:head_eps d:scale_log2"
     )
 
@@ -255,7 +257,7 @@ def layer_arguments(
     ``buffers.residuals[1]``, and the sum to be added to it ``buffers.partials[1]``."""
     rotary, (even, odd), (even_sums, odd_sums) = parts.rotary, buffers.residuals, buffers.partials
     rows = len(even)
-    block_stride, value_stride, head_stride, token_stride = kv_cache.stride()[:4]
+    block_stride, value_stride, head_stride = kv_cache.stride()[:3]
     attention = Arguments(
         partials=None if first_input is not None else odd_sums.data_ptr(),
         residual=(odd if first_input is None else first_input).data_ptr(),
@@ -263,7 +265,7 @@ def layer_arguments(
         norm=parts.input_norm.data_ptr(), weight_in=weights.qkv.data_ptr(), weight_out=weights.o.data_ptr(),
         rows=rows, eps=parts.eps,
         kv_cache=kv_cache.data_ptr(), block_stride=block_stride, value_stride=value_stride, head_stride=head_stride,
-        token_stride=token_stride, seq_lens=metadata.seq_lens.data_ptr(), block_tables=metadata.block_tables.data_ptr(),
+        seq_lens=metadata.seq_lens.data_ptr(), block_tables=metadata.block_tables.data_ptr(),
         table_stride=metadata.block_tables.stride(0), slots=metadata.slot_mapping.data_ptr(),
         cos_sin=rotary.cos_sin.data_ptr(), q_norm=_pointer(rotary.q_norm), k_norm=_pointer(rotary.k_norm),
         head_eps=rotary.eps, scale_log2=parts.scale * math.log2(math.e),

@@ -19,7 +19,7 @@ static_assert(MlpMemory::ring <= MLP_FIXED_BYTES && MLP_STAGES <= 32);
 
 DEVICE float silu(float x) { return x * inverse(1.0f + exp2_fast(x * -1.4426950408889634f)); }
 
-KERNEL(REGISTERS) mlp_block(const Arguments arguments) {
+KERNEL(MLP_REGISTERS) mlp_block(const Arguments arguments) {
   char* memory = shared_memory();
   u64* barriers = reinterpret_cast<u64*>(memory + Memory::barriers);
   const int rank = block_index() % CTAS, cluster = block_index() / CTAS, rows = arguments.rows;
