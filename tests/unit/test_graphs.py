@@ -63,7 +63,7 @@ FULL = table(**LARGE)
         ),
         (DRAFTING, uniform(10, 3), ("uniform", 16, 64)),
         (DRAFTING, uniform(10, 2), None),
-        (DRAFTING, mixed(3, 100, num_drafts=2), None),
+        (DRAFTING, mixed(3, 100, num_drafts=2), ("mixed", 64, 128, None)),
         (table(num_drafts=3, max_num_seqs=64, max_num_batched_tokens=64), uniform(17, 3), None),
         (table(), mixed(3, 100), ("mixed", 128, 128)),
         (table(), mixed(2, 512), ("mixed", 256, 512)),
@@ -94,8 +94,8 @@ FULL = table(**LARGE)
 )
 def test_smallest_shapes(shapes: CaptureTable, output: SchedulerOutput, key: tuple[str, int, int] | None) -> None:
     assert shapes.dispatch(output) == (key and GraphKey(*key))
-    if key is not None and key[0] == "mixed":
-        assert shapes.dispatch(output, drafting=3) is None
+    if key is not None and key[0] == "mixed":  # what verifies or proposes drafts is not in the graph
+        assert shapes.dispatch(output, drafting=3) == replace(GraphKey(*key), sampling=None)
 
 
 def test_mixed_shapes_grow_where_launches_dominate() -> None:
@@ -113,7 +113,7 @@ def test_fine_sizes_pad_at_most_a_third() -> None:
         assert all(later <= 1.51 * earlier for earlier, later in pairwise(sizes[3:]))
     assert table(max_num_batched_tokens=700).fine == (96, 160, 192, 384, 640)
     assert table(max_num_batched_tokens=700, **LARGE).full_step == 700
-    assert DRAFTING.fine  # for steps without drafts
+    assert {key.sampling for key in DRAFTING.fine_with_sampling(TOP_K)} == {None}
 
 
 SHORT = table(short_rows=4, short_positions=1700)
@@ -358,7 +358,8 @@ def test_with_drafts_the_first_shapes_verify_and_draft() -> None:
     assert captures.captured == [GraphKey("uniform", size, 4 * size, drafting=3) for size in FIRST_SIZES]
     assert captures.run(uniform(2, 3), drafting=3) == captures.captured[1]
     captures.manager.capture_common(lambda key: True, 1000)
-    assert {(key.kind, key.drafting) for key in captures.captured} == {("uniform", 3)}  # prompts run eagerly
+    kinds = {(key.kind, key.drafting, key.sampling is None) for key in captures.captured}
+    assert kinds == {("uniform", 3, False), ("mixed", None, True)}
 
 
 def test_each_sampling_variant_is_a_graph_of_its_own_captured_once() -> None:

@@ -61,7 +61,8 @@ class GraphKey:
     num_tokens: int
     sampling: SamplingVariant | None = PLAIN
     """The sampling of the step. None: the graph ends with the forward pass, because a request uses prompt logprobs,
-    more than 256 logprobs, or a list of tokens that exceeds a row of the tables."""
+    more than 256 logprobs, or a list of tokens that exceeds a row of the tables, or because a mixed batch verifies or
+    proposes drafts."""
     drafting: int | None = None
     """Number of drafts to propose at the end; 0: a drafter only fills its KV cache; None: no drafting."""
     splits_decodes: bool = False
@@ -191,7 +192,9 @@ class CaptureTable:
     ) -> GraphKey | None:
         """The smallest shape that holds a step; None: it runs eagerly. ``sampling``, ``drafting``: as in `GraphKey`."""
         num_reqs, num_tokens = len(output.rows), output.total_num_scheduled_tokens
-        if output.num_decodes == num_reqs and output.num_drafts in (0, self.num_drafts):
+        if output.num_decodes == num_reqs:
+            if output.num_drafts not in (0, self.num_drafts):
+                return None
             kind, sizes = ("uniform", self.uniform) if output.num_drafts else ("decode", self.decode)
             size = _at_least(sizes, num_reqs)
             if size is None:
@@ -200,9 +203,8 @@ class CaptureTable:
             max_context = short if output.longest_decode <= short else 0
             num_tokens = size * (1 + output.num_drafts)
             return GraphKey(kind, size, num_tokens, sampling, drafting, max_context=max_context)
-        verifies = output.num_drafts > 0 and sampling is not None
-        if drafting is not None or verifies:
-            return None  # a graph of a mixed batch neither verifies nor proposes drafts
+        if drafting is not None or output.num_drafts:
+            sampling = None  # a graph of a mixed batch neither verifies nor proposes drafts
         key = self._mixed_key(self._all_mixed, num_tokens, sampling)
         if key is None or output.longest_decode <= LONGEST_MIXED_DECODE:
             return key
@@ -288,21 +290,22 @@ class CaptureTable:
         return (*self.with_sampling(PLAIN), *self.with_sampling(TOP_K), *reversed((*with_masks,)))
 
     def with_sampling(self, sampling: SamplingVariant) -> tuple[GraphKey, ...]:
-        """The shapes with a variant, the largest first."""
+        """The shapes with a variant, the largest first; those that end with the forward pass as they are."""
         shapes = sorted(self._plain_keys, key=lambda key: -key.num_tokens)
-        return tuple(replace(key, sampling=sampling) for key in shapes)
+        return tuple(key if key.sampling is None else replace(key, sampling=sampling) for key in shapes)
 
     def fine_with_sampling(self, sampling: SamplingVariant) -> tuple[GraphKey, ...]:
-        """The fine shapes with a variant, the largest first; none with drafts, with which prompts run eagerly."""
-        sizes = () if self.num_drafts else reversed(self.fine)
-        return tuple(GraphKey("mixed", min(size, self.max_num_seqs), size, sampling) for size in sizes)
+        """The fine shapes with a variant, the largest first; with drafts, they end with the forward pass."""
+        used = None if self.num_drafts else sampling
+        return tuple(GraphKey("mixed", min(size, self.max_num_seqs), size, used) for size in reversed(self.fine))
 
     @property
     def _plain_keys(self) -> tuple[GraphKey, ...]:
-        """`keys`; with drafts, the steps that verify drafts and propose others: prompts run eagerly."""
+        """`keys`; with drafts, the steps that verify drafts and propose others, and the forward pass of mixed ones."""
         if not self.num_drafts:
             return self.keys
-        return tuple(replace(key, drafting=self.num_drafts) for key in self.keys if key.kind == "uniform")
+        uniform = (replace(key, drafting=self.num_drafts) for key in self.keys if key.kind == "uniform")
+        return (*uniform, *(replace(key, sampling=None) for key in self.keys if key.kind == "mixed"))
 
 
 def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:

@@ -247,12 +247,22 @@ class ModelRunnerV2(ModelRunner):
             self._pipeline.receive(shape.num_tokens)  # into the buffer that the graph reads
             graph.replay()
             step_output = graph.output
+            if key is not None and key.sampling is None and self._pipeline.is_last_rank:  # the rest is not in the graph
+                batch, step_output = self._without_padding(batch, step_output, scheduler_output)
         hidden_states = step_output.hidden_states
         if isinstance(hidden_states, IntermediateTensors):
             sampled_rows = batch.idx_mapping[: shape.num_sampled].clone()  # the next step overwrites the buffer
             self._send_to_next_stage(hidden_states.first(shape.num_tokens), scheduler_output, sampled_rows)
         else:
             self._execute_state = scheduler_output, (batch, step_output, graph)
+
+    def _without_padding(
+        self, batch: InputBatch, step_output: StepOutput, scheduler_output: SchedulerOutput
+    ) -> tuple[InputBatch, StepOutput]:
+        hidden_states, shape = step_output.hidden_states, BatchShape.of_step(scheduler_output, None)
+        assert isinstance(hidden_states, torch.Tensor)
+        own = self._buffers.batch(shape, batch.rows, is_warm_up=batch.metadata.is_warm_up)
+        return own, StepOutput(hidden_states[: shape.num_tokens])
 
     def _stage_updates(self, scheduler_output: SchedulerOutput) -> None:
         """Stage the rows of new requests and new blocks, and update what the host tracks of the rows."""
