@@ -317,6 +317,21 @@ def test_the_worker_takes_what_was_planned() -> None:
     assert layout.num_bytes == plan.memory.kv_cache
 
 
+def test_memory_of_an_engine_that_ended_is_freed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(3 * GIB, has_native=Machine.detect().has_native)
+    worker = Worker(resolve_plan(EngineConfig(max_num_seqs=4, skip_tokenizer_init=True), machine, environ={}))
+    worker.device, memory = torch.device("cuda"), worker.plan.memory.stage(0)
+    taken = [memory.budget, memory.taken_by_loading]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * GIB - taken[0], 3 * GIB))
+    monkeypatch.setattr("fleetfoot.executor.worker.cleanup_dist_env_and_memory", lambda: taken.pop(0))
+    for _ in range(2):  # the second time nothing has to be freed
+        assert worker._fitting_blocks() == memory.num_blocks
+        assert taken == [memory.taken_by_loading]
+    taken[:] = [memory.budget] * 2
+    with pytest.raises(ValueError, match="no KV block fits"):
+        worker._fitting_blocks()
+
+
 SETTING = re.compile(r"(\w+)=([\d.]+|True) \(--([a-z-]+)(?: [\d.]+)?\)")
 
 ENOUGH = re.compile(

@@ -44,7 +44,7 @@ class ClusterLayers:
         self._num_heads, self._hidden, self._intermediate = parts.num_heads, first.qkv.shape[1], first.down.shape[1]
         self._num_kv_heads = (first.qkv.shape[0] // self._head_dim - parts.num_heads) // 2
         self.max_rows = max_rows(self._hidden, self._num_kv_heads)
-        self._max_positions = max_positions(self._head_dim)
+        self._max_positions = max_positions(self._head_dim, self._num_kv_heads)
         self._caches = [each.kv_index for each in layers]
 
     def __call__(
