@@ -259,6 +259,7 @@ class ModelRunnerV2(ModelRunner):
     def _without_padding(
         self, batch: InputBatch, step_output: StepOutput, scheduler_output: SchedulerOutput
     ) -> tuple[InputBatch, StepOutput]:
+        """What the forward pass of a graph left, as if the step had run eagerly."""
         hidden_states, shape = step_output.hidden_states, BatchShape.of_step(scheduler_output, None)
         assert isinstance(hidden_states, torch.Tensor)
         own = self._buffers.batch(shape, batch.rows, is_warm_up=batch.metadata.is_warm_up)
