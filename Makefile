@@ -9,7 +9,8 @@
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
   $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2])' >/dev/null 2>&1 && echo $$p && break; done)
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# bytecode is compiled at the first import: most modules are never imported
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
 # the CPU build, pinned and installed first: a later resolution would otherwise bring several GB of CUDA libraries
 TORCH := torch==2.13.0
 # two processes, each of which takes over tests that the other has not begun
