@@ -73,7 +73,7 @@ def test_streamed_arguments_are_those_of_the_whole_response(api: openai.OpenAI) 
     calls = [call for delta in deltas for call in delta.tool_calls or ()]
     assert [call.function.name for call in calls if call.id] == [whole.name]
     assert "".join(call.function.arguments or "" for call in calls) == whole.arguments
-    assert len(calls) > 1  # a busy machine merges what has come in the meantime
+    assert len(calls) > 2
     assert not any(delta.content for delta in deltas)
 
 

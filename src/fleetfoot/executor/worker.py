@@ -267,10 +267,10 @@ class Worker:
         if self.device.type == "cpu" or config.num_gpu_blocks_override or config.kv_cache_memory_bytes:
             return memory.num_blocks
         free, total = torch.cuda.mem_get_info(self.device)
-        if (fitting := memory.fitting_blocks(total - free)) < memory.num_blocks:
+        if memory.fitting_blocks(total - free) < memory.num_blocks:
             cleanup_dist_env_and_memory()  # an engine that ended in this process, which torch's allocator still holds
             free, total = torch.cuda.mem_get_info(self.device)
-            fitting = memory.fitting_blocks(total - free)
+        fitting = memory.fitting_blocks(total - free)
         if fitting >= memory.num_blocks:
             return memory.num_blocks
         if fitting < 1:

@@ -130,7 +130,6 @@ DEVICE void send(u32 to, const float* values, u32 barrier) {
   const char* data = reinterpret_cast<const char*>(values);
   cpu::transfer(cpu::at(to), std::vector<char>(data, data + 16), cpu::barrier_at(barrier));
 }
-DEVICE float from_lane(float value, u32 lane) { return bits_float(from_lane(float_bits(value), lane)); }
 
 DEVICE float round_bf16(float x) { return low_bf16(pack_bf16(x, 0.0f)); }
 

@@ -56,14 +56,11 @@ DEVICE Sequence find_sequence(const Arguments& arguments, int rank) {
   return sequence;
 }
 
-DEVICE const u16* tile_address(const Arguments& arguments, int block, int kv_head, int tile) {
-  return arguments.kv_cache + static_cast<i64>(block) * arguments.block_stride + kv_head * arguments.head_stride +
-         tile % (BLOCK_SIZE / TILE) * TILE * HEAD_DIM;
-}
-
 // K of tile `count`, which is among the 32 of `sequence.block`. By a whole warp.
 DEVICE const u16* tile_of(const Arguments& arguments, const Sequence& sequence, int kv_head, int count) {
-  return tile_address(arguments, from_lane(sequence.block, count % 32), kv_head, sequence.tile(count));
+  const i64 block = from_lane(sequence.block, count % 32);
+  return arguments.kv_cache + block * arguments.block_stride + kv_head * arguments.head_stride +
+         sequence.tile(count) % (BLOCK_SIZE / TILE) * TILE * HEAD_DIM;
 }
 
 // K and V of a tile, to L2: each lane has lines of 128 bytes.

@@ -64,8 +64,7 @@ DEVICE void send(u32 rank, void* to, float first, float second, u64* barrier) {
 
 DEVICE void warp_sync() { __syncwarp(); }
 DEVICE int from_lane(int value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
-DEVICE float from_lane(float value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
-// The same in all lanes, as the compiler knows: what depends on it is computed in uniform registers.
+// The same in all lanes, which a shuffle proves to the compiler: what depends on it is computed in uniform registers.
 DEVICE int warp_index() { return from_lane(static_cast<int>(thread_index() / 32), 0); }
 DEVICE u32 low_halves(u32 low, u32 high) { return __byte_perm(low, high, 0x5410); }
 DEVICE u32 high_halves(u32 low, u32 high) { return __byte_perm(low, high, 0x7632); }

@@ -80,7 +80,6 @@ DEVICE void send(u32 to, const float* values, u32 barrier) {
                : "memory");
 }
 
-DEVICE float from_lane(float value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
 DEVICE float round_bf16(float x) { return low_bf16(pack_bf16(x, 0.0f)); }
 
 // --- products of a warp group ----------------------------------------------------------------------------------------

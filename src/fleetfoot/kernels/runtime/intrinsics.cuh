@@ -48,6 +48,7 @@ DEVICE bool elect_lane() {  // of a whole warp
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(is_elected));
   return is_elected;
 }
+DEVICE float from_lane(float value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
 DEVICE float from_lane_xor(float value, u32 mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 
 DEVICE u32 pack_bf16(float low, float high) {
