@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FunctionType, ModuleType
 from typing import Any
@@ -42,6 +42,8 @@ from fleetfoot.kernels.runtime.triton_support import instead_of_launching  # noq
 from fleetfoot.layers.context import ModelContext  # noqa: E402
 from fleetfoot.records.forward_context import IntermediateTensors  # noqa: E402
 from fleetfoot.records.kv_layout import KVLayout  # noqa: E402
+from fleetfoot.records.step import WarmUpOutput  # noqa: E402
+from fleetfoot.runner.base import SampledTokenSync  # noqa: E402
 from fleetfoot.runner.graphs import CaptureTable, GraphKey  # noqa: E402
 from fleetfoot.runner.v2.runner import ModelRunnerV2  # noqa: E402
 from fleetfoot.runner.v2.warm_up import KernelCompiler, warm_up_steps  # noqa: E402
@@ -256,15 +258,16 @@ class Requested:
 
 
 def try_kind(kind: Kind) -> dict[str, Any]:
-    """``requested``: kernels in the order of the dry pass, a hash of each behind its name; ``missing``: those that are
-    launched, and were not requested; ``needless``: the opposite; ``unmasked``: those of token masks without other parts
-    of sampling, and not requested; ``changed``: tensors that it wrote; ``kept``: tensors of it that are left;
-    ``warnings``."""
+    """``requested``: kernels in the order of the dry pass, a hash of each behind its name; ``late``: those that the
+    warm-up launches, and that the start did not request; ``missing``: those that are launched, and were not requested;
+    ``needless``: the opposite; ``unmasked``: those of token masks without other parts of sampling, and not requested;
+    ``changed``: tensors that it wrote; ``kept``: tensors of it that are left; ``warnings``."""
     runner = make_runner(kind)
     tensors = dict(tensors_of(runner))
     fill_with_garbage(tensors)
     before = {path: bits(tensor) for path, tensor in tensors.items()}
-    first = runner._first_shapes(warm_up_steps(runner._max_num_batched_tokens, MAX_MODEL_LEN, 16))
+    steps = warm_up_steps(runner._max_num_batched_tokens, MAX_MODEL_LEN, 16)
+    first = runner._first_shapes(steps)
     later = runner._later_shapes()
     compiler = KernelCompiler(runner._step, runner._model.shortened, CompileAhead(1))
     knobs.runtime.jit_cache_hook = requested = Requested()
@@ -273,6 +276,7 @@ def try_kind(kind: Kind) -> dict[str, Any]:
     handler.handle = lambda record: not warnings.append(record.getMessage())  # type: ignore[method-assign, func-returns-value]
     logging.getLogger("fleetfoot").addHandler(handler)
     compiler.compile_first(first)
+    at_start = requested.kernels
     compiler._queue(later)
     compiler.close()
     logging.getLogger("fleetfoot").removeHandler(handler)
@@ -283,6 +287,8 @@ def try_kind(kind: Kind) -> dict[str, Any]:
         if tensor.data_ptr() != own.data_ptr() and not torch.equal(bits(tensor), before[path])
     ]
     kept = [path for path, tensor in tensors_of(runner) if isinstance(tensor, DryTensor)]
+    knobs.runtime.jit_cache_hook = warming = Requested()
+    launch(runner, [], steps)
     knobs.runtime.jit_cache_hook = launched = Requested()
     launch(runner, [*first, *later])
     knobs.runtime.jit_cache_hook = masked = Requested()
@@ -290,6 +296,7 @@ def try_kind(kind: Kind) -> dict[str, Any]:
     launch(runner, [replace(shape, sampling=SamplingVariant(masks=True)) for shape in sizes])
     return {
         "requested": [f"{name.split()[0]} {hashlib.md5(name.encode()).hexdigest()}" for name in requested.in_order],
+        "late": sorted(warming.kernels - at_start),
         "missing": sorted(launched.kernels - requested.kernels),
         "needless": sorted(requested.kernels - launched.kernels),
         "unmasked": sorted(masked.kernels - requested.kernels),
@@ -299,16 +306,22 @@ def try_kind(kind: Kind) -> dict[str, Any]:
     }
 
 
-def launch(runner: ModelRunnerV2, shapes: list[GraphKey]) -> None:
-    """Steps of all layers, up to each launch, in real memory."""
+def launch(runner: ModelRunnerV2, shapes: list[GraphKey], steps: Sequence[WarmUpOutput] = ()) -> None:
+    """Steps of all layers, up to each launch, in real memory: of padding requests, and those of the warm-up."""
     instead = instead_of_launching.set(launch_nothing)
     no_gather = patch.object(groups, "_all_gather", lambda *_, **__: None)
     no_reduce = patch.object(groups.dist, "all_reduce", lambda *_, **__: None)
-    with torch.inference_mode(), ZeroedTorch(), no_gather, no_reduce:
+    no_tokens = patch.object(SampledTokenSync, "receive", lambda *_: None)
+    no_stage = patch.object(type(runner._pipeline), "receive", type(runner._pipeline).buffers)
+    with torch.inference_mode(), ZeroedTorch(), no_gather, no_reduce, no_tokens, no_stage:
         for _, tensor in tensors_of(runner):
             tensor.zero_()
         for shape in shapes:
             runner._step(shape)()
+        for step in steps:
+            runner._forward(step)
+            if runner._execute_state is not None:
+                runner._sample(None)
     instead_of_launching.reset(instead)
 
 

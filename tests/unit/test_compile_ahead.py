@@ -387,7 +387,7 @@ def test_a_start_compiles_before_it_launches(tmp_path: Path) -> None:
     assert warm["compiled"] == warm["compiled_later"] == 0
 
 
-LISTS = ("missing", "needless", "unmasked", "changed", "kept", "warnings")
+LISTS = ("late", "missing", "needless", "unmasked", "changed", "kept", "warnings")
 """Of a report."""
 
 

@@ -96,8 +96,7 @@ class _TwoGraphs:
     @property
     def output(self) -> StepOutput:
         """Of the forward pass."""
-        output: StepOutput = self.forward.output
-        return output
+        return cast("StepOutput", self.forward.output)
 
     def replay(self) -> None:
         self.forward.replay()
@@ -197,13 +196,15 @@ class ModelRunnerV2(ModelRunner):
 
     def _first_shapes(self, steps: Sequence[SchedulerOutput]) -> list[GraphKey]:
         """The shapes of the warm-up's steps, of the graphs that it captures, and of prompts."""
-        shapes = [*prompt_shapes(self._max_num_batched_tokens), *self.graphs.first_keys]
         num_processes = 0 if self._ahead is None else self._ahead.num_processes
-        shapes += [shape for shape in self._later_shapes() if waits_for(shape, num_processes)]
+        later = (shape for shape in self._later_shapes() if waits_for(shape, num_processes))
+        shapes = [*prompt_shapes(self._max_num_batched_tokens), *self.graphs.first_keys, *later]
         for step in steps:
             drafting = self._drafting.num_to_propose(step)
             _, key = self.graphs.dispatch(step, sampling=PLAIN, drafting=drafting)
-            shapes.append(key or eager_shape(step, drafting))
+            shapes += [] if key is None else [key]
+            if key is None or key.sampling is None:  # behind the forward pass of a graph the step is eager
+                shapes.append(eager_shape(step, drafting))
         return shapes
 
     def _later_shapes(self) -> list[GraphKey]:
@@ -260,8 +261,8 @@ class ModelRunnerV2(ModelRunner):
         self, batch: InputBatch, step_output: StepOutput, scheduler_output: SchedulerOutput
     ) -> tuple[InputBatch, StepOutput]:
         """What the forward pass of a graph left, as if the step had run eagerly."""
-        hidden_states, shape = step_output.hidden_states, BatchShape.of_step(scheduler_output, None)
-        assert isinstance(hidden_states, torch.Tensor)
+        hidden_states = cast("torch.Tensor", step_output.hidden_states)
+        shape = BatchShape.of_step(scheduler_output, None)
         own = self._buffers.batch(shape, batch.rows, is_warm_up=batch.metadata.is_warm_up)
         return own, StepOutput(hidden_states[: shape.num_tokens])
 
@@ -404,8 +405,7 @@ class ModelRunnerV2(ModelRunner):
         first.replay()
         second = self.device.capture(lambda: sample(first.output))
         assert second is not None
-        two: Any = _TwoGraphs(first, second)
-        return cast("Capture", two)
+        return cast("Capture", _TwoGraphs(first, second))
 
     def prepare(self) -> bool:
         if self._compiler is None or self._has_failed_to_prepare or self._loader.context.tensor_group.size > 1:
