@@ -312,8 +312,8 @@ def test_layers_in_two_kernels(run: Command, llama_8b: str, monkeypatch: Patch) 
     for is_hopper, text in (
         (
             True,
-            "decodes of up to 2 requests and 5,200 tokens of context together: two CUDA kernels for each layer, once "
-            "they are compiled",
+            "decodes with contexts of up to 8,400 (1 request), 3,333 (2 requests) tokens: two CUDA kernels for each "
+            "layer, once compiled",
         ),
         (False, "never two CUDA kernels for each layer: the GPU is not a Hopper"),
     ):
@@ -321,6 +321,7 @@ def test_layers_in_two_kernels(run: Command, llama_8b: str, monkeypatch: Patch) 
         monkeypatch.setattr(Machine, "detect", lambda here=here: here)
         report = run.plan(llama_8b)
         assert report["layer_chain"]["max_rows"] == 2 * is_hopper
+        assert report["layer_chain"]["max_contexts"] == [[1, 8400], [2, 3333]] * is_hopper
         assert report["graphs"]["short"] == [1, 2] * is_hopper
         assert report["kernels"]["layer_chain"] == ("cuda" if is_hopper else "triton")
         assert report["kernels_until_compiled"].get("layer_chain") == ("triton" if is_hopper else None)

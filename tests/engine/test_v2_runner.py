@@ -138,7 +138,7 @@ def test_long_contexts_beside_prompts_give_the_same_tokens(monkeypatch: pytest.M
 def test_contexts_that_grow_change_graphs() -> None:
     """Graphs for short contexts are not used for longer ones, and are given a bound that holds."""
     captured = make_runner(device=RecordingDevice(has_graphs=True))
-    captured.graphs.table = replace(captured.graphs.table, short_rows=4, short_positions=100)
+    captured.graphs.table = replace(captured.graphs.table, short_contexts=((1, 100), (2, 50), (4, 25)))
     captured.warm_up()
     used: set[tuple[int, int]] = set()
     get = captured.graphs.get

@@ -116,7 +116,7 @@ def test_fine_sizes_pad_at_most_a_third() -> None:
     assert {key.sampling for key in DRAFTING.fine_with_sampling(TOP_K)} == {None}
 
 
-SHORT = table(short_rows=4, short_positions=1700)
+SHORT = table(short_contexts=((1, 1700), (2, 850), (4, 425)))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_the_shapes_for_short_contexts_of_a_table() -> None:
     assert len(SHORT.keys) == len(table().keys) + 3
     assert SHORT.dispatch(step([1] * 5, 5, longest_decode=9)) == GraphKey("decode", 8, 8)
     # with drafts, the drafter's own steps may be of one token, and attend to their positions too
-    drafts = table(short_rows=2, short_positions=300, num_drafts=3)
+    drafts = table(short_contexts=((1, 300), (2, 150)), num_drafts=3)
     assert drafts.dispatch(step([4, 4], 2, num_drafts=3, longest_decode=147)) == GraphKey(
         "uniform", 2, 8, max_context=147
     )

@@ -38,8 +38,8 @@ Without flags of the machine, the plan is for this one. With them it is for the 
   kernels_until_compiled: for operations with kernels that the engine compiles: what runs in steps before that
   layers: runs of decoder layers (first, last), fused or not, with the reason; compiles_layers: whether torch.compile
     compiles each of them
-  layer_chain: max_rows, the most requests of a decode in which two kernels compute a layer (0: none); max_positions,
-    the most tokens of their contexts, the longest one times the requests; reason, why not
+  layer_chain: max_rows, the most requests of a decode in which two kernels compute a layer (0: none); max_contexts,
+    pairs of a number of requests and the longest context of such a decode; reason, why not
   positions: each rotary embedding (rope), and the layers that have it; null: layers without positions
   max_model_len, max_num_seqs, max_num_batched_tokens
   graphs: num_shapes; decode (requests), uniform (requests, num_drafts drafts each), mixed (tokens; of steps with
@@ -211,7 +211,10 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
         "native_variant": plan.native_variant,
         "kernels_until_compiled": plan.kernels.until_compiled if plan.runner == "v2" else {},
         "layers": list(_layers(plan)),
-        "layer_chain": dataclasses.asdict(plan.layer_chain),
+        "layer_chain": {
+            **dataclasses.asdict(plan.layer_chain),
+            "max_contexts": [[*pair] for pair in plan.layer_chain.max_contexts],
+        },
         "compiles_layers": plan.config.compiles_layers,
         "positions": list(_positions(model)),
         "async_scheduling": plan.async_scheduling,

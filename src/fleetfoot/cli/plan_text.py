@@ -53,9 +53,9 @@ def _setup_lines(report: dict[str, Any]) -> _Lines:
     for run in report["layers"]:
         fused = "fused" if run["fused"] else "plain"
         yield "" if run["first"] else "layers", f"{run['first']} to {run['last']} {fused}: {run['reason']}"
-    if most := (chain := report["layer_chain"])["max_rows"]:
-        limit = f"{count(most, 'request')} and {chain['max_positions']:,} tokens of context together"
-        yield "", f"decodes of up to {limit}: two CUDA kernels for each layer, once they are compiled"
+    if limits := (chain := report["layer_chain"])["max_contexts"]:
+        contexts = ", ".join(f"{context:,} ({count(most, 'request')})" for most, context in limits)
+        yield "", f"decodes with contexts of up to {contexts} tokens: two CUDA kernels for each layer, once compiled"
     elif chain["reason"]:
         yield "", f"never two CUDA kernels for each layer: {chain['reason']}"
     if report["compiles_layers"]:

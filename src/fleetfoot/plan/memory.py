@@ -82,8 +82,7 @@ class EngineShape:
             num_drafts=self.drafter.num_drafts,
             most_mixed_tokens=_LAUNCH_BOUND_PRODUCTS // layer_weights,
             most_full_tokens=_FULL_STEP_PRODUCTS // layer_weights,
-            short_rows=self.layer_chain.max_rows,
-            short_positions=self.layer_chain.max_positions,
+            short_contexts=self.layer_chain.max_contexts,
         )
 
     @property

@@ -136,8 +136,8 @@ class CaptureTable:
     how many of the smallest decode shapes, with drafts if there are any, are captured at every start; others only if
     their kernels are compiled by then, else when they are needed.
 
-    ``short_rows``, ``short_positions``: decodes of up to so many requests have a second shape of each size, with faster
-    kernels, for contexts that have up to so many positions together.
+    ``short_contexts``: numbers of requests, ascending, and a context: decodes of up to so many requests have a second
+    shape of each size, with faster kernels, if none is longer.
 
     ``fine``: further sizes of mixed batches. Each is captured once it would have saved ``capture_tokens`` tokens of
     padding, which take as long as a capture; until then, steps are padded to one of ``mixed``, or run eagerly.
@@ -151,8 +151,7 @@ class CaptureTable:
     capture_tokens: int = 0
     full_step: int | None = None
     max_num_seqs: int = 0
-    short_rows: int = 0
-    short_positions: int = 0
+    short_contexts: tuple[tuple[int, int], ...] = ()
     eager_capture: int = 4
 
     @classmethod
@@ -166,8 +165,7 @@ class CaptureTable:
         num_drafts: int = 0,
         most_mixed_tokens: int = MIXED_FOR_ALL,
         most_full_tokens: int = 0,
-        short_rows: int = 0,
-        short_positions: int = 0,
+        short_contexts: tuple[tuple[int, int], ...] = (),
     ) -> CaptureTable:
         """The shapes for a configuration: none on a CPU, where there is nothing to replay, and none if eager.
         ``most_mixed_tokens``: size up to which mixed batches are captured; ``most_full_tokens``: size up to which a
@@ -184,8 +182,7 @@ class CaptureTable:
         between = {*MIXED_TOKENS, *FINE_TOKENS} - {*mixed, full_step}
         fine = tuple(sorted(tokens for tokens in between if tokens <= most_fine))
         capture_tokens = _CAPTURE_LAUNCHES * most_mixed_tokens
-        short = short_rows, short_positions
-        return cls(sizes, num_drafts, uniform, mixed, fine, capture_tokens, full_step, max_num_seqs, *short)
+        return cls(sizes, num_drafts, uniform, mixed, fine, capture_tokens, full_step, max_num_seqs, short_contexts)
 
     def dispatch(
         self, output: SchedulerOutput, *, sampling: SamplingVariant | None = PLAIN, drafting: int | None = None
@@ -218,7 +215,8 @@ class CaptureTable:
 
     def _short_context(self, num_reqs: int) -> int:
         """The longest context, drafts included, of the shape for short ones; 0: there is no such shape."""
-        return max(0, self.short_positions // num_reqs - self.num_drafts) if num_reqs <= self.short_rows else 0
+        longest = next((context for most, context in self.short_contexts if num_reqs <= most), 0)
+        return max(0, longest - self.num_drafts)
 
     def is_fine(self, key: GraphKey) -> bool:
         """Whether a shape is captured once it pays: those of ``fine``, and those for long contexts."""

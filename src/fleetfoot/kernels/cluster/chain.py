@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from fleetfoot.kernels.cluster.fit import max_positions, max_rows
+from fleetfoot.kernels.cluster.fit import max_context, max_rows
 from fleetfoot.kernels.cluster.layer_blocks import (
     ATTENTION_BLOCK,
     FOLDER,
@@ -44,7 +44,6 @@ class ClusterLayers:
         self._num_heads, self._hidden, self._intermediate = parts.num_heads, first.qkv.shape[1], first.down.shape[1]
         self._num_kv_heads = (first.qkv.shape[0] // self._head_dim - parts.num_heads) // 2
         self.max_rows = max_rows(self._hidden, self._num_kv_heads)
-        self._max_positions = max_positions(self._head_dim, self._num_kv_heads)
         self._caches = [each.kv_index for each in layers]
 
     def __call__(
@@ -54,7 +53,7 @@ class ClusterLayers:
         is_decode = metadata.max_query_len == 1 and metadata.num_reqs == rows
         if num_layers < len(self._layers) or not is_decode or rows > self.max_rows:
             return None
-        if rows_of(rows) * metadata.max_seq_len > self._max_positions:
+        if metadata.max_seq_len > max_context(self._head_dim, self._num_kv_heads, rows_of(rows)):
             return None
         caches = [ctx.kv_caches[index] for index in self._caches]
         tiling, shape = LayerTiling(rows_of(rows)), self.shape(caches[0].shape[3])

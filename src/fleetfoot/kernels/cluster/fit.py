@@ -12,12 +12,13 @@ MOST_ROWS, MOST_ELEMENTS = 4, 8192
 """Rows, and rows times hidden size, up to which two kernels compute a layer; 0 rows: they are switched off. On an H200,
 ms a token with two and with five kernels: Qwen3-0.6B 4 rows 0.67 and 0.75, Qwen3-1.7B 1.28 and 1.38, Qwen3-4B 2 rows
 2.66 and 2.73, 4 rows 2.93 and 2.78."""
-MOST_POSITIONS = 5200
-"""Maximum context times rows, of heads of 128; twice as many of heads of 64. On an H200, ms a token of Qwen3-0.6B with
-two and with five kernels: 4,000 tokens 0.72 and 0.92, 16,000 1.41 and 1.22; 2 rows of 2,000 0.78 and 0.90, of 4,000
-1.01 and 0.99; 4 rows of 1,000 0.82 and 0.86, of 2,000 1.06 and 0.98. Two clusters read the same K and V."""
+MOST_POSITIONS = 8400
+"""Maximum context of one row, of heads of 128; twice as long of heads of 64; several rows: see `max_context`. On an
+H200, ms a token of Qwen3-0.6B with two and with five kernels: 4,000 tokens 0.72 and 0.92, 16,000 1.41 and 1.22; 2 rows
+of 2,000 0.78 and 0.90, of 4,000 1.01 and 0.99; 4 rows of 1,000 0.82 and 0.86, of 2,000 1.06 and 0.98. On an H100 they
+are equal at 15,000, 12,000 and 9,600 tokens together. Two clusters read the same K and V."""
 _FEW_KV_HEADS, _FEW_KV_HEADS_ROWS = 8, 2
-"""Each of fewer KV heads is computed and read by more clusters: half of the positions, and so many rows at most.
+"""Each of fewer KV heads is computed and read by more clusters: half of the context, and so many rows at most.
 TinyLlama, which has 4: 4 rows 0.957 and 0.919; 2 rows of 2,000 tokens 0.98 and 0.98, of 4,000 1.12 and 1.07."""
 MOST_HIDDEN = 2560
 """Maximum hidden size. A layer of Llama-3.1-8B takes 118 us with one row, and 116 with five kernels."""
@@ -29,8 +30,8 @@ class LayerChainPlan:
 
     max_rows: int = 0
     """Most requests of a decode; 0: none."""
-    max_positions: int = 0
-    """Maximum context times requests."""
+    max_contexts: tuple[tuple[int, int], ...] = ()
+    """Rows, and the longest context of a step of so many; a step between two of them has the next more rows."""
     reason: str = ""
     """Why there are none; empty: they are switched off, or not for this device."""
 
@@ -46,9 +47,11 @@ def max_rows(hidden_size: int, num_kv_heads: int) -> int:
     return 1 << rows.bit_length() - 1 if rows else 0
 
 
-def max_positions(head_dim: int, num_kv_heads: int) -> int:
-    """Maximum context times rows of a step; rows are rounded up to a power of two."""
-    return MOST_POSITIONS * 128 // head_dim // (1 if num_kv_heads >= _FEW_KV_HEADS else 2)
+def max_context(head_dim: int, num_kv_heads: int, rows: int) -> int:
+    """The longest context of a step of ``rows``, a power of two. 2 and 4 rows have together 0.79 and 0.63 of what one
+    row may have; with few KV heads one row has half of that, and 2 rows a quarter."""
+    positions = MOST_POSITIONS * rows ** (-1 / 3) if num_kv_heads >= _FEW_KV_HEADS else MOST_POSITIONS / (2 * rows)
+    return int(positions * 128 / head_dim) // rows
 
 
 def plan_layer_chain(
@@ -91,4 +94,5 @@ def plan_layer_chain(
         failed = [problem]
     if failed:
         return LayerChainPlan(reason=", ".join(failed))
-    return LayerChainPlan(rows, max_positions(model.head_dim, model.num_kv_heads))
+    powers = (1 << power for power in range(rows.bit_length()))
+    return LayerChainPlan(rows, tuple((n, max_context(model.head_dim, model.num_kv_heads, n)) for n in powers))
