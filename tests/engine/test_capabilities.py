@@ -51,6 +51,8 @@ class Subject:
     folder: Path
     reference: Any
     tmp_path: Path
+    known: dict[tuple[int, ...], list[int]]
+    """Greedy tokens of the reference, by prompt."""
 
     def engine(self, folder: Path | None = None, **settings: Any) -> LLMEngine:
         made = make_engine(folder or self.folder, model_runner=self.runner, dtype="float32", **settings)
@@ -59,7 +61,10 @@ class Subject:
 
     def expected(self, prompt: list[int]) -> list[int]:
         """Greedy tokens of the reference."""
-        return greedy(self.reference, prompt)
+        key = tuple(prompt)
+        if key not in self.known:
+            self.known[key] = greedy(self.reference, prompt)
+        return self.known[key]
 
     def check(self, engine: LLMEngine, params: SamplingParams | None = None) -> None:
         """PROMPTS have the greedy tokens of the reference."""
@@ -85,7 +90,8 @@ def make_params(**more: Any) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def subjects(text_checkpoint: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subject]:
-    return {name: Subject(name, *text_checkpoint, tmp_path_factory.mktemp(name)) for name in CAPABILITIES}
+    known: dict[tuple[int, ...], list[int]] = {}
+    return {name: Subject(name, *text_checkpoint, tmp_path_factory.mktemp(name), known) for name in CAPABILITIES}
 
 
 def sliding_window(subject: Subject) -> None:

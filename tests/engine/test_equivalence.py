@@ -86,9 +86,8 @@ def engine(request: pytest.FixtureRequest, text_model: Path) -> Iterator[LLMEngi
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("seed", range(3))
-def test_random_requests(seed: int, depth: int, engine: LLMEngine, catalogue: Catalogue) -> None:
-    rng = random.Random(1000 * depth + seed)
+def test_random_requests(depth: int, engine: LLMEngine, catalogue: Catalogue, request: pytest.FixtureRequest) -> None:
+    rng = random.Random(request.node.name)  # other requests in each case
     core = EngineCore(engine.core.scheduler, engine.core.executor, engine.core.stats, depth=depth)
     engine = LLMEngine(core, engine.input_processor, engine.tokenizer)
     lives, expected, aborted = [], {}, set()
@@ -242,32 +241,35 @@ def engines(
         made_engine.shutdown()
 
 
-def test_every_way_gives_the_same_tokens(engines: dict[Way | None, LLMEngine], request: pytest.FixtureRequest) -> None:
-    is_random = request.node.callspec.params["engines"] in RANDOM
+def assert_every_way_agrees(engines: dict[Way | None, LLMEngine], seed: int) -> None:
+    lives = random_lives(seed, STORY_VOCAB)
+    expected = live_alone(engines[None], lives)
+    for way, made_engine in engines.items():
+        if way is not None:
+            assert made_engine.runner_name == way.runner
+            tolerance = 1e-5 if way.method is None else 1e-4
+            assert_lives_agree(made_engine, lives, expected, f"seed {seed}, {way}", tolerance=tolerance)
 
-    @settings(max_examples=4 if is_random else 12, deadline=None)
+
+def test_every_way_gives_the_same_tokens(engines: dict[Way | None, LLMEngine], request: pytest.FixtureRequest) -> None:
+    """Most seeds are for the llama: it runs in every way, and other models differ in their layers alone."""
+    model = request.node.callspec.params["engines"]
+
+    @settings(max_examples=4 if model == "llama" else 2, deadline=None)
     @given(seed=st.integers(0, 2**32 - 1))
     def check(seed: int) -> None:
-        lives = random_lives(seed, STORY_VOCAB)
-        expected = live_alone(engines[None], lives)
-        for way, made_engine in engines.items():
-            if way is not None:
-                assert made_engine.runner_name == way.runner
-                tolerance = 1e-5 if way.method is None else 1e-4
-                assert_lives_agree(made_engine, lives, expected, f"seed {seed}, {way}", tolerance=tolerance)
+        assert_every_way_agrees(engines, seed)
 
     check()
 
 
-@pytest.mark.parametrize("seed", [6, 19])
-def test_the_tight_ways_really_preempt(engines: dict[Way | None, LLMEngine], seed: int) -> None:
-    """With seeds for which that is known, whatever other tests have run on these engines."""
-    lives = random_lives(seed, STORY_VOCAB)
+def test_the_tight_ways_really_preempt(engines: dict[Way | None, LLMEngine]) -> None:
+    """With a seed for which that is known, whatever other tests have run on these engines; tokens are the same too."""
+    before = {way: engine.stats() for way, engine in engines.items()}
+    assert_every_way_agrees(engines, 6)
     for way in (way for way in engines if way is not None and way.limits == "tight"):
-        before = engines[way].stats()
-        live(engines[way], lives)
         after = engines[way].stats()
-        assert after.scheduler.num_preemptions > before.scheduler.num_preemptions
-        assert after.scheduler.prefix_cache_hits > before.scheduler.prefix_cache_hits
-        assert way.method is None or after.drafts.num_drafted > before.drafts.num_drafted
-        assert way.method in (None, "ngram") or after.drafts.num_accepted > before.drafts.num_accepted
+        assert after.scheduler.num_preemptions > before[way].scheduler.num_preemptions
+        assert after.scheduler.prefix_cache_hits > before[way].scheduler.prefix_cache_hits
+        assert way.method is None or after.drafts.num_drafted > before[way].drafts.num_drafted
+        assert way.method in (None, "ngram") or after.drafts.num_accepted > before[way].drafts.num_accepted

@@ -92,22 +92,32 @@ class Versions:
         self.patches, after = patched(self.tensors[1])
         self.tensors.append(after)
         save_file(after, self.folders[2] / "model.safetensors", metadata={"format": "pt"})
-        self.tokens = []
-        for path in self.folders:
-            engine = make_engine(path, model_runner="v1", **SIZE)
-            self.tokens.append(tokens(engine))
-            engine.shutdown()
+        self.engines = [make_engine(path, model_runner="v1", **SIZE) for path in self.folders]
+        self.tokens = [tokens(engine) for engine in self.engines]
         assert self.tokens[0] != self.tokens[1] != self.tokens[2]
+
+    def greedy(self, version: int, prompt: list[int], count: int) -> list[int]:
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        return run_requests(self.engines[version], {"r": (prompt, params)})["r"].outputs[0].token_ids
 
     def checksums(self, version: int) -> dict[str, str]:
         return {name: tensor_checksum(tensor) for name, tensor in self.tensors[version].items()}
 
 
 @pytest.fixture(scope="module")
-def versions(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Versions]:
-    made: dict[str, Versions] = {}
+def versions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Versions]]:
     folder = tmp_path_factory.mktemp("versions")
-    return lambda name: made.setdefault(name, None) or made.update({name: Versions(folder, name)}) or made[name]  # type: ignore[arg-type, func-returns-value]
+    made: dict[str, Versions] = {}
+
+    def get(name: str) -> Versions:
+        if name not in made:
+            made[name] = Versions(folder, name)
+        return made[name]
+
+    yield get
+    for known in made.values():
+        for engine in known.engines:
+            engine.shutdown()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -312,16 +322,10 @@ def run_over_an_update(engine: LLMEngine, update: Callable[[], object]) -> list[
 @pytest.mark.parametrize("mode", ["drain", "wait", "keep", "abort"])
 def test_running_requests(mode: str, overlaps: bool, runner: str, versions: Any) -> None:
     known: Versions = versions("untied")
-    old, new = (make_engine(folder, model_runner=runner, **SIZE) for folder in known.folders[:2])
     engine = make_engine(known.folders[0], model_runner=runner, max_num_seqs=1, async_scheduling=overlaps, **SIZE)
-
-    def greedy(other: LLMEngine, prompt: list[int], count: int) -> list[int]:
-        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-        return run_requests(other, {"r": (prompt, params)})["r"].outputs[0].token_ids
-
     update = partial(engine.reload_weights, known.folders[1], mode=mode)
     first, second, third = (output.outputs[0] for output in run_over_an_update(engine, update))
-    after, before = greedy(new, PROMPTS[0], 12), greedy(old, PROMPTS[0], 12)
+    after, before = known.greedy(1, PROMPTS[0], 12), known.greedy(0, PROMPTS[0], 12)
     assert third.token_ids == after and (third.weight_version, third.weight_versions) == (1, None)
     if mode == "abort":
         assert (first.finish_reason, second.finish_reason) == ("abort", "abort")
@@ -336,13 +340,12 @@ def test_running_requests(mode: str, overlaps: bool, runner: str, versions: Any)
     assert 2 <= count < 12 and first.weight_versions == [0] * count + [1] * (12 - count)
     assert first.token_ids[:count] == before[:count]
     if mode == "wait":  # its KV is that of the new weights too
-        assert first.token_ids[count:] == greedy(new, [*PROMPTS[0], *before[:count]], 12 - count)
+        assert first.token_ids[count:] == known.greedy(1, [*PROMPTS[0], *before[:count]], 12 - count)
 
 
 def test_blocks_of_mixed_versions_are_never_cached(versions: Any) -> None:
     """A request that keeps KV of old weights ends; a prompt that goes on from its tokens finds none of its blocks."""
     known: Versions = versions("untied")
-    new = make_engine(known.folders[1], **SIZE)
     engine = make_engine(known.folders[0], kv_offloading_size=0.01, **SIZE)
     update = partial(engine.apply_sparse_weight_patches, known.patches, mode="keep")
     engine.add_request("kept", PROMPTS[0], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
@@ -350,7 +353,7 @@ def test_blocks_of_mixed_versions_are_never_cached(versions: Any) -> None:
         engine.step()
     assert engine.reload_weights(known.folders[1], mode="keep") == 1
     kept = [*PROMPTS[0], *drain(engine)[-1].outputs[0].token_ids]
-    fresh, reused = (run_requests(each, {"r": (kept, GREEDY)})["r"] for each in (new, engine))
+    fresh, reused = (run_requests(each, {"r": (kept, GREEDY)})["r"] for each in (known.engines[1], engine))
     assert reused.num_cached_tokens == 0 and reused.outputs[0].token_ids == fresh.outputs[0].token_ids
     assert update() == 2
 

@@ -32,6 +32,14 @@ def run(capsys: pytest.CaptureFixture[str]) -> Command:
     return Command(capsys, "--device", "cpu", "--num-gpu-blocks-override", "700", "--max-tokens", "6")
 
 
+@pytest.fixture
+def two_prompts(run: Command, tmp_path: Path) -> None:
+    """Commands run 8 requests with 48 tokens together: two short prompts with each way of sampling."""
+    path = tmp_path / "two.jsonl"
+    path.write_text('{"prompt_token_ids": [5]}\n{"prompt_token_ids": [6, 7, 8]}\n')
+    run.flags += ("--prompts-file", str(path))
+
+
 def stray(monkeypatch: pytest.MonkeyPatch, step: int, change: Callable[[ModelRunnerOutput], None]) -> None:
     """Change what Model Runner V2 yields in one step that samples, warm-up left out."""
     sample_tokens, count = ModelRunnerV2.sample_tokens, iter(range(1, 10_000))
@@ -94,17 +102,18 @@ def test_other_paths_and_float32_are_compared(run: Command, monkeypatch: pytest.
 
     monkeypatch.setattr(LLMEngine, "shutdown", spy)
     monkeypatch.setattr(verify, "_run_all", changed)
-    report = run.json("verify", "--json", "--max-tokens", "20", code=1)
+    report = run.json("verify", "--json", "--max-tokens", "8", code=1)
     assert report["equal"] and report["num_wrong_greedy"] == 0
     assert list(report["paths"]) == ["one request at a time", "prompts in chunks", "preempted"]
     alone, float32 = report["paths"]["one request at a time"], report["float32"]
     assert alone["num_different"] >= 1 and alone["largest_gap"] > 0  # more where the batch size changes a sum
     assert alone["share"] == alone["num_different"] / 32
     assert [path["num_wrong"] for path in report["paths"].values()] == [1, 0, 0] and preemptions[4] > 0
-    assert float32["num_tokens"] == 8 * 20 and float32["num_different"] < 8 * 20 / 4
+    assert float32["num_tokens"] == 8 * 8 and float32["num_different"] < 8 * 8 / 4
     assert (float32["largest_gap"] is None) == (float32["num_different"] == 0)
 
 
+@pytest.mark.usefixtures("two_prompts")
 def test_a_token_that_is_wrong_on_both_runners(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     run_path = verify._run_all
 
@@ -115,7 +124,7 @@ def test_a_token_that_is_wrong_on_both_runners(run: Command, monkeypatch: pytest
 
     monkeypatch.setattr(verify, "_run_all", changed)
     out = run("verify", "--runners-only", code=1)
-    assert "all 192 tokens are equal" in out and "WRONG: 2 greedy tokens are not the most probable" in out
+    assert "all 48 tokens are equal" in out and "WRONG: 2 greedy tokens are not the most probable" in out
 
 
 def test_a_path_that_cannot_start_is_reported(run: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -130,6 +139,7 @@ def test_a_path_that_cannot_start_is_reported(run: Command, monkeypatch: pytest.
     assert "chunks: not compared: max_num_batched_tokens is 8" in run("verify", *flags)
 
 
+@pytest.mark.usefixtures("two_prompts")
 def test_a_token_that_differs_is_named(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens: list[int] = []
 
@@ -144,16 +154,17 @@ def test_a_token_that_differs_is_named(run: Command, monkeypatch: pytest.MonkeyP
     tokens_and_gaps = {"v1_token": tokens[0], "v2_token": tokens[0] ^ 1, "v1_gap": gap, "v2_gap": gap}
     assert difference == {"request": 0, "position": 2, **tokens_and_gaps, "error": None}
     assert (report["equal"], report["first_difference"]) == (False, difference)
-    assert gap > 0 and report["num_equal_tokens"] == 32 * 6 - 4
+    assert gap > 0 and report["num_equal_tokens"] == 8 * 6 - 4
 
     tokens.clear()
     stray(monkeypatch, 3, change)
     out = run("verify", "--runners-only", code=1)
-    assert "32 requests on cpu in bfloat16: 1 of them differ (188 tokens are equal)." in out
+    assert "8 requests on cpu in bfloat16: 1 of them differ (44 tokens are equal)." in out
     assert "first: request 0 (prompt 0 of 1 token, greedy), output token 2: V1 " in out
     assert "the two most probable logprobs are apart by " in out
 
 
+@pytest.mark.usefixtures("two_prompts")
 def test_a_logit_that_differs_is_named(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def change(output: ModelRunnerOutput) -> None:
         row = RowLogprobs.unpack(output.logprobs[1][0])
@@ -166,9 +177,10 @@ def test_a_logit_that_differs_is_named(run: Command, monkeypatch: pytest.MonkeyP
     largest = report["largest_logprob_difference"]
     assert largest["difference"] == pytest.approx(0.25)
     assert (largest["request"], largest["position"]) == (1, 1 + 1)  # of prompt and output together
-    assert "all 192 tokens are equal." in run("verify", "--runners-only")
+    assert "all 48 tokens are equal." in run("verify", "--runners-only")
 
 
+@pytest.mark.usefixtures("two_prompts")
 def test_a_request_that_fails_in_one_runner_differs(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     stray(monkeypatch, 4, lambda output: output.invalid.update({0: "logits that are not numbers"}))
     (difference,) = run.verify(code=1)["differences"]
