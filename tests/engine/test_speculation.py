@@ -37,13 +37,21 @@ PAIRS = [("v1", "v1"), ("v2", "v2"), ("v1", "v2"), ("v2", "v1")]
 SHARES = {"right": 0.0, "mixed": 0.3, "wrong": 1.0}
 """Of errors in scripted drafts."""
 CASES = [
-    *(("none", kinds, depth, 64) for kinds in [("v2",), *PAIRS] for depth in (0, 1, 2)),
+    *(("none", kinds, depth, 64) for kinds in [("v2",), *PAIRS[:2]] for depth in (0, 1, 2)),
+    *(("none", kinds, depth, 64) for kinds, depth in zip(PAIRS[2:], (1, 2), strict=True)),
     *(("ngram", kinds, depth, 64) for kinds in ALONE for depth in (0, 1)),
     *(("ngram", kinds, 2, 64) for kinds in PAIRS[:2]),
-    *((drafts, kinds, depth, n) for drafts in SHARES for kinds in ALONE for depth in (0, 1) for n in (64, 24)),
-    *((drafts, kinds, depth, 64) for drafts in SHARES for kinds in PAIRS for depth in (0, 1, 2)),
+    # any two of the settings meet in all of theirs
+    ("right", ("v1",), 0, 64),
+    ("right", ("v2",), 1, 24),
+    ("mixed", ("v1",), 1, 64),
+    ("mixed", ("v2",), 0, 24),
+    ("wrong", ("v1",), 0, 24),
+    ("wrong", ("v2",), 1, 64),
+    *((drafts, kinds, (i + j) % 3, 64) for i, drafts in enumerate(SHARES) for j, kinds in enumerate(PAIRS)),
 ]
 KIND = pytest.mark.parametrize("kind", ["v1", "v2"])
+Prompts = list[list[int]]
 
 
 def scripted(share_of_errors: float = 0.3, **fields: Any) -> DraftSettings:
@@ -117,7 +125,7 @@ def test_drafts_change_no_token(
     ("kinds", "seed", "depth"),
     [
         *((kinds, 0, depth) for kinds in ALONE for depth in (0, 1)),
-        *((kinds, seed, 1 + seed % 2) for kinds in PAIRS for seed in range(6)),
+        *((kinds, seed, 1 + seed % 2) for kinds in PAIRS for seed in range(2)),
     ],
 )
 def test_drafting_can_pause(expected: dict[str, lives.Life], kinds: tuple[str, ...], seed: int, depth: int) -> None:
@@ -143,9 +151,14 @@ def tokens_of_qwen(kind: str, number: int) -> dict[str, lives.Life]:
 
 
 @pytest.mark.parametrize(
-    "draft_settings", [NO_DRAFTING, scripted(0.0), scripted(0.5), NGRAM], ids=["none", "right", "wrong", "ngram"]
+    ("draft_settings", "number"),
+    [
+        *((settings, number) for settings in (NO_DRAFTING, NGRAM) for number in (0, 1)),
+        (scripted(0.0), 1),
+        (scripted(0.5), 0),
+    ],
+    ids=["none-all", "none-plain", "ngram-all", "ngram-plain", "right-plain", "wrong-all"],
 )
-@pytest.mark.parametrize("number", [0, 1], ids=["all", "plain"])
 def test_graphs_on_every_rank_change_no_token(number: int, draft_settings: DraftSettings) -> None:
     """Each rank replays its part of a step, padding included; only the communication of ranks is not captured."""
     expected = tokens_of_qwen("v2", number)
@@ -171,11 +184,18 @@ def test_graphs_on_every_rank_change_no_token(number: int, draft_settings: Draft
 @pytest.mark.parametrize("seed", range(12))
 def test_nothing_is_computed_beyond_the_end(kind: str, seed: int) -> None:
     """A request alone, as long as the model's sequences can be: it is in steps in flight when it has ended."""
-    params = [SamplingParams(max_tokens=lives.MAX_MODEL_LEN - lives.prompt_length(0), ignore_eos=True, temperature=0.0)]
-    expected = Ranks((kind,)).live(params)
+    expected, params, prompts = longest_life(kind)
     ranks = Ranks((kind, kind), scripted(0.0))
     scheduler = ranks.scheduler(max_num_seqs=1, controller=lives.Whims(seed))
-    lives.assert_same(ranks.live(params, scheduler, expected=expected, depth=3), expected)
+    lives.assert_same(ranks.live(params, scheduler, expected=expected, depth=3, prompts=prompts), expected)
+
+
+@functools.cache
+def longest_life(kind: str) -> tuple[dict[str, lives.Life], list[SamplingParams], Prompts]:
+    """Of a request that ends at the model's limit; its parameters and its prompt."""
+    prompts = [[20 + place % 5 for place in range(72)]]
+    params = [SamplingParams(max_tokens=lives.MAX_MODEL_LEN - 72, ignore_eos=True, temperature=0.0)]
+    return Ranks((kind,)).live(params, prompts=prompts), params, prompts
 
 
 @KIND
@@ -269,7 +289,6 @@ DRAFTERS: dict[str, tuple[Path, dict[str, Any]]] = {
     "eagle": (lives.STORY, {"method": "eagle"}),
 }
 """The target, and the ``speculative_config``."""
-Prompts = list[list[int]]
 Stories = dict[tuple[Path, float], dict[str, list[int]]]
 
 
@@ -315,20 +334,26 @@ def assert_all_right(stats: SchedulerStats, num_requests: int) -> None:
 
 
 ROOMY = {"num_blocks": 128}
-SITUATIONS = pytest.mark.parametrize(
-    "limits",
-    [ROOMY, ROOMY | {"depth": 1}, ROOMY | {"depth": 1, "budget": 26}, {"num_blocks": 24}],
-    ids=["roomy", "overlapped", "chunked", "preempting"],
-)
+SITUATIONS: dict[str, dict[str, int]] = {
+    "roomy": ROOMY,
+    "overlapped": ROOMY | {"depth": 1},
+    "chunked": ROOMY | {"depth": 1, "budget": 26},
+    "preempting": {"num_blocks": 24},
+}
+DRAFTED = [
+    (situation, drafter, kind, float((i + j) % 2))
+    for i, situation in enumerate(SITUATIONS)
+    for j, (drafter, kind) in enumerate([("self", "v1"), ("self", "v2"), ("eagle", "v2")])
+]
+"""Any two of the settings meet in all of theirs."""
 
 
-@SITUATIONS
-@pytest.mark.parametrize(("drafter", "kind"), [("self", "v1"), ("self", "v2"), ("eagle", "v2")])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("situation", "drafter", "kind", "temperature"), DRAFTED)
 def test_stories_are_those_without_drafts(
-    prompts: Prompts, stories: Stories, drafter: str, kind: str, temperature: float, limits: dict[str, int]
+    prompts: Prompts, stories: Stories, situation: str, drafter: str, kind: str, temperature: float
 ) -> None:
     """A model that drafts for itself is always right, and takes as few steps as possible."""
+    limits = SITUATIONS[situation]
     num_blocks = limits["num_blocks"]
     got, stats = run_stories(drafting_runner(drafter, kind, num_blocks=num_blocks), prompts, temperature, **limits)
     assert got == stories[DRAFTERS[drafter][0], temperature]
@@ -413,7 +438,7 @@ EDITED = {"temperature": 0.8, "repetition_penalty": 1.2, "logit_bias": {30: 1.0}
     ],
     ids=["greedy", "random", "edited", "all logprobs", "off"],
 )
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", ["ngram", "small", "eagle"])
 def test_a_steady_step_is_one_copy_in_one_replay_and_one_copy_out(
     drafter: str,
     features: dict[str, Any],
@@ -435,7 +460,7 @@ def test_a_steady_step_is_one_copy_in_one_replay_and_one_copy_out(
     params = SamplingParams(**{"max_tokens": 100, "ignore_eos": True, **features})
     for request in lives.requests_of([params] * 3, [prompt] * 3):
         scheduler.add_request(request)
-    for step in range(12):
+    for step in range(8):
         device.counts.clear()
         output, pending = lives.queue_step(scheduler, lives.in_one_runner(runner))
         assert output.num_drafts == (num_drafts if step > 0 else 0)
@@ -444,7 +469,7 @@ def test_a_steady_step_is_one_copy_in_one_replay_and_one_copy_out(
         scheduler.update(output, pending.get())
     assert NoValues.num_operations > 100
     if num_drafts:
-        assert runner.graphs.num_steps == {"mixed": 1, "uniform": 11}
+        assert runner.graphs.num_steps == {"mixed": 1, "uniform": 7}
         assert {key.sampling for key in runner.graphs.captured if key.kind == "uniform"} == {sampling}
     else:
         assert GraphKey("decode", 4, 4, drafting=None if drafter == "ngram" else 0) in runner.graphs.captured

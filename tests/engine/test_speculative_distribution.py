@@ -28,7 +28,7 @@ from fleetfoot.sampling.verification import verify_drafts
 from fleetfoot.scheduler.stats import DraftStats
 
 VOCAB = 6
-MODEL: dict[str, Any] = {"vocab_size": VOCAB, "num_hidden_layers": 2, "max_position_embeddings": 32}
+MODEL: dict[str, Any] = {"vocab_size": VOCAB, "num_hidden_layers": 1, "max_position_embeddings": 32}
 PROMPT = [3, 1, 4, 1, 5, 2, 3, 1]
 NUM_REQUESTS = 2000
 NUM_DRAFTS = 3
