@@ -4,6 +4,7 @@ import asyncio
 import gc
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.distributed.ranks import LONG, PROMPT, SMALL, pids_of, running
-from tests.helpers.engines import change_weights, make_text_checkpoint
+from tests.distributed.ranks import LONG, PROMPT, SHORT, SMALL, pids_of, running
+from tests.helpers.engines import change_weights
 from tests.helpers.faulty_connector import EXIT_CODE, OFFLOADING, faulty
 from tests.helpers.processes import HANG, Watched, running_child
 from tests.helpers.schedules import assert_lives_agree, live_alone, random_lives
@@ -142,7 +143,7 @@ def test_requests_resume_after_a_restart(way: str, tmp_path: Path, monkeypatch: 
 
 def test_error_of_a_shutdown_is_raised(capfd: pytest.CaptureFixture[str]) -> None:
     llm = LLM(**SMALL, pipeline_parallel_size=2, kv_transfer_config=faulty_rank(1, "shutdown"))
-    llm.generate([PROMPT], LONG, use_tqdm=False)
+    llm.generate([PROMPT], SHORT, use_tqdm=False)
     pid = pids_of(llm.llm_engine)[1]
     with pytest.raises(WorkerError, match=rf"worker 1 \(process {pid}\) ended with exit code 1 when it was to shut"):
         llm.shutdown()
@@ -166,7 +167,7 @@ def test_error_of_the_last_step_is_raised_at_the_shutdown(capfd: pytest.CaptureF
 @pytest.mark.parametrize("connector", [None, OFFLOADING], ids=["none", "host"])
 def test_killed_worker_does_not_delay_the_shutdown(connector: dict[str, Any] | None) -> None:
     llm = LLM(**SMALL, tensor_parallel_size=2, kv_transfer_config=connector)
-    llm.generate([PROMPT], LONG, use_tqdm=False)
+    llm.generate([PROMPT], SHORT, use_tqdm=False)
     pids = pids_of(llm.llm_engine)
     dead, all_workers = Watched([pids[1]]), Watched(pids.values())
     dead.kill(pids[1])
@@ -177,12 +178,12 @@ def test_killed_worker_does_not_delay_the_shutdown(connector: dict[str, Any] | N
 
 
 def test_invalid_weights_are_refused_as_in_one_process(tmp_path: Path) -> None:
-    make_text_checkpoint(tmp_path)
-    change_weights(tmp_path, lambda weights: weights.pop("model.norm.weight"))
+    folder = shutil.copytree(SMALL["model"], tmp_path / "model")
+    change_weights(folder, lambda weights: weights.pop("model.norm.weight"))
     messages = []
     for size in (1, 2):
         with pytest.raises(ValueError, match=r"model\.norm\.weight") as caught:
-            LLM(**SMALL, model=str(tmp_path), tensor_parallel_size=size)
+            LLM(**{**SMALL, "model": str(folder)}, tensor_parallel_size=size)
         messages.append(str(caught.value))
     assert messages[0] == messages[1]
 
@@ -204,7 +205,7 @@ def test_worker_that_ends_at_its_start_is_named() -> None:
 
 def test_collected_engine_leaves_no_process() -> None:
     llm = LLM(tensor_parallel_size=2, **SMALL)
-    llm.generate([PROMPT], LONG, use_tqdm=False)
+    llm.generate([PROMPT], SHORT, use_tqdm=False)
     workers = Watched(pids_of(llm.llm_engine).values())
     del llm
     gc.collect()
@@ -218,8 +219,8 @@ class Params(SamplingParams):
     pass
 llm = LLM(tensor_parallel_size=2, **{SMALL})
 print(*[process.pid for process in llm.llm_engine.core.executor._processes.by_rank.values()], flush=True)
-def generate():
-    llm.generate([{PROMPT}] * 4, Params(max_tokens=60, ignore_eos=True), use_tqdm=False)
+def generate(max_tokens):
+    llm.generate([{PROMPT}] * 4, Params(max_tokens=max_tokens, ignore_eos=True), use_tqdm=False)
 """
 
 
@@ -243,7 +244,7 @@ def running_program(
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGINT"])
 def test_workers_end_with_their_engine(how: str, tmp_path: Path) -> None:
     interruptible = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # as in a terminal
-    with running_program(tmp_path, f"{interruptible}while True: generate()") as (child, workers):
+    with running_program(tmp_path, f"{interruptible}while True: generate(60)") as (child, workers):
         if how == "SIGINT":
             os.killpg(child.pid, signal.SIGINT)
         else:
@@ -256,7 +257,8 @@ def test_workers_end_with_their_engine(how: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("from_stdin", [False, True])
 def test_workers_end_with_a_program_that_ends_without_shutdown(from_stdin: bool, tmp_path: Path) -> None:
-    with running_program(tmp_path, "generate()", "env", sys.executable, from_stdin=from_stdin) as (child, workers):
+    python = ("env", sys.executable) if from_stdin else ()
+    with running_program(tmp_path, "generate(3)", *python, from_stdin=from_stdin) as (child, workers):
         output, errors = child.communicate(timeout=HANG)
         workers.wait()
         assert (child.returncode, output, errors) == (0, "", "")

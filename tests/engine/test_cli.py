@@ -18,8 +18,10 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.helpers.commands import CommandRunner
+from tests.helpers.commands import CommandRunner, shrink_peak_rates
 from tests.helpers.engines import change_weights
+from tests.helpers.processes import HANG
+from tests.helpers.zygote import ForkedPopen
 
 from fleetfoot import LLM, LLMEngine, SamplingParams
 from fleetfoot.assets import embedded_model_path
@@ -52,7 +54,8 @@ class Command(CommandRunner):
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Command:
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: Patch) -> Command:
+    shrink_peak_rates(monkeypatch)
     return Command(capsys, *SMALL)
 
 
@@ -227,12 +230,29 @@ def test_drafts_are_counted_and_change_no_token(run: Command) -> None:
     assert "drafts" not in run.err
 
 
-def test_streams_that_the_shell_closed() -> None:
-    command = [sys.executable, "-m", "fleetfoot", "generate", "--device", "cpu", "--prompt", "a", "--max-tokens", "2"]
-    for closed, written in ((">&- 2>&-", "--"), ("2>&-", "a-"), (">&-", "-["), ("<&-", "a[")):
-        words = ["sh", "-c", f'"$@" {closed}', "sh", *command]
-        done = subprocess.run(words, capture_output=True, text=True, check=True)
-        assert (done.stdout[:1] or "-") + (done.stderr[:1] or "-") == written
+CLOSING = """
+import os, sys
+for number in map(int, sys.argv.pop(1)):
+    os.close(number)
+    name = ("stdin", "stdout", "stderr")[number]
+    setattr(sys, name, None)  # as an interpreter does that starts without it
+    setattr(sys, f"__{name}__", None)
+from fleetfoot.__main__ import run
+sys.exit(run())
+"""
+"""The command without some of the standard streams, in a process that is forked."""
+
+
+@pytest.mark.parametrize(("closed", "written"), [("12", "--"), ("2", "a-"), ("1", "-["), ("0", "a[")])
+def test_streams_that_the_shell_closed(closed: str, written: str) -> None:
+    command = ["generate", "--device", "cpu", "--prompt", "a", "--max-tokens", "2"]
+    words = [sys.executable, "-c", CLOSING, closed, *command]
+    if closed == "12":  # a shell that does so
+        words = ["sh", "-c", '"$@" >&- 2>&-', "sh", sys.executable, "-m", "fleetfoot", *command]
+    with ForkedPopen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        out, err = process.communicate(timeout=HANG)
+    assert process.returncode == 0
+    assert (out[:1] or "-") + (err[:1] or "-") == written
 
 
 def test_a_piped_chat_prints_replies_alone_and_remembers(run: Command, pipe: Pipe, prompts: Prompts) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.engine.test_contributing import Page
 from tests.helpers import faulty_connector, prefill_decode
+from tests.helpers.commands import shrink_peak_rates
 from tests.helpers.engines import drain, make_engine, prompt_of, run_requests
 from tests.helpers.faulty_connector import SCHEDULER_POINTS, WORKER_POINTS, Faults, InjectedError, connector, faulty
 from tests.helpers.kv_bench import InlineJobs
@@ -329,8 +330,11 @@ def test_a_slow_load_delays_no_other_request(saved: Start, faults: Faults, no_co
     close(engine)
 
 
-def test_bench_shows_what_was_loaded(text_model: Path, configs: Configs, tmp_path: Path) -> None:
+def test_bench_shows_what_was_loaded(
+    text_model: Path, configs: Configs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From files of an earlier run, which a run without a warm-up may find."""
+    shrink_peak_rates(monkeypatch)
     results = []
     for number in range(2):
         output = tmp_path / f"{number}.json"
