@@ -163,8 +163,9 @@ def shorten_story(folder: Path, layers: tuple[int, ...]) -> None:
 
 
 def shared_memory(folder: Path, rank: int, size: int, num_words: int) -> PeerMemory:
-    """Files that all ranks have mapped, in place of memory of GPUs."""
+    """Files that the first ``size`` ranks have mapped, in place of memory of GPUs; the others get those of the last."""
+    folder.mkdir(parents=True, exist_ok=True)
     files = (str(folder / f"memory-{peer}") for peer in range(size))
     maps = [torch.from_file(file, shared=True, size=num_words, dtype=torch.int64) for file in files]
     dist.barrier()
-    return PeerMemory(maps[rank], torch.tensor([each.data_ptr() for each in maps]), keep=maps)
+    return PeerMemory(maps[min(rank, size - 1)], torch.tensor([each.data_ptr() for each in maps]), keep=maps)

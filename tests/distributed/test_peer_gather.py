@@ -23,20 +23,31 @@ def part(call: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn((rows, columns), generator=torch.Generator().manual_seed(10 * call + rank)).to(dtype)
 
 
-def run_gathers(rank: int, size: int, folder: Path) -> list[torch.Tensor]:
-    memory = shared_memory(folder, rank, size, GATHER_SETS * GATHER_WORDS)
-    gather = CustomAllGather(memory, rank, size, CPU)
-    return [
-        gather.all_gather(part(call, rank, dtype), wanted)
-        for dtype in DTYPES
-        for call, (_, _, wanted) in enumerate(CALLS)
-    ]
+def run_gathers(rank: int, folder: Path) -> dict[int, list[torch.Tensor]]:
+    """By the number of ranks that gather: the first two, and all three."""
+    found = {}
+    for size in (2, 3):
+        memory = shared_memory(folder / str(size), rank, size, GATHER_SETS * GATHER_WORDS)
+        if rank < size:
+            gather = CustomAllGather(memory, rank, size, CPU)
+            found[size] = [
+                gather.all_gather(part(call, rank, dtype), wanted)
+                for dtype in DTYPES
+                for call, (_, _, wanted) in enumerate(CALLS)
+            ]
+    return found
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, list[torch.Tensor]]]:
+    folder = tmp_path_factory.mktemp("three")
+    return run_world(folder, 3, run_gathers, folder, TRITON_INTERPRET="1")
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton's interpreter")
 @pytest.mark.parametrize("size", [2, 3])
-def test_gathers_of_all_shapes(tmp_path: Path, size: int) -> None:
-    found = run_world(tmp_path, size, run_gathers, size, tmp_path, TRITON_INTERPRET="1")
+def test_gathers_of_all_shapes(three: list[dict[int, list[torch.Tensor]]], size: int) -> None:
+    found = [gathered[size] for gathered in three[:size]]
     number = count()
     for dtype in DTYPES:
         for call, (_, _, wanted) in enumerate(CALLS):

@@ -17,6 +17,7 @@ from tests.helpers.paged_models import PagedCache
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.distributed import peer_memory, peer_memory_words
 from fleetfoot.distributed.groups import CudaTensorGroup, TensorGroup
+from fleetfoot.distributed.peer_memory import PeerMemory
 from fleetfoot.fusion.decoder import fuse
 from fleetfoot.kernels.elementwise import rms_norm_torch
 from fleetfoot.kernels.linear.linear_triton import ChainedResidual
@@ -46,8 +47,7 @@ def case(call: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return *own, values(seed + 50, rows, outputs), values(seed + 60, outputs)
 
 
-def run_sums(rank: int, size: int, folder: Path) -> list[tuple[torch.Tensor, ...]]:
-    memory = shared_memory(folder, rank, size, peer_memory_words(size, WIDTH * 2))
+def run_sums(rank: int, size: int, memory: PeerMemory) -> list[tuple[torch.Tensor, ...]]:
     custom = peer_memory.CustomAllReduce(memory, rank, size, WIDTH, DTYPE, CPU)
     found = []
     for call in range(len(CALLS)):
@@ -61,12 +61,47 @@ def run_sums(rank: int, size: int, folder: Path) -> list[tuple[torch.Tensor, ...
 
 
 interpreted = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton's interpreter")
+Sums = dict[int, list[tuple[torch.Tensor, ...]]]
+"""By the number of ranks: the first two, or all three."""
+Logits = list[tuple[list[torch.Tensor], list[int]]]
+
+
+def work_of_three(rank: int, folder: Path) -> tuple[Sums, Logits]:
+    sums: Sums = {}
+    for size in (2, 3):
+        memory = shared_memory(folder / str(size), rank, size, peer_memory_words(size, WIDTH * 2))
+        if rank < size:
+            sums[size] = run_sums(rank, size, memory)
+    two = dist.new_group([0, 1], backend="gloo")
+    return sums, run_decoders(rank, two, folder)
+
+
+@pytest.fixture(scope="module")
+def references(folder: Path) -> list[torch.Tensor]:
+    """Logits of each model, of which this writes the checkpoint."""
+    logits = []
+    for name in MODELS:
+        model_type, fields = paged_models.MODELS[name]
+        sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+        model = make_checkpoint(folder / name, model_type, **{**fields, **sizes})
+        logits.append(reference_logits(model, paged_models.prompt(sum(STEPS))))
+    return logits
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("three")
+
+
+@pytest.fixture(scope="module")
+def three(folder: Path, references: list[torch.Tensor]) -> list[tuple[Sums, Logits]]:
+    return run_world(folder, 3, work_of_three, folder, TRITON_INTERPRET="1")
 
 
 @interpreted
 @pytest.mark.parametrize("size", [2, 3])
-def test_linear_layers_sum_over_the_ranks(tmp_path: Path, size: int) -> None:
-    by_rank = run_world(tmp_path, size, run_sums, size, tmp_path, TRITON_INTERPRET="1")
+def test_linear_layers_sum_over_the_ranks(three: list[tuple[Sums, Logits]], size: int) -> None:
+    by_rank = [sums[size] for sums, _ in three[:size]]
     for call, found in enumerate(zip(*by_rank, strict=True)):
         cases = [case(call, rank) for rank in range(size)]
         product = sum(x.double() @ weight.double().t() for x, weight, _, _ in cases) * SCALE
@@ -90,8 +125,8 @@ STEPS = (8, 1, 1, 10, 1)
 """Tokens of one request, one step with too many rows in between."""
 
 
-def run_decoders(rank: int, folder: Path) -> list[tuple[list[torch.Tensor], list[int]]]:
-    """Logits of each model's steps, and the rows of the sums within its linear layers."""
+def run_decoders(rank: int, two: Any, folder: Path) -> Logits:
+    """Logits of each model's steps, and the rows of the sums within its linear layers, on the first two ranks."""
     sums: list[int] = []
     add_and_norm = ChainedResidual.add_and_norm
 
@@ -107,8 +142,10 @@ def run_decoders(rank: int, folder: Path) -> list[tuple[list[torch.Tensor], list
     for name in MODELS:
         config = load_model_config(folder / name)
         memory = shared_memory(folder / name, rank, 2, peer_memory_words(2, config.hidden_size * 2))
+        if rank == 2:
+            continue
         custom = peer_memory.CustomAllReduce(memory, rank, 2, config.hidden_size, DTYPE, CPU)
-        group = CudaTensorGroup(dist.group.WORLD, custom)  # type: ignore[arg-type]
+        group = CudaTensorGroup(two, custom)
         kernels = {"ops": triton_kernels(), "attention": cpu_kernels().attention}
         context = paged_models.context(dtype=DTYPE, tensor_group=group, **kernels)
         model = ModelLoader(config, context, folder / name).load()
@@ -125,16 +162,10 @@ def run_decoders(rank: int, folder: Path) -> list[tuple[list[torch.Tensor], list
 
 
 @interpreted
-def test_decoders_sum_in_their_linear_layers(tmp_path: Path) -> None:
-    expected = []
-    for name in MODELS:
-        model_type, fields = paged_models.MODELS[name]
-        sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
-        model = make_checkpoint(tmp_path / name, model_type, **{**fields, **sizes})
-        expected.append(reference_logits(model, paged_models.prompt(sum(STEPS))))
-    ranks = run_world(tmp_path, 2, run_decoders, tmp_path, TRITON_INTERPRET="1")
+def test_decoders_sum_in_their_linear_layers(three: list[tuple[Sums, Logits]], references: list[torch.Tensor]) -> None:
+    ranks = [logits for _, logits in three[:2]]
     for (name, num_sums), exact, (one, sums), (other, others_sums) in zip(
-        MODELS.items(), expected, *ranks, strict=True
+        MODELS.items(), references, *ranks, strict=True
     ):
         assert sums == others_sums == [rows for rows in STEPS if rows <= RANK_SUM_ROWS for _ in range(num_sums)], name
         assert all(torch.equal(own, others) for own, others in zip(one, other, strict=True))

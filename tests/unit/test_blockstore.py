@@ -42,7 +42,8 @@ def make(tmp_path: Path, request: pytest.FixtureRequest) -> MakeBench:
             bench = Bench(config, **options)
             request.addfinalizer(slots_of(bench).check_integrity)
         else:
-            extra = {"shared_storage_path": str(tmp_path / "kv"), **limits}
+            # of blocks as small as these, the default is millions of slots, which are listed
+            extra = {"shared_storage_path": str(tmp_path / "kv"), "max_bytes_in_flight": 1 << 20, **limits}
             config = kv_bench.transfer_config("SharedStorageConnector", role=role, timeout=timeout, **extra)
             settings = FilesystemSettings.of(config)
             make_worker = partial(FileStoreWorker, settings=settings, readers=readers, writers=writers)
