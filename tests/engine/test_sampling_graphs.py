@@ -105,7 +105,8 @@ def test_every_feature_is_in_the_graph(feature: str) -> None:
     assert got["r2"].token_ids == alone["r2"].token_ids
     assert runner.graphs.num_steps["decode"] > 5
     assert runner.graphs.num_steps["eager"] == 0
-    assert len(set(runner.graphs.captured)) == runner.device.counts["capture"]  # type: ignore[attr-defined]
+    forwards = {key.num_tokens for key in runner.graphs.captured if key.kind == "mixed"}  # that samplers share
+    assert len(runner.graphs.captured) + len(forwards) == runner.device.counts["capture"]  # type: ignore[attr-defined]
     room = FEATURES[feature].get("logprobs")
     expected = SamplingVariant(
         filters=feature in FILTERS or "top_k" in FEATURES[feature],

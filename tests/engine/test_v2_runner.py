@@ -63,7 +63,7 @@ def test_a_captured_decode_step_is_one_copy_and_one_launch() -> None:
     device = RecordingDevice(has_graphs=True)
     runner, scheduler = make_runner(device=device), make_scheduler()
     runner.warm_up()
-    assert device.counts["capture"] == 5  # four decode sizes, and the size of the prefill that warms up
+    assert device.counts["capture"] == 6  # four decode sizes, and the two graphs of the prefill that warms up
     for number in range(3):
         add(scheduler, f"r{number}", 3, temperature=number / 2)
     for step in range(6):
@@ -124,6 +124,33 @@ def test_captured_and_padded_steps_give_the_same_tokens(seed: int) -> None:
     assert captured.graphs.num_steps["mixed"] > 0
     assert captured.graphs.num_steps["eager"] == 0
     assert None not in {key.sampling for key in captured.graphs.captured}
+
+
+class LateSampling(RecordingDevice):
+    """Captures forward passes alone, as while the kernels of sampling are compiled."""
+
+    def capture(self, *arguments: Any) -> Any:
+        captured = super().capture(*arguments)
+        return captured if captured is None or captured.output.packed is None else None
+
+
+def test_samplers_without_graphs_run_behind_the_forward_pass_of_others() -> None:
+    """A mixed batch replays it before any sampler's graph is captured. All samplers share it then."""
+    device = LateSampling(has_graphs=True)
+    late = make_runner(device=device)
+    assert run_lives(late, 0) == run_lives(make_runner(), 0)
+    assert late.graphs.num_steps["mixed"] > 0 and not late.graphs.captured
+    assert {*late.graphs.num_steps} == {"mixed", "decode", "eager"} and not late.graphs.num_steps["decode"]
+    forwards = {*late._step_graphs._forwards}
+    with patch.object(LateSampling, "capture", RecordingDevice.capture):
+        for seed in (0, 1, 2):
+            assert run_lives(late, seed) == run_lives(make_runner(), seed)
+    mixed = [key for key in late.graphs.captured if key.kind == "mixed"]
+    assert len(mixed) > len({*late._step_graphs._forwards}) >= len(forwards)
+    shared = late._step_graphs._forwards
+    assert all(late.graphs.captured[key].forward is shared[key.forward] for key in mixed)
+    late.shutdown()
+    assert not late._step_graphs._forwards
 
 
 def test_long_contexts_beside_prompts_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ def main() -> None:
     shapes += [GraphKey("decode", rows, rows, EVERYTHING) for rows in (256, 1)]
     with torch.inference_mode(), dry_torch():
         for shape in shapes:
-            runner._step(shape)()
+            runner._step_graphs.step(shape)()
     instead_of_launching.reset(instead)
     for name, sources in variants.by_name.items():
         for source, options in list(sources.values())[: int(most) if any(part in name for part in names) else 0]:

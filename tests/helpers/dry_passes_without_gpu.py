@@ -269,7 +269,7 @@ def try_kind(kind: Kind) -> dict[str, Any]:
     steps = warm_up_steps(runner._max_num_batched_tokens, MAX_MODEL_LEN, 16)
     first = runner._first_shapes(steps)
     later = runner._later_shapes()
-    compiler = KernelCompiler(runner._step, runner._model.shortened, CompileAhead(1))
+    compiler = KernelCompiler(runner._step_graphs.step, runner._model.shortened, CompileAhead(1))
     knobs.runtime.jit_cache_hook = requested = Requested()
     warnings: list[str] = []
     handler = logging.NullHandler(logging.WARNING)
@@ -317,7 +317,7 @@ def launch(runner: ModelRunnerV2, shapes: list[GraphKey], steps: Sequence[WarmUp
         for _, tensor in tensors_of(runner):
             tensor.zero_()
         for shape in shapes:
-            runner._step(shape)()
+            runner._step_graphs.step(shape)()
         for step in steps:
             runner._forward(step)
             if runner._execute_state is not None:

@@ -19,7 +19,7 @@ from fleetfoot.runner.v2.warm_up import later_shapes
 from fleetfoot.sampling.shape import EVERYTHING, PLAIN, TOP_K, SamplingVariant
 from tests.helpers.warm_up_without_gpu import launch_nothing, make_runner, use_fake_driver
 
-LIMITS: Any = {"max_num_seqs": 128, "max_num_batched_tokens": 512}
+LIMITS: Any = {"max_num_seqs": 128, "max_num_batched_tokens": 1024}
 SIZES = (1, 2, 16, 32, 128)
 """Decodes that are compared; others have their kernels."""
 EAGER_SIZES = (3, 17, 33, 97, 127)
@@ -30,7 +30,8 @@ def main() -> None:
     use_fake_driver()
     config = load_model_config(embedded_model_path())
     config = replace(config, num_layers=1, layer_windows=(None,), layer_ropes=(), vocab_size=32000)
-    table = CaptureTable.of(device="cuda", enforce_eager=False, **LIMITS)
+    short = ((1, 90), (2, 60), (4, 30))
+    table = CaptureTable.of(device="cuda", enforce_eager=False, short_contexts=short, **LIMITS)
     runner = make_runner(config, table, **LIMITS)
     launched: dict[str, str] = {}
 
@@ -44,14 +45,15 @@ def main() -> None:
     def kernels(shape: GraphKey) -> dict[str, str]:
         launched.clear()
         with torch.inference_mode(), dry_torch():
-            runner._step(shape)()
+            runner._step_graphs.step(shape)()
         return {**launched}
 
-    compiled = {key for shape in later_shapes(table.keys, 0) for key in kernels(shape)}
+    compiled = {key for shape in later_shapes(table.keys, table.fine, 0) for key in kernels(shape)}
     flags = (False, True)
     variants = [SamplingVariant(*variant) for variant in itertools.product(flags, flags, flags, (None, 32), flags)]
     shapes = [GraphKey("decode", size, size, variant) for variant in variants for size in SIZES]
     shapes += [GraphKey("mixed", size, 500, kind) for kind in (PLAIN, TOP_K, EVERYTHING) for size in EAGER_SIZES]
+    shapes += [GraphKey("mixed", 128, size) for size in table.fine]
     missing = [(str(shape), name) for shape in shapes for key, name in kernels(shape).items() if key not in compiled]
     json.dump({"compiled": len(compiled), "missing": missing}, sys.stdout)
 

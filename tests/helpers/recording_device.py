@@ -39,7 +39,7 @@ class RecordingDevice(CpuDevice):
     ) -> "RecordedCapture | None":
         self._note("capture")
         (warm_up or work)()
-        return RecordedCapture(self, work) if may_capture() else None
+        return RecordedCapture(self, work, work()) if may_capture() else None
 
     def copy_in(self, source: torch.Tensor, front: torch.Tensor, arena: torch.Tensor, num_writes: int) -> None:
         self._note("copy_in")

@@ -298,13 +298,20 @@ def test_shapes() -> None:
     assert eager_shape(decode, 0) == GraphKey("decode", 1, 1, drafting=0, max_context=1)
     assert prompt_shapes(300) == [GraphKey("mixed", 1, 300)]
     assert prompt_shapes(9000) == [GraphKey("mixed", 1, 1024), GraphKey("mixed", 1, 9000)]
-    assert later_shapes((), 0) == []
+    assert later_shapes((), (), 0) == []
     table = CaptureTable(decode=(1, 2), uniform=(1,), num_drafts=3, mixed=(16,), max_num_seqs=2)
-    later = later_shapes(table.keys, 3)
+    later = later_shapes(table.keys, (), 3)
     kinds = {(shape.kind, shape.num_tokens, shape.drafting) for shape in later}
     assert kinds == {("decode", 1, 3), ("decode", 2, 3), ("uniform", 4, 3), ("mixed", 16, 3)}
     full = replace(table, full_step=8192, mixed=(16, 2048))
-    assert 8192 not in [shape.num_tokens for shape in later_shapes(full.keys, 3)]  # an eager one launches the same
+    assert 8192 not in [shape.num_tokens for shape in later_shapes(full.keys, (), 3)]  # an eager one launches the same
+    many = CaptureTable.of(
+        device="cuda", enforce_eager=False, max_num_seqs=64, max_num_batched_tokens=700, short_contexts=((2, 50),)
+    )
+    later = later_shapes(many.keys, many.fine, 0)
+    assert GraphKey("mixed", 64, 640) in later
+    sampled = [shape.num_reqs for shape in later if shape.sampling not in (PLAIN, None)]
+    assert {*sampled} == {1, 2, 64} and len(sampled) % 3 == 0
     variants = [shape.sampling for shape in later if shape.sampling not in (PLAIN, None)]
     for field in ("filters", "logits_processors", "logprobs"):
         assert any(getattr(variant, field) for variant in variants)

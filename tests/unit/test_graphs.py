@@ -187,8 +187,8 @@ class Captures:
 
     def __init__(self, shapes: CaptureTable, **options: bool) -> None:
         self.captured: list[GraphKey] = []
-        self.manager = GraphManager(shapes, self.capture, **options)
-
+        self.forwards: set[GraphKey] = set()
+        self.manager = GraphManager(shapes, self.capture, lambda key: key.forward in self.forwards, **options)
         self.not_compiled: set[GraphKey] = set()
 
     def capture(self, key: GraphKey) -> Any:
@@ -226,8 +226,21 @@ def test_a_fine_shape_is_captured_once_it_has_saved_as_much_as_a_capture_takes()
     assert [captures.run(mixed(3, 300)) for _ in range(6)] == [coarse] * 3 + [fine] * 3
     assert captures.captured == [coarse, fine]
     assert [captures.run(mixed(3, 600)) for _ in range(5)] == [None] * 3 + [GraphKey("mixed", 256, 640)] * 2
-    assert captures.run(mixed(3, 300), sampling=TOP_K) == replace(coarse, sampling=TOP_K)  # counted for each variant
+    assert captures.run(mixed(3, 300), sampling=TOP_K) == replace(coarse, sampling=TOP_K)  # whose forward pass is not the fine one
     assert captures.manager.num_steps == {"mixed": 9, "eager": 3}
+
+
+def test_a_forward_pass_that_is_captured_is_used_with_every_sampler() -> None:
+    captures = Captures(table(most_mixed_tokens=200))
+    fine = GraphKey("mixed", 256, 384)
+    assert fine.forward == replace(fine, sampling=TOP_K).forward != replace(fine, sampling=None).forward
+    assert GraphKey("decode", 1, 1).forward != GraphKey("decode", 1, 1, TOP_K).forward
+    captures.forwards = {fine.forward}
+    assert captures.run(mixed(3, 300)) == fine
+    assert captures.run(mixed(3, 300), sampling=TOP_K) == replace(fine, sampling=TOP_K)
+    captures.not_compiled = {replace(fine, sampling=MASKS)}
+    assert captures.manager.dispatch(mixed(3, 300), sampling=MASKS)[1] == replace(fine, sampling=MASKS)
+    assert captures.run(mixed(3, 300), sampling=None) != replace(fine, sampling=None)
 
 
 def test_a_shape_for_long_contexts_is_captured_after_four_eager_steps() -> None:
@@ -347,9 +360,11 @@ def test_a_start_captures_so_many_graphs() -> None:
     captures = Captures(table())
     captures.manager.capture_first()
     captures.manager.capture_common(lambda key: True, 7)
-    assert [key.num_tokens for key in captures.captured] == [1, 2, 4, 8, 512, 256, 256]
+    # with top-k, mixed batches share the forward pass
+    assert [key.num_tokens for key in captures.captured] == [1, 2, 4, 8, 512, 256, 256, 512, 256]
+    assert len({key.forward for key in captures.captured}) == 7
     captures.manager.capture_common(lambda key: True, 3)
-    assert len(captures.captured) == 7
+    assert len(captures.captured) == 9
 
 
 def test_with_drafts_the_first_shapes_verify_and_draft() -> None:

@@ -70,6 +70,11 @@ class GraphKey:
     max_context: int = 0
     """Length that no context exceeds, so that kernels for short ones can be used; 0: there is no such length."""
 
+    @property
+    def forward(self) -> GraphKey:
+        """Equal for shapes that share the graph of a forward pass: mixed batches that only differ in their sampling."""
+        return replace(self, sampling=PLAIN) if self.kind == "mixed" and self.sampling is not None else self
+
 
 @dataclass(slots=True)
 class BatchShape:
@@ -337,14 +342,16 @@ class GraphManager:
     pays. With more graphs than the memory plan counts, the one that was not used for the longest time is dropped.
 
     ``capture``: captures a shape behind all steps, or returns None while kernels of it are not compiled; None: the
-    device has no graphs. ``includes_sampling``: False on a rank that is not the last of its pipeline, where steps end
-    with the forward pass.
+    device has no graphs. ``has_forward``: whether the forward pass of a shape is captured, which others share; then its
+    steps are dispatched to it. ``includes_sampling``: False on a rank that is not the last of its pipeline, where steps
+    end with the forward pass.
     """
 
     def __init__(
         self,
         table: CaptureTable,
         capture: Callable[[GraphKey], Capture | None] | None = None,
+        has_forward: Callable[[GraphKey], bool] = lambda key: False,
         *,
         includes_sampling: bool = True,
     ) -> None:
@@ -354,12 +361,12 @@ class GraphManager:
         self.outdated: dict[GraphKey, None] = {}
         """Captured shapes that are captured again: there are better kernels now."""
         self._needed: dict[GraphKey, None] = {}  # by steps that came before their kernels
-        self._padding: dict[GraphKey, float] = defaultdict(float)  # tokens that a fine shape would have saved
+        self._padding: dict[GraphKey, float] = defaultdict(float)  # tokens that a fine forward pass would have saved
         self._variants: dict[SamplingVariant, None] = {}  # of steps
         self.num_steps: Counter[str] = Counter()
         """Number of steps: ``eager``, or by the kind of their graph."""
         self._includes_sampling = includes_sampling
-        self._capture = capture
+        self._capture, self._has_forward = capture, has_forward
 
     def dispatch(
         self, output: SchedulerOutput, *, sampling: SamplingVariant | None, drafting: int | None = None
@@ -371,7 +378,7 @@ class GraphManager:
         key = self.table.dispatch(output, sampling=sampling, drafting=drafting)
         if key is not None and key.sampling is not None:
             self._variants[key.sampling] = None
-        if key is not None and self.table.is_fine(key) and key not in self.captured:
+        if key is not None and self.table.is_fine(key) and not (key in self.captured or self._has_forward(key)):
             key = self._capture_if_it_pays(key)
         self.num_steps["eager" if key is None else key.kind] += 1
         return BatchShape.of_step(output, key), key
@@ -379,14 +386,14 @@ class GraphManager:
     def _capture_if_it_pays(self, key: GraphKey) -> GraphKey | None:
         """A fine shape that has been captured now, or the coarse one that its step is padded to instead."""
         coarse = self.table.coarse(key)
-        most = self.table.capture_tokens
-        self._padding[key] += most / _EAGER_STEPS if coarse is None else coarse.num_tokens - key.num_tokens
-        if self._padding[key] < most:
+        most, forward = self.table.capture_tokens, key.forward
+        self._padding[forward] += most / _EAGER_STEPS if coarse is None else coarse.num_tokens - key.num_tokens
+        if self._padding[forward] < most:
             return coarse
         self._needed[key] = None
-        if self._try(key) is None:
+        if self._try(key) is None and not self._has_forward(key):
             return coarse
-        del self._padding[key]
+        del self._padding[forward]
         return key
 
     def get(self, key: GraphKey) -> Capture | None:
@@ -431,10 +438,16 @@ class GraphManager:
         self._capture_all(self.first_keys)
 
     def capture_common(self, has_kernels: Callable[[GraphKey], bool], most: int) -> None:
-        """Capture those of the table's `common_keys` that have their kernels, until ``most`` graphs are captured."""
+        """Capture those of the table's `common_keys` that have their kernels, until ``most`` graphs are captured. What
+        shares its forward pass with another one is not counted: its sampling takes a tenth of the time."""
         keys = dict.fromkeys(self._of_rank(tuple(filter(has_kernels, self.table.common_keys))))
-        missing = [key for key in keys if key not in self.captured]
-        self._capture_all(missing[: max(0, most - len(self.captured))])
+        forwards = {key.forward for key in self.captured}
+        chosen = []
+        for key in keys:
+            if key.forward in forwards or len(forwards) < most:
+                forwards.add(key.forward)
+                chosen.append(key)
+        self._capture_all(chosen)
 
     def drop_all(self) -> None:
         """Free the graphs. NCCL's communicators can only be destroyed after all graphs with their kernels: until then

@@ -241,7 +241,9 @@ class Sampler:
     ) -> SamplerOutput:
         """Sample each row of ``logits [L, vocab_size]`` with the parts that the running requests use. ``masks``: of
         grammars, and the index of each row's; see `Kernels.mask_tokens`."""
-        return self.sample(logits, batch, self.variant, masks, all_greedy=not self._features[_RANDOM])
+        # on a GPU greedy rows draw, too, as in graphs: without draws they would need a kernel of their own
+        all_greedy = not self._features[_RANDOM] and logits.device.type == "cpu"
+        return self.sample(logits, batch, self.variant, masks, all_greedy=all_greedy)
 
     def sample(
         self,

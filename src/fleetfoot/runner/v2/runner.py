@@ -34,11 +34,12 @@ from fleetfoot.records.step import SchedulerOutput, TokenMasks, WarmUpOutput
 from fleetfoot.runner.base import CompiledKernels, ModelRunner, SampledTokenSync
 from fleetfoot.runner.graphs import BatchShape, Capture, CaptureTable, GraphKey, GraphManager, captures_of_start
 from fleetfoot.runner.v2.async_output import AsyncOutput
-from fleetfoot.runner.v2.device import Device, always, open_device
+from fleetfoot.runner.v2.device import Device, open_device
 from fleetfoot.runner.v2.drafting import Drafting, newest_tokens
 from fleetfoot.runner.v2.grammar_masks import GrammarMasks
 from fleetfoot.runner.v2.input_batch import InputBatch, InputBuffers, logits_batch, logits_metadata, split_decodes
 from fleetfoot.runner.v2.state import DeviceState
+from fleetfoot.runner.v2.step_graphs import StepGraphs, TwoGraphs
 from fleetfoot.runner.v2.warm_up import (
     KernelCompiler,
     eager_shape,
@@ -86,22 +87,6 @@ class StepOutput:
     """``[padded_reqs, k]``: verified next; if the step has sampled with masks, and there is speculative decoding."""
 
 
-@dataclass(frozen=True, slots=True)
-class _TwoGraphs:
-    """Implements `Capture`: the forward pass, and its sampling with masks."""
-
-    forward: Capture
-    sampling: Capture
-
-    @property
-    def output(self) -> StepOutput:
-        """Of the forward pass."""
-        return cast("StepOutput", self.forward.output)
-
-    def replay(self) -> None:
-        self.forward.replay()
-
-
 class ModelRunnerV2(ModelRunner):
     """Implements `ModelRunner`, with its arguments and: ``max_num_batched_tokens``, of a step; ``fusion``, which layers
     of the whole model are fused, and ``capture_table``, the shapes to capture as graphs, both from the plan;
@@ -124,17 +109,19 @@ class ModelRunnerV2(ModelRunner):
         super().__init__(loader, **options)
         self._kernels = loader.context.ops
         self.device = device or open_device(loader.context.device, self._kernels)
+        self._step_graphs = StepGraphs(self.device, self._parts, lambda: cast("CausalLM", self._model).shortened())
         can_capture = self.device.has_graphs and loader.context.attention.is_capturable
         self.graphs = GraphManager(
             capture_table or CaptureTable(),
             self._capture if can_capture else None,
+            lambda key: self._step_graphs.forward_of(key) is not None,
             includes_sampling=self._pipeline.is_last_rank,
         )
         self._max_num_batched_tokens = max_num_batched_tokens
         self._fusion = fusion
         self._ahead = ahead or open_compiler(1, self.device.torch_device)
         self._compiler: KernelCompiler | None = None
-        self._has_failed_to_prepare = False
+        self._has_failed_to_prepare, self._num_eager = False, 0
         self._serving: Callable[[], AbstractContextManager[None]] = nullcontext  # the context of a step
 
     # --- start ------------------------------------------------------------------------------------------------------
@@ -173,7 +160,7 @@ class ModelRunnerV2(ModelRunner):
         if self._ahead is not None:
             assert self._model is not None
             group = self._loader.context.tensor_group
-            self._compiler = KernelCompiler(self._step, self._model.shortened, self._ahead, group)
+            self._compiler = KernelCompiler(self._step_graphs.step, self._model.shortened, self._ahead, group)
             in_library, later = library_shapes(self._max_num_batched_tokens), self._later_shapes()
             self._compiler.compile_first(self._first_shapes(steps), in_library, later)
         self._loader.context.tensor_group.connect()
@@ -208,7 +195,8 @@ class ModelRunnerV2(ModelRunner):
         return shapes
 
     def _later_shapes(self) -> list[GraphKey]:
-        return later_shapes(self.graphs.table.keys, self._draft_settings.num_drafts)
+        table = self.graphs.table
+        return later_shapes(table.keys, table.fine, self._draft_settings.num_drafts)
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -234,7 +222,7 @@ class ModelRunnerV2(ModelRunner):
         drafting = self._drafting.num_to_propose(scheduler_output)
         shape, key = self.graphs.dispatch(scheduler_output, sampling=sampling, drafting=drafting)
         graph = None if key is None else self.graphs.get(key)  # a first capture must precede the step's staged writes
-        if key is not None and graph is None:
+        if key is not None and graph is None and (graph := self._step_graphs.forward_of(key)) is None:
             shape = self.graphs.without_graph(scheduler_output, key)
         query_start_loc = self._buffers.query_start_loc(shape, scheduler_output.num_scheduled_tokens)
         self._state.staging.apply_staged_writes(scheduler_output.rows, query_start_loc, shape.padded_reqs)
@@ -248,8 +236,8 @@ class ModelRunnerV2(ModelRunner):
             self._pipeline.receive(shape.num_tokens)  # into the buffer that the graph reads
             graph.replay()
             step_output = graph.output
-            if key is not None and key.sampling is None and self._pipeline.is_last_rank:  # the rest is not in the graph
-                batch, step_output = self._without_padding(batch, step_output, scheduler_output)
+            if step_output.packed is None and not isinstance(graph, TwoGraphs) and self._pipeline.is_last_rank:
+                batch, step_output = self._without_padding(batch, step_output, scheduler_output)  # the rest is eager
         hidden_states = step_output.hidden_states
         if isinstance(hidden_states, IntermediateTensors):
             sampled_rows = batch.idx_mapping[: shape.num_sampled].clone()  # the next step overwrites the buffer
@@ -264,7 +252,9 @@ class ModelRunnerV2(ModelRunner):
         hidden_states = cast("torch.Tensor", step_output.hidden_states)
         shape = BatchShape.of_step(scheduler_output, None)
         own = self._buffers.batch(shape, batch.rows, is_warm_up=batch.metadata.is_warm_up)
-        return own, StepOutput(hidden_states[: shape.num_tokens])
+        if step_output.logits_batch is None:
+            return own, StepOutput(hidden_states[: shape.num_tokens])
+        return own, StepOutput(hidden_states[: shape.num_sampled], logits_batch(own, shape.num_sampled))
 
     def _stage_updates(self, scheduler_output: SchedulerOutput) -> None:
         """Stage the rows of new requests and new blocks, and update what the host tracks of the rows."""
@@ -293,7 +283,7 @@ class ModelRunnerV2(ModelRunner):
         has_masks = bool(scheduler_output.structured)
         if has_masks:
             self._masks.upload(masks)
-            if isinstance(graph, _TwoGraphs):
+            if isinstance(graph, TwoGraphs):
                 graph.sampling.replay()
                 step_output = graph.sampling.output
                 self._masks.used()
@@ -390,22 +380,8 @@ class ModelRunnerV2(ModelRunner):
         self._kernels.post_update(batch.idx_mapping, batch.query_start_loc, tables, *sampled)
 
     def _capture(self, key: GraphKey) -> Capture | None:
-        capture = partial(self._capture_parts, key)
+        capture = partial(self._step_graphs.capture, key)
         return capture() if self._compiler is None else self._compiler.capture(key, capture)
-
-    def _capture_parts(self, key: GraphKey, may_capture: Callable[[], bool] = always) -> Capture | None:
-        """Capture a shape, with masks as two graphs, if ``may_capture`` is true after its kernels were launched."""
-        if key.sampling is None or not key.sampling.masks:
-            step = self._step(key)
-            return self.device.capture(step, may_capture, lambda: self._load_kernels(step))
-        forward, sample = self._parts(key)
-        first = self.device.capture(forward, may_capture, lambda: self._load_kernels(lambda: sample(forward())))
-        if first is None:
-            return None
-        first.replay()
-        second = self.device.capture(lambda: sample(first.output))
-        assert second is not None
-        return cast("Capture", _TwoGraphs(first, second))
 
     def prepare(self) -> bool:
         if self._compiler is None or self._has_failed_to_prepare or self._loader.context.tensor_group.size > 1:
@@ -425,20 +401,11 @@ class ModelRunnerV2(ModelRunner):
         num_failed = self._ahead.wait_for_all()
         return CompiledKernels(self._ahead.num_found, self._ahead.num_compiled, num_failed)
 
-    def _load_kernels(self, step: Callable[[], object]) -> None:
-        """Launch the kernels of a step, each in as few layers as have all of them: the step that captures waits."""
-        assert self._model is not None
-        with self._model.shortened():
-            step()
-
     def take_notes(self) -> list[str]:
         """What the steps since the last call did beside their work, where kernels are compiled; for benchmarks."""
-        return [] if self._compiler is None else self._compiler.take_notes()
-
-    def _step(self, key: GraphKey) -> Callable[[], StepOutput]:
-        """A step of padding requests that a graph captures: preparation, forward, and the rest if ``key`` samples."""
-        forward, sample = self._parts(key)
-        return forward if key.sampling is None else lambda: sample(forward())
+        num_eager, self._num_eager = self._num_eager, self.graphs.num_steps["eager"]
+        notes = [] if self._compiler is None else self._compiler.take_notes()
+        return [*notes, *(["ran eagerly"] if self._compiler is not None and self._num_eager > num_eager else [])]
 
     def _parts(self, key: GraphKey) -> tuple[Callable[[], StepOutput], Callable[[StepOutput], StepOutput]]:
         """Both parts of a step of padding requests: preparation and forward, and from its output to the drafts."""
@@ -497,4 +464,5 @@ class ModelRunnerV2(ModelRunner):
         if self._ahead is not None:
             self._ahead.close()
         self.graphs.drop_all()
+        self._step_graphs.drop_all()
         super().shutdown()

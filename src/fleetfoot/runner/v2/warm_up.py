@@ -30,6 +30,8 @@ NAME = "warm-up"
 _PROMPT_TOKENS = 1024
 """The length of a prompt for which no graph and no kernel for short queries is used."""
 _LIBRARY_TOKENS = (16, 128, 512, 2048)
+_BETWEEN_TOKENS = 640
+"""A fine size for which a kernel is used (gate and up of up to 1,536 inputs) that no other shape here has."""
 _FIRST = 2
 _MOST_NOTES = 100
 _LIBRARY_IS_COLD = "the library is not warm"
@@ -80,13 +82,17 @@ def library_shapes(max_num_batched_tokens: int) -> list[GraphKey]:
     return [*prompts, GraphKey("decode", 1, 1, EVERYTHING)]
 
 
-def later_shapes(captured: Sequence[GraphKey], num_drafts: int) -> list[GraphKey]:
-    """Steps that together launch the kernels of serving. ``captured``: the shapes of graphs."""
-    compiled = (shape for shape in captured if shape.kind != "mixed" or shape.num_tokens <= MIXED_TOKENS[-1])
-    shapes = [replace(shape, drafting=num_drafts or None) for shape in compiled]
+def later_shapes(captured: Sequence[GraphKey], fine: Sequence[int], num_drafts: int) -> list[GraphKey]:
+    """Steps that together launch the kernels of serving. ``captured``: the shapes of graphs; ``fine``: tokens of mixed
+    batches that are captured once they pay."""
+    compiled = [shape for shape in captured if shape.kind != "mixed" or shape.num_tokens <= MIXED_TOKENS[-1]]
+    by_size = {shape.num_reqs: shape for shape in reversed(compiled)}
+    if _BETWEEN_TOKENS in fine:
+        compiled.append(GraphKey("mixed", max(by_size), _BETWEEN_TOKENS))
     # sampling has kernels for one row, for few and for many
-    sizes = dict.fromkeys((*shapes[:2], max(shapes, key=lambda shape: shape.num_reqs))) if shapes else ()
-    return [*shapes, *(replace(shape, sampling=variant) for variant in _VARIANTS for shape in sizes)]
+    sizes = {*sorted(by_size)[:2], *sorted(by_size)[-1:]}
+    samplers = (replace(by_size[size], sampling=variant) for variant in _VARIANTS for size in sorted(sizes))
+    return [replace(shape, drafting=num_drafts or None) for shape in (*compiled, *samplers)]
 
 
 def waits_for(shape: GraphKey, num_processes: int) -> bool:
