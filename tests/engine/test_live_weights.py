@@ -554,6 +554,6 @@ def test_the_example_of_the_docs() -> None:
 def test_a_policy_gradient_raises_the_rewards() -> None:
     example = runpy.run_path(str(ROOT / "examples" / "policy_gradient.py"))
     with LLM(dtype="float32", max_model_len=64, max_num_seqs=16) as llm:
-        history = example["train"](llm, rounds=6, rollouts=16, max_tokens=10, learning_rate=1e-3)
+        history = example["train"](llm, rounds=6, rollouts=8, max_tokens=10, learning_rate=1e-3)
         assert llm.llm_engine.weight_version == 6
     assert sum(history[-3:]) / 3 > history[0] + 0.05

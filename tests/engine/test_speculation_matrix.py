@@ -18,7 +18,8 @@ from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.scheduler.stats import DraftStats
-from fleetfoot.speculative.controller import FIRST_PATIENCE, MEASURING, NUM_SAMPLES
+from fleetfoot.speculative import controller
+from fleetfoot.speculative.controller import MEASURING, NUM_SAMPLES
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 TIGHT = {"max_num_seqs": 6, "max_num_batched_tokens": 40, "num_gpu_blocks_override": 26}
@@ -136,16 +137,21 @@ def test_the_cases_mean_something(expected: Outputs) -> None:
     assert tokens["penalties"] != tokens["greedy-delta"] != tokens["bad-words"]
 
 
-HALF = [
-    (method, connector, runner, (i + j + k) % 2 == 1)
-    for i, method in enumerate(METHODS)
-    for j, connector in enumerate(CONNECTORS)
-    for k, runner in enumerate(("v1", "v2"))
+COMBINATIONS = [
+    ("ngram", "none", "v1", False),
+    ("ngram", "files", "v2", False),
+    ("ngram", "offload", "v1", True),
+    ("draft_model", "none", "v2", True),
+    ("draft_model", "files", "v1", True),
+    ("draft_model", "offload", "v2", False),
+    ("eagle", "none", "v1", False),
+    ("eagle", "files", "v2", True),
+    ("eagle", "offload", "v2", True),
 ]
-"""Of the 36 combinations; any three of the four settings meet in all of theirs."""
+"""Of the 36; any two of the settings meet in all of theirs."""
 
 
-@pytest.mark.parametrize(("method", "connector", "runner", "async_scheduling"), HALF)
+@pytest.mark.parametrize(("method", "connector", "runner", "async_scheduling"), COMBINATIONS)
 def test_outputs_are_those_without(
     method: str, connector: str, runner: str, async_scheduling: bool, tmp_path: Path, cases: Cases, expected: Outputs
 ) -> None:
@@ -180,10 +186,14 @@ def test_outputs_are_those_without(
     engine.shutdown()
 
 
-FEW = ("greedy", "random", "stop-string", "copies", "one", "two", "last", "last-two", "one-token", "everything")
+FEW = ("greedy", "random", "stop-string", "copies", "one", "two", "last", "last-two", "last-few", "everything")
 
 
-EXTREMES = [(MAX_SPECULATIVE_TOKENS if most else 1, way[0], way[2]) for *way, most in HALF if way[1] == "none"]
+EXTREMES = [
+    (MAX_SPECULATIVE_TOKENS if (i + j) % 2 else 1, method, runner)
+    for i, method in enumerate(METHODS)
+    for j, runner in enumerate(("v1", "v2"))
+]
 """Any two of the settings meet in all of theirs."""
 
 
@@ -192,7 +202,9 @@ def test_fewest_and_most_drafts(num_drafts: int, method: str, runner: str, cases
     """Up to 64 of them, also behind prompts that leave room for one token."""
     config = {**METHODS[method], "num_speculative_tokens": num_drafts, "adaptive": False}
     engine = story_engine(model_runner=runner, speculative_config=config, max_num_batched_tokens=600)
-    check_cases(engine, {name: cases[name] for name in FEW}, expected)
+    # the drafts of a model for the one token are wrong, which takes many steps
+    names = (*FEW, "one-token") if method == "ngram" else FEW
+    check_cases(engine, {name: cases[name] for name in names}, expected)
     drafts = engine.stats().drafts
     assert len(drafts.accepted_at) == num_drafts
     assert drafts.num_accepted > 20
@@ -206,8 +218,17 @@ WAYS = {
     "v2-overlapped": {"model_runner": "v2", "async_scheduling": True},
 }
 WAY = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-LENGTHS = (30, 420, 420)
+PATIENCE = 96
+"""Steps until drafting is tested again; an engine waits longer."""
+LENGTHS = (30, 210, 210)
 """Two of three requests are long enough for two tests of drafting."""
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller, "FIRST_PATIENCE", PATIENCE)
+
+
 DOES_NOT_PAY = "it does not pay at 2 to 3 requests"
 
 
@@ -259,28 +280,30 @@ def tokens_without(lengths: tuple[int, ...]) -> dict[str, list[int]]:
     return run(lengths, model_runner="v1")[0]
 
 
+@pytest.mark.usefixtures("patience")
 @WAY
 def test_drafting_that_does_not_pay_is_turned_off(way: dict[str, Any]) -> None:
     # few n-grams are repeated in these stories
     tokens, timed, drafts = run(LENGTHS, lambda step: 2.0, speculative_config=METHODS["ngram"], **way)
     assert tokens == tokens_without(LENGTHS)
     assert drafts.off[MEASURING] >= NUM_SAMPLES
-    assert drafts.off[DOES_NOT_PAY] > FIRST_PATIENCE
+    assert drafts.off[DOES_NOT_PAY] > PATIENCE
     of_two = [number for number, step in enumerate(timed.steps) if step.num_decodes >= 2]
     assert timed.reasons[of_two[-1]] == DOES_NOT_PAY
     with_drafts = [number for number in of_two if timed.steps[number].num_drafts]
     first_test = sum(number < 3 * NUM_SAMPLES for number in with_drafts)
-    second_test = sum(number > FIRST_PATIENCE for number in with_drafts)
+    second_test = sum(number > PATIENCE for number in with_drafts)
     assert all(NUM_SAMPLES <= count <= NUM_SAMPLES + 4 for count in (first_test, second_test))
     assert first_test + second_test == len(with_drafts)
 
 
+@pytest.mark.usefixtures("patience")
 @WAY
 def test_drafting_begins_again_where_it_comes_to_pay(way: dict[str, Any]) -> None:
     config = METHODS["eagle"]
     tokens, timed, drafts = run(LENGTHS, lambda step: 9.0 if step < 60 else 0.1, speculative_config=config, **way)
     assert tokens == tokens_without(LENGTHS)
-    assert drafts.off[DOES_NOT_PAY] == pytest.approx(FIRST_PATIENCE, abs=16)
+    assert drafts.off[DOES_NOT_PAY] == pytest.approx(PATIENCE, abs=16)
     assert drafts.off_reason == ""
     assert [step.num_drafts for step in timed.steps[-10:]] == [NUM_DRAFTS] * 10
     assert drafts.mean_acceptance_length > 2

@@ -392,6 +392,10 @@ def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return request.param
 
 
+PUT_BACK = pytest.mark.parametrize("held", [None, "nonsense"], ids=lambda value: f"holds-{value}", indirect=True)
+"""For tests of what the environment holds afterwards, whatever that does to a runner."""
+
+
 def start_engine(**settings: object) -> LLM:
     return LLM(device="cpu", skip_tokenizer_init=True, max_num_seqs=2, num_gpu_blocks_override=16, **settings)
 
@@ -421,6 +425,7 @@ def test_it_wins_and_restores_the_environment(runner: str, held: str | None) -> 
     assert is_as_before(held)
 
 
+@PUT_BACK
 def test_blocks_may_be_nested(held: str | None) -> None:
     with force_runner("v1"):
         with force_runner("v2"):
@@ -429,6 +434,7 @@ def test_blocks_may_be_nested(held: str | None) -> None:
     assert is_as_before(held)
 
 
+@PUT_BACK
 def test_as_a_decorator(held: str | None) -> None:
     @force_runner("v1")
     def first(suffix: str, *, times: int) -> str:
@@ -457,6 +463,7 @@ def nested() -> None:
         runs()
 
 
+@PUT_BACK
 @pytest.mark.parametrize("work", [plan_only, nested])
 def test_without_an_engine_it_is_an_error(work: Callable[[], None], held: str | None) -> None:
     message = r"force_runner\('v1'\) had no effect: no engine has started in its block"
@@ -498,6 +505,7 @@ def test_the_runner_that_ran_counts(in_thread: bool, message: str, monkeypatch: 
             assert isinstance(pool.submit(start_engine).exception(), AssertionError)  # which a thread may drop
 
 
+@PUT_BACK
 def test_an_exception_is_raised_unchanged(held: str | None) -> None:
     with pytest.raises(KeyError, match="mine"), force_runner("v2"):
         raise KeyError("mine")
@@ -507,6 +515,7 @@ def test_an_exception_is_raised_unchanged(held: str | None) -> None:
     assert is_as_before(held)
 
 
+@PUT_BACK
 @pytest.mark.parametrize("settings", [{"model_runner": "v2"}, {"use_v2_model_runner": True}])
 def test_a_setting_that_contradicts_it_is_an_error(settings: dict[str, object], held: str | None) -> None:
     (name,) = settings

@@ -47,19 +47,15 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
 }
 LONG = SamplingParams(structured_outputs={"regex": "[a-z]{900}"}, max_tokens=200)
 NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}}
+OVERLAP = {"async_scheduling": True}
 PATHS: dict[str, dict[str, Any]] = {
-    "overlapped": {},
-    "lockstep": {"async_scheduling": False},
-    "chunked": {"max_num_batched_tokens": 9},
-    "tight": {"num_gpu_blocks_override": 20, "block_size": 4, "max_num_seqs": 4},
-    "ngram": NGRAM,
+    "overlapped": OVERLAP,
+    "ngram": {**NGRAM, **OVERLAP},
+    # a CPU's default is lockstep
+    "tight": {"num_gpu_blocks_override": 20, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 9},
     "draft": {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 2}},
     "tensor": {"tensor_parallel_size": 2},
-    "pipeline": {"pipeline_parallel_size": 2, **NGRAM},
-    "ngram-lockstep": {
-        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1},
-        "async_scheduling": False,
-    },
+    "pipeline": {"pipeline_parallel_size": 2, **NGRAM, **OVERLAP},
 }
 
 IN_PROCESSES = ("tensor", "pipeline")
@@ -162,9 +158,11 @@ def test_tokens_are_those_of_transformers_under_the_same_masks(
 )
 def test_every_path_has_the_same_tokens(kind: str, path: str, text_model: Path, expected: dict[str, Any]) -> None:
     settings = dict(PATHS[path])
+    overlaps = settings.get("async_scheduling", False)
     if path == "draft":  # the model drafts for itself, without a grammar
         settings["speculative_config"] = settings["speculative_config"] | {"model": str(text_model)}
     engine = make_engine(text_model, model_runner=kind, **settings)
+    assert engine.plan.async_scheduling == overlaps
     assert tokens_of(run_requests(engine, requests())) == expected
     stats = engine.stats().scheduler
     assert stats.num_preemptions > 0 or path != "tight"
@@ -292,9 +290,15 @@ def test_logprobs_are_of_the_models_logits(kind: str, engines: dict[str, LLMEngi
         assert entry.logprob == pytest.approx(first["bound"][token].logprob, abs=1e-5)
 
 
-@pytest.mark.parametrize("marker", ["<|assistant|>", "ab"], ids=["special", "text"])
-@pytest.mark.parametrize("path", ["overlapped", "ngram"])
-@pytest.mark.parametrize("kind", ["v1", "v2"])
+@pytest.mark.parametrize(
+    ("kind", "path", "marker"),
+    [
+        ("v1", "overlapped", "<|assistant|>"),
+        ("v1", "ngram", "ab"),
+        ("v2", "overlapped", "ab"),
+        ("v2", "ngram", "<|assistant|>"),
+    ],
+)
 def test_a_grammar_begins_behind_reasoning(kind: str, path: str, marker: str, text_model: Path) -> None:
     tokenizer = Tokenizer.from_path(text_model)
     (end,) = tokenizer.encode(marker, add_special_tokens=False)
@@ -376,10 +380,12 @@ async def test_an_engine_in_another_process(text_model: Path, expected: dict[str
         process.stop()
 
 
-@pytest.mark.parametrize("path", ["overlapped", "ngram"])
-def test_a_restart_reads_the_outputs_again(path: str, text_model: Path, expected: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", [{}, NGRAM], ids=["plain", "ngram"])
+def test_a_restart_reads_the_outputs_again(
+    settings: dict[str, Any], text_model: Path, expected: dict[str, Any]
+) -> None:
     """Workers fail twice; tokens that were lost with them are sampled again, from matchers that go back."""
-    engine = make_engine(text_model, on_error="restart", **PATHS[path])
+    engine = make_engine(text_model, on_error="restart", async_scheduling=False, **settings)
     failing, steps = {4, 11}, count()
 
     def fail_sometimes(runner: Any) -> None:

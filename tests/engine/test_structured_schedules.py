@@ -13,7 +13,7 @@ from tests.helpers.engines import make_engine
 from tests.helpers.runner_lives import METHODS, STORY
 from tests.helpers.schedules import Life, assert_lives_agree, live_alone, random_params
 
-from fleetfoot import CompletionOutput, LLMEngine, SamplingParams, StructuredOutputsParams
+from fleetfoot import CompletionOutput, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
 from fleetfoot.structured.compiler import GrammarCompiler
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
@@ -144,12 +144,26 @@ def assert_fits(params: SamplingParams, completion: CompletionOutput, grammars: 
     assert completion.finish_reason in ("stop", "length", "error")
 
 
-def check(seed: int, reference: LLMEngine, engines: dict[Way, LLMEngine], grammars: GrammarCompiler) -> None:
+Outputs = dict[str, RequestOutput]
+
+
+def outputs_alone(seed: int, reference: LLMEngine, grammars: GrammarCompiler) -> Outputs:
     lives = grammar_lives(seed)
     expected = live_alone(reference, lives)
     for life in lives:
         for completion in expected[life.request_id].outputs:
             assert_fits(life.params, completion, grammars)
+    return expected
+
+
+@pytest.fixture(scope="module")
+def expected(reference: LLMEngine, grammars: GrammarCompiler) -> Outputs:
+    """For SEED."""
+    return outputs_alone(SEED, reference, grammars)
+
+
+def check(seed: int, expected: Outputs, engines: dict[Way, LLMEngine]) -> None:
+    lives = grammar_lives(seed)
     for way, engine in engines.items():
         assert engine.runner_name == way.runner
         assert_lives_agree(engine, lives, expected, f"seed {seed}, {way}", tolerance=1e-4)
@@ -163,9 +177,9 @@ def engines() -> Iterator[dict[Way, LLMEngine]]:
         engine.shutdown()
 
 
-def test_a_schedule(reference: LLMEngine, engines: dict[Way, LLMEngine], grammars: GrammarCompiler) -> None:
+def test_a_schedule(expected: Outputs, engines: dict[Way, LLMEngine]) -> None:
     before = {way: engine.stats() for way, engine in engines.items()}
-    check(SEED, reference, engines, grammars)
+    check(SEED, expected, engines)
     for way, engine in engines.items():
         stats, scheduler = engine.stats(), before[way].scheduler
         assert stats.scheduler.num_preemptions > scheduler.num_preemptions
@@ -177,13 +191,13 @@ def test_random_schedules(reference: LLMEngine, engines: dict[Way, LLMEngine], g
     @settings(max_examples=2, deadline=None)
     @given(seed=st.integers(0, 2**32 - 1))
     def run(seed: int) -> None:
-        check(seed, reference, engines, grammars)
+        check(seed, outputs_alone(seed, reference, grammars), engines)
 
     run()
 
 
 @pytest.mark.parametrize("way", RANKS, ids=str)
-def test_schedules_of_ranks(way: Way, reference: LLMEngine, grammars: GrammarCompiler) -> None:
+def test_schedules_of_ranks(way: Way, expected: Outputs) -> None:
     engine = engine_in(way)
-    check(SEED, reference, {way: engine}, grammars)
+    check(SEED, expected, {way: engine})
     engine.shutdown()
