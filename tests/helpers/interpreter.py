@@ -2,10 +2,12 @@
 
 Importing this module closes two gaps of Triton 3.6's interpreter. With numpy 2.4 it cannot turn a runtime value into a
 bound of ``tl.range``, and it multiplies bfloat16 matrices as if their bits were integers. Work that has no effect, and
-takes more than half of the time, is left out: each call of a device function patches the language again, overflows are
-computed for assertions that are off, and types are made for tuples.
+takes most of the time, is left out: each call of a device function patches the language again, overflows are computed
+for assertions that are off, types are made for tuples, those of every value are made and compared anew, and operands
+that have one type and shape are broadcast.
 """
 
+import math
 import os
 import subprocess
 import sys
@@ -81,6 +83,105 @@ def _patch_interpreter() -> None:
     interpreter._LangPatchScope.restore = lambda scope: None
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     tl.core._type_for_tuple_values = lambda values, fields=None: None
+    _keep_types()
+
+
+def _keep_types() -> None:
+    """Compute what depends on types and shapes alone once for each of them."""
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime import interpreter
+
+    constexpr, unwrap = core.constexpr, core._unwrap_if_constexpr
+    sequences = (list, tuple, core.tuple)
+
+    def unwrapped(value: Any) -> Any:
+        if type(value) is constexpr:
+            return value.value
+        return unwrap(value) if isinstance(value, sequences) else value
+
+    core._unwrap_if_constexpr = unwrapped
+
+    make_block_type = core.block_type.__init__
+    block_types: dict[Any, dict[str, Any]] = {}
+
+    def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, getattr(element_ty, "address_space", 0), tuple(map(unwrapped, shape))
+        if (fields := block_types.get(key)) is None:
+            make_block_type(self, element_ty, shape)
+            self.sizes = sizes(key[-1])
+            fields = block_types[key] = dict(self.__dict__)
+        self.__dict__.update(fields)
+
+    @cache
+    def sizes(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        return constexpr(math.prod(shape)), core.tuple(map(constexpr, shape))
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = type.sizes
+
+    core.block_type.__init__ = init_block_type
+    core.dtype.sizes = sizes(())  # of scalars
+    core.tensor.__init__ = init_tensor
+
+    def by_name(method: Any) -> Any:
+        found: dict[str, Any] = {}
+
+        def get(self: Any) -> Any:
+            if (value := found.get(self.name)) is None:
+                value = found[self.name] = method(self)
+            return value
+
+        return get
+
+    is_same = core.dtype.__eq__
+    core.dtype.__eq__ = lambda self, other: self is other or is_same(self, other)
+    for name in ("kind", "is_int", "is_int_signed", "is_int_unsigned", "get_int_max_value", "get_int_min_value"):
+        setattr(core.dtype, name, by_name(getattr(core.dtype, name)))
+
+    check, check_bits = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.bitwise_op_type_checking_impl
+    broadcast = TritonSemantic.broadcast_impl_value
+    plain = {
+        id(getattr(core, name))
+        for name in ("int1", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32")
+    }
+    constants: dict[Any, Any] = {}
+
+    def check_operands(self: Any, lhs: Any, rhs: Any, *rest: Any, **options: Any) -> Any:
+        kinds = type(lhs), type(rhs)
+        if kinds == (core.tensor, core.tensor):
+            is_same = lhs.dtype is rhs.dtype and lhs.shape is rhs.shape and id(lhs.dtype) in plain
+            is_division = options.get("div_or_mod", len(rest) > 3 and rest[3])
+            return (lhs, rhs) if is_same and not is_division else check(self, lhs, rhs, *rest, **options)
+        place = kinds.index(core.tensor) if core.tensor in kinds else 0
+        given = lhs, rhs
+        if kinds[1 - place] not in (int, float) or kinds[place] is not core.tensor:
+            return check(self, lhs, rhs, *rest, **options)
+        key = place, given[place].type.name, kinds, given[1 - place], rest, *options.items()
+        if (constant := constants.get(key)) is not None:
+            return (lhs, constant) if place == 0 else (constant, rhs)
+        checked = check(self, lhs, rhs, *rest, **options)
+        if checked[place] is given[place] and id(given[place].dtype) in plain:
+            constants[key] = checked[1 - place]
+        return checked
+
+    def check_bits_of_operands(self: Any, lhs: Any, rhs: Any) -> Any:
+        lhs, rhs = self.binary_op_type_checking_impl(lhs, rhs)
+        return (lhs, rhs) if lhs.dtype is rhs.dtype and lhs.dtype.is_int() else check_bits(self, lhs, rhs)
+
+    def broadcast_operands(self: Any, lhs: Any, rhs: Any) -> Any:
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+
+    TritonSemantic.binary_op_type_checking_impl = check_operands
+    TritonSemantic.bitwise_op_type_checking_impl = check_bits_of_operands
+    TritonSemantic.broadcast_impl_value = broadcast_operands
+
+    def patch_attribute(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        function, semantic = getattr(member, "__wrapped__", member), TritonSemantic(builder)
+        scope.set_attr(place, name, lambda *args, _semantic=None, **kw: function(*args, **kw, _semantic=semantic))
+
+    interpreter._patch_attr = patch_attribute
 
 
 if HAS_INTERPRETER:

@@ -24,18 +24,20 @@ def random_logits(rows: int, vocab_size: int, spread: float, seed: int = 0) -> t
 
 
 @pytest.mark.parametrize("below", [2.3, -30.0, 40.0], ids=["usual", "no token reaches the bound", "every token does"])
-@pytest.mark.parametrize(("vocab_size", "spread"), [(1, 1.0), (3, 1.0), (1500, 0.01), (2100, 3.0), (9000, 1.0)])
+@pytest.mark.parametrize(("vocab_size", "spread"), [(1, 1.0), (3, 1.0), (700, 0.01), (1100, 3.0), (4400, 1.0)])
 def test_tokens_do_not_depend_on_the_bound(
     vocab_size: int, spread: float, below: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In up to five tiles, each in two parts; two rows of each temperature. With this seed, one token is in a tile
+    whose best is far below that of its row."""
     monkeypatch.setattr(kernels, "_BELOW", below)
     monkeypatch.setattr(kernels, "_FEW_ROWS", 1)
-    monkeypatch.setattr(kernels, "_TILING", (2048, 1, 512))
+    monkeypatch.setattr(kernels, "_TILING", (1024, 1, 512))
+    random = random_rows(8, 1.0)
+    random.temperatures[:] = torch.tensor([0.01, 0.6, 1.0, 30.0] * 2)
     for dtype in (torch.float32, torch.bfloat16):
-        logits = random_logits(6, vocab_size, spread).to(dtype)
-        for temperature in (0.01, 0.6, 1.0, 30.0):
-            random = random_rows(6, temperature)
-            assert sample_triton(logits, random).tolist() == sample_torch(logits, random).tolist()
+        logits = random_logits(8, vocab_size, spread, seed=24).to(dtype)
+        assert sample_triton(logits, random).tolist() == sample_torch(logits, random).tolist()
 
 
 def test_rows_without_a_token_that_reaches_the_bound_are_drawn_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ KERNELS = FOLDER.parent
 
 
 def _compile(source: str, folders: list[Path], macros: list[str], library: Path) -> ctypes.CDLL:
-    command = ["g++", "-std=c++20", "-O1", "-fno-strict-aliasing", "-shared", "-fPIC", "-w", "-Wno-psabi"]
+    command = ["g++", "-std=c++17", "-O1", "-fno-strict-aliasing", "-shared", "-fPIC", "-w", "-Wno-psabi"]
     command += [f"-I{folder}" for folder in (HERE, *folders)]
     subprocess.run([*command, *macros, str(HERE / source), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))

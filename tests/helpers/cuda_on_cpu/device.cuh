@@ -61,5 +61,5 @@ DEVICE void mma(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1
 
 DEVICE u32 low_halves(u32 low, u32 high) { return high << 16 | low & 0xffff; }
 DEVICE u32 high_halves(u32 low, u32 high) { return high & 0xffff0000 | low >> 16; }
-DEVICE float inverse_sqrt(float x) { return 1.0f / std::sqrt(x); }
+DEVICE float inverse_sqrt(float x) { return 1.0f / sqrtf(x); }
 DEVICE float maximum(float a, float b) { return a > b ? a : b; }

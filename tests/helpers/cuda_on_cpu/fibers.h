@@ -2,22 +2,23 @@
 //
 // Each thread of a cluster is a fiber that yields wherever a GPU thread would wait. Copies and stores to other blocks
 // arrive one round later, shared memory starts as NaN, and a round in which nothing moves is a deadlock.
+//
+// Headers of the standard library that take longer to compile than a kernel are left out.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
 
-#include <cmath>
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
-#include <functional>
-#include <memory>
 #include <vector>
 
 using u16 = std::uint16_t;
 using u32 = std::uint32_t;
 using u64 = std::uint64_t;
 using i64 = std::int64_t;
+
+extern "C" float sqrtf(float) noexcept;
+extern "C" float exp2f(float) noexcept;
 
 #define __device__
 #define DEVICE static inline
@@ -45,16 +46,31 @@ struct Fiber {
   u64 cluster_generation = 0;  // when it arrived
   ucontext_t context;
   jmp_buf place;
-  std::unique_ptr<char[]> stack;
+};
+struct Work {
+  virtual void run() = 0;
+  virtual ~Work() = default;
+};
+template <class Function>
+struct WorkOf final : Work {
+  explicit WorkOf(Function function) : function(function) {}
+  void run() override { function(); }
+  Function function;
+};
+struct Memory {
+  explicit Memory(u64 bytes) : bytes(new char[bytes]) {}
+  ~Memory() { delete[] bytes; }
+  Memory(const Memory&) = delete;
+  char* bytes;
 };
 struct Grid {
   u32 threads_of_block = 0, num_blocks = 0;
   std::vector<Block> blocks;  // of the cluster that runs
   std::vector<Fiber> fibers;
   Rendezvous cluster;
-  std::vector<std::function<void()>> in_flight;
+  std::vector<Work*> in_flight;
   u64 progress = 0;
-  std::function<void()> kernel;
+  Work* kernel = nullptr;
 };
 inline Grid grid;
 inline Fiber* fiber;
@@ -63,11 +79,13 @@ inline jmp_buf scheduler;
 inline void yield() {
   if (_setjmp(fiber->place) == 0) _longjmp(scheduler, 1);
 }
-inline void wait_until(const std::function<bool()>& is_done) {
+template <class IsDone>
+void wait_until(IsDone is_done) {
   while (!is_done()) yield();
   grid.progress++;
 }
-inline u64 arrive(Rendezvous& at, u32 count, const std::function<void()>& last = [] {}) {
+template <class Last = void (*)()>
+u64 arrive(Rendezvous& at, u32 count, Last last = [] {}) {
   const u64 generation = at.generation;
   grid.progress++;
   if (++at.arrived == count) {
@@ -77,12 +95,13 @@ inline u64 arrive(Rendezvous& at, u32 count, const std::function<void()>& last =
   }
   return generation;
 }
-inline void meet(Rendezvous& at, u32 count, const std::function<void()>& last = [] {}) {
+template <class Last = void (*)()>
+void meet(Rendezvous& at, u32 count, Last last = [] {}) {
   const u64 generation = arrive(at, count, last);
   wait_until([&] { return at.generation != generation; });
 }
 inline void run_fiber() {
-  grid.kernel();
+  grid.kernel->run();
   fiber->done = true;
   grid.progress++;
   _longjmp(scheduler, 1);
@@ -95,16 +114,16 @@ inline void step(Fiber& next) {
   setcontext(&next.context);
 }
 // One cluster after the other; false: a deadlock.
-inline bool launch(std::function<void()> kernel, u32 num_blocks, u32 cluster_size, u32 threads, u32 shared_bytes) {
+inline bool launch(Work& kernel, u32 num_blocks, u32 cluster_size, u32 threads, u32 shared_bytes) {
   constexpr std::size_t stack_bytes = 1 << 16;
   const u32 aligned_bytes = (shared_bytes + 127) / 128 * 128;
   for (u32 first = 0; first < num_blocks; first += cluster_size) {
     grid = Grid();
-    grid.kernel = kernel;
+    grid.kernel = &kernel;
     grid.threads_of_block = threads;
     grid.num_blocks = num_blocks;
-    std::unique_ptr<char[]> memory(new char[aligned_bytes * cluster_size + 128]);
-    char* aligned = memory.get() + (128 - reinterpret_cast<std::uintptr_t>(memory.get()) % 128);
+    const Memory memory(aligned_bytes * cluster_size + 128), stacks(stack_bytes * cluster_size * threads);
+    char* aligned = memory.bytes + (128 - reinterpret_cast<std::uintptr_t>(memory.bytes) % 128);
     std::memset(aligned, 0xff, aligned_bytes * cluster_size);
     for (u32 i = 0; i < cluster_size; i++)
       grid.blocks.push_back({aligned + i * aligned_bytes, first + i, std::vector<Warp>(threads / 32), {}, {}});
@@ -113,16 +132,15 @@ inline bool launch(std::function<void()> kernel, u32 num_blocks, u32 cluster_siz
       Fiber& made = grid.fibers[i];
       made.block = &grid.blocks[i / threads];
       made.thread = i % threads;
-      made.stack.reset(new char[stack_bytes]);
       getcontext(&made.context);
-      made.context.uc_stack.ss_sp = made.stack.get();
+      made.context.uc_stack.ss_sp = stacks.bytes + i * stack_bytes;
       made.context.uc_stack.ss_size = stack_bytes;
       made.context.uc_link = nullptr;
       makecontext(&made.context, run_fiber, 0);
     }
     for (bool is_running = true; is_running;) {
       const u64 before = grid.progress;
-      std::vector<std::function<void()>> arriving;
+      std::vector<Work*> arriving;
       arriving.swap(grid.in_flight);
       is_running = false;
       for (Fiber& next : grid.fibers) {
@@ -130,11 +148,23 @@ inline bool launch(std::function<void()> kernel, u32 num_blocks, u32 cluster_siz
         is_running = true;
         step(next);
       }
-      for (auto& transfer : arriving) transfer();
+      for (Work* transfer : arriving) {
+        transfer->run();
+        delete transfer;
+      }
       if (is_running && grid.progress == before && arriving.empty() && grid.in_flight.empty()) return false;
     }
   }
   return true;
+}
+template <class Function>
+bool launch(Function kernel, u32 num_blocks, u32 cluster_size, u32 threads, u32 shared_bytes) {
+  WorkOf<Function> work(kernel);
+  return launch(static_cast<Work&>(work), num_blocks, cluster_size, threads, shared_bytes);
+}
+template <class Function>
+void run_later(Function function) {
+  grid.in_flight.push_back(new WorkOf<Function>(function));
 }
 inline Warp& warp() { return fiber->block->warps[fiber->thread / 32]; }
 inline float bf16(u32 bits) {
@@ -157,7 +187,7 @@ inline void settle(Barrier& of) {
   }
 }
 inline void transfer(void* to, std::vector<char> data, u64* at) {
-  grid.in_flight.push_back([=] {
+  run_later([=] {
     std::memcpy(to, data.data(), data.size());
     barrier(at).bytes -= static_cast<std::int32_t>(data.size());
     settle(barrier(at));
@@ -218,5 +248,5 @@ inline u32 bf16_bits(float x) {
 DEVICE u32 pack_bf16(float low, float high) { return cpu::bf16_bits(low) | cpu::bf16_bits(high) << 16; }
 DEVICE float low_bf16(u32 packed) { return bits_float(packed << 16); }
 DEVICE float high_bf16(u32 packed) { return bits_float(packed & 0xffff0000u); }
-DEVICE float exp2_fast(float x) { return std::exp2(x); }
+DEVICE float exp2_fast(float x) { return exp2f(x); }
 DEVICE float inverse(float x) { return 1.0f / x; }

@@ -60,7 +60,7 @@ inline void copy(u32 to, const TensorMap& map, u32 barrier, std::vector<i64> pla
   for (u32 rank = 0; rank < grid.blocks.size(); rank++) {
     if (!(blocks >> rank & 1)) continue;
     char* memory = grid.blocks[rank].memory;
-    grid.in_flight.push_back([=] {
+    run_later([=] {
       for (u32 i = 0; i < data.size(); i += 16) std::memcpy(memory + swizzled(to + i), data.data() + i, 16);
       Barrier& of = cpu::barrier(reinterpret_cast<u64*>(memory + barrier));
       of.bytes -= static_cast<std::int32_t>(data.size());
