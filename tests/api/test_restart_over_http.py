@@ -15,7 +15,8 @@ from tests.helpers.failing_steps import BEGUN, END, EVERY
 from tests.helpers.server import RunningServer
 
 BODY = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 24, "ignore_eos": True}
-ROOT = str(Path(__file__).parents[2])
+ROOT = Path(__file__).parents[2]
+"""The folder in which a server finds the logits processor."""
 FLAGS = (
     "--dtype",
     "float32",
@@ -34,10 +35,6 @@ def pipes(tmp_path: Path) -> dict[str, str]:
     return found
 
 
-def environment(**variables: str) -> dict[str, str]:
-    return {"PYTHONPATH": os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")]), **variables}
-
-
 def streamed(url: str) -> Iterator[str]:
     with httpx.stream("POST", f"{url}/v1/completions", json={**BODY, "stream": True}, timeout=60) as response:
         for line in response.iter_lines():
@@ -46,7 +43,7 @@ def streamed(url: str) -> Iterator[str]:
 
 
 def test_a_stream_goes_on_after_a_restart(pipes: dict[str, str]) -> None:
-    with RunningServer(*FLAGS, env=environment(**pipes)) as server, ThreadPoolExecutor(1) as pool:
+    with RunningServer(*FLAGS, env=pipes, cwd=ROOT) as server, ThreadPoolExecutor(1) as pool:
 
         def get(path: str) -> httpx.Response:
             return httpx.get(server.url + path, timeout=60)
@@ -68,7 +65,7 @@ def test_a_stream_goes_on_after_a_restart(pipes: dict[str, str]) -> None:
 
 
 def test_an_engine_that_fails_again_and_again_ends_the_server() -> None:
-    with RunningServer(*FLAGS, "--max-restarts", "1", env=environment(**{EVERY: "1"})) as server:
+    with RunningServer(*FLAGS, "--max-restarts", "1", env={EVERY: "1"}, cwd=ROOT) as server:
         answer = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
         assert server.wait() == 1

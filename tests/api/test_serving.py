@@ -21,6 +21,7 @@ import httpx
 import pytest
 
 from fleetfoot.cli.main import main
+from tests.helpers import zygote
 from tests.helpers.server import RunningServer
 
 BODY = {"prompt": "Once upon a time", "temperature": 0, "ignore_eos": True}
@@ -126,7 +127,7 @@ def num_connections(pid: int) -> int:
 
 
 def test_requests_end_with_their_engine(pool: ThreadPoolExecutor) -> None:
-    with RunningServer(*FLAGS, "--api-server-count", "2", is_forked=False) as server:
+    with RunningServer(*FLAGS, "--api-server-count", "2") as server:
         rest = begun_stream(server.url, pool, 2000)
         os.kill(engine_of(server), signal.SIGKILL)
         assert server.wait() == 1
@@ -134,7 +135,7 @@ def test_requests_end_with_their_engine(pool: ThreadPoolExecutor) -> None:
 
 
 def test_no_process_outlives_a_killed_server() -> None:
-    with RunningServer(*FLAGS, "--api-server-count", "2", is_forked=False) as server:
+    with RunningServer(*FLAGS, "--api-server-count", "2") as server:
         pids = children(server.process.pid)
         assert len(pids) == 3
         handles = [os.pidfd_open(pid) for pid in pids]
@@ -147,18 +148,22 @@ def test_no_process_outlives_a_killed_server() -> None:
 
 def engine_of(server: RunningServer) -> int:
     """The engine's process."""
-    commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children(server.process.pid)}
-    return next(pid for pid, command in commands.items() if "fleetfoot.engine.process" in command)
+    return next(pid for pid in children(server.process.pid) if name_of(pid) == "engine.process")
 
 
 def children(pid: int) -> list[int]:
-    """The child processes. Those of a forked server include its zygote."""
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """The child processes, without the zygote of a forked server."""
+    pids = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return [pid for pid in pids if name_of(pid) != zygote.NAME]
+
+
+def name_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
 def test_a_unix_socket_and_an_engine_that_ends(tmp_path: Path) -> None:
     path = str(tmp_path / "socket")
-    with RunningServer(*FLAGS, "--uds", path, is_forked=False) as server:
+    with RunningServer(*FLAGS, "--uds", path) as server:
         with httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://server") as client:
             assert client.get("/health").json() == {"status": "ok"}
         (engine,) = children(server.process.pid)

@@ -273,12 +273,12 @@ SHAPES_TO_FIT = ((1, 64), (ALL_REDUCE_ROWS, 64), (ALL_REDUCE_ROWS + 1, 48), (0, 
 
 
 def run_custom_all_reduce(rank: int, folder: Path) -> list[Any]:
-    """The kernel in Triton's interpreter on each of two ranks."""
+    """The kernel in Triton's interpreter on each of the first two ranks."""
     results = []
     for dtype, hidden_size in ALL_REDUCE_CASES:
-        case = folder / f"{dtype}"
-        case.mkdir(exist_ok=True)
-        memory = shared_memory(case, rank, 2, peer_memory_words(2, hidden_size * dtype.itemsize))
+        memory = shared_memory(folder / f"{dtype}", rank, 2, peer_memory_words(2, hidden_size * dtype.itemsize))
+        if rank == 2:
+            continue
         custom = peer_memory.CustomAllReduce(memory, rank, 2, hidden_size, dtype, CPU)
         norm = part_of(7, hidden_size, dtype=dtype)
         for call, rows in enumerate(NUM_ROWS):
@@ -292,9 +292,19 @@ def run_custom_all_reduce(rank: int, folder: Path) -> list[Any]:
     return results
 
 
+def work_of_three(rank: int, folder: Path) -> tuple[list[Any], list[torch.Tensor]]:
+    return run_custom_all_reduce(rank, folder), run_channel(rank, folder)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[Any], list[torch.Tensor]]]:
+    folder = tmp_path_factory.mktemp("three")
+    return run_world(folder, 3, work_of_three, folder, TRITON_INTERPRET="1")
+
+
 @interpreted
-def test_custom_all_reduce_equals_the_separate_operations(tmp_path: Path) -> None:
-    first, second = run_world(tmp_path, 2, run_custom_all_reduce, tmp_path, TRITON_INTERPRET="1")
+def test_custom_all_reduce_equals_the_separate_operations(three: list[tuple[list[Any], list[torch.Tensor]]]) -> None:
+    first, second = (results for results, _ in three[:2])
     found = iter(zip(first, second, strict=True))
     for dtype, hidden_size in ALL_REDUCE_CASES:
         norm = part_of(7, hidden_size, dtype=dtype)
@@ -368,8 +378,8 @@ def run_channel(rank: int, folder: Path) -> list[torch.Tensor]:
 
 
 @interpreted
-def test_p2p_channel(tmp_path: Path) -> None:
-    _, second, third = run_world(tmp_path, 3, run_channel, tmp_path, TRITON_INTERPRET="1")
+def test_p2p_channel(three: list[tuple[list[Any], list[torch.Tensor]]]) -> None:
+    _, second, third = (steps for _, steps in three)
     for step in range(len(CHANNEL_STEPS)):
         for added, found in ((1, second[step]), (2, third[step])):
             assert torch.equal(found, channel_input(step) + added)

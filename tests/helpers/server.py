@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import httpx
 
@@ -26,12 +27,13 @@ class RunningServer:
         *flags: str,
         port: int = 0,
         env: dict[str, str] | None = None,
+        cwd: Path | None = None,
         command: str = "serve",
         is_forked: bool = True,
     ) -> None:
         words = [sys.executable, "-m", "fleetfoot", command, "--port", str(port), "--api-server-count", "1", *flags]
         self.process: subprocess.Popen[str] = (ForkedPopen if is_forked else subprocess.Popen)(
-            words, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}, start_new_session=True
+            words, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}, cwd=cwd, start_new_session=True
         )
         self.log: list[str] = []
         self.url = ""

@@ -1,6 +1,6 @@
 """Processes of tests that are forked from one that has imported torch, which takes an interpreter two seconds.
 
-A forked process has what a started one has: it is a child of the process that asked for it, with its own command line,
+A forked process has what a started one has: it is a child of the process that asked for it, with its own arguments,
 environment, working directory, descriptors, session and signals, it runs its command as ``__main__``, and it ends as
 interpreters end. What `ForkedPopen` has run can do the same: it has a zygote of its own.
 """
@@ -33,8 +33,11 @@ READ_AT_START = ("KMP_", "LD_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH_")
 several threads, which tests do not have, and Triton is not imported.)"""
 OPTIONS = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
 """Of this interpreter."""
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 """Of prctl(2)."""
+NAME = "zygote"
+"""Of these processes in ``/proc/PID/comm``. Others have the last two parts of their module's name there, or ``python``;
+their command lines are those of the zygote."""
 _ROOT = Path(__file__).parents[2]
 _HIGH = 512
 """Numbers of descriptors from here on are not those of other processes."""
@@ -57,6 +60,7 @@ class Command:
 
     def enter(self, received: Sequence[int]) -> None:
         """In the new process: take over all but the command itself."""
+        _set_name(".".join(self.words[1].split(".")[-2:]) if self.words[0] == "-m" else "python")
         os.environ.clear()
         os.environ.update(self.environment)
         os.chdir(self.folder)
@@ -83,6 +87,11 @@ class Command:
         else:
             sys.path[0], main.__file__, sys.argv = str(Path(kind).parent), kind, self.words
             exec(compile(Path(kind).read_text(), kind, "exec"), main.__dict__)
+
+
+def _set_name(name: str) -> None:
+    """Of this process; the system keeps 15 bytes."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
 
 
 def _renumber(received: Sequence[int], numbers: Sequence[int], others: Iterable[int]) -> None:
@@ -257,6 +266,7 @@ def _main() -> None:
     import fleetfoot.executor.worker_loop
     import fleetfoot.server.serve  # noqa: F401
 
+    _set_name(NAME)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     gc.collect()

@@ -102,8 +102,7 @@ def inject(rng: random.Random, faults: Faults, folder: Path, engine: Engine, *, 
         faults.released.set()
     else:
         faults.released.clear()
-    files = [path for path in sorted(folder.rglob("*.kv")) if path.stat().st_size]
-    if files and rng.random() < 0.1:
+    if rng.random() < 0.1 and (files := [path for path in sorted(folder.rglob("*.kv")) if path.stat().st_size]):
         victim = rng.choice(files)
         content = bytearray(victim.read_bytes())
         content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
