@@ -212,8 +212,17 @@ def fork_processes(replace: Callable[[Any, str, Any], object] = setattr) -> None
     """From now on, processes of `multiprocessing`, and engines in processes of their own, are forked."""
     from fleetfoot.engine import child_process
 
+    _keep_code(replace)
     replace(multiprocessing.util, "spawnv_passfds", _spawn_forked)
     replace(child_process, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": ForkedPopen}))
+
+
+def _keep_code(replace: Callable[[Any, str, Any], object] = setattr) -> None:
+    """Workers that start one after the other execute the same code: of what each gives back, the next one maps every
+    page again, which takes longer than all else at its start."""
+    from fleetfoot.executor import worker
+
+    replace(worker, "release_code", lambda: None)
 
 
 # --- in the process with the imports ----------------------------------------------------------------------------------
@@ -266,6 +275,7 @@ def _main() -> None:
     import fleetfoot.executor.worker_loop
     import fleetfoot.server.serve  # noqa: F401
 
+    _keep_code()
     _set_name(NAME)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
