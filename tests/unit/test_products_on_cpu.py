@@ -102,16 +102,19 @@ def test_residual_sums_with_their_norm(num_rows: int, tiling: ProductTiling) -> 
     assert not behind(result.weighted).any()
 
 
+ROTATED = [
+    (40, ProductTiling(64, 128)),
+    (70, ProductTiling(64, 128, peers=2)),
+    (70, ProductTiling(64, 128, beside_attention=True)),
+]
+
+
 @pytest.mark.parametrize(
-    ("num_rows", "tiling"),
-    [
-        (40, ProductTiling(64, 128)),
-        (70, ProductTiling(64, 128, peers=2)),
-        (70, ProductTiling(64, 128, beside_attention=True)),
-    ],
+    ("num_rows", "tiling", "head_dim", "has_bias"),
+    # a bias depends on the size of heads, and on nothing else
+    [(*case, size, bool((index + size // 64) % 2)) for index, case in enumerate(ROTATED) for size in (64, 128)],
     ids=str,
 )
-@pytest.mark.parametrize(("head_dim", "has_bias"), [(64, False), (128, False), (64, True), (128, True)])
 def test_rotation_and_cache(num_rows: int, tiling: ProductTiling, head_dim: int, has_bias: bool) -> None:
     x, normed = deferred(num_rows, 512)
     heads, kv_heads = 256 // head_dim, 128 // head_dim
