@@ -380,12 +380,13 @@ async def test_an_engine_in_another_process(text_model: Path, expected: dict[str
         process.stop()
 
 
-@pytest.mark.parametrize("settings", [{}, NGRAM], ids=["plain", "ngram"])
+@pytest.mark.parametrize("settings", [{}, NGRAM, OVERLAP, {**NGRAM, **OVERLAP}], ids=str)
 def test_a_restart_reads_the_outputs_again(
     settings: dict[str, Any], text_model: Path, expected: dict[str, Any]
 ) -> None:
-    """Workers fail twice; tokens that were lost with them are sampled again, from matchers that go back."""
-    engine = make_engine(text_model, on_error="restart", async_scheduling=False, **settings)
+    """Workers fail twice; tokens that were lost with them are sampled again, from matchers that go back. With steps in
+    flight, matchers have consumed tokens that no output has."""
+    engine = make_engine(text_model, on_error="restart", **{"async_scheduling": False, **settings})
     failing, steps = {4, 11}, count()
 
     def fail_sometimes(runner: Any) -> None:

@@ -270,10 +270,10 @@ def _compute(rows: _Rows, masks: np.ndarray) -> str:
         return ""
     matcher = rows.matcher
     if matcher is None:
-        matcher = state.matcher
         if error := state.catch_up(rows.request.output_token_ids):
             masks.fill(-1)
             return error
+        matcher = state.matcher  # another one, if the output has become shorter
     fill_masks(matcher, rows.drafts, masks[rows.begin :])
     if matcher.is_error():
         masks.fill(-1)
