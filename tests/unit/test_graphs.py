@@ -226,7 +226,9 @@ def test_a_fine_shape_is_captured_once_it_has_saved_as_much_as_a_capture_takes()
     assert [captures.run(mixed(3, 300)) for _ in range(6)] == [coarse] * 3 + [fine] * 3
     assert captures.captured == [coarse, fine]
     assert [captures.run(mixed(3, 600)) for _ in range(5)] == [None] * 3 + [GraphKey("mixed", 256, 640)] * 2
-    assert captures.run(mixed(3, 300), sampling=TOP_K) == replace(coarse, sampling=TOP_K)  # whose forward pass is not the fine one
+    assert captures.run(mixed(3, 300), sampling=TOP_K) == replace(
+        coarse, sampling=TOP_K
+    )  # whose forward pass is not the fine one
     assert captures.manager.num_steps == {"mixed": 9, "eager": 3}
 
 

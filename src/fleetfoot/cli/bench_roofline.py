@@ -175,7 +175,7 @@ def measure_peak_rates(device: str, dtype: str) -> tuple[float, float]:
 def _seconds_of_copy(device: str) -> float:
     import torch
 
-    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device).random_()
+    source = torch.empty(_COPY_BYTES // 8, dtype=torch.int64, device=device).random_()
     return _seconds(partial(torch.empty_like(source).copy_, source), device)
 
 

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable, KeysView
 from dataclasses import fields as fields_of
 from dataclasses import replace
-from importlib.metadata import entry_points
 from typing import Any
 
 from fleetfoot.config.architectures import ARCHITECTURES, LLAMA_DEFAULTS, Architecture, llama_traits, no_windows
 from fleetfoot.config.json_fields import Fields
+from fleetfoot.utils.plugins import entry_points
 
 logger = logging.getLogger(__name__)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any
 
 from fleetfoot.config.engine import EngineConfig
+from fleetfoot.utils.plugins import entry_points
 
 if TYPE_CHECKING:
     from fleetfoot.sampling.custom_processors import LogitsProcessor
