@@ -430,7 +430,13 @@ EDITED = {"temperature": 0.8, "repetition_penalty": 1.2, "logit_bias": {30: 1.0}
     [
         ({"temperature": 0.0}, lives.NUM_DRAFTS, ONE_STEP, PLAIN),
         ({"temperature": 1.0}, lives.NUM_DRAFTS, ONE_STEP, PLAIN),
-        (EDITED, lives.NUM_DRAFTS, WITH_LOGPROBS, SamplingVariant(logits_processors=True, logprobs=32)),
+        # a forward pass that all samplers share, and this sampling with verification and drafting
+        (
+            EDITED,
+            lives.NUM_DRAFTS,
+            {**WITH_LOGPROBS, "replay": 2},
+            SamplingVariant(logits_processors=True, logprobs=32),
+        ),
         # the forward pass is a graph; sampling, verification and drafting are queued behind it
         ({**EDITED, "logprobs": -1}, lives.NUM_DRAFTS, WITH_LOGPROBS, None),
         # with drafting off, a drafter still fills its KV cache, in the same graph

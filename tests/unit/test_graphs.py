@@ -187,14 +187,15 @@ class Captures:
 
     def __init__(self, shapes: CaptureTable, **options: bool) -> None:
         self.captured: list[GraphKey] = []
-        self.forwards: set[GraphKey] = set()
-        self.manager = GraphManager(shapes, self.capture, lambda key: key.forward in self.forwards, **options)
+        self.manager = GraphManager(shapes, self.capture, **options)
         self.not_compiled: set[GraphKey] = set()
 
     def capture(self, key: GraphKey) -> Any:
         if key in self.not_compiled:
             return None
         self.captured.append(key)
+        if not key.is_whole:
+            self.manager.forwards[key.forward] = self
         return self
 
     def run(self, output: SchedulerOutput, **options: Any) -> GraphKey | None:
@@ -226,9 +227,7 @@ def test_a_fine_shape_is_captured_once_it_has_saved_as_much_as_a_capture_takes()
     assert [captures.run(mixed(3, 300)) for _ in range(6)] == [coarse] * 3 + [fine] * 3
     assert captures.captured == [coarse, fine]
     assert [captures.run(mixed(3, 600)) for _ in range(5)] == [None] * 3 + [GraphKey("mixed", 256, 640)] * 2
-    assert captures.run(mixed(3, 300), sampling=TOP_K) == replace(
-        coarse, sampling=TOP_K
-    )  # whose forward pass is not the fine one
+    assert captures.run(mixed(3, 300), sampling=TOP_K) == replace(fine, sampling=TOP_K)  # it shares the forward pass
     assert captures.manager.num_steps == {"mixed": 9, "eager": 3}
 
 
@@ -236,8 +235,10 @@ def test_a_forward_pass_that_is_captured_is_used_with_every_sampler() -> None:
     captures = Captures(table(most_mixed_tokens=200))
     fine = GraphKey("mixed", 256, 384)
     assert fine.forward == replace(fine, sampling=TOP_K).forward != replace(fine, sampling=None).forward
-    assert GraphKey("decode", 1, 1).forward != GraphKey("decode", 1, 1, TOP_K).forward
-    captures.forwards = {fine.forward}
+    decodes = [GraphKey("decode", 1, 1, sampling).forward for sampling in (PLAIN, TOP_K, None, MASKS, EVERYTHING)]
+    assert len({*decodes}) == 4 and decodes[3] == decodes[4]  # the most common ones are whole
+    assert captures.run(mixed(3, 300)) == GraphKey("mixed", 256, 512)
+    captures.manager.forwards[fine.forward] = captures  # type: ignore[assignment]
     assert captures.run(mixed(3, 300)) == fine
     assert captures.run(mixed(3, 300), sampling=TOP_K) == replace(fine, sampling=TOP_K)
     captures.not_compiled = {replace(fine, sampling=MASKS)}
@@ -272,7 +273,7 @@ def test_a_fine_shape_that_was_dropped_has_to_pay_again() -> None:
     captures = Captures(table(most_mixed_tokens=64))
     fine, coarse = GraphKey("mixed", 256, 384), GraphKey("mixed", 256, 512)
     assert [captures.run(mixed(3, 300)) for _ in range(2)] == [fine] * 2
-    del captures.manager.captured[fine]
+    del captures.manager.captured[fine], captures.manager.forwards[fine.forward]
     captures.manager.table = replace(captures.manager.table, capture_tokens=129)
     assert [captures.run(mixed(3, 300)) for _ in range(2)] == [coarse, fine]
 
@@ -303,15 +304,38 @@ def test_shapes_are_captured_between_requests() -> None:
 
 
 def test_no_more_graphs_than_the_memory_plan_counts() -> None:
+    """Forward passes: those that samplers share are one. The number of samplings is limited, too."""
     shapes = table(max_num_seqs=1)
     captures, most = Captures(shapes), 3 * len(shapes.keys) + len(shapes.fine)
-    one, variants = GraphKey("decode", 1, 1), [SamplingVariant(logprobs=32 * number) for number in range(most)]
+    manager = captures.manager
+    assert shapes.most_graphs == most
+    one, variants = GraphKey("decode", 1, 1), [SamplingVariant(logprobs=32 * number) for number in range(4 * most)]
     for sampling in variants:
         for key in (one, replace(one, sampling=sampling)):
-            assert captures.manager.get(key) is captures
-    left = [key.sampling for key in captures.manager.captured]
+            assert manager.get(key) is captures
+    left = [key.sampling for key in manager.captured]
     assert left == [*variants[1:-1], PLAIN, variants[-1]]  # the plain one was used all the time
-    assert len(left) == shapes.most_graphs == most
+    assert {*manager.forwards} == {replace(one, sampling=MASKS)}
+    for length in range(1, most + 1):  # other forward passes
+        manager.get(replace(one, max_context=length))
+    assert len(manager.captured) == most and not manager.forwards
+    assert {key.sampling for key in manager.captured} == {PLAIN}
+    manager.drop_all()
+    assert not manager.captured
+
+
+def test_better_kernels_of_a_forward_pass_are_for_all_that_share_it() -> None:
+    captures, one = Captures(table()), GraphKey("decode", 1, 1)
+    manager, keys = captures.manager, [replace(one, sampling=each) for each in (PLAIN, TOP_K, MASKS, EVERYTHING)]
+    for key in keys:
+        manager.get(key)
+    manager.outdate([keys[3]])
+    assert not manager.forwards and [*manager.outdated] == keys[2:]
+    assert manager.get(keys[3]) is captures and [*manager.forwards] == [keys[2]]
+    assert manager.capture_next() and not manager.outdated
+    assert captures.captured == [*keys, keys[3], keys[2]]
+    manager.outdate([GraphKey("decode", 2, 2), keys[0]])
+    assert [*manager.outdated] == [keys[0]]
 
 
 def test_a_full_step_is_padded_and_captured_when_it_is_first_needed() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -36,8 +36,10 @@ FULL_STEP_PADDING = 32
 _BYTES_PER_LAYER = 96 * 1024
 """Bytes of one layer in a captured graph: a dozen kernels, each with its node and its arguments."""
 _VARIANTS = 3
-"""Graphs of one shape in the memory plan: one for each sampling variant in use, of which an engine with requests of one
-kind has one or two. Fine shapes are counted once."""
+"""Forward passes of one shape in the memory plan: with plain sampling, with top-k, and one that all other samplers
+share. Fine shapes are counted once."""
+_MOST_SAMPLERS = 4
+"""Graphs, of which most are sampling alone, for each forward pass in the memory plan."""
 _MOST_TRIED = 2
 """Shapes that are tried between two looks for requests."""
 _START_S = 1.0
@@ -71,9 +73,16 @@ class GraphKey:
     """Length that no context exceeds, so that kernels for short ones can be used; 0: there is no such length."""
 
     @property
+    def is_whole(self) -> bool:
+        """Whether one graph has all of it, so that no kernel waits for another launch: decodes with the most common
+        samplers. Else the forward pass is a graph that others share, and sampling another one: to capture a forward
+        pass takes the host tens of milliseconds, sampling few."""
+        return self.sampling is None or (self.kind != "mixed" and self.sampling in (PLAIN, TOP_K))
+
+    @property
     def forward(self) -> GraphKey:
-        """Equal for shapes that share the graph of a forward pass: mixed batches that only differ in their sampling."""
-        return replace(self, sampling=PLAIN) if self.kind == "mixed" and self.sampling is not None else self
+        """Equal for shapes that share the graph of a forward pass: those that only differ in their sampling."""
+        return self if self.is_whole else replace(self, sampling=MASKS)
 
 
 @dataclass(slots=True)
@@ -341,23 +350,23 @@ class GraphManager:
     A shape is captured when it is first needed, if it was not at the start, or between requests; a fine one when it
     pays. With more graphs than the memory plan counts, the one that was not used for the longest time is dropped.
 
-    ``capture``: captures a shape behind all steps, or returns None while kernels of it are not compiled; None: the
-    device has no graphs. ``has_forward``: whether the forward pass of a shape is captured, which others share; then its
-    steps are dispatched to it. ``includes_sampling``: False on a rank that is not the last of its pipeline, where steps
-    end with the forward pass.
+    ``capture``: captures a shape behind all steps, and adds a forward pass that others share to `forwards`; returns
+    None while kernels of it are not compiled; None: the device has no graphs. ``includes_sampling``: False on a rank
+    that is not the last of its pipeline, where steps end with the forward pass.
     """
 
     def __init__(
         self,
         table: CaptureTable,
         capture: Callable[[GraphKey], Capture | None] | None = None,
-        has_forward: Callable[[GraphKey], bool] = lambda key: False,
         *,
         includes_sampling: bool = True,
     ) -> None:
         self.table = table if capture is not None else CaptureTable()
         self.captured: dict[GraphKey, Capture] = {}
         """The captured shapes, the one that was used last at the end."""
+        self.forwards: dict[GraphKey, Capture] = {}
+        """The forward passes that they share, by `GraphKey.forward`."""
         self.outdated: dict[GraphKey, None] = {}
         """Captured shapes that are captured again: there are better kernels now."""
         self._needed: dict[GraphKey, None] = {}  # by steps that came before their kernels
@@ -366,7 +375,7 @@ class GraphManager:
         self.num_steps: Counter[str] = Counter()
         """Number of steps: ``eager``, or by the kind of their graph."""
         self._includes_sampling = includes_sampling
-        self._capture, self._has_forward = capture, has_forward
+        self._capture = capture
 
     def dispatch(
         self, output: SchedulerOutput, *, sampling: SamplingVariant | None, drafting: int | None = None
@@ -378,7 +387,7 @@ class GraphManager:
         key = self.table.dispatch(output, sampling=sampling, drafting=drafting)
         if key is not None and key.sampling is not None:
             self._variants[key.sampling] = None
-        if key is not None and self.table.is_fine(key) and not (key in self.captured or self._has_forward(key)):
+        if key is not None and self.table.is_fine(key) and not (key in self.captured or key.forward in self.forwards):
             key = self._capture_if_it_pays(key)
         self.num_steps["eager" if key is None else key.kind] += 1
         return BatchShape.of_step(output, key), key
@@ -391,7 +400,7 @@ class GraphManager:
         if self._padding[forward] < most:
             return coarse
         self._needed[key] = None
-        if self._try(key) is None and not self._has_forward(key):
+        if self._try(key) is None and forward not in self.forwards:
             return coarse
         del self._padding[forward]
         return key
@@ -413,14 +422,32 @@ class GraphManager:
         if captured is not None:
             self.captured[key] = captured
             self._needed.pop(key, None)
-            if len(self.captured) > self.table.most_graphs:
-                del self.captured[next(iter(self.captured))]
+            most = self.table.most_graphs
+            while self._num_forwards > most or len(self.captured) > _MOST_SAMPLERS * most:
+                self._drop_oldest()
         return captured
+
+    @property
+    def _num_forwards(self) -> int:
+        return len({*(key.forward for key in self.captured), *self.forwards})
+
+    def _drop_oldest(self) -> None:
+        oldest = next(iter(self.captured))
+        del self.captured[oldest]
+        if all(key.forward != oldest.forward for key in self.captured):
+            self.forwards.pop(oldest.forward, None)
+
+    def outdate(self, keys: Iterable[GraphKey]) -> None:
+        """There are better kernels for these shapes: they are captured again, with all that share their forward pass,
+        when they are next used or between requests."""
+        for forward in {key.forward for key in keys}:
+            self.forwards.pop(forward, None)
+            self.outdated.update((key, None) for key in self.captured if key.forward == forward)
 
     def capture_next(self) -> bool:
         """Capture a shape that is outdated or was needed or, while there is room, another one with a variant of
         sampling that steps have had, fine shapes last. False: there is none, or its kernels are not compiled."""
-        has_room = len(self.captured) < self.table.most_graphs
+        has_room = self._num_forwards < self.table.most_graphs
         tables = (self.table.with_sampling, self.table.fine_with_sampling)
         others = (key for keys in tables for variant in self._variants for key in keys(variant) if has_room)
         keys = dict.fromkeys((*self.outdated, *self._needed, *self._of_rank(tuple(others))))
@@ -441,7 +468,7 @@ class GraphManager:
         """Capture those of the table's `common_keys` that have their kernels, until ``most`` graphs are captured. What
         shares its forward pass with another one is not counted: its sampling takes a tenth of the time."""
         keys = dict.fromkeys(self._of_rank(tuple(filter(has_kernels, self.table.common_keys))))
-        forwards = {key.forward for key in self.captured}
+        forwards = {*(key.forward for key in self.captured), *self.forwards}
         chosen = []
         for key in keys:
             if key.forward in forwards or len(forwards) < most:
@@ -453,6 +480,7 @@ class GraphManager:
         """Free the graphs. NCCL's communicators can only be destroyed after all graphs with their kernels: until then
         `torch.distributed.destroy_process_group` waits."""
         self.captured.clear()
+        self.forwards.clear()
 
     def _capture_all(self, keys: Sequence[GraphKey]) -> None:
         for number, key in enumerate(keys):

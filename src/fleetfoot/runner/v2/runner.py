@@ -109,13 +109,14 @@ class ModelRunnerV2(ModelRunner):
         super().__init__(loader, **options)
         self._kernels = loader.context.ops
         self.device = device or open_device(loader.context.device, self._kernels)
-        self._step_graphs = StepGraphs(self.device, self._parts, lambda: cast("CausalLM", self._model).shortened())
         can_capture = self.device.has_graphs and loader.context.attention.is_capturable
         self.graphs = GraphManager(
             capture_table or CaptureTable(),
             self._capture if can_capture else None,
-            lambda key: self._step_graphs.forward_of(key) is not None,
             includes_sampling=self._pipeline.is_last_rank,
+        )
+        self._step_graphs = StepGraphs(
+            self.device, self.graphs.forwards, self._parts, lambda: cast("CausalLM", self._model).shortened()
         )
         self._max_num_batched_tokens = max_num_batched_tokens
         self._fusion = fusion
@@ -211,7 +212,7 @@ class ModelRunnerV2(ModelRunner):
         """Use kernels that are compiled: see `CompileAhead.advance`."""
         if self._compiler is not None:
             self._compiler.ahead.advance(num_kernels)
-            self.graphs.outdated.update(dict.fromkeys(self._compiler.take_outdated()))
+            self.graphs.outdate(self._compiler.take_outdated())
 
     def _run_forward(self, scheduler_output: SchedulerOutput) -> None:
         self._token_sync.receive(scheduler_output.awaited_step)
@@ -222,7 +223,7 @@ class ModelRunnerV2(ModelRunner):
         drafting = self._drafting.num_to_propose(scheduler_output)
         shape, key = self.graphs.dispatch(scheduler_output, sampling=sampling, drafting=drafting)
         graph = None if key is None else self.graphs.get(key)  # a first capture must precede the step's staged writes
-        if key is not None and graph is None and (graph := self._step_graphs.forward_of(key)) is None:
+        if key is not None and graph is None and (graph := self.graphs.forwards.get(key.forward)) is None:
             shape = self.graphs.without_graph(scheduler_output, key)
         query_start_loc = self._buffers.query_start_loc(shape, scheduler_output.num_scheduled_tokens)
         self._state.staging.apply_staged_writes(scheduler_output.rows, query_start_loc, shape.padded_reqs)
@@ -464,5 +465,4 @@ class ModelRunnerV2(ModelRunner):
         if self._ahead is not None:
             self._ahead.close()
         self.graphs.drop_all()
-        self._step_graphs.drop_all()
         super().shutdown()

@@ -36,26 +36,24 @@ class TwoGraphs:
 
 
 class StepGraphs:
-    """Captures steps.
+    """Captures steps; see `GraphKey.is_whole`.
 
-    A step of decodes is one graph, in which no kernel waits for another launch; with token masks it is two. A mixed
-    batch is always two, and one forward pass serves all variants of sampling: to capture it takes the host tens of
-    milliseconds, its sampling few. Until the sampling of a variant can be captured, it runs eagerly behind that graph.
-
-    ``parts``: of a step of padding requests; ``shortened``: a context in which they run few layers, which launch the
-    kernels of all.
+    ``forwards``: of `GraphManager`. Until the sampling of a variant can be captured, it runs eagerly behind one of
+    these. ``parts``: of a step of padding requests; ``shortened``: a context in which they run few layers, which launch
+    the kernels of all.
     """
 
     def __init__(
         self,
         device: Device,
+        forwards: dict[GraphKey, Capture],
         parts: Callable[[GraphKey], Parts],
         shortened: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._device = device
+        self._forwards = forwards
         self._parts = parts
         self._shortened = shortened
-        self._forwards: dict[GraphKey, Capture] = {}  # of mixed batches, by `GraphKey.forward`
 
     def step(self, key: GraphKey) -> Callable[[], Any]:
         """The work of a graph: preparation, forward, and the rest if ``key`` samples."""
@@ -64,29 +62,20 @@ class StepGraphs:
 
     def capture(self, key: GraphKey, may_capture: Callable[[], bool] = always) -> Capture | None:
         """Capture a shape, or what is missing of it, if ``may_capture`` is true after its kernels were launched."""
-        is_shared = key.kind == "mixed"
-        if key.sampling is None or not (is_shared or key.sampling.masks):
+        if key.is_whole:
             step = self.step(key)
             return self._device.capture(step, may_capture, lambda: self._load_kernels(step))
         forward, sample = self._parts(key)
-        first = self.forward_of(key)
+        first = self._forwards.get(key.forward)
         if first is None:
             first = self._device.capture(forward, may_capture, lambda: self._load_kernels(forward))
             if first is None:
                 return None
-            if is_shared:
-                self._forwards[key.forward] = first
+            self._forwards[key.forward] = first
         load = partial(self._load_kernels, lambda: sample(forward()))  # the output of a graph has no values yet
         second = self._device.capture(lambda: sample(first.output), may_capture, load)
-        return None if second is None else cast("Capture", TwoGraphs(first, second, key.sampling.masks))
-
-    def forward_of(self, key: GraphKey) -> Capture | None:
-        """The forward pass that the variants of a mixed shape share; None: it is not captured."""
-        return self._forwards.get(key.forward)
-
-    def drop_all(self) -> None:
-        """Free the shared graphs."""
-        self._forwards.clear()
+        waits = key.sampling is not None and key.sampling.masks
+        return None if second is None else cast("Capture", TwoGraphs(first, second, waits))
 
     def _load_kernels(self, work: Callable[[], object]) -> None:
         """Launch the kernels of a step, each in as few layers as have all of them: the step that captures waits."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -127,7 +128,7 @@ class KernelCompiler:
         """Shapes with kernels that `compile_first` has waited for, on every rank of the group."""
         self._has_all = False
         self._missing: dict[GraphKey, list[FutureKernel]] = {}
-        self._without: dict[GraphKey, list[FutureKernel]] = {}  # optional kernels that a graph has not
+        self._without: dict[GraphKey, list[FutureKernel]] = {}  # optional kernels, of its forward pass too
         self._notes: list[str] = []
 
     def compile_first(
@@ -196,11 +197,13 @@ class KernelCompiler:
 
         captured = capture(may_capture)
         self._missing[key] = missing
-        if captured is not None and (others := self.ahead.take_missed_optional()):
+        others = self.ahead.take_missed_optional()
+        if others:
             self._without[key] = [*others]
         sampling = "" if key.sampling in (None, PLAIN) else f" {key.sampling}"
         verb = "tried to capture" if captured is None else "captured"
         self._notes.append(f"{verb} {key.kind} {key.num_reqs} {key.num_tokens}{sampling}")
+        self._note_missed({} if captured is not None else others)
         return captured
 
     def take_outdated(self) -> list[GraphKey]:
@@ -216,8 +219,9 @@ class KernelCompiler:
         notes, self._notes = self._notes, []
         return notes
 
-    def _note_missed(self) -> None:
-        names = sorted({*self.ahead.take_missed().values(), *self.ahead.take_missed_optional().values()})
+    def _note_missed(self, others: Mapping[FutureKernel, str] = MappingProxyType({})) -> None:
+        missed = self.ahead.take_missed(), self.ahead.take_missed_optional(), others
+        names = sorted({name for kernels in missed for name in kernels.values()})
         self._notes = [*self._notes[-_MOST_NOTES:], *(f"{name} {NOT_COMPILED}" for name in names)]
 
     def close(self) -> None:
