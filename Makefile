@@ -48,11 +48,11 @@ bench: .venv/dev
 	$(PIP) "$(TORCH)"
 	@touch $@
 
-.venv/demo: .venv/python pyproject.toml setup.py $(wildcard src/fleetfoot/native/*)
+.venv/demo: .venv/python pyproject.toml setup.py $(wildcard src/fleetfoot/native/*.[ch])
 	$(PIP) --editable .
 	@touch $@
 
-.venv/dev: .venv/python pyproject.toml setup.py $(wildcard src/fleetfoot/native/*)
+.venv/dev: .venv/python pyproject.toml setup.py $(wildcard src/fleetfoot/native/*.[ch])
 	$(PIP) --editable '.[dev]'
 	@touch $@ .venv/demo
 

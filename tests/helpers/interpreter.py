@@ -158,7 +158,8 @@ def _keep_types() -> None:
         given = lhs, rhs
         if kinds[1 - place] not in (int, float) or kinds[place] is not core.tensor:
             return check(self, lhs, rhs, *rest, **options)
-        key = place, given[place].type.name, kinds, given[1 - place], rest, *options.items()
+        # by its text: -0.0 equals 0.0
+        key = place, given[place].type.name, kinds, repr(given[1 - place]), rest, *options.items()
         if (constant := constants.get(key)) is not None:
             return (lhs, constant) if place == 0 else (constant, rhs)
         checked = check(self, lhs, rhs, *rest, **options)
