@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from fleetfoot.records.step import SchedulerOutput
-from fleetfoot.runner.graphs import BatchShape, CaptureTable, GraphKey, GraphManager, captures_of_start, decode_sizes
+from fleetfoot.runner.graphs import BatchShape, CaptureTable, GraphKey, GraphManager, decode_sizes
+from fleetfoot.runner.v2.warm_up import captures_of_start
 from fleetfoot.sampling.shape import EVERYTHING, MASKS, PLAIN, TOP_K, SamplingVariant
 
 LARGE: dict[str, Any] = {"most_mixed_tokens": 2675, "most_full_tokens": 10_700}
@@ -160,7 +161,8 @@ def test_the_keys_of_a_table() -> None:
     assert table(device="cpu", **LARGE).keys == table(enforce_eager=True, **LARGE).keys == ()
     assert table(device="cpu", **LARGE).fine == table(enforce_eager=True, **LARGE).fine == ()
     assert (FULL.most_tokens, table(most_mixed_tokens=512).most_tokens, CaptureTable().most_tokens) == (8192, 1024, 0)
-    assert FULL.most_graphs == 3 * len(FULL.keys) + len(FULL.fine)
+    num_mixed = len(FULL.mixed_sizes)  # of which all samplers share the forward pass; another one is for long contexts
+    assert FULL.most_graphs == 3 * (len(FULL.keys) - num_mixed) + 2 * num_mixed + len(FULL.fine)
 
 
 @pytest.mark.parametrize(
@@ -306,9 +308,8 @@ def test_shapes_are_captured_between_requests() -> None:
 def test_no_more_graphs_than_the_memory_plan_counts() -> None:
     """Forward passes: those that samplers share are one. The number of samplings is limited, too."""
     shapes = table(max_num_seqs=1)
-    captures, most = Captures(shapes), 3 * len(shapes.keys) + len(shapes.fine)
+    captures, most = Captures(shapes), shapes.most_graphs
     manager = captures.manager
-    assert shapes.most_graphs == most
     one, variants = GraphKey("decode", 1, 1), [SamplingVariant(logprobs=32 * number) for number in range(4 * most)]
     for sampling in variants:
         for key in (one, replace(one, sampling=sampling)):

@@ -35,22 +35,14 @@ FULL_STEP_PADDING = 32
 """A mixed batch fills a step if at most 1 / this of ``max_num_batched_tokens`` is padding."""
 _BYTES_PER_LAYER = 96 * 1024
 """Bytes of one layer in a captured graph: a dozen kernels, each with its node and its arguments."""
-_VARIANTS = 3
-"""Forward passes of one shape in the memory plan: with plain sampling, with top-k, and one that all other samplers
-share. Fine shapes are counted once."""
+_FORWARDS, _MIXED_FORWARDS = 3, 2
+"""Forward passes of one shape in the memory plan. Decodes: with plain sampling, with top-k, and one that all other
+samplers share. Mixed batches: one for all samplers, and one for long contexts, or with hidden states of all tokens.
+Fine shapes are counted once."""
 _MOST_SAMPLERS = 4
 """Graphs, of which most are sampling alone, for each forward pass in the memory plan."""
 _MOST_TRIED = 2
 """Shapes that are tried between two looks for requests."""
-_START_S = 1.0
-"""What captures may add to a start with compiled kernels."""
-_SECONDS_PER_LAYER = 0.0006
-"""Of a capture, on the host. A constant, not a clock, so that all ranks capture the same shapes."""
-
-
-def captures_of_start(num_layers: int) -> int:
-    """The number of graphs that a start captures at most."""
-    return int(_START_S / (_SECONDS_PER_LAYER * num_layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,13 +235,13 @@ class CaptureTable:
     def num_bytes(self, num_layers: int, hidden_bytes: int) -> int:
         """Bytes of the graphs: the nodes of every shape, and the hidden states that it returns. ``hidden_bytes``: of
         the hidden state of one token."""
-        sizes = [*(key.num_tokens for key in self.keys for _ in range(_VARIANTS)), *self.fine]
+        sizes = [*(key.num_tokens for key in self.keys for _ in range(_num_forwards(key))), *self.fine]
         return len(sizes) * num_layers * _BYTES_PER_LAYER + sum(sizes) * hidden_bytes
 
     @property
     def most_graphs(self) -> int:
         """The number of graphs that `num_bytes` counts."""
-        return _VARIANTS * len(self.keys) + len(self.fine)
+        return sum(map(_num_forwards, self.keys)) + len(self.fine)
 
     @property
     def most_tokens(self) -> int:
@@ -318,6 +310,10 @@ class CaptureTable:
             return self.keys
         uniform = (replace(key, drafting=self.num_drafts) for key in self.keys if key.kind == "uniform")
         return (*uniform, *(replace(key, sampling=None) for key in self.keys if key.kind == "mixed"))
+
+
+def _num_forwards(key: GraphKey) -> int:
+    return _MIXED_FORWARDS if key.kind == "mixed" else _FORWARDS
 
 
 def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ from fleetfoot.records.forward_context import ForwardContext, IntermediateTensor
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import SchedulerOutput, TokenMasks, WarmUpOutput
 from fleetfoot.runner.base import CompiledKernels, ModelRunner, SampledTokenSync
-from fleetfoot.runner.graphs import BatchShape, Capture, CaptureTable, GraphKey, GraphManager, captures_of_start
+from fleetfoot.runner.graphs import BatchShape, Capture, CaptureTable, GraphKey, GraphManager
 from fleetfoot.runner.v2.async_output import AsyncOutput
 from fleetfoot.runner.v2.device import Device, open_device
 from fleetfoot.runner.v2.drafting import Drafting, newest_tokens
@@ -42,6 +42,7 @@ from fleetfoot.runner.v2.state import DeviceState
 from fleetfoot.runner.v2.step_graphs import StepGraphs, TwoGraphs
 from fleetfoot.runner.v2.warm_up import (
     KernelCompiler,
+    captures_of_start,
     eager_shape,
     later_shapes,
     library_shapes,

@@ -36,6 +36,10 @@ _BETWEEN_TOKENS = 640
 _FIRST = 2
 _MOST_NOTES = 100
 _LIBRARY_IS_COLD = "the library is not warm"
+_START_S = 1.0
+"""What captures may add to a start with compiled kernels."""
+_SECONDS_PER_LAYER = 0.0006
+"""Of a capture, on the host. A constant, not a clock, so that all ranks capture the same shapes."""
 _VARIANTS = (
     SamplingVariant(filters=True, masks=True),
     SamplingVariant(filters=True, other_filters=True),
@@ -94,6 +98,11 @@ def later_shapes(captured: Sequence[GraphKey], fine: Sequence[int], num_drafts: 
     sizes = {*sorted(by_size)[:2], *sorted(by_size)[-1:]}
     samplers = (replace(by_size[size], sampling=variant) for variant in _VARIANTS for size in sorted(sizes))
     return [replace(shape, drafting=num_drafts or None) for shape in (*compiled, *samplers)]
+
+
+def captures_of_start(num_layers: int) -> int:
+    """The number of graphs that a start captures at most."""
+    return int(_START_S / (_SECONDS_PER_LAYER * num_layers))
 
 
 def waits_for(shape: GraphKey, num_processes: int) -> bool:
