@@ -11,7 +11,7 @@ import torch
 from tests.helpers import runner_lives as lives
 from tests.helpers.kernels import cpu_kernels
 from tests.helpers.local_pipeline import LocalPipeline, local_pipeline
-from tests.helpers.recording_device import NoValues, RecordingDevice, StrictDevice, unwatched
+from tests.helpers.recording_device import LateSampling, NoValues, RecordingDevice, StrictDevice, unwatched
 
 from fleetfoot.assets import embedded_eagle_path
 from fleetfoot.config.parsing import load_model_config
@@ -414,6 +414,29 @@ def test_captured_steps_draft(prompts: Prompts, stories: Stories, drafter: str, 
     assert got == {name: stories[DRAFTERS[drafter][0], 1.0][name] for name in got}
     assert runner.graphs.num_steps["uniform"] > 5
     assert stats.drafts.acceptance_rate >= floor
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "self", "eagle"])
+def test_drafts_behind_a_forward_pass_that_samplers_share(drafter: str, prompts: Prompts) -> None:
+    """Captured, or eager while they are not: the same as steps without graphs."""
+    params = [SamplingParams(**{"max_tokens": 20, "ignore_eos": True, "seed": number, **EDITED}) for number in range(4)]
+
+    def run(device: RecordingDevice | None) -> tuple[dict[str, list[int]], Any]:
+        runner, scheduler = (
+            drafting_runner(drafter, device=device),
+            lives.make_scheduler(lives.NUM_DRAFTS, num_blocks=128),
+        )
+        lived = lives.live(lives.in_one_runner(runner), params, scheduler=scheduler, depth=1, prompts=prompts[:4])
+        return {name: life.token_ids for name, life in lived.items()}, runner.graphs
+
+    expected, _ = run(None)
+    for device in (RecordingDevice(has_graphs=True), LateSampling(has_graphs=True)):
+        got, graphs = run(device)
+        assert got == expected
+        assert graphs.num_steps["uniform"] > 5
+        assert {key.kind for key in graphs.forwards} == {"uniform"}
+        samplers = {key.sampling is not None for key in graphs.captured}
+        assert samplers == ({False} if isinstance(device, LateSampling) else {False, True})
 
 
 def test_the_head_ships_without_the_targets_matrices() -> None:

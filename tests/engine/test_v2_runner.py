@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from tests.helpers import runner_lives
-from tests.helpers.recording_device import RecordingDevice
+from tests.helpers.recording_device import LateSampling, RecordingDevice
 from tests.helpers.runner_lives import TakenStep, in_one_runner, queue_step, run_steps, take_steps
 
 from fleetfoot.assets import embedded_model_path
@@ -124,14 +124,6 @@ def test_captured_and_padded_steps_give_the_same_tokens(seed: int) -> None:
     assert captured.graphs.num_steps["mixed"] > 0
     assert captured.graphs.num_steps["eager"] == 0
     assert None not in {key.sampling for key in captured.graphs.captured}
-
-
-class LateSampling(RecordingDevice):
-    """Captures forward passes alone, as while the kernels of sampling are compiled."""
-
-    def capture(self, *arguments: Any) -> Any:
-        captured = super().capture(*arguments)
-        return captured if captured is None or captured.output.packed is None else None
 
 
 def test_samplers_without_graphs_run_behind_the_forward_pass_of_others() -> None:

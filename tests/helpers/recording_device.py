@@ -68,6 +68,14 @@ class RecordedCapture:
         self.output = self.work()
 
 
+class LateSampling(RecordingDevice):
+    """Captures forward passes alone, as while the kernels of sampling are compiled."""
+
+    def capture(self, *arguments: Any) -> Any:
+        captured = super().capture(*arguments)
+        return captured if captured is None or captured.output.packed is None else None
+
+
 @dataclass
 class RecordedEvent:
     """Records waits, and for which event."""
