@@ -320,6 +320,9 @@ def test_no_more_graphs_than_the_memory_plan_counts() -> None:
     for length in range(1, most + 1):  # other forward passes
         manager.get(replace(one, max_context=length))
     assert len(manager.captured) == most and not manager.forwards
+    alone = Captures(shapes)  # whose forward passes wait for their samplers' kernels
+    alone.manager.forwards.update({replace(one, max_context=n, sampling=MASKS): alone for n in range(most + 1)})  # type: ignore[misc]
+    assert alone.manager.get(one) is alone and [*alone.manager.captured] == [one]
     assert {key.sampling for key in manager.captured} == {PLAIN}
     manager.drop_all()
     assert not manager.captured

@@ -235,13 +235,19 @@ class CaptureTable:
     def num_bytes(self, num_layers: int, hidden_bytes: int) -> int:
         """Bytes of the graphs: the nodes of every shape, and the hidden states that it returns. ``hidden_bytes``: of
         the hidden state of one token."""
-        sizes = [*(key.num_tokens for key in self.keys for _ in range(_num_forwards(key))), *self.fine]
+        sizes = self._planned_forwards
         return len(sizes) * num_layers * _BYTES_PER_LAYER + sum(sizes) * hidden_bytes
 
     @property
     def most_graphs(self) -> int:
         """The number of graphs that `num_bytes` counts."""
-        return sum(map(_num_forwards, self.keys)) + len(self.fine)
+        return len(self._planned_forwards)
+
+    @cached_property
+    def _planned_forwards(self) -> tuple[int, ...]:
+        """Tokens of each forward pass in the memory plan."""
+        counts = ((key, _MIXED_FORWARDS if key.kind == "mixed" else _FORWARDS) for key in self.keys)
+        return (*(key.num_tokens for key, count in counts for _ in range(count)), *self.fine)
 
     @property
     def most_tokens(self) -> int:
@@ -310,10 +316,6 @@ class CaptureTable:
             return self.keys
         uniform = (replace(key, drafting=self.num_drafts) for key in self.keys if key.kind == "uniform")
         return (*uniform, *(replace(key, sampling=None) for key in self.keys if key.kind == "mixed"))
-
-
-def _num_forwards(key: GraphKey) -> int:
-    return _MIXED_FORWARDS if key.kind == "mixed" else _FORWARDS
 
 
 def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -419,13 +421,15 @@ class GraphManager:
             self.captured[key] = captured
             self._needed.pop(key, None)
             most = self.table.most_graphs
-            while self._num_forwards > most or len(self.captured) > _MOST_SAMPLERS * most:
+            while len(self.captured) > 1 and (
+                len(self._captured_forwards) > most or len(self.captured) > _MOST_SAMPLERS * most
+            ):
                 self._drop_oldest()
         return captured
 
     @property
-    def _num_forwards(self) -> int:
-        return len({*(key.forward for key in self.captured), *self.forwards})
+    def _captured_forwards(self) -> set[GraphKey]:
+        return {*(key.forward for key in self.captured), *self.forwards}
 
     def _drop_oldest(self) -> None:
         oldest = next(iter(self.captured))
@@ -443,7 +447,7 @@ class GraphManager:
     def capture_next(self) -> bool:
         """Capture a shape that is outdated or was needed or, while there is room, another one with a variant of
         sampling that steps have had, fine shapes last. False: there is none, or its kernels are not compiled."""
-        has_room = self._num_forwards < self.table.most_graphs
+        has_room = len(self._captured_forwards) < self.table.most_graphs
         tables = (self.table.with_sampling, self.table.fine_with_sampling)
         others = (key for keys in tables for variant in self._variants for key in keys(variant) if has_room)
         keys = dict.fromkeys((*self.outdated, *self._needed, *self._of_rank(tuple(others))))
@@ -464,8 +468,7 @@ class GraphManager:
         """Capture those of the table's `common_keys` that have their kernels, until ``most`` graphs are captured. What
         shares its forward pass with another one is not counted: its sampling takes a tenth of the time."""
         keys = dict.fromkeys(self._of_rank(tuple(filter(has_kernels, self.table.common_keys))))
-        forwards = {*(key.forward for key in self.captured), *self.forwards}
-        chosen = []
+        forwards, chosen = self._captured_forwards, []
         for key in keys:
             if key.forward in forwards or len(forwards) < most:
                 forwards.add(key.forward)

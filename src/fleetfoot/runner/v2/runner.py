@@ -116,9 +116,6 @@ class ModelRunnerV2(ModelRunner):
             self._capture if can_capture else None,
             includes_sampling=self._pipeline.is_last_rank,
         )
-        self._step_graphs = StepGraphs(
-            self.device, self.graphs.forwards, self._parts, lambda: cast("CausalLM", self._model).shortened()
-        )
         self._max_num_batched_tokens = max_num_batched_tokens
         self._fusion = fusion
         self._ahead = ahead or open_compiler(1, self.device.torch_device)
@@ -134,6 +131,7 @@ class ModelRunnerV2(ModelRunner):
         return model
 
     def _initialize_state(self, model: CausalLM, layout: KVLayout) -> None:
+        self._step_graphs = StepGraphs(self.device, self.graphs.forwards, self._parts, model.shortened)
         kernels, num_drafts = self._kernels, self._draft_settings.num_drafts
         max_num_seqs, max_model_len = self._max_num_seqs, self._max_model_len
         self._state = state = DeviceState(
@@ -405,9 +403,10 @@ class ModelRunnerV2(ModelRunner):
 
     def take_notes(self) -> list[str]:
         """What the steps since the last call did beside their work, where kernels are compiled; for benchmarks."""
+        if self._compiler is None:
+            return []
         num_eager, self._num_eager = self._num_eager, self.graphs.num_steps["eager"]
-        notes = [] if self._compiler is None else self._compiler.take_notes()
-        return [*notes, *(["ran eagerly"] if self._compiler is not None and self._num_eager > num_eager else [])]
+        return [*self._compiler.take_notes(), *(["ran eagerly"] if self._num_eager > num_eager else [])]
 
     def _parts(self, key: GraphKey) -> tuple[Callable[[], StepOutput], Callable[[StepOutput], StepOutput]]:
         """Both parts of a step of padding requests: preparation and forward, and from its output to the drafts."""

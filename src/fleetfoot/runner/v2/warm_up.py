@@ -8,7 +8,6 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -95,8 +94,9 @@ def later_shapes(captured: Sequence[GraphKey], fine: Sequence[int], num_drafts: 
     if _BETWEEN_TOKENS in fine:
         compiled.append(GraphKey("mixed", max(by_size), _BETWEEN_TOKENS))
     # sampling has kernels for one row, for few and for many
-    sizes = {*sorted(by_size)[:2], *sorted(by_size)[-1:]}
-    samplers = (replace(by_size[size], sampling=variant) for variant in _VARIANTS for size in sorted(sizes))
+    counts = sorted(by_size)
+    sizes = dict.fromkeys((*counts[:2], *counts[-1:]))
+    samplers = (replace(by_size[size], sampling=variant) for variant in _VARIANTS for size in sizes)
     return [replace(shape, drafting=num_drafts or None) for shape in (*compiled, *samplers)]
 
 
@@ -206,13 +206,13 @@ class KernelCompiler:
 
         captured = capture(may_capture)
         self._missing[key] = missing
-        others = self.ahead.take_missed_optional()
-        if others:
+        if others := self.ahead.take_missed_optional():
             self._without[key] = [*others]
         sampling = "" if key.sampling in (None, PLAIN) else f" {key.sampling}"
         verb = "tried to capture" if captured is None else "captured"
         self._notes.append(f"{verb} {key.kind} {key.num_reqs} {key.num_tokens}{sampling}")
-        self._note_missed({} if captured is not None else others)
+        if captured is None:
+            self._note_missed(others)
         return captured
 
     def take_outdated(self) -> list[GraphKey]:
@@ -228,8 +228,8 @@ class KernelCompiler:
         notes, self._notes = self._notes, []
         return notes
 
-    def _note_missed(self, others: Mapping[FutureKernel, str] = MappingProxyType({})) -> None:
-        missed = self.ahead.take_missed(), self.ahead.take_missed_optional(), others
+    def _note_missed(self, *others: Mapping[FutureKernel, str]) -> None:
+        missed = self.ahead.take_missed(), self.ahead.take_missed_optional(), *others
         names = sorted({name for kernels in missed for name in kernels.values()})
         self._notes = [*self._notes[-_MOST_NOTES:], *(f"{name} {NOT_COMPILED}" for name in names)]
 
