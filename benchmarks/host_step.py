@@ -19,7 +19,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.registry import DeviceFacts, load_kernels, plan_kernels
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.decoder import DecoderStack
+from fleetfoot.models.interface import CausalLM, Decoder
 from fleetfoot.native.loading import native_problem
 from fleetfoot.records.forward_context import ForwardContext
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
@@ -49,23 +49,19 @@ PROMPT_VOCAB_SIZE = 128_000
 BLOCK_SIZE = 16
 
 
-class NullModel:
-    """Implements as much of `CausalLM` as a runner calls, and computes nothing."""
+class NullModel(CausalLM):
+    """A model that computes nothing and writes no KV."""
 
     def __init__(self, config: ModelConfig, context: ModelContext, max_tokens: int, max_reqs: int) -> None:
-        self.config = config
-        self.layers = range(1)  # it writes no KV
-        self.model = SimpleNamespace(layers=DecoderStack(config, context, self.layers, nn.Identity))
+        super().__init__(config, context)
+        self.lm_head = None
+        self.model = Decoder()
+        self.model.embed_tokens = self.model.norm = None
+        self.model.layers = DecoderStack(config, context, self.layers, nn.Identity)
         self._hidden = torch.zeros(max_tokens, 1)
         self._logits = torch.randn(max_reqs, VOCAB_SIZE)
 
-    is_last = True
-    other_weights = ()
-
-    def weight_specs(self) -> tuple[()]:
-        return ()
-
-    def __call__(self, input_ids: torch.Tensor, ctx: ForwardContext, *others: object) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, ctx: ForwardContext, *others: object) -> torch.Tensor:
         hidden = self._hidden[: len(input_ids)]
         return hidden if ctx.logits is None else ctx.logits.select(hidden)
 
@@ -76,7 +72,7 @@ class NullModel:
 class NullLoader(ModelLoader):
     """Hands out a `NullModel`."""
 
-    def load(self) -> NullModel:  # type: ignore[override]
+    def load(self) -> NullModel:
         return NullModel(self.config, self.context, 1 << 16, 1 << 12)
 
 
