@@ -394,6 +394,16 @@ def test_a_start_compiles_before_it_launches(tmp_path: Path) -> None:
     assert warm["compiled"] == warm["compiled_later"] == 0
 
 
+@compiled
+def test_direct_launches_are_those_of_triton(tmp_path: Path) -> None:
+    command = ("-m", "tests.helpers.launches_without_gpu")
+    report = json.loads(run_python(*command, is_forked=True, TRITON_CACHE_DIR=str(tmp_path)))
+    assert min(report.pop("kernels"), report["launches"] // 3) > 15
+    assert report.pop("equal") == [True] * 4
+    num_launches = report.pop("launches")
+    assert report == {"by_triton": [0, num_launches], "observed": num_launches}  # hooks see every launch
+
+
 LISTS = ("late", "missing", "needless", "unmasked", "changed", "kept", "warnings")
 """Of a report."""
 
@@ -426,6 +436,26 @@ def test_a_cache_that_cannot_be_written_holds_nothing(monkeypatch: pytest.Monkey
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
     assert not compile_worker.is_cached(SimpleNamespace(_key="a kernel"))
+
+
+@pytest.mark.parametrize("num_errors", [2, 6])
+def test_errors_of_parsing_in_threads_are_tried_again(num_errors: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Few of them: an interpreter that raises them always is broken."""
+    errors = iter(range(num_errors))
+
+    def parse() -> str:
+        for number in errors:
+            raise SystemError(f"AST constructor recursion depth mismatch (before=33, after={number})")
+        return "kernel"
+
+    jobs = CompileJobs()
+    future = jobs.submit(parse)
+    jobs.work()
+    if num_errors == 2:
+        assert (future.result(0), caplog.messages) == ("kernel", [])
+    else:
+        assert isinstance(future.exception(0), SystemError)
+        assert len(caplog.messages) == 1
 
 
 def test_jobs_wait_for_work(caplog: pytest.LogCaptureFixture) -> None:

@@ -74,7 +74,7 @@ class FusedDecoder:
         last, logits = self._layers[-1], ctx.logits if self.selects_logits else None
         # The last layer may compute fewer rows.
         num_chained = len(self._layers) - (logits is not None)
-        chained = self._chain(x, ctx, num_chained) if self._chain is not None and num_chained and len(x) else None
+        chained = self._chain(x, ctx, num_chained) if self._chain is not None and num_chained and x.shape[0] else None
         hidden, residual = chained or (x, x)
         if chained is None:
             for layer, next_norm in zip(self._layers, self._next_norms, strict=False):  # the last has none
@@ -136,7 +136,7 @@ class _Residual:
         if self._chained is None:
             return self._product(x)
         can_sum = self._is_alone or self._rank_sums is not None
-        if can_sum and next_norm.weight is not None and next_norm.reads_deferred_norm(len(x)):
+        if can_sum and next_norm.weight is not None and next_norm.reads_deferred_norm(x.shape[0]):
             norm = next_norm.weight, next_norm.eps
             deferred = self._chained.add_and_norm(x, residual, *norm, self._rank_sums)
             if deferred is not None:
@@ -214,7 +214,7 @@ class _FusedLayer:
             assert query is not None
             residual = logits.select(residual)  # [num_logits, hidden_size], like all below
             query, metadata = logits.select(query), logits.attention
-            if not len(query):
+            if not query.shape[0]:
                 return residual, residual
         if attended is None:
             assert query is not None

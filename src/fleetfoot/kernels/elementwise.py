@@ -164,19 +164,19 @@ def _rms_norm(
     """The norm, and the sum with the residual; the norm twice without one."""
     x = x.contiguous()
     like = x if residual is None else residual.contiguous()
-    size = like.shape[-1]
-    if weight.shape != (size,) or x.shape[x.ndim - like.ndim :] != like.shape:
+    shape, num_values, extra = like.shape, like.numel(), x.ndim - like.ndim
+    size = shape[-1]
+    if weight.shape != (size,) or (x.shape[extra:] if extra else x.shape) != shape:
         raise ValueError(
-            f"rms_norm: mismatched shapes: x {list(x.shape)}, residual {list(like.shape)}, weight {list(weight.shape)}"
+            f"rms_norm: mismatched shapes: x {list(x.shape)}, residual {list(shape)}, weight {list(weight.shape)}"
         )
-    output = empty_rows(*like.shape, like=like)
+    output = empty_rows(*shape, like=like)
     total = output if residual is None else torch.empty_like(like)
-    if like.numel() > 0:
-        num_rows, tile = like.numel() // size, next_power_of_2(size)
-        overlap = can_overlap(x.device)
+    if num_values:
+        num_rows, tile, overlap = num_values // size, next_power_of_2(size), can_overlap(x.device)
         _rms_norm_kernel[(padded_rows(num_rows) if like.ndim == 2 else num_rows,)](
             output, total, x, like, weight, eps, num_rows, size,
-            num_parts=x.shape[0] if x.ndim > like.ndim else 0, has_residual=residual is not None, offset=offset,
+            num_parts=x.shape[0] if extra else 0, has_residual=residual is not None, offset=offset,
             tile=tile, overlap=overlap, num_warps=_norm_warps(tile), **launch_options(overlap),
         )  # fmt: skip
     return output, total

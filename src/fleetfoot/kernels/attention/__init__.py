@@ -117,6 +117,8 @@ class AttentionInputs(NamedTuple):
 
     def requests(self, first: int, last: int | None = None) -> AttentionInputs:
         """Those from ``first`` on, and before ``last``."""
+        if first == 0 and last is None:
+            return self
         return self._replace(
             query_start_loc=self.query_start_loc[first : None if last is None else last + 1],
             seq_lens=self.seq_lens[first:last],

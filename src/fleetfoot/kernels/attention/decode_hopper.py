@@ -25,7 +25,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fleetfoot.kernels.attention import AttentionInputs
 from fleetfoot.kernels.attention.decode_hopper_producer import (
@@ -44,7 +43,13 @@ from fleetfoot.kernels.attention.decode_hopper_producer import (
 )  # fmt: skip
 from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_options
-from fleetfoot.kernels.runtime.gluon_support import get_field, launch_dependents, wait_for_inputs, wait_for_work
+from fleetfoot.kernels.runtime.gluon_support import (
+    get_field,
+    launch_dependents,
+    tensor_descriptor,
+    wait_for_inputs,
+    wait_for_work,
+)
 from fleetfoot.kernels.runtime.triton_support import launcher, next_power_of_2
 
 MAX_ROWS = 16
@@ -94,11 +99,10 @@ def paged_attention_decode_hopper(inputs: AttentionInputs, *, workspace: Attenti
     chunk = 32 if head_dim % 64 else 64
     rows_per_block = kv_cache.stride(0) // head_dim
     num_rows = (num_blocks - 1) * rows_per_block + num_kv_heads * block_size
-    cache_shape, cache_strides = [2, head_dim // chunk, num_rows, chunk], [kv_cache.stride(1), chunk, head_dim, 1]
-    box_layout = gl.NVMMASharedLayout(swizzle_byte_width=2 * chunk, element_bitwidth=16, rank=4)
+    cache_shape, cache_strides = (2, head_dim // chunk, num_rows, chunk), (kv_cache.stride(1), chunk, head_dim, 1)
     cache_desc, atom_desc = (
-        TensorDescriptor(kv_cache, cache_shape, cache_strides, box, box_layout)
-        for box in ([2, padded_dim // chunk, _TILE // 4, chunk], [1, 1, 8, chunk])
+        tensor_descriptor(kv_cache, cache_shape, cache_strides, box, 2 * chunk)
+        for box in ((2, padded_dim // chunk, _TILE // 4, chunk), (1, 1, 8, chunk))
     )
     overlap = can_overlap(query.device)
     launcher(_paged_attention_decode_kernel, (num_programs,))(

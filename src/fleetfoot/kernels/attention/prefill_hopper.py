@@ -29,7 +29,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fleetfoot.kernels.attention import AttentionInputs
 from fleetfoot.kernels.attention.prefill_hopper_scheduler import (
@@ -47,7 +46,7 @@ from fleetfoot.kernels.attention.prefill_hopper_scheduler import (
     load_box_ids,
     scheduler_warp,
 )  # fmt: skip
-from fleetfoot.kernels.runtime.gluon_support import get_field, wait_for_work
+from fleetfoot.kernels.runtime.gluon_support import get_field, tensor_descriptor, wait_for_work
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
 from fleetfoot.kernels.runtime.triton_support import launcher
 
@@ -90,16 +89,12 @@ def paged_attention_prefill_hopper(inputs: AttentionInputs, *, counter: torch.Te
     group = num_heads // num_kv_heads
     rows_per_block = kv_cache.stride(0) // head_dim
     num_rows = (num_blocks - 1) * rows_per_block + 2 * num_kv_heads * block_size
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    cache_desc = TensorDescriptor(
-        kv_cache, [num_rows, head_dim], [head_dim, 1], [min(block_size, TILE.value), 64], layout
-    )
+    box = (min(block_size, TILE.value), 64)
+    cache_desc = tensor_descriptor(kv_cache, (num_rows, head_dim), (head_dim, 1), box)
     tile_tokens = ROWS.value // group
     query_desc = None
     if tile_tokens * group == ROWS.value:
-        query_layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-        box = [tile_tokens // 2, group, 64]
-        query_desc = TensorDescriptor(query, list(query.shape), list(query.stride()), box, query_layout)
+        query_desc = tensor_descriptor(query, query.shape, query.stride(), (tile_tokens // 2, group, 64))
     launcher(_paged_attention_prefill_kernel, (gpu_limits(query.device).num_sms,))(
         query_desc, query, cache_desc, out, query_start_loc, seq_lens, block_tables, counter,
         num_reqs, num_tokens, num_rows, rows_per_block, query.stride(0), block_tables.stride(0),

@@ -113,14 +113,15 @@ def rope_and_cache_triton(
     _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
     slot_mapping, positions = metadata.slot_mapping, metadata.positions
     cos_sin, q_norm, k_norm = rotary.cos_sin, rotary.q_norm, rotary.k_norm
+    (token_stride, within), (*cache_strides, innermost) = qkv.stride(), kv_cache.stride()
     if (
         width != (num_heads + 2 * num_kv_heads) * head_dim
         or head_dim % 2
-        or len(slot_mapping) != num_tokens
-        or len(positions) != num_tokens
+        or slot_mapping.shape[0] != num_tokens
+        or positions.shape[0] != num_tokens
         or cos_sin.shape[1] != head_dim
-        or qkv.stride(1) != 1
-        or kv_cache.stride(4) != 1
+        or within != 1
+        or innermost != 1
         or not cos_sin.is_contiguous()
     ):
         raise ValueError(
@@ -128,7 +129,7 @@ def rope_and_cache_triton(
             f"kv_cache {list(kv_cache.shape)} with strides {kv_cache.stride()}, cos_sin {list(cos_sin.shape)}, "
             f"{len(slot_mapping)} slots, {len(positions)} positions, {num_heads} heads"
         )
-    query = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    query = qkv.new_empty((num_tokens, num_heads, head_dim))
     if num_tokens == 0:
         return query
     overlap = can_overlap(qkv.device)
@@ -137,8 +138,8 @@ def rope_and_cache_triton(
         tokens_per_program = cdiv(num_tokens, gpu_limits(qkv.device).num_sms * _WHOLE_PROGRAMS_PER_SM)
         _rope_and_cache_whole_tokens_kernel[(cdiv(num_tokens, tokens_per_program),)](
             query, kv_cache, qkv, slot_mapping, positions, cos_sin, qkv if q_norm is None else q_norm,
-            qkv if k_norm is None else k_norm, rotary.eps, num_tokens, tokens_per_program, qkv.stride(0),
-            *kv_cache.stride()[:4],
+            qkv if k_norm is None else k_norm, rotary.eps, num_tokens, tokens_per_program, token_stride,
+            *cache_strides,
             num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=block_size, head_dim=head_dim,
             has_q_norm=q_norm is not None, has_k_norm=k_norm is not None, norm_offset=rotary.norm_offset,
             q_tile=next_power_of_2(num_heads), kv_tile=next_power_of_2(num_kv_heads),
@@ -152,7 +153,7 @@ def rope_and_cache_triton(
     heads_tile = max(2, min(heads_per_program, _FEW_TOKENS_HEADS_TILE if num_tokens <= _FEW_TOKENS else _HEADS_TILE))
     _rope_and_cache_kernel[(num_tokens, cdiv(total_heads, heads_tile))](
         query, kv_cache, qkv, slot_mapping, positions, cos_sin, qkv if q_norm is None else q_norm,
-        qkv if k_norm is None else k_norm, rotary.eps, qkv.stride(0), *kv_cache.stride()[:4],
+        qkv if k_norm is None else k_norm, rotary.eps, token_stride, *cache_strides,
         num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=block_size, head_dim=head_dim,
         has_q_norm=q_norm is not None, has_k_norm=k_norm is not None, norm_offset=rotary.norm_offset,
         heads_tile=heads_tile, half_tile=next_power_of_2(head_dim // 2), overlap=overlap,

@@ -94,17 +94,16 @@ class TritonBackend(SDPABackend):
         num_kv_heads, _, head_dim = kv_cache.shape[2:]
         group = num_heads // num_kv_heads
         max_query_len = metadata.max_query_len
-        is_supported = self.supports(head_dim, group, qkv.dtype) and max_query_len * group <= max_rows(head_dim)
-        if not is_supported or max_query_len > MAX_FUSED_QUERY_LEN:
+        pairs_per_sm = metadata.num_reqs * num_kv_heads / gpu_limits(qkv.device).num_sms
+        if pairs_per_sm > FUSED_PAIRS_PER_SM or max_query_len > MAX_FUSED_QUERY_LEN:
+            return None
+        if max_query_len * group > max_rows(head_dim) or not self.supports(head_dim, group, qkv.dtype):
             return None
         heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
         inputs = AttentionInputs.of(heads[:, :num_heads], kv_cache, metadata, scale, window)
         decode_hopper, _ = _hopper_kernels(qkv.device)
         is_hopper = decode_hopper is not None and decode_hopper.supports(inputs)
-        max_pairs = HOPPER_FUSED_PAIRS_PER_SM if is_hopper else FUSED_PAIRS_PER_SM
-        if is_hopper and metadata.num_reqs > HOPPER_FUSED_REQUESTS:
-            return None
-        if metadata.num_reqs * num_kv_heads > gpu_limits(qkv.device).num_sms * max_pairs:
+        if is_hopper and (metadata.num_reqs > HOPPER_FUSED_REQUESTS or pairs_per_sm > HOPPER_FUSED_PAIRS_PER_SM):
             return None
         _check(inputs)
         out = empty_rows(qkv.shape[0], num_heads, head_dim, like=qkv)
@@ -176,17 +175,18 @@ def _hopper_kernels(device: torch.device) -> tuple[ModuleType | None, ModuleType
 
 def _check(inputs: AttentionInputs) -> None:
     query, kv_cache = inputs.query, inputs.kv_cache
-    num_heads, head_dim = query.shape[1:]
+    _, num_heads, head_dim = query.shape
     _, kinds, num_kv_heads, _, kv_head_dim = kv_cache.shape
-    strides = (stride * query.element_size() for stride in (query.stride(0), *kv_cache.stride()[:4]))
+    (token, *within), (block, kind, head, position, last) = query.stride(), kv_cache.stride()
+    strides = (token | block | kind | head | position) * query.element_size()
     if (
         kv_cache.dtype != query.dtype
         or kinds != 2
         or head_dim != kv_head_dim
         or num_heads % num_kv_heads
-        or query.stride()[1:] != (head_dim, 1)
-        or kv_cache.stride(4) != 1
-        or any(address % _ALIGNMENT for address in (query.data_ptr(), kv_cache.data_ptr(), *strides))
+        or within != [head_dim, 1]
+        or last != 1
+        or (query.data_ptr() | kv_cache.data_ptr() | strides) % _ALIGNMENT  # of each: both are powers of 2
     ):
         raise ValueError(
             f"query {list(query.shape)} {query.dtype} with strides {query.stride()} does not match the KV cache "

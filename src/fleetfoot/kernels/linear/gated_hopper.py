@@ -24,10 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_options
-from fleetfoot.kernels.runtime.gluon_support import launch_dependents, wait_for_inputs
+from fleetfoot.kernels.runtime.gluon_support import launch_dependents, tensor_descriptor, wait_for_inputs
 from fleetfoot.kernels.runtime.row_padding import empty_rows
 from fleetfoot.kernels.runtime.triton_support import cdiv, launcher
 
@@ -50,14 +49,13 @@ def gated_linear_hopper(x: torch.Tensor, weight: torch.Tensor, groups: int, num_
     num_rows, num_inputs = x.shape
     num_outputs = weight.shape[0] // 2
     output = empty_rows(num_rows, num_outputs, like=x)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     outputs, inputs = OUTPUTS.value, INPUTS.value
     row_tiles, column_tiles = cdiv(num_rows, 64 * groups), cdiv(num_outputs, outputs)
     overlap = can_overlap(x.device)
     launcher(_gated_linear_kernel, (min(num_sms, row_tiles * column_tiles),))(
-        TensorDescriptor(x, [num_rows, num_inputs], [x.stride(0), 1], [64, inputs], layout),
-        TensorDescriptor(weight, list(weight.shape), [num_inputs, 1], [outputs, inputs], layout),
-        TensorDescriptor(output, [num_rows, num_outputs], [num_outputs, 1], [64, outputs], layout),
+        tensor_descriptor(x, (num_rows, num_inputs), (x.stride(0), 1), (64, inputs)),
+        tensor_descriptor(weight, weight.shape, (num_inputs, 1), (outputs, inputs)),
+        tensor_descriptor(output, (num_rows, num_outputs), (num_outputs, 1), (64, outputs)),
         row_tiles, column_tiles, num_outputs, num_inputs, groups=groups, stages=_STAGES[groups], overlap=overlap,
         num_warps=4, **launch_options(overlap),
     )  # fmt: skip

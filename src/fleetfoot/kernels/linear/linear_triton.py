@@ -56,19 +56,23 @@ class TritonLinear(PlainLinear):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__(weight.contiguous(), None if bias is None else bias.contiguous())
+        num_rows, self._num_inputs = weight.shape
+        self._num_outputs = num_rows // (2 if self._is_gated else 1)
+        self._is_supported = weight.dtype in _DTYPES
         self._limits = gpu_limits(weight.device)
-        self._is_hopper = weight.dtype in _DTYPES and has_hopper_kernels(weight.device)
+        self._is_hopper = self._is_supported and has_hopper_kernels(weight.device)
         self._has_hopper_kernel = bias is None and self._is_hopper
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Raises:
         ValueError: ``x`` is not ``[n, in]`` of the weight's dtype.
         """
-        if x.shape[1] != self._weight.shape[1] or x.dtype is not self._weight.dtype:
+        num_rows, num_inputs = x.shape
+        if num_inputs != self._num_inputs or x.dtype is not self._weight.dtype:
             raise ValueError(
                 f"x {list(x.shape)} {x.dtype} does not match a weight {list(self._weight.shape)} {self._weight.dtype}"
             )
-        tiling = self._tiling(x.shape[0])
+        tiling = self._tiling(num_rows)
         if tiling is not None:
             with suppress(KernelNotReadyError):
                 return self.launch(x, tiling)
@@ -91,22 +95,16 @@ class TritonLinear(PlainLinear):
             launch_linear(output, x, self._weight, self._bias, self._is_gated, tiling, deferred, scale=self._scale)
         return output
 
-    @property
-    def _num_outputs(self) -> int:
-        return self._weight.shape[0] // (2 if self._is_gated else 1)
-
     def _of_many_rows(self, x: torch.Tensor) -> torch.Tensor:
         return super().__call__(x)
 
     def _tiling(self, num_rows: int) -> Tiling | None:
-        if self._weight.dtype not in _DTYPES:
+        if not self._is_supported:
             return None
-        num_inputs, limits = self._weight.shape[1], self._limits
-        gated, may_split = self._is_gated, self._may_split
         hopper = self._has_hopper_kernel and self._scale == 1.0
-        return choose_tiling(
-            num_rows, self._num_outputs, num_inputs, gated=gated, may_split=may_split, limits=limits, hopper=hopper
-        )
+        gated, may_split, limits = self._is_gated, self._may_split, self._limits
+        sizes = num_rows, self._num_outputs, self._num_inputs
+        return choose_tiling(*sizes, gated=gated, may_split=may_split, limits=limits, hopper=hopper)
 
 
 class ChainedLinear(TritonLinear):
@@ -129,7 +127,7 @@ class ChainedLinear(TritonLinear):
         if not isinstance(x, DeferredRMSNorm):
             return super().__call__(x)
         num_rows, num_inputs = x.weighted.shape
-        if not self.reads_deferred_norm(num_rows) or num_inputs != self._weight.shape[1]:
+        if not self.reads_deferred_norm(num_rows) or num_inputs != self._num_inputs:
             raise ValueError(f"a deferred norm {list(x.weighted.shape)} is not supported: see reads_deferred_norm()")
         tiling = self._tiling(num_rows)
         if tiling is not None and tiling.supports_norms:
@@ -150,9 +148,9 @@ class ChainedLinear(TritonLinear):
         if kv_cache.dtype is not self._weight.dtype or kv_cache.stride(4) != 1:
             return None
         if not isinstance(x, DeferredRMSNorm):
-            self._queue_product(len(x), kv_cache.shape[3])
+            self._queue_product(x.shape[0], kv_cache.shape[3])
             return None
-        tiling = self._product_tiling(len(x.weighted))
+        tiling = self._product_tiling(x.weighted.shape[0])
         if not isinstance(tiling, ProductTiling):
             return None
         with suppress(KernelNotReadyError):
@@ -206,14 +204,15 @@ class ChainedGateUp(ChainedLinear):
     def __call__(self, x: torch.Tensor | DeferredRMSNorm) -> torch.Tensor:
         """See `ChainedLinear`."""
         if isinstance(x, DeferredRMSNorm):
-            product = self._product_tiling(len(x.weighted))
-            if product is not None and x.weighted.shape[1] == self._weight.shape[1]:
+            num_rows, num_inputs = x.weighted.shape
+            product = self._product_tiling(num_rows)
+            if product is not None and num_inputs == self._num_inputs:
                 with suppress(KernelNotReadyError):
                     if isinstance(product, GatedTiling):
                         return gated_product.multiply_gated_wide(x, self._weight, product)
                     return decode_product.multiply_gated(x, self._weight, product)
             return super().__call__(x)
-        self._queue_product(len(x))
+        self._queue_product(x.shape[0])
         for tiling in self._gated_tilings(x):
             with suppress(KernelNotReadyError):
                 return gated_product.multiply_gated_wide(x, self._weight, tiling)
@@ -221,12 +220,13 @@ class ChainedGateUp(ChainedLinear):
 
     def _gated_tilings(self, x: torch.Tensor) -> Sequence[GatedTiling]:
         """Tilings of `gated_product`, the best first; none: that kernel is not used."""
+        num_rows, num_inputs = x.shape
         is_supported = self._has_hopper_kernel and x.dtype is self._weight.dtype is torch.bfloat16
-        if not is_supported or x.shape[1] != self._weight.shape[1] or x.stride(1) != 1 or not _is_aligned(x):
+        if not is_supported or num_inputs != self._num_inputs or x.stride(1) != 1 or not _is_aligned(x):
             return ()
-        if self._product_tiling(len(x)) is not None and self.follows_product(len(x)):
+        if self._product_tiling(num_rows) is not None and self.follows_product(num_rows):
             return ()  # steps have deferred norms
-        return gated_tilings(len(x), *self._weight.shape, self._limits.num_sms)
+        return gated_tilings(num_rows, *self._weight.shape, self._limits.num_sms)
 
     def _of_many_rows(self, x: torch.Tensor) -> torch.Tensor:
         if self._has_hopper_kernel and x.stride(1) == 1 and _is_aligned(x):
@@ -281,20 +281,20 @@ class ChainedResidual(ChainedLinear):
         compiled. ``rank_sums``: the product is also summed over ranks, each of which makes this call."""
         if not (x.dtype is self._weight.dtype is torch.bfloat16):
             return None
-        product = self._product_tiling(len(x)) if rank_sums is None else None
+        num_rows, num_outputs = x.shape[0], self._num_outputs
+        product = self._product_tiling(num_rows) if rank_sums is None else None
         if isinstance(product, ProductTiling) and x.stride(1) == 1 and _is_aligned(x):
             with suppress(KernelNotReadyError):
                 return decode_product.add_and_norm(x, self._weight, product, residual.contiguous(), norm_weight, eps)
-        tiling = self._tiling(len(x))
+        tiling = self._tiling(num_rows)
         if tiling is None or not tiling.supports_norms:
             return None
         if rank_sums is not None:
-            num_outputs = self._num_outputs
-            is_supported = self._bias is None and rank_sums.fits(len(x), num_outputs)
+            is_supported = self._bias is None and rank_sums.fits(num_rows, num_outputs)
             if not is_supported or not tiling.fits_at_once(num_outputs, self._limits):
                 return None
         residual = residual.contiguous()  # like the result
-        result = DeferredRMSNorm.empty(residual, cdiv(residual.shape[1], tiling.outputs), eps)
+        result = DeferredRMSNorm.empty(residual, cdiv(num_outputs, tiling.outputs), eps)
         x = x if x.stride(1) == 1 else x.contiguous()
         add_norm = (residual, norm_weight, result)
         with suppress(KernelNotReadyError):

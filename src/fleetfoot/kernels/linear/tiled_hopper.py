@@ -25,11 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fleetfoot.kernels.linear.tilings import Tiling
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_options
-from fleetfoot.kernels.runtime.gluon_support import launch_dependents, wait_for_inputs
+from fleetfoot.kernels.runtime.gluon_support import launch_dependents, tensor_descriptor, wait_for_inputs
 from fleetfoot.kernels.runtime.triton_support import cdiv, launcher
 
 INPUTS = gl.constexpr(64)  # multiplied at a time: the width of the shared memory swizzle
@@ -48,20 +47,18 @@ def launch_linear_hopper(
     """
     num_rows, num_outputs = output.shape[-2:]
     num_inputs = x.shape[1]
-    gated, partial = len(weight) != num_outputs, output.dim() == 3
+    gated, partial = weight.shape[0] != num_outputs, output.dim() == 3
     rows, inputs = tiling.row_tile, INPUTS.value
-    flat = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    x_desc = TensorDescriptor(x, [num_rows, num_inputs], [x.stride(0), 1], [rows, inputs], flat)
-    weight_desc = TensorDescriptor(weight, list(weight.shape), [num_inputs, 1], [64, inputs], flat)
+    x_desc = tensor_descriptor(x, (num_rows, num_inputs), (x.stride(0), 1), (rows, inputs))
     if gated:
-        shape, strides = [num_outputs // 8, 2, 8, num_inputs], [8 * num_inputs, num_outputs * num_inputs, num_inputs, 1]
-        deep = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-        weight_desc = TensorDescriptor(weight, shape, strides, [4, 2, 8, inputs], deep)
+        shape, strides = (num_outputs // 8, 2, 8, num_inputs), (8 * num_inputs, num_outputs * num_inputs, num_inputs, 1)
+        weight_desc = tensor_descriptor(weight, shape, strides, (4, 2, 8, inputs))
+    else:
+        weight_desc = tensor_descriptor(weight, weight.shape, (num_inputs, 1), (64, inputs))
     out_desc = x_desc  # not used for partial sums
     if not partial:
         width = 32 if gated else 64
-        out_layout = gl.NVMMASharedLayout(swizzle_byte_width=2 * width, element_bitwidth=16, rank=2)
-        out_desc = TensorDescriptor(output, [num_rows, num_outputs], [num_outputs, 1], [rows, width], out_layout)
+        out_desc = tensor_descriptor(output, (num_rows, num_outputs), (num_outputs, 1), (rows, width), 2 * width)
     chunks, splits = cdiv(num_inputs, inputs), tiling.splits
     row_tiles, columns = cdiv(num_rows, rows), cdiv(num_outputs, tiling.outputs // (2 if gated else 1))
     num_tiles = row_tiles * columns * splits

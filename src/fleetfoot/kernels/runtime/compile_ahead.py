@@ -40,6 +40,7 @@ from fleetfoot.kernels.runtime.compile_worker import (
     hash_compiler,
     keep_launchers_apart,
 )
+from fleetfoot.kernels.runtime.direct_launch import direct_launch
 from fleetfoot.kernels.runtime.dry_tensors import dry_torch
 from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError, Launch, instead_of_launching, launcher
 from fleetfoot.utils.process import num_cores
@@ -280,7 +281,7 @@ class CompileAhead:
             instead_of_launching.reset(before)
 
     def _launcher(self, jit: Any, grid: tuple[int, ...]) -> Launch:
-        real = jit[grid]
+        real = direct_launch(jit, grid)
 
         def launch(*arguments: Any, **options: Any) -> Any:
             kinds = None

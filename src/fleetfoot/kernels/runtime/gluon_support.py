@@ -1,13 +1,50 @@
-"""Device functions of kernels in Gluon: dependent launches, work descriptors in shared memory, block ids.
+"""What kernels in Gluon share: tensor descriptors, and the device functions of dependent launches, work descriptors in
+shared memory and block ids.
 
 This module imports Triton.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache, cached_property
+
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+
+class _SharedLayout(gl.NVMMASharedLayout):
+    """A layout with a text that is made once: a launch reads that of every descriptor."""
+
+    @cached_property
+    def _text(self) -> str:
+        return repr(gl.NVMMASharedLayout(self.swizzle_byte_width, self.element_bitwidth, self.rank))
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+@cache
+def _layout(width_bytes: int, rank: int) -> _SharedLayout:
+    return _SharedLayout(swizzle_byte_width=width_bytes, element_bitwidth=16, rank=rank)
+
+
+def tensor_descriptor(
+    base: torch.Tensor, shape: Sequence[int], strides: Sequence[int], box: Sequence[int], width_bytes: int = 128
+) -> TensorDescriptor:
+    """The descriptor of a tensor of 16-bit elements that is copied in boxes, to rows of ``width_bytes`` with swizzling.
+
+    It is made for every launch, without the checks of ``TensorDescriptor``: ``base`` and all strides but the last one,
+    which is 1, are multiples of 16 bytes, and the sizes of ``box`` are powers of 2.
+    """
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    descriptor.base, descriptor.shape, descriptor.strides = base, list(shape), list(strides)
+    descriptor.block_shape, descriptor.layout = list(box), _layout(width_bytes, len(box))
+    descriptor.padding = "zero"
+    return descriptor
 
 
 @gluon.jit

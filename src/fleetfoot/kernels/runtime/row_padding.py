@@ -19,7 +19,9 @@ _FEWEST, _LEAST_ROOM, _MOST = 17, 64, 256
 def empty_rows(num_rows: int, *sizes: int, like: torch.Tensor) -> torch.Tensor:
     """Uninitialized ``[num_rows, *sizes]``, contiguous, of the dtype and device of ``like``, with room for
     `padded_rows`."""
-    return torch.empty((padded_rows(num_rows), *sizes), dtype=like.dtype, device=like.device)[:num_rows]
+    room = padded_rows(num_rows)
+    rows = like.new_empty((room, *sizes))
+    return rows if room == num_rows else rows[:num_rows]
 
 
 def padded_rows(num_rows: int) -> int:

@@ -18,6 +18,8 @@ from contextvars import ContextVar
 from functools import cached_property, partial, wraps
 from typing import TYPE_CHECKING, Any
 
+from fleetfoot.kernels.runtime.direct_launch import direct_launch
+
 if TYPE_CHECKING:
     import triton.language as tl
 
@@ -97,7 +99,7 @@ def launcher(jit: Any, grid: tuple[int, ...]) -> Launch:
     All launches use this: `TritonKernel` does, and launches of kernels in Gluon call it.
     """
     instead = instead_of_launching.get()
-    return jit[grid] if instead is None else instead(jit, grid)
+    return direct_launch(jit, grid) if instead is None else instead(jit, grid)
 
 
 class TritonKernel:
