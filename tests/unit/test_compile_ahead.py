@@ -378,6 +378,24 @@ def test_a_start_waits_for_all_kernels_if_all_are_cached(uncached: set[int], num
     assert ", ".join(" ".join(kind) for kind in kinds) == events
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_start_that_waits_for_plain_sampling_has_the_kernels_of_all_mixed_sizes(waits: bool) -> None:
+    ahead: Any = StartAhead({4})
+
+    def make_step(shape: GraphKey) -> Callable[[], object]:
+        return lambda: ahead.events.append((ahead.how, shape.num_tokens))
+
+    mixed, decode, between = GraphKey("mixed", 1, 16), GraphKey("decode", 4, 4), GraphKey("mixed", 8, 96)
+    compiler = KernelCompiler(make_step, nullcontext, ahead)
+    later = [mixed, decode, replace(decode, sampling=EVERYTHING)]
+    compiler.compile_first([mixed, decode] if waits else [mixed], later_shapes=later)
+    assert compiler.has_kernels(mixed)
+    for key in (decode, between, replace(between, sampling=None)):
+        assert compiler.has_kernels(key) == waits
+    for key in (decode, between):
+        assert not compiler.has_kernels(replace(key, sampling=EVERYTHING))
+
+
 @compiled
 def test_a_start_compiles_before_it_launches(tmp_path: Path) -> None:
     """With the compiler, for an H100, in another process; twice, for the second finds what the first has compiled."""

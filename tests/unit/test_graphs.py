@@ -376,17 +376,21 @@ def test_common_graphs_are_captured_at_the_start_where_their_kernels_are_ready(i
     expected = {replace(key, sampling=variant) for key in keys for variant in variants}
     if includes_sampling:
         expected |= {replace(key, sampling=MASKS) for key in keys if key.kind == "decode"}
-    assert {*captures.captured} == expected
-    assert len(captures.captured) == len(expected)
-    sizes = [key.num_tokens for key in captures.captured if key.sampling == variants[0] and key not in first]
+    fine = [GraphKey("mixed", min(256, size), size, variants[0]) for size in reversed(shapes.fine)]
+    assert {*captures.captured} == expected | {*fine}
+    assert len(captures.captured) == len(expected) + len(fine)
+    assert [key for key in captures.captured if key in fine] == fine
+    others = [key for key in captures.captured if key.sampling == variants[0] and key not in (*first, *fine)]
+    sizes = [key.num_tokens for key in others]
     assert sizes == sorted(sizes, reverse=True)  # the others fit in the memory of the largest
     assert captures.captured[4].num_tokens == 8192
     assert captures.run(step([100], 0)) in expected
-    assert len(captures.captured) == len(expected)
+    assert captures.run(step([350], 0)) in fine  # without padding as many tokens as its capture costs
+    assert len(captures.captured) == len(expected) + len(fine)
 
 
 def test_a_start_captures_so_many_graphs() -> None:
-    assert [captures_of_start(layers) for layers in (28, 80, 1)] == [59, 20, 1666]
+    assert [captures_of_start(layers) for layers in (28, 80, 1)] == [89, 31, 2500]
     captures = Captures(table())
     captures.manager.capture_first()
     captures.manager.capture_common(lambda key: True, 7)

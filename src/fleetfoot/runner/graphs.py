@@ -145,8 +145,9 @@ class CaptureTable:
     ``short_contexts``: numbers of requests, ascending, and a context: decodes of up to so many requests have a second
     shape of each size, with faster kernels, if none is longer.
 
-    ``fine``: further sizes of mixed batches. Each is captured once it would have saved ``capture_tokens`` tokens of
-    padding, which take as long as a capture; until then, steps are padded to one of ``mixed``, or run eagerly.
+    ``fine``: further sizes of mixed batches. Each that the start has not captured is captured once it would have saved
+    ``capture_tokens`` tokens of padding, which take as long; until then, steps are padded to one of ``mixed``, or run
+    eagerly.
     """
 
     decode: tuple[int, ...] = ()
@@ -295,9 +296,9 @@ class CaptureTable:
     @property
     def common_keys(self) -> tuple[GraphKey, ...]:
         """The shapes to capture before requests use them, the most likely first: with plain sampling and with top-k,
-        each the largest first, because others fit in its memory; then decodes with token masks."""
-        with_masks = (key for key in self.with_sampling(MASKS) if key.kind != "mixed")
-        return (*self.with_sampling(PLAIN), *self.with_sampling(TOP_K), *reversed((*with_masks,)))
+        each the largest first, because others fit in its memory; then fine ones, and decodes with token masks."""
+        first = *self.with_sampling(PLAIN), *self.with_sampling(TOP_K), *self.fine_with_sampling(PLAIN)
+        return (*first, *reversed([key for key in self.with_sampling(MASKS) if key.kind != "mixed"]))
 
     def with_sampling(self, sampling: SamplingVariant) -> tuple[GraphKey, ...]:
         """The shapes with a variant, the largest first; those that end with the forward pass as they are."""

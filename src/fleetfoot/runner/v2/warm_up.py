@@ -37,7 +37,7 @@ _MOST_NOTES = 100
 _LIBRARY_IS_COLD = "the library is not warm"
 _START_S = 1.0
 """What captures may add to a start with compiled kernels."""
-_SECONDS_PER_LAYER = 0.0006
+_SECONDS_PER_LAYER = 0.0004
 """Of a capture, on the host. A constant, not a clock, so that all ranks capture the same shapes."""
 _VARIANTS = (
     SamplingVariant(filters=True, masks=True),
@@ -135,7 +135,7 @@ class KernelCompiler:
         """The compilations of `compile_later`. Serving does not wait for them; a start does if all are in the cache."""
         self.compiled: set[GraphKey] = set()
         """Shapes with kernels that `compile_first` has waited for, on every rank of the group."""
-        self._has_all = False
+        self._has_all = self._has_plain = False
         self._missing: dict[GraphKey, list[FutureKernel]] = {}
         self._without: dict[GraphKey, list[FutureKernel]] = {}  # optional kernels, of its forward pass too
         self._notes: list[str] = []
@@ -153,6 +153,8 @@ class KernelCompiler:
         instead: no step will be without a kernel.
         """
         begin, ahead, self.compiled = time.perf_counter(), self.ahead, {*shapes}
+        plain = {shape for shape in later_shapes if shape.sampling == PLAIN}
+        self._has_plain = bool(plain) and plain <= self.compiled
         # those of prompts take longest, and begin while the dry passes of the others run
         compilations = [self._queue(part) for part in (shapes[:_FIRST], shapes[_FIRST:])]
         ahead.compiles_here = ahead.num_uncached > 0
@@ -189,8 +191,11 @@ class KernelCompiler:
         )
 
     def has_kernels(self, key: GraphKey) -> bool:
-        """Whether `compile_first` has waited for the kernels of a graph: all, or those of a step of this size."""
-        return self._has_all or any(replace(shape, num_reqs=key.num_reqs) == key for shape in self.compiled)
+        """Whether `compile_first` has waited for the kernels of a graph: all, or those of a step of this size. With the
+        kernels of all shapes with plain sampling, it has those of every mixed one."""
+        if self._has_all or (self._has_plain and key.kind == "mixed" and key.sampling in (None, PLAIN)):
+            return True
+        return any(replace(shape, num_reqs=key.num_reqs) == key for shape in self.compiled)
 
     def capture(self, key: GraphKey, capture: Callable[[Callable[[], bool]], Capture | None]) -> Capture | None:
         """Capture a shape; None: kernels of it are not ready. The next attempt waits for those that this one missed.
