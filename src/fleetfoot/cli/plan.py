@@ -45,9 +45,9 @@ Without flags of the machine, the plan is for this one. With them it is for the 
   graphs: num_shapes; decode (requests), uniform (requests, num_drafts drafts each), mixed (tokens; of steps with
     drafts, the forward pass), full_step (tokens of a mixed batch that fills a step; null: it runs eagerly): the
     shapes; short: decodes that have one more for short contexts (layer_chain); fine: further sizes of mixed batches,
-    each captured once the padding that it saves has cost as much; captured_at_start, besides others if their kernels
-    are compiled by then; is_captured (false: shapes are dispatched to, but run eagerly, for the attention backend
-    cannot be captured)
+    each captured once the padding that it saves has cost as much, if not at the start; captured_at_start, besides
+    others, fine ones too, if their kernels are compiled by then; is_captured (false: shapes are dispatched to, but run
+    eagerly, for the attention backend cannot be captured)
   workers: executor, uni (one, in the engine's process) or mp (a process for each rank); on_error, raise or restart;
     max_restarts, within an hour
   parallel: tensor_parallel_size, pipeline_parallel_size, vocab_rows (of a rank); stages: for each pipeline rank, its

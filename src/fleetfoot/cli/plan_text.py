@@ -150,7 +150,7 @@ def _graph_lines(report: dict[str, Any]) -> _Lines:
     if graphs["full_step"] is not None:
         yield "", f"full step: {graphs['full_step']} tokens, or nearly as many"
     if graphs["fine"]:
-        yield "", f"mixed, once they pay: {_ranges(graphs['fine'])} tokens"
+        yield "", f"mixed, at the start or once they pay: {_ranges(graphs['fine'])} tokens"
 
 
 def _memory_lines(report: dict[str, Any]) -> _Lines:

@@ -22,7 +22,7 @@ FINE_TOKENS = (
 )
 """Between and beyond `MIXED_TOKENS`: kernels have tiles of 64 and 128 rows. See `CaptureTable.fine`."""
 FINE_FOR_ALL = 1024
-"""As `MIXED_FOR_ALL`, for shapes that are captured once they pay."""
+"""As `MIXED_FOR_ALL`, for fine shapes."""
 _CAPTURE_LAUNCHES = 2
 """Launches that take as long as to capture one."""
 _EAGER_STEPS = 4

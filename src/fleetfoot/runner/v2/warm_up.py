@@ -88,7 +88,7 @@ def library_shapes(max_num_batched_tokens: int) -> list[GraphKey]:
 
 def later_shapes(captured: Sequence[GraphKey], fine: Sequence[int], num_drafts: int) -> list[GraphKey]:
     """Steps that together launch the kernels of serving. ``captured``: the shapes of graphs; ``fine``: tokens of mixed
-    batches that are captured once they pay."""
+    batches between and beyond these."""
     compiled = [shape for shape in captured if shape.kind != "mixed" or shape.num_tokens <= MIXED_TOKENS[-1]]
     by_size = {shape.num_reqs: shape for shape in reversed(compiled)}
     if _BETWEEN_TOKENS in fine:
