@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.helpers.interpreter import run_python
 from tests.helpers.zygote import ForkedPopen
 
 BENCHMARKS = Path(__file__).parent
@@ -43,6 +44,16 @@ def test_host_time_of_prompts_and_of_the_scheduler() -> None:
     assert json.loads(run("scheduler_host_cost", "--requests", "3", "--steps", "4"))["step_us"] > 0
     table = run("executor_messages", "--requests", "3", "--steps", "4", "--workers", "1").splitlines()
     assert any("decodes" in line for line in table)
+
+
+def test_host_time_of_launches() -> None:
+    pytest.importorskip("triton")
+    model = str(BENCHMARKS.parent / "tests" / "assets" / "story-qwen3")
+    lines = run_python(str(BENCHMARKS / "host_launches.py"), model, "--shapes", "decode:2", "mixed:96", "--repeat", "2")
+    for line, shape in zip(lines.splitlines(), ("decode:2", "mixed:96"), strict=True):
+        report = json.loads(line)
+        assert report["shape"] == shape and report["launches"] > 5
+        assert report["median_us"] >= report["least_us"] > report["us_per_launch"] > 0
 
 
 def test_structured() -> None:
