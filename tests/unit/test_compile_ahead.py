@@ -23,7 +23,7 @@ from tests.helpers.interpreter import compiled, run_python
 from tests.helpers.processes import SILENT
 
 from fleetfoot.kernels import elementwise
-from fleetfoot.kernels.runtime import compile_ahead, compile_jobs, compile_worker
+from fleetfoot.kernels.runtime import compile_ahead, compile_jobs, compile_worker, direct_launch
 from fleetfoot.kernels.runtime.compile_ahead import CompileAhead, can_compile_ahead
 from fleetfoot.kernels.runtime.compile_jobs import BUSY_FACTOR, IDLE_S, CompileJobs, LoadPacer
 from fleetfoot.kernels.runtime.compile_worker import CompilePool, CompileWorker, KernelSource, serve
@@ -120,7 +120,7 @@ def test_a_dry_pass_touches_no_memory(ahead: CompileAhead) -> None:
 
 SLOW_COMPILER = f"""
 from functools import partial
-from fleetfoot.kernels.runtime import compile_ahead, compile_jobs, compile_worker
+from fleetfoot.kernels.runtime import compile_ahead, compile_jobs, compile_worker, direct_launch
 from fleetfoot.kernels.runtime.compile_ahead import CompileAhead
 compile_ahead.CompilePool = partial(compile_worker.CompilePool, command={SILENT})
 compile_worker.KernelSource.of = lambda job: compile_worker.KernelSource("m", "n", {{}}, {{}}, {{}}, (), {{}})
@@ -410,6 +410,17 @@ def test_a_start_compiles_before_it_launches(tmp_path: Path) -> None:
     assert warm["found_later"] == cold["compiled_later"]
     assert cold["found"] == cold["found_later"] == cold["failed_later"] == cold["texts"] == 0
     assert warm["compiled"] == warm["compiled_later"] == 0
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.7.0"])
+def test_an_unknown_triton_launches_itself(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = FakeKernel()
+    monkeypatch.setattr(kernel, "device_caches", {}, raising=False)
+    monkeypatch.setattr("triton.__version__", version)
+    direct_launch._knows_triton.cache_clear()
+    launcher(kernel, (1,))(1, 2)
+    direct_launch._knows_triton.cache_clear()
+    assert kernel.launched == [(1, 2)]
 
 
 @compiled
