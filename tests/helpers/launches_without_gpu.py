@@ -105,7 +105,8 @@ def run_all(launches: list[tuple[Any, Launch]], launch: Any) -> list[list[str]]:
 
 def main() -> None:
     """``equal``: whether both launch the same; ``launches``: of each; ``kernels``: different ones; ``by_triton``: how
-    many of a later pass of `direct_launch` were left to Triton, and of one with a hook; ``observed``: by that hook."""
+    many of a later pass of `direct_launch` were left to Triton, of two with a hook, and of one without the empty chain
+    of hooks; ``observed``: by the hook."""
     use_fake_driver()
     fake: Any = driver.active
     fake.launcher_cls = RecordingLauncher
@@ -119,9 +120,14 @@ def main() -> None:
     report: dict[str, Any] = {"launches": len(expected), "kernels": len({name for _, name, *_ in expected})}
     report["equal"] = [run_all(launches, direct_launch) == expected for _ in range(2)]
     report["by_triton"] = []
-    for hook in (None, lambda metadata: observed.append(metadata.get()["name"])):
-        if hook is not None:
-            knobs.runtime.launch_enter_hook.add(hook)
+
+    def hook(metadata: Any) -> None:
+        observed.append(metadata.get()["name"])
+
+    chain = knobs.HookChain()
+    chain.add(hook)
+    for enter in (knobs.runtime.launch_enter_hook, chain, hook, None):
+        knobs.runtime.launch_enter_hook = enter
         with patch.object(JITFunction, "run", autospec=True, side_effect=JITFunction.run) as run:
             report["equal"].append(run_all(launches, direct_launch) == expected)
         report["by_triton"].append(run.call_count)

@@ -54,7 +54,8 @@ class _Launches:
         bound, specialization, others = bind(*arguments, **options)
         key = device, *specialization, *others.items()
         kernel = self._kernels.get(key)
-        is_observed = knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls or jit.pre_run_hooks
+        enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook  # chains, or what a program has set instead
+        is_observed = getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or jit.pre_run_hooks
         if kernel is None or is_observed:
             kernel = jit[grid](*arguments, **options)
             if isinstance(kernel, self._compiled_type):
