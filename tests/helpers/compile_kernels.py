@@ -34,7 +34,6 @@ from fleetfoot.kernels.linear.tiled_hopper import launch_linear_hopper
 from fleetfoot.kernels.linear.tilings import Tiling
 from fleetfoot.kernels.prepare.tables import RowTables
 from fleetfoot.kernels.runtime import gpu_limits, triton_support
-from fleetfoot.kernels.runtime.triton_support import TritonKernel
 from fleetfoot.kernels.sampling.sample import RandomRows, RowFilters
 from fleetfoot.kernels.sampling.token_logprobs import LogprobRows
 from fleetfoot.records.forward_context import IntermediateTensors, RotaryInputs
@@ -60,13 +59,12 @@ def usage(cubin: bytes) -> tuple[str, str]:
     return found[2], found[1]
 
 
-def compile_instead(kernel: TritonKernel | GluonJITFunction, grid: tuple[int, ...]) -> Callable[..., None]:
-    """What ``kernel[grid]`` gives here: a launch that compiles for the types of its arguments."""
-    is_gluon = isinstance(kernel, GluonJITFunction)
+def compile_instead(jit: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+    """In place of `direct_launch`: a launch that compiles for the types of its arguments."""
+    is_gluon = isinstance(jit, GluonJITFunction)
 
     def launch(*arguments: Any, **keywords: Any) -> None:
-        function = kernel if is_gluon else kernel.jit
-        names = function.arg_names
+        names = jit.arg_names
         options = {name: keywords.pop(name) for name in _OPTIONS if name in keywords and name not in names}
         values = dict(zip(names, arguments, strict=False)) | keywords
         types, attributes = {}, {}
@@ -74,13 +72,13 @@ def compile_instead(kernel: TritonKernel | GluonJITFunction, grid: tuple[int, ..
             value = values[name]
             types[name] = "constexpr" if name in keywords else triton.runtime.jit.mangle_type(value)
             is_aligned = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
-            if name not in keywords and is_aligned and not is_gluon and name not in kernel.unspecialized:
+            if name not in keywords and is_aligned and not is_gluon and name not in jit.do_not_specialize:
                 attributes[(index,)] = [["tt.divisibility", 16]]
-        source = (GluonASTSource if is_gluon else ASTSource)(function, types, keywords, attributes)
+        source = (GluonASTSource if is_gluon else ASTSource)(jit, types, keywords, attributes)
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         stack, registers = usage(compiled.asm["cubin"])
         shared = f"{compiled.metadata.shared} bytes of shared memory"
-        print(f"{kernel.__name__}: {stack} bytes of stack, {registers} registers, {shared}")
+        print(f"{jit.__name__}: {stack} bytes of stack, {registers} registers, {shared}")
 
     return launch
 
@@ -199,8 +197,5 @@ if __name__ == "__main__":
         for attribute, value in (("can_overlap", True), ("gpu_limits", H100)):
             if callable(getattr(module, attribute, None)):
                 setattr(module, attribute, lambda device, value=value: value)
-    with (
-        patch.object(TritonKernel, "__getitem__", compile_instead),
-        patch.object(triton_support, "direct_launch", compile_instead),  # of kernels in Gluon
-    ):
+    with patch.object(triton_support, "direct_launch", compile_instead):
         globals()[sys.argv[1]]()

@@ -26,7 +26,7 @@ from fleetfoot.kernels import elementwise
 from fleetfoot.kernels.runtime import compile_ahead, compile_jobs, compile_worker, direct_launch
 from fleetfoot.kernels.runtime.compile_ahead import CompileAhead, can_compile_ahead
 from fleetfoot.kernels.runtime.compile_jobs import BUSY_FACTOR, IDLE_S, CompileJobs, LoadPacer
-from fleetfoot.kernels.runtime.compile_worker import CompilePool, CompileWorker, KernelSource, serve
+from fleetfoot.kernels.runtime.compile_worker import CompilePool, CompileWorker, KernelSource, parse_again, serve
 from fleetfoot.kernels.runtime.dry_tensors import DryPassError
 from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError, launcher, or_reference
 from fleetfoot.runner.graphs import CaptureTable, GraphKey
@@ -35,6 +35,7 @@ from fleetfoot.sampling.shape import EVERYTHING, PLAIN
 
 pytest.importorskip("triton")
 from triton.runtime._async_compile import active_mode
+from triton.runtime.jit import JITCallable
 
 
 class FakeKernel:
@@ -417,9 +418,9 @@ def test_an_unknown_triton_launches_itself(version: str, monkeypatch: pytest.Mon
     kernel = FakeKernel()
     monkeypatch.setattr(kernel, "device_caches", {}, raising=False)
     monkeypatch.setattr("triton.__version__", version)
-    direct_launch._knows_triton.cache_clear()
+    direct_launch._has_internals.cache_clear()
     launcher(kernel, (1,))(1, 2)
-    direct_launch._knows_triton.cache_clear()
+    direct_launch._has_internals.cache_clear()
     assert kernel.launched == [(1, 2)]
 
 
@@ -468,17 +469,22 @@ def test_a_cache_that_cannot_be_written_holds_nothing(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("num_errors", [2, 6])
-def test_errors_of_parsing_in_threads_are_tried_again(num_errors: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_errors_of_parsing_in_threads_are_tried_again(
+    num_errors: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Few of them: an interpreter that raises them always is broken."""
     errors = iter(range(num_errors))
 
-    def parse() -> str:
+    def parse(function: object) -> str:
         for number in errors:
             raise SystemError(f"AST constructor recursion depth mismatch (before=33, after={number})")
         return "kernel"
 
+    monkeypatch.setattr(JITCallable, "parse", parse)
+    for _ in range(2):
+        parse_again()
     jobs = CompileJobs()
-    future = jobs.submit(parse)
+    future = jobs.submit(JITCallable.parse, None)
     jobs.work()
     if num_errors == 2:
         assert (future.result(0), caplog.messages) == ("kernel", [])

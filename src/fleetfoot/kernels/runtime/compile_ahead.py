@@ -39,6 +39,7 @@ from fleetfoot.kernels.runtime.compile_worker import (
     has_cache,
     hash_compiler,
     keep_launchers_apart,
+    parse_again,
 )
 from fleetfoot.kernels.runtime.direct_launch import direct_launch
 from fleetfoot.kernels.runtime.dry_tensors import dry_torch
@@ -132,6 +133,7 @@ class CompileAhead:
         self._is_closed = self._has_lost_processes = False
         _raise_in_steps()
         keep_launchers_apart()
+        parse_again()
         if starts_at_once:
             self._open_pool(self.num_processes)
 

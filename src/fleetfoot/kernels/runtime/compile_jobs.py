@@ -30,8 +30,6 @@ IDLE_S = 0.02
 BUSY_FACTOR = 100
 """While the engine is busy, the pause after a kernel is that many times as long as its loading."""
 _RECHECK_S = 0.1
-_MOST_SYSTEM_ERRORS = 5
-"""Of one compilation: see `_compiled`."""
 
 
 class LoadPacer:
@@ -197,7 +195,7 @@ class CompileJobs(Executor):
             if not job.future.set_running_or_notify_cancel():
                 return
             if not (is_cached(job.future) or prepare(job.run)):
-                job.kernel = _compiled(job)
+                job.kernel = job.run()
                 build_launcher(job.kernel)
         finally:
             with self._changed:
@@ -213,7 +211,7 @@ class CompileJobs(Executor):
             if not (job.future.running() or job.future.set_running_or_notify_cancel()):
                 return
             with self._pacer.load():
-                kernel = _compiled(job) if job.kernel is _NOTHING else job.kernel
+                kernel = job.run() if job.kernel is _NOTHING else job.kernel
                 if self._device is not None and self._device.type == "cuda":
                     if self._device.index is not None:
                         torch.cuda.set_device(self._device)  # of this thread
@@ -237,12 +235,3 @@ class CompileJobs(Executor):
         for job in jobs:
             if not job.future.cancel():  # compiled, and not loaded
                 job.future.set_exception(CancelledError())
-
-
-def _compiled(job: _Job) -> Any:
-    """The kernel. Up to Python 3.12, threads that parse sources at the same time raise SystemError now and then, for
-    all of them count the depth of their syntax trees in one place (CPython's issue 106905)."""
-    for _ in range(_MOST_SYSTEM_ERRORS):
-        with suppress(SystemError):
-            return job.run()
-    return job.run()

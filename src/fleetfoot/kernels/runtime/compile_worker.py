@@ -41,6 +41,8 @@ _IMPORTED = (
 """What the processes share: imported once, at their priority, before they are forked."""
 _NICE = 10
 """How much lower the priority of the processes is than that of the engine."""
+_MOST_SYSTEM_ERRORS = 5
+"""Of parsing one function: see `parse_again`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,28 @@ def keep_launchers_apart() -> None:
 
     load_apart.keeps_apart = True  # type: ignore[attr-defined]
     build._load_module_from_path = load_apart
+
+
+def parse_again() -> None:
+    """Let threads parse kernels side by side, those that compile and the one that runs a dry pass.
+
+    Up to Python 3.12, parsing raises SystemError now and then while another thread parses: both count the depth of
+    their syntax trees in one place (CPython's issue 106905). Then it is tried again.
+    """
+    from triton.runtime.jit import JITCallable
+
+    parse: Callable[[Any], Any] = JITCallable.parse
+    if getattr(parse, "tries_again", False):
+        return
+
+    def parse_or_try_again(function: Any) -> Any:
+        for _ in range(_MOST_SYSTEM_ERRORS):
+            with suppress(SystemError):
+                return parse(function)
+        return parse(function)
+
+    parse_or_try_again.tries_again = True  # type: ignore[attr-defined]
+    JITCallable.parse = parse_or_try_again
 
 
 def release_sources(kernel: Any) -> None:

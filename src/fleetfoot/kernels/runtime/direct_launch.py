@@ -19,7 +19,7 @@ _ATTRIBUTE = "_fleetfoot_launches"
 
 def direct_launch(jit: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     """The same as ``jit[grid]``, for a function of ``triton.jit`` or ``gluon.jit`` or anything else with a grid."""
-    if not hasattr(jit, "device_caches") or not _knows_triton():
+    if not hasattr(jit, "device_caches") or not _has_internals():
         return jit[grid]
     launches = jit.__dict__.get(_ATTRIBUTE)
     if launches is None:
@@ -29,7 +29,7 @@ def direct_launch(jit: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
 
 
 @cache
-def _knows_triton() -> bool:
+def _has_internals() -> bool:
     import triton
 
     return triton.__version__.startswith(_VERSIONS)
