@@ -22,7 +22,7 @@ from fleetfoot.config.model import ModelConfig
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.fusion import plan_fusion
 from fleetfoot.kernels.attention.triton_backend import TritonBackend
-from fleetfoot.kernels.runtime import compile_ahead
+from fleetfoot.kernels.runtime import compile_worker
 from fleetfoot.kernels.runtime.compile_ahead import Compilations, CompileAhead
 from fleetfoot.kernels.runtime.triton_support import instead_of_launching, triton_kernel
 from fleetfoot.layers.context import ModelContext
@@ -144,7 +144,7 @@ def main() -> None:
     """Prints what starts with graphs and without find, what becomes of a kernel that fails, and threads left."""
     use_fake_driver()
     runner_module.can_compile_ahead = lambda device: True
-    compile_ahead.num_cores = lambda: 2  # with many, a start waits for the later kernels, too
+    compile_worker.num_cores = lambda: 2  # with many, a start waits for the later kernels, too
     instead_of_launching.set(launch_nothing)
     table = CaptureTable(decode=(1, 32), mixed=(16,), max_num_seqs=32, eager_capture=1)
     report: dict[str, Any] = {"start": warm_up(table), "eager": warm_up(CaptureTable()), "fail": fail()}

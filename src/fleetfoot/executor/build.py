@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fleetfoot.executor.protocol import Executor
+from fleetfoot.kernels.runtime.compile_worker import CompilePool
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.structured.mask_space import MaskMemory
 
@@ -20,9 +21,15 @@ def start_executor(plan: EnginePlan, masks: MaskMemory | None = None) -> Executo
         from fleetfoot.executor.multiprocess import MultiprocessExecutor  # it needs zmq
 
         return MultiprocessExecutor(plan, masks)
-    from fleetfoot.executor.worker import Worker  # it needs torch
+    pool = CompilePool.beside_imports(num_ranks=1) if plan.compiles_kernels else None
+    try:
+        from fleetfoot.executor.worker import Worker  # it needs torch
 
-    worker = Worker(plan)
+        worker = Worker.of_only_rank(plan, pool)
+    except BaseException:
+        if pool is not None:
+            pool.close()
+        raise
     try:
         worker.start()
     except BaseException:

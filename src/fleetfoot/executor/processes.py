@@ -25,6 +25,7 @@ from types import ModuleType
 from fleetfoot.config import env
 from fleetfoot.executor.messages import Store, WorkerAddresses
 from fleetfoot.executor.protocol import WorkerError
+from fleetfoot.kernels.runtime.compile_worker import CompilePool
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.structured.mask_space import MaskMemory
 
@@ -173,12 +174,13 @@ def run_worker(
     logger.addHandler(handler)
     logger.setLevel(log_level)
     begin = time.perf_counter()
+    pool = CompilePool.beside_imports(plan.config.world_size) if plan.compiles_kernels else None
     from fleetfoot.executor.worker_loop import run_worker_loop
 
     logger.info("imports: %.2f s", time.perf_counter() - begin)
     exit_code = 0
     try:
-        run_worker_loop(plan, rank, addresses, store, masks)
+        run_worker_loop(plan, rank, addresses, store, masks, pool)
     except BaseException:
         logger.exception("the worker could not shut down cleanly")
         exit_code = 1

@@ -20,6 +20,7 @@ from fleetfoot.executor.profiling import WorkerProfiler
 from fleetfoot.executor.protocol import check_parts
 from fleetfoot.kernels.registry import load_kernels
 from fleetfoot.kernels.runtime.compile_ahead import CompileAhead
+from fleetfoot.kernels.runtime.compile_worker import CompilePool
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.plan.connector import qualified_name
 from fleetfoot.plan.plan import EnginePlan, transfer_context
@@ -28,7 +29,7 @@ from fleetfoot.runner.base import ModelRunner
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
 from fleetfoot.runner.v1.pooling import PoolingModelRunner
 from fleetfoot.runner.v1.runner import ModelRunnerV1
-from fleetfoot.runner.v2.runner import ModelRunnerV2
+from fleetfoot.runner.v2.runner import ModelRunnerV2, open_compiler
 from fleetfoot.sampling.custom_processors import EngineProcessor
 from fleetfoot.speculative.drafter import DraftSettings, build_speculation
 from fleetfoot.utils.memory import release_code, trim_heap, use_huge_pages
@@ -110,6 +111,12 @@ class Worker:
         self.execute_model, self.sample_tokens = self.runner.execute_model, self.runner.sample_tokens
         self.samples = pipeline.is_last_rank
         """Whether steps end with tokens on this rank."""
+
+    @classmethod
+    def of_only_rank(cls, plan: EnginePlan, pool: CompilePool | None) -> Worker:
+        """``pool``: as of `open_compiler`."""
+        ahead = open_compiler(1, torch.device(plan.device), pool=pool) if plan.compiles_kernels else None
+        return cls(plan, ahead=ahead)
 
     def _make_draft_settings(self) -> DraftSettings:
         """The drafter runs on the last pipeline stage; other stages receive its drafts."""

@@ -32,6 +32,7 @@ from fleetfoot.executor.messages import (
     is_rpc,
 )
 from fleetfoot.executor.worker import Worker, phase
+from fleetfoot.kernels.runtime.compile_worker import CompilePool
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.step import PendingOutput
 from fleetfoot.runner.v2.runner import open_compiler
@@ -44,9 +45,15 @@ as a step."""
 
 
 def run_worker_loop(
-    plan: EnginePlan, rank: int, addresses: WorkerAddresses, store: Store, memory: MaskMemory | None = None
+    plan: EnginePlan,
+    rank: int,
+    addresses: WorkerAddresses,
+    store: Store,
+    memory: MaskMemory | None = None,
+    pool: CompilePool | None = None,
 ) -> None:
-    """Return when the engine ends the worker; arguments as of `fleetfoot.executor.processes.run_worker`.
+    """Return when the engine ends the worker; arguments as of `fleetfoot.executor.processes.run_worker`, and ``pool``
+    as of `open_compiler`.
 
     A worker that raises reports it, and keeps all its connections until the engine ends it: closing them would make
     other ranks raise too, and hide the cause. What it raised, or raises after the last message, is raised here.
@@ -54,7 +61,7 @@ def run_worker_loop(
     channel = WorkerChannel(addresses)
     try:
         load_general_plugins()
-        worker = _start(plan, rank, store, channel)
+        worker = _start(plan, rank, store, channel, pool)
         with channel.open_replies() as replies:
             replies.send(encode_reply(Ready(rank, worker.layout, worker.runner_name)))
         with channel.open_replies() as replies, _reply_sender(worker, channel) as send, SHORT_COLLECTIONS:
@@ -91,14 +98,16 @@ def _run_rpc(worker: Worker, message: bytes) -> RpcResult:
     return RpcResult(worker.rank, number, value)
 
 
-def _start(plan: EnginePlan, rank: int, store: Store, channel: WorkerChannel) -> Worker:
+def _start(
+    plan: EnginePlan, rank: int, store: Store, channel: WorkerChannel, pool: CompilePool | None = None
+) -> Worker:
     config, device = plan.config, torch.device(plan.device)
     if plan.device == "cuda":
         device = torch.device("cuda", rank % config.local_world_size)
         torch.cuda.set_device(device)
     ahead, groups = None, None
     if plan.runner == "v2":
-        ahead = open_compiler(config.world_size, device, partial(_report_kernels, rank, channel))
+        ahead = open_compiler(config.world_size, device, partial(_report_kernels, rank, channel), pool)
     if config.world_size > 1:
         ranks: dist.Store
         if isinstance(store, str):

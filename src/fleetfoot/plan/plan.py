@@ -102,6 +102,11 @@ class EnginePlan:
         return self.decision.runner == "v2"
 
     @property
+    def compiles_kernels(self) -> bool:
+        """Whether workers compile kernels before they serve."""
+        return self.device == "cuda" and self.runner == "v2"
+
+    @property
     def explicit(self) -> bool:
         """Whether the runner is the user's choice."""
         return self.decision.explicit

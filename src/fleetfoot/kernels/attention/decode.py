@@ -47,7 +47,7 @@ from fleetfoot.kernels.runtime.dependent_launch import (
     wait_for_inputs,
 )
 from fleetfoot.kernels.runtime.gpu_limits import fit_tile, gpu_limits
-from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, triton_kernel
+from fleetfoot.kernels.runtime.triton_support import cdiv, compiles_slowly, next_power_of_2, triton_kernel
 from fleetfoot.records.forward_context import RotaryInputs
 
 if TYPE_CHECKING:
@@ -314,6 +314,7 @@ def _attend(
     return row_max, tl.sum(weights, 1), acc
 
 
+@compiles_slowly
 @triton_kernel(specialize=False)
 def _paged_attention_decode_kernel(
     query_ptr, kv_ptr, out_ptr, splits_ptr, arrivals_ptr, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr,

@@ -50,7 +50,7 @@ from fleetfoot.kernels.runtime.gluon_support import (
     wait_for_inputs,
     wait_for_work,
 )
-from fleetfoot.kernels.runtime.triton_support import launcher, next_power_of_2
+from fleetfoot.kernels.runtime.triton_support import compiles_slowly, launcher, next_power_of_2
 
 MAX_ROWS = 16
 """Maximum query heads per KV head times query tokens per request."""
@@ -408,6 +408,7 @@ def _consumer_warps(
 
 
 # Query and output are checked to be aligned; the other tensors may be slices with any offset.
+@compiles_slowly
 @gluon.jit(
     do_not_specialize=[
         "query_start_loc_ptr", "seq_lens_ptr", "block_tables_ptr", "num_reqs", "num_tokens",

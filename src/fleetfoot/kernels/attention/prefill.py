@@ -20,7 +20,7 @@ import torch
 from fleetfoot.kernels.attention import AttentionInputs
 from fleetfoot.kernels.attention.split_kv import base_2_scores
 from fleetfoot.kernels.runtime.gpu_limits import fit_tile, gpu_limits
-from fleetfoot.kernels.runtime.triton_support import next_power_of_2, search_steps, triton_kernel
+from fleetfoot.kernels.runtime.triton_support import compiles_slowly, next_power_of_2, search_steps, triton_kernel
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -119,6 +119,7 @@ def _find_tile(
     return request, kv_head, first_token, query_begin, query_len, seq_len
 
 
+@compiles_slowly
 @triton_kernel(specialize=False)
 def _paged_attention_prefill_kernel(
     query_ptr, kv_ptr, out_ptr, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr, num_reqs, num_tokens, steps,

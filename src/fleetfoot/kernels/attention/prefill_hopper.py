@@ -48,7 +48,7 @@ from fleetfoot.kernels.attention.prefill_hopper_scheduler import (
 )  # fmt: skip
 from fleetfoot.kernels.runtime.gluon_support import get_field, tensor_descriptor, wait_for_work
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
-from fleetfoot.kernels.runtime.triton_support import launcher
+from fleetfoot.kernels.runtime.triton_support import compiles_slowly, launcher
 
 STAGES = gl.constexpr(2)  # of K and V
 _PASS_BYTES = 24 << 20  # of K and V that all programs read at the same time: about half of the L2 cache
@@ -351,6 +351,7 @@ def _consumer_warps(
 
 
 # Query and output are checked to be aligned; the other tensors may be slices with any offset.
+@compiles_slowly
 @gluon.jit(
     do_not_specialize=[
         "query_start_loc_ptr", "seq_lens_ptr", "block_tables_ptr", "counter_ptr",

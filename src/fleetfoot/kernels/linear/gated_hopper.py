@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_options
 from fleetfoot.kernels.runtime.gluon_support import launch_dependents, tensor_descriptor, wait_for_inputs
 from fleetfoot.kernels.runtime.row_padding import empty_rows
-from fleetfoot.kernels.runtime.triton_support import cdiv, launcher
+from fleetfoot.kernels.runtime.triton_support import cdiv, compiles_slowly, launcher
 
 OUTPUTS = gl.constexpr(128)
 """Outputs of a tile: as many gates, and as many ups."""
@@ -153,6 +153,7 @@ def _consumers(
     tma.store_wait(0)
 
 
+@compiles_slowly
 @gluon.jit(do_not_specialize=["row_tiles", "column_tiles"])
 def _gated_linear_kernel(
     x_desc, weight_desc, out_desc, row_tiles, column_tiles, num_outputs, num_inputs,

@@ -3,8 +3,8 @@
 Triton compiles a kernel at its first launch: one after the other, on one core. Here a *dry pass* runs the code that
 launches kernels without launching them: each launch queues the compilation of its kernel, and returns. The kernels and
 variants that are compiled are therefore those that will be launched, without a list of kernels. Processes compile
-(`fleetfoot.kernels.runtime.compile_worker`), and at the start, while these import the compiler, threads of this one. A
-thread loads what processes have compiled, in an order that leaves the interpreter's lock to the steps
+(`fleetfoot.kernels.runtime.compile_worker`), and with few cores, while these import the compiler, threads of this one.
+A thread loads what processes have compiled, in an order that leaves the interpreter's lock to the steps
 (`fleetfoot.kernels.runtime.compile_jobs`).
 
 A step that serves requests never waits for a compilation. Within `CompileAhead.serving`, the launch of a kernel that is
@@ -34,8 +34,10 @@ import torch
 
 from fleetfoot.kernels.runtime.compile_jobs import CompileJobs, LoadPacer
 from fleetfoot.kernels.runtime.compile_worker import (
+    MANY_PROCESSES,
     CompilePool,
     CompileWorker,
+    count_processes,
     has_cache,
     hash_compiler,
     keep_launchers_apart,
@@ -44,16 +46,12 @@ from fleetfoot.kernels.runtime.compile_worker import (
 from fleetfoot.kernels.runtime.direct_launch import direct_launch
 from fleetfoot.kernels.runtime.dry_tensors import dry_torch
 from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError, Launch, instead_of_launching, launcher
-from fleetfoot.utils.process import num_cores
 
 if TYPE_CHECKING:
     from triton import FutureKernel
 
 logger = logging.getLogger(__name__)
 
-_MOST_PROCESSES = 16
-MANY_PROCESSES = 8
-"""With this number of processes a start waits for the kernels of all shapes with plain sampling."""
 _SWITCH_INTERVAL_S = 0.0005
 
 
@@ -84,6 +82,7 @@ class CompileAhead:
 
     Args:
         num_processes: None: one for each core, up to 16.
+        pool: ``num_processes`` that have been started; they end with `close`.
         starts_at_once: start the processes now, and not when the first kernel is not in the cache.
         device: a GPU to load the kernels on; None: they are loaded at their first launch.
         on_compiled: called in another thread with `num_compiled_in_order` when that has grown.
@@ -97,6 +96,7 @@ class CompileAhead:
         device: torch.device | None = None,
         on_compiled: Callable[[int], object] = lambda number: None,
         *,
+        pool: CompilePool | None = None,
         starts_at_once: bool = False,
         is_ordered: bool = False,
     ) -> None:
@@ -104,7 +104,7 @@ class CompileAhead:
 
         self._hashing = Thread(target=hash_compiler, name="fleetfoot-compile", daemon=True)
         self._hashing.start()
-        self.num_processes = num_processes or min(_MOST_PROCESSES, num_cores())
+        self.num_processes = num_processes or count_processes()
         self._device = device
         self._on_compiled = on_compiled
         self._is_ordered = is_ordered
@@ -116,8 +116,10 @@ class CompileAhead:
         self._pool: CompilePool | None = None
         self._free: SimpleQueue[CompileWorker] = SimpleQueue()
         self._is_finished = False
-        self.compiles_here = True
-        """Whether threads compile while the processes start. A start that waits for these kernels is shorter."""
+        self.compiles_here = self.num_processes < MANY_PROCESSES
+        """Whether threads compile while the processes start. With few cores, a start that waits for these kernels is
+        shorter. With many, threads hold up the dry passes, and their kernels take longer than the processes' start."""
+        self._is_serving = False
         self._num_by_processes = 0
         self._interval = sys.getswitchinterval()
         self._kernels: list[FutureKernel] = []  # in the order in which they were queued
@@ -134,15 +136,23 @@ class CompileAhead:
         _raise_in_steps()
         keep_launchers_apart()
         parse_again()
-        if starts_at_once:
-            self._open_pool(self.num_processes)
+        if pool is not None or starts_at_once:
+            self._use(pool or CompilePool(self.num_processes))
 
     @classmethod
-    def of_rank(cls, num_ranks: int, device: torch.device, on_compiled: Callable[[int], object]) -> CompileAhead:
-        """For one of ``num_ranks``, which share the cores. With few cores and a warm cache, no process is started."""
-        num_processes = max(1, min(_MOST_PROCESSES, num_cores() // num_ranks))
-        starts_at_once = num_processes >= MANY_PROCESSES or not has_cache()
-        return cls(num_processes, device, on_compiled, starts_at_once=starts_at_once, is_ordered=num_ranks > 1)
+    def of_rank(
+        cls,
+        num_ranks: int,
+        device: torch.device,
+        on_compiled: Callable[[int], object],
+        pool: CompilePool | None = None,
+    ) -> CompileAhead:
+        """For one of ``num_ranks``, which share the cores. ``pool``: from `CompilePool.beside_imports`; None: with few
+        cores and a warm cache, no process is started."""
+        number = count_processes(num_ranks) if pool is None else len(pool.workers)
+        starts_at_once = number >= MANY_PROCESSES or not has_cache()
+        is_ordered = num_ranks > 1
+        return cls(number, device, on_compiled, pool=pool, starts_at_once=starts_at_once, is_ordered=is_ordered)
 
     @property
     def num_compiled(self) -> int:
@@ -194,7 +204,7 @@ class CompileAhead:
         others still import the compiler."""
         with self._opening:
             if self._pool is None and not self._is_closed:
-                self._open_pool(len(self._threads))
+                self._use(CompilePool(len(self._threads)))
             free = self._free
         worker = free.get()
         try:
@@ -211,16 +221,15 @@ class CompileAhead:
 
     def _lose_processes(self) -> None:
         """Threads compile instead. The compiler holds the lock that steps need: behind the start, while none runs."""
-        if not self.compiles_here:
+        if self._is_serving:
             self._jobs.most_compiling, self._jobs.only_while_idle = 1, True
         if not self._has_lost_processes:
             logger.warning("the processes that compile have ended; threads compile, which holds up steps")
         self._has_lost_processes = True
 
-    def _open_pool(self, size: int) -> None:
-        self._pool = CompilePool(size)
-        self._free = SimpleQueue()
-        for worker in self._pool.workers:
+    def _use(self, pool: CompilePool) -> None:
+        self._pool, self._free = pool, SimpleQueue()
+        for worker in pool.workers:
             self._free.put(worker)
 
     def _close_pool(self) -> None:
@@ -264,6 +273,8 @@ class CompileAhead:
         if not isinstance(kernel, FutureKernel):
             return None
         if len(self._mode.future_kernels) > num_before:
+            if getattr(jit, "compiles_slowly", False):
+                self._jobs.begin_with(kernel.future)
             self._waiting.append(len(self._kernels))
             self._kernels.append(kernel)
             kernel.future.add_done_callback(lambda _: self._count())
@@ -367,14 +378,14 @@ class CompileAhead:
 
     def leave_cores(self) -> None:
         """From now on steps run: half of the processes compile beside them, and no thread."""
-        self.compiles_here = False
+        self.compiles_here, self._is_serving = False, True
         self._jobs.most_compiling = max(1, self.num_processes // 2)
         if self._has_lost_processes:
             self._lose_processes()
 
     def finish(self) -> None:
         """Let the processes end when all that is queued is compiled. Later kernels start them again."""
-        self._is_finished = True
+        self._is_finished = self._is_serving = True
         self.compiles_here = False
         if all(kernel.future.done() for kernel in self._kernels):
             self._close_pool()

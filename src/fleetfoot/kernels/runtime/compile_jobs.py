@@ -104,6 +104,7 @@ class CompileJobs(Executor):
         self._to_compile: deque[_Job] = deque()
         self._to_load: deque[_Job] = deque()
         self._urgent: set[Future[Any]] = set()
+        self._slow: set[Future[Any]] = set()
         self._changed = Condition()
         self.num_uncached = 0
         """Number of kernels that `find_cached` has not found."""
@@ -136,6 +137,11 @@ class CompileJobs(Executor):
         with self._changed:
             self._urgent.update(future for future in futures if not future.done())
             self._changed.notify_all()
+
+    def begin_with(self, future: Future[Any]) -> None:
+        """Compile this before others that no step has missed: it takes seconds, and a start ends with the last one."""
+        with self._changed:
+            self._slow.add(future)
 
     def claim_threads(self, most: int) -> int:
         """The number of threads to start with `work`, so that there are no more than ``most``."""
@@ -187,8 +193,8 @@ class CompileJobs(Executor):
             return None
 
     def _first(self, jobs: deque[_Job]) -> _Job:
-        """An urgent job, else the first one."""
-        return next((job for job in jobs if job.future in self._urgent), jobs[0])
+        """An urgent job, else a slow one, else the first one."""
+        return next((job for first in (self._urgent, self._slow) for job in jobs if job.future in first), jobs[0])
 
     def _compile(self, job: _Job, prepare: Callable[[Callable[[], Any]], bool]) -> None:
         try:
@@ -222,6 +228,7 @@ class CompileJobs(Executor):
             with self._changed:
                 self._is_loading = False
                 self._urgent.discard(job.future)
+                self._slow.discard(job.future)
         job.future.set_result(kernel)
 
     def drop(self) -> None:

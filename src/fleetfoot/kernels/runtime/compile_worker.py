@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from fleetfoot.config import env
 from fleetfoot.kernels.runtime.triton_support import TritonKernel
+from fleetfoot.utils.process import num_cores
 
 if TYPE_CHECKING:
     from fleetfoot.kernels.runtime.cuda_source import CudaSource
@@ -43,6 +45,14 @@ _NICE = 10
 """How much lower the priority of the processes is than that of the engine."""
 _MOST_SYSTEM_ERRORS = 5
 """Of parsing one function: see `parse_again`."""
+_MOST_PROCESSES = 16
+MANY_PROCESSES = 8
+"""With this number of processes a start waits for the kernels of all shapes with plain sampling."""
+
+
+def count_processes(num_ranks: int = 1) -> int:
+    """How many processes compile for one of ``num_ranks``, which share the cores: one for each core, up to 16."""
+    return max(1, min(_MOST_PROCESSES, num_cores() // num_ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +288,13 @@ class CompilePool:
         for _, end in pairs:
             end.close()
         self.workers = [CompileWorker(end) for end, _ in pairs]
+
+    @classmethod
+    def beside_imports(cls, num_ranks: int) -> CompilePool | None:
+        """The processes of one of ``num_ranks``, started before this process imports torch: they import for as long,
+        so they compile from the first request on. None: there are few cores, or no Triton."""
+        number = count_processes(num_ranks)
+        return cls(number) if number >= MANY_PROCESSES and find_spec("triton") is not None else None
 
     def close(self) -> None:
         """Kill the processes, from any thread; running compilations are lost."""

@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property, partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fleetfoot.kernels.runtime.direct_launch import direct_launch
 
 if TYPE_CHECKING:
     import triton.language as tl
+
+_Kernel = TypeVar("_Kernel", bound=Any)
 
 Launch = Callable[..., Any]
 """Launches a kernel over a grid: ``launch(*arguments, **options)``."""
@@ -102,11 +104,20 @@ def launcher(jit: Any, grid: tuple[int, ...]) -> Launch:
     return direct_launch(jit, grid) if instead is None else instead(jit, grid)
 
 
+def compiles_slowly(kernel: _Kernel) -> _Kernel:
+    """Decorate a `TritonKernel`, or a function of ``gluon.jit``, that takes seconds to compile: it is compiled before
+    others, since a start ends with the last one."""
+    kernel.compiles_slowly = True
+    return kernel
+
+
 class TritonKernel:
     """A function that is passed to ``triton.jit`` at the first launch: ``kernel[grid](*arguments, **options)``.
 
     It may call other functions that are decorated in the same way.
     """
+
+    compiles_slowly = False
 
     def __init__(self, function: Callable[..., Any], specialize: bool, unspecialized: tuple[str, ...] = ()) -> None:
         self._function = function
@@ -135,7 +146,9 @@ class TritonKernel:
         for name in self._function.__code__.co_names:
             if isinstance(scope.get(name), TritonKernel):
                 scope[name] = scope[name].jit
-        return triton.jit(self._function, do_not_specialize=list(self.unspecialized))
+        jit: Any = triton.jit(self._function, do_not_specialize=list(self.unspecialized))
+        jit.compiles_slowly = self.compiles_slowly
+        return jit
 
 
 def triton_kernel(

@@ -27,6 +27,7 @@ import torch
 from fleetfoot.fusion import LayerFusion
 from fleetfoot.fusion.decoder import fuse
 from fleetfoot.kernels.runtime.compile_ahead import CompileAhead, can_compile_ahead
+from fleetfoot.kernels.runtime.compile_worker import CompilePool
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors
 from fleetfoot.records.kv_layout import KVLayout
@@ -60,13 +61,21 @@ logger = logging.getLogger(__name__)
 
 
 def open_compiler(
-    num_ranks: int, device: torch.device, on_compiled: Callable[[int], object] = lambda number: None
+    num_ranks: int,
+    device: torch.device,
+    on_compiled: Callable[[int], object] = lambda number: None,
+    pool: CompilePool | None = None,
 ) -> CompileAhead | None:
-    """`CompileAhead.of_rank`; None: no kernels are compiled for ``device``.
+    """`CompileAhead.of_rank`; None: no kernels are compiled for ``device``, and ``pool`` is closed.
 
-    Its processes import the compiler from now on, for seconds, so this comes before all that a start waits for.
+    Without a pool, processes import the compiler from now on, for seconds, so this comes before all that a start waits
+    for.
     """
-    return CompileAhead.of_rank(num_ranks, device, on_compiled) if can_compile_ahead(device) else None
+    if can_compile_ahead(device):
+        return CompileAhead.of_rank(num_ranks, device, on_compiled, pool)
+    if pool is not None:
+        pool.close()
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, TensorGroup
-from fleetfoot.kernels.runtime.compile_ahead import MANY_PROCESSES, Compilations, CompileAhead
+from fleetfoot.kernels.runtime.compile_ahead import Compilations, CompileAhead
+from fleetfoot.kernels.runtime.compile_worker import MANY_PROCESSES
 from fleetfoot.kernels.runtime.triton_support import nothing_is_ready
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
@@ -157,7 +158,7 @@ class KernelCompiler:
         self._has_plain = bool(plain) and plain <= self.compiled
         # those of prompts take longest, and begin while the dry passes of the others run
         compilations = [self._queue(part) for part in (shapes[:_FIRST], shapes[_FIRST:])]
-        ahead.compiles_here = ahead.num_uncached > 0
+        ahead.compiles_here &= ahead.num_uncached > 0
         if later_shapes and not ahead.num_uncached:
             self._queue_later(later_shapes)
         all_cached = self.later is not None and not ahead.num_uncached
