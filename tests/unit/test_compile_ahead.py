@@ -318,6 +318,29 @@ def test_shapes() -> None:
         assert any(getattr(variant, field) for variant in variants)
 
 
+def test_slow_kernels_are_compiled_first() -> None:
+    """Behind those that a step has missed."""
+    jobs = CompileJobs()
+    done: list[str] = []
+    futures = {name: jobs.submit(partial(done.append, name)) for name in ("plain", "slow", "other", "urgent")}
+    jobs.begin_with(futures["slow"])
+    jobs.hurry([futures["urgent"]])
+    jobs.claim_threads(1)
+    jobs.work(lambda job: bool(job()) or True)
+    assert [*dict.fromkeys(done)] == ["urgent", "slow", "plain", "other"]
+
+
+@pytest.mark.parametrize("num_cores", [4, 16])
+def test_processes_start_beside_the_imports_where_cores_are_many(
+    num_cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(compile_worker, "num_cores", lambda: num_cores)
+    monkeypatch.setattr(CompilePool, "__init__", lambda _, size: started.append(size))
+    assert (CompilePool.beside_imports(2) is not None) == bool(started)
+    assert started == ([8] if num_cores == 16 else [])
+
+
 class StartAhead:
     """`CompileAhead` as a start uses it. ``uncached``: shapes, here their numbers of tokens, whose kernels are not in
     the cache."""
@@ -345,29 +368,6 @@ class StartAhead:
 
     def finish(self) -> None:
         self.events.append(("finish", 0))
-
-
-def test_slow_kernels_are_compiled_first() -> None:
-    """Behind those that a step has missed."""
-    jobs = CompileJobs()
-    done: list[str] = []
-    futures = {name: jobs.submit(partial(done.append, name)) for name in ("plain", "slow", "other", "urgent")}
-    jobs.begin_with(futures["slow"])
-    jobs.hurry([futures["urgent"]])
-    jobs.claim_threads(1)
-    jobs.work(lambda job: bool(job()) or True)
-    assert [*dict.fromkeys(done)] == ["urgent", "slow", "plain", "other"]
-
-
-@pytest.mark.parametrize("num_cores", [4, 16])
-def test_processes_start_beside_the_imports_where_cores_are_many(
-    num_cores: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[int] = []
-    monkeypatch.setattr(compile_worker, "num_cores", lambda: num_cores)
-    monkeypatch.setattr(CompilePool, "__init__", lambda _, size: started.append(size))
-    assert (CompilePool.beside_imports(2) is not None) == bool(started)
-    assert started == ([8] if num_cores == 16 else [])
 
 
 @pytest.mark.parametrize(
