@@ -27,6 +27,9 @@ settings.load_profile("fleetfoot")
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 
+# Tests make no key in the user's folder.
+os.environ.setdefault("FLEETFOOT_CLUSTER_KEY", "a key of tests alone")
+
 # A shell without job control starts background commands with interrupts ignored, and child processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -43,7 +43,7 @@ ENGINE_VALUES: dict[str, Any] = {
     "enable_sleep_mode": True, "tensor_parallel_size": 2, "pipeline_parallel_size": 3,
     "prefill_context_parallel_size": 4, "hf_overrides": '{"rope_theta": 5}',
     "weight_transfer_config": '{"backend": "gloo"}',
-    "on_error": "restart", "max_restarts": 3,
+    "on_error": "restart", "max_restarts": 3, "cluster_key_file": "a/key",
 }  # fmt: skip
 
 

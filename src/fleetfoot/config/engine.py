@@ -257,6 +257,12 @@ class EngineConfig:
     master_port: int = _flag(
         29500, "port at which machine 0 waits for the others", bounds=Bounds("be 1 to 65535", 1, 65535)
     )
+    cluster_key_file: str | None = _flag(
+        None,
+        "file (mode 0600) with the secret that processes of a deployment share; default: FLEETFOOT_CLUSTER_KEY, or on "
+        "loopback a file that is made",
+        if_empty="it must be a path, or left out",
+    )
 
     on_error: OnError = _flag(
         "raise",

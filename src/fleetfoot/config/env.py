@@ -15,6 +15,8 @@ NATIVE_VARIANT = "FLEETFOOT_NATIVE_VARIANT"
 ``avx2``, ``sse4``."""
 TRITON_CACHE_DIR = "TRITON_CACHE_DIR"
 """The folder of Triton's compiled kernels, by default ``~/.triton/cache``."""
+CLUSTER_KEY = "FLEETFOOT_CLUSTER_KEY"
+"""The secret that the processes of a deployment share (`fleetfoot.utils.cluster_key`), where no file has it."""
 NO_COLOR = "NO_COLOR"
 """Any non-empty value: no colours on terminals (https://no-color.org)."""
 
@@ -105,6 +107,11 @@ def api_key() -> str | None:
 def engine_key() -> str:
     """``FLEETFOOT_ENGINE_KEY``: the key between a proxy and its engines; empty: none."""
     return os.environ.get("FLEETFOOT_ENGINE_KEY") or ""
+
+
+def cluster_key() -> str | None:
+    """``FLEETFOOT_CLUSTER_KEY``: the secret that the processes of a deployment share."""
+    return os.environ.get(CLUSTER_KEY) or None
 
 
 def admin_key() -> str | None:

@@ -40,7 +40,7 @@ _HELLO_S = 10.0
 """How long a connection may take to send its first message."""
 _LOCAL_SETTINGS = (
     *("node_rank", "master_addr", "model", "tokenizer", "skip_tokenizer_init"),
-    *("generation_config", "override_generation_config"),
+    *("generation_config", "override_generation_config", "cluster_key_file"),
 )
 """Settings that nodes need not share. A model may lie at another path on each node; its content must be the same."""
 _SHARED_DECISIONS = ("device", "dtype", "runner", "kernels", "kv_layout", "max_model_len", "max_num_batched_tokens")

@@ -7,13 +7,20 @@ arguments are visible to every user of a machine.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
+import logging
 import os
 import secrets
 import stat
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from fleetfoot.utils.validation import is_loopback
+
+logger = logging.getLogger(__name__)
 
 MIN_KEY_BYTES = 16
 """The shortest secret that is accepted, in bytes."""
@@ -66,9 +73,52 @@ def read_cluster_key(path: Path) -> ClusterKey:
 
 
 def create_cluster_key(path: Path) -> ClusterKey:
-    """Write a new random key of 256 bits to ``path``, which must not exist, with mode 0600."""
+    """Write a new random key of 256 bits to ``path``, which must not exist, with mode 0600. A process that reads the
+    file at the same time finds all of it."""
     text = secrets.token_hex(32)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text + "\n")
+    draft = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text + "\n")
+        os.link(draft, path, follow_symlinks=False)
+    finally:
+        draft.unlink()
     return ClusterKey(text.encode())
+
+
+def find_cluster_key(
+    file: str | None, variable: str | None, hosts: Iterable[str], own_file: Path | None = None
+) -> ClusterKey:
+    """The key of a deployment. Its source is ``file``; else ``variable``; else, if all ``hosts`` are loopback
+    addresses, ``own_file``, which is made at the first use and whose path is logged.
+
+    Args:
+        file: the setting ``cluster_key_file``.
+        variable: `fleetfoot.config.env.cluster_key`.
+        hosts: where the processes listen, or what they connect to.
+        own_file: of this user, by default ``~/.config/fleetfoot/cluster_key``.
+
+    Raises ValueError: there is no key, or the one that is given cannot be used.
+    """
+    if file is not None:
+        return read_cluster_key(Path(file).expanduser())
+    if variable is not None:
+        return ClusterKey(variable.strip().encode())
+    if remote := [host for host in hosts if not is_loopback(host)]:
+        raise ValueError(
+            f"cluster_key_file is not set, and {remote[0]} can be reached from other machines: all processes of a "
+            "deployment must share a secret; give each of them a file (mode 0600) with the same one, for instance of "
+            "`openssl rand -hex 32`, or set FLEETFOOT_CLUSTER_KEY"
+        )
+    try:
+        path = own_file or Path.home() / ".config" / "fleetfoot" / "cluster_key"
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with contextlib.suppress(FileExistsError):
+            key = create_cluster_key(path)
+            logger.warning("a new cluster key is in %s; processes on other machines need it as cluster_key_file", path)
+            return key
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"cluster_key_file is not set, and no file can be made for a key: {error}; set it") from error
+    logger.info("the cluster key is that of %s", path)
+    return read_cluster_key(path)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import ipaddress
 import re
 import socket
 from collections.abc import Iterable
@@ -69,6 +71,14 @@ def checked_keywords(cls: _Class) -> _Class:
 def is_host(text: str) -> bool:
     """Whether ``text`` can be a host name or an IPv4 address, without port and scheme."""
     return _HOST.fullmatch(text) is not None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine alone: ``localhost``, or a loopback address. Other names are not resolved."""
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+        return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+    return host == "localhost"
 
 
 def get_open_port() -> int:
