@@ -58,6 +58,64 @@ def test_a_plain_llama() -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_default_config_of_transformers_is_refused(architecture: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    content = CONFIG_MAPPING[ARCHITECTURES[architecture].model_type]().to_dict()
+    parse({**content, "architectures": [architecture]})
+
+
+FOREIGN = {
+    "experts": (
+        {"moe_num_experts": 8}, {"num_moe_experts": 8}, {"num_experts_per_layer": [8, 8]}, {"num_experts": "8"},
+        {"num_experts_per_tok": 2, "moe_intermediate_size": 64}, {"numExperts": 4}, {"nExpertsPerTok": 2},
+        {"ffn_config": {"moe_num_experts": 16}}, {"ffn": {"experts": {"count": 8}}}, {"is_moe": True},
+        {"moe": {"top_k": 2}}, {"layers": [{"mlp": "dense"}, {"mlp": "x", "n_experts": 4}]}, {"moe_layers": [1]},
+        {"mlp_types": ["dense", "sparse_moe"]}, {"router_aux_loss_coef": 0.001}, {"expert_num": 8.0},
+        {"model_type": "qwen2_moe"}, {"decoder": {"sparse": {"routed_scaling_factor": 2.5}}},
+    ),
+    "recurrent": (
+        {"mamba_d_state": 16}, {"ssm_cfg": {"layer": "Mamba2"}}, {"state_size": 128}, {"conv_kernel": 4},
+        {"layers_block_type": ["mamba", "attention"]}, {"hybrid_override_pattern": "M-M*"}, {"attn_type_list": [0, 1]},
+        {"linear_attn_config": {"full_attn_layers": [4]}}, {"linear_num_key_heads": 16}, {"lru_width": 64},
+        {"time_mix": {"recurrent": True}}, {"blocks": {"d_state": 64}}, {"conv_L_cache": 3},
+    ),
+    "quantized": (
+        {"quantization": {"bits": 4}}, {"bits": 4, "group_size": 128}, {"w_bit": 4}, {"quant_method": "awq"},
+        {"gguf": {"type": "q4_0"}}, {"load_in_8bit": True}, {"weights": {"wbits": 4}}, {"gptq_order": [1, 0]},
+        {"text_config": {"quantization_config": {"quant_method": "fp8"}}}, {"compression": {"ratio": 2}},
+        {"compute_type": "fp8"},
+    ),
+}  # fmt: skip
+"""Fields in spellings of all families, and none of them."""
+
+
+@pytest.mark.parametrize(("kind", "fields"), [(kind, each) for kind, cases in FOREIGN.items() for each in cases])
+@pytest.mark.parametrize("architecture", ["Llama", "Qwen3", "Gemma2"])
+def test_fields_of_other_kinds_of_models_are_refused_by_name(
+    architecture: str, kind: str, fields: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=f"it is of a model with {kind}") as caught:
+        parse(family(architecture) | fields)
+    name = str(caught.value).split()[1]
+    value: Any = fields
+    for part in name.split("."):  # of a list, the object in it that has the field
+        value = next(each for each in value if part in each)[part] if isinstance(value, list) else value[part]
+    assert f"{name} is {value!r}; " in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [None, 0, 1, False, "", "none", [], {}, [0, 0], {"bits": 0}, 1.0])
+def test_values_that_mean_absent(value: Any) -> None:
+    parse(llama(num_experts=value, quantization=value, mamba={"d_state": value}, ssm_state_size=value))
+
+
+def test_labels_and_names_say_nothing_about_layers() -> None:
+    parse(llama(label2id={"MoE": 2, "expert": 3}, _name_or_path="me/hybrid-moe-8bit", auto_map={"AutoMoE": "moe.A"}))
+    plain = {"residual_in_fp32": True, "output_hidden_states": True, "initializer_range": 0.02, "state_dict_path": ""}
+    parse(llama(**plain, use_bias=True, converted_from="x", num_key_value_groups=4, torch_dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_absent_fields_take_the_defaults_of_transformers(architecture: str) -> None:
     from transformers import AutoConfig
 

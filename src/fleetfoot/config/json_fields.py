@@ -35,9 +35,12 @@ class Fields:
     """The path of this object in the file, for messages."""
     nullable: Collection[str] = ()
     """Fields for which null differs from their default."""
+    read: set[str] = dataclasses.field(default_factory=set)
+    """Names that were looked up."""
 
     def raw(self, name: str) -> Any:
         """The unchecked value, or the default."""
+        self.read.add(name)
         value = self.content.get(name)
         if value is None and not (name in self.content and name in self.nullable):
             return self.defaults.get(name)

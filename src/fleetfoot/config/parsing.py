@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetfoot.config.architectures import ARCHITECTURES, Architecture
+from fleetfoot.config.foreign_fields import foreign_fields
 from fleetfoot.config.json_fields import ConfigError, Fields
 from fleetfoot.config.model import DTYPES, ModelConfig, read_config_json, read_generation_json
 from fleetfoot.config.pooling import check_is_decoder, decoder_name
@@ -56,9 +57,11 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
         source: the path of ``config.json``, for messages.
 
     Raises:
-        ConfigError: a field is invalid or not supported; names the field, the value and what would work.
+        ConfigError: a field is invalid or not supported, or was not read and is of models with experts, recurrent
+            states or quantized weights; names the field, the value and what would work.
     """
     name, architecture = _find_architecture(config, source)
+    whole = config
     if architecture.decoder_field:
         config = _decoder_content(config, architecture.decoder_field, source)
     renamed = architecture.attribute_map.items()
@@ -80,7 +83,7 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
             extended = rope.parameters["original_max_position_embeddings"] * rope.parameters["factor"]
             num_positions = max(num_positions, int(extended))
     generation_fields = Fields(generation, {}, source.replace("config.json", "generation_config.json"))
-    return ModelConfig(
+    model = ModelConfig(
         architecture=name,
         class_path=architecture.model,
         vocab_size=vocab_size,
@@ -100,6 +103,14 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
         eos_token_ids=_eos_token_ids(generation_fields, fields, vocab_size),
         **architecture.traits(fields),
     )
+    outside = {name: value for name, value in whole.items() if name not in config}
+    known = {*fields.read, *architecture.attribute_map.values(), architecture.decoder_field}
+    for found in foreign_fields({**config, **outside}, known):
+        raise ConfigError(
+            f"{source}: {found.name} is {found.value!r:.200}; it is of a model with {found.kind}, which "
+            f"{name} is not here. If it has no effect, leave it out, or set it to null with hf_overrides"
+        )
+    return model
 
 
 def _find_architecture(config: Mapping[str, Any], source: str) -> tuple[str, Architecture]:

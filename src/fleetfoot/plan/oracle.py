@@ -14,6 +14,7 @@ from typing import Any
 from fleetfoot.config import env
 from fleetfoot.config.architectures import ARCHITECTURES
 from fleetfoot.config.engine import EngineConfig
+from fleetfoot.config.foreign_fields import EXPERTS, STATES, foreign_fields
 from fleetfoot.config.kv_transfer import KV_ROLES, KVTransferConfig
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.kv_transfer.base.registry import CONNECTORS
@@ -22,11 +23,6 @@ from fleetfoot.plan.logits_processors import listed_processors
 from fleetfoot.plan.machine import Machine
 from fleetfoot.runner.capabilities import CAPABILITIES, KV_LAYOUTS, Feature
 
-_EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_STATE_FIELDS = ("ssm_cfg", "mamba_d_state", "mamba_num_heads", "ssm_state_size", "state_size", "linear_num_key_heads")
-_MIXED_FIELDS = ("attn_layer_period", "attn_type_list", "block_types", "hybrid_override_pattern", "layers_block_type")
-_HYBRID_FIELDS = (*_STATE_FIELDS, *_MIXED_FIELDS, "linear_attn_config")
-"""Only models with state-space, linear attention or mixed layers have one of these."""
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
 _SPECULATIVE = {
@@ -65,18 +61,17 @@ class ModelFeatures:
     @classmethod
     def of(cls, content: Mapping[str, Any], model: ModelConfig | None) -> ModelFeatures:
         """From the object in ``config.json`` and the config parsed from it; None: its kind is not supported."""
-        nested = [_object(content.get(name)) for name in ("ffn_config", "text_config")]  # the latter in multimodal ones
-        fields = {**content, **nested[0], **nested[1]}
+        fields = {**content, **_object(content.get("text_config"))}  # of multimodal models
         names, layer_types = content.get("architectures"), fields.get("layer_types")
         name = str(names[0]) if isinstance(names, list) and names else f"model_type {content.get('model_type')!r}"
         stored = fields.get("quantization_config") or fields.get("compression_config")
         kinds = layer_types if isinstance(layer_types, list) else []
+        foreign = {found.kind for found in foreign_fields(content)} if model is None else set()
         return cls(
             architecture=name if model is None else model.architecture,
             quantization=str(_object(stored).get("quant_method", "of an unnamed method")) if stored else None,
-            has_experts=any(isinstance(fields.get(name), int) and fields[name] > 1 for name in _EXPERT_FIELDS),
-            is_hybrid=any(kind not in _ATTENTION_LAYERS for kind in kinds)
-            or any(fields.get(name) is not None for name in _HYBRID_FIELDS),
+            has_experts=EXPERTS in foreign,
+            is_hybrid=STATES in foreign or any(kind not in _ATTENTION_LAYERS for kind in kinds),
             has_windows=model is not None and any(window is not None for window in model.layer_windows),
         )
 
