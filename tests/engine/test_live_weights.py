@@ -208,7 +208,11 @@ BAD_PATCHES: dict[str, tuple[Any, str]] = {
     "lengths": (patch(values=[1.0]), r"patches\[1\] \(model.norm.weight\): indices have shape \[2\] and values \[1\]"),
     "float indices": (patch(indices=[1.0, 2.0]), r"patches\[1\].*indices have dtype torch.float32, expected integers"),
     "integers": (patch(values=[1, 2]), f"{NORM} has values of dtype torch.int64, expected float"),
-    "nan": (patch(values=[1.0, float("nan")]), f"{NORM} has values that are NaN or infinite"),
+    "nan": (patch(values=[1.0, float("nan")]), f"{NORM} has the value nan; check_finite refuses that"),
+    "too large": (
+        patch(values=torch.tensor([1.0, 1e300], dtype=torch.float64)),
+        rf"{NORM} has the value 1e\+300, which is infinite in float32",
+    ),
     "field": ([{"name": NORM, "indices": []}], r"patches\[0\] has no values; a patch has name, indices, values, shape"),
     "unknown field": (patch(index=1), r"patches\[1\] got an unknown keyword 'index'; did you mean 'indices'"),
     "no list": ({"name": NORM}, "patches is a dict; it must be a list of patches"),
@@ -227,7 +231,8 @@ BAD_WEIGHTS: dict[str, tuple[Any, str]] = {
     "shape": ({NORM: torch.ones(47)}, rf"{NORM} has shape \[47\], expected \[48\]"),
     "integers": ({NORM: torch.ones(48, dtype=torch.int8)}, f"{NORM} has values of dtype integer, expected float"),
     "float8": ({NORM: ONES.to(torch.float8_e4m3fn)}, "has values of dtype torch.float8_e4m3fn, expected float"),
-    "nan": ({NORM: ONES * float("inf")}, f"{NORM} has values that are NaN or infinite"),
+    "nan": ({NORM: ONES * float("inf")}, f"{NORM} has the value inf; check_finite refuses that"),
+    "too large": ({NORM: ONES.double() * -1e300}, rf"{NORM} has the value -1e\+300, which is infinite in float32"),
     "twice": ([(NORM, ONES), ("norm.weight", 2 * ONES)], "norm.weight differs from another tensor of the update"),
     "none": ([], "weights has no tensors"),
     "no pairs": (["abc"], "weights has 'abc'; it must be a folder, or pairs of a name and a tensor"),
@@ -245,6 +250,30 @@ def test_an_update_that_does_not_fit_changes_nothing(bad: tuple[str, str], engin
     with pytest.raises((ValueError, TypeError, FileNotFoundError), match=message):
         update(given, check_finite=True)
     assert engine.weight_checksums() == before and engine.weight_version == version
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_check_finite_looks_at_what_will_be_stored(runner: str, versions: Any, tmp_path: Path) -> None:
+    """70000 fits into float32, and is infinite in float16; in a packed matrix, too."""
+    known = versions("untied")
+    name = "model.layers.1.mlp.down_proj.weight"
+    large = known.tensors[0][name].clone()
+    large[2, 3] = 70000.0
+    save_file({**known.tensors[0], name: large}, tmp_path / "model.safetensors")
+    patch = {"name": name, "indices": [2 * large.shape[1] + 3], "values": [70000.0]}
+    engine = make_engine(known.folders[0], model_runner=runner, dtype="float16", **SIZE)
+    before = engine.weight_checksums()
+    for update in (
+        partial(engine.apply_sparse_weight_patches, [patch]),
+        partial(engine.reload_weights, {name: large}),
+        partial(engine.reload_weights, tmp_path),
+    ):
+        with pytest.raises(WeightError, match=f"{name} has the value 70000.0, which is infinite in float16"):
+            update(check_finite=True)
+        assert (engine.weight_checksums(), engine.weight_version) == (before, 0)
+    patch["values"] = [65504.0]
+    assert engine.apply_sparse_weight_patches([patch], check_finite=True) == 1
+    engine.shutdown()
 
 
 def test_a_checkpoint_that_does_not_fit_changes_nothing(engine: LLMEngine, versions: Any, tmp_path: Path) -> None:
@@ -510,7 +539,7 @@ def test_a_trainer_sends_weights(two_ranks: LLMEngine, versions: Any, port: int)
             sent.result(HANG)
         nan = {**known.tensors[0], NORM: known.tensors[0][NORM] * torch.nan}
         sent = pool.submit(send, nan.items(), group=group)
-        with pytest.raises(WeightError, match=f"{NORM} has values that are NaN"):
+        with pytest.raises(WeightError, match=f"{NORM} has the value nan"):
             engine.update_weights(update_info_of(nan.items()), check_finite=True)
         sent.result(HANG)
         assert engine.weight_checksums() == known.checksums(2) and engine.weight_version == version + 2

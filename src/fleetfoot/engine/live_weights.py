@@ -343,7 +343,8 @@ class WeightCalls:
             weights: a folder or hub id, with all tensors of the model; or pairs of a checkpoint's name and its whole
                 tensor (an iterator, or a dictionary), of some tensors or of all; None: the engine's own ``model``. A
                 drafter's tensors have ``drafter.`` before their names.
-            check_finite: refuse values that are NaN or infinite; None: as in ``weight_transfer_config``.
+            check_finite: refuse values that are NaN or infinite in the dtype in which they are stored; None: as in
+                ``weight_transfer_config``.
             weight_version: of the new weights, above the current one; None: the next number. Engines that are given
                 the same number exchange KV, and must have been given the same weights.
             weights_path, weights_iterator, is_checkpoint_format: vLLM's names for ``weights``.

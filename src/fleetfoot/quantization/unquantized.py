@@ -29,6 +29,7 @@ class UnquantizedWeight(LinearWeight):
         self._shape = shape
         self._prepare = ops.prepare_linear
         size, has_bias = (shape.num_outputs + shape.padding, shape.num_inputs), shape.has_bias or shape.has_zero_bias
+        self._dtype = dtype
         self._allocate = partial(torch.empty, size, dtype=dtype, device=device)
         self._plain: torch.Tensor | None = None
         self._unfilled = self._part_names()
@@ -66,7 +67,8 @@ class UnquantizedWeight(LinearWeight):
             weight = partial(self._plain_rows, span)
             part = () if is_whole else (rows, columns)
             filled = partial(self._mark_filled, name)
-            yield WeightSpec(f"{prefix}{name}.weight", (size, in_features), weight, part=part, filled=filled)
+            shape = (size, in_features)
+            yield WeightSpec(f"{prefix}{name}.weight", shape, weight, part=part, filled=filled, dtype=self._dtype)
             if self._bias is not None and self._shape.has_bias:
                 bias = partial(self._bias.__getitem__, span)
                 yield WeightSpec(f"{prefix}{name}.bias", (size,), bias, part=() if has_all_rows else (rows,))

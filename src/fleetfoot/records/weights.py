@@ -73,3 +73,10 @@ class WeightSpec:
     filled: Callable[[], None] = _nothing
     """Call it after all values of ``destination()`` were replaced, which is not valid any more: a layer may bring its
     weight into the form that it reads before the next layer is written, so that one layer is in memory twice."""
+    dtype: torch.dtype | None = None
+    """The dtype of ``destination()``, where calling that is costly."""
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype that values are cast to."""
+        return self.destination().dtype if self.dtype is None else self.dtype

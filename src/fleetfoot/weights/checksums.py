@@ -26,6 +26,16 @@ def part_of(tensor: torch.Tensor, part: tuple[Rows, ...]) -> torch.Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
+def finite_problem(values: torch.Tensor, dtype: torch.dtype) -> str | None:
+    """The first value that is NaN or infinite once it is stored in ``dtype``, and why; None: there is none."""
+    is_bad = values.to(dtype).isfinite().logical_not_().flatten()
+    if not is_bad.any():
+        return None
+    value = values.flatten()[is_bad.nonzero()[0]].item()
+    where = "" if value != value or abs(value) == math.inf else f", which is infinite in {str(dtype)[6:]}"
+    return f"has the value {value}{where}; check_finite refuses that"
+
+
 def row_numbers(shape: tuple[int, ...], part: tuple[Rows, ...], device: torch.device) -> torch.Tensor:
     """``[rows of the part]`` int64: the number that each has in the whole tensor."""
     runs = slices_of(part[0]) if part else (slice(0, shape[0]),)

@@ -10,7 +10,7 @@ import torch
 
 from fleetfoot.records.weights import WeightError, WeightSpec, slices_of
 from fleetfoot.utils.validation import unknown_keyword
-from fleetfoot.weights.checksums import row_numbers
+from fleetfoot.weights.checksums import finite_problem, row_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class PatchFacts:
 
     def __init__(self) -> None:
         self._problems: list[str] = []
-        self._patches: list[tuple[SparseWeightPatch, int]] = []  # with the number of elements of its tensor
+        self._patches: list[tuple[SparseWeightPatch, WeightSpec]] = []
         self._facts: list[torch.Tensor] = []
 
     def add(self, patch: SparseWeightPatch, spec: WeightSpec, *, check_finite: bool) -> None:
@@ -74,14 +74,16 @@ class PatchFacts:
             self._problems.append(f"{patch.name} has values of dtype {values.dtype}, expected {kind}")
         elif values.numel():
             is_sorted = (indices[1:] > indices[:-1]).all()
-            is_finite = values.isfinite().all() if check_finite else torch.ones_like(is_sorted)
+            is_checked = check_finite and is_float
+            is_finite = values.to(spec.stored_dtype).isfinite().all() if is_checked else torch.ones_like(is_sorted)
             self._facts.append(torch.stack([*indices.long().aminmax(), is_sorted.long(), is_finite.long()]))
-            self._patches.append((patch, torch.Size(spec.shape).numel()))
+            self._patches.append((patch, spec))
 
     def problems(self) -> list[str]:
         """Why the patches cannot be applied."""
         facts: Sequence[list[int]] = torch.stack(self._facts).tolist() if self._facts else []
-        for (patch, size), (smallest, largest, is_sorted, is_finite) in zip(self._patches, facts, strict=True):
+        for (patch, spec), (smallest, largest, is_sorted, is_finite) in zip(self._patches, facts, strict=True):
+            size = torch.Size(spec.shape).numel()
             if smallest < 0 or largest >= size:
                 wrong = smallest if smallest < 0 else largest
                 self._problems.append(f"{patch.name}: index {wrong} is out of range; the tensor has {size} elements")
@@ -90,7 +92,7 @@ class PatchFacts:
                 if len(twice := ordered[1:][ordered[1:] == ordered[:-1]]):
                     self._problems.append(f"{patch.name}: index {int(twice[0])} occurs more than once")
             if not is_finite:
-                self._problems.append(f"{patch.name} has values that are NaN or infinite")
+                self._problems.append(f"{patch.name} {finite_problem(patch.values, spec.stored_dtype)}")
         return self._problems
 
 

@@ -17,7 +17,7 @@ import torch
 from fleetfoot.layers.context import WeightTree
 from fleetfoot.records.weights import Rows, Span, WeightSpec
 from fleetfoot.weights.checkpoint import FLOATS, INTEGERS, REDUNDANT_SUFFIX, Checkpoint, same_rows
-from fleetfoot.weights.checksums import RowSums, part_of, row_sums
+from fleetfoot.weights.checksums import RowSums, finite_problem, part_of, row_sums
 from fleetfoot.weights.dummy import fill_dummy
 from fleetfoot.weights.patches import PatchFacts, SparseWeightPatch, apply_patch
 from fleetfoot.weights.transfer import (
@@ -246,8 +246,10 @@ class WeightStore:
             return problem
         if name in self._found and not same_rows(self._found[name].read(spec.part), source.read(spec.part)):
             return f"{given} differs from another tensor of the update that has the same place, {name}"
-        if check_finite and not all(bool(source.read(each.part).isfinite().all()) for each in specs):
-            return f"{given} has values that are NaN or infinite"
+        if check_finite and not spec.is_integer:
+            for each in specs:
+                if problem := finite_problem(source.read(each.part), each.stored_dtype):
+                    return f"{given} {problem}"
         return None
 
     def _report_unknown(self, given: str, report: StageReport) -> None:
