@@ -1,9 +1,12 @@
 """Weights that change in a running engine, against an engine that starts with them: tokens, checksums, versions."""
 
 import json
+import os
 import re
 import runpy
 import shutil
+import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.distributed.ranks import pids_of
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import drain, make_engine, prompt_of, run_requests
 from tests.helpers.prefill_decode import settle
@@ -20,11 +24,14 @@ from tests.helpers.processes import HANG
 from tests.helpers.streams import async_test, collect
 
 from fleetfoot import LLM, AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams
+from fleetfoot.engine import kept_weights
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.records.weights import WeightError
 from fleetfoot.runner.v1.runner import ModelRunnerV1
+from fleetfoot.weights import store as weight_store
 from fleetfoot.weights.checksums import tensor_checksum
 from fleetfoot.weights.patches import SparseWeightPatch
+from fleetfoot.weights.store import WeightStore
 from fleetfoot.weights.transfer import (
     GlooWeightTransferEngine,
     NCCLTrainerSendWeightsArgs,
@@ -387,21 +394,109 @@ def test_blocks_of_mixed_versions_are_never_cached(versions: Any) -> None:
     assert update() == 2
 
 
-def test_engines_exchange_kv_of_the_same_version_only(versions: Any, tmp_path: Path) -> None:
-    """Through files. Without a number of its own, a version is that of one engine alone."""
+def change_first_eighths(source: Path, target: Path) -> None:
+    """A copy in which the first eighth of every matrix differs: of the same size, and with the same times."""
+    shutil.copytree(source, target)
+    path = target / "model.safetensors"
+    tensors = load_file(path)
+    for tensor in tensors.values():
+        if tensor.dim() == 2:
+            tensor[: max(1, len(tensor) // 8)] += 0.5
+    save_file(tensors, path, metadata={"format": "pt"})
+    times = (source / path.name).stat()
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert path.stat().st_size == times.st_size
+
+
+def test_engines_exchange_kv_of_equal_weights_only(versions: Any, tmp_path: Path) -> None:
+    """Through files; whatever way the weights came, and whatever their version."""
     known: Versions = versions("untied")
-    extra = {"shared_storage_path": str(tmp_path)}
-    files = {"kv_connector": "SharedStorageConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    loaded = []
-    for version in (7, 7, 8, None, None):
-        engine = make_engine(known.folders[0], kv_transfer_config=files, enable_prefix_caching=False, **SIZE)
-        engine.reload_weights(known.folders[1], weight_version=version)
-        outputs = run_requests(engine, {"r": (PROMPTS[0], GREEDY)})
-        assert outputs["r"].outputs[0].token_ids == known.tokens[1][0]
-        loaded.append(engine.stats().transfers.tokens_loaded)
+    first, second = known.folders[:2]
+    copy, other = tmp_path / "copy", tmp_path / "other"
+    shutil.copytree(second, copy)
+    change_first_eighths(second, other)
+    tensor = "model.layers.0.mlp.up_proj.weight"
+    one = {tensor: known.tensors[2][tensor]}
+    patch = [each for each in known.patches if each["name"] == tensor]
+    ways: list[tuple[str, Path, list[tuple[str, Any]]]] = [
+        ("second", second, []),
+        ("second", copy, []),
+        ("second", first, [("reload_weights", second)]),
+        ("second", first, [("reload_weights", {tensor: 2 * one[tensor]}), ("reload_weights", copy)]),
+        ("other", other, []),
+        ("first", first, []),
+        ("tensors", first, [("reload_weights", known.tensors[1])]),
+        ("tensors", other, [("apply_sparse_weight_patches", patch), ("reload_weights", known.tensors[1])]),
+        ("one", second, [("reload_weights", one)]),
+        ("one", copy, [("apply_sparse_weight_patches", patch)]),
+        ("one", first, [("reload_weights", copy), ("apply_sparse_weight_patches", patch)]),
+        ("one of the first", first, [("reload_weights", one)]),
+    ]
+    files = {
+        "kv_connector": "SharedStorageConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "kv")},
+    }
+    identities: dict[str, str] = {}
+    for name, start, updates in ways:
+        engine = make_engine(start, kv_transfer_config=files, enable_prefix_caching=False, **SIZE)
+        for method, given in updates:
+            getattr(engine, method)(given)
+        run_requests(engine, {"r": (PROMPTS[0], GREEDY)})
+        assert engine.stats().transfers.tokens_loaded == (20 if name in identities else 0), (name, start)
+        assert engine.weights_identity() == identities.setdefault(name, engine.weights_identity())
         settle(engine)
         engine.shutdown()
-    assert loaded == [0, 20, 0, 0, 0]
+    assert len(set(identities.values())) == len(identities)
+
+
+def test_ranks_and_runners_do_not_change_the_identity(two_ranks: LLMEngine, versions: Any) -> None:
+    known: Versions = versions("untied")
+    engine = make_engine(known.folders[0], model_runner="v2", **SIZE)
+    for update in (
+        lambda each: each.reload_weights(known.folders[1]),
+        lambda each: each.apply_sparse_weight_patches(known.patches),
+        lambda each: each.reload_weights({NORM: known.tensors[0][NORM]}),
+        lambda each: each.reload_weights(known.folders[0]),
+    ):
+        update(engine)
+        update(two_ranks)
+        assert engine.weights_identity() == two_ranks.weights_identity()
+    engine.shutdown()
+
+
+def test_dummy_weights_are_identified_by_what_they_are_drawn_from(versions: Any) -> None:
+    folders = versions("untied").folders[0], versions("tied").folders[0]
+    identities = []
+    for folder, more in ((folders[0], {}), (folders[0], {"seed": 1}), (folders[1], {}), (folders[0], {})):
+        engine = make_engine(folder, load_format="dummy", **SIZE, **more)
+        identities.append(engine.weights_identity())
+        if more:
+            engine.reload_weights()
+            assert engine.weights_identity() == identities[-1]
+        engine.shutdown()
+    assert len(set(identities)) == 3 and identities[0] == identities[-1]
+
+
+def test_a_file_that_is_replaced_while_it_is_loaded(versions: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    known: Versions = versions("untied")
+    folder, original = tmp_path / "model", WeightStore.add
+    shutil.copytree(known.folders[0], folder)
+
+    def replace_files(*args: Any, **kwargs: Any) -> None:
+        shutil.copy2(known.folders[1] / "model.safetensors", tmp_path / "new")
+        (tmp_path / "new").replace(folder / "model.safetensors")
+        original(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(WeightStore, "add", replace_files)
+        with pytest.raises(WeightError, match=r"model/model.safetensors was replaced or changed while it was loaded"):
+            make_engine(folder, **SIZE)
+    engine = make_engine(folder, **SIZE)
+    shutil.copy2(known.folders[2] / "model.safetensors", folder / "model.safetensors")
+    with pytest.raises(WeightError, match=r"model.safetensors was replaced or changed"):
+        engine.weights_identity()
+    engine.shutdown()
 
 
 def test_an_error_while_weights_are_written_ends_the_engine(versions: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,26 +510,159 @@ def test_an_error_while_weights_are_written_ends_the_engine(versions: Any, monke
         engine.step()
 
 
-def test_restarted_workers(versions: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They get the weights in use from their folder; weights that came from memory are lost, which ends the engine."""
+class FailingSteps:
+    """Lets the next step of Model Runner V1 fail, in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        forward, self.errors = ModelRunnerV1._forward, list[Exception]()
+
+        def fail_once(runner: Any, step: Any) -> None:
+            if self.errors:
+                raise self.errors.pop()
+            forward(runner, step)
+
+        monkeypatch.setattr(ModelRunnerV1, "_forward", fail_once)
+
+    def restart(self, engine: LLMEngine) -> list[list[int]]:
+        """Returns the tokens."""
+        self.errors.append(RuntimeError("once"))
+        before, sums, identity = engine.stats().num_restarts, engine.weight_checksums(), engine.weights_identity()
+        found = tokens(engine)
+        assert engine.stats().num_restarts == before + 1 and engine.weight_checksums() == sums
+        assert engine.weights_identity() == identity
+        return found
+
+
+@pytest.fixture
+def leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], dict[str, int]]]:
+    """Files of kept weights, in memory and on disk, as bytes."""
+    places = {"memory": tmp_path / "memory", "disk": tmp_path / "disk"}
+    for place in places.values():
+        place.mkdir()
+    monkeypatch.setattr(kept_weights, "_MEMORY", places["memory"])
+    monkeypatch.setattr(tempfile, "tempdir", str(places["disk"]))
+    yield lambda: {
+        name: sum(path.stat().st_size for path in place.rglob("*.safetensors")) for name, place in places.items()
+    }
+    assert not list(tmp_path.glob("*/fleetfoot-weights-*"))
+
+
+@pytest.mark.parametrize("limit", [4.0, 0.0], ids=["memory", "disk"])
+@pytest.mark.parametrize("model", MODELS)
+def test_restarted_workers(
+    model: str, limit: float, versions: Any, monkeypatch: pytest.MonkeyPatch, leftovers: Callable[[], dict[str, int]]
+) -> None:
+    """They get the weights in use: files, tensors, patches of these, and what was updated since."""
+    known: Versions = versions(model)
+    settings = {"weight_transfer_config": {"restart_memory_gb": limit}, "on_error": "restart", "max_restarts": 20}
+    engine = make_engine(known.folders[0], model_runner="v1", **SIZE, **settings)
+    steps = FailingSteps(monkeypatch)
+    assert steps.restart(engine) == known.tokens[0] and engine.weight_version == 0
+    engine.reload_weights(known.folders[1])
+    assert steps.restart(engine) == known.tokens[1] and engine.weight_version == 1
+    engine.apply_sparse_weight_patches(known.patches)
+    assert steps.restart(engine) == known.tokens[2] and engine.weight_version == 2
+    assert leftovers()["memory"] == 0 and (limit == 0) == (leftovers()["disk"] > 0)  # patches alone are in memory
+    assert steps.restart(engine) == known.tokens[2]
+    size = sum(tensor.nbytes for tensor in known.tensors[0].values())
+    for version in (0, 1, 0, 1):
+        engine.reload_weights(known.tensors[version])
+        used, unused = ("disk", "memory") if limit == 0 else ("memory", "disk")
+        assert size <= leftovers()[used] < 1.2 * size and not leftovers()[unused]  # that of before is removed
+    assert steps.restart(engine) == known.tokens[1]
+    some = dict(list(known.tensors[0].items())[::2])
+    for _ in range(5):
+        engine.reload_weights(some)
+    assert sum(leftovers().values()) < 2.2 * size
+    engine.apply_sparse_weight_patches(known.patches)
+    after = tokens(engine)
+    assert steps.restart(engine) == after != known.tokens[2] and engine.weight_version == 12
+    engine.reload_weights(known.folders[0])
+    assert not any(leftovers().values())
+    assert steps.restart(engine) == known.tokens[0]
+    engine.shutdown()
+
+
+def test_a_restart_with_files_that_have_changed(versions: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    known: Versions = versions("untied")
+    folder = tmp_path / "model"
+    shutil.copytree(known.folders[0], folder)
+    engine = make_engine(folder, model_runner="v1", on_error="restart", **SIZE)
+    steps = FailingSteps(monkeypatch)
+    engine.weights_identity()
+    (folder / "model.safetensors").touch()
+    assert steps.restart(engine) == known.tokens[0]  # the content is the same
+    shutil.copy2(known.folders[1] / "model.safetensors", folder / "model.safetensors")
+    steps.errors.append(RuntimeError("once"))
+    with pytest.raises(EngineDeadError, match=r"model.safetensors was replaced or changed"):
+        tokens(engine)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_kept_weights_and_sleep(level: int, versions: Any, leftovers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that keeps weights for restarts reads them after sleep, too."""
+    known: Versions = versions("tied")
+    engine = make_engine(
+        known.folders[1], model_runner="v1", on_error="restart", enable_sleep_mode=True, max_restarts=9, **SIZE
+    )
+    steps = FailingSteps(monkeypatch)
+    engine.apply_sparse_weight_patches(known.patches)
+    engine.sleep(level)
+    engine.wake_up()
+    assert tokens(engine) == known.tokens[2] == steps.restart(engine)
+    engine.reload_weights(known.tensors[0])
+    engine.sleep(level)
+    engine.wake_up()
+    assert tokens(engine) == known.tokens[0] == steps.restart(engine)
+    engine.shutdown()
+
+
+def test_kept_weights_that_cannot_be_written(
+    versions: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     known: Versions = versions("untied")
     engine = make_engine(known.folders[0], model_runner="v1", on_error="restart", **SIZE)
-    forward, errors = ModelRunnerV1._forward, [RuntimeError("once")]
+    steps = FailingSteps(monkeypatch)
 
-    def fail_once(runner: Any, step: Any) -> None:
-        if errors:
-            raise errors.pop()
-        forward(runner, step)
+    def fail(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(ModelRunnerV1, "_forward", fail_once)
-    engine.reload_weights(known.folders[1])
-    assert tokens(engine) == known.tokens[1] and engine.stats().num_restarts == 1
-    assert engine.weight_checksums() == known.checksums(1) and engine.weight_version == 1
-    engine.apply_sparse_weight_patches(known.patches)
-    assert tokens(engine) == known.tokens[2]
-    errors.append(RuntimeError("again"))
-    with pytest.raises(EngineDeadError, match=r"weights of version 2 were given as tensors or patches, and are lost"):
+    monkeypatch.setattr(weight_store, "save_file", fail)
+    engine.reload_weights(known.tensors[1])
+    assert tokens(engine) == known.tokens[1] and "cannot be kept, and a restart would lose them" in caplog.text
+    steps.errors.append(RuntimeError("once"))
+    with pytest.raises(EngineDeadError, match=r"could not be kept: .*No space left on device"):
         tokens(engine)
+
+
+def test_killed_workers_of_several_ranks(versions: Any, leftovers: Any, port: int) -> None:
+    """Each rank has its part of the tensors again, given or received, and patches of them."""
+    known: Versions = versions("merged")
+    engine = make_engine(known.folders[1], model_runner="v1", on_error="restart", max_restarts=9, **TP, **SIZE)
+
+    def kill() -> list[list[int]]:
+        engine.add_request("r", PROMPTS[0], SamplingParams(max_tokens=4))
+        engine.step()
+        os.kill(pids_of(engine)[1], signal.SIGKILL)
+        drain(engine)
+        return tokens(engine)
+
+    engine.apply_sparse_weight_patches(known.patches)
+    identity = engine.weights_identity()
+    assert kill() == known.tokens[2] and engine.weights_identity() == identity
+    engine.reload_weights(known.tensors[0])
+    assert kill() == known.tokens[0] and engine.weight_version == 2
+    address = {"master_address": "127.0.0.1", "master_port": port, "world_size": 3}
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(GlooWeightTransferEngine.trainer_init, address)
+        engine.init_weight_transfer_engine(address)
+        items = list(known.tensors[1].items())
+        sent = pool.submit(GlooWeightTransferEngine.trainer_send_weights, items, group=made.result(HANG))
+        engine.update_weights(update_info_of(items))
+        sent.result(HANG)
+    assert leftovers()["memory"] > 0
+    assert kill() == known.tokens[1] and engine.stats().num_restarts == 3
+    engine.shutdown()
 
 
 @async_test

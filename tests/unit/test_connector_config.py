@@ -2,12 +2,16 @@
 
 import dataclasses
 import os
+import pickle
 import shutil
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from blake3 import blake3
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.engine import EngineConfig
@@ -32,8 +36,9 @@ from fleetfoot.records.kv_connector import NoSchedulerConnector
 from fleetfoot.records.kv_layout import BLOCK_CONTIGUOUS_HND, KVLayout
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.records.weights import WeightError
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
-from fleetfoot.weights.hub import weights_identity
+from fleetfoot.weights.identity import FileState, WeightsIdentity, hash_file
 
 GIB = 1 << 30
 CPU = Machine(16 * GIB)
@@ -363,19 +368,72 @@ def truncate(path: Path) -> None:
     os.truncate(path, 4)
 
 
-@pytest.mark.parametrize("change", [flip, flip_tensors, truncate, os.unlink])
+@pytest.mark.parametrize("change", [flip, flip_tensors, truncate, partial(flip, begin=-4000)])
 def test_weights_in_the_fingerprint(tmp_path: Path, change: Callable[[Path], None]) -> None:
     file = tmp_path / "model.safetensors"
     shutil.copy2(embedded_model_path() / file.name, file)
-    before = weights_identity(tmp_path, "auto", 0)
-    os.utime(file, ns=(1, 1))  # a copy of the folder has the same
-    assert weights_identity(tmp_path, "auto", 5) == before
+    before = WeightsIdentity([tmp_path]).value()
+    assert before == WeightsIdentity([embedded_model_path()]).value() and len(before) == 32
+    times = file.stat()
     change(file)
-    assert weights_identity(tmp_path, "auto", 0) != before
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert WeightsIdentity([tmp_path]).value() != before
 
 
-def test_hub_models_are_identified_by_commit(tmp_path: Path) -> None:
-    commit = "0123456789" * 4
-    folder = tmp_path / "models--some--model" / "snapshots" / commit
-    folder.mkdir(parents=True)
-    assert weights_identity(folder, "auto", 0) == f"models--some--model@{commit}"
+@pytest.fixture
+def user_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "fleetfoot" / "weights"
+
+
+def later() -> int:
+    """A clock on which all files are old."""
+    return time.time_ns() + 10**10
+
+
+def test_hashes_of_files_are_kept(tmp_path: Path, user_cache: Path) -> None:
+    file = tmp_path / "a"
+    file.write_bytes(b"content")
+    state, digest = hash_file(file)
+    assert digest == blake3(b"content").hexdigest() and not user_cache.exists()  # it may change with the same times
+    assert hash_file(file, clock=later) == (state, digest)
+    (kept,) = user_cache.iterdir()
+    kept.write_text(kept.read_text().replace(digest, "0" * 64))
+    assert hash_file(file, clock=later) == (state, "0" * 64)
+    for damaged in ("", "1 2 3", "\0" * 9):
+        kept.write_text(damaged)
+        assert hash_file(file, clock=later) == (state, digest)
+    file.write_bytes(b"CONTENT")
+    os.utime(file, ns=(0, state.mtime_ns))
+    assert hash_file(file, clock=later)[1] == blake3(b"CONTENT").hexdigest()
+    assert [path.name for path in user_cache.iterdir()] == [kept.name]  # one for a file
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, user_cache: Path) -> None:
+    (tmp_path / "cache").write_text("no folder")
+    file = tmp_path / "a"
+    file.write_bytes(b"content")
+    assert hash_file(file, clock=later)[1] == blake3(b"content").hexdigest()
+
+
+def test_a_file_that_changes_while_it_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a"
+    file.write_bytes(b"content")
+    states, original = [], FileState.of
+
+    def replaced(path: Path) -> FileState:
+        states.append(original(path))
+        return dataclasses.replace(states[0], inode=len(states))
+
+    monkeypatch.setattr(FileState, "of", replaced)
+    with pytest.raises(WeightError, match=f"{file} was replaced or changed while it was loaded"):
+        hash_file(file)
+
+
+def test_an_identity_that_was_pickled_is_computed_again() -> None:
+    identity = WeightsIdentity([embedded_model_path()], drawn="x")
+    identity.start()
+    copy = pickle.loads(pickle.dumps(identity))
+    assert copy.value() == identity.value() != WeightsIdentity([embedded_model_path()]).value()
+    with pytest.raises(WeightError, match=r"no \*.safetensors in"):
+        identity.with_folder(Path("/nowhere")).value()

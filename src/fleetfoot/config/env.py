@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 USE_V2_MODEL_RUNNER = "FLEETFOOT_USE_V2_MODEL_RUNNER"
 """Unset: the oracle chooses the model runner; ``0``: V1; ``1``: V2. `use_v2_model_runner` reads it."""
@@ -92,6 +93,12 @@ def defaults(variables: Mapping[str, str]) -> Iterator[None]:
             if name not in os.environ:
                 stack.enter_context(variable(name, value))
         yield
+
+
+def cache_folder() -> Path:
+    """The user's folder for what can be computed again: ``fleetfoot`` in ``XDG_CACHE_HOME``, or in ``~/.cache``."""
+    given = os.environ.get("XDG_CACHE_HOME") or ""
+    return (Path(given) if os.path.isabs(given) else Path(os.path.expanduser("~/.cache"))) / "fleetfoot"
 
 
 def notify_socket() -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from fleetfoot.config.json_fields import JSONSettings
+from fleetfoot.config.json_fields import Bounds, JSONSettings
 
 BACKENDS = ("auto", "nccl", "gloo", "ipc")
 
@@ -21,3 +21,8 @@ class WeightTransferConfig(JSONSettings):
     needs no `init_weight_transfer_engine`; ``auto``: ``nccl`` or ``gloo``, by the engine's device."""
     check_finite: bool = False
     """Whether updates with values that are NaN or infinite are refused, unless a call sets it."""
+    restart_memory_gb: float = field(default=4.0, metadata={"bounds": Bounds("be a number of at least 0", 0.0)})
+    """With ``on_error="restart"``, GiB of the host's memory for weights that came as tensors or patches, which new
+    workers load again. Beyond, they are in files."""
+    restart_path: str = ""
+    """The folder of these files; empty: the system's for temporary files."""

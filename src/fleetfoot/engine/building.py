@@ -14,9 +14,10 @@ from fleetfoot.engine.input_processor import InputProcessor, params_check
 from fleetfoot.engine.stats import StatsCollector
 from fleetfoot.executor.build import start_executor
 from fleetfoot.executor.protocol import Executor
-from fleetfoot.plan.plan import EnginePlan, transfer_context
+from fleetfoot.plan.plan import EnginePlan, engine_fingerprint, transfer_context
 from fleetfoot.records.kv_connector import NoSchedulerConnector, SchedulerConnector
 from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.records.weights import WeightError
 from fleetfoot.sampling.shape import mask_size
 from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.drafting import DraftController
@@ -53,6 +54,19 @@ def build_core(plan: EnginePlan, executor: Executor, masks: MaskMemory) -> Engin
     return EngineCore(scheduler, executor, StatsCollector(), masker=masker, depth=_depth(plan))
 
 
+def check_weights(plan: EnginePlan, executor: Executor) -> None:
+    """Raise WeightError if a file was replaced while the workers loaded it, or another node has other weights."""
+    plan.weights.check()
+    if plan.config.nnodes > 1 and plan.connector is not None:
+        own, found = plan.weights.value(), executor.collective_rpc("weights_identity")
+        for rank, identity in enumerate(found):
+            if identity not in ("", own):
+                node = rank // plan.config.local_world_size
+                raise WeightError(
+                    f"node {node} has loaded other weights, {identity}, than node 0, {own}; copy the files"
+                )
+
+
 def start_again(plan: EnginePlan, masks: MaskMemory) -> tuple[Executor, SchedulerConnector, int]:
     """New workers, and a new scheduler's side of the connector; see `fleetfoot.engine.restart.Rebuild`."""
     plan = replace(plan, engine_id=uuid.uuid4().hex)  # for other engines it is another one, without the old KV
@@ -86,6 +100,7 @@ def _build_scheduler(plan: EnginePlan, layout: KVLayout) -> Scheduler:
         ),
         connector=make_connector(plan),
         controller=controller,
+        weights="" if connector is None else engine_fingerprint(plan),
     )
 
 

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.vllm_names import check_call_keywords
-from fleetfoot.engine.building import build_core, build_input_processor, load_tokenizer, make_mask_memory, start_again
+from fleetfoot.engine.building import (
+    build_core,
+    build_input_processor,
+    check_weights,
+    load_tokenizer,
+    make_mask_memory,
+    start_again,
+)
 from fleetfoot.engine.core import EngineCore, no_callback
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.hold import HoldCalls, HoldQueue
@@ -401,7 +408,8 @@ class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
         self._holds.fail_all(EngineDeadError("the engine was shut down"))
         has_failed = self._cause is not None or self._restarts.error is not None
         flush = no_callback if has_failed else self.core.flush  # a failed engine's state may be inconsistent
-        run_all(flush, self.core.shutdown, self.input_processor.grammars.close)
+        forget = no_callback if self._live is None else self._live.close
+        run_all(flush, self.core.shutdown, self.input_processor.grammars.close, forget)
         release_frames(self._cause)  # they refer to the model
 
     @contextmanager
@@ -481,8 +489,10 @@ def build_engine(config: EngineConfig, *, output_processor: Callable[..., Any] =
         logger.info("sampling defaults that come with the model or the settings: %s", defaults)
     tokenizer = load_tokenizer(plan) if output_processor is OutputProcessor else None
     masks = make_mask_memory(plan)
+    (plan.weights.note if plan.connector is None else plan.weights.start)()
     executor = start_executor(plan, masks)
     try:
+        check_weights(plan, executor)
         core = build_core(plan, executor, masks)
         input_processor = build_input_processor(plan, core, tokenizer, defaults)
     except BaseException:

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetfoot.config.weight_transfer import WeightTransferConfig
 from fleetfoot.engine.core import EngineCore
 from fleetfoot.engine.input_processor import InputProcessor
-from fleetfoot.plan.plan import EnginePlan
+from fleetfoot.engine.kept_weights import KeptWeights, NoKeptWeights, Stage
+from fleetfoot.plan.plan import EnginePlan, engine_fingerprint
 from fleetfoot.plan.resolve import find_model
 from fleetfoot.records.weights import WeightError
 from fleetfoot.sampling.request_params import read_sampling_defaults
+from fleetfoot.weights.identity import WeightsIdentity, digest_of
 
 if TYPE_CHECKING:  # an engine with worker processes imports torch when its weights change
     import torch
 
+    from fleetfoot.weights.patches import SparseWeightPatch
     from fleetfoot.weights.store import StageReport
 
 _CHUNK_BYTES = 1 << 28
 """Bytes of tensors that are sent to worker processes at once."""
 _MAX_LISTED = 10
 _LM_HEAD = "lm_head.weight"
-
-_Stage = tuple[str, tuple[Any, ...], dict[str, Any]]
-"""A method of `WeightStore` that stages a part of an update, and its arguments."""
+_DRAFTER = "drafter."  # before the names of a drafter's tensors
+_Base = tuple[Stage, WeightsIdentity]
+"""What stages all of a model's weights, and their identity."""
 
 
 class LiveWeights:
@@ -48,11 +51,16 @@ class LiveWeights:
         """What `reload` reads by default."""
         self.config = plan.config.weight_transfer_config or WeightTransferConfig()
         self._is_connected = self._is_open = self._is_written = False
-        self._source: _Stage | None = self._read(self.path)  # stages the weights in use; None: they are nowhere else
-        self._identity: tuple[str, bool] | None = None  # see `Scheduler.change_weights`; None: those of the start
+        self._base: _Base = (self._read(self.path), plan.weights)  # the last update that had all tensors
+        self._changed: set[str] = set()  # names of tensors that were updated since, one by one
+        self._identity: str | None = None  # None: is computed when it is needed
+        call: Callable[..., Any] = lambda method, *args: self._core.executor.collective_rpc(method, args)  # noqa: E731
+        self._kept = (
+            KeptWeights(call, self.config) if plan.max_restarts and plan.config.nnodes == 1 else NoKeptWeights()
+        )
         self.is_asleep = False
         """Whether the weights have no memory; see `fleetfoot.engine.sleep`."""
-        self._dropped: _Stage | None = None  # stages the weights that sleep has dropped; None: they were nowhere else
+        self._can_reload = True  # whether weights that sleep has dropped can be read again
         self._change, self._failing = change, failing
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -69,9 +77,10 @@ class LiveWeights:
                     "this model has dense layers of sentence-transformers, which are read at the start alone; make a "
                     "new engine of the checkpoint, or give the tensors of the decoder"
                 )
-            source = self._read(str(folder), is_default=weights is None)
-            options = {} if source[0] == "stage_dummy" else {"check_finite": check_finite}
-            return self._apply([(*source[:2], options)], version, source)
+            stage = self._read(str(folder), is_default=weights is None)
+            is_drawn = stage[0] == "stage_dummy"
+            base = (stage, self._plan.weights if is_drawn else self._plan.weights.with_folder(Path(folder)))
+            return self._apply([(*stage[:2], {} if is_drawn else {"check_finite": check_finite})], version, base)
         pairs = _read_all(weights)
         is_local = hasattr(self._core.executor, "runner")
         options = {"check_finite": check_finite, "keeps_parts": not is_local}
@@ -86,7 +95,7 @@ class LiveWeights:
         from fleetfoot.weights.patches import SparseWeightPatch
 
         parsed = [SparseWeightPatch.parse(patch, index) for index, patch in enumerate(patches)]
-        return self._apply([("stage_patches", (parsed,), {"check_finite": check_finite})], version)
+        return self._apply([("stage_patches", (parsed,), {"check_finite": check_finite})], version, patches=parsed)
 
     def checksums(self, names: Iterable[str] | None) -> dict[str, str]:
         """See `WeightCalls.weight_checksums`."""
@@ -102,8 +111,8 @@ class LiveWeights:
         return found
 
     def remember_source(self) -> None:
-        """Note where the weights in use came from, before sleep drops them."""
-        self._dropped = self._source
+        """Note whether the weights in use can be read again, before sleep drops them."""
+        self._can_reload = self._kept.is_kept or not self._changed
 
     def restore_lost(self) -> None:
         """Read tensors that sleep has dropped, and that no update has replaced since, from where they came. Raises
@@ -111,15 +120,18 @@ class LiveWeights:
         lost = set[str]().union(*self.call("lost_names"))
         if not lost:
             return
-        if self._dropped is None:
+        if not self._can_reload:
             raise WeightError(
                 f"sleep has dropped {len(lost)} tensors that were given as tensors or patches ({min(lost)}, for "
                 "instance); give them to reload_weights, and then call wake_up again"
             )
         self._core.executor.collective_rpc("reload_lost_drafter")
-        self._stage([(*self._dropped[:2], {"only_lost": True})])
+        stage, weights = self._base
         with self._failing():
-            self.call("commit", self.version)
+            for part in ((*stage[:2], {"only_lost": True}), *self._kept.stages(lost)):
+                self._stage([part])
+                self.call("commit", self.version)
+            weights.check()
 
     # --- from a trainer -----------------------------------------------------------------------------------------------
 
@@ -157,7 +169,7 @@ class LiveWeights:
             raise WeightError("there is no connection to a trainer: call init_weight_transfer_engine first")
         has_answered = False
 
-        def stages() -> Iterator[_Stage]:
+        def stages() -> Iterator[Stage]:
             nonlocal has_answered
             yield "stage_announced", (info,), {}
             self.call("answer")
@@ -188,51 +200,101 @@ class LiveWeights:
     # --- committing ---------------------------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Give new workers the weights in use, and the scheduler their identity. Raises WeightError: they came from
-        memory, and are lost."""
-        if self._identity is None:
-            return
-        if self._source is None:
-            raise WeightError(
-                f"the workers were restarted, but weights of version {self.version} were given as tensors or patches, "
-                "and are lost; make a new engine of a checkpoint with them"
-            )
-        self._stage([self._source])
-        self.call("commit", self.version)
-        self._core.scheduler.change_weights(self._identity[0], is_shared=self._identity[1])
+        """Give new workers the weights in use, and the scheduler their identity. Raises WeightError: they could not be
+        kept, or a file has changed."""
+        stage, weights = self._base
+        for part in (*([] if weights is self._plan.weights else [stage]), *self._kept.stages()):
+            self._stage([part])
+            self.call("commit", self.version)
+        weights.check()
+        if self.version:
+            self._core.scheduler.change_weights(self._label(), is_shared=self._plan.connector is not None)
 
-    def _read(self, folder: str, *, is_default: bool = True) -> _Stage:
+    def identity(self) -> str:
+        """32 hex digits over every byte of the weights in use, a drafter's included. They are equal for equal files and
+        the same updates, whatever way these came. Runs between steps, like the others."""
+        if self._identity is None:
+            changed = self._changed
+            if not changed:
+                return self._base[1].value()
+            models = {name for name in set[str]().union(*self.call("names")) if not name.startswith(_DRAFTER)}
+            base = "" if models <= changed and self._plan.drafter.model is None else self._base[1].value()
+            sums = self.checksums(changed)
+            self._identity = digest_of([base, *(f"{name} {sums[name]}" for name in sorted(sums))])
+        return self._identity
+
+    def close(self) -> None:
+        """Remove what is kept of the weights."""
+        self._kept.close()
+
+    def _label(self) -> str:
+        """What the scheduler calls the weights. Connectors share KV by it, so without one it need not be computed."""
+        if self._plan.connector is None:
+            return f"weights {self.version}"
+        return engine_fingerprint(self._plan, self.identity())
+
+    def _read(self, folder: str, *, is_default: bool = True) -> Stage:
         """The stage of a folder's weights; of random ones, if ``load_format`` is dummy and the folder the default."""
         if is_default and self.load_format == "dummy":
             return "stage_dummy", (self._plan.config.seed,), {}
         return "stage_checkpoint", (folder,), {}
 
-    def _apply(self, stages: Iterable[_Stage], version: int | None, source: _Stage | None = None) -> int:
-        """Stage an update on every rank, and commit it if all ranks can. ``source``: stages all of the new weights.
-        Returns the new version."""
+    def _apply(
+        self,
+        stages: Iterable[Stage],
+        version: int | None,
+        base: _Base | None = None,
+        patches: Iterable[SparseWeightPatch] | None = None,
+    ) -> int:
+        """Stage an update on every rank, and commit it if all ranks can. ``base``: the update has all of the model's
+        tensors; ``patches``: it is nothing else. Returns the new version."""
         is_further = self._is_open and self._is_written  # of a version that has not been used yet
         new = self.version + (not is_further) if version is None else version
         if isinstance(new, bool) or not isinstance(new, int) or new < self.version + (not is_further):
             raise ValueError(f"weight_version is {new!r}; it must be an integer above the current one, {self.version}")
-        self._stage(stages)
+        if base is not None:
+            (base[1].note if self._plan.connector is None else base[1].start)()
+        staged = self._stage(stages)
         with self._failing():  # a rank that has failed in the middle has weights of both versions
             self.call("commit", new)
-        self.version, self._source, self._is_written = new, source, True
-        self._identity = (secrets.token_hex(8), False) if version is None else (f"version-{new}", True)
-        self._change(new, self._identity[0], is_shared=self._identity[1])
+            self.version, self._is_written, self._identity = new, True, None
+            if base is not None:
+                base[1].check()
+                self._base = base
+                replaced = {name for name in self._changed if not name.startswith(_DRAFTER)}
+                self._changed -= replaced
+                self._kept.forget(replaced)
+            elif patches is not None:
+                by_name: dict[str, list[SparseWeightPatch]] = {}
+                for patch in patches:
+                    by_name.setdefault(staged[patch.name], []).append(patch)
+                self._changed |= by_name.keys()
+                self._kept.patch(by_name)
+            else:
+                self._changed |= set(staged.values())
+                self._kept.save(set(staged.values()))
+            self._change(new, self._label(), is_shared=self._plan.connector is not None)
         return new
 
     def _check_awake(self) -> None:
         if self.is_asleep:
             raise RuntimeError("the weights sleep; call wake_up(tags=['weights']) first")
 
-    def _stage(self, stages: Iterable[_Stage]) -> None:
-        """Raises WeightError, with nothing staged, if an update does not fit."""
+    def _stage(self, stages: Iterable[Stage]) -> dict[str, str]:
+        """Returns the tensors that it has: the name of each as given, and that in the model. Raises WeightError, with
+        nothing staged, if an update does not fit."""
         self._check_awake()
+        staged: dict[str, str] = {}
         ignored = {_LM_HEAD} if self._plan.model.head != "logits" else set()
         try:
             for method, args, kwargs in stages:
-                reports: list[StageReport] = self.call(method, *args, **kwargs)
+                is_of_worker = method == "stage_saved"  # which knows its rank
+                call = self._core.executor.collective_rpc
+                reports: list[StageReport] = (
+                    call(method, args, kwargs) if is_of_worker else self.call(method, *args, **kwargs)
+                )
+                for report in reports:
+                    staged |= report.staged
                 unknown = set.intersection(*(report.unknown for report in reports)) - ignored
                 problems = [f"{name} is unknown: the model has no such tensor" for name in sorted(unknown)]
                 problems += dict.fromkeys(problem for report in reports for problem in report.problems)
@@ -243,6 +305,7 @@ class LiveWeights:
         except BaseException:
             self.call("discard")
             raise
+        return staged
 
 
 def _read_all(weights: Any) -> list[tuple[str, torch.Tensor]]:
@@ -345,8 +408,7 @@ class WeightCalls:
                 drafter's tensors have ``drafter.`` before their names.
             check_finite: refuse values that are NaN or infinite in the dtype in which they are stored; None: as in
                 ``weight_transfer_config``.
-            weight_version: of the new weights, above the current one; None: the next number. Engines that are given
-                the same number exchange KV, and must have been given the same weights.
+            weight_version: of the new weights, above the current one; None: the next number.
             weights_path, weights_iterator, is_checkpoint_format: vLLM's names for ``weights``.
 
         Returns:
@@ -396,6 +458,17 @@ class WeightCalls:
             RuntimeError: ranks hold different values.
         """
         return self._held(lambda engine: engine.live.checksums(names), "keep")
+
+    def weights_identity(self) -> Any:
+        """32 hex digits over every byte of the weights in use. They are equal for copies of a checkpoint, wherever
+        these are, and for the same updates of it, however these came. The first call after a start may read all files;
+        after updates with tensors or patches, it reads these tensors.
+
+        Raises:
+            WeightError: a file has changed since it was loaded.
+            RuntimeError: the weights sleep, and were updated.
+        """
+        return self._held(lambda engine: engine.live.identity(), "keep")
 
     def init_weight_transfer_engine(self, init_info: Any = None) -> Any:
         """Connect the workers with a trainer, which calls `NCCLWeightTransferEngine.trainer_init` meanwhile (between

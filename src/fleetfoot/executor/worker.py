@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -36,6 +37,7 @@ from fleetfoot.utils.memory import release_code, trim_heap, use_huge_pages
 from fleetfoot.utils.progress import report_progress
 from fleetfoot.weights.loading import ModelLoader
 from fleetfoot.weights.sleep import TAGS, make_sleep_memory
+from fleetfoot.weights.store import StageReport
 from fleetfoot.weights.transfer import WeightTransferInitInfo
 
 logger = logging.getLogger(__name__)
@@ -130,6 +132,8 @@ class Worker:
 
         Raises PlanMismatchError if something was built that the plan does not name.
         """
+        if self.plan.connector is not None and self.rank and self.rank % self.plan.config.local_world_size == 0:
+            self.plan.weights.start()  # another node's files; see `weights_identity`
         self._release_memory()  # of the imports
         with phase("weights"):
             self.runner.load_model()
@@ -174,6 +178,21 @@ class Worker:
     def call_weights(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of this rank's `WeightStore`."""
         return getattr(self.runner.weights, method)(*args, **kwargs)
+
+    def save_weights(self, folder: str, names: Sequence[str]) -> str:
+        """See `WeightStore.save`; each rank has its own files in the folder."""
+        return self.runner.weights.save(Path(folder) / str(self.rank), names)
+
+    def stage_saved(self, folder: str, names: Sequence[str]) -> StageReport:
+        """See `WeightStore.stage_saved`."""
+        return self.runner.weights.stage_saved(Path(folder) / str(self.rank), names)
+
+    def weights_identity(self) -> str:
+        """The identity of the files that the ranks of this node have read; empty on all but the node's first."""
+        if self.rank % self.plan.config.local_world_size:
+            return ""
+        self.plan.weights.check()
+        return self.plan.weights.value()
 
     def connect_weights(self, info: WeightTransferInitInfo, backend: str) -> None:
         """Join a trainer's group."""

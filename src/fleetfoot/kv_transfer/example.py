@@ -69,7 +69,7 @@ class ExampleConnector(KVConnectorBase_V1):
         parallel = vllm_config.parallel_config
         self._block_size = vllm_config.cache_config.block_size
         self._root = Path(self._kv_transfer_config.get_from_extra_config(_PATH, None))
-        self._epoch = vllm_config.compute_hash()
+        self._epoch = vllm_config.compute_hash() if role is KVConnectorRole.SCHEDULER else ""
         shape = f"tp{parallel.tensor_parallel_size}-pp{parallel.pipeline_parallel_size}"
         self._file_names = [f"{shape}-rank{rank}.safetensors" for rank in range(parallel.world_size)]
         self._file_name = self._file_names[parallel.rank]

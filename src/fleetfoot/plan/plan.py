@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import uuid
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,8 @@ from fleetfoot.plan.oracle import Decision, Unsupported
 from fleetfoot.records.kv_layout import kv_cache_specs
 from fleetfoot.runner.graphs import CaptureTable
 from fleetfoot.speculative.find import NO_DRAFTER, DrafterShape
-from fleetfoot.weights.hub import weights_identity
+from fleetfoot.weights.files import SINGLE_FILE
+from fleetfoot.weights.identity import WeightsIdentity, digest_of
 
 if TYPE_CHECKING:
     from fleetfoot.sampling.custom_processors import LogitsProcessor
@@ -70,6 +72,8 @@ class EnginePlan:
     """What is computed of prompts; None: text is generated."""
     logits_processors: tuple[type[LogitsProcessor], ...] = ()
     """Custom ones, in the order in which they run."""
+    weights: WeightsIdentity = field(default_factory=WeightsIdentity, compare=False, repr=False)
+    """What identifies the weights of the start, a drafter's included."""
     executor: str = "uni"
     """``uni``: one worker, in the engine's process; ``mp``: a process for each rank."""
     engine_id: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
@@ -143,6 +147,8 @@ class EnginePlan:
         return warnings
 
 
+DUMMY_FORMAT = 1
+"""Raised when `fleetfoot.weights.dummy` draws other values."""
 _IRRELEVANT = ("dtype", "bos_token_id", "eos_token_ids", "tie_word_embeddings", "vocab_size")
 """Fields of a model's config that change no KV; the dtype that counts is the engine's own."""
 
@@ -154,16 +160,16 @@ def check_connector_settings(plan: EnginePlan) -> None:
     refuses its settings, or the class is not a connector.
     """
     if plan.connector is not None and plan.connector.layouts.exists:
-        plan.connector.connector_class.check_settings(_context(plan, fingerprint="", rank=0))
+        plan.connector.connector_class.check_settings(_context(plan, identity="", rank=0))
 
 
 def transfer_context(plan: EnginePlan, *, rank: int = 0) -> TransferContext:
-    """What one side of the plan's connector gets. The fingerprint reads the headers of the weight files. ``rank``: of a
-    worker, 0 .. world_size - 1; the scheduler's side has 0."""
-    return _context(plan, fingerprint=engine_fingerprint(plan), rank=rank)
+    """What one side of the plan's connector gets. ``rank``: of a worker, 0 .. world_size - 1; the scheduler's side
+    has 0."""
+    return _context(plan, identity=partial(engine_fingerprint, plan), rank=rank)
 
 
-def _context(plan: EnginePlan, *, fingerprint: str, rank: int) -> TransferContext:
+def _context(plan: EnginePlan, *, identity: str | Callable[[], str], rank: int) -> TransferContext:
     assert plan.connector is not None
     config, engine = plan.connector.config, plan.config
     # K and V of all layers on all ranks; if there are more ranks than KV heads, each rank holds one head
@@ -172,7 +178,7 @@ def _context(plan: EnginePlan, *, fingerprint: str, rank: int) -> TransferContex
     return TransferContext(
         config=config,
         block_size=engine.block_size,
-        fingerprint=fingerprint,
+        identity=identity,
         engine_id=config.engine_id or plan.engine_id,
         num_ranks=engine.world_size,
         rank=rank,
@@ -188,26 +194,38 @@ def _context(plan: EnginePlan, *, fingerprint: str, rank: int) -> TransferContex
     )
 
 
-def engine_fingerprint(plan: EnginePlan) -> str:
-    """32 hex digits over all that KV depends on: the model, its weights, dtype, block size, and the layers of the whole
-    engine, a drafter's included.
+def make_identity(
+    config: EngineConfig,
+    model_path: Path,
+    drawn: Mapping[str, Any],
+    drafter: Path | None = None,
+    parts: Iterable[str] = (),
+) -> WeightsIdentity:
+    """What identifies an engine's weights. ``drawn``: what random ones depend on; ``drafter``: the folder of a model
+    that drafts; ``parts``: folders within the checkpoint with further files."""
+    if config.load_format == "dummy":
+        text = json.dumps({**drawn, "seed": config.seed, "format": DUMMY_FORMAT}, sort_keys=True, default=str)
+        return WeightsIdentity(drawn=text)
+    files = (model_path / part / SINGLE_FILE for part in parts)
+    return WeightsIdentity([model_path, *([] if drafter is None else [drafter])], files)
+
+
+def engine_fingerprint(plan: EnginePlan, weights: str | None = None) -> str:
+    """32 hex digits over all that KV depends on: the model, every byte of its weights, dtype, block size, and the
+    layers of the whole engine, a drafter's included. ``weights``: identify those in use; None: those of the start.
 
     How the layers are spread over ranks is not in it, nor what device computes them.
     """
     config, drafter = plan.config, plan.drafter.model
     content: dict[str, Any] = {
         "model": {name: value for name, value in asdict(plan.model).items() if name not in _IRRELEVANT},
-        "weights": weights_identity(plan.model_path, config.load_format, config.seed),
+        "weights": plan.weights.value() if weights is None else weights,
         "quantization": config.quantization,
         "dtype": plan.dtype,
         "block_size": config.block_size,
         "kv_layout": plan.kv_layout,
     }
     if drafter is not None:
-        content["drafter"] = {
-            "method": drafter.method,
-            "layers": [asdict(spec) for spec in plan.drafter.kv_specs],
-            "weights": weights_identity(drafter.folder, config.load_format, config.seed),
-        }
-    text = json.dumps(content, sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        layers = [asdict(spec) for spec in plan.drafter.kv_specs]
+        content["drafter"] = {"method": drafter.method, "layers": layers}
+    return digest_of([json.dumps(content, sort_keys=True, default=str)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from fleetfoot.plan.logits_processors import load_processors
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.memory import EngineShape
 from fleetfoot.plan.oracle import Decision, ModelFeatures, decide
-from fleetfoot.plan.plan import EnginePlan, check_connector_settings
+from fleetfoot.plan.plan import EnginePlan, check_connector_settings, make_identity
 from fleetfoot.speculative.find import DrafterModel, drafter_shape, find_drafter
 from fleetfoot.weights.hub import resolve_model
 
@@ -99,6 +99,13 @@ def resolve_plan(
         pooling=pooling,
         logits_processors=load_processors(decision.logits_processors),
         drafter_fusion=() if found is None else plan_fusion(found.config, decision.runner),
+        weights=make_identity(
+            config,
+            model_path,
+            {"model": asdict(model), "dtype": shape.dtype, "device": device, "drafter": found and asdict(found.config)},
+            None if found is None else found.folder,
+            () if pooling is None else [projection.folder for projection in pooling.projections],
+        ),
         executor=_executor(config, device),
     )
     check_connector_settings(plan)

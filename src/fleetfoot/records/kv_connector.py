@@ -94,8 +94,8 @@ class SchedulerConnector(ABC):
         """The weights have changed: KV saved so far must not be loaded again. Blocks of requests that began before are
         not reported as filled.
 
-        ``weights``: identifies the new ones for other engines, which may have the same; empty: no other engine has
-        them.
+        ``weights``: the engine's fingerprint with the new ones; empty: they are not identified, and of this engine
+        alone.
         """
 
     def shutdown(self) -> None:  # noqa: B027

@@ -65,8 +65,10 @@ class Scheduler:
         *,
         connector: SchedulerConnector | None = None,
         controller: DraftController | None = None,
+        weights: str = "",
     ) -> None:
         self.config = config
+        self._weights = weights
         self.drafting = Drafting(config.num_drafts, controller or DraftController(config.num_drafts))
         self._waiting = WaitingQueue()
         self._step = 0
@@ -78,6 +80,7 @@ class Scheduler:
         config = self.config
         self.pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.blocks = RequestBlocks(config, self.pool, connector)
+        self.blocks.weights = self._weights
         self.transfers = Transfers(connector, self.blocks, fail_on_error=config.kv_load_failure_policy == "fail")
         self.requests: dict[str, Request] = {}  # all that have not ended
         self.running: list[Request] = []  # in order of priority and arrival; the last one is preempted first
@@ -528,7 +531,7 @@ class Scheduler:
         ``identity``: of the new weights, not empty; ``is_shared``: other engines have the same under this identity.
         """
         self.pool.clear_cache()
-        self.blocks.weights = identity
+        self.blocks.weights = self._weights = identity
         for request in self.requests.values():
             request.block_hashes.clear()
             if request.block_ids:  # of a load in progress, too

@@ -6,7 +6,6 @@ tensor.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,13 +13,11 @@ from typing import Any
 
 import torch
 
-from fleetfoot.config.json_fields import read_json_object
 from fleetfoot.records.weights import Rows, WeightError, WeightSpec, slices_of
 from fleetfoot.utils.memory import release_pages
 from fleetfoot.utils.progress import report_progress
+from fleetfoot.weights.files import checkpoint_files
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 FLOATS = ("BF16", "F16", "F32", "F64")
 INTEGERS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
 _BASE_PREFIX = "model."
@@ -87,45 +84,6 @@ class Checkpoint:
             if name in self._files:
                 raise WeightError(f"tensor {name} is in {path} and in another file of the folder; keep one of them")
             self._files[name] = file
-
-
-def checkpoint_files(folder: Path) -> list[Path]:
-    """The files to read: those of the index, else ``model.safetensors``, else every ``*.safetensors``. Raises
-    WeightError: there are none, or the index cannot be read or names files that are absent."""
-    if (folder / INDEX_FILE).is_file():
-        return _indexed_files(folder / INDEX_FILE)
-    if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE]
-    # Mistral's repositories contain the same weights a second time, in another layout.
-    files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
-    if files := [path for path in files if path.is_file()]:
-        return files
-    other = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern))
-    if other:
-        raise WeightError(
-            f"{folder} holds {', '.join(other[:5])} but no *.safetensors, the only format that is read; "
-            "convert it: transformers' model.save_pretrained writes safetensors"
-        )
-    raise WeightError(f"no *.safetensors in {folder}; use load_format dummy for random weights")
-
-
-def _indexed_files(index: Path) -> list[Path]:
-    try:
-        weight_map = read_json_object(index, WeightError)["weight_map"]
-        files = [index.parent / name for name in sorted(set(weight_map.values()))]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise WeightError(f"{index} has no weight_map from tensor to file: {error}") from error
-    # not resolved: in the hub's cache files are links to elsewhere
-    depth = len(index.parent.parts)
-    outside = [str(file) for file in files if ".." in file.parts[depth:] or not file.is_relative_to(index.parent)]
-    if outside:
-        raise WeightError(f"{index} names files outside its folder, which are not read: {', '.join(outside[:10])}")
-    absent = [file.name for file in files if not os.path.isfile(file)]  # False for a name that is too long
-    if absent:
-        raise WeightError(
-            f"{index} names {len(absent)} of {len(files)} files that are absent: {', '.join(absent[:10])}"
-        )
-    return files
 
 
 def _likely_cause(path: Path) -> str:

@@ -13,8 +13,8 @@ RowSums = dict[tuple[int, int], dict[int, int]]
 """Bounds of columns -> row of the tensor -> the checksum of these columns, of 64 bits."""
 _MASK = (1 << 64) - 1
 _FACTORS = (-0x61C8864680B583EB, 0x2545F4914F6CDD1D, -0x4B47D0C5A1A62ECB)  # odd, with bits all over
-_MAX_ELEMENTS = 1 << 24
-"""Elements that are processed at once."""
+_MAX_ELEMENTS = {"cpu": 1 << 17}
+"""Elements that are processed at once, by devices: on a CPU as many as its caches hold, on a GPU 2**24."""
 
 
 def part_of(tensor: torch.Tensor, part: tuple[Rows, ...]) -> torch.Tensor:
@@ -53,7 +53,7 @@ def row_sums(values: torch.Tensor, shape: tuple[int, ...], part: tuple[Rows, ...
     columns = torch.arange(span.start, span.stop, device=values.device)
     rows = row_numbers(shape, part, values.device)
     matrix, sums = values.reshape(len(rows), -1), torch.empty_like(rows)
-    step = max(1, _MAX_ELEMENTS // max(1, len(columns)))
+    step = max(1, _MAX_ELEMENTS.get(values.device.type, 1 << 24) // max(1, len(columns)))
     for begin in range(0, len(rows), step):
         some = slice(begin, begin + step)
         indices = rows[some, None] * row_size + columns  # [rows, columns]

@@ -1,13 +1,9 @@
-"""Model folders: found by a name, and distinguished by their weights. No torch."""
+"""Model folders, found by a name. No torch."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
-import re
-import struct
 from pathlib import Path
 
 from fleetfoot.config.sentence_transformers import FILES as SENTENCE_TRANSFORMERS
@@ -17,7 +13,6 @@ logger = logging.getLogger(__name__)
 _ALLOWED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 _CONFIGS = ["config.json", "generation_config.json", *SENTENCE_TRANSFORMERS]
 _IGNORED = ["consolidated*", "original/*"]  # the same weights in another layout
-_SAMPLE_BYTES = 512
 
 
 class ModelNotFoundError(FileNotFoundError):
@@ -70,37 +65,3 @@ def _download(name: str, revision: str | None, patterns: list[str], what: str) -
             f"or gated model ({reason})"
         ) from error
     return Path(folder)
-
-
-def weights_identity(folder: Path, load_format: str, seed: int) -> str:
-    """What distinguishes one set of weights from another, without reading all of it; copies of a folder have the same.
-
-    The commit, for a model from the hub. Else of each file its name, size and header, and the middle and the end of
-    every tensor, which may miss a few values that were changed in place.
-    """
-    if load_format == "dummy":
-        return f"dummy {seed}"
-    parts = folder.parts
-    if len(parts) >= 3 and parts[-2] == "snapshots" and re.fullmatch(r"[0-9a-f]{40}", parts[-1]):
-        return f"{parts[-3]}@{parts[-1]}"  # models--owner--name@commit, in the hub's cache
-    digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(folder.glob("*.safetensors")):
-        with open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            digest.update(f"{path.name} {size} ".encode())
-            prefix = file.read(8)
-            header = file.read(min(struct.unpack("<Q", prefix)[0], size)) if len(prefix) == 8 else b""
-            digest.update(header)
-            for begin, end in _tensor_spans(header):
-                for start in ((begin + end - _SAMPLE_BYTES) // 2, end - _SAMPLE_BYTES):
-                    start = max(begin, start)
-                    digest.update(os.pread(file.fileno(), min(_SAMPLE_BYTES, end - start), 8 + len(header) + start))
-    return digest.hexdigest()
-
-
-def _tensor_spans(header: bytes) -> list[list[int]]:
-    """The spans of tensors in a file; empty for a truncated file, which differs by its size and cannot be loaded."""
-    try:
-        return [value["data_offsets"] for name, value in sorted(json.loads(header).items()) if name != "__metadata__"]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return []

@@ -55,6 +55,19 @@ class SparseWeightPatch:
         return replace(self, indices=self.indices.to(device), values=self.values.to(device))
 
 
+def merged(name: str, patches: Sequence[SparseWeightPatch]) -> SparseWeightPatch:
+    """One patch, on the host, with the effect of several of a tensor, one after the other."""
+    indices = torch.cat([patch.indices.to("cpu", torch.int64) for patch in patches])
+    dtype = patches[0].values.dtype
+    for patch in patches[1:]:
+        dtype = torch.promote_types(dtype, patch.values.dtype)
+    values = torch.cat([patch.values.to("cpu", dtype) for patch in patches])
+    indices, order = indices.sort(stable=True)
+    is_last = torch.ones_like(indices, dtype=torch.bool)
+    is_last[:-1] = indices[1:] != indices[:-1]
+    return SparseWeightPatch(name, indices[is_last], values[order][is_last])
+
+
 class PatchFacts:
     """Checks patches; values on a device are read once for all of them."""
 

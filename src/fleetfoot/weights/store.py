@@ -6,6 +6,7 @@ several ranks the engine commits only what every rank has staged (`fleetfoot.eng
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,9 +14,11 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from fleetfoot.layers.context import WeightTree
-from fleetfoot.records.weights import Rows, Span, WeightSpec
+from fleetfoot.records.weights import Rows, Span, WeightSpec, count_rows, slices_of
 from fleetfoot.weights.checkpoint import FLOATS, INTEGERS, REDUNDANT_SUFFIX, Checkpoint, same_rows
 from fleetfoot.weights.checksums import RowSums, finite_problem, part_of, row_sums
 from fleetfoot.weights.dummy import fill_dummy
@@ -30,6 +33,8 @@ from fleetfoot.weights.transfer import (
 DRAFTER = "drafter."
 """Before the names of a drafter's tensors."""
 _BASE_PREFIX = "model."
+_CHUNK_BYTES = 1 << 28
+"""Bytes that a file of `WeightStore.save` has, and a tensor."""
 
 
 @dataclass(slots=True)
@@ -38,6 +43,8 @@ class StageReport:
 
     unknown: set[str] = field(default_factory=set)
     """Names of tensors that it does not hold; other ranks may."""
+    staged: dict[str, str] = field(default_factory=dict)
+    """Names of tensors that it holds, as they were given, and as those of the model."""
     problems: list[str] = field(default_factory=list)
     """Why it cannot be applied; empty: it can be, if each tensor is held by a rank."""
 
@@ -154,6 +161,7 @@ class WeightStore:
                 continue
             if name in self._lost:
                 report.problems.append(f"{name} was dropped by sleep; give reload_weights the whole tensor first")
+            report.staged[patch.name] = name
             patch = patch.on(self._device)
             spec = self._specs[name][0]
             facts.add(patch, spec, check_finite=check_finite)
@@ -185,6 +193,7 @@ class WeightStore:
             elif name not in self._found:
                 specs, self._found[name] = self._specs[name], source
                 self._whole.add(name)
+                report.staged[given] = name
             self._staged.append(partial(self._receive, shape, getattr(torch, dtype), specs))
         return report
 
@@ -233,6 +242,7 @@ class WeightStore:
         elif name not in self._found:
             self._found[name] = source
             self._whole.add(name)
+            report.staged[given] = name
             for spec in specs:
                 values = source.read(spec.part).clone() if keeps_parts else None
                 read = partial(source.read, spec.part) if values is None else partial(_same, values)
@@ -304,9 +314,61 @@ class WeightStore:
         self._lost -= found
         return bool(found)
 
+    def names(self) -> set[str]:
+        """Those of all tensors that this rank holds, without copies of another rank's."""
+        return self._owned
+
     def lost_names(self) -> set[str]:
         """Names of the tensors that were dropped and have no values yet."""
         return self._lost
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    def num_bytes(self, names: Iterable[str]) -> int:
+        """Bytes of what this rank holds of some tensors."""
+        return sum(
+            _part_size(spec) * spec.stored_dtype.itemsize for name in names for spec in self._specs.get(name, [])
+        )
+
+    @torch.no_grad()
+    def save(self, prefix: Path, names: Iterable[str]) -> str:
+        """Write what this rank holds of some tensors to files whose names begin with ``prefix``. Returns why that has
+        failed; empty: it has not."""
+        chunk: dict[str, torch.Tensor] = {}
+        count = 0
+
+        def write() -> None:
+            nonlocal count
+            save_file(chunk, f"{prefix}-{count}.safetensors")
+            chunk.clear()
+            count += 1
+            for tree in self._trees:
+                tree.process_weights_after_loading()  # opened destinations are packed again
+
+        try:
+            for name in names:
+                for index, spec in enumerate(self._specs.get(name, [])):
+                    chunk[f"{index} {name}"] = spec.destination().detach().to("cpu", copy=True).contiguous()
+                if sum(tensor.nbytes for tensor in chunk.values()) > _CHUNK_BYTES:
+                    write()
+            write()
+        except (OSError, SafetensorError) as error:
+            return f"{prefix}: {error}"
+        return ""
+
+    def stage_saved(self, prefix: Path, names: Sequence[str]) -> StageReport:
+        """Stage tensors that `save` has written, on a rank that holds the same parts."""
+        report, wanted = StageReport(), set(names)
+        for path in sorted(prefix.parent.glob(f"{prefix.name}-*.safetensors")):
+            with safe_open(path, framework="pt", device="cpu") as file:
+                keys = list(file.keys())
+            for key in keys:
+                index, _, name = key.partition(" ")
+                if name in wanted:
+                    self._staged.append(partial(_copy, self._specs[name][int(index)], partial(_read, path, key)))
+                    self._whole.add(name)
+                    report.staged[name] = name
+        return report
 
     # --- inspection ---------------------------------------------------------------------------------------------------
 
@@ -327,6 +389,19 @@ class WeightStore:
 def _copy(spec: WeightSpec, read: Callable[[], torch.Tensor]) -> None:
     spec.destination().copy_(read())
     spec.filled()
+
+
+def _read(path: Path, key: str) -> torch.Tensor:
+    with safe_open(path, framework="pt", device="cpu") as file:
+        return file.get_tensor(key)
+
+
+def _part_size(spec: WeightSpec) -> int:
+    if not spec.part:
+        return math.prod(spec.shape)
+    rows, *columns = spec.part
+    sizes = [each.stop - each.start for part in columns for each in slices_of(part)]
+    return count_rows(rows) * math.prod(sizes or spec.shape[1:])
 
 
 def _same(values: torch.Tensor) -> torch.Tensor:

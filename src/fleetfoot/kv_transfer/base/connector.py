@@ -51,9 +51,8 @@ class TransferContext:
     config: KVTransferConfig
     block_size: int
     """Tokens in a block."""
-    fingerprint: str
-    """Identifies the model, its weights' source, dtype and the KV layout of a whole engine: KV may only be exchanged
-    between engines with equal fingerprints. Empty in `KVConnector.check_settings`."""
+    identity: str | Callable[[], str] = field(hash=False, compare=False)
+    """`fingerprint`, or what computes it."""
     engine_id: str
     num_ranks: int = 1
     """Workers: tensor parallel times pipeline parallel."""
@@ -76,6 +75,13 @@ class TransferContext:
     max_num_batched_tokens: int = 0
     num_blocks: int = 0
     """Blocks of the KV cache, as planned; the workers may have room for fewer."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the model, every byte of its weights, dtype and the KV layout of a whole engine: KV may only be
+        exchanged between engines with equal fingerprints. Empty in `KVConnector.check_settings`. On the side of a
+        worker the files are hashed at the first use, unless the user's cache has their hashes."""
+        return self.identity if isinstance(self.identity, str) else self.identity()
 
 
 class WorkerConnector(ABC):

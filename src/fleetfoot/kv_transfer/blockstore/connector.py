@@ -222,7 +222,7 @@ class FileIndex(BlockIndex):
         """Without ``weights`` the new epoch is unknown to other engines, and to this one after a restart."""
         self._found.clear()
         self._invalid.clear()
-        self.epoch = f"{self._context.fingerprint}-{weights or secrets.token_hex(8)}"
+        self.epoch = weights or f"{self._context.fingerprint}-{secrets.token_hex(8)}"
 
     def _is_stored(self, block_hash: bytes) -> bool:
         if block_hash in self._invalid:

@@ -107,7 +107,7 @@ def engine_description(context: TransferContext, weights: str = "") -> dict[str,
         "pp_size": context.pipeline_parallel_size,
         "block_size": context.block_size,
         "dtype": context.dtype,
-        "fingerprint": context.fingerprint + f"-{weights}" * bool(weights),
+        "fingerprint": weights or context.fingerprint,
     }
 
 

@@ -334,16 +334,16 @@ class VllmConfig(Facts):
     def compute_hash(self) -> str:
         """The engine's fingerprint: KV may only be exchanged between engines with the same. Raises ValueError: it is
         not known before the engine starts."""
-        if not self.fingerprint:
+        if self.context is None:
             raise ValueError("the fingerprint is not known before the engine starts")
-        return str(self.fingerprint)
+        return str(self.context.fingerprint)
 
     @classmethod
     def of_context(cls, context: TransferContext) -> VllmConfig:
         """What one side of a connector gets."""
         assert context.engine is not None
         config = cls.of_settings(dataclasses.replace(context.config, engine_id=context.engine_id), context.engine)
-        config.fingerprint = context.fingerprint
+        config.context = context
         config.cache_config.num_gpu_blocks = context.num_blocks
         config.parallel_config.rank = context.rank
         config.model_config.checkpoint, config.model_config.dtype_name = context.model, context.dtype
@@ -385,7 +385,7 @@ class VllmConfig(Facts):
                 policy=engine.scheduling_policy,
             ),
             instance_id=transfer.engine_id,
-            fingerprint="",
+            context=None,
         )
 
 
