@@ -76,8 +76,8 @@ class RecordingConnector(HookedWorker):
         self.log.note(point, details.get(point, ""))
 
     def register_kv_caches(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
-        assert [tuple(kv_cache.shape) for kv_cache in kv_caches] == layout.layer_shapes
-        super().register_kv_caches(kv_caches, layout)
+        assert [tuple(kv_cache.shape) for kv_cache in kv_caches] == layout.tensor_shapes
+        super().register_kv_caches(layout.layer_views(kv_caches), layout)
 
     def bind_connector_metadata(self, metadata: object | None) -> None:
         self.metadata = metadata

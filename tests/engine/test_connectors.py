@@ -131,7 +131,7 @@ def test_a_connector_of_the_other_layout(
 
     class TokenMajorWorker(own_connector.DictWorker):
         def register_kv_caches(self, kv_caches: Any, layout: KVLayout) -> None:
-            assert [tuple(kv_cache.shape) for kv_cache in kv_caches] == layout.layer_shapes
+            assert [tuple(kv_cache.shape) for kv_cache in kv_caches] == layout.tensor_shapes
             super().register_kv_caches([kv_cache.transpose(0, 1) for kv_cache in kv_caches], layout)
 
     class TokenMajorConnector(own_connector.DictConnector):
@@ -147,7 +147,7 @@ def test_a_connector_of_the_other_layout(
         layout = engine.core.executor.layout
         assert (engine.runner_name, layout.name) == ("v1", TOKEN_MAJOR_NHD)
         shape = plan_report(engine.plan)["kv_layout"]["shape"]
-        assert shape == list(layout.layer_shapes[0]) and shape[0] == 2 < shape[1]
+        assert shape == list(layout.tensor_shapes[0]) and shape[0] == 2 < shape[1]
         assert tokens_of(run_requests(engine, REQUESTS)) == no_connector
         stats = close(engine)
     assert stats.loads_done > 0 and stats.loads_failed == 0

@@ -170,8 +170,8 @@ def test_the_memory_of_a_gpu(run: Command, llama_8b: str) -> None:
     assert memory["weights"] == 2 * 8_030_261_248 == 2 * report["num_parameters"]
     assert memory["kv_cache"] == memory["num_blocks"] * report["kv_layout"]["bytes_per_block"]
     assert memory["num_tokens"] == memory["num_blocks"] * 16
-    assert report["kv_layout"]["shape"] == [memory["num_blocks"], 2, 8, 16, 128]
-    assert report["kv_layout"]["name"] == "block-contiguous-hnd"
+    assert report["kv_layout"]["shape"] == [memory["num_blocks"], 32, 2, 8, 16, 128]
+    assert report["kv_layout"]["name"] == "arena"
     capacity = report["capacity"]
     assert capacity["longest_context"] == 131072
     assert capacity["requests_at_max_model_len"] == memory["num_blocks"] // (131072 // 16) >= 2
@@ -289,7 +289,7 @@ def test_the_text_says_what_the_object_says(run: Command, llama_8b: str) -> None
         f"attention {report['attention_backend']}",
         f"kernels triton for {len(report['kernels'])} of {len(report['kernels'])} operations",
         "layers 0 to 31 fused: RMSNorm before attention and MLP",
-        "KV layout block-contiguous-hnd: [num_blocks",
+        "KV layout arena: [num_blocks",
         f"graphs {report['graphs']['num_shapes']} shapes",
         "decode: 1, 2, 4, 8, 16-64 by 16, 96-256 by 32 requests",
         "mixed: 16, 32, 64, 128, 256, 512 tokens",

@@ -190,7 +190,7 @@ DIFFERENCES: dict[str, tuple[str, Any, str, str]] = {
     "runner": ("runner.v2.runner.ModelRunnerV2.name", "v9", "'v9'", "'v2'"),
     "kernels": ("executor.worker.load_kernels", odd_kernels, "'odd: rms_norm'", "'torch: rms_norm"),
     "attention": ("kernels.attention.sdpa_backend.SDPABackend.name", "odd", "'odd'", "'sdpa'"),
-    "kv_layout": ("records.kv_layout.KVLayout.of", odd_layout, "'token-major-nhd'", "'block-contiguous-hnd'"),
+    "kv_layout": ("records.kv_layout.KVLayout.of", odd_layout, "'token-major-nhd'", "'arena'"),
     "connector": ("plan.connector.find_connector", odd_connector, r"'[\w.]*Odd'", r"'[\w.]*OffloadingConnector'"),
     "drafter": ("executor.worker.build_speculation", lambda *_, **__: NO_DRAFTING, "'none'", "'ngram'"),
     "fused_layers": ("runner.v2.runner.fuse", lambda *_: None, r"\(\)", r"\(0, 1"),

@@ -32,7 +32,7 @@ def test_blocks_round_trip(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "fleetfoot.kv_transfer.base.block_copies.STAGING_BYTES", 3 * layout.bytes_per_block
     )  # several turns
-    caches = [torch.randn(size, device=GPU).to(getattr(torch, layout.dtype)) for size in layout.layer_shapes]
+    caches = [torch.randn(size, device=GPU).to(getattr(torch, layout.dtype)) for size in layout.tensor_shapes]
     copies = block_copies(caches, layout)
     assert isinstance(copies, CudaBlockCopies)
     host = HostMemory(12, layout.bytes_per_block, pinned=True, asked_by="")

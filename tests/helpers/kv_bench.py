@@ -91,7 +91,7 @@ class Bench:
         self.scheduler: Any = connector.scheduler_side(self.contexts[0])
         self.connector = self.scheduler
         self.steps = [StepConnector((make_worker or connector.worker_side)(context)) for context in self.contexts]
-        self.caches = [[torch.rand(shape, device=device) for shape in layout.layer_shapes] for _ in self.steps]
+        self.caches = [[torch.rand(shape, device=device) for shape in layout.tensor_shapes] for _ in self.steps]
         for step, caches in zip(self.steps, self.caches, strict=True):
             step.register_kv_caches(caches, layout)
         self.merger = KVOutputMerger(num_ranks)

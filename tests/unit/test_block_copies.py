@@ -1,5 +1,7 @@
 """Blocks as rows of host memory: in torch, by the kernel in Triton's interpreter, and copies on a CPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,17 +9,20 @@ from hypothesis import strategies as st
 from tests.helpers.interpreter import interpreted
 
 from fleetfoot.kv_transfer.base.block_copies import BlockCopies, HostMemory, LayerRows, block_copies
-from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
+from fleetfoot.records.kv_layout import BLOCK_CONTIGUOUS_HND, KVCacheSpec, KVLayout
 
 LAYOUTS = {
     "plain": KVLayout(9, 4, "float32", (KVCacheSpec(2, 6),) * 2),
     "drafter": KVLayout(9, 4, "bfloat16", (*[KVCacheSpec(2, 300)] * 2, KVCacheSpec(1, 4))),
     "odd": KVLayout(9, 1, "float16", (KVCacheSpec(1, 3),) * 2),
 }
+LAYOUTS |= {
+    f"{name}, a tensor for each layer": replace(each, name=BLOCK_CONTIGUOUS_HND) for name, each in LAYOUTS.items()
+}
 
 
 def random_caches(layout: KVLayout) -> list[torch.Tensor]:
-    return [torch.randn(shape).to(getattr(torch, layout.dtype)) for shape in layout.layer_shapes]
+    return [torch.randn(shape).to(getattr(torch, layout.dtype)) for shape in layout.tensor_shapes]
 
 
 def row_of(caches: list[torch.Tensor], block: int) -> torch.Tensor:
@@ -69,7 +74,7 @@ def test_blocks_go_out_and_come_back(blocks: list[int], slots: list[int], count:
 
 
 def test_caches_that_are_not_one_piece() -> None:
-    layout = LAYOUTS["plain"]
+    layout = replace(LAYOUTS["plain"], name=BLOCK_CONTIGUOUS_HND)
     caches = [cache.transpose(2, 3) for cache in random_caches(layout)]
     with pytest.raises(ValueError, match=r"shape \(9, 2, 4, 2, 6\) is not contiguous"):
         block_copies(caches, layout)

@@ -37,6 +37,7 @@ from fleetfoot.records.kv_layout import BLOCK_CONTIGUOUS_HND, KVLayout
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.weights import WeightError
+from fleetfoot.runner.capabilities import KV_LAYOUTS
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
 from fleetfoot.weights.identity import FileState, WeightsIdentity, hash_file
 
@@ -66,7 +67,7 @@ def layout_of(plan: EnginePlan) -> KVLayout:
 
 @pytest.mark.parametrize("name", [name for name in registry.CONNECTORS if name != "ExampleConnector"])
 def test_connectors_accept_the_layout_of_v2(name: str) -> None:
-    assert find_connector(KVTransferConfig(name, "kv_both")).accepted_kv_layouts == {BLOCK_CONTIGUOUS_HND}
+    assert find_connector(KVTransferConfig(name, "kv_both")).accepted_kv_layouts == set(KV_LAYOUTS["v2"])
 
 
 def test_connector_of_another_module() -> None:

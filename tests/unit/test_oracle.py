@@ -21,7 +21,7 @@ from fleetfoot.plan import oracle
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.oracle import Decision, ModelFeatures, UnsupportedFeatureError
 from fleetfoot.plan.resolve import resolve_plan
-from fleetfoot.records.kv_layout import BLOCK_CONTIGUOUS_HND, TOKEN_MAJOR_NHD
+from fleetfoot.records.kv_layout import ARENA, BLOCK_CONTIGUOUS_HND, TOKEN_MAJOR_NHD
 from fleetfoot.runner.capabilities import CAPABILITIES, Feature
 
 GIB = 1 << 30
@@ -149,7 +149,7 @@ def test_an_explicit_choice_is_never_overridden(settings: dict[str, Any], parts:
 
 NOTHING = "default of LlamaForCausalLM, and no feature is on that it does not support"
 ACCEPTED = "the KV connector DeclaresTokenMajor accepts token-major-nhd alone"
-LAYOUT = f"V2 keeps its KV cache as block-contiguous-hnd, and {ACCEPTED}"
+LAYOUT = f"V2 keeps its KV cache as arena or block-contiguous-hnd, and {ACCEPTED}"
 POOLING = dataclasses.replace(LLAMA, task="pooling")
 OTHER = ModelFeatures("OtherForCausalLM", task="pooling")
 DEFAULTS = ", ".join(oracle.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES)
@@ -249,11 +249,7 @@ def test_one_warning_names_every_feature_that_v2_lacks(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("name", "path", "layout"),
     [
-        *(
-            (name, None, BLOCK_CONTIGUOUS_HND)
-            for name in CONNECTORS
-            if name not in ("ExampleConnector", "MultiConnector")
-        ),
+        *((name, None, ARENA) for name in CONNECTORS if name not in ("ExampleConnector", "MultiConnector")),
         ("ExampleConnector", None, TOKEN_MAJOR_NHD),
         ("DeclaresLayout", __name__, BLOCK_CONTIGUOUS_HND),
         ("DeclaresTokenMajor", __name__, TOKEN_MAJOR_NHD),
@@ -265,16 +261,21 @@ def test_one_warning_names_every_feature_that_v2_lacks(monkeypatch: pytest.Monke
 def test_connectors_declare_the_layouts_that_they_accept(name: str, path: str | None, layout: str | None) -> None:
     settings = connector(name, path)
     layouts = connector_layouts(KVTransferConfig.parse(settings["kv_transfer_config"]), EngineConfig())
-    assert (BLOCK_CONTIGUOUS_HND in layouts.accepted) == (layout == BLOCK_CONTIGUOUS_HND)
+    assert (BLOCK_CONTIGUOUS_HND in layouts.accepted) == (layout in (ARENA, BLOCK_CONTIGUOUS_HND))
     decision = ask(**settings)
-    assert decision.runner == ("v2" if layout == BLOCK_CONTIGUOUS_HND else "v1")
-    names = {BLOCK_CONTIGUOUS_HND: [], TOKEN_MAJOR_NHD: ["this KV connector's layout"], None: ["this KV connector"]}
+    assert decision.runner == ("v2" if layout in (ARENA, BLOCK_CONTIGUOUS_HND) else "v1")
+    names = {
+        ARENA: [],
+        BLOCK_CONTIGUOUS_HND: [],
+        TOKEN_MAJOR_NHD: ["this KV connector's layout"],
+        None: ["this KV connector"],
+    }
     assert [feature.name for feature in decision.unsupported] == names[layout]
     assert bool(decision.missing) == (layout is None)
     assert layout is None or decision.kv_layout == layout
     reason = f"No model runner supports this KV connector (kv_transfer_config has {name} as kv_both)."
     assert layout is not None or decision.reasons == (reason,)
-    kept = "alone; KV caches are kept as block-contiguous-hnd or token-major-nhd."
+    kept = "alone; KV caches are kept as arena, block-contiguous-hnd, token-major-nhd."
     assert name != "DeclaresOther" or decision.missing[0].why_not.endswith(f"accepts another {kept}")
 
 
@@ -306,10 +307,8 @@ def test_layouts_of_connectors_that_are_written_for_vllm(
     if layout is not None:  # V1 prefers the layout of V2, whatever the order of the accepted ones
         other = ask(**connector("Theirs"), model_runner="v1")
         assert (other.kv_layout, other.missing) == (layout, ())
-        reason = (
-            f"Model Runner V1 keeps {BLOCK_CONTIGUOUS_HND} by default, and the KV connector Theirs accepts {layout}"
-        )
-        assert other.kv_layout_reason == (None if layout == BLOCK_CONTIGUOUS_HND else f"{reason} alone")
+        reason = f"Model Runner V1 keeps {ARENA} by default, and the KV connector Theirs accepts "
+        assert other.kv_layout_reason is not None and other.kv_layout_reason.startswith(reason)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +316,7 @@ def test_layouts_of_connectors_that_are_written_for_vllm(
     [
         (
             "NWHD",
-            "of the KV connector Theirs returns 'NWHD'; it can return NHD, HND, block-contiguous-hnd, token-major",
+            "of the KV connector Theirs returns 'NWHD'; it can return NHD, HND, token-major-nhd, block-contiguous-hnd",
         ),
         (["NHD"], r"returns \['NHD'\]; it can return"),
         (
@@ -355,7 +354,7 @@ def test_of_several_connectors_one_that_refuses_decides() -> None:
         (
             [ours, other],
             "v1",
-            "connectors without a common KV layout (OffloadingConnector accepts block-contiguous-hnd;",
+            "connectors without a common KV layout (OffloadingConnector accepts arena, block-contiguous-hnd;",
         ),
     ]
     for parts, runner, refusal in expected:

@@ -238,7 +238,7 @@ def test_ranks_on_a_cpu_share_its_memory() -> None:
     report = plan_report(plan)
     assert [stage["ranks"] for stage in report["parallel"]["stages"]] == [[0, 1], [2, 3], [4, 5]]
     assert [stage["layers"] for stage in report["parallel"]["stages"]] == [[0, 2], [3, 5], [6, 7]]
-    assert report["kv_layout"]["shape"][2] == 1
+    assert report["kv_layout"]["shape"][1:4] == [3, 2, 1]
     assert "0-1: layers 0-2, 3 heads and 1 KV heads each" in plan_text("story-llama", report)
 
 

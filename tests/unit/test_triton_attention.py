@@ -168,7 +168,7 @@ def test_token_major_layout(head_dim: int) -> None:
     for requests in (MIXED, DECODES):
         batch = make_batch(requests, num_heads=6, num_kv_heads=3, head_dim=head_dim)
         expected = batch.attend(TritonBackend())
-        batch.kv_cache = layout.attention_view(batch.kv_cache.permute(1, 0, 3, 2, 4).contiguous())
+        (batch.kv_cache,) = layout.layer_views([batch.kv_cache.permute(1, 0, 3, 2, 4).contiguous()])
         assert torch.equal(batch.attend(TritonBackend()), expected)
 
 

@@ -14,7 +14,7 @@ from fleetfoot.cli.arguments import add_engine_arguments, engine_config, size_in
 from fleetfoot.cli.command import Command, UsageError, dump_object, print_status, usage_errors
 from fleetfoot.cli.plan_text import plan_text
 from fleetfoot.config.sharding import num_kv_heads, pipeline_layers, vocab_rows
-from fleetfoot.records.kv_layout import LAYOUT_DIMENSIONS, KVCacheSpec, KVLayout
+from fleetfoot.records.kv_layout import LAYOUT_DIMENSIONS, KVLayout, kv_cache_specs
 
 if TYPE_CHECKING:
     from fleetfoot.config.engine import EngineConfig
@@ -64,7 +64,7 @@ Without flags of the machine, the plan is for this one. With them it is for the 
     that level 1 takes
   kv_connector: null without one; else name, role, connectors (one, or several by their order) and
     load_failure_policy
-  kv_layout: name, reason (why it is not the runner's first one; null: it is), dimensions, shape (of a layer, on a
+  kv_layout: name, reason (why it is not the runner's first one; null: it is), dimensions, shape (of a tensor, on a
     rank), num_layers (of the model), dtype, bytes_per_block (over all layers of a rank)
   memory: of a rank, the one with the least room: total; budget (what the engine may use), which is weights + kv_cache
     + graphs + activations + runner_state + rotary_table + sampling_scratch + communication + driver + left;
@@ -199,8 +199,9 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
     """Everything that was decided. Sizes in bytes, lengths in tokens. `fleetfoot plan --help` describes the keys."""
     model, memory, table, most = plan.model, plan.memory, plan.capture_table, plan.config.max_num_seqs
     longest = min(plan.max_model_len, memory.num_tokens)
-    spec = KVCacheSpec(num_kv_heads(model, plan.config.tensor_parallel_size), model.head_dim)
-    layout = KVLayout(memory.num_blocks, memory.block_size, plan.dtype, (spec,), plan.kv_layout)
+    ranks = plan.config.tensor_parallel_size, plan.config.pipeline_parallel_size
+    specs = kv_cache_specs(model, tensor_parallel_size=ranks[0], layers=pipeline_layers(model, 0, ranks[1]))
+    layout = KVLayout(memory.num_blocks, memory.block_size, plan.dtype, specs, plan.kv_layout)
     return _decision_report(plan.decision, model.architecture, plan.device) | {
         "warnings": list(plan.warnings),
         "gpu_name": plan.machine.gpu_name if plan.device == "cuda" else None,
@@ -248,7 +249,7 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
             "name": plan.kv_layout,
             "reason": plan.decision.kv_layout_reason,
             "dimensions": list(LAYOUT_DIMENSIONS[plan.kv_layout]),
-            "shape": list(layout.layer_shapes[0]),
+            "shape": layout.dimension_sizes,
             "num_layers": model.num_layers,
             "dtype": plan.dtype,
             "bytes_per_block": memory.bytes_per_block,

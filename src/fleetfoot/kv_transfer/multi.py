@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fleetfoot.kv_transfer.base.connector import (
+    ARENA,
     BLOCK_CONTIGUOUS_HND,
     KVConnector,
     SchedulerConnector,
@@ -178,7 +179,7 @@ class MultiWorker(WorkerConnector):
 class MultiConnector(KVConnector):
     """Settings: ``connectors``, a list of kv_transfer_configs (`fleetfoot.kv_transfer.base.registry.part_configs`)."""
 
-    accepted_kv_layouts: ClassVar[frozenset[str]] = frozenset({BLOCK_CONTIGUOUS_HND})
+    accepted_kv_layouts: ClassVar[frozenset[str]] = frozenset({ARENA, BLOCK_CONTIGUOUS_HND})
 
     @staticmethod
     def check_settings(context: TransferContext) -> None:

@@ -256,13 +256,13 @@ def _refused_layout(connector: ConnectorPlan, runner: str) -> tuple[Unsupported,
     if connector.layout(runner) is not None:
         return ()
     if connector.layout("v1") is None:  # nor does V1 keep one
-        kept = "" if connector.layouts.remark else f"; KV caches are kept as {' or '.join(KV_LAYOUTS['v1'])}"
+        kept = "" if connector.layouts.remark else f"; KV caches are kept as {', '.join(KV_LAYOUTS['v1'])}"
         return (Unsupported("this KV connector", connector.requested_by, f"{connector.accepts}{kept}."),)
     return (Unsupported("this KV connector's layout", connector.requested_by, f"{_other_layout(connector)}."),)
 
 
 def _other_layout(connector: ConnectorPlan) -> str:
-    return f"Model Runner V2 keeps its KV cache as {KV_LAYOUTS['v2'][0]}, and {connector.accepts}"
+    return f"Model Runner V2 keeps its KV cache as {' or '.join(KV_LAYOUTS['v2'])}, and {connector.accepts}"
 
 
 def _rules_for_v1(

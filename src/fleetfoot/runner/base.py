@@ -107,7 +107,7 @@ class ModelRunner(ABC):
         with self._memory.allocating(KV_CACHE):
             kv_caches = allocate_kv_cache(layout, self._loader.context.device)
         self._kv_spans = [(kv_cache.data_ptr(), kv_cache.nbytes) for kv_cache in kv_caches]
-        views = [layout.attention_view(kv_cache) for kv_cache in kv_caches]
+        views = layout.layer_views(kv_caches)
         self._kv_caches = views[: len(model.layers)]
         if drafter is not None:
             drafter.bind_kv_caches(views[len(model.layers) :])
@@ -249,16 +249,16 @@ class SampledTokenSync:
 
 
 def allocate_kv_cache(layout: KVLayout, device: torch.device) -> list[torch.Tensor]:
-    """The tensors of all layers (`KVLayout.layer_shapes`), zeroed, because masking does not remove a NaN in a slot that
+    """The tensors of the cache (`KVLayout.tensor_shapes`), zeroed, because masking does not remove a NaN in a slot that
     was never written.
 
     On a CPU, pages of zeros take memory only when blocks are first written.
     """
     dtype = getattr(torch, layout.dtype)
     if device.type != "cpu":
-        return [torch.zeros(shape, dtype=dtype, device=device) for shape in layout.layer_shapes]
+        return [torch.zeros(shape, dtype=dtype, device=device) for shape in layout.tensor_shapes]
     tensors = []
-    for shape in layout.layer_shapes:
+    for shape in layout.tensor_shapes:
         memory = np.zeros(math.prod(shape) * DTYPE_BYTES[layout.dtype], dtype=np.uint8)
         use_small_pages(memory.ctypes.data, memory.nbytes)
         tensors.append(torch.from_numpy(memory).view(dtype).view(shape))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 
-from fleetfoot.records.kv_layout import BLOCK_CONTIGUOUS_HND, TOKEN_MAJOR_NHD
+from fleetfoot.records.kv_layout import ARENA, BLOCK_CONTIGUOUS_HND, TOKEN_MAJOR_NHD
 
 
 class Feature(enum.Enum):
@@ -74,7 +74,10 @@ CAPABILITIES: dict[str, dict[Feature, str]] = {
 """Runner -> feature -> why it is not supported, a sentence for the user; empty: it is supported."""
 
 KV_LAYOUTS: dict[str, tuple[str, ...]] = {
-    "v1": (BLOCK_CONTIGUOUS_HND, TOKEN_MAJOR_NHD),
-    "v2": (BLOCK_CONTIGUOUS_HND,),
+    "v1": (ARENA, BLOCK_CONTIGUOUS_HND, TOKEN_MAJOR_NHD),
+    "v2": (
+        ARENA,
+        BLOCK_CONTIGUOUS_HND,
+    ),
 }
 """Runner -> the layouts in which it can keep the KV cache; it keeps the first one that the KV connector accepts."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.kernels.cluster.layer_blocks import LayerShape, LayerTiling, misfit
-from fleetfoot.records.kv_layout import BLOCK_CONTIGUOUS_HND
+from fleetfoot.records.kv_layout import TOKEN_MAJOR_NHD
 
 MOST_ROWS, MOST_ELEMENTS = 4, 8192
 """Rows, and rows times hidden size, up to which two kernels compute a layer; 0 rows: they are switched off. On an H200,
@@ -79,7 +79,7 @@ def plan_layer_chain(
             not is_hopper or num_sms >= num_blocks
         ),
         "NVRTC, which compiles them, is not among the packages that torch installs": has_nvrtc,
-        f"the KV layout is {kv_layout}": kv_layout == BLOCK_CONTIGUOUS_HND,
+        f"the KV layout is {kv_layout}": kv_layout != TOKEN_MAJOR_NHD,
         f"the dtype is {dtype}": dtype == "bfloat16",
         f"there are {num_ranks} ranks": num_ranks == 1,
         f"the hidden size {model.hidden_size} is above {MOST_HIDDEN}": rows > 0,

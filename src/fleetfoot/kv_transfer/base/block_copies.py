@@ -36,16 +36,16 @@ _TILE = 2048
 class LayerRows:
     """Gathers blocks of all layers into rows, and scatters rows into blocks.
 
-    ``kv_caches``: one per layer, ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``. ``use_triton``: one kernel
-    launch per batch; False: two torch operations per layer. Raises ValueError if a cache is not contiguous.
+    ``kv_caches``: with `KVLayout.tensor_shapes` and blocks first: one of all layers, or one per layer. ``use_triton``:
+    one kernel launch per batch; False: two torch operations per tensor. Raises ValueError if one is not contiguous.
     """
 
     def __init__(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout, *, use_triton: bool) -> None:
         for cache in kv_caches:
             if not cache.is_contiguous():
-                raise ValueError(f"a layer's KV cache of shape {tuple(cache.shape)} is not contiguous")
+                raise ValueError(f"a KV cache of shape {tuple(cache.shape)} is not contiguous")
         # wide words copy faster; only blocks of odd shapes are no multiple of 8 bytes
-        is_wide = all(num_bytes % 8 == 0 for num_bytes in layout.layer_block_bytes)
+        is_wide = all(num_bytes % 8 == 0 for num_bytes in layout.part_bytes)
         self.word = torch.int64 if is_wide else torch.uint8
         # [num_blocks, words of the layer's block] each
         self._layers = [cache.view(cache.shape[0], -1).view(self.word) for cache in kv_caches]

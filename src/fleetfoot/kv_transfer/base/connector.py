@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from fleetfoot.config.json_fields import check_key
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.records.kv_connector import SchedulerConnector as SchedulerConnector  # for authors of connectors
+from fleetfoot.records.kv_layout import ARENA as ARENA
 from fleetfoot.records.kv_layout import BLOCK_CONTIGUOUS_HND as BLOCK_CONTIGUOUS_HND
 from fleetfoot.records.kv_layout import TOKEN_MAJOR_NHD as TOKEN_MAJOR_NHD
 from fleetfoot.records.step import KVConnectorOutput
@@ -90,7 +91,8 @@ class WorkerConnector(ABC):
 
     @abstractmethod
     def register_kv_caches(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
-        """Called once with the KV caches of this rank's layers, the drafter's last, with ``layout.layer_shapes``."""
+        """Called once with the tensors of this rank's KV cache, which have ``layout.tensor_shapes``: one of all layers
+        (`ARENA`), or one for each, the drafter's last."""
 
     @abstractmethod
     def bind_connector_metadata(self, metadata: object | None) -> None:

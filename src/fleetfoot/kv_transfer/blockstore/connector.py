@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fleetfoot.kv_transfer.base.connector import (
+    ARENA,
     BLOCK_CONTIGUOUS_HND,
     KVConnector,
     SchedulerConnector,
@@ -39,7 +40,7 @@ class SharedStorageConnector(KVConnector):
     Also named ``FilesystemConnector``. Settings: `FilesystemSettings`.
     """
 
-    accepted_kv_layouts: ClassVar[frozenset[str]] = frozenset({BLOCK_CONTIGUOUS_HND})
+    accepted_kv_layouts: ClassVar[frozenset[str]] = frozenset({ARENA, BLOCK_CONTIGUOUS_HND})
 
     @staticmethod
     def check_settings(context: TransferContext) -> None:
@@ -63,7 +64,7 @@ class OffloadingConnector(KVConnector):
     ``kv_offloading_size`` implies it. Settings: see `num_host_blocks`.
     """
 
-    accepted_kv_layouts: ClassVar[frozenset[str]] = frozenset({BLOCK_CONTIGUOUS_HND})
+    accepted_kv_layouts: ClassVar[frozenset[str]] = frozenset({ARENA, BLOCK_CONTIGUOUS_HND})
 
     @staticmethod
     def check_settings(context: TransferContext) -> None:

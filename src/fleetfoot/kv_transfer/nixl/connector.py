@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any, ClassVar
 
 from fleetfoot.kv_transfer.base.connector import (
+    ARENA,
     BLOCK_CONTIGUOUS_HND,
     KVConnector,
     SchedulerConnector,
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 class NixlConnector(KVConnector):
     """Settings: `NixlSettings`."""
 
-    accepted_kv_layouts: ClassVar[frozenset[str]] = frozenset({BLOCK_CONTIGUOUS_HND})
+    accepted_kv_layouts: ClassVar[frozenset[str]] = frozenset({ARENA, BLOCK_CONTIGUOUS_HND})
 
     @staticmethod
     def check_settings(context: TransferContext) -> None:

@@ -66,7 +66,7 @@ class ReceiveBuffers:
         if self._device.type != "cpu":
             self._stream = torch.cuda.Stream(self._device)
             self._rows.warm_up()
-        self._sizes = np.array(layout.layer_block_bytes, dtype=np.int64)
+        self._sizes = np.array(layout.part_bytes, dtype=np.int64)
         self._offsets = self._sizes.cumsum() - self._sizes
         self._changed = threading.Condition()
         self._free = list(self.memory.split(num_rows))

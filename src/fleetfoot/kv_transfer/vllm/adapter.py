@@ -22,7 +22,7 @@ from fleetfoot.config.kv_transfer import DEFAULT_KV_TRANSFER_TIMEOUT, KVTransfer
 from fleetfoot.kv_transfer.base.connector import KVConnector, SchedulerConnector, TransferContext, WorkerConnector
 from fleetfoot.kv_transfer.vllm import records as vllm
 from fleetfoot.kv_transfer.vllm.base import UNSUPPORTED_METHODS, KVConnectorBase_V1, KVConnectorRole
-from fleetfoot.records.kv_layout import BLOCK_CONTIGUOUS_HND, LAYOUT_DIMENSIONS, TOKEN_MAJOR_NHD, KVLayout
+from fleetfoot.records.kv_layout import BLOCK_CONTIGUOUS_HND, TOKEN_MAJOR_NHD, KVLayout
 from fleetfoot.records.request import Request
 from fleetfoot.records.step import KVConnectorOutput, SchedulerOutput, TransferFailure
 
@@ -31,7 +31,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LAYOUTS = {"NHD": TOKEN_MAJOR_NHD, "HND": BLOCK_CONTIGUOUS_HND, **{name: name for name in LAYOUT_DIMENSIONS}}
+LAYOUTS = {
+    "NHD": TOKEN_MAJOR_NHD,
+    "HND": BLOCK_CONTIGUOUS_HND,
+    **{name: name for name in (TOKEN_MAJOR_NHD, BLOCK_CONTIGUOUS_HND)},
+}
 """vLLM's names of layouts, and Fleetfoot's."""
 _IDLE_S = 0.001
 """How long a step without a forward pass waits for transfers."""
