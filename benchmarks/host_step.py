@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fleetfoot.config.model import ModelConfig
+from fleetfoot.config.model import AttentionSpec, LayerSpec, MLPSpec, ModelConfig
 from fleetfoot.engine.core import EngineCore
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.input_processor import InputProcessor
@@ -79,7 +79,9 @@ class NullLoader(ModelLoader):
 def build(
     requests: int, max_model_len: int, runner_name: str, overlap: bool, enable_prefix_caching: bool = True
 ) -> tuple[LLMEngine, ModelRunnerV1 | ModelRunnerV2]:
-    model = ModelConfig("LlamaForCausalLM", VOCAB_SIZE, 1, 1, 1, 1, 1, 16, max_model_len)
+    model = ModelConfig(
+        "LlamaForCausalLM", VOCAB_SIZE, 1, (LayerSpec(AttentionSpec(1, 1, 16), MLPSpec(1)),), max_model_len
+    )
     kernels = load_kernels(plan_kernels(DeviceFacts("cpu", has_native=not native_problem())))
     context = ModelContext(kernels, SDPABackend(), torch.float32, torch.device("cpu"))
     loader = NullLoader(model, context, None)

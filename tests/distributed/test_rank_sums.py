@@ -1,6 +1,5 @@
 """Sums over ranks within the kernel of a linear layer, and decoders that use them."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +149,7 @@ def run_decoders(rank: int, two: Any, folder: Path) -> Logits:
         context = paged_models.context(dtype=DTYPE, tensor_group=group, **kernels)
         model = ModelLoader(config, context, folder / name).load()
         fuse(model.model.layers, context, (True, True))
-        cache = PagedCache(replace(config, num_kv_heads=config.num_kv_heads // 2), 16)
+        cache = PagedCache(config.with_mixers(num_kv_heads=config.layers[0].mixer.num_kv_heads // 2), 16)
         cache.kv_caches = [kv_cache.to(DTYPE) for kv_cache in cache.kv_caches]
         tokens, begin, logits = paged_models.prompt(sum(STEPS)), 0, []
         for count in STEPS:

@@ -22,8 +22,10 @@ from tests.helpers.paged_models import MULTIPLIERS, PagedCache, prompt
 from tests.helpers.prefill_decode import REQUESTS, ROOMY, SIZE, Tokens, decodes, nixl, prefilled, settle, tokens_of
 from tests.helpers.runner_lives import DRAFT
 from tests.helpers.schedules import Life, assert_lives_agree, live_alone, random_lives
+from tests.helpers.specs import changed
 
 from fleetfoot.assets import embedded_eagle_path, embedded_model_path
+from fleetfoot.config.model import RopeConfig
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, StepShape, TensorGroup, make_groups
@@ -102,7 +104,7 @@ def steps(model: CausalLM) -> Iterator[tuple[torch.Tensor, ForwardContext]]:
     """Inputs, the same on every rank: prompts, a decode beside the rest of a prompt, and decodes."""
     attention = model.model.layers[str(model.layers[0])].self_attn
     num_layers, num_kv_heads = len(model.layers), attention.num_kv_heads
-    part = replace(model.config, num_layers=num_layers, num_kv_heads=num_kv_heads, layer_windows=(), layer_ropes=())
+    part = changed(model.config, num_layers=num_layers, num_kv_heads=num_kv_heads, window=None, rope=RopeConfig())
     cache = PagedCache(part, block_size=4)
     for number, lengths in enumerate(((20, 3), (1, 27), (1, 1))):
         prompts = [prompt(length, part.vocab_size, seed=10 * number + length) for length in lengths]
@@ -188,10 +190,11 @@ def logits_of_the_whole(folder: Path) -> list[torch.Tensor]:
 def test_logits_equal_the_whole_models(folders: dict[str, Path], name: str, size: int, way: str) -> None:
     config = load_model_config(folders[name])
     is_fused, way = way.startswith("fused"), way.removeprefix("fused ")
-    assert plan_fusion(config, "v2")[0].is_fused != bool(config.unfusible)
-    if is_fused and config.unfusible:
+    layer = config.layers[0]
+    assert plan_fusion(config, "v2")[0].is_fused != bool(layer.unfusible)
+    if is_fused and layer.unfusible:
         return
-    heads = (config.num_heads // size, max(1, config.num_kv_heads // size))
+    heads = (layer.mixer.num_heads // size, max(1, layer.mixer.num_kv_heads // size))
 
     def work(group: TensorGroup) -> list[torch.Tensor]:
         model = load(folders[name], group)

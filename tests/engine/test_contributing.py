@@ -111,9 +111,9 @@ def test_a_model_is_not_fused_and_v1_is_its_default(tmp_path: Path, monkeypatch:
         engine.shutdown()
     # without that declaration, fused layers would compute something else
     entry = architectures.ARCHITECTURES["ArceeForCausalLM"]
-    undeclared = replace(entry, traits=lambda fields: {**entry.traits(fields), "unfusible": ""})
+    undeclared = replace(entry, traits=lambda fields: {**entry.traits(fields), "layer": {}, "mlp": {}})
     monkeypatch.setitem(architectures.ARCHITECTURES, "ArceeForCausalLM", undeclared)
-    with pytest.raises(TypeError, match=r"ArceeDecoderLayer, and only DecoderLayer .* ModelConfig.unfusible"):
+    with pytest.raises(TypeError, match=r"ArceeDecoderLayer, and only DecoderLayer .* LayerSpec.unfusible"):
         make_engine(tmp_path, skip_tokenizer_init=True, model_runner="v2")
 
 

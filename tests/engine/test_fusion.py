@@ -20,10 +20,10 @@ from tests.helpers.interpreter import interpreted
 from tests.helpers.kernels import cpu_kernels, reference_kernels, triton_kernels
 from tests.helpers.paged_models import PagedCache, assert_close, checkpoint, context, prompt, run
 from tests.helpers.runner_lives import STORY
+from tests.helpers.specs import changed, model_config
 from torch import nn
 
 from fleetfoot.assets import embedded_model_path
-from fleetfoot.config.model import ModelConfig
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.distributed.groups import TensorGroup
 from fleetfoot.executor.protocol import planned_parts
@@ -348,7 +348,7 @@ def test_models_with_layers_in_two_kernels(
 ) -> None:
     sizes = {"num_layers": 2, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "hidden_size": 1024}
     fields: dict[str, Any] = {**sizes, "intermediate_size": 3072, "vocab_size": 9, "max_position_embeddings": 64}
-    config = ModelConfig("Qwen3ForCausalLM", **{**fields, **model})
+    config = model_config("Qwen3ForCausalLM", **{**fields, **model})
     monkeypatch.setattr(fit, "MOST_ROWS", 0)
     assert fit.plan_layer_chain(config, **FITTING) == fit.NO_LAYER_CHAIN  # switched off
     monkeypatch.setattr(fit, "MOST_ROWS", 4)
@@ -410,8 +410,8 @@ def test_dry_passes_queue_the_products_of_steps(
     num_ranks: int, fields: dict[str, Any], expected: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {"hidden_size": 1024, "intermediate_size": 8192, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128}
-    layers = {"num_layers": 2, "layer_windows": (None,) * 2, "layer_ropes": ()}
-    config = replace(load_model_config(embedded_model_path()), **sizes, **layers, **fields)
+    layers = {"num_layers": 2, "layer_windows": (None,) * 2}
+    config = changed(load_model_config(embedded_model_path()), **sizes, **layers, **fields)
     monkeypatch.setattr(linear_triton, "gpu_limits", lambda device: GPULimits(132, 227 * 1024, (9, 0)))
     monkeypatch.setattr(linear_triton, "has_hopper_kernels", lambda device: True)
     monkeypatch.setattr(linear_triton.TritonLinear, "_tiling", lambda self, num_rows: None)
@@ -429,7 +429,7 @@ def test_dry_passes_queue_the_products_of_steps(
     model_context = context(ops=replace(triton_kernels(), layer_chain=None), **chosen)
     model = ModelLoader(config, model_context, None, "dummy").load()
     fuse(model.model.layers, model_context, (True, True))
-    cache = PagedCache(replace(config, num_kv_heads=8 // num_ranks), 16)
+    cache = PagedCache(changed(config, num_kv_heads=8 // num_ranks), 16)
     cache.kv_caches = [kv_cache.to(torch.bfloat16) for kv_cache in cache.kv_caches]
     token = instead_of_launching.set(lambda jit, grid: lambda *arguments, **options: None)
     try:

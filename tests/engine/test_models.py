@@ -13,9 +13,10 @@ from safetensors.torch import save_file
 from tests.helpers.checkpoints import TINY, make_checkpoint, make_reference, reference_logits
 from tests.helpers.kernels import cpu_kernels
 from tests.helpers.paged_models import LLAMA3, MODELS, YARN, PagedCache, assert_close, checkpoint, context, prompt, run
+from tests.helpers.specs import changed, model_config, ropes_of
 
 from fleetfoot.config.architectures import ARCHITECTURES
-from fleetfoot.config.model import ModelConfig, RopeConfig
+from fleetfoot.config.model import AttentionSpec, LayerSpec, MLPSpec, RopeConfig
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.kernels.attention.rope_and_cache import rotate_torch
 from fleetfoot.layers.decoder import representatives
@@ -67,11 +68,13 @@ def test_rotary_angles_equal_those_of_transformers(rope: dict[str, Any], tmp_pat
     reference = make_reference("llama", **fields)
     reference.config.save_pretrained(tmp_path)
     config = load_model_config(tmp_path)
-    (rope_config,) = config.layer_ropes
+    (rope_config,) = ropes_of(config)
     assert rope_config is not None
-    frequencies = inverse_frequencies(rope_config, config.head_dim)
+    frequencies = inverse_frequencies(rope_config, config.layers[0].mixer.head_dim)
     torch.testing.assert_close(frequencies, reference.model.rotary_emb.inv_freq, rtol=0, atol=0)
-    table = rotary_table(rope_config, config.head_dim, config.max_position_embeddings, torch.device("cpu"))
+    table = rotary_table(
+        rope_config, config.layers[0].mixer.head_dim, config.max_position_embeddings, torch.device("cpu")
+    )
     assert table.shape == (131072, 128)
     positions = torch.cat((torch.arange(64), torch.arange(64, 131072, 997), torch.tensor([131071])))
     cos, sin = reference.model.rotary_emb(torch.zeros(1), positions[None])
@@ -211,7 +214,7 @@ def without(**fields: Any) -> Callable[[CausalLM], None]:
     """The same weights with other fields of the config."""
 
     def change(model: CausalLM) -> None:
-        other = model_class(model.config)(replace(model.config, **fields), context())
+        other = model_class(model.config)(changed(model.config, **fields), context())
         for mine, theirs in zip(other.weight_specs(), model.weight_specs(), strict=True):
             mine.destination().copy_(theirs.destination())
         other.process_weights_after_loading()
@@ -224,9 +227,9 @@ def with_rope(**parameters: Any) -> Callable[[CausalLM], None]:
     """The same weights with other parameters of each rope."""
 
     def change(model: CausalLM) -> None:
-        ropes = [rope for rope in model.config.layer_ropes if rope is not None]
-        changed = (replace(rope, parameters={**rope.parameters, **parameters}) for rope in ropes)
-        without(layer_ropes=tuple(changed))(model)
+        ropes = [rope for rope in ropes_of(model.config) if rope is not None]
+        others = (replace(rope, parameters={**rope.parameters, **parameters}) for rope in ropes)
+        without(layer_ropes=tuple(others))(model)
 
     return change
 
@@ -251,7 +254,7 @@ def drop_norms_over_heads(model: CausalLM) -> None:
 FEATURES: dict[str, tuple[str, Callable[[CausalLM], None]]] = {
     "soft cap of scores": ("gemma2", without(attention_soft_cap=None)),
     "soft cap of logits": ("gemma2", without(extras={"final_logit_softcapping": None})),
-    "windows": ("gemma2", without(layer_windows=())),
+    "windows": ("gemma2", without(window=None)),
     "query scale": ("gemma2", without(attention_scale=None)),
     "norms with weights around 1": ("gemma2", without(norm_offset=0.0)),
     "GELU": ("gemma2", without(activation="silu")),
@@ -262,12 +265,12 @@ FEATURES: dict[str, tuple[str, Callable[[CausalLM], None]]] = {
     "norms over heads": ("olmo2", drop_norms_over_heads),
     "norms behind alone": ("olmo2", drop_norms),
     "layers without positions": ("smollm3", without(layer_ropes=(RopeConfig(2e6),) * 4)),
-    "windows of layers without positions": ("smollm3-layers", without(layer_windows=())),
+    "windows of layers without positions": ("smollm3-layers", without(window=None)),
     "partial rotation": ("phi3-partial", without(layer_ropes=(RopeConfig(),) * 3)),
     "factors of longrope": ("phi3-long", without(layer_ropes=(RopeConfig(rotary_dim=6),) * 3)),
     "long factors": ("phi3-long", with_rope(is_long=False)),
     "attention factor": ("phi3-long", with_rope(attention_factor=1.0)),
-    "window": ("phi3-window-tied", without(layer_windows=())),
+    "window": ("phi3-window-tied", without(window=None)),
     "embedding multiplier": ("granite", without(extras={"embedding_multiplier": 1.0, "logits_scaling": 3.0})),
     "logits scaling": ("granite", without(extras={"embedding_multiplier": 2.0, "logits_scaling": 1.0})),
     "residual multiplier": ("granite", without(residual_multiplier=1.0)),
@@ -338,7 +341,7 @@ def test_the_decoder_of_a_multimodal_gemma_3(tied: bool, tmp_path: Path) -> None
 
 
 def test_the_registry_names_the_class_of_each_architecture() -> None:
-    config = ModelConfig("LlamaForCausalLM", 8, 8, 8, 1, 2, 2, 4, 16, layer_windows=(None,))
+    config = model_config("LlamaForCausalLM", 8, 8, 8, 1, 2, 2, 4, 16, layer_windows=(None,))
     for architecture in ARCHITECTURES:
         assert issubclass(model_class(replace(config, architecture=architecture)), CausalLM)
     with pytest.raises(ValueError, match="'GPT2LMHeadModel' is not supported; supported: LlamaForCausalLM, Mistral"):
@@ -349,9 +352,15 @@ def test_the_registry_names_the_class_of_each_architecture() -> None:
 
 
 def test_a_shortened_model_has_a_layer_of_each_kind(tmp_path: Path) -> None:
-    assert [representatives([None] * count) for count in (1, 2, 6)] == [[0], [0, 1], [0, 5]]
-    assert [representatives([None, 5, 5, None, None, last]) for last in (None, 5)] == [[0, 1, 5]] * 2
-    assert representatives([5, None, None, None]) == [0, 1, 3]
+    def kept(*windows: int | None, wide: tuple[int, ...] = ()) -> list[int]:
+        mixers = (AttentionSpec(2, 1, 8, window=window) for window in windows)
+        return representatives([LayerSpec(each, MLPSpec(16 if i in wide else 8)) for i, each in enumerate(mixers)])
+
+    assert [kept(*[None] * count) for count in (1, 2, 6)] == [[0], [0, 1], [0, 5]]
+    assert [kept(None, 5, 5, None, None, last) for last in (None, 5)] == [[0, 1, 5]] * 2
+    assert kept(5, None, None, None) == [0, 1, 3]
+    # a wide layer after a narrow one, a narrow one after a wide one, and two of each in a row
+    assert kept(*[None] * 8, wide=(2, 3, 4)) == [0, 1, 2, 3, 4, 7]
     kinds = ["full_attention", *["sliding_attention"] * 2, *["full_attention"] * 3]
     sliding = {"use_sliding_window": True, "sliding_window": 5, "layer_types": kinds}
     make_checkpoint(tmp_path, "qwen3", num_hidden_layers=len(kinds), **sliding)

@@ -9,7 +9,6 @@ names of all kernels that the engine launches.
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ gpu_limits.gpu_limits = lambda device: LIMITS  # type: ignore[assignment]  # bef
 dependent_launch.can_overlap = lambda device: CAPABILITY >= (9, 0)  # type: ignore[assignment]
 
 from fleetfoot.assets import embedded_model_path  # noqa: E402
+from fleetfoot.config.model import RopeConfig  # noqa: E402
 from fleetfoot.config.parsing import load_model_config  # noqa: E402
 from fleetfoot.fusion import plan_fusion  # noqa: E402
 from fleetfoot.kernels.attention.triton_backend import TritonBackend  # noqa: E402
@@ -40,6 +40,7 @@ from fleetfoot.sampling.shape import EVERYTHING  # noqa: E402
 from fleetfoot.weights.loading import ModelLoader  # noqa: E402
 from tests.helpers.kernels import triton_kernels  # noqa: E402
 from tests.helpers.recording_device import RecordingDevice  # noqa: E402
+from tests.helpers.specs import changed  # noqa: E402
 from tests.helpers.warm_up_without_gpu import launch_nothing, use_fake_driver  # noqa: E402
 
 TARGET = GPUTarget("cuda", CAPABILITY[0] * 10 + CAPABILITY[1], 32)
@@ -51,8 +52,8 @@ def make_runner(folder: Path | None) -> ModelRunnerV2:
     config = load_model_config(folder or embedded_model_path())
     if folder is None:
         heads = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "qk_norm": True}
-        config = replace(config, hidden_size=1024, intermediate_size=3072, vocab_size=4096, **heads)
-    config = replace(config, num_layers=2, layer_windows=(None, None), layer_ropes=())
+        config = changed(config, hidden_size=1024, intermediate_size=3072, vocab_size=4096, **heads)
+    config = changed(config, num_layers=2, window=None, rope=RopeConfig())
     context = ModelContext(triton_kernels(), TritonBackend(), torch.bfloat16, CPU, max_positions=2048)
     limits = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
     runner = ModelRunnerV2(

@@ -27,7 +27,7 @@ gpu_limits.gpu_limits = lambda device: H200  # type: ignore[assignment]  # befor
 dependent_launch.can_overlap = lambda device: True  # type: ignore[assignment]
 
 from fleetfoot.assets import embedded_model_path  # noqa: E402
-from fleetfoot.config.model import ModelConfig  # noqa: E402
+from fleetfoot.config.model import ModelConfig, RopeConfig  # noqa: E402
 from fleetfoot.config.parsing import load_model_config  # noqa: E402
 from fleetfoot.config.sharding import pipeline_layers  # noqa: E402
 from fleetfoot.distributed import groups, peer_memory_words  # noqa: E402
@@ -56,6 +56,7 @@ from fleetfoot.weights.loading import ModelLoader  # noqa: E402
 from tests.helpers.kernels import triton_kernels  # noqa: E402
 from tests.helpers.local_pipeline import MAX_NUM_TOKENS, local_pipeline  # noqa: E402
 from tests.helpers.recording_device import RecordingDevice  # noqa: E402
+from tests.helpers.specs import changed  # noqa: E402
 from tests.helpers.warm_up_without_gpu import launch_nothing, use_fake_driver  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -133,7 +134,7 @@ class ZeroedTorch(TorchFunctionMode):
 
 
 def make_runner(kind: Kind) -> ModelRunnerV2:
-    config = replace(
+    config = changed(
         load_model_config(embedded_model_path()),
         hidden_size=512,
         intermediate_size=1024,
@@ -142,7 +143,7 @@ def make_runner(kind: Kind) -> ModelRunnerV2:
         head_dim=kind.head_dim,
         num_layers=4,
         layer_windows=(None, kind.window) * 2,
-        layer_ropes=(),
+        rope=RopeConfig(),
         qk_norm=kind.qk_norm,
         **kind.model,
     )
@@ -188,9 +189,9 @@ def make_speculation(kind: Kind, config: ModelConfig, context: ModelContext, *, 
     if kind.method == "ngram":
         return DraftSettings(NUM_DRAFTS, ngram=(3, 1))
     alone = replace(context, tensor_group=SINGLE_TENSOR_GROUP)
-    small = replace(config, num_layers=1, layer_windows=(None,), layer_ropes=())
+    small = changed(config, num_layers=1, window=None, rope=RopeConfig())
     if kind.method != "eagle":
-        small = replace(small, hidden_size=128, num_heads=4, num_kv_heads=1, intermediate_size=256)
+        small = changed(small, hidden_size=128, num_heads=4, num_kv_heads=1, intermediate_size=256)
     found = DrafterModel(kind.method, "head", embedded_model_path(), small)
     make = EagleDrafter if kind.method == "eagle" else DraftModel
     context_of_drafter = DrafterContext(alone, found, plan_fusion(small, "v2"), "dummy")

@@ -4,19 +4,20 @@ not: pairs of a shape and a kernel's name. Run as a module, without ``TRITON_INT
 import itertools
 import json
 import sys
-from dataclasses import replace
 from typing import Any
 
 import torch
 from triton import knobs
 
 from fleetfoot.assets import embedded_model_path
+from fleetfoot.config.model import RopeConfig
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.kernels.runtime.dry_tensors import dry_torch
 from fleetfoot.kernels.runtime.triton_support import instead_of_launching
 from fleetfoot.runner.graphs import CaptureTable, GraphKey
 from fleetfoot.runner.v2.warm_up import later_shapes
 from fleetfoot.sampling.shape import EVERYTHING, PLAIN, TOP_K, SamplingVariant
+from tests.helpers.specs import changed
 from tests.helpers.warm_up_without_gpu import launch_nothing, make_runner, use_fake_driver
 
 LIMITS: Any = {"max_num_seqs": 128, "max_num_batched_tokens": 1024}
@@ -29,7 +30,7 @@ EAGER_SIZES = (3, 17, 33, 97, 127)
 def main() -> None:
     use_fake_driver()
     config = load_model_config(embedded_model_path())
-    config = replace(config, num_layers=1, layer_windows=(None,), layer_ropes=(), vocab_size=32000)
+    config = changed(config, num_layers=1, window=None, rope=RopeConfig(), vocab_size=32000)
     short = ((1, 90), (2, 60), (4, 30))
     table = CaptureTable.of(device="cuda", enforce_eager=False, short_contexts=short, **LIMITS)
     runner = make_runner(config, table, **LIMITS)

@@ -95,9 +95,10 @@ class PagedCache:
     """KV blocks handed out in a shuffled order, and the metadata of a step over them, built by hand."""
 
     def __init__(self, config: ModelConfig, block_size: int, num_blocks: int = 64) -> None:
-        shape = (num_blocks, 2, config.num_kv_heads, block_size, config.head_dim)
+        mixers = [layer.mixer for layer in config.layers]
+        shapes = [(num_blocks, 2, mixer.num_kv_heads, block_size, mixer.head_dim) for mixer in mixers]
         # Nothing may be read that was not written: a NaN would show.
-        self.kv_caches = [torch.full(shape, float("nan")) for _ in range(config.num_layers)]
+        self.kv_caches = [torch.full(shape, float("nan")) for shape in shapes]
         self._block_size = block_size
         self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(3)).tolist()
         self._tables: dict[int, list[int]] = {}

@@ -15,7 +15,7 @@ import pytest
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.cli.bench_cold import ColdSamples, cold_results, cold_summary
 from fleetfoot.cli.bench_load import BenchRequest, Lengths, Samples, Work, Workload, distribution, results, run_load
-from fleetfoot.cli.bench_roofline import Costs, Roofline, batch_floors, floor_report, measure_peak_rates
+from fleetfoot.cli.bench_roofline import AttentionCosts, Costs, Roofline, batch_floors, floor_report, measure_peak_rates
 from fleetfoot.cli.chat import Conversation
 from fleetfoot.cli.command import STORY_OPENING, UsageError, numbers_line, read_prompts
 from fleetfoot.cli.generate import TextPrinter, dump_array, request_json
@@ -323,28 +323,34 @@ def test_the_documentation_describes_every_field() -> None:
 @pytest.mark.parametrize("window", [None, 1, 4, 9, 100])
 @pytest.mark.parametrize(("first", "count"), [(0, 0), (0, 1), (0, 7), (3, 5), (8, 1), (8, 20), (30, 2)])
 def test_positions_are_counted(window: int | None, first: int, count: int) -> None:
-    costs = Costs(1, 1, 1, 1, 1, windows=(window, None, window))
-    seen = [[min(position + 1, limit or 1000) for position in range(first, first + count)] for limit in costs.windows]
-    assert costs.positions(first, count) == sum(map(sum, seen))
+    windows = window, None, window
+    kinds = tuple(AttentionCosts(2, 3, limit) for limit in windows)
+    costs = Costs(1, 1, 1, kinds)
+    seen = [
+        [min(position + 1, limit or 1000) for position in range(first, first + count)]
+        for limit in (window, None, window)
+    ]
+    pairs = sum(map(sum, seen))
+    assert (costs.attention_bytes(first, count), costs.attention_flops(first, count)) == (2 * pairs, 3 * pairs)
 
 
 def test_costs_follow_from_the_weights() -> None:
     model = load_model_config(embedded_model_path())
-    costs = Costs.of(model, "bfloat16")
+    costs, mixer = Costs.of(model, "bfloat16"), model.layers[0].mixer
     embedding = model.vocab_size * model.hidden_size
     others = model.num_parameters - embedding * (1 if model.tie_word_embeddings else 2) - model.hidden_size
     assert costs.weight_bytes == 2 * (others + embedding)
     assert costs.flops_per_token + costs.flops_per_logits == 2 * (others + embedding)
     # A token that is not sampled needs all layers but the last, and of that keys and values.
-    of_layer, keys_and_values = others // model.num_layers, 2 * model.num_kv_heads * model.head_dim * model.hidden_size
+    of_layer, keys_and_values = others // model.num_layers, 2 * mixer.num_kv_heads * mixer.head_dim * model.hidden_size
     assert costs.flops_per_token == 2 * (others - of_layer + keys_and_values)
-    assert costs.kv_bytes == 2 * 2 * model.num_kv_heads * model.head_dim  # keys and values in bfloat16
-    assert costs.attention_flops == 4 * model.num_heads * model.head_dim
+    assert costs.attention[0].kv_bytes == 2 * 2 * mixer.num_kv_heads * mixer.head_dim  # keys and values in bfloat16
+    assert costs.attention[0].flops == 4 * mixer.num_heads * mixer.head_dim
 
 
 @pytest.fixture
 def floor() -> Roofline:
-    return Roofline(Costs(1000, 10, 40, 2, 3, windows=(None,)), bytes_per_s=100, flops_per_s=50)
+    return Roofline(Costs(1000, 10, 40, (AttentionCosts(2, 3),)), bytes_per_s=100, flops_per_s=50)
 
 
 def test_a_step_is_bound_by_memory_or_by_arithmetic(floor: Roofline) -> None:
@@ -352,7 +358,7 @@ def test_a_step_is_bound_by_memory_or_by_arithmetic(floor: Roofline) -> None:
     assert floor.linear_s(100, 1) == (100 * 10 + 40) / 50
     assert floor.prefill_attention_s(4, 1) == 4 * 3 / 50  # all that the last layer needs
     assert floor.prefill_attention_s(4, 4) == floor.prefill_attention_s(0) == 0
-    two = replace(floor, costs=replace(floor.costs, windows=(None, 2)))
+    two = replace(floor, costs=replace(floor.costs, attention=(AttentionCosts(2, 3), AttentionCosts(2, 3, 2))))
     assert two.prefill_attention_s(4, 1) == (2 + 3 + 4 + 2) * 3 / 50
     assert floor.decode_attention_s(4, 3) == (5 + 6) * 2 / 100  # the third token is never an input
     assert floor.decode_attention_s(4, 1) == floor.decode_attention_s(4, 0) == 0

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
+from tests.helpers.specs import changed, ropes_of
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.engine import EngineConfig
@@ -265,7 +266,7 @@ def test_the_context_of_both_sides(monkeypatch: pytest.MonkeyPatch, tensor: int,
     context = contexts[0]
     assert context.engine_id == plan.engine_id and len(context.engine_id) == 32
     assert context.num_ranks == tensor * pipeline
-    heads = max(tensor, plan.model.num_kv_heads) / plan.model.num_kv_heads
+    heads = max(tensor, plan.model.layers[0].mixer.num_kv_heads) / plan.model.layers[0].mixer.num_kv_heads
     assert context.bytes_per_block == layout_of(plan).bytes_per_block * heads
 
 
@@ -339,19 +340,19 @@ def test_settings_in_the_fingerprint() -> None:
 
 def test_model_fields_in_the_fingerprint() -> None:
     plan = plan_of()
-    model = plan.model
+    model, mixer = plan.model, plan.model.layers[0].mixer
     changes: list[dict[str, Any]] = [
         {"architecture": "Other"},
-        {"num_layers": model.num_layers + 1, "layer_windows": (), "layer_ropes": ()},
-        {"num_kv_heads": model.num_kv_heads + 1},
-        {"head_dim": model.head_dim + 1},
+        {"num_layers": model.num_layers + 1},
+        {"num_kv_heads": mixer.num_kv_heads + 1},
+        {"head_dim": mixer.head_dim + 1},
         {"rms_norm_eps": 1.0},
         {"layer_windows": (8,) * model.num_layers},
-        {"qk_norm": not model.qk_norm},
-        {"layer_ropes": (*model.layer_ropes[1:], RopeConfig(theta=3.0))},
-        {"layer_ropes": (*model.layer_ropes[1:], None)},
+        {"qk_norm": not mixer.qk_norm},
+        {"layer_ropes": (*ropes_of(model)[1:], RopeConfig(theta=3.0))},
+        {"layer_ropes": (*ropes_of(model)[1:], None)},
     ]
-    plans = [dataclasses.replace(plan, model=dataclasses.replace(model, **change)) for change in ({}, *changes)]
+    plans = [dataclasses.replace(plan, model=changed(model, **change)) for change in ({}, *changes)]
     assert len({engine_fingerprint(plan) for plan in plans}) == len(plans)
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.helpers.specs import changed, flat, model_config
 
 from fleetfoot.config import sharding
 from fleetfoot.config.architectures import ARCHITECTURES
-from fleetfoot.config.model import ConfigError, ModelConfig, RopeConfig
+from fleetfoot.config.model import AttentionSpec, ConfigError, LayerSpec, MLPSpec, ModelConfig, RopeConfig
 from fleetfoot.config.parsing import load_model_config, parse_model_config
 from fleetfoot.config.sharding import pipeline_layers
 
@@ -50,10 +51,10 @@ RENAMED |= {name: name for name in (*SAME, "tie_word_embeddings", "bos_token_id"
 def test_a_plain_llama() -> None:
     config = parse(llama(tie_word_embeddings=True, dtype="bfloat16", bos_token_id=5, eos_token_id=[6, 7]))
     for name, other in RENAMED.items():
-        assert getattr(config, name) == {**LLAMA, "tie_word_embeddings": True, "bos_token_id": 5}[other], name
-    assert (config.architecture, config.head_dim, config.dtype) == ("LlamaForCausalLM", 8, "bfloat16")
-    assert config.layer_ropes == (RopeConfig(10000.0, "default", {}),) * 4
-    assert config.layer_windows == (None,) * 4
+        assert getattr(flat(config), name) == {**LLAMA, "tie_word_embeddings": True, "bos_token_id": 5}[other], name
+    assert (config.architecture, flat(config).head_dim, config.dtype) == ("LlamaForCausalLM", 8, "bfloat16")
+    assert flat(config).layer_ropes == (RopeConfig(10000.0, "default", {}),) * 4
+    assert flat(config).layer_windows == (None,) * 4
     assert config.eos_token_ids == (6, 7)
 
 
@@ -121,7 +122,7 @@ def test_absent_fields_take_the_defaults_of_transformers(architecture: str) -> N
 
     model_type = ARCHITECTURES[architecture].model_type
     theirs = AutoConfig.for_model(model_type).get_text_config()
-    ours = parse({"architectures": [architecture]})
+    ours = flat(parse({"architectures": [architecture]}))
     for name, other in RENAMED.items():
         assert getattr(ours, name) == getattr(theirs, other), name
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
@@ -297,16 +298,16 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 def test_published_configs(name: str) -> None:
     config, num_parameters, expected = PUBLISHED[name]
     parsed = parse(config)
-    assert {field: getattr(parsed, field) for field in expected} == expected
+    assert {field: getattr(flat(parsed), field) for field in expected} == expected
     assert parsed.num_parameters == num_parameters
 
 
 def test_fields_of_gemma_3_without_effect(caplog: pytest.LogCaptureFixture) -> None:
     config = {**PUBLISHED["gemma-3-1b-it"][0], "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     parsed = parse(config)
-    assert (parsed.attention_soft_cap, parsed.extras) == (None, {"final_logit_softcapping": 30.0})
+    assert (flat(parsed).attention_soft_cap, parsed.extras) == (None, {"final_logit_softcapping": 30.0})
     parsed = parse({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": config})
-    assert (parsed.attention_soft_cap, parsed.extras) == (None, {"final_logit_softcapping": None})
+    assert (flat(parsed).attention_soft_cap, parsed.extras) == (None, {"final_logit_softcapping": None})
     assert [record.args[1] for record in caplog.records if isinstance(record.args, tuple)] == [
         "attn_logit_softcapping", "final_logit_softcapping", "attn_logit_softcapping",
     ]  # fmt: skip
@@ -347,15 +348,15 @@ def test_both_spellings_mean_the_same(today: dict[str, Any], yesterday: dict[str
 def test_rope_scaling_wins_and_an_inner_theta_too() -> None:
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1.0}, "rope_theta": 2.0}
     config = llama(**rope, rope_scaling={"rope_type": "linear", "factor": 2.0, "rope_theta": 3.0})
-    assert parse(config).layer_ropes[0] == RopeConfig(3.0, "linear", {"factor": 2.0})
+    assert flat(parse(config)).layer_ropes[0] == RopeConfig(3.0, "linear", {"factor": 2.0})
 
 
 def test_yarn_is_completed() -> None:
-    rope = parse(llama(rope_parameters={"rope_type": "yarn", "factor": 4.0})).layer_ropes[0]
+    rope = flat(parse(llama(rope_parameters={"rope_type": "yarn", "factor": 4.0}))).layer_ropes[0]
     expected = {"factor": 4.0, "original_max_position_embeddings": 512, "attention_factor": pytest.approx(1.1386294361)}
     assert rope.parameters == {**expected, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}  # 1 + 0.1 ln 4
     by_ratio = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 128, "attention_factor": 1.5}
-    rope = parse(llama(rope_parameters=by_ratio)).layer_ropes[0]
+    rope = flat(parse(llama(rope_parameters=by_ratio))).layer_ropes[0]
     assert (rope.parameters["factor"], rope.parameters["attention_factor"]) == (4.0, 1.5)
 
 
@@ -363,17 +364,16 @@ def test_longrope_is_completed_and_resolved() -> None:
     """Older files name it otherwise; ``original_max_position_embeddings`` beside it takes precedence."""
     given = {**LONGROPE, "rope_type": "su", "original_max_position_embeddings": 7}
     config = parse(family("Phi3", rope_scaling=given, original_max_position_embeddings=128, partial_rotary_factor=0.95))
-    (rope, *others) = config.layer_ropes
+    (rope, *others) = flat(config).layer_ropes
     assert rope is not None and rope.rotary_dim == 7 and others == [rope] * 3
     assert rope.parameters["attention_factor"] == pytest.approx(1.1338934)  # (1 + ln 4 / ln 128) ** 0.5
     for length, is_long in ((128, False), (129, True)):
-        (resolved, *_) = config.for_context(length).layer_ropes
+        (resolved, *_) = flat(config.for_context(length)).layer_ropes
         assert resolved is not None and resolved.parameters == {**rope.parameters, "is_long": is_long}
         assert resolved.for_context(10**6) is resolved
     for other, factor in ({"factor": 0.5}, 1.0), ({"factor": 128.0}, 2**0.5), ({"attention_factor": 1.5}, 1.5):
-        (rope, *_) = parse(
-            family("Phi3", original_max_position_embeddings=128, rope_scaling={**LONGROPE, **other})
-        ).layer_ropes
+        parsed = parse(family("Phi3", original_max_position_embeddings=128, rope_scaling={**LONGROPE, **other}))
+        (rope, *_) = flat(parsed).layer_ropes
         assert rope is not None and rope.parameters["attention_factor"] == pytest.approx(factor)
 
 
@@ -425,7 +425,7 @@ def test_eos_token_ids(generation: dict[str, Any], config: dict[str, Any], expec
 )
 def test_single_fields(config: dict[str, Any], expected: dict[str, Any]) -> None:
     parsed = parse(config)
-    assert {name: getattr(parsed, name) for name in expected} == expected
+    assert {name: getattr(flat(parsed), name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -445,7 +445,7 @@ def test_single_fields(config: dict[str, Any], expected: dict[str, Any]) -> None
     ],
 )
 def test_windows(config: dict[str, Any], windows: tuple[int | None, ...]) -> None:
-    assert parse(config).layer_windows == windows
+    assert flat(parse(config)).layer_windows == windows
 
 
 def gemma3(**fields: Any) -> dict[str, Any]:
@@ -556,22 +556,34 @@ def test_any_json_is_parsed_or_refused_and_never_crashes(architecture: str, chan
         config = parse({**LLAMA, "architectures": [architecture], **changes})
     except ConfigError:
         return
-    assert config.num_heads % config.num_kv_heads == 0
-    assert config.head_dim % 2 == 0
-    assert len(config.layer_windows) == len(config.layer_ropes) == config.num_layers
+    for mixer in (layer.mixer for layer in config.layers):
+        assert mixer.num_heads % mixer.num_kv_heads == 0
+        assert mixer.head_dim % 2 == 0
 
 
 def test_the_record_survives_pickling_and_replacing() -> None:
     config = parse(llama(rope_parameters={"rope_type": "yarn", "factor": 4.0}))
     assert pickle.loads(pickle.dumps(config)) == config
-    fields = dataclasses.asdict(config)
-    ropes = tuple(RopeConfig(**rope) for rope in fields["layer_ropes"])
-    assert ModelConfig(**{**fields, "layer_ropes": ropes}) == config
-    shorter = dataclasses.replace(config, num_layers=2, layer_windows=(), layer_ropes=())
-    assert (shorter.layer_windows, shorter.layer_ropes) == ((None, None), (RopeConfig(),) * 2)
-    for name, other in (("layer_windows", "layer_ropes"), ("layer_ropes", "layer_windows")):
-        with pytest.raises(ValueError, match=f"{name} has 4 entries and num_layers is 2"):
-            dataclasses.replace(config, num_layers=2, **{other: ()})
+    assert config.distinct_layers == config.layers[:1]  # equal ones have equal hashes
+    shorter = dataclasses.replace(config, layers=config.layers[:2])
+    assert (shorter.num_layers, shorter.layer_parameters()) == (2, config.layer_parameters() // 2)
+    with pytest.raises(ValueError, match="layers is empty"):
+        dataclasses.replace(config, layers=())
+
+
+def test_layers_that_differ() -> None:
+    """Each has its own sizes, and all sums are over the layers."""
+    narrow, wide = (LayerSpec(AttentionSpec(4, 2, size), MLPSpec(size)) for size in (8, 32))
+    config = ModelConfig("LlamaForCausalLM", 64, 16, (narrow, wide, narrow), 64)
+    sizes = [layer.num_parameters(16) for layer in config.layers]
+    assert sizes == [3 * 16 * 8 + 2 * 16 + 16 * 8 * 12, 3 * 16 * 32 + 2 * 16 + 16 * 32 * 12, sizes[0]]
+    assert config.layer_parameters() == sum(sizes)
+    assert config.distinct_layers == (narrow, wide)
+    assert config.rotary_tables(range(3)) == [(RopeConfig(), 8), (RopeConfig(), 32)]
+    stages = [sharding.pipeline_layers(config, rank, 2) for rank in range(2)]
+    assert stages == [range(2), range(2, 3)]  # the last rank has the logits head, too
+    with pytest.raises(ValueError, match=r"tensor_parallel_size is 3, .*: 1, 2, 4$"):
+        sharding.check_tensor_parallel_size(config, 3)
 
 
 def test_files(tmp_path: Path) -> None:
@@ -596,13 +608,13 @@ def test_an_architecture_states_its_activations(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_mlp_without_a_gate_has_two_matrices() -> None:
-    gated = ModelConfig("LlamaForCausalLM", 8, 16, 32, 3, 2, 2, 8, 16, mlp_bias=True)
-    plain = dataclasses.replace(gated, mlp_gate=False)
+    gated = model_config("LlamaForCausalLM", 8, 16, 32, 3, 2, 2, 8, 16, mlp_bias=True)
+    plain = changed(gated, has_gate=False)
     assert gated.num_parameters - plain.num_parameters == 3 * (16 * 32 + 32)
-    assert gated.layer_parameters(2) - plain.layer_parameters(2) == 16 * 16 + 16
+    assert gated.layer_parameters(2) - plain.layer_parameters(2) == 3 * (16 * 16 + 16)
 
 
-LLAMA_8B = ModelConfig("LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, 131072, dtype="bfloat16")
+LLAMA_8B = model_config("LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, 131072, dtype="bfloat16")
 
 
 def members(span: slice) -> range:
@@ -610,7 +622,7 @@ def members(span: slice) -> range:
 
 
 def shape(heads: int, kv_heads: int, intermediate: int = 96, layers: int = 4, vocab: int = 64) -> ModelConfig:
-    return ModelConfig("LlamaForCausalLM", vocab, 32, intermediate, layers, heads, kv_heads, 8, 64)
+    return model_config("LlamaForCausalLM", vocab, 32, intermediate, layers, heads, kv_heads, 8, 64)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 4, 2), (8, 2, 4), (8, 1, 8), (6, 2, 2), (12, 4, 4)])
@@ -620,9 +632,9 @@ def test_query_heads_find_their_kv_heads_on_their_rank(heads: int, kv_heads: int
     seen: list[int] = []
     for rank in range(size):
         mine = members(sharding.even_span(heads, rank, size))
-        shared = members(sharding.kv_head_span(config, rank, size))
+        shared = members(sharding.kv_head_span(config.layers[0].mixer, rank, size))
         seen += mine
-        assert len(shared) == sharding.num_kv_heads(config, size)
+        assert len(shared) == sharding.num_kv_heads(config.layers[0].mixer, size)
         for place, head in enumerate(mine):  # attention pairs heads by their places on the rank
             assert shared[place * len(shared) // len(mine)] == head * kv_heads // heads
     assert seen == list(range(heads))
@@ -668,7 +680,7 @@ def test_every_layer_is_on_one_rank(layers: int, vocab: int, data: st.DataObject
     assert max(lengths[:-1], default=0) - min(lengths[:-1], default=0) <= 1
     assert lengths[:-1] == sorted(lengths[:-1])
     # the last rank has fewer layers than the others only as far as its logits head makes up for them
-    head = vocab * config.hidden_size / config.layer_parameters()
+    head = vocab * config.hidden_size / config.layers[0].num_parameters(config.hidden_size)
     assert max(lengths[:-1], default=0) - lengths[-1] <= head + 1
 
 
@@ -682,6 +694,7 @@ def test_the_logits_head_counts_as_layers() -> None:
 def test_parameters_of_a_layer() -> None:
     hidden = 4096
     whole = 2 * hidden * hidden + 2 * hidden * 1024 + 3 * hidden * 14336 + 2 * hidden
-    assert LLAMA_8B.layer_parameters() == whole
-    assert LLAMA_8B.layer_parameters(2) == (whole - 2 * hidden) // 2 + 2 * hidden
-    assert LLAMA_8B.layer_parameters(16) == (whole - 2 * hidden - 2 * hidden * 1024) // 16 + 2 * hidden * (1 + 128)
+    layer = LLAMA_8B.layers[0]
+    assert layer.num_parameters(hidden) == whole
+    assert layer.num_parameters(hidden, 2) == (whole - 2 * hidden) // 2 + 2 * hidden
+    assert layer.num_parameters(hidden, 16) == (whole - 2 * hidden - 2 * hidden * 1024) // 16 + 2 * hidden * (1 + 128)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.helpers.int8_method import Int8
 from tests.helpers.kernels import cpu_kernels
 from tests.helpers.paged_models import Rank
+from tests.helpers.specs import changed, model_config
 
 from fleetfoot.cli.plan import plan_report
 from fleetfoot.cli.plan_text import plan_text
@@ -35,9 +36,9 @@ from fleetfoot.runner.v2.input_batch import InputBuffers
 from fleetfoot.runner.v2.state import DeviceState
 from fleetfoot.speculative.find import DrafterShape
 
-SMALL = ModelConfig("LlamaForCausalLM", 101, 48, 80, 3, 4, 2, 12, 256)
-LLAMA_8B = ModelConfig("LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, 131072, dtype="bfloat16")
-TINYLLAMA = ModelConfig("LlamaForCausalLM", 32000, 2048, 5632, 22, 32, 4, 64, 2048, dtype="bfloat16")
+SMALL = model_config("LlamaForCausalLM", 101, 48, 80, 3, 4, 2, 12, 256)
+LLAMA_8B = model_config("LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, 131072, dtype="bfloat16")
+TINYLLAMA = model_config("LlamaForCausalLM", 32000, 2048, 5632, 22, 32, 4, 64, 2048, dtype="bfloat16")
 PARTS = ["weights", "kv_cache", "graphs", "activations", "runner_state", "rotary_table", "sampling_scratch"]
 PARTS += ["communication", "driver"]
 
@@ -130,7 +131,7 @@ RANKS = [("cpu", 1, 1), ("cuda", 1, 1), ("cuda", 2, 1), ("cuda", 4, 1), ("cuda",
 def test_weights_of_a_rank(device: str, tensor_size: int, pipeline_size: int, changes: Any, tied: bool) -> None:
     changes = dict(changes)
     method = changes.pop("method", UNQUANTIZED)
-    model = dataclasses.replace(SMALL, tie_word_embeddings=tied, **changes)
+    model = changed(SMALL, tie_word_embeddings=tied, **changes)
     settings = EngineConfig(tensor_parallel_size=tensor_size, pipeline_parallel_size=pipeline_size)
     dtype, size, hidden = getattr(torch, model.dtype), DTYPE_BYTES[model.dtype], model.hidden_size
     ops, meta, group = cpu_kernels(), torch.device("meta"), Rank(0, tensor_size)
@@ -150,7 +151,7 @@ def test_weights_of_a_rank(device: str, tensor_size: int, pipeline_size: int, ch
         assert memory.weight_bytes(stage) == held
         layout = KVLayout.of(model, 1, 16, model.dtype, tensor_parallel_size=tensor_size, layers=stage.layers)
         heads = [layer.self_attn.num_kv_heads for layer in part.model.layers.values()]
-        assert layout.layers == tuple(KVCacheSpec(num_heads, model.head_dim) for num_heads in heads)
+        assert layout.layers == tuple(KVCacheSpec(num_heads, model.layers[0].mixer.head_dim) for num_heads in heads)
         assert memory.kv_block_bytes(stage) == layout.bytes_per_block
 
 
@@ -173,7 +174,7 @@ def test_a_drafter_is_with_the_last_rank() -> None:
 @pytest.mark.parametrize(("num_ranks", "num_tables"), [(1, [3]), (2, [2, 2]), (6, [1] * 6)])
 def test_layers_with_equal_ropes_share_a_table(num_ranks: int, num_tables: list[int]) -> None:
     ropes = (RopeConfig(), RopeConfig(theta=3.0), RopeConfig(), None, RopeConfig(), None)
-    model = dataclasses.replace(SMALL, num_layers=6, layer_windows=(), layer_ropes=ropes)
+    model = changed(SMALL, num_layers=6, layer_ropes=ropes)
     ops = cpu_kernels()
     context = ModelContext(ops, ops.attention, torch.float32, torch.device("cpu"), max_positions=256)
     for stage, count in zip(

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from tests.helpers.int8_method import Int8
 from tests.helpers.kernels import cpu_kernels
+from tests.helpers.specs import model_config
 
 from fleetfoot.assets import embedded_eagle_path, embedded_model_path
 from fleetfoot.config.engine import EngineConfig
@@ -207,7 +208,7 @@ def test_a_draft_models_memory() -> None:
     assert shape_of(config, untied, "float32", "cuda") == shape
     int8 = drafter_shape(config, TARGET, shape.model, "float32", "cuda", Int8())
     assert shape.weight_bytes - int8.weight_bytes == draft.num_layers * sum(
-        outputs * (3 * inputs - 4) for outputs, inputs, _ in draft.layer_linears()
+        outputs * (3 * inputs - 4) for outputs, inputs, _ in draft.layers[0].linears(draft.hidden_size)
     )
 
 
@@ -220,7 +221,7 @@ def test_the_memory_of_a_head_far_from_the_embedding_and_of_n_grams() -> None:
     assert shape_of(EngineConfig(), TARGET, "float32", "cpu") == NO_DRAFTER
 
 
-CONFIG = ModelConfig("LlamaForCausalLM", 101, 48, 80, 1, 4, 2, 16, 64)
+CONFIG = model_config("LlamaForCausalLM", 101, 48, 80, 1, 4, 2, 16, 64)
 BLOCK_SIZE, NUM_DRAFTS = 8, 3
 
 

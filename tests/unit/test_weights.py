@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from tests.helpers.kernels import cpu_kernels, reference_kernels
 from tests.helpers.paged_models import Rank
+from tests.helpers.specs import changed, model_config
 
 from fleetfoot.config.model import ModelConfig, RopeConfig
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
@@ -40,7 +41,7 @@ ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def config(*, tied: bool = False) -> ModelConfig:
-    return ModelConfig("LlamaForCausalLM", 11, 8, 12, 2, 2, 1, 4, 32, tie_word_embeddings=tied)
+    return model_config("LlamaForCausalLM", 11, 8, 12, 2, 2, 1, 4, 32, tie_word_embeddings=tied)
 
 
 def weights(model: CausalLM) -> Tensors:
@@ -270,9 +271,9 @@ def test_load_formats(tmp_path: Path) -> None:
         ModelLoader(config(), CONTEXT, None).load()
 
 
-SHARED = ModelConfig("LlamaForCausalLM", 40, 16, 24, 2, 4, 2, 4, 32, qkv_bias=True, o_bias=True, mlp_bias=True)
+SHARED = model_config("LlamaForCausalLM", 40, 16, 24, 2, 4, 2, 4, 32, qkv_bias=True, o_bias=True, mlp_bias=True)
 ROPES = (RopeConfig(rotary_dim=2), RopeConfig())
-MERGED = dataclasses.replace(SHARED, has_merged_projections=True, qk_norm=True, layer_ropes=ROPES)
+MERGED = changed(SHARED, has_merged_projections=True, qk_norm=True, layer_ropes=ROPES)
 """One tensor of several layers in the checkpoint, and rows that are stored in another order."""
 
 
@@ -428,7 +429,7 @@ def test_large_dummy_weights_repeat_no_row_in_no_part(part: tuple[slice, slice],
 
 
 def test_dummy_weights() -> None:
-    big = ModelConfig("Qwen3ForCausalLM", 500, 64, 96, 2, 4, 2, 16, 32, qk_norm=True, qkv_bias=True)
+    big = model_config("Qwen3ForCausalLM", 500, 64, 96, 2, 4, 2, 16, 32, qk_norm=True, qkv_bias=True)
 
     def dummy(seed: int, layers: range | None = None) -> Tensors:
         return weights(ModelLoader(big, CONTEXT, None, "dummy", seed, layers).load())

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
 
@@ -30,6 +30,17 @@ take 14 s, and 0.2 s in float32."""
 _REPEATS = 5
 
 
+class AttentionCosts(NamedTuple):
+    """What attention of one layer reads and computes."""
+
+    kv_bytes: int
+    """Keys and values of one position."""
+    flops: int
+    """Operations of one query token and one position."""
+    window: int | None = None
+    """How many positions a token sees; None: all."""
+
+
 @dataclass(frozen=True, slots=True)
 class Costs:
     """What a model reads and computes, over all its ranks together."""
@@ -40,31 +51,34 @@ class Costs:
     """Operations of the linear layers, but for what `flops_per_logits` has of the last one."""
     flops_per_logits: int
     """Operations of the logits head, and of the last layer without its K and V: for each token that is sampled."""
-    kv_bytes: int
-    """Keys and values of one position in one layer."""
-    attention_flops: int
-    """Operations of one query token and one position in one layer."""
-    windows: tuple[int | None, ...]
-    """For each layer, how many positions a token sees; None: all."""
+    attention: tuple[AttentionCosts, ...]
+    """For each layer."""
 
     @classmethod
     def of(cls, model: ModelConfig, dtype: str) -> Costs:
-        layers = model.num_layers * model.layer_parameters()
-        head = model.vocab_size * model.hidden_size
-        kv_size = 2 * model.num_kv_heads * model.head_dim
-        sampled = model.layer_parameters() - kv_size * model.hidden_size
+        layers, head = model.layer_parameters(), model.vocab_size * model.hidden_size
+        mixers = [layer.mixer for layer in model.layers]
+        kv_sizes = [2 * mixer.num_kv_heads * mixer.head_dim for mixer in mixers]
+        sampled = model.layers[-1].num_parameters(model.hidden_size) - kv_sizes[-1] * model.hidden_size
         return cls(
             weight_bytes=(layers + head) * DTYPE_BYTES[dtype],
             flops_per_token=2 * (layers - sampled),
             flops_per_logits=2 * (head + sampled),
-            kv_bytes=kv_size * DTYPE_BYTES[dtype],
-            attention_flops=4 * model.num_heads * model.head_dim,
-            windows=model.layer_windows,
+            attention=tuple(
+                AttentionCosts(kv_size * DTYPE_BYTES[dtype], 4 * mixer.num_heads * mixer.head_dim, mixer.window)
+                for kv_size, mixer in zip(kv_sizes, mixers, strict=True)
+            ),
         )
 
-    def positions(self, first: int, count: int) -> int:
-        """Positions that ``count`` tokens in a row see, the first of them at ``first``: of all tokens and layers."""
-        return sum(layers * _positions(first, count, window) for window, layers in Counter(self.windows).items())
+    def attention_flops(self, first: int, count: int) -> int:
+        """Operations of attention for ``count`` tokens in a row, the first of them at position ``first``."""
+        kinds = Counter(self.attention).items()
+        return sum(layers * kind.flops * _positions(first, count, kind.window) for kind, layers in kinds)
+
+    def attention_bytes(self, first: int, count: int) -> int:
+        """Bytes of K and V that as many tokens read, one in each step."""
+        kinds = Counter(self.attention).items()
+        return sum(layers * kind.kv_bytes * _positions(first, count, kind.window) for kind, layers in kinds)
 
 
 def _positions(first: int, count: int, window: int | None) -> int:
@@ -92,15 +106,13 @@ class Roofline:
 
     def prefill_attention_s(self, num_tokens: int, num_cached: int = 0) -> float:
         """Seconds for a prompt, over all its chunks; ``num_cached`` of its tokens were found in the prefix cache."""
-        num_computed = num_tokens - num_cached
-        unread = _positions(num_cached, max(0, num_computed - 1), self.costs.windows[-1])
-        pairs = self.costs.positions(num_cached, num_computed) - unread
-        return pairs * self.costs.attention_flops / self.flops_per_s
+        num_computed, last = num_tokens - num_cached, self.costs.attention[-1]
+        unread = last.flops * _positions(num_cached, max(0, num_computed - 1), last.window)
+        return (self.costs.attention_flops(num_cached, num_computed) - unread) / self.flops_per_s
 
     def decode_attention_s(self, num_prompt_tokens: int, num_output_tokens: int) -> float:
         """Seconds in a request's steps after its prompt: all its outputs but the last are an input of one."""
-        positions = self.costs.positions(num_prompt_tokens, max(0, num_output_tokens - 1))
-        return positions * self.costs.kv_bytes / self.bytes_per_s
+        return self.costs.attention_bytes(num_prompt_tokens, max(0, num_output_tokens - 1)) / self.bytes_per_s
 
 
 def measure_floor(engine: LLMEngine) -> Roofline | None:

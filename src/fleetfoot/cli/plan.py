@@ -281,8 +281,8 @@ def _layers(plan: EnginePlan) -> Iterator[dict[str, Any]]:
 
 
 def _positions(model: ModelConfig) -> Iterator[dict[str, Any]]:
-    for rope in model.distinct_ropes(range(model.num_layers)):
-        layers = [layer for layer, other in enumerate(model.layer_ropes) if other == rope]
+    for rope in dict.fromkeys(layer.mixer.rope for layer in model.layers):
+        layers = [index for index, layer in enumerate(model.layers) if layer.mixer.rope == rope]
         yield {"rope": None if rope is None else str(rope), "layers": layers}
 
 
@@ -291,12 +291,13 @@ def _parallel(plan: EnginePlan) -> dict[str, Any]:
     stages = []
     for rank in range(pipeline_size):
         layers, memory = pipeline_layers(model, rank, pipeline_size), plan.memory.stage(rank)
+        mixers = [model.layers[layer].mixer for layer in layers]
         stage = {
             "pipeline_rank": rank,
             "ranks": [rank * tensor_size, (rank + 1) * tensor_size - 1],
             "layers": [layers.start, layers.stop - 1],
-            "num_heads": model.num_heads // tensor_size,
-            "num_kv_heads": num_kv_heads(model, tensor_size),
+            "num_heads": max(mixer.num_heads for mixer in mixers) // tensor_size,
+            "num_kv_heads": max(num_kv_heads(mixer, tensor_size) for mixer in mixers),
         }
         stages.append({**stage, **memory.parts(), "left": memory.left})
     sizes = {"tensor_parallel_size": tensor_size, "pipeline_parallel_size": pipeline_size}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fleetfoot.config.json_fields import Fields
-from fleetfoot.config.model import LayerRopes, RopeConfig
+from fleetfoot.config.model import LayerRopes, LayerSpec, RopeConfig
 from fleetfoot.config.rope import parse_rope, uniform_ropes
 
 logger = logging.getLogger(__name__)
@@ -34,11 +34,14 @@ class Architecture:
     defaults: Mapping[str, Any]
     """Values of absent fields, where they differ from those common to all: the defaults of ``transformers``."""
     traits: Callable[[Fields], dict[str, Any]]
-    """Further fields of `ModelConfig`. Raises ConfigError for a field of ``config.json`` that is not supported."""
+    """Further fields of `ModelConfig`, and as ``attention``, ``mlp`` and ``layer`` those of the specs of all layers.
+    Raises ConfigError for a field of ``config.json`` that is not supported."""
     windows: Callable[[Fields, int], LayerWindows]
     """``(fields, num_layers)`` -> the sliding window of each layer."""
     ropes: Callable[[Fields, int], LayerRopes] = uniform_ropes
     """``(fields, num_layers)`` -> the rotation of each layer."""
+    layers: Callable[[Fields, tuple[LayerSpec, ...]], tuple[LayerSpec, ...]] = lambda fields, layers: layers
+    """The layers, given those with the fields so far, which have equal sizes: for a model whose layers differ."""
     activation_field: str = "hidden_act"
     activations: tuple[str, ...] = ("silu", "swish")
     """Values of ``activation_field`` that the model computes."""
@@ -52,39 +55,41 @@ class Architecture:
     """The class itself, where this process has it already."""
 
 
-def llama_traits(fields: Fields) -> dict[str, bool]:
+def llama_traits(fields: Fields) -> dict[str, Any]:
     """``attention_bias`` and ``mlp_bias``."""
-    attention_bias = fields.boolean("attention_bias")
-    return {"qkv_bias": attention_bias, "o_bias": attention_bias, "mlp_bias": fields.boolean("mlp_bias")}
+    return {"attention": _attention_biases(fields), "mlp": {"has_bias": fields.boolean("mlp_bias")}}
 
 
-def _mistral_traits(fields: Fields) -> dict[str, bool]:
+def _attention_biases(fields: Fields) -> dict[str, Any]:
+    return dict.fromkeys(("qkv_bias", "o_bias"), fields.boolean("attention_bias"))
+
+
+def _mistral_traits(fields: Fields) -> dict[str, Any]:
     fields.refuse("attention_bias", "mlp_bias", because="Mistral has no biases; expected false")
     return {}
 
 
-def _qwen2_traits(fields: Fields) -> dict[str, bool]:
+def _qwen2_traits(fields: Fields) -> dict[str, Any]:
     fields.refuse("mlp_bias", because="Qwen2 has biases on q, k and v alone; expected false")
-    return {"qkv_bias": True}
+    return {"attention": {"qkv_bias": True}}
 
 
-def _qwen3_traits(fields: Fields) -> dict[str, bool]:
+def _qwen3_traits(fields: Fields) -> dict[str, Any]:
     fields.refuse("mlp_bias", because="Qwen3 has no biases in its MLP; expected false")
-    attention_bias = fields.boolean("attention_bias")
-    return {"qkv_bias": attention_bias, "o_bias": attention_bias, "qk_norm": True}
+    return {"attention": {**_attention_biases(fields), "qk_norm": True}}
 
 
 def _granite_traits(fields: Fields) -> dict[str, Any]:
     """The factors on attention scores and residual branches of every layer, and the two of the model's ends."""
     return {
-        **llama_traits(fields),
-        "attention_scale": fields.number("attention_multiplier"),
-        "residual_multiplier": fields.number("residual_multiplier"),
+        "attention": {**_attention_biases(fields), "scale": fields.number("attention_multiplier")},
+        "mlp": {"has_bias": fields.boolean("mlp_bias")},
+        "layer": {"residual_multiplier": fields.number("residual_multiplier")},
         "extras": {name: fields.number(name) for name in ("embedding_multiplier", "logits_scaling")},
     }
 
 
-def _phi3_traits(fields: Fields) -> dict[str, bool]:
+def _phi3_traits(fields: Fields) -> dict[str, Any]:
     fields.refuse("attention_bias", "mlp_bias", "lm_head_bias", because="Phi-3 has no biases; expected false")
     return {"has_merged_projections": True}
 
@@ -117,23 +122,23 @@ def _gemma2_traits(fields: Fields) -> dict[str, Any]:
     fields.refuse("mlp_bias", because="Gemma has no biases in its MLP; expected false")
     if fields.raw("is_causal") is False:
         raise fields.error("is_causal", "tokens attend to earlier ones only; expected true")
-    attention_bias = fields.boolean("attention_bias")
     return {
-        "qkv_bias": attention_bias,
-        "o_bias": attention_bias,
-        "activation": "gelu_tanh",
-        "num_layer_norms": 4,
+        "attention": {
+            **_attention_biases(fields),
+            "scale": fields.number("query_pre_attn_scalar") ** -0.5,
+            "soft_cap": _soft_cap(fields, "attn_logit_softcapping"),
+        },
+        "mlp": {"activation": "gelu_tanh"},
+        "layer": {"num_norms": 4, "unfusible": "norms after attention and MLP"},
         "norm_offset": 1.0,
-        "attention_scale": fields.number("query_pre_attn_scalar") ** -0.5,
-        "attention_soft_cap": _soft_cap(fields, "attn_logit_softcapping"),
         "extras": {"final_logit_softcapping": _soft_cap(fields, "final_logit_softcapping")},
-        "unfusible": "norms behind attention and MLP",
     }
 
 
 def _gemma3_traits(fields: Fields) -> dict[str, Any]:
     _warn_of_no_effect(fields, "attn_logit_softcapping")
-    return {**_gemma2_traits(fields), "attention_soft_cap": None, "qk_norm": True}
+    traits = _gemma2_traits(fields)
+    return {**traits, "attention": {**traits["attention"], "soft_cap": None, "qk_norm": True}}
 
 
 def _gemma3_multimodal_traits(fields: Fields) -> dict[str, Any]:
@@ -152,12 +157,9 @@ def _warn_of_no_effect(fields: Fields, name: str) -> None:
 
 def _olmo2_traits(fields: Fields) -> dict[str, Any]:
     fields.refuse("mlp_bias", "clip_qkv", because="OLMo-2 has neither biases in its MLP nor clipping; expected null")
-    attention_bias = fields.boolean("attention_bias")
     return {
-        "qkv_bias": attention_bias,
-        "o_bias": attention_bias,
-        "qk_norm_over_heads": True,
-        "unfusible": "norms behind attention and MLP alone, norms over all heads",
+        "attention": {**_attention_biases(fields), "qk_norm_over_heads": True},
+        "layer": {"unfusible": "norms after attention and MLP alone, norms over all heads"},
     }
 
 

@@ -26,7 +26,7 @@ class RopeConfig:
     """Base of the geometric series of wavelengths."""
     rope_type: str = "default"
     """``default``, ``linear``, ``dynamic``, ``llama3``, ``longrope`` or ``yarn``."""
-    parameters: Mapping[str, Any] = field(default_factory=dict)
+    parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Further parameters of the type, by their names in ``config.json`` (``factor``, ``low_freq_factor``, ...)."""
     rotary_dim: int | None = None
     """The first elements of each head that are rotated; None: all."""
@@ -49,67 +49,118 @@ class RopeConfig:
 
 LayerRopes = tuple[RopeConfig | None, ...]
 """The rotation of each layer; None: the layer has no positions."""
+Linear = tuple[int, int, bool]
+"""Outputs and inputs of a linear layer, and whether it has a bias."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """The attention of a decoder layer, with grouped queries. ``head_dim`` is in elements."""
+
+    num_heads: int
+    """Query heads."""
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig | None = RopeConfig()
+    """None: the layer has no positions."""
+    window: int | None = None
+    """How many positions a token attends to, its own included; None: all."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    """Whether each head of q and k has an RMSNorm before the rotation (Qwen3)."""
+    qk_norm_over_heads: bool = False
+    """Whether q and k have an RMSNorm each over all of their heads (OLMo-2)."""
+    scale: float | None = None
+    """Factor of the scores; None: ``head_dim ** -0.5``."""
+    soft_cap: float | None = None
+    """Limit of the scores: ``cap * tanh(score / cap)`` (Gemma-2); None: none."""
+    is_causal: bool = True
+    """Whether tokens attend to earlier ones only."""
+
+    def linears(self, hidden_size: int, num_ranks: int = 1) -> tuple[Linear, ...]:
+        """The linear layers on one of ``num_ranks``: q, k and v; o."""
+        q = self.num_heads // num_ranks * self.head_dim
+        kv = max(1, self.num_kv_heads // num_ranks) * self.head_dim
+        return (q + 2 * kv, hidden_size, self.qkv_bias), (hidden_size, q, self.o_bias)
+
+    @property
+    def norm_parameters(self) -> int:
+        """Weights of the norms of q and k."""
+        num_heads = 2 * self.qk_norm + (self.num_heads + self.num_kv_heads) * self.qk_norm_over_heads
+        return num_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class MLPSpec:
+    """The MLP of a decoder layer."""
+
+    intermediate_size: int
+    has_bias: bool = False
+    has_gate: bool = True
+    """Whether it has three matrices (gate, up and down) rather than two."""
+    activation: str = "silu"
+    """The activation of the gate: ``silu`` or ``gelu_tanh``."""
+
+    def linears(self, hidden_size: int, num_ranks: int = 1) -> tuple[Linear, ...]:
+        """The linear layers on one of ``num_ranks``: gate and up; down."""
+        size = self.intermediate_size // num_ranks
+        return ((1 + self.has_gate) * size, hidden_size, self.has_bias), (hidden_size, size, self.has_bias)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """A decoder layer. Layers with equal specs launch the same kernels."""
+
+    mixer: AttentionSpec
+    mlp: MLPSpec
+    num_norms: int = 2
+    """RMSNorms of ``hidden_size``."""
+    residual_multiplier: float = 1.0
+    """Factor of the outputs of mixer and MLP, before they are added to the residual stream."""
+    unfusible: str = ""
+    """How the layer differs from those that `fleetfoot.fusion` can fuse; empty: it does not."""
+
+    def linears(self, hidden_size: int, num_ranks: int = 1) -> tuple[Linear, ...]:
+        """The linear layers on one of ``num_ranks``, in the order of computation."""
+        return self.mixer.linears(hidden_size, num_ranks) + self.mlp.linears(hidden_size, num_ranks)
+
+    def norm_parameters(self, hidden_size: int) -> int:
+        """Weights of all norms."""
+        return self.num_norms * hidden_size + self.mixer.norm_parameters
+
+    def num_parameters(self, hidden_size: int, num_ranks: int = 1) -> int:
+        """Weights on one of ``num_ranks``."""
+        linears = self.linears(hidden_size, num_ranks)
+        return self.norm_parameters(hidden_size) + sum(out * (size + has_bias) for out, size, has_bias in linears)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a decoder-only model. Sizes are counts; ``head_dim`` is in elements."""
+    """The shape of a decoder-only model. Sizes are counts."""
 
     architecture: str
     """The model class from ``architectures``, for example ``LlamaForCausalLM``."""
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    """Width of the MLP."""
-    num_layers: int
-    num_heads: int
-    """Query heads."""
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[LayerSpec, ...]
+    """The decoder layers, which may differ from each other."""
     max_position_embeddings: int
     """Longest context, in tokens."""
     rms_norm_eps: float = 1e-6
-    layer_ropes: LayerRopes = ()
-    """Empty: every layer has RopeConfig's defaults (replaced by one for each)."""
-    layer_windows: tuple[int | None, ...] = ()
-    """For each layer, how many positions a token attends to, its own included; None: all. Empty: no layer has a window
-    (replaced by None for each)."""
     tie_word_embeddings: bool = False
     """Whether the logits head is the embedding."""
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    mlp_gate: bool = True
-    """Whether the MLP has three matrices (gate, up and down) rather than two."""
     has_merged_projections: bool = False
     """Whether the checkpoint has q, k and v in one tensor, ``qkv_proj``, and gate and up in ``gate_up_proj``."""
-    activation: str = "silu"
-    """The activation of the MLP's gate: ``silu`` or ``gelu_tanh``."""
-    num_layer_norms: int = 2
-    """RMSNorms of ``hidden_size`` in a decoder layer."""
     norm_offset: float = 0.0
     """Added to the weights of all RMSNorms (Gemma: 1)."""
-    qk_norm: bool = False
-    """Whether each head of q and k has an RMSNorm before the rotation (Qwen3)."""
-    qk_norm_over_heads: bool = False
-    """Whether q and k have an RMSNorm each over all of their heads (OLMo-2)."""
-    attention_scale: float | None = None
-    """Factor of the attention scores; None: ``head_dim ** -0.5``."""
-    residual_multiplier: float = 1.0
-    """Factor of the outputs of attention and MLP, before they are added to the residual stream."""
-    attention_soft_cap: float | None = None
-    """Limit of the attention scores: ``cap * tanh(score / cap)`` (Gemma-2); None: none."""
     head: str = "logits"
-    """Behind the final norm: ``logits``; ``score`` or ``biased_score``, a linear layer; ``reward``, two of them; or
+    """After the final norm: ``logits``; ``score`` or ``biased_score``, a linear layer; ``reward``, two of them; or
     ``none``."""
     num_labels: int = 0
     """Outputs of a head for scores."""
-    is_causal: bool = True
-    """Whether tokens attend to earlier ones only."""
     class_path: str = ""
     """``module:class`` of the `CausalLM`; empty: that of the architecture."""
-    unfusible: str = ""
-    """How the decoder layers differ from those that `fleetfoot.fusion` can fuse; empty: they do not."""
     extras: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of ``config.json`` that only this architecture reads, by their names there."""
     dtype: str = "float32"
@@ -119,25 +170,41 @@ class ModelConfig:
     """End tokens, from ``generation_config.json`` if it has them, else from ``config.json``."""
 
     def __post_init__(self) -> None:
-        defaults: dict[str, Any] = {"layer_windows": None, "layer_ropes": RopeConfig()}
-        for name, default in defaults.items():
-            if not getattr(self, name):
-                object.__setattr__(self, name, (default,) * self.num_layers)
-            if len(getattr(self, name)) != self.num_layers:
-                raise ValueError(
-                    f"{name} has {len(getattr(self, name))} entries and num_layers is {self.num_layers}; "
-                    "expected one for each layer, or () for the default"
-                )
+        if not self.layers:
+            raise ValueError("layers is empty; expected a LayerSpec for each decoder layer")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def distinct_layers(self) -> tuple[LayerSpec, ...]:
+        """The specs of the layers, each once, in the order of their first layers."""
+        return tuple(dict.fromkeys(self.layers))
+
+    def with_mixers(self, **changes: Any) -> ModelConfig:
+        """This model with other fields of the mixers of all layers."""
+        return replace(
+            self, layers=tuple(replace(layer, mixer=replace(layer.mixer, **changes)) for layer in self.layers)
+        )
 
     def for_context(self, max_model_len: int) -> ModelConfig:
         """For sequences of at most this many tokens: see `RopeConfig.for_context`."""
-        ropes = tuple(rope and rope.for_context(max_model_len) for rope in self.layer_ropes)
-        return replace(self, layer_ropes=ropes)
 
-    def distinct_ropes(self, layers: range) -> list[RopeConfig | None]:
-        """Those of the layers, each once: layers with equal ropes share a table."""
-        ropes = [self.layer_ropes[layer] for layer in layers]
-        return [rope for index, rope in enumerate(ropes) if rope not in ropes[:index]]
+        def resolved(layer: LayerSpec) -> LayerSpec:
+            rope = layer.mixer.rope and layer.mixer.rope.for_context(max_model_len)
+            return replace(layer, mixer=replace(layer.mixer, rope=rope))
+
+        return replace(self, layers=tuple(map(resolved, self.layers)))
+
+    def rotary_tables(self, layers: range) -> list[tuple[RopeConfig | None, int]]:
+        """The rotation and the head size of each table of angles that the layers need, each once."""
+        mixers = (self.layers[layer].mixer for layer in layers)
+        tables: list[tuple[RopeConfig | None, int]] = []  # ropes have mappings, which have no hash
+        for mixer in mixers:
+            if (mixer.rope, mixer.head_dim) not in tables:
+                tables.append((mixer.rope, mixer.head_dim))
+        return tables
 
     @property
     def num_parameters(self) -> int:
@@ -148,31 +215,11 @@ class ModelConfig:
             embeddings += self.num_labels
         if self.head == "reward":
             embeddings += (self.hidden_size + 1) * self.hidden_size
-        return self.num_layers * self.layer_parameters() + embeddings + self.hidden_size
+        return self.layer_parameters() + embeddings + self.hidden_size
 
     def layer_parameters(self, num_ranks: int = 1) -> int:
-        """Weights of a decoder layer on one of ``num_ranks``."""
-        linears = self.layer_linears(num_ranks)
-        return self.layer_norm_parameters + sum(outputs * (inputs + has_bias) for outputs, inputs, has_bias in linears)
-
-    def layer_linears(self, num_ranks: int = 1) -> tuple[tuple[int, int, bool], ...]:
-        """Outputs, inputs, and whether there is a bias, of each linear layer of a decoder layer: q, k and v; o; gate
-        and up; down."""
-        hidden, intermediate = self.hidden_size, self.intermediate_size // num_ranks
-        q = self.num_heads // num_ranks * self.head_dim
-        kv = max(1, self.num_kv_heads // num_ranks) * self.head_dim
-        return (
-            (q + 2 * kv, hidden, self.qkv_bias),
-            (hidden, q, self.o_bias),
-            ((2 if self.mlp_gate else 1) * intermediate, hidden, self.mlp_bias),
-            (hidden, intermediate, self.mlp_bias),
-        )
-
-    @property
-    def layer_norm_parameters(self) -> int:
-        """Weights of the norms of a decoder layer."""
-        of_heads = 2 * self.qk_norm + (self.num_heads + self.num_kv_heads) * self.qk_norm_over_heads
-        return self.num_layer_norms * self.hidden_size + of_heads * self.head_dim
+        """Weights of all decoder layers on one of ``num_ranks``."""
+        return sum(layer.num_parameters(self.hidden_size, num_ranks) for layer in self.layers)
 
 
 class HFConfig(SimpleNamespace):

@@ -38,7 +38,8 @@ class ModelRegistry:
         Args:
             model_arch: the name in ``architectures`` of ``config.json``.
             model_cls: the class, or ``module:class``, which is imported when a model is built.
-            traits: `Fields` of ``config.json`` -> further fields of `ModelConfig`, such as ``extras``.
+            traits: `Fields` of ``config.json`` -> further fields of `ModelConfig`, such as ``extras``; see
+                `Architecture.traits`.
             entry: other fields of `Architecture`; ``defaults`` are added to those that there are.
 
         Raises:
@@ -59,7 +60,9 @@ class ModelRegistry:
 
         def all_traits(fields: Fields) -> dict[str, Any]:
             added = {} if traits is None else traits(fields)
-            return {**base.traits(fields), "unfusible": f"a registered class, {path}", **added}
+            before = base.traits(fields)
+            layer = {**before.get("layer", {}), "unfusible": f"a registered class, {path}", **added.get("layer", {})}
+            return {**before, **added, "layer": layer}
 
         entry |= {"defaults": {**base.defaults, **entry.get("defaults", {})}, "traits": all_traits}
         found = model_cls if isinstance(model_cls, type) else None

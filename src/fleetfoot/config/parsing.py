@@ -9,7 +9,15 @@ from typing import Any
 from fleetfoot.config.architectures import ARCHITECTURES, Architecture
 from fleetfoot.config.foreign_fields import foreign_fields
 from fleetfoot.config.json_fields import ConfigError, Fields
-from fleetfoot.config.model import DTYPES, ModelConfig, read_config_json, read_generation_json
+from fleetfoot.config.model import (
+    DTYPES,
+    AttentionSpec,
+    LayerSpec,
+    MLPSpec,
+    ModelConfig,
+    read_config_json,
+    read_generation_json,
+)
 from fleetfoot.config.pooling import check_is_decoder, decoder_name
 from fleetfoot.config.rope import read_head_dim
 
@@ -75,10 +83,10 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
         raise fields.error(architecture.activation_field, f"supported: {', '.join(architecture.activations)}")
     vocab_size = fields.integer("vocab_size")
     num_layers = fields.integer("num_hidden_layers", maximum=10_000)
-    num_heads, num_kv_heads, head_dim = _heads(fields)
-    ropes = architecture.ropes(fields, num_layers)
+    traits = architecture.traits(fields)
+    layers = architecture.layers(fields, _layers(architecture, fields, num_layers, traits))
     num_positions = fields.integer("max_position_embeddings", minimum=2)
-    for rope in ropes:
+    for rope in (layer.mixer.rope for layer in layers):
         if rope is not None and rope.rope_type == "yarn":  # many files have the length before it was extended
             extended = rope.parameters["original_max_position_embeddings"] * rope.parameters["factor"]
             num_positions = max(num_positions, int(extended))
@@ -88,20 +96,14 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
         class_path=architecture.model,
         vocab_size=vocab_size,
         hidden_size=fields.integer("hidden_size"),
-        intermediate_size=fields.integer("intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        layers=layers,
         max_position_embeddings=num_positions,
         rms_norm_eps=fields.number("rms_norm_eps"),
-        layer_ropes=ropes,
-        layer_windows=architecture.windows(fields, num_layers),
         tie_word_embeddings=fields.boolean("tie_word_embeddings"),
         dtype=_dtype(fields),
         bos_token_id=fields.optional_integer("bos_token_id", minimum=0),
         eos_token_ids=_eos_token_ids(generation_fields, fields, vocab_size),
-        **architecture.traits(fields),
+        **{name: value for name, value in traits.items() if name not in _OF_LAYERS},
     )
     outside = {name: value for name, value in whole.items() if name not in config}
     known = {*fields.read, *architecture.attribute_map.values(), architecture.decoder_field}
@@ -111,6 +113,23 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
             f"{name} is not here. If it has no effect, leave it out, or set it to null with hf_overrides"
         )
     return model
+
+
+_OF_LAYERS = ("attention", "mlp", "layer")
+"""Traits with fields of `AttentionSpec`, `MLPSpec` and `LayerSpec`."""
+
+
+def _layers(
+    architecture: Architecture, fields: Fields, num_layers: int, traits: Mapping[str, Any]
+) -> tuple[LayerSpec, ...]:
+    """Layers that differ in their windows and rotations alone."""
+    attention, mlp, layer = (traits.get(name, {}) for name in _OF_LAYERS)
+    heads, mlp = _heads(fields), MLPSpec(fields.integer("intermediate_size"), **mlp)
+    windows, ropes = architecture.windows(fields, num_layers), architecture.ropes(fields, num_layers)
+    return tuple(
+        LayerSpec(AttentionSpec(*heads, rope, window, **attention), mlp, **layer)
+        for rope, window in zip(ropes, windows, strict=True)
+    )
 
 
 def _find_architecture(config: Mapping[str, Any], source: str) -> tuple[str, Architecture]:

@@ -6,7 +6,9 @@ a decoder layer needs two sums over the ranks and nothing else.
 
 from __future__ import annotations
 
-from fleetfoot.config.model import ModelConfig
+from itertools import accumulate, pairwise
+
+from fleetfoot.config.model import AttentionSpec, LayerSpec, ModelConfig
 
 _VOCAB_MULTIPLE = 16
 """A rank's share of the vocabulary is padded to a multiple of this, to align rows of logits for vector loads. A single
@@ -26,7 +28,8 @@ def check_tensor_parallel_size(config: ModelConfig, size: int) -> None:
 
 def tensor_parallel_sizes(config: ModelConfig) -> list[int]:
     """The numbers of ranks that can share each layer."""
-    return [size for size in range(1, config.num_heads + 1) if not _tensor_problem(config, size)]
+    most = min(layer.mixer.num_heads for layer in config.layers)
+    return [size for size in range(1, most + 1) if not _tensor_problem(config, size)]
 
 
 def check_pipeline_parallel_size(config: ModelConfig, size: int) -> None:
@@ -39,13 +42,17 @@ def check_pipeline_parallel_size(config: ModelConfig, size: int) -> None:
 
 
 def _tensor_problem(config: ModelConfig, size: int) -> str:
-    heads, kv_heads = config.num_heads, config.num_kv_heads
+    return next(filter(None, (_layer_problem(layer, size) for layer in config.distinct_layers)), "")
+
+
+def _layer_problem(layer: LayerSpec, size: int) -> str:
+    heads, kv_heads = layer.mixer.num_heads, layer.mixer.num_kv_heads
     if heads % size:
         return f"{heads} attention heads cannot be shared evenly"
     if kv_heads % size and size % kv_heads:
         return f"{kv_heads} KV heads can neither be shared evenly nor be copied to equally many ranks each"
-    if config.intermediate_size % size:
-        return f"an intermediate_size of {config.intermediate_size} cannot be shared evenly"
+    if layer.mlp.intermediate_size % size:
+        return f"an intermediate_size of {layer.mlp.intermediate_size} cannot be shared evenly"
     return ""
 
 
@@ -55,15 +62,15 @@ def even_span(total: int, rank: int, size: int) -> slice:
     return slice(rank * share, (rank + 1) * share)
 
 
-def kv_head_span(config: ModelConfig, rank: int, size: int) -> slice:
+def kv_head_span(mixer: AttentionSpec, rank: int, size: int) -> slice:
     """The KV heads that the query heads of ``rank`` read: its share, or one head that other ranks hold too."""
-    first = rank * config.num_kv_heads // size
-    return slice(first, first + num_kv_heads(config, size))
+    first = rank * mixer.num_kv_heads // size
+    return slice(first, first + num_kv_heads(mixer, size))
 
 
-def num_kv_heads(config: ModelConfig, size: int) -> int:
-    """KV heads on each of ``size`` ranks."""
-    return max(1, config.num_kv_heads // size)
+def num_kv_heads(mixer: AttentionSpec, size: int) -> int:
+    """KV heads of a layer on each of ``size`` ranks."""
+    return max(1, mixer.num_kv_heads // size)
 
 
 def vocab_rows(vocab_size: int, size: int) -> int:
@@ -88,17 +95,19 @@ def pipeline_layers(config: ModelConfig, rank: int, size: int) -> range:
     """
     if size == 1:
         return range(config.num_layers)
-    last = min(range(1, config.num_layers - size + 2), key=lambda layers: (_slowest(config, layers, size), -layers))
-    if rank == size - 1:
-        return range(config.num_layers - last, config.num_layers)
-    base, more = divmod(config.num_layers - last, size - 1)
-    longer = max(0, rank - (size - 1 - more))  # earlier ranks with one more layer
-    begin = rank * base + longer
-    return range(begin, begin + base + (rank >= size - 1 - more))
+    ends = [0, *accumulate(layer.num_parameters(config.hidden_size) for layer in config.layers)]
+
+    def weights(stage: range) -> int:
+        head = config.vocab_size * config.hidden_size if stage.stop == config.num_layers else 0
+        return ends[stage.stop] - ends[stage.start] + head
+
+    divisions = (_stages(config.num_layers, last, size) for last in range(config.num_layers - size + 1, 0, -1))
+    return min(divisions, key=lambda stages: max(map(weights, stages)))[rank]
 
 
-def _slowest(config: ModelConfig, last: int, size: int) -> int:
-    """Weights that the slowest rank reads in a step if the last rank has ``last`` layers."""
-    layer = config.layer_parameters()
-    others = -(-(config.num_layers - last) // (size - 1))
-    return max(others * layer, last * layer + config.vocab_size * config.hidden_size)
+def _stages(num_layers: int, last: int, size: int) -> list[range]:
+    """The layers of each rank if the last one has ``last``."""
+    base, more = divmod(num_layers - last, size - 1)
+    counts = [base + (rank >= size - 1 - more) for rank in range(size - 1)]
+    ends = [0, *accumulate(counts), num_layers]
+    return [range(*pair) for pair in pairwise(ends)]

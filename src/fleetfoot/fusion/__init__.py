@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fleetfoot.config.model import ModelConfig
+from fleetfoot.config.model import LayerSpec, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +22,18 @@ def plan_fusion(config: ModelConfig, runner: str) -> tuple[LayerFusion, ...]:
     """For each decoder layer of a model. ``runner``: ``v1`` or ``v2``."""
     if runner != "v2":
         return (LayerFusion(False, "Model Runner V1 runs plain layers"),) * config.num_layers
-    if reason := _unfusible(config):
-        return (LayerFusion(False, reason),) * config.num_layers
-    reason = "RMSNorm before attention and MLP, SwiGLU, unquantized weights"
-    return (LayerFusion(True, reason),) * config.num_layers
+    fused = LayerFusion(True, "RMSNorm before attention and MLP, SwiGLU, unquantized weights")
+    reasons = (_unfusible(layer, config.norm_offset) for layer in config.layers)
+    return tuple(LayerFusion(False, reason) if reason else fused for reason in reasons)
 
 
-def _unfusible(config: ModelConfig) -> str:
-    """All that fused layers do not compute; empty: nothing."""
+def _unfusible(layer: LayerSpec, norm_offset: float) -> str:
+    """All that a fused layer does not compute; empty: nothing."""
     reasons = {
-        config.unfusible: bool(config.unfusible),
-        "GELU": config.activation != "silu",
-        "a soft cap of attention scores": config.attention_soft_cap is not None,
-        "norm weights around 1": config.norm_offset != 0,
+        layer.unfusible: bool(layer.unfusible),
+        "GELU": layer.mlp.activation != "silu",
+        "an MLP without a gate": not layer.mlp.has_gate,
+        "a soft cap of attention scores": layer.mixer.soft_cap is not None,
+        "norm weights around 1": norm_offset != 0,
     }
-    return ", ".join(reason for reason, applies in reasons.items() if applies)
+    return ", ".join(dict.fromkeys(reason for reason, applies in reasons.items() if applies))

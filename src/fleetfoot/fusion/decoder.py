@@ -91,7 +91,7 @@ class FusedDecoder:
     def shortened(self) -> FusedDecoder:
         """See `DecoderRun.shortened`: the first layer has no sum before it, and the last may have fewer rows."""
         short = copy(self)
-        kept = representatives([layer.window for layer in self._layers])
+        kept = representatives([layer.spec for layer in self._layers])
         short._set_layers([self._layers[index] for index in kept])
         return short
 
@@ -158,7 +158,7 @@ class _FusedLayer:
         if type(layer) not in (DecoderLayer, ScaledDecoderLayer):  # a subclass computes something else
             raise TypeError(
                 f"the plan fuses a {type(layer).__name__}, and only DecoderLayer and ScaledDecoderLayer can be fused; "
-                "set ModelConfig.unfusible in the traits of the architecture"
+                "set LayerSpec.unfusible, as "layer" in the traits of the architecture"
             )
         assert isinstance(layer, DecoderLayer)
         attention, mlp, chain = layer.self_attn, layer.mlp, context.ops.linear_chain
@@ -183,7 +183,7 @@ class _FusedLayer:
         self.input_norm = _Norm(norm, context, reads_qkv)
         self.mlp_norm = _Norm(layer.post_attention_layernorm, context, reads_gate_up)
         self.is_summed = self._down.is_summed
-        self.window = self._attention.window
+        self.spec = layer.spec
         self.parts = None if norm is None else _parts(layer, norm, layer.post_attention_layernorm)
 
     def __call__(

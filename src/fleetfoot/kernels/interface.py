@@ -151,6 +151,12 @@ class LayerParts:
     scale: float
     window: int | None
 
+    @property
+    def shape(self) -> tuple[float, ...]:
+        """What a kernel for several layers reads once, without the sizes of their weights."""
+        hidden_size, head_dim = len(self.input_norm), self.rotary.cos_sin.shape[1]
+        return hidden_size, self.num_heads, head_dim, self.eps, self.rotary.eps, self.scale
+
 
 LayerChain = Callable[["torch.Tensor", "ForwardContext", int], "tuple[torch.Tensor, torch.Tensor] | None"]
 """``(x, ctx, num_layers)``: the input ``[num_tokens, hidden]`` of consecutive layers, which may be written to, the

@@ -92,7 +92,9 @@ def chain_layers(library: NativeLibrary, layers: Sequence[LayerParts]) -> Native
     """See `Kernels.layer_chain`."""
     head_dim = layers[0].rotary.cos_sin.shape[1]
     is_supported = head_dim % 16 == 0 and head_dim <= MAX_HEAD_DIM and all(map(_is_native, layers))
-    return NativeLayers(library, layers) if is_supported else None
+    if not is_supported or len({(layer.shape, _fields_of(layer).qkv.num_outputs) for layer in layers}) > 1:
+        return None  # layers that differ are computed one by one
+    return NativeLayers(library, layers)
 
 
 def _is_native(layer: LayerParts) -> bool:

@@ -57,36 +57,36 @@ class Attention(nn.Module):
         self, config: ModelConfig, context: ModelContext, cos_sin: torch.Tensor, layer: int, kv_index: int
     ) -> None:
         super().__init__()
-        group, head_dim = context.tensor_group, config.head_dim
+        spec, group = config.layers[layer].mixer, context.tensor_group
+        rope, head_dim = spec.rope, spec.head_dim
         check_tensor_parallel_size(config, group.size)
-        q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+        q_size, kv_size = spec.num_heads * head_dim, spec.num_kv_heads * head_dim
         q = even_span(q_size, group.rank, group.size)
-        heads = even_span(config.num_heads, group.rank, group.size)
-        kv_heads = kv_head_span(config, group.rank, group.size)
-        rope = config.layer_ropes[layer]
+        heads = even_span(spec.num_heads, group.rank, group.size)
+        kv_heads = kv_head_span(spec, group.rank, group.size)
         v = slice(kv_heads.start * head_dim, kv_heads.stop * head_dim)
         rows = (stored_rows(rope, head_dim, heads), stored_rows(rope, head_dim, kv_heads), v)
         parts = (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
         merged = "qkv_proj" if config.has_merged_projections else None
         self.qkv_proj = ColumnParallelLinear(
-            context, config.hidden_size, parts, config.qkv_bias, rows=rows, merged=merged
+            context, config.hidden_size, parts, spec.qkv_bias, rows=rows, merged=merged
         )
-        self.o_proj = RowParallelLinear(context, "o_proj", q_size, config.hidden_size, config.o_bias, q)
+        self.o_proj = RowParallelLinear(context, "o_proj", q_size, config.hidden_size, spec.o_bias, q)
         of_a_head = stored_rows(rope, head_dim, slice(0, 1))
         norm = head_dim, config.rms_norm_eps, config.norm_offset
-        self.q_norm = RMSNorm(context, *norm, rows=of_a_head) if config.qk_norm else None
-        self.k_norm = RMSNorm(context, *norm, rows=of_a_head) if config.qk_norm else None
+        self.q_norm = RMSNorm(context, *norm, rows=of_a_head) if spec.qk_norm else None
+        self.k_norm = RMSNorm(context, *norm, rows=of_a_head) if spec.qk_norm else None
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
         self.num_kv_heads = kv_heads.stop - kv_heads.start
         self.paged = PagedAttention(
-            config.num_heads // group.size,
+            spec.num_heads // group.size,
             kv_index,
             RotaryInputs(cos_sin, q_norm, k_norm, *norm[1:]),
-            head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
-            config.layer_windows[layer],
-            config.attention_soft_cap,
+            head_dim**-0.5 if spec.scale is None else spec.scale,
+            spec.window,
+            spec.soft_cap,
             context.ops.rope_and_cache,
-            context.attention if config.is_causal else BidirectionalBackend(),
+            context.attention if spec.is_causal else BidirectionalBackend(),
         )
 
     def project(self, x: torch.Tensor) -> torch.Tensor:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
 from typing import ClassVar, Protocol
 
 import torch
 from torch import nn
 
-from fleetfoot.config.model import ModelConfig
+from fleetfoot.config.model import LayerSpec, ModelConfig
 from fleetfoot.config.sharding import even_span
 from fleetfoot.layers.attention import Attention
 from fleetfoot.layers.context import ModelContext
@@ -22,27 +24,28 @@ from fleetfoot.records.forward_context import ForwardContext
 class GatedMLP(nn.Module):
     """SwiGLU (Shazeer 2020): ``down(silu(gate(x)) * up(x))``, gate and up in one product; GeGLU with GELU."""
 
-    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
+    def __init__(self, config: ModelConfig, context: ModelContext, layer: int) -> None:
         super().__init__()
-        size, group = config.intermediate_size, context.tensor_group
+        spec, group = config.layers[layer].mlp, context.tensor_group
+        size = spec.intermediate_size
         part = even_span(size, group.rank, group.size)
         parts = (("gate_proj", size), ("up_proj", size))
         merged = "gate_up_proj" if config.has_merged_projections else None
         self.gate_up_proj = ColumnParallelLinear(
-            context, config.hidden_size, parts, config.mlp_bias, rows=(part, part), merged=merged
+            context, config.hidden_size, parts, spec.has_bias, rows=(part, part), merged=merged
         )
-        self.down_proj = RowParallelLinear(context, "down_proj", size, config.hidden_size, config.mlp_bias, part)
+        self.down_proj = RowParallelLinear(context, "down_proj", size, config.hidden_size, spec.has_bias, part)
         ops = context.ops
-        self._activate = {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_and_mul}[config.activation]
+        self._activate = {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_and_mul}[spec.activation]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """``x [num_tokens, hidden_size]`` -> the same shape."""
         gate_up = self.gate_up_proj(x)  # [num_tokens, 2 * intermediate size of this rank]
         return self.down_proj(self._activate(gate_up))
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm, each added to the residual stream."""
+    """Attention and MLP, each after a norm, each added to the residual stream."""
 
     attention_class: ClassVar[type[Attention]] = Attention
     mlp_class: ClassVar[type[nn.Module]] = GatedMLP
@@ -56,12 +59,13 @@ class DecoderLayer(nn.Module):
         self.input_layernorm: nn.Module = RMSNorm(context, *norm)
         self.self_attn = self.attention_class(config, context, cos_sin, layer, kv_index)
         self.post_attention_layernorm = RMSNorm(context, *norm)
-        self.mlp = self.mlp_class(config, context)
+        self.mlp = self.mlp_class(config, context, layer)
+        self.spec = config.layers[layer]
 
     def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """``x [num_tokens, hidden_size]`` -> the same shape."""
         x = x + self.self_attn(self.input_layernorm(x), ctx)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x), ctx)
 
 
 class ScaledDecoderLayer(DecoderLayer):
@@ -71,12 +75,12 @@ class ScaledDecoderLayer(DecoderLayer):
         self, config: ModelConfig, context: ModelContext, cos_sin: torch.Tensor, layer: int, kv_index: int
     ) -> None:
         super().__init__(config, context, cos_sin, layer, kv_index)
-        self.residual_multiplier = config.residual_multiplier
+        self.residual_multiplier = config.layers[layer].residual_multiplier
 
     def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """``x [num_tokens, hidden_size]`` -> the same shape."""
         x = x + self.residual_multiplier * self.self_attn(self.input_layernorm(x), ctx)
-        return x + self.residual_multiplier * self.mlp(self.post_attention_layernorm(x))
+        return x + self.residual_multiplier * self.mlp(self.post_attention_layernorm(x), ctx)
 
 
 class DecoderRun(Protocol):
@@ -103,9 +107,10 @@ class DecoderStack(nn.ModuleDict):
     ) -> None:
         max_positions = context.max_positions or config.max_position_embeddings
         config = config.for_context(max_positions)
-        ropes = config.distinct_ropes(numbers)
-        tables = [rotary_table(rope, config.head_dim, max_positions, context.device) for rope in ropes]
-        cos_sin = [tables[ropes.index(config.layer_ropes[layer])] for layer in numbers]
+        kinds = config.rotary_tables(numbers)
+        tables = [rotary_table(rope, head_dim, max_positions, context.device) for rope, head_dim in kinds]
+        mixers = [config.layers[layer].mixer for layer in numbers]
+        cos_sin = [tables[kinds.index((mixer.rope, mixer.head_dim))] for mixer in mixers]
         layers = (layer_class(config, context, cos_sin[index], layer, index) for index, layer in enumerate(numbers))
         super().__init__({str(number): layer for number, layer in zip(numbers, layers, strict=True)})
         self._runs: list[DecoderRun | nn.Module] = list(self.values())
@@ -129,11 +134,12 @@ class DecoderStack(nn.ModuleDict):
         return x if ctx.logits is None or self._selects_logits else ctx.logits.select(x)
 
     @contextmanager
-    def shortened(self, windows: Sequence[int | None]) -> Iterator[None]:
-        """Within this context, as few layers run as launch all the kernels that this launches. ``windows``: of each."""
+    def shortened(self) -> Iterator[None]:
+        """Within this context, as few layers run as launch all the kernels that this launches."""
         runs = self._runs
-        if all(isinstance(run, nn.Module) for run in runs):
-            self._runs = [runs[index] for index in representatives(windows)]
+        layers = [run.spec for run in runs if isinstance(run, DecoderLayer)]
+        if len(layers) == len(runs):
+            self._runs = [runs[index] for index in representatives(layers)]
         else:
             self._runs = [run if isinstance(run, nn.Module) else run.shortened() for run in runs]
         try:
@@ -142,8 +148,15 @@ class DecoderStack(nn.ModuleDict):
             self._runs = runs
 
 
-def representatives(windows: Sequence[int | None]) -> list[int]:
-    """Indices of layers that launch all kernels: the first, the last, and one with each window. In between the first
-    and the last, layers differ in nothing else."""
-    last = len(windows) - 1
-    return sorted({0, last, *(windows.index(window) for window in windows[:last])})
+def representatives(layers: Sequence[LayerSpec]) -> list[int]:
+    """Indices of layers that together launch all kernels of ``layers``: the first, the last, one of each kind, and
+    neighbors of each pair of shapes, since a layer's last kernel may depend on the next layer. A layer's rotation and
+    that of its neighbor, and the neighbor's window, change no kernel."""
+    kinds = [replace(layer, mixer=replace(layer.mixer, rope=None)) for layer in layers]
+    shapes = [replace(kind, mixer=replace(kind.mixer, window=None)) for kind in kinds]
+    last = len(layers) - 1
+    kept = {0, last, *(kinds.index(kind) for kind in kinds[:last])}
+    for index, pair in enumerate(pairwise(shapes)):
+        if pair not in pairwise(shapes[each] for each in sorted(kept)):
+            kept |= {index, index + 1}
+    return sorted(kept)

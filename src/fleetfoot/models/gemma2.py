@@ -29,7 +29,7 @@ class GemmaDecoderLayer(DecoderLayer):
         """``x [num_tokens, hidden_size]`` -> the same shape."""
         attended = self.self_attn(self.input_layernorm(x), ctx)
         hidden, x = self.post_attention_layernorm.and_add(attended, x, self.pre_feedforward_layernorm)
-        return self.post_feedforward_layernorm.and_add(self.mlp(hidden), x)[1]
+        return self.post_feedforward_layernorm.and_add(self.mlp(hidden, ctx), x)[1]
 
 
 class Gemma2ForCausalLM(LlamaForCausalLM):

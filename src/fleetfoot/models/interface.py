@@ -108,7 +108,7 @@ class CausalLM(WeightTree):
 
     def shortened(self) -> AbstractContextManager[None]:
         """Within this context, as few layers run as launch all the kernels of this part. Results are meaningless."""
-        return self.model.layers.shortened([self.config.layer_windows[layer] for layer in self.layers])
+        return self.model.layers.shortened()
 
 
 def make_score_head(config: ModelConfig, context: ModelContext) -> nn.Module | None:

@@ -26,12 +26,13 @@ class Olmo2Attention(Attention):
         self, config: ModelConfig, context: ModelContext, cos_sin: torch.Tensor, layer: int, kv_index: int
     ) -> None:
         super().__init__(config, context, cos_sin, layer, kv_index)
-        self.q_norm = RMSNorm(context, config.num_heads * config.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(context, config.num_kv_heads * config.head_dim, config.rms_norm_eps)
+        spec = config.layers[layer].mixer
+        self.q_norm = RMSNorm(context, spec.num_heads * spec.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(context, spec.num_kv_heads * spec.head_dim, config.rms_norm_eps)
         self._group = context.tensor_group
-        self._copies = max(1, self._group.size // config.num_kv_heads)
+        self._copies = max(1, self._group.size // spec.num_kv_heads)
         """Consecutive ranks with the same KV head."""
-        self._sizes = self.paged.num_heads * config.head_dim, self.num_kv_heads * config.head_dim
+        self._sizes = self.paged.num_heads * spec.head_dim, self.num_kv_heads * spec.head_dim
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """q, k and v of ``x [num_tokens, hidden_size]``, in one tensor, after the norms of q and k."""
@@ -60,7 +61,7 @@ class Olmo2DecoderLayer(DecoderLayer):
     def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """``x [num_tokens, hidden_size]`` -> the same shape."""
         _, x = self.post_attention_layernorm.and_add(self.self_attn(x, ctx), x)
-        return self.post_feedforward_layernorm.and_add(self.mlp(x), x)[1]
+        return self.post_feedforward_layernorm.and_add(self.mlp(x, ctx), x)[1]
 
 
 class Olmo2ForCausalLM(LlamaForCausalLM):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
+from fleetfoot.config.model import DTYPE_BYTES, AttentionSpec, MLPSpec, ModelConfig
 from fleetfoot.config.sharding import num_kv_heads, pipeline_layers, vocab_rows
 from fleetfoot.distributed import pipeline_group_bytes, tensor_group_bytes
 from fleetfoot.kernels.attention import sdpa_workspace_bytes
@@ -73,7 +73,7 @@ class EngineShape:
     @cached_property
     def capture_table(self) -> CaptureTable:
         """The batch shapes that are captured as graphs."""
-        layer_weights = self.model.layer_parameters(self.config.tensor_parallel_size)
+        layer_weights = self.model.layer_parameters(self.config.tensor_parallel_size) // self.model.num_layers
         return CaptureTable.of(
             device=self.device,
             enforce_eager=self.config.enforce_eager or self.runner == "v1",
@@ -131,7 +131,8 @@ def weight_bytes(shape: EngineShape) -> int:
     """Weights on one rank of a pipeline stage, with those of its drafter."""
     model, ranks, method = shape.model, shape.config.tensor_parallel_size, shape.linear_method
     size = DTYPE_BYTES[shape.dtype]
-    total = len(shape.layers) * method.layer_bytes(model, shape.dtype, ranks)
+    layers = model.layers[shape.layers.start : shape.layers.stop]
+    total = sum(method.layer_bytes(layer, model.hidden_size, shape.dtype, ranks) for layer in layers)
     rows, hidden = vocab_rows(model.vocab_size, ranks), model.hidden_size
     if shape.is_first or (shape.is_last and model.tie_word_embeddings):
         total += rows * hidden * size
@@ -166,20 +167,35 @@ def graph_bytes(shape: EngineShape) -> int:
 def activation_bytes(shape: EngineShape) -> int:
     """An upper estimate of a step's forward pass: the residual stream beside the widest part of a layer."""
     model, size, ranks = shape.model, DTYPE_BYTES[shape.dtype], shape.config.tensor_parallel_size
-    query_heads, kv_heads = model.num_heads // ranks, num_kv_heads(model, ranks)
     stream = 4 * model.hidden_size * size
     if ranks > 1 and shape.device == "cpu":  # all ranks' parts are gathered and summed
         stream += model.hidden_size * (ranks * size + 2 * _FLOAT32)
-    tokens = shape.max_num_batched_tokens
+    widest = max(max(_attention_bytes(shape, layer.mixer), _mlp_bytes(shape, layer.mlp)) for layer in model.layers)
+    return shape.max_num_batched_tokens * stream + widest
+
+
+def _attention_bytes(shape: EngineShape, mixer: AttentionSpec) -> int:
+    size, ranks = DTYPE_BYTES[shape.dtype], shape.config.tensor_parallel_size
+    query_heads, kv_heads = mixer.num_heads // ranks, num_kv_heads(mixer, ranks)
     # q and k of all ranks: gathered, divided and after their norms
-    normed = 3 * (model.num_heads + model.num_kv_heads) * model.qk_norm_over_heads
-    attention = tokens * (3 * query_heads + 2 * kv_heads + normed) * model.head_dim * size
+    normed = 3 * (mixer.num_heads + mixer.num_kv_heads) * mixer.qk_norm_over_heads
+    total = shape.max_num_batched_tokens * (3 * query_heads + 2 * kv_heads + normed) * mixer.head_dim * size
     if shape.kernels["attention"] == "sdpa":
-        attention += sdpa_workspace_bytes(query_heads, kv_heads, model.head_dim, shape.max_model_len, size)
+        total += sdpa_workspace_bytes(query_heads, kv_heads, mixer.head_dim, shape.max_model_len, size)
+    return total
+
+
+def _mlp_bytes(shape: EngineShape, mlp: MLPSpec) -> int:
+    size = DTYPE_BYTES[shape.dtype]
     # the references of silu_and_mul and gelu_and_mul compute in float32, with a tensor for each of their three steps
     product = 3 * _FLOAT32 if shape.kernels["silu_and_mul"] == "torch" else size
-    mlp = tokens * (model.intermediate_size // ranks) * (2 * size + product)
-    return tokens * stream + max(mlp, attention)
+    part = mlp.intermediate_size // shape.config.tensor_parallel_size
+    return shape.max_num_batched_tokens * part * (2 * size + product)
+
+
+def rotary_bytes(model: ModelConfig, layers: range, max_positions: int) -> int:
+    """The tables of angles of the layers."""
+    return sum(head_dim for _, head_dim in model.rotary_tables(layers)) * max_positions * _FLOAT32
 
 
 def runner_state_bytes(shape: EngineShape) -> int:
@@ -239,7 +255,7 @@ def footprint(shape: EngineShape) -> dict[str, int]:
         "graphs": graph_bytes(shape),
         "activations": activation_bytes(shape),
         "runner_state": runner_state_bytes(shape),
-        "rotary_table": len(model.distinct_ropes(shape.layers)) * shape.max_positions * model.head_dim * _FLOAT32,
+        "rotary_table": rotary_bytes(model, shape.layers, shape.max_positions),
         "sampling_scratch": sampling_scratch_bytes(shape),
         "communication": communication_bytes(shape),
         "driver": _DRIVER_BYTES if shape.device == "cuda" else 0,

@@ -72,7 +72,7 @@ class ModelFeatures:
             quantization=str(_object(stored).get("quant_method", "of an unnamed method")) if stored else None,
             has_experts=EXPERTS in foreign,
             is_hybrid=STATES in foreign or any(kind not in _ATTENTION_LAYERS for kind in kinds),
-            has_windows=model is not None and any(window is not None for window in model.layer_windows),
+            has_windows=model is not None and any(layer.mixer.window is not None for layer in model.layers),
         )
 
     @property

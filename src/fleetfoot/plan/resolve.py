@@ -158,7 +158,11 @@ def _engine_shape(
                 machine.has_native,
                 machine.has_triton,
                 config.compiles_layers,
-                frozenset((one.head_dim, one.num_heads // one.num_kv_heads) for one in models),
+                frozenset(
+                    (layer.mixer.head_dim, layer.mixer.num_heads // layer.mixer.num_kv_heads)
+                    for model in models
+                    for layer in model.layers
+                ),
                 has_layer_chain=layer_chain.max_rows > 0,
             )
         ),
@@ -237,7 +241,8 @@ def _for_pooling(config: EngineConfig, model: ModelConfig, pooling: Pooling) -> 
         config = replace(config, enable_chunked_prefill=False, enable_prefix_caching=False)
     if pooling.max_length is not None and config.max_model_len is None:
         config = replace(config, max_model_len=min(pooling.max_length, model.max_position_embeddings))
-    model = replace(model, head=pooling.head, num_labels=pooling.num_labels, is_causal=pooling.is_causal)
+    model = replace(model, head=pooling.head, num_labels=pooling.num_labels)
+    model = model.with_mixers(is_causal=pooling.is_causal)
     return config, model if pooling.head == "logits" else replace(model, tie_word_embeddings=False)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
+from fleetfoot.config.model import DTYPE_BYTES, LayerSpec
 from fleetfoot.records.weights import Rows, Span, WeightSpec, count_rows, join_rows, slices_of
 
 if TYPE_CHECKING:
@@ -114,9 +114,9 @@ class LinearMethod(ABC):
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: str) -> int:
         """Bytes of a weight without its bias, for the memory plan. ``dtype``: of activations, by its name."""
 
-    def layer_bytes(self, model: ModelConfig, dtype: str, num_ranks: int = 1) -> int:
+    def layer_bytes(self, layer: LayerSpec, hidden_size: int, dtype: str, num_ranks: int = 1) -> int:
         """Bytes of a decoder layer on one of ``num_ranks``."""
-        linears = model.layer_linears(num_ranks)
-        others = model.layer_norm_parameters + sum(outputs for outputs, _, has_bias in linears if has_bias)
+        linears = layer.linears(hidden_size, num_ranks)
+        others = layer.norm_parameters(hidden_size) + sum(outputs for outputs, _, has_bias in linears if has_bias)
         matrices = sum(self.num_bytes(outputs, inputs, dtype) for outputs, inputs, _ in linears)
         return matrices + others * DTYPE_BYTES[dtype]

@@ -45,9 +45,8 @@ def kv_cache_specs(
     model: ModelConfig, *, tensor_parallel_size: int = 1, layers: range | None = None
 ) -> tuple[KVCacheSpec, ...]:
     """A spec for each layer of the whole ``model``, or of ``layers`` of this rank of a pipeline, on one rank."""
-    heads, windows = num_kv_heads(model, tensor_parallel_size), model.layer_windows
-    specs = {window: KVCacheSpec(heads, model.head_dim, window) for window in windows}
-    return tuple(specs[windows[layer]] for layer in (range(model.num_layers) if layers is None else layers))
+    mixers = (model.layers[layer].mixer for layer in (range(model.num_layers) if layers is None else layers))
+    return tuple(KVCacheSpec(num_kv_heads(each, tensor_parallel_size), each.head_dim, each.window) for each in mixers)
 
 
 @dataclass(frozen=True, slots=True)

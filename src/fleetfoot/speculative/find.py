@@ -128,9 +128,9 @@ def drafter_shape(
     drafter, hidden, size = found.config, found.config.hidden_size, DTYPE_BYTES[dtype]
     embedding = drafter.vocab_size * hidden * size
     max_positions = (config.max_model_len or target.max_position_embeddings) + speculative.num_speculative_tokens
-    num_tables = len(drafter.distinct_ropes(range(drafter.num_layers)))
-    total = num_tables * max_positions * drafter.head_dim * _FLOAT32  # the rotary tables
-    total += drafter.num_layers * method.layer_bytes(drafter, dtype)
+    head_dims = sum(head_dim for _, head_dim in drafter.rotary_tables(range(drafter.num_layers)))
+    total = head_dims * max_positions * _FLOAT32  # the rotary tables
+    total += sum(method.layer_bytes(layer, hidden, dtype) for layer in drafter.layers)
     if found.method == "eagle":
         total += method.num_bytes(hidden, 2 * hidden, dtype) + hidden * size  # fc with the bias, which nearly all have
         if config.pipeline_parallel_size > 1 and not target.tie_word_embeddings:

@@ -114,6 +114,9 @@ def chain_layers(layers: Sequence[LayerParts]) -> ClusterLayers | None:
     weights = [each for each in map(_weights, layers) if each is not None]
     if len(weights) < len(layers):
         return None
+    shapes = {(layer.shape, each.qkv.shape, each.down.shape) for layer, each in zip(layers, weights, strict=True)}
+    if len(shapes) > 1:  # layers that differ are computed one by one
+        return None
     chain = ClusterLayers(layers, weights)
     return chain if chain.max_rows else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.kernels.cluster.layer_blocks import LayerShape, LayerTiling, misfit
@@ -66,13 +66,14 @@ def plan_layer_chain(
     has_nvrtc: bool,
 ) -> LayerChainPlan:
     """``is_hopper``: the GPU; ``num_sms``: its multiprocessors; ``has_nvrtc``: the compiler is installed."""
-    rows = max_rows(model.hidden_size, model.num_kv_heads)
+    mixer, mlp = model.layers[0].mixer, model.layers[0].mlp
+    rows = max_rows(model.hidden_size, mixer.num_kv_heads)
     if not MOST_ROWS:
         return NO_LAYER_CHAIN
     tiling = LayerTiling(rows)
     num_blocks = tiling.clusters * tiling.ctas
-    heads = model.num_heads, model.num_kv_heads, model.head_dim
-    shape = LayerShape(model.hidden_size, *heads, model.intermediate_size, block_size)
+    heads = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
+    shape = LayerShape(model.hidden_size, *heads, mlp.intermediate_size, block_size)
     reasons = {
         "the GPU is not a Hopper": is_hopper,
         f"the GPU has {num_sms} multiprocessors for their {num_blocks} thread blocks": (
@@ -83,16 +84,18 @@ def plan_layer_chain(
         f"the dtype is {dtype}": dtype == "bfloat16",
         f"there are {num_ranks} ranks": num_ranks == 1,
         f"the hidden size {model.hidden_size} is above {MOST_HIDDEN}": rows > 0,
-        "biases": not (model.qkv_bias or model.o_bias or model.mlp_bias),
-        "windows": not any(model.layer_windows),
-        "layers without positions": all(model.layer_ropes),
-        "a factor of the residual stream": model.residual_multiplier == 1.0,
-        "norms of q and k over all heads": not model.qk_norm_over_heads,
+        "biases": not (mixer.qkv_bias or mixer.o_bias or mlp.has_bias),
+        "windows": not any(layer.mixer.window for layer in model.layers),
+        "layers without positions": all(layer.mixer.rope for layer in model.layers),
+        "a factor of the residual stream": model.layers[0].residual_multiplier == 1.0,
+        "norms of q and k over all heads": not mixer.qk_norm_over_heads,
     }
+    if len({replace(layer, mixer=replace(layer.mixer, rope=None, window=None)) for layer in model.layers}) > 1:
+        reasons["layers differ"] = False
     failed = [reason for reason, holds in reasons.items() if not holds]
     if not failed and (problem := misfit(shape, tiling)):
         failed = [problem]
     if failed:
         return LayerChainPlan(reason=", ".join(failed))
     powers = (1 << power for power in range(rows.bit_length()))
-    return LayerChainPlan(rows, tuple((n, max_context(model.head_dim, model.num_kv_heads, n)) for n in powers))
+    return LayerChainPlan(rows, tuple((n, max_context(mixer.head_dim, mixer.num_kv_heads, n)) for n in powers))

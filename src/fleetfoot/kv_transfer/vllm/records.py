@@ -21,7 +21,7 @@ from fleetfoot.records import request as records
 if TYPE_CHECKING:
     import torch
 
-    from fleetfoot.config.model import ModelConfig
+    from fleetfoot.config.model import AttentionSpec, ModelConfig
 
 
 class RequestStatus(enum.Enum):
@@ -298,23 +298,28 @@ class ConnectorModelConfig(Facts):
 
     def get_num_kv_heads(self, parallel_config: Facts) -> int:
         """On each rank."""
-        return num_kv_heads(self.shape, parallel_config.tensor_parallel_size)
+        return num_kv_heads(self._mixer, parallel_config.tensor_parallel_size)
 
     def get_total_num_kv_heads(self) -> int:
-        return self.shape.num_kv_heads
+        return self._mixer.num_kv_heads
 
     def get_num_attention_heads(self, parallel_config: Facts) -> int:
         """On each rank."""
-        return self.shape.num_heads // parallel_config.tensor_parallel_size
+        return self._mixer.num_heads // parallel_config.tensor_parallel_size
 
     def get_head_size(self) -> int:
-        return self.shape.head_dim
+        return self._mixer.head_dim
 
     def get_hidden_size(self) -> int:
         return self.shape.hidden_size
 
     def get_vocab_size(self) -> int:
         return self.shape.vocab_size
+
+    @property
+    def _mixer(self) -> AttentionSpec:
+        """The first layer's, as in vLLM: where layers differ, a connector reads the shapes of the tensors."""
+        return self.shape.layers[0].mixer
 
     @property
     def shape(self) -> ModelConfig:
