@@ -386,8 +386,10 @@ def test_a_rope_parameter_without_effect_is_warned_of(caplog: pytest.LogCaptureF
 @pytest.mark.parametrize(
     ("generation", "config", "expected"),
     [
-        ({"eos_token_id": [3, 4]}, {"eos_token_id": 9}, (3, 4)),
-        ({"eos_token_id": 3}, {"eos_token_id": [8, 9]}, (3,)),
+        ({"eos_token_id": [3, 4]}, {"eos_token_id": 9}, (3, 4, 9)),
+        ({"eos_token_id": 3}, {"eos_token_id": [8, 3]}, (3, 8)),
+        ({"eos_token_id": 3}, {"eos_token_id": None}, (3,)),
+        ({"eos_token_id": 3}, {}, (3,)),  # the default of transformers is for models without
         ({}, {"eos_token_id": [8, 9, 8]}, (8, 9)),
         ({"eos_token_id": None}, {"eos_token_id": 9}, (9,)),
         ({}, {}, (2,)),

@@ -61,7 +61,7 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
     Args:
         config: the content of ``config.json``, with current names (``rope_parameters``, ``dtype``, ``layer_types``) or
             older ones (``rope_theta``, ``rope_scaling``, ``torch_dtype``).
-        generation: the content of ``generation_config.json``; empty if there is none. Its token ids take precedence.
+        generation: the content of ``generation_config.json``; empty if there is none. End tokens are those of both.
         source: the path of ``config.json``, for messages.
 
     Raises:
@@ -102,7 +102,7 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
         tie_word_embeddings=fields.boolean("tie_word_embeddings"),
         dtype=_dtype(fields),
         bos_token_id=fields.optional_integer("bos_token_id", minimum=0),
-        eos_token_ids=_eos_token_ids(generation_fields, fields, vocab_size),
+        eos_token_ids=_eos_token_ids(generation_fields, fields, vocab_size, is_named="eos_token_id" in config),
         **{name: value for name, value in traits.items() if name not in _OF_LAYERS},
     )
     outside = {name: value for name, value in whole.items() if name not in config}
@@ -178,13 +178,15 @@ def _dtype(fields: Fields) -> str:
     return dtype
 
 
-def _eos_token_ids(generation: Fields, config: Fields, vocab_size: int) -> tuple[int, ...]:
-    fields = config if generation.raw("eos_token_id") is None else generation
-    value = fields.raw("eos_token_id")
-    if value is None:
-        return ()
-    ids = value if isinstance(value, list) else [value]
-    if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
-        raise fields.error("eos_token_id", "expected a token id or a list of token ids, integers of at least 0")
+def _eos_token_ids(generation: Fields, config: Fields, vocab_size: int, *, is_named: bool) -> tuple[int, ...]:
+    """Those of both files. ``is_named``: whether ``config`` has them; transformers' default is for models without."""
+    found: dict[int, None] = {}
+    has_own = generation.raw("eos_token_id") is not None
+    for fields in (*[generation] * has_own, *[config] * (is_named or not has_own)):
+        value = fields.raw("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
+            raise fields.error("eos_token_id", "expected a token id or a list of token ids, integers of at least 0")
+        found.update(dict.fromkeys(ids))
     # a reduced vocabulary often keeps the ids of the full one; ids outside it can never be sampled
-    return tuple(dict.fromkeys(token for token in ids if token < vocab_size))
+    return tuple(token for token in found if token < vocab_size)

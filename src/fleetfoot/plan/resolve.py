@@ -28,6 +28,7 @@ from fleetfoot.plan.memory import EngineShape
 from fleetfoot.plan.oracle import Decision, ModelFeatures, decide
 from fleetfoot.plan.plan import EnginePlan, check_connector_settings, make_identity
 from fleetfoot.speculative.find import DrafterModel, drafter_shape, find_drafter
+from fleetfoot.tokenizer.files import read_end_token
 from fleetfoot.weights.hub import resolve_model
 
 
@@ -76,12 +77,13 @@ def resolve_plan(
     if found is not None:
         found = replace(found, config=found.config.for_context(shape.max_model_len))
         drafter = replace(drafter, model=found)
+    tokenizer_path = None if config_only else _tokenizer_path(config, model_path)
     plan = EnginePlan(
         config=config,
         machine=machine,
-        model=model.for_context(shape.max_model_len),
+        model=_with_end_token(model, tokenizer_path).for_context(shape.max_model_len),
         model_path=model_path,
-        tokenizer_path=None if config_only else _tokenizer_path(config, model_path),
+        tokenizer_path=tokenizer_path,
         device=device,
         dtype=shape.dtype,
         decision=decision,
@@ -251,6 +253,14 @@ def find_model(name: str, revision: str | None = None, *, config_only: bool = Fa
     if name == EMBEDDED_MODEL and not Path(name).exists():
         return embedded_model_path()
     return resolve_model(name, revision, config_only=config_only, setting=setting)
+
+
+def _with_end_token(model: ModelConfig, tokenizer_path: Path | None) -> ModelConfig:
+    """The model with its tokenizer's end token beside those of its own files."""
+    end = None if tokenizer_path is None else read_end_token(tokenizer_path)
+    if end is None or end >= model.vocab_size:
+        return model
+    return replace(model, eos_token_ids=tuple(dict.fromkeys((*model.eos_token_ids, end))))
 
 
 def _tokenizer_path(config: EngineConfig, model_path: Path) -> Path | None:

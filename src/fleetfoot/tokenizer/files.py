@@ -53,6 +53,25 @@ def read_tokenizer_files(path: Path) -> dict[str, Any]:
     }
 
 
+def read_end_token(path: Path) -> int | None:
+    """The id of a tokenizer's ``eos_token``, without loading the tokenizer; None: it names none, or has no such token.
+    Raises ValueError: a file is invalid."""
+    file = path / _TOKENIZER_FILE if path.is_dir() else path
+    settings = _read_json_object(file.parent / _CONFIG_FILE)
+    named, _ = _read_special_tokens(file.parent, settings)
+    if "eos_token" not in named:
+        return None
+    content = _content(named["eos_token"])
+    added = _read_added_tokens(file.parent, settings.get("added_tokens_decoder", {}))
+    ids = {_content(spec): token_id for token_id, spec in added.items()}
+    if content not in ids:  # a large file
+        found = _read_json_object(file)
+        vocab = found.get("model", {}).get("vocab", {})
+        ids = dict(vocab) if isinstance(vocab, dict) else {entry[0]: index for index, entry in enumerate(vocab)}
+        ids |= {token["content"]: token["id"] for token in found.get("added_tokens") or ()}
+    return ids.get(content)
+
+
 def _find_tokenizer_json(path: Path) -> Path:
     if path.is_file() and path.suffix == ".json":
         return path
