@@ -2,6 +2,8 @@
 
 import json
 import random
+from functools import cache
+from pathlib import Path
 
 import jsonschema
 import numpy as np
@@ -14,7 +16,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from fleetfoot.engine.chat import ToolUse, find_schema_error, prepared_schema
 from fleetfoot.parsers.base import Tool
-from fleetfoot.parsers.grammar import Rules, forced_calls, loosened, pattern_terminal, strict_calls
+from fleetfoot.parsers.grammar import Rules, forced_calls, loosened, pattern_terminal, split_added, strict_calls
 from fleetfoot.parsers.harmony import HarmonyFormat
 from fleetfoot.parsers.registry import TOOL_FORMATS, MessageFormat
 from fleetfoot.parsers.typed import argument_variants
@@ -22,6 +24,9 @@ from fleetfoot.records.structured_outputs import StructuredOutputsParams
 from fleetfoot.structured.bits import set_only
 from fleetfoot.structured.grammars import behind_reasoning, framed, make_grammar
 from fleetfoot.structured.state import ReasoningEnd
+from fleetfoot.structured.vocabulary import VocabularySource
+
+ASSETS = Path(__file__).parents[1] / "assets"
 
 SPECIAL = ["<|eos|>", "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|start|>"]
 
@@ -58,7 +63,54 @@ def vocabulary():
     return backend, LLTokenizer(backend.to_str(), eos_token=ids["<|eos|>"]), ids
 
 
-def _generate(vocabulary, grammar, seed, most=600):
+REAL = {"deepseek_v3": "deepseek_v3", "deepseek_v31": "deepseek_v3", "llama3_json": "llama3_1", "openai": "gptoss"}
+"""Formats whose marks are in a tokenizer among the assets; the others get theirs beside those of Qwen3, as text."""
+
+
+@cache
+def _real(name):
+    """As `vocabulary`, with the added tokens that are text."""
+    backend = Tokenizer.from_file(str(ASSETS / f"tokenizer-{REAL.get(name, 'qwen3')}" / "tokenizer.json"))
+    if name not in REAL:
+        marks = [mark for mark in TOOL_FORMATS[name].markers if len(mark) > 3 and mark[0] in "<["]
+        backend.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
+    special, texts = split_added(backend.get_added_tokens_decoder())
+    end = next(iter(special.values()))
+    tokenizer = VocabularySource(backend.to_str(), backend.get_vocab_size(), [end]).read()
+    return (backend, tokenizer, {**special, "<|eos|>": end}), special, texts
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_marks_that_are_added_tokens_go_by_their_ids(name):
+    vocabulary, special, texts = _real(name)
+    form, backend = TOOL_FORMATS[name], vocabulary[0]
+    grammar = forced_calls(form, TOOLS[:1], special, is_single=True, text_tokens=texts)
+    begin = {**texts, **special}.get(form.begin[0])
+    for seed in range(4):
+        text, tokens = _generate(vocabulary, grammar, seed, most=2000, with_tokens=True)
+        content, calls = _parse(name, special, text)
+        assert len(calls) == 1 and not content.strip()
+        _check(*calls[0])
+        assert begin is None or tokens[0] == begin
+    if len(form.begin[0]) == 1:
+        return
+    strict = strict_calls(form, TOOLS[:1], special, is_single=True, text_tokens=texts)
+    free, call = backend.encode("Hm. ").ids, tokens
+    assert _accepts_tokens(vocabulary, strict, [*free, *call])
+    assert not _accepts_tokens(vocabulary, strict, [*free, *call[: len(call) // 2]])
+    if begin is not None and begin in texts.values():
+        words = backend.pre_tokenizer.pre_tokenize_str(form.begin[0])
+        spelled = [backend.token_to_id(letter) for word, _ in words for letter in word]
+        assert _accepts_tokens(vocabulary, strict, [*free, *spelled, *call[1:]])
+        assert not _accepts_tokens(vocabulary, strict, [*free, *spelled])
+
+
+def _accepts_tokens(vocabulary, grammar, tokens):
+    matcher = LLMatcher(vocabulary[1], LLMatcher.grammar_from_lark(grammar), log_level=0)
+    return matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
+
+
+def _generate(vocabulary, grammar, seed, most=600, *, with_tokens=False):
     """A random text of the grammar."""
     backend, tokenizer, ids = vocabulary
     matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0)
@@ -68,7 +120,8 @@ def _generate(vocabulary, grammar, seed, most=600):
         mask = matcher.compute_logit_bias()
         allowed = [index for index, value in enumerate(mask) if value]
         if ids["<|eos|>"] in allowed and (len(allowed) == 1 or draw.random() < 0.5):
-            return backend.decode(tokens, skip_special_tokens=False)
+            text = backend.decode(tokens, skip_special_tokens=False)
+            return (text, tokens) if with_tokens else text
         allowed = [index for index in allowed if index != ids["<|eos|>"]]
         special = [index for index in allowed if index >= 256] if draw.random() < 0.3 else []
         plain = [index for index in allowed if backend.decode([index]).isprintable() or index == newline]
@@ -275,7 +328,7 @@ def test_an_answer_within_a_frame(vocabulary):
     rules = Rules(vocabulary[2])
     frame = rules.render(HarmonyFormat.message(TOOLS[:1], rules, answer="@answer"))
     params = StructuredOutputsParams(choice=["yes", "no"])
-    grammar = framed(make_grammar(params, (), lambda grammar: ""), frame)
+    grammar = framed(make_grammar(params, Rules({}), lambda grammar: ""), frame)
     json_final = "<|channel|>final <|constrain|>json<|message|>"
     for text in (f"{FINAL}yes", f"{json_final}no", f"{THOUGHT}{FINAL}no", f"{CALL}{PAINT}"):
         assert _accepts(vocabulary, grammar, text)
@@ -287,7 +340,7 @@ def test_an_answer_in_json_or_calls(vocabulary):
     answer = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     frame = forced_calls(TOOL_FORMATS["hermes"], TOOLS, vocabulary[2], is_single=True, has_answer=True)
     framing = StructuredOutputsParams(json=answer)
-    grammar = framed(make_grammar(framing, (), lambda grammar: ""), frame)
+    grammar = framed(make_grammar(framing, Rules({}), lambda grammar: ""), frame)
     assert _accepts(vocabulary, grammar, '{"n": 3}')
     assert _accepts(vocabulary, grammar, '<tool_call>\n{"name": "noop", "arguments": {}}\n</tool_call>')
     assert not _accepts(vocabulary, grammar, "text")
@@ -299,7 +352,7 @@ def test_an_answer_in_json_or_calls(vocabulary):
 @pytest.mark.parametrize(("begin", "end"), [("<think>", "</think>"), ("<|start|>", "<|end|>")])
 def test_an_answer_behind_reasoning_or_without(vocabulary, begin, end, constraint):
     params = StructuredOutputsParams(**constraint)
-    grammar = behind_reasoning(make_grammar(params, (), lambda grammar: ""), begin, end, vocabulary[2])
+    grammar = behind_reasoning(make_grammar(params, Rules({}), lambda grammar: ""), begin, end, Rules(vocabulary[2]))
     yes, no = ('"yes"', '"no"') if "json" in constraint else ("yes", "no")
     for text in (yes, f"{begin}Hm, {{}} {no}\n{end}\n\n{no}", f"{begin}{end}{no}"):
         assert _accepts(vocabulary, grammar, text)

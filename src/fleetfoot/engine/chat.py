@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fleetfoot.outputs import CompletionOutput, RequestOutput
 from fleetfoot.parsers.base import MessageDelta, MessageParser, Tool, ToolCallDelta
-from fleetfoot.parsers.grammar import Rules, arguments_schema, forced_calls, loosened, strict_calls
+from fleetfoot.parsers.grammar import Rules, arguments_schema, forced_calls, loosened, split_added, strict_calls
 from fleetfoot.parsers.harmony import THOUGHT, THOUGHT_END, HarmonyFormat
 from fleetfoot.parsers.registry import TOOL_FORMATS, MessageFormat, message_format
 from fleetfoot.records.sampling_params import SamplingParams
@@ -159,10 +159,9 @@ class ChatFormats:
     def __init__(self, tokenizer: Tokenizer, tool_parser: str | None = None, reasoning_parser: str | None = None):
         self.tokenizer = tokenizer
         self._has_warned = False
-        added = tokenizer.added_tokens_decoder.items()
-        special_tokens = {token.content: token_id for token_id, token in added if token.special}
+        special_tokens, text_tokens = split_added(tokenizer.added_tokens_decoder)
         self._of = lru_cache(16)(
-            lambda source: message_format(source, special_tokens, tool_parser, reasoning_parser),
+            lambda source: message_format(source, special_tokens, tool_parser, reasoning_parser, text_tokens),
         )
 
     def of(self, chat_template: str | None, *, has_tools: bool) -> MessageFormat:
@@ -239,8 +238,8 @@ def _constraint(form: MessageFormat, tools: ToolUse, params: SamplingParams) -> 
     takes_calls = given is None or given.json is not None or given.json_object
     if not tools.functions or not (tools.is_forced or takes_calls):
         return copy(given)
-    options: dict[str, Any] = {"special_tokens": form.special_tokens, "is_single": tools.is_single}
-    options["prepared"] = prepared_schema
+    options: dict[str, Any] = {"special_tokens": form.special_tokens, "text_tokens": form.text_tokens}
+    options |= {"is_single": tools.is_single, "prepared": prepared_schema}
     if tools.is_forced:
         text = forced_calls(form.tools, tools.functions, **options)
     elif given is not None:
@@ -266,7 +265,7 @@ def _harmony_constraint(
     if given is not None and not tools.is_forced and given.json is None and not given.json_object:
         functions = ()
     answer = None if tools.is_forced else "TEXT" if given is None else "@answer"
-    rules = Rules(form.special_tokens, prepared_schema)
+    rules = Rules(form.special_tokens, prepared_schema, form.text_tokens)
     frame = rules.render(HarmonyFormat.message(functions, rules, answer=answer, can_think=budget is None))
     if given is None or tools.is_forced:
         constraint = StructuredOutputsParams(grammar=json.dumps({"grammars": [{"lark_grammar": frame}]}))
@@ -300,7 +299,7 @@ def find_schema_error(tools: ToolUse) -> str | None:
             continue
         where = f"tools[{index}].function.parameters"
         try:
-            make_grammar(StructuredOutputsParams(json=arguments_schema(tool)), (), LLMatcher.validate_grammar)
+            make_grammar(StructuredOutputsParams(json=arguments_schema(tool)), Rules({}), LLMatcher.validate_grammar)
         except ValueError as error:  # it has the place
             return str(error).replace("structured_outputs.json", where)
         return f"{where} cannot be compiled: {reason}"

@@ -116,11 +116,11 @@ class GemmaFormat:
             if options := part.get("anyOf") or part.get("oneOf"):
                 return rules.any_of([value({**shared, **one}, depth) for one in options])
             if choices := part.get("enum") or ([part["const"]] if "const" in part else []):
-                return rules.any_of([rules.text(self._constant(choice)) for choice in choices])
+                return rules.any_of([rules.text(*self._constant(choice)) for choice in choices])
             types = types_of(part) or {"string", *_SCALARS}
             return rules.any_of([self._typed(kind, {**shared, **part}, value, rules, depth) for kind in sorted(types)])
 
-        return f"{rules.text(_CALL + tool.name)} {self._typed('object', schema, value, rules, 0)} " + rules.text(
+        return f"{rules.text(_CALL, tool.name)} {self._typed('object', schema, value, rules, 0)} " + rules.text(
             self.call_end
         )
 
@@ -150,15 +150,21 @@ class GemmaFormat:
             return rules.add(f"{rules.text('[')} ({item} {more}){'' if least else '?'} {rules.text(']')}")
         options = []
         for properties, required in argument_variants(schema):
-            pairs = {key: f"{rules.text(key + ':')} {value(part, depth + 1)}" for key, part in properties.items()}
+            pairs = {key: f"{rules.text('', key + ':')} {value(part, depth + 1)}" for key, part in properties.items()}
             options.append(rules.add(members(pairs, required, ",", rules) or '""'))
         return f"{rules.text('{')} {rules.any_of(options)} {rules.text('}')}"
 
-    def _constant(self, value: Any) -> str:
+    def _constant(self, value: Any) -> Sequence[str]:
+        """As of `Rules.text`."""
         if isinstance(value, str):
-            return f"{self.quote}{value}{self.quote}"
+            return self.quote, value, self.quote
         if isinstance(value, dict):
-            return f"{{{','.join(f'{key}:{self._constant(one)}' for key, one in value.items())}}}"
+            return self._joined("{", [("", f"{key}:", *self._constant(one)) for key, one in value.items()], "}")
         if isinstance(value, list):
-            return f"[{','.join(map(self._constant, value))}]"
-        return json.dumps(value)
+            return self._joined("[", [self._constant(one) for one in value], "]")
+        return ("", json.dumps(value))
+
+    @staticmethod
+    def _joined(begin: str, items: Sequence[Sequence[str]], end: str) -> Sequence[str]:
+        parts = [part for item in items for part in (",", *item)]
+        return (begin, "", *parts[1:], end)

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from fleetfoot.parsers.base import Tool
@@ -31,6 +32,9 @@ _FORMATS = {
 }
 """Formats of text without quotes. Some valid texts are left out."""
 
+_LARK_TEXTS = r'//[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/'
+"""Comments, strings and regular expressions."""
+
 Prepare = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
@@ -40,12 +44,18 @@ class Rules:
     Args:
         special_tokens: token -> id. They are no text for llguidance.
         prepared: makes the schema that the compiler gets of one for JSON values or for text.
+        text_tokens: other added tokens -> id. They are text, too; as marks they go by their ids.
     """
 
-    def __init__(self, special_tokens: Mapping[str, int], prepared: Prepare = dict) -> None:
+    def __init__(
+        self,
+        special_tokens: Mapping[str, int],
+        prepared: Prepare = dict,
+        text_tokens: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         self.prepared = prepared
-        self._special_tokens = special_tokens
-        self._pattern = re.compile("|".join(map(re.escape, special_tokens)) or r"(?!)")
+        self._tokens = {**text_tokens, **special_tokens}
+        self._marks, self._special = _any_of(self._tokens), _any_of(special_tokens)
         self._rules: list[str] = []
 
     def add(self, expression: str, options: str = "") -> str:
@@ -66,22 +76,42 @@ class Rules:
 
     def is_special(self, text: str) -> bool:
         """Whether a text is a special token."""
-        return text in self._special_tokens
+        return self._special.fullmatch(text) is not None
 
-    def text(self, text: str) -> str:
-        """An expression for a fixed text, which may hold special tokens."""
+    def text(self, *texts: str) -> str:
+        """An expression for a fixed text. Every other one of ``texts``, from the second on, is a user's: no marks."""
+        parts = (quoted(text) if index % 2 else self._split(text, self._marks) for index, text in enumerate(texts))
+        return " ".join(filter(None, parts))
+
+    def given(self, text: str) -> str:
+        """An expression for a user's text in which special tokens are meant as such."""
+        return self._split(text, self._special)
+
+    def _split(self, text: str, tokens: re.Pattern[str]) -> str:
         parts, position = [], 0
-        for match in self._pattern.finditer(text):
-            parts += [quoted(text[position : match.start()]), f"<[{self._special_tokens[match[0]]}]>"]
+        for match in tokens.finditer(text):
+            parts += [quoted(text[position : match.start()]), f"<[{self._tokens[match[0]]}]>"]
             position = match.end()
-        return " ".join(part for part in (*parts, quoted(text[position:])) if part)
+        return " ".join(filter(None, [*parts, quoted(text[position:])]))
 
     def until(self, text: str, before: str = "TEXT") -> str:
         """An expression for any text up to the first place of this one, which is a part of it. ``before``: a terminal
         for what comes before."""
-        if text in self._special_tokens:
-            return f"{before} {self.text(text)}"
-        return self.add(f"{before} {quoted(text)}", "[lazy]")
+        match = self._special.search(text)
+        if match is None:
+            return self.add(f"{before} {quoted(text)}", "[lazy]")
+        if match.start():
+            self._rules.append(f"BEFORE_{len(self._rules)}: {before} {quoted(text[: match.start()])}")
+            before = self._rules[-1].partition(":")[0]
+        return f"{before} {self.given(text[match.start() :])}"
+
+    def named(self, lark: str) -> str:
+        """A grammar in Lark in which names of added tokens (``<think>``) are their ids."""
+
+        def change(match: re.Match[str]) -> str:
+            return f"<[{self._tokens[match[0]]}]>" if match[0] in self._tokens else match[0]
+
+        return re.sub(f"{_LARK_TEXTS}|{self._marks.pattern}", change, lark)
 
     def any_of(self, expressions: Sequence[str]) -> str:
         return f"({' | '.join(expressions)})"
@@ -107,9 +137,10 @@ def forced_calls(
     is_single: bool,
     has_answer: bool = False,
     prepared: Prepare = dict,
+    text_tokens: Mapping[str, int] = MappingProxyType({}),
 ) -> str:
     """A grammar of at least one call in a `ToolFormat`. ``has_answer``: ``@answer`` can be there instead."""
-    rules = Rules(special_tokens, prepared)
+    rules = Rules(special_tokens, prepared, text_tokens)
     calls = f"{rules.text(form.begin[0])} {form.grammar(tools, rules, is_single=is_single)}"
     return rules.render(f"{rules.add(calls)} | @answer" if has_answer else calls)
 
@@ -121,9 +152,10 @@ def strict_calls(
     *,
     is_single: bool,
     prepared: Prepare = dict,
+    text_tokens: Mapping[str, int] = MappingProxyType({}),
 ) -> str:
     """A grammar of any text, in which calls are valid; the arguments of tools that are not strict are any object."""
-    rules = Rules(special_tokens, prepared)
+    rules = Rules(special_tokens, prepared, text_tokens)
     tools = loosened(tools)
     marker = form.begin[0]
     plain = [mark for mark in form.begin if len(mark) == 1]
@@ -135,6 +167,13 @@ def strict_calls(
     calls = form.grammar(tools, rules, is_single=is_single)
     call = rules.add(f"{rules.until(marker)} {calls}")
     return rules.render(f"{call}{'?' if is_single else '*'} {rules.add('TEXT')}")
+
+
+def split_added(added: Mapping[int, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    """Special tokens and others with their ids, of a tokenizer's added tokens. White space is no mark."""
+    special = {token.content: token_id for token_id, token in added.items() if token.special}
+    others = ((token.content, token_id) for token_id, token in added.items() if not token.special)
+    return special, {content: token_id for content, token_id in others if content.strip()}
 
 
 def loosened(tools: Sequence[Tool]) -> list[Tool]:
@@ -218,6 +257,10 @@ def pattern_terminal(pattern: str) -> str:
     if re.search(r"[$^]", re.sub(r"\\.|\[(\\.|[^\]])*\]", "", core)):
         return "TEXT"  # anchors in the middle are not supported
     return f"/{regex_to_lark(f'{begin}({core}){end}', 'dw')}/"
+
+
+def _any_of(texts: Collection[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
 
 
 def quoted(text: str) -> str:

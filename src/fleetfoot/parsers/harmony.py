@@ -64,14 +64,14 @@ def _part(kind: str, rules: Rules) -> str:
 
 
 def _call(tool: Tool, rules: Rules) -> str:
-    before = f"commentary to=functions.{tool.name} {_CONSTRAIN}json{_MESSAGE}"
-    return f"{rules.text(before)} {rules.arguments(tool)}"
+    before = rules.text("commentary to=functions.", tool.name, f" {_CONSTRAIN}json{_MESSAGE}")
+    return f"{before} {rules.arguments(tool)}"
 
 
 def _call_of_role(tool: Tool, rules: Rules) -> str:
     """A call with the recipient behind the role."""
-    before = f" to=functions.{tool.name}{_CHANNEL}commentary "
-    return f'{rules.text(before)} {rules.text(_CONSTRAIN)}? "json" {rules.text(_MESSAGE)} {rules.arguments(tool)}'
+    before = rules.text(" to=functions.", tool.name, f"{_CHANNEL}commentary ")
+    return f'{before} {rules.text(_CONSTRAIN)}? "json" {rules.text(_MESSAGE)} {rules.arguments(tool)}'
 
 
 class HarmonyParser(GeneratorParser):

@@ -76,7 +76,7 @@ class JsonFormat:
         before = f'"{self.name_key}": {json.dumps(tool.name)}, "{self.arguments_key}": '
         if self.is_keyed:
             before = f"{json.dumps(tool.name)}: "
-        return f"{rules.text(before)} {rules.arguments(tool)} {rules.text('}')}"
+        return f"{rules.text('', before)} {rules.arguments(tool)} {rules.text('}')}"
 
 
 def read_calls(

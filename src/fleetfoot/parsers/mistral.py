@@ -44,5 +44,5 @@ class MistralFormat:
     def grammar(self, tools: Sequence[Tool], rules: Rules, *, is_single: bool) -> str:
         if self._has_list:
             return _LIST.grammar(tools, rules, is_single=is_single)
-        call = rules.each(tools, lambda tool: f"{rules.text(tool.name + _ARGS)} {rules.arguments(tool)}")
+        call = rules.each(tools, lambda tool: f"{rules.text('', tool.name, _ARGS)} {rules.arguments(tool)}")
         return rules.list_of(call, _BEGIN, is_single=is_single)

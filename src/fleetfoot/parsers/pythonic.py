@@ -108,7 +108,7 @@ def _read_value(reader: Reader) -> Wait[str | None]:
 
 
 def _call(tool: Tool, rules: Rules) -> str:
-    return f"{rules.text(tool.name + '(')} {_keywords(tool, rules)} {rules.text(')')}"
+    return f"{rules.text('', tool.name + '(')} {_keywords(tool, rules)} {rules.text(')')}"
 
 
 def _keywords(tool: Tool, rules: Rules) -> str:
@@ -117,6 +117,6 @@ def _keywords(tool: Tool, rules: Rules) -> str:
     json_rule = json_rules(schema, rules, is_strict=tool.is_strict)
     variants = []
     for properties, required in argument_variants(schema):
-        pairs = {key: f"{rules.text(key + '=')} {json_rule(value)}" for key, value in properties.items()}
+        pairs = {key: f"{rules.text('', key + '=')} {json_rule(value)}" for key, value in properties.items()}
         variants.append(members(pairs, required, ", ", rules))
     return variants[0] if len(variants) == 1 else rules.any_of([rules.add(one or '""') for one in variants])

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from fleetfoot.parsers.base import MessageParser, PlainParser, Tool
@@ -238,6 +239,8 @@ class MessageFormat:
     reasoning: ReasoningFormat | None = None
     special_tokens: Mapping[str, int] = field(default_factory=dict)
     """The tokenizer's: token -> id."""
+    text_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Its other added tokens, which are text, too."""
     is_guessed: bool = False
     """Whether the chat template has no mark of a known format of calls."""
     is_single: bool = False
@@ -311,21 +314,22 @@ def message_format(
     special_tokens: Mapping[str, int],
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
+    text_tokens: Mapping[str, int] = MappingProxyType({}),
 ) -> MessageFormat:
     """The format of a model.
 
     Args:
         template: the source of its chat template, which names the format unless the parsers are given.
         special_tokens: token -> id.
+        text_tokens: other added tokens.
     """
     known = tool_parser or _detect(template, _TOOL_MARKS)
     tools = known or "json"
     reasoning = reasoning_parser or _detect(template, _REASONING_MARKS)
     form = reasoning_format(reasoning) if reasoning else None
     logger.info("format of tool calls: %s; of reasoning: %s", tools, reasoning or "none")
-    return MessageFormat(
-        tool_format(tools), form, special_tokens, is_guessed=known is None, is_single=_SINGLE_CALL in template
-    )
+    kinds = {"is_guessed": known is None, "is_single": _SINGLE_CALL in template}
+    return MessageFormat(tool_format(tools), form, special_tokens, text_tokens, **kinds)
 
 
 def _detect(template: str, marks: Sequence[tuple[str, tuple[str, ...]]]) -> str | None:

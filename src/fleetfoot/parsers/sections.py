@@ -83,10 +83,12 @@ class SectionFormat:
         return f"{calls} {rules.text(self.calls_end)}"
 
     def _call(self, tool: Tool, rules: Rules) -> str:
-        before, after = f"{tool.name}{self.separator}", self.call_end
+        after = self.call_end
+        begin = rules.text(self.call, tool.name, self.separator)
         if self.has_fence:
-            before, after = f"function{self.separator}{tool.name}\n{_FENCE}\n", f"\n{_FENCE_END}{self.call_end}"
-        begin = rules.text(self.call + before)
+            begin = rules.text(f"{self.call}function{self.separator}", tool.name, f"\n{_FENCE}\n")
+            after = f"\n{_FENCE_END}{after}"
         if self.has_ids:
-            begin = f"{rules.text(f'{self.call}functions.{tool.name}:')} /[0-9]{{1,3}}/ {rules.text(self.separator)}"
+            name = rules.text(f"{self.call}functions.", f"{tool.name}:")
+            begin = f"{name} /[0-9]{{1,3}}/ {rules.text(self.separator)}"
         return f"{begin} {rules.arguments(tool)} {rules.text(after)}"

@@ -182,16 +182,14 @@ class XmlFormat:
         return f"{one if is_single else one + '+'} {rules.text(self.newline + self.section[1])}"
 
     def _call(self, tool: Tool, rules: Rules) -> str:
-        before = f"{tool.name}{self.function[1]}"
-        if self.call and self.function[0]:
-            before = f"{self.newline}{self.function[0]}{before}"
+        head = f"{self.newline}{self.function[0]}" if self.call and self.function[0] else ""
         end = self.call_end
         if self.function_end:
             end = self.function_end + (self.newline + end if end else "")
         if self.has_json:
-            return f"{rules.text(before)} {rules.arguments(tool)} {rules.text(end)}"
-        parts = [rules.text(before + self.newline), self._arguments(tool, rules), rules.text(end)]
-        return " ".join(part for part in parts if part)
+            return f"{rules.text(head, tool.name, self.function[1])} {rules.arguments(tool)} {rules.text(end)}"
+        begin = rules.text(head, tool.name, self.function[1] + self.newline)
+        return " ".join(filter(None, (begin, self._arguments(tool, rules), rules.text(end))))
 
     def _arguments(self, tool: Tool, rules: Rules) -> str:
         schema, variants = arguments_schema(tool), []
@@ -199,7 +197,7 @@ class XmlFormat:
         for properties, required in argument_variants(schema):
             parts = []
             for key, value in properties.items():
-                parameter = rules.add(self._value(f"{self.key[0]}{key}{self.key[1]}", value, rules, json_rule))
+                parameter = rules.add(self._value(key, value, rules, json_rule))
                 parts.append(parameter if key in required else f"{parameter}?")
             variants.append(" ".join(parts))
         return variants[0] if len(variants) == 1 else rules.any_of([rules.add(one or '""') for one in variants])
@@ -207,7 +205,7 @@ class XmlFormat:
     def _value(self, key: str, schema: Mapping[str, Any], rules: Rules, json_rule: Callable[[Any], str]) -> str:
         """The tag of a key, a value and its end."""
         before, after = f"{self.newline + self.value if self.value else ''}{self.padding}", self.padding
-        heads = [rules.text(f"{key}{kind}{before}") for kind in self.kinds]
+        heads = [rules.text(self.key[0], key, f"{self.key[1]}{kind}{before}") for kind in self.kinds]
         after += f"{self.value_end}{self.newline}"
         if options := schema.get("anyOf") or schema.get("oneOf"):
             return rules.any_of([self._value(key, one, rules, json_rule) for one in options])
@@ -215,7 +213,7 @@ class XmlFormat:
         if types and "string" not in types:
             return f"{heads[1]} {json_rule(schema)} {rules.text(after)}"
         if choices := schema.get("enum") or ([schema["const"]] if "const" in schema else []):
-            return rules.any_of([f"{heads[0]} {rules.text(f'{choice}{after}')}" for choice in choices])
+            return rules.any_of([f"{heads[0]} {rules.text('', str(choice), after)}" for choice in choices])
         return (
             f"{heads[0]} {rules.until(after, text_terminal(rules.prepared(schema)) if types == {'string'} else 'TEXT')}"
         )

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 
-def fill_masks(matcher: Any, drafts: Sequence[int], masks: np.ndarray) -> None:
+def fill_masks(matcher: Any, drafts: Sequence[int], masks: np.ndarray) -> Any:
     """Fill the mask of a matcher's next token, and of those behind its drafts as far as it accepts them; behind that,
-    every token is allowed. ``masks``: ``[1 + num_drafts or more, words]`` int32, contiguous."""
+    every token is allowed. ``masks``: ``[1 + num_drafts or more, words]`` int32, contiguous. Returns the
+    matcher that has computed them: an error is its own."""
     if len(masks) > 1:
         masks.fill(-1)
     if drafts:
@@ -20,6 +21,7 @@ def fill_masks(matcher: Any, drafts: Sequence[int], masks: np.ndarray) -> None:
         matcher.unsafe_compute_mask_ptr_with_draft_token(masks.ctypes.data, masks[0].nbytes, list(drafts))
     else:
         matcher.unsafe_compute_mask_ptr(masks.ctypes.data, masks[0].nbytes)
+    return matcher
 
 
 def set_only(mask: np.ndarray, token_id: int) -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fleetfoot.parsers.grammar import Rules, split_added
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
 from fleetfoot.structured.grammars import FindError, behind_reasoning, check_size, framed, make_grammar
-from fleetfoot.structured.mask_server import VocabularySource, new_matcher
+from fleetfoot.structured.mask_server import new_matcher
 from fleetfoot.structured.state import GrammarSource, GrammarState, ReasoningEnd
 from fleetfoot.structured.trial import GrammarTrial
+from fleetfoot.structured.vocabulary import VocabularySource
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
@@ -33,7 +35,8 @@ class Vocabulary:
     tokenizer: Any
     """See `GrammarSource`."""
     source: VocabularySource
-    special_tokens: Mapping[str, int]
+    new_rules: Callable[[], Rules]
+    """Rules with its added tokens."""
     piece: Callable[[int], bytes]
     """The text of a token, special ones included."""
     encode: Callable[[str], list[int]]
@@ -58,7 +61,7 @@ class GrammarCompiler:
         load_tokenizer: loads the tokenizer, when the first constraint needs it; None: there is none.
         vocab_size: of the model's logits, which may be larger than that of the tokenizer.
         eos_token_ids: tokens that end the output; allowed where the constraint is met.
-        timeout_s: seconds until a grammar must be compiled.
+        timeout_s: seconds of a core in which the trial must have compiled a grammar.
         trial: compiles each grammar before this process does; None: they come from a process that has done so.
         on_vocabulary: called before the vocabulary is read, once, in a thread.
     """
@@ -141,7 +144,8 @@ class GrammarCompiler:
         assert self._load_tokenizer is not None
         tokenizer = self._load_tokenizer()
         backend, pieces = tokenizer.backend, tokenizer.pieces
-        source = VocabularySource(backend.to_str(), max(self._vocab_size, len(tokenizer)), self.eos_token_ids)
+        used = (token_id + 1 for token_id in (*backend.get_vocab().values(), *self.eos_token_ids))
+        source = VocabularySource(backend.to_str(), max(self._vocab_size, *used), self.eos_token_ids)
         self._on_vocabulary(source)
         try:
             read = source.read()
@@ -152,10 +156,8 @@ class GrammarCompiler:
             text = pieces.tables[0][token_id]
             return text if isinstance(text, bytes) else str(text).encode()
 
-        special_tokens = _special_tokens(tokenizer)
-        return Vocabulary(
-            read, source, special_tokens, piece, lambda text: tokenizer.encode(text, add_special_tokens=False)
-        )
+        encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+        return Vocabulary(read, source, _rules_of(tokenizer), piece, encode)
 
     def _compile(self, params: StructuredOutputsParams) -> Any:
         try:
@@ -173,9 +175,9 @@ class GrammarCompiler:
             return error or str(new_matcher(vocabulary.tokenizer, grammar).get_error())
 
         reasoning, end, begin = None, params.reasoning_end, params.reasoning_begin
-        grammar = _grammar_of(params, vocabulary.special_tokens, find_error)
+        grammar = _grammar_of(params, vocabulary.new_rules(), find_error)
         if end is not None and begin is not None and params.max_reasoning_tokens is None:
-            grammar = behind_reasoning(grammar, begin, end, vocabulary.special_tokens)
+            grammar = behind_reasoning(grammar, begin, end, vocabulary.new_rules())
         elif end is not None:
             reasoning = ReasoningEnd(end.encode(), vocabulary.piece)
         if reasoning is not None and end is not None and params.max_reasoning_tokens is not None:
@@ -204,18 +206,19 @@ class GrammarChecker(GrammarCompiler):
     def _make(self, params: StructuredOutputsParams) -> Any:
         trial, timeout_s = self._trial, self._timeout_s
         assert self._load_tokenizer is not None and trial is not None
-        _grammar_of(params, _special_tokens(self._load_tokenizer()), lambda grammar: trial.run(grammar, timeout_s))
+        rules = _rules_of(self._load_tokenizer())()
+        _grammar_of(params, rules, lambda grammar: trial.run(grammar, timeout_s))
         return CheckedGrammar()
 
 
-def _special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    added = tokenizer.backend.get_added_tokens_decoder().items()
-    return {token.content: token_id for token_id, token in added if token.special}
+def _rules_of(tokenizer: Tokenizer) -> Callable[[], Rules]:
+    special_tokens, text_tokens = split_added(tokenizer.added_tokens_decoder)
+    return functools.partial(Rules, special_tokens, text_tokens=text_tokens)
 
 
-def _grammar_of(params: StructuredOutputsParams, special_tokens: Mapping[str, int], find_error: FindError) -> str:
+def _grammar_of(params: StructuredOutputsParams, rules: Rules, find_error: FindError) -> str:
     """The grammar of a constraint, and of what is around it."""
-    grammar = make_grammar(params, special_tokens, find_error)
+    grammar = make_grammar(params, rules, find_error)
     if params.frame is not None:
         check_size("frame", params.frame)
         grammar = framed(grammar, params.frame)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from fleetfoot.parsers.grammar import Rules
+from fleetfoot.parsers.grammar import Rules, quoted
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
 from fleetfoot.structured.schemas import simplified, subschemas
 
@@ -33,8 +33,8 @@ FindError = Callable[[str], str]
 """The error of a grammar; empty: it can be compiled."""
 
 
-def make_grammar(params: StructuredOutputsParams, special_tokens: Collection[str], find_error: FindError) -> str:
-    """The grammar of a constraint.
+def make_grammar(params: StructuredOutputsParams, rules: Rules, find_error: FindError) -> str:
+    """The grammar of a constraint. ``rules``: none yet.
 
     Raises:
         ValueError: it cannot be compiled; the message names the field, the place in a schema, and the reason.
@@ -44,12 +44,12 @@ def make_grammar(params: StructuredOutputsParams, special_tokens: Collection[str
     if params.regex is not None:
         return _checked("regex", params.regex, _regex_rule, find_error)
     if params.grammar is not None:
-        return _checked("grammar", params.grammar, _read_grammar, find_error)
+        return _checked("grammar", params.grammar, lambda text: _read_grammar(text, rules), find_error)
     if params.choice is not None:
         return _checked("choice", _choice_rule(params.choice), LLMatcher.grammar_from_lark, find_error)
     if params.structural_tag is not None:
         tag = _as_json("structural_tag", params.structural_tag)
-        return _checked("structural_tag", tag, lambda tag: _structural_tag(tag, special_tokens, params), find_error)
+        return _checked("structural_tag", tag, lambda tag: _structural_tag(tag, rules, params), find_error)
     schema = {"type": "object"} if params.json_object else _as_json("json", params.json)
     return _schema_grammar(schema, params, find_error)
 
@@ -93,15 +93,22 @@ def _is_deep(value: Any, most: int) -> bool:
     return most == 0 or any(_is_deep(child, most - 1) for child in children)
 
 
-def _read_grammar(text: str) -> str:
+def _read_grammar(text: str, rules: Rules) -> str:
     """Lark, or GBNF and EBNF, which are recognised by ``::=``; or a list of grammars as JSON."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
     if text.lstrip().startswith("{"):
-        return text
+        try:
+            content = json.loads(text)
+            for part in content["grammars"]:
+                if isinstance(part.get("lark_grammar"), str):
+                    part["lark_grammar"] = rules.named(part["lark_grammar"])
+            return json.dumps(content)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return text  # the compiler has the reason
     try:
-        return str(LLMatcher.grammar_from_lark(any_to_lark(text)))
+        return str(LLMatcher.grammar_from_lark(rules.named(any_to_lark(text))))
     except Exception as error:  # of the converter
         raise ValueError(f"structured_outputs.grammar is not GBNF: {error}") from error
 
@@ -117,44 +124,37 @@ def _choice_rule(choices: list[str]) -> str:
     return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 
 
-def behind_reasoning(grammar: str, begin: str, end: str, special_tokens: Mapping[str, int]) -> str:
-    """The grammar of an output that fits another one, with or without reasoning before."""
-
-    mark = Rules(special_tokens).text
-    thought, options = f"TEXT {mark(end)}", "" if end in special_tokens else "[lazy]"
-    rules = [
+def behind_reasoning(grammar: str, begin: str, end: str, rules: Rules) -> str:
+    """The grammar of an output that fits another one, with or without reasoning before. ``rules``: none yet."""
+    is_special = rules.is_special(end)
+    lines = [
         "%llguidance {}",
-        f"start: ({mark(begin)} thought SPACE)? @output",
-        f"thought{options}: {thought}",
+        f"start: ({rules.text(begin)} thought SPACE)? @output",
+        f"thought{'' if is_special else '[lazy]'}: TEXT {rules.text(end) if is_special else quoted(end)}",
         "TEXT: /(?s:.*)/",
         r"SPACE: /\n{0,2}/",
     ]
-    return framed(grammar, "\n".join(rules), "output")
+    return framed(grammar, "\n".join(lines), "output")
 
 
-_BEHIND_REASONING = re.compile(r"%llguidance {}\nstart: \((.+) thought SPACE\)\? @output\nthought.*: TEXT (.+)\n.+\n.+")
+_MARK = r'(<\[\d+\]>|"(?:\\.|[^"\\])*")'
+_BEHIND_REASONING = re.compile(
+    rf"%llguidance {{}}\nstart: \({_MARK} thought SPACE\)\? @output\nthought.*: TEXT {_MARK}\n.+\n.+"
+)
 
-_JSON_BEGINS = b' \n\t\r{["-0123456789tfn'
+_JSON_BEGINS = ' \n\t\r{["-0123456789tfn'
 
 
-def split_reasoning(grammar: str) -> tuple[str, list[bytes]]:
-    """A JSON schema's grammar without what `behind_reasoning` adds, and the two marks that this has; none: it is not
-    such a grammar. A special token is a mark as of `token_mark`."""
-
-    def mark(text: str) -> bytes:
-        return token_mark(int(text[2:-2])) if text.startswith("<[") else str(json.loads(text)).encode()
-
+def split_reasoning(grammar: str) -> tuple[str, list[int | str]]:
+    """A JSON schema's grammar without what `behind_reasoning` adds, and the two marks that this has, a token or a text
+    each; none: it is not such a grammar."""
     parts = json.loads(grammar)["grammars"] if grammar.lstrip().startswith("{") else []
     match = _BEHIND_REASONING.fullmatch(parts[0].get("lark_grammar") or "") if len(parts) == 2 else None
-    marks = [] if match is None else [mark(text) for text in match.groups()]
-    if not marks or marks[0][:1] in _JSON_BEGINS:
+    texts = [] if match is None else match.groups()
+    marks = [int(text[2:-2]) if text.startswith("<[") else str(json.loads(text)) for text in texts]
+    if not marks or (isinstance(marks[0], str) and marks[0][:1] in _JSON_BEGINS):
         return grammar, []
     return json.dumps({"grammars": [{"json_schema": parts[1].get("json_schema")}]}), marks
-
-
-def token_mark(token_id: int) -> bytes:
-    """A special token in a text, which has no such bytes."""
-    return b"\xff%d\xff" % token_id
 
 
 def framed(grammar: str, frame: str, name: str = "answer") -> str:
@@ -228,9 +228,9 @@ def _locate(schema: Mapping[str, Any], error: str, find_error: Callable[[Mapping
 # --- structural tags --------------------------------------------------------------------------------------------------
 
 
-def _structural_tag(tag: Any, special_tokens: Collection[str], params: StructuredOutputsParams) -> str:
-    """The grammar of free text with structures. A trigger that is a special token is one; others are text."""
-    from llguidance import LLMatcher, StructTag
+def _structural_tag(tag: Any, rules: Rules, params: StructuredOutputsParams) -> str:
+    """The grammar of free text with structures. Special tokens in triggers, ``begin`` and ``end`` are meant as such."""
+    from llguidance import LLMatcher
 
     if not isinstance(tag, dict) or "structures" not in tag or "triggers" not in tag:
         raise ValueError(
@@ -261,13 +261,12 @@ def _structural_tag(tag: Any, special_tokens: Collection[str], params: Structure
             raise ValueError(f"{where}.begin is {begin!r}, which begins with none of the triggers {triggers!r}")
         schema = structure.get("schema", {})
         schema = _prepared(schema if isinstance(schema, dict) else {"allOf": [schema]}, params)
-        tags.append(StructTag(trigger=max(fitting, key=len), begin=begin, grammar=schema, end=end))
+        trigger, value = max(fitting, key=len), rules.add(f"%json {json.dumps(schema)}")
+        texts = rules.until(trigger), rules.given(begin.removeprefix(trigger)), value, rules.given(end)
+        tags.append(rules.add(" ".join(filter(None, texts))))
     if not tags:
         raise ValueError(f"{place} has no structures; it must have at least one")
-    are_special = {tag.trigger in special_tokens for tag in tags}
-    if len(are_special) > 1:
-        raise ValueError(f"{place} mixes special tokens and text in triggers {triggers!r}")
-    return str(LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=are_special.pop())))
+    return str(LLMatcher.grammar_from_lark(rules.render(f"{rules.any_of(tags)}* TEXT")))
 
 
 def _check_keys(place: str, value: Mapping[str, Any], known: tuple[str, ...]) -> None:

@@ -15,8 +15,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -26,6 +25,7 @@ from fleetfoot.native.loading import watch
 from fleetfoot.sampling.shape import mask_size
 from fleetfoot.structured.bits import clear_bits, fill_masks
 from fleetfoot.structured.strings import with_strings
+from fleetfoot.structured.vocabulary import VocabularySource
 from fleetfoot.utils.shared_words import SharedWords
 
 NUM_COMMANDS = 1 << 16
@@ -49,24 +49,6 @@ _MAX_ITEMS = 8000
 PIPE_BYTES = 1 << 20
 WRAP = 1 << 31
 SETTLE = "settle"
-
-
-@dataclass(frozen=True, slots=True)
-class VocabularySource:
-    """What a process makes an `llguidance.LLTokenizer` of."""
-
-    tokenizer: str
-    """The text of a tokenizer.json."""
-    vocab_size: int
-    eos_token_ids: Sequence[int]
-
-    def read(self) -> Any:
-        """The `llguidance.LLTokenizer`. Takes about a second for 150,000 tokens."""
-        from llguidance import LLTokenizer
-
-        # in two calls: each keeps Python's lock
-        tokens = LLTokenizer(self.tokenizer, n_vocab=self.vocab_size, eos_token=list(self.eos_token_ids), slices=[])
-        return tokens.with_slices(LLTokenizer.general_slices())
 
 
 def new_matcher(tokenizer: Any, grammar: str) -> Any:
@@ -157,7 +139,7 @@ class _Server:
                 matcher.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
             else:
                 drafts = commands[drafts_at:bans_at].tolist()
-                fill_masks(matcher, drafts, self._mask(offset, row, num_masks))
+                matcher = fill_masks(matcher, drafts, self._mask(offset, row, num_masks))
             if num_bans and _allows_any(words, offset + row * num_words, commands[bans_at:place]):
                 clear_bits(self._mask(offset, row)[0], commands[bans_at:place])
             if matcher.is_error():

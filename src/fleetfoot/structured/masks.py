@@ -14,10 +14,10 @@ from fleetfoot.records.request import Request
 from fleetfoot.records.step import SchedulerOutput, TokenMasks
 from fleetfoot.sampling.shape import mask_size
 from fleetfoot.structured.bits import clear_bits, fill_masks, set_only
-from fleetfoot.structured.mask_server import VocabularySource
 from fleetfoot.structured.mask_space import MaskMemory
 from fleetfoot.structured.processes import MaskProcesses, ProcessError, RepeatedTasks, Replica, Replicas, is_supported
 from fleetfoot.structured.state import GrammarState, matcher_error
+from fleetfoot.structured.vocabulary import VocabularySource
 from fleetfoot.utils.process import num_cores
 
 logger = logging.getLogger(__name__)
@@ -274,7 +274,7 @@ def _compute(rows: _Rows, masks: np.ndarray) -> str:
             masks.fill(-1)
             return error
         matcher = state.matcher  # another one, if the output has become shorter
-    fill_masks(matcher, rows.drafts, masks[rows.begin :])
+    matcher = fill_masks(matcher, rows.drafts, masks[rows.begin :])
     if matcher.is_error():
         masks.fill(-1)
         return f"the grammar cannot go on: {matcher_error(matcher)}"

@@ -40,8 +40,8 @@ from fleetfoot.structured.mask_server import (
     TASK,
     WRAP,
     StepMemory,
-    VocabularySource,
 )
+from fleetfoot.structured.vocabulary import VocabularySource
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleetfoot.sampling.shape import mask_size
-from fleetfoot.structured.mask_server import VocabularySource
 from fleetfoot.structured.processes import Replica
+from fleetfoot.structured.vocabulary import VocabularySource
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,13 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from fleetfoot.structured.grammars import WHITESPACE, split_reasoning, token_mark
+from fleetfoot.structured.grammars import WHITESPACE, split_reasoning
 from fleetfoot.structured.places import Place, Strings, all_strings, schema_of
+from fleetfoot.structured.vocabulary import make_tokenizer
 
 _CHARACTER = (
     rb"\\(?:u[0-9a-fA-F]{4}|[^u])|[\x00-!#-\[\]-\x7f]|[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}"
@@ -64,7 +64,7 @@ def with_strings(tokenizer: Any, grammar: str, make: MakeMatcher) -> Any:
     if texts.quote < 0 or follower.is_error() or not all(found.sample for found in classes.values()):
         return matcher
     samples = {pattern: found.sample for pattern, found in classes.items()}
-    return StringMatcher(matcher, follower, texts, classes, _Reader(Place.root(schema), samples, marks))
+    return StringMatcher(matcher, follower, texts, classes, _Reader(Place.root(schema), samples, texts.marks(marks)))
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -94,22 +94,13 @@ def _flags(mask: bytes, num: int) -> np.ndarray:
     return np.unpackbits(np.frombuffer(mask, dtype=np.uint8), count=num, bitorder="little").view(bool)
 
 
-class _Vocabulary(SimpleNamespace):
-    """What an `llguidance.LLTokenizer` is made of."""
-
-    def __call__(self, text: bytes) -> list[int]:
-        return list(text)
-
-
 def _tokenizer_of(texts: Iterable[bytes]) -> tuple[Any, dict[bytes, int]]:
     """An `llguidance.LLTokenizer` with the bytes, these texts, and an end token; and the tokens of the texts."""
-    from llguidance import LLTokenizer, TokenizerWrapper
-
     tokens = [bytes([byte]) for byte in range(_NUM_BYTES)]
     tokens += [text for text in texts if len(text) > 1]
     end = len(tokens)
-    vocabulary = _Vocabulary(eos_token_id=end, bos_token_id=None, tokens=[*tokens, b"<end>"], special_token_ids=[end])
-    return LLTokenizer(TokenizerWrapper(vocabulary), slices=[]), {text: token for token, text in enumerate(tokens)}
+    made = make_tokenizer([*tokens, b"<end>"], [end], [end], lambda text: list(text.encode()))
+    return made, {text: token for token, text in enumerate(tokens)}
 
 
 class _Texts:
@@ -122,8 +113,8 @@ class _Texts:
         num = tokenizer.vocab_size
         special = {token for token in range(num) if tokenizer.is_special_token(token)} | {*tokenizer.eos_tokens}
         self.texts = [
-            token_mark(token) if token in special else tokenizer.decode_bytes([token]) for token in range(num)
-        ]
+            b"\xff%d\xff" % token if token in special else tokenizer.decode_bytes([token]) for token in range(num)
+        ]  # no text has such bytes
         self.counts = [0] * num
         """Characters of each, up to the quote that closes the string; the last one may be a part."""
         self.is_content = bytearray(num)
@@ -149,6 +140,10 @@ class _Texts:
         self._fitting: dict[int, np.ndarray] = {}
         self._late: dict[int, np.ndarray] = {}
         self._classes: OrderedDict[str, _Class] = OrderedDict()
+
+    def marks(self, marks: Iterable[int | str]) -> list[bytes]:
+        """Marks as `texts` has them: a token, or a text."""
+        return [self.texts[mark] if isinstance(mark, int) else mark.encode() for mark in marks]
 
     def fitting(self, most: int) -> np.ndarray:
         """The tokens with at most so many characters, as a mask."""
@@ -431,11 +426,10 @@ class StringMatcher:
         return mask
 
     def unsafe_compute_mask_ptr_with_draft_token(self, address: int, size: int, drafts: Sequence[int]) -> None:
-        """Write the masks before and behind drafts, as far as they are accepted."""
-        matcher = self.deep_copy()
+        """Write the masks before and behind drafts, as far as they are accepted. It has consumed those then."""
         for place, token_id in enumerate(drafts):
-            matcher.unsafe_compute_mask_ptr(address + place * size, size)
-            if matcher.validate_tokens([token_id]) != 1:
+            self.unsafe_compute_mask_ptr(address + place * size, size)
+            if self.validate_tokens([token_id]) != 1:
                 return
-            matcher.consume_token(token_id)
-        matcher.unsafe_compute_mask_ptr(address + len(drafts) * size, size)
+            self.consume_token(token_id)
+        self.unsafe_compute_mask_ptr(address + len(drafts) * size, size)

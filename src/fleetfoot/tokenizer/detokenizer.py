@@ -88,7 +88,7 @@ class TokenPieces:
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
-        self.decoder = _read_decoder(backend)
+        self.decoder = read_decoder(backend)
         added_tokens = backend.get_added_tokens_decoder()
         self.added_ids = frozenset(added_tokens)
         self.skipped_ids = frozenset(token_id for token_id, token in added_tokens.items() if token.special)
@@ -118,7 +118,7 @@ def _whole_text(table: PieceTable[bytes], token_id: int) -> str | None:
         return None
 
 
-def _read_decoder(backend: tokenizers.Tokenizer) -> ByteLevelDecoder | ByteFallbackDecoder | None:
+def read_decoder(backend: tokenizers.Tokenizer) -> ByteLevelDecoder | ByteFallbackDecoder | None:
     """The decoder if it is one of the two that work token by token, else None."""
     if backend.decoder is None:
         return None
