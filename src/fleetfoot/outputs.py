@@ -168,6 +168,8 @@ class CompletionOutput(_LogprobsWhenRead):
     """The version of the weights that sampled its last token; 0: those of the start."""
     weight_versions: list[int] | None = None
     """The version for each token, if weights were updated while the sequence was generated."""
+    is_unfit: bool = False
+    """Whether its own grammar is the error that has ended it."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None

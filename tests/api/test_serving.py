@@ -265,3 +265,19 @@ def test_a_chat_template_that_the_model_does_not_have(num_api_servers: int) -> N
     with RunningServer("--chat-template", "tools", "--api-server-count", str(num_api_servers), *FLAGS) as server:
         assert server.wait() == 2
     assert "--chat-template tools is neither a file nor a template of the model's (default)" in "".join(server.log)
+
+
+def test_strict_schemas_and_a_regex_that_becomes_too_large() -> None:
+    with RunningServer(*FLAGS, "--strict-schemas") as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        schema = {"properties": {"a": {"const": 1}}, "required": ["a"], "type": "object"}
+        body = {"prompt": "Once", "max_tokens": 40, "temperature": 2, "seed": 1, "n": 8}
+        for fields in ({"guided_json": schema}, {"structured_outputs": {"json": json.dumps(schema)}}):
+            answer = client.post("/v1/completions", json={**body, **fields}).json()
+            assert [json.loads(choice["text"]) for choice in answer["choices"]] == [{"a": 1}] * 8
+        large = {"prompt": "Once", "max_tokens": 300, "ignore_eos": True, "guided_regex": "((a{1,100}){1,100}){1,100}"}
+        answer = client.post("/v1/completions", json=large)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+        stream = client.post("/v1/completions", json={**large, "stream": True})
+        end = json.loads(stream.text.split("data: ")[-2])
+        assert (stream.status_code, end["error"]["type"]) == (200, "invalid_request_error")
+        assert client.post("/v1/completions", json=body).status_code == 200

@@ -122,6 +122,22 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ['["a"]', '["b", "l"]', '["a", "k", "l"]'],
         ["[]", '["b", "b"]', '["a", "b", "c", "d"]', '["m"]'],
     ),
+    "set of bounded integers": (
+        {"type": "array", "items": {"type": "integer", "minimum": 2, "exclusiveMaximum": 6.5}, "uniqueItems": True},
+        ["[]", "[2]", "[2, 3, 4, 5, 6]", "[3, 6]"],
+        ["[2, 2]", "[1]", "[7]", "[2, 3, 2]"],
+    ),
+    "set of a reference or null": (
+        {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}, "uniqueItems": True,
+         "$defs": {"a": {"enum": ["x", "y"], "type": "string"}}},
+        ["[]", '["x", "y", null]', "[null]"],
+        ["[null, null]", '["x", "x"]', '["z"]'],
+    ),
+    "set of many": (
+        {"type": "array", "items": {"enum": list("abcdefghijklmnopqrstuvwxyz")}, "uniqueItems": True},
+        ['["a", "b", "z"]'],
+        ['["a", "a"]', '["a", "z", "z"]'],
+    ),
     "set of one": ({"type": "array", "items": INT, "uniqueItems": True, "maxItems": 1}, ["[]", "[7]"], ["[1, 2]"]),
     "contains": (
         {"type": "array", "items": {"type": ["integer", "string"]}, "contains": INT, "maxItems": 3},

@@ -94,6 +94,8 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     text = "format of reasoning, such as qwen3 or deepseek_r1 (default: that of the chat template)"
     add("--reasoning-parser", metavar="NAME", help=text)
     add("--enable-auto-tool-choice", action="store_true", help="no effect: tools are always enabled")
+    text = "objects of requests' schemas have only the properties that are named, unless additionalProperties is there"
+    add("--strict-schemas", action="store_true", help=text)
     add("--trust-request-chat-template", action="store_true", help="accept chat templates in requests")
     add(
         "--allowed-origins",
@@ -139,6 +141,7 @@ def server_settings(arguments: argparse.Namespace, default_names: tuple[str, ...
         tool_call_parser=arguments.tool_call_parser,
         reasoning_parser=arguments.reasoning_parser,
         trusts_chat_templates=arguments.trust_request_chat_template,
+        strict_schemas=arguments.strict_schemas,
         max_stored_responses=arguments.max_stored_responses,
         max_stored_bytes=arguments.max_stored_mib << 20,
     )

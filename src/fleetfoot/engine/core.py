@@ -151,7 +151,7 @@ class EngineCore:
             outputs += self._retire(before_update)
         masks, failed = self.masker.compute(output, requests)
         for request, reason in failed:
-            self.scheduler.finish(request.request_id, RequestStatus.FINISHED_ERROR, reason)
+            self.scheduler.finish(request.request_id, RequestStatus.FINISHED_UNFIT, reason)
             outputs.append(EngineOutput(request, [], -1))
         return masks
 

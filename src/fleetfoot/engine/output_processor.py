@@ -379,6 +379,7 @@ class OutputProcessor:
             stop_reason=sequence.stop_reason,
             weight_version=version,
             weight_versions=versions,
+            is_unfit=sequence.request.status == RequestStatus.FINISHED_UNFIT,
         )
         OutputProcessor._set_logprobs(completion, sequence, begin)
         return completion

@@ -24,6 +24,8 @@ class RequestStatus(enum.IntEnum):
     FINISHED_LENGTH = 5
     FINISHED_ABORTED = 6
     FINISHED_ERROR = 7
+    FINISHED_UNFIT = 8
+    """An error of its own: its grammar cannot go on."""
 
 
 FINISH_REASONS = {
@@ -31,6 +33,7 @@ FINISH_REASONS = {
     RequestStatus.FINISHED_LENGTH: "length",
     RequestStatus.FINISHED_ABORTED: "abort",
     RequestStatus.FINISHED_ERROR: "error",
+    RequestStatus.FINISHED_UNFIT: "error",
 }
 
 

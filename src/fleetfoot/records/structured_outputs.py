@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from fleetfoot.parsers.grammar import closed
 from fleetfoot.utils.validation import checked_keywords
 
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -96,6 +99,16 @@ class StructuredOutputsParams:
                 f"structured_outputs.whitespace_pattern is {self.whitespace_pattern!r}, and disable_any_whitespace is "
                 "True; give one of them"
             )
+
+
+def with_closed_objects(constraint: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
+    """A constraint in which objects of a schema have only the properties that it names, unless it says otherwise."""
+    if constraint is None or constraint.json is None:
+        return constraint
+    schema: Any = constraint.json
+    with contextlib.suppress(ValueError, RecursionError):  # the compiler has the reason
+        schema = closed(json.loads(schema) if isinstance(schema, str) else schema)
+    return replace(constraint, json=schema)
 
 
 def _choices(values: Any) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import functools
 import secrets
 import time
@@ -23,6 +24,7 @@ from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import CompletionOutput, RequestOutput
 from fleetfoot.records.pooling_params import PoolingParams
 from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.records.structured_outputs import with_closed_objects
 from fleetfoot.server.http import ApiError, check_request_id, decode_body, invalid, read_body
 from fleetfoot.server.template_process import render_apart
 from fleetfoot.tokenizer.tokenizer import Tokenizer
@@ -64,6 +66,8 @@ class ServiceSettings:
     reasoning_parser: str | None = None
     trusts_chat_templates: bool = False
     """Whether a request may bring a chat template."""
+    strict_schemas: bool = False
+    """Whether objects of requests' schemas have only the properties that these name, unless they say otherwise."""
     max_stored_responses: int = 4096
     """Responses that later requests can refer to; the oldest ones are dropped."""
     max_stored_bytes: int = 256 << 20
@@ -146,6 +150,9 @@ class Service:
             ApiError: 429 if the queue is full; 400 for a prompt or parameters that are invalid. Then nothing runs.
             EngineDeadError: the engine has failed.
         """
+        if self.settings.strict_schemas and isinstance(params, SamplingParams):
+            params = copy.copy(params)
+            params.structured_outputs = with_closed_objects(params.structured_outputs)
         num_sequences = len(prompts) * getattr(params, "n", 1)
         if num_sequences > MAX_SEQUENCES:
             field = "n" if len(prompts) == 1 else ("prompt", *places)[-1].partition("[")[0]
@@ -248,9 +255,9 @@ def check_stop_strings(field: str, strings: Sequence[str]) -> None:
 
 
 def check_completion(completion: CompletionOutput) -> None:
-    """Raises ApiError 500 for a sequence that the engine has ended with an error."""
+    """Raises ApiError for a sequence that the engine has ended with an error: 400 if that is of its own grammar."""
     if completion.finish_reason == "error":
-        raise ApiError(500, f"the request has failed: {completion.stop_reason}")
+        raise ApiError(400 if completion.is_unfit else 500, f"the request has failed: {completion.stop_reason}")
 
 
 class RequestOutputs:

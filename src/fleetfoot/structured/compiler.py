@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 TIMEOUT_S = 10.0
-"""Seconds until a grammar must be compiled."""
+"""Seconds of a core in which a grammar must be compiled."""
+_PATIENCE_S = 900.0
+"""How long a request waits by the clock: for the vocabulary, for grammars before its own, on a busy machine."""
 _MAX_CACHED = 256
 _NUM_THREADS = 4
 
@@ -90,14 +92,14 @@ class GrammarCompiler:
         """The grammar of a constraint. Waits for the thread that compiles it.
 
         Raises:
-            ValueError: it cannot be compiled, not in time, or not for this tokenizer; the message has the reason.
+            ValueError: it cannot be compiled, within the limits and for this tokenizer; the message has the reason.
         """
         future = self.submit(params)
         try:
-            return future.result(self._timeout_s)
+            return future.result(_PATIENCE_S)
         except FutureTimeoutError:
             raise ValueError(
-                f"structured_outputs takes longer than {self._timeout_s:g} seconds to compile; simplify it"
+                f"structured_outputs was not compiled in {_PATIENCE_S:g} seconds, behind others; send it later"
             ) from None
 
     def submit(self, params: StructuredOutputsParams) -> Future[Grammar]:

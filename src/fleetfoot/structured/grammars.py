@@ -9,7 +9,7 @@ from typing import Any
 
 from fleetfoot.parsers.grammar import Rules, quoted
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
-from fleetfoot.structured.schemas import simplified, subschemas
+from fleetfoot.structured.schemas import find, simplified, subschemas
 
 MAX_CHARS = 1 << 19
 """Of a constraint as text."""
@@ -213,13 +213,18 @@ def _reworded(error: str) -> str:
 
 
 def _locate(schema: Mapping[str, Any], error: str, find_error: Callable[[Mapping[str, Any]], str]) -> str:
-    """The place of the innermost part of a schema that has its error, as a JSON pointer."""
+    """The place of the innermost part of a schema that has its error, as a JSON pointer; references are followed."""
     shared = {name: schema[name] for name in ("$defs", "definitions", "$schema") if name in schema}
-    place, part = "#", schema
+    place, part, seen = "#", schema, {"#"}
     while True:
-        for name, child in subschemas(part):
-            if find_error({**shared, **child}) == error:
-                place, part = f"{place}/{name}", child
+        target = part.get("$ref")
+        parts = [(f"{place}/{name}", child) for name, child in subschemas(part)]
+        found = find(schema, target) if isinstance(target, str) else None
+        parts += [(str(target), found)] if isinstance(found, dict) else []
+        for where, child in parts:
+            if where not in seen and find_error({**shared, **child}) == error:
+                place, part = where, child
+                seen.add(where)
                 break
         else:
             return place

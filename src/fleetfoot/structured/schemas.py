@@ -2,9 +2,9 @@
 
 `simplified` returns an equivalent schema; in these places it allows less: formats of international texts are those of
 ASCII, no time has a leap second, bounds of numbers are at most 10^18 in size, the items of a set are in the order of
-its values, the first item that ``contains`` demands is among the first ones, and where ``not``, ``if`` or ``oneOf``
-exclude integers, other numbers are left out, too. Keywords without an equivalent are left in place, which makes them
-errors of the compiler.
+its values and as many as make 4,096 lists, the first item that ``contains`` demands is among the first ones, and where
+``not``, ``if`` or ``oneOf`` exclude integers, other numbers are left out, too. Keywords without an equivalent are left
+in place, which makes them errors of the compiler.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from itertools import combinations
+from itertools import accumulate, combinations
 from typing import Any
 
 from fleetfoot.structured.disjoint import MAX_COMPARED, MAX_REFERENCES, all_disjoint, constants, required_names
@@ -86,7 +86,10 @@ _MAX_NUMBER = 10**18
 _MAX_CONSTANT = 2**63
 _MAX_OPTIONAL = 1000
 _MAX_SET = 1024
-"""Lists that ``uniqueItems`` or counts of properties become."""
+"""Lists that counts of properties become."""
+_MAX_LISTS = 1 << 12
+"""Lists that ``uniqueItems`` becomes. Those with more items are left out, if some with so many are there:"""
+_FEWEST_ITEMS = 3
 _MAX_CONTAINED = 8
 """Items up to the first one that ``contains`` demands."""
 _MAX_NEGATED = 8
@@ -115,7 +118,7 @@ def simplified(schema: Mapping[str, Any], *, is_closed: bool = False, has_plain_
         for _ in range(MAX_REFERENCES):
             if not isinstance(part, dict) or part.keys() - NOTES != {"$ref"} or not isinstance(part["$ref"], str):
                 return part
-            part = _find(schema, part["$ref"])
+            part = find(schema, part["$ref"])
         return None
 
     changed: dict[str, Any] = _mapped(schema, lambda part: _simplified(part, resolve, is_closed=is_closed))
@@ -141,7 +144,7 @@ def _escaped(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
-def _find(root: Any, reference: str) -> Any:
+def find(root: Any, reference: str) -> Any:
     """The part of a schema that a pointer of it names; None: there is none, or it is no pointer."""
     names = reference.split("/")
     if names[0] != "#":
@@ -381,24 +384,49 @@ def _with_plain_names(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _change_set(schema: dict[str, Any], resolve: Resolve) -> None:
     """``uniqueItems`` of a few values: their subsets, each in the order of the values."""
-    items = resolve(schema.get("items"))
-    if isinstance(items, dict) and items.get("type") == "boolean":
-        items = {"enum": [False, True], **items}
-    values = constants(items)
     if schema.get("maxItems") in (0, 1):
         schema.pop("uniqueItems", None)
-    if schema.get("uniqueItems") is not True or schema.get("type") != "array" or "enum" in schema or values is None:
+    values = _values_of(schema.get("items"), resolve)
+    if schema.get("uniqueItems") is not True or schema.get("type") != "array" or values is None:
         return
-    kind = {"": object, "string": str, "integer": int, "boolean": bool}.get(str(items.get("type", "")))
-    if items.keys() - NOTES - {"type", "enum", "const"} or kind is None:
-        return
-    if not all(kind in (object, type(value)) for value in values):
+    if schema.keys() & {"enum", "prefixItems", "contains"}:
         return
     values = list({json.dumps(value, sort_keys=True): value for value in values}.values())
-    most = min(len(values), _count(schema, "maxItems", len(values)))
-    if sum(math.comb(len(values), size) for size in range(most + 1)) <= _MAX_SET and "prefixItems" not in schema:
+    asked = min(len(values), _count(schema, "maxItems", len(values)))
+    counts = list(accumulate(math.comb(len(values), size) for size in range(asked + 1)))
+    most = sum(count <= _MAX_LISTS for count in counts) - 1
+    if most >= min(asked, max(_FEWEST_ITEMS, _count(schema, "minItems", 0))):
         del schema["uniqueItems"], schema["items"]
         schema["enum"] = [list(chosen) for size in range(most + 1) for chosen in combinations(values, size)]
+
+
+def _values_of(schema: Any, resolve: Resolve) -> list[Any] | None:
+    """The values that are valid under a schema, if these are a few; None: others, or it is not clear."""
+    schema = resolve(schema)
+    if not isinstance(schema, dict):
+        return None
+    kind, demands = schema.get("type"), schema.keys() - NOTES
+    if demands == {"anyOf"} and isinstance(schema["anyOf"], list):
+        found = [_values_of(part, resolve) for part in schema["anyOf"]]
+        return None if None in found else [value for values in found for value in values or ()]
+    values = constants(schema)
+    if values is not None and demands <= {"type", "enum", "const"}:
+        kinds = {"string": str, "integer": int, "boolean": bool, "null": type(None)}
+        fits = kind is None or (isinstance(kind, str) and all(type(value) is kinds.get(kind) for value in values))
+        return values if fits else None
+    if demands == {"type"} and kind in ("boolean", "null"):
+        return [False, True] if kind == "boolean" else [None]
+    bounds = {name: schema.get(name) for name in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")}
+    given = [bound for bound in bounds.values() if bound is not None]
+    if kind != "integer" or not demands <= {"type", *bounds} or not all(type(bound) in (int, float) for bound in given):
+        return None
+    lowest = [math.ceil(bounds["minimum"])] if bounds["minimum"] is not None else []
+    lowest += [math.floor(bounds["exclusiveMinimum"]) + 1] if bounds["exclusiveMinimum"] is not None else []
+    highest = [math.floor(bounds["maximum"])] if bounds["maximum"] is not None else []
+    highest += [math.ceil(bounds["exclusiveMaximum"]) - 1] if bounds["exclusiveMaximum"] is not None else []
+    if not lowest or not highest or min(highest) - max(lowest) >= _MAX_LISTS:
+        return None
+    return list(range(max(lowest), min(highest) + 1))
 
 
 def _change_contains(schema: dict[str, Any]) -> None:

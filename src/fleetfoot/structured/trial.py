@@ -10,10 +10,10 @@ import contextlib
 import json
 import resource
 import select
+import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
 
 from fleetfoot.config import env
@@ -21,6 +21,9 @@ from fleetfoot.config import env
 _MAX_MEMORY = 2 << 30
 _STACK_BYTES = 4 << 20
 """Half of what a thread of an engine has, so that what passes here has room there."""
+_PATIENCE_S = 600.0
+"""How long a process may take by the clock: on a busy machine, time of a core is much less."""
+_SHORTEST_S = 1e-6
 
 
 class GrammarTrial:
@@ -31,7 +34,8 @@ class GrammarTrial:
         weakref.finalize(self, _end, self._idle)
 
     def run(self, grammar: str, timeout_s: float) -> str:
-        """Compile a grammar, without a vocabulary. Returns the error that the compiler finds; empty: there is none.
+        """Compile a grammar, without a vocabulary, in at most ``timeout_s`` seconds of a core. Returns the error that
+        the compiler finds; empty: there is none.
 
         Raises:
             ValueError: it exceeds the limits.
@@ -41,12 +45,12 @@ class GrammarTrial:
             process = self._idle.pop()
         if process is None or process.poll() is not None:
             process = _start()
-        reply = _exchange(process, grammar, time.monotonic() + timeout_s)
+        reply = _exchange(process, [grammar, max(timeout_s, _SHORTEST_S)])
         if not reply:
             _end([process])
             raise ValueError(
-                f"structured_outputs cannot be compiled in {timeout_s:g} seconds, with {_MAX_MEMORY >> 30} GiB, and "
-                "within the depth of recursion; simplify it"
+                f"structured_outputs cannot be compiled in {timeout_s:g} seconds of a core, with {_MAX_MEMORY >> 30} "
+                "GiB, and within the depth of recursion; simplify it"
             )
         self._idle.append(process)
         return str(json.loads(reply))
@@ -68,15 +72,15 @@ def _start() -> subprocess.Popen[bytes]:
     )
 
 
-def _exchange(process: subprocess.Popen[bytes], grammar: str, deadline: float) -> bytes:
-    """Send a grammar and wait for the reply. Empty: there is none."""
+def _exchange(process: subprocess.Popen[bytes], task: list[str | float]) -> bytes:
+    """Send a grammar and its limit, and wait for the reply. Empty: there is none."""
     assert process.stdin is not None and process.stdout is not None
     try:
-        process.stdin.write(json.dumps(grammar).encode() + b"\n")
+        process.stdin.write(json.dumps(task).encode() + b"\n")
         process.stdin.flush()
     except OSError:  # it has ended
         return b""
-    ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+    ready, _, _ = select.select([process.stdout], [], [], _PATIENCE_S)
     return process.stdout.readline() if ready else b""
 
 
@@ -89,14 +93,18 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def main() -> None:
-    """Compile each grammar of standard input, and answer with its error."""
+    """Compile each grammar of standard input, and answer with its error. A signal ends the process at the limit."""
     from llguidance import LLMatcher
 
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY, _MAX_MEMORY))
 
     def answer() -> None:
         for line in sys.stdin:
-            print(json.dumps(LLMatcher.validate_grammar(json.loads(line))), flush=True)
+            grammar, timeout_s = json.loads(line)
+            signal.setitimer(signal.ITIMER_PROF, timeout_s)
+            error = LLMatcher.validate_grammar(grammar)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            print(json.dumps(error), flush=True)
 
     threading.stack_size(_STACK_BYTES)
     thread = threading.Thread(target=answer)

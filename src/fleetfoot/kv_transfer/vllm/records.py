@@ -86,7 +86,7 @@ class Request:
 
     @property
     def status(self) -> RequestStatus:
-        return RequestStatus(self._request.status)
+        return RequestStatus(min(self._request.status, records.RequestStatus.FINISHED_ERROR))
 
     def is_finished(self) -> bool:
         return self._request.is_finished

@@ -318,7 +318,7 @@ class GroupLink:
         try:
             async with asyncio.timeout(self._group.prefill_timeout):
                 end = await future
-            if end.status == RequestStatus.FINISHED_ERROR:
+            if end.status >= RequestStatus.FINISHED_ERROR:
                 raise RuntimeError(f"the prefill engine failed: {end.stop_reason}")
         except Exception as error:
             self._release(route)
