@@ -57,8 +57,8 @@ class ByteLevelDecoder:
 
     def piece(self, token: str) -> bytes:
         try:
-            return bytes(map(_BYTE_OF_CHARACTER.__getitem__, token))
-        except KeyError:  # an added token with characters outside the byte alphabet, for example a space
+            return token.translate(_LATIN_1).encode("latin-1")
+        except UnicodeEncodeError:  # an added token with characters outside the byte alphabet, for example a space
             return token.encode()
 
 
@@ -147,7 +147,8 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTE_OF_CHARACTER = _byte_alphabet()
+_LATIN_1 = dict.fromkeys(range(0x100), 0x100) | {ord(letter): byte for letter, byte in _byte_alphabet().items()}
+"""Characters of the alphabet as those of Latin-1 with the bytes' numbers, and other characters as none of it."""
 
 
 class IncrementalDetokenizer(Protocol):
