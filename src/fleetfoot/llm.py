@@ -16,7 +16,7 @@ from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.vllm_names import check_call_keywords
 from fleetfoot.engine.beam_search import BeamSearchOutput, search
 from fleetfoot.engine.chat import ChatCalls, ToolUse
-from fleetfoot.engine.chat_messages import read_conversation, render, template_variables
+from fleetfoot.engine.chat_messages import read_conversation, template_variables
 from fleetfoot.engine.engine import LLMEngine, drain_deadline
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.input_processor import EngineRequest
@@ -156,7 +156,7 @@ class LLM(ChatCalls, PoolingCalls, SleepCalls, WeightCalls):
         for index, conversation in enumerate(many):
             with _naming(f"messages[{index}]" * is_batch):
                 conversation = read_conversation(conversation)
-                text = render(tokenizer, conversation, tokenize=False, **variables)
+                text = tokenizer.apply_chat_template(conversation, tokenize=False, **variables)
                 if not isinstance(text, str):
                     raise ValueError("messages must be one conversation or a list of them, not lists in such a list")
                 ids = self.llm_engine.input_processor.tokenize(text, is_cut=is_cut, add_special_tokens=False)

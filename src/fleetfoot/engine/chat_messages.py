@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from fleetfoot.tokenizer.tokenizer import Tokenizer
+from fleetfoot.parsers.completion import completion
 
 _DEFAULTS = {"add_generation_prompt": True, "continue_final_message": False, "tools": None}
 _RESULT_ARGUMENTS = ("tokenize", "return_dict", "return_tensors", "tokenizer_kwargs", "padding", "truncation")
@@ -28,7 +27,7 @@ def read_conversation(messages: Any) -> Any:
 
 
 def template_message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as chat templates take it: arguments of calls as objects, and no content as an empty text.
+    """A message as chat templates take it: arguments of calls as objects, and no content beside calls as null.
 
     Raises ValueError, which begins with the path of the field.
     """
@@ -40,45 +39,24 @@ def template_message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(calls, list | tuple):
         raise ValueError(f"{where}.tool_calls is {calls!r:.100}; it must be a list")
     read = [_read_call(f"{where}.tool_calls[{index}]", call) for index, call in enumerate(calls)]
-    content = message.get("content")
-    return {**message, "content": "" if content is None else content, "tool_calls": read}
+    return {**message, "content": message.get("content") or None, "tool_calls": read}
 
 
 def _read_call(where: str, call: Any) -> dict[str, Any]:
+    """``max_tokens`` may have cut the arguments, which are then what there is."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"{where}.function is {function!r:.100}; it must be an object with a name and arguments")
     arguments = function.get("arguments")
     if isinstance(arguments, str) and arguments.strip():
         try:
-            arguments = json.loads(arguments)
-        except ValueError as error:
+            arguments = json.loads(arguments + completion(arguments))
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}.function.arguments is not JSON: {error}") from None
     arguments = arguments or {}
     if not isinstance(arguments, Mapping):
         raise ValueError(f"{where}.function.arguments is {arguments!r:.100}; it must be the text of a JSON object")
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
-
-
-def render(tokenizer: Tokenizer, conversation: Any, **options: Any) -> Any:
-    """`Tokenizer.apply_chat_template`, also for templates that take the arguments of calls as text."""
-    try:
-        return tokenizer.apply_chat_template(conversation, **options)
-    except ValueError as error:
-        if "fails on these messages: TypeError" not in str(error):
-            raise
-        if not any(message.get("tool_calls") for message in conversation):
-            raise
-    return tokenizer.apply_chat_template([_with_texts(message) for message in conversation], **options)
-
-
-def _with_texts(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message with the arguments of calls as JSON text."""
-    calls = []
-    for call in message.get("tool_calls") or ():
-        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
-    return {**message, "tool_calls": calls} if calls else message
 
 
 def template_variables(given: dict[str, Any], variables: object) -> dict[str, Any]:

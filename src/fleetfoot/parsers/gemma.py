@@ -11,8 +11,9 @@ from typing import Any
 
 from fleetfoot.parsers.base import Tool
 from fleetfoot.parsers.grammar import Rules, arguments_schema, definitions, members, text_terminal
+from fleetfoot.parsers.json_values import MAX_DEPTH, read_json, read_string
 from fleetfoot.parsers.reader import Markers, Reader, Sink, Wait, Writer, skip_one_of, skip_text
-from fleetfoot.parsers.typed import argument_variants, python_value, types_of
+from fleetfoot.parsers.typed import argument_variants, json_text, python_value, types_of
 
 _CALL = "call:"
 _KEY_CHARACTERS = "_-.$/@ "
@@ -55,7 +56,7 @@ class GemmaFormat:
             yield from skip_text(reader, self.call_end)
         return True
 
-    def _read_members(self, reader: Reader, sink: Sink, end: str) -> Wait[bool]:
+    def _read_members(self, reader: Reader, sink: Sink, end: str, depth: int = 0) -> Wait[bool]:
         """Read the values of a list, or the keys and values of an object, and the bracket at the end. False: cut."""
         text = ""
         while True:
@@ -64,26 +65,32 @@ class GemmaFormat:
                 sink(end)
                 return True
             if end == "}":
-                is_quoted = yield from reader.literal(self.quote)
-                key = yield from reader.name(_KEY_CHARACTERS)
-                if is_quoted:
-                    yield from reader.literal(self.quote)
+                key = yield from self._read_key(reader)
                 if not (yield from reader.literal(":")):
                     return False
-                text += json.dumps(key.strip(), ensure_ascii=False) + ": "
-            if not (yield from self._read_value(reader, sink, text)):
+                text += json_text(key.strip()) + ": "
+            if depth == MAX_DEPTH or not (yield from self._read_value(reader, sink, text, depth)):
                 return False
             text = ", "
             yield from reader.space()
             yield from skip_one_of(reader, ",")
             reader.drop()
 
-    def _read_value(self, reader: Reader, sink: Sink, before: str) -> Wait[bool]:
+    def _read_key(self, reader: Reader) -> Wait[str]:
+        if (key := (yield from read_string(reader))) is not None:
+            return key
+        is_quoted = yield from reader.literal(self.quote)
+        key = yield from reader.name(_KEY_CHARACTERS)
+        if is_quoted:
+            yield from reader.literal(self.quote)
+        return key
+
+    def _read_value(self, reader: Reader, sink: Sink, before: str, depth: int) -> Wait[bool]:
         """Read a value, which is written behind ``before``. False: it is cut."""
         yield from reader.space()
         if (yield from reader.literal(self.quote)):
             sink(f'{before}"')
-            write = lambda piece: sink(json.dumps(piece, ensure_ascii=False)[1:-1])  # noqa: E731
+            write = lambda piece: sink(json_text(piece)[1:-1])  # noqa: E731
             marker, space = yield from reader.until(self._quotes, write, keeps_cut=False)
             if marker:
                 write(space)
@@ -92,14 +99,18 @@ class GemmaFormat:
         for bracket, end in (("{", "}"), ("[", "]")):
             if (yield from reader.literal(bracket)):
                 sink(before + bracket)
-                return (yield from self._read_members(reader, sink, end))
+                return (yield from self._read_members(reader, sink, end, depth + 1))
+        first = yield from reader.peek()
+        if first and first in "\"'":
+            sink(before)
+            return (yield from read_json(reader, sink))
         start = reader.position
         while (character := (yield from reader.peek())) and character not in ",}]":
             reader.position += 1
         value = reader.text[start : reader.position].strip()
-        if not character or not value:
+        if (not character and reader.is_cut) or (not value and character != ","):
             return False
-        sink(before + json.dumps(python_value(value), ensure_ascii=False))
+        sink(before + (json_text(python_value(value)) if value else "null"))
         return True
 
     # --- forced calls -------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from fleetfoot.parsers.base import Tool
 from fleetfoot.parsers.grammar import Rules
+from fleetfoot.parsers.json_values import read_json
 from fleetfoot.parsers.reader import GeneratorParser, Reader, Sink, Wait, Writer, markers_of
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -85,6 +86,8 @@ class HarmonyParser(GeneratorParser):
         max_calls: int | None = None,
     ) -> None:
         self._functions = functions or {}
+        self._recipient = ""
+        """The function that the next part calls."""
         self._markers = markers_of(frozenset((*_MARKERS, *hidden)))
         super().__init__(Reader(), Writer(max_calls), self._message())
 
@@ -99,8 +102,9 @@ class HarmonyParser(GeneratorParser):
             return
         while True:
             if marker not in (_CHANNEL, _START):
-                keeps_cut = sink != writer.arguments
-                marker, space = yield from reader.until(self._markers, sink, keeps_cut=keeps_cut)
+                if self._recipient:
+                    yield from self._read_call()
+                marker, space = yield from reader.until(self._markers, sink)
             if not marker:
                 return
             if marker in (_CHANNEL, _START):
@@ -124,9 +128,27 @@ class HarmonyParser(GeneratorParser):
         writer, recipient = self._writer, _RECIPIENT.search(header)
         writer.end_part()
         if recipient and (recipient[0].startswith("to=functions.") or recipient[1] in self._functions):
-            writer.begin_call(recipient[1])
-            return writer.arguments
+            self._recipient = recipient[1]
+            return writer.content
         if recipient or "analysis" in header:
             writer.begin_reasoning()
             return writer.reasoning
         return writer.content
+
+    def _read_call(self) -> Wait[None]:
+        """Read the arguments of a call; nothing, if they are no object."""
+        reader, writer = self._reader, self._writer
+        name, self._recipient = self._recipient, ""
+        yield from reader.space()
+        first = yield from reader.peek()
+        if first == "{":
+            writer.begin_call(name)
+            if (yield from read_json(reader, writer.arguments)):
+                writer.end_part()
+        elif first == "<":
+            for end in (_CALL, _END, _RETURN):
+                if (yield from reader.literal(end)):
+                    reader.position -= len(end)
+                    return writer.begin_call(name)
+        elif not first and not reader.is_cut:  # its end is no part of the text
+            writer.begin_call(name)

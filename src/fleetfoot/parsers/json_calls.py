@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from fleetfoot.parsers.base import Tool
 from fleetfoot.parsers.grammar import Rules
+from fleetfoot.parsers.json_values import object_text, read_json, read_string
 from fleetfoot.parsers.reader import Reader, Wait, Writer, skip_one_of, skip_text
 
 _NAME = ("name", "function", "tool_name")
@@ -109,16 +110,18 @@ def read_calls(
             return True
 
 
-def read_call(reader: Reader, writer: Writer, names: Mapping[str, Tool] | None) -> Wait[bool]:
+def read_call(
+    reader: Reader, writer: Writer, names: Mapping[str, Tool] | None, *, is_inner: bool = False
+) -> Wait[bool]:
     """Read an object with the name and the arguments of a call. False: it is none; nothing was written or dropped."""
     if not (yield from reader.literal("{")):
         return False
-    call = _Call(reader, writer, names)
+    call = _Call(reader, writer, names, is_inner=is_inner)
     while True:
         yield from reader.space()
         if (yield from reader.literal("}")):
             return call.finish()
-        key = yield from reader.string()
+        key = yield from read_string(reader)
         yield from reader.space()
         if key is None or not (yield from reader.literal(":")):
             return call.has_begun
@@ -134,13 +137,15 @@ def _read_keyed(reader: Reader, writer: Writer) -> Wait[bool]:
     if not (yield from reader.literal("{")):
         return False
     yield from reader.space()
-    name = yield from reader.string()
+    name = yield from read_string(reader)
     yield from reader.space()
     if not name or not (yield from reader.literal(":")):
         return False
     yield from reader.space()
+    if (yield from reader.peek()) != "{":
+        return False
     writer.begin_call(name)
-    if (yield from reader.value(writer.arguments)):
+    if (yield from read_json(reader, writer.arguments)):
         yield from skip_text(reader, "}")
     return True
 
@@ -148,75 +153,64 @@ def _read_keyed(reader: Reader, writer: Writer) -> Wait[bool]:
 class _Call:
     """The fields of one object as they come."""
 
-    def __init__(self, reader: Reader, writer: Writer, names: Mapping[str, Tool] | None) -> None:
+    def __init__(self, reader: Reader, writer: Writer, names: Mapping[str, Tool] | None, *, is_inner: bool) -> None:
         self.has_begun = False
         """Whether something was written."""
         self._reader = reader
         self._writer = writer
         self._names = names
         self._name: str | None = None
+        self._is_inner = is_inner
         self._arguments: str | None = None
-        """Those that came before the name."""
-        self._has_arguments = False
+        """Those that came before the name; "" if they come as they are written."""
 
     def read(self, key: str) -> Wait[bool]:
         """Read the value of a key. False: this is no call, or the value is cut."""
         reader, first = self._reader, (yield from self._reader.peek())
-        if key in _NAME and first == '"':
-            self._name = yield from reader.string()
+        if key in _NAME and first and first in "\"'":
+            self._name = yield from read_string(reader)
             if self._name is None or (self._names is not None and self._name not in self._names):
                 return False
-            if self._names is None:
-                self._begin()
+            self._begin()
             return True
-        if key == "function" and first == "{":
-            self.has_begun = yield from read_call(reader, self._writer, self._names)
+        if key == "function" and first == "{" and not self._is_inner:
+            self.has_begun = yield from read_call(reader, self._writer, self._names, is_inner=True)
             return self.has_begun
-        if key in _ARGUMENTS:
+        if key in _ARGUMENTS and not self.has_begun:
             return (yield from self._read_arguments(first))
-        if key not in _OTHERS and not self.has_begun:
+        is_call = self.has_begun or (self._names is None and self._name is not None)
+        if key not in _OTHERS and not is_call:
             return False
-        return (yield from reader.value())
+        return (yield from read_json(reader, _ignore, drops=self.has_begun))
 
     def _read_arguments(self, first: str) -> Wait[bool]:
         reader = self._reader
-        if self._name is not None and first in "{[":
+        if self._name is not None and first == "{":
+            self._arguments = ""
             self._begin()
-            self._has_arguments = True
-            return (yield from reader.value(self._writer.arguments))
-        start = reader.position
-        if not (yield from reader.value()):
+            return (yield from read_json(reader, self._writer.arguments))
+        pieces: list[str] = []
+        if not (yield from read_json(reader, pieces.append, drops=False)):
             return False
-        self._arguments = _object_text(reader.text[start : reader.position])
-        if self._name is not None:
+        self._arguments = object_text("".join(pieces))
+        if self._arguments is not None:
             self._begin()
-        return True
+        return self._arguments is not None
 
     def _begin(self) -> None:
-        if not self.has_begun and self._name is not None:
+        """Write what is known, if that is a call."""
+        if self._name is not None and self._arguments is not None and not self.has_begun:
             self.has_begun = True
             self._writer.begin_call(self._name)
-        if self._arguments is not None:
-            self._has_arguments = True
             self._writer.arguments(self._arguments)
-            self._arguments = None
 
     def finish(self) -> bool:
         """The object has ended. Whether it is a call."""
-        if self._name is None or (self._names is not None and not self.has_begun and self._arguments is None):
-            return self.has_begun
+        if self._names is None and self._arguments is None:
+            self._arguments = "{}"
         self._begin()
-        if not self._has_arguments:
-            self._writer.arguments("{}")
-        return True
+        return self.has_begun
 
 
-def _object_text(value: str) -> str:
-    """The JSON text of arguments that may be encoded twice, or null."""
-    try:
-        parsed = json.loads(value, strict=False)
-    except ValueError:
-        return value
-    if isinstance(parsed, str) and parsed.lstrip().startswith("{"):
-        return parsed
-    return "{}" if parsed is None or parsed == "" else value
+def _ignore(text: str) -> None:
+    """A `Sink` of what is no part of a call."""

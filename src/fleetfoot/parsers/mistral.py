@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from fleetfoot.parsers.base import Tool
 from fleetfoot.parsers.grammar import Rules
 from fleetfoot.parsers.json_calls import JsonFormat, read_calls
+from fleetfoot.parsers.json_values import read_json
 from fleetfoot.parsers.reader import Reader, Wait, Writer
 
 _BEGIN, _ARGS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -33,12 +34,12 @@ class MistralFormat:
         yield from reader.space()
         if (yield from reader.literal(_ID)):
             yield from reader.name()
-        has_arguments = yield from reader.literal(_ARGS)
+        yield from reader.literal(_ARGS)
         yield from reader.space()
-        if not name or not (has_arguments or (yield from reader.peek()) == "{"):
+        if not name or (yield from reader.peek()) != "{":
             return False
         writer.begin_call(name)
-        yield from reader.value(writer.arguments)
+        yield from read_json(reader, writer.arguments)
         return True
 
     def grammar(self, tools: Sequence[Tool], rules: Rules, *, is_single: bool) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fleetfoot.parsers.base import Tool
 from fleetfoot.parsers.grammar import Rules, arguments_schema, json_rules, members
 from fleetfoot.parsers.reader import Reader, Wait, Writer, skip_one_of, skip_text
-from fleetfoot.parsers.typed import argument_variants, python_value
+from fleetfoot.parsers.typed import argument_variants, json_text, literal
 
 _ENDS = {
     "<|python_start|>": "<|python_end|>",
@@ -16,10 +17,15 @@ _ENDS = {
     "<|tool_call_start|>": "<|tool_call_end|>",
 }
 _NAME_CHARACTERS = "_-."
+_KEYWORD = re.compile(r"[\w\-.:$@/ ]+")
+_TOKEN = re.compile(r"""["'\\()\[\]{},]""")
 
 
 class PythonicFormat:
-    """Only names of tools make a list a call."""
+    """Only names of tools make a list a call.
+
+    A call is written when it is whole, since it is text if any of its arguments has no value.
+    """
 
     begin = ("[", *_ENDS)
     markers = (*_ENDS, *_ENDS.values())
@@ -51,60 +57,77 @@ class PythonicFormat:
         name = yield from reader.name(_NAME_CHARACTERS)
         if name not in tools or not (yield from reader.literal("(")):
             return False
+        sources, is_whole = yield from _read_arguments(reader)
+        if not (is_whole or reader.is_cut):
+            return False
+        try:
+            arguments = _arguments(sources, tools[name])
+        except ValueError:
+            return False
+        text = json_text(arguments)
         writer.begin_call(name)
-        names = list(argument_variants(tools[name].parameters)[0][0])
-        text, number = "{", 0
-        while True:
-            yield from reader.space()
-            if (yield from reader.literal(")")):
-                writer.arguments("{}" if text == "{" else "}")
-                return True
-            key = yield from _read_key(reader)
-            value = yield from _read_value(reader)
-            if value is None:  # cut
-                return True
-            key = key or (names[number] if number < len(names) else f"argument_{number}")
-            writer.arguments(f"{text}{json.dumps(key)}: {json.dumps(python_value(value), ensure_ascii=False)}")
-            text, number = ", ", number + 1
-            yield from skip_one_of(reader, ",")
-            reader.drop()
+        writer.arguments(text if is_whole else text.removesuffix("}"))
+        reader.drop()
+        return True
 
     def grammar(self, tools: Sequence[Tool], rules: Rules, *, is_single: bool) -> str:
         call = rules.each(tools, lambda tool: _call(tool, rules))
         return f"{rules.list_of(call, ', ', is_single=is_single)} {rules.text(']')}"
 
 
-def _read_key(reader: Reader) -> Wait[str]:
-    """Read ``name=``; "" if the value has no name."""
-    start = reader.position
-    name = yield from reader.name("_-.:$ ")
-    yield from reader.space()
-    if name and (yield from reader.literal("=")):
-        return name.strip()
-    reader.position = start
-    return ""
+def _arguments(sources: Sequence[str], tool: Tool) -> dict[str, Any]:
+    """The values of arguments by name. Raises ValueError: one has none."""
+    names = list(argument_variants(tool.parameters)[0][0])
+    arguments: dict[str, Any] = {}
+    for number, source in enumerate(sources):
+        name, equals, value = source.partition("=")
+        if equals and not value.startswith("=") and _KEYWORD.fullmatch(name.strip()):
+            added = {name.strip(): literal(value)}
+        elif source.lstrip().startswith("**"):
+            added = literal(source.lstrip()[2:])
+        else:
+            added = {names[number] if number < len(names) else f"argument_{number}": literal(source)}
+        if not isinstance(added, dict) or arguments.keys() & added.keys():
+            raise ValueError("no arguments, or one twice")
+        arguments.update(added)
+    return arguments
 
 
-def _read_value(reader: Reader) -> Wait[str | None]:
-    """Read a literal up to the comma or bracket after it. None: it is cut."""
-    start, depth, quote = reader.position, 0, ""
-    while character := (yield from reader.peek()):
-        if quote:
-            if character == "\\":
-                reader.position += 1
-                yield from reader.peek()
-            elif character == quote:
+def _read_arguments(reader: Reader) -> Wait[tuple[list[str], bool]]:
+    """Read up to the bracket that closes the arguments. Returns the texts of whole ones, and whether that is all."""
+    start, depth, quote, found = reader.position, 0, "", list[str]()
+    while True:
+        match = _TOKEN.search(reader.text, reader.position)
+        reader.position = match.start() if match else len(reader.text)
+        if not (yield from reader.peek()):
+            return found, False
+        if not match:
+            continue
+        character = match[0]
+        reader.position += 1
+        if character == "\\":
+            yield from reader.peek()
+            reader.position += 1
+        elif quote:
+            if character == quote[0] and (len(quote) == 1 or (yield from reader.literal(quote[1:]))):
                 quote = ""
         elif character in "\"'":
             quote = character
+            if (yield from reader.literal(character * 2)):
+                quote *= 3
+            elif (yield from reader.literal(character)):
+                quote = ""
         elif character in "([{":
             depth += 1
-        elif character in ",)]}":
-            if depth == 0 and character in ",)":
-                return reader.text[start : reader.position]
+        elif depth:
             depth -= character != ","
-        reader.position += 1
-    return None
+        elif character in ",)":
+            source = reader.text[start : reader.position - 1]
+            start = reader.position
+            if character == "," or source.strip():
+                found.append(source)
+            if character == ")":
+                return found, True
 
 
 def _call(tool: Tool, rules: Rules) -> str:

@@ -6,7 +6,6 @@ not depend on how the text is split.
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -14,6 +13,7 @@ from functools import lru_cache
 from typing import TypeVar
 
 from fleetfoot.parsers.base import MessageDelta, ToolCallDelta
+from fleetfoot.parsers.completion import completion
 
 _T = TypeVar("_T")
 
@@ -23,9 +23,6 @@ Sink = Callable[[str], None]
 
 MAX_NAME = 256
 """Characters of a function's name."""
-_STRING_END = re.compile(r'["\\]')
-_STRUCTURE = re.compile(r'["{}\[\]]')
-_SCALAR_END = re.compile(r"[\s,}\]]")
 
 
 class Markers:
@@ -146,83 +143,6 @@ class Reader:
             self.drop()
             yield from self.more()
 
-    # --- JSON ---------------------------------------------------------------------------------------------------------
-
-    def string(self) -> Wait[str | None]:
-        """Read a JSON string. None: it is none, or is cut."""
-        start = self.position
-        if not (yield from self.literal('"')):
-            return None
-        if not (yield from self._string_end(_keep)):
-            return None
-        try:
-            value: str = json.loads(self.text[start : self.position], strict=False)
-        except ValueError:
-            return None
-        return value
-
-    def value(self, sink: Sink | None = None) -> Wait[bool]:
-        """Read a JSON value; its syntax is not checked. False: it is cut.
-
-        Args:
-            sink: gets its text as it comes, which is dropped then; None: the text is kept, from the position on.
-        """
-        start = self.position
-
-        def flush() -> None:
-            nonlocal start
-            if sink is not None:
-                if self.position > start:
-                    sink(self.text[start : self.position])
-                self.drop()
-                start = 0
-
-        is_whole = yield from self._read_value(flush)
-        flush()
-        return is_whole
-
-    def _read_value(self, flush: Callable[[], None]) -> Wait[bool]:
-        if not (yield from self.peek()):
-            return False
-        if self.text[self.position] not in '"{[':
-            return (yield from self._read_to(_SCALAR_END, flush)) is not None
-        depth = 0
-        while (match := (yield from self._read_to(_STRUCTURE, flush))) is not None:
-            self.position += 1
-            if match == '"':
-                if not (yield from self._string_end(flush)):
-                    return False
-            else:
-                depth += 1 if match in "{[" else -1
-            if depth <= 0:
-                return True
-        return False
-
-    def _string_end(self, flush: Callable[[], None]) -> Wait[bool]:
-        """Read the rest of a string. False: it is cut."""
-        while (match := (yield from self._read_to(_STRING_END, flush))) is not None:
-            self.position += 1
-            if match == '"':
-                return True
-            if not (yield from self.peek()):
-                return False
-            self.position += 1
-        return False
-
-    def _read_to(self, pattern: re.Pattern[str], flush: Callable[[], None]) -> Wait[str | None]:
-        """Read up to a match of one character, which is returned. None: there is none."""
-        while (match := pattern.search(self.text, self.position)) is None:
-            self.position = len(self.text)
-            flush()
-            if not (yield from self.more()):
-                return None
-        self.position = match.start()
-        return match[0]
-
-
-def _keep() -> None:
-    """Passes on nothing."""
-
 
 def skip_one_of(reader: Reader, characters: str) -> Wait[None]:
     """Read one of the characters, if it is there."""
@@ -258,6 +178,8 @@ class Writer:
         self._max_calls = max_calls
         self._id_length = id_length
         self._ids: set[str] = set()
+        self._arguments: list[str] | None = None
+        """Of the call that is open."""
         self._delta = MessageDelta()
 
     def take(self) -> MessageDelta:
@@ -286,11 +208,14 @@ class Writer:
 
     def end_part(self) -> None:
         """Reasoning or a call has ended."""
+        self.complete()
         self._trims = self.is_fresh = True
 
     def begin_call(self, name: str, call_id: str | None = None) -> None:
         """``call_id``: None: a random one."""
+        self.complete()
         self.num_calls += 1
+        self._arguments = []
         if self._takes_call:
             if call_id is None:
                 call_id = f"call_{secrets.token_hex(12)}" if self._id_length is None else secrets.token_hex(8)
@@ -305,11 +230,18 @@ class Writer:
 
     def arguments(self, text: str) -> None:
         """Append to the arguments of the last call."""
-        if not self._takes_call or not text:
+        if not self._takes_call or not text or self._arguments is None:
             return
+        self._arguments.append(text)
         if not self._delta.tool_calls or self._delta.tool_calls[-1].index != self.num_calls - 1:
             self._delta.tool_calls.append(ToolCallDelta(self.num_calls - 1))
         self._delta.tool_calls[-1].arguments += text
+
+    def complete(self) -> None:
+        """End the arguments of the last call: they are JSON, although the text has ended within them."""
+        if self._arguments is not None:
+            self.arguments(completion("".join(self._arguments)))
+            self._arguments = None
 
     @property
     def _takes_call(self) -> bool:
@@ -335,4 +267,6 @@ class GeneratorParser:
     def finish(self, *, is_cut: bool = False) -> MessageDelta:
         self._reader.is_over, self._reader.is_cut = True, is_cut
         next(self._steps, None)
+        if not is_cut:
+            self._writer.complete()
         return self._writer.take()

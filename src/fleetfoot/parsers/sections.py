@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from fleetfoot.parsers.base import Tool
 from fleetfoot.parsers.grammar import Rules
+from fleetfoot.parsers.json_values import read_json
 from fleetfoot.parsers.reader import Reader, Wait, Writer, skip_text
 
 _FENCE, _FENCE_END = "```json", "```"
@@ -64,13 +65,13 @@ class SectionFormat:
             name = yield from reader.name()
             yield from skip_text(reader, _FENCE)
             yield from reader.space()
-        if not name or not (yield from reader.peek()):
+        if not name or (yield from reader.peek()) != "{":
             return False
         if self.has_ids and (parts := _ID.fullmatch(name)):
             name = parts[1]
             call_id = writer.numbered_id(f"functions.{name}:", int(parts[2] or writer.num_calls))
         writer.begin_call(name, call_id)
-        yield from reader.value(writer.arguments)
+        yield from read_json(reader, writer.arguments)
         if has_fence:
             yield from skip_text(reader, _FENCE_END)
         yield from skip_text(reader, self.call_end)

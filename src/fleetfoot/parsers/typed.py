@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fleetfoot.parsers.base import Tool
+from fleetfoot.parsers.literals import python_literal
 
 _CHECKS: dict[str, Any] = {
     "null": lambda value: value is None,
@@ -112,20 +112,32 @@ def typed_json(text: str, schema: Mapping[str, Any], *, is_any: bool = False) ->
         parsed = python_value(value)
         for kind, fits in _CHECKS.items():
             if kind in types and fits(parsed):
-                return json.dumps(int(parsed) if kind == "integer" else parsed, ensure_ascii=False)
-    return json.dumps(text, ensure_ascii=False)
+                return json_text(int(parsed) if kind == "integer" else parsed)
+    return json_text(text)
 
 
 def python_value(text: str) -> Any:
     """A literal of JSON or Python; the text itself if it is none."""
+    try:
+        return literal(text)
+    except ValueError:
+        return text.strip()
+
+
+def literal(text: str) -> Any:
+    """A literal of JSON or Python. Raises ValueError if it is none."""
     text = text.strip()
     if text in _WORDS:
         return _WORDS[text]
-    for parse in (json.loads, ast.literal_eval):
-        try:
-            value = parse(text)
-            json.dumps(value, allow_nan=False)
-            return value
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            continue
-    return text
+    try:
+        value = json.loads(text, strict=False)
+        json.dumps(value, allow_nan=False)
+        return value
+    except (ValueError, RecursionError):
+        return python_literal(text)
+
+
+def json_text(value: Any) -> str:
+    """A value as JSON, without halves of characters, which no text can have."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -3,7 +3,6 @@ V3.2 and others. Values have no quotes."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,8 +10,9 @@ from typing import Any
 
 from fleetfoot.parsers.base import Tool
 from fleetfoot.parsers.grammar import Rules, arguments_schema, json_rules, text_terminal
+from fleetfoot.parsers.json_values import read_json
 from fleetfoot.parsers.reader import Markers, Reader, Wait, Writer, skip_text
-from fleetfoot.parsers.typed import argument_variants, is_text, property_schema, typed_json, types_of
+from fleetfoot.parsers.typed import argument_variants, is_text, json_text, property_schema, typed_json, types_of
 
 _NAME_CHARACTERS = "_-.:/$@ "
 
@@ -101,7 +101,7 @@ class XmlFormat:
         yield from reader.space()
         if (yield from reader.peek()) == "{":
             writer.begin_call(name)
-            yield from reader.value(writer.arguments)
+            yield from read_json(reader, writer.arguments)
             yield from skip_text(reader, self.function_end or self.call_end)
             return True
         if not self.function[1] and not (yield from self._is_tag(reader)):
@@ -126,7 +126,7 @@ class XmlFormat:
             schema = property_schema(tools.get(name), key)
             if is_string is None and is_text(schema) and (types_of(schema) or not self.guesses_types):
                 is_string = True
-            writer.arguments(f"{text}{json.dumps(key, ensure_ascii=False)}: ")
+            writer.arguments(f"{text}{json_text(key)}: ")
             if not (yield from self._read_value(reader, writer, schema, is_string=is_string is True)):
                 return True
             text = ", "
@@ -167,7 +167,7 @@ class XmlFormat:
             return bool(marker)
         pieces: list[str] = []
         marker, space = yield from reader.until(ends, pieces.append)
-        if marker:
+        if marker or not reader.is_cut:
             is_any = self.guesses_types or bool(self.kinds[0])
             writer.arguments(typed_json("".join(pieces) + space, schema, is_any=is_any))
         return bool(marker)
@@ -221,4 +221,4 @@ class XmlFormat:
 
 def _escaped(text: str) -> str:
     """Text within a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return json_text(text)[1:-1]

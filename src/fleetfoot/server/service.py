@@ -17,7 +17,6 @@ import msgspec
 from starlette.requests import Request
 
 from fleetfoot.engine.chat import ChatFormats
-from fleetfoot.engine.chat_messages import render as render_conversation
 from fleetfoot.engine.client import EngineClient, OutputStream
 from fleetfoot.engine.input_processor import LONG_TEXT
 from fleetfoot.inputs import PromptType
@@ -212,7 +211,7 @@ class Service:
             options["chat_template"] = self.settings.chat_template
 
         def render() -> list[int]:
-            ids: list[int] = render_conversation(tokenizer, messages, return_dict=False, **options)
+            ids: list[int] = tokenizer.apply_chat_template(messages, return_dict=False, **options)
             return ids
 
         if sum(_MESSAGE_CHARS + len(str(message.get("content"))) for message in messages) >= LONG_TEXT:

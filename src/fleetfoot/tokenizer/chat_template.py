@@ -74,13 +74,12 @@ class ChatTemplate:
             final_text = _mark_final_message(conversation[-1])
         variables = {
             **_plain_json(dict(variables or {}), "chat_template_kwargs"),
-            "messages": conversation,
             "tools": _read_records(tools, "tools"),
             "documents": _read_records(documents, "documents"),
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            rendered = self._template.render(variables)
+            rendered = self._render(conversation, variables)
         except _TemplateRefusalError as error:
             raise ValueError(f"the chat template refuses these messages: {error.message}") from error
         except Exception as error:  # a template can raise anything
@@ -95,6 +94,25 @@ class ChatTemplate:
             )
         # a template that has removed the space after the mark trims content, so the end of this text is trimmed too
         return before if after.startswith(" ") else before.rstrip()
+
+    def _render(self, conversation: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+        """Render, with messages that call tools in the first form that the template takes.
+
+        Arguments of calls are objects or their JSON text, and no content beside calls is null or an empty text.
+        """
+        *forms, last = _forms(conversation)
+        for messages in forms:
+            try:
+                rendered = self._template.render(variables, messages=messages)
+            except TypeError:
+                continue
+            if "None" in rendered and any(message.get("content") is None for message in messages):
+                empty = self._template.render(variables, messages=_with_empty_content(messages))
+                is_printed = rendered.count("None") > empty.count("None")
+                if is_printed and rendered.replace("None", "") == empty.replace("None", ""):
+                    return empty
+            return rendered
+        return self._template.render(variables, messages=last)
 
 
 class _TemplateRefusalError(jinja2.TemplateError):
@@ -208,6 +226,35 @@ def _read_messages(messages: Sequence[Mapping[str, Any]], *, joins_parts: bool) 
     return conversation
 
 
+def _forms(conversation: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The conversation in each form that a template may take, the usual one first."""
+    forms = [conversation]
+    if any(message.get("tool_calls") for message in conversation):
+        forms.append([_with_argument_texts(message) for message in conversation])
+        if any(message["content"] is None for message in conversation if message.get("tool_calls")):
+            forms += [_with_empty_content(form) for form in forms]
+    return forms
+
+
+def _with_empty_content(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**message, "content": ""} if message.get("content") is None else message for message in conversation]
+
+
+def _with_argument_texts(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with the arguments of calls as JSON text."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_with_argument_text(call) for call in calls]}
+
+
+def _with_argument_text(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
 def _read_records(records: object, name: str) -> list[dict[str, Any]] | None:
     """A checked copy of `tools` or `documents`: a list of dicts of plain JSON types, or None."""
     if records is None:
@@ -259,6 +306,8 @@ def _read_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     elif content is not None and not isinstance(content, str):
         raise ValueError(f"{where}.content is a {type(content).__name__}; a string or a list of parts is expected")
     reasoning = next((copy[name] for name in _REASONING_FIELDS if name in copy), None)
+    if copy.get("tool_calls"):
+        copy.setdefault("content", None)  # which templates tell from an absent one
     if reasoning is not None:
         copy["reasoning_content"] = reasoning
         copy.setdefault("thinking", reasoning)

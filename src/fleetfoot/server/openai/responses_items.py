@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from fleetfoot.parsers.completion import completion
 from fleetfoot.server.http import ApiError, invalid
 from fleetfoot.server.openai.prompts import read_text
 
@@ -71,8 +72,8 @@ def _read_texts(place: str, content: Any) -> list[str]:
 def _read_call(place: str, item: Mapping[str, Any]) -> Item:
     call = {name: _string(f"{place}.{name}", item.get(name)) for name in ("call_id", "name", "arguments")}
     try:
-        is_object = isinstance(msgspec.json.decode(call["arguments"] or "{}"), dict)
-    except msgspec.DecodeError:
+        is_object = isinstance(msgspec.json.decode(call["arguments"] + completion(call["arguments"])), dict)
+    except (msgspec.DecodeError, RecursionError):
         is_object = False
     if not is_object:
         message = f"{place}.arguments is {call['arguments']!r:.100}; it must be the text of a JSON object"

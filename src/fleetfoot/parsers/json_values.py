@@ -1,0 +1,346 @@
+"""JSON as models write it: read as it arrives, passed on as valid JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+from fleetfoot.parsers.completion import completion
+from fleetfoot.parsers.reader import Reader, Sink, Wait
+from fleetfoot.parsers.typed import json_text, python_value
+
+MAX_DEPTH = 200
+"""Brackets around a value. Readers of JSON have such a limit, too."""
+_MAX_SCALAR = 300
+"""Characters of a number or a word."""
+_CLOSERS = {"{": "}}", "[": "]]", "(": ")]"}
+_SET = "}]"
+"""What ends a value, and what is written then."""
+_ENDS = "<`"
+"""Never part of JSON outside of strings: a mark of the format, or the end of a block of code."""
+_STRING_ENDS = ",:]})" + _ENDS
+_SPECIAL = {'"': re.compile(r'["\\\x00-\x1f]'), "'": re.compile(r"""['"\\\x00-\x1f]""")}
+"""What is not passed on as it is, by the quote of a string."""
+_BARE_END = re.compile(r"""[,\]}\)<`\n"']""")
+_BARE_KEY_END = re.compile(r"""[:,\]}\)<`\n"']""")
+_PREFIX = re.compile(r"[rRbBuUfF]{1,2}")
+_ESCAPED = re.compile(r"u[0-9a-fA-F]{4}")
+_HIGH, _LOW = re.compile(r"u[dD][89abAB]"), re.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
+
+
+def read_json(reader: Reader, sink: Sink, *, drops: bool = True) -> Wait[bool]:
+    """Read a value and pass it on as it comes. False: the text has ended within it (`completion`).
+
+    Valid JSON is passed on as it is. Else control characters and quotes within strings are escaped, commas added or
+    dropped, and strings, words, tuples and sets of Python become JSON. Anything else is the string of its text.
+
+    Args:
+        drops: whether the reader forgets what was read. Without, the text can still become something else.
+    """
+    return (yield from _Value(reader, sink, drops=drops).read())
+
+
+def read_string(reader: Reader) -> Wait[str | None]:
+    """Read a string. None: it is none, or is cut."""
+    quote = yield from reader.peek()
+    if not quote or quote not in _SPECIAL:
+        return None
+    pieces = ['"']
+    reader.position += 1
+    is_whole = yield from _Value(reader, pieces.append, drops=False).string(quote)
+    return json.loads("".join(pieces)) if is_whole else None
+
+
+def object_text(text: str) -> str | None:
+    """The text of arguments that were read, which may be encoded twice, or null. None: they are no object."""
+    value = json.loads(text)
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        reader, pieces = Reader(), list[str]()
+        reader.text, reader.is_over = value.lstrip(), True
+        for _ in read_json(reader, pieces.append):
+            pass
+        return "".join(pieces) + completion("".join(pieces))
+    return text if isinstance(value, dict) else "{}" if value in (None, "") else None
+
+
+class _Value:
+    def __init__(self, reader: Reader, sink: Sink, *, drops: bool) -> None:
+        self._reader, self._sink, self._drops = reader, sink, drops
+        self._held = ""
+        """White space, and perhaps a comma, that precede what is written next."""
+        self._closers: list[str] = []
+        self._is_open = False
+        """Whether a brace was read and not written, since what it begins may be a set."""
+        self._is_doubled = False
+        """Whether the braces are those of a template: ``{{"a": 1}}``."""
+
+    def _write(self, text: str) -> None:
+        self._sink("{" * self._is_open + self._held + text)
+        self._is_open, self._held = False, ""
+
+    def _drop(self) -> None:
+        if self._drops:
+            self._reader.drop()
+
+    def read(self) -> Wait[bool]:
+        expects = "value"
+        """``value``, ``key``, ``item`` of a list, or ``more`` of what is open."""
+        while True:
+            character = yield from self._next()
+            self._drop()
+            if not character:
+                return False
+            if character in _ENDS or (character in "]})" and not self._closers):
+                if expects == "value":
+                    self._write("null")
+                while self._closers:
+                    self._close()
+                return True
+            if character in ",]})" and expects == "value" and self._closers:
+                self._write("null")
+                expects = "more"
+            if character in "]})":
+                self._reader.position += 1
+                self._close_up_to(character)
+                expects = "more"
+            elif character == ",":
+                self._reader.position += 1
+                if expects == "more":
+                    self._held += ","
+                    expects = self._item
+            elif character == ":":
+                self._reader.position += 1
+            else:
+                if expects == "more":
+                    self._held, expects = "," + self._held, self._item
+                found = yield from (self._key() if expects == "key" else self._any(character))
+                if not found:
+                    return False
+                expects = found
+            if not self._closers and expects == "more":
+                if self._is_doubled:
+                    yield from self._reader.literal("}")
+                self._drop()
+                return True
+
+    @property
+    def _item(self) -> str:
+        return "key" if self._closers[-1] == "}}" else "item"
+
+    def _next(self) -> Wait[str]:
+        """Hold white space back, and return the next character; "" at the end."""
+        start = self._reader.position
+        yield from self._reader.space()
+        space = self._reader.text[start : self._reader.position]
+        self._held += "".join(one if one in " \t\r\n" else " " for one in space)
+        return (yield from self._reader.peek())
+
+    def _close(self) -> None:
+        self._held = self._held.replace(",", "")
+        self._write(self._closers.pop()[1])
+
+    def _close_up_to(self, closer: str) -> None:
+        """Close what is open up to a bracket; the innermost one, if there is none of its kind."""
+        is_open = any(one[0] == closer for one in self._closers)
+        while is_open and self._closers[-1][0] != closer:
+            self._close()
+        self._close()
+
+    def _key(self) -> Wait[str]:
+        """Read a key and its colon, or a member of a set. "" at the end of the text."""
+        reader, pieces = self._reader, list[str]()
+        character = yield from reader.peek()
+        can_be_set = self._is_open and len(self._closers) > 1
+        if character in "{[(" and can_be_set:
+            self._begin_set()
+            return (yield from self._any(character))
+        if character == "{" and self._is_open:
+            reader.position += 1
+            self._is_doubled = True
+            return "key"
+        is_string = character in _SPECIAL
+        if is_string:
+            reader.position += 1
+            pieces.append('"')
+            if not (yield from _Value(reader, pieces.append, drops=False).string(character)):
+                return ""
+        else:
+            text = yield from self._bare(_BARE_KEY_END)
+            pieces.append(json.dumps(text, ensure_ascii=False))
+        held, self._held = self._held, ""
+        following = yield from self._next()
+        space, self._held = self._held, held
+        if following == ":":
+            reader.position += 1
+            self._write("".join(pieces) + space + ":")
+            return "value"
+        if not following:
+            return ""
+        if can_be_set:
+            self._begin_set()
+            self._write("".join(pieces) if is_string else _scalar(text))
+        else:
+            self._write("".join(pieces) + ": null")
+        self._held = space
+        return "more"
+
+    def _begin_set(self) -> None:
+        self._is_open, self._closers[-1] = False, _SET
+        self._write("[")
+
+    def _any(self, character: str) -> Wait[str]:
+        """Read a value, or the bracket that begins one. "" at the end of the text."""
+        reader = self._reader
+        if character in _CLOSERS and len(self._closers) < MAX_DEPTH:
+            reader.position += 1
+            if character == "{":
+                self._write("")
+                self._is_open = True
+            else:
+                self._write("[")
+            self._closers.append(_CLOSERS[character])
+            return "key" if character == "{" else "item"
+        text = ""
+        if character not in _SPECIAL:
+            text = yield from self._bare(_BARE_END)
+            character = yield from reader.peek()
+            while character in _SPECIAL and not _PREFIX.fullmatch(text):  # as in 5" or don't
+                if reader.text[reader.position - 1].isspace() and not _scalar(text).startswith('"'):
+                    self._write(_scalar(text))
+                    return "more"
+                reader.position += 1
+                text += character + (yield from self._bare(_BARE_END))
+                character = yield from reader.peek()
+            if not character and reader.is_cut:
+                return ""
+        if character and character in _SPECIAL:
+            reader.position += 1
+            self._write('"')
+            whole = yield from self.string(character, is_raw="r" in text.lower())
+            return "more" if whole else ""
+        self._write(_scalar(text))
+        return "more"
+
+    def _bare(self, end: re.Pattern[str]) -> Wait[str]:
+        """Read text without quotes."""
+        reader = self._reader
+        start = reader.position
+        reader.position += reader.text.startswith(tuple(_CLOSERS), start)  # deeper than values can be
+        while (match := end.search(reader.text, reader.position)) is None:
+            reader.position = len(reader.text)
+            if not (yield from reader.more()):
+                break
+        reader.position = match.start() if match else len(reader.text)
+        return reader.text[start : reader.position].strip()
+
+    def string(self, quote: str, *, is_raw: bool = False) -> Wait[bool]:
+        """Pass on a string after its first quote, and the last one. False: it is cut."""
+        reader = self._reader
+        is_triple = yield from reader.literal(quote * 2)
+        while True:
+            match = _SPECIAL[quote].search(reader.text, reader.position)
+            end = match.start() if match else len(reader.text)
+            if end > reader.position:
+                self._sink(reader.text[reader.position : end])
+            reader.position = end
+            self._drop()
+            if match is None:
+                if not (yield from reader.more()):
+                    return False
+                continue
+            reader.position += 1
+            if match[0] == "\\":
+                escaped = yield from self._escape(is_raw=is_raw)
+                if not escaped:
+                    return False
+                self._sink(escaped)
+            elif match[0] != quote:
+                self._sink(json.dumps(match[0])[1:-1])
+            elif is_triple and (yield from reader.literal(quote * 2)):
+                self._sink('"')
+                return True
+            else:
+                found = "" if is_triple else (yield from self._after_quote())
+                if found is None:
+                    return False
+                if found in _SPECIAL:  # a sum
+                    quote = found
+                elif found:
+                    self._sink('"')
+                    return True
+                else:
+                    self._sink(json.dumps(quote)[1:-1])
+
+    def _after_quote(self) -> Wait[str | None]:
+        """A text if a quote ends a string, "" if it is part of it, and None if the text is cut.
+
+        A string is followed by a comma or a bracket, or by another line. After a plus and a quote, which are read then,
+        it goes on; they are returned.
+        """
+        reader = self._reader
+        start = reader.position
+        yield from reader.space()
+        has_line = "\n" in reader.text[start : reader.position]
+        character = yield from reader.peek()
+        if not character:
+            return None if reader.is_cut else "end"
+        if character == "+":
+            reader.position += 1
+            yield from reader.space()
+            quote = yield from reader.peek()
+            if quote in _SPECIAL:
+                reader.position += 1
+                return quote
+        reader.position = start
+        return "end" if has_line or character in _STRING_ENDS else ""
+
+    def _escape(self, *, is_raw: bool) -> Wait[str]:
+        """Read what follows a backslash. "": the text is cut."""
+        reader = self._reader
+        character = yield from reader.peek()
+        if not character:
+            return ""
+        if character == "'" and not is_raw:
+            reader.position += 1
+            return "'"
+        if is_raw or character not in 'u"\\/bfnrt':
+            return "\\\\"
+        if character != "u":
+            reader.position += 1
+            return "\\" + character
+        if not (yield from self._has(5)):
+            return ""
+        found = _ESCAPED.match(reader.text, reader.position)
+        if not found:
+            return "\\\\"
+        reader.position += 5
+        if found[0][1] not in "dD" or found[0][2] in "01234567":
+            return "\\" + found[0]
+        if not _HIGH.match(found[0]):
+            return "\\ufffd"
+        if not (yield from self._has(6)):
+            return ""
+        low = _LOW.match(reader.text, reader.position)
+        if not low:
+            return "\\ufffd"
+        reader.position += 6
+        return "\\" + found[0] + low[0]
+
+    def _has(self, size: int) -> Wait[bool]:
+        """Wait for so many characters. False: a text that is cut has fewer."""
+        reader = self._reader
+        while len(reader.text) - reader.position < size:
+            if not (yield from reader.more()):
+                return not reader.is_cut
+        return True
+
+
+def _scalar(text: str) -> str:
+    """The JSON text of a number, a word, or of anything else, which is a string."""
+    if len(text) > _MAX_SCALAR:
+        return json_text(text)
+    if _NUMBER.fullmatch(text) and math.isfinite(float(text)):
+        return text
+    return json_text(python_value(text))
