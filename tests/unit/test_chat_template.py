@@ -258,3 +258,43 @@ def test_strftime_now_and_tojson_options() -> None:
     template = ChatTemplate("{{ v | tojson(sort_keys=true, separators=(',', ':'), ensure_ascii=true) }}")
     expected = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     assert template.render(USER, variables={"v": value}) == expected
+
+
+CALLS = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "None"}}}]
+CALLED = [*USER, {"role": "assistant", "content": None, "tool_calls": CALLS}]
+DEEPSEEK_CALL = """<｜Assistant｜><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f
+```json
+{"a": "None"}
+```<｜tool▁call▁end｜>"""
+QWEN_CALL = """<|im_start|>user
+hi<|im_end|>
+<|im_start|>assistant
+<think>
+
+</think>
+
+<tool_call>
+{"name": "f", "arguments": {"a": "None"}}
+</tool_call><|im_end|>
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("deepseek_v3", f"<bos><｜User｜>hi{DEEPSEEK_CALL}"),
+        ("qwen3", QWEN_CALL),
+        ("{{ messages[1].content is none }} {{ messages[1].tool_calls[0].function.arguments.a }}", "True None"),
+        ("{% for m in messages %}[{{ m.content | trim }}]{% endfor %}", "[hi][]"),
+        ("{{ messages[1].content }}{{ messages[1].tool_calls | tojson }}None", json.dumps(CALLS) + "None"),
+        ("{{ '<' + messages[1].content + '>' }}", "<>"),
+        ("{{ '<' + messages[1].tool_calls[0].function.arguments + '>' }}", '<{"a": "None"}>'),
+    ],
+)
+@pytest.mark.parametrize("content", [None, "absent"])
+def test_no_content_beside_calls(source: str, expected: str, content: Any) -> None:
+    """It is null for templates that ask for that, and an empty text for those that print it or cannot take it."""
+    path = Path(__file__).parents[1] / "assets" / "chat_templates" / f"{source[:20]}.jinja"
+    template = ChatTemplate(path.read_text() if path.exists() else source)
+    messages = [{key: value for key, value in m.items() if value is not None or content is None} for m in CALLED]
+    assert template.render(messages, add_generation_prompt=False, variables={"bos_token": "<bos>"}) == expected

@@ -664,3 +664,34 @@ def test_special_tokens_are_kept_for_their_formats_alone():
     assert not message_format("", SPECIALS, "mistral").keeps_special_tokens(has_tools=False)
     parser = make("mistral", hides_special_tokens=False)
     assert parse(parser, ["a<|im_end|>[ARGS]"])[0] == "a<|im_end|>[ARGS]"
+
+
+XML_CALL = "<tool_call>\n<function=clock.now>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize(
+    ("tools", "reasoning", "call"),
+    [
+        ("qwen3_coder", "qwen3", XML_CALL),
+        ("hermes", "qwen3", '<tool_call>\n{"name": "clock.now", "arguments": {}}\n</tool_call>'),
+        ("glm45", "qwen3", "<tool_call>clock.now\n</tool_call>"),
+        ("mistral", "qwen3", "[TOOL_CALLS]clock.now[ARGS]{}"),
+        ("deepseek_v31", "deepseek_r1", DEEPSEEK.format(V31.format("clock.now", "{}"))),
+        ("pythonic", "qwen3", "<|tool_call_start|>[clock.now()]<|tool_call_end|>"),
+    ],
+)
+def test_a_call_ends_reasoning_that_has_no_end(tools, reasoning, call, is_open):
+    text = "<think>" * (not is_open) + f"I call <tool_call> or <tool_call><function=other> {call}\nDone"
+    prompt = "<think>\n" * is_open
+    whole = parse(make(tools, reasoning, prompt), [text])
+    content, thought, calls = whole
+    assert thought == "I call <tool_call> or <tool_call><function=other>"
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == [BOTH[1]]
+    assert content == "Done"
+    assert parse(make(tools, reasoning, prompt), list(text)) == whole
+
+
+def test_calls_that_are_only_thought_of_do_not_end_reasoning():
+    thought = 'Use <tool_call>{"name": "other", "arguments": {}} or <tool_call>\n{"name"'
+    assert parse(make("hermes", "qwen3"), [f"<think>{thought}</think>Yes"]) == ("Yes", thought, [])

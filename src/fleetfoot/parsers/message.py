@@ -107,7 +107,8 @@ class TextParser(GeneratorParser):
         self._markers = markers_of(self._hidden.union(self._begins, tools.begin if tools else ()))
         self._stops = reasoning.stops if reasoning else ()
         self._ends = (*reasoning.end, *self._stops) if reasoning else ()
-        self._reasoning_ends = markers_of(self._hidden.union(self._ends))
+        self._calls = [mark for mark in tools.begin if mark not in PLAIN] if tools else []
+        self._reasoning_ends = markers_of(self._hidden.union(self._ends, self._calls))
         super().__init__(Reader(), Writer(max_calls, tools.id_length if tools else None), self._message(is_reasoning))
 
     def _message(self, is_reasoning: bool) -> Wait[None]:
@@ -147,8 +148,34 @@ class TextParser(GeneratorParser):
             yield from skip_text(self._reader, begin)
         while True:
             marker, space = yield from self._reader.until(self._reasoning_ends, writer.reasoning)
-            if marker in self._stops:
+            if marker in self._stops or (marker in self._calls and (yield from self._is_call(marker))):
                 self._reader.position -= len(marker)
-            if not marker or marker not in self._hidden or marker in self._ends:
                 return writer.end_part()
-            writer.reasoning(space)
+            if not marker or marker in self._ends:
+                return writer.end_part()
+            writer.reasoning(space + marker * (marker not in self._hidden))
+
+    def _is_call(self, marker: str) -> Wait[bool]:
+        """Whether a call of a known function follows, which ends reasoning without a mark. Reads nothing."""
+        assert self._tools is not None
+        start, name = self._reader.position, ""
+        try:
+            yield from self._tools.read(self._reader, _Name(), marker, self._functions)
+        except _NameFoundError as found:
+            name = found.name
+        self._reader.position = start
+        return name in self._functions
+
+
+class _NameFoundError(Exception):
+    """Ends the reading of a call whose beginning is valid."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class _Name(Writer):
+    """Of a call that is looked at: nothing has been dropped when its name is written."""
+
+    def begin_call(self, name: str, call_id: str | None = None) -> None:
+        raise _NameFoundError(name)
