@@ -83,6 +83,8 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="largest body of a request (default: 16 MiB)",
     )
+    text = "log unknown fields of requests once each and ignore them, instead of refusing the request"
+    add("--allow-unknown-fields", action="store_true", help=text)
     text = "responses that are stored for previous_response_id; the oldest ones are dropped (default: 4096)"
     add("--max-stored-responses", type=_count, default=4096, metavar="N", help=text)
     add("--max-stored-mib", type=_count, default=256, metavar="N", help="of all stored responses (default: 256)")
@@ -138,6 +140,7 @@ def server_settings(arguments: argparse.Namespace, default_names: tuple[str, ...
         max_queue=-(-arguments.max_queue // (arguments.api_server_count or 1)),
         max_body_bytes=arguments.max_body_bytes,
         chat_template=_chat_template(arguments.chat_template),
+        allow_unknown_fields=arguments.allow_unknown_fields,
         tool_call_parser=arguments.tool_call_parser,
         reasoning_parser=arguments.reasoning_parser,
         trusts_chat_templates=arguments.trust_request_chat_template,

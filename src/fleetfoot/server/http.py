@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fleetfoot.engine.errors import EngineDeadError
+from fleetfoot.server.unknown_fields import NO_UNKNOWN_FIELDS, UnknownFields, advice
 from fleetfoot.utils.logs import REQUEST_ID
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,8 @@ KEEP_ALIVE_S = 15.0
 """Seconds without data after which an event stream gets a comment."""
 _MAX_MESSAGE = 2000
 _MAX_PARAM = 200
+_MAX_UNKNOWN_PLACES = 16
+"""Kinds of objects of a body that may have unknown fields."""
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 _T = TypeVar("_T")
@@ -189,27 +192,44 @@ async def read_body(request: Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def decode_body(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
+def decode_body(
+    body: bytes, decoder: msgspec.json.Decoder[_T], unknown_fields: UnknownFields = NO_UNKNOWN_FIELDS
+) -> _T:
     """The body as the decoder's type. Raises ApiError 400 that names the field."""
     try:
         try:
             return decoder.decode(body)
-        except msgspec.ValidationError as error:
-            if "got `float`" not in str(error):
-                raise
-            return msgspec.convert(_with_integers(msgspec.json.decode(body)), decoder.type)
-    except msgspec.ValidationError as error:
-        message = str(error)
-        path = re.search(r" - at `\$\.?([^`]*)`", message)
-        unknown = re.search(r"unknown field `([^`]*)`", message)
-        param = path[1] if path else None
-        if name := unknown or re.search(r"missing required field `([^`]*)`", message):
-            param = f"{param}.{name[1]}" if param else name[1]  # the path is that of the object around it
-        raise ApiError(400, message, "unknown_field" if unknown else None, param) from None
+        except msgspec.ValidationError:
+            return _converted(msgspec.json.decode(body), decoder.type, unknown_fields)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         has_surrogate = re.search(rb"\\u[dD][89a-fA-F]", body) and "truncated" in str(error)
         problem = "a string has a lone surrogate, such as \\ud800" if has_surrogate else error
         raise ApiError(400, f"the body is not valid JSON: {problem}") from None
+
+
+def _converted(content: Any, kind: type[_T], unknown_fields: UnknownFields) -> _T:
+    """A body that is not valid as it stands: without fields that may be ignored, and with 1.0 as 1."""
+    has_integers = False
+    for _ in range(_MAX_UNKNOWN_PLACES):
+        try:
+            return msgspec.convert(content, kind)
+        except msgspec.ValidationError as error:
+            message = str(error)
+            path = re.search(r" - at `(\$[^`]*)`", message)
+            place = path[1] if path else "$"
+            unknown = re.search(r"unknown field `([^`]*)`", message)
+            if unknown and unknown_fields.remove(content, kind, place, unknown[1]):
+                continue
+            if "got `float`" in message and not has_integers:
+                content, has_integers = _with_integers(content), True
+                continue
+            param = place.removeprefix("$").removeprefix(".") or None
+            if name := unknown or re.search(r"missing required field `([^`]*)`", message):
+                param = f"{param}.{name[1]}" if param else name[1]  # the path is that of the object around it
+            if unknown:
+                message += f"; {advice(unknown[1], kind if place == '$' else None)}"
+            raise ApiError(400, message, "unknown_field" if unknown else None, param) from None
+    raise ApiError(400, f"the body has unknown fields in more than {_MAX_UNKNOWN_PLACES} places", "unknown_field")
 
 
 def _with_integers(value: Any) -> Any:

@@ -26,6 +26,7 @@ from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.structured_outputs import with_closed_objects
 from fleetfoot.server.http import ApiError, check_request_id, decode_body, invalid, read_body
 from fleetfoot.server.template_process import render_apart
+from fleetfoot.server.unknown_fields import UnknownFields
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
@@ -60,6 +61,8 @@ class ServiceSettings:
     max_body_bytes: int
     chat_template: str | None = None
     """Jinja source, or the name of one of the model's; None: the model's default."""
+    allow_unknown_fields: bool = False
+    """Whether unknown fields of a body are logged and ignored; else they are an error."""
     tool_call_parser: str | None = None
     """Name of the format of tool calls; None: that of the chat template."""
     reasoning_parser: str | None = None
@@ -81,6 +84,7 @@ class Service:
         self.settings = settings
         self.created = int(time.time())
         self.is_draining = False
+        self._unknown_fields = UnknownFields(allow=settings.allow_unknown_fields)
         self._template_processes = asyncio.Semaphore(_MAX_TEMPLATE_PROCESSES)
 
     @property
@@ -115,7 +119,7 @@ class Service:
 
     async def read(self, http: Request, decoder: msgspec.json.Decoder[_T]) -> _T:
         """The body of a request, for a model that is served. Raises ApiError."""
-        body = decode_body(await read_body(http, self.settings.max_body_bytes), decoder)
+        body = decode_body(await read_body(http, self.settings.max_body_bytes), decoder, self._unknown_fields)
         if (name := getattr(body, "request_id", None)) is not None:
             check_request_id(name)
         self.check_model(getattr(body, "model", None))

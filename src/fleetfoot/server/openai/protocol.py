@@ -1,7 +1,7 @@
 """Bodies of OpenAI's completions, chat completions and models, with vLLM's additional fields.
 
-Unknown fields are refused. Fields in `UNSUPPORTED` are known and refused unless their value is neutral; `IGNORED` ones
-have no effect on the result.
+Unknown fields are refused unless they change nothing (`server/unknown_fields.py`). Fields in `UNSUPPORTED` are known
+and refused unless their value is neutral.
 """
 
 from __future__ import annotations
