@@ -234,6 +234,13 @@ class AsyncLLM(AsyncPoolingCalls, SleepCalls, WeightCalls):
         """Counters since the start, and the scheduler's state."""
         return self._engine.stats()
 
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """See `LLMEngine.reset_prefix_cache`."""
+        done: bool = await self.run_held(
+            lambda engine: engine.reset_prefix_cache(reset_running_requests, reset_connector), "keep"
+        )
+        return done
+
     async def check_integrity(self) -> None:
         """Raises RuntimeError if KV blocks, rows or queues are inconsistent; EngineDeadError as `generate`."""
         results = _ResultQueue()

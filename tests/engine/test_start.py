@@ -108,6 +108,18 @@ BROKEN: dict[str, tuple[str, bytes | dict[str, Any] | None, str]] = {
 }
 
 
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/model"}')
+    with pytest.raises(ValueError, match=r"an adapter alone \(adapter_config.json, of the model 'some/model'\).*merge"):
+        LLM(tmp_path, device="cpu")
+
+
+def test_dynamic_rope_scaling_ends_with_the_positions(text_model: Path, tmp_path: Path) -> None:
+    scaling = {"rope_type": "dynamic", "factor": 2.0}
+    with pytest.raises(ValueError, match=rf"max_model_len is {MAX_LEN + 1}; rope scaling of the type 'dynamic'"):
+        LLM(text_model, device="cpu", max_model_len=MAX_LEN + 1, hf_overrides={"rope_scaling": scaling})
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_checkpoints(name: str, text_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"

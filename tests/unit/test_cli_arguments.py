@@ -196,8 +196,6 @@ OVERRIDE = ["--override-generation-config"]
         (["bench", "throughput", "--request-rate", "0"], "'0' is no number above 0"),
         (["bench", "throughput", "--prefix-len", "600"], "--prefix-len 600 is more than --input-len 512"),
         (["bench", "throughput", "--prompts-file", "-", "--input-len", "8"], "leave out --input-len"),
-        (["bench"], "BENCHMARK"),
-        ([], "COMMAND"),
         (["generat"], "there is no command 'generat'; did you mean generate?"),
         (["xyzzy"], "there is no command 'xyzzy'; there are generate, chat, serve, bench, plan"),
         (["run-batch", "M"], "there is no command 'run-batch'; fleetfoot generate takes a file of prompts"),
@@ -218,6 +216,12 @@ OVERRIDE = ["--override-generation-config"]
 )
 def test_a_wrong_call_is_refused(run: CommandRunner, argv: list[str], message: str) -> None:
     assert message in run.refused(*argv)
+
+
+@pytest.mark.parametrize(("argv", "names"), [([], ("generate", "serve", "plan")), (["bench"], ("latency", "cold"))])
+def test_without_a_command_there_is_a_list(run: CommandRunner, argv: list[str], names: tuple[str, ...]) -> None:
+    run(*argv, code=2)
+    assert all(f"\n    {name} " in run.err for name in names)
 
 
 def test_verbose_shows_the_traceback_of_a_wrong_value(run: CommandRunner) -> None:

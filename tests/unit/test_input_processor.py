@@ -2,6 +2,7 @@
 
 import re
 from array import array
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -130,9 +131,13 @@ def test_prompts_that_are_refused(prompt: Any, error: type[Exception], message: 
         process(prompt)
 
 
+def test_an_empty_text_is_the_token_at_the_beginning_of_texts() -> None:
+    assert process("", with_text()).prompt_token_ids.tolist() == TOKENIZER.encode("") == [TOKENIZER.bos_token_id]
+
+
 def test_texts_that_are_refused() -> None:
     with pytest.raises(ValueError, match="prompt is an empty string"):
-        process("", with_text())
+        processor_of(tokenizer=SimpleNamespace(encode=lambda text: [])).tokenize("")
     # a tokenizer can have more tokens than the model
     with pytest.raises(ValueError, match=rf"{IDS}\[\d+\] is \d+; {VOCABULARY}"):
         process("Once upon a time", processor_of(tokenizer=TOKENIZER))

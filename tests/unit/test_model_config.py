@@ -421,6 +421,7 @@ def test_eos_token_ids(generation: dict[str, Any], config: dict[str, Any], expec
         (family("Qwen2"), {**BIASES, "qkv_bias": True}),
         (family("Qwen3", attention_bias=True), {**BIASES, "qkv_bias": True, "o_bias": True}),
         (llama(architectures=["LlamaModel"]), {"architecture": "LlamaForCausalLM"}),
+        (llama(architectures=["LLaMAForCausalLM"]), {"architecture": "LlamaForCausalLM"}),
         (llama(architectures=None, model_type="qwen3"), {"architecture": "Qwen3ForCausalLM"}),
         (llama(architectures=["Else", "MistralForCausalLM"]), {"architecture": "MistralForCausalLM"}),
     ],

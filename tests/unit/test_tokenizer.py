@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers.processors
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -186,6 +187,21 @@ def test_broken_files_are_named(tmp_path: Path, name: str, content: str | bytes,
 def test_broken_extra_special_tokens_are_shown(tmp_path: Path, tokens: Any) -> None:
     with pytest.raises(ValueError, match="extra_special_tokens"):
         Tokenizer.from_path(save(byte_level_backend(), tmp_path, extra_special_tokens=tokens))
+
+
+def test_added_tokens_that_the_file_does_not_add_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    names = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
+    with caplog.at_level(logging.WARNING):
+        Tokenizer.from_path(save(byte_level_backend(), tmp_path / "none", **names, add_eos_token=False))
+        assert not caplog.records
+        Tokenizer.from_path(save(byte_level_backend(), tmp_path / "end", **names, add_eos_token=True))
+    assert ["add_eos_token" in message and "after a text" in message for message in caplog.messages] == [True]
+    caplog.clear()
+    backend = byte_level_backend()
+    ids = [(token, backend.token_to_id(token)) for token in names.values()]
+    backend.post_processor = tokenizers.processors.TemplateProcessing("<|begin|> $A <|end|>", special_tokens=ids)
+    Tokenizer.from_path(save(backend, tmp_path / "both", **names, add_bos_token=True, add_eos_token=True))
+    assert not caplog.records
 
 
 def test_settings_that_are_not_applied_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

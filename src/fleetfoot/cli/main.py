@@ -63,9 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     _open_closed_streams()
+    words = list(sys.argv[1:] if argv is None else argv)
+    lists_commands = words in ([], [bench.COMMAND.name])
     try:
-        arguments = _parse(make_parser(), sys.argv[1:] if argv is None else argv)
+        with contextlib.redirect_stdout(sys.stderr if lists_commands else sys.stdout):
+            arguments = _parse(make_parser(), [*words, "--help"] if lists_commands else words)
     except SystemExit as exit:  # argparse has printed help, the version or an error
+        if lists_commands:
+            return EXIT_USAGE
         return exit.code if isinstance(exit.code, int) else 0
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # prints a question mark for what the encoding lacks

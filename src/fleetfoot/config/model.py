@@ -239,6 +239,13 @@ def read_config_json(folder: str | Path, hf_overrides: Any = None) -> dict[str, 
     is not a JSON object; TypeError: a function returns no config."""
     path = Path(folder) / "config.json"
     if not path.is_file():
+        adapter = path.parent / "adapter_config.json"
+        if adapter.is_file():
+            base = read_json_object(adapter).get("base_model_name_or_path")
+            raise ConfigError(
+                f"{path.parent} holds an adapter alone (adapter_config.json, of the model {base!r}), and adapters are "
+                "not served; merge it into the model and pass that folder"
+            )
         raise ConfigError(f"no config.json in {path.parent}: a model folder holds config.json and *.safetensors")
     content = read_json_object(path)
     if not callable(hf_overrides):

@@ -144,8 +144,9 @@ def _find_architecture(config: Mapping[str, Any], source: str) -> tuple[str, Arc
             raise ConfigError(f"{source}: architectures is missing and model_type is {model_type!r}; {supported}")
     names = [decoder_name(str(name)) for name in names] if isinstance(names, list) else []
     names += [name.replace("ForCausalLM", "Model") for name in names if name not in ARCHITECTURES]
+    names = [name.casefold() for name in names]  # old files have LLaMAForCausalLM
     for name, entry in ARCHITECTURES.items():
-        if name in names or entry.base_model in names:
+        if name.casefold() in names or entry.base_model.casefold() in names:
             return name, entry
     check_is_decoder(config, source)
     raise ConfigError(f"{source}: architectures is {config.get('architectures')!r}; {supported}")

@@ -318,11 +318,12 @@ class InputProcessor:
                 "this engine has no tokenizer (skip_tokenizer_init=True), so a prompt must be given as "
                 "{'prompt_token_ids': [...]}"
             )
-        if not text:
-            raise ValueError("prompt is an empty string; it must hold at least one character")
         if not is_cut:
             self._check_length("the prompt", text)
-        return np.frombuffer(array("q", self.tokenizer.encode(text, **options)), np.int64)
+        ids = self.tokenizer.encode(text, **options)
+        if not (text or ids):
+            raise ValueError("prompt is an empty string, to which the tokenizer adds no token; give some text")
+        return np.frombuffer(array("q", ids), np.int64)
 
     def _check_length(self, what: str, text: str) -> None:
         """Raise ValueError for a text that its length or its beginning shows to have too many tokens."""

@@ -59,7 +59,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     many as rotated elements.
 
     ``dynamic`` (NTK scaling that grows with the sequence) changes nothing up to ``max_position_embeddings``, and the
-    engine serves no sequence beyond that: it is the default here.
+    plan refuses longer sequences: it is the default here.
     """
     dim = rope.rotary_dim or head_dim
     wavelengths = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)  # over 2 pi

@@ -289,7 +289,7 @@ def _rules_for_v1(
 
 _DEFAULT = "it is the default of {}, and no feature is on that it does not support"
 _NO_TRITON = "V2's GPU kernels are written in Triton, and this GPU is to run without it"
-_ON_CPU = "On a CPU it takes the same steps, with the torch twins of its kernels or what is compiled for the CPU."
+_ON_CPU = "On a CPU it takes the same steps, with kernels in C or in torch."
 _V1_HELPS = "Model Runner V1 supports all of it: let it run, with model_runner='v1' or use_v2_model_runner=False."
 _NOTHING_HELPS = "Leave these settings out, or take another model."
 

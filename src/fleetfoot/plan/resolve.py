@@ -126,6 +126,12 @@ def _engine_shape(
 ) -> EngineShape:
     """What memory is counted for. ``found``: the drafter's model. Raises ValueError: max_model_len is too large."""
     limit = model.max_position_embeddings
+    if (config.max_model_len or 0) > limit and any(rope and rope.rope_type == "dynamic" for rope in model.layer_ropes):
+        raise ValueError(
+            f"max_model_len is {config.max_model_len}; rope scaling of the type 'dynamic' is not supported beyond "
+            f"max_position_embeddings, {limit}, from where on it changes all positions of a text with its length; set "
+            f"max_model_len to at most {limit}"
+        )
     if (config.max_model_len or 0) > limit:
         raise ValueError(
             f"max_model_len is {config.max_model_len}, but the model's positions end at {limit} "

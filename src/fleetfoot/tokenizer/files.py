@@ -39,9 +39,17 @@ def read_tokenizer_files(path: Path) -> dict[str, Any]:
     added = _read_added_tokens(folder, settings.get("added_tokens_decoder", {}))
     _add_configured_tokens(backend, added, [*named.values(), *extra])
     backend.encode_special_tokens = bool(settings.get("split_special_tokens", False))
-    # two settings that would change ids or text, and are not supported
+    # settings that would change ids or text, and are not supported
     if settings.get("clean_up_tokenization_spaces") and not isinstance(backend.model, BPE):
         logger.warning("clean_up_tokenization_spaces of %s is not applied: tokens keep their spaces", path)
+    ids = backend.encode("a").ids if settings.get("add_bos_token") or settings.get("add_eos_token") else []
+    for name, position, place in (("bos_token", 0, "before"), ("eos_token", -1, "after")):
+        if (
+            settings.get(f"add_{name}")
+            and name in named
+            and ids[position:][:1] != [backend.token_to_id(_content(named[name]))]
+        ):
+            logger.warning("add_%s of %s has no effect: tokenizer.json adds no %s %s a text", name, path, name, place)
     if settings.get("fix_mistral_regex"):
         logger.warning("fix_mistral_regex of %s is not applied; save the tokenizer with it", path)
     return {

@@ -22,6 +22,13 @@ init_logger = logging.getLogger
 safe_hash = hashlib.md5
 """vLLM's name; for names of files, not for secrets."""
 
+
+def print_embeddings(embeds: Sequence[Any], indent: int = 4) -> None:
+    """vLLM's name: print the first values of an embedding and its size."""
+    first = ", ".join(str(value) for value in embeds[:4])
+    print(f"{' ' * indent}Embedding: [{first}{', ...' if len(embeds) > 4 else ''}] (size={len(embeds)})")
+
+
 _PROCESSORS = " ".join(
     f"sampling.custom_processors.{name}"
     for name in (
@@ -82,6 +89,7 @@ NAMES = {
     "pooling_params": "records.pooling_params.PoolingParams",
     "utils": "utils.argparse_utils.FlexibleArgumentParser utils.validation.get_open_port",
     "utils.hashing": "utils.vllm_paths.safe_hash",
+    "utils.print_utils": "utils.vllm_paths.print_embeddings",
     "utils.network_utils": "utils.validation.get_open_port",
     "v1.attention.backend": _connector_names("records", "AttentionMetadata"),
     "v1.attention.backends.mla.common": _connector_names("records", "MLACommonMetadata"),
