@@ -215,7 +215,7 @@ def test_a_pattern_of_white_space(client: httpx.Client, fields: dict[str, Any]) 
         ({"guided_json": {"$ref": "#"}, "stream": True}, "guided_json"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
         (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{]"}}]}]},
             "messages[0].tool_calls[0].function.arguments",
         ),
         (

@@ -43,7 +43,7 @@ def test_a_conversation_with_calls(llm):
     messages.append({"role": "tool", "tool_call_id": "a", "content": "good"})
     (output,) = llm.chat(messages, SamplingParams(max_tokens=1), use_tqdm=False)
     assert '{"name": "get_mood", "arguments": {"city": "Rome"}}' in output.prompt
-    function["arguments"] = "{"
+    function["arguments"] = "{]"
     with pytest.raises(ValueError, match=r"messages\[1\]\.tool_calls\[0\]\.function\.arguments is not JSON"):
         llm.chat(messages, use_tqdm=False)
 

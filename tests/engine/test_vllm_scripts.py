@@ -52,7 +52,9 @@ def test_an_asynchronous_engine(greedy: list[int]) -> None:
             with pytest.raises(TypeError, match="generate got an unknown keyword 'data_parallel_rank'; leave"):
                 await anext(engine.generate(PROMPT, params, "1", data_parallel_rank=1))
             deltas = engine.generate(request_id="2", prompt=PROMPT, sampling_params=params, lora_request=None)
-            return [token async for output in deltas for token in output.outputs[0].token_ids]
+            tokens = [token async for output in deltas for token in output.outputs[0].token_ids]
+            assert await engine.reset_prefix_cache(reset_running_requests=True)
+            return tokens
         finally:
             engine.shutdown()
 
@@ -93,7 +95,7 @@ def test_beam_search(llm: LLM) -> None:
         with pytest.raises(ValueError, match=f"^{name} must be .*, got {value}"):
             BeamSearchParams(**{"beam_width": 1, "max_tokens": 1, name: value})
     for given, params, message in (
-        (["a", ""], BeamSearchParams(1, 1), r"prompts\[1\]: prompt is an empty string"),
+        (["a", []], BeamSearchParams(1, 1), r"prompts\[1\]: the prompt has no tokens"),
         (
             ["a", "b"],
             BeamSearchParams(1, 9999),

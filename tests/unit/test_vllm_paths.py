@@ -107,3 +107,9 @@ def test_engine_arguments_are_flags(in_group: bool, capsys: pytest.CaptureFixtur
         made.parse_args(["--help"])
     shown = capsys.readouterr().out
     assert "--max-num-seqs N" in shown and "SUPPRESS" not in shown and not re.search(r"default: .*default: ", shown)
+
+
+def test_print_embeddings(capsys: pytest.CaptureFixture[str]) -> None:
+    print_utils = import_module("fleetfoot.utils.print_utils")
+    print_utils.print_embeddings([0.5, 1.0, 2.0, 3.0, 4.0], indent=1)
+    assert capsys.readouterr().out == " Embedding: [0.5, 1.0, 2.0, 3.0, ...] (size=5)\n"

@@ -20,6 +20,7 @@ from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
 from fleetfoot.structured.schemas import simplified
 from fleetfoot.tokenizer.text_stream import TextStream
+from fleetfoot.utils.validation import shown
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
@@ -78,20 +79,20 @@ class ToolUse:
 
 def _read_tools(tools: Any) -> dict[str, Tool]:
     if tools is not None and not isinstance(tools, list | tuple):
-        raise ValueError(f"tools is {tools!r:.100}; it must be a list")
+        raise ValueError(f"tools is {shown(tools)}; it must be a list")
     functions: dict[str, Tool] = {}
     for index, tool in enumerate(tools or ()):
         where = f"tools[{index}]"
         kind = tool.get("type", "function") if isinstance(tool, Mapping) else None
         if kind != "function":
-            shown = repr(kind) if isinstance(tool, Mapping) else f"{tool!r:.100}"
-            raise ValueError(f"{where}.type is {shown}; only 'function' is supported")
+            found = repr(kind) if isinstance(tool, Mapping) else f"{tool!r:.100}"
+            raise ValueError(f"{where}.type is {found}; only 'function' is supported")
         function = tool.get("function")
         if not isinstance(function, Mapping):
-            raise ValueError(f"{where}.function is {function!r:.100}; it must be an object with a name")
+            raise ValueError(f"{where}.function is {shown(function)}; it must be an object with a name")
         name = _checked_name(f"{where}.function.name", function.get("name"))
         if name in functions:
-            raise ValueError(f"{where}.function.name is {name!r}, as that of another tool; names must differ")
+            raise ValueError(f"{where}.function.name is {shown(name)}, as that of another tool; names must differ")
         for field, type_, expected in (
             ("parameters", Mapping, "a JSON schema"),
             ("description", str, "a string"),
@@ -99,18 +100,18 @@ def _read_tools(tools: Any) -> dict[str, Tool]:
         ):
             value = function.get(field)
             if value is not None and not isinstance(value, type_):
-                raise ValueError(f"{where}.function.{field} is {value!r:.100}; it must be {expected}")
+                raise ValueError(f"{where}.function.{field} is {shown(value)}; it must be {expected}")
         parameters = function.get("parameters") or {}
         if parameters.get("type", "object") != "object":
             kind = parameters["type"]
-            raise ValueError(f"{where}.function.parameters.type is {kind!r:.100}; arguments are an 'object'")
+            raise ValueError(f"{where}.function.parameters.type is {shown(kind)}; arguments are an 'object'")
         functions[name] = Tool.of(tool)
     return functions
 
 
 def _checked_name(where: str, name: Any) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ValueError(f"{where} is {name!r:.300}; it must have 1 to 256 letters, digits or _ . : / -")
+        raise ValueError(f"{where} is {shown(name)}; it must have 1 to 256 letters, digits or _ . : / -")
     return name
 
 
@@ -118,24 +119,24 @@ def _read_choice(choice: Any, functions: Mapping[str, Tool]) -> tuple[list[str],
     """The names that can be called, whether one must be, and whether it is a named one."""
     if choice in ("auto", "required"):
         if not functions:
-            raise ValueError(f"tool_choice is {choice!r}, but there are no tools; give tools")
+            raise ValueError(f"tool_choice is {shown(choice)}, but there are no tools; give tools")
         return list(functions), choice == "required", False
     if isinstance(choice, Mapping) and choice.get("type") == "function":
         function = choice.get("function")
         name = function.get("name") if isinstance(function, Mapping) else None
-        return [_known(f"tool_choice.function.name is {name!r:.100}", name, functions)], True, True
+        return [_known(f"tool_choice.function.name is {shown(name)}", name, functions)], True, True
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         allowed = choice.get("allowed_tools", choice)
         mode = allowed.get("mode", "auto") if isinstance(allowed, Mapping) else None
         if mode not in ("auto", "required"):
-            raise ValueError(f"tool_choice.allowed_tools.mode is {mode!r:.100}; it must be 'auto' or 'required'")
+            raise ValueError(f"tool_choice.allowed_tools.mode is {shown(mode)}; it must be 'auto' or 'required'")
         names = []
         for index, tool in enumerate(allowed.get("tools") or ()):
             name = (tool.get("function") or tool).get("name") if isinstance(tool, Mapping) else None
-            names.append(_known(f"tool_choice.allowed_tools.tools[{index}] is {name!r:.100}", name, functions))
+            names.append(_known(f"tool_choice.allowed_tools.tools[{index}] is {shown(name)}", name, functions))
         return names, mode == "required", False
     raise ValueError(
-        f"tool_choice is {choice!r:.100}; it must be 'auto', 'none', 'required' or "
+        f"tool_choice is {shown(choice)}; it must be 'auto', 'none', 'required' or "
         "{'type': 'function', 'function': {'name': ...}}"
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fleetfoot.parsers.completion import completion
+from fleetfoot.utils.validation import shown
 
 _DEFAULTS = {"add_generation_prompt": True, "continue_final_message": False, "tools": None}
 _RESULT_ARGUMENTS = ("tokenize", "return_dict", "return_tensors", "tokenizer_kwargs", "padding", "truncation")
@@ -33,11 +34,11 @@ def template_message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
     """
     calls = message.get("tool_calls")
     if message.get("role") == "tool" and not isinstance(message.get("tool_call_id", ""), str):
-        raise ValueError(f"{where}.tool_call_id is {message['tool_call_id']!r:.100}; it must be a string")
+        raise ValueError(f"{where}.tool_call_id is {shown(message['tool_call_id'])}; it must be a string")
     if calls is None or calls == []:
         return {key: value for key, value in message.items() if key != "tool_calls"}
     if not isinstance(calls, list | tuple):
-        raise ValueError(f"{where}.tool_calls is {calls!r:.100}; it must be a list")
+        raise ValueError(f"{where}.tool_calls is {shown(calls)}; it must be a list")
     read = [_read_call(f"{where}.tool_calls[{index}]", call) for index, call in enumerate(calls)]
     return {**message, "content": message.get("content") or None, "tool_calls": read}
 
@@ -46,7 +47,7 @@ def _read_call(where: str, call: Any) -> dict[str, Any]:
     """``max_tokens`` may have cut the arguments, which are then what there is."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ValueError(f"{where}.function is {function!r:.100}; it must be an object with a name and arguments")
+        raise ValueError(f"{where}.function is {shown(function)}; it must be an object with a name and arguments")
     arguments = function.get("arguments")
     if isinstance(arguments, str) and arguments.strip():
         try:
@@ -55,7 +56,7 @@ def _read_call(where: str, call: Any) -> dict[str, Any]:
             raise ValueError(f"{where}.function.arguments is not JSON: {error}") from None
     arguments = arguments or {}
     if not isinstance(arguments, Mapping):
-        raise ValueError(f"{where}.function.arguments is {arguments!r:.100}; it must be the text of a JSON object")
+        raise ValueError(f"{where}.function.arguments is {shown(arguments)}; it must be the text of a JSON object")
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 

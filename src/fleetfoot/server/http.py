@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.server.unknown_fields import NO_UNKNOWN_FIELDS, UnknownFields, advice
 from fleetfoot.utils.logs import REQUEST_ID
+from fleetfoot.utils.validation import shown
 
 logger = logging.getLogger(__name__)
 
@@ -170,9 +171,9 @@ async def read_body(request: Request, limit: int) -> bytes:
     read."""
     media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
-        raise ApiError(415, f"the body's content-type is {media_type!r:.100}; it must be application/json")
+        raise ApiError(415, f"the body's content-type is {shown(media_type)}; it must be application/json")
     if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
-        raise ApiError(415, f"the body's content-encoding is {encoding!r:.100}; send the body without one")
+        raise ApiError(415, f"the body's content-encoding is {shown(encoding)}; send the body without one")
     length = request.headers.get("content-length", "")
     too_large = ApiError(413, f"the body is larger than the limit of {limit} bytes (--max-body-bytes)")
     if length.isdecimal() and int(length) > limit:
@@ -244,7 +245,7 @@ def _with_integers(value: Any) -> Any:
 def check_request_id(given: str) -> None:
     """Raises ApiError for an id of a body."""
     if not _REQUEST_ID.fullmatch(given):
-        message = f"request_id is {given!r:.200}; it must have 1 to 128 printable ASCII characters without spaces"
+        message = f"request_id is {shown(given)}; it must have 1 to 128 printable ASCII characters without spaces"
         raise invalid("request_id", message)
 
 

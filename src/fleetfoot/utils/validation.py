@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import ipaddress
+import json
 import re
 import socket
 from collections.abc import Iterable
@@ -86,3 +87,11 @@ def get_open_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
+
+
+def shown(value: Any) -> str:
+    """The beginning of a value of a request, in an error: null, true and false are JSON's words."""
+    if value is None or isinstance(value, bool | dict | list):
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
+            return json.dumps(value, ensure_ascii=False)[:100]
+    return repr(value)[:100]

@@ -22,6 +22,7 @@ from fleetfoot.server.anthropic.protocol import (
     ToolUseParam,
 )
 from fleetfoot.server.http import invalid
+from fleetfoot.utils.validation import shown
 
 _T = TypeVar("_T")
 _BILLING = "x-anthropic-billing-header:"
@@ -103,7 +104,7 @@ class _Reader:
     def _add_result(self, place: str, block: ToolResultParam) -> None:
         name = self._tools.get(block.tool_use_id)
         if name is None:
-            message = f"{place}.tool_use_id is {block.tool_use_id!r}; no tool_use block before it has this id"
+            message = f"{place}.tool_use_id is {shown(block.tool_use_id)}; no tool_use block before it has this id"
             raise invalid(f"{place}.tool_use_id", message)
         text = "\n".join(_read_texts(f"{place}.content", block.content or ""))
         if block.is_error:
@@ -129,7 +130,7 @@ def _read_texts(place: str, content: str | list[dict[str, Any]]) -> list[str]:
         here = f"{place}[{index}]"
         block = _read_block(here, entry)
         if not isinstance(block, TextParam):
-            raise invalid(here, f"{here} has the type {entry['type']!r}; only text blocks can be here")
+            raise invalid(here, f"{here} has the type {shown(entry['type'])}; only text blocks can be here")
         texts.append(block.text)
     return texts
 
@@ -138,7 +139,7 @@ def _read_block(place: str, entry: Mapping[str, Any]) -> BlockParam:
     kind = entry.get("type")
     known = [one.__struct_config__.tag for one in BlockParam.__args__]
     if kind not in known:
-        message = f"{place} has the type {kind!r:.100}; this model reads {', '.join(known)} blocks"
+        message = f"{place} has the type {shown(kind)}; this model reads {', '.join(known)} blocks"
         raise invalid(place, message, "unsupported_content")
     return _convert(place, entry, BlockParam)
 
@@ -181,7 +182,7 @@ def read_tools(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for index, entry in enumerate(entries):
         place = f"tools[{index}]"
         if entry.get("type") not in (None, "custom"):
-            message = f"{place}.type is {entry['type']!r:.100}; only tools with an input_schema are supported"
+            message = f"{place}.type is {shown(entry['type'])}; only tools with an input_schema are supported"
             raise invalid(f"{place}.type", message, "unsupported_parameter")
         tool: ToolParam = _convert(place, entry, ToolParam)
         schema = tool.input_schema

@@ -63,6 +63,7 @@ from fleetfoot.server.openai.structured import naming_constraint
 from fleetfoot.server.openapi import READS, RUNS, Endpoint
 from fleetfoot.server.service import Service
 from fleetfoot.server.store import ResponseStore
+from fleetfoot.utils.validation import shown
 
 _DECODER = msgspec.json.Decoder(ResponseRequest)
 _T = TypeVar("_T")
@@ -110,7 +111,7 @@ class Responses:
         if (name := body.previous_response_id) is not None:
             record = await self._record(name, "previous_response_id")
             if record["response"]["status"] == "in_progress":
-                message = f"previous_response_id is {name!r}, which is still in progress"
+                message = f"previous_response_id is {shown(name)}, which is still in progress"
                 raise invalid("previous_response_id", message, "response_in_progress")
             items += history(record)
         if isinstance(body.input, str):
@@ -124,7 +125,7 @@ class Responses:
     async def _find_item(self, place: str, name: Any) -> Item:
         response = response_of_item(name) if isinstance(name, str) else None
         if response is None:
-            raise invalid(place, f"{place} is {name!r:.100}; it must be the id of an item of a stored response")
+            raise invalid(place, f"{place} is {shown(name)}; it must be the id of an item of a stored response")
         return find_item(name, history(await self._record(response, place)))
 
     async def _record(self, name: str, param: str | None = None) -> Any:
@@ -195,7 +196,7 @@ class Responses:
         names = [item["id"] for item in items]
         if query.after is not None:
             if query.after not in names:
-                raise invalid("after", f"after is {query.after!r:.100}; it must be the id of an item of the response")
+                raise invalid("after", f"after is {shown(query.after)}; it must be the id of an item of the response")
             items = items[names.index(query.after) + 1 :]
         page = items[: query.limit]
         first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)

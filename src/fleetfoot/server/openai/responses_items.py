@@ -13,6 +13,7 @@ import msgspec
 from fleetfoot.parsers.completion import completion
 from fleetfoot.server.http import ApiError, invalid
 from fleetfoot.server.openai.prompts import read_text
+from fleetfoot.utils.validation import shown
 
 Item = dict[str, Any]
 """Of plain JSON types, complete as in a list of input items."""
@@ -54,7 +55,7 @@ def _read_item(place: str, item: Mapping[str, Any], key: str) -> Item:
 def _read_message(place: str, item: Mapping[str, Any]) -> Item:
     role = item.get("role")
     if role not in _ROLES:
-        raise invalid(f"{place}.role", f"{place}.role is {role!r:.100}; it can be {', '.join(_ROLES)}")
+        raise invalid(f"{place}.role", f"{place}.role is {shown(role)}; it can be {', '.join(_ROLES)}")
     texts = _read_texts(f"{place}.content", item.get("content"))
     if role == "assistant":
         return {"role": role, "content": [{"type": "output_text", "text": text, "annotations": []} for text in texts]}
@@ -65,7 +66,7 @@ def _read_texts(place: str, content: Any) -> list[str]:
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
-        raise invalid(place, f"{place} is {content!r:.100}; it must be a text or a list of parts")
+        raise invalid(place, f"{place} is {shown(content)}; it must be a text or a list of parts")
     return [read_text(f"{place}[{index}]", part) for index, part in enumerate(content)]
 
 
@@ -76,7 +77,7 @@ def _read_call(place: str, item: Mapping[str, Any]) -> Item:
     except (msgspec.DecodeError, RecursionError):
         is_object = False
     if not is_object:
-        message = f"{place}.arguments is {call['arguments']!r:.100}; it must be the text of a JSON object"
+        message = f"{place}.arguments is {shown(call['arguments'])}; it must be the text of a JSON object"
         raise invalid(f"{place}.arguments", message)
     return call
 
@@ -100,13 +101,13 @@ def _read_reasoning(place: str, item: Mapping[str, Any]) -> Item:
 def _parts(place: str, item: Mapping[str, Any], field: str) -> list[str]:
     parts = item.get(field) or []
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-        raise invalid(f"{place}.{field}", f"{place}.{field} is {parts!r:.100}; it must be a list of parts")
+        raise invalid(f"{place}.{field}", f"{place}.{field} is {shown(parts)}; it must be a list of parts")
     return [_string(f"{place}.{field}[{index}].text", part.get("text")) for index, part in enumerate(parts)]
 
 
 def _string(place: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise invalid(place, f"{place} is {value!r:.100}; it must be a string")
+        raise invalid(place, f"{place} is {shown(value)}; it must be a string")
     return value
 
 

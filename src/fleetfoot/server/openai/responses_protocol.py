@@ -12,6 +12,7 @@ from fleetfoot.server.conversation import Effort, Verbosity
 from fleetfoot.server.http import invalid
 from fleetfoot.server.openai.protocol import UNSUPPORTED, GenerationRequest, TokenLogprob
 from fleetfoot.server.openai.structured import FIELDS, schema_constraint
+from fleetfoot.utils.validation import shown
 
 MAX_TOP_LOGPROBS = 20
 LOGPROBS = "message.output_text.logprobs"
@@ -150,13 +151,13 @@ class ResponseRequest(GenerationRequest, kw_only=True):
             raise invalid("top_logprobs", f"top_logprobs is {self.top_logprobs}; it can be 0 to {MAX_TOP_LOGPROBS}")
         for name, value in (self.metadata or {}).items():
             if not isinstance(value, str):
-                raise invalid(f"metadata.{name}", f"metadata.{name} is {value!r:.100}; it must be a string")
+                raise invalid(f"metadata.{name}", f"metadata.{name} is {shown(value)}; it must be a string")
         if self.constraint is not None and any(getattr(self, name) is not None for name in FIELDS):
             raise invalid("text.format", f"text.format excludes {', '.join(FIELDS)}; give one of them")
         if self.background and self.store is False:
             raise invalid("background", "background needs store=true: the response is fetched later")
         if self.prompt_cache_retention not in (None, "in_memory", "24h"):
-            message = f"prompt_cache_retention is {self.prompt_cache_retention!r:.100}; it can be 'in_memory' or '24h'"
+            message = f"prompt_cache_retention is {shown(self.prompt_cache_retention)}; it can be 'in_memory' or '24h'"
             raise invalid("prompt_cache_retention", message)
 
     @property

@@ -11,6 +11,7 @@ from typing import Any
 from fleetfoot.parsers.grammar import closed
 from fleetfoot.records.structured_outputs import StructuredOutputsParams, as_structured_outputs
 from fleetfoot.server.http import ApiError, invalid
+from fleetfoot.utils.validation import shown
 
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 FIELDS = ("response_format", "structured_outputs", *_GUIDED)
@@ -31,7 +32,7 @@ def structured_outputs(body: Any) -> StructuredOutputsParams | None:
     pattern = body.guided_whitespace_pattern
     if pattern is not None and not constraints.keys() & {"response_format", *_GUIDED}:
         advice = "it needs response_format or a guided field; structured_outputs has a whitespace_pattern of its own"
-        raise invalid("guided_whitespace_pattern", f"guided_whitespace_pattern is {pattern!r:.100}; {advice}")
+        raise invalid("guided_whitespace_pattern", f"guided_whitespace_pattern is {shown(pattern)}; {advice}")
     for name, value in constraints.items():
         with _naming(name):
             if name == "structured_outputs":
@@ -50,14 +51,14 @@ def read_format(place: str, value: Any) -> StructuredOutputsParams | None:
             return StructuredOutputsParams(structural_tag={key: part for key, part in value.items() if key != "type"})
     if kind not in ("text", "json_object", "json_schema"):
         kinds = "'text', 'json_object', 'json_schema' or 'structural_tag'"
-        raise invalid(f"{place}.type", f"{place}.type is {kind!r:.100}; it must be {kinds}")
+        raise invalid(f"{place}.type", f"{place}.type is {shown(kind)}; it must be {kinds}")
     _check_keys(place, value, ("type", "json_schema") if kind == "json_schema" else ("type",))
     if kind != "json_schema":
         return StructuredOutputsParams(json_object=True) if kind == "json_object" else None
     form = value.get("json_schema")
     if not isinstance(form, Mapping) or not isinstance(form.get("schema"), Mapping | bool):
-        shown = form.get("schema") if isinstance(form, Mapping) else form
-        text = f"{place}.json_schema.schema is {shown!r:.100}; it must be a JSON schema"
+        found = form.get("schema") if isinstance(form, Mapping) else form
+        text = f"{place}.json_schema.schema is {shown(found)}; it must be a JSON schema"
         raise invalid(f"{place}.json_schema.schema", text)
     _check_keys(f"{place}.json_schema", form, ("name", "description", "schema", "strict"))
     with _naming(place):
