@@ -1,10 +1,13 @@
 """Engines that cannot start say why: settings, files, models, drafters; `force_runner` wins, and is restored."""
 
 import asyncio
+import contextvars
 import dataclasses
 import json
+import logging
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +27,9 @@ from fleetfoot.assets import embedded_eagle_path, embedded_model_path
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.env import USE_NATIVE_KERNELS, USE_V2_MODEL_RUNNER
 from fleetfoot.engine import engine as engine_module
+from fleetfoot.engine.child_process import EngineProcess
+from fleetfoot.engine.client import EngineClient
+from fleetfoot.engine.engine import build_engine
 from fleetfoot.engine.metrics import Histogram
 from fleetfoot.executor import worker_loop
 from fleetfoot.executor.build import start_executor
@@ -33,6 +39,7 @@ from fleetfoot.kernels.registry import DeviceFacts, KernelUnavailableError, load
 from fleetfoot.kv_transfer.base.registry import find_connector
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.native import loading
+from fleetfoot.plan.forced_runner import forced_runners
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import resolve_plan
@@ -45,7 +52,7 @@ from fleetfoot.runner.v1.compiled import warm_up_layers
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.runner.v2.warm_up import NAME
 from fleetfoot.speculative.drafter import NO_DRAFTING
-from fleetfoot.testing import force_runner
+from fleetfoot.testing import force_runner, force_v1_runner
 
 Patch = pytest.MonkeyPatch
 MAX_LEN = TEXT_MODEL["max_position_embeddings"]
@@ -423,15 +430,15 @@ def runs() -> str:
 
 
 def is_as_before(held: str | None) -> bool:
-    return os.environ.get(USE_V2_MODEL_RUNNER) == held and engine_module.resolve_plan is resolve_plan
+    return os.environ.get(USE_V2_MODEL_RUNNER) == held and next(forced_runners(), None) is None
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_it_wins_and_restores_the_environment(runner: str, held: str | None) -> None:
+def test_it_wins_and_leaves_the_environment(runner: str, held: str | None) -> None:
     with force_runner(runner) as forced:
         assert runs() == runner
-        assert os.environ[USE_V2_MODEL_RUNNER] == str(RUNNERS.index(runner))  # for processes that are started
-        os.environ[USE_V2_MODEL_RUNNER] = "1"  # not by monkeypatch, which would put back what the block has set
+        assert os.environ.get(USE_V2_MODEL_RUNNER) == held
+        assert engine_module.resolve_plan is resolve_plan and engine_module.build_engine is build_engine
         assert runs() == runner
     assert [plan.runner for plan in forced.plans] == [runner, runner]
     assert is_as_before(held)
@@ -493,10 +500,116 @@ def test_a_start_that_fails_does_not_count(part: str, monkeypatch: pytest.Monkey
         start_engine()
 
 
-def test_an_engine_of_another_thread_counts() -> None:
-    with force_runner("v1") as forced, ThreadPoolExecutor(1) as pool:
+def test_a_thread_that_starts_in_a_block_is_not_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(USE_V2_MODEL_RUNNER, "0")
+    message = r"force_runner\('v2'\) had no effect: no engine has started in its block"
+    with pytest.raises(AssertionError, match=message), force_runner("v2"), ThreadPoolExecutor(1) as pool:
         assert pool.submit(runs).result() == "v1"
-    assert [plan.runner for plan in forced.plans] == ["v1"]
+    with force_runner("v2") as forced:  # unless it takes the context along
+        assert asyncio.run(asyncio.to_thread(runs)) == "v2"
+    assert [plan.runner for plan in forced.plans] == ["v2"]
+
+
+def test_blocks_of_two_threads_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A enters, B enters, A leaves, B's engine; then an engine outside of any block."""
+    monkeypatch.setenv(USE_V2_MODEL_RUNNER, "0")
+    has_entered = {name: threading.Event() for name in "ab"}
+    has_left = threading.Event()
+
+    def first() -> list[str]:
+        with force_runner("v2") as forced:
+            has_entered["a"].set()
+            has_entered["b"].wait()
+            runs()
+        has_left.set()
+        return [plan.runner for plan in forced.plans]
+
+    def second() -> list[str]:
+        has_entered["a"].wait()
+        with force_runner("v1") as forced:
+            has_entered["b"].set()
+            has_left.wait()
+            runs()
+        return [plan.runner for plan in forced.plans]
+
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(work) for work in (first, second)]
+        assert [one.result() for one in found] == [["v2"], ["v1"]]
+        assert pool.submit(runs).result() == "v1"
+    assert runs() == "v1"
+    monkeypatch.setenv(USE_V2_MODEL_RUNNER, "1")
+    assert runs() == "v2"
+
+
+@PUT_BACK
+def test_blocks_of_one_context_may_end_in_any_order(held: str | None) -> None:
+    outer, inner = force_runner("v1"), force_runner("v2")
+    block = outer.__enter__()
+    with inner:
+        block.plans.append(mock.Mock())  # an engine
+        outer.__exit__(None, None, None)
+        assert runs() == "v2"
+    assert is_as_before(held)
+
+
+def test_blocks_of_two_tasks_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task that begins in a block is in it until it ends."""
+    monkeypatch.setenv(USE_V2_MODEL_RUNNER, "0")
+
+    async def work() -> None:
+        has_begun, has_ended = asyncio.Event(), asyncio.Event()
+
+        async def inherits() -> list[str]:
+            before = runs()
+            has_begun.set()
+            await has_ended.wait()
+            return [before, runs()]
+
+        with force_runner("v2") as forced:
+            task = asyncio.ensure_future(inherits())
+            await has_begun.wait()
+        has_ended.set()
+        assert await task == ["v2", "v1"]
+        assert [plan.runner for plan in forced.plans] == ["v2"]
+
+    asyncio.run(work())
+
+
+def test_a_block_may_end_in_another_context() -> None:
+    forced = force_runner("v1")
+    contextvars.copy_context().run(lambda: forced.__enter__().plans.append(mock.Mock()))
+    forced.__exit__(None, None, None)
+    assert next(forced_runners(), None) is None
+    with forced:
+        assert runs() == "v1"
+
+
+def test_force_v1_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(USE_V2_MODEL_RUNNER, "1")
+    for block in (force_v1_runner, force_v1_runner()):
+        with block:
+            assert runs() == "v1"
+    assert force_v1_runner(runs)() == "v1"
+    assert force_v1_runner()(runs)() == "v1"
+
+
+def test_the_engine_of_a_process_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process reads another value from its environment."""
+    monkeypatch.setenv(USE_V2_MODEL_RUNNER, "1")
+
+    async def runner_of(process: EngineProcess) -> str:
+        client = EngineClient(process.address)
+        await client.start()
+        client.close()
+        return client.runner_name
+
+    config = EngineConfig(device="cpu", skip_tokenizer_init=True, num_gpu_blocks_override=16)
+    with pytest.raises(AssertionError, match="no engine has started"), force_v1_runner:
+        process = EngineProcess(config, logging.WARNING)
+    try:
+        assert asyncio.run(runner_of(process)) == "v1"
+    finally:
+        assert process.stop() == 0
 
 
 ON_V1, ON_OTHER = (
@@ -514,7 +627,8 @@ def test_the_runner_that_ran_counts(in_thread: bool, message: str, monkeypatch: 
         if not in_thread:
             start_engine()
         with ThreadPoolExecutor(1) as pool:
-            assert isinstance(pool.submit(start_engine).exception(), AssertionError)  # which a thread may drop
+            started = pool.submit(contextvars.copy_context().run, start_engine)
+            assert isinstance(started.exception(), AssertionError)  # which a thread may drop
 
 
 @PUT_BACK

@@ -14,6 +14,7 @@ from pathlib import Path
 from fleetfoot.config import env
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.engine.wire import ProcessSettings
+from fleetfoot.plan.forced_runner import forced_runners
 
 
 async def process_end(process: subprocess.Popen[bytes]) -> int:
@@ -50,8 +51,10 @@ class EngineProcess:
             [sys.executable, "-m", "fleetfoot.engine.process"], stdin=subprocess.PIPE, env=env.for_engine()
         )
         assert self._process.stdin is not None
+        runner = next((block.runner for block in forced_runners()), None)
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(pickle.dumps(ProcessSettings(config, self.address, log_level, log_format)))
+            settings = ProcessSettings(config, self.address, log_level, log_format, runner)
+            self._process.stdin.write(pickle.dumps(settings))
             self._process.stdin.flush()
 
     @property

@@ -36,6 +36,7 @@ from fleetfoot.engine.stats import EngineStats, StatsCollector
 from fleetfoot.executor.build import start_executor
 from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import RequestOutput
+from fleetfoot.plan.forced_runner import forced_runners
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import resolve_plan
@@ -477,7 +478,7 @@ def build_engine(config: EngineConfig, *, output_processor: Callable[..., Any] =
     """See `LLMEngine.from_config`. The tokenizer is loaded for the default ``output_processor`` alone."""
     if EXIT_GUARD.is_forked:
         raise RuntimeError(f"process {os.getpid()} was forked from one in which an engine had started; {_SPAWN}")
-    plan = resolve_plan(config, Machine.detect())
+    plan, forced = resolve_plan(config, Machine.detect()), next(forced_runners(), None)
     plan.decision.check()
     for warning in plan.warnings:
         logger.warning(warning)
@@ -495,6 +496,8 @@ def build_engine(config: EngineConfig, *, output_processor: Callable[..., Any] =
         check_weights(plan, executor)
         core = build_core(plan, executor, masks)
         input_processor = build_input_processor(plan, core, tokenizer, defaults)
+        if forced is not None:
+            forced.check_runner(executor.runner_name, plan)
     except BaseException:
         executor.shutdown()
         raise

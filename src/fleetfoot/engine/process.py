@@ -23,6 +23,7 @@ from fleetfoot.engine import wire
 from fleetfoot.engine.engine import LLMEngine, build_engine
 from fleetfoot.engine.output_router import OutputRouter
 from fleetfoot.engine.remote_calls import RemoteCalls
+from fleetfoot.plan.forced_runner import begin_forcing
 from fleetfoot.records.structured_outputs import as_structured_outputs
 from fleetfoot.utils.logs import log_to_stderr
 from fleetfoot.utils.process import error_text, tune_collections
@@ -251,6 +252,8 @@ def main() -> int:
 
 
 def _run(settings: wire.ProcessSettings) -> int:
+    if settings.forced_runner is not None:
+        begin_forcing(settings.forced_runner)
     try:
         with loading_bar(is_shown=sys.stderr.isatty() and settings.log_format == "text"):
             engine = build_engine(settings.config, output_processor=OutputRouter)

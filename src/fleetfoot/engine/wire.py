@@ -30,6 +30,8 @@ class ProcessSettings:
     """The address of the socket, ``ipc://...``."""
     log_level: int
     log_format: str
+    forced_runner: str | None = None
+    """The runner that the code forces which has created the engine, see `fleetfoot.plan.forced_runner`."""
 
 
 ANY_KEY = ""

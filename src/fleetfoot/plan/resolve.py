@@ -22,6 +22,7 @@ from fleetfoot.kernels.registry import DeviceFacts, plan_kernels
 from fleetfoot.kv_transfer.base.registry import names_connector
 from fleetfoot.plan.connector import locate_connector
 from fleetfoot.plan.fit import fit_engine
+from fleetfoot.plan.forced_runner import forced_runners
 from fleetfoot.plan.logits_processors import load_processors
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.memory import EngineShape
@@ -38,7 +39,7 @@ def resolve_plan(
     """Decide everything that can be decided before any memory is taken.
 
     Args:
-        environ: environment variables; None: the process's own.
+        environ: environment variables; None: the process's own, or what a block of code forces in their place.
         config_only: nothing will be loaded, so no more than ``config.json`` is downloaded, and no tokenizer.
 
     Raises:
@@ -46,6 +47,7 @@ def resolve_plan(
             connector refuses.
         FileNotFoundError: there is no such model.
     """
+    forced = next(forced_runners(), None) if environ is None else None
     load_general_plugins()
     model_path = find_model(config.model, config.revision, config_only=config_only)
     model = load_model_config(model_path, config.hf_overrides)
@@ -55,7 +57,7 @@ def resolve_plan(
     if pooling is not None:
         config, model = _for_pooling(config, model, pooling)
     features = replace(ModelFeatures.of(content, model), task="generate" if pooling is None else "pooling")
-    decision = decide(config, features, machine, environ)
+    decision = decide(config, features, machine, environ if forced is None else forced.environ)
     if callable(config.hf_overrides):  # a worker process could not import it, and needs the result alone
         config = replace(config, hf_overrides=None)
     found = find_drafter(config, model, config_only=config_only)
@@ -110,6 +112,8 @@ def resolve_plan(
         ),
         executor=_executor(config, device),
     )
+    if forced is not None:
+        forced.check_plan(plan)
     check_connector_settings(plan)
     if config.enable_sleep_mode and device == "cuda":
         _check_gpu_sleep(plan)
