@@ -314,6 +314,20 @@ def test_arguments_of_updates(engine: LLMEngine, versions: Any) -> None:
     assert tokens(engine) == known.tokens[1]
 
 
+def test_no_patches_change_nothing(engine: LLMEngine) -> None:
+    """Neither the version nor what is cached."""
+    version, prompt = engine.weight_version, list(range(3, 3 + 32))
+    for name in ("a", "b"):
+        engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(max_tokens=1))
+        (output,) = [output for output in drain(engine) if output.finished]
+        assert engine.apply_sparse_weight_patches([]) == version
+        assert engine.apply_sparse_weight_patches((), weight_version=version) == version
+    assert output.num_cached_tokens > 0
+    assert engine.weight_version == version
+    with pytest.raises(ValueError, match=f"weight_version is {version + 1}, but patches is empty"):
+        engine.apply_sparse_weight_patches([], weight_version=version + 1)
+
+
 def test_settings_that_can_change(engine: LLMEngine, versions: Any) -> None:
     known: Versions = versions("tied")
     with pytest.raises(ValueError, match=r"^block_size, seed cannot change while the engine runs; what can: load_f"):

@@ -95,6 +95,13 @@ class LiveWeights:
         from fleetfoot.weights.patches import SparseWeightPatch
 
         parsed = [SparseWeightPatch.parse(patch, index) for index, patch in enumerate(patches)]
+        if not parsed:  # the weights stay, and so does all KV
+            if version not in (None, self.version):
+                raise ValueError(
+                    f"weight_version is {version!r}, but patches is empty, so the weights stay those of version "
+                    f"{self.version}; leave weight_version out, or give a patch"
+                )
+            return self.version
         return self._apply([("stage_patches", (parsed,), {"check_finite": check_finite})], version, patches=parsed)
 
     def checksums(self, names: Iterable[str] | None) -> dict[str, str]:
