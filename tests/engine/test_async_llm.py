@@ -21,7 +21,7 @@ from tests.helpers.streams import assert_idle, async_test, collect, gated, run, 
 from fleetfoot import LLM, AsyncLLM, EngineDeadError, LLMEngine, RequestOutputKind, SamplingParams
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.engine.input_processor import COPY_MARK
-from fleetfoot.records.step import SchedulerOutput
+from fleetfoot.records.step import EngineOutput, SchedulerOutput
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 PROMPT = [5, 6]
@@ -182,6 +182,31 @@ async def test_aborts_by_id() -> None:
         await llm.abort("a")  # long gone
         assert_idle(llm)
         assert llm.stats().num_finished == {"abort": 2, "length": 2}
+
+
+@pytest.mark.parametrize("is_updated", [False, True])
+@async_test
+async def test_an_abort_during_the_update_of_the_last_token_wins(is_updated: bool) -> None:
+    with gated() as (llm, gate):
+        scheduler, loop = llm._engine.core.scheduler, asyncio.get_running_loop()
+        update = scheduler.update
+
+        def update_and_abort(*arguments: Any) -> list[EngineOutput]:
+            outputs = update(*arguments) if is_updated else []
+            b = scheduler.requests.get("b")
+            if b is not None and len(b.output_token_ids) == (3 if is_updated else 2):
+                asyncio.run_coroutine_threadsafe(llm.abort("a"), loop).result()
+            return outputs or update(*arguments)
+
+        scheduler.update = update_and_abort  # type: ignore[method-assign]
+        tasks = {name: submit(llm, PROMPT, params(count), name) for name, count in (("a", 3), ("b", 5))}
+        gate.open()
+        outputs = {name: await task for name, task in tasks.items()}
+        assert [output.outputs[0].finish_reason for output in outputs["a"] if output.finished] == ["abort"]
+        assert tokens_of(outputs["a"]) == expected_tokens(2)
+        assert tokens_of(outputs["b"]) == expected_tokens(5)
+        assert_idle(llm)
+        assert llm.stats().num_finished == {"abort": 1, "length": 1}
 
 
 @pytest.mark.parametrize(

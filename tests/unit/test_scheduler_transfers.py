@@ -269,6 +269,36 @@ def test_what_an_error_left_is_not_saved() -> None:
     assert connector.of("finished") == [("a", "error", 2, 7)]
 
 
+@pytest.mark.parametrize("count", [1, 4])
+def test_an_invalid_last_token_ends_a_request_once(count: int) -> None:
+    """The connector hears of one end, and no block of the request is published as that of one that has ended well."""
+    request = request_of("a", prompt=7, max_tokens=count)
+    scheduler, connector = world(ScriptedConnector(), request)
+    (result,) = scheduler.update(schedule(scheduler), ModelRunnerOutput([[7] * count], invalid={0: "NaN"}))
+    assert (request.finish_reason, request.stop_reason) == ("error", "NaN")
+    assert result.new_token_ids == request.output_token_ids == [7] * (count - 1)
+    assert connector.of("filled") == [("a", 0, 1, True)]
+    assert [call[:2] for call in connector.of("finished")] == [("a", "error")]
+    scheduler.check_idle()
+    short = request_of("b", prompt=7, max_tokens=2)  # it ends before the invalid token
+    scheduler.add_request(short)
+    (result,) = scheduler.update(schedule(scheduler), ModelRunnerOutput([[7, 8, 9]], invalid={0: "NaN"}))
+    assert (short.finish_reason, result.new_token_ids) == ("length", [7, 8])
+
+
+def test_an_invalid_token_of_a_preempted_request() -> None:
+    a, b = request_of("a", prompt=7, max_tokens=9), request_of("b", prompt=7, max_tokens=9)
+    scheduler, _ = world(ScriptedConnector(), a, b, num_blocks=4)
+    outputs = [schedule(scheduler), schedule(scheduler)]
+    assert scheduler.schedule() is None  # a needs a block
+    assert b.status is RequestStatus.PREEMPTED
+    update(scheduler, outputs[0])
+    results = scheduler.update(outputs[1], ModelRunnerOutput([[7], [7]], invalid={1: "NaN"}))
+    assert [(result.request.request_id, result.new_token_ids) for result in results] == [("a", [7]), ("b", [])]
+    assert (b.finish_reason, b.output_token_ids) == ("error", [7])
+    scheduler.check_integrity()
+
+
 def test_blocks_stay_held_until_they_are_sent() -> None:
     a = request_of("a", prompt=9, max_tokens=1)
     scheduler, _ = world(ScriptedConnector(holds={"a"}, params={"from": "a"}), a)

@@ -223,7 +223,9 @@ class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
 
     def _finish(self, request_id: str, status: RequestStatus, stop_reason: int | str | None = None) -> None:
         with self._restarts.deferring():
-            self.core.scheduler.finish(request_id, status, stop_reason)
+            ended = self.core.scheduler.finish(request_id, status, stop_reason)
+            if ended is None and status is RequestStatus.FINISHED_ABORTED:  # it had ended before, in this step
+                self.core.scheduler.transfers.evict(request_id)
 
     def discard(self, request_ids: Iterable[str]) -> None:
         """Abort requests and drop their outputs. May be called during a step, see ``before_update`` of `step`."""
@@ -270,9 +272,9 @@ class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
         """Run one step.
 
         Args:
-            before_update: called when a step's result has arrived, before the engine is updated with it. It may add,
-                abort and discard requests. A request that it aborts ends as aborted, even if the result has its last
-                token.
+            before_update: called when a step's result has arrived, before the engine is updated with it, and again
+                before outputs are made of the result. It may add, abort and discard requests. A request that it aborts
+                ends as aborted, even if the result has its last token.
 
         Returns:
             Outputs of requests with progress, and of aborted requests.
@@ -288,6 +290,8 @@ class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
             outputs = self.pop_aborted()
             engine_outputs = self._restarts.step(self._advance, before_update)
             if engine_outputs is not None:
+                if any(output.request.is_finished for output in engine_outputs):
+                    before_update()  # an abort that has come during the update wins over the last token
                 outputs += self.output_processor.process(engine_outputs, self._clock())
                 with self._restarts.deferring():
                     self.core.drain()

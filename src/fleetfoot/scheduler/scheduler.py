@@ -366,6 +366,8 @@ class Scheduler:
             for request, reason in failed:
                 self._end(request, RequestStatus.FINISHED_ERROR, reason)
                 results.append(EngineOutput(request, [], -1))
+        for index in result.invalid:  # the last token: no request may end with it
+            result.sampled_token_ids[index] = result.sampled_token_ids[index][:-1]
         sampling = batch[: output.num_sampled]
         for index, (request, new_token_ids) in enumerate(zip(sampling, result.sampled_token_ids, strict=True)):
             request.num_in_flight -= 1
@@ -390,12 +392,15 @@ class Scheduler:
             for item in results:
                 item.logprobs = result.logprobs.get(item.index)
                 item.prompt_logprobs = result.prompt_logprobs.get(item.index)
+        for index, message in result.invalid.items():
+            if not (request := batch[index]).is_finished:
+                self._end(request, RequestStatus.FINISHED_ERROR, message)
+                if not any(item.request is request for item in results):  # it is preempted
+                    results.append(EngineOutput(request, [], index))
         for item in results if result.pooled else ():
             if (pooled := result.pooled.get(item.index)) is not None and item.request.status is RUNNING:
                 item.pooled = pooled
                 self._end(item.request, RequestStatus.FINISHED_STOPPED, None)
-        for index, message in result.invalid.items():
-            self._fail(batch[index], message, len(result.sampled_token_ids[index]), results)
         if self._num_ended:
             self._num_ended = 0
             self.running = [request for request in self.running if request.status is RUNNING]
@@ -427,19 +432,6 @@ class Scheduler:
         if request.status is RequestStatus.PREEMPTED and (new_token_ids or request.has_prompt_logprobs):
             results.append(EngineOutput(request, self._append_tokens(request, new_token_ids), index))
         self._release(request)
-
-    def _fail(self, request: Request, message: str, num_new: int, results: list[EngineOutput]) -> None:
-        """The last new token of this step is invalid: end the request, and remove the token."""
-        result = next((result for result in results if result.request is request), None)
-        if result is None or len(result.new_token_ids) < num_new:
-            return  # it had ended before that token
-        if result.new_token_ids:
-            del request.output_token_ids[-1]
-            result.new_token_ids = result.new_token_ids[:-1]
-        if request.is_finished:
-            request.status, request.stop_reason = RequestStatus.FINISHED_ERROR, message
-        else:
-            self._end(request, RequestStatus.FINISHED_ERROR, message)
 
     # --- finish -----------------------------------------------------------------------------------------------------
 
