@@ -6,6 +6,7 @@ import atexit
 import gc
 import logging
 import os
+import resource
 import signal
 import threading
 import weakref
@@ -18,6 +19,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 
+_MAX_FILES = 1 << 20
 _QUOTAS = ("/sys/fs/cgroup/cpu.max",), ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us")
 """Files with the CPU time and the period of a control group, of version 2 and 1."""
 
@@ -32,6 +34,21 @@ def num_cores() -> int:
             if quota > 0 and period > 0:
                 cores = min(cores, quota // period)
     return max(1, cores)
+
+
+def raise_file_limit() -> int:
+    """Let this process, and those that it starts, open as many files as they may. Returns how many that is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= most:
+        return soft if soft != resource.RLIM_INFINITY else _MAX_FILES
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether a library in Rust has panicked; its exception is no `Exception`, and each library has its own."""
+    return type(error).__name__ == "PanicException"
 
 
 def error_text(error: Exception) -> str:

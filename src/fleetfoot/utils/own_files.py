@@ -1,0 +1,122 @@
+"""Folders and sockets of one process: another process never takes them, and removes them once their owner is gone.
+
+The owner holds a lock (``flock``) on a file, which ends with the process, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import socket
+import stat
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_LOCK = "lock"
+
+
+class OwnFolder:
+    """A new temporary folder. Those with the same prefix whose owners have ended without `cleanup` are removed first.
+
+    Args:
+        prefix: of the name, such as ``fleetfoot-serve-``.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        parent = Path(tempfile.gettempdir())
+        for left in parent.glob(f"{prefix}*"):
+            _remove_if_left(left)
+        new = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=parent))  # others do not look for this name
+        self._lock = _locked(new / _LOCK)
+        self.path = new.rename(parent / new.name[1:])
+        self._finalizer = weakref.finalize(self, _remove, self.path, self._lock)
+
+    def cleanup(self) -> None:
+        """Remove the folder."""
+        self._finalizer()
+
+
+def _locked(path: Path) -> int:
+    """A file that this process has locked. Raises BlockingIOError: another one has."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _remove(path: Path, lock: int) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.close(lock)
+
+
+def _remove_if_left(path: Path) -> None:
+    """Remove a folder of this user that has a lock which nobody holds."""
+    with contextlib.suppress(OSError):  # it is in use, or another process removes it
+        found = path.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and (path / _LOCK).exists():
+            _remove(path, _locked(path / _LOCK))
+
+
+@contextmanager
+def bound_unix_socket(path: str) -> Iterator[socket.socket]:
+    """A socket that is bound to ``path``, and in the end removed if it is still this one.
+
+    One that a process has left is replaced. ``PATH.lock`` is locked meanwhile: until the socket listens, other
+    processes could not tell it from one that was left.
+
+    Raises:
+        OSError: the path is in use, or cannot be bound.
+    """
+    lock_path = Path(f"{path}.lock")
+    try:
+        lock = _lock_beside(lock_path)
+    except BlockingIOError:
+        raise OSError(f"another server has this socket, and {lock_path} locked") from None
+    listener = socket.socket(socket.AF_UNIX)
+    own: os.stat_result | None = None
+    try:
+        _replace_left_socket(path)
+        listener.bind(path)
+        own = os.lstat(path)
+        yield listener
+    finally:
+        listener.close()
+        with contextlib.suppress(OSError):
+            if own is not None and os.path.samestat(own, os.lstat(path)):
+                os.unlink(path)
+        lock_path.unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _lock_beside(path: Path) -> int:
+    while True:
+        lock = _locked(path)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), path.stat()):
+                return lock
+        os.close(lock)  # its owner has removed it meanwhile
+
+
+def _replace_left_socket(path: str) -> None:
+    """Raises OSError: a process listens on it."""
+    if not Path(path).is_socket():
+        return  # there is nothing, or what cannot be bound
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+        except BlockingIOError:
+            pass  # its queue is full
+    raise OSError("another process listens on it")
