@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -159,6 +160,19 @@ def examples(hub: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_examples_of_the_page(example: str, printed: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(EXAMPLES[example], {})
     assert re.fullmatch(printed, capsys.readouterr().out)
+
+
+@pytest.mark.usefixtures("examples")
+def test_a_model_without_the_task_is_refused_before_it_is_loaded(
+    run: CommandRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fleetfoot.llm.build_engine", mock.Mock(side_effect=AssertionError("it is loaded")))
+    for call, task in (("classify", "classify"), ("reward", "token_classify")):
+        result = run(call, "Qwen/Qwen3-Embedding-0.6B", "--prompt", "one", code=2)
+        expected = (
+            f"{call} needs a model with the task {task!r}; Qwen/Qwen3-Embedding-0.6B has embed, token_embed, score"
+        )
+        assert expected in result.stderr and "use fleetfoot embed or score" in result.stderr
 
 
 @pytest.mark.usefixtures("examples")

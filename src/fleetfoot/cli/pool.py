@@ -16,6 +16,7 @@ import msgspec
 from fleetfoot.cli import arguments as flags
 from fleetfoot.cli import command
 from fleetfoot.cli.generate import dump_array
+from fleetfoot.config.engine import EngineConfig
 from fleetfoot.outputs import PoolingRequestOutput
 from fleetfoot.records.pooling_params import PoolingParams
 
@@ -75,7 +76,8 @@ def _run(arguments: argparse.Namespace, *, call: str) -> int:
     template = _read_template(getattr(arguments, "chat_template", None))
     begin = time.perf_counter()
     with command.usage_errors():
-        flags.engine_config(arguments)  # validated before torch is imported
+        task = "token_embed" if getattr(arguments, "tokens", False) else _TASKS.get(call, "score")
+        _check_task(call, task, flags.engine_config(arguments, runner="pooling"))  # before torch is imported
         from fleetfoot.llm import LLM
 
         llm = LLM(**{"runner": "pooling", **flags.given_settings(arguments)})
@@ -86,7 +88,6 @@ def _run(arguments: argparse.Namespace, *, call: str) -> int:
             if call == "score":
                 results = _scores(llm, inputs, chat_template=template, **show)
             else:
-                task = "token_embed" if getattr(arguments, "tokens", False) else _TASKS[call]
                 results = _vectors(llm, call, inputs, pooling_task=task, **show)
         if arguments.json:
             print(dump_array(results))
@@ -101,6 +102,20 @@ def _run(arguments: argparse.Namespace, *, call: str) -> int:
             f"start {start - begin:.2f} s | {plan.device} {plan.dtype}, runner {llm.llm_engine.runner_name}]"
         )
     return 0
+
+
+def _check_task(call: str, task: str, config: EngineConfig) -> None:
+    """Raises ValueError, before anything is loaded: the model does not have the task."""
+    from fleetfoot.plan.machine import Machine
+    from fleetfoot.plan.resolve import resolve_plan
+
+    pooling = resolve_plan(config, Machine.detect(), config_only=True).pooling
+    if pooling is not None and task not in pooling.tasks:
+        commands = [name for name, its_task in {**_TASKS, "score": "score"}.items() if its_task in pooling.tasks]
+        raise ValueError(
+            f"{call} needs the task {task!r}; this model has {', '.join(pooling.tasks)}: use fleetfoot "
+            f"{' or '.join(commands)}, or another model"
+        )
 
 
 def _scores(llm: LLM, pairs: list[tuple[str, str]], **options: Any) -> list[dict[str, Any]]:
