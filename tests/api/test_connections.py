@@ -121,6 +121,57 @@ def test_requests_in_a_row() -> None:
     assert b"400 Bad Request" in converse(sends(b"nonsense\r\n\r\n"))
 
 
+@pytest.mark.parametrize(
+    ("request_line", "hosts", "status"),
+    [("HTTP/1.1", 0, 400), ("HTTP/1.1", 1, 200), ("HTTP/1.1", 2, 400), ("HTTP/1.0", 0, 200), ("HTTP/1.0", 2, 400)],
+)
+def test_one_host_is_needed(request_line: str, hosts: int, status: int) -> None:
+    head = f"POST / {request_line}\r\n" + "Host: a\r\n" * hosts
+    answer = converse(sends(head.encode() + b"Connection: close\r\nContent-Length: 2\r\n\r\n{}"))
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+    if status == 400:
+        message = json.loads(answer.rpartition(b"\r\n\r\n")[2])["error"]["message"]
+        assert message == f"the request has {hosts or 'no'} Host headers; HTTP/1.1 needs one"
+
+
+def test_a_websocket_gets_a_plain_answer(caplog: pytest.LogCaptureFixture) -> None:
+    upgrade = (
+        b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: YQ==\r\n\r\n"
+    )
+    answer = converse(reads_head(b"GET / HTTP/1.1\r\nHost: a\r\n" + upgrade))
+    assert b"405 Method Not Allowed" in answer
+    assert not caplog.records
+
+
+def reads_head(request: bytes) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bytes]]:
+    """Send, and read the head of the response."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(request)
+        return await reader.readuntil(b"\r\n\r\n")
+
+    return talk
+
+
+class PanicException(BaseException):
+    """As the libraries in Rust have."""
+
+
+def test_a_panic_of_a_library_is_an_error_of_its_request(caplog: pytest.LogCaptureFixture) -> None:
+    async def panic(request: Request) -> Response:
+        raise PanicException("index out of bounds")
+
+    async def call() -> httpx.Response:
+        app = Starlette(routes=[Route("/", http.handled(panic))])
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            return await client.get("/")
+
+    answer = asyncio.run(call())
+    assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+    (record,) = (one for one in caplog.records if one.exc_info)
+    assert record.exc_info is not None and isinstance(record.exc_info[1], PanicException)
+
+
 @pytest.fixture
 def service() -> Any:
     """Enough for endpoints that do not reach the engine."""

@@ -22,11 +22,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.server.unknown_fields import NO_UNKNOWN_FIELDS, UnknownFields, advice
 from fleetfoot.utils.logs import REQUEST_ID
+from fleetfoot.utils.process import is_panic
 from fleetfoot.utils.validation import shown
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = ("/health", "/ready", "/version", "/metrics", "/openapi.json")
+OPEN_PATHS = ("/health", "/ping", "/ready", "/version", "/metrics", "/openapi.json")
 """Paths that need no key."""
 BODY_S = 120.0
 """Seconds that a client has to send a body."""
@@ -76,7 +77,7 @@ class ApiError(Exception):
         return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
     @classmethod
-    def of(cls, error: Exception) -> ApiError:
+    def of(cls, error: BaseException) -> ApiError:
         """An exception of a handler as the client's error. Others than those of the engine are logged."""
         if isinstance(error, ApiError):
             return error
@@ -402,7 +403,9 @@ def handled(handler: Handler, envelope: Envelope = openai_error) -> Handler:
     async def respond(request: Request) -> Response:
         try:
             return await handler(request)
-        except Exception as error:
+        except BaseException as error:
+            if not (isinstance(error, Exception) or is_panic(error)):
+                raise
             return error_response(ApiError.of(error), request.scope, envelope)
 
     return respond

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from fleetfoot.server.http import ENCODER, ApiError, ErrorResponse
 from fleetfoot.server.streaming import EXTENSION, BodyWriter
+
+logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 64 << 10
 HEADERS_S = 30.0
@@ -46,7 +49,7 @@ class LimitedHttp(HttpToolsProtocol):
         """Called when the connection has ended."""
         self._timer: asyncio.TimerHandle | None = None
         self._discard_timer: asyncio.TimerHandle | None = None
-        self._num_header_bytes = 0
+        self._num_header_bytes = self._num_hosts = 0
         self._num_unparsed = 0
         """Bytes received since the begin of the headers: a header that has not ended is not parsed."""
 
@@ -77,10 +80,14 @@ class LimitedHttp(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
+        self._num_hosts += name.lower() == b"host"
         self._count(len(name) + len(value) + 4)  # and a colon, a space and the end of the line
 
     def on_headers_complete(self) -> None:
         self._end_headers()
+        is_old = self.parser.get_http_version() == "1.0"
+        if self._num_hosts > 1 or not (self._num_hosts or is_old):
+            self._refuse(400, f"the request has {self._num_hosts or 'no'} Host headers; HTTP/1.1 needs one")
         if not self.transport.is_closing():
             super().on_headers_complete()
 
@@ -93,12 +100,15 @@ class LimitedHttp(HttpToolsProtocol):
         if self.cycle.response_complete and self.cycle.more_body and self._discard_timer is None:
             self._discard_timer = self.loop.call_later(DISCARD_S, self.transport.close)
 
+    def _unsupported_upgrade_warning(self) -> None:
+        logger.debug("a request asks for another protocol, such as WebSocket; it is answered as plain HTTP")
+
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, msg)
 
     def _begin_headers(self) -> None:
         self._end_headers()
-        self._num_header_bytes = self._num_unparsed = 0
+        self._num_header_bytes = self._num_unparsed = self._num_hosts = 0
         self._timer = self.loop.call_later(HEADERS_S, self._refuse, 408, f"no headers within {HEADERS_S:g} s")
 
     def _end_headers(self) -> None:

@@ -115,7 +115,9 @@ class PushedEvents(EventStream):
                 if not self._num_unfinished:
                     events += self._source.end()
                     self._ended.set_result(None)
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception):  # a panic of a library; a listener is never cancelled
+                error = RuntimeError(repr(error)).with_traceback(error.__traceback__)
             events = self._source.fail(error)
             self._ended.set_result(None)
         if not events:
