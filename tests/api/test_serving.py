@@ -13,6 +13,8 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,11 +40,11 @@ def begun_stream(url: str, pool: ThreadPoolExecutor, max_tokens: int) -> Future[
     stream = client.stream("POST", f"{url}/v1/completions", json={**BODY, "max_tokens": max_tokens, "stream": True})
     response = stream.__enter__()
     lines = response.iter_lines()
-    next(lines)
+    first = next(lines)
 
     def read() -> list[str]:
         with contextlib.closing(client):
-            content = list(lines)
+            content = [first, *lines]
             stream.__exit__(None, None, None)
             return content
 
@@ -131,7 +133,96 @@ def test_requests_end_with_their_engine(pool: ThreadPoolExecutor) -> None:
         rest = begun_stream(server.url, pool, 2000)
         os.kill(engine_of(server), signal.SIGKILL)
         assert server.wait() == 1
-        assert "error" in "".join(rest.result())
+        error = json.loads(rest.result()[-4].removeprefix("data: "))["error"]
+    assert (error["message"], error["code"]) == ("the engine's process has ended with code -9", "engine_dead")
+
+
+def test_api_servers_that_are_killed_are_replaced(pool: ThreadPoolExecutor) -> None:
+    """A stream of the other one goes on. Then that one is killed too: a request waits until one is ready again."""
+    with RunningServer(*FLAGS, "--api-server-count", "2") as server:
+        expected = text_of(begun_stream(server.url, pool, 400).result())
+        first, second = (pid for pid in children(server.process.pid) if name_of(pid) != "engine.process")
+        streams: dict[int, Future[list[str]]] = {}
+        while len(streams) < 2:  # connections alternate
+            before = {pid: num_connections(pid) for pid in (first, second)}
+            stream = begun_stream(server.url, pool, 400)
+            streams |= {pid: stream for pid in (first, second) if num_connections(pid) > before[pid]}
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises(httpx.HTTPError):
+            streams[first].result()
+        assert text_of(streams[second].result()) == expected
+        os.kill(second, signal.SIGKILL)
+        assert generate(server.url, 400).json()["choices"][0]["text"] == expected
+        assert server.stop() == 0
+    assert sum("is started again" in line for line in server.log) == 2
+
+
+def text_of(lines: list[str]) -> str:
+    """The text of a stream."""
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    return "".join(event["choices"][0]["text"] for event in events)
+
+
+RESUMED: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 0.9, "seed": 3, "logprobs": 1},
+    "copies": {"temperature": 0.9, "seed": 4, "n": 3},
+    "structured": {
+        "structured_outputs": {"regex": "([a-z]{3} ){60}"},
+        "temperature": 0.9,
+        "seed": 5,
+        "ignore_eos": False,
+    },
+}
+
+
+@pytest.mark.parametrize("num_api_servers", [1, 2])
+def test_requests_go_on_in_another_process_of_the_engine(num_api_servers: int) -> None:
+    """No token twice, none left out: greedy and sampled, several sequences, under a grammar."""
+    flags = (*FLAGS, "--on-error", "restart", "--max-restarts", "1", "--api-server-count", str(num_api_servers))
+    with RunningServer(*flags) as server, ThreadPoolExecutor(16) as many:
+
+        def choices(name: str, begun: threading.Barrier) -> dict[int, list[Any]]:
+            body = {**BODY, "max_tokens": 240, **RESUMED[name], "return_token_ids": True, "stream": True}
+            found: dict[int, list[Any]] = {}
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as response:
+                for number, line in enumerate(response.iter_lines()):
+                    if number == 0:
+                        begun.wait()
+                    for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
+                        so_far = found.setdefault(choice["index"], ["", [], None])
+                        so_far[0] += choice["text"]
+                        so_far[1] += choice["token_ids"] or []
+                        so_far[2] = choice["finish_reason"]
+            return found
+
+        def run(after: Callable[[], object]) -> list[dict[int, list[Any]]]:
+            begun = threading.Barrier(len(RESUMED) + 1)
+            tasks = [many.submit(choices, name, begun) for name in RESUMED]
+            begun.wait()
+            after()
+            return [task.result() for task in tasks]
+
+        expected = run(lambda: None)
+        assert run(lambda: os.kill(engine_of(server), signal.SIGKILL)) == expected
+        assert httpx.get(f"{server.url}/health", timeout=60).json() == {"status": "ok"}
+        rest = begun_stream(server.url, many, 2000)
+        os.kill(engine_of(server), signal.SIGKILL)
+        assert server.wait() == 1
+        message = json.loads(rest.result()[-4].removeprefix("data: "))["error"]["message"]
+    cause = "the engine's process has ended with code -9"
+    assert message == f"{cause}; it was started again 1 times within an hour, the most (max_restarts)"
+
+
+def test_an_engine_that_calls_have_changed_is_not_started_again() -> None:
+    """The new process would not be paused, for example."""
+    flags = ("--on-error", "restart", "--enable-admin-routes", "--admin-key", "admin")
+    with RunningServer(*FLAGS, *flags) as server:
+        answer = httpx.post(f"{server.url}/pause", headers={"Authorization": "Bearer admin"}, timeout=60)
+        assert answer.json()["is_paused"]
+        os.kill(engine_of(server), signal.SIGKILL)
+        assert server.wait() == 1
+    assert "is not started again, because calls have changed" in "".join(server.log)
 
 
 def test_no_process_outlives_a_killed_server() -> None:
@@ -173,6 +264,40 @@ def test_a_unix_socket_and_an_engine_that_ends(tmp_path: Path) -> None:
     assert not os.path.exists(path)
 
 
+def test_a_second_server_does_not_take_the_socket_of_a_live_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "socket")
+    with (
+        RunningServer(*FLAGS, "--uds", path) as server,
+        httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://server") as client,
+    ):
+        assert main(["serve", "--uds", path]) == 2
+        assert f"cannot listen on {path} (another server has this socket" in capsys.readouterr().err
+        assert client.get("/ping").json() == client.post("/ping").json() == {"status": "ok"}
+        server.process.kill()
+        server.wait()
+    with RunningServer(*FLAGS, "--uds", path) as server:  # the one that was left is replaced
+        assert server.stop() == 0
+
+
+def test_connections_beyond_the_limit_of_files_wait() -> None:
+    command = "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (96, 96)); "
+    command += "from fleetfoot.__main__ import run; sys.exit(run())"
+    with RunningServer(*FLAGS, program=("-c", command)) as server:
+        assert any("may open 96 files (ulimit -Hn)" in line for line in server.log)
+        address = httpx.URL(server.url)
+        idle = [socket.create_connection((address.host, address.port)) for _ in range(96)]
+        with socket.create_connection((address.host, address.port)) as last:
+            last.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            server.wait_for("connections cannot be accepted, and wait: ")
+            for one in idle:
+                one.close()
+            assert last.recv(4096).startswith(b"HTTP/1.1 200")
+        assert server.stop() == 0
+    assert sum("connections cannot be accepted" in line for line in server.log) == 1
+
+
 def test_a_service_manager_is_notified(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.settimeout(60)
@@ -201,7 +326,7 @@ def test_a_bar_is_shown_on_a_terminal() -> None:
     assert "\x1b[" not in shown.rpartition("ready after")[2]
 
 
-def test_tls(tmp_path: Path) -> None:
+def test_tls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
     command = [
@@ -222,6 +347,14 @@ def test_tls(tmp_path: Path) -> None:
         assert server.url.startswith("https://")
         context = ssl.create_default_context(cafile=certificate)
         assert httpx.get(f"{server.url}/health", verify=context).status_code == 200
+    for keyfile in (certificate, __file__):
+        flags = ["--ssl-keyfile", keyfile, "--ssl-certfile", certificate, "--ssl-ca-certs", certificate]
+        assert main(["serve", *flags]) == 2
+        assert f"ssl_keyfile is '{keyfile}', which has no key for the certificate" in capsys.readouterr().err
+    encrypted = [*command[:5], "-passout", "pass:a", *command[6:]]
+    subprocess.run(encrypted, check=True, capture_output=True)
+    assert main(["serve", "--ssl-keyfile", key, "--ssl-certfile", certificate]) == 2
+    assert "it needs a password" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -234,8 +367,10 @@ def test_tls(tmp_path: Path) -> None:
         (["--max-queue", "many"], "'many' is no count; it must be an integer of at least 1"),
         (["--shutdown-timeout", "long"], "'long' is no number of seconds"),
         (["--shutdown-timeout", "-1"], "'-1' is no number of seconds"),
-        (["--ssl-keyfile", "key.pem"], "need ssl_certfile"),
-        (["--ssl-certfile", "/nothing.pem"], "cannot be used"),
+        (["--ssl-keyfile", __file__], "ssl_keyfile need ssl_certfile"),
+        (["--ssl-keyfile", "/nothing.pem"], "ssl_keyfile is '/nothing.pem', which cannot be read: No such file"),
+        (["--ssl-certfile", "/nothing.pem"], "ssl_certfile is '/nothing.pem', which cannot be read: No such file"),
+        (["--ssl-certfile", __file__], "has no certificate that can be used"),
         (["--host", "203.0.113.1"], "cannot listen on 203.0.113.1"),
         (["--chat-template", "/nothing.jinja"], "--chat-template /nothing.jinja"),
         (["--chat-template", "/no/template"], "--chat-template /no/template: [Errno 2]"),

@@ -166,13 +166,11 @@ def test_examples_of_the_page(example: str, printed: str, capsys: pytest.Capture
 def test_a_model_without_the_task_is_refused_before_it_is_loaded(
     run: CommandRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fleetfoot.llm.build_engine", mock.Mock(side_effect=AssertionError("it is loaded")))
+    monkeypatch.setattr("fleetfoot.llm.LLM", mock.Mock(side_effect=AssertionError("it is loaded")))
     for call, task in (("classify", "classify"), ("reward", "token_classify")):
-        result = run(call, "Qwen/Qwen3-Embedding-0.6B", "--prompt", "one", code=2)
-        expected = (
-            f"{call} needs a model with the task {task!r}; Qwen/Qwen3-Embedding-0.6B has embed, token_embed, score"
-        )
-        assert expected in result.stderr and "use fleetfoot embed or score" in result.stderr
+        run(call, "Qwen/Qwen3-Embedding-0.6B", "--prompt", "one", code=2)
+        message = f"{call} needs the task {task!r}; this model has embed, token_embed, score"
+        assert f"{message}: use fleetfoot embed or score" in run.err
 
 
 @pytest.mark.usefixtures("examples")

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -594,7 +595,7 @@ def test_force_v1_runner(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_engine_of_a_process_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process reads another value from its environment."""
+    """The process reads another value from its environment. Signals are for its parent."""
     monkeypatch.setenv(USE_V2_MODEL_RUNNER, "1")
 
     async def runner_of(process: EngineProcess) -> str:
@@ -606,6 +607,8 @@ def test_the_engine_of_a_process_takes_it(monkeypatch: pytest.MonkeyPatch) -> No
     config = EngineConfig(device="cpu", skip_tokenizer_init=True, num_gpu_blocks_override=16)
     with pytest.raises(AssertionError, match="no engine has started"), force_v1_runner:
         process = EngineProcess(config, logging.WARNING)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal sends them while it imports
+        os.kill(process.pid, number)
     try:
         assert asyncio.run(runner_of(process)) == "v1"
     finally:

@@ -19,7 +19,7 @@ class RunningServer:
     """A server on a free port of loopback; its log is kept. ``flags``: of ``fleetfoot serve``, or of ``command``.
 
     There is one API server, whatever the machine, unless a flag has another number. ``is_forked``: see
-    `tests.helpers.zygote`.
+    `tests.helpers.zygote`. ``program``: arguments of Python in place of ``-m fleetfoot``.
     """
 
     def __init__(
@@ -30,8 +30,19 @@ class RunningServer:
         cwd: Path | None = None,
         command: str = "serve",
         is_forked: bool = True,
+        program: tuple[str, ...] = (),
     ) -> None:
-        words = [sys.executable, "-m", "fleetfoot", command, "--port", str(port), "--api-server-count", "1", *flags]
+        is_forked = is_forked and not program
+        words = [
+            sys.executable,
+            *(program or ("-m", "fleetfoot")),
+            command,
+            "--port",
+            str(port),
+            "--api-server-count",
+            "1",
+            *flags,
+        ]
         self.process: subprocess.Popen[str] = (ForkedPopen if is_forked else subprocess.Popen)(
             words, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}, cwd=cwd, start_new_session=True
         )
@@ -43,12 +54,21 @@ class RunningServer:
             if match := re.search(r'listening on ([^\s"]+)', line):
                 self.url = match[1]
                 break
+        self._has_more = threading.Condition()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stderr is not None
-        self.log.extend(self.process.stderr)
+        for line in self.process.stderr:
+            with self._has_more:
+                self.log.append(line)
+                self._has_more.notify_all()
+
+    def wait_for(self, text: str) -> None:
+        """Wait until a line of the log has the text."""
+        with self._has_more:
+            self._has_more.wait_for(lambda: any(text in line for line in self.log))
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Send a signal, and wait for the exit code."""

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from tests.helpers.streams import async_test
 
 from fleetfoot.engine.client import EngineClient
 from fleetfoot.engine.errors import EngineDeadError
+from fleetfoot.engine.input_processor import InputProcessor
 from fleetfoot.engine.wire import (
     AddRequest,
     Call,
@@ -29,11 +31,14 @@ from fleetfoot.engine.wire import (
     Refused,
     Reply,
     SequenceEnd,
+    Stop,
     Tokens,
 )  # fmt: skip
 from fleetfoot.records.request import RequestStatus
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
+from fleetfoot.sampling.request_params import request_seed
 from fleetfoot.server.disaggregation.group import MAX_LOST, EngineGroup, GroupLink
+from fleetfoot.server.own_engine import WINDOW_S, OwnEngine, OwnEngineLink, RestartLimit
 
 FACTS = Ready(1, "m", "m", None, 100, 64, 640, [0], 5, False, {}, None, "v1")
 PARAMS = SamplingParams(temperature=0, max_tokens=9, output_kind=RequestOutputKind.DELTA)
@@ -169,6 +174,81 @@ async def test_sequences_continue_where_they_were() -> None:
             for completion in output.outputs:
                 tokens[completion.index] += completion.token_ids
         assert tokens == [[1, 2, 4], [3, 5]]
+
+
+@async_test
+async def test_default_seeds_are_those_of_the_engine_that_is_lost() -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=9, output_kind=RequestOutputKind.DELTA)
+    async with played(0, 2) as (client, (first, second)):
+        stream = await client.submit([5, 6, 7], params, "r", 0)
+        request = await first.next()
+        assert request.seed_number is None
+        first.send(Outputs(0.0, [Tokens(request.number, [1], seed_number=41)]))
+        assert (await anext(stream)).outputs[0].token_ids == [1]
+        first.close()
+        again = await second.next()
+        assert (again.resumed, again.seed_number) == ([[1]], 41)
+    numbers = InputProcessor(vocab_size=99, max_model_len=64, eos_token_ids=[0], tokenizer=None, max_logprobs=0, seed=7)
+    (begun,) = numbers.make_requests(request.routed(b""))
+    (resumed,) = numbers.make_requests(again.routed(b""))
+    (later,) = numbers.make_requests(request.routed(b""))
+    assert begun.seed == request_seed(None, 0, 7, 0)
+    assert resumed.seed == request_seed(None, 0, 7, 41)
+    assert later.seed == request_seed(None, 0, 7, 42)
+
+
+@async_test
+async def test_the_same_engine_started_again(tmp_path: Path) -> None:
+    """At its address. What it is now reaches the client, and calls under way fail. One that differs ends the client."""
+    engine = PlayedEngine(address=f"ipc://{tmp_path}/engine")
+    client = EngineClient(OwnEngineLink(OwnEngine(engine.address)))
+    greeting = asyncio.ensure_future(engine.next())
+    await client.start()
+    greeting.cancel()
+    stream = await client.submit([5, 6, 7], PARAMS, "r", 0)
+    engine.generate(await engine.next(), 8)
+    assert (await anext(stream)).outputs[0].token_ids == [8]
+    call = asyncio.ensure_future(client.call("sleep"))
+    assert (await engine.next()).method == "sleep"
+    engine.close()
+    with pytest.raises(RuntimeError, match="is lost"):
+        await call
+    assert client.interruption == OwnEngineLink.no_engine
+    with pytest.raises(EngineDeadError, match="is started again"):
+        await client.call("metrics")
+    engine = PlayedEngine(msgspec.structs.replace(FACTS, pid=2, max_model_len=32), engine.address)
+    request = await engine.next()
+    assert request.resumed == [[8]]
+    engine.generate(request, 9, end=RequestStatus.FINISHED_STOPPED)
+    assert [output.outputs[0].token_ids async for output in stream] == [[9]]
+    assert (client.facts.pid, client.facts.max_model_len, client.interruption) == (2, 32, "")
+    stream = await client.submit([5, 6, 7], PARAMS, "s", 0)
+    engine.generate(await engine.next(), 8)
+    engine.close()
+    engine = PlayedEngine(msgspec.structs.replace(FACTS, vocab_size=7), engine.address)
+    assert isinstance(await engine.next(), Stop)
+    with pytest.raises(EngineDeadError, match="the new process differs: the engines"):
+        _ = [output async for output in stream]
+    client.close()
+    engine.close()
+
+
+@async_test
+async def test_how_often_processes_are_started_again() -> None:
+    now, waits = [1000.0], list[float]()
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        now[0] += seconds
+
+    limit = RestartLimit(9, lambda: now[0], sleep)
+    for number in range(9):
+        assert await limit.wait(f"cause {number}") is None
+    assert waits == [0.25, 0.5, 1, 2, 4, 8, 10, 10]  # none before the first
+    assert await limit.wait("another") == "cause 0"
+    now[0] += WINDOW_S
+    assert await limit.wait("later") is None
+    assert len(waits) == 8
 
 
 @async_test

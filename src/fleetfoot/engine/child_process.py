@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pickle
+import signal
 import subprocess
 import sys
-import tempfile
 import threading
-from pathlib import Path
+from collections.abc import Iterator
 
 from fleetfoot.config import env
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.engine.wire import ProcessSettings
+from fleetfoot.engine.wire import ENGINE_IGNORES, ProcessSettings
 from fleetfoot.plan.forced_runner import forced_runners
+from fleetfoot.utils.own_files import OwnFolder
 
 
 async def process_end(process: subprocess.Popen[bytes]) -> int:
@@ -31,6 +32,15 @@ async def process_end(process: subprocess.Popen[bytes]) -> int:
     return await ended
 
 
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENGINE_IGNORES)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _set_result(future: asyncio.Future[int], value: int) -> None:
     if not future.done():
         future.set_result(value)
@@ -45,16 +55,21 @@ class EngineProcess:
     """
 
     def __init__(self, config: EngineConfig, log_level: int, log_format: str = "text") -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="fleetfoot-serve-")
-        self.address = f"ipc://{Path(self._folder.name) / 'engine'}"
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "fleetfoot.engine.process"], stdin=subprocess.PIPE, env=env.for_engine()
-        )
-        assert self._process.stdin is not None
+        self._folder = OwnFolder("fleetfoot-serve-")
+        self.address = f"ipc://{self._folder.path / 'engine'}"
         runner = next((block.runner for block in forced_runners()), None)
+        self._settings = ProcessSettings(config, self.address, log_level, log_format, runner)
+        self.start_again()
+
+    def start_again(self) -> None:
+        """Start the process, or, when it has ended, another one at the same address."""
+        with _signals_blocked():  # in the process, too, until it ignores them: a terminal sends them while it imports
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "fleetfoot.engine.process"], stdin=subprocess.PIPE, env=env.for_engine()
+            )
+        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            settings = ProcessSettings(config, self.address, log_level, log_format, runner)
-            self._process.stdin.write(pickle.dumps(settings))
+            self._process.stdin.write(pickle.dumps(self._settings))
             self._process.stdin.flush()
 
     @property

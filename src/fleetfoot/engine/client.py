@@ -133,9 +133,11 @@ class EngineClient:
 
     Args:
         engine: the address of its socket, or a link.
+        clock: seconds, monotonic.
     """
 
-    def __init__(self, engine: str | Link) -> None:
+    def __init__(self, engine: str | Link, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self._link: Link = EngineLink(engine) if isinstance(engine, str) else engine
         self._numbers = count()
         self._streams: dict[str, OutputStream] = {}
@@ -148,8 +150,10 @@ class EngineClient:
         self._task: asyncio.Task[None] | None = None
         self.interruption = ""
         """Why requests wait at present, and go on afterwards; empty: they do not."""
-        self.last_output_ts = 0.0
-        """When the last step's results arrived, in seconds of the monotonic clock."""
+        self.held, self.held_since = False, 0.0
+        """Whether a call is running between steps, and since when."""
+        self.last_message_ts = 0.0
+        """When the engine's last message arrived, by the clock."""
 
     async def start(self) -> None:
         """Wait until the engine is ready; load the tokenizer meanwhile if that is possible."""
@@ -163,6 +167,7 @@ class EngineClient:
         )
         self._learn(ready)
         self._outputs = OutputProcessor(self.tokenizer, self._finish, StatsCollector(), has_metrics=False)
+        self.last_message_ts = self._clock()
         self._task = asyncio.create_task(self._receive(), name="fleetfoot-engine-client")
 
     def _learn(self, ready: wire.Ready) -> None:
@@ -332,11 +337,14 @@ class EngineClient:
         try:
             while True:
                 self._take(await self._link.receive())
-        except Exception as error:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # a panic of a library, too
             self.fail(f"the engine's outputs cannot be read: {type(error).__name__}: {error}")
             raise
 
     def _take(self, message: wire.EngineMessage) -> None:
+        self.last_message_ts = self._clock()
         if isinstance(message, wire.Outputs):
             self._take_outputs(message)
         elif isinstance(message, wire.Reply):
@@ -345,13 +353,14 @@ class EngineClient:
             self._refuse(message)
         elif isinstance(message, wire.Interruption):
             self.interruption = message.reason
+        elif isinstance(message, wire.Held):
+            self.held, self.held_since = message.is_held, self.last_message_ts
         elif isinstance(message, wire.Ready):
             self._learn(message)
         elif isinstance(message, wire.Dead):
             self.fail(f"the engine has failed: {message.text}")
 
     def _take_outputs(self, message: wire.Outputs) -> None:
-        self.last_output_ts = message.now
         if message.weight_version != self._weight_version:
             self._weight_version = message.weight_version
             self._outputs.change_weights(message.weight_version)

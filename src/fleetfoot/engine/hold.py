@@ -85,6 +85,8 @@ class HoldQueue:
         """Whether steps do nothing until `resume`. Holds still run."""
         self.is_held = False
         """Whether a hold's function is running."""
+        self.watch: Callable[[bool], object] = lambda is_held: None
+        """Called when a hold's function begins, and when it has ended."""
 
     def __bool__(self) -> bool:
         return bool(self._queue)
@@ -132,10 +134,12 @@ class HoldQueue:
         if hold.mode == "wait":
             scheduler.preempt_running()
         self.is_held = True
+        self.watch(True)
         try:
             hold.run()
         finally:
             self.is_held = False
+            self.watch(False)
             self.remove(hold)
         return hold.error
 
@@ -174,6 +178,10 @@ class HoldCalls:
         hold = Hold(function, mode, **options)
         self.add_hold(hold)
         return hold
+
+    def watch_holds(self, watch: Callable[[bool], object]) -> None:
+        """Call ``watch(True)`` when the function of a hold begins, and ``watch(False)`` when it has ended."""
+        self._holds.watch = watch
 
     def add_hold(self, hold: Hold) -> None:
         """Queue a hold; see `hold`."""

@@ -70,6 +70,9 @@ class EngineRequest:
     pooling_params: PoolingParams | None = None
     resumed: list[list[int] | None] | None = None
     """Tokens that each of the ``n`` sequences has from another engine, and continues; None: that one has ended."""
+    seed_number: int | None = None
+    """What default seeds depend on besides the engine's seed. None: the number of earlier requests, set by
+    `InputProcessor.make_requests`; given for a request that another engine has begun."""
 
 
 class InputProcessor:
@@ -245,8 +248,8 @@ class InputProcessor:
         """One `Request` for each of the ``n`` sequences. Default seeds depend on the number of earlier requests."""
         params = request.params
         seed = None if params.seed == -1 else params.seed
-        number = self._num_requests
-        self._num_requests += 1
+        number = self._num_requests if request.seed_number is None else request.seed_number
+        request.seed_number, self._num_requests = number, max(self._num_requests, number + 1)
         sequences = [
             Request(
                 request.request_id if params.n == 1 else f"{request.request_id}{COPY_MARK}{index}",

@@ -37,6 +37,7 @@ class _Sequence:
     """The request's id."""
     arrival_time: float
     queued_ts: float
+    seed_number: int
     first_token_ts: float = 0.0
     last_token_ts: float = 0.0
     num_sent: int = 0
@@ -78,7 +79,10 @@ class OutputRouter:
         resumed = [[]] * len(sequences) if request.resumed is None else request.resumed
         numbers = [number for number, tokens in enumerate(resumed, start=request.number) if tokens is not None]
         for number, sequence in zip(numbers, sequences, strict=True):
-            route = _Sequence(request.client, number, sequence, request.request_id, request.arrival_time, now)
+            seed_number = request.seed_number or 0
+            route = _Sequence(
+                request.client, number, sequence, request.request_id, request.arrival_time, now, seed_number
+            )
             route.num_sent = sequence.num_output_tokens
             self._sequences[sequence.request_id] = route
             self._numbers[request.client, number] = sequence.request_id
@@ -112,7 +116,7 @@ class OutputRouter:
                 sequence.last_token_ts = now
             if not sequence.is_admission_sent:
                 sequence.is_admission_sent = True
-                tokens.num_cached_tokens = request.num_cached_tokens
+                tokens.num_cached_tokens, tokens.seed_number = request.num_cached_tokens, sequence.seed_number
             if request.is_finished:
                 tokens.end = self._end(sequence, output.pooled)
             message = messages.get(sequence.client)

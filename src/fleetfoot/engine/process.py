@@ -26,7 +26,7 @@ from fleetfoot.engine.remote_calls import RemoteCalls
 from fleetfoot.plan.forced_runner import begin_forcing
 from fleetfoot.records.structured_outputs import as_structured_outputs
 from fleetfoot.utils.logs import log_to_stderr
-from fleetfoot.utils.process import error_text, tune_collections
+from fleetfoot.utils.process import as_exception, error_text, tune_collections
 from fleetfoot.utils.progress import loading_bar
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,8 @@ class EngineServer:
         self._decoder = msgspec.msgpack.Decoder(wire.ClientMessage)
         self._encoder = msgspec.msgpack.Encoder()
         engine.watch_restarts(self._report_restart)
-        self._calls = RemoteCalls(engine, lambda: self._send_all(facts(engine)))
+        engine.watch_holds(lambda is_held: self._send_all(wire.Held(is_held)))
+        self._calls = RemoteCalls(engine, lambda: self._send_all(self._facts()))
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(lifeline, zmq.POLLIN)
@@ -127,10 +128,13 @@ class EngineServer:
         else:
             self._stopping = self._key is None
 
+    def _facts(self) -> wire.Ready:
+        return facts(self._engine, is_as_started=self._calls.is_as_started)
+
     def _welcome(self, client: bytes, message: wire.Hello) -> None:
         self._clients.add(client)
         if not self._key or hmac.compare_digest(message.key.encode(), self._key.encode()):
-            self._send(client, facts(self._engine))
+            self._send(client, self._facts())
         else:
             self._send(client, wire.Dead("the key of the engine is missing or wrong (--engine-key)", ""))
             self._clients.discard(client)
@@ -165,6 +169,12 @@ class EngineServer:
             self._engine.submit(message.routed(client))
         except (ValueError, TypeError) as error:
             self._send(client, wire.Refused(message.number, wire.Failed.of(error)))
+        except BaseException as error:
+            if isinstance(error, Exception):
+                raise
+            failed = as_exception(error)
+            logger.error("request %r has failed", message.request_id, exc_info=failed)
+            self._send(client, wire.Refused(message.number, wire.Failed.of(failed)))
 
     def _call(self, client: bytes, call: wire.Call) -> None:
         if call.method == "metrics":
@@ -222,7 +232,7 @@ def _is_of(number: int, client: bytes, owner: bytes, message: wire.AddRequest | 
     return owner == client and 0 <= number - message.number < message.params.n
 
 
-def facts(engine: LLMEngine) -> wire.Ready:
+def facts(engine: LLMEngine, *, is_as_started: bool = True) -> wire.Ready:
     """What clients need to validate requests."""
     plan, inputs, scheduling = engine.plan, engine.input_processor, engine.core.scheduler.config
     return wire.Ready(
@@ -239,14 +249,17 @@ def facts(engine: LLMEngine) -> wire.Ready:
         sampling_defaults=inputs.sampling_defaults,
         pooling=inputs.pooling,
         runner_name=engine.runner_name,
+        is_as_started=is_as_started,
+        computes_on_cpu=plan.device == "cpu",
     )
 
 
 def main() -> int:
     """Run an engine for the parent process, until a client stops it or standard input ends."""
     settings: wire.ProcessSettings = pickle.load(sys.stdin.buffer)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # a terminal or a service manager sends them to the parent too
+    for number in wire.ENGINE_IGNORES:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, wire.ENGINE_IGNORES)  # for its workers
     with log_to_stderr(settings.log_level, settings.log_format):
         return _run(settings)
 

@@ -36,6 +36,15 @@ class RemoteCalls:
         self._engine = engine
         self._announce = announce
         self._drains: list[tuple[Call, Send]] = []
+        self._has_new_settings = False
+        self._was_as_started = True
+
+    @property
+    def is_as_started(self) -> bool:
+        """See `Ready.is_as_started`."""
+        engine = self._engine
+        is_same = not self._has_new_settings and engine.weight_version == 0
+        return is_same and not engine.is_paused and not engine.is_sleeping()
 
     def run(self, call: Call, send: Send) -> None:
         """Run a call, and send its reply now or later. Exceptions of the method are sent."""
@@ -63,7 +72,9 @@ class RemoteCalls:
         except Exception as error:
             send(Reply(call.number, error=Failed.of(error)))
             return
-        if call.method == "update_config":
+        self._has_new_settings |= call.method == "update_config"
+        if call.method == "update_config" or self.is_as_started is not self._was_as_started:
+            self._was_as_started = self.is_as_started
             self._announce()
         send(Reply(call.number, value))
 

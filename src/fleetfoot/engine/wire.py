@@ -6,6 +6,7 @@ with ``n`` sequences takes ``n`` consecutive ones from `AddRequest.number` on.
 
 from __future__ import annotations
 
+import signal
 from array import array
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,8 @@ class ProcessSettings:
     """The runner that the code forces which has created the engine, see `fleetfoot.plan.forced_runner`."""
 
 
+ENGINE_IGNORES = signal.SIGINT, signal.SIGTERM
+"""Signals that the engine's process ignores: a terminal or a service manager sends them to the parent too."""
 ANY_KEY = ""
 """The key for an engine that needs none."""
 MAX_MESSAGE_BYTES = 256 << 20
@@ -93,6 +96,8 @@ class AddRequest(_Message):
     pooling_params: PoolingParams | None
     resumed: list[list[int] | None] | None = None
     """See `EngineRequest.resumed`."""
+    seed_number: int | None = None
+    """See `EngineRequest.seed_number`."""
 
     @classmethod
     def of(cls, number: int, request: EngineRequest) -> AddRequest:
@@ -124,6 +129,7 @@ class AddRequest(_Message):
             arrival_time=self.arrival_time,
             pooling_params=self.pooling_params,
             resumed=self.resumed,
+            seed_number=self.seed_number,
             client=client,
             number=self.number,
         )
@@ -184,6 +190,10 @@ class Ready(_Message):
     sampling_defaults: dict[str, Any]
     pooling: Pooling | None
     runner_name: str
+    is_as_started: bool = True
+    """Whether a new process would be the same: no call has changed weights or settings, and the engine is neither
+    paused nor asleep."""
+    computes_on_cpu: bool = False
 
 
 class SequenceEnd(msgspec.Struct, array_like=True, gc=False):
@@ -209,6 +219,8 @@ class Tokens(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     end: SequenceEnd | None = None
     num_cached_tokens: int = -1
     """-1: as before."""
+    seed_number: int = -1
+    """See `EngineRequest.seed_number`; -1: as before."""
 
 
 class Outputs(_Message):
@@ -243,6 +255,12 @@ class Interruption(_Message):
     """Empty: the end of the interruption."""
 
 
+class Held(_Message):
+    """A call begins to run between steps, or has ended."""
+
+    is_held: bool
+
+
 class Dead(_Message):
     """The engine has failed; its process ends."""
 
@@ -251,4 +269,4 @@ class Dead(_Message):
 
 
 ClientMessage = Hello | AddRequest | Finish | Call | Stop
-EngineMessage = Ready | Outputs | Refused | Reply | Interruption | Dead
+EngineMessage = Ready | Outputs | Refused | Reply | Interruption | Held | Dead

@@ -11,7 +11,7 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import uvicorn
@@ -20,9 +20,11 @@ import uvloop
 from fleetfoot.config import env
 from fleetfoot.engine.client import EngineClient
 from fleetfoot.server.app import CorsSettings, make_app
-from fleetfoot.server.connections import ConnectionChannel
+from fleetfoot.server.connections import ConnectionChannel, accepted
 from fleetfoot.server.disaggregation.group import EngineGroup, GroupLink
-from fleetfoot.server.http_protocol import LimitedHttp
+from fleetfoot.server.http_protocol import LimitedHttp, no_callback
+from fleetfoot.server.liveness import Liveness, cpu_use
+from fleetfoot.server.own_engine import OwnEngine, OwnEngineLink
 from fleetfoot.server.service import Service, ServiceSettings
 from fleetfoot.server.store import ResponseStore, StoreClient
 from fleetfoot.utils.logs import log_to_stderr
@@ -66,9 +68,15 @@ class ServerSettings:
     """None: pages of other origins may send no requests."""
 
 
-def connected(address: str | EngineGroup) -> EngineClient:
+Address = str | OwnEngine | EngineGroup
+"""Of an engine's process, of one that may be started again, or of several engines as one."""
+
+
+def connected(address: Address) -> EngineClient:
     """A client of an engine, or of several as one."""
-    return EngineClient(GroupLink(address) if isinstance(address, EngineGroup) else address)
+    if isinstance(address, str):
+        return EngineClient(address)
+    return EngineClient(OwnEngineLink(address) if isinstance(address, OwnEngine) else GroupLink(address))
 
 
 class ApiServer:
@@ -77,16 +85,16 @@ class ApiServer:
     Args:
         address: of the engine's socket.
         store: of responses.
-        listeners: accept connections.
+        listener: accepts connections.
         channel: brings connections that a supervisor has accepted.
     """
 
     def __init__(
         self,
-        address: str | EngineGroup,
+        address: Address,
         settings: ServerSettings,
         store: ResponseStore,
-        listeners: Sequence[socket.socket] = (),
+        listener: socket.socket | None = None,
         channel: ConnectionChannel | None = None,
     ) -> None:
         self.client = connected(address)
@@ -94,9 +102,12 @@ class ApiServer:
         self.stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done after the first signal."""
         self._settings = settings
-        self._listeners = list(listeners)
+        self._listener = listener
         self._channel = channel
-        self._service = Service(self.client, settings.service)
+        is_here = not isinstance(address, EngineGroup)
+        self._service = Service(
+            self.client, settings.service, Liveness(self.client, cpu_use=cpu_use if is_here else None)
+        )
         self._store = store
         self._server: _Uvicorn | None = None
 
@@ -161,11 +172,13 @@ class ApiServer:
             ssl_ca_certs=settings.ssl_ca_certs,
             ssl_cert_reqs=ssl.CERT_NONE if settings.ssl_ca_certs is None else ssl.CERT_REQUIRED,
         )
-        self._server = _Uvicorn(config, self._channel)
+        self._server = _Uvicorn(config, self._listener, self._channel)
         if self.stopped.done():
             return
         tune_collections()
-        await self._server.serve(sockets=self._listeners)
+        watching = asyncio.ensure_future(self._service.liveness.run())
+        await self._server.serve(sockets=[])
+        watching.cancel()
 
     def close(self) -> None:
         self.client.fail("the API server has ended")  # requests that run in the background
@@ -173,11 +186,14 @@ class ApiServer:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to `ApiServer`, and takes connections from a channel if there is one."""
+    """Leaves signals to `ApiServer`, and takes connections from a listener, or from a channel."""
 
-    def __init__(self, config: uvicorn.Config, channel: ConnectionChannel | None) -> None:
+    def __init__(
+        self, config: uvicorn.Config, listener: socket.socket | None, channel: ConnectionChannel | None
+    ) -> None:
         super().__init__(config)
-        self._channel = channel
+        self._listener, self._channel = listener, channel
+        self._accepting: asyncio.Task[None] | None = None
         self._connecting: set[asyncio.Task[None]] = set()
 
     @contextlib.contextmanager
@@ -188,11 +204,21 @@ class _Uvicorn(uvicorn.Server):
         await super().startup(sockets)
         if self._channel is not None:
             self._channel.start(self._take)
+        if self._listener is not None:
+            self._accepting = asyncio.ensure_future(self._accept(self._listener))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._channel is not None:
             self._channel.stop()
+        if self._accepting is not None and self._listener is not None:
+            self._accepting.cancel()
+            await asyncio.wait((self._accepting,))
+            self._listener.close()
         await super().shutdown(sockets)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        async for connection in accepted(listener):
+            self._take(connection)
 
     def _take(self, connection: socket.socket) -> None:
         task = asyncio.ensure_future(self._connect(connection))
@@ -200,22 +226,22 @@ class _Uvicorn(uvicorn.Server):
         task.add_done_callback(self._connecting.discard)
 
     async def _connect(self, connection: socket.socket) -> None:
-        assert self._channel is not None
+        report = no_callback if self._channel is None else self._channel.report
         state = self.server_state
         protocol = LimitedHttp(config=self.config, server_state=state, app_state=self.lifespan.state)
-        protocol.on_lost = self._channel.report
+        protocol.on_lost = report
         connect = asyncio.get_running_loop().connect_accepted_socket
         try:
             await connect(lambda: protocol, connection, ssl=self.config.ssl)
         except OSError:  # a TLS handshake has failed
-            self._channel.report()
+            report()
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSettings:
     """What an API server's process reads from standard input, pickled."""
 
-    address: str | EngineGroup
+    address: Address
     store: str
     """The address of the store that the API servers share."""
     settings: ServerSettings
@@ -235,7 +261,14 @@ async def _run(given: ChildSettings) -> int:
     store = StoreClient(given.store)
     server = ApiServer(given.address, given.settings, store, channel=channel)
     server.watch_signals()
-    asyncio.get_running_loop().add_reader(0, lambda: os._exit(1) if not os.read(0, 1) else None)
+
+    def read_cause() -> None:
+        """The supervisor ends, or says why all ends."""
+        if not (cause := os.read(0, 1 << 16)):
+            os._exit(1)
+        server.fail(cause.decode())
+
+    asyncio.get_running_loop().add_reader(0, read_cause)
     await server.start()
     await server.run()
     server.close()

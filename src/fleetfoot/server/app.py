@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +36,7 @@ from fleetfoot.server.http import (
     error_response,
     handled,
 )
+from fleetfoot.server.liveness import HEALTH_S
 from fleetfoot.server.metrics import render_metrics
 from fleetfoot.server.openai.chat import ChatCompletions
 from fleetfoot.server.openai.completions import Completions
@@ -60,9 +60,6 @@ from fleetfoot.server.openapi import READS, RUNS, Endpoint, openapi_document
 from fleetfoot.server.pooling.endpoints import pooling_endpoints
 from fleetfoot.server.service import Service
 from fleetfoot.server.store import ResponseStore
-
-HEALTH_S = 60.0
-"""Seconds without a step or an answer of the engine after which it counts as stuck."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +186,10 @@ def make_endpoints(service: Service) -> list[Endpoint]:
         Endpoint(
             "GET", "/health", state.health, "Whether the steps make progress.", response=ServerState, errors=(503,)
         ),
+        *[
+            Endpoint(method, "/ping", state.health, "The same as /health.", response=ServerState, errors=(503,))
+            for method in ("GET", "POST")
+        ],
         Endpoint("GET", "/ready", state.ready, "Whether requests are accepted.", response=ServerState, errors=(503,)),
         Endpoint(
             *("GET", "/metrics", state.metrics, "Statistics for Prometheus."),
@@ -228,24 +229,33 @@ class StateEndpoints:
             raise ApiError(503, "the engine has ended", "engine_dead")
         if engine.interruption:
             raise ApiError(503, engine.interruption, "engine_interrupted", retry_after=5)
-        if time.perf_counter() - engine.last_output_ts > HEALTH_S:  # it may be idle: it answers then
-            try:
-                await asyncio.wait_for(engine.call("ping"), HEALTH_S)
-            except TimeoutError:
-                raise ApiError(503, f"the engine has made no progress for {HEALTH_S:g} s", "engine_stuck") from None
+        self._check_progress()
         return JSON(ServerState("ok"))
+
+    def _check_progress(self) -> None:
+        if problem := self._service.liveness.problem:
+            raise ApiError(503, problem, "engine_stuck")
+
+    async def _ask(self, method: str) -> Any:
+        """Call a method that returns between two steps. Raises ApiError: the engine does not answer."""
+        self._check_progress()
+        try:
+            return await asyncio.wait_for(self._service.engine.call(method), HEALTH_S)
+        except TimeoutError:
+            message = f"the engine has not answered within {HEALTH_S:g} s; /health tells whether it makes progress"
+            raise ApiError(503, message, "engine_busy", retry_after=5) from None
 
     async def ready(self, http: Request) -> Response:
         """200 while requests are accepted and computed."""
         engine = self._service.engine
         if self._service.is_draining or not engine.is_running:
             raise ApiError(503, "the server takes no requests", "not_ready")
-        if engine.interruption or (await engine.call("state"))["is_paused"]:
+        if engine.interruption or (await self._ask("state"))["is_paused"]:
             raise ApiError(503, engine.interruption or "the engine is paused or sleeps", "not_ready")
         return JSON(ServerState("ready"))
 
     async def metrics(self, http: Request) -> Response:
-        values = await self._service.engine.call("metrics")
+        values = await self._ask("metrics")
         return PlainTextResponse(
             render_metrics(values, self._service.model_name), media_type="text/plain; version=0.0.4"
         )

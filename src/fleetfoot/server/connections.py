@@ -9,13 +9,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 logger = logging.getLogger(__name__)
 
 _MANY = 4096
+_NO_FILES = errno.EMFILE, errno.ENFILE
+
+
+async def accepted(listener: socket.socket) -> AsyncIterator[socket.socket]:
+    """Connections, not blocking. While no descriptors are left, for example, they wait in the listener's queue."""
+    loop, is_failing = asyncio.get_running_loop(), False
+    while True:
+        try:
+            connection, _ = await loop.sock_accept(listener)
+        except OSError as error:
+            if not is_failing:
+                hint = "; raise the limit with ulimit -n, or close connections" * (error.errno in _NO_FILES)
+                logger.error("connections cannot be accepted, and wait: %s%s", error, hint)
+            is_failing = True
+            await asyncio.sleep(0.1)
+        else:
+            is_failing = False
+            yield connection
 
 
 class _Server:
@@ -25,6 +44,8 @@ class _Server:
         self.channel = channel
         self.num_connections = self.num_passed = 0
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.writable: asyncio.Event | None = None
+        """Set while a connection waits until the server takes it."""
 
 
 class Balancer:
@@ -33,6 +54,7 @@ class Balancer:
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
         self._servers: list[_Server] = []
+        self._changed = asyncio.Event()  # a server has become ready
 
     def add_server(self) -> socket.socket:
         """The end of a new server's channel that its process inherits; close it afterwards."""
@@ -49,54 +71,65 @@ class Balancer:
 
     async def run(self) -> None:
         """Accept and pass on connections, until it is cancelled."""
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, _ = await loop.sock_accept(self._listener)
-            except OSError as error:  # no descriptors are left, for example
-                logger.warning("connections cannot be accepted: %s", error)
-                await asyncio.sleep(0.1)
-                continue
+        async for connection in accepted(self._listener):
             with connection:
-                server = min(self._servers, key=lambda one: (one.num_connections, one.num_passed))
-                server.num_connections += 1
-                server.num_passed += 1
-                await self._pass(server, connection)
+                while not await self._pass(await self._choose(), connection):
+                    pass
 
     def close(self) -> None:
-        for server in self._servers:
-            asyncio.get_running_loop().remove_reader(server.channel)
-            server.channel.close()
+        while self._servers:
+            self._remove(self._servers[0])
 
-    async def _pass(self, server: _Server, connection: socket.socket) -> None:
-        """Waits while the server takes none: others wait in the listener's queue."""
+    async def _choose(self) -> _Server:
+        """The server with the fewest connections; waits while none is ready."""
+        while not (ready := [server for server in self._servers if server.ready.done()]):
+            self._changed.clear()
+            await self._changed.wait()
+        return min(ready, key=lambda one: (one.num_connections, one.num_passed))
+
+    async def _pass(self, server: _Server, connection: socket.socket) -> bool:
+        """Waits while the server takes none: others wait in the listener's queue. False: the server has ended."""
         loop = asyncio.get_running_loop()
-        while True:
+        while server in self._servers:
             try:
                 socket.send_fds(server.channel, [b"+"], [connection.fileno()])
-                return
             except BlockingIOError:
-                writable = asyncio.Event()
-                loop.add_writer(server.channel, writable.set)
-                try:
-                    await writable.wait()
-                finally:
+                server.writable = asyncio.Event()
+                loop.add_writer(server.channel, server.writable.set)
+                await server.writable.wait()
+                if server in self._servers:
                     loop.remove_writer(server.channel)
             except OSError:
-                return  # the server has ended, and so does the supervisor
+                self._remove(server)
+            else:
+                server.num_connections += 1
+                server.num_passed += 1
+                return True
+        return False
+
+    def _remove(self, server: _Server) -> None:
+        """The server has ended."""
+        loop = asyncio.get_running_loop()
+        self._servers.remove(server)
+        loop.remove_reader(server.channel)
+        loop.remove_writer(server.channel)
+        server.channel.close()
+        if server.writable is not None:
+            server.writable.set()
 
     def _read(self, server: _Server) -> None:
         try:
             num_bytes = len(server.channel.recv(_MANY))
         except OSError:
             num_bytes = 0
-        if not num_bytes:  # the server has ended
-            asyncio.get_running_loop().remove_reader(server.channel)
+        if not num_bytes:
+            self._remove(server)
         elif server.ready.done():
             server.num_connections -= num_bytes
         else:
             server.ready.set_result(None)
             server.num_connections -= num_bytes - 1
+            self._changed.set()
 
 
 class ConnectionChannel:

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.server.unknown_fields import NO_UNKNOWN_FIELDS, UnknownFields, advice
 from fleetfoot.utils.logs import REQUEST_ID
-from fleetfoot.utils.process import is_panic
+from fleetfoot.utils.process import as_exception
 from fleetfoot.utils.validation import shown
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class ApiError(Exception):
         return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
     @classmethod
-    def of(cls, error: BaseException) -> ApiError:
+    def of(cls, error: Exception) -> ApiError:
         """An exception of a handler as the client's error. Others than those of the engine are logged."""
         if isinstance(error, ApiError):
             return error
@@ -404,8 +404,6 @@ def handled(handler: Handler, envelope: Envelope = openai_error) -> Handler:
         try:
             return await handler(request)
         except BaseException as error:
-            if not (isinstance(error, Exception) or is_panic(error)):
-                raise
-            return error_response(ApiError.of(error), request.scope, envelope)
+            return error_response(ApiError.of(as_exception(error)), request.scope, envelope)
 
     return respond

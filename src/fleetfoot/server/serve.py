@@ -9,40 +9,40 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import pickle
 import signal
 import socket
 import ssl
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import uvloop
 
-from fleetfoot.config import env
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.engine.child_process import EngineProcess, process_end
 from fleetfoot.engine.client import EngineClient
 from fleetfoot.server.api_server import (
     BACKLOG,
     EXIT_INTERRUPTED,
+    Address,
     ApiServer,
-    ChildSettings,
     ServerSettings,
     connected,
     notify_service_manager,
 )
+from fleetfoot.server.api_servers import ApiServers
 from fleetfoot.server.connections import Balancer
 from fleetfoot.server.disaggregation.group import EngineGroup
+from fleetfoot.server.own_engine import OwnEngineProcess
 from fleetfoot.server.store import MemoryStore, StoreServer
 from fleetfoot.utils.logs import log_to_stderr
-from fleetfoot.utils.process import num_cores
+from fleetfoot.utils.own_files import OwnFolder, bound_unix_socket
+from fleetfoot.utils.process import num_cores, raise_file_limit
 
 logger = logging.getLogger(__name__)
+
+_FILES_BESIDE = 128
+"""What a server has open besides connections."""
 
 
 def serve(engine: EngineConfig | EngineGroup, settings: ServerSettings) -> int:
@@ -56,11 +56,17 @@ def serve(engine: EngineConfig | EngineGroup, settings: ServerSettings) -> int:
     begin = time.perf_counter()
     with log_to_stderr(settings.log_level, settings.log_format), listening(settings) as listener:
         check_tls(settings)
+        if (limit := raise_file_limit()) < (needed := settings.service.max_queue + _FILES_BESIDE):
+            logger.warning(
+                "this process may open %d files (ulimit -Hn), and with as many connections as requests (--max-queue) "
+                "needs about %d; further connections will wait",
+                *(limit, needed),
+            )
         notify_service_manager("STATUS=loading the model")
         if isinstance(engine, EngineGroup):
             backend: Backend = _Elsewhere(engine)
         else:
-            backend = EngineProcess(engine, settings.log_level, settings.log_format)
+            backend = OwnEngineProcess(engine, settings.log_level, settings.log_format)
         try:
             run = _serve_here if settings.api_server_count == 1 else _supervise
             return uvloop.run(run(backend, settings, listener, begin))
@@ -69,15 +75,15 @@ def serve(engine: EngineConfig | EngineGroup, settings: ServerSettings) -> int:
 
 
 class Backend(Protocol):
-    """What serves the engine's clients: `EngineProcess`, or engines that run elsewhere."""
+    """What serves the engine's clients: `OwnEngineProcess`, or engines that run elsewhere."""
 
     @property
-    def address(self) -> str | EngineGroup:
+    def address(self) -> Address:
         """For `connected`."""
         ...
 
-    async def wait(self) -> int:
-        """The exit code, once it has ended."""
+    async def wait(self, client: EngineClient) -> str:
+        """The cause, once it has ended for good. ``client``: of the engine."""
         ...
 
     def stop(self) -> int:
@@ -91,7 +97,7 @@ class _Elsewhere:
     def __init__(self, group: EngineGroup) -> None:
         self.address = group
 
-    async def wait(self) -> int:
+    async def wait(self, client: EngineClient) -> str:
         return await asyncio.get_running_loop().create_future()
 
     def stop(self) -> int:
@@ -99,8 +105,8 @@ class _Elsewhere:
 
 
 async def _serve_here(engine: Backend, settings: ServerSettings, listener: socket.socket, begin: float) -> int:
-    ended = asyncio.ensure_future(engine.wait())
-    server = ApiServer(engine.address, settings, make_store(settings), [listener])
+    server = ApiServer(engine.address, settings, make_store(settings), listener)
+    ended = asyncio.ensure_future(engine.wait(server.client))
     server.watch_signals()
     starting = asyncio.ensure_future(server.start())
     await asyncio.wait((ended, starting, server.stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -114,12 +120,13 @@ async def _serve_here(engine: Backend, settings: ServerSettings, listener: socke
     except ValueError:
         server.close()
         raise
+    listener.setblocking(False)
     listener.listen(BACKLOG)  # connections wait until the server accepts them
     announce(settings, listener, begin)
     serving = asyncio.ensure_future(server.run())
     await asyncio.wait((ended, serving), return_when=asyncio.FIRST_COMPLETED)
     if not serving.done():
-        server.fail(f"the engine's process has ended with code {ended.result()}")
+        server.fail(ended.result())
     await serving
     exit_code = server.exit_code
     if not ended.done():
@@ -137,29 +144,33 @@ async def _supervise(engine: Backend, settings: ServerSettings, listener: socket
     signals: asyncio.Queue[int] = asyncio.Queue()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, signals.put_nowait, number)
-    ended = asyncio.ensure_future(engine.wait())
-    first = asyncio.ensure_future(signals.get())
     client = connected(engine.address)
-    folder = tempfile.TemporaryDirectory(prefix="fleetfoot-store-")
-    address = f"ipc://{Path(folder.name) / 'store'}"
+    ended = asyncio.ensure_future(engine.wait(client))
+    first = asyncio.ensure_future(signals.get())
+    folder = OwnFolder("fleetfoot-store-")
+    address = f"ipc://{folder.path / 'store'}"
     store = StoreServer(make_store(settings), address)
     balancer = Balancer(listener)
-    children = [_start_child(engine.address, address, settings, balancer) for _ in range(settings.api_server_count)]
-    waits = {asyncio.ensure_future(process_end(child)): child for child in children}
+    servers = ApiServers(engine.address, address, settings, balancer)
+    servers.start()
+    lost, all_ended = asyncio.ensure_future(servers.lost()), asyncio.ensure_future(servers.ended())
     starting = asyncio.ensure_future(client.start())
     exit_code, is_ready = 0, False
     try:
-        await asyncio.wait((ended, starting, first, *waits), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((ended, starting, first, lost), return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             starting.cancel()
             if first.done():
                 return EXIT_INTERRUPTED if first.result() == signal.SIGINT else 0
-            return engine.stop() if ended.done() else 1
+            if ended.done():
+                return engine.stop()
+            logger.error(lost.result())
+            return 1
         starting.result()
         is_ready = True
         _check_chat_template(client, settings)
-        accepting = asyncio.ensure_future(_accept(balancer, settings, listener, begin))
-        await asyncio.wait((ended, first, accepting, *waits), return_when=asyncio.FIRST_COMPLETED)
+        accepting = asyncio.ensure_future(_accept(balancer, servers, settings, listener, begin))
+        await asyncio.wait((ended, first, accepting, lost), return_when=asyncio.FIRST_COMPLETED)
         if accepting.done():
             accepting.result()
         accepting.cancel()
@@ -168,24 +179,26 @@ async def _supervise(engine: Backend, settings: ServerSettings, listener: socket
         if first.done():
             notify_service_manager("STOPPING=1\nSTATUS=waiting for unfinished requests")
             exit_code = EXIT_INTERRUPTED if first.result() == signal.SIGINT else 0
-            _signal_all(children, first.result())
-            while not all(wait.done() for wait in waits):
+            servers.stop(first.result())
+            while not all_ended.done():
                 second = asyncio.ensure_future(signals.get())
-                await asyncio.wait((ended, second, *waits), return_when=asyncio.FIRST_COMPLETED)
-                if second.done() or ended.done():
-                    _signal_all(children, signal.SIGINT)
+                await asyncio.wait((ended, second, all_ended), return_when=asyncio.FIRST_COMPLETED)
+                if ended.done():
+                    servers.fail(ended.result())
+                    break
+                if second.done():
+                    servers.stop(signal.SIGINT)
                     break
                 second.cancel()
         else:
             exit_code = 1
-            lost = "the engine's process" if ended.done() else "an API server"
-            logger.error("%s has ended", lost)
-            _signal_all(children, signal.SIGINT)
-        await asyncio.gather(*waits)
+            cause = ended.result() if ended.done() else lost.result()
+            logger.error(cause)
+            servers.fail(cause)
+        await all_ended
     finally:
         balancer.close()
-        for child in children:
-            child.kill()
+        servers.kill()
         store.close()
         folder.cleanup()
         if is_ready and not ended.done():
@@ -194,63 +207,33 @@ async def _supervise(engine: Backend, settings: ServerSettings, listener: socket
     return exit_code
 
 
-async def _accept(balancer: Balancer, settings: ServerSettings, listener: socket.socket, begin: float) -> None:
+async def _accept(
+    balancer: Balancer, servers: ApiServers, settings: ServerSettings, listener: socket.socket, begin: float
+) -> None:
     """Accept connections once all servers are ready."""
     await balancer.wait_ready()
+    servers.are_replaced = True
     listener.setblocking(False)
     listener.listen(BACKLOG)
     announce(settings, listener, begin)
     await balancer.run()
 
 
-def _start_child(
-    address: str | EngineGroup, store: str, settings: ServerSettings, balancer: Balancer
-) -> subprocess.Popen[bytes]:
-    with balancer.add_server() as channel:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "fleetfoot.server.api_server"],
-            stdin=subprocess.PIPE,
-            pass_fds=(channel.fileno(),),
-            env=env.for_child({}),
-            start_new_session=True,  # the terminal's signals reach the supervisor alone
-        )
-        assert child.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            child.stdin.write(pickle.dumps(ChildSettings(address, store, settings, channel.fileno())))
-            child.stdin.flush()  # and stays open: its end is that of the supervisor
-    return child
-
-
-def _signal_all(children: list[subprocess.Popen[bytes]], number: int) -> None:
-    for child in children:
-        child.send_signal(number)
-
-
 @contextlib.contextmanager
 def listening(settings: ServerSettings) -> Iterator[socket.socket]:
     """A bound socket, which is removed at the end. Connections are refused until it listens."""
-    is_path = settings.uds is not None
-    listener = socket.socket(socket.AF_UNIX if is_path else _family(settings.host))
-    target: Any = settings.uds if is_path else (settings.host, settings.port)
-    try:
-        if is_path:
-            with contextlib.suppress(FileNotFoundError):
-                if Path(target).is_socket():
-                    Path(target).unlink()  # of a server that was killed
-        else:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(target)
-    except (OSError, OverflowError) as error:
-        listener.close()
-        where = target if is_path else f"{settings.host}:{settings.port}"
-        raise ValueError(f"cannot listen on {where} ({error}); choose another address") from error
-    try:
+    where = settings.uds or f"{settings.host}:{settings.port}"
+    with contextlib.ExitStack() as stack:
+        try:
+            if settings.uds is not None:
+                listener = stack.enter_context(bound_unix_socket(settings.uds))
+            else:
+                listener = stack.enter_context(socket.socket(_family(settings.host)))
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind((settings.host, settings.port))
+        except (OSError, OverflowError) as error:
+            raise ValueError(f"cannot listen on {where} ({error}); choose another address") from error
         yield listener
-    finally:
-        listener.close()
-        if is_path:
-            with contextlib.suppress(OSError):
-                Path(target).unlink()
 
 
 def _family(host: str) -> socket.AddressFamily:
@@ -259,17 +242,34 @@ def _family(host: str) -> socket.AddressFamily:
 
 def check_tls(settings: ServerSettings) -> None:
     """Raises ValueError: a file of the TLS settings cannot be used."""
-    if settings.ssl_certfile is None:
-        if settings.ssl_keyfile or settings.ssl_ca_certs:
-            raise ValueError("ssl_keyfile and ssl_ca_certs need ssl_certfile")
+    certificate, key, authorities = settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_ca_certs
+    for name, path in (("ssl_certfile", certificate), ("ssl_keyfile", key), ("ssl_ca_certs", authorities)):
+        if path is not None:
+            try:
+                Path(path).read_bytes()
+            except OSError as error:
+                raise ValueError(f"{name} is {path!r}, which cannot be read: {error.strerror}") from error
+    if certificate is None:
+        if given := [name for name in ("ssl_keyfile", "ssl_ca_certs") if getattr(settings, name)]:
+            raise ValueError(f"{' and '.join(given)} need ssl_certfile")
         return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    for name, path in (("ssl_certfile", certificate), ("ssl_ca_certs", authorities)):
+        if path is not None:
+            try:
+                context.load_verify_locations(path)
+            except OSError as error:
+                raise ValueError(f"{name} is {path!r}, which has no certificate that can be used: {error}") from error
     try:
-        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
-        if settings.ssl_ca_certs is not None:
-            context.load_verify_locations(settings.ssl_ca_certs)
-    except OSError as error:
-        raise ValueError(f"the certificate or its key cannot be used: {error}") from error
+        context.load_cert_chain(certificate, key, _no_password)
+    except (OSError, ValueError) as error:
+        name = "ssl_certfile" if key is None else "ssl_keyfile"
+        problem = f"no key for the certificate {certificate!r} that can be used"
+        raise ValueError(f"{name} is {key or certificate!r}, which has {problem}: {error}") from error
+
+
+def _no_password() -> str:
+    raise ValueError("it needs a password, which cannot be given; write it without one")
 
 
 def _check_chat_template(client: EngineClient, settings: ServerSettings) -> None:

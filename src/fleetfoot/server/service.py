@@ -25,6 +25,7 @@ from fleetfoot.records.pooling_params import PoolingParams
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.structured_outputs import with_closed_objects
 from fleetfoot.server.http import ApiError, check_request_id, decode_body, invalid, read_body
+from fleetfoot.server.liveness import Liveness
 from fleetfoot.server.template_process import render_apart
 from fleetfoot.server.unknown_fields import UnknownFields
 from fleetfoot.tokenizer.tokenizer import Tokenizer
@@ -79,8 +80,9 @@ class ServiceSettings:
 class Service:
     """An engine and the settings of its endpoints."""
 
-    def __init__(self, engine: EngineClient, settings: ServiceSettings) -> None:
+    def __init__(self, engine: EngineClient, settings: ServiceSettings, liveness: Liveness | None = None) -> None:
         self.engine = engine
+        self.liveness = liveness or Liveness(engine)
         self.settings = settings
         self.created = int(time.time())
         self.is_draining = False

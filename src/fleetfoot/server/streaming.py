@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from starlette.types import Receive, Scope, Send
 
 from fleetfoot.server.http import EventStream
+from fleetfoot.utils.process import as_exception
 
 EXTENSION = "fleetfoot.body_writer"
 """An extension of the ASGI scope: ``{"writer": BodyWriter}``."""
@@ -116,9 +117,7 @@ class PushedEvents(EventStream):
                     events += self._source.end()
                     self._ended.set_result(None)
         except BaseException as error:
-            if not isinstance(error, Exception):  # a panic of a library; a listener is never cancelled
-                error = RuntimeError(repr(error)).with_traceback(error.__traceback__)
-            events = self._source.fail(error)
+            events = self._source.fail(as_exception(error))
             self._ended.set_result(None)
         if not events:
             return True
@@ -142,6 +141,6 @@ async def iterate(source: EventSource) -> AsyncIterator[bytes]:
                 if events := source.feed(index, output):
                     yield events
             last = source.end()
-        except Exception as error:
-            last = source.fail(error)
+        except BaseException as error:
+            last = source.fail(as_exception(error))
         yield last

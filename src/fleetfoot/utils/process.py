@@ -46,9 +46,13 @@ def raise_file_limit() -> int:
     return most
 
 
-def is_panic(error: BaseException) -> bool:
-    """Whether a library in Rust has panicked; its exception is no `Exception`, and each library has its own."""
-    return type(error).__name__ == "PanicException"
+def as_exception(error: BaseException) -> Exception:
+    """The error, or for a panic of a library in Rust, which is no `Exception`, one that is. Raises others."""
+    if isinstance(error, Exception):
+        return error
+    if type(error).__name__ != "PanicException":  # each library has its own class
+        raise error
+    return RuntimeError(f"a library has failed: {error}").with_traceback(error.__traceback__)
 
 
 def error_text(error: Exception) -> str:

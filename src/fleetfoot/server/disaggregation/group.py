@@ -50,7 +50,6 @@ _TRAINER_CALLS = ("init_weight_transfer", "update_weights", "start_weight_update
 _JOIN_S = 1.0
 """Seconds from the first decode engine on, in which others are waited for."""
 _RETRY_S = 5.0
-_NO_ENGINE = "no engine can be reached"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +62,8 @@ class EngineGroup:
     """Engines with role ``kv_consumer`` or ``kv_both``."""
     prefill_timeout: float = 60.0
     """Seconds to wait for a prefill engine. Then the decode engine computes the prompt."""
-    engine_timeout: float = 60.0
-    """Seconds that a request waits while no engine can be reached."""
+    engine_timeout: float | None = 60.0
+    """Seconds that a request waits while no engine can be reached; None: without a limit."""
     key: str = field(default=ANY_KEY, repr=False)
     """The key of all engines."""
 
@@ -118,6 +117,8 @@ class _Route:
     held: tuple[_Engine, str] | None = None
     """The prefill engine that holds its KV, and the request's id there; None: no KV is held, or it was read."""
     num_lost: int = 0
+    seed_number: int | None = None
+    """Of the engine that has generated its first token."""
     task: asyncio.Task[None] | None = None
     """Computes the prompt, and finds an engine."""
 
@@ -140,6 +141,11 @@ class _Route:
 
 class GroupLink:
     """The link; implements `fleetfoot.engine.link.Link`. The facts are those of a decode engine."""
+
+    detects_loss = True
+    """Whether an engine without signs of life is lost, though its connection is open."""
+    no_engine = "no engine can be reached"
+    """Why requests wait then."""
 
     def __init__(self, group: EngineGroup) -> None:
         self._group = group
@@ -208,7 +214,7 @@ class GroupLink:
     async def _keep(self, engine: _Engine) -> None:
         """Connect with an engine, again and again."""
         while True:
-            link = EngineLink(engine.address, self._group.key, detects_loss=True)
+            link = EngineLink(engine.address, self._group.key, detects_loss=self.detects_loss)
             lost = asyncio.ensure_future(link.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED).recv_multipart())
             work = asyncio.ensure_future(self._serve(engine, link))
             try:
@@ -235,9 +241,14 @@ class GroupLink:
         logger.info("the engine %s at %s is connected", engine.name, engine.address)
         if self._facts is None and not engine.is_prefill:
             self._facts = facts
+        elif not engine.is_prefill:
+            self._incoming.put_nowait(facts)
         self._update()
         while not isinstance(message := await link.receive(), Dead):
             self._take(engine, message)
+        self._report_failure(engine, message)
+
+    def _report_failure(self, engine: _Engine, message: Dead) -> None:
         logger.error("the engine %s has failed: %s", engine.name, message.text)
 
     def _check_model(self, engine: _Engine, facts: Ready) -> None:
@@ -266,7 +277,7 @@ class GroupLink:
         self._changed.set_result(None)
         self._changed = asyncio.get_running_loop().create_future()
         reasons = [engine.interruption for engine in self._engines if engine.link is not None]
-        reason = "" if any(engine.is_usable for engine in self._engines) else next(iter(reasons), _NO_ENGINE)
+        reason = "" if any(engine.is_usable for engine in self._engines) else next(iter(reasons), self.no_engine)
         if reason != self._interruption:
             self._interruption = reason
             self._incoming.put_nowait(Interruption(reason))
@@ -282,7 +293,7 @@ class GroupLink:
                 while (engine := self._generating_engine()) is None:
                     await asyncio.shield(self._changed)
         except TimeoutError:
-            self._incoming.put_nowait(Refused(route.request.number, Failed("EngineDeadError", _NO_ENGINE)))
+            self._incoming.put_nowait(Refused(route.request.number, Failed("EngineDeadError", self.no_engine)))
             self._forget(route)
             return
         route.engine = engine
@@ -294,7 +305,9 @@ class GroupLink:
         if transfer is not None:
             request = msgspec.structs.replace(request, kv_transfer_params=transfer)
         elif route.is_resumed:
-            request = msgspec.structs.replace(request, kv_transfer_params=None, resumed=route.tokens)
+            request = msgspec.structs.replace(
+                request, kv_transfer_params=None, resumed=route.tokens, seed_number=route.seed_number
+            )
         engine.send(request)
 
     def _generating_engine(self) -> _Engine | None:
@@ -407,6 +420,8 @@ class GroupLink:
             so_far = route.tokens[index]
             assert so_far is not None
             so_far += tokens.token_ids
+            if tokens.seed_number >= 0:
+                route.seed_number = tokens.seed_number
             if tokens.end is not None:
                 route.tokens[index] = None
                 del self._routes[tokens.number], engine.routes[tokens.number]
@@ -441,7 +456,7 @@ class GroupLink:
                 raise ValueError(f"{call.method} is not supported through a proxy; call each engine")
             replies = await asyncio.gather(*(self._ask(engine, call) for engine in engines))
             if not replies:
-                raise RuntimeError(_NO_ENGINE)
+                raise RuntimeError(self.no_engine)
             value = replies[0]
             if call.method == "metrics":
                 names = [engine.name for engine in engines]

@@ -63,6 +63,7 @@ from fleetfoot.server.openai.structured import naming_constraint
 from fleetfoot.server.openapi import READS, RUNS, Endpoint
 from fleetfoot.server.service import Service
 from fleetfoot.server.store import ResponseStore
+from fleetfoot.utils.process import as_exception
 from fleetfoot.utils.validation import shown
 
 _DECODER = msgspec.json.Decoder(ResponseRequest)
@@ -380,8 +381,8 @@ class Answer:
                 if encoded := events.take():
                     yield encoded
             self._complete(generated)
-        except Exception as raised:
-            error = ApiError.of(raised)
+        except BaseException as raised:
+            error = ApiError.of(as_exception(raised))
             events.add("error", code=error.code or error.kind, message=error.message, param=error.param)
             self._fail(error)
         finally:
