@@ -158,7 +158,7 @@ class _FusedLayer:
         if type(layer) not in (DecoderLayer, ScaledDecoderLayer):  # a subclass computes something else
             raise TypeError(
                 f"the plan fuses a {type(layer).__name__}, and only DecoderLayer and ScaledDecoderLayer can be fused; "
-                "set LayerSpec.unfusible, as "layer" in the traits of the architecture"
+                "set LayerSpec.unfusible, by layer of the traits of the architecture"
             )
         assert isinstance(layer, DecoderLayer)
         attention, mlp, chain = layer.self_attn, layer.mlp, context.ops.linear_chain
