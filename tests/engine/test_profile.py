@@ -29,6 +29,9 @@ def test_a_trace_of_steps(text_model: Path, tmp_path: Path) -> None:
         for prefix in (None, "second"):
             with pytest.raises(RuntimeError, match="stop_profile was called without a start_profile"):
                 llm.stop_profile()
+            for path in ("../outside", "/tmp/outside", "a/b", "a\n", "a" * 129, 7):
+                with pytest.raises(ValueError, match=r"profile_prefix is .*; it must be the beginning of a file"):
+                    llm.start_profile(path)  # type: ignore[arg-type]
             llm.start_profile(prefix)
             with pytest.raises(RuntimeError, match="start_profile was called before"):
                 llm.start_profile()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 from fleetfoot.config.profiler import ProfilerConfig
 
 logger = logging.getLogger(__name__)
+
+_PREFIX = re.compile(r"[\w.-]{0,128}", re.ASCII)
 
 
 class WorkerProfiler:
@@ -26,8 +29,13 @@ class WorkerProfiler:
         self._running: tuple[Any, Path] | None = None
 
     def start(self, prefix: str | None) -> None:
-        """Begin a trace. Raises ValueError: no profiler is set; RuntimeError: a trace has begun."""
+        """Begin a trace. Raises ValueError: no profiler is set, the prefix is a path; RuntimeError: it has begun."""
         config = self._config
+        if prefix is not None and (not isinstance(prefix, str) or not _PREFIX.fullmatch(prefix)):
+            raise ValueError(
+                f"profile_prefix is {prefix!r:.100}; it must be the beginning of a file's name, up to 128 letters, "
+                "digits, '.', '-' and '_', and no path"
+            )
         if config.profiler is None:
             raise ValueError(
                 "no profiler is set; start the engine with "
