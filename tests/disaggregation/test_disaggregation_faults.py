@@ -17,7 +17,7 @@ from tests.helpers import prefill_decode
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import TEXT_MODEL, drain, run_requests
 from tests.helpers.kv_bench import Clock
-from tests.helpers.kv_pair import EngineLine, Gate, Line, skip_without
+from tests.helpers.kv_pair import EngineLine, Gate, Line, changed, opened, skip_without
 from tests.helpers.prefill_decode import (
     PARAMS,
     PROMPTS,
@@ -87,8 +87,8 @@ def held_by(producer: EngineProcess, name: str = "long") -> dict[str, Any]:
 @contextlib.contextmanager
 def relayed(held: dict[str, Any], line_type: type[Line] = EngineLine) -> Iterator[Line]:
     """A relay between the producer of "long" and its consumer."""
-    with line_type(held["long"]["remote_addresses"][0]) as line:
-        held["long"]["remote_addresses"] = [line.address]
+    with line_type(opened(held["long"]).addresses[0]) as line:
+        held["long"] = changed(held["long"], addresses=[line.address])
         yield line
 
 
@@ -225,7 +225,7 @@ def test_different_engines(runner: str, policy: str, make: MakeEngine, expected:
     completion = run_requests(consumer, decodes(held))["long"].outputs[0]
     if policy == "fail":
         reason = str(completion.stop_reason)
-        assert f"its fingerprint is '{held['long']['remote_engine']['fingerprint']}', and '" in reason
+        assert f"its fingerprint is '{opened(held['long']).engine['fingerprint']}', and '" in reason
         assert "its dtype is 'bfloat16', and 'float32' here" in reason
         assert (completion.finish_reason, completion.token_ids) == ("error", [])
     else:

@@ -18,6 +18,7 @@ from tests.helpers.engines import run_requests
 from tests.helpers.faulty_connector import OFFLOADING, connector, faulty
 from tests.helpers.int8_method import Int8, quantize
 from tests.helpers.kernels import cpu_kernels
+from tests.helpers.kv_pair import opened
 from tests.helpers.paged_models import MULTIPLIERS, PagedCache, prompt
 from tests.helpers.prefill_decode import REQUESTS, ROOMY, SIZE, Tokens, decodes, nixl, prefilled, settle, tokens_of
 from tests.helpers.runner_lives import DRAFT
@@ -404,7 +405,7 @@ def test_prefill_and_decode_engines(case: tuple[str, str, str], story: str, alon
     ):
         assert consumer.runner_name == runner
         held = prefilled(producer)
-        assert len(held["long"]["remote_addresses"]) == num_ranks
+        assert len(opened(held["long"]).addresses) == num_ranks
         assert tokens_of(run_requests(consumer, decodes(held))) == alone
         settle(consumer)
         sent = settle(producer)

@@ -1,5 +1,6 @@
 """The connectors of two engines, a producer and a consumer, and a relay between them that can inject faults."""
 
+import base64
 import contextlib
 import socket
 import threading
@@ -10,12 +11,14 @@ import msgspec
 import pytest
 
 from fleetfoot.kv_transfer.base.connector import TransferContext
+from fleetfoot.kv_transfer.base.offers import Offer, Offers
 from fleetfoot.kv_transfer.base.sockets import SocketServer, parse_address
 from fleetfoot.kv_transfer.nixl.params import NixlSettings
 from fleetfoot.kv_transfer.nixl.transfer_agent import TcpAgent, TransferAgent, make_agent, nixl_api
 from fleetfoot.kv_transfer.nixl.worker import NixlWorker
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import KVConnectorOutput, NewRequest, SchedulerOutput
+from fleetfoot.utils.cluster_key import ClusterKey
 from tests.helpers.kv_bench import BLOCKS, PLACES, TOKENS, Bench, transfer_config
 
 
@@ -126,8 +129,8 @@ def _cut(connection: socket.socket) -> None:
 
 
 class EngineLine(Line):
-    """A relay for the side channel of an engine with a TCP agent: one of its ``remote_addresses``. Consumers read the
-    KV itself through `data`."""
+    """A relay for the side channel of an engine with a TCP agent: one of the ``addresses`` of its offers. Consumers
+    read the KV itself through `data`."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
@@ -159,6 +162,20 @@ class LineAgent(TcpAgent):
     def close(self) -> None:
         self.line.close()
         super().close()
+
+
+KEY = ClusterKey(b"a key of tests alone")
+"""Of all engines of the tests."""
+
+
+def opened(params: Any) -> Offer:
+    """The offer in the ``kv_transfer_params`` of an output."""
+    return msgspec.msgpack.decode(base64.urlsafe_b64decode(params["offer"])[32:], type=Offer)
+
+
+def changed(params: Any, key: ClusterKey = KEY, **fields: Any) -> dict[str, Any]:
+    """The same with other fields of the offer, signed again: only an engine can make it."""
+    return {**params, "offer": Offers(key, (), 30.0).text_of(msgspec.structs.replace(opened(params), **fields))}
 
 
 class Engine(Bench):

@@ -42,7 +42,7 @@ from fleetfoot.server.own_engine import WINDOW_S, OwnEngine, OwnEngineLink, Rest
 
 FACTS = Ready(1, "m", "m", None, 100, 64, 640, [0], 5, False, {}, None, "v1")
 PARAMS = SamplingParams(temperature=0, max_tokens=9, output_kind=RequestOutputKind.DELTA)
-TRANSFER = {"remote_engine_id": "p"}
+TRANSFER = {"do_remote_prefill": True, "offer": "of a test"}
 
 
 class PlayedEngine:
@@ -111,6 +111,25 @@ async def test_a_prompt_goes_to_prefill_and_then_to_decode() -> None:
         assert (await anext(stream)).outputs[0].token_ids == [8]
         await stream.aclose()
         assert await decode.next() == Finish(request.number, int(RequestStatus.FINISHED_ABORTED))
+
+
+@async_test
+async def test_a_decode_engine_that_refuses_an_offer() -> None:
+    """It has expired on its way, for instance: the client's request is valid, and is computed without. If that is
+    refused too, the client gets the error."""
+    async with played(1, 1) as (client, (prefill, decode)):
+        stream = await client.submit([5, 6, 7], PARAMS, "r", 0)
+        first = await prefill.next()
+        prefill.generate(first, 9, end=RequestStatus.FINISHED_LENGTH, transfer=TRANSFER)
+        assert (await decode.next()).kv_transfer_params == TRANSFER
+        decode.send(Refused(0, Failed("ValueError", "the offer has expired")))
+        request = await decode.next()
+        assert (request.number, request.request_id, request.kv_transfer_params) == (0, "r", None)
+        released = await prefill.next()
+        assert (released.method, released.arguments) == ("abort_requests", [[first.request_id]])
+        decode.send(Refused(0, Failed("ValueError", "the prompt is wrong")))
+        with pytest.raises(ValueError, match="the prompt is wrong"):
+            await anext(stream)
 
 
 @async_test

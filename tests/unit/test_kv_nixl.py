@@ -13,7 +13,19 @@ import numpy as np
 import pytest
 import torch
 from tests.helpers.kv_bench import BLOCK_SIZE, FINGERPRINT, LAYOUT, Clock, ManualJobs, same
-from tests.helpers.kv_pair import TOKENS, Engine, EngineLine, Gate, cut_at, flip_at, join_threads, skip_without, whole
+from tests.helpers.kv_pair import (
+    TOKENS,
+    Engine,
+    EngineLine,
+    Gate,
+    changed,
+    cut_at,
+    flip_at,
+    join_threads,
+    opened,
+    skip_without,
+    whole,
+)
 
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.kv_transfer.base.sockets import ConnectionLostError, SocketServer, connect, receive_message, send_message
@@ -106,12 +118,12 @@ def test_consumer_waits_for_the_step_that_grants_its_lease(make: MakeEngine) -> 
 
 def test_full_blocks_without_the_last_token_are_held(make: MakeEngine) -> None:
     producer, consumer = make(), make()
-    assert producer.hold("sixteen", TOKENS[:16])["remote_num_tokens"] == 12
-    assert producer.hold("five", TOKENS[:5])["remote_num_tokens"] == 4
+    assert opened(producer.hold("sixteen", TOKENS[:16])).num_tokens == 12
+    assert opened(producer.hold("five", TOKENS[:5])).num_tokens == 4
     assert producer.hold("four", TOKENS[:4]) is None
-    longer = consumer.remote(producer.hold("p"), tokens=[*TOKENS, 1, 2, 3, 4, 5], blocks=[9, 8, 2, 0, 4, 5])
-    assert consumer.matched(longer) == 16
-    assert consumer.matched(longer, 16) == 0
+    request = consumer.remote(producer.hold("p"))
+    assert consumer.matched(request) == 16
+    assert consumer.matched(request, 16) == 0
 
 
 OTHER_LAYOUT = KVLayout(16, BLOCK_SIZE, "float32", (*[KVCacheSpec(2, 6)] * 2, KVCacheSpec(2, 4)))
@@ -127,9 +139,7 @@ REFUSALS: dict[str, tuple[str, dict[str, Any]]] = {
         f"its layout is '{LAYOUT.fingerprint}', and '{OTHER_LAYOUT.fingerprint}' here",
         {"consumer": {"layout": OTHER_LAYOUT}},
     ),
-    "tokens": ("other tokens or another cache_salt", {"request": {"tokens": [1, *TOKENS[1:]]}}),
-    "part of a block": ("offers KV of 6 tokens, and the request has 17", {"params": {"remote_num_tokens": 6}}),
-    "fewer tokens": ("and the request has 12", {"request": {"tokens": TOKENS[:12]}}),
+    "part of a block": ("offers KV of 6 tokens, which are no whole blocks of 4", {"offer": {"num_tokens": 6}}),
 }
 
 
@@ -137,9 +147,9 @@ REFUSALS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_refused_loads_write_nothing_and_release_blocks(make: MakeEngine, what: str) -> None:
     reason, options = REFUSALS[what]
     producer, consumer = make(**options.get("producer", {})), make(**options.get("consumer", {}))
-    params = producer.hold("p") | options.get("params", {})
-    params["remote_engine"] = {**params["remote_engine"], **options.get("description", {})}
-    assert reason in failure(consumer, params, **options.get("request", {}))
+    params = producer.hold("p")
+    engine = {**opened(params).engine, **options.get("description", {})}
+    assert reason in failure(consumer, changed(params, engine=engine, **options.get("offer", {})))
     producer.until_sent("p")
     assert set(producer.counters) == {"sends_declined"}
 
@@ -166,7 +176,7 @@ def test_new_weights_that_both_engines_have(make: MakeEngine) -> None:
 
 
 def test_restarted_engine(make: MakeEngine) -> None:
-    params = make().hold("p") | {"remote_engine_id": "gone"}
+    params = changed(make().hold("p"), engine_id="gone")
     assert "this is engine 'bench', and 'gone' was requested" in failure(make(), params)
 
 
@@ -177,10 +187,8 @@ def test_invalid_kv_transfer_params(make: MakeEngine) -> None:
         ({"do_remote": True}, "do_remote"),
         ({"do_remote_decode": 1}, "do_remote_decode is 1; it must be true or false"),
         ({**params, "do_remote_decode": True}, "exclude each other"),
-        ({**params, "remote_lease": ""}, "remote_lease is ''; it must be a string that is not empty"),
-        ({**params, "remote_num_tokens": 0}, "remote_num_tokens is 0"),
-        ({**params, "remote_engine": None}, "remote_engine is None"),
-        ({**params, "remote_addresses": ["here"]}, "it must be a list of host:port"),
+        ({**params, "offer": ""}, "offer is ''; it must be that of the prefill engine's output"),
+        ({**params, "remote_addresses": ["127.0.0.1:1"]}, "remote_addresses"),
         ({"do_remote_decode": True}, "kv_role is 'kv_consumer' in this engine's"),
     ]:
         with pytest.raises((ValueError, TypeError), match=message):
@@ -188,7 +196,7 @@ def test_invalid_kv_transfer_params(make: MakeEngine) -> None:
     with pytest.raises(ValueError, match="kv_role is 'kv_producer' in this engine's"):
         producer.remote(params)
     assert not consumer.scheduler.has_pending
-    request = consumer.remote({"do_remote_prefill": False, "remote_lease": None})
+    request = consumer.remote({"do_remote_prefill": False, "offer": None})
     assert consumer.matched(request) == 0
 
 
@@ -198,7 +206,7 @@ def test_default_settings() -> None:
 
 
 def test_port_in_use(make: MakeEngine) -> None:
-    port = int(make().hold("p")["remote_addresses"][0].split(":")[1])
+    port = int(opened(make().hold("p")).addresses[0].split(":")[1])
     with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1:{port}"):
         make(extra={"side_channel_port": port})
 
@@ -228,9 +236,9 @@ def test_corrupt_bytes_never_become_kv(make: MakeEngine, how: str) -> None:
 def test_corrupt_side_channel(make: MakeEngine, spoil: Callable[[bytes, int], bytes]) -> None:
     producer, consumer = make(), make()
     params = producer.hold("p")
-    with EngineLine(params["remote_addresses"][0]) as line:
+    with EngineLine(opened(params).addresses[0]) as line:
         line.spoil = spoil
-        assert failure(consumer, params | {"remote_addresses": [line.address]})
+        assert failure(consumer, changed(params, addresses=[line.address]))
     producer.until_sent("p")
 
 
@@ -350,7 +358,7 @@ def test_lease_lasts_while_it_is_renewed(make: MakeEngine) -> None:
     producer, consumer = make(clock=(clock := Clock()), extra={"abort_timeout": 100}), make()
     params, ended = [producer.hold(name) for name in ("renewed", "forgotten")], {}
     for clock.now in range(110, 210, 10):
-        tell(params[0]["remote_addresses"][0], Renew([params[0]["remote_lease"], "unknown"]))
+        tell(opened(params[0]).addresses[0], Renew([opened(params[0]).lease, "unknown"]))
         ended |= dict.fromkeys(producer.step(idle=True).sent, clock.now)
     assert ended == {"forgotten": 130, "renewed": 200}  # in any case after abort_timeout
     assert EXPIRED in consumer.load(consumer.remote(params[0])).failed["r"].reason
@@ -369,7 +377,7 @@ def test_consumer_renews_while_a_request_waits_or_loads(make: MakeEngine, monkey
             consumer.begin(request)
             jobs.run()  # one for 100 and 102
     jobs.run()
-    assert messages == [(params["remote_addresses"], Renew([params["remote_lease"]]))] * 2
+    assert messages == [(opened(params).addresses, Renew([opened(params).lease]))] * 2
     clock.now += 60
     assert consumer.step().failed["r"].timed_out
     clock.now += 2
@@ -391,7 +399,8 @@ def test_evicted_lease(make: MakeEngine) -> None:
 def test_lease_that_is_being_read_is_neither_evicted_nor_declined(stalled: Stalled) -> None:
     producer, consumer, gate, _, request = stalled
     assert producer.scheduler.evict("p")
-    tell(request.kv_transfer_params["remote_addresses"][0], Decline(request.kv_transfer_params["remote_lease"]))
+    offer = opened(request.kv_transfer_params)
+    tell(offer.addresses[0], Decline(offer.lease))
     assert not producer.step().sent
     gate.opened.set()
     assert consumer.until_ended(request).loaded == {"r"}
@@ -445,7 +454,7 @@ def test_server_survives_a_failure_to_start_a_thread(monkeypatch: pytest.MonkeyP
 def test_grants_are_checked(make: MakeEngine) -> None:
     producer, consumer = make(), make()
     params, worker = producer.hold("p"), producer.steps[0]._connector
-    worker._leases._live[params["remote_lease"]].block_ids.pop()
+    worker._leases._live[opened(params).lease].block_ids.pop()
     assert "blocks 0 to 3 are needed, and 3 are held" in failure(consumer, params)
     worker._server._granted = msgspec.structs.replace(worker._server._granted, num_blocks=max(HELD))
     assert "block ids beyond the producer's 12 blocks are held" in failure(consumer, producer.hold("q"))
@@ -480,7 +489,7 @@ def test_peers_are_connected_again_after_a_failed_read() -> None:
 def test_lease_is_read_once(make: MakeEngine) -> None:
     params, consumer = make().hold("p"), make()
     assert consumer.load(consumer.remote(params)).loaded == {"r"}
-    tell(params["remote_addresses"][0], Decline(params["remote_lease"]))  # too late
+    tell(opened(params).addresses[0], Decline(opened(params).lease))  # too late
     assert "it was read before" in failure(make(), params)
 
 

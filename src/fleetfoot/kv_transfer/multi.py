@@ -47,11 +47,20 @@ class MultiScheduler(SchedulerConnector):
         self._num_holds: dict[str, int] = {}
 
     def check_request(self, request: Request) -> None:
-        checkers = [part for part in self._parts if type(part).check_request is not SchedulerConnector.check_request]
-        for part in checkers:
-            part.check_request(request)
-        if not checkers:
+        for part in self._parts:
+            if part.takes_params:
+                part.check_request(request)
+        if not self.takes_params:
             super().check_request(request)
+
+    @property
+    def takes_params(self) -> bool:
+        return any(part.takes_params for part in self._parts)
+
+    def inherit(self, previous: SchedulerConnector) -> None:
+        assert isinstance(previous, MultiScheduler)
+        for part, before in zip(self._parts, previous._parts, strict=True):
+            part.inherit(before)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         found = [part.get_num_new_matched_tokens(request, num_computed_tokens) for part in self._parts]

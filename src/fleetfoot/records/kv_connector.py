@@ -31,6 +31,15 @@ class SchedulerConnector(ABC):
                 "accepts any; leave it out, or configure such a connector in kv_transfer_config"
             )
 
+    @property
+    def takes_params(self) -> bool:
+        """Whether requests can have ``kv_transfer_params``."""
+        return type(self).check_request is not SchedulerConnector.check_request
+
+    def inherit(self, previous: SchedulerConnector) -> None:  # noqa: B027  (most connectors begin anew)
+        """The workers were restarted, and this connector takes the place of ``previous``, before any request. Requests
+        that have not begun are checked again."""
+
     @abstractmethod
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """The number of tokens that can be loaded beyond the ``num_computed_tokens`` found in the prefix cache.

@@ -127,6 +127,7 @@ class Scheduler:
         """
         self.config = replace(self.config, num_blocks=num_blocks)
         counts = self.transfers.counts
+        connector.inherit(self.transfers.connector)
         self._reset(connector)
         self.transfers.counts = counts
         self.drafting.num_proposed = 0

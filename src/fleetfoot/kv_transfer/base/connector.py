@@ -172,6 +172,15 @@ class ConnectorSettings:
             raise self.error(name, text, "a string that is not empty")
         return text
 
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A list of strings that are not empty; (): not set. Raises ValueError for other values."""
+        value = self._read(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list | tuple) or not all(isinstance(text, str) and text for text in value):
+            raise self.error(name, value, "a list of strings that are not empty")
+        return tuple(value)
+
     def integer(self, name: str, default: _D, *, minimum: int = 1, maximum: int | None = None) -> int | _D:
         """An integer from ``minimum`` to ``maximum`` (None: no limit), or ``default``. Raises ValueError for other
         values."""

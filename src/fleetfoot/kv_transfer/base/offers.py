@@ -1,6 +1,6 @@
 """Offers of KV: what an engine says about KV that it holds, as one string that its clients can carry and cannot make.
 
-The engine signs the string with the cluster key. Another engine accepts it once, for the same prompt, before it expires,
+The engine signs it with the cluster key. Another engine accepts it once, for the same prompt, before it expires,
 and only if it names peers that the operator has listed. All of that is checked before anything is sent.
 """
 

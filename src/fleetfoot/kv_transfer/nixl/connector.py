@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from itertools import chain
 from typing import Any, ClassVar
 
+from fleetfoot.config import env
 from fleetfoot.kv_transfer.base.connector import (
     ARENA,
     BLOCK_CONTIGUOUS_HND,
@@ -17,6 +17,7 @@ from fleetfoot.kv_transfer.base.connector import (
     WorkerConnector,
     warn_of_unused_fields,
 )
+from fleetfoot.kv_transfer.base.offers import Offer, Offers
 from fleetfoot.kv_transfer.nixl.params import (
     DO_REMOTE_DECODE,
     DO_REMOTE_PREFILL,
@@ -25,14 +26,15 @@ from fleetfoot.kv_transfer.nixl.params import (
     LoadSpec,
     NixlMetadata,
     NixlSettings,
-    RemotePrefill,
     differences,
     engine_description,
     is_remote_decode,
+    offer_params,
     parse_params,
 )
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import KVConnectorOutput, SchedulerOutput
+from fleetfoot.utils.cluster_key import find_cluster_key
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +51,11 @@ class NixlConnector(KVConnector):
 
     @staticmethod
     def scheduler_side(context: TransferContext) -> SchedulerConnector:
-        return NixlScheduler(context)
+        settings = NixlSettings.of(context.config, num_ranks=context.num_ranks)
+        file = None if context.engine is None else context.engine.cluster_key_file
+        hosts = settings.side_channel_host, *(peer.partition(":")[0] for peer in settings.peers)
+        key = find_cluster_key(file, env.cluster_key(), hosts)
+        return NixlScheduler(context, Offers(key, settings.peers, settings.kv_lease_duration))
 
     @staticmethod
     def worker_side(context: TransferContext) -> WorkerConnector:
@@ -64,13 +70,14 @@ class NixlScheduler(SchedulerConnector):
     Held are the full blocks of a prompt without its last token, which the consumer computes itself.
     """
 
-    def __init__(self, context: TransferContext) -> None:
+    def __init__(self, context: TransferContext, offers: Offers) -> None:
         self._context = context
+        self._offers = offers
         self._config = context.config
         self._description = engine_description(context)
         self._metadata = NixlMetadata()
-        self._remote: dict[str, RemotePrefill] = {}  # requests that have neither begun to load nor to run
-        self._loading: dict[str, RemotePrefill] = {}
+        self._offered: dict[str, Offer] = {}  # requests that have neither begun to load nor to run
+        self._loading: dict[str, Offer] = {}
         self._held: dict[str, str] = {}  # requests that have ended -> their lease
         self._clock = context.clock or time.monotonic
         self._next_renewal = self._clock()
@@ -81,35 +88,41 @@ class NixlScheduler(SchedulerConnector):
         params = request.kv_transfer_params
         if params is None:
             return
-        remote = parse_params(params)
+        text = parse_params(params)
         for is_set, is_allowed, name, roles in (
             (is_remote_decode(params), self._config.can_save, DO_REMOTE_DECODE, "kv_producer or kv_both"),
-            (remote is not None, self._config.can_load, DO_REMOTE_PREFILL, "kv_consumer or kv_both"),
+            (text is not None, self._config.can_load, DO_REMOTE_PREFILL, "kv_consumer or kv_both"),
         ):
             if is_set and not is_allowed:
                 raise ValueError(
-                    f"kv_transfer_params: {name} is true, but kv_role is {self._config.kv_role!r} in this engine's "
+                    f"kv_transfer_params.{name} is true, but kv_role is {self._config.kv_role!r} in this engine's "
                     f"kv_transfer_config; it must be {roles} for that"
                 )
-        if remote is not None:
-            self._remote[request.request_id] = remote
+        if text is not None:
+            self._offered[request.request_id] = self._offers.accept(text, request)
+
+    def inherit(self, previous: SchedulerConnector) -> None:
+        assert isinstance(previous, NixlScheduler)
+        self._offers = previous._offers
+        for offer in previous._offered.values():
+            self._offers.release(offer)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        remote = self._remote.get(request.request_id)
-        if remote is None:
+        offer = self._offered.get(request.request_id)
+        if offer is None:
             return 0
         block_size = self._context.block_size
         num_tokens = (request.num_tokens - 1) // block_size * block_size
-        if not self._refusal(remote, request):  # else the load must start, and fail
-            num_tokens = min(num_tokens, remote.remote_num_tokens)
+        if not self._refusal(offer):  # else the load must start, and fail
+            num_tokens = min(num_tokens, offer.num_tokens)
         return max(0, num_tokens - num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, num_computed_tokens: int, num_external_tokens: int) -> None:
-        remote = self._loading[request.request_id] = self._remote.pop(request.request_id)
+        offer = self._loading[request.request_id] = self._offered.pop(request.request_id)
         first = num_computed_tokens // self._context.block_size
         last = first + num_external_tokens // self._context.block_size
-        block_ids, refusal = request.block_ids[first:last], self._refusal(remote, request)
-        self._metadata.loads.append(LoadSpec(request.request_id, remote, first, block_ids, refusal))
+        block_ids, refusal = request.block_ids[first:last], self._refusal(offer)
+        self._metadata.loads.append(LoadSpec(request.request_id, offer, first, block_ids, refusal))
 
     def blocks_filled(self, request: Request, first: int, last: int, *, by_this_step: bool) -> None:
         """Nothing is copied: blocks are held when their request has ended."""
@@ -126,18 +139,16 @@ class NixlScheduler(SchedulerConnector):
         num_blocks = min((request.num_prompt_tokens - 1) // block_size, len(request.block_hashes))
         if num_blocks == 0:
             return False, None
-        lease = self._held[request.request_id] = secrets.token_hex(16)
-        self._metadata.holds.append(Hold(lease, request.request_id, request.block_ids[:num_blocks]))
-        remote = RemotePrefill(
-            remote_engine_id=self._context.engine_id,
-            remote_request_id=request.request_id,
-            remote_addresses=[self._addresses[rank] for rank in range(num_ranks)],
-            remote_lease=lease,
-            remote_num_tokens=num_blocks * block_size,
-            remote_prefix_hash=request.block_hashes[num_blocks - 1].hex(),
-            remote_engine=self._description,
+        offer, text = self._offers.make(
+            request,
+            engine_id=self._context.engine_id,
+            engine=self._description,
+            addresses=[self._addresses[rank] for rank in range(num_ranks)],
+            num_tokens=num_blocks * block_size,
         )
-        return True, remote.as_params()
+        self._held[request.request_id] = offer.lease
+        self._metadata.holds.append(Hold(offer.lease, request.request_id, request.block_ids[:num_blocks]))
+        return True, offer_params(text)
 
     def evict(self, request_id: str) -> bool:
         if request_id in self._held:
@@ -147,9 +158,9 @@ class NixlScheduler(SchedulerConnector):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> NixlMetadata | None:
         for request in scheduler_output.new_requests:  # scheduled without a load: everything was cached
             self._decline(request.request_id)
-        if (self._remote or self._loading) and (now := self._clock()) >= self._next_renewal:
+        if (self._offered or self._loading) and (now := self._clock()) >= self._next_renewal:
             self._next_renewal = now + RENEW_SECONDS
-            self._metadata.renewals += chain(self._remote.values(), self._loading.values())
+            self._metadata.renewals += chain(self._offered.values(), self._loading.values())
         metadata, self._metadata = self._metadata, NixlMetadata()
         return None if metadata == NixlMetadata() else metadata
 
@@ -169,25 +180,19 @@ class NixlScheduler(SchedulerConnector):
         self._description = engine_description(self._context, weights)
 
     def _decline(self, request_id: str) -> None:
-        remote = self._remote.pop(request_id, None)
-        if remote is not None:
-            self._metadata.declines.append(remote)
+        offer = self._offered.pop(request_id, None)
+        if offer is not None:
+            self._metadata.declines.append(offer)
 
-    def _refusal(self, remote: RemotePrefill, request: Request) -> str:
-        """Why the KV that is offered is not the request's; empty: it is."""
-        offer = f"engine {remote.remote_engine_id!r} offers KV"
+    def _refusal(self, offer: Offer) -> str:
+        """Why KV of the request's prompt cannot be loaded; empty: it can."""
+        offered = f"engine {offer.engine_id!r} offers KV"
         if self._has_new_weights:
-            return f"{offer} of weights that this engine had before, and these were replaced"
-        if found := differences(theirs=remote.remote_engine, ours=self._description):
-            return f"{offer} that is incompatible: {found}"
-        if len(remote.remote_addresses) != self._context.num_ranks:
-            return f"{offer} of {len(remote.remote_addresses)} ranks, and this engine has {self._context.num_ranks}"
-        num_tokens, block_size = remote.remote_num_tokens, self._context.block_size
-        num_blocks, rest = divmod(num_tokens, block_size)
-        if rest or num_blocks > len(request.block_hashes):
-            sizes = f"of {num_tokens} tokens, and the request has {request.num_tokens}, in blocks of {block_size}"
-            return f"{offer} {sizes}, the last token left out"
-        theirs, ours = remote.remote_prefix_hash, request.block_hashes[num_blocks - 1].hex()
-        if theirs != ours:
-            return f"{offer} of other tokens or another cache_salt: its prefix hash is {theirs}, and {ours} here"
+            return f"{offered} of weights that this engine had before, and these were replaced"
+        if found := differences(theirs=offer.engine, ours=self._description):
+            return f"{offered} that is incompatible: {found}"
+        if len(offer.addresses) != self._context.num_ranks:
+            return f"{offered} of {len(offer.addresses)} ranks, and this engine has {self._context.num_ranks}"
+        if offer.num_tokens % self._context.block_size:
+            return f"{offered} of {offer.num_tokens} tokens, which are no whole blocks of {self._context.block_size}"
         return ""

@@ -22,9 +22,10 @@ import torch
 from fleetfoot.kv_transfer.base.block_copies import LayerRows
 from fleetfoot.kv_transfer.base.connector import TransferContext, TransferCounters
 from fleetfoot.kv_transfer.base.io_threads import IOThreads, drain
+from fleetfoot.kv_transfer.base.offers import Offer
 from fleetfoot.kv_transfer.base.sockets import StoppedError, connect
 from fleetfoot.kv_transfer.nixl import side_channel
-from fleetfoot.kv_transfer.nixl.params import RENEW_SECONDS, LoadSpec, RemotePrefill
+from fleetfoot.kv_transfer.nixl.params import RENEW_SECONDS, LoadSpec
 from fleetfoot.kv_transfer.nixl.side_channel import Accepted, Acquire, Decline, Finish, Granted, RefusedError, Renew
 from fleetfoot.kv_transfer.nixl.transfer_agent import Transfer, TransferAgent, TransferError
 from fleetfoot.records.kv_layout import KVLayout
@@ -238,17 +239,17 @@ class Loads:
         else:
             self._jobs.submit(partial(self._run, load))
 
-    def decline(self, remote: RemotePrefill) -> None:
+    def decline(self, offer: Offer) -> None:
         """Notify the producer's rank of the same number, and every ``num_ranks``-th after it."""
-        addresses = remote.remote_addresses[self._rank :: self._num_ranks]
-        self._decline_jobs.submit(partial(side_channel.notify, addresses, Decline(remote.remote_lease)))
+        addresses = offer.addresses[self._rank :: self._num_ranks]
+        self._decline_jobs.submit(partial(side_channel.notify, addresses, Decline(offer.lease)))
 
-    def renew(self, remotes: Iterable[RemotePrefill]) -> None:
+    def renew(self, offers: Iterable[Offer]) -> None:
         """Renew leases at the ranks of `decline`. A rank that has not taken the last renewal is skipped."""
         leases: dict[str, list[str]] = defaultdict(list)
-        for remote in remotes:
-            for address in remote.remote_addresses[self._rank :: self._num_ranks]:
-                leases[address].append(remote.remote_lease)
+        for offer in offers:
+            for address in offer.addresses[self._rank :: self._num_ranks]:
+                leases[address].append(offer.lease)
         for address in leases.keys() - self._renewing:
             self._renewing.add(address)
             self._renew_jobs.submit(partial(self._renew, address, Renew(leases[address])))
@@ -270,7 +271,7 @@ class Loads:
             if load.spec.request_id in finished_req_ids and not load.is_new:
                 self._fail(load, TransferFailure("the request has ended before its KV arrived"), output)
             elif now >= load.deadline:
-                count, engine_id = len(load.spec.block_ids), load.spec.remote.remote_engine_id
+                count, engine_id = len(load.spec.block_ids), load.spec.offer.engine_id
                 reason = (
                     f"{count - load.num_arrived} of {count} KV blocks had not come from engine {engine_id!r} after "
                     f"{self._timeout:g} s (kv_transfer_timeout)"
@@ -291,7 +292,7 @@ class Loads:
         for load in self._loads:
             load.give_up()
             if not load.has_acquired:
-                self.decline(load.spec.remote)
+                self.decline(load.spec.offer)
         self._loads.clear()
         self._jobs.stop(timeout, finish=False)
         self._renew_jobs.stop(timeout, finish=False)
@@ -300,7 +301,7 @@ class Loads:
     def _fail(self, load: Load, failure: TransferFailure, output: KVConnectorOutput) -> None:
         load.give_up(has_timed_out=failure.timed_out)
         if not load.has_acquired:
-            self.decline(load.spec.remote)
+            self.decline(load.spec.offer)
         self._loads.remove(load)
         output.failed[load.spec.request_id] = failure
         self._counters.add("loads_failed")
@@ -321,11 +322,11 @@ class Loads:
 
     def _read(self, load: Load) -> None:
         """Read all blocks, and check that they were held until the last was read."""
-        spec, remote = load.spec, load.spec.remote
-        address = remote.remote_addresses[self._rank]
+        spec, offer = load.spec, load.spec.offer
+        address = offer.addresses[self._rank]
         with contextlib.closing(connect(address, side_channel.CONNECT_SECONDS)) as connection:
             call = partial(side_channel.call, connection, address, load.should_stop)
-            granted = call(Acquire(remote.remote_engine_id, self._description, remote.remote_lease), Granted)
+            granted = call(Acquire(offer.engine_id, self._description, offer.lease), Granted)
             load.has_acquired = True
             last = spec.first + len(spec.block_ids) - 1
             if last >= len(granted.block_ids):

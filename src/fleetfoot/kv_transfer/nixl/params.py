@@ -1,18 +1,20 @@
 """The NIXL connector's settings, the ``kv_transfer_params`` of requests and outputs, and a step's metadata. No torch.
 
-A request for the prefill engine has ``{"do_remote_decode": True}``. The ``kv_transfer_params`` of its output, the
-fields of `RemotePrefill` with ``do_remote_prefill`` True, go unchanged into the request for the decode engine. Names
-are vLLM's where the meaning is the same.
+A request for the prefill engine has ``{"do_remote_decode": True}``. The ``kv_transfer_params`` of its output,
+``{"do_remote_prefill": True, "offer": ...}``, go unchanged into the request for the decode engine. Names are vLLM's
+where the meaning is the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.kv_transfer.base.connector import MAX_THREADS, ConnectorSettings, TransferContext
+from fleetfoot.kv_transfer.base.offers import Offer
 from fleetfoot.kv_transfer.base.sockets import parse_address
 from fleetfoot.utils.validation import is_host, unknown_keyword
 
@@ -27,6 +29,7 @@ DEFAULT_BUFFER_BYTES = 64 << 20
 DEFAULT_NUM_THREADS = 4
 DO_REMOTE_DECODE = "do_remote_decode"
 DO_REMOTE_PREFILL = "do_remote_prefill"
+OFFER = "offer"
 _SWITCHES = (DO_REMOTE_DECODE, DO_REMOTE_PREFILL)
 
 
@@ -51,6 +54,9 @@ class NixlSettings:
     """Bytes of receive memory on each rank."""
     num_threads: int
     """Concurrent loads of a rank."""
+    peers: tuple[str, ...] = ()
+    """``host`` or ``host:port`` of the engines that KV is loaded from, as their ``side_channel_host``; (): engines on
+    loopback."""
 
     @classmethod
     def of(cls, config: KVTransferConfig, *, num_ranks: int = 1) -> NixlSettings:
@@ -71,33 +77,21 @@ class NixlSettings:
         abort_timeout = settings.integer("abort_timeout", DEFAULT_ABORT_SECONDS)
         buffer_bytes = settings.integer("buffer_bytes", DEFAULT_BUFFER_BYTES)
         num_threads = settings.integer("num_threads", DEFAULT_NUM_THREADS, maximum=MAX_THREADS)
+        peers = settings.texts("peers")
+        for peer in peers:
+            if not _is_peer(peer):
+                raise settings.error("peers", peer, "a list of hosts, or of host:port, of other engines' side channels")
         settings.check_all_read()
-        return cls(backend, host, port, lease_duration, abort_timeout, buffer_bytes, num_threads)
+        return cls(backend, host, port, lease_duration, abort_timeout, buffer_bytes, num_threads, peers)
+
+
+def _is_peer(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return is_host(text) or is_host(parse_address(text)[0])
+    return False
 
 
 # --- kv_transfer_params ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class RemotePrefill:
-    """The ``kv_transfer_params`` of a request for the decode engine: KV that an engine holds for it."""
-
-    remote_engine_id: str
-    remote_request_id: str
-    remote_addresses: list[str]
-    """``host:port`` of the side channel of each rank."""
-    remote_lease: str
-    """A secret name for the held blocks."""
-    remote_num_tokens: int
-    """From the beginning of the prompt."""
-    remote_prefix_hash: str
-    """The chain hash of the last block."""
-    remote_engine: dict[str, Any]
-    """`engine_description`."""
-
-    def as_params(self) -> dict[str, Any]:
-        """The ``kv_transfer_params`` of the prefill engine's output."""
-        return {DO_REMOTE_PREFILL: True, DO_REMOTE_DECODE: False, **asdict(self)}
 
 
 def engine_description(context: TransferContext, weights: str = "") -> dict[str, Any]:
@@ -125,50 +119,31 @@ def is_remote_decode(params: Mapping[str, Any] | None) -> bool:
     return params is not None and bool(params.get(DO_REMOTE_DECODE))
 
 
-def parse_params(params: Mapping[str, Any]) -> RemotePrefill | None:
-    """The KV that a request is to be loaded from; None: ``do_remote_prefill`` is not set.
+def parse_params(params: Mapping[str, Any]) -> str | None:
+    """The offer of KV that a request is to be loaded from; None: ``do_remote_prefill`` is not set.
 
     Raises:
         ValueError, TypeError: a name is unknown, or a value is missing or invalid.
     """
-    names = [entry.name for entry in fields(RemotePrefill)]
     for name in params:
-        if name not in (*_SWITCHES, *names):
-            raise unknown_keyword("kv_transfer_params", name, [*_SWITCHES, *names])
+        if name not in (*_SWITCHES, OFFER):
+            raise unknown_keyword("kv_transfer_params", name, [*_SWITCHES, OFFER])
     for name in _SWITCHES:
         if not isinstance(params.get(name, False), bool):
-            raise _invalid(name, params[name], "true or false")
+            raise ValueError(f"kv_transfer_params.{name} is {params[name]!r}; it must be true or false")
     if not params.get(DO_REMOTE_PREFILL):
         return None
     if params.get(DO_REMOTE_DECODE):
-        raise ValueError(f"kv_transfer_params: {DO_REMOTE_DECODE} and {DO_REMOTE_PREFILL} exclude each other")
-    for name in names:
-        is_valid, expected = _RULES.get(name, _TEXT)
-        if not is_valid(params.get(name)):
-            raise _invalid(name, params.get(name), expected)
-    return RemotePrefill(**{name: params[name] for name in names})
+        raise ValueError(f"kv_transfer_params has {DO_REMOTE_DECODE} and {DO_REMOTE_PREFILL}, which exclude each other")
+    offer = params.get(OFFER)
+    if not isinstance(offer, str) or not offer:
+        raise ValueError(f"kv_transfer_params.{OFFER} is {offer!r}; it must be that of the prefill engine's output")
+    return offer
 
 
-def _are_addresses(value: Any) -> bool:
-    try:
-        return isinstance(value, list | tuple) and bool([parse_address(str(address)) for address in value])
-    except ValueError:
-        return False
-
-
-_TEXT = (lambda value: isinstance(value, str) and value != "", "a string that is not empty")
-_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "remote_num_tokens": (lambda value: type(value) is int and value > 0, "an integer of at least 1"),
-    "remote_engine": (lambda value: isinstance(value, dict), "an object"),
-    "remote_addresses": (_are_addresses, "a list of host:port, one for each rank"),
-}
-"""Field of `RemotePrefill` -> whether a value is valid, and what it must be; `_TEXT` for the others."""
-
-
-def _invalid(name: str, value: Any, expected: str) -> ValueError:
-    return ValueError(
-        f"kv_transfer_params: {name} is {value!r}; it must be {expected}, as in the prefill engine's output"
-    )
+def offer_params(offer: str) -> dict[str, Any]:
+    """The ``kv_transfer_params`` of the prefill engine's output."""
+    return {DO_REMOTE_PREFILL: True, DO_REMOTE_DECODE: False, OFFER: offer}
 
 
 # --- a step's metadata ----------------------------------------------------------------------------------------------
@@ -188,7 +163,7 @@ class LoadSpec:
     """Blocks that a request waits for."""
 
     request_id: str
-    remote: RemotePrefill
+    offer: Offer
     first: int
     """Index of the first block to read among those of the lease."""
     block_ids: list[int]
@@ -203,9 +178,9 @@ class NixlMetadata:
 
     holds: list[Hold] = field(default_factory=list)
     loads: list[LoadSpec] = field(default_factory=list)
-    declines: list[RemotePrefill] = field(default_factory=list)
+    declines: list[Offer] = field(default_factory=list)
     """Leases that will not be read."""
-    renewals: list[RemotePrefill] = field(default_factory=list)
+    renewals: list[Offer] = field(default_factory=list)
     """Leases of requests that wait or load."""
     evictions: list[str] = field(default_factory=list)
     """Leases of blocks that other requests need."""

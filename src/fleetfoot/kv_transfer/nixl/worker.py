@@ -91,8 +91,8 @@ class NixlWorker(WorkerConnector):
         if self._loads is not None:
             for load in self._metadata.loads:
                 self._loads.start(load, queued)
-            for remote in self._metadata.declines:
-                self._loads.decline(remote)
+            for offer in self._metadata.declines:
+                self._loads.decline(offer)
             self._loads.renew(self._metadata.renewals)
 
     def save_kv(self) -> None:

@@ -116,6 +116,8 @@ class _Route:
     """The engine that generates."""
     held: tuple[_Engine, str] | None = None
     """The prefill engine that holds its KV, and the request's id there; None: no KV is held, or it was read."""
+    has_offer: bool = False
+    """Whether the engine that generates was sent an offer of KV, and has not begun."""
     num_lost: int = 0
     seed_number: int | None = None
     """Of the engine that has generated its first token."""
@@ -302,6 +304,7 @@ class GroupLink:
         if engine.is_prefill:  # it has the KV in its prefix cache, and loads none
             self._release(route)
             transfer = None
+        route.has_offer = transfer is not None
         if transfer is not None:
             request = msgspec.structs.replace(request, kv_transfer_params=transfer)
         elif route.is_resumed:
@@ -415,7 +418,7 @@ class GroupLink:
             route = engine.routes.get(tokens.number)
             if route is None:
                 continue  # the client has ended it
-            route.held = None  # the engine has loaded the KV
+            route.held, route.has_offer = None, False  # the engine has loaded the KV
             index = tokens.number - route.request.number
             so_far = route.tokens[index]
             assert so_far is not None
@@ -438,7 +441,14 @@ class GroupLink:
                 prefill.set_exception(message.error.as_error())
             return
         route = engine.routes.get(message.number)
-        if route is not None:
+        if route is not None and route.has_offer:  # it may be the offer that is refused, and not the client's request
+            route.has_offer = False
+            self._release(route)
+            self.counts["proxy_prefills_failed"] += 1
+            text = "the engine %s refuses request %r with KV of a prefill engine, and gets it without: %s"
+            logger.warning(text, engine.name, route.request.request_id, message.error.text)
+            engine.send(route.request)
+        elif route is not None:
             for number in route.unfinished:
                 engine.routes.pop(number, None)
             self._forget(route)
