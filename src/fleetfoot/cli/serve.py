@@ -99,6 +99,8 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     text = "objects of requests' schemas have only the properties that are named, unless additionalProperties is there"
     add("--strict-schemas", action="store_true", help=text)
     add("--trust-request-chat-template", action="store_true", help="accept chat templates in requests")
+    text = "accept kv_transfer_params in requests, offers of KV that a prefill engine has signed, and return them"
+    add("--enable-kv-offers", action="store_true", help=text)
     add(
         "--allowed-origins",
         type=_names,
@@ -145,6 +147,7 @@ def server_settings(arguments: argparse.Namespace, default_names: tuple[str, ...
         reasoning_parser=arguments.reasoning_parser,
         trusts_chat_templates=arguments.trust_request_chat_template,
         strict_schemas=arguments.strict_schemas,
+        accepts_kv_offers=arguments.enable_kv_offers,
         max_stored_responses=arguments.max_stored_responses,
         max_stored_bytes=arguments.max_stored_mib << 20,
     )

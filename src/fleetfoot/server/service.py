@@ -20,9 +20,10 @@ from fleetfoot.engine.chat import ChatFormats
 from fleetfoot.engine.client import EngineClient, OutputStream
 from fleetfoot.engine.input_processor import LONG_TEXT
 from fleetfoot.inputs import PromptType
+from fleetfoot.kv_transfer.nixl.params import parse_params
 from fleetfoot.outputs import CompletionOutput, RequestOutput
 from fleetfoot.records.pooling_params import PoolingParams
-from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.records.sampling_params import EXTRA_ARGS, SamplingParams
 from fleetfoot.records.structured_outputs import with_closed_objects
 from fleetfoot.server.http import ApiError, check_request_id, decode_body, invalid, read_body
 from fleetfoot.server.liveness import Liveness
@@ -71,6 +72,8 @@ class ServiceSettings:
     """Whether a request may bring a chat template."""
     strict_schemas: bool = False
     """Whether objects of requests' schemas have only the properties that these name, unless they say otherwise."""
+    accepts_kv_offers: bool = False
+    """Whether requests may bring offers of KV that an engine has signed, and responses have them."""
     max_stored_responses: int = 4096
     """Responses that later requests can refer to; the oldest ones are dropped."""
     max_stored_bytes: int = 256 << 20
@@ -124,6 +127,7 @@ class Service:
         body = decode_body(await read_body(http, self.settings.max_body_bytes), decoder, self._unknown_fields)
         if (name := getattr(body, "request_id", None)) is not None:
             check_request_id(name)
+        self._check_guarded(body)
         self.check_model(getattr(body, "model", None))
         return body
 
@@ -132,11 +136,29 @@ class Service:
         if self.engine.facts.pooling is not None:
             raise ApiError(400, "this model pools and does not generate; use /v1/embeddings")
 
-    def check_chat_template(self, source: str | None) -> None:
-        """Raises ApiError for a template of a request, if those are not trusted."""
-        if source is not None and not self.settings.trusts_chat_templates:
+    def _check_guarded(self, body: Any) -> None:
+        """Raises ApiError for fields that reach addresses, engines' memory or programs, and that the operator has not
+        enabled; each such field of a body is named here."""
+        if getattr(body, "chat_template", None) is not None and not self.settings.trusts_chat_templates:
             message = "chat_template is refused: templates of requests are not trusted (--trust-request-chat-template)"
             raise invalid("chat_template", message)
+        if taken := [name for name in EXTRA_ARGS if name in (getattr(body, "vllm_xargs", None) or ())]:
+            raise invalid("vllm_xargs", f"vllm_xargs cannot hold {taken[0]}, which is a field of its own")
+        params = getattr(body, "kv_transfer_params", None)
+        if params is None:
+            return
+        if not self.settings.accepts_kv_offers:
+            message = "kv_transfer_params is refused: requests hand in no KV (--enable-kv-offers)"
+            raise invalid("kv_transfer_params", message)
+        try:
+            parse_params(params)  # whatever the engine's connector is: no addresses
+        except (ValueError, TypeError) as error:
+            raise invalid("kv_transfer_params", str(error)) from None
+
+    def kv_transfer_params(self, output: RequestOutput) -> dict[str, Any] | msgspec.UnsetType:
+        """Those of a response."""
+        params = output.kv_transfer_params if self.settings.accepts_kv_offers else None
+        return msgspec.UNSET if params is None else params
 
     async def submit(
         self,

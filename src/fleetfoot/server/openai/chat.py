@@ -44,10 +44,9 @@ _DECODER = msgspec.json.Decoder(ChatRequest)
 ROLE = "assistant"
 
 
-def template_options(service: Service, body: Any) -> dict[str, Any]:
-    """Arguments of `Service.render_chat` from the fields of a body. Raises ApiError for a template that is not
-    trusted."""
-    service.check_chat_template(body.chat_template)
+def template_options(body: Any) -> dict[str, Any]:
+    """Arguments of `Service.render_chat` from the fields of a body. Raises ApiError for fields that contradict each
+    other, and for variables that a template cannot have."""
     continues = bool(body.continue_final_message)
     adds = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     if adds and continues:
@@ -87,7 +86,7 @@ class ChatCompletions:
             message = f"max_completion_tokens is {body.max_completion_tokens}; it must be at least 1"
             raise invalid("max_completion_tokens", message)
         answer = _Answer(body.request_id or request_id(http, "chatcmpl"), body, service)
-        options = template_options(service, body)
+        options = template_options(body)
         _check_budget(service, body)
         if body.documents is not None:
             options["documents"] = body.documents
@@ -153,8 +152,7 @@ class _Answer:
         response = ChatCompletion(self.id, [self._choice(one) for one in messages], self.model, counter.usage())
         for name, value in self.prompt_fields(output).items():
             setattr(response, name, value)
-        if output.kv_transfer_params is not None:
-            response.kv_transfer_params = output.kv_transfer_params
+        response.kv_transfer_params = self._service.kv_transfer_params(output)
         return response
 
     def prompt_fields(self, output: RequestOutput) -> dict[str, Any]:

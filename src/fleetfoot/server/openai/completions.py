@@ -90,8 +90,7 @@ class _Answer:
             counter.add(index, output, num_hidden=self.num_hidden(output))
             choices += [self.choice(index, output, completion, is_first=True) for completion in output.outputs]
         response = Completion(self.id, choices, self.model, counter.usage())
-        if outputs[0].kv_transfer_params is not None:
-            response.kv_transfer_params = outputs[0].kv_transfer_params
+        response.kv_transfer_params = self._service.kv_transfer_params(outputs[0])
         return response
 
     def num_hidden(self, output: RequestOutput) -> int:

@@ -94,7 +94,7 @@ class Responses:
         items = await self._read_items(body, key)
         params = sampling_params(body, service)
         answer = Answer(key, body, service, params, items, self._store)
-        turn = read_turn(body, items, params, service, body.request_id or request_id(http, "resp"))
+        turn = read_turn(body, items, params, body.request_id or request_id(http, "resp"))
         with naming_fields(body):
             if body.truncation == "auto":
                 turn.messages = await drop_oldest(service, turn)
@@ -209,7 +209,7 @@ class Responses:
         service.check_generates()
         body.check()
         items = await self._read_items(body, secrets.token_hex(16))
-        turn = read_turn(body, items, sampling_params(body, service), service, "")
+        turn = read_turn(body, items, sampling_params(body, service), "")
         with naming_fields(body):
             return JSON(InputTokens(len(await prompt_token_ids(service, turn))))
 
@@ -245,7 +245,7 @@ def sampling_params(body: ResponseRequest, service: Service) -> SamplingParams:
     return params
 
 
-def read_turn(body: ResponseRequest, items: list[Item], params: SamplingParams, service: Service, name: str) -> Turn:
+def read_turn(body: ResponseRequest, items: list[Item], params: SamplingParams, name: str) -> Turn:
     """The request without its dialect. Raises ApiError."""
     instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     choice: Any = body.tool_choice or "auto"
@@ -255,7 +255,7 @@ def read_turn(body: ResponseRequest, items: list[Item], params: SamplingParams, 
         request_id=name,
         messages=read_messages([*instructions, *chat_messages(items)]),
         params=params,
-        template=template_options(service, body),
+        template=template_options(body),
         effort=body.reasoning.effort if body.reasoning is not None else None,
         verbosity=body.text.verbosity if body.text is not None else None,
         tools=[tool.as_chat_tool() for tool in body.tools or ()],
@@ -399,8 +399,7 @@ class Answer:
                 raise ApiError(503, "the request was aborted", "aborted")
             self._output.add(chunk.delta, self._logprobs(chunk.completion))
             self._is_cut = chunk.finish_reason == "length"
-        if output.kv_transfer_params is not None:
-            self.response.kv_transfer_params = output.kv_transfer_params
+        self.response.kv_transfer_params = self._service.kv_transfer_params(output)
 
     def _complete(self, generated: GeneratedMessages) -> None:
         response = self.response

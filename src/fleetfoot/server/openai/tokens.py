@@ -61,7 +61,7 @@ class ModelEndpoints:
                     raise invalid(name, f"{name} needs messages; the body has a prompt")
             token_ids = await service.encode(body.prompt, special=body.add_special_tokens is not False)
         elif body.messages is not None and body.prompt is None:
-            options = template_options(service, body)
+            options = template_options(body)
             options["tools"] = body.tools
             if body.add_special_tokens:
                 options["tokenizer_kwargs"] = {"add_special_tokens": True}

@@ -164,7 +164,7 @@ class PoolingEndpoints:
         if body.messages is not None:
             if body.add_generation_prompt is None:
                 body.add_generation_prompt = False
-            options = template_options(self._service, body)
+            options = template_options(body)
             prompts = [await self._service.render_chat(read_messages(body.messages), **options)]
         return await self._run(http, body, prompts, params, prefix, entry_names("input", len(prompts)))
 
@@ -172,7 +172,6 @@ class PoolingEndpoints:
         self, http: Request, body: ScoreRequest | RerankRequest, first: list[str], second: list[str], names: Any
     ) -> tuple[str, list[Any]]:
         """The request's id, and the score of each pair."""
-        self._service.check_chat_template(body.chat_template)
         processor = self._service.engine.input_processor
         params = self._params(body, "score").clone(task=None)
         size = sum(map(len, first)) * len(second) + sum(map(len, second))
