@@ -1,23 +1,33 @@
 """`fleetfoot engine` and `fleetfoot proxy`, as a shell starts them."""
 
+import asyncio
 import json
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 import zmq
-from tests.helpers.prefill_decode import nixl
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.engines import TEXT_MODEL
+from tests.helpers.prefill_decode import PROMPTS, client_of, last_output, nixl
 from tests.helpers.processes import running_child
 from tests.helpers.server import RunningServer
+from tests.helpers.streams import async_test
+
+from fleetfoot import SamplingParams
+from fleetfoot.server.disaggregation.group import EngineGroup
 
 Command = Callable[..., "subprocess.Popen[str]"]
+KEY = "between us"
 PROMPT = "Once upon a time there was a little house in the woods, and in it lived an old woman"
 BODY: dict[str, Any] = {
     "model": "story", "prompt": PROMPT, "temperature": 0, "max_tokens": 150, "logprobs": 1, "stream": True,
@@ -27,7 +37,7 @@ BODY: dict[str, Any] = {
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
-    monkeypatch.setenv("FLEETFOOT_ENGINE_KEY", "between us")
+    monkeypatch.setenv("FLEETFOOT_ENGINE_KEY", KEY)
     with ExitStack() as stack:
 
         def run(*arguments: str) -> subprocess.Popen[str]:
@@ -100,6 +110,72 @@ def test_engines_are_killed_behind_a_proxy(command: Command) -> None:
     output, errors = decode.communicate(timeout=60)
     assert (decode.returncode, output) == (0, ""), errors
     assert "Traceback" not in errors
+
+
+def serving(command: Command, model: Path, *flags: str) -> tuple["subprocess.Popen[str]", str]:
+    """An engine without a connector, and its address."""
+    process = command("engine", str(model), "--dtype", "float32", "--device", "cpu", "--block-size", "4", *flags)
+    return process, address_of(process)
+
+
+@async_test
+async def test_an_engine_that_comes_back_with_earlier_weights(
+    command: Command, text_model: Path, tmp_path: Path
+) -> None:
+    """After an update of all, each answer is of the new weights, whatever a restarted engine has."""
+    make_checkpoint(tmp_path, "llama", **TEXT_MODEL, seed=1)
+    (first, one), (_, two) = (serving(command, text_model) for _ in range(2))
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    async with client_of(EngineGroup((), (f"tcp://{one}", f"tcp://{two}"), key=KEY)) as client:
+
+        async def answers(name: str) -> set[tuple[int, ...]]:
+            outputs = [last_output(client, PROMPTS["long"], params, f"{name} {number}") for number in range(8)]
+            return {(output.weight_version, *output.outputs[0].token_ids) for output in await asyncio.gather(*outputs)}
+
+        (old,) = await answers("old")
+        await client.call("reload_weights", str(tmp_path), weight_version=5)
+        (new,) = await answers("new")
+        assert (old[0], new[0]) == (0, 5) and old[1:] != new[1:]
+        first.kill()
+        again = command(
+            *("engine", str(text_model), "--dtype", "float32", "--device", "cpu", "--block-size", "4"),
+            *("--port", one.rpartition(":")[2]),
+        )
+        link: Any = client._link
+        engine = link._engines[0]
+        while engine.link is None or engine.facts.weight_version < 5:  # until it has come, and has caught up
+            assert await answers("meanwhile") == {new}
+        assert address_of(again) == one and engine.is_usable
+        assert await answers("again") == {new}
+
+
+@async_test
+async def test_engines_that_differ(command: Command, text_model: Path, tmp_path: Path) -> None:
+    """The proxy does not start, and names both sides."""
+    shutil.copytree(text_model, tmp_path, dirs_exist_ok=True)
+    make_checkpoint(tmp_path, "llama", **TEXT_MODEL, seed=1)
+    addresses = [
+        serving(command, model, *flags)[1]
+        for model, flags in ((text_model, ()), (tmp_path, ()), (text_model, ("--max-model-len", "64")))
+    ]
+    for other, what in ((1, "weights is '"), (2, "max_model_len is ")):
+        group = EngineGroup((), (f"tcp://{addresses[0]}", f"tcp://{addresses[other]}"), key=KEY)
+        with pytest.raises(ValueError, match="would answer differently") as raised:
+            async with client_of(group):
+                pass
+        text = str(raised.value)
+        assert f"differently: {what}" in text and text.count("; ") == 1
+        assert all(f"at tcp://{addresses[index]} (" in text for index in (0, other))
+
+
+def test_prefill_by_a_connector_of_files(command: Command, text_model: Path, tmp_path: Path) -> None:
+    """It never hands KV to another engine: the proxy ends with the reason."""
+    files = {"shared_storage_path": str(tmp_path)}
+    config = {"kv_connector": "SharedStorageConnector", "kv_role": "kv_both", "kv_connector_extra_config": files}
+    _, address = serving(command, text_model, "--kv-transfer-config", json.dumps(config))
+    with RunningServer("--prefill", address, "--decode", address, command="proxy") as proxy:
+        assert proxy.wait() == 2
+    assert "never hands over KV: its kv_connector is 'SharedStorageConnector'" in "".join(proxy.log)
 
 
 def test_keys_and_data_that_is_no_message(command: Command) -> None:

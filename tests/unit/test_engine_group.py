@@ -1,7 +1,8 @@
 """A group of engines that this process plays: what is sent to them, and what becomes of requests when they are lost."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +41,11 @@ from fleetfoot.sampling.request_params import request_seed
 from fleetfoot.server.disaggregation.group import MAX_LOST, EngineGroup, GroupLink
 from fleetfoot.server.own_engine import WINDOW_S, OwnEngine, OwnEngineLink, RestartLimit
 
-FACTS = Ready(1, "m", "m", None, 100, 64, 640, [0], 5, False, {}, None, "v1")
+SETTINGS = {"dtype": "float32", "tokenizer": "abc", "KV": "in blocks of 16"}
+FACTS = Ready(
+    *(1, "m", "m", None, 100, 64, 640, [0], 5, False, {}, None, "v1"),
+    settings=SETTINGS, weights="w", kv_connector="NixlConnector", kv_role="kv_both",
+)  # fmt: skip
 PARAMS = SamplingParams(temperature=0, max_tokens=9, output_kind=RequestOutputKind.DELTA)
 TRANSFER = {"do_remote_prefill": True, "offer": "of a test"}
 
@@ -80,9 +85,11 @@ class PlayedEngine:
 
 
 @asynccontextmanager
-async def played(*numbers: int, **options: Any) -> AsyncIterator[tuple[EngineClient, list[PlayedEngine]]]:
+async def played(
+    *numbers: int, facts: Ready = FACTS, **options: Any
+) -> AsyncIterator[tuple[EngineClient, list[PlayedEngine]]]:
     """A client of ``numbers`` of prefill and decode engines, which are connected."""
-    engines = [PlayedEngine() for _ in range(sum(numbers))]
+    engines = [PlayedEngine(facts) for _ in range(sum(numbers))]
     addresses = [engine.address for engine in engines]
     link = GroupLink(EngineGroup(tuple(addresses[: numbers[0]]), tuple(addresses[numbers[0] :]), **options))
     client = EngineClient(link)
@@ -310,15 +317,192 @@ async def test_an_engine_that_restarts_its_workers_gets_no_requests() -> None:
         assert (await engines[2].next()).request_id == "r"
 
 
-@async_test
-async def test_engines_with_another_model() -> None:
-    one, other = PlayedEngine(), PlayedEngine(msgspec.structs.replace(FACTS, vocab_size=7))
-    client = EngineClient(GroupLink(EngineGroup((other.address,), (one.address,))))
-    greetings = [asyncio.ensure_future(engine.next()) for engine in (one, other)]
-    with pytest.raises(ValueError, match="have different models"):
+def other_facts(**fields: Any) -> Ready:
+    return msgspec.structs.replace(FACTS, **fields)
+
+
+DIFFERENT: dict[str, Ready] = {
+    "vocab_size, 7": other_facts(vocab_size=7),
+    "max_model_len, 32": other_facts(max_model_len=32),
+    "eos_token_ids, [1]": other_facts(eos_token_ids=[1]),
+    "sampling_defaults, {'top_k': 3}": other_facts(sampling_defaults={"top_k": 3}),
+    "max_logprobs, 9": other_facts(max_logprobs=9),
+    "has_priority, True": other_facts(has_priority=True),
+    "weights, 'v'": other_facts(weights="v"),
+    "dtype, 'bfloat16'": other_facts(settings={**SETTINGS, "dtype": "bfloat16"}),
+    "tokenizer, 'abd'": other_facts(settings={**SETTINGS, "tokenizer": "abd"}),
+    "KV, 'in blocks of 8'": other_facts(settings={**SETTINGS, "KV": "in blocks of 8"}),
+}
+NEVER: dict[str, tuple[Ready, Ready]] = {
+    "prefill-0 at tcp://.* never hands over KV: its kv_connector is 'SharedStorageConnector'": (
+        other_facts(kv_connector="SharedStorageConnector", kv_role=None),
+        FACTS,
+    ),
+    "prefill-0 at tcp://.* never hands over KV: .* 'kv_consumer'": (other_facts(kv_role="kv_consumer"), FACTS),
+    "decode-0 at tcp://.* never takes over KV: .* 'kv_producer'": (FACTS, other_facts(kv_role="kv_producer")),
+    "decode-0 at tcp://.* never takes over KV: its kv_connector is None": (
+        FACTS,
+        other_facts(kv_connector=None, kv_role=None),
+    ),
+}
+
+
+async def refusal(prefill: Ready, decode: Ready) -> str:
+    """Why a group of two engines does not start."""
+    engines = PlayedEngine(prefill), PlayedEngine(decode)
+    client = EngineClient(GroupLink(EngineGroup((engines[0].address,), (engines[1].address,))))
+    greetings = [asyncio.ensure_future(engine.next()) for engine in engines]
+    with pytest.raises(ValueError) as raised:
         await client.start()
     client.close()
-    for greeting in greetings:
+    for greeting, engine in zip(greetings, engines, strict=True):
         greeting.cancel()
-    one.close()
-    other.close()
+        engine.close()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("difference", DIFFERENT)
+@async_test
+async def test_engines_that_would_answer_differently(difference: str) -> None:
+    """Both sides and the setting are named."""
+    text = await refusal(DIFFERENT[difference], FACTS)
+    name, value = difference.split(", ", 1)
+    assert f"; {name} is " in text or f": {name} is " in text
+    assert f"{value} of prefill-0" in text and " of decode-0" in text
+    assert "decode-0 at tcp://127.0.0.1:" in text and "prefill-0 at tcp://127.0.0.1:" in text
+
+
+@pytest.mark.parametrize("message", NEVER)
+@async_test
+async def test_prefill_that_never_happens_is_refused_at_the_start(message: str) -> None:
+    assert re.search(message, await refusal(*NEVER[message]))
+
+
+@async_test
+async def test_engines_without_prefill_need_no_connector() -> None:
+    async with played(0, 2, facts=other_facts(kv_connector=None, kv_role=None)) as (client, (first, _)):
+        await client.submit([5, 6, 7], PARAMS, "r", 0)
+        assert (await first.next()).request_id == "r"
+
+
+async def used_by(client: EngineClient, *engines: PlayedEngine) -> set[PlayedEngine]:
+    """The engines that get requests, of which there are more than engines."""
+    waiting = {asyncio.ensure_future(engine.next()): engine for engine in engines}
+    found, streams = set(), []
+    for number in range(2 * len(engines)):
+        streams.append(await client.submit([5], replace(PARAMS, n=1, prompt_logprobs=1), f"used {number}", 0))
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            engine, request = waiting.pop(task), task.result()
+            found.add(engine)
+            engine.generate(request, 8, end=RequestStatus.FINISHED_LENGTH)
+            waiting[asyncio.ensure_future(engine.next())] = engine
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    return found
+
+
+async def until(client: EngineClient, condition: Callable[[], Any]) -> None:
+    """Wait for changes of the group's engines."""
+    link: Any = client._link
+    while not condition():
+        await asyncio.shield(link._changed)
+
+
+def refusals(client: EngineClient) -> list[bool]:
+    """Of each engine."""
+    link: Any = client._link
+    return [bool(engine.refusal) for engine in link._engines]
+
+
+async def metrics(client: EngineClient, *engines: PlayedEngine) -> Any:
+    """The proxy's own."""
+    asked = asyncio.ensure_future(client.call("metrics"))
+    for engine in engines:
+        call = await engine.next()
+        assert call.method == "metrics"
+        engine.send(Reply(call.number, {}))
+    return (await asked)[-1]
+
+
+@async_test
+async def test_an_engine_that_comes_back_with_earlier_weights() -> None:
+    """It is not used before it has those of the group, which the proxy gives it."""
+    async with played(0, 2) as (client, (first, second)):
+        update = asyncio.ensure_future(client.call("reload_weights", "folder", mode="keep"))
+        for engine in (first, second):
+            call = await engine.next()
+            assert (call.method, call.arguments) == ("reload_weights", ["folder"])
+            assert call.keywords == {"mode": "keep", "weight_version": 1}  # of the proxy: the same for all
+            engine.send(other_facts(weights="w-version-1", weight_version=1))
+            engine.send(Reply(call.number, 1))
+        assert await update == 1
+        assert client.facts.weight_version == 1
+        second.close()
+        again = PlayedEngine(FACTS, second.address)
+        call = await again.next()
+        assert (call.method, call.arguments) == ("reload_weights", ["folder"])
+        assert call.keywords == {"mode": "keep", "weight_version": 1}
+        assert (await metrics(client, first, again))["gauges"] == {"proxy_engines_refused": 1}
+        assert await used_by(client, first) == {first}
+        again.send(other_facts(weights="w-version-1", weight_version=1))
+        again.send(Reply(call.number, 1))
+        await until(client, lambda: refusals(client) == [False, False])
+        assert await used_by(client, first, again) == {first, again}
+        again.close()
+
+
+@async_test
+async def test_weights_that_the_proxy_cannot_give(caplog: pytest.LogCaptureFixture) -> None:
+    """They came as patches, or by another client. Without an engine that has them, no request is answered."""
+    async with played(0, 2, engine_timeout=0.0) as (client, (first, second)):
+        first.send(other_facts(weights="w-version-5", weight_version=5))
+        second.send(other_facts(weights="w-version-5", weight_version=5))
+        await until(client, lambda: [engine.facts.weight_version for engine in client._link._engines] == [5, 5])
+        second.close()
+        again = PlayedEngine(FACTS, second.address)
+        greeting = asyncio.ensure_future(again.next())
+        await until(client, lambda: refusals(client) == [False, True])
+        await asyncio.sleep(0)
+        greeting.cancel()
+        assert "needs weights that this proxy cannot give it" in caplog.text
+        assert "has weights of version 0 (w), and answers are of version 5 (w-version-5); it is not used" in caplog.text
+        patch = asyncio.ensure_future(client.call("apply_sparse_weight_patches", [{}]))
+        call = await first.next()  # alone: patches are of the newest weights
+        assert call.keywords == {"weight_version": 6}
+        first.send(Reply(call.number, error=Failed("ValueError", "no")))
+        with pytest.raises(ValueError, match="no"):
+            await patch
+        assert client.interruption == ""
+        first.close()
+        with pytest.raises(EngineDeadError, match="no engine can be reached"):
+            async for _ in client.generate([5, 6, 7], PARAMS, "r"):
+                pass
+        assert "has weights of version 0" in client.interruption  # which /health reports
+        again.close()
+
+
+@async_test
+async def test_weights_of_one_version_that_differ() -> None:
+    """They came to each engine by itself, and without a version that both were given."""
+    async with played(0, 2) as (client, (first, second)):
+        first.send(other_facts(weights="w-1", weight_version=1))
+        await until(client, lambda: refusals(client) == [False, True])
+        second.send(other_facts(weights="w-2", weight_version=1))
+        await until(client, lambda: client._link._engines[1].facts.weights == "w-2")
+        assert (await metrics(client, first, second))["gauges"] == {"proxy_engines_refused": 1}
+        assert await used_by(client, first) == {first}
+
+
+@async_test
+async def test_an_update_by_collective_rpc_is_an_update() -> None:
+    async with played(0, 1) as (client, (engine,)):
+        call = {"method": "reload_weights", "args": ["folder"], "kwargs": {}}
+        update = asyncio.ensure_future(client.call("collective_rpc", **call))
+        sent = await engine.next()
+        assert (sent.method, sent.arguments, sent.keywords) == ("reload_weights", ["folder"], {"weight_version": 1})
+        engine.send(Reply(sent.number, 1))
+        assert await update == 1
+        with pytest.raises(ValueError, match="update_weights is not supported through a proxy"):
+            await client.call("collective_rpc", method="update_weights", args=[{}])

@@ -54,6 +54,7 @@ class LiveWeights:
         self._base: _Base = (self._read(self.path), plan.weights)  # the last update that had all tensors
         self._changed: set[str] = set()  # names of tensors that were updated since, one by one
         self._identity: str | None = None  # None: is computed when it is needed
+        self._states_identity = False
         call: Callable[..., Any] = lambda method, *args: self._core.executor.collective_rpc(method, args)  # noqa: E731
         self._kept = (
             KeptWeights(call, self.config) if plan.max_restarts and plan.config.nnodes == 1 else NoKeptWeights()
@@ -229,6 +230,16 @@ class LiveWeights:
             sums = self.checksums(changed)
             self._identity = digest_of([base, *(f"{name} {sums[name]}" for name in sorted(sums))])
         return self._identity
+
+    def state_identity(self) -> None:
+        """Compute the identity now and within each update, for an engine that others are compared with."""
+        self._states_identity = True
+        self.identity()
+
+    @property
+    def stated_identity(self) -> str:
+        """The identity, which takes no time; empty: it is not stated."""
+        return self.identity() if self._states_identity else ""
 
     def close(self) -> None:
         """Remove what is kept of the weights."""

@@ -24,6 +24,7 @@ from fleetfoot.engine.engine import LLMEngine, build_engine
 from fleetfoot.engine.output_router import OutputRouter
 from fleetfoot.engine.remote_calls import RemoteCalls
 from fleetfoot.plan.forced_runner import begin_forcing
+from fleetfoot.plan.output_settings import output_settings
 from fleetfoot.records.structured_outputs import as_structured_outputs
 from fleetfoot.utils.logs import log_to_stderr
 from fleetfoot.utils.process import as_exception, error_text, tune_collections
@@ -58,7 +59,11 @@ class EngineServer:
         self._encoder = msgspec.msgpack.Encoder()
         engine.watch_restarts(self._report_restart)
         engine.watch_holds(lambda is_held: self._send_all(wire.Held(is_held)))
-        self._calls = RemoteCalls(engine, lambda: self._send_all(self._facts()))
+        self._calls = RemoteCalls(engine, self._announce)
+        self._settings = output_settings(engine.plan)
+        if key is not None:  # a proxy compares it with others
+            engine.live.state_identity()
+        self._facts = self._current_facts()
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(lifeline, zmq.POLLIN)
@@ -128,13 +133,13 @@ class EngineServer:
         else:
             self._stopping = self._key is None
 
-    def _facts(self) -> wire.Ready:
-        return facts(self._engine, is_as_started=self._calls.is_as_started)
+    def _current_facts(self) -> wire.Ready:
+        return facts(self._engine, self._settings, is_as_started=self._calls.is_as_started)
 
     def _welcome(self, client: bytes, message: wire.Hello) -> None:
         self._clients.add(client)
         if not self._key or hmac.compare_digest(message.key.encode(), self._key.encode()):
-            self._send(client, self._facts())
+            self._send(client, self._facts)
         else:
             self._send(client, wire.Dead("the key of the engine is missing or wrong (--engine-key)", ""))
             self._clients.discard(client)
@@ -189,6 +194,13 @@ class EngineServer:
         else:
             self._calls.run(call, lambda reply: self._send(client, reply))
 
+    def _announce(self) -> None:
+        """Send the engine's facts to all clients if they have changed."""
+        current = self._current_facts()
+        if current != self._facts:
+            self._facts = current
+            self._send_all(current)
+
     def _report_restart(self, is_restarting: bool) -> None:
         reason = "the engine restarts its workers after an error" if is_restarting else ""
         self._send_all(wire.Interruption(reason))
@@ -232,9 +244,10 @@ def _is_of(number: int, client: bytes, owner: bytes, message: wire.AddRequest | 
     return owner == client and 0 <= number - message.number < message.params.n
 
 
-def facts(engine: LLMEngine, *, is_as_started: bool = True) -> wire.Ready:
-    """What clients need to validate requests."""
+def facts(engine: LLMEngine, settings: dict[str, str], *, is_as_started: bool = True) -> wire.Ready:
+    """What clients need to validate requests, and to compare engines. ``settings``: `output_settings`."""
     plan, inputs, scheduling = engine.plan, engine.input_processor, engine.core.scheduler.config
+    connector, takes_params = plan.connector, engine.core.scheduler.transfers.connector.takes_params
     return wire.Ready(
         pid=os.getpid(),
         model=plan.config.model,
@@ -251,6 +264,11 @@ def facts(engine: LLMEngine, *, is_as_started: bool = True) -> wire.Ready:
         runner_name=engine.runner_name,
         is_as_started=is_as_started,
         computes_on_cpu=plan.device == "cpu",
+        settings=settings,
+        weights=engine.live.stated_identity,
+        weight_version=engine.live.version,
+        kv_connector=None if connector is None else connector.config.kv_connector,
+        kv_role=connector.config.kv_role if connector is not None and takes_params else None,
     )
 
 

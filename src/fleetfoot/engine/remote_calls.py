@@ -29,7 +29,7 @@ class RemoteCalls:
     """The methods.
 
     Args:
-        announce: called when facts of the engine have changed that clients validate requests with.
+        announce: called when facts of the engine may have changed that clients read.
     """
 
     def __init__(self, engine: LLMEngine, announce: Callable[[], object]) -> None:
@@ -37,7 +37,6 @@ class RemoteCalls:
         self._announce = announce
         self._drains: list[tuple[Call, Send]] = []
         self._has_new_settings = False
-        self._was_as_started = True
 
     @property
     def is_as_started(self) -> bool:
@@ -73,8 +72,7 @@ class RemoteCalls:
             send(Reply(call.number, error=Failed.of(error)))
             return
         self._has_new_settings |= call.method == "update_config"
-        if call.method == "update_config" or self.is_as_started is not self._was_as_started:
-            self._was_as_started = self.is_as_started
+        if call.method not in STATE_METHODS:
             self._announce()
         send(Reply(call.number, value))
 

@@ -194,6 +194,15 @@ class Ready(_Message):
     """Whether a new process would be the same: no call has changed weights or settings, and the engine is neither
     paused nor asleep."""
     computes_on_cpu: bool = False
+    settings: dict[str, str] = {}
+    """What else outputs depend on, see `fleetfoot.plan.output_settings`."""
+    weights: str = ""
+    """Identity of the weights in use."""
+    weight_version: int = 0
+    kv_connector: str | None = None
+    """Its name."""
+    kv_role: str | None = None
+    """Of a connector by which requests hand KV over, with ``kv_transfer_params``; else None."""
 
 
 class SequenceEnd(msgspec.Struct, array_like=True, gc=False):

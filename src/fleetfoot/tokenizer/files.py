@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -78,6 +79,18 @@ def read_end_token(path: Path) -> int | None:
         ids = dict(vocab) if isinstance(vocab, dict) else {entry[0]: index for index, entry in enumerate(vocab)}
         ids |= {token["content"]: token["id"] for token in found.get("added_tokens") or ()}
     return ids.get(content)
+
+
+def tokenizer_digest(path: Path) -> str:
+    """16 hex digits over the files that `read_tokenizer_files` reads, chat templates included."""
+    path = _find_tokenizer_json(path)
+    names = _CONFIG_FILE, _SPECIAL_TOKENS_FILE, _CHAT_TEMPLATE_FILE
+    others = [path.parent / name for name in names] + sorted((path.parent / _CHAT_TEMPLATE_FOLDER).glob("*.jinja"))
+    digest = hashlib.blake2b(digest_size=8)
+    for file in (path, *filter(Path.is_file, others)):
+        content = file.read_bytes()
+        digest.update(f"{file.name} {len(content)} ".encode() + content)
+    return digest.hexdigest()
 
 
 def _find_tokenizer_json(path: Path) -> Path:

@@ -46,6 +46,7 @@ MAX_LOST = 3
 _FIRST_NUMBER = 1 << 40
 """The first number of the group's own prompts and calls. Clients count from 0."""
 _ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+_UPDATES = ("reload_weights", "apply_sparse_weight_patches")
 _TRAINER_CALLS = ("init_weight_transfer", "update_weights", "start_weight_update", "finish_weight_update")
 _JOIN_S = 1.0
 """Seconds from the first decode engine on, in which others are waited for."""
@@ -79,6 +80,8 @@ class _Engine:
     """None: it is not connected."""
     facts: Ready | None = None
     interruption: str = ""
+    refusal: str = ""
+    """Why its answers would differ from those of the group; empty: they would not."""
     routes: dict[int, _Route] = field(default_factory=dict)
     """By the number of the sequence."""
     prefills: dict[int, asyncio.Future[SequenceEnd]] = field(default_factory=dict)
@@ -86,7 +89,12 @@ class _Engine:
 
     @property
     def is_usable(self) -> bool:
-        return self.link is not None and not self.interruption
+        return self.link is not None and not self.interruption and not self.refusal
+
+    @property
+    def title(self) -> str:
+        """For messages."""
+        return f"{self.name} at {self.address}"
 
     @property
     def load(self) -> int:
@@ -159,13 +167,15 @@ class GroupLink:
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._facts: Ready | None = None
+        self._newest: tuple[int, str] | None = None  # version and identity of the weights that answers come from
+        self._reload: Call | None = None  # the last call that has replaced all weights
         self._interruption = ""
         self._has_started = False
         self.counts = dict.fromkeys(("proxy_prefills", "proxy_prefills_failed", "proxy_requests_resumed"), 0)
 
     async def hello(self) -> Ready:
         """Wait until a decode engine is ready, and for a while until all are. Raises ValueError: an engine has another
-        key or another model."""
+        key, or its answers would differ."""
         keepers = [self._begin(self._keep(engine)) for engine in self._engines]
         logger.info("waiting for the engines at %s", ", ".join(engine.address for engine in self._engines))
         deadline: float | None = None
@@ -226,6 +236,8 @@ class GroupLink:
             except (ValueError, msgspec.MsgspecError) as error:
                 if not self._has_started:
                     raise
+                engine.refusal = str(error)
+                self._update()
                 logger.error("the engine %s cannot be used: %s", engine.name, error)
                 await asyncio.sleep(_RETRY_S)
             finally:
@@ -238,14 +250,17 @@ class GroupLink:
     async def _serve(self, engine: _Engine, link: EngineLink) -> None:
         """Take the messages of an engine until it fails."""
         facts = await link.hello()
-        self._check_model(engine, facts)
-        engine.link, engine.facts, engine.interruption = link, facts, ""
-        logger.info("the engine %s at %s is connected", engine.name, engine.address)
+        self._check_transfers(engine, facts)
+        self._check_settings(engine, facts)
+        engine.link, engine.facts, engine.interruption, engine.refusal = link, facts, "", ""
+        logger.info("the engine %s is connected", engine.title)
         if self._facts is None and not engine.is_prefill:
             self._facts = facts
         elif not engine.is_prefill:
             self._incoming.put_nowait(facts)
-        self._update()
+        self._compare_weights()
+        if engine.refusal:
+            self._begin(self._catch_up(engine))
         while not isinstance(message := await link.receive(), Dead):
             self._take(engine, message)
         self._report_failure(engine, message)
@@ -253,21 +268,73 @@ class GroupLink:
     def _report_failure(self, engine: _Engine, message: Dead) -> None:
         logger.error("the engine %s has failed: %s", engine.name, message.text)
 
-    def _check_model(self, engine: _Engine, facts: Ready) -> None:
+    def _check_transfers(self, engine: _Engine, facts: Ready) -> None:
+        """Raises ValueError: with prefill engines, the engine has no part in handing KV over."""
+        part, role = ("hands over", "kv_producer") if engine.is_prefill else ("takes over", "kv_consumer")
+        if self._group.prefill and facts.kv_role not in (role, "kv_both"):
+            raise ValueError(
+                f"the engine {engine.title} never {part} KV: its kv_connector is {facts.kv_connector!r}, and its "
+                f"role for kv_transfer_params {facts.kv_role!r}; start it with NixlConnector and {role}, or the "
+                "proxy without prefill engines"
+            )
+
+    def _check_settings(self, engine: _Engine, facts: Ready) -> None:
+        """Raises ValueError: its answers would differ from those of another engine."""
+        ours = _settings_of(facts)
         for other in self._engines:
-            if other.facts is not None and _model_of(other.facts) != _model_of(facts):
+            if other.facts is None:
+                continue
+            theirs = _settings_of(other.facts)
+            if facts.weight_version != other.facts.weight_version:
+                theirs["weights"] = ours["weights"]  # see `_compare_weights`
+            found = [
+                f"{name} is {theirs[name]!r} of {other.name}, and {value!r} of {engine.name}"
+                for name, value in ours.items()
+                if name in theirs and theirs[name] != value
+            ]
+            if found:
                 raise ValueError(
-                    f"the engines {other.name} ({other.facts.model}) and {engine.name} ({facts.model}) have different "
-                    "models; start all engines of a proxy with the same one"
+                    f"the engines {other.title} ({other.facts.model}) and {engine.title} ({facts.model}) would answer "
+                    f"differently: {'; '.join(found)}; start all engines of a proxy with the same settings and weights"
                 )
+
+    def _compare_weights(self) -> None:
+        """Engines have come, or have other weights: only those with the newest ones are used."""
+        connected = [(engine, engine.facts) for engine in self._engines if engine.link is not None and engine.facts]
+        for _, facts in connected:
+            if self._newest is None or facts.weight_version > self._newest[0]:
+                self._newest = facts.weight_version, facts.weights
+        for engine, facts in connected:
+            refusal = ""
+            if (facts.weight_version, facts.weights) != self._newest:
+                assert self._newest is not None
+                refusal = (
+                    f"the engine {engine.title} has weights of version {facts.weight_version} ({facts.weights}), and "
+                    f"answers are of version {self._newest[0]} ({self._newest[1]}); it is not used"
+                )
+                if refusal != engine.refusal:
+                    logger.warning("%s", refusal)
+            elif engine.refusal:
+                logger.info("the engine %s has the weights of the group, and is used", engine.title)
+            engine.refusal = refusal
+        self._update()
+
+    async def _catch_up(self, engine: _Engine) -> None:
+        """Give an engine with earlier weights those of the group, if they came as a whole."""
+        if self._reload is None or self._newest is None or self._reload.keywords["weight_version"] != self._newest[0]:
+            message = "the engine %s needs weights that this proxy cannot give it: start it with them, or update all"
+            logger.error(message, engine.title)
+            return
+        try:
+            await self._ask(engine, self._reload)
+        except (ValueError, TypeError, RuntimeError) as error:
+            logger.error("the engine %s does not take the weights of the group: %s", engine.title, error)
 
     def _leave(self, engine: _Engine) -> None:
         """An engine is lost."""
         routes = list(dict.fromkeys(engine.routes.values()))
-        logger.warning(
-            "the engine %s at %s is lost; %d requests continue elsewhere", engine.name, engine.address, len(routes)
-        )
-        engine.link = None
+        logger.warning("the engine %s is lost; %d requests continue elsewhere", engine.title, len(routes))
+        engine.link, engine.refusal = None, ""
         engine.fail(RuntimeError(f"the connection with the engine {engine.name} is lost"))
         engine.routes.clear()
         self._update()
@@ -278,7 +345,8 @@ class GroupLink:
         """Engines have come or gone: wake up what waits, and tell the client whether requests wait."""
         self._changed.set_result(None)
         self._changed = asyncio.get_running_loop().create_future()
-        reasons = [engine.interruption for engine in self._engines if engine.link is not None]
+        concerned = [engine for engine in self._engines if engine.link is not None or engine.refusal]
+        reasons = [engine.interruption or engine.refusal for engine in concerned]
         reason = "" if any(engine.is_usable for engine in self._engines) else next(iter(reasons), self.no_engine)
         if reason != self._interruption:
             self._interruption = reason
@@ -405,6 +473,7 @@ class GroupLink:
             self._update()
         elif isinstance(message, Ready):
             engine.facts = message
+            self._compare_weights()
             if not engine.is_prefill:
                 self._incoming.put_nowait(message)
 
@@ -459,6 +528,13 @@ class GroupLink:
     async def _call(self, call: Call) -> None:
         """Call all engines that are connected. The result is that of the first one, or the first error."""
         engines = [engine for engine in self._engines if engine.link is not None]
+        call = _unwrapped(call)
+        if call.method in _UPDATES:
+            call = self._with_version(call)
+            if call.method == "reload_weights":
+                self._reload = call
+            else:  # patches are of the newest weights
+                engines = [engine for engine in engines if not engine.refusal]
         if call.method in ("ping", "state", COMPILE_GRAMMAR):
             engines = [engine for engine in engines if engine.is_usable][:1]
         try:
@@ -471,12 +547,24 @@ class GroupLink:
             if call.method == "metrics":
                 names = [engine.name for engine in engines]
                 value = [{**reply, "engine": name} for name, reply in zip(names, replies, strict=True)]
-                value.append({"engine": "proxy", "counters": self.counts})
+                gauges = {"proxy_engines_refused": sum(bool(engine.refusal) for engine in self._engines)}
+                value.append({"engine": "proxy", "counters": self.counts, "gauges": gauges})
             elif call.method == "abort_requests":
                 value = list(dict.fromkeys(name for names in replies for name in names))
             self._incoming.put_nowait(Reply(call.number, value))
         except (ValueError, TypeError, RuntimeError) as error:
             self._incoming.put_nowait(Reply(call.number, error=Failed.of(error)))
+        if call.method == "reload_weights":
+            for engine in self._engines:  # those that have come meanwhile
+                if engine.link is not None and engine.refusal and engine not in engines:
+                    self._begin(self._catch_up(engine))
+
+    def _with_version(self, call: Call) -> Call:
+        """An update with a version, the same for all engines: only then are their weights known to be the same."""
+        if call.keywords.get("weight_version") is not None:
+            return call
+        version = 1 + (0 if self._newest is None else self._newest[0])
+        return msgspec.structs.replace(call, keywords={**call.keywords, "weight_version": version})
 
     async def _ask(self, engine: _Engine, call: Call) -> Any:
         number = next(self._numbers)
@@ -491,8 +579,22 @@ class GroupLink:
         return reply.value
 
 
-def _model_of(facts: Ready) -> tuple[Any, ...]:
-    return facts.vocab_size, facts.eos_token_ids, facts.pooling
+def _settings_of(facts: Ready) -> dict[str, Any]:
+    """All that answers depend on, the weights included."""
+    names = "vocab_size", "eos_token_ids", "pooling", "max_model_len", "max_logprobs", "has_priority"
+    found = {name: getattr(facts, name) for name in (*names, "sampling_defaults", "weights")}
+    return {**found, **facts.settings}
+
+
+def _unwrapped(call: Call) -> Call:
+    """An update by ``collective_rpc`` as the call of its method."""
+    names = "method", "timeout", "args", "kwargs"
+    given = (
+        {**dict(zip(names, call.arguments, strict=False)), **call.keywords} if call.method == "collective_rpc" else {}
+    )
+    if given.get("method") not in (*_UPDATES, *_TRAINER_CALLS):
+        return call
+    return Call(call.number, given["method"], list(given.get("args") or ()), dict(given.get("kwargs") or {}))
 
 
 def _prefill_request(request: AddRequest, number: int, name: str) -> AddRequest:
