@@ -291,6 +291,8 @@ class LiveWeights:
             else:
                 self._changed |= set(staged.values())
                 self._kept.save(set(staged.values()))
+            if self._states_identity:
+                self.identity()
             self._change(new, self._label(), is_shared=self._plan.connector is not None)
         return new
 

@@ -130,7 +130,7 @@ def _engine_shape(
 ) -> EngineShape:
     """What memory is counted for. ``found``: the drafter's model. Raises ValueError: max_model_len is too large."""
     limit = model.max_position_embeddings
-    if (config.max_model_len or 0) > limit and any(rope and rope.rope_type == "dynamic" for rope in model.layer_ropes):
+    if (config.max_model_len or 0) > limit and _has_dynamic_rope(model):
         raise ValueError(
             f"max_model_len is {config.max_model_len}; rope scaling of the type 'dynamic' is not supported beyond "
             f"max_position_embeddings, {limit}, from where on it changes all positions of a text with its length; set "
@@ -182,6 +182,11 @@ def _engine_shape(
         max_model_len=config.max_model_len or limit,
         drafter=drafter_shape(config, model, found, dtype, device),
     )
+
+
+def _has_dynamic_rope(model: ModelConfig) -> bool:
+    ropes = (layer.mixer.rope for layer in model.layers)
+    return any(rope is not None and rope.rope_type == "dynamic" for rope in ropes)
 
 
 def _executor(config: EngineConfig, device: str) -> str:
