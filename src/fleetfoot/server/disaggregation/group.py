@@ -285,6 +285,8 @@ class GroupLink:
             if other.facts is None:
                 continue
             theirs = _settings_of(other.facts)
+            if other is engine:  # started again; it may have less room for KV, and refuses what does not fit
+                del theirs["max_model_len"]
             if facts.weight_version != other.facts.weight_version:
                 theirs["weights"] = ours["weights"]  # see `_compare_weights`
             found = [
