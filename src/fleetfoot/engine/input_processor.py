@@ -42,6 +42,7 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 LONG_TEXT = 4096
 """Characters from which on an event loop tokenizes a prompt in a thread: it takes about a millisecond."""
 
+_ENTRY_CHARS = 8
 _MAX_CACHED_BAD_WORDS = 128
 _LARGE = 1 << 62
 """Above any number of tokens, and fits in messages between processes."""
@@ -307,12 +308,28 @@ class InputProcessor:
         return text, self._tokenize_for(text, params), salt
 
     def _tokenize_for(self, text: str, params: SamplingParams | PoolingParams) -> np.ndarray:
-        is_cut = params.truncate_prompt_tokens is not None
+        keep = params.truncate_prompt_tokens
         if self.pooling_texts is None or isinstance(params, SamplingParams):
-            return self.tokenize(text, is_cut=is_cut)
-        if not is_cut:
+            return self.tokenize(text if keep is None else self.cut(text, keep), is_cut=keep is not None)
+        if keep is None:
             self._check_length("the prompt", text)
         return np.frombuffer(array("q", self.pooling_texts.tokenize(text, params)), np.int64)
+
+    def cut(self, text: str, keep: int) -> str:
+        """An end of a text with the last ``keep`` tokens; -1: as many as a prompt has.
+
+        Raises ValueError: the text cannot be cut, or would keep more tokens than a prompt can have.
+        """
+        if self.tokenizer is None:
+            return text
+        longest = self._longest_prompt
+        kept = self.tokenizer.cut(text, longest + 1 if keep == -1 else min(keep, longest + 1), "left")
+        if keep > longest and len(kept) < len(text):
+            raise ValueError(
+                f"the prompt has more than {longest} tokens, and truncate_prompt_tokens is {keep}; with max_model_len="
+                f"{self.max_model_len} it can have at most {longest}"
+            )
+        return kept
 
     def tokenize(self, text: str, *, is_cut: bool = False, **options: Any) -> np.ndarray:
         """Token ids of a prompt, ``[num_tokens]`` int64; it may be too long if it ``is_cut`` afterwards."""
@@ -384,6 +401,16 @@ def is_long_text(prompt: object) -> bool:
     if isinstance(prompt, dict):
         prompt = None if prompt.get("prompt_token_ids") is not None else prompt.get("prompt")
     return isinstance(prompt, str) and len(prompt) >= LONG_TEXT
+
+
+def input_size(prompt: object, params: object) -> int:
+    """About how many characters take as long to tokenize as a prompt and its parameters take to validate."""
+    if isinstance(prompt, dict):
+        ids = prompt.get("prompt_token_ids")
+        prompt = prompt.get("prompt") if ids is None else ids
+    size = len(prompt) if hasattr(prompt, "__len__") else 0
+    sizes = [len(getattr(params, name, None) or ()) for name in ("logit_bias", "allowed_token_ids", "bad_words")]
+    return (size if isinstance(prompt, str) else size // 4) + _ENTRY_CHARS * sum(sizes)
 
 
 def _checked_pooling_params(params: Any, pooling: Pooling, max_model_len: int) -> PoolingParams:

@@ -14,6 +14,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from fleetfoot.tokenizer.batch_encoding import MOST_TOKENS, PADDING, TRUNCATION, BatchEncoding, as_columns, pad
+from fleetfoot.tokenizer.cutting import TextCutter, check_uncut, text_cutter
 from fleetfoot.tokenizer.detokenizer import TokenPieces
 from fleetfoot.tokenizer.files import read_tokenizer_files
 
@@ -157,6 +158,23 @@ class Tokenizer:
             return None
         return max(map(len, self.get_vocab())) * (_MOST_COMPOSED if "NFC" in kinds else 1)
 
+    @functools.cached_property
+    def _cutter(self) -> TextCutter | None:
+        return text_cutter(self.backend)
+
+    def cut(self, text: str, most: int, side: str) -> str:
+        """A part of a text with the same ``most`` tokens at its end, if it is truncated on the left ``side``, or at its
+        begin; special tokens are not counted. Takes time and memory for so many tokens, not for the text.
+
+        Raises ValueError: the text is long and cannot be cut.
+        """
+        if len(text) < _LONG:
+            return text
+        if (cutter := self._cutter) is None:
+            check_uncut(text)
+            return text
+        return cutter.last(text, most) if side == "left" else cutter.first(text, most)
+
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
         """The id of a token as it stands in the vocabulary ("Ġhello"), or a list; unknown: UNK's id or None."""
         if not isinstance(tokens, str):
@@ -218,7 +236,8 @@ class Tokenizer:
         pairs: list[Any] = [
             one if isinstance(one, list | tuple) and len(one) == 2 else (one, other) for one, other in texts
         ]
-        rows = [self._encode(one, other, add_special_tokens, limit) for one, other in pairs]
+        keeps = names["offset_mapping"]
+        rows = [self._encode(one, other, add_special_tokens, limit, keeps_offsets=keeps) for one, other in pairs]
         if rows and (pads == "longest" or (pads == "max_length" and most < MOST_TOKENS)):
             length, multiple = most if pads == "max_length" else max(map(len, rows)), pad_to_multiple_of or 1
             side = padding_side or self.padding_side
@@ -226,13 +245,23 @@ class Tokenizer:
         return as_columns(rows, names, return_tensors, self.tensor_types, is_batch=is_batch)
 
     def _encode(
-        self, text: Any, pair: Any, adds: bool, most: int | None = None, *, has_offsets: bool = True
+        self,
+        text: Any,
+        pair: Any,
+        adds: bool,
+        most: int | None = None,
+        *,
+        has_offsets: bool = True,
+        keeps_offsets: bool = False,
     ) -> tokenizers.Encoding:
-        """``adds``: whether special tokens are added; ``most``: tokens with them, or None for no limit."""
+        """``adds``: whether special tokens are added; ``most``: tokens with them, or None for no limit;
+        ``keeps_offsets``: whether those of a text that is truncated are read."""
         for one in (text, pair):
             if not isinstance(one, str) and (one is text or one is not None):
                 raise TypeError(f"text must be a str or a list of them, not {type(one).__name__}")
         try:
+            if most is not None and pair is None and (self.truncation_side == "right" or not keeps_offsets):
+                text = self.cut(text, most, self.truncation_side)
             if len(text) + len(pair or "") < _LONG:
                 row = self.backend.encode(text, pair, add_special_tokens=adds)
             else:  # calls for batches leave the interpreter to other threads meanwhile
