@@ -52,6 +52,11 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("prompt", {**PROMPT, "prompt": [BIG]}),
     ("prompt", {**PROMPT, "prompt": [1] * 5000}),
     ("prompt", {**PROMPT, "prompt": ["a"] * 1025}),
+    ("prompt", {**PROMPT, "prompt": ["a"] * 20_000}),
+    ("tools", {**CHAT, "tools": [{}] * 1025}),
+    ("messages", {**CHAT, "messages": [{}] * 16_385}),
+    ("messages", {**CHAT, "messages": [{"role": "user", "content": [1] * 16_385}]}),
+    ("guided_choice", {**PROMPT, "guided_choice": ["a"] * 16_385}),
     ("prompt", {**PROMPT, "prompt": ""}),
     ("prompt[1]", {**PROMPT, "prompt": [[1], []]}),
     ("stop_token_ids", {**PROMPT, "stop_token_ids": [1] * 5000}),
@@ -122,3 +127,25 @@ def test_a_template_of_a_request() -> None:
     options = {"variables": {"bos_token": "<s>"}, "add_generation_prompt": False}
     text = asyncio.run(render_apart("{{ bos_token }}{{ messages[0].content }}", CHAT["messages"], options))
     assert text == "<s>a"
+
+
+def test_the_headers_are_counted(client: httpx.Client) -> None:
+    few = {f"x-{number}": "a" for number in range(80)}
+    assert client.get("/health", headers=few).status_code == 200
+    response = client.get("/health", headers=few | {f"y-{number}": "a" for number in range(80)})
+    assert response.status_code == 431
+    assert client.get("/health").status_code == 200
+
+
+def test_large_requests_that_are_within_the_limits(client: httpx.Client) -> None:
+    tools = [{"type": "function", "function": {"name": f"f{number}", "parameters": {}}} for number in range(200)]
+    body = {**CHAT, "messages": CHAT["messages"] * 2000, "tools": tools, "truncate_prompt_tokens": 20}
+    assert client.post("/v1/chat/completions", json=body).json()["usage"]["prompt_tokens"] == 20
+    text = "the little fox ran. " * 4500
+    response = client.post("/v1/completions", json={**PROMPT, "prompt": text, "truncate_prompt_tokens": 30})
+    assert response.json()["usage"]["prompt_tokens"] == 30
+    tokens = client.post("/tokenize", json={"prompt": text}).json()["tokens"]
+    assert client.post("/detokenize", json={"tokens": tokens[1:9000]}).json()["prompt"] in text
+    answer = client.post("/v1/completions", json={**PROMPT, "prompt": tokens[-30:], "temperature": 0}).json()
+    body = {**PROMPT, "prompt": text, "truncate_prompt_tokens": 30, "temperature": 0}
+    assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == answer["choices"][0]["text"]

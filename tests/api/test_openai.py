@@ -229,7 +229,7 @@ REFUSED = [
     ({"prompt": PROMPT, "stream_options": {"include_usage": True}}, "stream_options"),
     ({"prompt": PROMPT, "stream": True, "stream_options": {"include_usages": True}}, "stream_options.include_usages"),
     ({"prompt": PROMPT, "guided_choice": ["a"], "allowed_token_ids": [5, 6]}, "allowed_token_ids"),
-    ({"prompt": PROMPT, "n": 1025, "temperature": 1}, "n"),
+    ({"prompt": PROMPT, "n": 2049, "temperature": 1}, "n"),
     ({"prompt": [PROMPT] * 1025}, "prompt"),
     ({"prompt": []}, "prompt"),
     ({"prompt": ["text", 4]}, "prompt[1]"),

@@ -366,14 +366,14 @@ def test_a_schema_that_cannot_be_compiled_is_named():
 
     wrong = {"properties": {"a": {"type": "string", "pattern": "(?=x)"}}}
     tools = ToolUse.of([tool("good"), tool("bad", **wrong)], "required")
-    message = find_schema_error(tools)
+    message = find_schema_error(tools, LLMatcher.validate_grammar)
     assert message.startswith("tools[1].function.parameters cannot be compiled")
     assert "(at #/properties/a)" in message
     unsupported = {"properties": {"a": {"type": "array", "uniqueItems": True}}}
     tools = [tool("good"), tool("loose", **unsupported)]
-    assert find_schema_error(ToolUse.of(tools, "required")) is None
+    assert find_schema_error(ToolUse.of(tools, "required"), LLMatcher.validate_grammar) is None
     tools[1]["function"]["strict"] = True
-    assert "uniqueItems" in find_schema_error(ToolUse.of(tools))
+    assert "uniqueItems" in find_schema_error(ToolUse.of(tools), LLMatcher.validate_grammar)
 
 
 def test_the_end_of_reasoning_is_forced_after_a_budget():

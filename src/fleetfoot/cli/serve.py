@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import math
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fleetfoot.cli.arguments import add_engine_arguments, engine_config
 from fleetfoot.cli.command import Command, UsageError, usage_errors
@@ -19,6 +20,7 @@ from fleetfoot.parsers.registry import check_parsers
 if TYPE_CHECKING:
     from fleetfoot.server.api_server import ServerSettings
     from fleetfoot.server.app import CorsSettings
+    from fleetfoot.server.bounds import BodyLimits
 
 _EPILOG = """\
 Serve the embedded model, and send it a request:
@@ -85,6 +87,15 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     )
     text = "log unknown fields of requests once each and ignore them, instead of refusing the request"
     add("--allow-unknown-fields", action="store_true", help=text)
+    add(
+        "--limit-per-request",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help="most entries of lists and objects of a request, such as '{\"tools\": 2000}'; docs/serving.md has all",
+    )
+    text = "unfinished requests of one API key, or address without keys, from which on it gets 429 (default: any)"
+    add("--max-queue-per-key", type=_count, metavar="N", help=text)
     text = "responses that are stored for previous_response_id; the oldest ones are dropped (default: 4096)"
     add("--max-stored-responses", type=_count, default=4096, metavar="N", help=text)
     add("--max-stored-mib", type=_count, default=256, metavar="N", help="of all stored responses (default: 256)")
@@ -141,6 +152,8 @@ def server_settings(arguments: argparse.Namespace, default_names: tuple[str, ...
         model_names=tuple(arguments.served_model_name or default_names),
         max_queue=-(-arguments.max_queue // (arguments.api_server_count or 1)),
         max_body_bytes=arguments.max_body_bytes,
+        limits=_limits(arguments.limit_per_request),
+        max_queue_per_key=arguments.max_queue_per_key,
         chat_template=_chat_template(arguments.chat_template),
         allow_unknown_fields=arguments.allow_unknown_fields,
         tool_call_parser=arguments.tool_call_parser,
@@ -248,6 +261,26 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no count; it must be an integer of at least 1")
     return int(text)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    with suppress(ValueError):
+        if isinstance(value := json.loads(text), dict):
+            return value
+    raise argparse.ArgumentTypeError(f"{text} is no JSON object")
+
+
+def _limits(given: dict[str, Any]) -> BodyLimits:
+    """Raises UsageError for an unknown limit, or one that is no count."""
+    from fleetfoot.server.bounds import BodyLimits
+
+    known = [one.name for one in dataclasses.fields(BodyLimits)]
+    for name, most in given.items():
+        if name not in known:
+            raise UsageError(f"--limit-per-request has {name!r}, which is not a limit; it can have {', '.join(known)}")
+        if not isinstance(most, int) or isinstance(most, bool) or most < 1:
+            raise UsageError(f"--limit-per-request has {name}={most!r}; it must be an integer of at least 1")
+    return BodyLimits(**given)
 
 
 def _seconds(text: str) -> float:

@@ -287,20 +287,18 @@ def prepared_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
         return schema
 
 
-def find_schema_error(tools: ToolUse) -> str | None:
-    """The tool with parameters that cannot be compiled, and the reason."""
-    from llguidance import LLMatcher
-
+def find_schema_error(tools: ToolUse, find_error: Callable[[str], str]) -> str | None:
+    """The tool with parameters that cannot be compiled, and the reason. ``find_error``: of a grammar."""
     from fleetfoot.structured.grammars import make_grammar
 
     for index, schema in enumerate(tools.schemas):
         tool, rules = Tool.of(schema), Rules({}, prepared_schema)
-        reason = LLMatcher.validate_grammar(rules.render(rules.arguments(tool)))
+        reason = find_error(rules.render(rules.arguments(tool)))
         if not reason:
             continue
         where = f"tools[{index}].function.parameters"
         try:
-            make_grammar(StructuredOutputsParams(json=arguments_schema(tool)), Rules({}), LLMatcher.validate_grammar)
+            make_grammar(StructuredOutputsParams(json=arguments_schema(tool)), Rules({}), find_error)
         except ValueError as error:  # it has the place
             return str(error).replace("structured_outputs.json", where)
         return f"{where} cannot be compiled: {reason}"

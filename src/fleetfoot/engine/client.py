@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, cast
 
 from fleetfoot.engine import wire
 from fleetfoot.engine.errors import EngineDeadError
-from fleetfoot.engine.input_processor import InputProcessor, is_long_text, needs_grammar
+from fleetfoot.engine.input_processor import LONG_TEXT, InputProcessor, input_size, needs_grammar
 from fleetfoot.engine.link import EngineLink, Link
 from fleetfoot.engine.output_processor import OutputProcessor, merge_outputs
 from fleetfoot.engine.stats import StatsCollector
@@ -26,7 +27,7 @@ from fleetfoot.records.request import FINISH_REASONS, RequestStatus
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.records.step import EngineOutput
 from fleetfoot.records.structured_outputs import as_structured_outputs
-from fleetfoot.structured.compiler import GrammarChecker
+from fleetfoot.structured.compiler import TIMEOUT_S, GrammarChecker
 from fleetfoot.structured.trial import GrammarTrial
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
@@ -62,7 +63,7 @@ class OutputStream:
     """The outputs of a request that the engine has accepted: an async iterator, or calls of a listener. `aclose` aborts
     what is unfinished."""
 
-    __slots__ = ("_client", "_finished", "_is_held", "_items", "_kind", "_listener", "_request_id", "_waiter")
+    __slots__ = ("_client", "_finished", "_is_held", "_items", "_kind", "_listener", "_request_id", "_waiter", "owner")
 
     def __init__(self, client: EngineClient, request_id: str, kind: RequestOutputKind) -> None:
         self._client = client
@@ -73,6 +74,8 @@ class OutputStream:
         self._listener: Listener | None = None
         self._is_held = False
         self._finished = False
+        self.owner = ""
+        """Who has sent the request."""
 
     def listen(self, listener: Listener) -> None:
         """Call ``listener`` with each output or exception when it arrives, in place of an iteration."""
@@ -128,6 +131,10 @@ class OutputStream:
             self._client.discard(self._request_id, self)
 
 
+async def _run_in_thread(cost: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    return await asyncio.to_thread(function, *arguments)
+
+
 class EngineClient:
     """A client of an engine's process, with the interface of `fleetfoot.AsyncLLM`; of one event loop.
 
@@ -148,6 +155,8 @@ class EngineClient:
         self._cause: str | None = None
         self._trial = GrammarTrial()
         self._task: asyncio.Task[None] | None = None
+        self.run_native: Callable[..., Awaitable[Any]] = _run_in_thread
+        """Runs a function, given with its cost and its arguments, outside of the event loop."""
         self.interruption = ""
         """Why requests wait at present, and go on afterwards; empty: they do not."""
         self.held, self.held_since = False, 0.0
@@ -220,6 +229,10 @@ class EngineClient:
         """Requests of this client that have not ended."""
         return len(self._streams)
 
+    def count_of(self, owner: str) -> int:
+        """Requests of one owner that have not ended."""
+        return sum(stream.owner == owner for stream in self._streams.values())
+
     @property
     def runner_name(self) -> str:
         return self.facts.runner_name
@@ -286,8 +299,8 @@ class EngineClient:
         if needs_grammar(params):
             await self._compile_grammar(params)
             self._check_alive()
-        if is_long_text(prompt):
-            request = await asyncio.to_thread(process, request_id, prompt, params, priority=priority)
+        if (cost := input_size(prompt, params)) >= LONG_TEXT:
+            request = await self.run_native(cost, partial(process, request_id, prompt, params, priority=priority))
             self._check_alive()
         else:
             request = process(request_id, prompt, params, priority=priority)
@@ -309,6 +322,11 @@ class EngineClient:
         with contextlib.suppress(RuntimeError):  # of an engine that is lost; another one may take the request
             await self.call(wire.COMPILE_GRAMMAR, as_structured_outputs(getattr(params, "structured_outputs", None)))
             checked.is_compiled = True
+
+    def validate_grammar(self, grammar: str) -> str:
+        """The error of a grammar, which another process compiles; empty: there is none. Raises ValueError: it exceeds
+        the limits."""
+        return self._trial.run(grammar, TIMEOUT_S)
 
     def _finish(self, sequence_id: str, status: RequestStatus, stop_reason: str | None = None) -> None:
         """Called by the output processor for a stop string, and for an abort."""

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 EXIT_INTERRUPTED = 130
 BACKLOG = 2048
 """Connections that wait to be accepted."""
+_SWITCH_S = 0.001
+"""Seconds after which a thread that reads a large body leaves the interpreter to the event loop."""
 _LAST_SECONDS = 2
 """For clients to take what ends their requests."""
 
@@ -176,12 +178,14 @@ class ApiServer:
         if self.stopped.done():
             return
         tune_collections()
+        sys.setswitchinterval(_SWITCH_S)
         watching = asyncio.ensure_future(self._service.liveness.run())
         await self._server.serve(sockets=[])
         watching.cancel()
 
     def close(self) -> None:
         self.client.fail("the API server has ended")  # requests that run in the background
+        self._service.close()
         self.client.close()
 
 

@@ -15,6 +15,10 @@ from fleetfoot.parsers.base import MessageDelta, MessageParser
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.server.http import ApiError, invalid
 from fleetfoot.server.service import RequestOutputs, Service, check_completion, engine_prompt
+from fleetfoot.structured.grammars import MAX_CHARS
+
+_TOOL_COST = 1 << 17
+"""Of the search for a tool that cannot be compiled, as of so many bytes."""
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
@@ -200,20 +204,36 @@ class Prepared:
 
 async def prepare(service: Service, turn: Turn) -> Prepared:
     """Render the prompt, and complete the parameters. Raises ApiError and ValueError."""
-    try:
-        tools = ToolUse.of(turn.tools, turn.tool_choice, is_parallel=turn.parallel_tool_calls)
-    except ValueError as error:
-        raise invalid(str(error).split(" ", 1)[0], str(error)) from None
+    tools = await service.work(_read_tools, turn)
     template = turn.template.get("chat_template") or service.settings.chat_template
     variables = _template_variables(service, turn, template)
     options = {**variables, **turn.template, "tools": list(tools.schemas) or None}
-    token_ids = await service.render_chat([_with_reasoning(message) for message in turn.messages], **options)
+    messages = await service.work(lambda: [_with_reasoning(message) for message in turn.messages])
+    token_ids = await service.render_chat(messages, turn.params.truncate_prompt_tokens, **options)
     content = turn.messages[-1].get("content") if turn.template.get("continue_final_message") else None
-    expected = service.formats.expect(
-        template, tools, turn.params, token_ids, _text(content), turn.thinking_token_budget
+    expected = await service.work(
+        *(service.formats.expect, template, tools, turn.params, token_ids, _text(content)),
+        turn.thinking_token_budget,
     )
     expected.keep_special_tokens()
+    _check_grammar(expected.params, tools)
     return Prepared(token_ids, tools, expected)
+
+
+def _read_tools(turn: Turn) -> ToolUse:
+    try:
+        return ToolUse.of(turn.tools, turn.tool_choice, is_parallel=turn.parallel_tool_calls)
+    except ValueError as error:
+        raise invalid(str(error).split(" ", 1)[0], str(error)) from None
+
+
+def _check_grammar(params: SamplingParams, tools: ToolUse) -> None:
+    """Raises ApiError for tools the grammar of which is too long."""
+    constraint = params.structured_outputs
+    size = 0 if constraint is None else max(len(text or "") for text in (constraint.frame, constraint.grammar))
+    if tools.functions and size > MAX_CHARS:
+        message = f"tools has {len(tools.functions)} tools, the grammar of which has {size:,} characters"
+        raise invalid("tools", f"{message}; {MAX_CHARS:,} are the most: give fewer tools, or simpler parameters")
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -262,12 +282,13 @@ async def prompt_token_ids(service: Service, turn: Turn) -> list[int]:
 async def generate(service: Service, turn: Turn) -> GeneratedMessages:
     """Send the request. Raises ApiError and ValueError for a request that cannot run; then nothing runs."""
     prepared = await prepare(service, turn)
+    trial = service.engine.validate_grammar
     prompt = engine_prompt(prepared.token_ids, turn.cache_salt)
     try:
         outputs = await service.submit([prompt], prepared.expected.params, turn.request_id, turn.priority)
     except ApiError as error:
         if re.search(r"structured_outputs\.(grammar|frame)", error.message) and (
-            reason := find_schema_error(prepared.tools)
+            reason := await service.run_native(_TOOL_COST, find_schema_error, prepared.tools, trial)
         ):
             raise invalid(reason.split(" ", 1)[0], reason) from None
         raise

@@ -24,6 +24,7 @@ from fleetfoot.server.unknown_fields import NO_UNKNOWN_FIELDS, UnknownFields, ad
 from fleetfoot.utils.logs import REQUEST_ID
 from fleetfoot.utils.process import as_exception
 from fleetfoot.utils.validation import shown
+from fleetfoot.utils.work_pool import PoolFullError
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,8 @@ class ApiError(Exception):
             return error
         if isinstance(error, HTTPException):
             return cls(error.status_code, error.detail)
+        if isinstance(error, PoolFullError):
+            return cls(429, str(error), "queue_full", retry_after=1)
         if isinstance(error, EngineDeadError):
             return cls(503, str(error), "engine_dead")
         if isinstance(error, ValueError | TypeError):
@@ -376,22 +379,25 @@ class RequestGate:
 
         path = scope["path"].removeprefix(self._root_path)
         keys, app = self._keys_by_path.get(path, self._keys), self._app
-        if keys and scope["method"] != "OPTIONS" and not _has_key(headers, keys):
+        host, key = (scope["client"] or ("-",))[0], _key_number(headers, keys)
+        scope["client_name"] = f"key {key}" if len(keys) > 1 else host
+        if keys and scope["method"] != "OPTIONS" and key is None:
             which = "key" if keys is self._keys else "key of this route (--admin-key)"
             hint = "send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'"
             error = ApiError(401, f"the {which} is missing or wrong; {hint}", "invalid_api_key")
             app = error_response(error, scope, envelope_of(path, self._envelopes))
         await app(scope, receive, send_with_id)
         if self._logs:
-            host, milliseconds = (scope["client"] or ("-",))[0], 1000 * (time.perf_counter() - begin)
+            milliseconds = 1000 * (time.perf_counter() - begin)
             logger.info("%s %s %s %d %.1f ms", host, scope["method"], scope["path"], status, milliseconds)
 
 
-def _has_key(headers: dict[bytes, bytes], keys: tuple[str, ...]) -> bool:
+def _key_number(headers: dict[bytes, bytes], keys: tuple[str, ...]) -> int | None:
+    """Which of the keys a request has; None: none of them."""
     bearer = headers.get(b"authorization", b"")
     given = [bearer[7:] if bearer[:7].lower() == b"bearer " else b"", headers.get(b"x-api-key", b"")]
-    matches = [hmac.compare_digest(one, known.encode()) for one in given for known in keys]
-    return any(matches)  # of all of them, for a constant time
+    matches = [hmac.compare_digest(one, known.encode()) for known in keys for one in given]
+    return matches.index(True) // len(given) if any(matches) else None  # of all of them, for a constant time
 
 
 Handler = Callable[[Request], Awaitable[Response]]

@@ -16,6 +16,7 @@ from fleetfoot.server.streaming import EXTENSION, BodyWriter
 logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 64 << 10
+MAX_HEADERS = 100
 HEADERS_S = 30.0
 """Seconds from the begin of a connection or a request to the end of its headers."""
 DISCARD_S = 10.0
@@ -49,7 +50,7 @@ class LimitedHttp(HttpToolsProtocol):
         """Called when the connection has ended."""
         self._timer: asyncio.TimerHandle | None = None
         self._discard_timer: asyncio.TimerHandle | None = None
-        self._num_header_bytes = self._num_hosts = 0
+        self._num_header_bytes = self._num_headers = self._num_hosts = 0
         self._num_unparsed = 0
         """Bytes received since the begin of the headers: a header that has not ended is not parsed."""
 
@@ -79,6 +80,10 @@ class LimitedHttp(HttpToolsProtocol):
         self._count(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._num_headers == MAX_HEADERS:
+            self._refuse(431, f"there are more than {MAX_HEADERS} headers")
+            return
+        self._num_headers += 1
         super().on_header(name, value)
         self._num_hosts += name.lower() == b"host"
         self._count(len(name) + len(value) + 4)  # and a colon, a space and the end of the line
@@ -108,7 +113,7 @@ class LimitedHttp(HttpToolsProtocol):
 
     def _begin_headers(self) -> None:
         self._end_headers()
-        self._num_header_bytes = self._num_unparsed = self._num_hosts = 0
+        self._num_header_bytes = self._num_headers = self._num_unparsed = self._num_hosts = 0
         self._timer = self.loop.call_later(HEADERS_S, self._refuse, 408, f"no headers within {HEADERS_S:g} s")
 
     def _end_headers(self) -> None:

@@ -9,7 +9,8 @@ import functools
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,16 +26,17 @@ from fleetfoot.outputs import CompletionOutput, RequestOutput
 from fleetfoot.records.pooling_params import PoolingParams
 from fleetfoot.records.sampling_params import EXTRA_ARGS, SamplingParams
 from fleetfoot.records.structured_outputs import with_closed_objects
+from fleetfoot.server.bounds import SMALL_BYTES, BodyLimits, decode, must_scan, over_limit, scan
 from fleetfoot.server.http import ApiError, check_request_id, decode_body, invalid, read_body
 from fleetfoot.server.liveness import Liveness
 from fleetfoot.server.template_process import render_apart
 from fleetfoot.server.unknown_fields import UnknownFields
 from fleetfoot.tokenizer.tokenizer import Tokenizer
+from fleetfoot.utils.process import num_cores
+from fleetfoot.utils.work_pool import WorkPool
 
 _T = TypeVar("_T")
 
-MAX_SEQUENCES = 1024
-"""Most sequences of one HTTP request: prompts times ``n``."""
 MAX_ENTRIES = 1 << 18
 """Most entries of ``logit_bias`` or ``allowed_token_ids``, times prompts."""
 MAX_STOP_STRINGS = 64
@@ -43,6 +45,10 @@ MAX_STOP_CHARS = 4096
 _MESSAGE_CHARS = 32
 """A message takes about as long to render as so many characters take to tokenize."""
 _MAX_TEMPLATE_PROCESSES = 4
+_RESERVED = 8
+"""One of so many parts of the queue is added for clients that need no more than that."""
+_MAX_WAITING = 1024
+"""Most pieces of work of clients that wait for a thread."""
 _RENDER_OPTIONS = ("add_generation_prompt", "continue_final_message", "tools", "documents")
 """Keywords of `ChatTemplate.render`; others are variables."""
 RESERVED_VARIABLES = {
@@ -78,6 +84,11 @@ class ServiceSettings:
     """Responses that later requests can refer to; the oldest ones are dropped."""
     max_stored_bytes: int = 256 << 20
     """Most bytes of all stored responses."""
+    limits: BodyLimits = field(default_factory=BodyLimits)
+    """Of each request."""
+    max_queue_per_key: int | None = None
+    """Unfinished requests of one client from which on its others are refused with 429; None: as many as there is room
+    for. Clients differ by key if there are several, and else by address."""
 
 
 class Service:
@@ -91,6 +102,18 @@ class Service:
         self.is_draining = False
         self._unknown_fields = UnknownFields(allow=settings.allow_unknown_fields)
         self._template_processes = asyncio.Semaphore(_MAX_TEMPLATE_PROCESSES)
+        self.native = WorkPool(max(2, min(4, num_cores())), _MAX_WAITING)
+        """Runs work that leaves the interpreter to other threads."""
+        self.python = WorkPool(1, _MAX_WAITING)
+        """Runs other work: one thread, so that the event loop waits for no more than one."""
+        self._client: ContextVar[str] = ContextVar("client", default="")
+        self._body_size: ContextVar[int] = ContextVar("body_size", default=0)
+        engine.run_native = self.run_native
+
+    def close(self) -> None:
+        """End the threads."""
+        self.native.close()
+        self.python.close()
 
     @property
     def model_name(self) -> str:
@@ -124,12 +147,35 @@ class Service:
 
     async def read(self, http: Request, decoder: msgspec.json.Decoder[_T]) -> _T:
         """The body of a request, for a model that is served. Raises ApiError."""
-        body = decode_body(await read_body(http, self.settings.max_body_bytes), decoder, self._unknown_fields)
+        self._client.set(http.scope.get("client_name", ""))
+        content = await read_body(http, self.settings.max_body_bytes)
+        self._body_size.set(len(content))
+        body = await self._decode(content, decoder)
         if (name := getattr(body, "request_id", None)) is not None:
             check_request_id(name)
         self._check_guarded(body)
         self.check_model(getattr(body, "model", None))
         return body
+
+    async def _decode(self, content: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
+        limits = self.settings.limits
+        if len(content) > SMALL_BYTES:
+            found = await self.run_native(len(content), scan, content, limits)
+            return await self.work(decode, found, decoder, self._unknown_fields)
+        if must_scan(content, limits):
+            return decode(scan(content, limits), decoder, self._unknown_fields)
+        return decode_body(content, decoder, self._unknown_fields)
+
+    async def work(self, function: Callable[..., _T], /, *arguments: Any) -> _T:
+        """The result of a function of the body, in the thread for Python if the body is large."""
+        size = self._body_size.get()
+        if size <= SMALL_BYTES:
+            return function(*arguments)
+        return await self.python.run(self._client.get(), size, function, *arguments)
+
+    async def run_native(self, cost: int, function: Callable[..., _T], /, *arguments: Any) -> _T:
+        """The result of a function that leaves the interpreter to others. ``cost``: about the bytes that it reads."""
+        return await self.native.run(self._client.get(), cost, function, *arguments)
 
     def check_generates(self) -> None:
         """Raises ApiError for a model that pools."""
@@ -180,20 +226,18 @@ class Service:
         if self.settings.strict_schemas and isinstance(params, SamplingParams):
             params = copy.copy(params)
             params.structured_outputs = with_closed_objects(params.structured_outputs)
-        num_sequences = len(prompts) * getattr(params, "n", 1)
-        if num_sequences > MAX_SEQUENCES:
+        num_sequences, limits = len(prompts) * getattr(params, "n", 1), self.settings.limits
+        if num_sequences > limits.prompts:
             field = "n" if len(prompts) == 1 else ("prompt", *places)[-1].partition("[")[0]
-            message = f"the request has {num_sequences} sequences (prompts times n); {MAX_SEQUENCES} are the most"
-            raise invalid(field, f"{field}: {message}")
+            what = f"{field}: the sequences of the request (prompts times n) are"
+            raise over_limit(field, what, num_sequences, "prompts", limits)
         for field in ("logit_bias", "allowed_token_ids"):
             if (size := len(prompts) * len(getattr(params, field, None) or ())) > MAX_ENTRIES:
                 message = f"{field} has {size} entries for all prompts together; {MAX_ENTRIES} are the most"
                 raise invalid(field, message)
         if self.is_draining:
             raise ApiError(503, "the server shuts down", "shutting_down", retry_after=5)
-        if self.engine.num_unfinished + len(prompts) > self.settings.max_queue:
-            message = f"{self.engine.num_unfinished} requests are unfinished; {self.settings.max_queue} are the most"
-            raise ApiError(429, message, "queue_full", retry_after=1)
+        self._check_queue(len(prompts), places)
         streams: list[OutputStream] = []
         suffix = secrets.token_hex(4)  # clients may repeat the id of a request that has not ended
         try:
@@ -203,6 +247,7 @@ class Service:
                     await asyncio.sleep(0)  # others go on
                 try:
                     streams.append(await self.engine.submit(prompt, params, name, priority or 0))
+                    streams[-1].owner = self._client.get()
                 except (ValueError, TypeError) as error:
                     refused = ApiError.of(error)
                     if places and refused.param is None:
@@ -214,41 +259,72 @@ class Service:
             raise
         return RequestOutputs(streams)
 
+    def _check_queue(self, num_prompts: int, places: Sequence[str]) -> None:
+        """Raises ApiError: the queue is full, or this client's part of it. Clients with few requests have room beside
+        one that fills the queue."""
+        most, mine = self.settings.max_queue, self.settings.max_queue_per_key
+        if num_prompts > (room := most if mine is None else min(mine, most)):
+            field = ("prompt", *places)[-1].partition("[")[0]
+            raise invalid(field, f"{field} has {num_prompts} entries; the queue of this server has room for {room}")
+        total = self.engine.num_unfinished + num_prompts
+        if total <= most and mine is None:
+            return
+        own, reserve = self.engine.count_of(self._client.get()) + num_prompts, most // _RESERVED
+        if mine is not None and own > mine:
+            message = f"{own - num_prompts} requests of this client are unfinished; {mine} are the most"
+        elif total > most and (own > reserve or total > most + reserve):
+            message = f"{total - num_prompts} requests are unfinished; {most} are the most"
+        else:
+            return
+        raise ApiError(429, message, "queue_full", retry_after=1)
+
     def count_tokens(self, text: str) -> int:
         """Tokens of a text, without special ones at its ends."""
         return len(self.tokenizer.encode(text, add_special_tokens=False))
 
-    async def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of a text, with or without special tokens at its ends."""
-        encode = self.tokenizer.encode
-        if len(text) >= LONG_TEXT:
-            return await asyncio.to_thread(encode, text, add_special_tokens=special)
-        return encode(text, add_special_tokens=special)
+    async def encode(self, text: str, *, special: bool = True, keep: int | None = None) -> list[int]:
+        """Token ids of a text, with or without special tokens at its ends.
 
-    async def render_chat(self, messages: Sequence[Any], /, **options: Any) -> list[int]:
+        ``keep``: how many are needed, the last ones; -1: as many as a prompt has. Raises ApiError for a text that is
+        too long to be tokenized as a whole.
+        """
+        if keep is not None and len(text) >= LONG_TEXT:
+            text = await self.run_native(len(text), self.engine.input_processor.cut, text, keep)
+        elif len(text) > self.settings.limits.characters:
+            raise over_limit("body", "the characters of the text are", len(text), "characters", self.settings.limits)
+        encode = functools.partial(self.tokenizer.encode, text, add_special_tokens=special)
+        if len(text) < LONG_TEXT:
+            return encode()
+        return await self.run_native(len(text), encode)
+
+    async def render_chat(self, messages: Sequence[Any], /, keep: int | None = None, **options: Any) -> list[int]:
         """Token ids of a conversation. Raises ValueError: the template or the messages are invalid.
 
         Args:
+            keep: as of `encode`.
             options: of `Tokenizer.apply_chat_template`. A ``chat_template`` that is not the name of one is rendered in
                 another process.
         """
         tokenizer, source = self.tokenizer, options.get("chat_template")
         if source is not None and "{" in source:
-            return await self._render_apart(messages, **options)
+            return await self._render_apart(messages, keep, **options)
         if source is None:
             options["chat_template"] = self.settings.chat_template
 
-        def render() -> list[int]:
-            ids: list[int] = tokenizer.apply_chat_template(messages, return_dict=False, **options)
-            return ids
+        more = options.pop("tokenizer_kwargs", None) or {}
 
-        if sum(_MESSAGE_CHARS + len(str(message.get("content"))) for message in messages) >= LONG_TEXT:
-            return await asyncio.to_thread(render)
-        return render()
+        def render() -> str:
+            text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+            return text
+
+        size = sum(_MESSAGE_CHARS + len(str(message.get("content"))) for message in messages)
+        text = await self.python.run(self._client.get(), size, render) if size >= LONG_TEXT else await self.work(render)
+        return await self.encode(text, special=bool(more.get("add_special_tokens")), keep=keep)
 
     async def _render_apart(
         self,
         messages: Sequence[Any],
+        keep: int | None,
         chat_template: str,
         tokenizer_kwargs: dict[str, Any] | None = None,
         **options: Any,
@@ -257,7 +333,7 @@ class Service:
         named["variables"] = {**self.tokenizer.special_tokens, **options}
         async with self._template_processes:
             text = await render_apart(chat_template, messages, named)
-        return await self.encode(text, special=bool((tokenizer_kwargs or {}).get("add_special_tokens")))
+        return await self.encode(text, special=bool((tokenizer_kwargs or {}).get("add_special_tokens")), keep=keep)
 
 
 def engine_prompt(prompt: str | list[int], cache_salt: str | None = None) -> Any:

@@ -71,7 +71,7 @@ class MessagesEndpoints:
         service = self._service
         body = await service.read(http, _MESSAGE)
         service.check_generates()
-        turn = _read_turn(body, service, http.scope["request_id"])
+        turn = await service.work(_read_turn, body, service, http.scope["request_id"])
         answer = MessageAnswer(body, service.model_name, turn.request_id)
         try:
             generated = await generate(service, turn)
@@ -85,7 +85,7 @@ class MessagesEndpoints:
         service = self._service
         body = await service.read(http, _COUNT)
         service.check_generates()
-        turn = _read_turn(body, service, http.scope["request_id"])
+        turn = await service.work(_read_turn, body, service, http.scope["request_id"])
         try:
             return JSON(TokenCount(len(await prompt_token_ids(service, turn))))
         except ApiError as error:

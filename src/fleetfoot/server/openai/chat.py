@@ -69,6 +69,19 @@ class ChatCompletions:
         service = self._service
         body = await service.read(http, _DECODER)
         service.check_generates()
+        answer, turn = await service.work(self._read, http, body)
+        with naming_constraint(body):
+            generated = await generate(service, turn)
+        last = turn.messages[-1]
+        answer.echoed = last["content"] if body.echo and last["role"] == ROLE else ""
+        if body.stream:
+            return PushedEvents(_Events(answer, generated))
+        output, collected = await until_disconnected(http, generated.collect())
+        return JSON(answer.whole(output, collected, generated))
+
+    def _read(self, http: Request, body: ChatRequest) -> tuple[_Answer, Turn]:
+        """Raises ApiError and ValueError for a field that is invalid or not supported."""
+        service = self._service
         body.check()
         messages = read_messages(body.messages)
         if body.top_logprobs and not body.logprobs:  # 0 is vLLM's default, which clients send
@@ -106,13 +119,7 @@ class ChatCompletions:
             cache_salt=body.cache_salt,
             priority=body.priority,
         )
-        with naming_constraint(body):
-            generated = await generate(service, turn)
-        answer.echoed = messages[-1]["content"] if body.echo and messages[-1]["role"] == ROLE else ""
-        if body.stream:
-            return PushedEvents(_Events(answer, generated))
-        output, collected = await until_disconnected(http, generated.collect())
-        return JSON(answer.whole(output, collected, generated))
+        return answer, turn
 
 
 def _check_budget(service: Service, body: ChatRequest) -> None:

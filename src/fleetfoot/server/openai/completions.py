@@ -48,15 +48,13 @@ class Completions:
         service = self._service
         body = await service.read(http, _DECODER)
         service.check_generates()
-        body.check()
-        if body.best_of is not None and body.best_of != (body.n or 1):
-            message = f"best_of is {body.best_of} and n is {body.n or 1}; they must be equal: outputs are not ranked"
-            raise invalid("best_of", message)
-        prompts = read_prompts("prompt", body.prompt)
-        answer = _Answer(body.request_id or request_id(http, "cmpl"), body, service, prompts)
+        answer, prompts = await service.work(self._read, http, body)
         inputs = prompts
         if body.add_special_tokens is False:
-            inputs = [await service.encode(one, special=False) if isinstance(one, str) else one for one in prompts]
+            keep = body.truncate_prompt_tokens
+            inputs = [
+                await service.encode(one, special=False, keep=keep) if isinstance(one, str) else one for one in prompts
+            ]
         with naming_constraint(body):
             outputs = await service.submit(
                 [engine_prompt(one, body.cache_salt) for one in inputs],
@@ -65,6 +63,15 @@ class Completions:
         if body.stream:
             return PushedEvents(_Events(answer, outputs))
         return JSON(answer.whole(await until_disconnected(http, outputs.collect())))
+
+    def _read(self, http: Request, body: CompletionRequest) -> tuple[_Answer, list[str | list[int]]]:
+        """Raises ApiError and ValueError for a field that is invalid or not supported."""
+        body.check()
+        if body.best_of is not None and body.best_of != (body.n or 1):
+            message = f"best_of is {body.best_of} and n is {body.n or 1}; they must be equal: outputs are not ranked"
+            raise invalid("best_of", message)
+        prompts = read_prompts("prompt", body.prompt)
+        return _Answer(body.request_id or request_id(http, "cmpl"), body, self._service, prompts), prompts
 
 
 class _Answer:

@@ -18,7 +18,6 @@ from fleetfoot.server.http import invalid, is_neutral
 from fleetfoot.server.openai.structured import structured_outputs
 from fleetfoot.server.service import check_stop_strings
 
-MOST_ENTRIES = {"bad_words": 1024, "stop_token_ids": 1024, "logit_bias": 1 << 17, "allowed_token_ids": 1 << 17}
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -120,9 +119,6 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
                 raise invalid(name, f"{name} is not supported{hint}", "unsupported_parameter")
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "stream_options needs stream=true")
-        for name, most in MOST_ENTRIES.items():
-            if (count := len(getattr(self, name) or ())) > most:
-                raise invalid(name, f"{name} has {count} entries; {most} are the most")
         check_stop_strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop or ())
 
     def sampling_params(self, defaults: dict[str, Any], **fields: Any) -> SamplingParams:

@@ -89,12 +89,11 @@ class Responses:
         service = self._service
         body = await service.read(http, _DECODER)
         service.check_generates()
-        body.check()
         key = secrets.token_hex(16)
         items = await self._read_items(body, key)
-        params = sampling_params(body, service)
-        answer = Answer(key, body, service, params, items, self._store)
-        turn = read_turn(body, items, params, body.request_id or request_id(http, "resp"))
+        name = body.request_id or request_id(http, "resp")
+        turn = await service.work(read_turn, body, items, service, name)
+        answer = Answer(key, body, service, turn.params, items, self._store)
         with naming_fields(body):
             if body.truncation == "auto":
                 turn.messages = await drop_oldest(service, turn)
@@ -108,6 +107,7 @@ class Responses:
 
     async def _read_items(self, body: ResponseRequest, key: str) -> list[Item]:
         """The whole conversation. Raises ApiError 404 for a response or an item that is not stored."""
+        body.check()
         items: list[Item] = []
         if (name := body.previous_response_id) is not None:
             record = await self._record(name, "previous_response_id")
@@ -116,12 +116,12 @@ class Responses:
                 raise invalid("previous_response_id", message, "response_in_progress")
             items += history(record)
         if isinstance(body.input, str):
-            return items + read_items(body.input, key)
+            return items + await self._service.work(read_items, body.input, key)
         given = list(body.input)
         for index, item in enumerate(given):
             if item.get("type") == "item_reference":
                 given[index] = await self._find_item(f"input[{index}].id", item.get("id"))
-        return items + read_items(given, key)
+        return items + await self._service.work(read_items, given, key)
 
     async def _find_item(self, place: str, name: Any) -> Item:
         response = response_of_item(name) if isinstance(name, str) else None
@@ -207,9 +207,8 @@ class Responses:
         service = self._service
         body = await service.read(http, _DECODER)
         service.check_generates()
-        body.check()
         items = await self._read_items(body, secrets.token_hex(16))
-        turn = read_turn(body, items, sampling_params(body, service), "")
+        turn = await service.work(read_turn, body, items, service, "")
         with naming_fields(body):
             return JSON(InputTokens(len(await prompt_token_ids(service, turn))))
 
@@ -245,7 +244,7 @@ def sampling_params(body: ResponseRequest, service: Service) -> SamplingParams:
     return params
 
 
-def read_turn(body: ResponseRequest, items: list[Item], params: SamplingParams, name: str) -> Turn:
+def read_turn(body: ResponseRequest, items: list[Item], service: Service, name: str) -> Turn:
     """The request without its dialect. Raises ApiError."""
     instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     choice: Any = body.tool_choice or "auto"
@@ -254,7 +253,7 @@ def read_turn(body: ResponseRequest, items: list[Item], params: SamplingParams, 
     return Turn(
         request_id=name,
         messages=read_messages([*instructions, *chat_messages(items)]),
-        params=params,
+        params=sampling_params(body, service),
         template=template_options(body),
         effort=body.reasoning.effort if body.reasoning is not None else None,
         verbosity=body.text.verbosity if body.text is not None else None,

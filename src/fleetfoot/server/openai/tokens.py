@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -65,18 +63,26 @@ class ModelEndpoints:
             options["tools"] = body.tools
             if body.add_special_tokens:
                 options["tokenizer_kwargs"] = {"add_special_tokens": True}
-            token_ids = await service.render_chat(read_messages(body.messages), **options)
+            token_ids = await service.render_chat(await service.work(read_messages, body.messages), **options)
         else:
             raise invalid("prompt", "give either prompt or messages")
-        texts = tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
-        return JSON(TokenizeResponse(len(token_ids), service.engine.facts.max_model_len, token_ids, texts))
+
+        def respond() -> Response:
+            texts = tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
+            return JSON(TokenizeResponse(len(token_ids), service.engine.facts.max_model_len, token_ids, texts))
+
+        return await service.work(respond)
 
     async def detokenize(self, http: Request) -> Response:
         service = self._service
         body = await service.read(http, _DETOKENIZE)
+        return await service.work(self._detokenize, body)
+
+    def _detokenize(self, body: DetokenizeRequest) -> Response:
+        service = self._service
         size, decode = service.engine.facts.vocab_size, service.tokenizer.decode
         if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < size:
             index = next(index for index, token in enumerate(body.tokens) if not 0 <= token < size)
             message = f"tokens[{index}] is {body.tokens[index]}; the vocabulary has {size} tokens, 0 to {size - 1}"
             raise invalid(f"tokens[{index}]", message)
-        return JSON(DetokenizeResponse(await asyncio.to_thread(decode, body.tokens)))
+        return JSON(DetokenizeResponse(decode(body.tokens)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 from collections.abc import Sequence
@@ -154,18 +153,19 @@ class PoolingEndpoints:
 
     async def _pool(self, http: Request, body: PromptFields, task: str | None, prefix: str) -> tuple[str, list[Any]]:
         """The request's id, and the output of each prompt."""
-        params = self._params(body, task)
+        service, params = self._service, self._params(body, task)
         if (body.input is None) == (body.messages is None):
             raise invalid("input", "give either input or messages")
         if body.add_special_tokens is False:
             message = "add_special_tokens must be true; send token ids for prompts without special tokens"
             raise invalid("add_special_tokens", message)
-        prompts: list[Any] = [] if body.input is None else list(read_prompts("input", body.input))
+        prompts: list[Any] = [] if body.input is None else await service.work(read_prompts, "input", body.input)
         if body.messages is not None:
             if body.add_generation_prompt is None:
                 body.add_generation_prompt = False
             options = template_options(body)
-            prompts = [await self._service.render_chat(read_messages(body.messages), **options)]
+            messages = await service.work(read_messages, body.messages)
+            prompts = [await service.render_chat(messages, **options)]
         return await self._run(http, body, prompts, params, prefix, entry_names("input", len(prompts)))
 
     async def _scores(
@@ -176,7 +176,7 @@ class PoolingEndpoints:
         params = self._params(body, "score").clone(task=None)
         size = sum(map(len, first)) * len(second) + sum(map(len, second))
         arguments = (processor, first, second, params, body.chat_template)
-        make = asyncio.to_thread(pair_prompts, *arguments) if size >= LONG_TEXT else None
+        make = self._service.run_native(size, pair_prompts, *arguments) if size >= LONG_TEXT else None
         prompts, params = pair_prompts(*arguments) if make is None else await make
         places = entry_names(names[1], len(second))
         if len(prompts) > len(second):
@@ -216,7 +216,7 @@ class PoolingEndpoints:
             ids = tokenizer.encode(text, add_special_tokens=False)
             return text if len(ids) <= most else tokenizer.decode(ids[:most])
 
-        return await asyncio.to_thread(lambda: [cut(text) for text in texts])
+        return await self._service.run_native(sum(map(len, texts)), lambda: [cut(text) for text in texts])
 
 
 def encoded(values: Any, encoding: str | None) -> Any:

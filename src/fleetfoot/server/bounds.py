@@ -1,0 +1,276 @@
+"""Limits of what a body holds, counted in its bytes before anything of it is built, and the decoding of large bodies.
+
+The scan is made of operations of numpy on a part of the body at a time, which leave the interpreter to other threads.
+A large list is decoded in pieces for the same reason: msgspec keeps the interpreter for the length of a call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import typing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from fleetfoot.server.http import ApiError, decode_body, invalid
+from fleetfoot.server.unknown_fields import NO_UNKNOWN_FIELDS, UnknownFields
+
+_T = TypeVar("_T")
+
+SMALL_BYTES, SMALL_VALUES = 1 << 18, 1 << 13
+"""A body of at most so many bytes and values is decoded by the event loop: it takes about a millisecond."""
+_CHUNK = 1 << 20
+"""Bytes that are scanned at a time."""
+_PIECE = 1 << 14
+"""Values that are decoded at a time."""
+_MAX_FIELDS = 256
+_QUOTE, _COMMA, _OPENING, _CLOSING = 34, 44, (91, 123), (93, 125)
+_STRUCTURE = np.zeros(256, np.bool_)
+_STRUCTURE[[_COMMA, *_OPENING, *_CLOSING]] = True
+_KEY = re.compile(rb'"((?:[^"\\]|\\.){0,200})"\s*:\s*$')
+_FIRST = re.compile(rb"[\[{]\s*(.?)", re.DOTALL)
+_ID_FIELDS = ("prompt", "input", "tokens")
+"""Fields that can hold token ids."""
+_SCORED = ("documents", "text_1", "text_2", "queries", "data_1", "data_2")
+
+
+def _limit(default: int, text: str) -> Any:
+    return field(default=default, metadata={"text": text})
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """Most entries of each list and object of a body; the metadata of a field describes it."""
+
+    tools: int = _limit(1024, "`tools`")
+    messages: int = _limit(16384, "`messages`, and items of a response's `input`")
+    prompts: int = _limit(2048, "texts or lists of token ids in `prompt` and `input`; prompts times `n`")
+    token_ids: int = _limit(1 << 20, "token ids of all prompts, and `tokens`")
+    logit_bias: int = _limit(16384, "`logit_bias`")
+    allowed_token_ids: int = _limit(1 << 17, "`allowed_token_ids`")
+    stop_token_ids: int = _limit(1024, "`stop_token_ids`")
+    bad_words: int = _limit(1024, "`bad_words`")
+    documents: int = _limit(4096, "`documents`, and texts of scores and reranking")
+    entries: int = _limit(16384, "any other list or object: content parts, choices, properties of a schema")
+    objects: int = _limit(1 << 16, "lists and objects of the whole body")
+    values: int = _limit(1 << 18, "values of the whole body, token ids apart")
+    characters: int = _limit(1 << 22, "of a text that is tokenized before its length is checked, as by `/tokenize`")
+    depth: int = _limit(256, "lists and objects in each other")
+
+    def of(self, name: str, first: bytes) -> str:
+        """The limit of a field, the list or object of which begins with ``first``."""
+        if name in _ID_FIELDS:
+            is_flat = name == "tokens" or first in b"-0123456789"
+            return "token_ids" if is_flat else "messages" if first == b"{" else "prompts"
+        if name in _SCORED:
+            return "documents"
+        named = ("tools", "messages", "logit_bias", "allowed_token_ids", "stop_token_ids", "bad_words")
+        return name if name in named else "entries"
+
+
+def over_limit(field: str, what: str, count: int, name: str, limits: BodyLimits) -> ApiError:
+    """The error of a limit, with its name for an operator."""
+    most = getattr(limits, name)
+    hint = f"an operator sets this limit with --limit-per-request '{{\"{name}\": {most}}}'"
+    return invalid(field, f"{what} {count:,}; {most:,} are the most ({hint})")
+
+
+def must_scan(body: bytes, limits: BodyLimits) -> bool:
+    """Whether a body can exceed a limit: commas and brackets in its texts count here."""
+    num_opening = body.count(b"[") + body.count(b"{")
+    counted = [one.name for one in dataclasses.fields(limits) if one.name not in ("depth", "characters")]
+    smallest = min(getattr(limits, name) for name in counted)
+    return num_opening >= limits.depth or num_opening + body.count(b",") >= smallest
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """The structure of a body: its commas and brackets, those in texts apart."""
+
+    body: bytes
+    places: np.ndarray
+    """Of each in the body, ``[n]`` int64."""
+    kinds: np.ndarray
+    """The character, ``[n]`` uint8."""
+    depths: np.ndarray
+    """Of the list or object that it belongs to, from 1, ``[n]`` int32."""
+
+    @property
+    def num_values(self) -> int:
+        return len(self.places)
+
+
+def scan(body: bytes, limits: BodyLimits) -> Scan:
+    """Count what a body holds.
+
+    A body that is not valid JSON is counted up to the error that a decoder finds at the latest. Raises ApiError 400
+    that names the field, the count and the limit.
+    """
+    most = limits.token_ids + limits.values + 2 * limits.objects
+    parts: list[tuple[np.ndarray, ...]] = []
+    begin, num_values, depth, in_text = 0, 0, 0, np.bool_(False)
+    while begin < len(body):
+        chunk = body[begin : begin + _CHUNK]
+        num_escapes = len(chunk) - len(chunk.rstrip(b"\\"))
+        if num_escapes % 2 and begin + len(chunk) < len(body):  # the last one belongs to the next character
+            chunk = chunk[:-1] or body[begin : begin + 2]
+        text = chunk.replace(b"\\\\", b"__").replace(b'\\"', b"__") if b"\\" in chunk else chunk
+        codes = np.frombuffer(text, np.uint8)
+        is_text = np.bitwise_xor.accumulate(codes == _QUOTE)
+        is_text ^= in_text
+        in_text = is_text[-1]
+        places = np.flatnonzero(_STRUCTURE[codes] & ~is_text)
+        kinds = codes[places]
+        opens, closes = np.isin(kinds, _OPENING), np.isin(kinds, _CLOSING)
+        levels = depth + np.cumsum(opens.astype(np.int32) - closes, dtype=np.int32)
+        if len(levels):
+            depth = int(levels[-1])
+            if (deepest := int(levels.max())) > limits.depth:
+                parts.append((places + begin, kinds, levels + closes))
+                name = _field_around(parts, body, begin + int(places[(levels > limits.depth).argmax()]))
+                raise over_limit(name, f"{name} is nested to a depth of", deepest, "depth", limits)
+        parts.append((places + begin, kinds, levels + closes))
+        num_values += len(places)
+        begin += len(chunk)
+        if num_values > most:
+            break
+    result = Scan(body, *(np.concatenate(column) for column in zip(*parts, strict=True)))
+    _check(result, limits)
+    return result
+
+
+def _check(found: Scan, limits: BodyLimits) -> None:
+    body, places, kinds, depths = found.body, found.places, found.kinds, found.depths
+    if not len(places):
+        return
+    order = np.argsort(depths, kind="stable")  # what belongs to one list or object follows its bracket
+    opens = np.isin(kinds, _OPENING)
+    containers = order[opens[order]]  # indices of opening brackets
+    owners = np.cumsum(opens[order]) - 1
+    commas = np.bincount(owners[(kinds[order] == _COMMA) & (owners >= 0)], minlength=len(containers))
+    counts = commas + 1
+    levels = depths[containers]
+    fields = containers[levels == 2]
+    closing = np.append(np.flatnonzero((depths == 2) & np.isin(kinds, _CLOSING)), len(places))
+    if (count := int(counts[levels == 1].max(initial=0))) > _MAX_FIELDS:
+        raise invalid("body", f"the body has {count:,} fields; {_MAX_FIELDS} are the most")
+    num_ids, exempt = 0, np.zeros(len(places), np.bool_)
+    for index, count in zip(fields.tolist(), counts[levels == 2].tolist(), strict=True):
+        name, first = _field(body, int(places[index])), _first(body, int(places[index]))
+        limit = limits.of(name, first)
+        if count > getattr(limits, limit):
+            raise over_limit(name, f"{name} has", count, limit, limits)
+        if limit == "token_ids" or (name in _ID_FIELDS and first == b"["):
+            end = int(closing[np.searchsorted(closing, index)])
+            exempt[index : end + 1] = True
+            num_ids += end - index
+    if num_ids > limits.token_ids + 2 * limits.prompts:
+        raise over_limit("prompt", "all prompts together have this many token ids:", num_ids, "token_ids", limits)
+    nested = (levels > 2) & ~exempt[containers]
+    if (count := int(counts[nested].max(initial=0))) > limits.entries:
+        index = int(containers[nested][counts[nested].argmax()])
+        name = _field_around([(places, kinds, depths)], body, int(places[index]))
+        raise over_limit(name, f"{name} holds a list or an object with this many entries:", count, "entries", limits)
+    if len(containers) > limits.objects:
+        name = _largest(found, fields)
+        raise over_limit(name, "the lists and objects of the whole body are", len(containers), "objects", limits)
+    if (count := len(places) - int(exempt.sum())) > limits.values:
+        raise over_limit(_largest(found, fields), "the values of the whole body are", count, "values", limits)
+
+
+def _field(body: bytes, place: int) -> str:
+    """The name of the field with the list or object at a place."""
+    match = _KEY.search(body[max(0, place - 256) : place])
+    return match[1].decode(errors="replace") if match else "body"
+
+
+def _first(body: bytes, place: int) -> bytes:
+    match = _FIRST.match(body, place)
+    return match[1] if match else b""
+
+
+def _field_around(parts: list[tuple[np.ndarray, ...]], body: bytes, place: int) -> str:
+    """The name of the field with a place in it."""
+    for places, kinds, depths in reversed(parts):
+        begins = places[(depths == 2) & np.isin(kinds, _OPENING) & (places <= place)]
+        if len(begins):
+            return _field(body, int(begins[-1]))
+    return "body"
+
+
+def _largest(found: Scan, fields: np.ndarray) -> str:
+    """The field that holds most."""
+    if not len(fields):
+        return "body"
+    return _field(found.body, int(found.places[fields[np.diff(fields, append=len(found.places)).argmax()]]))
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
+
+
+def decode(found: Scan, decoder: msgspec.json.Decoder[_T], unknown_fields: UnknownFields = NO_UNKNOWN_FIELDS) -> _T:
+    """The body as `decode_body` returns it; long lists are decoded in pieces. Raises ApiError 400."""
+    kind: Any = decoder.type
+    rest, lists = _split(found, kind)
+    body = decode_body(rest, decoder, unknown_fields)
+    for name, pieces in lists:
+        entries = getattr(body, name)
+        for piece in pieces:
+            try:
+                entries += decode_body(piece, _list_decoder(kind, name), unknown_fields)
+            except ApiError as error:
+                raise _moved(error, name, len(entries)) from None
+    return body
+
+
+def _split(found: Scan, kind: Any) -> tuple[bytes, list[tuple[str, list[bytes]]]]:
+    """The body with the first piece of each long list, and the further pieces by field."""
+    body, places, kinds, depths = found.body, found.places, found.kinds, found.depths
+    kept, lists, copied = [], [], 0
+    marks = np.flatnonzero(depths == 2)
+    begins, ends = marks[np.isin(kinds[marks], _OPENING)], marks[np.isin(kinds[marks], _CLOSING)]
+    if len(begins) != len(ends) or np.any(begins >= ends):
+        return body, []  # not JSON
+    names = [_field(body, int(places[begin])) for begin in begins]
+    for name, begin, end in zip(names, begins.tolist(), ends.tolist(), strict=True):
+        if end - begin <= _PIECE or body[places[begin]] != _OPENING[0] or names.count(name) > 1:
+            continue
+        if name not in _lists_of(kind):
+            continue
+        commas = marks[(marks > begin) & (marks < end)]
+        cuts = places[commas[1:][np.diff(commas // _PIECE) > 0]].tolist()
+        if cuts:
+            spans = zip(cuts, [*cuts[1:], int(places[end])], strict=True)
+            lists.append((name, [b"[%b]" % body[first + 1 : last] for first, last in spans]))
+            kept.append(body[copied : cuts[0]])
+            copied = int(places[end])
+    return b"".join([*kept, body[copied:]]), lists
+
+
+@functools.cache
+def _lists_of(kind: Any) -> dict[str, Any]:
+    """The fields of a type that can be lists, and their types as those."""
+    found: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        options = typing.get_args(hint) if typing.get_origin(hint) is not list else (hint,)
+        found.update((name, one) for one in options if typing.get_origin(one) is list)
+    return found
+
+
+@functools.cache
+def _list_decoder(kind: Any, name: str) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(_lists_of(kind)[name])
+
+
+def _moved(error: ApiError, name: str, first: int) -> ApiError:
+    """An error in a piece of a list, with the place in the whole."""
+    match = re.match(r"\[(\d+)\]", error.param or "")
+    if match is None:
+        return dataclasses.replace(error, param=name)
+    place = f"{name}[{first + int(match[1])}]"
+    message = error.message.replace(f"`$[{match[1]}]", f"`$.{place}")
+    return dataclasses.replace(error, message=message, param=place + (error.param or "")[match.end() :])
