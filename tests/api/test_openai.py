@@ -230,7 +230,7 @@ REFUSED = [
     ({"prompt": PROMPT, "stream": True, "stream_options": {"include_usages": True}}, "stream_options.include_usages"),
     ({"prompt": PROMPT, "guided_choice": ["a"], "allowed_token_ids": [5, 6]}, "allowed_token_ids"),
     ({"prompt": PROMPT, "n": 2049, "temperature": 1}, "n"),
-    ({"prompt": [PROMPT] * 1025}, "prompt"),
+    ({"prompt": [PROMPT] * 2049}, "prompt"),
     ({"prompt": []}, "prompt"),
     ({"prompt": ["text", 4]}, "prompt[1]"),
     ({"max_tokens": 3}, "prompt"),

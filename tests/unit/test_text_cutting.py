@@ -136,7 +136,7 @@ def test_the_tokens_that_are_kept_are_those_of_the_whole(form: str) -> None:
         num_cut += (len(last) < len(text)) + (len(first) < len(text))
 
     check()
-    assert num_cut > 10
+    assert num_cut
 
 
 def test_only_what_is_kept_is_tokenized() -> None:

@@ -237,7 +237,7 @@ class Service:
                 raise invalid(field, message)
         if self.is_draining:
             raise ApiError(503, "the server shuts down", "shutting_down", retry_after=5)
-        self._check_queue(len(prompts), places)
+        self._check_queue(len(prompts))
         streams: list[OutputStream] = []
         suffix = secrets.token_hex(4)  # clients may repeat the id of a request that has not ended
         try:
@@ -259,13 +259,10 @@ class Service:
             raise
         return RequestOutputs(streams)
 
-    def _check_queue(self, num_prompts: int, places: Sequence[str]) -> None:
+    def _check_queue(self, num_prompts: int) -> None:
         """Raises ApiError: the queue is full, or this client's part of it. Clients with few requests have room beside
         one that fills the queue."""
         most, mine = self.settings.max_queue, self.settings.max_queue_per_key
-        if num_prompts > (room := most if mine is None else min(mine, most)):
-            field = ("prompt", *places)[-1].partition("[")[0]
-            raise invalid(field, f"{field} has {num_prompts} entries; the queue of this server has room for {room}")
         total = self.engine.num_unfinished + num_prompts
         if total <= most and mine is None:
             return
