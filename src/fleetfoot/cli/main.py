@@ -21,6 +21,7 @@ from fleetfoot.cli import bench, chat, compile, generate, plan, pool, processes,
 from fleetfoot.cli.command import UsageError, add_command, discard, print_status
 from fleetfoot.config.vllm_names import ENGINE_FLAGS
 from fleetfoot.utils.argparse_utils import FlexibleArgumentParser
+from fleetfoot.utils.logs import TextFormatter
 from fleetfoot.utils.process import Terminated, error_text, terminable
 
 COMMANDS = (
@@ -175,7 +176,7 @@ def logs_on_stderr(*, verbose: bool) -> Iterator[None]:
     """Print warnings, or with ``verbose`` everything from INFO on. Restores the logger's state at the end."""
     logger = logging.getLogger("fleetfoot")
     handler = _StderrHandler()
-    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(TextFormatter("%(levelname)s %(name)s: %(message)s"))
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
