@@ -25,9 +25,10 @@ from tests.helpers.streams import async_test
 
 from fleetfoot import SamplingParams
 from fleetfoot.server.disaggregation.group import EngineGroup
+from fleetfoot.utils.cluster_key import ClusterKey, create_cluster_key
 
 Command = Callable[..., "subprocess.Popen[str]"]
-KEY = "between us"
+KEY = ClusterKey(b"a key between us")
 PROMPT = "Once upon a time there was a little house in the woods, and in it lived an old woman"
 BODY: dict[str, Any] = {
     "model": "story", "prompt": PROMPT, "temperature": 0, "max_tokens": 150, "logprobs": 1, "stream": True,
@@ -37,7 +38,7 @@ BODY: dict[str, Any] = {
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
-    monkeypatch.setenv("FLEETFOOT_ENGINE_KEY", KEY)
+    monkeypatch.setenv("FLEETFOOT_CLUSTER_KEY", KEY.secret.decode())
     with ExitStack() as stack:
 
         def run(*arguments: str) -> subprocess.Popen[str]:
@@ -178,13 +179,14 @@ def test_prefill_by_a_connector_of_files(command: Command, text_model: Path, tmp
     assert "never hands over KV: its kv_connector is 'SharedStorageConnector'" in "".join(proxy.log)
 
 
-def test_keys_and_data_that_is_no_message(command: Command) -> None:
+def test_keys_and_data_that_is_no_message(command: Command, tmp_path: Path) -> None:
     engine = command("engine", *engine_flags("kv_both"))
     address = address_of(engine)
-    flags = ("--prefill", address, "--decode", address, "--engine-key", "a wrong one")
+    create_cluster_key(tmp_path / "wrong")
+    flags = ("--prefill", address, "--decode", address, "--cluster-key-file", str(tmp_path / "wrong"))
     with RunningServer(*flags, command="proxy") as proxy:
         assert proxy.wait() == 2
-    assert "the key of the engine is missing or wrong" in "".join(proxy.log)
+    assert f"the engine at tcp://{address} has another cluster key" in "".join(proxy.log)
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.linger = 0
         stranger.connect(f"tcp://{address}")

@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import socket
+import socketserver
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,15 +11,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from fleetfoot.config import env
 from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.kv_transfer.base.offers import Offer, Offers
-from fleetfoot.kv_transfer.base.sockets import SocketServer, parse_address
+from fleetfoot.kv_transfer.base.sockets import Channel, ConnectionLostError, SocketServer, connect, parse_address
 from fleetfoot.kv_transfer.nixl.params import NixlSettings
+from fleetfoot.kv_transfer.nixl.side_channel import SIDE_CHANNEL
 from fleetfoot.kv_transfer.nixl.transfer_agent import TcpAgent, TransferAgent, make_agent, nixl_api
 from fleetfoot.kv_transfer.nixl.worker import NixlWorker
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import KVConnectorOutput, NewRequest, SchedulerOutput
-from fleetfoot.utils.cluster_key import ClusterKey
+from fleetfoot.utils.cluster_key import ClusterKey, find_cluster_key
 from tests.helpers.kv_bench import BLOCKS, PLACES, TOKENS, Bench, transfer_config
 
 
@@ -61,6 +64,11 @@ def cut_at(place: int) -> Callable[[bytes, int], bytes]:
     return lambda content, offset: content[: max(0, place - offset)]
 
 
+def cluster_key() -> ClusterKey:
+    """That of the tests."""
+    return find_cluster_key(None, env.cluster_key(), ())
+
+
 class Gate:
     """Holds bytes back until it is opened: those that contain ``at``, and all after them."""
 
@@ -86,19 +94,32 @@ class Line(contextlib.AbstractContextManager["Line"]):
 
     def __init__(self, address: str) -> None:
         self.producer = address
-        self._server = SocketServer("127.0.0.1", 0, self._serve, "line")
-        self.address = self._server.address
+        self._connections: list[socket.socket] = []
+        self._server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), self._handler(), bind_and_activate=True)
+        self._server.daemon_threads = True
+        self.address = f"127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), name="line", daemon=True).start()
         self.spoil: Callable[[bytes, int], bytes] = whole
         self.asked = threading.Event()
 
+    def _handler(self) -> Any:
+        line = self
+
+        class Handler(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                line._connections.append(self.request)
+                line._serve(self.request)
+
+        return Handler
+
     def close(self) -> None:
-        self._server.close()
+        self._server.shutdown()
+        self._server.server_close()
+        for connection in self._connections:
+            _cut(connection)
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def change(self, content: bytes, offset: int) -> bytes:
-        return self.spoil(content, offset)
 
     def _serve(self, consumer: socket.socket) -> None:
         with socket.create_connection(parse_address(self.producer)) as producer:
@@ -115,7 +136,7 @@ class Line(contextlib.AbstractContextManager["Line"]):
         offset = 0
         with contextlib.suppress(OSError):
             while content := producer.recv(1 << 16):
-                spoiled = self.change(content, offset)
+                spoiled = self.spoil(content, offset)
                 offset += len(content)
                 consumer.sendall(spoiled)
                 if not spoiled or len(spoiled) < len(content):
@@ -128,34 +149,64 @@ def _cut(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-class EngineLine(Line):
-    """A relay for the side channel of an engine with a TCP agent: one of the ``addresses`` of its offers. Consumers
-    read the KV itself through `data`."""
+class EngineLine(contextlib.AbstractContextManager["EngineLine"]):
+    """A relay for the side channel of an engine with a TCP agent: one of its ``remote_addresses``. It has the key, so
+    that consumers read the KV itself through `data`; what `spoil` gets are signed messages."""
 
     def __init__(self, address: str) -> None:
-        super().__init__(address)
+        self._producer = address
+        self._server = SocketServer("127.0.0.1", 0, self._serve, SIDE_CHANNEL, cluster_key())
+        self._line = Line(self._server.address)
+        self.address = self._line.address
         self.data = Line("")  # the agent's address comes with the first Granted
+        self.asked = self._line.asked
+
+    @property
+    def spoil(self) -> Callable[[bytes, int], bytes]:
+        return self._line.spoil
+
+    @spoil.setter
+    def spoil(self, spoil: Callable[[bytes, int], bytes]) -> None:
+        self._line.spoil = spoil
 
     def close(self) -> None:
-        super().close()
-        self.data.close()
+        for part in (self._line, self._server, self.data):
+            part.close()
 
-    def change(self, content: bytes, offset: int) -> bytes:
-        if b"Granted" in content:  # so small that it comes in one piece
-            granted = msgspec.msgpack.decode(content[4:])
-            agent = msgspec.msgpack.decode(granted["agent"])
-            self.data.producer = agent["address"]
-            granted["agent"] = msgspec.msgpack.encode({**agent, "address": self.data.address})
-            body = msgspec.msgpack.encode(granted)
-            content = len(body).to_bytes(4, "little") + body
-        return super().change(content, offset)
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _serve(self, consumer: Channel) -> None:
+        with contextlib.closing(connect(self._producer, 30.0, cluster_key(), SIDE_CHANNEL)) as producer:
+            back = threading.Thread(target=self._pass_back, args=(producer, consumer), daemon=True)
+            back.start()
+            with contextlib.suppress(ConnectionLostError, OSError):
+                while True:
+                    producer.send(consumer.receive())
+            _cut(producer.connection)
+            back.join()
+
+    def _pass_back(self, producer: Channel, consumer: Channel) -> None:
+        with contextlib.suppress(ConnectionLostError, OSError):
+            while True:
+                consumer.send(self._redirected(producer.receive()))
+        _cut(consumer.connection)
+
+    def _redirected(self, content: bytes) -> bytes:
+        if b"Granted" not in content:
+            return content
+        granted = msgspec.msgpack.decode(content)
+        agent = msgspec.msgpack.decode(granted["agent"])
+        self.data.producer = agent["address"]
+        granted["agent"] = msgspec.msgpack.encode({**agent, "address": self.data.address})
+        return msgspec.msgpack.encode(granted)
 
 
 class LineAgent(TcpAgent):
     """A TCP agent that is reached through a `Line`."""
 
-    def __init__(self, name: str, host: str) -> None:
-        super().__init__(name, host)
+    def __init__(self, name: str, host: str, key: ClusterKey) -> None:
+        super().__init__(name, host, key)
         self.line = Line(self._server.address)
         self.metadata = msgspec.msgpack.encode({"name": name, "address": self.line.address})
 
@@ -188,15 +239,15 @@ class Engine(Bench):
         self.lines: list[Line] = []
         self.sent: set[str] = set()
 
-        def make(backend: str, name: str, host: str) -> TransferAgent:
+        def make(backend: str, name: str, host: str, key: ClusterKey) -> TransferAgent:
             if not line:
-                return make_agent(backend, name, host)
-            agent = LineAgent(name, host)
+                return make_agent(backend, name, host, key)
+            agent = LineAgent(name, host, key)
             self.lines.append(agent.line)
             return agent
 
         def worker(context: TransferContext) -> NixlWorker:
-            return NixlWorker(context, NixlSettings.of(context.config), make_agent=make, jobs=jobs)
+            return NixlWorker(context, NixlSettings.of(context.config), cluster_key(), make_agent=make, jobs=jobs)
 
         config = transfer_config("NixlConnector", role=role, timeout=timeout, backend=backend, **(extra or {}))
         super().__init__(config, make_worker=worker, **options)

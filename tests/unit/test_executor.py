@@ -14,21 +14,29 @@ from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import Empty
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 from tests.helpers.processes import HANG
 
 from fleetfoot import LLM
 from fleetfoot.cli.main import main
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.executor import messages, nodes
-from fleetfoot.executor.messages import Failure, Ready, StepOutput, WorkerAddresses
+from fleetfoot.executor.messages import Failure, Ready, RpcResult, StepOutput, WorkerAddresses
 from fleetfoot.executor.multiprocess import MultiprocessExecutor, StepOutputs, usable_kernels
 from fleetfoot.executor.nodes import EngineNodes, Invitation, Link, check_devices, join_engine, run_node
 from fleetfoot.executor.processes import RendezvousDir
+from fleetfoot.executor.protocol import PlanMismatchError
+from fleetfoot.executor.values import decode_value, encode_value
+from fleetfoot.kv_transfer.base import sockets
+from fleetfoot.kv_transfer.base.sockets import ConnectionLostError, connect
 from fleetfoot.kv_transfer.blockstore.blocks import BlockStoreMetadata, BlockTransfer
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan
@@ -37,6 +45,8 @@ from fleetfoot.records import step as records
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.structured.mask_space import MaskMemory
+from fleetfoot.utils.cluster_key import ClusterKey, create_cluster_key
+from fleetfoot.weights.store import StageReport
 
 IDLE = records.SchedulerOutput(3, [], [], 0, 0, 0)
 PARAMS = SamplingParams(temperature=0.3, logit_bias={5: -1.0}, stop=["x"], seed=2**63 - 1)
@@ -123,21 +133,79 @@ class OddError(Exception):
 
 
 @pytest.mark.parametrize(
-    ("error", "text", "is_included"),
+    ("error", "text", "again"),
     [
-        (ValueError("bad value"), "ValueError: bad value", True),
-        (KeyboardInterrupt(), "KeyboardInterrupt", True),
-        (OddError(1, 2), "OddError: 1 and 2", False),
-        (ValueError(lambda: 0), "ValueError: <function", False),
+        (ValueError("bad value"), "ValueError: bad value", ValueError("bad value")),
+        (KeyError("name"), "KeyError: 'name'", KeyError("name")),
+        (UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"), "UnicodeDecodeError: ", ValueError),
+        (torch.OutOfMemoryError("no memory"), "OutOfMemoryError: no memory", torch.OutOfMemoryError("no memory")),
+        (PlanMismatchError("not so"), "PlanMismatchError: not so", PlanMismatchError("not so")),
+        (KeyboardInterrupt(), "KeyboardInterrupt", None),
+        (OddError(1, 2), "OddError: 1 and 2", None),
     ],
 )
-def test_failure_includes_an_exception_that_can_be_pickled(error: BaseException, text: str, is_included: bool) -> None:
-    failure = messages.decode_reply(messages.encode_reply(Failure.of(2, error, "Traceback ...")))
-    assert (failure.rank, failure.trace, bool(failure.error)) == (2, "Traceback ...", is_included)
+def test_failures_are_data(error: BaseException, text: str, again: Any) -> None:
+    """Known exceptions are made again, others as what they derive from, or not at all."""
+    message = messages.encode_reply(Failure.of(2, error, "Traceback ..."))
+    failure = messages.decode_reply(message)
+    assert isinstance(failure, Failure) and (failure.rank, failure.trace) == (2, "Traceback ...")
     assert failure.text.startswith(text)
-    if is_included:
-        again = pickle.loads(failure.error)
-        assert type(again) is type(error) and again.args == error.args
+    made = failure.as_error()
+    if isinstance(again, type):
+        assert type(made) is again and str(made) == str(error)
+    else:
+        assert type(made) is type(again) and (again is None or again.args == made.args)
+
+
+class Bomb:
+    """Its pickle creates a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_no_reply_is_unpickled(tmp_path: Path) -> None:
+    bomb = pickle.dumps(Bomb(tmp_path / "gone off"))
+    for forged in (
+        Failure(0, "x", "", bomb.hex(), "x"),
+        Failure(0, "x", "", "builtins.eval", "x"),
+        RpcResult(0, 1, bomb),
+    ):
+        reply = messages.decode_reply(messages.encode_reply(forged))
+        if isinstance(reply, Failure):
+            assert reply.as_error() is None
+        else:
+            assert isinstance(reply, RpcResult)
+            with pytest.raises(ValueError):
+                decode_value(reply.value)
+    with pytest.raises(TypeError, match=r"holds a .*Bomb, which does not leave a worker's process"):
+        encode_value([Bomb(tmp_path)])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, True, -3, 1 << 63, -(1 << 200), 1.5, "text", b"bytes", [1, [2.0]], (1, (), [()]), {"a": (1,)},
+        {(1, 2): {3: 4}},
+        {1, "b"}, frozenset({b"c"}), StageReport({"unknown"}, ["problem"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_results_are_data(value: Any) -> None:
+    again = decode_value(encode_value(value))
+    assert again == value and type(again) is type(value)
+
+
+def test_arrays_and_tensors_are_results() -> None:
+    array, scalar = decode_value(encode_value([np.arange(6, dtype="<f4").reshape(2, 3), np.int16(7)]))
+    assert array.dtype == np.float32 and array.tolist() == [[0, 1, 2], [3, 4, 5]] and scalar == np.int16(7)
+    tensors = [torch.arange(6).reshape(2, 3).T, torch.tensor(1.5, dtype=torch.bfloat16), torch.empty(0, 3)]
+    for tensor, again in zip(tensors, decode_value(encode_value(tensors)), strict=True):
+        assert again.dtype == tensor.dtype and again.shape == tensor.shape and again.equal(tensor)
 
 
 def outputs_of(**settings: int) -> StepOutputs:
@@ -223,6 +291,10 @@ def test_directory_of_a_killed_engine_is_removed_by_the_next(parent: Path) -> No
     program = """
 import os, signal
 from fleetfoot.executor.processes import RendezvousDir
+from fleetfoot.executor.protocol import PlanMismatchError
+from fleetfoot.executor.values import decode_value, encode_value
+from fleetfoot.kv_transfer.base import sockets
+from fleetfoot.kv_transfer.base.sockets import ConnectionLostError, connect
 rendezvous = RendezvousDir()
 (rendezvous.place / "calls-0").touch()
 os.kill(os.getpid(), signal.SIGKILL)
@@ -319,32 +391,111 @@ def test_closed_connection_is_a_lost_node(engine: EngineNodes, joined: tuple[Lin
     assert joined[0].receive_end("lost") == "lost"
 
 
-def test_strangers_are_ignored(engine: EngineNodes, plan: MakePlan, port: int, threads: ThreadPoolExecutor) -> None:
+def test_strangers_do_not_end_the_start(
+    engine: EngineNodes,
+    plan: MakePlan,
+    port: int,
+    threads: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Those without the key, with another one, with garbage after the proof, with ranks that the plan does not have,
+    and with other settings: each is dropped, and the right nodes join, one of them again after it has ended."""
+    monkeypatch.setattr(sockets, "PROOF_SECONDS", HANG)
     gathering = threads.submit(engine.gather, ADDRESSES)
-    bodies = (b"junk", msgspec.msgpack.encode({"node_rank": "one"}))
-    framed = (len(body).to_bytes(4, "little") + body for body in bodies)
-    for content in (b"GET / HTTP/1.1\r\n\r\n", *framed, b""):
+    loris = [socket.create_connection(("127.0.0.1", port)) for _ in range(2 * sockets.MAX_PENDING)]
+    for content in (b"GET / HTTP/1.1\r\n\r\n" * 4, b"\xff\xff\xff\xff" * 1000, b""):
         with socket.create_connection(("127.0.0.1", port), timeout=HANG) as stranger:
             stranger.sendall(content)
             with contextlib.suppress(OSError):  # the connection is closed, not even read to its end
                 stranger.shutdown(socket.SHUT_WR)
-                assert stranger.recv(100) == b""
+                while stranger.recv(100):
+                    pass
+    with pytest.raises(ConnectionError, match="has another cluster key"):
+        create_cluster_key(tmp_path / "other")
+        join_engine(plan(1, cluster_key_file=str(tmp_path / "other")))
+    key = plan(0).config.find_cluster_key("127.0.0.1")
+    for body in (b"junk", msgspec.msgpack.encode({"node_rank": "one"}), pickle.dumps(ValueError("forged"))):
+        with contextlib.closing(connect(f"127.0.0.1:{port}", HANG, key, "nodes")) as member:
+            member.send(body)
+            with pytest.raises(ConnectionLostError):
+                member.receive()
+    facts = nodes.shared_facts(plan(1))
+    for rank in (-1, 0, 3, 2**40):
+        with contextlib.closing(connect(f"127.0.0.1:{port}", HANG, key, "nodes")) as member:
+            member.send(msgspec.msgpack.encode(nodes.Hello(rank, facts)))
+            invitation = msgspec.msgpack.decode(member.receive(), type=Invitation)
+            assert invitation.refusal.startswith(f"node_rank is {rank}") and not invitation.addresses
+    with pytest.raises(ValueError, match=r"^node 0 is set up differently, and the two cannot be one engine:\n  - max"):
+        join_engine(plan(1, max_num_seqs=7, model="/elsewhere/model"))
     first, _ = join_engine(plan(1))
     with pytest.raises(ValueError, match="node_rank is 1, and another node has it already"):
         join_engine(plan(1))
+    first.close()
+    first, _ = join_engine(plan(1))
     second, _ = join_engine(plan(2))
     assert gathering.result() is None
-    first.close()
-    second.close()
+    for link in (first, second, *loris):
+        link.close()
 
 
-def test_different_settings_are_refused(engine: EngineNodes, plan: MakePlan, threads: ThreadPoolExecutor) -> None:
-    member: Future[Any] = threads.submit(join_engine, plan(1, max_num_seqs=7, model="/elsewhere/model"))
-    here = r"^node 1 is set up differently.*:\n  - max_num_seqs: 256 here, 7 there\nstart"
-    with pytest.raises(ValueError, match=here):
+def test_the_last_refusal_is_in_the_timeout(
+    plan: MakePlan, engine: EngineNodes, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greetings = engine._greetings
+    waits = [greetings.get, Mock(side_effect=Empty)]
+    get = lambda timeout: waits.pop(0)(timeout=timeout)  # noqa: E731
+    monkeypatch.setattr(engine, "_greetings", SimpleNamespace(get=get, put=greetings.put))
+    member: Future[Any] = threads.submit(join_engine, plan(1, max_num_seqs=7))
+    with pytest.raises(
+        TimeoutError, match=r"node 1 has not come .* refused: node 1 is set up differently(.|\n)* 7 there"
+    ):
         engine.gather(ADDRESSES)
-    with pytest.raises(ValueError, match=r"^node 0 is set up differently, and the two cannot be one engine:\n  - max"):
+    with pytest.raises(ValueError, match="node 0 is set up differently"):
         member.result()
+
+
+def test_a_network_must_be_trusted_and_a_key_given(plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    for start in (EngineNodes, join_engine):
+        with pytest.raises(ValueError, match=r"trusted_network is not set, and master_addr is '192\.0\.2\.1'"):
+            start(plan(0, master_addr="192.0.2.1"))
+        monkeypatch.delenv("FLEETFOOT_CLUSTER_KEY")
+        with pytest.raises(ValueError, match=r"cluster_key_file is not set, and 192\.0\.2\.1 can be reached"):
+            start(plan(0, master_addr="192.0.2.1", trusted_network=True))
+        monkeypatch.setenv("FLEETFOOT_CLUSTER_KEY", "a key of tests alone")
+
+
+def test_a_worker_must_have_the_key() -> None:
+    """Calls reach the worker with the derived key alone, and a stranger's reply is not read, whatever is in it."""
+    key, other = (ClusterKey(text) for text in (b"one key of tests", b"another of tests"))
+    long = bytes(range(256)) * 4096
+    with contextlib.ExitStack() as stack:
+        channel = messages.EngineChannel("127.0.0.1", 1, messages.worker_keys(key, "an engine")[0])
+        stack.callback(channel.close)
+        (address,) = channel.addresses
+
+        def connected(keys: Any, address: WorkerAddresses = address) -> messages.WorkerChannel:
+            end = messages.WorkerChannel(address, keys)
+            stack.callback(end._context.destroy, 0)
+            return end
+
+        strangers = [
+            connected(messages.worker_keys(other, "an engine")),
+            connected(messages.worker_keys(key, "another engine")),
+            connected(None, dataclasses.replace(address, engine_key=None)),
+        ]
+        for stranger in strangers:
+            reply = stack.enter_context(stranger.open_replies())
+            reply(messages.Compiled(0, 666))
+        worker = connected(messages.worker_keys(key, "an engine"))
+        channel.send(long)
+        assert worker.receive() == long
+        reply = stack.enter_context(worker.open_replies())
+        reply(RpcResult(0, 7, long))
+        while (message := channel.receive()) is None:
+            assert channel.replies.poll(HANG * 1000)
+        assert messages.decode_reply(message) == RpcResult(0, 7, long)
+        assert channel.receive() is None
 
 
 def test_timeouts_name_nodes(engine: EngineNodes, plan: MakePlan, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,15 +526,20 @@ def test_node_0_logs_once_which_nodes_are_missing(
 
 def test_server_that_is_not_node_0(plan: MakePlan, port: int, threads: ThreadPoolExecutor) -> None:
     with socket.create_server(("127.0.0.1", port)) as server:
-        threads.submit(lambda: server.accept()[0].close())
-        with pytest.raises(ConnectionError, match=f"what answers at .*{port} is not node 0 of an engine that starts"):
+
+        def answer() -> None:
+            with server.accept()[0] as connection:
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n".ljust(40))
+
+        threads.submit(answer)
+        with pytest.raises(ConnectionError, match=f"what answers at .*{port} is not node 0 of this engine"):
             join_engine(plan(1))
 
 
 def test_invalid_addresses_and_node_ranks(plan: MakePlan, port: int) -> None:
     for address in ("192.0.2.1", "no such name"):
         with pytest.raises(ValueError, match=f"master_addr is '{address}'"):
-            EngineNodes(plan(0, master_addr=address))
+            EngineNodes(plan(0, master_addr=address, trusted_network=True))
     with socket.create_server(("127.0.0.1", port)), pytest.raises(ValueError, match=f"master_port {port}"):
         EngineNodes(plan(0))
     with pytest.raises(ValueError, match="node_rank is 1: the engine starts on node 0"):

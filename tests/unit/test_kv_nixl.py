@@ -19,6 +19,7 @@ from tests.helpers.kv_pair import (
     EngineLine,
     Gate,
     changed,
+    cluster_key,
     cut_at,
     flip_at,
     join_threads,
@@ -28,7 +29,7 @@ from tests.helpers.kv_pair import (
 )
 
 from fleetfoot.config.kv_transfer import KVTransferConfig
-from fleetfoot.kv_transfer.base.sockets import ConnectionLostError, SocketServer, connect, receive_message, send_message
+from fleetfoot.kv_transfer.base.sockets import Channel, ConnectionLostError, SocketServer, connect
 from fleetfoot.kv_transfer.nixl import consumer as nixl_consumer
 from fleetfoot.kv_transfer.nixl import side_channel, transfer_agent
 from fleetfoot.kv_transfer.nixl.params import NixlSettings
@@ -243,7 +244,7 @@ def test_corrupt_side_channel(make: MakeEngine, spoil: Callable[[bytes, int], by
 
 
 def test_only_registered_memory_is_read() -> None:
-    agents = [transfer_agent.TcpAgent(name, "127.0.0.1") for name in "ab"]
+    agents = [transfer_agent.TcpAgent(name, "127.0.0.1", cluster_key()) for name in "ab"]
     memory = [torch.zeros(64, dtype=torch.uint8) for _ in agents]
     for agent, tensor in zip(agents, memory, strict=True):
         agent.register([tensor])
@@ -346,12 +347,16 @@ def test_lease_declined_before_it_is_granted() -> None:
     assert len(leases._past) == side_channel.NUM_REMEMBERED
 
 
+def side_channel_to(address: str) -> Channel:
+    return connect(address, 30.0, cluster_key(), side_channel.SIDE_CHANNEL)
+
+
 def tell(address: str, *messages: Decline | Renew) -> None:
     """Send messages without a reply, and wait until they were processed."""
-    with contextlib.closing(connect(address, 30.0)) as connection:
+    with contextlib.closing(side_channel_to(address)) as channel:
         for message in (*messages, Acquire("gone", {}, "")):
-            send_message(connection, msgspec.msgpack.encode(message))
-        receive_message(connection)
+            channel.send(msgspec.msgpack.encode(message))
+        channel.receive()
 
 
 def test_lease_lasts_while_it_is_renewed(make: MakeEngine) -> None:
@@ -411,16 +416,16 @@ def test_lease_that_is_being_read_is_neither_evicted_nor_declined(stalled: Stall
 def test_leases_that_are_being_read() -> None:
     """Each has one reader, each connection reads one, and an eviction leaves a read seconds."""
     leases = Leases(30.0, 60.0, clock := Clock())
-    server = ProducerServer("127.0.0.1", 0, "p", {}, leases, Granted(b"", [], 0, 1, []))
+    server = ProducerServer("127.0.0.1", 0, "p", {}, leases, Granted(b"", [], 0, 1, []), cluster_key())
     for lease in "abc":
         leases.grant(lease, lease, [1], None)
-    with contextlib.closing(connect(server.address, 30.0)) as connection:
+    with contextlib.closing(side_channel_to(server.address)) as channel:
         for request in (Acquire("p", {}, "a"), Acquire("p", {}, "b")):
-            send_message(connection, msgspec.msgpack.encode(request))
-            assert b"Granted" in receive_message(connection)
-        connection.sendall(b"\xff" * 8)  # no message
+            channel.send(msgspec.msgpack.encode(request))
+            assert b"Granted" in channel.receive()
+        channel.connection.sendall(b"\xff" * 8)  # no message
         with pytest.raises(ConnectionLostError):
-            receive_message(connection)
+            channel.receive()
     assert ended(leases) == {"a": side_channel.LOST, "b": side_channel.LOST}
     clock.now += 20
     assert leases.acquire("c", 0.0) == [1]
@@ -441,12 +446,12 @@ def test_leases_that_are_being_read() -> None:
 
 def test_server_survives_a_failure_to_start_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     served = threading.Event()
-    server = SocketServer("127.0.0.1", 0, lambda connection: served.set(), "kv-test")
+    server = SocketServer("127.0.0.1", 0, lambda channel: served.set(), "kv-test", cluster_key())
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
-        with contextlib.closing(connect(server.address, 30.0)) as connection, pytest.raises(ConnectionLostError):
-            receive_message(connection)
-    connect(server.address, 30.0).close()
+        with pytest.raises(ConnectionLostError):
+            connect(server.address, 30.0, cluster_key(), "kv-test")
+    connect(server.address, 30.0, cluster_key(), "kv-test").close()
     assert served.wait(30)
     server.close()
 

@@ -11,6 +11,7 @@ from fleetfoot.cli.arguments import add_engine_arguments, add_listen_arguments, 
 from fleetfoot.cli.command import Command, print_status, usage_errors
 from fleetfoot.cli.serve import add_server_arguments, server_settings
 from fleetfoot.config import env
+from fleetfoot.utils.cluster_key import find_cluster_key
 
 _ENGINE_EPILOG = """\
 Once the engine can take requests, a line {"address": "HOST:PORT"} is printed. It ends with SIGINT or SIGTERM.
@@ -27,19 +28,32 @@ compute the prompts. Requests of an engine that is lost continue on another one.
 _WORKER_EPILOG = """\
 An engine over several machines starts on the first one, node 0, with any command:
 
-  fleetfoot generate --model M --tensor-parallel-size 16 --nnodes 2 --master-addr 10.0.0.1
+  fleetfoot generate --model M --tensor-parallel-size 16 --nnodes 2 --master-addr 10.0.0.1 \\
+    --cluster-key-file cluster_key --trusted-network
 
 and the others run their share of its workers, with the same settings:
 
-  fleetfoot worker M --tensor-parallel-size 16 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1
+  fleetfoot worker M --tensor-parallel-size 16 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 \\
+    --cluster-key-file cluster_key --trusted-network
 
 The nodes can be started in any order, and wait ten minutes for each other. This command ends with the engine: with
 exit code 0, or with 1 and the reason if anything failed, on whatever node."""
 
 
+def _no_engine_key(text: str) -> str:
+    raise argparse.ArgumentTypeError(
+        "arguments are visible to all users of a machine; write the key to a file (mode 0600) for --cluster-key-file, "
+        "or set FLEETFOOT_CLUSTER_KEY"
+    )
+
+
 def _add_key_flag(parser: argparse.ArgumentParser) -> None:
-    text = "a key that engines and proxies share, or FLEETFOOT_ENGINE_KEY (default: none)"
-    parser.add_argument("--engine-key", default=env.engine_key(), metavar="KEY", help=text)
+    parser.add_argument("--engine-key", type=_no_engine_key, help=argparse.SUPPRESS)
+
+
+def _check_variables() -> None:
+    if env.engine_key():
+        raise ValueError("FLEETFOOT_ENGINE_KEY is set, and is not read any more; set FLEETFOOT_CLUSTER_KEY instead")
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -52,9 +66,12 @@ def _run_engine(arguments: argparse.Namespace) -> int:
     with usage_errors():
         config = engine_config(arguments)  # validated before torch is imported
 
+        _check_variables()
+        key = config.find_cluster_key(arguments.host)
+
         from fleetfoot.server.disaggregation.serve import serve_engine
 
-        return serve_engine(config, arguments.host, arguments.port, arguments.engine_key)
+        return serve_engine(config, arguments.host, arguments.port, key)
 
 
 def _address(text: str) -> str:
@@ -82,6 +99,8 @@ def _add_proxy_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill-timeout", type=_seconds, default=60.0, metavar="X", help=text)
     text = "seconds that a request waits while no engine can be reached (default: 60)"
     parser.add_argument("--engine-timeout", type=_seconds, default=60.0, metavar="X", help=text)
+    text = "file (mode 0600) with the secret that the engines have too (default: as of fleetfoot engine)"
+    parser.add_argument("--cluster-key-file", metavar="FILE", help=text)
     _add_key_flag(parser)
     add_server_arguments(parser)
 
@@ -91,12 +110,15 @@ def _run_proxy(arguments: argparse.Namespace) -> int:
         from fleetfoot.server.disaggregation.group import EngineGroup
         from fleetfoot.server.serve import serve
 
+        _check_variables()
+        addresses = (*arguments.prefill, *arguments.decode)
+        hosts = [address.rpartition(":")[0] for address in addresses]
         group = EngineGroup(
             prefill=tuple(f"tcp://{address}" for address in arguments.prefill),
             decode=tuple(f"tcp://{address}" for address in arguments.decode),
             prefill_timeout=arguments.prefill_timeout,
             engine_timeout=arguments.engine_timeout,
-            key=arguments.engine_key,
+            key=find_cluster_key(arguments.cluster_key_file, env.cluster_key(), hosts),
         )
         return serve(group, server_settings(arguments))
 

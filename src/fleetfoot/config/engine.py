@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args
 
+from fleetfoot.config import env
 from fleetfoot.config.json_fields import ABOVE_ZERO, Bounds, JSONSettings, check_fields
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.config.model import GenerationOverride, HFConfig
@@ -16,6 +17,7 @@ from fleetfoot.config.profiler import ProfilerConfig
 from fleetfoot.config.speculative import SpeculativeConfig
 from fleetfoot.config.vllm_names import ENGINE_KEYWORDS, check_engine_keyword, implies_pooling
 from fleetfoot.config.weight_transfer import WeightTransferConfig
+from fleetfoot.utils.cluster_key import ClusterKey, find_cluster_key
 from fleetfoot.utils.validation import is_host, unknown_keyword
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -257,6 +259,11 @@ class EngineConfig:
     master_port: int = _flag(
         29500, "port at which machine 0 waits for the others", bounds=Bounds("be 1 to 65535", 1, 65535)
     )
+    trusted_network: bool = _flag(
+        False,
+        "acknowledge that NCCL and gloo between machines neither authenticate nor encrypt; needed on any address but "
+        "loopback",
+    )
     cluster_key_file: str | None = _flag(
         None,
         "file (mode 0600) with the secret that processes of a deployment share; default: FLEETFOOT_CLUSTER_KEY, or on "
@@ -309,6 +316,10 @@ class EngineConfig:
     def local_world_size(self) -> int:
         """Workers on each node."""
         return self.world_size // self.nnodes
+
+    def find_cluster_key(self, *hosts: str) -> ClusterKey:
+        """The key of the deployment, for processes that listen on ``hosts`` or connect to them. Raises ValueError."""
+        return find_cluster_key(self.cluster_key_file, env.cluster_key(), hosts)
 
     @property
     def max_decode_tokens(self) -> int:

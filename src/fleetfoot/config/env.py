@@ -112,7 +112,7 @@ def api_key() -> str | None:
 
 
 def engine_key() -> str:
-    """``FLEETFOOT_ENGINE_KEY``: the key between a proxy and its engines; empty: none."""
+    """``FLEETFOOT_ENGINE_KEY``, which ``FLEETFOOT_CLUSTER_KEY`` has replaced; empty: not set."""
     return os.environ.get("FLEETFOOT_ENGINE_KEY") or ""
 
 

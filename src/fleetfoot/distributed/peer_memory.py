@@ -6,6 +6,7 @@ of other ranks, and wait for what other ranks write to their own.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import socket
 from dataclasses import dataclass, replace
@@ -58,9 +59,10 @@ def share_memory(
     the same ranks; ``instead``: for the warning: what uses NCCL then.
     """
     try:
-        names: list[str | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(names, socket.gethostname(), group=on_host)
-        memory = _rendezvous(group, num_words, device) if len(set(names)) == 1 else None
+        name = torch.tensor(list(hashlib.sha256(socket.gethostname().encode()).digest()), dtype=torch.uint8)
+        names = [torch.empty_like(name) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(names, name, group=on_host)
+        memory = _rendezvous(group, num_words, device) if all(each.equal(name) for each in names) else None
         reason = "its ranks are on different hosts"
     except (RuntimeError, ValueError, NotImplementedError) as error:
         memory, reason = None, str(error)

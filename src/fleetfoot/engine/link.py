@@ -6,13 +6,25 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
 
-from fleetfoot.engine.wire import ANY_KEY, HEARTBEAT_MS, ClientMessage, Dead, EngineMessage, Hello, Outputs, Ready
+from fleetfoot.engine.wire import HEARTBEAT_MS, ClientMessage, Dead, EngineMessage, Hello, Outputs, Ready
+from fleetfoot.utils.cluster_key import ClusterKey
+from fleetfoot.utils.curve import KeyPair, connect_with, curve_pair, frames_of, message_of
+
+MAX_REFUSALS = 3
+"""An engine that ends so many connections in a row before the proof has another key, and is not about to end."""
+_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+
+
+def engine_keys(key: ClusterKey) -> tuple[KeyPair, KeyPair]:
+    """The key pairs of an engine that listens on TCP, and of its clients."""
+    return curve_pair(key, "engine"), curve_pair(key, "client of an engine")
 
 
 class Link(Protocol):
@@ -40,12 +52,12 @@ class EngineLink:
 
     Args:
         address: of its socket, ``ipc://PATH`` or ``tcp://HOST:PORT``.
-        key: of the engine, if it needs one.
+        key: of the deployment, for TCP.
         detects_loss: whether a connection without signs of life is closed.
     """
 
-    def __init__(self, address: str, key: str = ANY_KEY, *, detects_loss: bool = False) -> None:
-        self._key = key
+    def __init__(self, address: str, key: ClusterKey | None = None, *, detects_loss: bool = False) -> None:
+        self._address = address
         self._context = zmq.asyncio.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.set_hwm(0)
@@ -54,6 +66,9 @@ class EngineLink:
         self.socket.reconnect_ivl = 10
         if detects_loss:
             self.socket.heartbeat_ivl, self.socket.heartbeat_timeout = HEARTBEAT_MS, 5 * HEARTBEAT_MS
+        if key is not None:
+            (public, _), own = engine_keys(key)
+            connect_with(self.socket, own, public)
         self.socket.connect(address)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineMessage)
@@ -61,24 +76,43 @@ class EngineLink:
         self._without_waiting = zmq.Socket.shadow(self.socket.underlying)  # the same socket
 
     async def hello(self) -> Ready:
-        """Raises ValueError: the engine needs another key."""
-        self.send(Hello(self._key))
+        self.send(Hello())
         message = await self.receive()
         if isinstance(message, Dead):
             raise ValueError(message.text)
         assert isinstance(message, Ready), message
         return message
 
+    async def lost(self) -> None:
+        """Wait until the connection has ended. Raises ValueError: the engine has another cluster key."""
+        events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _REFUSALS
+        monitor = self.socket.get_monitor_socket(events)
+        num_refusals, is_connected = 0, False
+        while True:
+            event: Any = parse_monitor_message(await monitor.recv_multipart())["event"]
+            if event & _REFUSALS:
+                num_refusals += 1
+                if num_refusals == MAX_REFUSALS:
+                    raise ValueError(
+                        f"the engine at {self._address} has another cluster key; give both the same with "
+                        "--cluster-key-file or FLEETFOOT_CLUSTER_KEY"
+                    )
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                num_refusals, is_connected = 0, True
+            elif is_connected:
+                return
+
     def send(self, message: ClientMessage) -> None:
-        self.socket.send(self._encoder.encode(message))  # without a limit on its queue, it is sent or queued at once
+        # without a limit on its queue, it is sent or queued at once
+        self.socket.send_multipart(frames_of(self._encoder.encode(message)))
 
     async def receive(self) -> EngineMessage:
         if not self._arrived:
             await asyncio.sleep(0)  # connections have their turn, also while messages keep coming
-            contents = [await self.socket.recv()]
+            contents = [message_of(await self.socket.recv_multipart())]
             with contextlib.suppress(zmq.Again):
                 while True:
-                    contents.append(self._without_waiting.recv(zmq.NOBLOCK))
+                    contents.append(message_of(self._without_waiting.recv_multipart(zmq.NOBLOCK)))
             self._arrived.extend(merge_steps(map(self._decoder.decode, contents)))
         return self._arrived.popleft()
 

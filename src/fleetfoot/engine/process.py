@@ -6,7 +6,6 @@ It schedules and runs steps. Clients validate, tokenize and detokenize, so none 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
 import os
 import pickle
@@ -26,6 +25,7 @@ from fleetfoot.engine.remote_calls import RemoteCalls
 from fleetfoot.plan.forced_runner import begin_forcing
 from fleetfoot.plan.output_settings import output_settings
 from fleetfoot.records.structured_outputs import as_structured_outputs
+from fleetfoot.utils.curve import KeyPair, frames_of, listen_with, message_of
 from fleetfoot.utils.logs import log_to_stderr
 from fleetfoot.utils.process import as_exception, error_text, tune_collections
 from fleetfoot.utils.progress import loading_bar
@@ -43,16 +43,16 @@ class EngineServer:
         engine: with an `OutputRouter`.
         socket: a bound socket of `engine_socket`.
         lifeline: a file descriptor; data or its end of file stops the loop.
-        key: of clients; empty: they need none; None: they need none, and can stop the engine.
+        can_stop: whether clients can stop the engine.
     """
 
-    def __init__(self, engine: LLMEngine, socket: zmq.Socket[bytes], lifeline: int, key: str | None = None) -> None:
+    def __init__(self, engine: LLMEngine, socket: zmq.Socket[bytes], lifeline: int, *, can_stop: bool = True) -> None:
         router: Any = engine.output_processor
         self._engine = engine
         self._router: OutputRouter = router
         self._socket = socket
         self._lifeline = lifeline
-        self._key = key
+        self._can_stop = can_stop
         self._clients: set[bytes] = set()
         self._stopping = False
         self._decoder = msgspec.msgpack.Decoder(wire.ClientMessage)
@@ -61,7 +61,7 @@ class EngineServer:
         engine.watch_holds(lambda is_held: self._send_all(wire.Held(is_held)))
         self._calls = RemoteCalls(engine, self._announce)
         self._settings = output_settings(engine.plan)
-        if key is not None:  # a proxy compares it with others
+        if not can_stop:  # a proxy compares it with others
             engine.live.state_identity()
         self._facts = self._current_facts()
         self._poller = zmq.Poller()
@@ -109,7 +109,7 @@ class EngineServer:
         while True:
             try:
                 client, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-                message = self._decoder.decode(frames[-1])
+                message = self._decoder.decode(message_of(frames))
             except zmq.Again:
                 return
             except (IndexError, msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -129,20 +129,13 @@ class EngineServer:
         elif isinstance(message, wire.Call):
             self._call(client, message)
         elif isinstance(message, wire.Hello):
-            self._welcome(client, message)
+            self._clients.add(client)
+            self._send(client, self._facts)
         else:
-            self._stopping = self._key is None
+            self._stopping = self._can_stop
 
     def _current_facts(self) -> wire.Ready:
         return facts(self._engine, self._settings, is_as_started=self._calls.is_as_started)
-
-    def _welcome(self, client: bytes, message: wire.Hello) -> None:
-        self._clients.add(client)
-        if not self._key or hmac.compare_digest(message.key.encode(), self._key.encode()):
-            self._send(client, self._facts)
-        else:
-            self._send(client, wire.Dead("the key of the engine is missing or wrong (--engine-key)", ""))
-            self._clients.discard(client)
 
     def _add(self, client: bytes, message: wire.AddRequest) -> None:
         """Queue a request; one with a grammar that is not compiled yet, when it is."""
@@ -209,7 +202,7 @@ class EngineServer:
         if client not in self._clients:
             return
         try:
-            self._socket.send_multipart((client, self._encoder.encode(message)))
+            self._socket.send_multipart((client, *frames_of(self._encoder.encode(message))))
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
@@ -222,17 +215,18 @@ class EngineServer:
             self._send(client, message)
 
 
-def engine_socket(context: zmq.Context[Any], *, detects_loss: bool = False) -> zmq.Socket[bytes]:
+def engine_socket(context: zmq.Context[Any], keys: KeyPair | None = None) -> zmq.Socket[bytes]:
     """A socket for an engine's clients. Sending raises EHOSTUNREACH for a client that is gone.
 
-    ``detects_loss``: whether a connection without signs of life is closed.
+    ``keys``: for TCP, where clients must have the key, and a connection without signs of life is closed.
     """
     socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
     socket.set_hwm(0)
     socket.linger = 1000
     socket.router_mandatory = 1
     socket.maxmsgsize = wire.MAX_MESSAGE_BYTES
-    if detects_loss:
+    if keys is not None:
+        listen_with(socket, keys)
         socket.heartbeat_ivl, socket.heartbeat_timeout = wire.HEARTBEAT_MS, 5 * wire.HEARTBEAT_MS
     return socket
 

@@ -37,8 +37,6 @@ class ProcessSettings:
 
 ENGINE_IGNORES = signal.SIGINT, signal.SIGTERM
 """Signals that the engine's process ignores: a terminal or a service manager sends them to the parent too."""
-ANY_KEY = ""
-"""The key for an engine that needs none."""
 MAX_MESSAGE_BYTES = 256 << 20
 """The largest message of a client."""
 HEARTBEAT_MS = 2000
@@ -73,9 +71,7 @@ class Failed(_Message):
 
 
 class Hello(_Message):
-    """The first message. The reply is `Ready`, or `Dead` if the key is wrong. Without it, others are ignored."""
-
-    key: str = ANY_KEY
+    """The first message. The reply is `Ready`. Without it, others are ignored."""
 
 
 class AddRequest(_Message):

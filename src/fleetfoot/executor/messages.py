@@ -1,18 +1,20 @@
 """Messages between the engine and its worker processes, and the sockets that carry them.
 
 A call goes to all workers, as the same bytes; replies of all workers arrive on one socket. On one machine the sockets
-are files in a directory that only the user can enter. Between machines they are TCP with CURVE (http://curvezmq.org):
-encrypted, and only usable with the engine's public key, which nodes receive at the rendezvous.
+are files in a directory that only the user can enter. Between machines they are TCP with CURVE
+(`fleetfoot.utils.curve`): the engine's public key comes with the rendezvous, whose messages are authenticated, and that
+of workers follows from the cluster key.
 
-The fields that every step has, numbers and strings, are msgpack with known types. New requests and the metadata of a KV
-connector can hold objects of any class and are pickled. Both ends belong to one engine: processes that it started, or
-nodes that `fleetfoot.executor.nodes` has accepted. Messages from anywhere else are never unpickled.
+The fields that every step has, numbers and strings, are msgpack with known types. New requests, the metadata of a KV
+connector and the functions of `collective_rpc` can be objects of any class, and are pickled by the engine. Replies are
+data (`fleetfoot.executor.values`), and never unpickled.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -21,9 +23,12 @@ import msgspec
 import numpy as np
 import zmq
 
+from fleetfoot.executor.values import error_kind, make_error
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from fleetfoot.structured.mask_space import MaskMemory
+from fleetfoot.utils.cluster_key import ClusterKey
+from fleetfoot.utils.curve import ClientCheck, KeyPair, connect_with, curve_pair, frames_of, listen_with, message_of
 
 _LINGER_MS = 2000
 """How long a worker that ends keeps trying to send its last reply."""
@@ -145,19 +150,19 @@ class Failure(msgspec.Struct, array_like=True, tag=True):
     """Type and message of the exception."""
     trace: str
     """The traceback, as Python prints it."""
-    error: bytes = b""
-    """The exception, pickled; empty if it cannot be."""
+    kind: str = ""
+    """What `as_error` makes of it (`fleetfoot.executor.values.error_kind`); empty: nothing."""
+    message: str = ""
 
     @classmethod
     def of(cls, rank: int, error: BaseException, trace: str) -> Failure:
-        """The exception itself is included if it survives being pickled."""
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        try:
-            pickled = pickle.dumps(error)
-            is_whole = str(pickle.loads(pickled)) == str(error)  # a constructor may require other arguments
-        except Exception:
-            is_whole = False
-        return cls(rank, text, trace, pickled if is_whole else b"")
+        message = error.args[0] if len(error.args) == 1 and isinstance(error.args[0], str) else str(error)
+        return cls(rank, text, trace, error_kind(error), message)
+
+    def as_error(self) -> Exception | None:
+        """The exception, or the known one that it derives from; None: there is none."""
+        return make_error(self.kind, self.message)
 
 
 class RpcResult(msgspec.Struct, array_like=True, tag=True):
@@ -166,13 +171,14 @@ class RpcResult(msgspec.Struct, array_like=True, tag=True):
     rank: int
     number: int
     value: bytes = b""
-    """Pickled."""
+    """Of `encode_value`."""
     failure: Failure | None = None
     """The call has raised; the worker goes on."""
 
 
+Reply = Ready | Compiled | StepOutput | RpcResult | Failure
 encode_reply = _ENCODER.encode
-decode_reply = msgspec.msgpack.Decoder(Ready | Compiled | StepOutput | RpcResult | Failure).decode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
 # --- sockets --------------------------------------------------------------------------------------------------------
@@ -191,49 +197,65 @@ class WorkerAddresses:
     """Public; None: no encryption."""
 
 
-def _make_context(linger_ms: int, keys: tuple[bytes, bytes] | None) -> zmq.Context[zmq.Socket[bytes]]:
-    """Its sockets queue without limit, and encrypt if there are ``keys``, a public and a secret one."""
+def worker_keys(key: ClusterKey, engine_id: str) -> KeyPair:
+    """The key pair of an engine's workers on other machines."""
+    return curve_pair(key, "worker", engine_id.encode())
+
+
+def _make_context(linger_ms: int) -> zmq.Context[zmq.Socket[bytes]]:
+    """Its sockets queue without limit."""
     context = zmq.Context()
-    options: dict[int, Any] = {zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.LINGER: linger_ms}
-    if keys is not None:
-        options |= {zmq.CURVE_PUBLICKEY: keys[0], zmq.CURVE_SECRETKEY: keys[1]}
-    for option, value in options.items():
+    for option, value in {zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.LINGER: linger_ms}.items():
         context.setsockopt(option, value)
     return context
 
 
+def _parts(message: bytes, *, is_remote: bool) -> list[bytes]:
+    return frames_of(message) if is_remote else [message]
+
+
 class EngineChannel:
     """The engine's end. ``place``: a directory for the sockets, or an IP address of this machine for workers on other
-    machines; ``num_workers``: of all nodes."""
+    machines; ``num_workers``: of all nodes; ``worker_key``: their public key, if they are on other machines."""
 
-    def __init__(self, place: Path | str, num_workers: int) -> None:
-        keys = None if isinstance(place, Path) else zmq.curve_keypair()
-        self._context = _make_context(0, keys)
+    def __init__(self, place: Path | str, num_workers: int, worker_key: bytes | None = None) -> None:
+        keys = None if worker_key is None else zmq.curve_keypair()
+        self._context = _make_context(0)
+        self._is_remote = worker_key is not None
+        self._check = None if worker_key is None else ClientCheck(self._context, worker_key)
 
         def bind(kind: int, name: str) -> zmq.Socket[bytes]:
             socket = self._context.socket(kind)
             socket.sndtimeo = _SEND_MS
-            socket.curve_server = keys is not None
+            if keys is not None:
+                listen_with(socket, keys)
             socket.bind(f"ipc://{place / name}" if isinstance(place, Path) else f"tcp://{place}:*")
             return socket
 
-        self.replies = bind(zmq.PULL, "replies")
-        self._calls = [bind(zmq.PUSH, f"calls-{rank}") for rank in range(num_workers)]
+        try:
+            self.replies = bind(zmq.PULL, "replies")
+            self._calls = [bind(zmq.PUSH, f"calls-{rank}") for rank in range(num_workers)]
+        except BaseException:
+            if self._check is not None:
+                self._check.close()
+            self._context.destroy(0)
+            raise
         replies, *calls = (socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in (self.replies, *self._calls))
         self.addresses = [WorkerAddresses(address, replies, keys[0] if keys else None) for address in calls]
 
     def send(self, message: bytes, ranks: Iterable[int] | None = None) -> None:
         """Queue a message for the workers of ``ranks``; None: all. Raises ConnectionError if one is not connected."""
+        parts = _parts(message, is_remote=self._is_remote)
         for rank in range(len(self._calls)) if ranks is None else ranks:
             try:
-                self._calls[rank].send(message)
+                self._calls[rank].send_multipart(parts)
             except zmq.Again as error:
                 raise ConnectionError(f"worker {rank} is not connected any more") from error
 
     def receive(self) -> bytes | None:
         """A reply, if one has arrived."""
         try:
-            return self.replies.recv(zmq.NOBLOCK)
+            return message_of(self.replies.recv_multipart(zmq.NOBLOCK))
         except zmq.Again:
             return None
 
@@ -246,31 +268,37 @@ class EngineChannel:
         """Safe to call again, and from any thread once no other thread uses the channel."""
         for socket in (*self._calls, self.replies):
             socket.close()
+        if self._check is not None:
+            self._check.close()
         self._context.term()
 
 
 class WorkerChannel:
-    """A worker's end. Sockets cannot be shared, so each thread that replies opens its own."""
+    """A worker's end. Sockets cannot be shared, so each thread that replies opens its own. ``keys``: of `worker_keys`,
+    where the addresses have the engine's."""
 
-    def __init__(self, addresses: WorkerAddresses) -> None:
-        self._addresses = addresses
-        self._context = _make_context(_LINGER_MS, zmq.curve_keypair() if addresses.engine_key else None)
+    def __init__(self, addresses: WorkerAddresses, keys: KeyPair | None = None) -> None:
+        self._addresses, self._keys = addresses, keys
+        self._context = _make_context(_LINGER_MS)
         self._calls = self._connect(zmq.PULL, addresses.calls)
 
     def _connect(self, kind: int, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        if self._addresses.engine_key is not None:
-            socket.curve_serverkey = self._addresses.engine_key
+        if self._addresses.engine_key is not None and self._keys is not None:
+            connect_with(socket, self._keys, self._addresses.engine_key)
         socket.connect(address)
         return socket
 
     def receive(self) -> bytes:
         """Wait for a call."""
-        return self._calls.recv()
+        return message_of(self._calls.recv_multipart())
 
-    def open_replies(self) -> zmq.Socket[bytes]:
-        """A socket for the replies of the calling thread."""
-        return self._connect(zmq.PUSH, self._addresses.replies)
+    @contextmanager
+    def open_replies(self) -> Iterator[Callable[[Reply], object]]:
+        """What sends the replies of the calling thread."""
+        with self._connect(zmq.PUSH, self._addresses.replies) as socket:
+            is_remote = self._keys is not None
+            yield lambda reply: socket.send_multipart(_parts(encode_reply(reply), is_remote=is_remote))
 
     def close(self) -> None:
         """Deliver what is queued and close. No other thread may use its socket any more."""

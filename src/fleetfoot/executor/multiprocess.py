@@ -8,14 +8,15 @@ cause.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-import pickle
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import zmq
 
 from fleetfoot.executor.messages import (
@@ -33,6 +34,7 @@ from fleetfoot.executor.messages import (
 from fleetfoot.executor.nodes import EngineNodes, check_devices
 from fleetfoot.executor.processes import RendezvousDir, WorkerProcesses
 from fleetfoot.executor.protocol import WorkerError
+from fleetfoot.executor.values import decode_value
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.step import (
     KVConnectorOutput,
@@ -44,6 +46,8 @@ from fleetfoot.records.step import (
     without_token_ids,
 )
 from fleetfoot.structured.mask_space import MaskMemory
+
+logger = logging.getLogger(__name__)
 
 _NODE_WAIT_MS = 1000
 """How long to wait, after a worker has failed, for another machine to report the loss of one of its own."""
@@ -85,7 +89,7 @@ class MultiprocessExecutor:
         self._processes = WorkerProcesses()
         # for programs that do not call shutdown; at exit another thread may still use the sockets
         weakref.finalize(self, _abandon, os.getpid(), self._processes, self._rendezvous)
-        self._channel = EngineChannel(self._rendezvous.place, self._num_workers)
+        self._channel = EngineChannel(self._rendezvous.place, self._num_workers, self._rendezvous.worker_key)
         closing = weakref.finalize(self, self._channel.close)
         closing.atexit = False  # type: ignore[misc]  # it is a property
         try:
@@ -161,8 +165,8 @@ class MultiprocessExecutor:
         for result in results:
             if (failure := result.failure) is not None:
                 reported = RuntimeError(f"worker {failure.rank}: {failure.text}\n\n{failure.trace}")
-                raise (pickle.loads(failure.error) if failure.error else reported) from reported
-        return [pickle.loads(result.value) for result in results]
+                raise failure.as_error() or reported from reported
+        return [decode_value(result.value) for result in results]
 
     def shutdown(self) -> None:
         """End all workers. Does nothing when called again. Raises WorkerError if a worker has failed before, or could
@@ -209,7 +213,14 @@ class MultiprocessExecutor:
         """
         self._poller.poll()
         while (message := self._channel.receive()) is not None:
-            reply = decode_reply(message)
+            try:
+                reply = decode_reply(message)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                logger.warning("a message that is no reply of a worker is ignored: %s", error)
+                continue
+            if not 0 <= reply.rank < self._num_workers:
+                logger.warning("a reply of rank %d is ignored: the plan has %d ranks", reply.rank, self._num_workers)
+                continue
             if isinstance(reply, StepOutput):
                 self._outputs.add(reply)
             elif isinstance(reply, RpcResult):
@@ -236,10 +247,10 @@ class MultiprocessExecutor:
         if loss := self._find_loss(_NODE_WAIT_MS):
             self._fail(loss)
         reported = WorkerError(f"worker {failure.rank} failed: {failure.text}\n\n{failure.trace}")
-        if len(self._ready) < self._num_workers and failure.error:
+        if len(self._ready) < self._num_workers and (error := failure.as_error()) is not None:
             self._failure = reported
             self._close(f"worker {failure.rank} failed: {failure.text}")
-            raise pickle.loads(failure.error) from reported
+            raise error from reported
         self._fail(str(reported))
 
     def _fail(self, reason: str) -> None:

@@ -1,9 +1,10 @@
 """Engines over several machines: the rendezvous of the nodes, and what runs on every node but the first.
 
-Node 0 runs the engine and listens at ``master_addr:master_port``. Every other node connects and sends its settings. If
-they agree with node 0's, it receives the addresses of the engine's sockets with their public key, and the port of the
-store of torch.distributed. The connection stays open; its end means that the node has ended. Any process that reaches
-the port with the same settings can join, so the port must be reachable by the engine's machines only.
+Node 0 runs the engine and listens at ``master_addr:master_port``. Every other node connects, and both prove the cluster
+key (`fleetfoot.kv_transfer.base.sockets`). The node sends its settings. If they agree with node 0's, it receives the
+addresses of the engine's sockets with their public key, and the port of the store of torch.distributed. The connection
+stays open; its end means that the node has ended. A peer that fails in any of this is dropped and logged, and node 0
+goes on waiting.
 """
 
 from __future__ import annotations
@@ -15,20 +16,31 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 import msgspec
 
 from fleetfoot._version import __version__
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.executor.messages import WorkerAddresses
+from fleetfoot.distributed.stores import make_store
+from fleetfoot.executor.messages import WorkerAddresses, worker_keys
 from fleetfoot.executor.processes import WorkerProcesses
 from fleetfoot.executor.protocol import WorkerError
-from fleetfoot.kv_transfer.base.sockets import ConnectionLostError, StoppedError, receive_message, send_message
+from fleetfoot.kv_transfer.base.sockets import (
+    Channel,
+    ConnectionLostError,
+    SocketServer,
+    StoppedError,
+    UntrustedError,
+    connect,
+)
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import resolve_plan
+from fleetfoot.utils.cluster_key import ClusterKey
 from fleetfoot.utils.torch_build import torch_build
+from fleetfoot.utils.validation import is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -37,17 +49,23 @@ GATHER_S = 600.0
 _RETRY_S = 0.5
 """Between two attempts to reach a node that may not be listening yet."""
 _HELLO_S = 10.0
-"""How long a connection may take to send its first message."""
+"""How long a node may take to connect, to prove the key, and to send its first message."""
+_PURPOSE = "nodes"
+_TRUST = (
+    "the traffic of NCCL and gloo between machines, weights and activations, is neither authenticated nor encrypted, "
+    "and any process that reaches these machines could read or change it: use a network of its own, and acknowledge "
+    "that with trusted_network (--trusted-network)"
+)
 _LOCAL_SETTINGS = (
     *("node_rank", "master_addr", "model", "tokenizer", "skip_tokenizer_init"),
-    *("generation_config", "override_generation_config", "cluster_key_file"),
+    *("generation_config", "override_generation_config", "cluster_key_file", "trusted_network"),
 )
 """Settings that nodes need not share. A model may lie at another path on each node; its content must be the same."""
 _SHARED_DECISIONS = ("device", "dtype", "runner", "kernels", "kv_layout", "max_model_len", "max_num_batched_tokens")
 """Fields of the plan that must be equal on all nodes."""
 
 _T = TypeVar("_T")
-_NOT_A_NODE = (ConnectionLostError, StoppedError, OSError, ValueError)
+_NOT_A_NODE = (ConnectionLostError, StoppedError, OSError, ValueError)  # msgspec's errors of decoding are ValueErrors
 """What `Link.send` and `Link.receive` raise if the other side is no node."""
 
 
@@ -102,6 +120,12 @@ def check_devices(plan: EnginePlan) -> None:
 # --- connections ----------------------------------------------------------------------------------------------------
 
 
+def check_trust(config: EngineConfig) -> None:
+    """Raise ValueError unless the nodes are on loopback, or the user trusts the network between them."""
+    if not (is_loopback(config.master_addr) or config.trusted_network):
+        raise ValueError(f"trusted_network is not set, and master_addr is {config.master_addr!r}: {_TRUST}")
+
+
 class Hello(msgspec.Struct):
     """The first message of a node."""
 
@@ -124,65 +148,79 @@ class Invitation(msgspec.Struct):
 class Link:
     """A connection between node 0 and another node. After the greeting each side sends at most one more message."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine may end without closing it
-        for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-            if hasattr(socket, name):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        self._connection = connection
-        self.fileno = connection.fileno
-        self.close = connection.close
+    def __init__(self, channel: Channel) -> None:
+        if hasattr(socket, "TCP_KEEPCNT"):  # a machine may end without closing it
+            channel.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        self._channel = channel
+        self.fileno = channel.fileno
+        self.close = channel.close
 
     def send(self, greeting: msgspec.Struct) -> None:
         """Send a greeting; raises ConnectionLostError if the other side has left."""
-        send_message(self._connection, msgspec.msgpack.encode(greeting))
+        self._channel.send(msgspec.msgpack.encode(greeting))
 
     def receive(self, kind: type[_T], timeout_s: float) -> _T:
         """The other side's greeting; raises one of `_NOT_A_NODE`."""
         until = time.monotonic() + timeout_s
-        message = receive_message(self._connection, lambda: time.monotonic() >= until)
-        self._connection.settimeout(None)
+        message = self._channel.receive(lambda: time.monotonic() >= until)
         return msgspec.msgpack.decode(message, type=kind)
 
     def send_end(self, reason: str) -> None:
         """The last message of this side: why it has failed; empty if it has not. Ignored if the other side has left."""
         with contextlib.suppress(ConnectionLostError, OSError):
-            send_message(self._connection, msgspec.msgpack.encode(reason))
-            self._connection.shutdown(socket.SHUT_WR)
+            self._channel.send(msgspec.msgpack.encode(reason))
+            self._channel.connection.shutdown(socket.SHUT_WR)
 
     def receive_end(self, lost: str) -> str:
         """Wait for the last message of the other side; ``lost`` if it has left without one."""
         try:
-            return msgspec.msgpack.decode(receive_message(self._connection), type=str)
+            return msgspec.msgpack.decode(self._channel.receive(), type=str)
         except (ConnectionLostError, OSError, msgspec.DecodeError):
             return lost
 
 
 class EngineNodes:
     """Node 0's connections to the other nodes. ``place``: the address of this machine for the engine's sockets;
-    ``store``: address and port of the store of torch.distributed. Raises ValueError if ``master_addr`` is not an
-    address of this machine, or the port is in use."""
+    ``store``: address and port of the store of torch.distributed; ``worker_key``: see `EngineChannel`. Raises
+    ValueError if ``master_addr`` is not an address of this machine, or the port is in use; there is no cluster key; or
+    nothing acknowledges that the network must be trusted."""
 
     def __init__(self, plan: EnginePlan) -> None:
         config = plan.config
+        check_trust(config)
+        key = config.find_cluster_key(config.master_addr)
         self._plan = plan
         self._links: dict[int, Link] = {}
+        self._greetings: SimpleQueue[tuple[Link, Hello]] = SimpleQueue()
+        self.worker_key = worker_keys(key, plan.engine_id)[0]
         try:
             self.place = socket.gethostbyname(config.master_addr)
-            self._server = socket.create_server((self.place, config.master_port), backlog=config.nnodes)
-        except OSError as error:
+            self._server = SocketServer(self.place, config.master_port, self._greet, _PURPOSE, key)
+        except (OSError, ValueError) as error:
             raise ValueError(
                 f"master_addr is {config.master_addr!r} and master_port {config.master_port}, and nothing can listen "
                 f"there: {error}; it must be an address of node 0, which is this machine, and a port that is free"
             ) from error
-        from torch.distributed import TCPStore  # importing torch takes seconds, which an engine on one machine saves
-
-        self._store = TCPStore(self.place, 0, is_master=True, wait_for_workers=False)
+        try:
+            self._store = make_store(self.place)  # the workers' store of torch.distributed
+        except BaseException:
+            self._server.close()
+            raise
         self.store: tuple[str, int] = (self.place, self._store.port)
 
+    def _greet(self, channel: Channel) -> bool:
+        """In a thread of each connection whose peer has the key: take its first message."""
+        link = Link(channel)
+        try:
+            self._greetings.put((link, link.receive(Hello, _HELLO_S)))
+        except _NOT_A_NODE as error:
+            logger.warning("a connection is closed because its first message is no node's: %s", error)
+            return False
+        return True
+
     def gather(self, addresses: Sequence[WorkerAddresses]) -> None:
-        """Wait for all nodes, and log which: it may take minutes. Raises ValueError if the settings of a node differ,
-        and TimeoutError if a node does not connect."""
+        """Wait for all nodes, and log which: it may take minutes. Raises TimeoutError, with the last refusal, if a node
+        does not connect, or has other settings."""
         invitation = Invitation(shared_facts(self._plan), self._plan.engine_id, list(addresses), self.store)
         config = self._plan.config
         expected = range(1, config.nnodes)
@@ -192,30 +230,42 @@ class EngineNodes:
         )
         others = ", ".join(map(str, expected))
         logger.warning(message, config.nnodes, config.master_addr, config.master_port, others)
-        until = time.monotonic() + GATHER_S
+        until, refusal = time.monotonic() + GATHER_S, ""
         while missing := sorted(expected - self._links.keys()):
-            self._server.settimeout(max(0.001, until - time.monotonic()))
             try:
-                connection, _ = self._server.accept()
-            except TimeoutError as error:
-                raise TimeoutError(f"node {missing[0]} has not come within {GATHER_S:.0f} s") from error
-            self._accept(Link(connection), invitation)
+                link, hello = self._greetings.get(timeout=max(0.001, until - time.monotonic()))
+            except Empty as error:
+                last = f"; the last one that came was refused: {refusal}" if refusal else ""
+                raise TimeoutError(f"node {missing[0]} has not come within {GATHER_S:.0f} s{last}") from error
+            if found := self._admit(link, hello, invitation):
+                refusal = found
+                logger.warning("a node is refused: %s", refusal)
 
-    def _accept(self, link: Link, invitation: Invitation) -> None:
-        """Add a node; connections that are not from a node of this engine are closed and otherwise ignored."""
+    def _admit(self, link: Link, hello: Hello, invitation: Invitation) -> str:
+        """Add a node, or refuse it. Returns why it is refused; empty: it is not."""
+        rank, num_nodes = hello.node_rank, self._plan.config.nnodes
+        refusal = ""
+        if not 0 < rank < num_nodes:
+            refusal = f"node_rank is {rank}; with nnodes {num_nodes} on node 0 it can be 1 to {num_nodes - 1}"
+        elif rank in self._links and self._links[rank].fileno() not in wait([self._links[rank].fileno()], 0):
+            refusal = f"node_rank is {rank}, and another node has it already; each needs its own"
+        if not refusal:
+            try:
+                check_same(invitation.facts, hello.facts, node=rank)
+            except ValueError as error:
+                refusal = str(error)
+        sent = msgspec.structs.replace(invitation, refusal=refusal, addresses=[] if refusal else invitation.addresses)
         try:
-            hello = link.receive(Hello, _HELLO_S)
-            refusal = ""
-            if hello.node_rank in self._links:
-                refusal = f"node_rank is {hello.node_rank}, and another node has it already; each needs its own"
-            link.send(msgspec.structs.replace(invitation, refusal=refusal))
-        except _NOT_A_NODE:
-            refusal = "not a node of this engine"
+            link.send(sent)
+        except ConnectionLostError as error:
+            refusal = refusal or f"node {rank} has left: {error}"
         if refusal:
             link.close()
-            return
-        self._links[hello.node_rank] = link
-        check_same(invitation.facts, hello.facts, node=hello.node_rank)
+            return refusal
+        if (previous := self._links.pop(rank, None)) is not None:  # it has ended, and was started again
+            previous.close()
+        self._links[rank] = link
+        return ""
 
     @property
     def descriptors(self) -> Sequence[int]:
@@ -245,17 +295,20 @@ class EngineNodes:
 def join_engine(plan: EnginePlan) -> tuple[Link, Invitation]:
     """Connect to node 0, which may not be listening yet.
 
-    Raises ValueError if the settings differ or another node has this node's rank, and TimeoutError or ConnectionError
-    if node 0 does not answer or does not accept this node.
+    Raises ValueError if the settings differ, another node has this node's rank, there is no cluster key, or nothing
+    acknowledges that the network must be trusted; TimeoutError or ConnectionError if node 0 does not answer or does not
+    accept this node.
     """
     config = plan.config
+    check_trust(config)
+    key = config.find_cluster_key(config.master_addr)
     where = f"master_addr {config.master_addr}, master_port {config.master_port}"
     try:
         address = socket.gethostbyname(config.master_addr)
     except OSError as error:
         raise ValueError(f"master_addr is {config.master_addr!r}, which is no address: {error}") from error
     facts = shared_facts(plan)
-    link = Link(_connect(address, config.master_port, where))
+    link = Link(_connect(f"{address}:{config.master_port}", key, where))
     try:
         link.send(Hello(config.node_rank, facts))
         invitation = link.receive(Invitation, GATHER_S)
@@ -272,15 +325,17 @@ def join_engine(plan: EnginePlan) -> tuple[Link, Invitation]:
     return link, invitation
 
 
-def _connect(address: str, port: int, where: str) -> socket.socket:
+def _connect(address: str, key: ClusterKey, where: str) -> Channel:
     until = time.monotonic() + GATHER_S
     while True:
-        timeout = min(_HELLO_S, max(0.001, until - time.monotonic()))
         try:
-            return socket.create_connection((address, port), timeout)
-        except OSError as error:
+            return connect(address, min(_HELLO_S, max(0.001, until - time.monotonic())), key, _PURPOSE)
+        except UntrustedError as error:
+            raise ConnectionError(f"what answers at {where} is not node 0 of this engine: {error}") from error
+        except ConnectionLostError as error:
             if time.monotonic() >= until:
-                raise TimeoutError(f"nothing answers at {where}: start node 0, and check both") from error
+                raise TimeoutError(f"nothing answers at {where}: start node 0, and check both: {error}") from error
+            logger.info("node 0 does not answer yet: %s", error)
             time.sleep(_RETRY_S)
 
 

@@ -23,11 +23,14 @@ from pathlib import Path
 from types import ModuleType
 
 from fleetfoot.config import env
+from fleetfoot.config.engine import EngineConfig
 from fleetfoot.executor.messages import Store, WorkerAddresses
 from fleetfoot.executor.protocol import WorkerError
 from fleetfoot.kernels.runtime.compile_worker import CompilePool
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.structured.mask_space import MaskMemory
+from fleetfoot.utils.logs import TextFormatter
+from fleetfoot.utils.network import interface_of, local_address_to
 
 SHUTDOWN_S = 10.0
 """How long workers may take to give everything back."""
@@ -142,9 +145,18 @@ def _variables(plan: EnginePlan, num_processes: int) -> dict[str, str]:
     if plan.device == "cpu":
         num_cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         variables["OMP_NUM_THREADS"] = str(max(1, num_cpus // num_processes))
-    if plan.config.nnodes == 1 and sys.platform == "linux":
-        variables["GLOO_SOCKET_IFNAME"] = "lo"  # the machine's name need not resolve to one of its addresses
+    if plan.config.world_size > 1 and sys.platform == "linux":
+        # by themselves gloo takes what the machine's name resolves to, and NCCL any interface that is not the loopback
+        name = interface_of(_own_address(plan.config))
+        variables |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
     return variables
+
+
+def _own_address(config: EngineConfig) -> str:
+    """This machine's address for the ranks of others."""
+    if config.nnodes == 1:
+        return "127.0.0.1"
+    return config.master_addr if config.node_rank == 0 else local_address_to(config.master_addr)
 
 
 # --- in the worker's process ----------------------------------------------------------------------------------------
@@ -169,7 +181,7 @@ def run_worker(
     signal.signal(signal.SIGTERM, _end_later)
     _end_with_parent(lifeline, parent)
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(f"%(levelname)s %(name)s (worker {rank}): %(message)s"))
+    handler.setFormatter(TextFormatter(f"%(levelname)s %(name)s (worker {rank}): %(message)s"))
     logger = logging.getLogger("fleetfoot")
     logger.addHandler(handler)
     logger.setLevel(log_level)
@@ -227,6 +239,7 @@ class RendezvousDir:
     """
 
     descriptors: Sequence[int] = ()
+    worker_key: bytes | None = None
 
     def __init__(self) -> None:
         _remove_abandoned(Path(tempfile.gettempdir()))

@@ -28,9 +28,10 @@ from fleetfoot.executor.messages import (
     decode_call,
     decode_masks,
     decode_rpc,
-    encode_reply,
     is_rpc,
+    worker_keys,
 )
+from fleetfoot.executor.values import encode_value
 from fleetfoot.executor.worker import Worker, phase
 from fleetfoot.kernels.runtime.compile_worker import CompilePool
 from fleetfoot.plan.plan import EnginePlan
@@ -58,16 +59,19 @@ def run_worker_loop(
     A worker that raises reports it, and keeps all its connections until the engine ends it: closing them would make
     other ranks raise too, and hide the cause. What it raised, or raises after the last message, is raised here.
     """
-    channel = WorkerChannel(addresses)
+    keys = None
+    if addresses.engine_key is not None:
+        keys = worker_keys(plan.config.find_cluster_key(plan.config.master_addr), plan.engine_id)
+    channel = WorkerChannel(addresses, keys)
     try:
         load_general_plugins()
         worker = _start(plan, rank, store, channel, pool)
-        with channel.open_replies() as replies:
-            replies.send(encode_reply(Ready(rank, worker.layout, worker.runner_name)))
-        with channel.open_replies() as replies, _reply_sender(worker, channel) as send, SHORT_COLLECTIONS:
+        with channel.open_replies() as reply:
+            reply(Ready(rank, worker.layout, worker.runner_name))
+        with channel.open_replies() as reply, _reply_sender(worker, channel) as send, SHORT_COLLECTIONS:
             while message := channel.receive():
                 if is_rpc(message):
-                    replies.send(encode_reply(_run_rpc(worker, message)))
+                    reply(_run_rpc(worker, message))
                     continue
                 number, scheduler_output = decode_call(message)
                 worker.execute_model(scheduler_output)
@@ -78,9 +82,10 @@ def run_worker_loop(
                     masks = decode_masks(message, memory)
                 send(number, worker.sample_tokens(masks))
     except BaseException as error:
-        channel.open_replies().send(encode_reply(Failure.of(rank, error, traceback.format_exc())))
-        while channel.receive():
-            pass
+        with channel.open_replies() as reply:
+            reply(Failure.of(rank, error, traceback.format_exc()))
+            while channel.receive():
+                pass
         raise
     worker.shutdown()
     if dist.is_initialized():
@@ -92,7 +97,7 @@ def _run_rpc(worker: Worker, message: bytes) -> RpcResult:
     number, payload = decode_rpc(message)
     try:
         method, args, kwargs = pickle.loads(payload)
-        value = pickle.dumps(worker.call(method, args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
+        value = encode_value(worker.call(method, args, kwargs))
     except Exception as error:
         return RpcResult(worker.rank, number, failure=Failure.of(worker.rank, error, traceback.format_exc()))
     return RpcResult(worker.rank, number, value)
@@ -126,8 +131,8 @@ def _start(
 
 def _report_kernels(rank: int, channel: WorkerChannel, number: int) -> None:
     """In a thread that compiles: report the number of kernels."""
-    with channel.open_replies() as replies:
-        replies.send(encode_reply(Compiled(rank, number)))
+    with channel.open_replies() as reply:
+        reply(Compiled(rank, number))
 
 
 @contextmanager
@@ -140,8 +145,8 @@ def _reply_sender(worker: Worker, channel: WorkerChannel) -> Iterator[Callable[[
         yield lambda number, pending: None
         return
     if worker.device.type == "cpu":
-        with channel.open_replies() as replies:
-            yield lambda number, pending: replies.send(encode_reply(StepOutput(worker.rank, number, pending.get())))
+        with channel.open_replies() as reply:
+            yield lambda number, pending: reply(StepOutput(worker.rank, number, pending.get()))
         return
     outputs: SimpleQueue[tuple[int, PendingOutput] | None] = SimpleQueue()
     arguments = worker.rank, channel, outputs
@@ -155,10 +160,10 @@ def _reply_sender(worker: Worker, channel: WorkerChannel) -> Iterator[Callable[[
 
 def _send_outputs(rank: int, channel: WorkerChannel, outputs: SimpleQueue[tuple[int, PendingOutput] | None]) -> None:
     """In a thread: send outputs as they become ready, until None."""
-    with channel.open_replies() as replies:
+    with channel.open_replies() as reply:
         try:
             while (item := outputs.get()) is not None:
                 number, pending = item
-                replies.send(encode_reply(StepOutput(rank, number, pending.get())))
+                reply(StepOutput(rank, number, pending.get()))
         except BaseException as error:
-            replies.send(encode_reply(Failure.of(rank, error, traceback.format_exc())))
+            reply(Failure.of(rank, error, traceback.format_exc()))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from fleetfoot.config import env
+from fleetfoot.distributed.stores import make_store
 from fleetfoot.records.weights import WeightError
 from fleetfoot.utils.validation import unknown_keyword
 from fleetfoot.weights.patches import SparseWeightPatch
@@ -110,7 +111,10 @@ class TransferGroup:
         timeout, size = timedelta(seconds=info.timeout), info.world_size
         self.rank, self.size, self.device = rank, size, device
         address = info.master_address, info.master_port
-        self._store = dist.TCPStore(*address, size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
+        if rank == 0:
+            self._store = make_store(*address, timeout=timeout)
+        else:
+            self._store = dist.TCPStore(*address, size, timeout=timeout, wait_for_workers=False)
         store = dist.PrefixStore("weights", self._store)
         if backend == "gloo":
             self._group: Any = dist.ProcessGroupGloo(store, rank, size, timeout)

@@ -41,6 +41,8 @@ _IMPORTED = (
     "fleetfoot.kernels.runtime.cuda_source",
 )
 """What the processes share: imported once, at their priority, before they are forked."""
+_DONE, _FAILED = b"+", b"-"
+"""Replies of a process; the first one is a greeting."""
 _NICE = 10
 """How much lower the priority of the processes is than that of the engine."""
 _MOST_SYSTEM_ERRORS = 5
@@ -240,15 +242,20 @@ class CompileWorker:
             if source is None:
                 return False
             if not self._has_greeted:
-                self._has_greeted = pickle.load(self._replies)
+                self._has_greeted = self._receive()
             pickle.dump(source, self._requests)
             self._requests.flush()
-            return bool(pickle.load(self._replies))
+            return self._receive()
         except (OSError, EOFError, ValueError, TypeError, AttributeError, pickle.PickleError) as error:
             if self._is_closed:
                 raise RuntimeError("the compile worker is closed") from error
             self.has_ended = isinstance(error, OSError | EOFError)
             return False  # the process has ended, or the source cannot be pickled
+
+    def _receive(self) -> bool:
+        if not (reply := self._replies.read(1)):
+            raise EOFError("the process has ended")
+        return reply == _DONE
 
     def close(self) -> None:
         """End the process, from any thread; a running compilation is lost."""
@@ -308,7 +315,7 @@ class CompilePool:
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     """Greet, and compile each request until the input is closed."""
-    pickle.dump(True, replies)
+    replies.write(_DONE)
     replies.flush()
     while True:
         try:
@@ -320,7 +327,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
             is_done = True
         except Exception:  # the client compiles it again, and raises the error
             is_done = False
-        pickle.dump(is_done, replies)
+        replies.write(_DONE if is_done else _FAILED)
         replies.flush()
 
 

@@ -61,7 +61,10 @@ class NixlConnector(KVConnector):
     def worker_side(context: TransferContext) -> WorkerConnector:
         from fleetfoot.kv_transfer.nixl.worker import NixlWorker
 
-        return NixlWorker(context, NixlSettings.of(context.config, num_ranks=context.num_ranks))
+        settings = NixlSettings.of(context.config, num_ranks=context.num_ranks)
+        file = None if context.engine is None else context.engine.cluster_key_file
+        key = find_cluster_key(file, env.cluster_key(), [settings.side_channel_host])
+        return NixlWorker(context, settings, key)
 
 
 class NixlScheduler(SchedulerConnector):

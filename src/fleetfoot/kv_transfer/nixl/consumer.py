@@ -30,6 +30,7 @@ from fleetfoot.kv_transfer.nixl.side_channel import Accepted, Acquire, Decline, 
 from fleetfoot.kv_transfer.nixl.transfer_agent import Transfer, TransferAgent, TransferError
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import KVConnectorOutput, TransferFailure
+from fleetfoot.utils.cluster_key import ClusterKey
 
 logger = logging.getLogger(__name__)
 
@@ -197,6 +198,7 @@ class Loads:
 
     Args:
         description: of this rank; producers' must equal it.
+        key: of the deployment.
         jobs: run the reads; stopped by `close`.
         clock: seconds, monotonic.
     """
@@ -209,10 +211,12 @@ class Loads:
         context: TransferContext,
         counters: TransferCounters,
         *,
+        key: ClusterKey,
         jobs: IOThreads,
         clock: Callable[[], float],
     ) -> None:
         self._agent = agent
+        self._key = key
         self._peers = Peers(agent)
         self._buffers = buffers
         self._description = description
@@ -242,7 +246,7 @@ class Loads:
     def decline(self, offer: Offer) -> None:
         """Notify the producer's rank of the same number, and every ``num_ranks``-th after it."""
         addresses = offer.addresses[self._rank :: self._num_ranks]
-        self._decline_jobs.submit(partial(side_channel.notify, addresses, Decline(offer.lease)))
+        self._decline_jobs.submit(partial(side_channel.notify, addresses, Decline(offer.lease), self._key))
 
     def renew(self, offers: Iterable[Offer]) -> None:
         """Renew leases at the ranks of `decline`. A rank that has not taken the last renewal is skipped."""
@@ -309,7 +313,7 @@ class Loads:
     # --- in a thread of its own -------------------------------------------------------------------------------------
 
     def _renew(self, address: str, message: Renew) -> None:
-        side_channel.notify([address], message, RENEW_SECONDS)
+        side_channel.notify([address], message, self._key, RENEW_SECONDS)
         self._renewing.discard(address)
 
     def _run(self, load: Load) -> None:
@@ -324,8 +328,9 @@ class Loads:
         """Read all blocks, and check that they were held until the last was read."""
         spec, offer = load.spec, load.spec.offer
         address = offer.addresses[self._rank]
-        with contextlib.closing(connect(address, side_channel.CONNECT_SECONDS)) as connection:
-            call = partial(side_channel.call, connection, address, load.should_stop)
+        channel = connect(address, side_channel.CONNECT_SECONDS, self._key, side_channel.SIDE_CHANNEL)
+        with contextlib.closing(channel):
+            call = partial(side_channel.call, channel, address, load.should_stop)
             granted = call(Acquire(offer.engine_id, self._description, offer.lease), Granted)
             load.has_acquired = True
             last = spec.first + len(spec.block_ids) - 1

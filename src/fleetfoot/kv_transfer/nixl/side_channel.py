@@ -1,6 +1,7 @@
 """The side channel between two ranks: whether they are compatible, which blocks are held, and whether reads count.
 
-One TCP connection per load, from the consumer (C) to the producer (P):
+One TCP connection per load, from the consumer (C) to the producer (P), which both prove the cluster key first
+(`fleetfoot.kv_transfer.base.sockets`):
 
     C  Acquire    a lease, with C's description     P  Granted    the held blocks, all written; or Refusal
        (C reads them, through the transfer agent)
@@ -21,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -30,15 +30,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from fleetfoot.kv_transfer.base.sockets import ConnectionLostError, SocketServer, connect, receive_message, send_message
+from fleetfoot.kv_transfer.base.sockets import Channel, ConnectionLostError, SocketServer, connect
 from fleetfoot.kv_transfer.nixl.params import differences
+from fleetfoot.utils.cluster_key import ClusterKey
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL = "fleetfoot-kv-3"
+PROTOCOL = "fleetfoot-kv-4"
+SIDE_CHANNEL = "kv-side-channel"
+"""The purpose that both ends prove the cluster key for."""
 CONNECT_SECONDS = 5.0
 
 
@@ -104,15 +107,15 @@ class RefusedError(RuntimeError):
 
 
 def call(
-    connection: socket.socket, address: str, should_stop: Callable[[], bool], request: Acquire | Finish, kind: type[_R]
+    channel: Channel, address: str, should_stop: Callable[[], bool], request: Acquire | Finish, kind: type[_R]
 ) -> _R:
     """Send a request to a producer, and wait for a reply of this kind, while ``should_stop`` returns False.
 
     Raises:
         ConnectionLostError, RefusedError, StoppedError
     """
-    send_message(connection, msgspec.msgpack.encode(request))
-    body = receive_message(connection, should_stop)
+    channel.send(msgspec.msgpack.encode(request))
+    body = channel.receive(should_stop)
     try:
         reply = _DECODE_REPLY.decode(body)
     except msgspec.DecodeError as error:
@@ -124,12 +127,14 @@ def call(
     return reply
 
 
-def notify(addresses: Iterable[str], message: Decline | Renew, timeout: float = CONNECT_SECONDS) -> None:
+def notify(
+    addresses: Iterable[str], message: Decline | Renew, key: ClusterKey, timeout: float = CONNECT_SECONDS
+) -> None:
     """Send a message without a reply to ranks of a producer. At ranks that cannot be reached the leases expire."""
     for address in addresses:
         try:
-            with contextlib.closing(connect(address, timeout)) as connection:
-                send_message(connection, msgspec.msgpack.encode(message))
+            with contextlib.closing(connect(address, timeout, key, SIDE_CHANNEL)) as channel:
+                channel.send(msgspec.msgpack.encode(message))
         except ConnectionLostError as error:
             logger.info("a lease could not be declined or renewed: %s", error)
 
@@ -293,16 +298,24 @@ class ProducerServer:
         host, port: as of `SocketServer`, which may raise ValueError.
         description: consumers' must equal it.
         granted: the reply to `Acquire`, without block ids.
+        key: consumers must have it.
     """
 
     def __init__(
-        self, host: str, port: int, engine_id: str, description: dict[str, Any], leases: Leases, granted: Granted
+        self,
+        host: str,
+        port: int,
+        engine_id: str,
+        description: dict[str, Any],
+        leases: Leases,
+        granted: Granted,
+        key: ClusterKey,
     ) -> None:
         self._engine_id = engine_id
         self._description = description
         self._leases = leases
         self._granted = granted
-        self._server = SocketServer(host, port, self._serve, "kv-side-channel")
+        self._server = SocketServer(host, port, self._serve, SIDE_CHANNEL, key)
         self.address = self._server.address
         """``host:port``."""
 
@@ -311,11 +324,11 @@ class ProducerServer:
         self._leases.close()
         self._server.close()
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, channel: Channel) -> None:
         acquired = ""
         try:
             while True:
-                request = _DECODE_REQUEST.decode(receive_message(connection))
+                request = _DECODE_REQUEST.decode(channel.receive())
                 reply: Reply
                 try:
                     if isinstance(request, Decline):
@@ -334,7 +347,7 @@ class ProducerServer:
                         reply = Accepted()
                 except LeaseError as error:
                     reply = Refusal(str(error))
-                send_message(connection, msgspec.msgpack.encode(reply))
+                channel.send(msgspec.msgpack.encode(reply))
         except msgspec.DecodeError as error:
             logger.info("a connection is closed because a message is no request (%s)", error)
         finally:

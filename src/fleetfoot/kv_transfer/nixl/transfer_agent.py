@@ -8,11 +8,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import select
-import socket
 import struct
 import threading
 import time
-import zlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
@@ -23,7 +21,17 @@ import msgspec
 import numpy as np
 import torch
 
-from fleetfoot.kv_transfer.base.sockets import ConnectionLostError, SocketServer, connect, receive_message, send_message
+from fleetfoot.config import env
+from fleetfoot.kv_transfer.base.sockets import (
+    SIGNATURE_BYTES,
+    Channel,
+    ConnectionLostError,
+    SocketServer,
+    UntrustedError,
+    connect,
+)
+from fleetfoot.utils.cluster_key import ClusterKey
+from fleetfoot.utils.network import interface_of, rdma_ports
 
 NIXL_MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
 """Modules of NIXL's Python interface: its wheels are named after the CUDA version that they were built for."""
@@ -33,7 +41,7 @@ _NIXL_POLL_SECONDS = 5e-5
 CONNECT_SECONDS = 5.0
 MAX_REGIONS = 1 << 20
 _HEADER = struct.Struct("<BQ")  # whether the request is valid, number of bytes that follow
-_TRAILER = struct.Struct("<I")  # CRC-32 of the bytes
+_TCP_AGENT = "kv-tcp-agent"
 _POLL_BYTES = 8 << 20
 """At most this much is received per poll."""
 
@@ -105,23 +113,25 @@ class _Metadata(msgspec.Struct):
 
 
 class TcpAgent(TransferAgent):
-    """For machines without NIXL, and for tests: a read is a request with addresses and lengths; a checksum follows the
+    """For machines without NIXL, and for tests: a read is a request with addresses and lengths; a signature follows the
     reply's bytes.
 
-    Bytes pass through host memory and the interpreter, so it suits small models and slow networks. Any host that can
-    reach its port can read the KV cache, so use it in a trusted network only.
+    Bytes pass through host memory and the interpreter, so it suits small models and slow networks. Peers prove the
+    cluster key; what they read is not encrypted.
 
     Args:
         name: unique among all agents.
         host: the address of this machine for peers.
+        key: of the deployment.
     """
 
-    def __init__(self, name: str, host: str) -> None:
+    def __init__(self, name: str, host: str, key: ClusterKey) -> None:
         self._lock = threading.Lock()
         self._memory: list[tuple[int, int, torch.Tensor]] = []  # begin, end, uint8 [bytes]
         self._peers: dict[str, str] = {}  # name -> address
-        self._idle: dict[str, list[socket.socket]] = {}  # name -> connections without a read under way
-        self._server = SocketServer(host, 0, self._serve, "kv-tcp-agent")
+        self._idle: dict[str, list[Channel]] = {}  # name -> connections without a read under way
+        self._key = key
+        self._server = SocketServer(host, 0, self._serve, _TCP_AGENT, key)
         self.metadata = msgspec.msgpack.encode(_Metadata(name, self._server.address))
 
     def local_device(self, device: torch.device) -> torch.device:
@@ -154,44 +164,44 @@ class TcpAgent(TransferAgent):
         with self._lock:
             address = self._peers.get(peer)
             idle = self._idle.get(peer)
-            connection = idle.pop() if idle else None
+            channel = idle.pop() if idle else None
         if address is None:
             raise TransferError(f"{peer} is not connected any more")
         try:
-            connection = connection or connect(address, CONNECT_SECONDS)
-            connection.settimeout(CONNECT_SECONDS)  # an idle connection is non-blocking
-            send_message(connection, remote.astype("<i8").tobytes())
+            channel = channel or connect(address, CONNECT_SECONDS, self._key, _TCP_AGENT)
+            channel.connection.settimeout(CONNECT_SECONDS)  # an idle connection is non-blocking
+            channel.send(remote.astype("<i8").tobytes())
         except ConnectionLostError as error:
             raise TransferError(f"{peer} cannot be read from: {error}") from error
-        return _TcpTransfer(self, peer, connection, [tensor.numpy().data for tensor in self._find(local)])
+        return _TcpTransfer(self, peer, channel, [tensor.numpy().data for tensor in self._find(local)])
 
     def close(self) -> None:
         self._server.close()
         for peer in list(self._peers):
             self.disconnect(peer)
 
-    def reuse(self, peer: str, connection: socket.socket) -> None:
+    def reuse(self, peer: str, channel: Channel) -> None:
         """Keep a connection after its reply has been read completely."""
         with self._lock:
             if peer in self._peers:
-                self._idle.setdefault(peer, []).append(connection)
+                self._idle.setdefault(peer, []).append(channel)
                 return
-        connection.close()
+        channel.close()
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, channel: Channel) -> None:
         while True:
-            request = receive_message(connection)
+            request = channel.receive()
             if len(request) % 16 or len(request) > 16 * MAX_REGIONS:
                 return
             try:
                 found = self._find(np.frombuffer(request, dtype="<i8").reshape(-1, 2))
             except ValueError:
-                connection.sendall(_HEADER.pack(False, 0))
+                channel.connection.sendall(_HEADER.pack(False, 0))
                 return
             content = _join(found)
-            connection.sendall(_HEADER.pack(True, len(content)))
-            connection.sendall(content)
-            connection.sendall(_TRAILER.pack(zlib.crc32(content)))
+            header = _HEADER.pack(True, len(content))
+            for part in (header, content, channel.sign(header, content)):
+                channel.connection.sendall(part)
 
     def _find(self, regions: np.ndarray) -> list[torch.Tensor]:
         """uint8 ``[length]`` of each of ``regions [n, 2]``, address and length; raises ValueError if one is not
@@ -218,15 +228,16 @@ def _join(parts: Sequence[torch.Tensor]) -> bytes:
 class _TcpTransfer(Transfer):
     """Receives the reply directly into local memory."""
 
-    def __init__(self, agent: TcpAgent, peer: str, connection: socket.socket, targets: list[memoryview]) -> None:
-        self._agent, self._peer, self._connection = agent, peer, connection
-        self._header, self._trailer = bytearray(_HEADER.size), bytearray(_TRAILER.size)
+    def __init__(self, agent: TcpAgent, peer: str, channel: Channel, targets: list[memoryview]) -> None:
+        self._agent, self._peer, self._channel = agent, peer, channel
+        self._connection = channel.connection
+        self._header, self._signature = bytearray(_HEADER.size), bytearray(SIGNATURE_BYTES)
         self._targets = targets
         self._expected = sum(map(len, targets))
-        self._pending = deque([memoryview(self._header), *targets, memoryview(self._trailer)])
+        self._pending = deque([memoryview(self._header), *targets, memoryview(self._signature)])
         self._num_received = 0
         self._has_ended = self._is_released = False
-        connection.setblocking(False)
+        self._connection.setblocking(False)
 
     def poll(self) -> bool:
         most = self._num_received + _POLL_BYTES
@@ -247,7 +258,7 @@ class _TcpTransfer(Transfer):
             if self._num_received == _HEADER.size:
                 self._check_header()
             elif not self._pending:
-                self._check_trailer()
+                self._check_signature()
                 self._has_ended = True
         return self._has_ended
 
@@ -258,15 +269,11 @@ class _TcpTransfer(Transfer):
         if length != self._expected:
             raise TransferError(f"{self._peer} sends {length:,} bytes instead of {self._expected:,}")
 
-    def _check_trailer(self) -> None:
-        checksum = 0
-        for target in self._targets:
-            checksum = zlib.crc32(target, checksum)
-        (sent,) = _TRAILER.unpack(self._trailer)
-        if checksum != sent:
-            raise TransferError(
-                f"data from {self._peer} is corrupt: its CRC-32 is {checksum:08x}, and {sent:08x} was sent"
-            )
+    def _check_signature(self) -> None:
+        try:
+            self._channel.check(self._signature, self._header, *self._targets)
+        except UntrustedError as error:
+            raise TransferError(f"data from {self._peer} is corrupt: its signature is wrong") from error
 
     def wait(self, seconds: float) -> None:
         poll = select.poll()
@@ -277,9 +284,9 @@ class _TcpTransfer(Transfer):
         if not self._is_released:
             self._is_released = True
             if self._has_ended:
-                self._agent.reuse(self._peer, self._connection)
+                self._agent.reuse(self._peer, self._channel)
             else:
-                self._connection.close()
+                self._channel.close()
         return True
 
 
@@ -303,13 +310,16 @@ def nixl_api() -> Any:
 
 class NixlAgent(TransferAgent):
     """Over NIXL (extra ``nixl``), with its UCX backend. UCX chooses RDMA, NVLink, shared memory or TCP; its environment
-    variables (``UCX_TLS``) configure it."""
+    variables (``UCX_TLS``) configure it. Without ``UCX_NET_DEVICES`` it uses, and listens on, the network interface of
+    ``host`` and the RDMA devices, and no other interface. Raises ValueError: no interface has that address."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, host: str) -> None:
         api = nixl_api()
         logging.getLogger("nixl").setLevel(logging.WARNING)  # the import resets it
         config = api.nixl_agent_config(backends=[_UCX], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
-        self._agent = api.nixl_agent(name, config)
+        devices = ",".join((interface_of(host), *rdma_ports()))
+        with env.defaults({"UCX_NET_DEVICES": devices}):
+            self._agent = api.nixl_agent(name, config)
         if _UCX not in self._agent.backends:
             raise ValueError("this NIXL has no UCX backend; install the published wheel")
         self._lock = threading.Lock()
@@ -409,6 +419,6 @@ def _descriptors(regions: np.ndarray, device: int) -> np.ndarray:
     return np.insert(regions.astype(np.uint64), 2, device, axis=1)
 
 
-def make_agent(backend: str, name: str, host: str) -> TransferAgent:
+def make_agent(backend: str, name: str, host: str, key: ClusterKey) -> TransferAgent:
     """The transfer agent of a backend; raises ValueError if that is not installed."""
-    return NixlAgent(name) if backend == "nixl" else TcpAgent(name, host)
+    return NixlAgent(name, host) if backend == "nixl" else TcpAgent(name, host, key)

@@ -17,6 +17,7 @@ from fleetfoot.kv_transfer.nixl.side_channel import EVICTED, PROTOCOL, SENT, Gra
 from fleetfoot.kv_transfer.nixl.transfer_agent import TransferAgent, make_agent
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import KVConnectorOutput
+from fleetfoot.utils.cluster_key import ClusterKey
 
 WAIT_SECONDS = 0.02
 """How long an idle step waits for progress."""
@@ -28,6 +29,7 @@ class NixlWorker(WorkerConnector):
     """Threads do all work that waits for other engines.
 
     Args:
+        key: of the deployment.
         jobs: run the loads; None: threads.
     """
 
@@ -35,15 +37,17 @@ class NixlWorker(WorkerConnector):
         self,
         context: TransferContext,
         settings: NixlSettings,
+        key: ClusterKey,
         *,
-        make_agent: Callable[[str, str, str], TransferAgent] = make_agent,
+        make_agent: Callable[[str, str, str, ClusterKey], TransferAgent] = make_agent,
         jobs: IOThreads | None = None,
     ) -> None:
         self._context = context
         self._settings = settings
+        self._key = key
         self._clock = context.clock or time.monotonic
         name = f"{context.engine_id}-{context.rank}-{secrets.token_hex(8)}"
-        self._agent = make_agent(settings.backend, name, settings.side_channel_host)
+        self._agent = make_agent(settings.backend, name, settings.side_channel_host, key)
         self._jobs = jobs or IOThreads("kv-read-remote", settings.num_threads)
         self._counters = TransferCounters()
         self._leases = Leases(settings.kv_lease_duration, settings.abort_timeout, self._clock)
@@ -134,7 +138,7 @@ class NixlWorker(WorkerConnector):
         buffers = ReceiveBuffers(kv_caches, layout, *sizes, self._agent.local_device(self._device))
         self._agent.register([buffers.memory])
         shared = self._agent, buffers, description, self._context, self._counters
-        return Loads(*shared, jobs=self._jobs, clock=self._clock)
+        return Loads(*shared, key=self._key, jobs=self._jobs, clock=self._clock)
 
     def _make_server(
         self, kv_caches: Sequence[torch.Tensor], layout: KVLayout, description: dict[str, Any]
@@ -144,4 +148,4 @@ class NixlWorker(WorkerConnector):
         granted = Granted(self._agent.metadata, caches, self._device.index or 0, layout.num_blocks, [])
         host, port = self._settings.side_channel_host, self._settings.side_channel_port
         port = port + self._context.rank if port else 0
-        return ProducerServer(host, port, self._context.engine_id, description, self._leases, granted)
+        return ProducerServer(host, port, self._context.engine_id, description, self._leases, granted, self._key)

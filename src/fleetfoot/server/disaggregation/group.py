@@ -15,11 +15,9 @@ from itertools import count
 from typing import Any
 
 import msgspec
-import zmq
 
 from fleetfoot.engine.link import EngineLink
 from fleetfoot.engine.wire import (
-    ANY_KEY,
     COMPILE_GRAMMAR,
     AddRequest,
     Call,
@@ -38,6 +36,7 @@ from fleetfoot.engine.wire import (
 )
 from fleetfoot.records.request import RequestStatus
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
+from fleetfoot.utils.cluster_key import ClusterKey
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +64,8 @@ class EngineGroup:
     """Seconds to wait for a prefill engine. Then the decode engine computes the prompt."""
     engine_timeout: float | None = 60.0
     """Seconds that a request waits while no engine can be reached; None: without a limit."""
-    key: str = field(default=ANY_KEY, repr=False)
-    """The key of all engines."""
+    key: ClusterKey | None = field(default=None, repr=False)
+    """The key of the deployment, for addresses of TCP."""
 
 
 @dataclass(slots=True, eq=False)
@@ -227,12 +226,12 @@ class GroupLink:
         """Connect with an engine, again and again."""
         while True:
             link = EngineLink(engine.address, self._group.key, detects_loss=self.detects_loss)
-            lost = asyncio.ensure_future(link.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED).recv_multipart())
+            lost = asyncio.ensure_future(link.lost())
             work = asyncio.ensure_future(self._serve(engine, link))
             try:
-                await asyncio.wait((lost, work), return_when=asyncio.FIRST_COMPLETED)
-                if work.done():
-                    work.result()
+                done, _ = await asyncio.wait((lost, work), return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
             except (ValueError, msgspec.MsgspecError) as error:
                 if not self._has_started:
                     raise

@@ -17,37 +17,40 @@ from typing import Any
 import zmq
 
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.engine.wire import ANY_KEY
+from fleetfoot.utils.cluster_key import ClusterKey
 
 logger = logging.getLogger(__name__)
 
 
-def serve_engine(config: EngineConfig, host: str, port: int, key: str = ANY_KEY) -> int:
+def serve_engine(config: EngineConfig, host: str, port: int, key: ClusterKey) -> int:
     """Load an engine and serve it until SIGINT or SIGTERM. Returns the exit code: 1 if the engine has failed.
 
     Args:
         port: 0: any free one.
-        key: clients must send it; empty: they need none.
+        key: clients must have it.
 
     Raises:
         ValueError: the address cannot be listened on, or settings, model and machine do not fit together.
     """
     from fleetfoot.engine.engine import build_engine
+    from fleetfoot.engine.link import engine_keys
     from fleetfoot.engine.output_router import OutputRouter
     from fleetfoot.engine.process import EngineServer, engine_socket
+    from fleetfoot.utils.curve import ClientCheck
 
+    own, clients = engine_keys(key)
     context = zmq.Context()
+    check = ClientCheck(context, clients[0])
     try:
-        with engine_socket(context, detects_loss=True) as listener:
+        with engine_socket(context, own) as listener:
             address = bind(listener, host, port)  # before the engine is loaded, which may take minutes
-            if not (host == "localhost" or host == "::1" or host.startswith("127.") or key):
-                logger.warning("%s can be reached from other machines, and no key is required (--engine-key)", address)
             engine = build_engine(config, output_processor=OutputRouter)
             with _signal_pipe() as lifeline:
                 print(json.dumps({"address": address}), flush=True)
-                exit_code = EngineServer(engine, listener, lifeline, key).run()
+                exit_code = EngineServer(engine, listener, lifeline, can_stop=False).run()
             engine.shutdown()
     finally:
+        check.close()
         context.term()
     return exit_code
 
