@@ -7,6 +7,7 @@ import re
 import socket
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 _LISTENS = "0A"
@@ -19,21 +20,20 @@ def descendants(pid: int) -> Iterator[int]:
     """A process, and those that it or they have started."""
     yield pid
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in children.read_text().split():
-            yield from descendants(int(child))
+        with suppress(FileNotFoundError, ProcessLookupError):
+            for child in children.read_text().split():
+                yield from descendants(int(child))
 
 
 def listening(pids: Iterator[int]) -> set[str]:
     """``tcp HOST:PORT`` and ``unix PATH`` of each listening socket of processes."""
     inodes = set()
     for pid in pids:
-        for descriptor in os.scandir(f"/proc/{pid}/fd"):
-            try:
-                target = os.readlink(descriptor.path)
-            except FileNotFoundError:
-                continue
-            if match := re.fullmatch(r"socket:\[(\d+)\]", target):
-                inodes.add(match[1])
+        with suppress(FileNotFoundError, ProcessLookupError):  # it ends, or closes a file
+            for descriptor in os.listdir(f"/proc/{pid}/fd"):
+                with suppress(FileNotFoundError):
+                    if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(f"/proc/{pid}/fd/{descriptor}")):
+                        inodes.add(match[1])
     found = set()
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:

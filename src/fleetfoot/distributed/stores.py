@@ -15,7 +15,8 @@ def make_store(host: str, port: int = 0, *, timeout: timedelta = timedelta(secon
     nothing can listen there."""
     from torch.distributed import TCPStore  # importing torch takes seconds, which an engine on one machine saves
 
-    listener = socket.create_server((host, port), backlog=128)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=128)
     number = listener.getsockname()[1]
     descriptor = listener.detach()  # the store closes it
     return TCPStore(host, number, None, True, timeout, False, master_listen_fd=descriptor)

@@ -32,6 +32,8 @@ from fleetfoot.structured.mask_space import MaskMemory
 from fleetfoot.utils.logs import TextFormatter
 from fleetfoot.utils.network import interface_of, local_address_to
 
+logger = logging.getLogger(__name__)
+
 SHUTDOWN_S = 10.0
 """How long workers may take to give everything back."""
 _REAP_S = 5.0
@@ -147,8 +149,11 @@ def _variables(plan: EnginePlan, num_processes: int) -> dict[str, str]:
         variables["OMP_NUM_THREADS"] = str(max(1, num_cpus // num_processes))
     if plan.config.world_size > 1 and sys.platform == "linux":
         # by themselves gloo takes what the machine's name resolves to, and NCCL any interface that is not the loopback
-        name = interface_of(_own_address(plan.config))
-        variables |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+        if name := interface_of(address := _own_address(plan.config)):
+            variables |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+        else:
+            message = "no network interface has the address %s: gloo and NCCL choose, without *_SOCKET_IFNAME"
+            logger.warning(message, address)
     return variables
 
 

@@ -22,7 +22,7 @@ _ERRORS = {
             *("ValueError", "TypeError", "KeyError", "IndexError", "AttributeError", "NotImplementedError"),
             *("RuntimeError", "MemoryError", "OverflowError", "ZeroDivisionError", "AssertionError", "ImportError"),
             *("ModuleNotFoundError", "OSError", "FileNotFoundError", "PermissionError", "TimeoutError"),
-            *("ConnectionError", "EOFError"),
+            *("ConnectionError", "EOFError", "LookupError", "ArithmeticError", "FileExistsError"),
         ),
         "builtins",
     ),

@@ -12,9 +12,8 @@ _SIOCGIFADDR = 0x8915
 _NAME_BYTES = 15
 
 
-def interface_of(host: str) -> str:
-    """The name of this machine's network interface that has an IPv4 address, or a name's address. Raises ValueError:
-    there is none."""
+def interface_of(host: str) -> str | None:
+    """The name of this machine's network interface whose first IPv4 address is that of ``host``; None: none has it."""
     with contextlib.suppress(OSError):
         address = socket.gethostbyname(host)
         if address.startswith("127."):
@@ -25,7 +24,7 @@ def interface_of(host: str) -> str:
                     request = struct.pack("256s", name.encode()[:_NAME_BYTES])
                     if socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]) == address:
                         return name
-    raise ValueError(f"{host} is no address of a network interface of this machine; give one that is")
+    return None
 
 
 def local_address_to(host: str) -> str:

@@ -33,6 +33,8 @@ from fleetfoot.kv_transfer.base.sockets import (
 from fleetfoot.utils.cluster_key import ClusterKey
 from fleetfoot.utils.network import interface_of, rdma_ports
 
+logger = logging.getLogger(__name__)
+
 NIXL_MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
 """Modules of NIXL's Python interface: its wheels are named after the CUDA version that they were built for."""
 _UCX = "UCX"
@@ -311,14 +313,16 @@ def nixl_api() -> Any:
 class NixlAgent(TransferAgent):
     """Over NIXL (extra ``nixl``), with its UCX backend. UCX chooses RDMA, NVLink, shared memory or TCP; its environment
     variables (``UCX_TLS``) configure it. Without ``UCX_NET_DEVICES`` it uses, and listens on, the network interface of
-    ``host`` and the RDMA devices, and no other interface. Raises ValueError: no interface has that address."""
+    ``host`` and the RDMA devices, and no other interface."""
 
     def __init__(self, name: str, host: str) -> None:
         api = nixl_api()
         logging.getLogger("nixl").setLevel(logging.WARNING)  # the import resets it
         config = api.nixl_agent_config(backends=[_UCX], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
-        devices = ",".join((interface_of(host), *rdma_ports()))
-        with env.defaults({"UCX_NET_DEVICES": devices}):
+        interface = interface_of(host)
+        if interface is None:
+            logger.warning("no network interface has the address %s: UCX listens on all, without UCX_NET_DEVICES", host)
+        with env.defaults({} if interface is None else {"UCX_NET_DEVICES": ",".join((interface, *rdma_ports()))}):
             self._agent = api.nixl_agent(name, config)
         if _UCX not in self._agent.backends:
             raise ValueError("this NIXL has no UCX backend; install the published wheel")
