@@ -98,7 +98,7 @@ class Line(contextlib.AbstractContextManager["Line"]):
         self._server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), self._handler(), bind_and_activate=True)
         self._server.daemon_threads = True
         self.address = f"127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), name="line", daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), name="line-accept", daemon=True).start()
         self.spoil: Callable[[bytes, int], bytes] = whole
         self.asked = threading.Event()
 
@@ -107,6 +107,7 @@ class Line(contextlib.AbstractContextManager["Line"]):
 
         class Handler(socketserver.BaseRequestHandler):
             def handle(self) -> None:
+                threading.current_thread().name = "line"
                 line._connections.append(self.request)
                 line._serve(self.request)
 

@@ -212,11 +212,14 @@ def test_port_in_use(make: MakeEngine) -> None:
         make(extra={"side_channel_port": port})
 
 
+PROOF = 8 + 32 + 32
+"""Bytes that a server sends before the first message."""
 SPOIL: dict[str, tuple[Callable[[bytes, int], bytes], str]] = {
-    "damaged": (flip_at(500), "is corrupt: its CRC-32 is"),
-    "cut": (cut_at(0), "closed the connection after 0 of 3,584 bytes"),
-    "truncated": (cut_at(1000), "closed the connection after 991 of 3,584 bytes"),
-    "of another length": (flip_at(1), "sends 3,585 bytes instead of 3,584"),
+    "unproved": (flip_at(50), "has another cluster key"),
+    "damaged": (flip_at(PROOF + 500), "is corrupt: its signature is wrong"),
+    "cut": (cut_at(PROOF), "closed the connection after 0 of 3,584 bytes"),
+    "truncated": (cut_at(PROOF + 1000), "closed the connection after 991 of 3,584 bytes"),
+    "of another length": (flip_at(PROOF + 1), "sends 3,585 bytes instead of 3,584"),
 }
 
 
@@ -233,7 +236,7 @@ def test_corrupt_bytes_never_become_kv(make: MakeEngine, how: str) -> None:
     assert same(consumer.contents(LOADED), producer.contents(HELD))
 
 
-@pytest.mark.parametrize("spoil", [cut_at(10), flip_at(6)], ids=["cut", "garbage"])
+@pytest.mark.parametrize("spoil", [cut_at(PROOF + 10), flip_at(PROOF + 6)], ids=["cut", "garbage"])
 def test_corrupt_side_channel(make: MakeEngine, spoil: Callable[[bytes, int], bytes]) -> None:
     producer, consumer = make(), make()
     params = producer.hold("p")
