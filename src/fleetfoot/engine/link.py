@@ -57,7 +57,7 @@ class EngineLink:
     """
 
     def __init__(self, address: str, key: ClusterKey | None = None, *, detects_loss: bool = False) -> None:
-        self._address = address
+        self._address, self._is_open = address, key is None
         self._context = zmq.asyncio.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.set_hwm(0)
@@ -91,7 +91,7 @@ class EngineLink:
         while True:
             event: Any = parse_monitor_message(await monitor.recv_multipart())["event"]
             if event & _REFUSALS:
-                num_refusals += 1
+                num_refusals += not self._is_open
                 if num_refusals == MAX_REFUSALS:
                     raise ValueError(
                         f"the engine at {self._address} has another cluster key; give both the same with "
