@@ -69,6 +69,8 @@ class EngineLink:
         if key is not None:
             (public, _), own = engine_keys(key)
             connect_with(self.socket, own, public)
+        events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _REFUSALS
+        self._monitor = self.socket.get_monitor_socket(events)  # before there is anything to miss
         self.socket.connect(address)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineMessage)
@@ -85,11 +87,9 @@ class EngineLink:
 
     async def lost(self) -> None:
         """Wait until the connection has ended. Raises ValueError: the engine has another cluster key."""
-        events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _REFUSALS
-        monitor = self.socket.get_monitor_socket(events)
         num_refusals, is_connected = 0, False
         while True:
-            event: Any = parse_monitor_message(await monitor.recv_multipart())["event"]
+            event: Any = parse_monitor_message(await self._monitor.recv_multipart())["event"]
             if event & _REFUSALS:
                 num_refusals += not self._is_open
                 if num_refusals == MAX_REFUSALS:
