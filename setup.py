@@ -18,7 +18,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 NATIVE = Path("src/fleetfoot/native")
-COMMON = [str(NATIVE / name) for name in ("device_memory.c", "dispatch.c", "watching.c")]
+COMMON = [str(NATIVE / name) for name in ("device_memory.c", "dispatch.c", "threads.c", "watching.c")]
 """Compiled once: the same for all instruction sets."""
 KERNELS = sorted(str(path) for path in NATIVE.glob("*.c") if str(path) not in COMMON)
 HEADERS = sorted(str(path) for path in NATIVE.glob("*.h"))
@@ -34,6 +34,7 @@ FLAGS = [
     "-fvisibility=hidden",
     "-fno-math-errno",
     "-fno-trapping-math",
+    "-pthread",
     "-ffp-contract=off",
 ]
 # Variant name -> compiler flags. The library asks the processor at run time which one to use.
@@ -56,17 +57,14 @@ class BuildNative(build_ext):
     def build_extension(self, ext: Extension) -> None:
         x86 = platform.machine().lower() in ("x86_64", "amd64")
         variants = {name: flags for name, flags in X86_VARIANTS.items() if self._accepts(flags)} if x86 else {}
-        threads = ["-fopenmp"] if self._accepts(["-fopenmp"]) else []
-        jobs = [(source, "common", threads) for source in COMMON]
+        jobs: list[tuple[str, str, list[str]]] = [(source, "common", []) for source in COMMON]
         for name, flags in (variants or {"generic": []}).items():
-            jobs += [(kernel, name, [*threads, *flags]) for kernel in KERNELS]
+            jobs += [(kernel, name, flags) for kernel in KERNELS]
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # each job waits for a compiler of its own
             objects = [path for paths in pool.map(lambda job: self._compile(*job), jobs) for path in paths]
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Not linked against an OpenMP runtime: the one that torch has brought is used, since two in one process would
-        # keep twice as many threads spinning.
-        self.compiler.link_shared_object(objects, str(target))
+        self.compiler.link_shared_object(objects, str(target), extra_postargs=["-pthread"])
 
     def get_export_symbols(self, ext: Extension) -> list[str]:
         return []

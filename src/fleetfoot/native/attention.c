@@ -8,6 +8,7 @@
 #include <stdlib.h>
 
 #include "attention_tile.h"
+#include "threads.h"
 #include "variant.h"
 
 typedef struct {
@@ -265,26 +266,42 @@ static workspace *make_workspace(const problem *p, int rows) {
     return ws;
 }
 
+typedef struct {
+    const problem *p;
+    const schedule *s;
+    float *partials;
+    workspace **workspaces; /* of each thread; NULL until its first item, or without memory */
+    int failed;
+} running;
+
+static workspace *workspace_of(running *r, int thread) {
+    if (!r->workspaces[thread] && !(r->workspaces[thread] = make_workspace(r->p, r->s->max_rows)))
+        __atomic_store_n(&r->failed, 1, __ATOMIC_RELAXED);
+    return r->workspaces[thread];
+}
+
+static void run_items(void *context, int64_t begin, int64_t end, int thread) {
+    running *r = context;
+    workspace *ws = workspace_of(r, thread);
+    for (int64_t i = begin; ws && i < end; i++)
+        WITH_CONSTANT_DTYPE(r->p->dtype, run_item, r->p, r->s->items + i, ws, r->partials)
+}
+
+static void merge_splits(void *context, int64_t begin, int64_t end, int thread) {
+    running *r = context;
+    workspace *ws = workspace_of(r, thread);
+    for (int64_t i = begin; ws && i < end; i++) merge_split(r->p, r->s->splits + i, ws, r->partials);
+}
+
 static int run(const problem *p, const schedule *s, float *partials, int num_threads) {
-    int64_t next_item = 0, next_split = 0;
-    int failed = 0;
-    (void)num_threads;
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-    {
-        workspace *ws = make_workspace(p, s->max_rows);
-        if (!ws) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
-        int64_t i;
-        while (ws && (i = __atomic_fetch_add(&next_item, 1, __ATOMIC_RELAXED)) < s->num_items) {
-            WITH_CONSTANT_DTYPE(p->dtype, run_item, p, s->items + i, ws, partials)
-        }
-        if (s->num_splits) {
-#pragma omp barrier
-            while (ws && (i = __atomic_fetch_add(&next_split, 1, __ATOMIC_RELAXED)) < s->num_splits)
-                merge_split(p, s->splits + i, ws, partials);
-        }
-        free(ws);
-    }
-    return failed ? FF_NO_MEMORY : FF_OK;
+    workspace **workspaces = calloc((size_t)num_threads, sizeof *workspaces);
+    if (!workspaces) return FF_NO_MEMORY;
+    running r = {p, s, partials, workspaces, 0};
+    ff_run(run_items, &r, s->num_items, 1, num_threads);
+    ff_run(merge_splits, &r, s->num_splits, 1, num_threads);
+    for (int thread = 0; thread < num_threads; thread++) free(workspaces[thread]);
+    free(workspaces);
+    return r.failed ? FF_NO_MEMORY : FF_OK;
 }
 
 int EXPORT(paged_attention)(void *output, const void *query, int64_t query_stride, int64_t num_tokens, const void *kv,

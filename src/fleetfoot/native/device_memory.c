@@ -12,10 +12,14 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/types.h>
+#include <unistd.h>
+
+#include "threads.h"
 
 #define EXPORTED __attribute__((visibility("default")))
 
 enum { PINNED_MEMORY = 1, ON_DEVICE = 1, READ_AND_WRITE = 3, MINIMUM = 0, RDMA_ATTRIBUTE = 110, PORTABLE = 1 };
+enum { PAGE = 4096, HUGE_PAGE = 2 << 20 };
 
 typedef struct { int type, id; } Location;
 typedef struct {
@@ -228,6 +232,11 @@ EXPORTED int64_t ff_device_list(int tag, uint64_t *spans, int64_t capacity) {
     return count;
 }
 
+static void write_pages(void *memory, int64_t begin, int64_t end, int thread) {
+    (void)thread;
+    for (int64_t page = begin; page < end; page++) ((char *)memory)[page * PAGE] = 0;
+}
+
 /* Memory of the host that the GPU reads and writes directly; NULL: none. Its pages are written first, in parallel,
  * because the driver would take them one by one. */
 EXPORTED void *ff_device_host_alloc(int64_t size) {
@@ -239,8 +248,8 @@ EXPORTED void *ff_device_host_alloc(int64_t size) {
 #ifdef MADV_HUGEPAGE
     madvise(memory, size, MADV_HUGEPAGE);
 #endif
-#pragma omp parallel for schedule(static)
-    for (int64_t page = 0; page < size; page += 4096) memory[page] = 0;
+    const int num_threads = (int)sysconf(_SC_NPROCESSORS_ONLN);
+    ff_run(write_pages, memory, (size + PAGE - 1) / PAGE, HUGE_PAGE / PAGE, num_threads);
     int status = driver.host_register(memory, size, PORTABLE);
     if (status == 0) return memory;
     fail("cuMemHostRegister", status);

@@ -3,6 +3,7 @@
 #include <stddef.h>
 
 #include "simd.h"
+#include "threads.h"
 #include "variant.h"
 
 /* With fewer elements one thread is faster than two. */
@@ -64,29 +65,41 @@ INLINE void norm_row(char *output, char *total, const char *x, const char *resid
     scale_row(output, residual ? total : x, weight, factor, offset, size, dtype);
 }
 
-static void norm_rows(char *output, char *total, const char *x, const char *residual, const char *weight, float eps,
-                      float offset, int64_t num_rows, int64_t size, int dtype, int num_threads) {
-    const int64_t bytes = size * element_size(dtype);
-    const int threads = threads_for(num_rows * size, num_threads);
-    (void)threads;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t row = 0; row < num_rows; row++) {
-        const int64_t at = row * bytes;
-        WITH_CONSTANT_DTYPE(dtype, norm_row, output + at, residual ? total + at : NULL, x + at,
-                            residual ? residual + at : NULL, weight, eps, offset, size)
+typedef struct {
+    char *output, *total;
+    const char *x, *residual, *weight; /* residual and total may be NULL */
+    float eps, offset;
+    int64_t size;
+    int dtype;
+} norm;
+
+static void norm_rows(void *context, int64_t begin, int64_t end, int thread) {
+    const norm *n = context;
+    (void)thread;
+    for (int64_t row = begin; row < end; row++) {
+        const int64_t at = row * n->size * element_size(n->dtype);
+        WITH_CONSTANT_DTYPE(n->dtype, norm_row, n->output + at, n->residual ? n->total + at : NULL, n->x + at,
+                            n->residual ? n->residual + at : NULL, n->weight, n->eps, n->offset, n->size)
     }
+}
+
+static void run_rows(ff_task task, void *context, int64_t num_rows, int64_t row_size, int num_threads) {
+    const int threads = threads_for(num_rows * row_size, num_threads);
+    ff_run(task, context, num_rows, ff_grain(num_rows, threads), threads);
 }
 
 /* output = rms_norm(x) * (weight + offset) over rows [num_rows, size]; all contiguous. */
 void EXPORT(rms_norm)(char *output, const char *x, const char *weight, float eps, float offset, int64_t num_rows,
                       int64_t size, int dtype, int num_threads) {
-    norm_rows(output, NULL, x, NULL, weight, eps, offset, num_rows, size, dtype, num_threads);
+    norm n = {output, NULL, x, NULL, weight, eps, offset, size, dtype};
+    run_rows(norm_rows, &n, num_rows, size, num_threads);
 }
 
 /* total = x + residual, rounded; output = rms_norm(total) * weight. */
 void EXPORT(add_rms_norm)(char *output, char *total, const char *x, const char *residual, const char *weight, float eps,
                           int64_t num_rows, int64_t size, int dtype, int num_threads) {
-    norm_rows(output, total, x, residual, weight, eps, 0.0f, num_rows, size, dtype, num_threads);
+    norm n = {output, total, x, residual, weight, eps, 0.0f, size, dtype};
+    run_rows(norm_rows, &n, num_rows, size, num_threads);
 }
 
 /* --- SwiGLU and GeGLU ------------------------------------------------------------------------------------------ */
@@ -116,21 +129,32 @@ INLINE void gelu_row(char *output, const char *gate, const char *up, int64_t siz
     activate_row(output, gate, up, size, 1, dtype);
 }
 
+typedef struct {
+    char *output;
+    const char *gate_up;
+    int64_t size;
+    int dtype, is_gelu;
+} gated;
+
+static void activate_rows(void *context, int64_t begin, int64_t end, int thread) {
+    const gated *g = context;
+    const int64_t bytes = g->size * element_size(g->dtype);
+    (void)thread;
+    for (int64_t row = begin; row < end; row++) {
+        char *target = g->output + row * bytes;
+        const char *gate = g->gate_up + 2 * row * bytes, *up = gate + bytes;
+        if (g->is_gelu)
+            WITH_CONSTANT_DTYPE(g->dtype, gelu_row, target, gate, up, g->size)
+        else
+            WITH_CONSTANT_DTYPE(g->dtype, silu_row, target, gate, up, g->size)
+    }
+}
+
 /* output [num_rows, size] = silu(gate) * up of gate_up [num_rows, 2 * size], or gelu(gate) * up. */
 void EXPORT(silu_and_mul)(char *output, const char *gate_up, int64_t num_rows, int64_t size, int dtype,
                           int num_threads, int is_gelu) {
-    const int64_t bytes = size * element_size(dtype);
-    const int threads = threads_for(num_rows * size, num_threads);
-    (void)threads;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t row = 0; row < num_rows; row++) {
-        char *target = output + row * bytes;
-        const char *gate = gate_up + 2 * row * bytes, *up = gate + bytes;
-        if (is_gelu)
-            WITH_CONSTANT_DTYPE(dtype, gelu_row, target, gate, up, size)
-        else
-            WITH_CONSTANT_DTYPE(dtype, silu_row, target, gate, up, size)
-    }
+    gated g = {output, gate_up, size, dtype, is_gelu};
+    run_rows(activate_rows, &g, num_rows, size, num_threads);
 }
 
 /* --- rotary embedding and KV cache ----------------------------------------------------------------------------- */
@@ -143,7 +167,9 @@ typedef struct {
     const char *q_norm, *k_norm; /* [head_dim] or NULL */
     int64_t qkv_stride, block_stride, side_stride, head_stride, token_stride;
     int num_heads, num_kv_heads, block_size, head_dim;
+    const int64_t *slots, *positions; /* [num_tokens] */
     float eps, norm_offset;
+    int dtype;
 } rope;
 
 /* Rotates the pairs (x[i], x[i + head_dim / 2]); head_dim / 2 is a multiple of VL or taken element by element. */
@@ -196,23 +222,26 @@ INLINE void rope_token(const rope *r, int64_t token, int64_t slot, int64_t posit
     }
 }
 
+static void rope_tokens(void *context, int64_t begin, int64_t end, int thread) {
+    const rope *r = context;
+    (void)thread;
+    for (int64_t token = begin; token < end; token++)
+        WITH_CONSTANT_DTYPE(r->dtype, rope_token, r, token, r->slots[token], r->positions[token])
+}
+
 int EXPORT(rope_and_cache)(char *query, const char *qkv, int64_t qkv_stride, char *kv_cache, int64_t num_blocks,
                            int64_t block_stride, int64_t side_stride, int64_t head_stride, int64_t token_stride,
                            const int64_t *slots, const int64_t *positions, const float *cos_sin, int64_t max_positions,
                            const char *q_norm, const char *k_norm, float eps, float norm_offset, int64_t num_tokens,
                            int num_heads, int num_kv_heads, int block_size, int head_dim, int dtype, int num_threads) {
-    const rope r = {.query = query, .qkv = qkv, .kv_cache = kv_cache, .cos_sin = cos_sin, .q_norm = q_norm,
-                    .k_norm = k_norm, .qkv_stride = qkv_stride, .block_stride = block_stride,
+    rope r = {.query = query, .qkv = qkv, .kv_cache = kv_cache, .cos_sin = cos_sin, .q_norm = q_norm,
+                    .k_norm = k_norm, .slots = slots, .positions = positions, .dtype = dtype, .qkv_stride = qkv_stride, .block_stride = block_stride,
                     .side_stride = side_stride, .head_stride = head_stride, .token_stride = token_stride,
                     .num_heads = num_heads, .num_kv_heads = num_kv_heads, .block_size = block_size,
                     .head_dim = head_dim, .eps = eps, .norm_offset = norm_offset};
     for (int64_t token = 0; token < num_tokens; token++)
         if (slots[token] >= num_blocks * block_size || positions[token] < 0 || positions[token] >= max_positions)
             return FF_BAD_METADATA;
-    const int threads = threads_for(num_tokens * (num_heads + 2 * num_kv_heads) * head_dim, num_threads);
-    (void)threads;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t token = 0; token < num_tokens; token++)
-        WITH_CONSTANT_DTYPE(dtype, rope_token, &r, token, slots[token], positions[token])
+    run_rows(rope_tokens, &r, num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, num_threads);
     return FF_OK;
 }

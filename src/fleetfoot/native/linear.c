@@ -10,6 +10,7 @@
 #include <stdlib.h>
 
 #include "simd.h"
+#include "threads.h"
 #include "variant.h"
 
 #define VECTORS 2 /* of one panel */
@@ -277,10 +278,36 @@ INLINE int64_t chunk_size(const layer *l, int num_threads) {
     return (share + WIDE - 1) / WIDE * WIDE;
 }
 
+/* Some blocks of rows against all panels, in chunks of panels: first all chunks of the first band. */
+typedef struct {
+    const layer *l;
+    block *blocks;
+    int64_t num_blocks, chunk, chunks_of_band;
+    int dtype;
+} product;
+
+static void arrange_blocks(void *context, int64_t begin, int64_t end, int thread) {
+    const product *p = context;
+    const layer *l = p->l;
+    (void)thread;
+    for (int64_t i = begin; i < end; i++)
+        arrange((uint32_t *)p->blocks[i].x, l->x + p->blocks[i].row * l->x_stride, l->x_stride, p->blocks[i].rows,
+                l->units, x_is_widened(p->dtype));
+}
+
+static void multiply_chunks(void *context, int64_t begin, int64_t end, int thread) {
+    const product *p = context;
+    (void)thread;
+    for (int64_t i = begin; i < end; i++) {
+        const int64_t first = i / p->chunks_of_band * BAND, panel = i % p->chunks_of_band * p->chunk;
+        WITH_CONSTANT_DTYPE(p->dtype, multiply_blocks, p->l, p->blocks + first, (int)smallest(BAND, p->num_blocks - first),
+                            panel, smallest(panel + p->chunk, p->l->num_panels))
+    }
+}
+
 /* Rows first .. last of x, at most SPAN blocks. */
 static void multiply_span(const layer *l, int64_t first, int64_t last, uint32_t *arranged, int num_threads, int dtype) {
     const int64_t rows = last - first, num_blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
-    const int64_t chunk = chunk_size(l, num_threads);
     block blocks[SPAN];
     for (int64_t i = 0; i < num_blocks; i++) {
         /* Blocks of even size, so that none has so few rows that reading a panel costs more than computing with it. */
@@ -288,21 +315,10 @@ static void multiply_span(const layer *l, int64_t first, int64_t last, uint32_t 
         const uint32_t *x = arranged ? arranged + begin * arranged_units(l, dtype) : l->x + first * l->x_stride;
         blocks[i] = (block){.x = x, .row = first + begin, .rows = (int)(end - begin)};
     }
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-    {
-        if (arranged) {
-#pragma omp for schedule(static)
-            for (int64_t i = 0; i < num_blocks; i++)
-                arrange((uint32_t *)blocks[i].x, l->x + blocks[i].row * l->x_stride, l->x_stride, blocks[i].rows,
-                        l->units, x_is_widened(dtype));
-        }
-        for (int64_t i = 0; i < num_blocks; i += BAND) {
-#pragma omp for schedule(dynamic) nowait
-            for (int64_t panel = 0; panel < l->num_panels; panel += chunk)
-                WITH_CONSTANT_DTYPE(dtype, multiply_blocks, l, blocks + i, (int)smallest(BAND, num_blocks - i), panel,
-                                    smallest(panel + chunk, l->num_panels))
-        }
-    }
+    product p = {l, blocks, num_blocks, chunk_size(l, num_threads), 0, dtype};
+    p.chunks_of_band = (l->num_panels + p.chunk - 1) / p.chunk;
+    if (arranged) ff_run(arrange_blocks, &p, num_blocks, 1, num_threads);
+    ff_run(multiply_chunks, &p, (num_blocks + BAND - 1) / BAND * p.chunks_of_band, 1, num_threads);
 }
 
 #if HAVE_TILES
@@ -334,20 +350,34 @@ int EXPORT(linear_to)(char *y, int y_is_float32, const uint32_t *x, int64_t x_st
     const layer l = {.y = y, .x = x, .packed = packed, .bias = bias, .x_stride = x_stride, .num_rows = num_rows,
                      .num_outputs = num_outputs, .units = units, .num_panels = (num_outputs + PANEL - 1) / PANEL,
                      .y_is_float32 = y_is_float32};
-    return multiply(&l, num_threads, dtype);
+    return l.num_panels ? multiply(&l, num_threads, dtype) : FF_OK;
+}
+
+/* Between a packed weight and one with rows of units, stride units apart. */
+typedef struct {
+    uint32_t *packed, *rows;
+    const int64_t *index; /* the outputs of the rows; NULL: all, in order */
+    int64_t stride, num_outputs, units;
+} packing;
+
+static void unpack_rows(void *context, int64_t begin, int64_t end, int thread) {
+    const packing *p = context;
+    (void)thread;
+    for (int64_t row = begin; row < end; row++) {
+        const int64_t output = p->index ? p->index[row] : row;
+        const uint32_t *source = p->packed + output / PANEL * p->units * PANEL + output % PANEL;
+        for (int64_t unit = 0; unit < p->units; unit++) p->rows[row * p->stride + unit] = source[unit * PANEL];
+    }
 }
 
 /* Rows of the weight, unpacked: target [num_rows, units], of the outputs in index. A lookup of embeddings. */
 int EXPORT(linear_rows)(uint32_t *target, const uint32_t *packed, const int64_t *index, int64_t num_rows,
                         int64_t num_outputs, int64_t units, int num_threads) {
-    (void)num_threads;
     for (int64_t row = 0; row < num_rows; row++)
         if (index[row] < 0 || index[row] >= num_outputs) return FF_BAD_METADATA;
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows > 32 && num_threads > 1)
-    for (int64_t row = 0; row < num_rows; row++) {
-        const uint32_t *source = packed + index[row] / PANEL * units * PANEL + index[row] % PANEL;
-        for (int64_t unit = 0; unit < units; unit++) target[row * units + unit] = source[unit * PANEL];
-    }
+    const int threads = num_rows > 32 ? num_threads : 1;
+    packing p = {(uint32_t *)packed, target, index, units, num_outputs, units};
+    ff_run(unpack_rows, &p, num_rows, ff_grain(num_rows, threads), threads);
     return FF_OK;
 }
 
@@ -356,15 +386,14 @@ int EXPORT(linear_rows)(uint32_t *target, const uint32_t *packed, const int64_t 
 /* Outputs of a panel. */
 int EXPORT(panel_width)(void) { return PANEL; }
 
-/* weight [num_outputs, units], rows stride units apart, into packed [panels, units, PANEL]. */
-void EXPORT(pack_linear)(uint32_t *packed, const uint32_t *weight, int64_t stride, int64_t num_outputs, int64_t units,
-                         int num_threads) {
-    const int64_t num_panels = (num_outputs + PANEL - 1) / PANEL;
-    (void)num_threads;
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
-    for (int64_t group = 0; group < num_panels * VECTORS; group++) { /* of VL outputs */
+static void pack_groups(void *context, int64_t begin, int64_t end, int thread) {
+    const packing *p = context;
+    const uint32_t *weight = p->rows;
+    const int64_t stride = p->stride, num_outputs = p->num_outputs, units = p->units;
+    (void)thread;
+    for (int64_t group = begin; group < end; group++) { /* of VL outputs */
         const int64_t first = group * VL;
-        uint32_t *target = packed + group / VECTORS * units * PANEL + group % VECTORS * VL;
+        uint32_t *target = p->packed + group / VECTORS * units * PANEL + group % VECTORS * VL;
         int64_t unit = 0;
         if (first + VL <= num_outputs) {
             const char *rows[VL];
@@ -381,13 +410,17 @@ void EXPORT(pack_linear)(uint32_t *packed, const uint32_t *weight, int64_t strid
     }
 }
 
+/* weight [num_outputs, units], rows stride units apart, into packed [panels, units, PANEL]. */
+void EXPORT(pack_linear)(uint32_t *packed, const uint32_t *weight, int64_t stride, int64_t num_outputs, int64_t units,
+                         int num_threads) {
+    const int64_t num_groups = (num_outputs + PANEL - 1) / PANEL * VECTORS;
+    packing p = {packed, (uint32_t *)weight, NULL, stride, num_outputs, units};
+    ff_run(pack_groups, &p, num_groups, ff_grain(num_groups, num_threads), num_threads);
+}
+
 /* The inverse of pack_linear: packed to weight [num_outputs, units], contiguous. */
 void EXPORT(unpack_linear)(uint32_t *weight, const uint32_t *packed, int64_t num_outputs, int64_t units,
                            int num_threads) {
-    (void)num_threads;
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
-    for (int64_t output = 0; output < num_outputs; output++) {
-        const uint32_t *source = packed + output / PANEL * units * PANEL + output % PANEL;
-        for (int64_t unit = 0; unit < units; unit++) weight[output * units + unit] = source[unit * PANEL];
-    }
+    packing p = {(uint32_t *)packed, weight, NULL, units, num_outputs, units};
+    ff_run(unpack_rows, &p, num_outputs, ff_grain(num_outputs, num_threads), num_threads);
 }

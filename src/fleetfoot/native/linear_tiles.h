@@ -161,6 +161,26 @@ static void multiply_tile_rows(const layer *l, int64_t first, int64_t last, int6
     RELEASE_TILES();
 }
 
+/* Bands of rows against chunks of panels: first all chunks of the first band. */
+typedef struct {
+    const layer *l;
+    const block *few; /* NULL: too many rows for vectors */
+    int64_t chunk, band, chunks_of_band;
+} tile_product;
+
+static void multiply_tile_chunks(void *context, int64_t begin, int64_t end, int thread) {
+    const tile_product *p = context;
+    (void)thread;
+    for (int64_t i = begin; i < end; i++) {
+        const int64_t first = i / p->chunks_of_band * p->band, panel = i % p->chunks_of_band * p->chunk;
+        const int64_t last_panel = smallest(panel + p->chunk, p->l->num_panels);
+        if (p->few)
+            multiply_few_rows(p->l, p->few, panel, last_panel);
+        else
+            multiply_tile_rows(p->l, first, smallest(first + p->band, p->l->num_rows), panel, last_panel);
+    }
+}
+
 static int multiply_on_tiles(const layer *l, int num_threads) {
     const int threads = l->num_outputs * l->units * l->num_rows < SERIAL_WORK ? 1 : num_threads;
     const int is_few = l->num_rows <= FEW_ROWS;
@@ -174,18 +194,8 @@ static int multiply_on_tiles(const layer *l, int num_threads) {
         arrange(arranged, l->x, l->x_stride, few.rows, l->units, 1);
         few.x = arranged;
     }
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    for (int64_t first = 0; first < l->num_rows; first += band) {
-        const int64_t last = smallest(first + band, l->num_rows);
-#pragma omp for schedule(dynamic) nowait
-        for (int64_t panel = 0; panel < l->num_panels; panel += chunk) {
-            const int64_t end = smallest(panel + chunk, l->num_panels);
-            if (is_few)
-                multiply_few_rows(l, &few, panel, end);
-            else
-                multiply_tile_rows(l, first, last, panel, end);
-        }
-    }
+    tile_product p = {l, is_few ? &few : NULL, chunk, band, (l->num_panels + chunk - 1) / chunk};
+    ff_run(multiply_tile_chunks, &p, (l->num_rows + band - 1) / band * p.chunks_of_band, 1, threads);
     if (is_few) free((void *)few.x);
     return FF_OK;
 }

@@ -1,15 +1,8 @@
-"""Finds and opens the C library, binds its kernels, and reports why they cannot be used. No torch.
-
-The library is not linked against an OpenMP runtime. It uses the one that torch loads, so its OpenMP functions can only
-be resolved in a process that has imported torch.
-"""
+"""Finds and opens the C library, binds its kernels, and reports why they cannot be used. No torch."""
 
 from __future__ import annotations
 
 import ctypes
-import os
-import re
-import sys
 import zlib
 from collections.abc import Callable
 from functools import cache, partial
@@ -62,7 +55,6 @@ _NUM_LOOKS = 200
 _ELF_TABLE = ((40, 8), (58, 2), (60, 2))
 """Where a 64-bit header has the offset of its table of sections, the bytes of an entry, and their number: each with its
 size. Source: System V ABI, "ELF-64 Object File Format"."""
-_OPENMP_SYMBOL = re.compile(r"undefined symbol: (GOMP|omp|__kmpc)_")
 
 
 class NativeUnavailableError(RuntimeError):
@@ -81,21 +73,18 @@ def native_problem() -> str:
 
 
 def find_native() -> tuple[str, str]:
-    """The variant of the C kernels that runs on this machine, if it can be found out, and why none can.
-
-    Without torch in the process the library is opened with lazy binding and closed again: every check but that of the
-    OpenMP runtime is made.
-    """
+    """The variant of the C kernels that runs on this machine, and why none does: one of them is empty."""
     try:
         _check_usable()  # also if the library is open: the environment may have changed
-        return (_check(open_library()) if "torch" in sys.modules else _probe()), ""
+        library = open_library()
+        return _bind(library, _best_variant(library)).variant, ""
     except NativeUnavailableError as error:
         return "", str(error)
 
 
 @cache
 def load_library(variant: str | None = None) -> NativeLibrary:
-    """The kernels of ``variant``; None: of the best one for this processor. Torch must have been imported.
+    """The kernels of ``variant``; None: of the best one for this processor.
 
     Raises:
         NativeUnavailableError: the library is missing, does not load, or has no such variant for this processor.
@@ -119,14 +108,13 @@ def check_status(status: int, kernel: str) -> None:
 
 @cache
 def open_library() -> ctypes.CDLL:
-    """The library, opened once; torch must have been imported.
+    """The library, opened once.
 
     Raises:
         NativeUnavailableError: the library is missing or does not load.
     """
     _check_usable()
     try:
-        _expose_openmp()
         library = ctypes.CDLL(str(PATH))
     except OSError as error:
         raise _does_not_load(error) from error
@@ -176,7 +164,7 @@ def check_sources(library: ctypes.CDLL) -> None:
 
 
 def load_device_memory(driver: str = "libcuda.so.1") -> NativeLibrary:
-    """The functions of ``device_memory.c``, with the driver's library opened. Torch must have been imported.
+    """The functions of ``device_memory.c``, with the driver's library opened.
 
     Raises:
         NativeUnavailableError: the library is missing or does not load, or the driver does not have the calls.
@@ -199,10 +187,6 @@ def _bind(library: ctypes.CDLL, variant: str, signatures: dict[str, str] = _SIGN
     return NativeLibrary(variant=variant, **functions)
 
 
-def _check(library: ctypes.CDLL) -> str:
-    return _bind(library, _best_variant(library)).variant
-
-
 def watch(address: int) -> Callable[[int, int], bool]:
     """Returns a function that looks at the int32 at ``address``, aligned and in memory that processes share, until it
     differs from the first argument, or for as many nanoseconds as the second one; and returns whether it differs.
@@ -211,41 +195,14 @@ def watch(address: int) -> Callable[[int, int], bool]:
     """
     try:
         _check_usable()
-        dl = _dynamic_loader()
-        handle = dl.dlopen(os.fsencode(PATH), os.RTLD_LAZY)
-        library = ctypes.PyDLL(str(PATH), handle=handle) if handle else None  # it keeps Python's lock
-        function = getattr(library, "ff_watch", None)
-    except NativeUnavailableError:
+        function = getattr(ctypes.PyDLL(str(PATH)), "ff_watch", None)  # it keeps Python's lock
+    except (NativeUnavailableError, OSError):
         function = None
     if function is None:
         word = ctypes.c_int32.from_address(address)
         return lambda value, _: any(word.value != value for _ in range(_NUM_LOOKS))
     function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64), ctypes.c_int
     return partial(function, address)
-
-
-def _dynamic_loader() -> ctypes.CDLL:
-    dl = ctypes.CDLL(None)
-    dl.dlopen.argtypes, dl.dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
-    dl.dlclose.argtypes = (ctypes.c_void_p,)
-    dl.dlerror.restype = ctypes.c_char_p
-    return dl
-
-
-def _probe() -> str:
-    dl = _dynamic_loader()
-    handle = dl.dlopen(os.fsencode(PATH), os.RTLD_LAZY)
-    if not handle:
-        error = (dl.dlerror() or b"").decode(errors="replace")
-        if _OPENMP_SYMBOL.search(error):
-            return env.native_variant(VARIANTS) or ""  # linked for immediate binding: all else was found
-        raise _does_not_load(error)
-    try:
-        library = ctypes.CDLL(str(PATH), handle=handle)
-        check_sources(library)
-        return _check(library)
-    finally:
-        dl.dlclose(handle)
 
 
 def _check_usable() -> None:
@@ -265,13 +222,3 @@ def _check_usable() -> None:
 
 def _does_not_load(error: object) -> NativeUnavailableError:
     return NativeUnavailableError(f"{PATH} does not load: {error}")
-
-
-def _expose_openmp() -> None:
-    """Let the library find its OpenMP functions in the runtime that torch has loaded, whatever the file's name is."""
-    maps = Path("/proc/self/maps")
-    loaded = maps.read_text() if maps.exists() else ""
-    runtimes = re.findall(r"(/.*/lib(?:gomp|iomp5|omp)[^/\n]*\.so[^/\n]*)$", loaded, re.MULTILINE)
-    if runtimes:
-        # other libraries may have loaded another runtime; the threads of torch's are already running
-        ctypes.CDLL(max(runtimes, key=lambda path: "/torch/" in path), mode=ctypes.RTLD_GLOBAL)

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 
 #include "simd.h"
+#include "threads.h"
 #include "variant.h"
 
 #define SPAN 16384  /* logits of one work item of a thread */
@@ -209,7 +210,9 @@ typedef struct {
     const float *temperatures; /* [num_rows], or NULL: argmax alone */
     const int64_t *seeds, *positions;
     int64_t stride, num_rows, vocab_size, spans;
-    best *found; /* [num_rows, spans] */
+    best *found;   /* [num_rows, spans] */
+    best *highest; /* [num_rows] */
+    int dtype;
 } batch;
 
 INLINE const char *row_of(const batch *b, int64_t row, int dtype) {
@@ -232,36 +235,39 @@ INLINE void argmax_item(const batch *b, int64_t item, int dtype) {
     b->found[item] = argmax_span(row_of(b, row, dtype), begin, smallest(begin + SPAN, b->vocab_size), dtype);
 }
 
-INLINE void gumbel_item(const batch *b, const best *highest, best *drawn, int64_t item, int dtype) {
+INLINE void gumbel_item(const batch *b, int64_t item, int dtype) {
     const int64_t row = item / b->spans, begin = item % b->spans * SPAN;
-    if (!is_random(b, row, highest[row])) return;
-    const draw d = {highest[row].value, b->temperatures[row], (uint32_t)b->positions[row], (uint64_t)b->seeds[row]};
-    drawn[item] = gumbel_span(row_of(b, row, dtype), begin, smallest(begin + SPAN, b->vocab_size), &d,
-                              first_bar(&d, highest[row]), dtype);
+    const best highest = b->highest[row];
+    if (!is_random(b, row, highest)) return;
+    const draw d = {highest.value, b->temperatures[row], (uint32_t)b->positions[row], (uint64_t)b->seeds[row]};
+    b->found[item] = gumbel_span(row_of(b, row, dtype), begin, smallest(begin + SPAN, b->vocab_size), &d,
+                                 first_bar(&d, highest), dtype);
 }
 
-static int sample_rows(batch *b, int num_threads, int dtype) {
+static void argmax_items(void *context, int64_t begin, int64_t end, int thread) {
+    const batch *b = context;
+    (void)thread;
+    for (int64_t item = begin; item < end; item++) WITH_CONSTANT_DTYPE(b->dtype, argmax_item, b, item)
+}
+
+static void gumbel_items(void *context, int64_t begin, int64_t end, int thread) {
+    const batch *b = context;
+    (void)thread;
+    for (int64_t item = begin; item < end; item++) WITH_CONSTANT_DTYPE(b->dtype, gumbel_item, b, item)
+}
+
+static int sample_rows(batch *b, int num_threads) {
     const int64_t items = b->num_rows * b->spans;
-    best *highest = malloc((size_t)(items + b->num_rows) * sizeof(best));
-    if (!highest) return FF_NO_MEMORY;
-    b->found = highest + b->num_rows;
+    b->highest = malloc((size_t)(items + b->num_rows) * sizeof(best));
+    if (!b->highest) return FF_NO_MEMORY;
+    b->found = b->highest + b->num_rows;
     const int threads = items > 2 ? num_threads : 1;
-    (void)threads;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-#pragma omp for schedule(static)
-        for (int64_t item = 0; item < items; item++) WITH_CONSTANT_DTYPE(dtype, argmax_item, b, item)
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < b->num_rows; row++) highest[row] = merged(b, row);
-        if (b->temperatures) {
-#pragma omp for schedule(dynamic)
-            for (int64_t item = 0; item < items; item++)
-                WITH_CONSTANT_DTYPE(dtype, gumbel_item, b, highest, b->found, item)
-        }
-    }
+    ff_run(argmax_items, b, items, 1, threads);
+    for (int64_t row = 0; row < b->num_rows; row++) b->highest[row] = merged(b, row);
+    if (b->temperatures) ff_run(gumbel_items, b, items, 1, threads);
     for (int64_t row = 0; row < b->num_rows; row++)
-        b->tokens[row] = is_random(b, row, highest[row]) ? merged(b, row).index : highest[row].index;
-    free(highest);
+        b->tokens[row] = is_random(b, row, b->highest[row]) ? merged(b, row).index : b->highest[row].index;
+    free(b->highest);
     return FF_OK;
 }
 
@@ -273,7 +279,7 @@ int EXPORT(sample)(int64_t *tokens, const char *logits, int64_t stride, int64_t 
                    int num_threads) {
     batch b = {.tokens = tokens, .logits = logits, .temperatures = temperatures, .seeds = seeds,
                .positions = positions, .stride = stride, .num_rows = num_rows, .vocab_size = vocab_size,
-               .spans = (vocab_size + SPAN - 1) / SPAN};
+               .spans = (vocab_size + SPAN - 1) / SPAN, .dtype = dtype};
     if (num_rows == 0) return FF_OK;
-    return sample_rows(&b, num_threads, dtype);
+    return sample_rows(&b, num_threads);
 }
