@@ -6,7 +6,7 @@
 #   make check        lint, formatting, import contracts and types
 #   make bench        the benchmarks of the host's part, as ratios and microseconds
 
-PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
+PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3.11 python3; do \
   $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2])' >/dev/null 2>&1 && echo $$p && break; done)
 BIN := .venv/bin
 # bytecode is compiled at the first import: most modules are never imported

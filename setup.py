@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
@@ -90,7 +91,14 @@ class BuildNative(build_ext):
         return True
 
 
+class PlatformWheel(bdist_wheel):
+    """A wheel for one platform and every Python: its library is called through ctypes."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 setup(
     ext_modules=[Extension("fleetfoot.native.libfleetfoot", sources=[*KERNELS, *COMMON], optional=True)],
-    cmdclass={"build_ext": BuildNative},
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": PlatformWheel},
 )

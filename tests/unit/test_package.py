@@ -198,3 +198,15 @@ def test_the_instruction_set_of_the_c_kernels(monkeypatch: pytest.MonkeyPatch) -
         there = ", ".join(supported)
         problem = "" if name in supported else f"{NATIVE_VARIANT} is {name!r}, and this processor runs {there}"
         assert (machine.native_variant, machine.native_problem) == (None if problem else name, problem)
+
+
+def test_a_wheel_is_for_every_python_of_a_platform() -> None:
+    script = """
+import setuptools, distutils.core
+wheel = distutils.core.run_setup("setup.py", stop_after="init").get_command_obj("bdist_wheel")
+wheel.ensure_finalized()
+print(*wheel.get_tag()[:2])
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=root)
+    assert done.stdout.split() == ["py3", "none"]
