@@ -254,9 +254,14 @@ class TorchPipelineGroup(PipelineGroup):
         self._token_group = token_group
         self._channel = channel
         self._max_num_tokens = shape.max_num_tokens
-        buffer = partial(torch.zeros, (shape.max_num_tokens, shape.hidden_size), dtype=shape.dtype, device=shape.device)
-        self._outgoing = None if self.is_last_rank or channel is not None else buffer()  # on its way to the next rank
-        self._received = None if self.is_first_rank else buffer()  # what this rank's step reads
+        zero = torch.zeros((), dtype=shape.dtype, device=shape.device)
+        largest = IntermediateTensors(zero.expand(shape.max_num_tokens, shape.hidden_size))
+        # on its way to the next rank, and what this rank's step reads
+        self._outgoing = None if self.is_last_rank or channel is not None else largest.empty_like()
+        self._received = None if self.is_first_rank else largest.empty_like()
+        for buffer in (self._outgoing, self._received):
+            if buffer is not None:
+                buffer.hidden_states.zero_()  # graphs read rows that no step has filled
         self._sending: list[Any] = []
         self._packets_in_flight: deque[tuple[torch.Tensor, list[Any]]] = deque()
         self._connect(shape.device)
@@ -277,7 +282,7 @@ class TorchPipelineGroup(PipelineGroup):
         if self._received is None:
             return None
         self._check_num_tokens(num_tokens)
-        return IntermediateTensors(self._received[:num_tokens])
+        return self._received.first(num_tokens)
 
     def send(self, tensors: IntermediateTensors) -> None:
         if self.is_last_rank:
@@ -290,7 +295,7 @@ class TorchPipelineGroup(PipelineGroup):
         assert self._outgoing is not None
         for work in self._sending:
             work.wait()  # until then the buffer belongs to the previous step
-        outgoing = self._outgoing[:num_tokens].copy_(tensors.hidden_states)
+        outgoing = self._outgoing.first(num_tokens).hidden_states.copy_(tensors.hidden_states)
         self._sending = [dist.isend(outgoing, group=self._activations, group_dst=self.rank + 1)]
 
     def send_sampled_tokens(self, packet: torch.Tensor) -> None:
