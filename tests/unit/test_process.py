@@ -4,14 +4,70 @@ import gc
 import signal
 import weakref
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from tests.helpers.engines import ScriptedExecutor, scripted_engine
 
 from fleetfoot import SamplingParams
+from fleetfoot.kernels.cpu_threads import StepThreads
 from fleetfoot.records.request import Request
-from fleetfoot.utils.process import SHORT_COLLECTIONS, StopSignal, deferred_interrupts, run_all
+from fleetfoot.utils.process import SHORT_COLLECTIONS, StopSignal, deferred_interrupts, num_cores, run_all
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "cores"),
+    [
+        ("0::/", {}, 8),
+        ("0::/", {"cpu.max": "300000 100000"}, 3),
+        ("0::/", {"cpu.max": "max 100000"}, 8),
+        ("0::/", {"cpu.max": "50000 100000"}, 1),
+        ("0::/a.slice/b.service", {"a.slice/b.service/cpu.max": "200000 100000"}, 2),
+        (
+            "0::/a.slice/b.service",
+            {"a.slice/cpu.max": "400000 100000", "a.slice/b.service/cpu.max": "max 100000"},
+            4,
+        ),
+        ("0::/docker/1234", {"cpu.max": "200000 100000"}, 2),
+        ("4:memory:/m\n3:cpu,cpuacct:/c", {"cpu/c/cpu.cfs_quota_us": "200000", "cpu/c/cpu.cfs_period_us": "50000"}, 4),
+        ("3:cpu:/c", {"cpu/cpu.cfs_quota_us": "250000", "cpu/cpu.cfs_period_us": "100000"}, 2),
+        ("3:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+    ],
+)
+def test_cores_follow_affinity_and_quotas(
+    membership: str, files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr("fleetfoot.utils.process._CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr("fleetfoot.utils.process._MEMBERSHIP", tmp_path / "membership")
+    (tmp_path / "membership").write_text(membership + "\n")
+    for name, text in files.items():
+        (tmp_path / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cgroup" / name).write_text(text + "\n")
+    assert num_cores() == cores
+
+
+def test_threads_of_steps() -> None:
+    """As many as the cores and the pool have, and afterwards as many as before, also where steps nest or fail."""
+    before, pool = torch.get_num_threads(), [8]
+    threads = StepThreads(3, lambda wanted: min(wanted, pool[0]))
+    try:
+        torch.set_num_threads(4)
+        with threads:
+            assert torch.get_num_threads() == 3
+            pool[0] = 1
+            with pytest.raises(KeyError), threads:
+                assert torch.get_num_threads() == 1
+                raise KeyError
+            assert torch.get_num_threads() == 3
+        assert torch.get_num_threads() == 4
+        torch.set_num_threads(1)
+        pool[0] = 8
+        assert threads(torch.get_num_threads)() == 1
+    finally:
+        torch.set_num_threads(before)
 
 
 class Knot:

@@ -574,7 +574,8 @@ def test_processes_that_end(grammars: GrammarCompiler, caplog: pytest.LogCapture
 def test_few_cores_and_cpus_have_no_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     quota = tmp_path / "cpu.max"
-    monkeypatch.setattr("fleetfoot.utils.process._QUOTAS", ((str(quota),), (str(tmp_path / "none"),) * 2))
+    monkeypatch.setattr("fleetfoot.utils.process._CGROUPS", tmp_path)
+    monkeypatch.setattr("fleetfoot.utils.process._MEMBERSHIP", tmp_path / "none")
     found = []
     cases = (2, ""), (8, ""), (16, "max 100000"), (200, ""), (200, "950000 100000"), (200, "50000 100000")
     for cores, text in cases:

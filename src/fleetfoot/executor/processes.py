@@ -31,6 +31,7 @@ from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.structured.mask_space import MaskMemory
 from fleetfoot.utils.logs import TextFormatter
 from fleetfoot.utils.network import interface_of, local_address_to
+from fleetfoot.utils.process import num_cores
 
 logger = logging.getLogger(__name__)
 
@@ -145,8 +146,7 @@ def _variables(plan: EnginePlan, num_processes: int) -> dict[str, str]:
     # each queue of a GPU waits for its own work only: transfers beside steps, sums beside copies
     variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     if plan.device == "cpu":
-        num_cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        variables["OMP_NUM_THREADS"] = str(max(1, num_cpus // num_processes))
+        variables["OMP_NUM_THREADS"] = str(max(1, num_cores() // num_processes))
     if plan.config.world_size > 1 and sys.platform == "linux":
         # by themselves gloo takes what the machine's name resolves to, and NCCL any interface that is not the loopback
         if name := interface_of(address := _own_address(plan.config)):

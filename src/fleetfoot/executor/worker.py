@@ -19,6 +19,7 @@ from fleetfoot.distributed import cleanup_dist_env_and_memory
 from fleetfoot.distributed.groups import WorkerGroups
 from fleetfoot.executor.profiling import WorkerProfiler
 from fleetfoot.executor.protocol import check_parts
+from fleetfoot.kernels.cpu_threads import StepThreads
 from fleetfoot.kernels.registry import load_kernels
 from fleetfoot.kernels.runtime.compile_ahead import CompileAhead
 from fleetfoot.kernels.runtime.compile_worker import CompilePool
@@ -111,6 +112,9 @@ class Worker:
             )
         self.runner_name = self.runner.name
         self.execute_model, self.sample_tokens = self.runner.execute_model, self.runner.sample_tokens
+        if plan.device == "cpu":
+            threads = StepThreads()
+            self.execute_model, self.sample_tokens = threads(self.execute_model), threads(self.sample_tokens)
         self.samples = pipeline.is_last_rank
         """Whether steps end with tokens on this rank."""
 

@@ -234,6 +234,11 @@ void ff_run(ff_task task, void *context, int64_t count, int64_t grain, int num_t
     __atomic_store_n(&pool.is_in_use, 0, __ATOMIC_RELEASE);
 }
 
+/* How many of the wanted threads a step has that starts now, for operations that are not the pool's. */
+EXPORTED int ff_threads_of_step(int wanted) {
+    return pool.size.allowed ? (int)ff_threads_for(&pool.size, wanted, now()) : wanted;
+}
+
 /* For tests: called by each thread of a job before each of its chunks; NULL: nothing is. */
 EXPORTED void ff_threads_watch(void (*before_chunk)(int thread)) { pool.before_chunk = before_chunk; }
 
@@ -247,5 +252,7 @@ void ff_run(ff_task task, void *context, int64_t count, int64_t grain, int num_t
     (void)num_threads;
     if (count > 0) task(context, 0, count, 0);
 }
+
+EXPORTED int ff_threads_of_step(int wanted) { return wanted; }
 
 #endif

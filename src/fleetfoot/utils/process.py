@@ -20,17 +20,17 @@ logger = logging.getLogger(__name__)
 
 
 _MAX_FILES = 1 << 20
-_QUOTAS = ("/sys/fs/cgroup/cpu.max",), ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us")
-"""Files with the CPU time and the period of a control group, of version 2 and 1."""
+_CGROUPS = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def num_cores() -> int:
-    """How many cores this process can keep busy: by its affinity, and by the quota of its control group, as containers
-    have."""
+    """How many cores this process can keep busy: by its affinity, and by the quotas of its control group and of those
+    above it, as containers and services have."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for paths in _QUOTAS:
+    for files in _quota_files():
         with suppress(OSError, ValueError):
-            quota, period = (int(text) for path in paths for text in Path(path).read_text().split())
+            quota, period = (int(text) for file in files for text in file.read_text().split())
             if quota > 0 and period > 0:
                 cores = min(cores, quota // period)
     return max(1, cores)
@@ -53,6 +53,23 @@ def as_exception(error: BaseException) -> Exception:
     if type(error).__name__ != "PanicException":  # each library has its own class
         raise error
     return RuntimeError(f"a library has failed: {error}").with_traceback(error.__traceback__)
+
+
+def _quota_files() -> Iterator[tuple[Path, ...]]:
+    """The files that have the CPU time and the period of each group, of version 2 and 1. A container may see its own
+    group as the root, and the paths of the host. Source: Linux, cgroups(7)."""
+    paths = {"": Path("/"), "cpu": Path("/")}
+    with suppress(OSError):
+        for line in _MEMBERSHIP.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            for controller in controllers.split(","):
+                paths[controller] = Path(path)
+    for root, path, names in (
+        (_CGROUPS, paths[""], ("cpu.max",)),
+        (_CGROUPS / "cpu", paths["cpu"], ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
+    ):
+        for group in (path, *path.parents):
+            yield tuple(root / group.relative_to("/") / name for name in names)
 
 
 def error_text(error: Exception) -> str:
