@@ -61,9 +61,9 @@ def _quota_files() -> Iterator[tuple[Path, ...]]:
     paths = {"": Path("/"), "cpu": Path("/")}
     with suppress(OSError):
         for line in _MEMBERSHIP.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
+            _, controllers, place = line.split(":", 2)
             for controller in controllers.split(","):
-                paths[controller] = Path(path)
+                paths[controller] = Path(place)
     for root, path, names in (
         (_CGROUPS, paths[""], ("cpu.max",)),
         (_CGROUPS / "cpu", paths["cpu"], ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
