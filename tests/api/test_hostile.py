@@ -57,7 +57,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("messages", {**CHAT, "messages": [{}] * 16_385}),
     ("messages", {**CHAT, "messages": [{"role": "user", "content": [1] * 16_385}]}),
     ("guided_choice", {**PROMPT, "guided_choice": ["a"] * 16_385}),
-    ("prompt", {**PROMPT, "prompt": ""}),
     ("prompt[1]", {**PROMPT, "prompt": [[1], []]}),
     ("stop_token_ids", {**PROMPT, "stop_token_ids": [1] * 5000}),
     ("logit_bias", {**PROMPT, "logit_bias": {str(BIG): 1}}),

@@ -298,7 +298,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "f"}]}}, "tool_choice.tools[0]"),
     ({"tool_choice": {"type": "function", "name": "f"}, "truncation": "auto"}, "tool_choice.name"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{"}]}, "input[0].arguments"),
+    ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "nope"}]}, "input[0].arguments"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "text.format"),
     ({"guided_regex": "("}, "guided_regex"),

@@ -191,7 +191,7 @@ def test_no_reply_is_unpickled(tmp_path: Path) -> None:
     [
         None, True, -3, 1 << 63, -(1 << 200), 1.5, "text", b"bytes", [1, [2.0]], (1, (), [()]), {"a": (1,)},
         {(1, 2): {3: 4}},
-        {1, "b"}, frozenset({b"c"}), StageReport({"unknown"}, ["problem"]),
+        {1, 2.5}, frozenset({b"c"}), StageReport({"unknown"}, ["problem"]),
     ],
     ids=str,
 )  # fmt: skip
