@@ -47,8 +47,25 @@ def test_folders_of_processes_that_were_killed_are_removed(parent: Path) -> None
     mine = OwnFolder(PREFIX)
     assert set(parent.iterdir()) == {folder.path, mine.path}
     for one in (folder, mine, mine):
-        one.cleanup()
+        one.close()
     assert list(parent.iterdir()) == []
+
+
+def test_a_folder_elsewhere_is_removed_with_its_process_and_with_its_object(parent: Path) -> None:
+    place = parent / "elsewhere"
+    place.mkdir()
+    other = owner(
+        f"import os; from pathlib import Path; from fleetfoot.utils.own_files import OwnFolder\n"
+        f"folder = OwnFolder({PREFIX!r}, Path({str(place)!r}))\n"
+        "if not (child := os.fork()): folder.close(); os._exit(0)  # it is its parent's\n"
+        "os.waitpid(child, 0)"
+    )
+    mine = OwnFolder(PREFIX, place)
+    assert len(list(place.iterdir())) == 2
+    other.communicate("\n")  # it ends
+    assert list(place.iterdir()) == [mine.path]
+    del mine
+    assert list(place.iterdir()) == []
 
 
 def test_what_is_no_left_folder_stays(parent: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -57,7 +74,7 @@ def test_what_is_no_left_folder_stays(parent: Path, tmp_path_factory: pytest.Tem
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (elsewhere / "lock").write_text("")
     (parent / f"{PREFIX}link").symlink_to(elsewhere)
-    OwnFolder(PREFIX).cleanup()
+    OwnFolder(PREFIX).close()
     assert len(list(parent.iterdir())) == 3 and (elsewhere / "lock").exists()
 
 

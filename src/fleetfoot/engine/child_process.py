@@ -95,4 +95,4 @@ class EngineProcess:
             self._process.kill()
             return self._process.wait()
         finally:
-            self._folder.cleanup()
+            self._folder.close()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fleetfoot.config.weight_transfer import WeightTransferConfig
 from fleetfoot.records.weights import WeightError
-from fleetfoot.utils.owned_folder import OwnedFolder
+from fleetfoot.utils.own_files import OwnFolder
 
 if TYPE_CHECKING:
     from fleetfoot.weights.patches import SparseWeightPatch
@@ -71,7 +71,7 @@ class KeptWeights(NoKeptWeights):
         self._parent = Path(config.restart_path).expanduser() if config.restart_path else None
         self._saved: list[_Saved] = []
         self._patches: dict[str, SparseWeightPatch] = {}
-        self._folders: dict[bool, OwnedFolder] = {}  # in memory, on disk
+        self._folders: dict[bool, OwnFolder] = {}  # in memory, on disk
         self._count = 0
         self._problem = ""  # why the weights in use cannot be loaded again
 
@@ -137,7 +137,7 @@ class KeptWeights(NoKeptWeights):
         if is_in_memory:
             is_in_memory = _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > num_bytes + (num_bytes >> 3)
         if is_in_memory not in self._folders:
-            self._folders[is_in_memory] = OwnedFolder(_PREFIX, _MEMORY if is_in_memory else self._parent)
+            self._folders[is_in_memory] = OwnFolder(_PREFIX, _MEMORY if is_in_memory else self._parent)
         self._count += 1
         path = self._folders[is_in_memory].path / str(self._count)
         path.mkdir()

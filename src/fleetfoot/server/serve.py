@@ -200,7 +200,7 @@ async def _supervise(engine: Backend, settings: ServerSettings, listener: socket
         balancer.close()
         servers.kill()
         store.close()
-        folder.cleanup()
+        folder.close()
         if is_ready and not ended.done():
             await client.stop()
         client.close()

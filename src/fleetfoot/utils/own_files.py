@@ -21,23 +21,27 @@ _LOCK = "lock"
 
 
 class OwnFolder:
-    """A new temporary folder. Those with the same prefix whose owners have ended without `cleanup` are removed first.
+    """A new folder. Those with the same prefix whose owners have ended without `close` are removed first.
 
     Args:
         prefix: of the name, such as ``fleetfoot-serve-``.
+        parent: where; None: the system's folder for temporary files.
+
+    Raises:
+        OSError: it cannot be made.
     """
 
-    def __init__(self, prefix: str) -> None:
-        parent = Path(tempfile.gettempdir())
+    def __init__(self, prefix: str, parent: Path | None = None) -> None:
+        parent = parent or Path(tempfile.gettempdir())
         for left in parent.glob(f"{prefix}*"):
             _remove_if_left(left)
         new = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=parent))  # others do not look for this name
-        self._lock = _locked(new / _LOCK)
+        lock = _locked(new / _LOCK)
         self.path = new.rename(parent / new.name[1:])
-        self._finalizer = weakref.finalize(self, _remove, self.path, self._lock)
+        self._finalizer = weakref.finalize(self, _remove_own, self.path, lock, os.getpid())
 
-    def cleanup(self) -> None:
-        """Remove the folder."""
+    def close(self) -> None:
+        """Remove the folder, with all that is in it. Safe to call again."""
         self._finalizer()
 
 
@@ -52,6 +56,11 @@ def _locked(path: Path) -> int:
     return descriptor
 
 
+def _remove_own(path: Path, lock: int, pid: int) -> None:
+    if os.getpid() == pid:  # not in a fork
+        _remove(path, lock)
+
+
 def _remove(path: Path, lock: int) -> None:
     shutil.rmtree(path, ignore_errors=True)
     with contextlib.suppress(OSError):
@@ -59,7 +68,7 @@ def _remove(path: Path, lock: int) -> None:
 
 
 def _remove_if_left(path: Path) -> None:
-    """Remove a folder of this user that has a lock which nobody holds."""
+    """Remove a folder of this user if it has a lock that is free."""
     with contextlib.suppress(OSError):  # it is in use, or another process removes it
         found = path.lstat()
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and (path / _LOCK).exists():
