@@ -9,7 +9,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -108,11 +108,6 @@ def disconnected() -> ApiError:
 def invalid(param: str, message: str, code: str | None = None) -> ApiError:
     """An invalid field of the body."""
     return ApiError(400, message, code, param)
-
-
-def is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
-    """Whether the value of an unsupported field is null, or one of those without effect; 0 is not false."""
-    return value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
 
 _VERBS = "must|is|names|needs|has|holds|joins|cannot|can"

@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from fleetfoot.utils.validation import is_one_of
+
 logger = logging.getLogger(__name__)
 
 ANY = object()
@@ -52,11 +54,8 @@ class UnknownFields:
 
     def takes(self, name: str, value: Any, *, is_top: bool) -> bool:
         """Whether a body may have the field, which is ignored then."""
-        if is_top and name in HARMLESS:
-            neutral = HARMLESS[name]
-            is_same = value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-            if value is None or neutral is ANY or is_same:
-                return True
+        if is_top and name in HARMLESS and (HARMLESS[name] is ANY or is_one_of(value, (HARMLESS[name],))):
+            return True
         if self._allow and name not in self._logged and len(self._logged) < _MAX_LOGGED:
             self._logged.add(name)
             logger.warning("a request has the unknown field %.100r, which is ignored; later ones are not logged", name)

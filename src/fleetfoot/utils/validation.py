@@ -25,8 +25,13 @@ def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:
     if isinstance(value, dict):
         return all(not isinstance(each, dict) and is_neutral(each, neutral) for each in value.values())
     if isinstance(value, bool | int | float | str) and value != "":
-        return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)
+        return is_one_of(value, neutral)
     return value is None or (isinstance(value, str | list | tuple) and not value)
+
+
+def is_one_of(value: Any, values: Iterable[Any]) -> bool:
+    """Whether a value is None or one of ``values``; a boolean equals no number."""
+    return value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
 
 
 def unknown_keyword(owner: str, name: str, known: Iterable[str], advice: str | None = None) -> TypeError:

@@ -46,9 +46,10 @@ from fleetfoot.server.anthropic.protocol import (
     ToolUseBlock,
 )
 from fleetfoot.server.conversation import GeneratedMessages, Message, Turn, generate, prompt_token_ids
-from fleetfoot.server.http import ENCODER, JSON, ApiError, invalid, is_neutral, until_disconnected
+from fleetfoot.server.http import ENCODER, JSON, ApiError, invalid, until_disconnected
 from fleetfoot.server.service import Service, check_stop_strings
 from fleetfoot.server.streaming import PushedEvents
+from fleetfoot.utils.validation import is_one_of
 
 _MESSAGE = msgspec.json.Decoder(MessagesRequest)
 _COUNT = msgspec.json.Decoder(CountTokensRequest)
@@ -103,7 +104,7 @@ def _renamed(error: ApiError) -> ApiError:
 def _read_turn(body: CountTokensRequest, service: Service, request_id: str) -> Turn:
     """Raises ApiError and ValueError for a field that is invalid or not supported."""
     for name, neutral in UNSUPPORTED.items():
-        if not is_neutral(getattr(body, name), neutral):
+        if not is_one_of(getattr(body, name), neutral):
             code = NO_THREADS if name == "thread" else "unsupported_parameter"
             raise invalid(name, f"{name} is not supported", code)
     if body.output_config is not None and body.output_config.task_budget is not None:

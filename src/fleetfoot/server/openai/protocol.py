@@ -14,9 +14,10 @@ from msgspec import UNSET, UnsetType
 
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.server.conversation import Effort, Verbosity
-from fleetfoot.server.http import invalid, is_neutral
+from fleetfoot.server.http import invalid
 from fleetfoot.server.openai.structured import structured_outputs
 from fleetfoot.server.service import check_stop_strings
+from fleetfoot.utils.validation import is_one_of
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
@@ -114,7 +115,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         """Raises ApiError for a field that is not supported, or beyond its limits."""
         for name, neutral in self.unsupported.items():
             value = getattr(self, name, None)
-            if not is_neutral(value, neutral):
+            if not is_one_of(value, neutral):
                 hint = f"; use {_REPLACEMENTS[name]}" if name in _REPLACEMENTS else ""
                 raise invalid(name, f"{name} is not supported{hint}", "unsupported_parameter")
         if self.stream_options is not None and not self.stream:
