@@ -22,6 +22,8 @@ from fleetfoot.utils.validation import is_loopback
 
 logger = logging.getLogger(__name__)
 
+SIGNATURE_BYTES = 32
+"""What `ClusterKey.sign` returns."""
 MIN_KEY_BYTES = 16
 """The shortest secret that is accepted, in bytes."""
 MAX_KEY_BYTES = 4096

@@ -18,7 +18,7 @@ import msgspec
 
 from fleetfoot.kv_transfer.base.sockets import parse_address
 from fleetfoot.records.request import Request
-from fleetfoot.utils.cluster_key import ClusterKey
+from fleetfoot.utils.cluster_key import SIGNATURE_BYTES, ClusterKey
 from fleetfoot.utils.validation import is_loopback
 
 MAX_OFFER_CHARS = 1 << 16
@@ -26,7 +26,6 @@ MAX_REMEMBERED = 1 << 18
 """Accepted offers that have not expired. Further ones are refused: a replay would not be noticed."""
 FIELD = "kv_transfer_params.offer"
 _PURPOSE = "kv-offer"
-_SIGNATURE_BYTES = 32
 
 
 class OfferError(ValueError):
@@ -122,8 +121,8 @@ class Offers:
             if not isinstance(text, str) or len(text) > MAX_OFFER_CHARS:
                 raise ValueError
             data = base64.b64decode(text.encode("ascii"), altchars=b"-_", validate=True)
-            content = data[_SIGNATURE_BYTES:]
-            if not self._key.verify(data[:_SIGNATURE_BYTES], _PURPOSE, content):
+            content = data[SIGNATURE_BYTES:]
+            if not self._key.verify(data[:SIGNATURE_BYTES], _PURPOSE, content):
                 raise ValueError
             return _DECODER.decode(content)
         except (ValueError, binascii.Error, msgspec.MsgspecError):

@@ -23,8 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from fleetfoot.utils.cluster_key import ClusterKey
-from fleetfoot.utils.logs import escaped
+from fleetfoot.utils.cluster_key import SIGNATURE_BYTES, ClusterKey
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +32,6 @@ PROOF_SECONDS = 10.0
 """How long a peer may take to prove the key."""
 MAX_PENDING = 64
 """Peers of a server that may be about to prove the key at the same time; a further one displaces the oldest."""
-SIGNATURE_BYTES = 32
 _MAGIC = b"fleetft1"
 _NONCE_BYTES = 32
 _REFUSED = bytes(SIGNATURE_BYTES)
@@ -152,9 +150,7 @@ def prove_as_client(connection: socket.socket, key: ClusterKey, purpose: str, ti
     proof = _receive_by(connection, SIGNATURE_BYTES, until)
     if not key.verify(proof, f"{purpose}: server", *nonces):
         raise UntrustedError("it has another cluster key, or serves something else; give both the same key")
-    connection.settimeout(None)
-    to_client, to_server = (key.sign(f"{purpose}: messages to {end}", *nonces) for end in ("client", "server"))
-    return Channel(connection, to_server, to_client)
+    return _proved(connection, key, purpose, nonces, ("server", "client"))
 
 
 def prove_as_server(connection: socket.socket, key: ClusterKey, purpose: str, timeout: float) -> Channel:
@@ -168,9 +164,15 @@ def prove_as_server(connection: socket.socket, key: ClusterKey, purpose: str, ti
         _send_by(connection, _REFUSED, until)
         raise UntrustedError("it has another cluster key, or none")
     _send_by(connection, key.sign(f"{purpose}: server", *nonces), until)
+    return _proved(connection, key, purpose, nonces, ("client", "server"))
+
+
+def _proved(
+    connection: socket.socket, key: ClusterKey, purpose: str, nonces: tuple[bytes, bytes], ends: tuple[str, str]
+) -> Channel:
+    """``ends``: the other one and this one."""
     connection.settimeout(None)
-    to_client, to_server = (key.sign(f"{purpose}: messages to {end}", *nonces) for end in ("client", "server"))
-    return Channel(connection, to_client, to_server)
+    return Channel(connection, *(key.sign(f"{purpose}: messages to {end}", *nonces) for end in ends))
 
 
 def _receive_by(connection: socket.socket, count: int, until: float) -> bytes:
@@ -205,8 +207,7 @@ def connect(address: str, timeout: float, key: ClusterKey, purpose: str) -> Chan
     except OSError as error:
         raise ConnectionLostError(f"{address} cannot be reached ({error})") from error
     try:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        keep_alive(connection)
+        _configure(connection)
         return prove_as_client(connection, key, purpose, until - time.monotonic())
     except ConnectionLostError as error:
         connection.close()
@@ -216,9 +217,9 @@ def connect(address: str, timeout: float, key: ClusterKey, purpose: str) -> Chan
         raise
 
 
-def keep_alive(connection: Any) -> None:
-    """Enable TCP keepalive, on a socket or asyncio's view of one: it detects hosts that disappear without closing the
-    connection."""
+def _configure(connection: socket.socket) -> None:
+    """No delays, and TCP keepalive, which detects hosts that disappear without closing the connection."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
         if hasattr(socket, option):
@@ -285,8 +286,7 @@ class SocketServer:
     def _run(self, connection: socket.socket, peer: str) -> None:
         is_kept = False
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            keep_alive(connection)
+            _configure(connection)
             try:
                 channel = prove_as_server(connection, self._key, self._purpose, PROOF_SECONDS)
             except ConnectionLostError as error:
@@ -318,7 +318,7 @@ class SocketServer:
             number = self._num_refused
         if not self._closed.is_set() and number & (number - 1) == 0:
             message = "%s has refused %d connections; the last is that of %s: %s"
-            logger.warning(message, self._purpose, number, escaped(peer), escaped(str(error)))
+            logger.warning(message, self._purpose, number, peer, error)
 
 
 def _shut_down(connection: socket.socket) -> None:

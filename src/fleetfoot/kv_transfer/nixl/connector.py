@@ -34,7 +34,7 @@ from fleetfoot.kv_transfer.nixl.params import (
 )
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import KVConnectorOutput, SchedulerOutput
-from fleetfoot.utils.cluster_key import find_cluster_key
+from fleetfoot.utils.cluster_key import ClusterKey, find_cluster_key
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +52,8 @@ class NixlConnector(KVConnector):
     @staticmethod
     def scheduler_side(context: TransferContext) -> SchedulerConnector:
         settings = NixlSettings.of(context.config, num_ranks=context.num_ranks)
-        file = None if context.engine is None else context.engine.cluster_key_file
         hosts = settings.side_channel_host, *(peer.partition(":")[0] for peer in settings.peers)
-        key = find_cluster_key(file, env.cluster_key(), hosts)
+        key = _find_key(context, *hosts)
         return NixlScheduler(context, Offers(key, settings.peers, settings.kv_lease_duration))
 
     @staticmethod
@@ -62,9 +61,12 @@ class NixlConnector(KVConnector):
         from fleetfoot.kv_transfer.nixl.worker import NixlWorker
 
         settings = NixlSettings.of(context.config, num_ranks=context.num_ranks)
-        file = None if context.engine is None else context.engine.cluster_key_file
-        key = find_cluster_key(file, env.cluster_key(), [settings.side_channel_host])
-        return NixlWorker(context, settings, key)
+        return NixlWorker(context, settings, _find_key(context, settings.side_channel_host))
+
+
+def _find_key(context: TransferContext, *hosts: str) -> ClusterKey:
+    file = None if context.engine is None else context.engine.cluster_key_file
+    return find_cluster_key(file, env.cluster_key(), hosts)
 
 
 class NixlScheduler(SchedulerConnector):
