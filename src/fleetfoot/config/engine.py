@@ -18,7 +18,7 @@ from fleetfoot.config.speculative import SpeculativeConfig
 from fleetfoot.config.vllm_names import ENGINE_KEYWORDS, check_engine_keyword, implies_pooling
 from fleetfoot.config.weight_transfer import WeightTransferConfig
 from fleetfoot.utils.cluster_key import ClusterKey, find_cluster_key
-from fleetfoot.utils.validation import is_host, unknown_keyword
+from fleetfoot.utils.validation import is_host, is_loopback, unknown_keyword
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
@@ -320,6 +320,17 @@ class EngineConfig:
     def find_cluster_key(self, *hosts: str) -> ClusterKey:
         """The key of the deployment, for processes that listen on ``hosts`` or connect to them. Raises ValueError."""
         return find_cluster_key(self.cluster_key_file, env.cluster_key(), hosts)
+
+    def check_trusted(self, name: str, host: str) -> None:
+        """Raise ValueError unless ``host``, which the setting ``name`` has, is on loopback, or the user trusts the
+        network between machines."""
+        if not (is_loopback(host) or self.trusted_network):
+            raise ValueError(
+                f"trusted_network is not set, and {name} is {host!r}: the traffic of NCCL and gloo between machines, "
+                "weights and activations, is neither authenticated nor encrypted, and any process that reaches these "
+                "machines could read or change it: use a network of its own, and acknowledge that with trusted_network "
+                "(--trusted-network)"
+            )
 
     @property
     def max_decode_tokens(self) -> int:

@@ -16,7 +16,6 @@ from fleetfoot.plan.plan import EnginePlan, engine_fingerprint
 from fleetfoot.plan.resolve import find_model
 from fleetfoot.records.weights import WeightError
 from fleetfoot.sampling.request_params import read_sampling_defaults
-from fleetfoot.utils.validation import is_loopback
 from fleetfoot.weights.identity import WeightsIdentity, digest_of
 
 if TYPE_CHECKING:  # an engine with worker processes imports torch when its weights change
@@ -163,12 +162,7 @@ class LiveWeights:
                 f"init_info: rank_offset {info.rank_offset} and {size} workers do not fit in world_size "
                 f"{info.world_size}; the trainer has rank 0"
             )
-        if not (is_loopback(info.master_address) or plan.config.trusted_network):
-            raise ValueError(
-                f"init_info: master_address is {info.master_address!r}, and trusted_network is not set: weights over "
-                "NCCL or gloo are neither authenticated nor encrypted; use a network of its own, and acknowledge that "
-                "with trusted_network (--trusted-network)"
-            )
+        plan.config.check_trusted("init_info.master_address", info.master_address)
         self._core.executor.collective_rpc("connect_weights", (info, backend))
         self._is_connected = True
 

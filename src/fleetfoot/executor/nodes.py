@@ -40,7 +40,6 @@ from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import resolve_plan
 from fleetfoot.utils.cluster_key import ClusterKey
 from fleetfoot.utils.torch_build import torch_build
-from fleetfoot.utils.validation import is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +50,6 @@ _RETRY_S = 0.5
 _HELLO_S = 10.0
 """How long a node may take to connect, to prove the key, and to send its first message."""
 _PURPOSE = "nodes"
-_TRUST = (
-    "the traffic of NCCL and gloo between machines, weights and activations, is neither authenticated nor encrypted, "
-    "and any process that reaches these machines could read or change it: use a network of its own, and acknowledge "
-    "that with trusted_network (--trusted-network)"
-)
 _LOCAL_SETTINGS = (
     *("node_rank", "master_addr", "model", "tokenizer", "skip_tokenizer_init"),
     *("generation_config", "override_generation_config", "cluster_key_file", "trusted_network"),
@@ -120,12 +114,6 @@ def check_devices(plan: EnginePlan) -> None:
 # --- connections ----------------------------------------------------------------------------------------------------
 
 
-def check_trust(config: EngineConfig) -> None:
-    """Raise ValueError unless the nodes are on loopback, or the user trusts the network between them."""
-    if not (is_loopback(config.master_addr) or config.trusted_network):
-        raise ValueError(f"trusted_network is not set, and master_addr is {config.master_addr!r}: {_TRUST}")
-
-
 class Hello(msgspec.Struct):
     """The first message of a node."""
 
@@ -187,7 +175,7 @@ class EngineNodes:
 
     def __init__(self, plan: EnginePlan) -> None:
         config = plan.config
-        check_trust(config)
+        config.check_trusted("master_addr", config.master_addr)
         key = config.find_cluster_key(config.master_addr)
         self._plan = plan
         self._links: dict[int, Link] = {}
@@ -300,7 +288,7 @@ def join_engine(plan: EnginePlan) -> tuple[Link, Invitation]:
     accept this node.
     """
     config = plan.config
-    check_trust(config)
+    config.check_trusted("master_addr", config.master_addr)
     key = config.find_cluster_key(config.master_addr)
     where = f"master_addr {config.master_addr}, master_port {config.master_port}"
     try:
