@@ -17,6 +17,7 @@ from pathlib import Path
 
 from fleetfoot.config import env
 from fleetfoot.records.weights import WeightError
+from fleetfoot.utils.process import num_cores
 from fleetfoot.weights.files import checkpoint_files
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ def hash_file(path: Path, *, clock: Callable[[], int] = time.time_ns) -> tuple[F
     if (digest := _kept(kept, key)) is not None:
         return state, digest
     # the load needs the other half
-    hasher = blake3(max_threads=max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2)))
+    hasher = blake3(max_threads=max(1, min(_MAX_THREADS, num_cores() // 2)))
     buffer = memoryview(bytearray(min(_CHUNK_BYTES, state.size + 1)))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
