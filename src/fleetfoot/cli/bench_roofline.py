@@ -52,7 +52,7 @@ class Costs:
     flops_per_logits: int
     """Operations of the logits head, and of the last layer without its K and V: for each token that is sampled."""
     attention: tuple[AttentionCosts, ...]
-    """For each layer."""
+    """Those of each layer."""
 
     @classmethod
     def of(cls, model: ModelConfig, dtype: str) -> Costs:

@@ -41,7 +41,7 @@ class Architecture:
     ropes: Callable[[Fields, int], LayerRopes] = uniform_ropes
     """``(fields, num_layers)`` -> the rotation of each layer."""
     layers: Callable[[Fields, tuple[LayerSpec, ...]], tuple[LayerSpec, ...]] = lambda fields, layers: layers
-    """The layers, given those with the fields so far, which have equal sizes: for a model whose layers differ."""
+    """``(fields, layers)`` -> the layers of a model in which they differ; those that it takes have equal sizes."""
     activation_field: str = "hidden_act"
     activations: tuple[str, ...] = ("silu", "swish")
     """Values of ``activation_field`` that the model computes."""

@@ -30,7 +30,7 @@ _CAPITAL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _KIND_FIELD = re.compile(r"(type|kind|pattern|block)s?$")
 """Fields with values that name kinds of layers: ``mlp_type``, ``layers_block_type``."""
 _OTHER_PARTS = ("id2label", "label2id", "auto_map", "task_specific_params", "vision_config", "audio_config")
-"""Objects that say nothing about the decoder."""
+"""Objects that do not describe the decoder."""
 
 
 @dataclass(frozen=True, slots=True)

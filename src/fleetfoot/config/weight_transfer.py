@@ -22,7 +22,7 @@ class WeightTransferConfig(JSONSettings):
     check_finite: bool = False
     """Whether updates with values that are NaN or infinite are refused, unless a call sets it."""
     restart_memory_gb: float = field(default=4.0, metadata={"bounds": Bounds("be a number of at least 0", 0.0)})
-    """With ``on_error="restart"``, GiB of the host's memory for weights that came as tensors or patches, which new
-    workers load again. Beyond, they are in files."""
+    """GiB of the host's memory for weights that came as tensors or patches, which new workers load again with
+    ``on_error="restart"``. Beyond, they are in files."""
     restart_path: str = ""
     """The folder of these files; empty: the system's for temporary files."""

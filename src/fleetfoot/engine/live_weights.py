@@ -309,7 +309,7 @@ class LiveWeights:
         ignored = {_LM_HEAD} if self._plan.model.head != "logits" else set()
         try:
             for method, args, kwargs in stages:
-                is_of_worker = method == "stage_saved"  # which knows its rank
+                is_of_worker = method == "stage_saved"  # which has its rank
                 call = self._core.executor.collective_rpc
                 reports: list[StageReport] = (
                     call(method, args, kwargs) if is_of_worker else self.call(method, *args, **kwargs)

@@ -198,7 +198,7 @@ class Ready(_Message):
     kv_connector: str | None = None
     """Its name."""
     kv_role: str | None = None
-    """Of a connector by which requests hand KV over, with ``kv_transfer_params``; else None."""
+    """Its role, if requests hand KV over with ``kv_transfer_params``; else None."""
 
 
 class SequenceEnd(msgspec.Struct, array_like=True, gc=False):

@@ -171,7 +171,7 @@ class RpcResult(msgspec.Struct, array_like=True, tag=True):
     rank: int
     number: int
     value: bytes = b""
-    """Of `encode_value`."""
+    """The result, by `encode_value`."""
     failure: Failure | None = None
     """The call has raised; the worker goes on."""
 

@@ -197,7 +197,7 @@ class EngineNodes:
         self.store: tuple[str, int] = (self.place, self._store.port)
 
     def _greet(self, channel: Channel) -> bool:
-        """In a thread of each connection whose peer has the key: take its first message."""
+        """Take the first message of a peer that has the key; called in the connection's thread."""
         link = Link(channel)
         try:
             self._greetings.put((link, link.receive(Hello, _HELLO_S)))

@@ -12,12 +12,12 @@ from fleetfoot.utils.process import num_cores
 
 
 class StepThreads(ContextDecorator):
-    """Around a step: torch and the C kernels have at most as many threads as there are cores, and as many as the pool
-    of the C library has while another process takes its cores. A program's own number is restored.
+    """Limits the threads of a step: torch and the C kernels have at most as many as there are cores, and as many as the
+    pool of the C library has while another process takes its cores. A program's own number is restored.
 
-    Torch's threads spin for milliseconds after each operation that they share, on cores that the pool's want, and wait
-    for each other at barriers, so they follow the pool. ``allowed``: how many of the wanted threads a step has that
-    starts now; None: as the C library says, if it can be used.
+    Torch's threads spin for milliseconds after each operation that they share, on cores that the pool's need, and wait
+    for each other at barriers, so they follow the pool. ``allowed``: how many of the requested threads a step has that
+    starts now; None: those of the C library's pool, if it can be used.
     """
 
     def __init__(self, cores: int | None = None, allowed: Callable[[int], int] | None = None) -> None:
@@ -39,5 +39,5 @@ def _pool_size() -> Callable[[int], int]:
     try:
         function: Callable[[int], int] = open_library().ff_threads_of_step
     except (NativeUnavailableError, AttributeError):
-        return lambda wanted: wanted
+        return lambda requested: requested
     return function

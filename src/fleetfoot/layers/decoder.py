@@ -135,7 +135,7 @@ class DecoderStack(nn.ModuleDict):
 
     @contextmanager
     def shortened(self) -> Iterator[None]:
-        """Within this context, as few layers run as launch all the kernels that this launches."""
+        """In this context as few layers run as launch all the kernels that this launches."""
         runs = self._runs
         layers = [run.spec for run in runs if isinstance(run, DecoderLayer)]
         if len(layers) == len(runs):

@@ -166,7 +166,7 @@ class GemmaFormat:
         return f"{rules.text('{')} {rules.any_of(options)} {rules.text('}')}"
 
     def _constant(self, value: Any) -> Sequence[str]:
-        """As of `Rules.text`."""
+        """The arguments of `Rules.text` for a constant."""
         if isinstance(value, str):
             return self.quote, value, self.quote
         if isinstance(value, dict):

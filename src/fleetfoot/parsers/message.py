@@ -168,14 +168,14 @@ class TextParser(GeneratorParser):
 
 
 class _NameFoundError(Exception):
-    """Ends the reading of a call whose beginning is valid."""
+    """Ends the reading of a call with a valid beginning."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 class _Name(Writer):
-    """Of a call that is looked at: nothing has been dropped when its name is written."""
+    """Stops at the name of a call: nothing has been dropped then."""
 
     def begin_call(self, name: str, call_id: str | None = None) -> None:
         raise _NameFoundError(name)

@@ -179,7 +179,7 @@ class Writer:
         self._id_length = id_length
         self._ids: set[str] = set()
         self._arguments: list[str] | None = None
-        """Of the call that is open."""
+        """Those of the call that is open; None: there is none."""
         self._delta = MessageDelta()
 
     def take(self) -> MessageDelta:

@@ -30,7 +30,7 @@ class ForcedRunner:
 
     @property
     def environ(self) -> Mapping[str, str]:
-        """In place of the environment, which may name another runner."""
+        """The variables in place of the environment, which may name another runner."""
         return {env.USE_V2_MODEL_RUNNER: {"v1": "0", "v2": "1"}[self.runner]}
 
     def check_plan(self, plan: EnginePlan) -> None:

@@ -11,7 +11,7 @@ from fleetfoot.tokenizer.files import tokenizer_digest
 
 
 def output_settings(plan: EnginePlan) -> dict[str, str]:
-    """By name. Weights are not among them: they change while an engine runs. Reads the files of the tokenizer."""
+    """The settings by name, without weights, which change while an engine runs. Reads the files of the tokenizer."""
     config = plan.config
     model = json.dumps(asdict(plan.model), sort_keys=True, default=str)
     settings = {

@@ -102,7 +102,7 @@ class StructuredOutputsParams:
 
 
 def with_closed_objects(constraint: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-    """A constraint in which objects of a schema have only the properties that it names, unless it says otherwise."""
+    """A constraint in which objects of a schema have only the properties that it names, but for those with other demands."""
     if constraint is None or constraint.json is None:
         return constraint
     schema: Any = constraint.json

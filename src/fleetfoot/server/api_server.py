@@ -71,7 +71,7 @@ class ServerSettings:
 
 
 Address = str | OwnEngine | EngineGroup
-"""Of an engine's process, of one that may be started again, or of several engines as one."""
+"""An engine's process, one that may be started again, or several engines as one."""
 
 
 def connected(address: Address) -> EngineClient:
@@ -267,7 +267,7 @@ async def _run(given: ChildSettings) -> int:
     server.watch_signals()
 
     def read_cause() -> None:
-        """The supervisor ends, or says why all ends."""
+        """Read why all ends from the supervisor, or end with it."""
         if not (cause := os.read(0, 1 << 16)):
             os._exit(1)
         server.fail(cause.decode())

@@ -20,7 +20,7 @@ MAX_RESTARTS = 16
 
 
 class ApiServers:
-    """As many as the settings name.
+    """API servers, as many as the settings name.
 
     Args:
         engine: its address.

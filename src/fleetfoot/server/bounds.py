@@ -93,11 +93,11 @@ class Scan:
 
     body: bytes
     places: np.ndarray
-    """Of each in the body, ``[n]`` int64."""
+    """Their offsets in the body, ``[n]`` int64."""
     kinds: np.ndarray
-    """The character, ``[n]`` uint8."""
+    """The characters, ``[n]`` uint8."""
     depths: np.ndarray
-    """Of the list or object that it belongs to, from 1, ``[n]`` int32."""
+    """The depth of the list or object that each belongs to, from 1, ``[n]`` int32."""
 
     @property
     def num_values(self) -> int:

@@ -18,7 +18,7 @@ from fleetfoot.server.service import RequestOutputs, Service, check_completion, 
 from fleetfoot.structured.grammars import MAX_CHARS
 
 _TOOL_COST = 1 << 17
-"""Of the search for a tool that cannot be compiled, as of so many bytes."""
+"""Cost of the search for a tool that cannot be compiled, in bytes."""
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]

@@ -18,14 +18,14 @@ from fleetfoot.engine.client import EngineClient
 HEALTH_S = 10.0
 """Seconds without a step after which an engine with work counts as stuck."""
 LONG_STEP_S = 600.0
-"""Most seconds of a step on a CPU whose processes do work."""
+"""Most seconds of a step on a CPU while the engine's processes do work."""
 HOLD_S = 1800.0
 """Most seconds of a call between steps."""
 _PING_S = 2.0
 _TICK_S = 1.0
 _LATE_S = 3.0
 _BUSY_SHARE = 0.1
-"""Of a core: what processes use that do work."""
+"""Share of a core that processes use at least while they do work."""
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 

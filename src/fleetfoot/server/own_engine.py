@@ -1,6 +1,6 @@
 """The engine's process of a server with ``--on-error restart``: it is started again when a signal has ended it.
 
-Requests resume as those of a proxy do whose engine is lost: with the tokens that their API server has.
+Requests resume as behind a proxy that has lost an engine: with the tokens that their API server has.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class OwnEngineLink(GroupLink):
         self._incoming.put_nowait(message)
 
     async def _call(self, call: Call) -> None:
-        """What is under way when the process ends fails: the caller knows whether to repeat it."""
+        """A call that is under way when the process ends fails: the caller decides whether to repeat it."""
         try:
             if self._engine.link is None:
                 raise EngineDeadError(self.no_engine)
@@ -148,7 +148,7 @@ class OwnEngineProcess:
 
     @property
     def address(self) -> str | OwnEngine:
-        """For `fleetfoot.server.api_server.connected`."""
+        """The argument of `fleetfoot.server.api_server.connected`."""
         return OwnEngine(self._process.address) if self._can_restart else self._process.address
 
     async def wait(self, client: EngineClient) -> str:

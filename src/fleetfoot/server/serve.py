@@ -79,7 +79,7 @@ class Backend(Protocol):
 
     @property
     def address(self) -> Address:
-        """For `connected`."""
+        """The argument of `connected`."""
         ...
 
     async def wait(self, client: EngineClient) -> str:

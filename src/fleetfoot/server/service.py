@@ -77,7 +77,7 @@ class ServiceSettings:
     trusts_chat_templates: bool = False
     """Whether a request may bring a chat template."""
     strict_schemas: bool = False
-    """Whether objects of requests' schemas have only the properties that these name, unless they say otherwise."""
+    """Whether objects of requests' schemas have only the properties that these name, but for those with other demands."""
     accepts_kv_offers: bool = False
     """Whether requests may bring offers of KV that an engine has signed, and responses have them."""
     max_stored_responses: int = 4096
@@ -85,7 +85,7 @@ class ServiceSettings:
     max_stored_bytes: int = 256 << 20
     """Most bytes of all stored responses."""
     limits: BodyLimits = field(default_factory=BodyLimits)
-    """Of each request."""
+    """Those of each request."""
     max_queue_per_key: int | None = None
     """Unfinished requests of one client from which on its others are refused with 429; None: as many as there is room
     for. Clients differ by key if there are several, and else by address."""

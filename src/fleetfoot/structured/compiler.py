@@ -99,7 +99,7 @@ class GrammarCompiler:
             return future.result(_PATIENCE_S)
         except FutureTimeoutError:
             raise ValueError(
-                f"structured_outputs was not compiled in {_PATIENCE_S:g} seconds, behind others; send it later"
+                f"structured_outputs was not compiled in {_PATIENCE_S:g} seconds, after others; send it later"
             ) from None
 
     def submit(self, params: StructuredOutputsParams) -> Future[Grammar]:

@@ -426,7 +426,7 @@ class StringMatcher:
         return mask
 
     def unsafe_compute_mask_ptr_with_draft_token(self, address: int, size: int, drafts: Sequence[int]) -> None:
-        """Write the masks before and behind drafts, as far as they are accepted. It has consumed those then."""
+        """Write the masks before and after drafts, as far as they are accepted. It has consumed those then."""
         for place, token_id in enumerate(drafts):
             self.unsafe_compute_mask_ptr(address + place * size, size)
             if self.validate_tokens([token_id]) != 1:

@@ -1,8 +1,8 @@
 """The tokenizer as llguidance reads it.
 
 llguidance's own reader of tokenizer.json takes every added token of the form ``<...>`` for a special one, and encodes
-forced texts with tokens that it refuses then. Here an added token is special if the tokenizer says so, or if it ends
-outputs. The others are text, wherever it comes from: a grammar's ``"<think>"`` is that token, or its spelling in
+forced texts with tokens that it refuses then. Here an added token is special if the tokenizer marks it so, or if it
+ends outputs. The others are text, wherever it comes from: a grammar's ``"<think>"`` is that token, or its spelling in
 several. A special token is in a text as its spelling alone, and in a grammar by its id.
 """
 

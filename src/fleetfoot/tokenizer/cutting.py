@@ -40,7 +40,7 @@ _ALTERNATIVES = {
     *(rf" ?[^\s\p{{L}}\p{{N}}]+{end}" for end in ("", r"[\r\n]*", r"[\r\n/]*")),
     *(r" ?[\p{P}\p{S}]+[\r\n]*", r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+"),
 }
-"""Of the expressions of GPT-2, GPT-4, GPT-4o, Llama 3, Qwen 2, Mistral's Tekken, DeepSeek V3 and Kimi K2."""
+"""Those in the expressions of GPT-2, GPT-4, GPT-4o, Llama 3, Qwen 2, Mistral's Tekken, DeepSeek V3 and Kimi K2."""
 _SPLITTING = {"Whitespace", "WhitespaceSplit", "BertPreTokenizer"}
 _LOCAL = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer"}
 _NEUTRAL = {"Digits", "Punctuation"}

@@ -69,7 +69,7 @@ def read_cluster_key(path: Path) -> ClusterKey:
         raise ValueError(f"cluster_key_file is {str(path)!r}, which cannot be read: {error.strerror}") from error
     if mode & 0o077:
         raise ValueError(
-            f"cluster_key_file is {str(path)!r}, whose mode {mode:04o} lets others use it; run chmod 600 on it"
+            f"cluster_key_file is {str(path)!r}, and its mode {mode:04o} lets others use it; run chmod 600 on it"
         )
     return ClusterKey(content)
 
@@ -93,7 +93,7 @@ def find_cluster_key(
     file: str | None, variable: str | None, hosts: Iterable[str], own_file: Path | None = None
 ) -> ClusterKey:
     """The key of a deployment. Its source is ``file``; else ``variable``; else, if all ``hosts`` are loopback
-    addresses, ``own_file``, which is made at the first use and whose path is logged.
+    addresses, ``own_file``, which is made, and logged, at the first use.
 
     Args:
         file: the setting ``cluster_key_file``.

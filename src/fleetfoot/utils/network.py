@@ -13,7 +13,8 @@ _NAME_BYTES = 15
 
 
 def interface_of(host: str) -> str | None:
-    """The name of this machine's network interface whose first IPv4 address is that of ``host``; None: none has it."""
+    """The name of this machine's network interface with the address of ``host`` as its first IPv4 address; None: none
+    has it."""
     with contextlib.suppress(OSError):
         address = socket.gethostbyname(host)
         if address.startswith("127."):

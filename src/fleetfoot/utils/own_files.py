@@ -21,7 +21,7 @@ _LOCK = "lock"
 
 
 class OwnFolder:
-    """A new folder. Those with the same prefix whose owners have ended without `close` are removed first.
+    """A new folder. Those with the same prefix that their owners have left are removed first.
 
     Args:
         prefix: of the name, such as ``fleetfoot-serve-``.

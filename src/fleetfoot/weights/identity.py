@@ -123,7 +123,7 @@ class WeightsIdentity:
             self._states = {}
 
     def with_folder(self, folder: Path) -> WeightsIdentity:
-        """With another checkpoint in place of the model's."""
+        """The identity with another checkpoint in place of the model's."""
         return WeightsIdentity((folder, *self._folders[1:]), self._parts, self._drawn)
 
     def start(self) -> None:

@@ -332,8 +332,8 @@ class WeightStore:
 
     @torch.no_grad()
     def save(self, prefix: Path, names: Iterable[str]) -> str:
-        """Write what this rank holds of some tensors to files whose names begin with ``prefix``. Returns why that has
-        failed; empty: it has not."""
+        """Write what this rank holds of some tensors to files with names that begin with ``prefix``. Returns why that
+        has failed; empty: it has not."""
         chunk: dict[str, torch.Tensor] = {}
         count = 0
 

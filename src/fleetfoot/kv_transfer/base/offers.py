@@ -1,4 +1,4 @@
-"""Offers of KV: what an engine says about KV that it holds, as one string that its clients can carry and cannot make.
+"""Offers of KV: a description of KV that an engine holds, as one string that its clients can carry and cannot make.
 
 The engine signs it with the cluster key. Another engine accepts it once, for the same prompt, before it expires,
 and only if it names peers that the operator has listed. All of that is checked before anything is sent.

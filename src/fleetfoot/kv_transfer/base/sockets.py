@@ -67,7 +67,7 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 class Channel:
-    """A connection whose ends have proved the key to each other. One thread may send and another one receive.
+    """A connection with a proof of the key from both ends. One thread may send and another one receive.
 
     ``connection`` is for data that has its own form, which `sign` and `check` are for.
     """

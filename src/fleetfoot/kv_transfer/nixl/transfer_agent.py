@@ -108,8 +108,7 @@ class _Metadata(msgspec.Struct):
 
 
 class TcpAgent(TransferAgent):
-    """For machines without NIXL, and for tests: a read is a request with addresses and lengths; a signature follows the
-    reply's bytes.
+    """Reads over TCP, without NIXL: a request with addresses and lengths; a signature follows the reply's bytes.
 
     Bytes pass through host memory and the interpreter, so it suits small models and slow networks. Peers prove the
     cluster key; what they read is not encrypted.

@@ -92,7 +92,7 @@ class _Engine:
 
     @property
     def title(self) -> str:
-        """For messages."""
+        """The name and the address, in messages."""
         return f"{self.name} at {self.address}"
 
     @property
@@ -127,7 +127,7 @@ class _Route:
     """Whether the engine that generates was sent an offer of KV, and has not begun."""
     num_lost: int = 0
     seed_number: int | None = None
-    """Of the engine that has generated its first token."""
+    """See `EngineRequest.seed_number`; that of the engine which has generated the first token."""
     task: asyncio.Task[None] | None = None
     """Computes the prompt, and finds an engine."""
 
