@@ -102,7 +102,10 @@ class StructuredOutputsParams:
 
 
 def with_closed_objects(constraint: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-    """A constraint in which objects of a schema have only the properties that it names, but for those with other demands."""
+    """A constraint in which objects of a schema have only the properties that it names.
+
+    Those with other demands on properties stay as they are.
+    """
     if constraint is None or constraint.json is None:
         return constraint
     schema: Any = constraint.json

@@ -77,7 +77,7 @@ class ServiceSettings:
     trusts_chat_templates: bool = False
     """Whether a request may bring a chat template."""
     strict_schemas: bool = False
-    """Whether objects of requests' schemas have only the properties that these name, but for those with other demands."""
+    """Whether objects of requests' schemas have only the properties that these name."""
     accepts_kv_offers: bool = False
     """Whether requests may bring offers of KV that an engine has signed, and responses have them."""
     max_stored_responses: int = 4096
