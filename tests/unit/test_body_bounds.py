@@ -1,6 +1,9 @@
 """What a body holds is counted in its bytes, before anything of it is built."""
 
+import dataclasses
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -157,3 +160,12 @@ def test_a_list_in_pieces_is_decoded_as_the_whole(
 def test_twice_the_same_field() -> None:
     body = b'{"prompt": [%b], "prompt": [7]}' % b",".join([b"1"] * 50_000)
     assert decode(scan(body, BodyLimits()), msgspec.json.Decoder(CompletionRequest)).prompt == [7]
+
+
+def test_the_documentation_has_all_limits_and_their_defaults() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    table = page[page.index("| limit | default |") :].partition("\n\n")[0]
+    rows = (line.split(" | ") for line in table.splitlines()[2:])
+    counts = ((re.findall(r"`(\w+)`", names), int(default.replace(",", ""))) for names, default, _ in rows)
+    found = {name: count for names, count in counts for name in names}
+    assert found == dataclasses.asdict(BodyLimits())

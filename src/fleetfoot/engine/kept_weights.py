@@ -94,7 +94,7 @@ class KeptWeights(NoKeptWeights):
             logger.error("the new weights cannot be kept, and a restart would lose them: %s", self._problem)
             return
         self.forget(wanted)
-        self._saved.append(_Saved(folder, wanted, needed, self._is_in_memory(folder)))
+        self._saved.append(_Saved(folder, wanted, needed, folder.is_relative_to(_MEMORY)))
 
     def patch(self, patches: Mapping[str, list[SparseWeightPatch]]) -> None:
         from fleetfoot.weights.patches import merged
@@ -142,6 +142,3 @@ class KeptWeights(NoKeptWeights):
         path = self._folders[is_in_memory].path / str(self._count)
         path.mkdir()
         return path
-
-    def _is_in_memory(self, folder: Path) -> bool:
-        return True in self._folders and folder.parent == self._folders[True].path

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import re
 import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -38,28 +38,33 @@ _ID_FIELDS = ("prompt", "input", "tokens")
 _SCORED = ("documents", "text_1", "text_2", "queries", "data_1", "data_2")
 
 
-def _limit(default: int, text: str) -> Any:
-    return field(default=default, metadata={"text": text})
-
-
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """Most entries of each list and object of a body; the metadata of a field describes it."""
+    """Most entries of each list and object of a body."""
 
-    tools: int = _limit(1024, "`tools`")
-    messages: int = _limit(16384, "`messages`, and items of a response's `input`")
-    prompts: int = _limit(2048, "texts or lists of token ids in `prompt` and `input`; prompts times `n`")
-    token_ids: int = _limit(1 << 20, "token ids of all prompts, and `tokens`")
-    logit_bias: int = _limit(16384, "`logit_bias`")
-    allowed_token_ids: int = _limit(1 << 17, "`allowed_token_ids`")
-    stop_token_ids: int = _limit(1024, "`stop_token_ids`")
-    bad_words: int = _limit(1024, "`bad_words`")
-    documents: int = _limit(4096, "`documents`, and texts of scores and reranking")
-    entries: int = _limit(16384, "any other list or object: content parts, choices, properties of a schema")
-    objects: int = _limit(1 << 16, "lists and objects of the whole body")
-    values: int = _limit(1 << 18, "values of the whole body, token ids apart")
-    characters: int = _limit(1 << 22, "of a text that is tokenized before its length is checked, as by `/tokenize`")
-    depth: int = _limit(256, "lists and objects in each other")
+    tools: int = 1024
+    messages: int = 16384
+    """Items of a response's ``input``, too."""
+    prompts: int = 2048
+    """Texts or lists of token ids in ``prompt`` and ``input``; prompts times ``n``."""
+    token_ids: int = 1 << 20
+    """Those of all prompts, and ``tokens``."""
+    logit_bias: int = 16384
+    allowed_token_ids: int = 1 << 17
+    stop_token_ids: int = 1024
+    bad_words: int = 1024
+    documents: int = 4096
+    """Texts of scores and reranking, too."""
+    entries: int = 16384
+    """Those of any other list or object: content parts, choices, properties of a schema."""
+    objects: int = 1 << 16
+    """Lists and objects of the whole body."""
+    values: int = 1 << 18
+    """Those of the whole body, token ids apart."""
+    characters: int = 1 << 22
+    """Those of a text that is tokenized before its length is checked, as by ``/tokenize``."""
+    depth: int = 256
+    """Lists and objects in each other."""
 
     def of(self, name: str, first: bytes) -> str:
         """The limit of a field, the list or object of which begins with ``first``."""
