@@ -3,7 +3,7 @@
 #   make demo         stream text from the embedded model
 #   make test         run every test
 #   make test-quick   run those that take less than a minute together
-#   make check        lint, formatting, import contracts and types
+#   make check        lint, formatting, import contracts, budgets of lines, and types
 #   make bench        the benchmarks of the host's part, as ratios and microseconds
 
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3.11 python3; do \
@@ -36,6 +36,7 @@ check: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python tools/line_budgets.py
 	$(BIN)/mypy
 
 bench: .venv/dev
