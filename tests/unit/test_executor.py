@@ -2,14 +2,12 @@
 
 import contextlib
 import dataclasses
-import os
 import pickle
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -274,11 +272,6 @@ def test_missing_worker_is_not_waited_for(rendezvous: RendezvousDir, monkeypatch
     engine.close()
 
 
-def age(folder: Path) -> None:
-    """Make it look an hour old."""
-    os.utime(folder / "lock", times=(time.time() - 3600,) * 2)
-
-
 def test_directory_is_private_and_removed_with_its_engine(parent: Path, rendezvous: RendezvousDir) -> None:
     assert rendezvous.place.parent == parent
     assert rendezvous.place.stat().st_mode & 0o077 == 0
@@ -291,28 +284,18 @@ def test_directory_of_a_killed_engine_is_removed_by_the_next(parent: Path) -> No
     program = """
 import os, signal
 from fleetfoot.executor.processes import RendezvousDir
-from fleetfoot.executor.protocol import PlanMismatchError
-from fleetfoot.executor.values import decode_value, encode_value
-from fleetfoot.kv_transfer.base import sockets
-from fleetfoot.kv_transfer.base.sockets import ConnectionLostError, connect
 rendezvous = RendezvousDir()
 (rendezvous.place / "calls-0").touch()
 os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
     (left,) = parent.iterdir()
-    first = RendezvousDir()
-    assert left.exists()  # it might be that of an engine that is about to lock it
-    age(left)
-    second = RendezvousDir()
-    assert set(parent.iterdir()) == {first.place, second.place}
-    first.close()
-    second.close()
+    with contextlib.closing(RendezvousDir()) as second:
+        assert left != second.place and list(parent.iterdir()) == [second.place]
 
 
 def test_directories_in_use_and_others_stay(parent: Path, rendezvous: RendezvousDir) -> None:
-    age(rendezvous.place)
-    other = parent / "fleetfoot-notes"
+    other = parent / "fleetfoot-ranks-notes"
     other.mkdir()
     RendezvousDir().close()
     assert set(parent.iterdir()) == {rendezvous.place, other}

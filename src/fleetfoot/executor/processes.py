@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import logging
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,7 +16,6 @@ from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from types import ModuleType
 
 from fleetfoot.config import env
@@ -31,6 +27,7 @@ from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.structured.mask_space import MaskMemory
 from fleetfoot.utils.logs import TextFormatter
 from fleetfoot.utils.network import interface_of, local_address_to
+from fleetfoot.utils.own_files import OwnFolder
 from fleetfoot.utils.process import num_cores
 
 logger = logging.getLogger(__name__)
@@ -39,11 +36,6 @@ SHUTDOWN_S = 10.0
 """How long workers may take to give everything back."""
 _REAP_S = 5.0
 """How long a process that has closed its files may take to end."""
-_PREFIX = "fleetfoot-"
-_LOCK = "lock"
-"""A file that an engine holds locked; the kernel unlocks it when the process ends, however that happens."""
-_LOCK_AGE_S = 60.0
-"""Younger locks are ignored: their engine may not have locked them yet."""
 _PR_SET_PDEATHSIG = 1
 """An option of prctl(2)."""
 
@@ -239,7 +231,6 @@ def _end_with_parent(lifeline: Connection, parent: int | None) -> None:
 class RendezvousDir:
     """A private directory for the sockets of an engine and the file of torch.distributed.
 
-    It is removed when its engine ends. An engine that SIGKILL has ended leaves it behind; the next engine removes it.
     Like `fleetfoot.executor.nodes.EngineNodes`, for an engine without other nodes.
     """
 
@@ -247,12 +238,9 @@ class RendezvousDir:
     worker_key: bytes | None = None
 
     def __init__(self) -> None:
-        _remove_abandoned(Path(tempfile.gettempdir()))
-        self.place = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self._folder = OwnFolder("fleetfoot-ranks-")
+        self.place = self._folder.path
         self.store = str(self.place / "store")
-        self._lock = os.open(self.place / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        with contextlib.suppress(OSError):  # a file system without locks: no other engine can lock it either
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def gather(self, addresses: Sequence[WorkerAddresses]) -> None:
         """There are no other nodes."""
@@ -263,18 +251,4 @@ class RendezvousDir:
 
     def close(self, reason: str = "") -> None:
         """Remove the directory. Safe in any thread, and again."""
-        lock, self._lock = self._lock, -1
-        if lock >= 0:
-            shutil.rmtree(self.place, ignore_errors=True)
-            os.close(lock)
-
-
-def _remove_abandoned(parent: Path) -> None:
-    """Remove directories of this user that no engine holds any more."""
-    for lock in parent.glob(f"{_PREFIX}*/{_LOCK}"):
-        with contextlib.suppress(OSError):  # another user's, in use, or just removed
-            if lock.stat().st_uid != os.getuid() or time.time() - lock.stat().st_mtime < _LOCK_AGE_S:
-                continue
-            with open(lock, "rb+") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent, ignore_errors=True)
+        self._folder.close()

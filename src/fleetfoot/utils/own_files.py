@@ -36,7 +36,9 @@ class OwnFolder:
         for left in parent.glob(f"{prefix}*"):
             _remove_if_left(left)
         new = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=parent))  # others do not look for this name
-        lock = _locked(new / _LOCK)
+        lock = _opened(new / _LOCK)
+        with contextlib.suppress(OSError):  # a file system without locks, where what is left stays
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.path = new.rename(parent / new.name[1:])
         self._finalizer = weakref.finalize(self, _remove_own, self.path, lock, os.getpid())
 
@@ -45,9 +47,13 @@ class OwnFolder:
         self._finalizer()
 
 
+def _opened(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
 def _locked(path: Path) -> int:
     """A file that this process has locked. Raises BlockingIOError: another one has."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    descriptor = _opened(path)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BaseException:
