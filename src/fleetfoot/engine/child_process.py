@@ -16,6 +16,7 @@ from fleetfoot.config.engine import EngineConfig
 from fleetfoot.engine.wire import ENGINE_IGNORES, ProcessSettings
 from fleetfoot.plan.forced_runner import forced_runners
 from fleetfoot.utils.own_files import OwnFolder
+from fleetfoot.utils.process import write_to
 
 
 async def process_end(process: subprocess.Popen[bytes]) -> int:
@@ -67,10 +68,7 @@ class EngineProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "fleetfoot.engine.process"], stdin=subprocess.PIPE, env=env.for_engine()
             )
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(pickle.dumps(self._settings))
-            self._process.stdin.flush()
+        write_to(self._process, pickle.dumps(self._settings))
 
     @property
     def pid(self) -> int:

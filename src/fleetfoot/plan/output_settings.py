@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict
 
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.tokenizer.files import tokenizer_digest
+from fleetfoot.weights.identity import digest_of
 
 
 def output_settings(plan: EnginePlan) -> dict[str, str]:
@@ -15,7 +15,7 @@ def output_settings(plan: EnginePlan) -> dict[str, str]:
     config = plan.config
     model = json.dumps(asdict(plan.model), sort_keys=True, default=str)
     settings = {
-        "model config": hashlib.blake2b(model.encode(), digest_size=8).hexdigest(),
+        "model config": digest_of([model]),
         "dtype": plan.dtype,
         "quantization": str(config.quantization),
         "tokenizer": "none" if plan.tokenizer_path is None else tokenizer_digest(plan.tokenizer_path),

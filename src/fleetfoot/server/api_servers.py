@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import pickle
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from fleetfoot.engine.child_process import process_end
 from fleetfoot.server.api_server import Address, ChildSettings, ServerSettings
 from fleetfoot.server.connections import Balancer
 from fleetfoot.server.own_engine import RestartLimit
+from fleetfoot.utils.process import write_to
 
 MAX_RESTARTS = 16
 """Most API servers that are replaced within an hour."""
@@ -84,7 +84,7 @@ class ApiServers:
                 start_new_session=True,  # the terminal's signals reach the supervisor alone
             )
             settings = ChildSettings(self._engine, self._store, self._settings, channel.fileno())
-        self._write(child, pickle.dumps(settings))  # its end of file is that of the supervisor
+        write_to(child, pickle.dumps(settings))  # its end of file is that of the supervisor
         return child
 
     def stop(self, number: int) -> None:
@@ -97,16 +97,10 @@ class ApiServers:
         """End all requests with the cause, and the servers."""
         self._stopping.set()
         for child in self._children.values():
-            self._write(child, cause.encode())
+            write_to(child, cause.encode())
 
     def kill(self) -> None:
         """End what is left; none is replaced any more."""
         self._stopping.set()
         for child in self._children.values():
             child.send_signal(signal.SIGKILL)
-
-    def _write(self, child: subprocess.Popen[bytes], data: bytes) -> None:
-        assert child.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            child.stdin.write(data)
-            child.stdin.flush()

@@ -14,7 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import subprocess
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +73,14 @@ def _quota_files() -> Iterator[tuple[Path, ...]]:
     ):
         for group in (path, *path.parents):
             yield tuple(root / group.relative_to("/") / name for name in names)
+
+
+def write_to(process: subprocess.Popen[bytes], data: bytes) -> None:
+    """Write to the standard input of a process, which may have ended."""
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):
+        process.stdin.write(data)
+        process.stdin.flush()
 
 
 def error_text(error: Exception) -> str:
