@@ -111,7 +111,8 @@ def test_a_model_is_not_fused_and_v1_is_its_default(tmp_path: Path, monkeypatch:
         engine.shutdown()
     # without that declaration, fused layers would compute something else
     entry = architectures.ARCHITECTURES["ArceeForCausalLM"]
-    undeclared = replace(entry, traits=lambda fields: {**entry.traits(fields), "layer": {}, "mlp": {}})
+    mlp = {"has_bias": True}
+    undeclared = replace(entry, traits=lambda fields: {**entry.traits(fields), "layer": {}, "mlp": mlp})
     monkeypatch.setitem(architectures.ARCHITECTURES, "ArceeForCausalLM", undeclared)
     with pytest.raises(TypeError, match=r"ArceeDecoderLayer, and only DecoderLayer .* LayerSpec.unfusible"):
         make_engine(tmp_path, skip_tokenizer_init=True, model_runner="v2")

@@ -123,7 +123,7 @@ def test_workers_do_not_find_a_class_that_is_in_no_module(folder: Path) -> None:
 
 def test_a_class_takes_the_place_of_an_architecture(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     change(folder, architectures=["LlamaForCausalLM"], attention_bias=False)
-    fused = {"traits": lambda fields: {**capped_traits(fields), "unfusible": ""}}
+    fused = {"traits": lambda fields: {**capped_traits(fields), "layer": {"unfusible": ""}}}
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             ModelRegistry.register_model("LlamaForCausalLM", f"my_models:{NAME}", **fused)

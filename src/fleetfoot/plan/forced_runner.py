@@ -29,7 +29,7 @@ class ForcedRunner:
     """Blocks that overlap may end in any order, and in another context."""
 
     @property
-    def environ(self) -> Mapping[str, str]:
+    def variables(self) -> Mapping[str, str]:
         """The variables in place of the environment, which may name another runner."""
         return {env.USE_V2_MODEL_RUNNER: {"v1": "0", "v2": "1"}[self.runner]}
 

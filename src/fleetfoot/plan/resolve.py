@@ -57,7 +57,7 @@ def resolve_plan(
     if pooling is not None:
         config, model = _for_pooling(config, model, pooling)
     features = replace(ModelFeatures.of(content, model), task="generate" if pooling is None else "pooling")
-    decision = decide(config, features, machine, environ if forced is None else forced.environ)
+    decision = decide(config, features, machine, environ if forced is None else forced.variables)
     if callable(config.hf_overrides):  # a worker process could not import it, and needs the result alone
         config = replace(config, hf_overrides=None)
     found = find_drafter(config, model, config_only=config_only)
