@@ -29,7 +29,6 @@ from fleetfoot.plan.memory import EngineShape
 from fleetfoot.plan.oracle import Decision, ModelFeatures, decide
 from fleetfoot.plan.plan import EnginePlan, check_connector_settings, make_identity
 from fleetfoot.speculative.find import DrafterModel, drafter_shape, find_drafter
-from fleetfoot.tokenizer.files import read_end_token
 from fleetfoot.weights.hub import resolve_model
 
 
@@ -272,7 +271,11 @@ def find_model(name: str, revision: str | None = None, *, config_only: bool = Fa
 
 def _with_end_token(model: ModelConfig, tokenizer_path: Path | None) -> ModelConfig:
     """The model with its tokenizer's end token beside those of its own files."""
-    end = None if tokenizer_path is None else read_end_token(tokenizer_path)
+    if tokenizer_path is None:
+        return model
+    from fleetfoot.tokenizer.files import read_end_token  # token ids need no library of tokenizers
+
+    end = read_end_token(tokenizer_path)
     if end is None or end >= model.vocab_size:
         return model
     return replace(model, eos_token_ids=tuple(dict.fromkeys((*model.eos_token_ids, end))))
