@@ -36,7 +36,8 @@ from fleetfoot.fusion.decoder import fuse
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.outputs import RequestOutput
-from fleetfoot.quantization.base import LinearMethod
+from fleetfoot.quantization.base import LinearMethods
+from fleetfoot.quantization.unquantized import UNQUANTIZED
 from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.weights.loading import ModelLoader, reload_weights
@@ -95,9 +96,9 @@ def context(group: TensorGroup) -> ModelContext:
 
 
 def load(
-    folder: Path, group: TensorGroup = SINGLE_TENSOR_GROUP, linear_method: LinearMethod | None = None, **options: Any
+    folder: Path, group: TensorGroup = SINGLE_TENSOR_GROUP, linear_methods: LinearMethods = UNQUANTIZED, **options: Any
 ) -> CausalLM:
-    ctx = context(group) if linear_method is None else replace(context(group), linear_method=linear_method)
+    ctx = replace(context(group), linear_methods=linear_methods)
     return ModelLoader(load_model_config(folder), ctx, folder, **options).load()
 
 
@@ -226,7 +227,7 @@ def test_dummy_and_reloaded_weights(folders: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("way", KINDS)
 def test_quantized_weights(folders: dict[str, Path], way: str) -> None:
-    expected = run_steps(load(folders["int8"], linear_method=Int8()))
+    expected = run_steps(load(folders["int8"], linear_methods=LinearMethods(Int8())))
     for logits in on_ranks(way, 2, lambda group: run_steps(load(folders["int8"], group, Int8()))):
         assert_close(logits, expected)
 

@@ -24,6 +24,7 @@ from fleetfoot.config import architectures, speculative
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.kernels import registry
 from fleetfoot.kernels.registry import DeviceFacts
+from fleetfoot.quantization.base import LinearMethods
 from fleetfoot.weights.loading import ModelLoader
 
 PAGE = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -151,7 +152,7 @@ def test_a_linear_method_computes_with_its_weights(page: Page, tmp_path: Path) -
     module = page.add_module("fleetfoot.quantization.int8", "quantization")
     make_checkpoint(tmp_path, "qwen3")
     config, logits = load_model_config(tmp_path), []
-    methods = (context(linear_method=module.Int8()), context())
+    methods = (context(linear_methods=LinearMethods(module.Int8())), context())
     for method, tensors in zip(methods, quantize(load_file(tmp_path / "model.safetensors")), strict=True):
         save_file(tensors, tmp_path / "model.safetensors")
         model = ModelLoader(config, method, tmp_path).load()

@@ -44,7 +44,8 @@ from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.decoder import DecoderLayer, DecoderStack, GatedMLP
 from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.models.interface import CausalLM
-from fleetfoot.quantization.base import LinearWeight
+from fleetfoot.quantization.base import LinearMethods, LinearWeight
+from fleetfoot.quantization.unquantized import UNQUANTIZED
 from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors, RotaryInputs
 from fleetfoot.records.kv_layout import BLOCK_CONTIGUOUS_HND, TOKEN_MAJOR_NHD
 from fleetfoot.weights.loading import ModelLoader
@@ -544,7 +545,8 @@ def test_a_quantized_model_runs_fused_and_plain(case: str, fused: tuple[bool, ..
         shutil.copytree(tmp_path / "whole", tmp_path / name)
         save_file(tensors, tmp_path / name / "model.safetensors")
     config = load_model_config(tmp_path / "int8")
-    model = make(tmp_path / "int8", context(ops=chain_ops(), linear_method=Int8()), fused)
+    methods = LinearMethods(Int8(), (("lm_head", UNQUANTIZED.default),) if config.tie_word_embeddings else ())
+    model = make(tmp_path / "int8", context(ops=chain_ops(), linear_methods=methods), fused)
     assert not list(dense_tensors(model))
     before = counts()
     actual = outputs(model, PagedCache(config, 4), SCHEDULE)

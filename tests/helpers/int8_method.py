@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fleetfoot.kernels.interface import Kernels
-from fleetfoot.quantization.base import LinearMethod, LinearShape, LinearWeight
+from fleetfoot.quantization.base import LinearMethod, LinearMethods, LinearShape, LinearWeight
 from fleetfoot.records.weights import WeightSpec
 
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
@@ -49,12 +49,16 @@ class Int8(LinearMethod):
         return num_outputs * (num_inputs + 4)
 
 
-def quantize(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """A checkpoint in the form that `Int8Weight` reads, and an unquantized one of the same values."""
+def quantize(
+    tensors: dict[str, torch.Tensor], methods: LinearMethods | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A checkpoint in the form that `Int8Weight` reads, and an unquantized one of the same values. ``methods``: which
+    layers have it; None: all."""
     quantized, rounded = dict(tensors), dict(tensors)
     for name, tensor in tensors.items():
         module, _, kind = name.rpartition(".")
-        if kind == "weight" and module.rpartition(".")[2] in _LINEAR:
+        is_chosen = methods is None or isinstance(methods.of([module]), Int8)
+        if kind == "weight" and module.rpartition(".")[2] in _LINEAR and is_chosen:
             scale = tensor.abs().amax(dim=1) / 127  # [out]
             quantized[name] = (tensor / scale[:, None]).round().to(torch.int8)
             quantized[f"{module}.weight_scale"] = scale

@@ -28,6 +28,7 @@ from fleetfoot.plan.fit import MemoryPlanError, fit_engine
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.memory import GIB, EngineShape, MemoryPlan, footprint
 from fleetfoot.plan.resolve import resolve_plan
+from fleetfoot.quantization.base import LinearMethods
 from fleetfoot.quantization.unquantized import UNQUANTIZED
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.runner.v2.device import CpuDevice
@@ -120,7 +121,7 @@ BIASES = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
 NORMS = {"qk_norm": True, "dtype": "bfloat16"}
 GEMMA = {"architecture": "Gemma2ForCausalLM", "num_layer_norms": 4, "extras": {"final_logit_softcapping": None}}
 OLMO = {"architecture": "Olmo2ForCausalLM", "qk_norm_over_heads": True}
-CHANGES: dict[str, Any] = {"plain": {}, "biases": BIASES, "norms": NORMS, "int8": {"method": Int8()}}
+CHANGES: dict[str, Any] = {"plain": {}, "biases": BIASES, "norms": NORMS, "int8": {"methods": LinearMethods(Int8())}}
 CHANGES |= {"four norms": GEMMA, "norms over heads": OLMO}
 RANKS = [("cpu", 1, 1), ("cuda", 1, 1), ("cuda", 2, 1), ("cuda", 4, 1), ("cuda", 1, 2), ("cuda", 1, 3), ("cuda", 2, 2)]
 
@@ -130,22 +131,25 @@ RANKS = [("cpu", 1, 1), ("cuda", 1, 1), ("cuda", 2, 1), ("cuda", 4, 1), ("cuda",
 @pytest.mark.parametrize(("device", "tensor_size", "pipeline_size"), RANKS)
 def test_weights_of_a_rank(device: str, tensor_size: int, pipeline_size: int, changes: Any, tied: bool) -> None:
     changes = dict(changes)
-    method = changes.pop("method", UNQUANTIZED)
+    methods = changes.pop("methods", UNQUANTIZED)
+    if tied:
+        methods = dataclasses.replace(methods, others=(("lm_head", UNQUANTIZED.default),))
     model = changed(SMALL, tie_word_embeddings=tied, **changes)
     settings = EngineConfig(tensor_parallel_size=tensor_size, pipeline_parallel_size=pipeline_size)
     dtype, size, hidden = getattr(torch, model.dtype), DTYPE_BYTES[model.dtype], model.hidden_size
     ops, meta, group = cpu_kernels(), torch.device("meta"), Rank(0, tensor_size)
-    context = ModelContext(ops, ops.attention, dtype, meta, tensor_group=group, linear_method=method)
+    context = ModelContext(ops, ops.attention, dtype, meta, tensor_group=group, linear_methods=methods)
     rows = vocab_rows(model.vocab_size, tensor_size)
     padding = max(0, rows - model.vocab_size)
-    for stage in dataclasses.replace(shape_of(model, device, settings), linear_method=method).stages():
+    for stage in dataclasses.replace(shape_of(model, device, settings), linear_methods=methods).stages():
         part = model_class(model)(model, context, stage.layers)
         assert (part.is_first, part.is_last) == (stage.is_first, stage.is_last)
         held = sum(spec.destination().nbytes for spec in part.weight_specs())
         if stage.is_first or (stage.is_last and tied):  # rows of padding, one of zeros, and the table of rows
             held += padding * hidden * size + (hidden * size + model.vocab_size * 8) * (tensor_size > 1)
         if stage.is_last and not tied:
-            held += method.num_bytes(rows, hidden, model.dtype) - method.num_bytes(rows - padding, hidden, model.dtype)
+            head = methods.of(["lm_head"])
+            held += head.num_bytes(rows, hidden, model.dtype) - head.num_bytes(rows - padding, hidden, model.dtype)
         if stage.is_last and tied and device == "cpu" and stage.kernels["prepare_linear"] != "native":
             held += rows * hidden * size  # packed again
         assert memory.weight_bytes(stage) == held

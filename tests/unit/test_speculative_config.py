@@ -27,6 +27,7 @@ from fleetfoot.kernels.sampling.sample import sample_torch
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.resolve import resolve_plan
+from fleetfoot.quantization.base import LinearMethods
 from fleetfoot.records.forward_context import AttentionMetadata
 from fleetfoot.records.kv_layout import KVCacheSpec
 from fleetfoot.records.weights import WeightError
@@ -206,9 +207,9 @@ def test_a_draft_models_memory() -> None:
     assert on_cpu.weight_bytes - shape.weight_bytes == 4 * 2048 * 64  # the packed head
     untied = dataclasses.replace(TARGET, tie_word_embeddings=False)
     assert shape_of(config, untied, "float32", "cuda") == shape
-    int8 = drafter_shape(config, TARGET, shape.model, "float32", "cuda", Int8())
+    int8 = drafter_shape(config, TARGET, shape.model, "float32", "cuda", LinearMethods(Int8()))
     assert shape.weight_bytes - int8.weight_bytes == draft.num_layers * sum(
-        outputs * (3 * inputs - 4) for outputs, inputs, _ in draft.layers[0].linears(draft.hidden_size)
+        each.num_outputs * (3 * each.num_inputs - 4) for each in draft.layers[0].linears(draft.hidden_size)
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fleetfoot.config.json_fields import ConfigError, check_key, json_object, read_json_object
 
@@ -49,8 +49,16 @@ class RopeConfig:
 
 LayerRopes = tuple[RopeConfig | None, ...]
 """The rotation of each layer; None: the layer has no positions."""
-Linear = tuple[int, int, bool]
-"""Outputs and inputs of a linear layer, and whether it has a bias."""
+
+
+class Linear(NamedTuple):
+    """A linear layer on one rank: one or more of a checkpoint's, with the same input."""
+
+    parts: tuple[str, ...]
+    """Their names in a decoder layer, as where each has a tensor of its own: ``self_attn.q_proj``."""
+    num_outputs: int
+    num_inputs: int
+    has_bias: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +90,11 @@ class AttentionSpec:
         """The linear layers on one of ``num_ranks``: q, k and v; o."""
         q = self.num_heads // num_ranks * self.head_dim
         kv = max(1, self.num_kv_heads // num_ranks) * self.head_dim
-        return (q + 2 * kv, hidden_size, self.qkv_bias), (hidden_size, q, self.o_bias)
+        parts = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
+        return (
+            Linear(parts, q + 2 * kv, hidden_size, self.qkv_bias),
+            Linear(("self_attn.o_proj",), hidden_size, q, self.o_bias),
+        )
 
     @property
     def norm_parameters(self) -> int:
@@ -105,7 +117,11 @@ class MLPSpec:
     def linears(self, hidden_size: int, num_ranks: int = 1) -> tuple[Linear, ...]:
         """The linear layers on one of ``num_ranks``: gate and up; down."""
         size = self.intermediate_size // num_ranks
-        return ((1 + self.has_gate) * size, hidden_size, self.has_bias), (hidden_size, size, self.has_bias)
+        parts = ("mlp.gate_proj", "mlp.up_proj") if self.has_gate else ("mlp.up_proj",)
+        return (
+            Linear(parts, len(parts) * size, hidden_size, self.has_bias),
+            Linear(("mlp.down_proj",), hidden_size, size, self.has_bias),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +148,8 @@ class LayerSpec:
     def num_parameters(self, hidden_size: int, num_ranks: int = 1) -> int:
         """Weights on one of ``num_ranks``."""
         linears = self.linears(hidden_size, num_ranks)
-        return self.norm_parameters(hidden_size) + sum(out * (size + has_bias) for out, size, has_bias in linears)
+        matrices = sum(each.num_outputs * (each.num_inputs + each.has_bias) for each in linears)
+        return self.norm_parameters(hidden_size) + matrices
 
 
 @dataclass(frozen=True, slots=True)

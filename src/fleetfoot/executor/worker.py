@@ -76,6 +76,7 @@ class Worker:
             device=self.device,
             max_positions=plan.max_model_len + plan.drafter.num_drafts,  # drafts may lie beyond a request's end
             tensor_group=self._groups.tensor,
+            linear_methods=plan.linear_methods,
         )
         self._layers = pipeline_layers(plan.model, pipeline.rank, pipeline.size)
         loader = ModelLoader(
@@ -129,7 +130,8 @@ class Worker:
         plan, drafter = self.plan, self.plan.drafter
         if not self._groups.pipeline.is_last_rank:
             return DraftSettings(num_drafts=drafter.num_drafts)
-        return build_speculation(plan.config, drafter.model, plan.max_model_len, self._context, plan.drafter_fusion)
+        context = replace(self._context, linear_methods=drafter.linear_methods)
+        return build_speculation(plan.config, drafter.model, plan.max_model_len, context, plan.drafter_fusion)
 
     def start(self) -> None:
         """Everything before the first step, each phase logged with its seconds.

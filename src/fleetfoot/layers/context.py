@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, TensorGroup
 from fleetfoot.kernels.attention import AttentionBackend
 from fleetfoot.kernels.interface import Kernels
-from fleetfoot.quantization.base import LinearMethod
+from fleetfoot.quantization.base import LinearMethods
 from fleetfoot.quantization.unquantized import UNQUANTIZED
 from fleetfoot.records.weights import Span, WeightSpec
 
@@ -31,8 +31,14 @@ class ModelContext:
     """Rows of the rotary table: the longest sequence that will be served. None: the model's own limit."""
     tensor_group: TensorGroup = SINGLE_TENSOR_GROUP
     """The ranks that share each layer."""
-    linear_method: LinearMethod = UNQUANTIZED
-    """How linear layers store and apply their weights."""
+    linear_methods: LinearMethods = UNQUANTIZED
+    """How linear layers store and apply their weights, by their names."""
+    prefix: str = ""
+    """The path in the checkpoint of the module that is built, with a dot at the end."""
+
+    def within(self, name: str) -> ModelContext:
+        """For a module of this name in the one that is built."""
+        return replace(self, prefix=f"{self.prefix}{name}.")
 
 
 class WeightModule(nn.Module, ABC):

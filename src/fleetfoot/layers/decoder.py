@@ -57,9 +57,9 @@ class DecoderLayer(nn.Module):
         super().__init__()
         norm = config.hidden_size, config.rms_norm_eps, config.norm_offset
         self.input_layernorm: nn.Module = RMSNorm(context, *norm)
-        self.self_attn = self.attention_class(config, context, cos_sin, layer, kv_index)
+        self.self_attn = self.attention_class(config, context.within("self_attn"), cos_sin, layer, kv_index)
         self.post_attention_layernorm = RMSNorm(context, *norm)
-        self.mlp = self.mlp_class(config, context, layer)
+        self.mlp = self.mlp_class(config, context.within("mlp"), layer)
         self.spec = config.layers[layer]
 
     def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
@@ -111,7 +111,10 @@ class DecoderStack(nn.ModuleDict):
         tables = [rotary_table(rope, head_dim, max_positions, context.device) for rope, head_dim in kinds]
         mixers = [config.layers[layer].mixer for layer in numbers]
         cos_sin = [tables[kinds.index((mixer.rope, mixer.head_dim))] for mixer in mixers]
-        layers = (layer_class(config, context, cos_sin[index], layer, index) for index, layer in enumerate(numbers))
+        within = context.within("layers").within
+        layers = (
+            layer_class(config, within(str(layer)), cos_sin[index], layer, index) for index, layer in enumerate(numbers)
+        )
         super().__init__({str(number): layer for number, layer in zip(numbers, layers, strict=True)})
         self._runs: list[DecoderRun | nn.Module] = list(self.values())
         self._selects_logits = False

@@ -53,7 +53,8 @@ class ColumnParallelLinear(WeightModule):
         own_columns = columns or slice(0, in_features)
         shape = LinearShape(in_features, tuple(parts), own_rows, own_columns, bias, padding, has_zero_bias)
         shape = shape if merged is None else shape.merged(merged)
-        self.weight = context.linear_method.make_weight(shape, context.ops, context.dtype, context.device)
+        method = context.linear_methods.of(f"{context.prefix}{name}" for name, _ in parts)
+        self.weight = method.make_weight(shape, context.ops, context.dtype, context.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x [n, inputs of this rank]`` -> ``[n, outputs of this rank]``."""
@@ -219,7 +220,8 @@ class TiedLMHead(WeightModule):
         # in a tuple: a module's attribute would be a second path to the embedding
         self._embedding, self._vocab_size = (embedding,), embedding.vocab_size
         self._group = context.tensor_group
-        embedding.tie(context.ops.prepare_linear)
+        method = context.linear_methods.of([f"{context.prefix}{_LM_HEAD}"])
+        embedding.tie(method.prepare_tied_head(context.ops))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x [n, hidden_size]`` -> logits ``[n, vocab_size]``."""

@@ -119,6 +119,7 @@ def make_score_head(config: ModelConfig, context: ModelContext) -> nn.Module | N
         return ColumnParallelLinear(context, config.hidden_size, parts, bias=config.head == "biased_score")
     if config.head != "reward":
         return None
+    context = context.within("score")
     return nn.Sequential(  # tensors score.0 and score.2
         ColumnParallelLinear(context, config.hidden_size, (("0", config.hidden_size),), bias=True),
         nn.ReLU(),

@@ -33,5 +33,5 @@ class LlamaForCausalLM(CausalLM):
 
     def __init__(self, config: ModelConfig, context: ModelContext, layers: range | None = None) -> None:
         super().__init__(config, context, layers)
-        self.model = LlamaModel(self, context)
+        self.model = LlamaModel(self, context.within("model"))
         self.lm_head = self.make_lm_head(context)

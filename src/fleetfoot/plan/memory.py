@@ -20,7 +20,7 @@ from fleetfoot.kernels.cluster.fit import NO_LAYER_CHAIN, LayerChainPlan
 from fleetfoot.kernels.interface import KernelPlan
 from fleetfoot.kernels.prepare.tables import row_table_bytes, staging_bytes, step_buffer_bytes, token_page_bytes
 from fleetfoot.kernels.sampling import CHUNK_BYTES_PER_ELEMENT, MAX_ELEMENTS
-from fleetfoot.quantization.base import LinearMethod
+from fleetfoot.quantization.base import LinearMethods
 from fleetfoot.quantization.unquantized import UNQUANTIZED
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.runner.graphs import CaptureTable
@@ -51,7 +51,7 @@ class EngineShape:
     kernels: KernelPlan
     max_model_len: int
     drafter: DrafterShape = NO_DRAFTER
-    linear_method: LinearMethod = UNQUANTIZED
+    linear_methods: LinearMethods = UNQUANTIZED
     pipeline_rank: int = 0
     """The pipeline stage that is counted. All ranks of a tensor group have the same."""
     layer_chain: LayerChainPlan = NO_LAYER_CHAIN
@@ -129,10 +129,9 @@ def state_block_bytes(shape: EngineShape) -> int:
 
 def weight_bytes(shape: EngineShape) -> int:
     """Weights on one rank of a pipeline stage, with those of its drafter."""
-    model, ranks, method = shape.model, shape.config.tensor_parallel_size, shape.linear_method
+    model, ranks, methods = shape.model, shape.config.tensor_parallel_size, shape.linear_methods
     size = DTYPE_BYTES[shape.dtype]
-    layers = model.layers[shape.layers.start : shape.layers.stop]
-    total = sum(method.layer_bytes(layer, model.hidden_size, shape.dtype, ranks) for layer in layers)
+    total = methods.layer_bytes(model, shape.layers, shape.dtype, ranks)
     rows, hidden = vocab_rows(model.vocab_size, ranks), model.hidden_size
     if shape.is_first or (shape.is_last and model.tie_word_embeddings):
         total += rows * hidden * size
@@ -141,7 +140,7 @@ def weight_bytes(shape: EngineShape) -> int:
     if shape.is_last:
         total += hidden * size + shape.drafter.weight_bytes  # the final norm
         if not model.tie_word_embeddings:
-            total += method.num_bytes(rows, hidden, shape.dtype)
+            total += methods.of(["lm_head"]).num_bytes(rows, hidden, shape.dtype)
         elif shape.device == "cpu" and not _looks_up_packed_rows(shape):
             total += rows * hidden * size  # the tied head is the embedding, packed, which makes a copy
     return total

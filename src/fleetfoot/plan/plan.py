@@ -21,6 +21,8 @@ from fleetfoot.plan.connector import ConnectorPlan
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.memory import MemoryPlan
 from fleetfoot.plan.oracle import Decision, Unsupported
+from fleetfoot.quantization.base import LinearMethods
+from fleetfoot.quantization.unquantized import UNQUANTIZED
 from fleetfoot.records.kv_layout import kv_cache_specs
 from fleetfoot.runner.graphs import CaptureTable
 from fleetfoot.speculative.find import NO_DRAFTER, DrafterShape
@@ -66,6 +68,8 @@ class EnginePlan:
     """What speculative decoding adds on the last rank of a pipeline, and the model that drafts."""
     layer_chain: LayerChainPlan = NO_LAYER_CHAIN
     """Steps in which two kernels compute a fused layer."""
+    linear_methods: LinearMethods = UNQUANTIZED
+    """How the model's linear layers store and apply their weights; a drafter's: see `DrafterShape`."""
     drafter_fusion: tuple[LayerFusion, ...] = ()
     """For each decoder layer of the model that drafts."""
     pooling: Pooling | None = None

@@ -97,6 +97,7 @@ def resolve_plan(
         memory=memory,
         fusion=plan_fusion(model, decision.runner),
         layer_chain=shape.layer_chain,
+        linear_methods=shape.linear_methods,
         connector=locate_connector(decision.connector),
         drafter=drafter,
         pooling=pooling,

@@ -7,17 +7,19 @@ and the memory plan use these two.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from fleetfoot.config.model import DTYPE_BYTES, LayerSpec
+from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
 from fleetfoot.records.weights import Rows, Span, WeightSpec, count_rows, join_rows, slices_of
 
 if TYPE_CHECKING:
     import torch
 
     from fleetfoot.kernels.interface import Kernels
+    from fleetfoot.kernels.linear.linear import PreparedLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +116,51 @@ class LinearMethod(ABC):
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: str) -> int:
         """Bytes of a weight without its bias, for the memory plan. ``dtype``: of activations, by its name."""
 
-    def layer_bytes(self, layer: LayerSpec, hidden_size: int, dtype: str, num_ranks: int = 1) -> int:
-        """Bytes of a decoder layer on one of ``num_ranks``."""
-        linears = layer.linears(hidden_size, num_ranks)
-        others = layer.norm_parameters(hidden_size) + sum(outputs for outputs, _, has_bias in linears if has_bias)
-        matrices = sum(self.num_bytes(outputs, inputs, dtype) for outputs, inputs, _ in linears)
-        return matrices + others * DTYPE_BYTES[dtype]
+    def prepare_tied_head(self, ops: Kernels) -> Callable[[torch.Tensor], PreparedLinear]:
+        """What makes the matrix of a logits head that is the embedding. Raises ValueError: the method has none."""
+        raise ValueError(f"lm_head has the method {self.name!r}, and is the embedding, which is not stored so")
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+
+@dataclass(frozen=True, slots=True)
+class LinearMethods:
+    """The method of each linear layer of a model, as the plan resolves it. Layers and the memory plan ask by name.
+
+    A name is the layer's path in the checkpoint, as where q, k, v, gate and up have tensors of their own:
+    ``model.layers.0.self_attn.q_proj``, ``lm_head``.
+    """
+
+    default: LinearMethod
+    others: tuple[tuple[str, LinearMethod], ...] = ()
+    """Patterns of names with ``*`` for any text, each with its method; the first one that fits counts."""
+
+    def of(self, names: Iterable[str]) -> LinearMethod:
+        """The method of layers that are one product. Raises ValueError, with each name's method: they differ."""
+        found = {name: self._find(name) for name in names}
+        if len(set(found.values())) > 1:
+            listed = ", ".join(f"{name} {method.name}" for name, method in found.items())
+            raise ValueError(f"layers that are one product have different linear methods: {listed}")
+        return next(iter(found.values()))
+
+    def _find(self, name: str) -> LinearMethod:
+        return next((method for pattern, method in self.others if fnmatchcase(name, pattern)), self.default)
+
+    def layer_bytes(
+        self, model: ModelConfig, layers: Iterable[int], dtype: str, num_ranks: int = 1, prefix: str = "model."
+    ) -> int:
+        """Bytes of decoder layers, by their numbers, on one of ``num_ranks``. ``prefix``: before ``layers.0``."""
+        total, hidden_size = 0, model.hidden_size
+        for number in layers:
+            layer = model.layers[number]
+            num_others = layer.norm_parameters(hidden_size)
+            for linear in layer.linears(hidden_size, num_ranks):
+                method = self.of(f"{prefix}layers.{number}.{part}" for part in linear.parts)
+                total += method.num_bytes(linear.num_outputs, linear.num_inputs, dtype)
+                num_others += linear.num_outputs * linear.has_bias
+            total += num_others * DTYPE_BYTES[dtype]
+        return total

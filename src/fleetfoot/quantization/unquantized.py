@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from fleetfoot.config.model import DTYPE_BYTES
-from fleetfoot.quantization.base import LinearMethod, LinearShape, LinearWeight
+from fleetfoot.quantization.base import LinearMethod, LinearMethods, LinearShape, LinearWeight
 from fleetfoot.records.weights import Span, WeightSpec
 
 if TYPE_CHECKING:
@@ -115,5 +115,9 @@ class Unquantized(LinearMethod):
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: str) -> int:
         return num_outputs * num_inputs * DTYPE_BYTES[dtype]
 
+    def prepare_tied_head(self, ops: Kernels) -> Callable[[torch.Tensor], PreparedLinear]:
+        return ops.prepare_linear
 
-UNQUANTIZED = Unquantized()
+
+UNQUANTIZED = LinearMethods(Unquantized())
+"""For every layer."""

@@ -10,7 +10,7 @@ from fleetfoot.config.engine import EMBEDDED_MODEL, EngineConfig
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig, read_config_json
 from fleetfoot.config.parsing import parse_model_config
 from fleetfoot.config.speculative import DRAFT_METHODS, EMBEDDED_EAGLE
-from fleetfoot.quantization.base import LinearMethod
+from fleetfoot.quantization.base import LinearMethods
 from fleetfoot.quantization.unquantized import UNQUANTIZED
 from fleetfoot.records.kv_layout import KVCacheSpec, kv_cache_specs
 from fleetfoot.weights.hub import ModelNotFoundError, resolve_model
@@ -116,10 +116,10 @@ def drafter_shape(
     found: DrafterModel | None,
     dtype: str,
     device: str,
-    method: LinearMethod = UNQUANTIZED,
+    methods: LinearMethods = UNQUANTIZED,
 ) -> DrafterShape:
-    """What drafts add to the memory of the last pipeline stage. ``found``: from `find_drafter`; ``dtype``, ``method``:
-    of the target, and so of the drafter; ``device``: ``cpu`` or ``cuda``."""
+    """What drafts add to the memory of the last pipeline stage. ``found``: from `find_drafter`; ``dtype``: of
+    the target, and so of the drafter; ``device``: ``cpu`` or ``cuda``; ``methods``: of the drafter."""
     speculative = config.speculative_config
     if speculative is None:
         return NO_DRAFTER
@@ -130,18 +130,21 @@ def drafter_shape(
     max_positions = (config.max_model_len or target.max_position_embeddings) + speculative.num_speculative_tokens
     head_dims = sum(head_dim for _, head_dim in drafter.rotary_tables(range(drafter.num_layers)))
     total = head_dims * max_positions * _FLOAT32  # the rotary tables
-    total += sum(method.layer_bytes(layer, hidden, dtype) for layer in drafter.layers)
-    if found.method == "eagle":
-        total += method.num_bytes(hidden, 2 * hidden, dtype) + hidden * size  # fc with the bias, which nearly all have
+    is_head = found.method == "eagle"
+    total += methods.layer_bytes(drafter, range(drafter.num_layers), dtype, prefix="" if is_head else "model.")
+    if is_head:
+        total += (
+            methods.of(["fc"]).num_bytes(hidden, 2 * hidden, dtype) + hidden * size
+        )  # fc with the bias, which nearly all have
         if config.pipeline_parallel_size > 1 and not target.tie_word_embeddings:
             total += embedding  # the target's is on another rank
     else:
         total += embedding + hidden * size  # and the final norm
         if not drafter.tie_word_embeddings:
-            total += method.num_bytes(drafter.vocab_size, hidden, dtype)
+            total += methods.of(["lm_head"]).num_bytes(drafter.vocab_size, hidden, dtype)
         elif device == "cpu":  # the tied head is the embedding, packed, which makes a copy
             total += embedding
-    return DrafterShape(speculative.num_speculative_tokens, total, kv_cache_specs(drafter), found)
+    return DrafterShape(speculative.num_speculative_tokens, total, kv_cache_specs(drafter), found, methods)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +159,8 @@ class DrafterShape:
     """Its layers in the KV cache, with one rank's heads."""
     model: DrafterModel | None = None
     """None: the method has no model, or there is no speculative decoding."""
+    linear_methods: LinearMethods = UNQUANTIZED
+    """Of its model."""
 
 
 NO_DRAFTER = DrafterShape()
