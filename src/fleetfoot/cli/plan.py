@@ -1,4 +1,5 @@
-"""`fleetfoot plan`: prints the plan of an engine. Reads config.json only, and does not import torch."""
+"""`fleetfoot plan`: prints the plan of an engine. Reads config.json only, and imports no torch but for the table of
+kernels, which the modules of attention kernels choose."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from fleetfoot.config.engine import EngineConfig
     from fleetfoot.config.kv_transfer import KVTransferConfig
     from fleetfoot.config.model import ModelConfig
+    from fleetfoot.plan.kernel_table import KernelTable
     from fleetfoot.plan.machine import Machine
     from fleetfoot.plan.oracle import Decision
     from fleetfoot.plan.plan import EnginePlan
@@ -71,6 +74,8 @@ Without flags of the machine, the plan is for this one. With them it is for the 
     num_blocks, block_size, num_tokens (of the KV cache), kv_cache_is (what decided on its size)
   capacity: longest_context, requests_at_longest_context, requests_at_max_model_len (at the same time),
     context_at_max_num_seqs (of each)
+  kernel_table, with --kernels: for each operation, lists of the first and the last number (of rows, logits, tokens or
+    requests, as its name says), and the kernel that computes as many, with its tile
 A model that no runner can load has its decision, and null for what follows from its shape.
 The exit code is 0 for a plan, 1 for that of an engine that would not start (NOT RUNNABLE), and 2 where no plan can be
 made: no such model, a wrong flag, or not enough memory."""
@@ -78,6 +83,8 @@ made: no such model, a wrong flag, or not enough memory."""
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    text = "print the kernel of each matrix and of attention for every number of rows, too (Hopper GPUs)"
+    parser.add_argument("--kernels", action="store_true", help=text)
     machine = parser.add_argument_group("the machine, where it is not this one")
     size = partial(machine.add_argument, type=size_in_bytes, metavar="SIZE")
     size("--gpu-memory", help="of its GPU: 80GiB, 80GB, or 80 for GiB")
@@ -92,7 +99,7 @@ def _run(arguments: argparse.Namespace) -> int:
     with usage_errors():
         config = engine_config(arguments)
         machine, warnings = _machine(arguments, config)
-        report = make_report(config, machine)
+        report = make_report(config, machine, with_kernels=arguments.kernels)
     report["warnings"] += warnings
     code = 0 if report["runnable"] else 1
     if arguments.json:
@@ -134,9 +141,9 @@ def _machine(arguments: argparse.Namespace, config: EngineConfig) -> tuple[Machi
     return machine, warnings
 
 
-def make_report(config: EngineConfig, machine: Machine) -> dict[str, Any]:
-    """The report of a plan, also for a kind of model that cannot be loaded. Raises ValueError, TypeError or
-    FileNotFoundError if no plan can be made."""
+def make_report(config: EngineConfig, machine: Machine, *, with_kernels: bool = False) -> dict[str, Any]:
+    """The report of a plan, also for a kind of model that cannot be loaded. ``with_kernels``: and its table of kernels.
+    Raises ValueError, TypeError or FileNotFoundError if no plan can be made."""
     from fleetfoot.config.json_fields import ConfigError
     from fleetfoot.config.model import read_config_json
     from fleetfoot.plan.oracle import ModelFeatures, decide
@@ -151,7 +158,15 @@ def make_report(config: EngineConfig, machine: Machine) -> dict[str, Any]:
             raise  # the config is invalid
         decision, device = decide(config, model, machine), machine.choose_device(config.device)
         return _decision_report(decision, model.architecture, device, problem=str(error))
-    return plan_report(plan)
+    return plan_report(plan) | ({"kernel_table": _kernel_table(plan)} if with_kernels else {})
+
+
+def _kernel_table(plan: EnginePlan) -> KernelTable:
+    if find_spec("triton") is None:
+        raise ValueError("the table of kernels needs Triton, which is not installed here; leave --kernels out")
+    from fleetfoot.plan.kernel_table import kernel_table  # and torch
+
+    return kernel_table(plan)
 
 
 def _decision_report(decision: Decision, architecture: str, device: str, *, problem: str = "") -> dict[str, Any]:

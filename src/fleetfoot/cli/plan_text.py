@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fleetfoot.cli.command import count
@@ -16,8 +16,17 @@ def plan_text(model: str, report: dict[str, Any]) -> str:
     """The report of `fleetfoot.cli.plan.make_report`, one fact per line."""
     lines = [*_decision_lines(model, report)]
     if report["memory"] is not None:
-        lines += [*_setup_lines(report), *_graph_lines(report), *_memory_lines(report)]
-    return "\n".join(f"{name:<18}{text}" for name, text in lines)
+        lines += [*_setup_lines(report), *graph_lines(report), *_memory_lines(report)]
+    texts = [f"{name:<18}{text}" for name, text in lines]
+    return "\n".join([*texts, *kernel_lines(report.get("kernel_table", {}))])
+
+
+def kernel_lines(table: Mapping[str, Sequence[tuple[int, int, str]]]) -> Iterator[str]:
+    """A paragraph for each operation, with a line for each kernel in it and its range of rows."""
+    for operation, runs in table.items():
+        yield from ("", operation)
+        for first, last, kernel in runs:
+            yield f"{first if first == last else f'{first}-{last}':>11}  {kernel}"
 
 
 _Lines = Iterator[tuple[str, str]]
@@ -135,7 +144,7 @@ def _drafter_lines(drafter: dict[str, Any]) -> _Lines:
         yield "", f"{count(drafter['num_layers'], 'layer')}: {sizes}, counted in below"
 
 
-def _graph_lines(report: dict[str, Any]) -> _Lines:
+def graph_lines(report: dict[str, Any]) -> _Lines:
     graphs = report["graphs"]
     if not graphs["num_shapes"]:
         yield "graphs", "none: every step runs eagerly"

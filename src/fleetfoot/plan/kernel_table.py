@@ -1,0 +1,330 @@
+"""Which kernel computes each matrix and attention, for every number of rows.
+
+Kernels are chosen at each call, by the functions that are asked here in the order of `ChainedLinear`, of a fused layer
+and of `TritonBackend`; a test compares the table with what those launch. The modules of the attention kernels import
+torch and Triton, and so does this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import torch
+
+from fleetfoot.config.model import LayerSpec
+from fleetfoot.kernels.attention import AttentionInputs, decode_hopper, max_rows, prefill_hopper, triton_supports
+from fleetfoot.kernels.attention.decode import MIN_ROWS, choose_decode_tiling
+from fleetfoot.kernels.attention.prefill import choose_prefill_tiling
+from fleetfoot.kernels.attention.triton_backend import (
+    FUSED_PAIRS_PER_SM,
+    HOPPER_FUSED_PAIRS_PER_SM,
+    HOPPER_FUSED_REQUESTS,
+    MAX_FUSED_QUERY_LEN,
+)
+from fleetfoot.kernels.linear.product_tilings import (
+    CHUNK,
+    GatedTiling,
+    ProductKind,
+    ProductTiling,
+    gated_tilings,
+    product_tiling,
+)
+from fleetfoot.kernels.linear.tilings import Tiling, choose_tiling, gated_row_groups
+from fleetfoot.kernels.runtime.gpu_limits import GPULimits
+from fleetfoot.kernels.runtime.triton_support import next_power_of_2
+from fleetfoot.plan.plan import EnginePlan
+from fleetfoot.records.kv_layout import KVLayout, kv_cache_specs
+
+_HOPPER_BYTES = 232448
+"""Maximum shared memory of a thread block on Hopper."""
+_LIBRARY = "library"
+KernelTable = dict[str, list[tuple[int, int, str]]]
+"""Operation -> its kernels: first and last number of rows, tokens or requests, and the kernel with its tiling."""
+
+
+def kernel_table(plan: EnginePlan) -> KernelTable:
+    """The kernels of a plan for one Hopper GPU, once they are compiled.
+
+    Raises:
+        ValueError: the plan is for another device, or for several ranks.
+    """
+    machine, model = plan.machine, plan.model
+    if plan.device != "cuda" or not machine.is_hopper or plan.kernels["prepare_linear"] != "triton":
+        raise ValueError(
+            f"the table of kernels is that of the Triton kernels on a Hopper GPU, and the plan is for "
+            f"{plan.device} ({machine.gpu_name}) with kernels of {plan.kernels['prepare_linear']} for linear layers; "
+            "name a GPU, as by --gpu-name 'NVIDIA H100', or leave --kernels out"
+        )
+    if plan.config.world_size > 1:
+        raise ValueError(
+            f"the table of kernels is that of one rank, and the plan has {plan.config.world_size}; leave --kernels out"
+        )
+    limits = GPULimits(machine.num_sms, _HOPPER_BYTES, (9, 0))
+    table: KernelTable = {}
+    if plan.layer_chain.max_rows:
+        table["whole layers, by requests"] = [*_chain_runs(plan)]
+    kinds: dict[tuple[LayerSpec, bool], list[int]] = {}  # rotation and window select no other kernel
+    for index, (spec, fusion) in enumerate(zip(model.layers, plan.fusion, strict=True)):
+        key = replace(spec, mixer=replace(spec.mixer, rope=None, window=None)), fusion.is_fused
+        kinds.setdefault(key, []).append(index)
+    rows, requests = plan.max_num_batched_tokens, plan.config.max_num_seqs
+    for (_, is_fused), layers in kinds.items():
+        layer = (_FusedLayer if is_fused else _PlainLayer)(plan, layers[0], limits)
+        where = "" if len(kinds) == 1 else f" of layers {_ranges(layers)}"
+        for name, (most, choose) in layer.operations(rows, requests).items():
+            table[name.format(where)] = [*_runs(map(choose, range(1, most + 1)))]
+    head = _Matrix(None, model.vocab_size, model.hidden_size, False, plan.dtype, limits)
+    table[f"head {head.name}, by logits"] = [*_runs(map(head.alone, range(1, rows + 1)))]
+    return table
+
+
+def _runs(choices: Iterable[str]) -> Iterator[tuple[int, int, str]]:
+    first, before, last = 1, "", 0
+    for last, choice in enumerate(choices, 1):
+        if choice != before and last > 1:
+            yield first, last - 1, before
+            first = last
+        before = choice
+    yield first, last, before
+
+
+def _ranges(layers: list[int]) -> str:
+    ends = [index for index in layers if index + 1 not in layers]
+    starts = [index for index in layers if index - 1 not in layers]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+
+
+def _chain_runs(plan: EnginePlan) -> Iterator[tuple[int, int, str]]:
+    first = 1
+    for rows, context in plan.layer_chain.max_contexts:
+        yield first, rows, f"attention_block + mlp_block rows={rows}, contexts up to {context}"
+        first = rows + 1
+
+
+@dataclass(eq=False)
+class _Matrix:
+    """A weight, and how `fleetfoot.kernels.linear.linear_triton` chooses its kernels. ``kind``: in a chain; None: it is
+    alone."""
+
+    kind: ProductKind | None
+    num_rows: int
+    """Of the weight."""
+    num_inputs: int
+    has_bias: bool
+    dtype: str
+    limits: GPULimits
+    scale: float = 1.0
+    head_dim: int = 0
+
+    def __post_init__(self) -> None:
+        self.tiling, self.product = cache(self._tiling), cache(self._product)  # each is asked several times
+
+    @property
+    def name(self) -> str:
+        return f"[{self.num_rows}, {self.num_inputs}]"
+
+    @property
+    def num_outputs(self) -> int:
+        return self.num_rows // (2 if self.kind == "gated" else 1)
+
+    def _tiling(self, rows: int) -> Tiling | None:
+        """`TritonLinear` and the choice without norms."""
+        if self.dtype not in ("bfloat16", "float16"):
+            return None
+        gated, may_split, hopper = self.kind == "gated", self.kind == "residual", not self.has_bias and self.scale == 1
+        sizes = rows, self.num_outputs, self.num_inputs
+        return choose_tiling(*sizes, gated=gated, may_split=may_split, limits=self.limits, hopper=hopper)
+
+    def _product(self, rows: int) -> ProductTiling | GatedTiling | None:
+        """The choice with norms on both sides."""
+        if self.kind is None or self.dtype != "bfloat16" or self.scale != 1.0:
+            return None
+        if (self.has_bias and self.kind != "qkv") or (self.kind == "qkv" and self.head_dim not in (64, 128)):
+            return None
+        return product_tiling(self.kind, rows, self.num_rows, self.num_inputs, self.limits.num_sms)
+
+    def reads_norm(self, rows: int) -> bool:
+        tiling = self.tiling(rows)
+        has_norms = (tiling is not None and tiling.supports_norms) or self.product(rows) is not None
+        return has_norms and self.dtype == "bfloat16"
+
+    def makes_norm(self, rows: int, is_read: bool) -> bool:
+        """Whether the residual sum and the next norm are part of the product."""
+        tiling = self.tiling(rows)
+        has_norm = self.product(rows) is not None or (tiling is not None and tiling.supports_norms)
+        return is_read and has_norm and self.dtype == "bfloat16"
+
+    def alone(self, rows: int) -> str:
+        """The kernel without norms before or after it."""
+        tiling = self.tiling(rows)
+        return _LIBRARY if tiling is None else self._text(tiling)
+
+    def with_norms(self, rows: int) -> str:
+        """The kernel that makes a deferred norm, or reads one."""
+        product = self.product(rows)
+        if product is not None:
+            return self._text(product)
+        return f"{self.alone(rows)} {'with the next norm' if self.kind == 'residual' else 'after a norm'}"
+
+    def gate_up(self, rows: int, follows: bool, follows_product: bool) -> str:
+        if follows:
+            return self.with_norms(rows)
+        if not self.has_bias and self.dtype == "bfloat16" and not (self.product(rows) and follows_product):
+            for wide in gated_tilings(rows, self.num_rows, self.num_inputs, self.limits.num_sms):
+                return self._text(wide)
+        if self.tiling(rows) is not None:
+            return self.alone(rows)
+        sizes = rows, self.num_outputs, self.num_inputs, self.limits.num_sms
+        is_supported = self.dtype != "float32" and not self.has_bias
+        groups = gated_row_groups(*sizes) if is_supported else None
+        return f"{_LIBRARY}, silu_and_mul" if groups is None else f"gated_hopper 256x64x{groups * 64}"
+
+    def _text(self, tiling: Tiling | ProductTiling | GatedTiling) -> str:
+        return tiling_text(tiling, self.num_inputs, self.head_dim if self.kind == "qkv" else 0)
+
+
+def tiling_text(tiling: Tiling | ProductTiling | GatedTiling, num_inputs: int, head_dim: int = 0) -> str:
+    """The kernel and its options, with the size of a tile: rows of the weight, inputs, rows of the input. ``head_dim``:
+    of the heads that the kernel rotates."""
+    if isinstance(tiling, GatedTiling):
+        return f"gated_product {tiling.outputs}x{CHUNK}x{tiling.rows} stages={tiling.stages}"
+    if isinstance(tiling, ProductTiling):
+        options = {"stages": tiling.stages(num_inputs, head_dim), "splits": tiling.splits, "peers": tiling.peers}
+        beside = " beside attention" if tiling.beside_attention else ""
+        return f"decode_product {tiling.outputs}x{CHUNK}x{tiling.rows}{options_text(options)}{beside}"
+    is_hopper = tiling.kernel == "hopper"
+    name = "tiled_hopper" if is_hopper else tiling.kernel
+    options = {"stages": tiling.stages, "warps": 1 if is_hopper else tiling.num_warps, "splits": tiling.splits}
+    return f"{name} {tiling.outputs}x{tiling.inputs}x{tiling.row_tile}{options_text(options)}"
+
+
+def options_text(options: dict[str, int]) -> str:
+    """Those that are not 1."""
+    return "".join(f" {name}={value}" for name, value in options.items() if value != 1)
+
+
+Operations = dict[str, tuple[int, Callable[[int], str]]]
+"""Operation, with a place for its layers -> the largest number, and the kernel for a number."""
+
+
+class _PlainLayer:
+    """Products, norms and attention one by one."""
+
+    def __init__(self, plan: EnginePlan, index: int, limits: GPULimits) -> None:
+        spec = plan.model.layers[index]
+        self._plan, self._mixer, self._limits = plan, spec.mixer, limits
+        specs = *kv_cache_specs(plan.model), *plan.drafter.kv_specs
+        layout = KVLayout(2, plan.config.block_size, plan.dtype, specs, plan.kv_layout)
+        self._empty = partial(torch.empty, dtype=getattr(torch, plan.dtype), device="meta")
+        self._kv_cache = layout.layer_views([*map(self._empty, layout.tensor_shapes)])[index]
+        kinds: tuple[ProductKind, ...] = ("qkv", "residual", "gated", "residual")
+        linears = zip(kinds, spec.linears(plan.model.hidden_size), strict=True)
+        self.qkv, self.o, self.gate_up, self.down = (
+            _Matrix(kind, rows, inputs, has_bias, plan.dtype, limits, scale, spec.mixer.head_dim)
+            for kind, (rows, inputs, has_bias) in linears
+            for scale in (spec.residual_multiplier if kind == "residual" else 1.0,)
+        )
+
+    def operations(self, rows: int, requests: int) -> Operations:
+        matrices = {"qkv": self.qkv, "o": self.o, "gate_up": self.gate_up, "down": self.down}
+        alone = {name: replace(matrix, kind=None, scale=1.0) for name, matrix in matrices.items()}
+        products = {f"{name} {matrix.name}{{}}, by rows": (rows, matrix.alone) for name, matrix in alone.items()}
+        return {**products, **self._attention(rows, requests)}
+
+    def _attention(self, rows: int, requests: int) -> Operations:
+        drafts = self._plan.capture_table.num_drafts
+        of_drafts = {"attention{}, by requests with drafts": (requests, partial(self.decode, 1 + drafts))}
+        return {
+            "attention{}, by requests of a decode": (requests, partial(self.decode, 1)),
+            **(of_drafts if drafts else {}),
+            "attention{}, by tokens of a prompt": (rows, lambda n: self.decode(n, 1)),
+            "attention{}, by decodes beside prompts": (requests, partial(self.cached, 1)),
+        }
+
+    def decode(self, query_len: int, requests: int) -> str:
+        """Attention of requests with as many query tokens each, with what rotates and caches heads."""
+        return f"rope_and_cache, {self.cached(query_len, requests)}"
+
+    def cached(self, query_len: int, requests: int) -> str:
+        """Attention alone."""
+        inputs = self._inputs(query_len, requests)
+        rows = query_len * inputs.group
+        if self._plan.kernels["attention"] != "triton" or not triton_supports(self._mixer.head_dim, inputs.group):
+            return "sdpa"
+        if rows > max_rows(self._mixer.head_dim):
+            return self._prefill(inputs)
+        if decode_hopper.supports(inputs):
+            return f"decode_hopper rows={max(8, next_power_of_2(rows))}"
+        return self._decode_text(rows)
+
+    def _prefill(self, inputs: AttentionInputs) -> str:
+        if prefill_hopper.supports(inputs):
+            return "prefill_hopper"
+        sizes = inputs.group, max(16, next_power_of_2(self._mixer.head_dim)), inputs.query.element_size()
+        tiling = choose_prefill_tiling(*sizes, self._limits.shared_bytes)
+        options = {"stages": tiling.num_stages, "warps": tiling.num_warps}
+        return f"prefill {tiling.tile}x{tiling.rows}{options_text(options)}"
+
+    def _decode_text(self, rows: int, *, is_fused: bool = False) -> str:
+        dtype = getattr(torch, self._plan.dtype)
+        sizes = max(MIN_ROWS, next_power_of_2(rows)), max(16, next_power_of_2(self._mixer.head_dim)), dtype.itemsize
+        tiling = choose_decode_tiling(*sizes, self._limits.shared_bytes, is_fused=is_fused)
+        options = {"stages": tiling.num_stages, "warps": tiling.num_warps, "programs": tiling.programs_per_sm}
+        return f"decode {tiling.tile}x{sizes[0]}{options_text(options)}"
+
+    def _inputs(self, query_len: int, requests: int) -> AttentionInputs:
+        mixer, lens = self._mixer, self._empty(requests)
+        query = self._empty(1, mixer.num_heads, mixer.head_dim)
+        return AttentionInputs(query, self._kv_cache, lens, lens, lens, 1.0, mixer.window, query_len, mixer.soft_cap)
+
+
+class _FusedLayer(_PlainLayer):
+    """A layer in a run of layers of its kind."""
+
+    def operations(self, rows: int, requests: int) -> Operations:
+        qkv, o, gate_up, down = self.qkv, self.o, self.gate_up, self.down
+        return {
+            f"qkv of the first layer {qkv.name}{{}}, by rows": (rows, qkv.alone),
+            f"qkv of others {qkv.name}{{}}, by rows": (rows, self._qkv),
+            f"o {o.name}{{}}, by rows": (rows, lambda n: self._residual(o, n, gate_up.reads_norm(n))),
+            f"gate_up {gate_up.name}{{}}, by rows": (rows, self._gate_up),
+            f"down {down.name}{{}}, by rows": (rows, lambda n: self._residual(down, n, qkv.reads_norm(n))),
+            f"down of the last layer {down.name}{{}}, by rows": (rows, lambda n: self._residual(down, n, True)),
+            **self._attention(rows, requests),
+        }
+
+    def _follows(self, rows: int) -> bool:
+        """Whether q, k and v read a deferred norm."""
+        return self.down.makes_norm(rows, self.qkv.reads_norm(rows))
+
+    def _qkv(self, rows: int) -> str:
+        return self.qkv.with_norms(rows) if self._follows(rows) else self.qkv.alone(rows)
+
+    def _gate_up(self, rows: int) -> str:
+        follows = self.o.makes_norm(rows, self.gate_up.reads_norm(rows))
+        return self.gate_up.gate_up(rows, follows, self.o.product(rows) is not None)
+
+    def _residual(self, matrix: _Matrix, rows: int, is_read: bool) -> str:
+        if matrix.makes_norm(rows, is_read):
+            return matrix.with_norms(rows)
+        alone = matrix.alone(rows)
+        return f"{alone}, added in place" if alone == _LIBRARY and not matrix.has_bias else alone
+
+    def decode(self, query_len: int, requests: int) -> str:
+        """See `_PlainLayer.decode`; of all layers but the first, where the product rotates and caches heads."""
+        rows, mixer, inputs = requests * query_len, self._mixer, self._inputs(query_len, requests)
+        if self._follows(rows) and self.qkv.product(rows) is not None:
+            return self.cached(query_len, requests)
+        pairs_per_sm = requests * mixer.num_kv_heads / self._limits.num_sms
+        is_hopper = decode_hopper.supports(inputs)
+        if (
+            query_len <= MAX_FUSED_QUERY_LEN
+            and query_len * inputs.group <= max_rows(mixer.head_dim)
+            and pairs_per_sm <= (HOPPER_FUSED_PAIRS_PER_SM if is_hopper else FUSED_PAIRS_PER_SM)
+            and not (is_hopper and requests > HOPPER_FUSED_REQUESTS)
+            and self._plan.kernels["attention"] == "triton"
+        ):
+            return f"{self._decode_text(inputs.group * query_len, is_fused=True)} with rope_and_cache"
+        return super().decode(query_len, requests)
