@@ -223,7 +223,7 @@ class _PlainLayer:
         linears = zip(kinds, spec.linears(plan.model.hidden_size), strict=True)
         self.qkv, self.o, self.gate_up, self.down = (
             _Matrix(kind, rows, inputs, has_bias, plan.dtype, limits, scale, spec.mixer.head_dim)
-            for kind, (rows, inputs, has_bias) in linears
+            for kind, (_, rows, inputs, has_bias) in linears
             for scale in (spec.residual_multiplier if kind == "residual" else 1.0,)
         )
 
