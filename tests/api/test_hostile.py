@@ -16,6 +16,9 @@ PROMPT: dict[str, Any] = {"prompt": "a", "max_tokens": 1}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
 TEXT = b'{"max_tokens": 1, "prompt": '
 
+PROPERTIES = {f"p{number}": {"type": "string"} for number in range(1001)}
+WIDE = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": PROPERTIES}}}]
+
 RAW = {
     "empty": b"",
     "cut off": b'{"prompt": "a"',
@@ -48,6 +51,9 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ),
     *((field, {**PROMPT, field: [BIG]}) for field in ("stop_token_ids", "allowed_token_ids")),
     *((field, {**PROMPT, field: ["x"] * 5000}) for field in ("stop", "bad_words")),
+    ("bad_words", {**PROMPT, "prompt": ["a"] * 9, "bad_words": ["x" * 300] * 100}),
+    ("bad_words", {**PROMPT, "n": 100, "bad_words": ["x" * 30] * 100}),
+    ("tools", {**CHAT, "tools": WIDE, "tool_choice": "required"}),
     ("prompt", {**PROMPT, "prompt": [-1]}),
     ("prompt", {**PROMPT, "prompt": [BIG]}),
     ("prompt", {**PROMPT, "prompt": [1] * 5000}),

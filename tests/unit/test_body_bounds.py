@@ -61,6 +61,12 @@ def test_a_list_above_its_limit(field: str, limit: str, count: int, body: dict[s
     assert refusal(body, raised) is None
 
 
+@pytest.mark.parametrize("key", ['"t\\u006fols":', '"tools"' + " " * 3000 + ":", '"tools":\n' + "\t" * 3000])
+def test_a_field_is_known_in_any_spelling(key: str) -> None:
+    error = refusal(b"{%b%b}" % (key.encode(), json.dumps([{}] * 4).encode()))
+    assert error is not None and error.param == "tools"
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 1 << 20])
 def test_commas_and_brackets_of_texts_do_not_count(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "_CHUNK", chunk)

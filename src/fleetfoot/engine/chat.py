@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -18,7 +18,7 @@ from fleetfoot.parsers.harmony import THOUGHT, THOUGHT_END, HarmonyFormat
 from fleetfoot.parsers.registry import TOOL_FORMATS, MessageFormat, message_format
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
-from fleetfoot.structured.schemas import simplified
+from fleetfoot.structured.schemas import check_size, simplified
 from fleetfoot.tokenizer.text_stream import TextStream
 from fleetfoot.utils.validation import shown
 
@@ -239,6 +239,10 @@ def _constraint(form: MessageFormat, tools: ToolUse, params: SamplingParams) -> 
     takes_calls = given is None or given.json is not None or given.json_object
     if not tools.functions or not (tools.is_forced or takes_calls):
         return copy(given)
+    if tools.is_forced or given is not None:
+        _check_sizes(tools.functions)
+    elif tools.is_strict:
+        _check_sizes(loosened(tools.functions))
     options: dict[str, Any] = {"special_tokens": form.special_tokens, "text_tokens": form.text_tokens}
     options |= {"is_single": tools.is_single, "prepared": prepared_schema}
     if tools.is_forced:
@@ -265,6 +269,7 @@ def _harmony_constraint(
     functions = tools.functions if tools.is_forced or given is not None else loosened(tools.functions)
     if given is not None and not tools.is_forced and given.json is None and not given.json_object:
         functions = ()
+    _check_sizes(functions)
     answer = None if tools.is_forced else "TEXT" if given is None else "@answer"
     rules = Rules(form.special_tokens, prepared_schema, form.text_tokens)
     frame = rules.render(HarmonyFormat.message(functions, rules, answer=answer, can_think=budget is None))
@@ -277,6 +282,15 @@ def _harmony_constraint(
         constraint.reasoning_begin, constraint.reasoning_end = THOUGHT, THOUGHT_END
         constraint.max_reasoning_tokens = budget
     return constraint
+
+
+def _check_sizes(functions: Iterable[Tool]) -> None:
+    """Raise ValueError for parameters that a grammar has no room for."""
+    for tool in functions:
+        try:
+            check_size(tool.parameters or {})
+        except ValueError as error:
+            raise ValueError(f"tools has the function {tool.name!r}, in the parameters of which {error}") from None
 
 
 def prepared_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -28,10 +28,10 @@ _CHUNK = 1 << 20
 _PIECE = 1 << 14
 """Values that are decoded at a time."""
 _MAX_FIELDS = 256
-_QUOTE, _COMMA, _OPENING, _CLOSING = 34, 44, (91, 123), (93, 125)
+_QUOTE, _COMMA, _COLON, _OPENING, _CLOSING = 34, 44, 58, (91, 123), (93, 125)
 _STRUCTURE = np.zeros(256, np.bool_)
 _STRUCTURE[[_COMMA, *_OPENING, *_CLOSING]] = True
-_KEY = re.compile(rb'"((?:[^"\\]|\\.){0,200})"\s*:\s*$')
+_KEY = re.compile(rb'"(?:[^"\\]|\\.){0,200}"$')
 _FIRST = re.compile(rb"[\[{]\s*(.?)", re.DOTALL)
 _ID_FIELDS = ("prompt", "input", "tokens")
 """Fields that can hold token ids."""
@@ -189,8 +189,24 @@ def _check(found: Scan, limits: BodyLimits) -> None:
 
 def _field(body: bytes, place: int) -> str:
     """The name of the field with the list or object at a place."""
-    match = _KEY.search(body[max(0, place - 256) : place])
-    return match[1].decode(errors="replace") if match else "body"
+    colon = _end_before(body, place) - 1
+    if colon < 0 or body[colon] != _COLON:
+        return "body"
+    end = _end_before(body, colon)
+    match = _KEY.search(body[max(0, end - 256) : end])
+    try:
+        return str(msgspec.json.decode(match[0])) if match else "body"
+    except msgspec.DecodeError:  # as the decoder of the body will find
+        return "body"
+
+
+def _end_before(body: bytes, end: int) -> int:
+    """Where what comes before the white space before ``end`` ends."""
+    while part := body[max(0, end - 1024) : end]:
+        end -= len(part) - len(kept := part.rstrip(b" \t\r\n"))
+        if kept:
+            break
+    return end
 
 
 def _first(body: bytes, place: int) -> bytes:

@@ -39,6 +39,8 @@ _T = TypeVar("_T")
 
 MAX_ENTRIES = 1 << 18
 """Most entries of ``logit_bias`` or ``allowed_token_ids``, times prompts."""
+MAX_BAD_CHARS = 1 << 18
+"""Most characters of all ``bad_words``, times sequences: each sequence compares its tokens with them in each step."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 4096
 """Most characters of all stop strings of a request."""
@@ -235,6 +237,9 @@ class Service:
             if (size := len(prompts) * len(getattr(params, field, None) or ())) > MAX_ENTRIES:
                 message = f"{field} has {size} entries for all prompts together; {MAX_ENTRIES} are the most"
                 raise invalid(field, message)
+        if (size := num_sequences * sum(map(len, getattr(params, "bad_words", None) or ()))) > MAX_BAD_CHARS:
+            message = f"bad_words has {size:,} characters for all sequences together; {MAX_BAD_CHARS:,} are the most"
+            raise invalid("bad_words", message)
         if self.is_draining:
             raise ApiError(503, "the server shuts down", "shutting_down", retry_after=5)
         self._check_queue(len(prompts))

@@ -354,13 +354,28 @@ def _count(schema: Mapping[str, Any], keyword: str, default: int) -> int:
     return count if isinstance(count := schema.get(keyword), int) else default
 
 
-def _check_counts(schema: Mapping[str, Any]) -> None:
-    """Properties that the parser has no room for; and the compiler counts a name that is used twice as two."""
-    count, required, properties = (schema.get(name) for name in ("minProperties", "required", "properties"))
-    is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+def check_size(schema: Mapping[str, Any]) -> None:
+    """Raise ValueError for a schema with an object that the parser has no room for, whatever its other keywords are."""
+    parts = [schema]
+    while parts:
+        part = parts.pop()
+        _check_optional(part)
+        parts += [child for _, child in subschemas(part)]
+
+
+def _check_optional(schema: Mapping[str, Any]) -> None:
+    required, properties = schema.get("required"), schema.get("properties")
     num_required = len(required) if isinstance(required, list) else 0
     if isinstance(properties, dict) and len(properties) - num_required > _MAX_OPTIONAL:
         raise ValueError(f"properties has {len(properties):,}; at most {_MAX_OPTIONAL:,} need not be required")
+
+
+def _check_counts(schema: Mapping[str, Any]) -> None:
+    """Properties that the parser has no room for; and the compiler counts a name that is used twice as two."""
+    count, required = schema.get("minProperties"), schema.get("required")
+    is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+    num_required = len(required) if isinstance(required, list) else 0
+    _check_optional(schema)
     if isinstance(count, int) and count > num_required + 1 and not is_closed:
         raise ValueError(
             f"minProperties is {count}, and {num_required} properties are required; it can be one more, unless "
