@@ -17,6 +17,7 @@ from tests.helpers.streams import async_test
 from fleetfoot.engine.client import EngineClient
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.input_processor import InputProcessor
+from fleetfoot.engine.link import EngineLink, engine_keys
 from fleetfoot.engine.wire import (
     AddRequest,
     Call,
@@ -40,6 +41,8 @@ from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.sampling.request_params import request_seed
 from fleetfoot.server.disaggregation.group import MAX_LOST, EngineGroup, GroupLink
 from fleetfoot.server.own_engine import WINDOW_S, OwnEngine, OwnEngineLink, RestartLimit
+from fleetfoot.utils.cluster_key import ClusterKey
+from fleetfoot.utils.curve import ClientCheck, listen_with
 
 SETTINGS = {"dtype": "float32", "tokenizer": "abc", "KV": "in blocks of 16"}
 FACTS = Ready(
@@ -506,3 +509,22 @@ async def test_an_update_by_collective_rpc_is_an_update() -> None:
         assert await update == 1
         with pytest.raises(ValueError, match="update_weights is not supported through a proxy"):
             await client.call("collective_rpc", method="update_weights", args=[{}])
+
+
+@async_test
+async def test_a_client_without_the_key_is_told() -> None:
+    key = ClusterKey(b"a secret of a deployment")
+    context = zmq.Context()
+    check = ClientCheck(context, engine_keys(key)[1][0])
+    socket = context.socket(zmq.ROUTER)
+    listen_with(socket, engine_keys(key)[0])
+    address = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
+    link = EngineLink(address)
+    try:
+        link.send(Hello())
+        with pytest.raises(ValueError, match="has a cluster key, and this client has none"):
+            await link.lost()
+    finally:
+        link.close(0)
+        check.close()
+        context.destroy(linger=0)

@@ -57,7 +57,7 @@ class EngineLink:
     """
 
     def __init__(self, address: str, key: ClusterKey | None = None, *, detects_loss: bool = False) -> None:
-        self._address, self._is_open = address, key is None
+        self._address, self._has_key = address, key is not None
         self._context = zmq.asyncio.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.set_hwm(0)
@@ -90,12 +90,14 @@ class EngineLink:
         num_refusals, is_connected = 0, False
         while True:
             event: Any = parse_monitor_message(await self._monitor.recv_multipart())["event"]
-            if event & _REFUSALS:
-                num_refusals += not self._is_open
-                if num_refusals == MAX_REFUSALS:
+            if event & _REFUSALS and not is_connected:
+                # after an error of the protocol, as of a client without a key, ZeroMQ does not connect again
+                num_refusals += MAX_REFUSALS if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL else 1
+                if num_refusals >= MAX_REFUSALS:
+                    problem = "another cluster key" if self._has_key else "a cluster key, and this client has none"
                     raise ValueError(
-                        f"the engine at {self._address} has another cluster key; give both the same with "
-                        "--cluster-key-file or FLEETFOOT_CLUSTER_KEY"
+                        f"the engine at {self._address} has {problem}; give both the same with --cluster-key-file or "
+                        "FLEETFOOT_CLUSTER_KEY, or from Python with EngineGroup.key"
                     )
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 num_refusals, is_connected = 0, True
