@@ -46,6 +46,11 @@ def test_a_conversation_with_calls(llm):
     function["arguments"] = "{]"
     with pytest.raises(ValueError, match=r"messages\[1\]\.tool_calls\[0\]\.function\.arguments is not JSON"):
         llm.chat(messages, use_tqdm=False)
+    function["arguments"] = "[" + "[]," * 50_000
+    with pytest.raises(
+        ValueError, match=r"messages\[1\]\.tool_calls\[0\]\.function\.arguments has up to 100,001 lists"
+    ):
+        llm.chat(messages, use_tqdm=False)
 
 
 def test_a_template_that_takes_arguments_as_text(llm):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetfoot.server import bounds
-from fleetfoot.server.bounds import BodyLimits, decode, must_scan, scan
+from fleetfoot.server.bounds import SMALL_BYTES, BodyLimits, cost_of, decode, must_scan, scan
 from fleetfoot.server.http import ApiError, decode_body
 from fleetfoot.server.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest
 
@@ -175,3 +175,13 @@ def test_the_documentation_has_all_limits_and_their_defaults() -> None:
     counts = ((re.findall(r"`(\w+)`", names), int(default.replace(",", ""))) for names, default, _ in rows)
     found = {name: count for names, count in counts for name in names}
     assert found == dataclasses.asdict(BodyLimits())
+
+
+def test_many_lists_and_objects_cost_more_than_their_bytes() -> None:
+    """They leave the event loop, as large bodies do."""
+    tools = [{"type": "function", "function": {"name": f"f{number}", "parameters": {}}} for number in range(1000)]
+    deep = [json.loads("[" * 50 + "]" * 50) for _ in range(100)]
+    for body in ({"tools": tools}, {"messages": [{"x": deep}]}, {"prompt": "a" * SMALL_BYTES}):
+        assert cost_of(msgspec.json.encode(body)) > SMALL_BYTES
+    small = msgspec.json.encode({"tools": tools[:20], "messages": [{"role": "user", "content": "[" * 100}]})
+    assert cost_of(small) == len(small)

@@ -15,6 +15,10 @@ _NO_VARIABLES = ("chat_template", "messages", "conversation", "self", "max_lengt
 """Names that ``chat_template_kwargs`` cannot have: the other arguments of `Tokenizer.apply_chat_template`."""
 
 
+MAX_ARGUMENT_VALUES = 1 << 16
+"""Commas and brackets in the arguments of a call that come back in a message: they are read at once."""
+
+
 def read_conversation(messages: Any) -> Any:
     """A conversation as chat templates take it."""
     if not isinstance(messages, list | tuple):
@@ -49,6 +53,11 @@ def _read_call(where: str, call: Any) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"{where}.function is {shown(function)}; it must be an object with a name and arguments")
     arguments = function.get("arguments")
+    if isinstance(arguments, str) and (most := sum(map(arguments.count, "[{,"))) > MAX_ARGUMENT_VALUES:
+        raise ValueError(
+            f"{where}.function.arguments has up to {most:,} lists, objects and values; the limit is "
+            f"{MAX_ARGUMENT_VALUES:,}"
+        )
     if isinstance(arguments, str) and arguments.strip():
         try:
             arguments = json.loads(arguments + completion(arguments))

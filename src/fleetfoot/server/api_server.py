@@ -169,6 +169,7 @@ class ApiServer:
             lifespan="off",
             timeout_graceful_shutdown=round(settings.shutdown_timeout) + _LAST_SECONDS,
             server_header=False,
+            proxy_headers=False,  # a client would choose the address that it is known by
             ssl_keyfile=settings.ssl_keyfile,
             ssl_certfile=settings.ssl_certfile,
             ssl_ca_certs=settings.ssl_ca_certs,

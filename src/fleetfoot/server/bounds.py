@@ -23,6 +23,7 @@ _T = TypeVar("_T")
 
 SMALL_BYTES, SMALL_VALUES = 1 << 18, 1 << 13
 """A body of at most so many bytes and values is decoded by the event loop: it takes about a millisecond."""
+_MANY_CONTAINERS = 512
 _CHUNK = 1 << 20
 """Bytes that are scanned at a time."""
 _PIECE = 1 << 14
@@ -82,6 +83,13 @@ def over_limit(field: str, what: str, count: int, name: str, limits: BodyLimits)
     most = getattr(limits, name)
     hint = f"an operator sets this limit with --limit-per-request '{{\"{name}\": {most}}}'"
     return invalid(field, f"{what} {count:,}; {most:,} are the most ({hint})")
+
+
+def cost_of(body: bytes) -> int:
+    """The bytes of a body; more than SMALL_BYTES if it has many lists and objects, each of which costs as much as
+    hundreds of characters: 1,000 tools in 0.13 MB take 0.2 s, and so do 300 lists of depth 200 in a template."""
+    num_containers = body.count(b"[") + body.count(b"{")
+    return len(body) if num_containers <= _MANY_CONTAINERS else max(len(body), SMALL_BYTES + 1)
 
 
 def must_scan(body: bytes, limits: BodyLimits) -> bool:

@@ -26,7 +26,7 @@ from fleetfoot.outputs import CompletionOutput, RequestOutput
 from fleetfoot.records.pooling_params import PoolingParams
 from fleetfoot.records.sampling_params import EXTRA_ARGS, SamplingParams
 from fleetfoot.records.structured_outputs import with_closed_objects
-from fleetfoot.server.bounds import SMALL_BYTES, BodyLimits, decode, must_scan, over_limit, scan
+from fleetfoot.server.bounds import SMALL_BYTES, BodyLimits, cost_of, decode, must_scan, over_limit, scan
 from fleetfoot.server.http import ApiError, check_request_id, decode_body, invalid, read_body
 from fleetfoot.server.liveness import Liveness
 from fleetfoot.server.template_process import render_apart
@@ -151,7 +151,7 @@ class Service:
         """The body of a request, for a model that is served. Raises ApiError."""
         self._client.set(http.scope.get("client_name", ""))
         content = await read_body(http, self.settings.max_body_bytes)
-        self._body_size.set(len(content))
+        self._body_size.set(cost_of(content))
         body = await self._decode(content, decoder)
         if (name := getattr(body, "request_id", None)) is not None:
             check_request_id(name)
@@ -161,7 +161,7 @@ class Service:
 
     async def _decode(self, content: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
         limits = self.settings.limits
-        if len(content) > SMALL_BYTES:
+        if self._body_size.get() > SMALL_BYTES:
             found = await self.run_native(len(content), scan, content, limits)
             return await self.work(decode, found, decoder, self._unknown_fields)
         if must_scan(content, limits):

@@ -192,6 +192,8 @@ class _Events(GenerationEvents):
         for completion in output.outputs:
             number = index * answer.params.n + completion.index
             is_first = number not in self._started
+            if is_first and not completion.token_ids and completion.finish_reason is None:
+                continue  # a chunk of the prompt, whose logprobs are not whole yet
             self._started.add(number)
             choice = answer.choice(index, output, completion, is_first=is_first)
             if choice.text or choice.logprobs or choice.finish_reason or self._has_empty:
