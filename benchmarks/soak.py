@@ -34,12 +34,13 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import torch
-
 from benchmarks.soak_oracle import MAX_MODEL_LEN, Case, Oracle, WeightSets, entry_fits, make_cases, ties_allowed
+
 from fleetfoot import LLMEngine, RequestOutput, SamplingParams
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KVTransferConfig
+from fleetfoot.engine import kept_weights
 from fleetfoot.kv_transfer.base.connector import (
     BLOCK_CONTIGUOUS_HND,
     KVConnector,
@@ -170,7 +171,7 @@ class Resources:
     children: Counter[str]
     """Processes."""
     shared: Counter[str]
-    """Mappings of shared memory, and files of engines in it and in the folder for temporary files."""
+    """Mappings of shared memory, and files of engines in the folder for temporary files."""
 
     @classmethod
     def now(cls, pid: int | None = None) -> Resources:
@@ -188,8 +189,7 @@ class Resources:
                     children[_named(Path(f"/proc/{child}/comm").read_text().strip())] += 1
         maps = (process / "maps").read_text().splitlines()
         shared = Counter(_named(line.split()[-1]) for line in maps if "/dev/shm/" in line)
-        for folder in (Path(tempfile.gettempdir()), Path("/dev/shm")):
-            shared.update(_named(str(path)) for path in folder.glob("fleetfoot-*"))
+        shared.update(_named(str(path)) for path in Path(tempfile.gettempdir()).glob("fleetfoot-*"))
         pages = int((process / "statm").read_text().split()[1])
         return cls(pages * os.sysconf("SC_PAGE_SIZE"), descriptors, threads, children, shared)
 
@@ -238,9 +238,13 @@ class Checker:
 
     def _problem(self, live: Live, seen: CompletionOutput, version: int) -> str | None:
         versions = seen.weight_versions or [seen.weight_version] * len(seen.token_ids)
-        if versions != sorted(versions) or (versions and not live.first_version <= versions[0] <= versions[-1] <= version):
+        if versions != sorted(versions) or (
+            versions and not live.first_version <= versions[0] <= versions[-1] <= version
+        ):
             return f"its versions {versions} are not within {live.first_version} and {version}"
-        if seen.finish_reason not in ("stop", "length", "abort") or (seen.finish_reason == "abort" and not live.may_abort):
+        if seen.finish_reason not in ("stop", "length", "abort") or (
+            seen.finish_reason == "abort" and not live.may_abort
+        ):
             return f"it has ended with {seen.finish_reason}: {seen.stop_reason}"
         is_part = seen.finish_reason == "abort"
         numbers = [self.numbers[one] for one in versions]
@@ -248,7 +252,7 @@ class Checker:
         self.counts["mixed"] += len(set(numbers)) > 1
         kind = "compared_up_to_an_abort" if is_part else "compared"
         if problem is not None and live.kept_version is not None:
-            # It has gone on with KV of two versions, by how many tokens each nobody knows: what came before is compared.
+            # It has gone on with KV of two versions, nobody knows how much of each: what came before is compared.
             kind, count = "compared_before_keep", sum(one < live.kept_version for one in versions)
             logprobs = seen.logprobs and seen.logprobs[:count]
             before = CompletionOutput(seen.index, "", seen.token_ids[:count], logprobs=logprobs)
@@ -418,8 +422,12 @@ class Soak:
 
 @contextmanager
 def own_temporary_folder() -> Iterator[Path]:
-    """Without the folders of other engines."""
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(tempfile, "tempdir", folder):
+    """Without the folders of other engines, and with those that are elsewhere in shared memory."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(tempfile, "tempdir", folder),
+        mock.patch.object(kept_weights, "_MEMORY", Path(folder)),
+    ):
         yield Path(folder)
 
 
@@ -558,10 +566,27 @@ def main() -> None:
     )
     parser.add_argument("--live", type=int, default=48, help="requests at a time")
     parser.add_argument("--cases", type=int, default=400, help="prompts with parameters, of which requests are drawn")
+    parser.add_argument("--http", action="store_true", help="over HTTP, without faults of workers")
     parser.add_argument("--model", type=Path, help="a folder; default: the embedded model")
     arguments = parser.parse_args()
     logging.getLogger("fleetfoot").setLevel(logging.CRITICAL + 1)
     torch.set_num_threads(1)  # on tensors this small, threads do nothing but wait for each other
+    if arguments.http:
+        from benchmarks.soak_http import http_soak
+
+        report = http_soak(
+            arguments.requests,
+            model=arguments.model,
+            num_reports=min(arguments.reports, max(5, arguments.requests // 100)),
+            num_live=arguments.live,
+            num_cases=arguments.cases,
+            seed=arguments.seed,
+            drafts=DRAFTERS[arguments.drafts],
+            runner=arguments.runner,
+            verbose=True,
+        )
+        print(json.dumps(report, indent=2))
+        return
     settings: dict[str, Any] = {"model_runner": arguments.runner, "speculative_config": DRAFTERS[arguments.drafts]}
     if arguments.overlap:
         settings["async_scheduling"] = True

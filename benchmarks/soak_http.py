@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-
 from benchmarks.soak import MAX_SLOPE, WARM_UP, Checker, Live, Resources, memory_report, own_temporary_folder
 from benchmarks.soak_oracle import MAX_MODEL_LEN, Case, Entry, Oracle, WeightSets, make_cases, ties_allowed
+
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.outputs import CompletionOutput, Logprob, RequestOutput
 

@@ -88,7 +88,9 @@ def make_cases(count: int, seed: int, vocabulary: range = range(6, 2000)) -> lis
     beginning = [rng.choice(vocabulary) for _ in range(40)]
     cases = []
     for _ in range(count):
-        prompt = beginning[: rng.choice([0, 5, 16, 24, 40])] + [rng.choice(vocabulary) for _ in range(rng.randint(1, 9))]
+        prompt = beginning[: rng.choice([0, 5, 16, 24, 40])] + [
+            rng.choice(vocabulary) for _ in range(rng.randint(1, 9))
+        ]
         temperature = rng.choice([0.0, 0.0, 0.8, 1.2])
         fields: dict[str, Any] = {
             "temperature": temperature,
@@ -133,6 +135,8 @@ class Oracle:
         self._current = 0
         tokenizer: Any = self._replayer.tokenizer
         self._decode = tokenizer.decode
+        for case in cases:  # what it starts when it is first needed is there before the soak
+            _run(self._replayer, case.prompt, case.params())
         self._outputs = [[_run(engine, case.prompt, case.params()) for case in cases] for engine in self._engines]
 
     def output(self, case: int, number: int) -> RequestOutput:
@@ -142,11 +146,13 @@ class Oracle:
     @property
     def num_distinct(self) -> int:
         """Cases whose tokens are different with each set, so that they show which one was served."""
-        alike = [[tuple(map(_tokens, outputs[case].outputs)) for outputs in self._outputs] for case in range(len(self.cases))]
+        alike = [
+            [tuple(map(_tokens, outputs[case].outputs)) for outputs in self._outputs] for case in range(len(self.cases))
+        ]
         return sum(len(set(tokens)) == len(self._outputs) for tokens in alike)
 
     def replay(self, case: int, index: int, numbers: Sequence[int], **changes: Any) -> CompletionOutput:
-        """Sequence ``index``, with the set of weights of each of its tokens. After a change all KV is computed again."""
+        """Sequence ``index``, with the set of weights of each of its tokens. A change computes all KV again."""
         engine, self.num_replays = self._replayer, self.num_replays + 1
         self._change_to(numbers[0])
         count = 0
@@ -165,7 +171,9 @@ class Oracle:
             self._replayer.apply_sparse_weight_patches(patches, mode="wait")
             self._current = number
 
-    def problem(self, case: int, seen: CompletionOutput, numbers: Sequence[int], *, is_part: bool = False) -> str | None:
+    def problem(
+        self, case: int, seen: CompletionOutput, numbers: Sequence[int], *, is_part: bool = False
+    ) -> str | None:
         """How a sequence differs from that of ``numbers``, the set of weights of each token; None: it does not.
 
         Args:
@@ -177,7 +185,9 @@ class Oracle:
         else:
             expected = self.replay(case, seen.index, numbers)
         problem = difference(seen, expected, is_part=is_part)
-        if is_part and not self._decode(seen.token_ids, skip_special_tokens=True).startswith(seen.text.rstrip("\ufffd")):
+        if is_part and not self._decode(seen.token_ids, skip_special_tokens=True).startswith(
+            seen.text.rstrip("\ufffd")
+        ):
             problem = f"text is {seen.text!r} of the tokens {seen.token_ids}"
         first = next((i for i, pair in enumerate(zip(seen.token_ids, expected.token_ids)) if pair[0] != pair[1]), None)  # noqa: B905
         if problem is None or first is None:
@@ -214,16 +224,17 @@ def _run(
 def difference(seen: CompletionOutput, expected: CompletionOutput, *, is_part: bool = False) -> str | None:
     """The first field that differs, with both values; None: there is none. ``is_part``: see `Oracle.problem`."""
     count = len(seen.token_ids) if is_part else None
-    fields = [("token_ids", seen.token_ids, expected.token_ids[:count])]
+    fields: list[tuple[str, Any, Any]] = [("token_ids", seen.token_ids, expected.token_ids[:count])]
     if not is_part:
-        for name in ("text", "finish_reason", "stop_reason"):
-            fields.append((name, getattr(seen, name), getattr(expected, name)))
+        names = ("text", "finish_reason", "stop_reason")
+        fields += [(name, getattr(seen, name), getattr(expected, name)) for name in names]
     for name, mine, other in fields:
         if mine != other:
             return f"{name} is {mine!r} instead of {other!r}"
     sums = seen.cumulative_logprob, expected.cumulative_logprob
-    if not is_part and None not in sums and abs(sums[0] - sums[1]) > TOLERANCE * max(1, len(seen.token_ids)):
-        return f"cumulative_logprob is {sums[0]} instead of {sums[1]}"
+    if not is_part and sums[0] is not None and sums[1] is not None:
+        if abs(sums[0] - sums[1]) > TOLERANCE * max(1, len(seen.token_ids)):
+            return f"cumulative_logprob is {sums[0]} instead of {sums[1]}"
     return entries_difference("logprobs", seen.logprobs, expected.logprobs and expected.logprobs[:count])
 
 
@@ -245,9 +256,8 @@ def entry_fits(seen: Entry, expected: Entry) -> bool:
         if (other := expected.get(token)) is None:
             if abs(one.logprob - min(entry.logprob for entry in expected.values())) > TOLERANCE:
                 return False
-        elif (
-            abs(one.logprob - other.logprob) > TOLERANCE
-            or (one.rank is not None and (abs(one.rank - other.rank) > 2 or one.decoded_token != other.decoded_token))
+        elif abs(one.logprob - other.logprob) > TOLERANCE or (
+            one.rank is not None and (abs(one.rank - other.rank) > 2 or one.decoded_token != other.decoded_token)
         ):
             return False
     return True
