@@ -496,11 +496,14 @@ def soak(
     begin = time.perf_counter()
     with own_temporary_folder() as folder:
         weights = WeightSets(model or embedded_model_path(), folder, num_weights)
-        oracle = Oracle(weights, make_cases(num_cases, seed))
+        cases = make_cases(num_cases, seed)
+        Oracle(weights, cases).shutdown()  # libraries have their threads now
+        before = Resources.now()
+        oracle = Oracle(weights, cases)
         oracle_s = time.perf_counter() - begin
         checker = Checker(oracle)
         config = EngineConfig(model=str(weights.folders[0]), **{**defaults, **settings})
-        before, begin = Resources.now(), time.perf_counter()
+        begin = time.perf_counter()
         engine = LLMEngine.from_config(config)
         engine.watch_holds(lambda is_held: setattr(faults, "is_held", is_held))
         load = Soak(engine, checker, seed=seed, num_live=num_live, event_share=event_share)
@@ -517,9 +520,10 @@ def soak(
                 break
         stats = engine.stats()
         engine.shutdown()
-        del engine, load.engine
-        left_over = Resources.now().left_over(before)
         oracle.shutdown()
+        distinct, replays, ties = oracle.num_distinct, oracle.num_replays, oracle.num_ties
+        del engine, load.engine, checker.oracle, oracle
+        left_over = Resources.now().left_over(before)
     drafts = stats.drafts
     result = {
         "requests": load.num_ended,
@@ -527,12 +531,12 @@ def soak(
         "oracle_seconds": round(oracle_s, 1),
         "cases": num_cases,
         "weights": num_weights,
-        "cases_that_differ_with_each": oracle.num_distinct,
+        "cases_that_differ_with_each": distinct,
         "steps": stats.num_steps,
         "ends": dict(checker.reasons),
         **checker.counts,
-        "replays": oracle.num_replays,
-        "ties": oracle.num_ties,
+        "replays": replays,
+        "ties": ties,
         "restarts": stats.num_restarts,
         "preemptions": stats.scheduler.num_preemptions,
         "drafted": drafts.num_drafted if drafts else 0,
@@ -545,7 +549,7 @@ def soak(
     }
     assert result["requests"] == load.num_added, result
     assert not left_over, result
-    assert oracle.num_ties <= ties_allowed(checker.counts["tokens"]), result
+    assert ties <= ties_allowed(checker.counts["tokens"]), result
     assert load.num_ended < 100_000 or result["slope_bytes_per_request"] <= max_slope, result
     return result
 
