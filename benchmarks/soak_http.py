@@ -126,8 +126,7 @@ class HttpSoak:
         if self._rng.random() < 0.02:
             await self._refuse(client, body)
         answer = Answer(case)
-        # A stream has the prompt logprobs of the first chunk of its prompt alone: a fault that is not mended yet.
-        if self._rng.random() < 0.5 or "prompt_logprobs" in case.fields:
+        if self._rng.random() < 0.5:
             response = await client.post("/v1/completions", json=body)
             if response.status_code == 200:
                 answer.add(response.json())
