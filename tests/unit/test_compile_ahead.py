@@ -819,13 +819,13 @@ def test_threads_do_not_share_launchers(monkeypatch: pytest.MonkeyPatch) -> None
 def test_closing_ends_pending_calls(monkeypatch: pytest.MonkeyPatch, pool: Callable[..., CompileWorker]) -> None:
     waits = threading.Event()
     worker = pool(SILENT)
-    load: Callable[[Any], object] = pickle.load
+    receive = CompileWorker._receive
 
-    def load_and_notify(stream: Any) -> object:
+    def notify_and_receive(worker: CompileWorker) -> bool:
         waits.set()
-        return load(stream)
+        return receive(worker)
 
-    monkeypatch.setattr(compile_worker.pickle, "load", load_and_notify)
+    monkeypatch.setattr(CompileWorker, "_receive", notify_and_receive)
     with ThreadPoolExecutor(1) as threads:
         pending = threads.submit(worker.compile, lambda: None)
         assert waits.wait(timeout=60)
