@@ -86,11 +86,11 @@ def with_a_prompt(num_requests: int) -> tuple[SchedulerOutput, ModelRunnerOutput
 def answer(addresses: WorkerAddresses, outputs: list[ModelRunnerOutput]) -> None:
     """A worker that has its outputs ready: one for each series of steps, which is in the step's number."""
     channel = WorkerChannel(addresses)
-    with channel.open_replies() as replies:
-        replies.send(b"")  # it is there
+    with channel.open_replies() as reply:
+        reply(StepOutput(0, 0, outputs[0]))  # it is there
         while message := channel.receive():
             number, *_ = decode_call(message)
-            replies.send(encode_reply(StepOutput(0, number, outputs[number])))
+            reply(StepOutput(0, number, outputs[number]))
     channel.close()
 
 
