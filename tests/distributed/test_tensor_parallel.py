@@ -228,7 +228,7 @@ def test_dummy_and_reloaded_weights(folders: dict[str, Path]) -> None:
 @pytest.mark.parametrize("way", KINDS)
 def test_quantized_weights(folders: dict[str, Path], way: str) -> None:
     expected = run_steps(load(folders["int8"], linear_methods=LinearMethods(Int8())))
-    for logits in on_ranks(way, 2, lambda group: run_steps(load(folders["int8"], group, Int8()))):
+    for logits in on_ranks(way, 2, lambda group: run_steps(load(folders["int8"], group, LinearMethods(Int8())))):
         assert_close(logits, expected)
 
 

@@ -165,8 +165,6 @@ def test_a_piped_prompt_and_a_file_of_tokens(run: Command, pipe: Pipe, tmp_path:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--prompt", ""], "prompt is an empty string"),
-        (["--prompt", "a", "--prompt", ""], "prompt 2 of 2: prompt is an empty string"),
         (["--prompt", "a", "--allowed-token-ids", "99999"], "allowed_token_ids names tokens [99999]"),
         (["--prompt", "a", "--logprobs", "500"], "logprobs must be at most 20, got 500"),
         (["--prompt", "a b c d e f g", "--max-model-len", "4"], "max_model_len=4"),

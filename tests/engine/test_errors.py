@@ -38,7 +38,6 @@ def nothing_is_left(llm: LLM) -> Iterator[None]:
 
 TWO = [[5, 6], [7, 8]]
 REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
-    ("", GREEDY, ValueError, "prompt is an empty string"),
     ([[]], GREEDY, ValueError, "the prompt has no tokens"),
     ({"prompt": "a", "images": []}, GREEDY, ValueError, "a prompt has no field 'images'"),
     (None, GREEDY, TypeError, "prompts is a NoneType"),
@@ -59,7 +58,7 @@ REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
     (TWO, [], ValueError, "sampling_params has 0 entries for 2 prompts"),
     (TWO, 0, TypeError, "^sampling_params is 0; it must be a SamplingParams"),
     (TWO, [GREEDY, None], TypeError, r"sampling_params\[1\]: sampling_params is None; it must be a SamplingParams"),
-    ([*TWO, "", "a"], GREEDY, ValueError, r"^prompts\[2\]: prompt is an empty string"),
+    ([*TWO, [], "a"], GREEDY, ValueError, r"^prompts\[2\]: the prompt has no tokens"),
     (["a", {"prompt": 5}], GREEDY, TypeError, r"^prompts\[1\]: prompt is 5; it must be a string"),
     (np.array([[5, 6], [7, -1]]), GREEDY, ValueError, r"^prompts\[1\]: prompt_token_ids\[1\] is -1"),
     ([np.int64(5), np.int64(-1)], GREEDY, ValueError, r"^prompt_token_ids\[1\] is -1"),

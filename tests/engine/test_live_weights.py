@@ -649,7 +649,7 @@ def test_kept_weights_that_cannot_be_written(
         tokens(engine)
 
 
-def test_killed_workers_of_several_ranks(versions: Any, leftovers: Any, port: int) -> None:
+def test_killed_ranks(versions: Any, leftovers: Any, port: int) -> None:
     """Each rank has its part of the tensors again, given or received, and patches of them."""
     known: Versions = versions("merged")
     engine = make_engine(known.folders[1], model_runner="v1", on_error="restart", max_restarts=9, **TP, **SIZE)

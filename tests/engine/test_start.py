@@ -112,7 +112,7 @@ BROKEN: dict[str, tuple[str, bytes | dict[str, Any] | None, str]] = {
     "no safetensors": (WEIGHTS, b"PK\x03\x04", "not a whole safetensors file"),
     "misshapen": (CONFIG, {"vocab_size": 100}, r"2 misshapen\n.*found \[2048, 64\], expected \[100, 64\]"),
     "no tokenizer": ("tokenizer.json", None, r"no tokenizer.json.*skip_tokenizer_init=True"),
-    "tokenizer not JSON": ("tokenizer.json", b"{", "tokenizer.json is not a file"),
+    "tokenizer not JSON": ("tokenizer.json", b"{", "tokenizer.json cannot be read as JSON"),
 }
 
 

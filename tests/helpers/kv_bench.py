@@ -92,6 +92,7 @@ class Bench:
         self.connector = self.scheduler
         self.steps = [StepConnector((make_worker or connector.worker_side)(context)) for context in self.contexts]
         self.caches = [[torch.rand(shape, device=device) for shape in layout.tensor_shapes] for _ in self.steps]
+        self.views = [layout.layer_views(caches) for caches in self.caches]
         for step, caches in zip(self.steps, self.caches, strict=True):
             step.register_kv_caches(caches, layout)
         self.merger = KVOutputMerger(num_ranks)

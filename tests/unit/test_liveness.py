@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 
+import msgspec
 import pytest
 from tests.helpers.streams import async_test
 from tests.unit.test_engine_group import FACTS, PARAMS, PlayedEngine
@@ -20,9 +21,7 @@ class Watched:
 
     def __init__(self, *, computes_on_cpu: bool = False) -> None:
         self.now, self.cpu, self.is_stopped = 100.0, 0.0, False
-        facts = FACTS
-        facts = type(facts)(*[getattr(facts, name) for name in facts.__struct_fields__[:-1]], computes_on_cpu)
-        self.engine = PlayedEngine(facts)
+        self.engine = PlayedEngine(msgspec.structs.replace(FACTS, computes_on_cpu=computes_on_cpu))
         self.client = EngineClient(self.engine.address, clock=lambda: self.now)
         self.liveness = Liveness(self.client, lambda: self.now, lambda pid: (self.cpu, self.is_stopped))
 

@@ -65,7 +65,8 @@ def test_threads_of_steps() -> None:
         assert torch.get_num_threads() == 4
         torch.set_num_threads(1)
         pool[0] = 8
-        assert threads(torch.get_num_threads)() == 1
+        with threads:
+            assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
 

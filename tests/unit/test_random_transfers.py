@@ -61,7 +61,7 @@ class Engine(Bench):
         for cache in (cache for caches in self.caches for cache in caches):
             cache.zero_()
         self.runner = FakeRunner(BLOCK_SIZE, VOCAB, pool=self.scheduler.pool)
-        self.runner.slots, self.runner.versions = TensorSlots(self.caches, 0), TensorSlots(self.caches, 1)
+        self.runner.slots, self.runner.versions = TensorSlots(self.views, 0), TensorSlots(self.views, 1)
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         result = ModelRunnerOutput([])

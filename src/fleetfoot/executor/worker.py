@@ -27,6 +27,7 @@ from fleetfoot.layers.context import ModelContext
 from fleetfoot.plan.connector import qualified_name
 from fleetfoot.plan.plan import EnginePlan, transfer_context
 from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.records.step import PendingOutput, SchedulerOutput, TokenMasks
 from fleetfoot.runner.base import ModelRunner
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
 from fleetfoot.runner.v1.pooling import PoolingModelRunner
@@ -114,8 +115,8 @@ class Worker:
         self.runner_name = self.runner.name
         self.execute_model, self.sample_tokens = self.runner.execute_model, self.runner.sample_tokens
         if plan.device == "cpu":
-            threads = StepThreads()
-            self.execute_model, self.sample_tokens = threads(self.execute_model), threads(self.sample_tokens)
+            self._threads = StepThreads()
+            self.execute_model, self.sample_tokens = self._execute_on_cpu, self._sample_on_cpu
         self.samples = pipeline.is_last_rank
         """Whether steps end with tokens on this rank."""
 
@@ -124,6 +125,16 @@ class Worker:
         """``pool``: as of `open_compiler`."""
         ahead = open_compiler(1, torch.device(plan.device), pool=pool) if plan.compiles_kernels else None
         return cls(plan, ahead=ahead)
+
+    # methods, not functions around those of the runner, which tracebacks of an engine that has failed would hold
+
+    def _execute_on_cpu(self, scheduler_output: SchedulerOutput) -> None:
+        with self._threads:
+            self.runner.execute_model(scheduler_output)
+
+    def _sample_on_cpu(self, masks: TokenMasks | None) -> PendingOutput:
+        with self._threads:
+            return self.runner.sample_tokens(masks)
 
     def _make_draft_settings(self) -> DraftSettings:
         """The drafter runs on the last pipeline stage; other stages receive its drafts."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ContextDecorator
 
 import torch
 
@@ -11,7 +10,7 @@ from fleetfoot.native.loading import NativeUnavailableError, open_library
 from fleetfoot.utils.process import num_cores
 
 
-class StepThreads(ContextDecorator):
+class StepThreads:
     """Limits the threads of a step: torch and the C kernels have at most as many as there are cores, and as many as the
     pool of the C library has while another process takes its cores. A program's own number is restored.
 
