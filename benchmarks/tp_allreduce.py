@@ -73,7 +73,7 @@ def run(rank: int, arguments: argparse.Namespace, folder: str) -> None:
     dist.init_process_group("gloo", init_method=meeting_point, world_size=arguments.ranks, rank=rank)
     shape = StepShape(8192, arguments.hidden, DTYPE, torch.device("cuda", rank))
     with torch.inference_mode():
-        group = make_groups(arguments.ranks, 1, shape).tensor
+        group = make_groups({"tensor": arguments.ranks}, shape).tensor
         assert isinstance(group, CudaTensorGroup)
         say(f"{arguments.ranks} x {torch.cuda.get_device_name()}, hidden size {arguments.hidden}, {DTYPE}")
         for part in arguments.only:
@@ -260,7 +260,7 @@ def chains(group: CudaTensorGroup, shape: StepShape, arguments: argparse.Namespa
 
 def pipelines(group: CudaTensorGroup, shape: StepShape, arguments: argparse.Namespace) -> None:
     """All ranks as one pipeline, the first as far ahead as it can be: steps and packets arrive whole and in order."""
-    pipeline = make_groups(1, arguments.ranks, shape).pipeline
+    pipeline = make_groups({"pipeline": arguments.ranks}, shape).pipeline
     assert isinstance(pipeline, TorchPipelineGroup)
     for num_tokens in (1, 64, 8192):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

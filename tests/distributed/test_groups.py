@@ -10,6 +10,7 @@ import torch.distributed as dist
 from tests.distributed.ranks import run_world, shared_memory
 from tests.helpers.interpreter import HAS_TRITON, compiled, run_python  # also the ranks' interpreter
 
+from fleetfoot.config.engine import EngineConfig
 from fleetfoot.distributed import (
     ALL_REDUCE_ROWS,
     GATHER_SETS,
@@ -20,6 +21,7 @@ from fleetfoot.distributed import (
 )
 from fleetfoot.distributed.groups import (
     SINGLE_PIPELINE_GROUP,
+    SINGLE_RANK,
     SINGLE_TENSOR_GROUP,
     CudaTensorGroup,
     StepShape,
@@ -44,11 +46,13 @@ def part_of(rank: int, *shape: int, dtype: torch.dtype = torch.float32, seed: in
 
 def test_single_groups_communicate_nothing() -> None:
     x = torch.ones(2, 3)
+    assert {name: (group.rank, group.size) for name, group in SINGLE_RANK.items()} == dict.fromkeys(
+        EngineConfig().group_sizes, (0, 1)
+    )
+    assert all(group.is_first_rank and group.is_last_rank for group in SINGLE_RANK.values())
     assert SINGLE_TENSOR_GROUP.all_reduce(x) is x
     assert SINGLE_TENSOR_GROUP.all_gather(x, 3) is x
     assert SINGLE_TENSOR_GROUP.reducing(add_rms_norm_torch) is add_rms_norm_torch
-    assert SINGLE_TENSOR_GROUP.is_first_rank and SINGLE_TENSOR_GROUP.is_last_rank
-    assert SINGLE_PIPELINE_GROUP.is_first_rank and SINGLE_PIPELINE_GROUP.is_last_rank
     assert SINGLE_PIPELINE_GROUP.receive(3) is None
     SINGLE_PIPELINE_GROUP.send_sampled_tokens(torch.zeros(1, dtype=torch.int32))
     with pytest.raises(RuntimeError, match="no next rank to send to"):
@@ -60,7 +64,7 @@ def test_single_groups_communicate_nothing() -> None:
 def work_of_four(rank: int) -> dict[str, Any]:
     """In one world: it takes seconds to make one."""
     found: dict[str, Any] = {}
-    whole = make_groups(4, 1, SHAPE).tensor
+    whole = make_groups({"tensor": 4}, SHAPE).tensor
     found["places"] = [(whole.rank, whole.size)]
     for dtype in DTYPES:
         found[f"sum {dtype}"] = whole.all_reduce(part_of(rank, 5, 8, dtype=dtype))
@@ -73,13 +77,13 @@ def work_of_four(rank: int) -> dict[str, Any]:
     parts = part_of(rank, 3, 2, 8)  # three partial sums of a linear layer
     found["norm"] = norm(parts, part_of(9, 2, 8, dtype=torch.bfloat16), part_of(8, 8, dtype=torch.bfloat16), 1e-5)
 
-    both = make_groups(2, 2, SHAPE)
+    both = make_groups({"tensor": 2, "pipeline": 2}, SHAPE)
     found["places"] += [(both.tensor.rank, both.tensor.size), (both.pipeline.rank, both.pipeline.size)]
     found["sum of two"] = both.tensor.all_reduce(part_of(rank, 5, 8))
 
     found["waits"] = waits_of(rank)
 
-    pipeline = make_groups(1, 4, SHAPE).pipeline
+    pipeline = make_groups({"pipeline": 4}, SHAPE).pipeline
     found["places"] += [(pipeline.rank, pipeline.size)]
     found["steps"], found["addresses"] = run_pipeline(pipeline)
     found["packets"] = run_packets(pipeline)
@@ -173,7 +177,8 @@ def errors_of(pipeline: Any) -> list[str]:
         lambda: pipeline.send(IntermediateTensors(too_long)),
         lambda: pipeline.send_sampled_tokens(torch.zeros(1)),
         lambda: pipeline.receive_sampled_tokens(torch.zeros(2, 2, dtype=torch.int32).t()),
-        lambda: make_groups(3, 1, SHAPE),
+        lambda: make_groups({"tensor": 3}, SHAPE),
+        lambda: make_groups({"tensor": 4, "expert": 4}, SHAPE),
     ):
         try:
             call()
@@ -256,12 +261,13 @@ TOO_LONG = "a step of 17 tokens does not fit in a pipeline's buffers, which are 
 
 def test_errors_of_a_pipeline(four: Found) -> None:
     for rank, found in enumerate(four):
-        receive, send, send_sampled_tokens, receive_sampled_tokens, groups = found["errors"]
+        receive, send, send_sampled_tokens, receive_sampled_tokens, groups, experts = found["errors"]
         assert receive == ("" if rank == 0 else TOO_LONG)
         assert send == ("the last rank of a pipeline has no next rank to send to" if rank == 3 else TOO_LONG)
         assert send_sampled_tokens == "a packet is of torch.float32; it must be of int32"
         assert "it must be contiguous" in receive_sampled_tokens
         assert "4 processes are in the world" in groups
+        assert "the expert group has 4 ranks" in experts
 
 
 interpreted = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton's interpreter")

@@ -15,7 +15,7 @@ from tests.helpers.paged_models import PagedCache
 
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.distributed import peer_memory, peer_memory_words
-from fleetfoot.distributed.groups import CudaTensorGroup, TensorGroup
+from fleetfoot.distributed.groups import CudaTensorGroup, Groups, TensorGroup
 from fleetfoot.distributed.peer_memory import PeerMemory
 from fleetfoot.fusion.decoder import fuse
 from fleetfoot.kernels.elementwise import rms_norm_torch
@@ -146,7 +146,7 @@ def run_decoders(rank: int, two: Any, folder: Path) -> Logits:
         custom = peer_memory.CustomAllReduce(memory, rank, 2, config.hidden_size, DTYPE, CPU)
         group = CudaTensorGroup(two, custom)
         kernels = {"ops": triton_kernels(), "attention": cpu_kernels().attention}
-        context = paged_models.context(dtype=DTYPE, tensor_group=group, **kernels)
+        context = paged_models.context(dtype=DTYPE, groups=Groups(group), **kernels)
         model = ModelLoader(config, context, folder / name).load()
         fuse(model.model.layers, context, (True, True))
         cache = PagedCache(config.with_mixers(num_kv_heads=config.layers[0].mixer.num_kv_heads // 2), 16)
@@ -198,7 +198,7 @@ def test_one_rank_loads_the_bias_of_a_sum_and_the_others_have_zeros(rank: int) -
     """So all launch the same kernels, see `SchedulerOutput.num_kernels`."""
     group = TensorGroup()
     group.rank, group.size = rank, 2
-    context = paged_models.context(tensor_group=group)
+    context = paged_models.context(groups=Groups(group))
     linear = RowParallelLinear(context, "o_proj", 64, 32, True, slice(32 * rank, 32 * rank + 32))
     specs = [*linear.own_weight_specs("", "")]
     assert [spec.name for spec in specs] == ["o_proj.weight", "o_proj.bias"][: 2 - rank]

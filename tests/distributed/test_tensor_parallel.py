@@ -29,7 +29,7 @@ from fleetfoot.assets import embedded_eagle_path, embedded_model_path
 from fleetfoot.config.model import RopeConfig
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.sharding import pipeline_layers
-from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, StepShape, TensorGroup, make_groups
+from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, Groups, StepShape, TensorGroup, make_groups
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.fusion import plan_fusion
 from fleetfoot.fusion.decoder import fuse
@@ -92,7 +92,7 @@ KINDS = {"exact": TurnsGroup, "summed": SummingGroup}
 
 
 def context(group: TensorGroup) -> ModelContext:
-    return ModelContext(cpu_kernels(), cpu_kernels().attention, torch.float32, CPU, tensor_group=group)
+    return ModelContext(cpu_kernels(), cpu_kernels().attention, torch.float32, CPU, groups=Groups(group))
 
 
 def load(
@@ -143,7 +143,7 @@ def residual_streams(folder: Path, group: TensorGroup, is_fused: bool) -> list[t
 def run_pipeline(rank: int, folder: Path) -> list[torch.Tensor]:
     """Two tensor ranks by two pipeline ranks; logits of the steps on the last ones."""
     config = load_model_config(folder)
-    groups = make_groups(2, 2, StepShape(64, config.hidden_size, torch.float32, CPU))
+    groups = make_groups({"tensor": 2, "pipeline": 2}, StepShape(64, config.hidden_size, torch.float32, CPU))
     pipeline = groups.pipeline
     model = load(folder, groups.tensor, layers=pipeline_layers(config, pipeline.rank, pipeline.size))
     logits = []

@@ -25,7 +25,7 @@ from torch import nn
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.parsing import load_model_config
-from fleetfoot.distributed.groups import TensorGroup
+from fleetfoot.distributed.groups import Groups, TensorGroup
 from fleetfoot.executor.protocol import planned_parts
 from fleetfoot.fusion import LayerFusion, plan_fusion
 from fleetfoot.fusion.decoder import FusedDecoder, fuse
@@ -426,7 +426,7 @@ def test_dry_passes_queue_the_products_of_steps(
         monkeypatch.setattr(module, "load", load)
     group = TensorGroup()
     group.size = num_ranks
-    chosen = {"attention": cpu_kernels().attention, "dtype": torch.bfloat16, "tensor_group": group}
+    chosen = {"attention": cpu_kernels().attention, "dtype": torch.bfloat16, "groups": Groups(group)}
     model_context = context(ops=replace(triton_kernels(), layer_chain=None), **chosen)
     model = ModelLoader(config, model_context, None, "dummy").load()
     fuse(model.model.layers, model_context, (True, True))

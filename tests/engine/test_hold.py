@@ -178,7 +178,7 @@ def test_threads_that_share_an_llm(text_model: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with LLM(text_model, device="cpu", max_num_seqs=4) as llm:
         expected = llm.generate(prompt_of(6, 2048), params, use_tqdm=False)[0].outputs[0].token_ids
-        assert llm.collective_rpc("parts")[0]["num_ranks"] == 1
+        assert llm.collective_rpc("parts")[0]["ranks"]["tensor"] == 1
         llm.run_held(LLMEngine.pause)
         has_begun = threading.Event()
 

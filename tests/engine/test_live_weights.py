@@ -175,7 +175,7 @@ def failing_on_the_last(worker: Any) -> int:
 
 
 def test_calls_of_workers_in_other_processes(two_ranks: LLMEngine) -> None:
-    assert [parts["num_ranks"] for parts in two_ranks.collective_rpc("parts")] == [2, 2]
+    assert [parts["ranks"]["tensor"] for parts in two_ranks.collective_rpc("parts")] == [2, 2]
     with pytest.raises(LookupError, match="on rank 1") as caught:
         two_ranks.collective_rpc(failing_on_the_last)
     assert "failing_on_the_last" in str(caught.value.__cause__)

@@ -214,9 +214,9 @@ DIFFERENCES: dict[str, tuple[str, Any, str, str]] = {
     "connector": ("plan.connector.find_connector", odd_connector, r"'[\w.]*Odd'", r"'[\w.]*OffloadingConnector'"),
     "drafter": ("executor.worker.build_speculation", lambda *_, **__: NO_DRAFTING, "'none'", "'ngram'"),
     "fused_layers": ("runner.v2.runner.fuse", lambda *_: None, r"\(\)", r"\(0, 1"),
-    "num_ranks": ("distributed.groups.TensorGroup.size", 2, "2", "1"),
+    "ranks": ("distributed.groups.TensorGroup.size", 2, "{'tensor': 2.*}", "{'tensor': 1.*}"),
 }
-SETTINGS = {"connector": {"kv_offloading_size": 0.01}, "drafter": NGRAM, "num_ranks": {"load_format": "dummy"}}
+SETTINGS = {"connector": {"kv_offloading_size": 0.01}, "drafter": NGRAM, "ranks": {"load_format": "dummy"}}
 
 
 @pytest.mark.parametrize("what", DIFFERENCES)
@@ -236,7 +236,7 @@ def test_each_rank_is_compared_with_its_own_part(text_model: Path) -> None:
     assert [builds[rank]["drafter"] for rank in range(2)] == ["none", "ngram"]
     for rank, build in builds.items():
         check_parts(plan, rank, build)
-    builds[1] = {**builds[1], "attention": "odd", "num_ranks": 3}
+    builds[1] = {**builds[1], "attention": "odd", "ranks": {"tensor": 3}}
     with pytest.raises(PlanMismatchError) as caught:
         check_parts(plan, 1, builds[1])
     assert str(caught.value).count("\n  - worker 1: ") == 2

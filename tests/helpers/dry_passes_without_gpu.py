@@ -157,7 +157,7 @@ def make_runner(kind: Kind) -> ModelRunnerV2:
             pipeline._buffers = IntermediateTensors(hidden_states)  # type: ignore[attr-defined]
         layers = pipeline_layers(config, kind.pipeline_rank, 2)
     context = ModelContext(
-        triton_kernels(), TritonBackend(), kind.dtype, CPU, max_positions=MAX_MODEL_LEN + 8, tensor_group=tensor_group
+        triton_kernels(), TritonBackend(), kind.dtype, CPU, MAX_MODEL_LEN + 8, groups.Groups(tensor_group, pipeline)
     )
     num_drafts = 0 if kind.method is None else NUM_DRAFTS
     num_tokens = 1024 if kind.pipeline_rank is None else MAX_NUM_TOKENS
@@ -170,7 +170,6 @@ def make_runner(kind: Kind) -> ModelRunnerV2:
         device=RecordingDevice(has_graphs=True),
         fusion=plan_fusion(config, "v2"),
         draft_settings=make_speculation(kind, config, context, is_last=pipeline.is_last_rank),
-        pipeline=pipeline,
     )
     runner.load_model()
     name = str(kind.dtype).removeprefix("torch.")
@@ -188,7 +187,7 @@ def make_speculation(kind: Kind, config: ModelConfig, context: ModelContext, *, 
         return DraftSettings(NUM_DRAFTS)
     if kind.method == "ngram":
         return DraftSettings(NUM_DRAFTS, ngram=(3, 1))
-    alone = replace(context, tensor_group=SINGLE_TENSOR_GROUP)
+    alone = replace(context, groups=groups.Groups())
     small = changed(config, num_layers=1, window=None, rope=RopeConfig())
     if kind.method != "eagle":
         small = changed(small, hidden_size=128, num_heads=4, num_kv_heads=1, intermediate_size=256)

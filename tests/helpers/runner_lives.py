@@ -13,6 +13,7 @@ import torch
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.parsing import load_model_config
+from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, Groups, PipelineGroup
 from fleetfoot.fusion import plan_fusion
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.interface import Kernels
@@ -138,24 +139,29 @@ class CapturableAttention(SDPABackend):
 
 
 def make_context(
-    device: RecordingDevice | None = None, ops: Kernels | None = None, *, max_model_len: int = MAX_MODEL_LEN
+    device: RecordingDevice | None = None,
+    ops: Kernels | None = None,
+    *,
+    max_model_len: int = MAX_MODEL_LEN,
+    pipeline: PipelineGroup = SINGLE_PIPELINE_GROUP,
 ) -> ModelContext:
     """The context of a model; its attention can be captured where the device has graphs."""
     attention = CapturableAttention() if device is not None and device.has_graphs else cpu_kernels().attention
-    cpu = torch.device("cpu")
-    return ModelContext(ops or cpu_kernels(), attention, torch.float32, cpu, max_model_len + NUM_DRAFTS)
+    cpu, groups = torch.device("cpu"), Groups(pipeline=pipeline)
+    return ModelContext(ops or cpu_kernels(), attention, torch.float32, cpu, max_model_len + NUM_DRAFTS, groups)
 
 
 def make_runner(
     kind: str, draft_settings: DraftSettings = NO_DRAFTING, *, device: RecordingDevice | None = None,
     layers: range | None = None, folder: Path = DRAFT, ops: Kernels | None = None,
     wrap: Callable[[CausalLM], CausalLM] = lambda model: model, num_blocks: int = 64, max_num_seqs: int = MAX_NUM_SEQS,
-    max_num_batched_tokens: int = 64, max_model_len: int = MAX_MODEL_LEN, **options: Any,
+    max_num_batched_tokens: int = 64, max_model_len: int = MAX_MODEL_LEN,
+    pipeline: PipelineGroup = SINGLE_PIPELINE_GROUP, **options: Any,
 ) -> Any:  # fmt: skip
     """A runner, ``v1`` or ``v2``, ready for steps. Only V2 takes a device; ``wrap``: given the model, returns what the
     runner takes for it; ``options``: of `ModelRunner`."""
     config = load_model_config(folder)
-    context = make_context(device, ops, max_model_len=max_model_len)
+    context = make_context(device, ops, max_model_len=max_model_len, pipeline=pipeline)
     loader = WrappingLoader(config, context, folder, layers=layers, wrap=wrap)
     options |= {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "draft_settings": draft_settings}
     runner: ModelRunner

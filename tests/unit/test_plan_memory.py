@@ -19,6 +19,7 @@ from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig, RopeConfig
 from fleetfoot.config.sharding import vocab_rows
 from fleetfoot.distributed import peer_memory_words
+from fleetfoot.distributed.groups import Groups
 from fleetfoot.executor.worker import Worker
 from fleetfoot.kernels.registry import DeviceFacts, plan_kernels
 from fleetfoot.layers.context import ModelContext
@@ -137,8 +138,8 @@ def test_weights_of_a_rank(device: str, tensor_size: int, pipeline_size: int, ch
     model = changed(SMALL, tie_word_embeddings=tied, **changes)
     settings = EngineConfig(tensor_parallel_size=tensor_size, pipeline_parallel_size=pipeline_size)
     dtype, size, hidden = getattr(torch, model.dtype), DTYPE_BYTES[model.dtype], model.hidden_size
-    ops, meta, group = cpu_kernels(), torch.device("meta"), Rank(0, tensor_size)
-    context = ModelContext(ops, ops.attention, dtype, meta, tensor_group=group, linear_methods=methods)
+    ops, meta, groups = cpu_kernels(), torch.device("meta"), Groups(Rank(0, tensor_size))
+    context = ModelContext(ops, ops.attention, dtype, meta, groups=groups, linear_methods=methods)
     rows = vocab_rows(model.vocab_size, tensor_size)
     padding = max(0, rows - model.vocab_size)
     for stage in dataclasses.replace(shape_of(model, device, settings), linear_methods=methods).stages():

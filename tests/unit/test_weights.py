@@ -19,6 +19,7 @@ from tests.helpers.paged_models import Rank
 from tests.helpers.specs import changed, model_config
 
 from fleetfoot.config.model import ModelConfig, RopeConfig
+from fleetfoot.distributed.groups import Groups
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.native_ops import NativeLinear
 from fleetfoot.layers.context import ModelContext
@@ -278,7 +279,7 @@ MERGED = changed(SHARED, has_merged_projections=True, qk_norm=True, layer_ropes=
 
 
 def load_rank(config: ModelConfig, folder: Path | None, rank: int, size: int, *more: Any) -> CausalLM:
-    return ModelLoader(config, dataclasses.replace(CONTEXT, tensor_group=Rank(rank, size)), folder, *more).load()
+    return ModelLoader(config, dataclasses.replace(CONTEXT, groups=Groups(Rank(rank, size))), folder, *more).load()
 
 
 def save_shared(folder: Path, config: ModelConfig = SHARED, *, tied: bool = False) -> tuple[ModelConfig, Tensors]:

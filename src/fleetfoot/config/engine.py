@@ -313,6 +313,11 @@ class EngineConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def group_sizes(self) -> dict[str, int]:
+        """The sizes of a worker's groups, by the names of `fleetfoot.distributed.groups.Groups`."""
+        return {"tensor": self.tensor_parallel_size, "pipeline": self.pipeline_parallel_size, "expert": 1, "data": 1}
+
+    @property
     def local_world_size(self) -> int:
         """Workers on each node."""
         return self.world_size // self.nnodes

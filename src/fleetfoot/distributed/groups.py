@@ -1,4 +1,4 @@
-"""The tensor group and the pipeline group of a worker.
+"""The groups of a worker, by name: the ranks that share each layer, those that the layers are spread over, and others.
 
 A single worker has groups of size 1; their operations are identities, so that no caller checks for parallelism. Others
 communicate through torch.distributed: NCCL between GPUs, gloo between CPUs.
@@ -10,9 +10,10 @@ group, which communicate twice per layer, are adjacent.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from threading import Thread
 from typing import Any
@@ -36,8 +37,8 @@ _NO_MULTICAST_IN_NCCL = "NCCL_NVLS_ENABLE", "0"
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.12
 
 
-class _Ranks:
-    """Some ranks in order; this one alone."""
+class RankGroup:
+    """Some ranks in order, of which this worker is one. This class is a group of size 1."""
 
     rank = 0
     size = 1
@@ -51,7 +52,7 @@ class _Ranks:
         return self.rank == self.size - 1
 
 
-class TensorGroup(_Ranks):
+class TensorGroup(RankGroup):
     """The ranks that share each layer. This class is a group of size 1."""
 
     bitwise_reproducible = False
@@ -87,7 +88,7 @@ class TensorGroup(_Ranks):
         return add_rms_norm(self.all_reduce(sum_parts(x, residual)), residual, weight, eps)
 
 
-class PipelineGroup(_Ranks):
+class PipelineGroup(RankGroup):
     """The ranks that the layers are spread over, in order. This class is a group of size 1."""
 
     def receive(self, num_tokens: int) -> IntermediateTensors | None:
@@ -114,16 +115,32 @@ class PipelineGroup(_Ranks):
         raise RuntimeError("a pipeline of one rank sends no packets")
 
 
-SINGLE_TENSOR_GROUP = TensorGroup()
-SINGLE_PIPELINE_GROUP = PipelineGroup()
+SINGLE_GROUP, SINGLE_TENSOR_GROUP, SINGLE_PIPELINE_GROUP = RankGroup(), TensorGroup(), PipelineGroup()
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerGroups:
-    """The groups of one worker."""
+class Groups(Mapping[str, RankGroup]):
+    """The groups of one worker, by name."""
 
     tensor: TensorGroup = SINGLE_TENSOR_GROUP
     pipeline: PipelineGroup = SINGLE_PIPELINE_GROUP
+    expert: RankGroup = SINGLE_GROUP
+    """The ranks that the experts of each layer are spread over."""
+    data: RankGroup = SINGLE_GROUP
+    """The replicas that step together; each has its own requests."""
+
+    def __getitem__(self, name: str) -> RankGroup:
+        by_name: dict[str, RankGroup] = {each: getattr(self, each) for each in self}
+        return by_name[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (field.name for field in fields(self))
+
+    def __len__(self) -> int:
+        return len(fields(self))
+
+
+SINGLE_RANK = Groups()
 
 
 # --- groups that communicate ----------------------------------------------------------------------------------------
@@ -357,19 +374,24 @@ class StepShape:
     """The device of this rank; the current device if it is a GPU."""
 
 
-def make_groups(tensor_size: int, pipeline_size: int, shape: StepShape) -> WorkerGroups:
-    """Make this rank's groups. A collective call, after ``torch.distributed.init_process_group``.
+def make_groups(sizes: Mapping[str, int], shape: StepShape) -> Groups:
+    """Make this rank's groups. A collective call, after ``torch.distributed.init_process_group``. ``sizes``: by the
+    names of `Groups`; others are 1.
 
     Connections are made here: their first use could be during a graph capture, or while the peer waits for something
     else. NCCL takes seconds to connect a tensor group of GPUs, in a thread, while kernels are compiled: see
-    `TensorGroup.connect`. Raises ValueError if the size of the world is not ``tensor_size * pipeline_size``.
+    `TensorGroup.connect`. Raises ValueError if the size of the world is not the product of the tensor group's and the
+    pipeline's, or there are other groups of more than one rank.
     """
-    world = dist.get_world_size()
+    world, tensor_size, pipeline_size = dist.get_world_size(), sizes.get("tensor", 1), sizes.get("pipeline", 1)
     if world != tensor_size * pipeline_size:
         raise ValueError(
             f"{world} processes are in the world, and tensor_parallel_size {tensor_size} times pipeline_parallel_size "
             f"{pipeline_size} is {tensor_size * pipeline_size}"
         )
+    for name, size in sizes.items():
+        if size > 1 and name not in ("tensor", "pipeline"):
+            raise ValueError(f"the {name} group has {size} ranks; only tensor and pipeline groups have more than one")
     by_pipeline_rank = torch.arange(world).view(pipeline_size, tensor_size)
     backend = "nccl" if shape.device.type == "cuda" else "gloo"
     tensor, pipeline = SINGLE_TENSOR_GROUP, SINGLE_PIPELINE_GROUP
@@ -394,7 +416,7 @@ def make_groups(tensor_size: int, pipeline_size: int, shape: StepShape) -> Worke
                 hidden = shape.max_num_tokens, shape.hidden_size, shape.dtype, shape.device
                 channel = make_channel(activations, _subgroup(by_tensor_rank, "gloo"), *hidden)
             pipeline = TorchPipelineGroup(activations, token_group, shape, channel)
-    return WorkerGroups(tensor, pipeline)
+    return Groups(tensor, pipeline)
 
 
 def _subgroup(ranks: torch.Tensor, backend: str) -> dist.ProcessGroup:

@@ -68,7 +68,7 @@ def planned_parts(plan: EnginePlan, rank: int) -> dict[str, object]:
         "kv_layout": plan.kv_layout,
         "connector": "none" if plan.connector is None else plan.connector.class_name,
         "drafter": speculative.method if speculative is not None and drafts else "none",
-        "num_ranks": config.world_size,
+        "ranks": config.group_sizes,
         "fused_layers": tuple(layer for layer in layers if plan.fusion[layer].is_fused),
         "fused_drafter_layers": tuple(fused),
     }

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fleetfoot.config.engine import Dtype
 from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.distributed import cleanup_dist_env_and_memory
-from fleetfoot.distributed.groups import WorkerGroups
+from fleetfoot.distributed.groups import SINGLE_RANK, Groups
 from fleetfoot.executor.profiling import WorkerProfiler
 from fleetfoot.executor.protocol import check_parts
 from fleetfoot.kernels.cpu_threads import StepThreads
@@ -59,12 +59,12 @@ class Worker:
         self,
         plan: EnginePlan,
         rank: int = 0,
-        groups: WorkerGroups | None = None,
+        groups: Groups | None = None,
         ahead: CompileAhead | None = None,
     ) -> None:
         self.plan = plan
         self.rank = rank
-        self._groups = groups or WorkerGroups()
+        self._groups = groups or SINGLE_RANK
         self.device = torch.device(plan.device)
         if self.device.type == "cuda" and groups is not None:
             # with its number: threads that a connector starts have another current device
@@ -76,7 +76,7 @@ class Worker:
             dtype=getattr(torch, plan.dtype),
             device=self.device,
             max_positions=plan.max_model_len + plan.drafter.num_drafts,  # drafts may lie beyond a request's end
-            tensor_group=self._groups.tensor,
+            groups=self._groups,
             linear_methods=plan.linear_methods,
         )
         self._layers = pipeline_layers(plan.model, pipeline.rank, pipeline.size)
@@ -89,7 +89,6 @@ class Worker:
             "max_model_len": plan.max_model_len,
             "draft_settings": self._draft_settings,
             "connector": make_connector(plan, rank),
-            "pipeline": pipeline,
             "memory": make_sleep_memory(self.device, is_enabled=plan.config.enable_sleep_mode),
         }
         self._profiler = WorkerProfiler(plan.config.profiler_config, rank, self.device)
@@ -280,7 +279,7 @@ class Worker:
             "attention": self._context.attention.name,
             "connector": "none" if connector is None else qualified_name(connector.connector_class),
             "drafter": method if self._draft_settings.ngram is None else "ngram",
-            "num_ranks": self._groups.tensor.size * self._groups.pipeline.size,
+            "ranks": {name: group.size for name, group in self._groups.items()},
             "fused_layers": self.runner.fused_layers,
             "fused_drafter_layers": () if drafter is None else drafter.fused_layers,
         }

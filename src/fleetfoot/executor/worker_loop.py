@@ -123,7 +123,7 @@ def _start(
         with phase("groups"):
             dist.init_process_group(backend, store=ranks, rank=rank, world_size=config.world_size)
             shape = StepShape(plan.max_num_batched_tokens, plan.model.hidden_size, getattr(torch, plan.dtype), device)
-            groups = make_groups(config.tensor_parallel_size, config.pipeline_parallel_size, shape)
+            groups = make_groups(config.group_sizes, shape)
     worker = Worker(plan, rank, groups, ahead)
     worker.start()
     return worker

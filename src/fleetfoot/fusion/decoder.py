@@ -55,7 +55,7 @@ class FusedDecoder:
     def __init__(self, layers: Sequence[nn.Module], context: ModelContext, *, is_last: bool = False) -> None:
         self._make_chain = context.ops.layer_chain
         self._set_layers([_FusedLayer(layer, context) for layer in layers])
-        self._group = context.tensor_group
+        self._group = context.groups.tensor
         self.selects_logits = is_last
 
     def _set_layers(self, layers: list[_FusedLayer]) -> None:
@@ -105,7 +105,7 @@ class _Norm:
         self.eps = 0.0 if norm is None else norm.eps
         self.reads_deferred_norm = reads_deferred_norm
         self._rms_norm = context.ops.rms_norm
-        self._add_rms_norm = context.tensor_group.reducing(context.ops.add_rms_norm)
+        self._add_rms_norm = context.groups.tensor.reducing(context.ops.add_rms_norm)
 
     def add(self, hidden: Hidden, residual: torch.Tensor) -> tuple[Hidden, torch.Tensor]:
         """The input of the linear layer, and the residual stream: the sum of both, or ``residual`` if ``hidden`` is the

@@ -57,7 +57,7 @@ class Attention(nn.Module):
         self, config: ModelConfig, context: ModelContext, cos_sin: torch.Tensor, layer: int, kv_index: int
     ) -> None:
         super().__init__()
-        spec, group = config.layers[layer].mixer, context.tensor_group
+        spec, group = config.layers[layer].mixer, context.groups.tensor
         rope, head_dim = spec.rope, spec.head_dim
         check_tensor_parallel_size(config, group.size)
         q_size, kv_size = spec.num_heads * head_dim, spec.num_kv_heads * head_dim

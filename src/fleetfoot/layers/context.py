@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, TensorGroup
+from fleetfoot.distributed.groups import SINGLE_RANK, Groups
 from fleetfoot.kernels.attention import AttentionBackend
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.quantization.base import LinearMethods
@@ -29,8 +29,8 @@ class ModelContext:
     device: torch.device
     max_positions: int | None = None
     """Rows of the rotary table: the longest sequence that will be served. None: the model's own limit."""
-    tensor_group: TensorGroup = SINGLE_TENSOR_GROUP
-    """The ranks that share each layer."""
+    groups: Groups = SINGLE_RANK
+    """The ranks that this one computes with: those that share each layer, and others."""
     linear_methods: LinearMethods = UNQUANTIZED
     """How linear layers store and apply their weights, by their names."""
     prefix: str = ""

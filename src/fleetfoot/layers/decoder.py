@@ -26,7 +26,7 @@ class GatedMLP(nn.Module):
 
     def __init__(self, config: ModelConfig, context: ModelContext, layer: int) -> None:
         super().__init__()
-        spec, group = config.layers[layer].mlp, context.tensor_group
+        spec, group = config.layers[layer].mlp, context.groups.tensor
         size = spec.intermediate_size
         part = even_span(size, group.rank, group.size)
         parts = (("gate_proj", size), ("up_proj", size))

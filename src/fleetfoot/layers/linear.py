@@ -82,7 +82,7 @@ class RowParallelLinear(ColumnParallelLinear):
     def __init__(
         self, context: ModelContext, name: str, in_features: int, out_features: int, bias: bool, inputs: slice
     ) -> None:
-        group, parts = context.tensor_group, ((name, out_features),)
+        group, parts = context.groups.tensor, ((name, out_features),)
         is_gathered = group.bitwise_reproducible and group.size > 1
         if is_gathered:
             rows, padding = padded_span(out_features, context)
@@ -110,7 +110,7 @@ class RowParallelLinear(ColumnParallelLinear):
 
 def padded_span(size: int, context: ModelContext) -> tuple[slice, int]:
     """This rank's rows of ``size``, shared as the vocabulary is, and the rows of padding behind them."""
-    group = context.tensor_group
+    group = context.groups.tensor
     rows = vocab_span(size, group.rank, group.size)
     return rows, vocab_rows(size, group.size) - (rows.stop - rows.start)
 
@@ -120,7 +120,7 @@ class VocabParallelEmbedding(WeightModule):
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
-        self._group = context.tensor_group
+        self._group = context.groups.tensor
         self.vocab_size = config.vocab_size
         self._tokens, padding = padded_span(config.vocab_size, context)
         num_tokens = self._tokens.stop - self._tokens.start
@@ -204,7 +204,7 @@ class LMHead(ColumnParallelLinear):
         rows, padding = padded_span(config.vocab_size, context)
         parts = ((_LM_HEAD, config.vocab_size),)
         super().__init__(context, config.hidden_size, parts, rows=(rows,), padding=padding)
-        self._group, self._vocab_size = context.tensor_group, config.vocab_size
+        self._group, self._vocab_size = context.groups.tensor, config.vocab_size
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x [n, hidden_size]`` -> logits ``[n, vocab_size]``."""
@@ -219,7 +219,7 @@ class TiedLMHead(WeightModule):
         super().__init__()
         # in a tuple: a module's attribute would be a second path to the embedding
         self._embedding, self._vocab_size = (embedding,), embedding.vocab_size
-        self._group = context.tensor_group
+        self._group = context.groups.tensor
         method = context.linear_methods.of([f"{context.prefix}{_LM_HEAD}"])
         embedding.tie(method.prepare_tied_head(context.ops))
 

@@ -29,7 +29,7 @@ class Olmo2Attention(Attention):
         spec = config.layers[layer].mixer
         self.q_norm = RMSNorm(context, spec.num_heads * spec.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(context, spec.num_kv_heads * spec.head_dim, config.rms_norm_eps)
-        self._group = context.tensor_group
+        self._group = context.groups.tensor
         self._copies = max(1, self._group.size // spec.num_kv_heads)
         """Consecutive ranks with the same KV head."""
         self._sizes = self.paged.num_heads * spec.head_dim, self.num_kv_heads * spec.head_dim

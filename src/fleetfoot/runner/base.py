@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from fleetfoot.config.model import DTYPE_BYTES
-from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, PipelineGroup
+from fleetfoot.distributed.groups import PipelineGroup
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import IntermediateTensors
 from fleetfoot.records.kv_layout import KVLayout
@@ -63,7 +63,6 @@ class ModelRunner(ABC):
         max_model_len: int,
         draft_settings: DraftSettings = NO_DRAFTING,
         connector: StepConnector | None = None,
-        pipeline: PipelineGroup = SINGLE_PIPELINE_GROUP,
         memory: SleepMemory = RESIDENT,
     ) -> None:
         self._loader = loader
@@ -74,7 +73,7 @@ class ModelRunner(ABC):
         self._max_model_len = max_model_len
         self._draft_settings = draft_settings
         self._connector = connector or NoConnector()
-        self._pipeline = pipeline
+        self._pipeline = loader.context.groups.pipeline
         self._model: CausalLM | None = None
         self._kv_caches: list[torch.Tensor] = []
         self._execute_state: tuple[SchedulerOutput, Any] | None = None

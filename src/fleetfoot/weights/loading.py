@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from fleetfoot.config.model import ModelConfig
-from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP
+from fleetfoot.distributed.groups import SINGLE_RANK
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.interface import CausalLM, model_class
 from fleetfoot.weights.checkpoint import load_safetensors
@@ -59,8 +59,8 @@ def reload_weights(model: CausalLM, context: ModelContext, folder: str | Path) -
     `ModelLoader.load`; the model keeps its old weights."""
     # the other tensors of the whole model, named by a model on the `meta` device
     elsewhere = set() if model.config.head == "logits" else {"lm_head.weight"}
-    if not (model.is_first and model.is_last and context.tensor_group.size == 1):
-        meta = replace(context, device=torch.device("meta"), max_positions=1, tensor_group=SINGLE_TENSOR_GROUP)
+    if not (model.is_first and model.is_last and context.groups.tensor.size == 1):
+        meta = replace(context, device=torch.device("meta"), max_positions=1, groups=SINGLE_RANK)
         whole = model_class(model.config)(model.config, meta)
         elsewhere |= {name for spec in whole.weight_specs() for name in (spec.name, *spec.aliases)}
     load_safetensors(model.weight_specs(), Path(folder), elsewhere, model.other_weights)

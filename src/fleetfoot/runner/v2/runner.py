@@ -168,11 +168,11 @@ class ModelRunnerV2(ModelRunner):
         steps = warm_up_steps(self._max_num_batched_tokens, self._max_model_len, self._state.block_size)
         if self._ahead is not None:
             assert self._model is not None
-            group = self._loader.context.tensor_group
+            group = self._loader.context.groups.tensor
             self._compiler = KernelCompiler(self._step_graphs.step, self._model.shortened, self._ahead, group)
             in_library, later = library_shapes(self._max_num_batched_tokens), self._later_shapes()
             self._compiler.compile_first(self._first_shapes(steps), in_library, later)
-        self._loader.context.tensor_group.connect()
+        self._loader.context.groups.tensor.connect()
         for scheduler_output in steps:
             self._forward(scheduler_output)
             if self._execute_state is not None:
@@ -393,7 +393,7 @@ class ModelRunnerV2(ModelRunner):
         return capture() if self._compiler is None else self._compiler.capture(key, capture)
 
     def prepare(self) -> bool:
-        if self._compiler is None or self._has_failed_to_prepare or self._loader.context.tensor_group.size > 1:
+        if self._compiler is None or self._has_failed_to_prepare or self._loader.context.groups.tensor.size > 1:
             return False  # ranks capture in the same step
         try:
             self._advance(None)
