@@ -1,5 +1,5 @@
 """Compiles kernels for an H100, on any machine: run as a module with the name of one of its functions, ``attention``,
-``operations``, ``steps`` or ``transport``, and without ``TRITON_INTERPRET``.
+``operations``, ``recurrent``, ``steps`` or ``transport``, and without ``TRITON_INTERPRET``.
 
 The interpreter forgives what the compiler does not, leaves out what overlaps one kernel with the next, and does not run
 Gluon. Prints a line for each kernel: its name, the bytes of stack that a thread takes, for registers that spilled, its
@@ -33,6 +33,9 @@ from fleetfoot.kernels.linear.rank_sums import RankSums
 from fleetfoot.kernels.linear.tiled_hopper import launch_linear_hopper
 from fleetfoot.kernels.linear.tilings import Tiling
 from fleetfoot.kernels.prepare.tables import RowTables
+from fleetfoot.kernels.recurrent.batch import StateBatch
+from fleetfoot.kernels.recurrent.conv import CausalConv
+from fleetfoot.kernels.recurrent.gated_norm import GatedNorm
 from fleetfoot.kernels.runtime import gpu_limits, triton_support
 from fleetfoot.kernels.sampling.sample import RandomRows, RowFilters
 from fleetfoot.kernels.sampling.token_logprobs import LogprobRows
@@ -42,6 +45,7 @@ from tests.helpers.kernels import triton_kernels
 from tests.helpers.logits_processor_cases import processor_case
 from tests.helpers.ops_checks import at_slots
 from tests.helpers.prepare_runs import OPS, run
+from tests.helpers.recurrent_cases import RecurrenceCase
 
 H100 = gpu_limits.GPULimits(num_sms=132, shared_bytes=227 * 1024, capability=(9, 0))
 _OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg", "enable_fp_fusion")
@@ -151,6 +155,24 @@ def operations() -> None:
         )
         assert deferred is not None
         (ChainedGateUp if num_rows == 8 else ChainedLinear)(empty(512, 1024))(deferred)
+
+
+def recurrent() -> None:
+    """The gated delta net of Qwen3.6-35B-A3B, Mamba-2 of Granite-4.0-H-Tiny, and the convolution of LFM2."""
+    ops = triton_kernels()
+    starts, slots = torch.tensor([0, 1, 301], dtype=torch.int32), zeros(2, 1, dtype=torch.int32)
+    shapes = {True: RecurrenceCase(True, 16, 32, 128, 128), False: RecurrenceCase(False, 1, 48, 128, 64)}
+    for (is_delta, case), max_query_len in product(shapes.items(), (1, 300)):
+        batch = StateBatch.of(starts, slots[:, 0], slots, max_query_len)
+        size = case.num_v_heads * case.head_v_dim
+        norm = GatedNorm(
+            empty(301, size), empty(case.head_v_dim if is_delta else size), 1e-6, 128 if is_delta else size, is_delta
+        )
+        for dtype in (torch.bfloat16, torch.float32)[: 2 if max_query_len > 1 else 1]:
+            ops.recurrence(case.inputs(301, dtype), case.state(2), case.parameters(), batch, norm)
+        normed = {"has_silu": True, "norm_size": 128, "num_normed": 4096} if is_delta else {"is_gated": True}
+        conv = CausalConv(empty(4 if is_delta else 3, 8192), None, **normed)
+        ops.causal_conv(empty(301, 8192 * (1 if is_delta else 3)), empty(2, 3 if is_delta else 2, 8192), conv, batch)
 
 
 def steps() -> None:

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from fleetfoot.kernels.linear.linear import PreparedLinear
     from fleetfoot.kernels.linear.linear_triton import LinearChain
     from fleetfoot.kernels.prepare.tables import RowTables, StepBuffers
+    from fleetfoot.kernels.recurrent.batch import StateBatch
+    from fleetfoot.kernels.recurrent.conv import CausalConv
+    from fleetfoot.kernels.recurrent.gated_norm import GatedNorm
+    from fleetfoot.kernels.recurrent.recurrence import Recurrence, RecurrenceInputs
     from fleetfoot.kernels.sampling.logits_processors import ListedTokens, LogitsProcessorTables
     from fleetfoot.kernels.sampling.sample import RandomRows
     from fleetfoot.kernels.sampling.token_logprobs import LogprobRows
@@ -158,6 +162,8 @@ class LayerParts:
         return hidden_size, self.num_heads, head_dim, self.eps, self.rotary.eps, self.scale
 
 
+Recur = Callable[["RecurrenceInputs", "torch.Tensor", "Recurrence", "StateBatch", "GatedNorm | None"], "torch.Tensor"]
+"""See `Kernels.recurrence`: ``(inputs, state, parameters, batch, norm)``."""
 LayerChain = Callable[["torch.Tensor", "ForwardContext", int], "tuple[torch.Tensor, torch.Tensor] | None"]
 """``(x, ctx, num_layers)``: the input ``[num_tokens, hidden]`` of consecutive layers, which may be written to, the
 step, and how many of the layers are computed -> the output of the last one that is still to be added, and the residual
@@ -190,6 +196,12 @@ class Kernels:
     slot writes nothing), and return ``query [num_tokens, num_heads, head_dim]``."""
     prepare_linear: PrepareLinear
     """Arrange ``weight [out, in]`` once for the device; the result maps ``x [n, in]`` -> ``[n, out]``."""
+    causal_conv: Callable[[torch.Tensor, torch.Tensor, CausalConv, StateBatch], torch.Tensor]
+    """``(x, state, conv, batch)``: a short convolution over the tokens of each request, which keeps the last inputs in
+    ``state``; see `fleetfoot.kernels.recurrent.conv.causal_conv_torch`."""
+    recurrence: Recur
+    """The gated delta rule, or Mamba-2's recurrence, with the state in place; see
+    `fleetfoot.kernels.recurrent.recurrence.recurrence_torch`."""
     sample: Sample
     """``logits [n, vocab]`` -> ``[n]`` int64: the argmax, or a draw: see `fleetfoot.kernels.sampling.sample`."""
     process_logits: ProcessLogits

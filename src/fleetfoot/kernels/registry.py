@@ -87,6 +87,8 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "native": "native_layers:chain_layers",
             **dict.fromkeys(("triton", "torch"), "linear.linear:NO_CHAIN"),
         },
+        "causal_conv": {"triton": "recurrent.conv_triton", "torch": "recurrent.conv"},
+        "recurrence": {"triton": "recurrent.recurrence_triton", "torch": "recurrent.recurrence"},
         # sampling
         "sample": {
             "triton": "sampling.sample_triton",

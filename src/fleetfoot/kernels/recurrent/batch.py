@@ -1,0 +1,124 @@
+"""Where the requests of a step read and write their states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+CHUNK = 64
+"""Tokens of a prompt that are computed at once."""
+MAX_STEPS = 32
+"""Tokens of a request up to which they are computed one after the other, which alone can keep several states. So how a
+request is computed depends on its own tokens, never on the rest of the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateBatch:
+    """The requests of a step, in batch order, and the slots of their states.
+
+    A slot is an index into the first dimension of a tensor of states. Slot 0 has the state before the first token,
+    zeros, and is never written. A request may read one slot and write another, so a state that is to be kept, such as a
+    prefix's, is not copied; it may also write the slot that it reads. No other request may write either.
+    """
+
+    query_start_loc: torch.Tensor
+    """``[num_reqs + 1]`` int32: where each request's tokens begin in the flat token dimension."""
+    read_slots: torch.Tensor
+    """``[num_reqs]`` int32: the slot with the state before the request's tokens."""
+    write_slots: torch.Tensor
+    """``[num_reqs, num_kept]`` int32: where the states after the last ``num_kept`` tokens go, the last token's in the
+    last column; a negative slot is not written. A request with drafts keeps the state after each of them, and then
+    reads that of the last accepted token: no state is copied. Of a request with more than `MAX_STEPS` tokens only the
+    last column is used."""
+    max_query_len: int
+    """At least the tokens of the longest request."""
+    chunk_starts: torch.Tensor
+    """``[num_reqs + 1]`` int32: the number of each request's first chunk, of those with more than `MAX_STEPS` tokens,
+    which alone have chunks."""
+
+    @classmethod
+    def of(
+        cls, query_start_loc: torch.Tensor, read_slots: torch.Tensor, write_slots: torch.Tensor, max_query_len: int
+    ) -> StateBatch:
+        """The batch, with its chunks; no host synchronisation. Raises ValueError: more than `MAX_STEPS` states of a
+        request are to be kept."""
+        if not 1 <= write_slots.shape[1] <= MAX_STEPS:
+            raise ValueError(f"write_slots has {write_slots.shape[1]} columns; expected 1 to {MAX_STEPS}")
+        lengths = query_start_loc.diff()  # [num_reqs]
+        num_chunks = torch.where(lengths > MAX_STEPS, (lengths + CHUNK - 1) // CHUNK, 0)
+        chunk_starts = torch.zeros_like(query_start_loc)
+        torch.cumsum(num_chunks, 0, dtype=torch.int32, out=chunk_starts[1:])
+        return cls(query_start_loc, read_slots, write_slots, max_query_len, chunk_starts)
+
+    @property
+    def num_reqs(self) -> int:
+        return self.read_slots.shape[0]
+
+    def max_chunks(self, num_tokens: int) -> int:
+        """At least the chunks of a batch with this many tokens."""
+        return 0 if self.max_query_len <= MAX_STEPS else num_tokens // CHUNK + self.num_reqs
+
+    def parts(self) -> Iterator[Part]:
+        """The batch for the references. On a CPU a part is consecutive requests with as many tokens each. Elsewhere
+        lengths are on the device: a part is all requests, those of other lengths without tokens."""
+        starts = self.query_start_loc.long()
+        lengths = starts.diff()
+        if starts.device.type != "cpu":
+            is_long = lengths > MAX_STEPS
+            yield Part(self, slice(0, self.num_reqs), lengths.where(~is_long, 0), min(self.max_query_len, MAX_STEPS))
+            if self.max_query_len > MAX_STEPS:
+                yield Part(self, slice(0, self.num_reqs), lengths.where(is_long, 0), self.max_query_len)
+            return
+        first = 0
+        for length, group in groupby(lengths.tolist()):
+            requests = slice(first, first := first + len(list(group)))
+            if length:
+                yield Part(self, requests, lengths[requests], length)
+
+
+class Part:
+    """Some requests of a batch, with their tokens padded to one length."""
+
+    def __init__(self, batch: StateBatch, requests: slice, lengths: torch.Tensor, length: int) -> None:
+        self.length, self.lengths = length, lengths
+        """The padded length, and the tokens of each request, ``[num_reqs]`` int64."""
+        position = torch.arange(length, device=lengths.device)
+        self._is_token = position < lengths[:, None]  # [num_reqs, length]
+        starts = batch.query_start_loc[requests].long()[:, None]
+        self._tokens = torch.where(self._is_token, starts + position, 0)
+        self._read, self._write = batch.read_slots[requests].long(), batch.write_slots[requests].long()
+
+    @property
+    def is_long(self) -> bool:
+        """Whether its requests have more than `MAX_STEPS` tokens."""
+        return self.length > MAX_STEPS
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """``[num_tokens, ...]`` -> ``[num_reqs, length, ...]``; padding is 0."""
+        return torch.where(_over(self._is_token, x.ndim + 1), x[self._tokens], 0)
+
+    def scatter(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        """Write ``values [num_reqs, length, ...]`` of tokens to ``out [num_tokens + 1, ...]``; padding goes to the last
+        row."""
+        out[torch.where(self._is_token, self._tokens, len(out) - 1)] = values.to(out.dtype)
+
+    def read(self, states: torch.Tensor) -> torch.Tensor:
+        """``states [num_slots, ...]`` before the tokens -> ``[num_reqs, ...]``"""
+        return states[self._read]
+
+    def keep(self, states: torch.Tensor, values: torch.Tensor, position: torch.Tensor | int) -> None:
+        """Write ``values [num_reqs, ...]``, the states after the tokens at ``position``, an integer or ``[num_reqs]``,
+        to their slots. What is not kept goes to slot 0, as zeros."""
+        num_kept = self._write.shape[1]
+        column = num_kept - self.lengths + position  # [num_reqs]
+        slots = self._write.gather(1, column.clamp(0, num_kept - 1)[:, None])[:, 0]
+        is_kept = (column >= 0) & (column < num_kept) & (slots >= 0) & (self.lengths > 0)
+        states[torch.where(is_kept, slots, 0)] = torch.where(_over(is_kept, values.ndim), values, 0).to(states.dtype)
+
+
+def _over(mask: torch.Tensor, num_dims: int) -> torch.Tensor:
+    """``mask`` with dimensions of size 1 behind its own."""
+    return mask.reshape(*mask.shape, *[1] * (num_dims - mask.ndim))
