@@ -2,28 +2,34 @@
 
     python benchmarks/hostile_load.py [--attacks NAME ...] [--repeats 3] [--streams 4] [server flags]
 
-Each attack is sent by several connections at once, beside a stopwatch on `/health`, `/metrics` and a completion of one
-token. One JSON line for each attack: the slowest answer of each in milliseconds, the statuses and the slowest answer of
-the attack itself, and the resident memory of the API server's process afterwards. Compare two commits on one machine.
+Each attack is sent by several connections at once, after one that is not measured. Beside it, stopwatches ask for
+`/health`, `/metrics` and a completion of one token, each in a process of its own with real-time priority, and the
+attack has the least priority, and an address of its own: clients are on other machines. The control is the same
+stopwatch before a server that does nothing, so it shows what the machine itself adds. One JSON line for each attack:
+the slowest answer of each in milliseconds and how many took longer than `LIMIT_MS`, the statuses and the slowest answer
+of the attack itself, and the resident memory of the API server's process afterwards. Compare two commits on one
+machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
+import http.client
 import json
 import multiprocessing
+import os
 import re
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-
-import httpx
+from urllib.parse import urlsplit
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
 SMALL: dict[str, Any] = {"prompt": "Once", "max_tokens": 1}
@@ -55,6 +61,7 @@ ATTACKS: dict[str, tuple[str, Callable[[], Any]]] = {
     "tools-10000-auto": (CHATS, lambda: {**CHAT, "tools": tools(10000)}),
     "tools-200-auto": (CHATS, lambda: {**CHAT, "tools": tools(200, 10)}),
     "prompts-2000000": (COMPLETIONS, lambda: {**SMALL, "prompt": ["a"] * 2_000_000}),
+    "prompts-2000-of-500": (COMPLETIONS, lambda: {**SMALL, "prompt": [[5 + n % 200] * 500 for n in range(2000)]}),
     "prompts-2048": (COMPLETIONS, lambda: {**SMALL, "prompt": ["a"] * 2048}),
     "token-ids-1000000": (COMPLETIONS, lambda: {**SMALL, "prompt": [5] * 1_000_000}),
     "logit-bias-900000": (COMPLETIONS, lambda: {**SMALL, "logit_bias": {str(one): 1 for one in range(900_000)}}),
@@ -110,78 +117,118 @@ def memory_mib(pid: int, field: str = "VmRSS") -> int:
     return int(match[1]) >> 10 if match else 0
 
 
-async def watch(
-    url: str, send: Callable[[httpx.AsyncClient], Any], slowest: list[float], others: Counter[int], end: asyncio.Event
-) -> None:
-    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
-        while not end.is_set():
-            begin = time.perf_counter()
-            response = await send(client)
-            slowest.append(1000 * (time.perf_counter() - begin))
-            others[response.status_code] += 1
-            await asyncio.sleep(0.005)
+LIMIT_MS = 50.0
+_INTERVAL_S = 0.005
+_SPAWN = multiprocessing.get_context("spawn")
 
 
-def attack_all(url: str, name: str, repeats: int, streams: int, results: Any) -> None:
-    """Attack from a process of its own; put the statuses and the slowest answer."""
+def send(connection: http.client.HTTPConnection, path: str, body: bytes | None) -> int:
+    """The status of a request; 0: the connection was closed."""
+    try:
+        connection.request("GET" if body is None else "POST", path, body, {"content-type": "application/json"})
+        response = connection.getresponse()
+        response.read()
+    except (OSError, http.client.HTTPException):
+        connection.close()
+        return 0
+    return response.status
+
+
+def watch(address: str, path: str, body: bytes | None, pipe: Any) -> None:
+    """Time requests until the pipe has data; then send all ``(begin, end, status)``."""
+    with suppress(OSError, AttributeError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    connection = http.client.HTTPConnection(address, timeout=300)
+    times = []
+    while not pipe.poll(_INTERVAL_S):
+        begin = time.perf_counter()
+        status = send(connection, path, body)
+        times.append((begin, time.perf_counter(), status))
+    pipe.recv()
+    pipe.send(times)
+
+
+def answer_nothing(pipe: Any) -> None:
+    """The server of the control."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pipe.send(f"127.0.0.1:{listener.getsockname()[1]}")
+        while True:
+            connection, _ = listener.accept()
+            while connection.recv(65536):
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+
+
+def attack_all(address: str, name: str, repeats: int, streams: int, pipe: Any) -> None:
+    """Send the begin and the size of the attack, then its statuses and its slowest answer in milliseconds."""
+    os.nice(19)
     path, make = ATTACKS[name]
     content = make()
     body = content if isinstance(content, bytes) else json.dumps(content, separators=(",", ":")).encode()
-    results.put(len(body) >> 10)
     answers: Counter[int] = Counter()
+    slowest = [0.0]
 
-    async def run() -> list[float]:
-        return await asyncio.gather(*(attack(url, path, body, repeats, answers) for _ in range(streams)))
-
-    slowest = max(asyncio.run(run()))
-    results.put((dict(answers), slowest))
-
-
-async def attack(url: str, path: str, body: bytes, repeats: int, answers: Counter[int]) -> float:
-    slowest = 0.0
-    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+    def attack(repeats: int) -> None:
+        connection = http.client.HTTPConnection(address, timeout=300, source_address=("127.0.0.2", 0))
         for _ in range(repeats):
             begin = time.perf_counter()
-            try:
-                response = await client.post(path, content=body, headers={"content-type": "application/json"})
-                answers[response.status_code] += 1
-            except httpx.HTTPError:
-                answers[0] += 1
-            slowest = max(slowest, time.perf_counter() - begin)
-    return 1000 * slowest
+            answers[send(connection, path, body)] += 1
+            slowest.append(time.perf_counter() - begin)
+
+    attack(1)
+    answers.clear()
+    slowest.clear()
+    time.sleep(1)
+    pipe.send((time.perf_counter(), len(body) >> 10))
+    threads = [threading.Thread(target=attack, args=(repeats,)) for _ in range(streams)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pipe.send((time.perf_counter(), dict(answers), 1000 * max(slowest)))
 
 
-async def measure(url: str, pid: int, name: str, repeats: int, streams: int) -> dict[str, Any]:
-    end, waits = asyncio.Event(), {"health": [0.0], "metrics": [0.0], "completion": [0.0]}
-    others: Counter[int] = Counter()
-    watched = [
-        asyncio.create_task(watch(url, lambda client: client.get("/health"), waits["health"], others, end)),
-        asyncio.create_task(watch(url, lambda client: client.get("/metrics"), waits["metrics"], others, end)),
-        asyncio.create_task(
-            watch(url, lambda client: client.post(COMPLETIONS, json=SMALL), waits["completion"], others, end)
-        ),
-    ]
-    results: Any = multiprocessing.Queue()
-    process = multiprocessing.Process(target=attack_all, args=(url, name, repeats, streams, results))
-    process.start()
-    body_kib = await asyncio.to_thread(results.get)
-    for one in waits.values():
-        one[:] = [0.0]
-    answers, slowest = await asyncio.to_thread(results.get)
-    end.set()
-    await asyncio.gather(*watched)
+def measure(url: str, pid: int, control: str, name: str, repeats: int, streams: int) -> dict[str, Any]:
+    address, small = urlsplit(url).netloc, json.dumps(SMALL).encode()
+    targets = {
+        "health": (address, "/health", None),
+        "metrics": (address, "/metrics", None),
+        "completion": (address, COMPLETIONS, small),
+        "control": (control, "/", None),
+    }
+    stopwatches = {one: start(watch, *target) for one, target in targets.items()}
+    process, pipe = start(attack_all, address, name, repeats, streams)
+    begin, body_kib = pipe.recv()
+    end, answers, slowest = pipe.recv()
     process.join()
-    await asyncio.sleep(1.5)
+    refused: Counter[int] = Counter()
+    waits = {}
+    for one, (stopwatch, times) in stopwatches.items():
+        times.send(None)
+        measured = [(last - first, status) for first, last, status in times.recv() if last > begin and first < end]
+        stopwatch.join()
+        refused.update(status for _, status in measured if status != 200)
+        milliseconds = [1000 * seconds for seconds, _ in measured]
+        late = sum(one > LIMIT_MS for one in milliseconds)
+        waits[one] = {"max_ms": round(max(milliseconds)), "late": late, "of": len(milliseconds)}
+    time.sleep(1.5)
     return {
         "attack": name,
         "body_kib": body_kib,
-        **{f"{one}_ms": round(max(values)) for one, values in waits.items()},
-        "others_refused": {status: count for status, count in others.items() if status != 200},
+        **waits,
+        "others_refused": dict(refused),
         "statuses": answers,
         "attack_ms": round(slowest),
         "memory_mib": memory_mib(pid),
         "peak_mib": memory_mib(pid, "VmHWM"),
     }
+
+
+def start(function: Callable[..., None], *arguments: Any) -> tuple[Any, Any]:
+    """A process that runs a function, and a pipe to it."""
+    mine, other = _SPAWN.Pipe()
+    process = _SPAWN.Process(target=function, args=(*arguments, other), daemon=True)
+    process.start()
+    return process, mine
 
 
 def main() -> None:
@@ -190,9 +237,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="of each connection")
     parser.add_argument("--streams", type=int, default=4, help="connections that attack at once")
     arguments, flags = parser.parse_known_args()
+    _, pipe = start(answer_nothing)
+    control = pipe.recv()
     with server(flags) as (url, pid):
         for name in arguments.attacks:
-            print(json.dumps(asyncio.run(measure(url, pid, name, arguments.repeats, arguments.streams))), flush=True)
+            report = measure(url, pid, control, name, arguments.repeats, arguments.streams)
+            print(json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":
