@@ -8,7 +8,7 @@ from fleetfoot.records.step import EngineOutput, ModelRunnerOutput, SchedulerOut
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
 
 LIMITS = {"num_blocks": 32, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32}
-REQUEST_FIELDS = ("priority", "cache_salt", "eos_token_ids", "kv_transfer_params")
+REQUEST_FIELDS = ("priority", "flow", "cache_salt", "eos_token_ids", "kv_transfer_params")
 
 
 def make_scheduler(*requests: Request, connector: Any = None, controller: Any = None, **config: Any) -> Scheduler:

@@ -72,6 +72,42 @@ def test_priorities(priority: bool, order: str) -> None:
     assert [list(drive.step()) for _ in range(3)] == [[name] for name in order]
 
 
+def test_flows_of_a_priority_get_equal_shares_of_tokens() -> None:
+    scheduler = scheduler_of(priority=True, max_num_seqs=1)
+    batch = [request_of(f"batch {name}", 4, 1, flow="batch") for name in "abcd"]
+    late = [request_of("small u", 2, 1, flow="small"), request_of("small v", 2, 1, flow="small")]
+    drive = Drive(scheduler, *batch)
+    assert list(drive.step()) == ["batch a"]
+    for request in (*late, request_of("low x", 1, 1, priority=1), request_of("low y", 1, 1, priority=1, flow="small")):
+        scheduler.add_request(request)
+    order = [name for _ in range(7) for name in drive.step()]
+    assert order == ["small u", "batch b", "small v", "batch c", "batch d", "low x", "low y"]
+    scheduler.add_request(request_of("batch e", 1, 1, flow="batch"))
+    scheduler.add_request(request_of("other f", 1, 1, flow="other"))
+    assert [list(drive.step()) for _ in range(2)] == [["batch e"], ["other f"]]
+
+
+def test_a_preempted_request_comes_before_others_of_its_flow_and_of_new_ones() -> None:
+    requests = [request_of(name, 7, 6, flow="batch") for name in "abc"]
+    drive = Drive(scheduler_of(num_blocks=5, max_num_seqs=2), *requests)
+    for _ in range(3):
+        drive.step()
+    assert requests[1].status is RequestStatus.PREEMPTED
+    drive.scheduler.add_request(request_of("new d", 1, 1, flow="new"))
+    while not requests[0].is_finished:
+        assert list(drive.step()) == ["a"]
+    assert next(iter(drive.step())) == "b"
+
+
+def test_flows_that_have_had_their_turns_are_forgotten() -> None:
+    drive = Drive(scheduler_of(priority=True))
+    for number in range(1000):
+        drive.scheduler.add_request(request_of(f"r{number} a", 3, 1, priority=number, flow=str(number)))
+        drive.step()
+    waiting = drive.scheduler._waiting
+    assert len(waiting._last_turns) + len(waiting._now) < 200
+
+
 def test_whole_prompts_without_chunks() -> None:
     drive = Drive(scheduler_of(enable_chunked_prefill=False), request_of("a", 10), request_of("b", 10))
     assert drive.step() == {"a": 10}

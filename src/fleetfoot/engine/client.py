@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -65,7 +66,8 @@ class OutputStream:
 
     __slots__ = ("_client", "_finished", "_is_held", "_items", "_kind", "_listener", "_request_id", "_waiter", "owner")
 
-    def __init__(self, client: EngineClient, request_id: str, kind: RequestOutputKind) -> None:
+    def __init__(self, client: EngineClient, request_id: str, kind: RequestOutputKind, owner: str = "") -> None:
+        self.owner = owner
         self._client = client
         self._request_id = request_id
         self._kind = kind
@@ -74,8 +76,6 @@ class OutputStream:
         self._listener: Listener | None = None
         self._is_held = False
         self._finished = False
-        self.owner = ""
-        """Who has sent the request."""
 
     def listen(self, listener: Listener) -> None:
         """Call ``listener`` with each output or exception when it arrives, in place of an iteration."""
@@ -149,6 +149,7 @@ class EngineClient:
         self._numbers = count()
         self._streams: dict[str, OutputStream] = {}
         self._sequences: dict[int, _Sequence] = {}
+        self._counts: Counter[str] = Counter()  # of the streams, by owner
         self._request_ids: dict[int, str] = {}  # the first sequence's number -> the request's id
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._weight_version = 0
@@ -217,7 +218,7 @@ class EngineClient:
         for one in [request_id] if isinstance(request_id, str) else list(request_id):
             output = self._outputs.abort(one)
             if output is not None and one in self._streams:
-                self._streams.pop(one).put(output)
+                self._remove(one).put(output)
 
     @property
     def is_running(self) -> bool:
@@ -231,7 +232,7 @@ class EngineClient:
 
     def count_of(self, owner: str) -> int:
         """Requests of one owner that have not ended."""
-        return sum(stream.owner == owner for stream in self._streams.values())
+        return self._counts[owner]
 
     @property
     def runner_name(self) -> str:
@@ -282,14 +283,34 @@ class EngineClient:
             if not future.done():
                 future.set_exception(EngineDeadError(cause))
         self._streams.clear()
+        self._counts.clear()
         self._calls.clear()
+
+    def _remove(self, request_id: str) -> OutputStream:
+        stream = self._streams.pop(request_id)
+        self._counts[stream.owner] -= 1
+        if not self._counts[stream.owner]:
+            del self._counts[stream.owner]
+        return stream
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
     async def submit(
-        self, prompt: PromptType, params: SamplingParams | PoolingParams, request_id: str, priority: int = 0
+        self,
+        prompt: PromptType,
+        params: SamplingParams | PoolingParams,
+        request_id: str,
+        priority: int = 0,
+        *,
+        owner: str = "",
+        flow: str = "",
     ) -> OutputStream:
-        """Validate, tokenize and send a request; the outputs can be iterated afterwards. Raises as `generate`."""
+        """Validate, tokenize and send a request; the outputs can be iterated afterwards. Raises as `generate`.
+
+        Args:
+            owner: who has sent the request, for `count_of`.
+            flow: requests of different flows take turns in the engine's queue.
+        """
         self._check_alive()
         if request_id in self._streams:
             raise ValueError(f"request id {request_id!r} is in use by a request that has not ended")
@@ -304,11 +325,13 @@ class EngineClient:
             self._check_alive()
         else:
             request = process(request_id, prompt, params, priority=priority)
+        request.flow = flow
         first = next(self._numbers)
         numbers = [first, *(next(self._numbers) for _ in range(request.params.n - 1))]
         sequences: list[Any] = [_Sequence(f"{request_id}/{number}", number) for number in numbers]
         self._sequences.update(zip(numbers, sequences, strict=True))
-        stream = self._streams[request_id] = OutputStream(self, request_id, request.params.output_kind)
+        stream = self._streams[request_id] = OutputStream(self, request_id, request.params.output_kind, owner)
+        self._counts[owner] += 1
         self._request_ids[first] = request_id
         self._outputs.add(request, sequences, time.perf_counter())
         self._send(wire.AddRequest.of(first, request))
@@ -339,7 +362,7 @@ class EngineClient:
     def discard(self, request_id: str, stream: OutputStream) -> None:
         """Abort a request without a last output."""
         if self._streams.get(request_id) is stream:
-            del self._streams[request_id]
+            self._remove(request_id)
             self._outputs.abort(request_id)
 
     def _send(self, message: wire.ClientMessage) -> None:
@@ -393,7 +416,7 @@ class EngineClient:
             if stream is not None:
                 stream.put(output)
                 if output.finished:
-                    del self._streams[output.request_id]
+                    self._remove(output.request_id)
 
     def _engine_output(self, sequence: _Sequence, tokens: wire.Tokens) -> EngineOutput:
         request: Any = sequence
@@ -413,7 +436,7 @@ class EngineClient:
         request_id = self._request_ids.pop(message.number, None)
         if request_id is None:
             return
-        stream = self._streams.pop(request_id)
+        stream = self._remove(request_id)
         self._outputs.abort(request_id)
         stream.put(message.error.as_error())
 

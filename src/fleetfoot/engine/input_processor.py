@@ -74,6 +74,8 @@ class EngineRequest:
     seed_number: int | None = None
     """What default seeds depend on besides the engine's seed. None: the number of earlier requests, set by
     `InputProcessor.make_requests`; given for a request that another engine has begun."""
+    flow: str = ""
+    """See `Request.flow`."""
 
 
 class InputProcessor:
@@ -261,6 +263,7 @@ class InputProcessor:
                 eos_token_ids=self.eos_token_ids,
                 bad_words_token_ids=request.bad_words_token_ids,
                 priority=request.priority,
+                flow=request.flow,
                 cache_salt=request.cache_salt,
                 kv_transfer_params=request.kv_transfer_params,
                 pooling_params=request.pooling_params,

@@ -94,6 +94,8 @@ class AddRequest(_Message):
     """See `EngineRequest.resumed`."""
     seed_number: int | None = None
     """See `EngineRequest.seed_number`."""
+    flow: str = ""
+    """See `Request.flow`."""
 
     @classmethod
     def of(cls, number: int, request: EngineRequest) -> AddRequest:
@@ -109,6 +111,7 @@ class AddRequest(_Message):
             request.kv_transfer_params,
             request.cache_salt,
             request.pooling_params,
+            flow=request.flow,
         )
 
     def routed(self, client: bytes) -> RoutedRequest:
@@ -126,6 +129,7 @@ class AddRequest(_Message):
             pooling_params=self.pooling_params,
             resumed=self.resumed,
             seed_number=self.seed_number,
+            flow=self.flow,
             client=client,
             number=self.number,
         )

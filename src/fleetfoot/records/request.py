@@ -62,6 +62,8 @@ class Request:
     """Token sequences that must not be generated."""
     priority: int = 0
     """Lower runs sooner."""
+    flow: str = ""
+    """Requests of different flows, such as those of different clients, take turns."""
     cache_salt: str | None = None
     """Requests with different salts share no cached prefix."""
     kv_transfer_params: dict[str, Any] | None = None
@@ -82,6 +84,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     stop_reason: int | str | None = None
     sequence_number: int = 0  # order of arrival, set by the scheduler
+    turn: int = -1  # order among requests of one priority, set by the waiting queue
     row: int = -1  # of the runner's state, while running
     scheduled_ts: float = 0.0  # when it was first scheduled, by the engine's clock
     num_prefill: int = 0  # known tokens when it got its row: it decodes once they are computed
@@ -159,4 +162,5 @@ class Request:
 
     def __lt__(self, other: Request) -> bool:
         """Scheduling order: priority (lower first), then arrival."""
-        return (self.priority, self.sequence_number) < (other.priority, other.sequence_number)
+        mine = (self.priority, self.turn, self.sequence_number)
+        return mine < (other.priority, other.turn, other.sequence_number)

@@ -17,8 +17,16 @@ tokens/s (768 requests, benchmarks/RESULTS.md) with steps of up to 8192 tokens, 
 1.49 to 1.54 with 256."""
 
 
+_FLOWS = 64
+"""So many flows are remembered at least, besides twice as many as requests wait."""
+
+
 class WaitingQueue:
-    """A heap of requests, ordered by priority and arrival.
+    """A heap of requests, ordered by priority and turn.
+
+    Turns are those of self-clocked fair queueing (Golestani 1994), in tokens: the flows of a priority get equal shares,
+    and within a flow requests are in the order of arrival. A request keeps its turn, so that one that was preempted
+    comes before all that have not run.
 
     A request that ends while it waits is no longer counted. It stays in the heap until it reaches the front, or until
     most entries have ended. Between `hold_new` and `release_new`, requests that have never run are set aside, and after
@@ -27,8 +35,11 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         # with its sort key: tuples of ints compare faster than `Request.__lt__`
-        self._heap: list[tuple[int, int, Request]] = []
+        self._heap: list[tuple[int, int, int, Request]] = []
         self._size = 0
+        self._now: dict[int, int] = {}  # the latest turn of each priority that has begun to run
+        self._begin = 0  # the same of priorities that are not in `_now`
+        self._last_turns: dict[tuple[int, str], int] = {}  # by priority and flow, where they are after `_now`
         self._aside: list[Request] = []  # counted, and not in the heap
         self._holds_new = False
         self._selected: Set[str] | None = None
@@ -38,17 +49,29 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Request]:
         """The counted requests, in no particular order."""
-        entries = (request for _, _, request in self._heap)
+        entries = (entry[-1] for entry in self._heap)
         return (request for request in chain(entries, self._aside) if not request.is_finished)
 
     def push(self, *requests: Request) -> None:
         for request in requests:
+            if request.turn < 0:
+                self._take_turn(request)
             is_new = self._holds_new and request.num_cached_tokens < 0
             if is_new if self._selected is None else request.request_id not in self._selected:
                 self._aside.append(request)
             else:
-                heappush(self._heap, (request.priority, request.sequence_number, request))
+                heappush(self._heap, (request.priority, request.turn, request.sequence_number, request))
         self._size += len(requests)
+
+    def _take_turn(self, request: Request) -> None:
+        flow, turns = (request.priority, request.flow), self._last_turns
+        now = self._now.setdefault(request.priority, self._begin)
+        request.turn = turns[flow] = max(now, turns.get(flow, 0)) + request.num_tokens
+        if len(turns) > 2 * self._size + _FLOWS:  # most flows have had their turns
+            self._last_turns = {flow: turn for flow, turn in turns.items() if turn > self._now[flow[0]]}
+            waiting = {priority for priority, _ in self._last_turns}
+            self._begin = max(self._begin, *self._now.values())
+            self._now = {priority: now for priority, now in self._now.items() if priority in waiting}
 
     def clear(self) -> list[Request]:
         """Remove all requests, and return those that were counted."""
@@ -85,8 +108,8 @@ class WaitingQueue:
     def num_tokens(self, num_requests: int, limit: int) -> int:
         """Tokens of ``num_requests`` that may run, in no particular order; of fewer, if these have ``limit``."""
         total = 0
-        for _, _, request in islice(self._heap, num_requests):
-            total += request.num_tokens
+        for entry in islice(self._heap, num_requests):
+            total += entry[-1].num_tokens
             if total >= limit:
                 break
         return total
@@ -94,13 +117,14 @@ class WaitingQueue:
     @property
     def first(self) -> Request | None:
         """The next request to run; None if there is none that may."""
-        while self._heap and self._heap[0][2].is_finished:
+        while self._heap and self._heap[0][-1].is_finished:
             heappop(self._heap)
-        return self._heap[0][2] if self._heap else None
+        return self._heap[0][-1] if self._heap else None
 
     def pop(self) -> None:
         """Remove `first`."""
-        heappop(self._heap)
+        priority, turn, *_ = heappop(self._heap)
+        self._now[priority] = max(turn, self._now.get(priority, self._begin))
         self._size -= 1
 
 
