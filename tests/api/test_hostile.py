@@ -57,6 +57,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("prompt", {**PROMPT, "prompt": [-1]}),
     ("prompt", {**PROMPT, "prompt": [BIG]}),
     ("prompt", {**PROMPT, "prompt": [1] * 5000}),
+    ("prompt", {**PROMPT, "prompt": ["a"] * 65}),  # more than the queue holds
     ("prompt", {**PROMPT, "prompt": ["a"] * 2049}),
     ("prompt", {**PROMPT, "prompt": ["a"] * 20_000}),
     ("tools", {**CHAT, "tools": [{}] * 1025}),

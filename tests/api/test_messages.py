@@ -396,7 +396,7 @@ def answer(**fields: Any) -> MessageAnswer:
 
 
 def whole_message(made: MessageAnswer, message: GeneratedMessages) -> AssistantMessage:
-    return made.whole(message, *asyncio.run(message.collect()))
+    return made.whole(message, asyncio.run(message.collect()))
 
 
 def streamed(made: MessageAnswer, message: GeneratedMessages) -> str:

@@ -16,7 +16,7 @@ import pytest
 
 from fleetfoot import LLM, SamplingParams
 from fleetfoot.server.openai.protocol import ChatCompletion, Completion
-from tests.helpers.server import RunningServer
+from tests.helpers.server import RunningServer, refusal_of_full_queue
 
 PROMPT = "Once upon a time"
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a story about a crow."}]
@@ -283,7 +283,7 @@ def test_statuses(client: httpx.Client, server: RunningServer) -> None:
         404: client.post("/v1/completions", json={**body, "model": "other"}),
         405: client.get("/v1/completions"),
         413: client.post("/v1/completions", json={"prompt": "x" * 200_000}),
-        429: client.post("/v1/completions", json={"prompt": [PROMPT] * 65, "max_tokens": 1}),
+        429: refusal_of_full_queue(client),
         400: client.post("/v1/completions", content=b"{"),
     }
     for status, response in statuses.items():

@@ -93,3 +93,10 @@ class RunningServer:
         self._reader.join()
         if self.process.stderr is not None:
             self.process.stderr.close()
+
+
+def refusal_of_full_queue(client: httpx.Client) -> httpx.Response:
+    """The answer to more requests than a queue of 64 has room for beside as many of the same client."""
+    body = {"prompt": ["a"] * 64, "max_tokens": 500, "ignore_eos": True, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body):
+        return client.post("/v1/completions", json={"prompt": ["a"] * 9})

@@ -16,7 +16,7 @@ from fleetfoot.outputs import CompletionOutput, RequestOutput
 from fleetfoot.parsers.base import MessageDelta, ToolCallDelta
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.server.conversation import MessageChunk, reasoning_variables
-from fleetfoot.server.openai.responses import Answer
+from fleetfoot.server.openai.responses import Answer, decode_record, encode_record
 from fleetfoot.server.openai.responses_items import chat_messages, read_items
 from fleetfoot.server.openai.responses_output import EventLog, Events, NoEvents, OutputBuilder
 from fleetfoot.server.openai.responses_protocol import ResponseRequest
@@ -168,11 +168,22 @@ class EndlessMessage:
         self.is_closed = True
 
 
+async def run_here(function: Any) -> Any:
+    return function()
+
+
+def test_records_of_long_conversations_are_in_pieces() -> None:
+    items = [{"id": f"msg_{number}", "content": "é" * number} for number in range(1000)]
+    response = {"id": "resp_1", "output": items[:3]}
+    record = decode_record(encode_record(response, items, ["event: a"]))
+    assert record == {"response": response, "items": items, "events": ["event: a"]}
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_ends_the_generation(stream: bool) -> None:
     async def run() -> None:
         body: Any = ResponseRequest(input="x", stream=stream)
-        service: Any = SimpleNamespace(model_name="model")
+        service: Any = SimpleNamespace(model_name="model", work=run_here)
         answer = Answer(KEY, body, service, SamplingParams(), [], MemoryStore(1, 1))
         generated: Any = EndlessMessage()
         if stream:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,11 +218,19 @@ class Load(msgspec.Struct):
     server_load: int
 
 
+_PATIENCE_S = 0.02
+"""Seconds that `/metrics` waits for new values while there are recent ones."""
+_RECENT_S, _REFRESH_S, _INTEREST_S = 3.0, 1.0, 60.0
+
+
 class StateEndpoints:
     """``/health``, ``/ready``, ``/metrics``, ``/version`` and ``/load``."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._metrics: Any = None  # the last ones, and when they came
+        self._metrics_ts = self._asked_ts = 0.0
+        self._refreshing: asyncio.Task[None] | None = None
 
     async def health(self, http: Request) -> Response:
         """200 while the engine's steps make progress."""
@@ -255,10 +265,32 @@ class StateEndpoints:
         return JSON(ServerState("ready"))
 
     async def metrics(self, http: Request) -> Response:
-        values = await self._ask("metrics")
-        return PlainTextResponse(
-            render_metrics(values, self._service.model_name), media_type="text/plain; version=0.0.4"
-        )
+        """While a long step is computed, the values of a moment ago: the engine answers between two steps."""
+        engine, self._asked_ts = self._service.engine, time.perf_counter()
+        asking = asyncio.ensure_future(self._ask("metrics"))
+        if engine.num_unfinished and self._asked_ts - self._metrics_ts < _RECENT_S:
+            await asyncio.wait((asking,), timeout=_PATIENCE_S)
+        else:
+            await asyncio.wait((asking,))
+        if asking.done():
+            self._keep_metrics(asking.result())
+        else:
+            asking.cancel()
+        if self._refreshing is None or self._refreshing.done():
+            self._refreshing = asyncio.ensure_future(self._refresh_metrics())
+        content = render_metrics(self._metrics, self._service.model_name)
+        return PlainTextResponse(content, media_type="text/plain; version=0.0.4")
+
+    def _keep_metrics(self, values: Any) -> None:
+        self._metrics, self._metrics_ts = values, time.perf_counter()
+
+    async def _refresh_metrics(self) -> None:
+        """Keep the last values recent, while the engine has work and somebody asks for them now and then."""
+        engine = self._service.engine
+        with contextlib.suppress(Exception):  # of an engine that has failed, which the next one who asks is told
+            while engine.num_unfinished and time.perf_counter() - self._asked_ts < _INTEREST_S:
+                self._keep_metrics(await engine.call("metrics"))
+                await asyncio.sleep(_REFRESH_S)
 
     async def version(self, http: Request) -> Response:
         return JSON(Version(__version__))

@@ -127,10 +127,14 @@ class GeneratedMessages:
         """The number in all messages so far; None: the model does not reason."""
         return None if self._count_tokens is None else sum(count.num_reasoning for count in self._counts)
 
-    async def collect(self) -> tuple[RequestOutput, list[Message]]:
-        """For parameters with `RequestOutputKind.FINAL_ONLY`. Raises as the iteration."""
+    async def collect(self) -> RequestOutput:
+        """The only output, for parameters with `RequestOutputKind.FINAL_ONLY`."""
         (output,) = await self.outputs.collect()
-        return output, [self._message(self._chunk(completion)) for completion in output.outputs]
+        return output
+
+    def messages(self, output: RequestOutput) -> list[Message]:
+        """The messages of the only output. Raises as the iteration."""
+        return [self._message(self._chunk(completion)) for completion in output.outputs]
 
     def _chunk(self, completion: CompletionOutput) -> MessageChunk:
         check_completion(completion)

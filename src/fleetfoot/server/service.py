@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import functools
 import secrets
 import time
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 
 from fleetfoot.engine.chat import ChatFormats
 from fleetfoot.engine.client import EngineClient, OutputStream
@@ -27,7 +28,7 @@ from fleetfoot.records.pooling_params import PoolingParams
 from fleetfoot.records.sampling_params import EXTRA_ARGS, SamplingParams
 from fleetfoot.records.structured_outputs import with_closed_objects
 from fleetfoot.server.bounds import SMALL_BYTES, BodyLimits, cost_of, decode, must_scan, over_limit, scan
-from fleetfoot.server.http import ApiError, check_request_id, decode_body, invalid, read_body
+from fleetfoot.server.http import ENCODER, JSON, ApiError, check_request_id, decode_body, invalid, read_body
 from fleetfoot.server.liveness import Liveness
 from fleetfoot.server.template_process import render_apart
 from fleetfoot.server.unknown_fields import UnknownFields
@@ -49,6 +50,10 @@ _MESSAGE_CHARS = 32
 _MAX_TEMPLATE_PROCESSES = 4
 _RESERVED = 8
 """One of so many parts of the queue is added for clients that need no more than that."""
+_CHOICE_BYTES, _ENTRY_BYTES = 1024, 128
+"""Of a response, for each choice and each logprob."""
+_BATCH_BITS = 3
+"""Batches of 1 to 3, 4 to 31, 32 to 255 prompts and so on are different flows in the engine's queue."""
 _MAX_WAITING = 1024
 """Most pieces of work of clients that wait for a thread."""
 _RENDER_OPTIONS = ("add_generation_prompt", "continue_final_message", "tools", "documents")
@@ -108,6 +113,8 @@ class Service:
         """Runs work that leaves the interpreter to other threads."""
         self.python = WorkPool(1, _MAX_WAITING)
         """Runs other work: one thread, so that the event loop waits for no more than one."""
+        self._submitting: Counter[str] = Counter()
+        """Prompts that have a place in the queue, and that the engine does not count yet; by client."""
         self._client: ContextVar[str] = ContextVar("client", default="")
         self._body_size: ContextVar[int] = ContextVar("body_size", default=0)
         engine.run_native = self.run_native
@@ -168,12 +175,35 @@ class Service:
             return decode(scan(content, limits), decoder, self._unknown_fields)
         return decode_body(content, decoder, self._unknown_fields)
 
+    def add_size(self, size: int) -> None:
+        """What belongs to the body is larger by so many bytes: a stored conversation."""
+        self._body_size.set(self._body_size.get() + size)
+
     async def work(self, function: Callable[..., _T], /, *arguments: Any) -> _T:
         """The result of a function of the body, in the thread for Python if the body is large."""
         size = self._body_size.get()
         if size <= SMALL_BYTES:
             return function(*arguments)
         return await self.python.run(self._client.get(), size, function, *arguments)
+
+    async def respond(self, size: int, make: Callable[[], Any], parts: str) -> Response:
+        """The response that a function makes, in the thread for Python if it is long.
+
+        Args:
+            size: about its bytes.
+            parts: the field that is a list, the entries of which are encoded one by one: an encoder keeps the
+                interpreter for the length of a call.
+        """
+        if size <= SMALL_BYTES:
+            return JSON(make())
+
+        def encode() -> bytes:
+            response = make()
+            setattr(response, parts, [msgspec.Raw(ENCODER.encode(part)) for part in getattr(response, parts)])
+            return ENCODER.encode(response)
+
+        body = await self.python.run(self._client.get(), size, encode)
+        return Response(body, media_type=JSON.media_type)
 
     async def run_native(self, cost: int, function: Callable[..., _T], /, *arguments: Any) -> _T:
         """The result of a function that leaves the interpreter to others. ``cost``: about the bytes that it reads."""
@@ -242,17 +272,23 @@ class Service:
             raise invalid("bad_words", message)
         if self.is_draining:
             raise ApiError(503, "the server shuts down", "shutting_down", retry_after=5)
-        self._check_queue(len(prompts))
+        self._check_queue(len(prompts), ("prompt", *places)[-1].partition("[")[0])
         streams: list[OutputStream] = []
+        owner = self._client.get()
+        flow = f"{owner} {len(prompts).bit_length() // _BATCH_BITS}"  # a batch and single prompts take turns
         suffix = secrets.token_hex(4)  # clients may repeat the id of a request that has not ended
+        num_left = len(prompts)
+        self._submitting[owner] += num_left
         try:
             for index, prompt in enumerate(prompts):
                 name = f"{request_id if len(prompts) == 1 else f'{request_id}-{index}'}.{suffix}"
                 if index:
                     await asyncio.sleep(0)  # others go on
                 try:
-                    streams.append(await self.engine.submit(prompt, params, name, priority or 0))
-                    streams[-1].owner = self._client.get()
+                    stream = await self.engine.submit(prompt, params, name, priority or 0, owner=owner, flow=flow)
+                    streams.append(stream)
+                    self._submitting[owner] -= 1
+                    num_left -= 1
                 except (ValueError, TypeError) as error:
                     refused = ApiError.of(error)
                     if places and refused.param is None:
@@ -262,16 +298,25 @@ class Service:
             for stream in streams:
                 stream.close()
             raise
+        finally:
+            self._submitting[owner] -= num_left
+            if not self._submitting[owner]:
+                del self._submitting[owner]
         return RequestOutputs(streams)
 
-    def _check_queue(self, num_prompts: int) -> None:
-        """Raises ApiError: the queue is full, or this client's part of it. Clients with few requests have room beside
-        one that fills the queue."""
+    def _check_queue(self, num_prompts: int, field: str) -> None:
+        """Raises ApiError 429: the queue is full, or this client's part of it. Clients with few requests have room
+        beside one that fills the queue. 400: the prompts of ``field`` do not fit in an empty one."""
         most, mine = self.settings.max_queue, self.settings.max_queue_per_key
-        total = self.engine.num_unfinished + num_prompts
+        for limit, flag in ((most, "--max-queue"), (mine, "--max-queue-per-key")):
+            if limit is not None and num_prompts > limit:
+                message = f"{field} has {num_prompts:,} prompts; {limit:,} fit in this server's queue ({flag})"
+                raise invalid(field, message)
+        client = self._client.get()
+        total = self.engine.num_unfinished + self._submitting.total() + num_prompts
         if total <= most and mine is None:
             return
-        own, reserve = self.engine.count_of(self._client.get()) + num_prompts, most // _RESERVED
+        own, reserve = self.engine.count_of(client) + self._submitting[client] + num_prompts, most // _RESERVED
         if mine is not None and own > mine:
             message = f"{own - num_prompts} requests of this client are unfinished; {mine} are the most"
         elif total > most and (own > reserve or total > most + reserve):
@@ -319,7 +364,7 @@ class Service:
             text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
             return text
 
-        size = sum(_MESSAGE_CHARS + len(str(message.get("content"))) for message in messages)
+        size = sum(_MESSAGE_CHARS + _content_size(message.get("content")) for message in messages)
         text = await self.python.run(self._client.get(), size, render) if size >= LONG_TEXT else await self.work(render)
         return await self.encode(text, special=bool(more.get("add_special_tokens")), keep=keep)
 
@@ -336,6 +381,13 @@ class Service:
         async with self._template_processes:
             text = await render_apart(chat_template, messages, named)
         return await self.encode(text, special=bool((tokenizer_kwargs or {}).get("add_special_tokens")), keep=keep)
+
+
+def _content_size(content: Any) -> int:
+    """The characters of a message's text, or of the texts of its parts."""
+    if isinstance(content, list):
+        return sum(_MESSAGE_CHARS + len(str(part.get("text", ""))) for part in content)
+    return len(content) if isinstance(content, str) else 0
 
 
 def engine_prompt(prompt: str | list[int], cache_salt: str | None = None) -> Any:
@@ -363,6 +415,20 @@ def check_completion(completion: CompletionOutput) -> None:
     """Raises ApiError for a sequence that the engine has ended with an error: 400 if that is of its own grammar."""
     if completion.finish_reason == "error":
         raise ApiError(400 if completion.is_unfit else 500, f"the request has failed: {completion.stop_reason}")
+
+
+def response_size(outputs: Sequence[RequestOutput]) -> int:
+    """About the bytes of a response with these outputs."""
+    size = 0
+    for output in outputs:
+        size += _num_entries(output.prompt_logprobs) * _ENTRY_BYTES
+        for one in output.outputs:
+            size += _CHOICE_BYTES + len(one.text) + _num_entries(one.logprobs) * _ENTRY_BYTES
+    return size
+
+
+def _num_entries(logprobs: Sequence[Any] | None) -> int:
+    return len(logprobs) * (1 + len(logprobs[-1] or ())) if logprobs else 0
 
 
 class RequestOutputs:
@@ -405,21 +471,29 @@ class RequestOutputs:
             async for output in self._streams[0]:
                 yield 0, self._without_ended(0, output)
             return
-        waiting = {asyncio.ensure_future(anext(stream)): index for index, stream in enumerate(self._streams)}
-        try:
-            while waiting:
-                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in sorted(done, key=waiting.__getitem__):
-                    index = waiting.pop(task)
-                    output = task.result()
-                    if not output.finished:
-                        waiting[asyncio.ensure_future(anext(self._streams[index]))] = index
-                    yield index, self._without_ended(index, output)
-        finally:
-            for task in waiting:
-                task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.gather(*waiting, return_exceptions=True)
+        ready: deque[tuple[int, Any]] = deque()  # at most one item of each stream, which merges further ones
+        arrived = asyncio.Event()
+
+        def take(index: int, item: Any) -> bool:
+            ready.append((index, item))
+            arrived.set()
+            return False
+
+        for index, stream in enumerate(self._streams):
+            stream.listen(partial(take, index))
+        num_left = len(self._streams)
+        while num_left:
+            arrived.clear()
+            if not ready:
+                await arrived.wait()
+            index, item = ready.popleft()
+            if isinstance(item, BaseException):
+                raise item
+            if item.finished:
+                num_left -= 1
+            else:
+                self._streams[index].resume()
+            yield index, self._without_ended(index, item)
 
     async def collect(self) -> list[RequestOutput]:
         """The last output of each prompt; for parameters with `RequestOutputKind.FINAL_ONLY`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,9 +44,9 @@ from fleetfoot.server.anthropic.protocol import (
     TokenCount,
     ToolUseBlock,
 )
-from fleetfoot.server.conversation import GeneratedMessages, Message, Turn, generate, prompt_token_ids
+from fleetfoot.server.conversation import GeneratedMessages, Turn, generate, prompt_token_ids
 from fleetfoot.server.http import ENCODER, JSON, ApiError, invalid, until_disconnected
-from fleetfoot.server.service import Service, check_stop_strings
+from fleetfoot.server.service import Service, check_stop_strings, response_size
 from fleetfoot.server.streaming import PushedEvents
 from fleetfoot.utils.validation import is_one_of
 
@@ -80,7 +79,8 @@ class MessagesEndpoints:
             raise _renamed(error) from None
         if body.stream:
             return PushedEvents(MessageEvents(answer, generated))
-        return JSON(answer.whole(generated, *await until_disconnected(http, generated.collect())))
+        output = await until_disconnected(http, generated.collect())
+        return await service.respond(response_size([output]), lambda: answer.whole(generated, output), "content")
 
     async def count(self, http: Request) -> Response:
         service = self._service
@@ -160,10 +160,8 @@ class MessageAnswer:
         self._max_tokens = body.max_tokens
         self.omits_thinking = getattr(body.thinking, "display", None) == "omitted"
 
-    def whole(
-        self, generated: GeneratedMessages, output: RequestOutput, messages: Sequence[Message]
-    ) -> AssistantMessage:
-        (message,) = messages
+    def whole(self, generated: GeneratedMessages, output: RequestOutput) -> AssistantMessage:
+        (message,) = generated.messages(output)
         num_tokens = len(message.completion.token_ids)
         stop = self.stop(message.completion, message.finish_reason, num_tokens)
         blocks: list[Block] = []

@@ -12,7 +12,6 @@ from fleetfoot.outputs import CompletionOutput, RequestOutput
 from fleetfoot.parsers.base import ToolCallDelta
 from fleetfoot.server.conversation import GeneratedMessages, Message, MessageChunk, Turn, generate
 from fleetfoot.server.http import (
-    JSON,
     ApiError,
     invalid,
     request_id,
@@ -37,7 +36,7 @@ from fleetfoot.server.openai.protocol import (
     FunctionCall,
 )
 from fleetfoot.server.openai.structured import naming_constraint
-from fleetfoot.server.service import RESERVED_VARIABLES, Service
+from fleetfoot.server.service import RESERVED_VARIABLES, Service, response_size
 from fleetfoot.server.streaming import PushedEvents
 
 _DECODER = msgspec.json.Decoder(ChatRequest)
@@ -76,8 +75,8 @@ class ChatCompletions:
         answer.echoed = last["content"] if body.echo and last["role"] == ROLE else ""
         if body.stream:
             return PushedEvents(_Events(answer, generated))
-        output, collected = await until_disconnected(http, generated.collect())
-        return JSON(answer.whole(output, collected, generated))
+        output = await until_disconnected(http, generated.collect())
+        return await service.respond(response_size([output]), lambda: answer.whole(output, generated), "choices")
 
     def _read(self, http: Request, body: ChatRequest) -> tuple[_Answer, Turn]:
         """Raises ApiError and ValueError for a field that is invalid or not supported."""
@@ -152,8 +151,8 @@ class _Answer:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
 
-    def whole(self, output: RequestOutput, messages: list[Message], generated: GeneratedMessages) -> ChatCompletion:
-        counter = UsageCounter()
+    def whole(self, output: RequestOutput, generated: GeneratedMessages) -> ChatCompletion:
+        counter, messages = UsageCounter(), generated.messages(output)
         counter.add(0, output)
         counter.num_reasoning = generated.num_reasoning_tokens()
         response = ChatCompletion(self.id, [self._choice(one) for one in messages], self.model, counter.usage())

@@ -13,7 +13,6 @@ from starlette.responses import Response
 from fleetfoot.outputs import CompletionOutput, Logprob, RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.server.http import (
-    JSON,
     invalid,
     request_id,
     until_disconnected,
@@ -29,7 +28,14 @@ from fleetfoot.server.openai.events import (
 from fleetfoot.server.openai.prompts import read_prompts
 from fleetfoot.server.openai.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from fleetfoot.server.openai.structured import naming_constraint
-from fleetfoot.server.service import RequestOutputs, Service, check_completion, engine_prompt, entry_names
+from fleetfoot.server.service import (
+    RequestOutputs,
+    Service,
+    check_completion,
+    engine_prompt,
+    entry_names,
+    response_size,
+)
 from fleetfoot.server.streaming import PushedEvents
 
 _DECODER = msgspec.json.Decoder(CompletionRequest)
@@ -62,7 +68,8 @@ class Completions:
             )
         if body.stream:
             return PushedEvents(_Events(answer, outputs))
-        return JSON(answer.whole(await until_disconnected(http, outputs.collect())))
+        collected = await until_disconnected(http, outputs.collect())
+        return await service.respond(response_size(collected), lambda: answer.whole(collected), "choices")
 
     def _read(self, http: Request, body: CompletionRequest) -> tuple[_Answer, list[str | list[int]]]:
         """Raises ApiError and ValueError for a field that is invalid or not supported."""

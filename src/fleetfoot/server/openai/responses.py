@@ -7,8 +7,9 @@ import contextlib
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -68,14 +69,15 @@ from fleetfoot.utils.validation import shown
 
 _DECODER = msgspec.json.Decoder(ResponseRequest)
 _T = TypeVar("_T")
+_PIECE = 256
+"""Items of a stored response that are encoded at a time."""
 
 
 class Responses:
     """The endpoints.
 
     Args:
-        store: keeps responses, as records in JSON: ``response``, its ``items``, with those of the responses before, and
-            ``events`` if it is streamed in the background.
+        store: keeps responses, as records (`encode_record`).
     """
 
     def __init__(self, service: Service, store: ResponseStore) -> None:
@@ -100,10 +102,10 @@ class Responses:
             generated = await generate(service, turn)
         if body.background:
             queued = await self._run_in_background(answer, generated)
-            return EventStream(self._logs[queued.id].read(0)) if body.stream else JSON(queued)
+            return EventStream(self._logs[queued.id].read(0)) if body.stream else await self._json(queued)
         if body.stream:
             return EventStream(answer.events(generated))
-        return JSON(await until_disconnected(http, answer.whole(generated)))
+        return await self._json(await until_disconnected(http, answer.whole(generated)))
 
     async def _read_items(self, body: ResponseRequest, key: str) -> list[Item]:
         """The whole conversation. Raises ApiError 404 for a response or an item that is not stored."""
@@ -135,7 +137,11 @@ class Responses:
             what = f"{param} is {name!r:.100}: the" if param else "the"
             message = f"{what} response {name!r:.100} is not known, or no longer stored"
             raise ApiError(404, message, "previous_response_not_found" if param else "response_not_found", param)
-        return msgspec.json.decode(content)
+        self._service.add_size(len(content))
+        return await self._service.work(decode_record, content)
+
+    async def _json(self, content: Any) -> Response:
+        return Response(await self._service.work(ENCODER.encode, content), media_type=JSON.media_type)
 
     async def _run_in_background(self, answer: Answer, generated: GeneratedMessages) -> ResponseObject:
         response = answer.response
@@ -161,7 +167,7 @@ class Responses:
         name, query = http.path_params["name"], read_query(http, RetrieveQuery)
         record = await self._record(name)
         if not query.stream:
-            return JSON(record["response"])
+            return await self._json(record["response"])
         begin = 0 if query.starting_after is None else query.starting_after + 1
         if (log := self._logs.get(name)) is not None:
             return EventStream(log.read(begin))
@@ -186,8 +192,9 @@ class Responses:
             raise invalid("response_id", f"response {response['id']!r} has no background=true: it cannot be cancelled")
         if response["status"] == "in_progress":
             response["status"] = "cancelled"
-            await self._store.put(response["id"], ENCODER.encode(record))
-        return JSON(response)
+            content = await self._service.work(encode_record, response, record["items"], record["events"])
+            await self._store.put(response["id"], content)
+        return await self._json(response)
 
     async def input_items(self, http: Request) -> Response:
         query = read_query(http, InputItemsQuery)
@@ -201,7 +208,7 @@ class Responses:
             items = items[names.index(query.after) + 1 :]
         page = items[: query.limit]
         first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-        return JSON(InputItems(page, first, last, len(items) > len(page)))
+        return await self._json(InputItems(page, first, last, len(items) > len(page)))
 
     async def count_input_tokens(self, http: Request) -> Response:
         service = self._service
@@ -211,6 +218,25 @@ class Responses:
         turn = await service.work(read_turn, body, items, service, "")
         with naming_fields(body):
             return JSON(InputTokens(len(await prompt_token_ids(service, turn))))
+
+
+def encode_record(response: Any, items: Sequence[Item], events: Sequence[str]) -> bytes:
+    """A stored response, its items, with those of the responses before, and its events if it is streamed in the
+    background. In MessagePack, which copies texts, and in pieces: an encoder keeps the interpreter for the length of a
+    call."""
+    pieces = [_pieces(msgspec.msgpack.encode, values) for values in ((response,), items, events)]
+    return msgspec.msgpack.encode(pieces)
+
+
+def decode_record(content: bytes) -> dict[str, Any]:
+    """``response``, ``items`` and ``events`` of `encode_record`."""
+    decode = msgspec.msgpack.decode
+    (response,), items, events = [[one for piece in pieces for one in decode(piece)] for pieces in decode(content)]
+    return {"response": response, "items": items, "events": events}
+
+
+def _pieces(encode: Callable[[Any], bytes], values: Sequence[Any]) -> list[bytes]:
+    return [encode(values[begin : begin + _PIECE]) for begin in range(0, len(values), _PIECE)]
 
 
 def read_query(http: Request, kind: type[_T]) -> _T:
@@ -372,8 +398,8 @@ class Answer:
         """The finished response is stored before its last event."""
         events, response = self.output_events, self.response
         try:
-            events.add("response.created", response=response)
-            events.add("response.in_progress", response=response)
+            for kind in ("response.created", "response.in_progress"):
+                await self._add_state(kind)
             yield events.take()
             async for output, chunks in generated:
                 self._add(output, chunks)
@@ -386,10 +412,14 @@ class Answer:
             self._fail(error)
         finally:
             generated.close()
-        events.add(f"response.{response.status}", response=response)
+        await self._add_state(f"response.{response.status}")
         if response.store and (response.background or response.status != "failed"):
             await self.keep()
         yield events.take()
+
+    async def _add_state(self, kind: str) -> None:
+        """Add an event with the response, which can be as long as its body."""
+        await self._service.work(partial(self.output_events.add, kind, response=self.response))
 
     def _add(self, output: RequestOutput, chunks: list[MessageChunk]) -> None:
         self._counter.add(0, output)
@@ -419,8 +449,8 @@ class Answer:
     async def keep(self) -> None:
         """Put the response in the store."""
         events = [event.decode() for event in self.output_events.recorded()]
-        record = {"response": self.response, "items": self._items, "events": events}
-        await self._store.put(self.response.id, ENCODER.encode(record))
+        content = await self._service.work(encode_record, self.response, self._items, events)
+        await self._store.put(self.response.id, content)
 
     def _usage(self, num_reasoning: int | None) -> ResponseUsage:
         usage = self._counter.usage()

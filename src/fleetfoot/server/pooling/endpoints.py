@@ -48,6 +48,8 @@ _CLASSIFICATION = msgspec.json.Decoder(ClassificationRequest)
 _POOLING = msgspec.json.Decoder(PoolingRequest)
 _SCORE = msgspec.json.Decoder(ScoreRequest)
 _RERANK = msgspec.json.Decoder(RerankRequest)
+_ENTRY_BYTES, _NUMBER_BYTES = 256, 20
+"""Of a response, for each prompt and each number of its vector."""
 _PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
 _PARAMS = (
     *("truncate_prompt_tokens", "use_activation", "normalize", "softmax", "activation", "prompt_name", "dimensions"),
@@ -86,10 +88,7 @@ class PoolingEndpoints:
     async def embed(self, http: Request) -> Response:
         body = await self._service.read(http, _EMBEDDING)
         name, outputs = await self._pool(http, body, "embed", "embd")
-        data = [
-            Embedding(index, encoded(output.outputs.data, body.encoding_format)) for index, output in enumerate(outputs)
-        ]
-        return JSON(Embeddings(id=name, model=self._service.model_name, data=data, usage=_usage(outputs)))
+        return await self._respond(outputs, body.encoding_format, Embedding, Embeddings, name)
 
     async def classify(self, http: Request) -> Response:
         body = await self._service.read(http, _CLASSIFICATION)
@@ -104,10 +103,7 @@ class PoolingEndpoints:
     async def pool(self, http: Request) -> Response:
         body = await self._service.read(http, _POOLING)
         name, outputs = await self._pool(http, body, body.task, "pool")
-        data = [
-            Pooled(index, encoded(output.outputs.data, body.encoding_format)) for index, output in enumerate(outputs)
-        ]
-        return JSON(PooledList(id=name, model=self._service.model_name, data=data, usage=_usage(outputs)))
+        return await self._respond(outputs, body.encoding_format, Pooled, PooledList, name)
 
     async def score(self, http: Request) -> Response:
         body = await self._service.read(http, _SCORE)
@@ -136,6 +132,16 @@ class PoolingEndpoints:
             for result in results:
                 result.document = RerankedDocument(texts[result.index])
         return JSON(RerankResponse(name, self._service.model_name, _usage(outputs), results))
+
+    async def _respond(
+        self, outputs: list[Any], encoding: str | None, entry: type[Any], response: type[Any], name: str
+    ) -> Response:
+        def make() -> Any:
+            data = [entry(index, encoded(output.outputs.data, encoding)) for index, output in enumerate(outputs)]
+            return response(id=name, model=self._service.model_name, data=data, usage=_usage(outputs))
+
+        size = sum(_ENTRY_BYTES + _NUMBER_BYTES * output.outputs.data.numel() for output in outputs)
+        return await self._service.respond(size, make, "data")
 
     # --- what they share ----------------------------------------------------------------------------------------------
 
