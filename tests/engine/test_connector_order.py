@@ -1,5 +1,6 @@
-"""When a KV connector's methods are called in a step: the contract of `fleetfoot.runner.step_connector`, tested against
-all events of a step, on both runners, with drafts and without, alone and in a pipeline."""
+"""When a KV connector's methods and the barrier are called in a step: the contract of
+`fleetfoot.runner.step_connector` and `fleetfoot.runner.step_barrier`, tested against all events of a step, on both
+runners, with drafts and without, alone and in a pipeline."""
 
 from array import array
 from collections.abc import Container, Sequence
@@ -21,6 +22,7 @@ from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import KVConnectorOutput, NewRequest, SchedulerOutput
 from fleetfoot.runner.base import ModelRunner
+from fleetfoot.runner.step_barrier import StepBarrier
 from fleetfoot.runner.step_connector import StepConnector
 from fleetfoot.runner.v1.runner import ModelRunnerV1
 from fleetfoot.runner.v2.runner import ModelRunnerV2
@@ -133,6 +135,14 @@ class RecordingDrafter:
         return torch.zeros((len(batch.newest), num_drafts), dtype=torch.int32) if num_drafts else None
 
 
+class RecordingBarrier(StepBarrier):
+    def __init__(self, log: Log) -> None:
+        self._log = log
+
+    def step(self, scheduler_output: SchedulerOutput) -> None:
+        self._log.note("barrier")
+
+
 class Rank:
     """A runner, and what is recorded of it."""
 
@@ -148,6 +158,7 @@ class Rank:
             DraftSettings(NUM_DRAFTS, drafter=drafter) if drafts else NO_DRAFTING,
             device=device,
             connector=StepConnector(self.connector),
+            barrier=RecordingBarrier(self.log),
             pipeline=pipeline,
             layers=None if pipeline.size == 1 else range(pipeline.rank, pipeline.rank + 1),
             ops=replace(ops, sample=Noted(self.log, "sample", ops.sample)),
@@ -193,6 +204,7 @@ def events_of(metadata: str, *events: str, finished: str = "") -> list[str]:
     """Of a step with a forward pass."""
     begin = [f"bind_connector_metadata {metadata}", "flush", "start_load_kv"]
     end = ["save_kv", "wait_for_save", f"get_finished {finished}".strip(), "clear_connector_metadata"]
+    end += ["barrier"]  # what all ranks do comes last
     return [*begin, *events, *end]
 
 
@@ -254,12 +266,14 @@ FAULTS = [
     (where, step, event.split()[0])
     for where, steps in STEPS.items()
     for step, events in steps.items()
-    for event in events[:-1]
+    for event in events[: events.index(CLEAR)]
 ]
 
 
 @pytest.mark.parametrize(("where", "step", "raising"), FAULTS)
-def test_the_metadata_is_cleared_whatever_raises(kind: str, where: str, step: str, raising: str) -> None:
+def test_the_metadata_is_cleared_and_no_step_follows_whatever_raises(
+    kind: str, where: str, step: str, raising: str
+) -> None:
     events = STEPS[where][step]
     ranks = ranks_of(kind, 1 if where == "alone" else 2, drafts=True)
     rank = ranks[0 if where == "first" else -1]
@@ -272,6 +286,9 @@ def test_the_metadata_is_cleared_whatever_raises(kind: str, where: str, step: st
     position = [event.split()[0] for event in events].index(raising)
     assert rank.log.take() == [*events[:position], f"{raising}!", CLEAR]
     assert rank.connector.metadata is None
+    with pytest.raises(RuntimeError, match="an earlier step has raised"):
+        rank.step(idle())
+    assert rank.log.take() == []  # it meets no other rank any more
 
 
 @pytest.mark.parametrize(("step", "raising"), [(step, raising) for where, step, raising in FAULTS if where == "alone"])

@@ -57,7 +57,7 @@ class LocalPipelineGroup(PipelineGroup):
     def send_sampled_tokens(self, packet: torch.Tensor) -> None:
         assert self.is_last_rank
         assert packet.dtype is torch.int32
-        for queue in self._packets:
+        for queue in self._packets if len(packet) else ():
             queue.append(packet.clone())
 
     def receive_sampled_tokens(self, packet: torch.Tensor) -> None:

@@ -25,6 +25,7 @@ from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import EngineOutput, ModelRunnerOutput, PendingOutput, RowLogprobs, SchedulerOutput
 from fleetfoot.runner.base import ModelRunner
 from fleetfoot.runner.graphs import CaptureTable
+from fleetfoot.runner.v1.pooling import PoolingModelRunner
 from fleetfoot.runner.v1.runner import ModelRunnerV1
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.scheduler.config import SchedulerConfig
@@ -158,15 +159,15 @@ def make_runner(
     max_num_batched_tokens: int = 64, max_model_len: int = MAX_MODEL_LEN,
     pipeline: PipelineGroup = SINGLE_PIPELINE_GROUP, **options: Any,
 ) -> Any:  # fmt: skip
-    """A runner, ``v1`` or ``v2``, ready for steps. Only V2 takes a device; ``wrap``: given the model, returns what the
-    runner takes for it; ``options``: of `ModelRunner`."""
+    """A runner, ``v1``, ``v2`` or ``pooling``, ready for steps. Only V2 takes a device; ``wrap``: given the model,
+    returns what the runner takes for it; ``options``: of `ModelRunner`."""
     config = load_model_config(folder)
     context = make_context(device, ops, max_model_len=max_model_len, pipeline=pipeline)
     loader = WrappingLoader(config, context, folder, layers=layers, wrap=wrap)
     options |= {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "draft_settings": draft_settings}
     runner: ModelRunner
-    if kind == "v1":
-        runner = ModelRunnerV1(loader, **options)
+    if kind != "v2":
+        runner = (PoolingModelRunner if kind == "pooling" else ModelRunnerV1)(loader, **options)
     else:
         table = CaptureTable.of(
             device="cuda",

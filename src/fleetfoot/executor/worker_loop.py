@@ -73,6 +73,8 @@ def run_worker_loop(
                 if is_rpc(message):
                     reply(_run_rpc(worker, message))
                     continue
+                if worker.runner.has_failed:  # an output has, and was reported
+                    continue
                 number, scheduler_output = decode_call(message)
                 worker.execute_model(scheduler_output)
                 masks = None
@@ -149,7 +151,7 @@ def _reply_sender(worker: Worker, channel: WorkerChannel) -> Iterator[Callable[[
             yield lambda number, pending: reply(StepOutput(worker.rank, number, pending.get()))
         return
     outputs: SimpleQueue[tuple[int, PendingOutput] | None] = SimpleQueue()
-    arguments = worker.rank, channel, outputs
+    arguments = worker, channel, outputs
     thread = threading.Thread(target=_send_outputs, args=arguments, name="fleetfoot-replies", daemon=True)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     thread.start()
@@ -158,12 +160,15 @@ def _reply_sender(worker: Worker, channel: WorkerChannel) -> Iterator[Callable[[
     thread.join()
 
 
-def _send_outputs(rank: int, channel: WorkerChannel, outputs: SimpleQueue[tuple[int, PendingOutput] | None]) -> None:
-    """In a thread: send outputs as they become ready, until None."""
+def _send_outputs(
+    worker: Worker, channel: WorkerChannel, outputs: SimpleQueue[tuple[int, PendingOutput] | None]
+) -> None:
+    """In a thread: send outputs as they become ready, until None or one has failed."""
     with channel.open_replies() as reply:
         try:
             while (item := outputs.get()) is not None:
                 number, pending = item
-                reply(StepOutput(rank, number, pending.get()))
+                reply(StepOutput(worker.rank, number, pending.get()))
         except BaseException as error:
-            reply(Failure.of(rank, error, traceback.format_exc()))
+            worker.runner.has_failed = True
+            reply(Failure.of(worker.rank, error, traceback.format_exc()))

@@ -2,7 +2,7 @@
 sampled tokens.
 
 execute_model   the KV connector begins the step; prepare the inputs; forward
-sample_tokens   logits; sample and verify drafts; propose drafts; the KV connector ends the step
+sample_tokens   logits; sample and verify drafts; propose drafts; the KV connector ends the step; the step's barrier
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from fleetfoot.distributed.groups import PipelineGroup
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import IntermediateTensors
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.records.step import ModelRunnerOutput, PendingOutput, SchedulerOutput, TokenMasks
+from fleetfoot.records.step import ModelRunnerOutput, PendingOutput, SchedulerOutput, TokenMasks, WarmUpOutput
+from fleetfoot.runner.step_barrier import NoBarrier, StepBarrier
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
 from fleetfoot.speculative.drafter import NO_DRAFTING, DraftSettings
 from fleetfoot.utils.memory import use_small_pages
@@ -44,7 +45,8 @@ class ModelRunner(ABC):
 
     ``loader`` builds the model, or a pipeline stage of it, when `load_model` is called. ``max_num_seqs``: requests in a
     step; ``max_model_len``: tokens of a request; ``draft_settings``: the number of drafts, and on the last rank of a
-    pipeline the drafter; ``connector``: None: there is none; ``memory``: of weights and KV.
+    pipeline the drafter; ``connector``: None: there is none; ``barrier``: None: it does nothing; ``memory``: of weights
+    and KV.
     """
 
     name: ClassVar[str]
@@ -63,6 +65,7 @@ class ModelRunner(ABC):
         max_model_len: int,
         draft_settings: DraftSettings = NO_DRAFTING,
         connector: StepConnector | None = None,
+        barrier: StepBarrier | None = None,
         memory: SleepMemory = RESIDENT,
     ) -> None:
         self._loader = loader
@@ -73,6 +76,7 @@ class ModelRunner(ABC):
         self._max_model_len = max_model_len
         self._draft_settings = draft_settings
         self._connector = connector or NoConnector()
+        self.barrier = barrier or NoBarrier()
         self._pipeline = loader.context.groups.pipeline
         self._model: CausalLM | None = None
         self._kv_caches: list[torch.Tensor] = []
@@ -80,6 +84,10 @@ class ModelRunner(ABC):
         """The step between `execute_model` and `sample_tokens`, and the results of its forward pass."""
         self._ready_output: ModelRunnerOutput | None = None
         """The output of a step that was complete after `execute_model`."""
+        self._step: SchedulerOutput | None = None
+        """The step between `execute_model` and `sample_tokens`."""
+        self.has_failed = False
+        """Whether a step has raised, or its output has: this rank enters no collective any more."""
 
     # --- start ------------------------------------------------------------------------------------------------------
 
@@ -145,41 +153,55 @@ class ModelRunner(ABC):
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
-        """Queue the forward pass. `sample_tokens` is called next."""
+        """Queue the forward pass. `sample_tokens` is called next. Raises RuntimeError: an earlier step has raised."""
         if self._model is None or not self._kv_caches:
             raise RuntimeError("execute_model was called before load_model and initialize_kv_cache")
-        if scheduler_output.is_idle:
-            self._free_rows(scheduler_output)
-            kv_output = self._connector.no_forward(scheduler_output)
-            self._ready_output = ModelRunnerOutput([], kv_connector_output=kv_output)
-            return
+        if self.has_failed:
+            raise RuntimeError("an earlier step has raised, and this rank takes no further ones")
+        self._step, connector = scheduler_output, self._connector
         try:
-            self._connector.pre_forward(scheduler_output)
+            if scheduler_output.is_idle:
+                self._free_rows(scheduler_output)
+                self._ready_output = ModelRunnerOutput([], kv_connector_output=connector.no_forward(scheduler_output))
+                return
+            connector.pre_forward(scheduler_output)
             self._forward(scheduler_output)
             if self._execute_state is None:  # a rank that does not sample: its last write of KV is queued
-                kv_output = self._connector.post_forward(scheduler_output.finished_req_ids)
-                self._ready_output = ModelRunnerOutput([], kv_connector_output=kv_output)
+                self._ready_output = ModelRunnerOutput(
+                    [], kv_connector_output=connector.post_forward(scheduler_output.finished_req_ids)
+                )
         except BaseException:
-            self._connector.abandon()
+            self._abandon_step()
             raise
 
     def sample_tokens(self, masks: TokenMasks | None) -> PendingOutput:
-        """Logits, sampling, verification of drafts, drafting, and then the KV connector, for the step that
+        """Logits, sampling, verification of drafts, drafting, then the KV connector and the barrier, for the step that
         `execute_model` queued. On a rank that is not last in its pipeline, and after an idle step, the output has
         only that of the KV connector. ``masks``: the tokens that grammars allow; None: all."""
-        if self._ready_output is not None:
-            output, self._ready_output = self._ready_output, None
-            return output
-        if self._execute_state is None:
+        if self._step is None:
             raise RuntimeError("sample_tokens was called without an execute_model before it")
-        finished = self._execute_state[0].finished_req_ids
+        step, self._step = self._step, None
+        output, self._ready_output = self._ready_output, None
         try:
-            sampled = self._sample(masks)
-            sampled.kv_connector_output = self._connector.post_forward(finished)
+            if output is None:
+                output = self._sample(masks)
+                output.kv_connector_output = self._connector.post_forward(step.finished_req_ids)
+            self.barrier.step(step)
         except BaseException:
-            self._connector.abandon()
+            self._abandon_step()
             raise
-        return sampled
+        return output
+
+    def _run_warm_up_step(self, step: WarmUpOutput) -> None:
+        """A step of no request, which the KV connector never gets."""
+        self._forward(step)
+        if self._execute_state is not None:
+            self._sample(None).get()
+        self.barrier.step(step)
+
+    def _abandon_step(self) -> None:
+        self.has_failed, self._step = True, None
+        self._connector.abandon()
 
     @abstractmethod
     def _free_rows(self, scheduler_output: SchedulerOutput) -> None:
@@ -202,7 +224,7 @@ class ModelRunner(ABC):
 
     def shutdown(self) -> None:
         """Free the memory; the runner cannot be used afterwards."""
-        self._model = self._execute_state = self._ready_output = None
+        self._model = self._execute_state = self._ready_output = self._step = None
         self._kv_caches = []
         run_all(self._connector.shutdown, self._memory.close)
 

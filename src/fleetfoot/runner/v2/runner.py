@@ -174,9 +174,7 @@ class ModelRunnerV2(ModelRunner):
             self._compiler.compile_first(self._first_shapes(steps), in_library, later)
         self._loader.context.groups.tensor.connect()
         for scheduler_output in steps:
-            self._forward(scheduler_output)
-            if self._execute_state is not None:
-                self._sample(None).get()
+            self._run_warm_up_step(scheduler_output)
         self._sampler.remove(0)
         self._token_sync.receive(steps[-1].step)
         with torch.inference_mode():

@@ -1,0 +1,29 @@
+"""What every rank must do in every step, the balancing of experts among others; `fleetfoot.runner.base` calls it.
+``tests/engine/test_step_barrier.py`` tests when."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from fleetfoot.records.step import SchedulerOutput
+
+
+class StepBarrier(ABC):
+    """Called once at the end of each step on every rank: with requests or without, on every stage of a pipeline, and in
+    the steps of a warm-up.
+
+    The ranks' calls come in the same order, so a call may communicate. A step that raises ends without one, and its
+    rank takes no further steps: no other rank waits for it longer than the engine takes to end them all.
+    """
+
+    @abstractmethod
+    def step(self, scheduler_output: SchedulerOutput) -> None:
+        """All work of this step is queued, the KV connector's included; what is queued now comes before the next step.
+        `WarmUpOutput`, and steps that are idle, have no load to be counted."""
+
+
+class NoBarrier(StepBarrier):
+    """Nothing is to be done: the layers are dense."""
+
+    def step(self, scheduler_output: SchedulerOutput) -> None:
+        pass
