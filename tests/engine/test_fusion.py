@@ -35,7 +35,7 @@ from fleetfoot.kernels.elementwise import DeferredRMSNorm, add_rms_norm_torch
 from fleetfoot.kernels.interface import Kernels, LayerParts
 from fleetfoot.kernels.linear import decode_product, linear_triton
 from fleetfoot.kernels.linear.linear import PlainLinear
-from fleetfoot.kernels.linear.linear_triton import LinearChain
+from fleetfoot.kernels.linear.roles import InputRole, OutputRole
 from fleetfoot.kernels.runtime.cuda_source import CudaKernel
 from fleetfoot.kernels.runtime.gpu_limits import GPULimits
 from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError, instead_of_launching
@@ -44,6 +44,7 @@ from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.decoder import DecoderLayer, DecoderStack, GatedMLP
 from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.models.interface import CausalLM
+from fleetfoot.models.llama import LlamaForCausalLM
 from fleetfoot.quantization.base import LinearMethods, LinearWeight
 from fleetfoot.quantization.unquantized import UNQUANTIZED
 from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors, RotaryInputs
@@ -55,6 +56,8 @@ MIXES = [ALL, (False, True, True), (True, False, True), (True, True, False), (Fa
 FAMILIES = ["llama", "llama-biases", "llama-tied", "mistral-window", "qwen2-tied-window", "qwen3-layer-types"]
 CASES = [(family, mix) for family in FAMILIES for mix in MIXES]
 CASES += [("granite-tied-biases", ALL), ("granite-tied-biases", MIXES[2]), ("smollm3-layers", ALL), ("phi3-long", ALL)]
+SANDWICHED = ["gemma2", "gemma2-bias-untied", "gemma3", "olmo2", "olmo2-bias-tied"]
+CASES += [(family, mix) for family in SANDWICHED for mix in (ALL, MIXES[2])]
 
 
 class ChainedTorch(PlainLinear):
@@ -62,25 +65,30 @@ class ChainedTorch(PlainLinear):
 
     num_added = num_deferred = num_read = 0
     most_deferred = 8
-    has_gate = False
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str = "") -> None:
+        super().__init__(weight, bias)
+        self._activation = activation
 
     def __call__(self, x: torch.Tensor | DeferredRMSNorm) -> torch.Tensor:
         if isinstance(x, DeferredRMSNorm):
             assert self.reads_deferred_norm(len(x.weighted))
             ChainedTorch.num_read += 1
             x = x.finished()
-        product = super().__call__(x)
-        return reference_kernels().silu_and_mul(product) if self.has_gate else product
+        product, kernels = super().__call__(x), reference_kernels()
+        activations = {"silu": kernels.silu_and_mul, "gelu_tanh": kernels.gelu_and_mul}
+        return activations[self._activation](product) if self._activation else product
+
+    def rotate_and_cache(self, *arguments: Any) -> None: ...
+
+    def makes_product(self, num_rows: int) -> bool:
+        return False
 
     def reads_deferred_norm(self, num_rows: int) -> bool:
         return num_rows <= self.most_deferred
 
 
-class ChainedTorchGateUp(ChainedTorch):
-    has_gate = True
-
-
-class PlainGateUp(ChainedTorchGateUp):
+class PlainGateUp(ChainedTorch):
     most_deferred = 0
 
 
@@ -114,9 +122,14 @@ class ChainedTorchResidual(ChainedTorch):
         return True
 
 
-def chain_ops(gate_up: type[ChainedTorch] = ChainedTorchGateUp) -> Kernels:
+def chain_ops(gate_up: type[ChainedTorch] = ChainedTorch) -> Kernels:
     """Torch's operations with weights as they are loaded, and a chain on them."""
-    chain = LinearChain(ChainedTorch, gate_up, ChainedTorchResidual)  # type: ignore[arg-type]
+
+    def chain(weight: torch.Tensor, bias: torch.Tensor | None, role: InputRole | OutputRole) -> Any:
+        if isinstance(role, OutputRole):
+            return ChainedTorchResidual(weight, bias, role.scale)
+        return ChainedTorch(weight, bias) if role.kind == "qkv" else gate_up(weight, bias, role.activation)
+
     kernels = reference_kernels()
     return replace(kernels, prepare_linear=lambda weight, bias=None: PlainLinear(weight, bias), linear_chain=chain)
 
@@ -442,7 +455,7 @@ def test_dry_passes_queue_the_products_of_steps(
 
 @pytest.mark.parametrize("case", ["llama-biases", "qwen3", "granite"])
 @pytest.mark.parametrize("ends", [(20, 32, 60), (20, 24, 25, 40)], ids=str)
-@pytest.mark.parametrize("gate_up", [ChainedTorchGateUp, PlainGateUp])
+@pytest.mark.parametrize("gate_up", [ChainedTorch, PlainGateUp])
 def test_residual_sums_within_a_chain(case: str, ends: Any, gate_up: type[ChainedTorch], tmp_path: Path) -> None:
     """Chunks of more than 16 tokens are added in place, and few tokens' norms deferred; the others are partial sums."""
     reference = checkpoint(tmp_path, case)
@@ -455,7 +468,7 @@ def test_residual_sums_within_a_chain(case: str, ends: Any, gate_up: type[Chaine
     # Norms are deferred behind each layer but the last, and between attention and MLP if that reads it. At the end of
     # the run the sum alone is read.
     num_added, num_few = sum(size > 16 for size in sizes), sum(size <= 8 for size in sizes)
-    num_read = num_few * (config.num_layers - 1 + (config.num_layers if gate_up is ChainedTorchGateUp else 0))
+    num_read = num_few * (config.num_layers - 1 + (config.num_layers if gate_up is ChainedTorch else 0))
     changes = [after - was for after, was in zip(counts(), before, strict=True)]
     assert changes == [2 * num_added * config.num_layers, num_read + num_few, num_read]
     assert_close(torch.cat(logits), expected)
@@ -503,7 +516,9 @@ def dense_tensors(model: CausalLM) -> Iterator[torch.Tensor]:
         attention, mlp = layer.self_attn, layer.mlp
         assert isinstance(attention, Attention) and isinstance(mlp, GatedMLP)
         for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
-            yield from (tensor for tensor in linear.weight.dense or () if tensor is not None)
+            chained: Any = linear.weight.chain(OutputRole())
+            if chained is not None:
+                yield from (tensor for tensor in (chained._weight, chained._bias) if tensor is not None)
 
 
 @pytest.mark.parametrize("ops", OPS)
@@ -557,12 +572,39 @@ def test_a_quantized_model_runs_fused_and_plain(case: str, fused: tuple[bool, ..
     assert {spec.name for spec in model.weight_specs()} == quantized.keys()
 
 
+class DoubledMLP(GatedMLP):
+    def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        return 2 * super().forward(x, ctx)
+
+
+class DoubledLayer(DecoderLayer):
+    mlp_class = DoubledMLP
+
+
+class HastyLayer(DecoderLayer):
+    def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        return x
+
+
+def test_a_module_with_a_forward_of_its_own_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a run, where its branch has no other parts. A layer cannot be in a run then."""
+    checkpoint(tmp_path, "gemma3")
+    monkeypatch.setattr(LlamaForCausalLM, "layer_class", DoubledLayer)
+    config, model_context = load_model_config(tmp_path), context(ops=chain_ops())
+    plain, fused = (make(tmp_path, model_context, mask) for mask in ((), ALL))
+    assert isinstance(fused.model.layers._runs[0], FusedDecoder)
+    for one, other in zip(*(outputs(each, PagedCache(config, 4), SCHEDULE) for each in (plain, fused)), strict=True):
+        assert_near(one, other, 1e-5)
+    monkeypatch.setattr(LlamaForCausalLM, "layer_class", HastyLayer)
+    with pytest.raises(TypeError, match="HastyLayer"):
+        make(tmp_path, model_context, ALL)
+
+
 def kinds(stack: DecoderStack) -> list[Any]:
     """Of each run: the numbers of its layers on the rank, in a list for a fused one."""
     layers = list(stack.values())
-    attentions = [layer.self_attn.paged for layer in layers]
     return [
-        [attentions.index(layer._attention) for layer in decoder._layers]
+        [layers.index(layer) for layer in decoder.layers]
         if isinstance(decoder, FusedDecoder)
         else layers.index(decoder)
         for decoder in stack._runs

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.helpers.attention_batches import Batch, Requests, check_batch, make_batch, make_fused_batch, relative_error
 
+from fleetfoot.kernels.attention import max_rows
 from fleetfoot.kernels.attention import triton_backend as triton_module
 from fleetfoot.kernels.attention.prefill import paged_attention_prefill
 from fleetfoot.kernels.attention.triton_backend import TritonBackend
@@ -240,7 +241,7 @@ FUSED_DRAFTS: Requests = [(3, 100), (3, 3), (3, 900), (3, 65), (3, 4097), (3, 34
 
 @pytest.mark.parametrize("requests", [DECODES, FUSED_DRAFTS, MANY], ids=["decodes", "drafts", "many"])
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_norm_rotation_and_cache_write_within_the_kernel(
     requests: Requests, heads: tuple[int, int], head_dim: int, has_norm: bool, monkeypatch: pytest.MonkeyPatch
@@ -249,8 +250,20 @@ def test_norm_rotation_and_cache_write_within_the_kernel(
         monkeypatch.setattr(triton_module, limit, 1000)  # also where two kernels would be faster
     num_heads, num_kv_heads = heads
     shape: dict[str, Any] = {"head_dim": head_dim, "dtype": torch.bfloat16, "device": "cuda"}
+    shape |= {"norm_offset": 1.0, "soft_cap": 20.0} if has_norm and head_dim == 256 else {}
     batch = make_fused_batch(requests, num_heads=num_heads, num_kv_heads=num_kv_heads, has_norm=has_norm, **shape)
-    arguments = (batch.qkv, batch.kv_cache, batch.metadata, num_heads, batch.rotary, head_dim**-0.5, None)
+    if requests[0][0] * num_heads // num_kv_heads > max_rows(head_dim):
+        pytest.skip("so many rows fit in registers with smaller heads only")
+    arguments = (
+        batch.qkv,
+        batch.kv_cache,
+        batch.metadata,
+        num_heads,
+        batch.rotary,
+        head_dim**-0.5,
+        None,
+        batch.soft_cap,
+    )
     backend = TritonBackend()
     actual = batch.check(lambda: backend.forward_fused(*arguments), BOUND[torch.bfloat16])
 

@@ -43,7 +43,7 @@ def _seed() -> None:
 SIZES = [(1, 1024), (3, 100), (64, 4096), (2, 12288), (16384, 1024)]
 CASES = [
     *checks.cases(checks.rms_norm, DTYPES, SIZES, ["cuda"]),
-    *checks.cases(checks.norm_and_add, DTYPES, SIZES, ["cuda"]),
+    *checks.cases(checks.norms_around_a_sum, DTYPES, SIZES, ["cuda"]),
     *checks.cases(checks.sum_of_parts, DTYPES, SIZES, ["cuda"]),
     *checks.cases(checks.activations, DTYPES, [(1, 3072), (7, 1001), (16384, 512)], ["cuda"]),
     *checks.cases(checks.rope_and_cache, DTYPES, [1, 33, 700], [64, 96, 128, 256], [None, 0.0, 1.0], ["cuda"]),
@@ -182,8 +182,7 @@ def test_products_with_norms_on_hopper(num_rows: int, hidden: int, intermediate:
     gate_up = ChainedGateUp(random(2 * intermediate, hidden, scale=hidden**-0.5))
     width = (heads + 2 * kv_heads) * head_dim
     bias = random(width) if num_rows % 2 else None
-    qkv = ChainedLinear(random(width, hidden, scale=hidden**-0.5), bias)
-    qkv.head_dim = head_dim
+    qkv = ChainedLinear(random(width, hidden, scale=hidden**-0.5), bias, head_dim)
     has_qkv = num_rows > 64 or (
         hidden == 4096 and num_rows > 32
     )  # few heads are too few thread blocks for one tile of rows

@@ -122,12 +122,13 @@ class FusedBatch:
     metadata: AttentionMetadata
     num_heads: int
     rotary: RotaryInputs
+    soft_cap: float | None = None
 
     def inputs(self, window: int | None = None) -> AttentionInputs:
         """What the decode kernel reads; the query is ``[num_tokens, num_heads + 2 * num_kv_heads, head_dim]``."""
         head_dim = self.kv_cache.shape[4]
         heads = self.qkv.view(len(self.qkv), -1, head_dim)
-        return AttentionInputs.of(heads, self.kv_cache, self.metadata, head_dim**-0.5, window)
+        return AttentionInputs.of(heads, self.kv_cache, self.metadata, head_dim**-0.5, window, self.soft_cap)
 
     def decode(
         self, workspace: AttentionWorkspace, window: int | None, tiling: DecodeTiling | None, weight: torch.Tensor
@@ -142,9 +143,9 @@ class FusedBatch:
         """``run()`` returns and caches what the references of the two operations do in float32."""
         cache, rotary, metadata = self.kv_cache.float(), self.rotary, self.metadata
         norms = (None if norm is None else norm.float() for norm in (rotary.q_norm, rotary.k_norm))
-        in_float32 = RotaryInputs(rotary.cos_sin, *norms, rotary.eps)
+        in_float32 = RotaryInputs(rotary.cos_sin, *norms, rotary.eps, rotary.norm_offset)
         query = rope_and_cache_torch(self.qkv.float(), cache, metadata, self.num_heads, in_float32)
-        expected = Batch(query, cache, metadata).attend(SDPABackend(), window)
+        expected = Batch(query, cache, metadata, self.soft_cap).attend(SDPABackend(), window)
         actual, live, written = run(), metadata.slot_mapping >= 0, ~cache.isnan()
         assert relative_error(actual[live], expected[live]) < bound
         assert torch.equal(written, ~self.kv_cache.isnan())
@@ -152,7 +153,15 @@ class FusedBatch:
         return actual
 
 
-def make_fused_batch(requests: Requests, *, num_heads: int = 4, has_norm: bool = True, **shape: Any) -> FusedBatch:
+def make_fused_batch(
+    requests: Requests,
+    *,
+    num_heads: int = 4,
+    has_norm: bool = True,
+    norm_offset: float = 0.0,
+    soft_cap: float | None = None,
+    **shape: Any,
+) -> FusedBatch:
     """`make_batch` without the newest tokens in the cache. A request of length 0 pads the batch."""
     num_decodes = len(requests) if requests[0][0] == 1 else 0
     batch = make_batch(requests, num_heads=num_heads, num_decodes=num_decodes, **shape)
@@ -174,6 +183,6 @@ def make_fused_batch(requests: Requests, *, num_heads: int = 4, has_norm: bool =
     batch.kv_cache[written // block_size, :, :, written % block_size] = float("nan")
     angles = torch.rand(max(positions) + 1, head_dim // 2, generator=generator, device=device) * 6.3
     norms = (1 + normal(head_dim) / 4, 1 + normal(head_dim) / 4) if has_norm else (None, None)
-    rotary = RotaryInputs(torch.cat((angles.cos(), angles.sin()), 1), *norms, 1e-6)
+    rotary = RotaryInputs(torch.cat((angles.cos(), angles.sin()), 1), *norms, 1e-6, norm_offset)
     qkv = normal(len(positions), (num_heads + 2 * num_kv_heads) * head_dim)
-    return FusedBatch(qkv, batch.kv_cache, metadata, num_heads, rotary)
+    return FusedBatch(qkv, batch.kv_cache, metadata, num_heads, rotary, soft_cap)

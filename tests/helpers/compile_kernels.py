@@ -132,7 +132,7 @@ def operations() -> None:
     ops.silu_and_mul(empty(2, 256))
     ops.gelu_and_mul(empty(2, 256))
     ops.rms_norm(empty(2, 1024), empty(1024), 1e-6, 1.0)
-    ops.norm_and_add(empty(2, 1024), empty(2, 1024), empty(1024), 1e-6, 1.0, empty(1024))
+    ops.add_rms_norm(empty(4, 2, 1024, dtype=torch.float32), empty(2, 1024), empty(1024), 1e-6, 1.0, empty(1024))
     angles, norm = empty(32, 128, dtype=torch.float32), empty(128)
     rotary, places = RotaryInputs(angles, norm, norm, 1e-6), at_slots(zeros(2), zeros(2))
     ops.rope_and_cache(empty(2, 1024), empty(4, 2, 2, 16, 128), places, 4, rotary)

@@ -27,7 +27,7 @@ gpu_limits.gpu_limits = lambda device: H200  # type: ignore[assignment]  # befor
 dependent_launch.can_overlap = lambda device: True  # type: ignore[assignment]
 
 from fleetfoot.assets import embedded_model_path  # noqa: E402
-from fleetfoot.config.model import ModelConfig, RopeConfig  # noqa: E402
+from fleetfoot.config.model import BranchNorms, ModelConfig, RopeConfig  # noqa: E402
 from fleetfoot.config.parsing import load_model_config  # noqa: E402
 from fleetfoot.config.sharding import pipeline_layers  # noqa: E402
 from fleetfoot.distributed import groups, peer_memory_words  # noqa: E402
@@ -90,6 +90,8 @@ GEMMA = {
     "activation": "gelu_tanh",
     "norm_offset": 1.0,
     "attention_soft_cap": 50.0,
+    "mixer_norms": BranchNorms(before=True, after=True),
+    "mlp_norms": BranchNorms(before=True, after=True),
     "extras": {"final_logit_softcapping": 30.0},
 }
 KINDS = {
@@ -98,7 +100,7 @@ KINDS = {
     "small heads": Kind(head_dim=32),
     "norms and windows": Kind(head_dim=128, qk_norm=True, window=32),
     "soft caps": Kind("ngram", head_dim=256, qk_norm=True, window=32, model=GEMMA),
-    "norms over heads": Kind(model={"architecture": "Olmo2ForCausalLM", "unfusible": "norms over heads"}),
+    "norms over heads": Kind(model={"architecture": "Olmo2ForCausalLM"}),
     "float16": Kind(dtype=torch.float16),
     "float32": Kind(dtype=torch.float32),
     "ngram": Kind("ngram"),

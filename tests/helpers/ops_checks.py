@@ -65,23 +65,27 @@ def rms_norm(ops: Kernels, dtype: torch.dtype, num_rows: int, size: int, device:
     assert_near(normed, rms_norm_64(total, weight), ops)
 
 
-def norm_and_add(ops: Kernels, dtype: torch.dtype, num_rows: int, size: int, device: str = "cpu") -> None:
-    """Between two norms, and behind one, with the roundings of separate operations."""
+def norms_around_a_sum(ops: Kernels, dtype: torch.dtype, num_rows: int, size: int, device: str = "cpu") -> None:
+    """A norm of the output, with or without one of the sum, with the roundings of separate operations."""
     shape = (num_rows, size)
     x, residual = torch.randn(shape, device=device).to(dtype), 20 * torch.randn(shape, device=device).to(dtype)
-    weight, next_weight = (torch.rand(size, device=device).to(dtype) - 0.5 for _ in range(2))
+    weight, output_weight = (torch.rand(size, device=device).to(dtype) - 0.5 for _ in range(2))
     for offset in (0.0, 1.0):
-        normed = rms_norm_64(x, weight.double() + offset)
-        output, total = ops.norm_and_add(x, residual, weight, EPS, offset, next_weight)
+        normed = rms_norm_64(x, output_weight.double() + offset)
+        output, total = ops.add_rms_norm(x, residual, weight, EPS, offset, output_weight)
         near = torch.finfo(dtype).eps * (normed.abs() + (normed + residual.double()).abs()) + 1e-5
         assert bool(((total.double() - normed - residual.double()).abs() <= 2 * near).all())
-        assert torch.equal(total, residual + ops.rms_norm(x, weight, EPS, offset))
-        assert_near(output, rms_norm_64(total, next_weight.double() + offset), ops)
-        output, again = ops.norm_and_add(x, residual, weight, EPS, offset)
-        assert torch.equal(again, total) and torch.equal(output, total)
+        assert torch.equal(total, residual + ops.rms_norm(x, output_weight, EPS, offset))
+        assert_near(output, rms_norm_64(total, weight.double() + offset), ops)
+        for each in (x, torch.stack((x.float(), torch.zeros_like(x).float()))):  # whole, and partial sums
+            again, same = ops.add_rms_norm(each, residual, None, EPS, offset, output_weight)
+            assert torch.equal(again, total) and torch.equal(same, total)
+        output, total = ops.add_rms_norm(x, residual, weight, EPS, offset)
+        assert torch.equal(total, ops.add_rms_norm(x, residual, None, 0.0)[1])
+        assert_near(output, rms_norm_64(total, weight.double() + offset), ops)
     if size > 1:
         with pytest.raises((ValueError, RuntimeError)):
-            ops.norm_and_add(x, torch.cat((residual, residual), dim=1), weight, EPS)
+            ops.add_rms_norm(x, torch.cat((residual, residual), dim=1), None, EPS, 0.0, weight)
 
 
 def sum_of_parts(ops: Kernels, dtype: torch.dtype, num_rows: int, size: int, device: str = "cpu") -> None:
@@ -156,6 +160,7 @@ def _layer(
     bias: bool,
     device: str,
     scale: float = 1.0,
+    activation: str = "silu",
 ):
     """A layer with random weights, and its product in float64, times ``scale``."""
     num_outputs *= 2 if kind is ChainedGateUp else 1
@@ -167,8 +172,10 @@ def _layer(
         if kind is not ChainedGateUp:
             return product
         gate, up = product.to(dtype).double().chunk(2, dim=1)
-        return F.silu(gate) * up
+        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
+    if kind is ChainedGateUp:
+        return ChainedGateUp(weight, offset, activation), multiply
     if scale != 1.0:
         assert kind is ChainedResidual
         return ChainedResidual(weight, offset, scale), lambda x: scale * multiply(x)
@@ -188,6 +195,7 @@ def linear_error(
     device: str = "cpu",
     tiling: Tiling | None = None,
     scale: float = 1.0,
+    activation: str = "silu",
 ) -> float:
     """The relative error, in norm, of a layer of ``shape`` (rows, outputs, inputs) with random weights.
 
@@ -195,7 +203,7 @@ def linear_error(
         tiling: None: what the layer chooses by itself.
     """
     num_rows, num_outputs, num_inputs = shape
-    layer, multiply = _layer(kind, dtype, num_outputs, num_inputs, bias, device, scale)
+    layer, multiply = _layer(kind, dtype, num_outputs, num_inputs, bias, device, scale, activation)
     x = torch.randn(num_rows, num_inputs + 16, device=device).to(dtype)[:, :num_inputs]
     actual = layer(x) if tiling is None else layer.launch(x, tiling)
     if actual.ndim == 3:

@@ -12,7 +12,6 @@ _RENAMED = {
     "mlp_bias": "has_bias",
     "attention_scale": "scale",
     "attention_soft_cap": "soft_cap",
-    "num_layer_norms": "num_norms",
 }
 """Fields of specs that need their owner in a flat list."""
 _ATTENTION = {field.name for field in fields(AttentionSpec)}

@@ -159,12 +159,11 @@ def test_dry_passes_queue_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, size = 100, 1024
     x = torch.zeros(rows, size, dtype=torch.bfloat16)
     shapes = {ChainedLinear: 4096, ChainedGateUp: 6144}
-    layers = [kind(torch.zeros(outputs, size, dtype=x.dtype)) for kind, outputs in shapes.items()]
+    qkv, gate_up = (kind(torch.zeros(outputs, size, dtype=x.dtype)) for kind, outputs in shapes.items())
     residual = ChainedResidual(torch.zeros(size, size, dtype=x.dtype))
-    for layer in (*layers, residual):
+    for layer in (qkv, gate_up, residual):
         layer._is_hopper, layer._limits = True, H100
-    qkv, gate_up = layers
-    qkv.head_dim = 128
+    qkv._head_dim = 128
     cache = torch.zeros(8, 2, 8, 16, 128, dtype=x.dtype)
     rotary = RotaryInputs(torch.zeros(8, 128), None, None, 1e-6)
     token = instead_of_launching.set(lambda jit, grid: lambda *arguments, **options: None)

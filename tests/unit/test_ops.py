@@ -52,7 +52,7 @@ def one_thread() -> Iterator[None]:
 SIZES = [(0, 64), (1, 1), (1, 576), (3, 1024), (5, 67), (7, 50), (200, 100)]
 CASES = [
     *checks.cases(checks.rms_norm, DTYPES, SIZES),
-    *checks.cases(checks.norm_and_add, DTYPES, SIZES),
+    *checks.cases(checks.norms_around_a_sum, DTYPES, SIZES),
     *checks.cases(checks.activations, DTYPES, [(0, 4), (1, 1), (3, 96), (3, 35), (64, 500), (1, 1536)]),
 ]
 NATIVE_CASES = [

@@ -16,7 +16,7 @@ from tests.helpers.specs import changed, model_config
 from fleetfoot.cli.plan import plan_report
 from fleetfoot.cli.plan_text import plan_text
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.config.model import DTYPE_BYTES, ModelConfig, RopeConfig
+from fleetfoot.config.model import DTYPE_BYTES, BranchNorms, ModelConfig, RopeConfig
 from fleetfoot.config.sharding import vocab_rows
 from fleetfoot.distributed import peer_memory_words
 from fleetfoot.distributed.groups import Groups
@@ -120,7 +120,9 @@ def test_a_captured_full_step_keeps_all_its_activations(monkeypatch: pytest.Monk
 
 BIASES = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
 NORMS = {"qk_norm": True, "dtype": "bfloat16"}
-GEMMA = {"architecture": "Gemma2ForCausalLM", "num_layer_norms": 4, "extras": {"final_logit_softcapping": None}}
+SANDWICH = BranchNorms(before=True, after=True)
+GEMMA: dict[str, Any] = {"architecture": "Gemma2ForCausalLM", "extras": {"final_logit_softcapping": None}}
+GEMMA |= {"mixer_norms": SANDWICH, "mlp_norms": SANDWICH}
 OLMO = {"architecture": "Olmo2ForCausalLM", "qk_norm_over_heads": True}
 CHANGES: dict[str, Any] = {"plain": {}, "biases": BIASES, "norms": NORMS, "int8": {"methods": LinearMethods(Int8())}}
 CHANGES |= {"four norms": GEMMA, "norms over heads": OLMO}

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from fleetfoot.kernels.linear.product_tilings import GatedTiling, ProductTiling
 from fleetfoot.kernels.runtime.cuda_source import CudaKernel
 from fleetfoot.kernels.runtime.row_padding import padded_rows
 from fleetfoot.records.forward_context import RotaryInputs
+
+ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh")}
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
 
@@ -135,20 +138,20 @@ def test_rotation_and_cache(num_rows: int, tiling: ProductTiling, head_dim: int,
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "num_outputs", "tiling"),
+    ("num_rows", "num_outputs", "tiling", "activation"),
     [
-        (200, 336, GatedTiling(256, 224)),
-        (129, 280, GatedTiling(192, 224)),
-        (270, 136, GatedTiling(256, 144, peers=1)),
+        (200, 336, GatedTiling(256, 224), "silu"),
+        (129, 280, GatedTiling(192, 224), "gelu_tanh"),
+        (270, 136, GatedTiling(256, 144, peers=1), "silu"),
     ],
     ids=str,
 )
-def test_gate_and_up_of_many_rows(num_rows: int, num_outputs: int, tiling: GatedTiling) -> None:
+def test_gate_and_up_of_many_rows(num_rows: int, num_outputs: int, tiling: GatedTiling, activation: str) -> None:
     """Blocks have several tiles, some of which end behind the last output."""
     x, weight = random(num_rows, 512 + 16)[:, 8:-8], random(2 * num_outputs, 512, scale=512**-0.5)
     gate, up = (x.double() @ weight.double().T).chunk(2, dim=1)
-    output = gated_product.multiply_gated_wide(x, weight, tiling)
-    assert error(output, torch.nn.functional.silu(gate) * up) < 5e-3
+    output = gated_product.multiply_gated_wide(x, weight, tiling, activation)
+    assert error(output, ACTIVATIONS[activation](gate) * up) < 5e-3
 
 
 @pytest.mark.parametrize(
@@ -170,16 +173,17 @@ def test_gate_and_up_behind_a_deferred_norm(num_rows: int, tiling: GatedTiling) 
     assert not behind(output).any()
 
 
-def test_gates_of_any_size() -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gates_of_any_size(activation: str) -> None:
     """Reciprocals are computed in pairs, and none of a pair overflows. NaN stays."""
     values = torch.tensor([-torch.inf, -1e30, -300.0, -41.0, -20.0, 0.0, 50.0, 1e30]).bfloat16()
     x, weight = torch.zeros(130, 512).bfloat16(), torch.zeros(256, 512).bfloat16()
     x[:, 0] = 1.0
     weight[:128, 0], weight[128:, 0] = values.clamp(min=-3e38).repeat(16), 1.0
-    output = gated_product.multiply_gated_wide(x, weight, GatedTiling(192, 128))
-    expected = torch.nn.functional.silu(weight[:128, 0].double()).expand(130, 128)
+    output = gated_product.multiply_gated_wide(x, weight, GatedTiling(192, 128), activation)
+    expected = ACTIVATIONS[activation](weight[:128, 0].double()).expand(130, 128)
     torch.testing.assert_close(output.double(), expected, rtol=0.01, atol=1e-15)
     weight[5, 0] = torch.nan
     assert output.isfinite().all()
     gated_product._weight_map.cache_clear()
-    assert gated_product.multiply_gated_wide(x, weight, GatedTiling(192, 128))[:, 5].isnan().all()
+    assert gated_product.multiply_gated_wide(x, weight, GatedTiling(192, 128), activation)[:, 5].isnan().all()

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -295,7 +296,9 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize("window", [None, 20])
 def test_fused_norm_rotation_and_write(requests: Requests, head_dim: int, has_norm: bool, window: int | None) -> None:
     """The kernel with its inputs as the linear layer returns them, against the references of the two operations."""
-    batch, workspace = make_fused_batch(requests, head_dim=head_dim, has_norm=has_norm), AttentionWorkspace(CPU, 5)
+    others: dict[str, Any] = {"norm_offset": 1.0, "soft_cap": 2.0} if has_norm and window else {}
+    batch = make_fused_batch(requests, head_dim=head_dim, has_norm=has_norm, **others)
+    workspace = AttentionWorkspace(CPU, 5)
     batch.check(lambda: batch.decode(workspace, window, TILING, torch.ones(37, 24)), BOUND[torch.float32], window)
 
 

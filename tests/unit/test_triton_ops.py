@@ -41,7 +41,7 @@ def _seed() -> None:
 SIZES = [(1, 64), (5, 100)]
 CASES = [
     *checks.cases(checks.rms_norm, DTYPES, SIZES),
-    *checks.cases(checks.norm_and_add, DTYPES, SIZES),
+    *checks.cases(checks.norms_around_a_sum, DTYPES, SIZES),
     *checks.cases(checks.sum_of_parts, DTYPES, SIZES),
     *checks.cases(checks.activations, DTYPES, [(3, 50)]),
     *checks.cases(checks.rope_and_cache, DTYPES, [5], [64, 96], [None, 0.0, 1.0]),
@@ -148,7 +148,8 @@ def test_linear(num_rows: int, tiling: Tiling, bias: bool, kind: type[ChainedLin
     """36 outputs: not whole tiles; 192 inputs: not whole chunks for some."""
     if kind is ChainedGateUp and tiling.splits > 1:
         pytest.skip("a gate needs its whole sums")
-    assert checks.linear_error(kind, torch.float16, (num_rows, 36, 192), bias=bias, tiling=tiling) < 1e-3
+    shape, activation = (num_rows, 36, 192), "gelu_tanh" if bias else "silu"
+    assert checks.linear_error(kind, torch.float16, shape, bias=bias, tiling=tiling, activation=activation) < 1e-3
 
 
 @interpreted
@@ -409,7 +410,6 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
         "-m", "tests.helpers.compile_kernels", "operations", is_forked=True, TRITON_CACHE_DIR=str(tmp_path)
     )
     rotations = ("rope_and_cache", "rope_and_cache_whole_tokens")
-    norms = ("rms_norm", "norm_and_add")
-    operations = (*norms, "activation", *rotations, "row_max", "cuts", "draw", "draw_top_k", "pick")
+    operations = ("rms_norm", "activation", *rotations, "row_max", "cuts", "draw", "draw_top_k", "pick")
     names = (*operations, "linear_few_rows", "linear_tiled")
     assert {line.split(":")[0] for line in output.splitlines()} == {f"_{name}_kernel" for name in names}

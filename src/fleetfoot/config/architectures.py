@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fleetfoot.config.json_fields import Fields
-from fleetfoot.config.model import LayerRopes, LayerSpec, RopeConfig
+from fleetfoot.config.model import BranchNorms, LayerRopes, LayerSpec, RopeConfig
 from fleetfoot.config.rope import parse_rope, uniform_ropes
 
 logger = logging.getLogger(__name__)
@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 LayerWindows = tuple[int | None, ...]
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_SANDWICH, _AFTER = BranchNorms(before=True, after=True), BranchNorms(before=False, after=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ def _gemma2_traits(fields: Fields) -> dict[str, Any]:
             "soft_cap": _soft_cap(fields, "attn_logit_softcapping"),
         },
         "mlp": {"activation": "gelu_tanh"},
-        "layer": {"num_norms": 4, "unfusible": "norms after attention and MLP"},
+        "layer": {"mixer_norms": _SANDWICH, "mlp_norms": _SANDWICH},
         "norm_offset": 1.0,
         "extras": {"final_logit_softcapping": _soft_cap(fields, "final_logit_softcapping")},
     }
@@ -159,7 +160,7 @@ def _olmo2_traits(fields: Fields) -> dict[str, Any]:
     fields.refuse("mlp_bias", "clip_qkv", because="OLMo-2 has neither biases in its MLP nor clipping; expected null")
     return {
         "attention": {**_attention_biases(fields), "qk_norm_over_heads": True},
-        "layer": {"unfusible": "norms after attention and MLP alone, norms over all heads"},
+        "layer": {"mixer_norms": _AFTER, "mlp_norms": _AFTER},
     }
 
 

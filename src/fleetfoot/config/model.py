@@ -124,18 +124,29 @@ class MLPSpec:
         )
 
 
+class BranchNorms(NamedTuple):
+    """The RMSNorms of ``hidden_size`` of a mixer or an MLP."""
+
+    before: bool = True
+    after: bool = False
+    """Whether its output is normed before it is added to the residual stream."""
+
+
+NORM_BEFORE = BranchNorms()
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """A decoder layer. Layers with equal specs launch the same kernels."""
 
     mixer: AttentionSpec
     mlp: MLPSpec
-    num_norms: int = 2
-    """RMSNorms of ``hidden_size``."""
+    mixer_norms: BranchNorms = NORM_BEFORE
+    mlp_norms: BranchNorms = NORM_BEFORE
     residual_multiplier: float = 1.0
     """Factor of the outputs of mixer and MLP, before they are added to the residual stream."""
     unfusible: str = ""
-    """How the layer differs from those that `fleetfoot.fusion` can fuse; empty: it does not."""
+    """Why the layer's class may compute something else than its `offer` says; empty: it does not."""
 
     def linears(self, hidden_size: int, num_ranks: int = 1) -> tuple[Linear, ...]:
         """The linear layers on one of ``num_ranks``, in the order of computation."""
@@ -143,7 +154,7 @@ class LayerSpec:
 
     def norm_parameters(self, hidden_size: int) -> int:
         """Weights of all norms."""
-        return self.num_norms * hidden_size + self.mixer.norm_parameters
+        return sum(self.mixer_norms + self.mlp_norms) * hidden_size + self.mixer.norm_parameters
 
     def num_parameters(self, hidden_size: int, num_ranks: int = 1) -> int:
         """Weights on one of ``num_ranks``."""

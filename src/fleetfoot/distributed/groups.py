@@ -83,9 +83,9 @@ class TensorGroup(RankGroup):
         return partial(self._reduce_add_rms_norm, add_rms_norm)
 
     def _reduce_add_rms_norm(
-        self, add_rms_norm: AddRMSNorm, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, add_rms_norm: AddRMSNorm, x: torch.Tensor, residual: torch.Tensor, *norms: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return add_rms_norm(self.all_reduce(sum_parts(x, residual)), residual, weight, eps)
+        return add_rms_norm(self.all_reduce(sum_parts(x, residual)), residual, *norms)
 
 
 class PipelineGroup(RankGroup):
@@ -240,12 +240,14 @@ class CudaTensorGroup(TorchTensorGroup):
         return super().all_gather(x, num_columns)
 
     def _reduce_add_rms_norm(
-        self, add_rms_norm: AddRMSNorm, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, add_rms_norm: AddRMSNorm, x: torch.Tensor, residual: torch.Tensor, *norms: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._custom_all_reduce is not None and self._custom_all_reduce.fits(residual):
-            with suppress(KernelNotReadyError):
-                return self._custom_all_reduce.add_rms_norm(x, residual, weight, eps)
-        return super()._reduce_add_rms_norm(add_rms_norm, x, residual, weight, eps)
+        match norms:  # one norm alone, with weights around 0
+            case weight, eps if weight is not None and self._custom_all_reduce is not None:
+                if self._custom_all_reduce.fits(residual):
+                    with suppress(KernelNotReadyError):
+                        return self._custom_all_reduce.add_rms_norm(x, residual, weight, eps)
+        return super()._reduce_add_rms_norm(add_rms_norm, x, residual, *norms)
 
 
 class TorchPipelineGroup(PipelineGroup):

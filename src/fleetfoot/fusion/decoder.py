@@ -1,41 +1,70 @@
 """Fused decoder layers: the arithmetic of the plain ones as a chain of dependent kernels.
 
-The input and output of a run is the plain residual stream. Within it the residual sum, over a tensor group too, is one
-kernel with the norm behind it. Where a linear layer of few rows comes before, that layer's kernel makes the sum, over a
-tensor group too (`RankSums`), and the norm is deferred (`DeferredRMSNorm`); where the library multiplies, it adds to
-the residual itself. Gate and up are one product with SiLU inside. Heads are normed, rotated and cached by attention of
-few query tokens, by the product that reads a deferred norm of some dozens of rows, or by a kernel between the two. The
-attention of few tokens prefetches the weight of the output projection. The last layer computes no more than K and V for
-rows that are not read. A run owns no tensor: it reads the weights of the layers that it replaces, which live
-updates write in place.
+A run is a list of branches, each a mixer or an MLP with its norms (`Branch`). The input and output of a run is the
+plain residual stream; what travels between branches is a `Value`, so that the residual sum, over a tensor group too, is
+one kernel with the norms around it, or part of the product before it.
+
+A branch takes what its body offers (`Offering.offer`), and each linear layer has its own kernels
+(`LinearWeight.chain`). Where a body offers nothing (a mixture of experts), or a linear layer has no kernels (a
+quantized one), the branch calls it as it is. A run owns no tensor: it reads the weights of the layers that it replaces,
+which live updates write in place.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from copy import copy
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
 
 import torch
 from torch import nn
 
-from fleetfoot.kernels.elementwise import DeferredRMSNorm, sum_parts
+from fleetfoot.kernels.elementwise import DeferredRMSNorm
 from fleetfoot.kernels.interface import LayerParts
-from fleetfoot.kernels.linear.linear_triton import ChainedLinear, LinearChain
-from fleetfoot.layers.attention import Attention
+from fleetfoot.kernels.linear.roles import ChainedInput, InputRole, OutputRole
+from fleetfoot.layers.attention import AttentionParts
+from fleetfoot.layers.branch import Branch
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.layers.decoder import DecoderLayer, DecoderStack, GatedMLP, ScaledDecoderLayer, representatives
-from fleetfoot.layers.linear import ColumnParallelLinear, RowParallelLinear
+from fleetfoot.layers.decoder import DecoderLayer, DecoderStack, GatedParts, representatives
+from fleetfoot.layers.linear import RowParallelLinear
 from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.records.forward_context import ForwardContext, LogitsMetadata
 
-Hidden = torch.Tensor | DeferredRMSNorm
-"""Between two layers of a run: a branch's output, ``[num_tokens, hidden_size]`` or partial sums of it, that is still to
-be added to the residual; the residual itself, where it was added in place; or the norm of the sum, deferred."""
-Product = Callable[[Any], torch.Tensor]
-"""A linear layer of the run; it takes a deferred norm only where it reads one."""
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """The residual stream ``x [num_tokens, hidden_size]``, complete."""
+
+    x: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A branch's output that is still to be added to the residual stream."""
+
+    output: torch.Tensor
+    """``[num_tokens, hidden_size]``, or partial sums ``[splits, num_tokens, hidden_size]`` float32."""
+    residual: torch.Tensor
+    """``[num_tokens, hidden_size]``"""
+    is_partial: bool = False
+    """Whether the output is one rank's part of a sum over the tensor group."""
+    norm: RMSNorm | None = None
+    """Of the output before it is added."""
+
+
+Value = Plain | Sum | DeferredRMSNorm
+"""Between two branches: the residual stream, or what it will be the sum of, or the next norm of it up to a factor."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """The norm at the beginning of the next branch, or at the end of a run, whose norm is not read."""
+
+    norm: RMSNorm
+    reads_deferred: Callable[[int], bool]
+    """Whether the branch reads a deferred norm of so many rows."""
 
 
 def fuse(stack: DecoderStack, context: ModelContext, is_fused: Sequence[bool]) -> None:
@@ -50,163 +79,209 @@ def fuse(stack: DecoderStack, context: ModelContext, is_fused: Sequence[bool]) -
 
 class FusedDecoder:
     """Consecutive decoder layers as one. ``is_last``: the run ends the stack, and returns only the rows of
-    ``ctx.logits``."""
+    ``ctx.logits``.
+
+    Raises:
+        TypeError: a layer offers no branches.
+    """
 
     def __init__(self, layers: Sequence[nn.Module], context: ModelContext, *, is_last: bool = False) -> None:
-        self._make_chain = context.ops.layer_chain
-        self._set_layers([_FusedLayer(layer, context) for layer in layers])
-        self._group = context.groups.tensor
-        self.selects_logits = is_last
-
-    def _set_layers(self, layers: list[_FusedLayer]) -> None:
-        self._layers = layers
-        self._next_norms = [layer.input_norm for layer in layers[1:]]
-        parts = [layer.parts for layer in layers if layer.parts is not None]
-        make_chain = self._make_chain if len(parts) == len(layers) else None
-        self._chain = None if make_chain is None else make_chain(parts)
-        # For few rows the last product makes the residual sum, and with it a deferred norm, which is not read.
-        self._end = copy(layers[-1].mlp_norm)
-        self._end.reads_deferred_norm = lambda num_rows: True
+        self.layers, self._context, self.selects_logits = layers, context, is_last
+        self._by_layer: list[list[_FusedBranch]] = []
+        before: _FusedBranch | None = None
+        for layer in layers:
+            offered = layer.offer() if isinstance(layer, DecoderLayer) else None
+            if offered is None:
+                raise TypeError(
+                    f"the plan fuses a {type(layer).__name__}, which has a forward of its own and does not offer its "
+                    "branches; give it an `offer` too, or set LayerSpec.unfusible in `layer` of the traits"
+                )
+            self._by_layer.append([])
+            for branch in offered:
+                before = _fused_branch(branch, context, before)
+                self._by_layer[-1].append(before)
+        assert before is not None
+        branches = [branch for each in self._by_layer for branch in each]
+        # At the end the last product makes the residual sum of few rows, and with it a deferred norm that is not read.
+        norms = [branch.input_norm for branch in branches if branch.input_norm is not None]
+        end = NormSpec(norms[-1], lambda num_rows: True) if norms else None
+        self._nexts = [*(branch.norm_spec for branch in branches[1:]), end]
+        self._branches = branches
+        make_chain = context.ops.layer_chain
+        parts = [each for each in map(_layer_parts, self._by_layer) if each is not None]
+        self._chain = make_chain(parts) if make_chain is not None and len(parts) == len(layers) else None
 
     def __call__(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """``x [num_tokens, hidden_size]`` -> the same shape, or ``[num_logits, hidden_size]``; may write to ``x``."""
-        hidden: Hidden
-        last, logits = self._layers[-1], ctx.logits if self.selects_logits else None
+        logits = ctx.logits if self.selects_logits else None
+        value: Value = Plain(x)
         # The last layer may compute fewer rows.
-        num_chained = len(self._layers) - (logits is not None)
-        chained = self._chain(x, ctx, num_chained) if self._chain is not None and num_chained and x.shape[0] else None
-        hidden, residual = chained or (x, x)
-        if chained is None:
-            for layer, next_norm in zip(self._layers, self._next_norms, strict=False):  # the last has none
-                hidden, residual = layer(hidden, residual, ctx, next_norm)
-        if chained is None or logits is not None:
-            hidden, residual = last(hidden, residual, ctx, self._end, logits)
-        if isinstance(hidden, DeferredRMSNorm):
-            return hidden.total
-        if hidden is residual:
-            return residual
-        hidden = sum_parts(hidden, residual)
-        return residual + (hidden if last.is_summed else self._group.all_reduce(hidden))
+        num_chained, first = len(self._by_layer) - (logits is not None), 0
+        if self._chain is not None and num_chained and x.shape[0]:
+            chained = self._chain(x, ctx, num_chained)
+            if chained is not None:
+                output, residual = chained
+                value = Plain(residual) if output is residual else Sum(output, residual)
+                first = len(self._branches) if logits is None else -len(self._by_layer[-1])
+        remaining = [*zip(self._branches, self._nexts, strict=True)][first:]
+        selecting = None if logits is None else self._by_layer[-1][0]
+        for branch, next_norm in remaining:
+            value = branch.run(value, next_norm, ctx, logits if branch is selecting else None)
+            if branch is selecting and isinstance(value, Plain) and not len(value.x):
+                return value.x
+        return self._branches[-1].finish(value)
 
     def shortened(self) -> FusedDecoder:
         """See `DecoderRun.shortened`: the first layer has no sum before it, and the last may have fewer rows."""
-        short = copy(self)
-        kept = representatives([layer.spec for layer in self._layers])
-        short._set_layers([self._layers[index] for index in kept])
-        return short
+        kept = representatives([layer.spec for layer in self.layers])  # type: ignore[misc]
+        return FusedDecoder([self.layers[index] for index in kept], self._context, is_last=self.selects_logits)
 
 
-class _Norm:
-    """A norm, with the residual sum before it and the linear layer behind it. ``norm``: None: the residual stream is
-    read as it is; ``reads_deferred_norm``: of the linear layer."""
+class _Output:
+    """A row-parallel linear layer at the end of a branch, and what follows it up to the residual sum."""
 
-    def __init__(self, norm: RMSNorm | None, context: ModelContext, reads_deferred_norm: Callable[[int], bool]) -> None:
-        self.weight = None if norm is None else norm.weight
-        self.eps = 0.0 if norm is None else norm.eps
-        self.reads_deferred_norm = reads_deferred_norm
-        self._rms_norm = context.ops.rms_norm
-        self._add_rms_norm = context.groups.tensor.reducing(context.ops.add_rms_norm)
+    def __init__(self, linear: RowParallelLinear, branch: Branch) -> None:
+        group, self.scale, self.norm = linear.group, branch.scale, branch.output_norm
+        self._chained = None if linear.is_gathered else linear.weight.chain(OutputRole(self.scale))
+        self._product = linear.partial if linear.is_gathered else linear.weight.product
+        self.is_alone = group.size == 1  # else the sum over the ranks comes before the residual sum
+        self._is_partial = not (self.is_alone or linear.is_gathered)
+        self._rank_sums = group.rank_sums
+        self.prefetch_weight = None if self._chained is None else self._chained.weight()
+        self.product = linear.weight.product
 
-    def add(self, hidden: Hidden, residual: torch.Tensor) -> tuple[Hidden, torch.Tensor]:
-        """The input of the linear layer, and the residual stream: the sum of both, or ``residual`` if ``hidden`` is the
-        same tensor."""
-        if isinstance(hidden, DeferredRMSNorm):
-            return hidden, hidden.total
-        if self.weight is None:
-            return hidden, residual
-        if hidden is residual:
-            return self._rms_norm(residual, self.weight, self.eps), residual
-        return self._add_rms_norm(hidden, residual, self.weight, self.eps)
-
-
-class _Residual:
-    """A row-parallel linear layer with an output that is added to the residual stream, times ``scale``."""
-
-    def __init__(self, linear: RowParallelLinear, chain: LinearChain | None, scale: float) -> None:
-        dense = linear.weight.dense if chain is not None and not linear.is_gathered else None
-        self._chained = None if dense is None or chain is None else chain.residual(*dense, scale)
-        product = linear.partial if linear.is_gathered else linear.weight.product
-        self._product = self._chained or (product if scale == 1.0 else lambda x: product(x) * scale)
-        self._is_alone = linear.group.size == 1  # else the sum over the ranks comes before the residual sum
-        self._rank_sums = linear.group.rank_sums
-        self.is_summed = self._is_alone or linear.is_gathered
-        self.prefetch_weight = None if dense is None else dense[0]
-
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor, next_norm: _Norm) -> Hidden:
+    def add(self, x: torch.Tensor, residual: torch.Tensor, next_norm: NormSpec | None) -> Value:
+        """The product of ``x [n, inputs of this rank]``, and its sum with ``residual [n, hidden_size]``, as far as one
+        kernel makes it."""
         if self._chained is None:
-            return self._product(x)
-        can_sum = self._is_alone or self._rank_sums is not None
-        if can_sum and next_norm.weight is not None and next_norm.reads_deferred_norm(x.shape[0]):
-            norm = next_norm.weight, next_norm.eps
-            deferred = self._chained.add_and_norm(x, residual, *norm, self._rank_sums)
-            if deferred is not None:
-                return deferred
-        if self._is_alone and self._chained.add_to(x, residual):
-            return residual
-        return self._product(x)
+            output = self._product(x)
+            return self._sum(output if self.scale == 1.0 else output * self.scale, residual)
+        if self.norm is None and next_norm is not None and not next_norm.norm.offset:
+            can_sum = self.is_alone or self._rank_sums is not None
+            if can_sum and next_norm.reads_deferred(len(x)):
+                norm = next_norm.norm
+                deferred = self._chained.add_and_norm(x, residual, norm.weight, norm.eps, self._rank_sums)
+                if deferred is not None:
+                    return deferred
+        if self.norm is None and self.is_alone and self._chained.add_to(x, residual):
+            return Plain(residual)
+        return self._sum(self._chained(x), residual)
+
+    def _sum(self, output: torch.Tensor, residual: torch.Tensor) -> Sum:
+        return Sum(output, residual, self._is_partial, self.norm)
 
     def makes_product(self, num_rows: int) -> bool:
-        """See `ChainedResidual.makes_product`; False over a tensor group: its sums of so many rows are another
-        kernel."""
-        return self._is_alone and self._chained is not None and self._chained.makes_product(num_rows)
+        """See `InputRole.follows_product`; False over a tensor group: its sums of so many rows are another kernel."""
+        return self.is_alone and self._chained is not None and self._chained.makes_product(num_rows)
 
 
-class _FusedLayer:
-    """One decoder layer of a run."""
+class _FusedBranch(ABC):
+    """A branch of a run. ``chained``: the kernels of the linear layer that reads its input norm."""
 
-    def __init__(self, layer: nn.Module, context: ModelContext) -> None:
-        if type(layer) not in (DecoderLayer, ScaledDecoderLayer):  # a subclass computes something else
-            raise TypeError(
-                f"the plan fuses a {type(layer).__name__}, and only DecoderLayer and ScaledDecoderLayer can be fused; "
-                "set LayerSpec.unfusible, by layer of the traits of the architecture"
-            )
-        assert isinstance(layer, DecoderLayer)
-        attention, mlp, chain = layer.self_attn, layer.mlp, context.ops.linear_chain
-        assert isinstance(attention, Attention) and isinstance(mlp, GatedMLP)
-        self._attention = attention.paged
-        self._qkv, reads_qkv = _column(attention.qkv_proj, None if chain is None else chain.linear)
-        self._chained_qkv = self._qkv if isinstance(self._qkv, ChainedLinear) else None
-        if self._chained_qkv is not None and not attention.paged.rotary.norm_offset:
-            self._chained_qkv.head_dim = attention.paged.rotary.cos_sin.shape[1]
-        self._gate_up, reads_gate_up = _column(mlp.gate_up_proj, None if chain is None else chain.gate_up)
-        if chain is None or mlp.gate_up_proj.weight.dense is None:
-            gate_up, silu_and_mul = mlp.gate_up_proj.weight.product, context.ops.silu_and_mul
-            self._gate_up = lambda x: silu_and_mul(gate_up(x))
-        self._o, self._down = (
-            _Residual(linear, chain, layer.residual_multiplier) for linear in (attention.o_proj, mlp.down_proj)
-        )
-        if isinstance(self._gate_up, ChainedLinear):
-            self._gate_up.follows_product = self._o.makes_product
-        if self._chained_qkv is not None:
-            self._chained_qkv.follows_product = self._down.makes_product  # the layer before has the same shape
-        norm = layer.input_layernorm if isinstance(layer.input_layernorm, RMSNorm) else None
-        self.input_norm = _Norm(norm, context, reads_qkv)
-        self.mlp_norm = _Norm(layer.post_attention_layernorm, context, reads_gate_up)
-        self.is_summed = self._down.is_summed
-        self.spec = layer.spec
-        self.parts = None if norm is None else _parts(layer, norm, layer.post_attention_layernorm)
-
-    def __call__(
+    def __init__(
         self,
-        hidden: Hidden,
-        residual: torch.Tensor,
-        ctx: ForwardContext,
-        next_norm: _Norm,
-        logits: LogitsMetadata | None = None,
-    ) -> tuple[Hidden, torch.Tensor]:
-        """``(hidden, residual)`` of the layers before -> those of this one. ``next_norm``: behind it. ``logits``: the
-        rows that are read; None: all."""
-        attention = self._attention
-        hidden, residual = self.input_norm.add(hidden, residual)
+        branch: Branch,
+        context: ModelContext,
+        chained: ChainedInput | None = None,
+        output: RowParallelLinear | None = None,
+    ) -> None:
+        self.input_norm, self._branch, self._chained = branch.input_norm, branch, chained
+        self._add_rms_norm = context.ops.add_rms_norm
+        self._reduce_add_rms_norm = context.groups.tensor.reducing(self._add_rms_norm)
+        self.output = None if output is None else _Output(output, branch)
+
+    @property
+    def norm_spec(self) -> NormSpec | None:
+        """Its input norm as the branch before sees it; None: it has none."""
+        return None if self.input_norm is None else NormSpec(self.input_norm, self._reads_deferred)
+
+    def _reads_deferred(self, num_rows: int) -> bool:
+        return self._chained is not None and self._chained.reads_deferred_norm(num_rows)
+
+    def makes_product(self, num_rows: int) -> bool:
+        """See `InputRole.follows_product`."""
+        return self.output is not None and self.output.makes_product(num_rows)
+
+    @abstractmethod
+    def run(
+        self, value: Value, next_norm: NormSpec | None, ctx: ForwardContext, logits: LogitsMetadata | None = None
+    ) -> Value:
+        """``value``: of the branch before. ``logits``: the rows that are read; None: all."""
+
+    def _read(self, value: Value) -> tuple[torch.Tensor | DeferredRMSNorm, torch.Tensor]:
+        """The input of the body, and the residual stream."""
+        if isinstance(value, DeferredRMSNorm):
+            return value, value.total
+        if isinstance(value, Plain):
+            return (value.x if self.input_norm is None else self.input_norm(value.x)), value.x
+        return self._add(value, self.input_norm)
+
+    def finish(self, value: Value) -> torch.Tensor:
+        """The residual stream at the end of a run."""
+        if isinstance(value, DeferredRMSNorm):
+            return value.total
+        return value.x if isinstance(value, Plain) else self._add(value, None)[1]
+
+    def _add(self, value: Sum, norm: RMSNorm | None) -> tuple[torch.Tensor, torch.Tensor]:
+        add = self._reduce_add_rms_norm if value.is_partial else self._add_rms_norm
+        given, weight = norm or value.norm, None if norm is None else norm.weight
+        if given is None:
+            return add(value.output, value.residual, None, 0.0)
+        if value.norm is None and not given.offset:
+            return add(value.output, value.residual, weight, given.eps)
+        output_weight = None if value.norm is None else value.norm.weight
+        return add(value.output, value.residual, weight, given.eps, given.offset, output_weight)
+
+
+class _PlainBranch(_FusedBranch):
+    """A body that offers no parts: a mixture of experts, or a class of a user."""
+
+    def run(
+        self, value: Value, next_norm: NormSpec | None, ctx: ForwardContext, logits: LogitsMetadata | None = None
+    ) -> Value:
+        x, residual = self._read(value)
+        assert isinstance(x, torch.Tensor)
+        output, scale = self._branch.body(x, ctx), self._branch.scale
+        if logits is not None:
+            output, residual = logits.select(output), logits.select(residual)
+            if not len(residual):
+                return Plain(residual)
+        return Sum(output if scale == 1.0 else output * scale, residual, norm=self._branch.output_norm)
+
+
+class _AttentionBranch(_FusedBranch):
+    """q, k and v, attention and the output projection. Heads are normed, rotated and cached by attention of few query
+    tokens, by the product that reads a deferred norm of some dozens of rows, or by a kernel between the two. The
+    attention of few tokens prefetches the weight of the output projection."""
+
+    output: _Output
+
+    def __init__(
+        self, branch: Branch, parts: AttentionParts, context: ModelContext, follows_product: Callable[[int], bool]
+    ) -> None:
+        rotary, qkv = parts.paged.rotary, None if parts.qkv_proj is None else parts.qkv_proj.weight
+        head_dim = 0 if rotary.norm_offset else rotary.cos_sin.shape[1]
+        chained = None if qkv is None else qkv.chain(InputRole("qkv", head_dim, follows_product=follows_product))
+        super().__init__(branch, context, chained, parts.o_proj)
+        self.parts, self.paged = parts, parts.paged
+        self._qkv = chained or (parts.project if qkv is None else qkv.product)
+
+    def run(
+        self, value: Value, next_norm: NormSpec | None, ctx: ForwardContext, logits: LogitsMetadata | None = None
+    ) -> Value:
+        """With ``logits``, no more than K and V are computed of the rows that are not read."""
+        attention = self.paged
+        x, residual = self._read(value)
         kv_cache, metadata = ctx.kv_caches[attention.kv_index], ctx.attention
         heads = attention.num_heads, attention.rotary
         query = attended = None  # [num_tokens, num_heads, head_dim]
-        if self._chained_qkv is not None:
-            query = self._chained_qkv.rotate_and_cache(hidden, kv_cache, metadata, *heads)
+        if self._chained is not None:
+            query = self._chained.rotate_and_cache(x, kv_cache, metadata, *heads)
         if query is None:
-            qkv = self._qkv(hidden)  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+            qkv = self._qkv(x)  # type: ignore[arg-type]  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
             if logits is None:
-                shape, weight = (*heads, attention.scale, attention.window), self._o.prefetch_weight
+                shape = *heads, attention.scale, attention.window, attention.soft_cap
+                weight = self.output.prefetch_weight
                 attended = attention.backend.forward_fused(qkv, kv_cache, metadata, *shape, weight)
             if attended is None:
                 query = attention.rotate_and_cache(qkv, ctx)
@@ -215,32 +290,60 @@ class _FusedLayer:
             residual = logits.select(residual)  # [num_logits, hidden_size], like all below
             query, metadata = logits.select(query), logits.attention
             if not query.shape[0]:
-                return residual, residual
+                return Plain(residual)
         if attended is None:
             assert query is not None
             attended = attention.attend(query, ctx, metadata)
-        attended_sum = self._o(attended.flatten(1), residual, self.mlp_norm)
-        hidden, residual = self.mlp_norm.add(attended_sum, residual)
-        return self._down(self._gate_up(hidden), residual, next_norm), residual
+        return self.output.add(attended.flatten(1), residual, next_norm)
 
 
-def _parts(layer: DecoderLayer, input_norm: RMSNorm, mlp_norm: RMSNorm) -> LayerParts | None:
-    """The layer for a chain of layers; None: a chain does not compute it."""
-    attention, mlp = layer.self_attn, layer.mlp
-    assert isinstance(mlp, GatedMLP)
-    if layer.residual_multiplier != 1.0 or mlp.down_proj.group.size > 1 or input_norm.eps != mlp_norm.eps:
+class _GatedBranch(_FusedBranch):
+    """A gated MLP. Gate and up are one product with the activation inside."""
+
+    output: _Output
+
+    def __init__(
+        self, branch: Branch, parts: GatedParts, context: ModelContext, follows_product: Callable[[int], bool]
+    ) -> None:
+        gate_up, activate = parts.gate_up_proj.weight, parts.activate
+        chained = gate_up.chain(InputRole("gated", activation=parts.activation, follows_product=follows_product))
+        super().__init__(branch, context, chained, parts.down_proj)
+        self.parts, product = parts, gate_up.product
+        self._gate_up = chained or (lambda x: activate(product(x)))
+
+    def run(
+        self, value: Value, next_norm: NormSpec | None, ctx: ForwardContext, logits: LogitsMetadata | None = None
+    ) -> Value:
+        x, residual = self._read(value)
+        return self.output.add(self._gate_up(x), residual, next_norm)
+
+
+def _fused_branch(branch: Branch, context: ModelContext, before: _FusedBranch | None) -> _FusedBranch:
+    follows_product = (lambda num_rows: False) if before is None else before.makes_product
+    match branch.offer():
+        case AttentionParts() as attention:
+            return _AttentionBranch(branch, attention, context, follows_product)
+        case GatedParts() as gated:
+            return _GatedBranch(branch, gated, context, follows_product)
+    return _PlainBranch(branch, context)
+
+
+def _layer_parts(branches: Sequence[_FusedBranch]) -> LayerParts | None:
+    """A layer for a kernel of whole layers; None: these do not compute it."""
+    match branches:
+        case [_AttentionBranch() as mixer, _GatedBranch() as mlp]:
+            pass
+        case _:
+            return None
+    norm, other, outputs = mixer.input_norm, mlp.input_norm, (mixer.output, mlp.output)
+    qkv_proj, paged = mixer.parts.qkv_proj, mixer.paged
+    if norm is None or other is None or (norm.eps, norm.offset) != (other.eps, 0.0):
         return None
-    linears = attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
-    qkv, o, gate_up, down = (linear.weight.product for linear in linears)
-    paged, eps = attention.paged, input_norm.eps
-    attends = paged.num_heads, paged.kv_index, paged.rotary, paged.scale, paged.window
-    return LayerParts(input_norm.weight, mlp_norm.weight, eps, qkv, o, gate_up, down, *attends)
-
-
-def _column(linear: ColumnParallelLinear, chained: type[ChainedLinear] | None) -> tuple[Product, Callable[[int], bool]]:
-    """The layer within the chain, and whether it reads a deferred norm of so many rows."""
-    dense = linear.weight.dense
-    if chained is None or dense is None:
-        return linear.weight.product, lambda num_rows: False
-    layer = chained(*dense)
-    return layer, layer.reads_deferred_norm
+    if qkv_proj is None or paged.soft_cap is not None or mlp.parts.activation != "silu":
+        return None
+    if not all(each.is_alone and each.scale == 1.0 and each.norm is None for each in outputs):
+        return None
+    gate_up = mlp.parts.gate_up_proj.weight.product
+    products = qkv_proj.weight.product, mixer.output.product, gate_up, mlp.output.product
+    heads = paged.num_heads, paged.kv_index, paged.rotary
+    return LayerParts(norm.weight, other.weight, norm.eps, *products, *heads, paged.scale, paged.window)

@@ -1,5 +1,5 @@
-"""Row-wise operations between matmuls: RMSNorm (Zhang and Sennrich, 2019), plain, fused with the residual sum before or
-behind it, or deferred to the matmul after it, and the gate of a SwiGLU or GeGLU MLP (Shazeer, 2020).
+"""Row-wise operations between matmuls: RMSNorm (Zhang and Sennrich, 2019), plain, fused with the residual sum and the
+norm before that, or deferred to the matmul after it, and the gate of a SwiGLU or GeGLU MLP (Shazeer, 2020).
 
 The references in torch, and Triton kernels. The kernel of the norms keeps a row in the registers of one program.
 """
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 MAX_SIZE = 65536
 """Maximum row size of the Triton kernel of the norms; longer rows use the reference."""
 _ACTIVATION_TILE = 1024
+GATES = {"": 0, "silu": 1, "gelu_tanh": 2}
+"""Numbers of activations within kernels; 0: the layer is not gated."""
 
 
 def rms_norm_torch(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
@@ -49,39 +51,29 @@ def sum_parts(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
 
 
 def add_rms_norm_torch(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    offset: float = 0.0,
+    output_weight: torch.Tensor | None = None,
+    *,
+    rms_norm: Callable[..., torch.Tensor] = rms_norm_torch,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(rms_norm(x + residual), x + residual)``, both ``[num_tokens, hidden]``.
+    """``(rms_norm(total), total)``, both ``[num_tokens, hidden]``, where ``total = x + residual``.
 
     The sum is rounded to the dtype before it is normalized, as in two separate steps.
 
     Args:
         x: ``[num_tokens, hidden]``, or partial sums of it: see `sum_parts`.
-    """
-    total = sum_parts(x, residual) + residual
-    return rms_norm_torch(total, weight, eps), total
-
-
-def norm_and_add_torch(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    offset: float = 0.0,
-    next_weight: torch.Tensor | None = None,
-    *,
-    rms_norm: Callable[..., torch.Tensor] = rms_norm_torch,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``total = residual + rms_norm(x)``, of layers with a norm behind attention and MLP: ``(rms_norm(total), total)``,
-    both ``[num_tokens, hidden]`` and rounded as in separate steps.
-
-    Args:
-        offset: of both norms: see `rms_norm_torch`.
-        next_weight: of the norm of the sum; None: that is the sum itself.
+        weight: ``[hidden]``; None: the first result is the sum itself.
+        offset: of all norms: see `rms_norm_torch`.
+        output_weight: ``[hidden]``, of a norm of ``x`` before it is added; None: there is none.
         rms_norm: an implementation of `rms_norm_torch`.
     """
-    total = residual + rms_norm(x, weight, eps, offset)
-    return total if next_weight is None else rms_norm(total, next_weight, eps, offset), total
+    x = sum_parts(x, residual)
+    total = residual + (x if output_weight is None else rms_norm(x, output_weight, eps, offset))
+    return total if weight is None else rms_norm(total, weight, eps, offset), total
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +139,12 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: f
 
 
 def add_rms_norm_triton(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    offset: float = 0.0,
+    output_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `add_rms_norm_torch`; ``x`` is like ``residual [num_tokens, hidden]``, or partial sums of it.
 
@@ -155,60 +152,85 @@ def add_rms_norm_triton(
         ValueError: the shapes do not match.
     """
     is_long = residual.shape[-1] > MAX_SIZE
-    return (add_rms_norm_torch if is_long else _rms_norm)(x, residual, weight, eps)
+    return (add_rms_norm_torch if is_long else _rms_norm)(x, residual, weight, eps, offset, output_weight)
 
 
 def _rms_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, offset: float = 0.0
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    offset: float = 0.0,
+    output_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm, and the sum with the residual; the norm twice without one."""
     x = x.contiguous()
     like = x if residual is None else residual.contiguous()
     shape, num_values, extra = like.shape, like.numel(), x.ndim - like.ndim
     size = shape[-1]
-    if weight.shape != (size,) or (x.shape[extra:] if extra else x.shape) != shape:
+    weights = [each for each in (weight, output_weight) if each is not None]
+    if any(each.shape != (size,) for each in weights) or (x.shape[extra:] if extra else x.shape) != shape:
         raise ValueError(
-            f"rms_norm: mismatched shapes: x {list(x.shape)}, residual {list(shape)}, weight {list(weight.shape)}"
+            f"rms_norm: mismatched shapes: x {list(x.shape)}, residual {list(shape)}, "
+            f"weights {[list(each.shape) for each in weights]}"
         )
-    output = empty_rows(*shape, like=like)
-    total = output if residual is None else torch.empty_like(like)
+    total = output = torch.empty_like(like)
+    if weight is not None:
+        output = empty_rows(*shape, like=like)
+        total = output if residual is None else total
     if num_values:
         num_rows, tile, overlap = num_values // size, next_power_of_2(size), can_overlap(x.device)
-        _rms_norm_kernel[(padded_rows(num_rows) if like.ndim == 2 else num_rows,)](
-            output, total, x, like, weight, eps, num_rows, size,
-            num_parts=x.shape[0] if extra else 0, has_residual=residual is not None, offset=offset,
-            tile=tile, overlap=overlap, num_warps=_norm_warps(tile), **launch_options(overlap),
+        _rms_norm_kernel[(padded_rows(num_rows) if like.ndim == 2 and weight is not None else num_rows,)](
+            output, total, x, like, like if weight is None else weight,
+            like if output_weight is None else output_weight, eps, num_rows, size,
+            num_parts=x.shape[0] if extra else 0, has_residual=residual is not None, has_norm=weight is not None,
+            has_output_norm=output_weight is not None, offset=offset, tile=tile, overlap=overlap,
+            num_warps=min(16, max(4 if tile >= 1024 else 1, tile // 512)), **launch_options(overlap),
         )  # fmt: skip
     return output, total
 
 
 @triton_kernel(unspecialized=("num_rows",))
 def _rms_norm_kernel(
-    output_ptr, total_ptr, x_ptr, residual_ptr, weight_ptr, eps, num_rows, size,
-    num_parts: tl.constexpr, has_residual: tl.constexpr, offset: tl.constexpr, tile: tl.constexpr,
-    overlap: tl.constexpr,
+    output_ptr, total_ptr, x_ptr, residual_ptr, weight_ptr, output_weight_ptr, eps, num_rows, size,
+    num_parts: tl.constexpr, has_residual: tl.constexpr, has_norm: tl.constexpr, has_output_norm: tl.constexpr,
+    offset: tl.constexpr, tile: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(overlap)
-    column = tl.arange(0, tile)
-    in_row = column < size
-    weight = tl.load(weight_ptr + column, mask=in_row, other=0.0).to(tl.float32)  # [tile], like all below
-    if offset != 0:
-        weight += offset
+    column = tl.arange(0, tile)  # [tile], like all below
+    weight, output_weight = column, column
+    if has_norm:
+        weight = _load_weight(weight_ptr, column, size, offset)
+    if has_output_norm:
+        output_weight = _load_weight(output_weight_ptr, column, size, offset)
     wait_for_inputs(overlap)
     row = tl.program_id(0).to(tl.int64)
     place = row * size + column
-    in_row = in_row & (row < num_rows)  # the rows of padding are zeros
+    in_row = (column < size) & (row < num_rows)  # the rows of padding are zeros
+    dtype = output_ptr.dtype.element_ty
     value = tl.load(x_ptr + place, mask=in_row, other=0.0)
     if num_parts > 0:
         for part in tl.static_range(1, num_parts):
             value += tl.load(x_ptr + part * num_rows.to(tl.int64) * size + place, mask=in_row, other=0.0)
-        value = value.to(output_ptr.dtype.element_ty)
+        value = value.to(dtype)
+    if has_output_norm:
+        # The selection keeps product and sum from being one instruction, which in float32 rounds once instead of twice.
+        value = tl.where(in_row, _normed_row(value.to(tl.float32), output_weight, size, eps), 0.0).to(dtype)
     if has_residual:
         residual = tl.load(residual_ptr + place, mask=in_row, other=0.0)
-        value = (value.to(tl.float32) + residual.to(tl.float32)).to(output_ptr.dtype.element_ty)
+        value = (value.to(tl.float32) + residual.to(tl.float32)).to(dtype)
         tl.store(total_ptr + place, value, mask=in_row)
-    normed = _normed_row(value.to(tl.float32), weight, size, eps)
-    tl.store(output_ptr + place, normed.to(output_ptr.dtype.element_ty), mask=column < size)
+    if has_norm:
+        normed = _normed_row(value.to(tl.float32), weight, size, eps)
+        tl.store(output_ptr + place, normed.to(dtype), mask=column < size)
+
+
+@triton_kernel()
+def _load_weight(weight_ptr, column, size, offset: tl.constexpr):
+    weight = tl.load(weight_ptr + column, mask=column < size, other=0.0).to(tl.float32)
+    if offset != 0:
+        weight += offset
+    return weight
 
 
 @triton_kernel(specialize=False)
@@ -217,117 +239,49 @@ def _normed_row(value, weight, size, eps):
     return value * (1.0 / tl.sqrt_rn(tl.sum(value * value, axis=0) / size + eps)) * weight
 
 
-def norm_and_add_triton(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    offset: float = 0.0,
-    next_weight: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `norm_and_add_torch`.
-
-    Raises:
-        ValueError: the shapes do not match.
-    """
-    num_rows, size = x.shape
-    weights = (weight,) if next_weight is None else (weight, next_weight)
-    if residual.shape != x.shape or any(each.shape != (size,) for each in weights):
-        raise ValueError(
-            f"norm_and_add: mismatched shapes: x {list(x.shape)}, residual {list(residual.shape)}, "
-            f"weights {[list(each.shape) for each in weights]}"
-        )
-    if size > MAX_SIZE:
-        return norm_and_add_torch(x, residual, weight, eps, offset, next_weight)
-    x, residual = x.contiguous(), residual.contiguous()
-    total = torch.empty_like(x)
-    output = total if next_weight is None else empty_rows(num_rows, size, like=x)
-    if x.numel() > 0:
-        tile, overlap = next_power_of_2(size), can_overlap(x.device)
-        _norm_and_add_kernel[(num_rows,)](
-            output, total, x, residual, weight, weights[-1], eps, size,
-            has_next=next_weight is not None, offset=offset, tile=tile, overlap=overlap, num_warps=_norm_warps(tile),
-            **launch_options(overlap),
-        )  # fmt: skip
-    return output, total
-
-
-def _norm_warps(tile: int) -> int:
-    return min(16, max(4 if tile >= 1024 else 1, tile // 512))
-
-
-@triton_kernel()
-def _norm_and_add_kernel(
-    output_ptr, total_ptr, x_ptr, residual_ptr, weight_ptr, next_weight_ptr, eps, size,
-    has_next: tl.constexpr, offset: tl.constexpr, tile: tl.constexpr, overlap: tl.constexpr,
-):  # fmt: skip
-    launch_dependents(overlap)
-    column = tl.arange(0, tile)
-    in_row = column < size
-    weight = tl.load(weight_ptr + column, mask=in_row, other=0.0).to(tl.float32) + offset  # [tile], like all below
-    next_weight = weight
-    if has_next:
-        next_weight = tl.load(next_weight_ptr + column, mask=in_row, other=0.0).to(tl.float32) + offset
-    wait_for_inputs(overlap)
-    dtype = output_ptr.dtype.element_ty
-    place = tl.program_id(0).to(tl.int64) * size + column
-    value = tl.load(x_ptr + place, mask=in_row, other=0.0).to(tl.float32)
-    residual = tl.load(residual_ptr + place, mask=in_row, other=0.0).to(tl.float32)
-    # The selection keeps product and sum from being one instruction, which in float32 rounds once instead of twice.
-    normed = tl.where(in_row, _normed_row(value, weight, size, eps), 0.0).to(dtype)
-    total = (residual + normed.to(tl.float32)).to(dtype)
-    tl.store(total_ptr + place, total, mask=in_row)
-    if has_next:
-        output = _normed_row(total.to(tl.float32), next_weight, size, eps)
-        tl.store(output_ptr + place, output.to(dtype), mask=in_row)
-
-
 def silu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
     """See `silu_and_mul_torch`: ``[num_tokens, 2 * intermediate]`` -> ``[num_tokens, intermediate]``.
 
     Raises:
         ValueError: the number of columns is odd.
     """
-    return _activate(gate_up, "silu_and_mul", is_gelu=False)
+    return _activate(gate_up, "silu")
 
 
 def gelu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
     """See `gelu_and_mul_torch`; raises ValueError like `silu_and_mul_triton`."""
-    return _activate(gate_up, "gelu_and_mul", is_gelu=True)
+    return _activate(gate_up, "gelu_tanh")
 
 
-def _activate(gate_up: torch.Tensor, operation: str, *, is_gelu: bool) -> torch.Tensor:
+def _activate(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     num_rows, width = gate_up.shape
     if width % 2:
-        raise ValueError(f"{operation}: gate_up {list(gate_up.shape)} must have an even number of columns")
+        raise ValueError(f"{activation}_and_mul: gate_up {list(gate_up.shape)} must have an even number of columns")
     output = empty_rows(num_rows, width // 2, like=gate_up)
     if output.numel() > 0:
         overlap = can_overlap(gate_up.device)
         _activation_kernel[(padded_rows(num_rows), cdiv(width // 2, _ACTIVATION_TILE))](
             output, gate_up.contiguous(), num_rows, width // 2,
-            is_gelu=is_gelu, tile=_ACTIVATION_TILE, overlap=overlap, **launch_options(overlap),
+            gate=GATES[activation], tile=_ACTIVATION_TILE, overlap=overlap, **launch_options(overlap),
         )  # fmt: skip
     return output
 
 
 @triton_kernel()
-def silu_and_mul(gate, up):
-    """``silu(gate) * up`` in float32, of tensors that are rounded to the dtype of the model."""
+def activate_and_mul(gate, up, activation: tl.constexpr):
+    """``silu(gate) * up`` in float32, of tensors that are rounded to the dtype of the model; or with GELU:
+    ``0.5 * x * (1 + tanh(y))`` is ``x * sigmoid(2 * y)``."""
     gate = gate.to(tl.float32)
-    return gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32)
-
-
-@triton_kernel()
-def _gelu_and_mul(gate, up):
-    """The same with GELU: ``0.5 * x * (1 + tanh(y))`` is ``x * sigmoid(2 * y)``."""
-    gate = gate.to(tl.float32)
-    double_y = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 * sqrt(2 / pi)
-    return gate / (1.0 + tl.exp(tl.minimum(-double_y, 80.0))) * up.to(tl.float32)  # no power overflows
+    if activation == 1:
+        exponent = -gate
+    else:  # 2 * sqrt(2 / pi); no power overflows
+        exponent = tl.minimum(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate), 80.0)
+    return gate / (1.0 + tl.exp(exponent)) * up.to(tl.float32)
 
 
 @triton_kernel(unspecialized=("num_rows",))
 def _activation_kernel(
-    output_ptr, gate_up_ptr, num_rows, width, is_gelu: tl.constexpr, tile: tl.constexpr, overlap: tl.constexpr
+    output_ptr, gate_up_ptr, num_rows, width, gate: tl.constexpr, tile: tl.constexpr, overlap: tl.constexpr
 ):
     launch_dependents(overlap)
     wait_for_inputs(overlap)
@@ -335,7 +289,7 @@ def _activation_kernel(
     column = tl.program_id(1) * tile + tl.arange(0, tile)
     in_row = (column < width) & (row < num_rows)  # the rows of padding are zeros
     gate_ptr = gate_up_ptr + row * 2 * width + column
-    gate = tl.load(gate_ptr, mask=in_row, other=0.0)
-    up = tl.load(gate_ptr + width, mask=in_row, other=0.0)
-    result = _gelu_and_mul(gate, up) if is_gelu else silu_and_mul(gate, up)
+    gates = tl.load(gate_ptr, mask=in_row, other=0.0)
+    ups = tl.load(gate_ptr + width, mask=in_row, other=0.0)
+    result = activate_and_mul(gates, ups, gate)
     tl.store(output_ptr + row * width + column, result.to(output_ptr.dtype.element_ty), mask=column < width)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from fleetfoot.kernels.attention import AttentionBackend
     from fleetfoot.kernels.linear.linear import PreparedLinear
-    from fleetfoot.kernels.linear.linear_triton import LinearChain
+    from fleetfoot.kernels.linear.roles import ChainLinear
     from fleetfoot.kernels.prepare.tables import RowTables, StepBuffers
     from fleetfoot.kernels.recurrent.batch import StateBatch
     from fleetfoot.kernels.recurrent.conv import CausalConv
@@ -70,8 +70,6 @@ class KernelPlan(Mapping[str, str]):
         return "; ".join(f"{name}: {', '.join(operations)}" for name, operations in listed.items())
 
 
-AddRMSNorm = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor", float], "tuple[torch.Tensor, torch.Tensor]"]
-"""See `Kernels.add_rms_norm`: ``(x, residual, weight, eps)``."""
 RopeAndCache = Callable[["torch.Tensor", "torch.Tensor", "AttentionMetadata", int, "RotaryInputs"], "torch.Tensor"]
 """See `Kernels.rope_and_cache`: ``(qkv, kv_cache, metadata, num_heads, rotary)``."""
 
@@ -82,17 +80,17 @@ class RMSNorm(Protocol):
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor: ...
 
 
-class NormAndAdd(Protocol):
-    """See `Kernels.norm_and_add`."""
+class AddRMSNorm(Protocol):
+    """See `Kernels.add_rms_norm`."""
 
     def __call__(
         self,
         x: torch.Tensor,
         residual: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         eps: float,
         offset: float = 0.0,
-        next_weight: torch.Tensor | None = None,
+        output_weight: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -181,11 +179,9 @@ class Kernels:
     rms_norm: RMSNorm
     """``x [num_tokens, hidden]`` -> the same shape, normalised in float32, times ``weight [hidden] + offset``."""
     add_rms_norm: AddRMSNorm
-    """``(x, residual)`` -> ``(rms_norm(x + residual), x + residual)``; the sum is rounded to the dtype first. ``x`` may
+    """``(x, residual)`` -> ``(rms_norm(total), total)`` with ``total = x + residual``, or ``rms_norm(x) + residual``
+    where ``output_weight`` is given, rounded as in separate steps; the first is ``total`` without ``weight``. ``x`` may
     be partial sums ``[splits, num_tokens, hidden]`` float32."""
-    norm_and_add: NormAndAdd
-    """``(x, residual)`` -> ``(rms_norm(total), total)`` with ``total = residual + rms_norm(x)``, rounded as in separate
-    steps; the first is ``total`` without ``next_weight``."""
     silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
     """``[num_tokens, 2 * intermediate]`` (gate, up) -> ``silu(gate) * up [num_tokens, intermediate]``."""
     gelu_and_mul: Callable[[torch.Tensor], torch.Tensor]
@@ -226,7 +222,8 @@ class Kernels:
     `fleetfoot.kernels.prepare.ngram`."""
     apply_staged_writes: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], None]
     """``(staged, front, target, num_writes)``: bring a step's staged writes from the host into the device's state."""
-    linear_chain: LinearChain | None
-    """Linear layers for fused decoders; None: they call the plain layers."""
+    linear_chain: ChainLinear | None
+    """``(weight [out, in], bias, role)``: a linear layer in a chain of dependent launches, which reads both in place.
+    None: branches call the plain layers."""
     layer_chain: Callable[[Sequence[LayerParts]], LayerChain | None] | None
     """Consecutive fused layers in one call. None, or None as its result: one by one, by the operations above."""

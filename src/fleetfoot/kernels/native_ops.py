@@ -4,7 +4,6 @@ the torch reference."""
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -13,7 +12,6 @@ from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.elementwise import (
     add_rms_norm_torch,
     gelu_and_mul_torch,
-    norm_and_add_torch,
     rms_norm_torch,
     silu_and_mul_torch,
 )
@@ -45,24 +43,27 @@ def rms_norm_native(
 
 
 def add_rms_norm_native(
-    library: NativeLibrary, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    library: NativeLibrary,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    offset: float = 0.0,
+    output_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `Kernels.add_rms_norm`."""
     dtype, size = x.dtype, x.shape[-1]
     code = DTYPES.get(dtype)
-    if code is None or not (x.is_contiguous() and residual.is_contiguous()):
-        return add_rms_norm_torch(x, residual, weight, eps)
+    is_single = code is None or not (x.is_contiguous() and residual.is_contiguous())
+    if weight is None or is_single or offset or output_weight is not None:
+        rms_norm = partial(rms_norm_native, library)
+        return add_rms_norm_torch(x, residual, weight, eps, offset, output_weight, rms_norm=rms_norm)
     if residual.dtype is not dtype or residual.shape != x.shape or not _is_norm(weight, size, dtype):
         raise ValueError(_mismatch("add_rms_norm", x=x, residual=residual, weight=weight))
     output, total = torch.empty_like(x), torch.empty_like(x)
     pointers = output.data_ptr(), total.data_ptr(), x.data_ptr(), residual.data_ptr(), weight.data_ptr()
     library.add_rms_norm(*pointers, eps, x.numel() // max(size, 1), size, code, torch.get_num_threads())
     return output, total
-
-
-def norm_and_add_native(library: NativeLibrary, *arguments: Any, **keywords: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `Kernels.norm_and_add`."""
-    return norm_and_add_torch(*arguments, **keywords, rms_norm=partial(rms_norm_native, library))
 
 
 def silu_and_mul_native(library: NativeLibrary, gate_up: torch.Tensor) -> torch.Tensor:

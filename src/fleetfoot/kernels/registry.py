@@ -67,7 +67,6 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         # layers
         "rms_norm": {"triton": "elementwise", "native": "native_ops", "torch": "elementwise"},
         "add_rms_norm": {"triton": "elementwise", "native": "native_ops", "torch": "elementwise"},
-        "norm_and_add": {"triton": "elementwise", "native": "native_ops", "torch": "elementwise"},
         "silu_and_mul": {"triton": "elementwise", "native": "native_ops", "torch": "elementwise"},
         "gelu_and_mul": {"triton": "elementwise", "native": "native_ops", "torch": "elementwise"},
         "rope_and_cache": {
@@ -81,7 +80,7 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "torch": "linear.linear",
             "plain": "linear.linear:PlainLinear",
         },
-        "linear_chain": {"triton": "linear.linear_triton:TRITON_CHAIN", "torch": "linear.linear:NO_CHAIN"},
+        "linear_chain": {"triton": "linear.linear_triton", "torch": "linear.linear:NO_CHAIN"},
         "layer_chain": {
             "cuda": "cluster.chain:chain_layers",
             "native": "native_layers:chain_layers",
@@ -128,7 +127,7 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 follows, the function is called ``operation_implementation``. `Kernels` documents what an operation does."""
 
 _COMPILED = dict.fromkeys(
-    ("rms_norm", "add_rms_norm", "norm_and_add", "silu_and_mul", "gelu_and_mul", "linear_chain", "layer_chain"), "torch"
+    ("rms_norm", "add_rms_norm", "silu_and_mul", "gelu_and_mul", "linear_chain", "layer_chain"), "torch"
 )
 _COMPILED["prepare_linear"] = "plain"
 """Operations within layers, and the implementations that ``torch.compile`` can trace."""

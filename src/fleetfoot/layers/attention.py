@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.config.sharding import check_tensor_parallel_size, even_span, kv_head_span
 from fleetfoot.kernels.attention import AttentionBackend
 from fleetfoot.kernels.attention.sdpa_backend import BidirectionalBackend
 from fleetfoot.kernels.interface import RopeAndCache
+from fleetfoot.layers.branch import Offering
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.linear import ColumnParallelLinear, RowParallelLinear
 from fleetfoot.layers.norm import RMSNorm
@@ -45,13 +47,26 @@ class PagedAttention:
         return self.backend.forward(query, kv_cache, metadata, self.scale, self.window, self.soft_cap)
 
 
-class Attention(nn.Module):
+class AttentionParts(NamedTuple):
+    """Attention as fusion computes it."""
+
+    project: Callable[[torch.Tensor], torch.Tensor]
+    """``x [num_tokens, hidden_size]`` -> q, k and v in one tensor."""
+    qkv_proj: ColumnParallelLinear | None
+    """The linear layer that is ``project``; None: more is computed there."""
+    paged: PagedAttention
+    o_proj: RowParallelLinear
+
+
+class Attention(Offering):
     """Grouped-query attention with rotary positions, and an RMSNorm on each head of q and k where the model has it.
 
     ``cos_sin``: of `rotary_table`, shared by the layers with equal ropes; ``layer``: its number in the model;
     ``kv_index``: of its KV cache in `ForwardContext.kv_caches`. Raises ValueError, with group sizes that can, if the
     ranks of the tensor group cannot share the heads.
     """
+
+    computes = ("forward", "project")
 
     def __init__(
         self, config: ModelConfig, context: ModelContext, cos_sin: torch.Tensor, layer: int, kv_index: int
@@ -88,6 +103,9 @@ class Attention(nn.Module):
             context.ops.rope_and_cache,
             context.attention if spec.is_causal else BidirectionalBackend(),
         )
+
+    def offer(self) -> AttentionParts | None:
+        return AttentionParts(self.project, self.qkv_proj, self.paged, self.o_proj)
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """q, k and v of ``x [num_tokens, hidden_size]``, in one tensor."""

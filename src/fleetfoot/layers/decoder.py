@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch import nn
 from fleetfoot.config.model import LayerSpec, ModelConfig
 from fleetfoot.config.sharding import even_span
 from fleetfoot.layers.attention import Attention
+from fleetfoot.layers.branch import Branch, Offering
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.linear import ColumnParallelLinear, RowParallelLinear
 from fleetfoot.layers.norm import RMSNorm
@@ -21,7 +22,18 @@ from fleetfoot.layers.rotary import rotary_table
 from fleetfoot.records.forward_context import ForwardContext
 
 
-class GatedMLP(nn.Module):
+class GatedParts(NamedTuple):
+    """A gated MLP as fusion computes it."""
+
+    gate_up_proj: ColumnParallelLinear
+    activation: str
+    """`MLPSpec.activation`."""
+    activate: Callable[[torch.Tensor], torch.Tensor]
+    """``[n, 2 * size]`` (gate, up) -> ``[n, size]``."""
+    down_proj: RowParallelLinear
+
+
+class GatedMLP(Offering):
     """SwiGLU (Shazeer 2020): ``down(silu(gate(x)) * up(x))``, gate and up in one product; GeGLU with GELU."""
 
     def __init__(self, config: ModelConfig, context: ModelContext, layer: int) -> None:
@@ -36,7 +48,11 @@ class GatedMLP(nn.Module):
         )
         self.down_proj = RowParallelLinear(context, "down_proj", size, config.hidden_size, spec.has_bias, part)
         ops = context.ops
+        self._activation = spec.activation
         self._activate = {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_and_mul}[spec.activation]
+
+    def offer(self) -> GatedParts | None:
+        return GatedParts(self.gate_up_proj, self._activation, self._activate, self.down_proj)
 
     def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """``x [num_tokens, hidden_size]`` -> the same shape."""
@@ -44,43 +60,48 @@ class GatedMLP(nn.Module):
         return self.down_proj(self._activate(gate_up))
 
 
-class DecoderLayer(nn.Module):
-    """Attention and MLP, each after a norm, each added to the residual stream."""
+class DecoderLayer(Offering):
+    """A mixer and an MLP, each a `Branch` on the residual stream. Which norms there are follows the config.
+
+    A norm after the mixer takes the name that the norm before the MLP has without it, as in all checkpoints.
+    """
 
     attention_class: ClassVar[type[Attention]] = Attention
     mlp_class: ClassVar[type[nn.Module]] = GatedMLP
-    residual_multiplier = 1.0
 
     def __init__(
         self, config: ModelConfig, context: ModelContext, cos_sin: torch.Tensor, layer: int, kv_index: int
     ) -> None:
         super().__init__()
-        norm = config.hidden_size, config.rms_norm_eps, config.norm_offset
-        self.input_layernorm: nn.Module = RMSNorm(context, *norm)
+        self.spec = spec = config.layers[layer]
+        before_mlp = "pre_feedforward_layernorm" if spec.mixer_norms.after else "post_attention_layernorm"
+        self._norms = (
+            ("input_layernorm", spec.mixer_norms.before),
+            ("post_attention_layernorm", spec.mixer_norms.after),
+            (before_mlp, spec.mlp_norms.before),
+            ("post_feedforward_layernorm", spec.mlp_norms.after),
+        )
+        for name, is_present in self._norms:
+            if is_present:
+                setattr(self, name, RMSNorm(context, config.hidden_size, config.rms_norm_eps, config.norm_offset))
         self.self_attn = self.attention_class(config, context.within("self_attn"), cos_sin, layer, kv_index)
-        self.post_attention_layernorm = RMSNorm(context, *norm)
         self.mlp = self.mlp_class(config, context.within("mlp"), layer)
-        self.spec = config.layers[layer]
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """In the order of computation."""
+        a, b, c, d = (getattr(self, name) if is_present else None for name, is_present in self._norms)
+        scale = self.spec.residual_multiplier
+        return Branch(self.self_attn, a, b, scale), Branch(self.mlp, c, d, scale)
+
+    def offer(self) -> tuple[Branch, ...] | None:
+        return self.branches
 
     def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """``x [num_tokens, hidden_size]`` -> the same shape."""
-        x = x + self.self_attn(self.input_layernorm(x), ctx)
-        return x + self.mlp(self.post_attention_layernorm(x), ctx)
-
-
-class ScaledDecoderLayer(DecoderLayer):
-    """A `DecoderLayer` with a factor on what is added to the residual stream."""
-
-    def __init__(
-        self, config: ModelConfig, context: ModelContext, cos_sin: torch.Tensor, layer: int, kv_index: int
-    ) -> None:
-        super().__init__(config, context, cos_sin, layer, kv_index)
-        self.residual_multiplier = config.layers[layer].residual_multiplier
-
-    def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """``x [num_tokens, hidden_size]`` -> the same shape."""
-        x = x + self.residual_multiplier * self.self_attn(self.input_layernorm(x), ctx)
-        return x + self.residual_multiplier * self.mlp(self.post_attention_layernorm(x), ctx)
+        for branch in self.branches:
+            x = branch(x, ctx)
+        return x
 
 
 class DecoderRun(Protocol):

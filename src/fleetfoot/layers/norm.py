@@ -22,19 +22,11 @@ class RMSNorm(WeightModule):
         self.weight = torch.empty(size, dtype=context.dtype, device=context.device)
         self.eps, self.offset = eps, offset
         self._part: tuple[Rows, ...] = () if rows is None else (rows,)
-        self._rms_norm, self._norm_and_add = context.ops.rms_norm, context.ops.norm_and_add
+        self._rms_norm = context.ops.rms_norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x [num_tokens, size]`` -> the same shape."""
         return self._rms_norm(x, self.weight, self.eps, self.offset)
-
-    def and_add(
-        self, x: torch.Tensor, residual: torch.Tensor, behind: RMSNorm | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``total = residual + norm(x)``, ``[num_tokens, size]``: ``(behind(total), total)``. ``behind``: a norm with
-        the same epsilon and offset; None: the first is ``total``."""
-        next_weight = None if behind is None else behind.weight
-        return self._norm_and_add(x, residual, self.weight, self.eps, self.offset, next_weight)
 
     def own_weight_specs(self, prefix: str, name: str) -> Iterator[WeightSpec]:
         shape = tuple(self.weight.shape)

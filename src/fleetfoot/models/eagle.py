@@ -10,9 +10,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import torch
-from torch import nn
 
-from fleetfoot.config.model import ModelConfig
+from fleetfoot.config.model import BranchNorms, ModelConfig
 from fleetfoot.layers.context import ModelContext, WeightTree
 from fleetfoot.layers.decoder import DecoderStack
 from fleetfoot.layers.linear import ColumnParallelLinear, VocabParallelEmbedding
@@ -42,12 +41,13 @@ class EagleHead(WeightTree):
     ) -> None:
         super().__init__()
         size = config.hidden_size
+        if INPUT_NORM not in names:
+            first, *others = config.layers
+            config = replace(config, layers=(replace(first, mixer_norms=BranchNorms(before=False)), *others))
         self.config = config
         self.embed_tokens = VocabParallelEmbedding(config, context) if has_embedding else None
         self.fc = ColumnParallelLinear(context, 2 * size, (("fc", size),), bias=FC_BIAS in names)
         self.layers = DecoderStack(config, context, range(config.num_layers))
-        if INPUT_NORM not in names:
-            self.layers["0"].input_layernorm = nn.Identity()
 
     def forward(self, embeddings: torch.Tensor, hidden: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """Predict the target's hidden states one token on, as its logits head reads them, and write K and V.

@@ -2,41 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.layers.decoder import DecoderLayer
-from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.models.llama import LlamaForCausalLM
-from fleetfoot.records.forward_context import ForwardContext
-
-
-class GemmaDecoderLayer(DecoderLayer):
-    """Attention and MLP between two norms each."""
-
-    def __init__(
-        self, config: ModelConfig, context: ModelContext, cos_sin: torch.Tensor, layer: int, kv_index: int
-    ) -> None:
-        super().__init__(config, context, cos_sin, layer, kv_index)
-        norm = config.hidden_size, config.rms_norm_eps, config.norm_offset
-        self.pre_feedforward_layernorm = RMSNorm(context, *norm)
-        self.post_feedforward_layernorm = RMSNorm(context, *norm)
-
-    def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """``x [num_tokens, hidden_size]`` -> the same shape."""
-        attended = self.self_attn(self.input_layernorm(x), ctx)
-        hidden, x = self.post_attention_layernorm.and_add(attended, x, self.pre_feedforward_layernorm)
-        return self.post_feedforward_layernorm.and_add(self.mlp(hidden, ctx), x)[1]
 
 
 class Gemma2ForCausalLM(LlamaForCausalLM):
-    """Embeddings are scaled by the square root of their size. The soft cap of scores, windows, GELU and the offset of
-    norms follow the config."""
-
-    layer_class: ClassVar[type[DecoderLayer]] = GemmaDecoderLayer
+    """Embeddings are scaled by the square root of their size. The soft cap of scores, windows, GELU, and the norms and
+    their offset follow the config."""
 
     def __init__(self, config: ModelConfig, context: ModelContext, layers: range | None = None) -> None:
         super().__init__(config, context, layers)

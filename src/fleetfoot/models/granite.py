@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from fleetfoot.layers.decoder import ScaledDecoderLayer
 from fleetfoot.models.llama import LlamaForCausalLM
 
 
 class GraniteForCausalLM(LlamaForCausalLM):
-    """The factors on residual branches and attention scores are fields of `ModelConfig`."""
-
-    layer_class = ScaledDecoderLayer
+    """The factors on residual branches and attention scores are fields of the layers' specs."""
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """See `CausalLM.embed`."""

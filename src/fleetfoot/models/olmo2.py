@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from torch import nn
 
 from fleetfoot.config.model import ModelConfig
-from fleetfoot.layers.attention import Attention
+from fleetfoot.layers.attention import Attention, AttentionParts
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.decoder import DecoderLayer
 from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.models.llama import LlamaForCausalLM
-from fleetfoot.records.forward_context import ForwardContext
 
 
 class Olmo2Attention(Attention):
@@ -34,6 +32,9 @@ class Olmo2Attention(Attention):
         """Consecutive ranks with the same KV head."""
         self._sizes = self.paged.num_heads * spec.head_dim, self.num_kv_heads * spec.head_dim
 
+    def offer(self) -> AttentionParts:
+        return AttentionParts(self.project, None, self.paged, self.o_proj)
+
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """q, k and v of ``x [num_tokens, hidden_size]``, in one tensor, after the norms of q and k."""
         q_size, kv_size = self._sizes
@@ -47,21 +48,9 @@ class Olmo2Attention(Attention):
 
 
 class Olmo2DecoderLayer(DecoderLayer):
-    """Attention and MLP, each with a norm behind it."""
+    """With the norms of `Olmo2Attention`; those after attention and MLP follow the config."""
 
     attention_class: ClassVar[type[Attention]] = Olmo2Attention
-
-    def __init__(
-        self, config: ModelConfig, context: ModelContext, cos_sin: torch.Tensor, layer: int, kv_index: int
-    ) -> None:
-        super().__init__(config, context, cos_sin, layer, kv_index)
-        self.input_layernorm = nn.Identity()
-        self.post_feedforward_layernorm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """``x [num_tokens, hidden_size]`` -> the same shape."""
-        _, x = self.post_attention_layernorm.and_add(self.self_attn(x, ctx), x)
-        return self.post_feedforward_layernorm.and_add(self.mlp(x, ctx), x)[1]
 
 
 class Olmo2ForCausalLM(LlamaForCausalLM):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 import torch
 
@@ -117,6 +118,8 @@ class _Matrix:
     limits: GPULimits
     scale: float = 1.0
     head_dim: int = 0
+    activation: str = "silu"
+    """Of kind ``gated``."""
 
     def __post_init__(self) -> None:
         self.tiling, self.product = cache(self._tiling), cache(self._product)  # each is asked several times
@@ -133,13 +136,14 @@ class _Matrix:
         """`TritonLinear` and the choice without norms."""
         if self.dtype not in ("bfloat16", "float16"):
             return None
-        gated, may_split, hopper = self.kind == "gated", self.kind == "residual", not self.has_bias and self.scale == 1
+        gated, may_split = self.kind == "gated", self.kind == "residual"
+        hopper = not self.has_bias and self.scale == 1 and not (gated and self.activation != "silu")
         sizes = rows, self.num_outputs, self.num_inputs
         return choose_tiling(*sizes, gated=gated, may_split=may_split, limits=self.limits, hopper=hopper)
 
     def _product(self, rows: int) -> ProductTiling | GatedTiling | None:
         """The choice with norms on both sides."""
-        if self.kind is None or self.dtype != "bfloat16" or self.scale != 1.0:
+        if self.kind is None or self.dtype != "bfloat16" or self.scale != 1.0 or self.activation != "silu":
             return None
         if (self.has_bias and self.kind != "qkv") or (self.kind == "qkv" and self.head_dim not in (64, 128)):
             return None
@@ -177,9 +181,13 @@ class _Matrix:
         if self.tiling(rows) is not None:
             return self.alone(rows)
         sizes = rows, self.num_outputs, self.num_inputs, self.limits.num_sms
-        is_supported = self.dtype != "float32" and not self.has_bias
+        is_supported = self.dtype != "float32" and not self.has_bias and self.activation == "silu"
         groups = gated_row_groups(*sizes) if is_supported else None
-        return f"{_LIBRARY}, silu_and_mul" if groups is None else f"gated_hopper 256x64x{groups * 64}"
+        return (
+            f"{_LIBRARY}, {self.activation.removesuffix('_tanh')}_and_mul"
+            if groups is None
+            else f"gated_hopper 256x64x{groups * 64}"
+        )
 
     def _text(self, tiling: Tiling | ProductTiling | GatedTiling) -> str:
         return tiling_text(tiling, self.num_inputs, self.head_dim if self.kind == "qkv" else 0)
@@ -222,10 +230,15 @@ class _PlainLayer:
         kinds: tuple[ProductKind, ...] = ("qkv", "residual", "gated", "residual")
         linears = zip(kinds, spec.linears(plan.model.hidden_size), strict=True)
         self.qkv, self.o, self.gate_up, self.down = (
-            _Matrix(kind, rows, inputs, has_bias, plan.dtype, limits, scale, spec.mixer.head_dim)
+            _Matrix(
+                kind, rows, inputs, has_bias, plan.dtype, limits,
+                scale=spec.residual_multiplier if kind == "residual" else 1.0,
+                head_dim=0 if plan.model.norm_offset else spec.mixer.head_dim,
+                activation=spec.mlp.activation if kind == "gated" else "silu",
+            )
             for kind, (_, rows, inputs, has_bias) in linears
-            for scale in (spec.residual_multiplier if kind == "residual" else 1.0,)
-        )
+        )  # fmt: skip
+        self._spec = spec
 
     def operations(self, rows: int, requests: int) -> Operations:
         matrices = {"qkv": self.qkv, "o": self.o, "gate_up": self.gate_up, "down": self.down}
@@ -285,32 +298,46 @@ class _FusedLayer(_PlainLayer):
 
     def operations(self, rows: int, requests: int) -> Operations:
         qkv, o, gate_up, down = self.qkv, self.o, self.gate_up, self.down
-        return {
-            f"qkv of the first layer {qkv.name}{{}}, by rows": (rows, qkv.alone),
-            f"qkv of others {qkv.name}{{}}, by rows": (rows, self._qkv),
-            f"o {o.name}{{}}, by rows": (rows, lambda n: self._residual(o, n, gate_up.reads_norm(n))),
-            f"gate_up {gate_up.name}{{}}, by rows": (rows, self._gate_up),
-            f"down {down.name}{{}}, by rows": (rows, lambda n: self._residual(down, n, qkv.reads_norm(n))),
-            f"down of the last layer {down.name}{{}}, by rows": (rows, lambda n: self._residual(down, n, True)),
-            **self._attention(rows, requests),
+        matrices: dict[str, tuple[_Matrix, Any]] = {
+            "qkv of the first layer": (qkv, qkv.alone),
+            "qkv of others": (qkv, self._qkv),
+            "o": (o, lambda n: self._residual(o, n, self._o_is_read(n))),
+            "gate_up": (gate_up, self._gate_up),
+            "down": (down, lambda n: self._residual(down, n, self._down_is_read(n))),
+            "down of the last layer": (down, lambda n: self._residual(down, n, True)),
         }
+        if self._spec.mlp_norms.after:  # a kernel of its own makes the sum, and the next norm
+            del matrices["qkv of others"], matrices["down of the last layer"]
+            matrices = {name.removesuffix(" of the first layer"): each for name, each in matrices.items()}
+        products = {f"{name} {matrix.name}{{}}, by rows": (rows, of) for name, (matrix, of) in matrices.items()}
+        return {**products, **self._attention(rows, requests)}
+
+    def _o_is_read(self, rows: int) -> bool:
+        """Whether gate and up read a deferred norm."""
+        return not self._spec.mixer_norms.after and self.gate_up.reads_norm(rows)
+
+    def _down_is_read(self, rows: int) -> bool:
+        """Whether q, k and v of the next layer do."""
+        return not self._spec.mlp_norms.after and self.qkv.reads_norm(rows)
 
     def _follows(self, rows: int) -> bool:
-        """Whether q, k and v read a deferred norm."""
-        return self.down.makes_norm(rows, self.qkv.reads_norm(rows))
+        """Whether q, k and v follow a layer that makes a deferred norm."""
+        return self.down.makes_norm(rows, self._down_is_read(rows))
 
     def _qkv(self, rows: int) -> str:
         return self.qkv.with_norms(rows) if self._follows(rows) else self.qkv.alone(rows)
 
     def _gate_up(self, rows: int) -> str:
-        follows = self.o.makes_norm(rows, self.gate_up.reads_norm(rows))
+        follows = self.o.makes_norm(rows, self._o_is_read(rows))
         return self.gate_up.gate_up(rows, follows, self.o.product(rows) is not None)
 
     def _residual(self, matrix: _Matrix, rows: int, is_read: bool) -> str:
         if matrix.makes_norm(rows, is_read):
             return matrix.with_norms(rows)
         alone = matrix.alone(rows)
-        return f"{alone}, added in place" if alone == _LIBRARY and not matrix.has_bias else alone
+        norms = self._spec.mixer_norms if matrix is self.o else self._spec.mlp_norms
+        is_added = alone == _LIBRARY and not matrix.has_bias and not norms.after
+        return f"{alone}, added in place" if is_added else alone
 
     def decode(self, query_len: int, requests: int) -> str:
         """See `_PlainLayer.decode`; of all layers but the first, where the product rotates and caches heads."""

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
 from fleetfoot.records.weights import Rows, Span, WeightSpec, count_rows, join_rows, slices_of
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from fleetfoot.kernels.interface import Kernels
     from fleetfoot.kernels.linear.linear import PreparedLinear
+    from fleetfoot.kernels.linear.roles import ChainedInput, ChainedOutput, InputRole, OutputRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +72,15 @@ class LinearShape:
 class LinearWeight(ABC):
     """The storage of one linear layer."""
 
-    @property
-    def dense(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Weight ``[out, in]``, contiguous and at a fixed address, and bias ``[out]``, for fused kernels that read
-        them in place; None: the weight is not stored so."""
+    @overload
+    def chain(self, role: InputRole) -> ChainedInput | None: ...
+
+    @overload
+    def chain(self, role: OutputRole) -> ChainedOutput | None: ...
+
+    def chain(self, role: InputRole | OutputRole) -> ChainedInput | ChainedOutput | None:
+        """Its kernels within a chain of dependent launches, which read the weight in place; None: there are none, and
+        a fused branch calls `product`. Call it once weights are loaded."""
         return None
 
     def stored(self) -> Iterator[Span]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fleetfoot.config.model import DTYPE_BYTES
 from fleetfoot.quantization.base import LinearMethod, LinearMethods, LinearShape, LinearWeight
@@ -27,7 +27,7 @@ class UnquantizedWeight(LinearWeight):
         import torch  # a plan can be made where there is no torch
 
         self._shape = shape
-        self._prepare = ops.prepare_linear
+        self._prepare, self._chain = ops.prepare_linear, ops.linear_chain
         size, has_bias = (shape.num_outputs + shape.padding, shape.num_inputs), shape.has_bias or shape.has_zero_bias
         self._dtype = dtype
         self._allocate = partial(torch.empty, size, dtype=dtype, device=device)
@@ -36,9 +36,9 @@ class UnquantizedWeight(LinearWeight):
         self._bias = torch.zeros(size[0], dtype=dtype, device=device) if has_bias else None
         self._prepared: PreparedLinear | None = None
 
-    @property
-    def dense(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        return (self._loaded.weight(), self._bias) if self._loaded.is_dense else None
+    def chain(self, role: Any) -> Any:
+        chain = self._chain if self._loaded.is_dense else None
+        return None if chain is None else chain(self._loaded.weight(), self._bias, role)
 
     def stored(self) -> Iterator[Span]:
         if not self._loaded.is_dense:

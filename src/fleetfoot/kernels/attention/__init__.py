@@ -65,6 +65,7 @@ class AttentionBackend(Protocol):
         rotary: RotaryInputs,
         scale: float,
         window: int | None,
+        soft_cap: float | None = None,
         prefetch_weight: torch.Tensor | None = None,
     ) -> torch.Tensor | None:  # [num_tokens, num_heads, head_dim]
         """`Kernels.rope_and_cache` and `forward` in one kernel; None if the backend has no such kernel for this batch.

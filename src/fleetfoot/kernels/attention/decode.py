@@ -155,7 +155,7 @@ def paged_attention_decode(
         merge_tile=max(1, min(32, _MERGED_FLOATS // (stored_rows * padded_dim))),
         tile=tiling.tile, has_window=window is not None, is_fused=rotary is not None,
         has_q_norm=rope.q_norm is not None, has_k_norm=rope.k_norm is not None,
-        new_rows=next_power_of_2(max_query_len), programs_per_sm=tiling.programs_per_sm,
+        norm_offset=rope.norm_offset, new_rows=next_power_of_2(max_query_len), programs_per_sm=tiling.programs_per_sm,
         requests_tile=next(size for size in (*_REQUEST_BUCKETS, next_power_of_2(num_reqs)) if size >= num_reqs),
         overlap=can_overlap(query.device), soft_cap=soft_cap or 0.0,
     )  # fmt: skip
@@ -254,14 +254,17 @@ def _rotate_and_cache(
         cos, sin = load_cos_sin(cos_sin_ptr, row_position, is_row, head_dim, shape.padded_dim)
     wait_for_inputs(shape.overlap)
     query_ptrs = query_ptr + query_offset
-    q = norm_and_rotate(query_ptrs, is_row, q_norm_ptr, eps, cos, sin, head_dim, shape.padded_dim, shape.has_q_norm)
+    q = norm_and_rotate(
+        query_ptrs, is_row, q_norm_ptr, eps, cos, sin, head_dim, shape.padded_dim, shape.has_q_norm, shape.norm_offset
+    )
     q = q.to(query_ptr.dtype.element_ty)
     if tl.max(is_new.to(tl.int32), 0) > 0:
         source = (query_begin + new).to(tl.int64) * query_stride
         source += (shape.num_kv_heads * shape.group + kv_head) * head_dim
         new_k = norm_and_rotate(
-            query_ptr + source, is_new, k_norm_ptr, eps, new_cos, new_sin, head_dim, shape.padded_dim, shape.has_k_norm
-        )
+            query_ptr + source, is_new, k_norm_ptr, eps, new_cos, new_sin, head_dim, shape.padded_dim, shape.has_k_norm,
+            shape.norm_offset,
+        )  # fmt: skip
         mask = is_new[:, None] & (column < head_dim)[None, :]
         source_ptrs = query_ptr + source[:, None] + shape.num_kv_heads * head_dim + column[None, :]
         new_v = tl.load(source_ptrs, mask=mask, other=0.0)

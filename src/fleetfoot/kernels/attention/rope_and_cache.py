@@ -339,7 +339,7 @@ def load_cos_sin(cos_sin_ptr, position, is_row, head_dim: tl.constexpr, padded_d
 @triton_kernel(specialize=False)
 def norm_and_rotate(
     head_ptrs, is_row, norm_ptr, eps, cos, sin,
-    head_dim: tl.constexpr, padded_dim: tl.constexpr, has_norm: tl.constexpr,
+    head_dim: tl.constexpr, padded_dim: tl.constexpr, has_norm: tl.constexpr, norm_offset: tl.constexpr,
 ):  # fmt: skip
     """Load heads at ``head_ptrs [n]``, apply the norm if ``has_norm``, and rotate: ``[n, padded_dim]`` float32."""
     column = tl.arange(0, padded_dim)
@@ -352,6 +352,9 @@ def norm_and_rotate(
         is_column = column < head_dim
         weight = tl.load(norm_ptr + column, mask=is_column, other=0.0).to(tl.float32)
         partner_weight = tl.load(norm_ptr + partner, mask=is_column, other=0.0).to(tl.float32)
+        if norm_offset != 0:
+            weight += norm_offset
+            partner_weight += norm_offset
         inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / head_dim + eps)
         x = x * inverse_rms[:, None] * weight[None, :]
         y = y * inverse_rms[:, None] * partner_weight[None, :]

@@ -45,6 +45,8 @@ class DecodeShape(NamedTuple):
     """The kernel applies norm and rotation, and writes K and V."""
     has_q_norm: bool
     has_k_norm: bool
+    norm_offset: float
+    """Added to the weights of both norms."""
     new_rows: int
     """Query tokens per request, rounded up to a power of 2."""
     programs_per_sm: int

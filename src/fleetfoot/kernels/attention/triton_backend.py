@@ -88,6 +88,7 @@ class TritonBackend(SDPABackend):
         rotary: RotaryInputs,
         scale: float,
         window: int | None,
+        soft_cap: float | None = None,
         prefetch_weight: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """See `AttentionBackend.forward_fused`: for decodes, also with drafts."""
@@ -100,7 +101,7 @@ class TritonBackend(SDPABackend):
         if max_query_len * group > max_rows(head_dim) or not self.supports(head_dim, group, qkv.dtype):
             return None
         heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
-        inputs = AttentionInputs.of(heads[:, :num_heads], kv_cache, metadata, scale, window)
+        inputs = AttentionInputs.of(heads[:, :num_heads], kv_cache, metadata, scale, window, soft_cap)
         decode_hopper, _ = _hopper_kernels(qkv.device)
         is_hopper = decode_hopper is not None and decode_hopper.supports(inputs)
         if is_hopper and (metadata.num_reqs > HOPPER_FUSED_REQUESTS or pairs_per_sm > HOPPER_FUSED_PAIRS_PER_SM):

@@ -268,7 +268,7 @@ struct Epilogue {
 #pragma unroll
           for (int k = 0; k < RUN; k++) {
             const float *gate = sums + (i * RUN + k) * 4 + half * 2, *up = gate + OUTPUTS / 4;
-            result.word[k] = row < arguments.rows ? silu_and_mul(gate, up) : 0;
+            result.word[k] = row < arguments.rows ? activate_and_mul(gate, up) : 0;
           }
           *reinterpret_cast<Outputs*>(to + i * RUN * 8) = result;
         }

@@ -1,6 +1,6 @@
-// silu(x @ gate.T) * (x @ up.T) for large weights, in tiles as large as registers allow, so that one tile for each
-// multiprocessor is enough where smaller tiles need a second, half-empty round. x may be a deferred norm of one tile of
-// rows: see `DeferredRMSNorm`.
+// silu(x @ gate.T) * (x @ up.T), or with GELU, for large weights, in tiles as large as registers allow, so that one tile
+// for each multiprocessor is enough where smaller tiles need a second, half-empty round. x may be a deferred norm of one
+// tile of rows: see `DeferredRMSNorm`.
 //
 // A tile is ROWS rows by OUTPUTS rows of the weight, gates and ups, half and half. Warp groups multiply 64 or 128 rows
 // of it each. There is no producer warp, since sums take all registers: the first warp refills a stage as soon as all
@@ -96,7 +96,7 @@ DEVICE void store(const Arguments& arguments, const Tile& tile, const float (&su
 #pragma unroll
       for (int i = 0; i < WIDTH / 8; i++) {
         const float* gates = sums[block] + i * 8 + half * 2;
-        *reinterpret_cast<u32*>(to + half * (8 * PITCH) + i * 16) = silu_and_mul(gates, gates + 4);
+        *reinterpret_cast<u32*>(to + half * (8 * PITCH) + i * 16) = activate_and_mul(gates, gates + 4);
       }
     __syncwarp();
 #pragma unroll 4

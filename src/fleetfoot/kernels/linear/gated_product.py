@@ -34,20 +34,24 @@ class _Arguments(ctypes.Structure):
 
 
 @lru_cache(maxsize=1024)
-def kernel_of(tiling: GatedTiling, num_inputs: int, *, deferred: bool = False) -> CudaKernel:
+def kernel_of(tiling: GatedTiling, num_inputs: int, *, deferred: bool = False, activation: str = "silu") -> CudaKernel:
     """The kernel of a tiling. ``deferred``: for a deferred norm."""
     macros = {
         "ROWS": tiling.rows, "OUTPUTS": tiling.outputs, "INPUTS": num_inputs, "GROUPS": tiling.groups,
         "PEERS": tiling.peers, "STAGES": tiling.stages, "SHARED_BYTES": tiling.shared_bytes,
         "PARTS": num_inputs // 64 if deferred else 0,  # of tiles of 64 outputs or more
     }  # fmt: skip
+    if activation == "gelu_tanh":
+        macros["GELU"] = 1
     source = f"{SOURCE_PATH.parent.name}/{SOURCE_PATH.name}"
     threads = tiling.groups * 128
     return CudaKernel(source, SOURCE_PATH.stem, tuple(macros.items()), tiling.peers, threads, tiling.shared_bytes)
 
 
-def multiply_gated_wide(x: torch.Tensor | DeferredRMSNorm, weight: torch.Tensor, tiling: GatedTiling) -> torch.Tensor:
-    """``silu(x @ gate.T) * (x @ up.T)`` ``[n, outputs / 2]``, with the rows of gate first in the weight.
+def multiply_gated_wide(
+    x: torch.Tensor | DeferredRMSNorm, weight: torch.Tensor, tiling: GatedTiling, activation: str = "silu"
+) -> torch.Tensor:
+    """``silu(x @ gate.T) * (x @ up.T)`` ``[n, outputs / 2]``, with the rows of gate first in the weight; or with GELU.
 
     A dry pass raises `KernelNotReadyError`, since steps take the other path while this kernel is not compiled.
 
@@ -61,7 +65,7 @@ def multiply_gated_wide(x: torch.Tensor | DeferredRMSNorm, weight: torch.Tensor,
     deferred, x = (x, x.weighted) if isinstance(x, DeferredRMSNorm) else (None, x)
     num_rows, num_inputs = x.shape
     num_outputs = len(weight) // 2
-    kernel = load(kernel_of(tiling, num_inputs, deferred=deferred is not None), weight.device)
+    kernel = load(kernel_of(tiling, num_inputs, deferred=deferred is not None, activation=activation), weight.device)
     if kernel.is_dry:
         raise KernelNotReadyError(SOURCE_PATH.stem)
     output = empty_rows(num_rows, num_outputs, like=x)

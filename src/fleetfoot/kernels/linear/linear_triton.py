@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from fleetfoot.kernels.elementwise import DeferredRMSNorm, silu_and_mul_torch, silu_and_mul_triton
+from fleetfoot.kernels.elementwise import (
+    DeferredRMSNorm,
+    gelu_and_mul_torch,
+    gelu_and_mul_triton,
+    silu_and_mul_torch,
+    silu_and_mul_triton,
+)
 from fleetfoot.kernels.linear import decode_product, gated_product
 from fleetfoot.kernels.linear.linear import PlainLinear
 from fleetfoot.kernels.linear.product_tilings import (
@@ -23,6 +28,7 @@ from fleetfoot.kernels.linear.product_tilings import (
     product_tiling,
 )
 from fleetfoot.kernels.linear.rank_sums import RankSums
+from fleetfoot.kernels.linear.roles import InputRole, OutputRole
 from fleetfoot.kernels.linear.tilings import Tiling, choose_tiling, gated_row_groups
 from fleetfoot.kernels.linear.triton_kernels import launch_linear
 from fleetfoot.kernels.runtime.cuda_source import load
@@ -33,7 +39,10 @@ from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError, cdiv, 
 if TYPE_CHECKING:
     from fleetfoot.records.forward_context import AttentionMetadata, RotaryInputs
 
-_silu_and_mul = or_reference(silu_and_mul_triton, silu_and_mul_torch)
+_ACTIVATIONS = {
+    "silu": or_reference(silu_and_mul_triton, silu_and_mul_torch),
+    "gelu_tanh": or_reference(gelu_and_mul_triton, gelu_and_mul_torch),
+}
 _DTYPES = (torch.bfloat16, torch.float16)
 """Dtypes that the kernels support."""
 
@@ -50,14 +59,15 @@ class TritonLinear(PlainLinear):
         weight: ``[out, in]``; bias: ``[out]``.
     """
 
-    _is_gated = False
+    _activation = ""
+    """Of a gated layer."""
     _scale = 1.0
     _may_split = False
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__(weight.contiguous(), None if bias is None else bias.contiguous())
         num_rows, self._num_inputs = weight.shape
-        self._num_outputs = num_rows // (2 if self._is_gated else 1)
+        self._num_outputs = num_rows // (2 if self._activation else 1)
         self._is_supported = weight.dtype in _DTYPES
         self._limits = gpu_limits(weight.device)
         self._is_hopper = self._is_supported and has_hopper_kernels(weight.device)
@@ -92,7 +102,7 @@ class TritonLinear(PlainLinear):
             x = x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
             launch_linear_hopper(output, x, self._weight, tiling, self._limits.num_sms)
         else:
-            launch_linear(output, x, self._weight, self._bias, self._is_gated, tiling, deferred, scale=self._scale)
+            launch_linear(output, x, self._weight, self._bias, self._activation, tiling, deferred, scale=self._scale)
         return output
 
     def _of_many_rows(self, x: torch.Tensor) -> torch.Tensor:
@@ -101,8 +111,8 @@ class TritonLinear(PlainLinear):
     def _tiling(self, num_rows: int) -> Tiling | None:
         if not self._is_supported:
             return None
-        hopper = self._has_hopper_kernel and self._scale == 1.0
-        gated, may_split, limits = self._is_gated, self._may_split, self._limits
+        hopper = self._has_hopper_kernel and self._scale == 1.0 and self._activation in ("", "silu")
+        gated, may_split, limits = bool(self._activation), self._may_split, self._limits
         sizes = num_rows, self._num_outputs, self._num_inputs
         return choose_tiling(*sizes, gated=gated, may_split=may_split, limits=limits, hopper=hopper)
 
@@ -112,11 +122,17 @@ class ChainedLinear(TritonLinear):
     product if a kernel supports that. It reads a weight that a layer owns. This class computes q, k and v."""
 
     _kind: ProductKind = "qkv"
-    head_dim = 0
-    """Of the heads that `rotate_and_cache` computes; 0: it does not."""
-    follows_product: Callable[[int], bool] = staticmethod(lambda num_rows: True)
-    """Whether the layer before it makes a deferred norm of so many rows by `decode_product.add_and_norm`. It decides
-    what dry passes queue."""
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        head_dim: int = 0,
+        follows_product: Callable[[int], bool] = lambda num_rows: True,
+    ) -> None:
+        """The last two: as in `InputRole`."""
+        super().__init__(weight, bias)
+        self._head_dim, self._follows_product = head_dim, follows_product
 
     def __call__(self, x: torch.Tensor | DeferredRMSNorm) -> torch.Tensor:
         """``x``: ``[n, in]``, or a deferred norm if `reads_deferred_norm`.
@@ -170,16 +186,18 @@ class ChainedLinear(TritonLinear):
         """The tiling of `decode_product`, or of `gated_product`; None: neither is used with norms."""
         if not self._is_hopper or self._weight.dtype is not torch.bfloat16 or self._scale != 1.0:
             return None
+        if self._activation == "gelu_tanh":
+            return None
         if self._bias is not None and (self._kind != "qkv" or self._bias.data_ptr() % 16):
             return None
-        if self._kind == "qkv" and self.head_dim not in (64, 128):
+        if self._kind == "qkv" and self._head_dim not in (64, 128):
             return None
         return product_tiling(self._kind, num_rows, *self._weight.shape, self._limits.num_sms)
 
     def _queue_product(self, num_rows: int, block_size: int = 0) -> None:
         """In a dry pass, which computes without deferred norms: queue the kernel that steps will use with them.
         ``block_size``: as in `decode_product.kernel_of`."""
-        if instead_of_launching.get() is None or not self.follows_product(num_rows):
+        if instead_of_launching.get() is None or not self._follows_product(num_rows):
             return
         tiling = self._product_tiling(num_rows)
         if tiling is None:
@@ -189,17 +207,26 @@ class ChainedLinear(TritonLinear):
             kernel = gated_product.kernel_of(tiling, num_inputs, deferred=True)
         else:
             kernel = decode_product.kernel_of(
-                self._kind, tiling, num_inputs, self.head_dim, block_size, has_bias=self._bias is not None
+                self._kind, tiling, num_inputs, self._head_dim, block_size, has_bias=self._bias is not None
             )
         with suppress(KernelNotReadyError):
             load(kernel, self._weight.device)
 
 
 class ChainedGateUp(ChainedLinear):
-    """``x [n, in]`` -> ``silu(x @ gate.T) * (x @ up.T) [n, out / 2]``, with the rows of gate first."""
+    """``x [n, in]`` -> ``silu(x @ gate.T) * (x @ up.T) [n, out / 2]``, with the rows of gate first; or with GELU."""
 
-    _is_gated = True
     _kind = "gated"
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str = "silu",
+        follows_product: Callable[[int], bool] = lambda num_rows: True,
+    ) -> None:
+        self._activation = activation
+        super().__init__(weight, bias, follows_product=follows_product)
 
     def __call__(self, x: torch.Tensor | DeferredRMSNorm) -> torch.Tensor:
         """See `ChainedLinear`."""
@@ -215,7 +242,7 @@ class ChainedGateUp(ChainedLinear):
         self._queue_product(x.shape[0])
         for tiling in self._gated_tilings(x):
             with suppress(KernelNotReadyError):
-                return gated_product.multiply_gated_wide(x, self._weight, tiling)
+                return gated_product.multiply_gated_wide(x, self._weight, tiling, self._activation)
         return super().__call__(x)
 
     def _gated_tilings(self, x: torch.Tensor) -> Sequence[GatedTiling]:
@@ -224,12 +251,12 @@ class ChainedGateUp(ChainedLinear):
         is_supported = self._has_hopper_kernel and x.dtype is self._weight.dtype is torch.bfloat16
         if not is_supported or num_inputs != self._num_inputs or x.stride(1) != 1 or not _is_aligned(x):
             return ()
-        if self._product_tiling(num_rows) is not None and self.follows_product(num_rows):
+        if self._product_tiling(num_rows) is not None and self._follows_product(num_rows):
             return ()  # steps have deferred norms
         return gated_tilings(num_rows, *self._weight.shape, self._limits.num_sms)
 
     def _of_many_rows(self, x: torch.Tensor) -> torch.Tensor:
-        if self._has_hopper_kernel and x.stride(1) == 1 and _is_aligned(x):
+        if self._has_hopper_kernel and self._activation == "silu" and x.stride(1) == 1 and _is_aligned(x):
             num_sms = self._limits.num_sms
             groups = gated_row_groups(x.shape[0], self._num_outputs, x.shape[1], num_sms)
             if groups is not None:
@@ -239,7 +266,7 @@ class ChainedGateUp(ChainedLinear):
                 for size in (groups, 5 - groups):
                     with suppress(KernelNotReadyError):
                         return gated_linear_hopper(x, self._weight, size, num_sms)
-        return _silu_and_mul(super()._of_many_rows(x))
+        return _ACTIVATIONS[self._activation](super()._of_many_rows(x))
 
 
 class ChainedResidual(ChainedLinear):
@@ -299,20 +326,17 @@ class ChainedResidual(ChainedLinear):
         add_norm = (residual, norm_weight, result)
         with suppress(KernelNotReadyError):
             launch_linear(
-                result.weighted, x, self._weight, self._bias, False, tiling, add_norm=add_norm, scale=self._scale,
+                result.weighted, x, self._weight, self._bias, "", tiling, add_norm=add_norm, scale=self._scale,
                 rank_sums=rank_sums,
             )  # fmt: skip
             return result
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class LinearChain:
-    """The types of linear layers in a fused decoder's dependent launches. They read weight and bias in place."""
-
-    linear: type[ChainedLinear]
-    gate_up: type[ChainedGateUp]
-    residual: type[ChainedResidual]
-
-
-TRITON_CHAIN = LinearChain(ChainedLinear, ChainedGateUp, ChainedResidual)
+def linear_chain_triton(weight: torch.Tensor, bias: torch.Tensor | None, role: InputRole | OutputRole) -> ChainedLinear:
+    """See `Kernels.linear_chain`."""
+    if isinstance(role, OutputRole):
+        return ChainedResidual(weight, bias, role.scale)
+    if role.kind == "gated":
+        return ChainedGateUp(weight, bias, role.activation, role.follows_product)
+    return ChainedLinear(weight, bias, role.head_dim, role.follows_product)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fleetfoot.kernels.elementwise import DeferredRMSNorm, silu_and_mul
+from fleetfoot.kernels.elementwise import GATES, DeferredRMSNorm, activate_and_mul
 from fleetfoot.kernels.linear.rank_sums import RANK_SUM_ROWS, RankSums, peers_of, sum_over_ranks
 from fleetfoot.kernels.linear.tilings import Tiling
 from fleetfoot.kernels.runtime.dependent_launch import (
@@ -48,17 +48,18 @@ def launch_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    gated: bool,
+    activation: str,
     tiling: Tiling,
     deferred: DeferredRMSNorm | None = None,
     add_norm: tuple[torch.Tensor, torch.Tensor, DeferredRMSNorm] | None = None,
     scale: float = 1.0,
     rank_sums: RankSums | None = None,
 ) -> None:
-    """Write ``x [n, in] @ weight.T + bias`` times ``scale`` to ``output``; gated: ``silu`` of its first half times the
-    second.
+    """Write ``x [n, in] @ weight.T + bias`` times ``scale`` to ``output``; gated: the activation of its first half
+    times the second.
 
     Args:
+        activation: of a gated layer, a key of GATES.
         output: ``[n, out]``; tiled with splits: ``[splits, n, out]`` float32, and their sum is the product.
         weight: ``[out, in]``, contiguous, ``[2 * out, in]`` if gated; ``bias`` alike. ``in`` is a multiple of 8, and of
             a chunk if staged.
@@ -68,7 +69,7 @@ def launch_linear(
             call, without a bias.
     """
     num_rows, num_outputs = output.shape[-2:]
-    num_inputs = weight.shape[1]
+    num_inputs, gated = weight.shape[1], GATES[activation]
     overlap = can_overlap(x.device)
     biases = weight if bias is None else bias
     options = {
@@ -244,7 +245,7 @@ def _write_outputs(
         if has_bias:
             up_bias_ptr = bias_ptr + num_outputs + first
             up += tl.load(up_bias_ptr + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
-        result = silu_and_mul(result.to(dtype), up.to(dtype))
+        result = activate_and_mul(result.to(dtype), up.to(dtype), gated)
     if num_ranks > 1:
         column = first + output
         result = sum_over_ranks(
@@ -314,7 +315,7 @@ def _linear_tiled_kernel(
     if gated:
         halves = tl.permute(tl.reshape(sums.to(dtype), (2, outputs, row_tile)), (1, 2, 0))
         gate, up = tl.split(halves)
-        sums = silu_and_mul(gate, up)
+        sums = activate_and_mul(gate, up, gated)
     output = tl.arange(0, outputs)[:, None]
     out_ptrs = output_ptr + (split * num_rows + row[None, :]).to(tl.int64) * num_outputs + first + output
     tl.store(out_ptrs, sums.to(dtype), mask=(output < num_valid) & is_row)
