@@ -5,6 +5,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -161,6 +162,28 @@ def test_a_list_in_pieces_is_decoded_as_the_whole(
     assert outcome(decode, found, decoder) == outcome(decode_body, body, decoder)
     if "unknown" not in content:
         assert len(calls) > 1 and max(calls) < len(body)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    texts=st.lists(st.text('a"\\\n\U0001f600\u00e9ud8, {[\x01', max_size=120), min_size=3, max_size=3),
+    is_ascii=st.booleans(),
+    spaces=st.sampled_from(["", "  \n"]),
+)
+def test_a_text_in_pieces_is_decoded_as_the_whole(texts: list[str], is_ascii: bool, spaces: str) -> None:
+    first, second, third = texts
+    messages = [{"role": "user", "content": first}, {"role": "user", "content": [{"type": "text", "text": second}]}]
+    fields = {"messages": messages, "chat_template_kwargs": {third: third}, "stop": texts}
+    body = json.dumps(fields, ensure_ascii=is_ascii, separators=("," + spaces, spaces + ":")).encode()
+    decoder = msgspec.json.Decoder(ChatRequest)
+    with mock.patch.object(bounds, "_LONG_TEXT", 37):
+        assert decode(scan(body, BodyLimits()), decoder) == decoder.decode(body)
+
+
+def test_a_long_text_that_is_not_valid_is_an_error_of_the_body() -> None:
+    body = b'{"prompt": "' + b"a" * (1 << 20) + b'\\ud800", "max_tokens": 1}'
+    with pytest.raises(ApiError, match="surrogate"):
+        decode(scan(body, BodyLimits()), msgspec.json.Decoder(CompletionRequest))
 
 
 def test_twice_the_same_field() -> None:

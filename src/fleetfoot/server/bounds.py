@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import secrets
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,11 +30,17 @@ _CHUNK = 1 << 20
 """Bytes that are scanned at a time."""
 _PIECE = 1 << 14
 """Values that are decoded at a time."""
+_LONG_TEXT = 1 << 19
+"""Bytes of a text that are decoded at a time."""
 _MAX_FIELDS = 256
 _QUOTE, _COMMA, _COLON, _OPENING, _CLOSING = 34, 44, 58, (91, 123), (93, 125)
 _STRUCTURE = np.zeros(256, np.bool_)
 _STRUCTURE[[_COMMA, *_OPENING, *_CLOSING]] = True
 _KEY = re.compile(rb'"(?:[^"\\]|\\.){0,200}"$')
+_TEXT = re.compile(rb'\s*(?:"(?:[^"\\]|\\.){0,200}"\s*:\s*)?"')
+"""The begin of a text, after the name of its field."""
+_HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB]..", re.DOTALL)
+_TEXT_DECODER = msgspec.json.Decoder(str)
 _FIRST = re.compile(rb"[\[{]\s*(.?)", re.DOTALL)
 _ID_FIELDS = ("prompt", "input", "tokens")
 """Fields that can hold token ids."""
@@ -246,8 +254,11 @@ def _largest(found: Scan, fields: np.ndarray) -> str:
 
 
 def decode(found: Scan, decoder: msgspec.json.Decoder[_T], unknown_fields: UnknownFields = NO_UNKNOWN_FIELDS) -> _T:
-    """The body as `decode_body` returns it; long lists are decoded in pieces. Raises ApiError 400."""
+    """The body as `decode_body` returns it; long lists and texts are decoded in pieces. Raises ApiError 400."""
     kind: Any = decoder.type
+    content, texts = _take_texts(found)
+    if texts:
+        return _with_texts(decode_body(content, decoder, unknown_fields), texts)
     rest, lists = _split(found, kind)
     body = decode_body(rest, decoder, unknown_fields)
     for name, pieces in lists:
@@ -258,6 +269,67 @@ def decode(found: Scan, decoder: msgspec.json.Decoder[_T], unknown_fields: Unkno
             except ApiError as error:
                 raise _moved(error, name, len(entries)) from None
     return body
+
+
+def _take_texts(found: Scan) -> tuple[bytes, dict[str, str]]:
+    """The body with a name in place of each long text, and the texts by name."""
+    body, places = found.body, found.places
+    kept, texts, copied = [], {}, 0
+    for index in np.flatnonzero(np.diff(places) > _LONG_TEXT).tolist():
+        begin, end = int(places[index]) + 1, _end_before(body, int(places[index + 1])) - 1
+        match = _TEXT.match(body, begin, begin + 1024)
+        if match is None or match.end() > end or body[end] != _QUOTE:
+            continue
+        begin = match.end()
+        if body.count(b'"', begin, end) != body.count(b'\\"', begin, end):
+            continue  # several texts, such as a long name of a field
+        name = secrets.token_hex(16)
+        texts[name] = "".join([_decode_text(piece) for piece in _text_pieces(body, begin, end)])
+        kept += [body[copied:begin], name.encode()]
+        copied = end
+    return b"".join([*kept, body[copied:]]) if texts else body, texts
+
+
+def _text_pieces(body: bytes, begin: int, end: int) -> Iterator[bytes]:
+    """The parts of a text in JSON, cut between characters and escape sequences."""
+    while begin < end:
+        cut = min(begin + _LONG_TEXT, end)
+        if cut < end:
+            while body[cut] & 0xC0 == 0x80:  # within a character
+                cut -= 1
+            escape = body.rfind(b"\\", cut - 6, cut)
+            if escape >= 0 and _is_escape(body, begin, escape):
+                length = 6 if body[escape + 1 : escape + 2] == b"u" else 2
+                cut = escape if escape + length > cut else cut
+            if _HIGH_SURROGATE.match(body, cut - 6) and _is_escape(body, begin, cut - 6):  # the other half follows
+                cut -= 6
+        yield body[begin:cut]
+        begin = cut
+
+
+def _is_escape(body: bytes, begin: int, place: int) -> bool:
+    """Whether the backslash at a place of a text begins an escape sequence."""
+    chunk = body[begin : place + 1]
+    num_backslashes = len(chunk) - len(chunk.rstrip(b"\\"))
+    return num_backslashes % 2 == 1
+
+
+def _decode_text(piece: bytes) -> str:
+    return decode_body(b'"%b"' % piece, _TEXT_DECODER)
+
+
+def _with_texts(value: Any, texts: dict[str, str]) -> Any:
+    """A decoded body with its long texts in place of their names."""
+    if isinstance(value, str):
+        return texts.get(value, value)
+    if isinstance(value, list):
+        value[:] = [_with_texts(one, texts) for one in value]
+    elif isinstance(value, dict):
+        value.update([(key, _with_texts(one, texts)) for key, one in value.items()])
+    elif isinstance(value, msgspec.Struct):
+        for name in value.__struct_fields__:
+            setattr(value, name, _with_texts(getattr(value, name), texts))
+    return value
 
 
 def _split(found: Scan, kind: Any) -> tuple[bytes, list[tuple[str, list[bytes]]]]:
