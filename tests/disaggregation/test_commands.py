@@ -24,7 +24,7 @@ from tests.helpers.server import RunningServer
 from tests.helpers.streams import async_test
 
 from fleetfoot import SamplingParams
-from fleetfoot.server.disaggregation.group import EngineGroup
+from fleetfoot.server.engine_group import EngineGroup
 from fleetfoot.utils.cluster_key import ClusterKey, create_cluster_key
 
 Command = Callable[..., "subprocess.Popen[str]"]

@@ -37,7 +37,7 @@ from fleetfoot import LLMEngine, SamplingParams
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.engine.child_process import EngineProcess
 from fleetfoot.outputs import RequestOutput
-from fleetfoot.server.disaggregation.group import EngineGroup
+from fleetfoot.server.engine_group import EngineGroup
 
 Outputs = dict[str, RequestOutput]
 MakeEngine = Callable[..., LLMEngine]

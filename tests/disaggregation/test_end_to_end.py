@@ -17,7 +17,7 @@ from fleetfoot.engine.child_process import EngineProcess
 from fleetfoot.engine.client import EngineClient
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import RequestOutputKind
-from fleetfoot.server.disaggregation.group import EngineGroup, GroupLink
+from fleetfoot.server.engine_group import EngineGroup, GroupLink
 
 Outputs = dict[str, RequestOutput]
 

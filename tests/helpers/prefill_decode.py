@@ -17,7 +17,7 @@ from fleetfoot.engine.client import EngineClient
 from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.server.api_server import connected
-from fleetfoot.server.disaggregation.group import EngineGroup
+from fleetfoot.server.engine_group import EngineGroup
 from tests.helpers.engines import TEXT_MODEL, prompt_of, run_requests
 
 VOCAB = TEXT_MODEL["vocab_size"]

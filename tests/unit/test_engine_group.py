@@ -39,7 +39,7 @@ from fleetfoot.engine.wire import (
 from fleetfoot.records.request import RequestStatus
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.sampling.request_params import request_seed
-from fleetfoot.server.disaggregation.group import MAX_LOST, EngineGroup, GroupLink
+from fleetfoot.server.engine_group import MAX_LOST, EngineGroup, GroupLink
 from fleetfoot.server.own_engine import WINDOW_S, OwnEngine, OwnEngineLink, RestartLimit
 from fleetfoot.utils.cluster_key import ClusterKey
 from fleetfoot.utils.curve import ClientCheck, listen_with

@@ -107,7 +107,7 @@ def _add_proxy_flags(parser: argparse.ArgumentParser) -> None:
 
 def _run_proxy(arguments: argparse.Namespace) -> int:
     with usage_errors():
-        from fleetfoot.server.disaggregation.group import EngineGroup
+        from fleetfoot.server.engine_group import EngineGroup
         from fleetfoot.server.serve import serve
 
         _check_variables()

@@ -21,7 +21,7 @@ from fleetfoot.config import env
 from fleetfoot.engine.client import EngineClient
 from fleetfoot.server.app import CorsSettings, make_app
 from fleetfoot.server.connections import ConnectionChannel, accepted
-from fleetfoot.server.disaggregation.group import EngineGroup, GroupLink
+from fleetfoot.server.engine_group import EngineGroup, GroupLink
 from fleetfoot.server.http_protocol import LimitedHttp, no_callback
 from fleetfoot.server.liveness import Liveness, cpu_use
 from fleetfoot.server.own_engine import OwnEngine, OwnEngineLink

@@ -21,7 +21,7 @@ from fleetfoot.engine.client import EngineClient
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.link import EngineLink
 from fleetfoot.engine.wire import Call, ClientMessage, Dead, EngineMessage, Failed, Held, Reply, Stop
-from fleetfoot.server.disaggregation.group import EngineGroup, GroupLink
+from fleetfoot.server.engine_group import EngineGroup, GroupLink
 
 logger = logging.getLogger(__name__)
 

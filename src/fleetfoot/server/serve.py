@@ -32,7 +32,7 @@ from fleetfoot.server.api_server import (
 )
 from fleetfoot.server.api_servers import ApiServers
 from fleetfoot.server.connections import Balancer
-from fleetfoot.server.disaggregation.group import EngineGroup
+from fleetfoot.server.engine_group import EngineGroup
 from fleetfoot.server.own_engine import OwnEngineProcess
 from fleetfoot.server.store import MemoryStore, StoreServer
 from fleetfoot.utils.logs import log_to_stderr
