@@ -90,6 +90,7 @@ def test_a_second_sigterm_aborts(pool: ThreadPoolExecutor) -> None:
 def test_an_interrupt_aborts_and_logs_are_json(pool: ThreadPoolExecutor) -> None:
     with RunningServer(*FLAGS, "--log-format", "json", "--access-log") as server:
         generate(server.url, 1, headers={"X-Request-Id": "mine"})
+        httpx.get(f'{server.url}/no where%0a"%20', headers={"X-Request-Id": "odd"})
         rest = begun_stream(server.url, pool, 2000)
         assert server.stop(signal.SIGINT) == 130
         assert "error" in "".join(rest.result())
@@ -97,6 +98,8 @@ def test_an_interrupt_aborts_and_logs_are_json(pool: ThreadPoolExecutor) -> None
     messages = [record["message"] for record in records]
     (access,) = [record["message"] for record in records if record.get("request_id") == "mine"]
     assert access.startswith("127.0.0.1 POST /v1/completions 200 ")
+    (odd,) = [record["message"] for record in records if record.get("request_id") == "odd"]
+    assert odd.startswith("127.0.0.1 GET /no%20where%0A%22%20 404 ")
     assert any(message.startswith("weights: ") for message in messages)
     assert any("listening on http://127.0.0.1:" in message for message in messages)
 

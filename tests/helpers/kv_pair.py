@@ -14,7 +14,6 @@ import pytest
 from fleetfoot.config import env
 from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.kv_transfer.base.offers import Offer, Offers
-from fleetfoot.kv_transfer.base.sockets import Channel, ConnectionLostError, SocketServer, connect, parse_address
 from fleetfoot.kv_transfer.nixl.params import NixlSettings
 from fleetfoot.kv_transfer.nixl.side_channel import SIDE_CHANNEL
 from fleetfoot.kv_transfer.nixl.transfer_agent import TcpAgent, TransferAgent, make_agent, nixl_api
@@ -22,6 +21,7 @@ from fleetfoot.kv_transfer.nixl.worker import NixlWorker
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import KVConnectorOutput, NewRequest, SchedulerOutput
 from fleetfoot.utils.cluster_key import ClusterKey, find_cluster_key
+from fleetfoot.utils.sockets import Channel, ConnectionLostError, SocketServer, connect, parse_address
 from tests.helpers.kv_bench import BLOCKS, PLACES, TOKENS, Bench, transfer_config
 
 

@@ -1,6 +1,7 @@
 """The secret that the processes of a deployment share."""
 
 import logging
+import os
 
 import pytest
 
@@ -39,6 +40,17 @@ def test_a_file_that_others_can_read_is_refused(tmp_path, mode):
     create_cluster_key(path)
     path.chmod(mode)
     with pytest.raises(ValueError, match="cluster_key_file"):
+        read_cluster_key(path)
+
+
+def test_a_fifo_or_a_file_of_another_user_is_refused(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "fifo", 0o600)
+    with pytest.raises(ValueError, match="no plain file"):
+        read_cluster_key(tmp_path / "fifo")
+    create_cluster_key(path := tmp_path / "key")
+    found = os.stat(path)
+    monkeypatch.setattr(os, "fstat", lambda _: os.stat_result((*found[:4], 4321, *found[5:])))
+    with pytest.raises(ValueError, match="belongs to user 4321"):
         read_cluster_key(path)
 
 

@@ -33,8 +33,6 @@ from fleetfoot.executor.nodes import EngineNodes, Invitation, Link, check_device
 from fleetfoot.executor.processes import RendezvousDir
 from fleetfoot.executor.protocol import PlanMismatchError
 from fleetfoot.executor.values import decode_value, encode_value
-from fleetfoot.kv_transfer.base import sockets
-from fleetfoot.kv_transfer.base.sockets import ConnectionLostError, connect
 from fleetfoot.kv_transfer.blockstore.blocks import BlockStoreMetadata, BlockTransfer
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan
@@ -43,7 +41,9 @@ from fleetfoot.records import step as records
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.structured.mask_space import MaskMemory
+from fleetfoot.utils import sockets
 from fleetfoot.utils.cluster_key import ClusterKey, create_cluster_key
+from fleetfoot.utils.sockets import ConnectionLostError, connect
 from fleetfoot.weights.store import StageReport
 
 IDLE = records.SchedulerOutput(3, [], [], 0, 0, 0)

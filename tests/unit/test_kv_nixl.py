@@ -29,7 +29,6 @@ from tests.helpers.kv_pair import (
 )
 
 from fleetfoot.config.kv_transfer import KVTransferConfig
-from fleetfoot.kv_transfer.base.sockets import Channel, ConnectionLostError, SocketServer, connect
 from fleetfoot.kv_transfer.nixl import consumer as nixl_consumer
 from fleetfoot.kv_transfer.nixl import side_channel, transfer_agent
 from fleetfoot.kv_transfer.nixl.params import NixlSettings
@@ -37,6 +36,7 @@ from fleetfoot.kv_transfer.nixl.side_channel import Acquire, Decline, Granted, L
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.records.request import RequestStatus
 from fleetfoot.records.step import SchedulerOutput
+from fleetfoot.utils.sockets import Channel, ConnectionLostError, SocketServer, connect
 
 MakeEngine = Callable[..., Engine]
 HELD, LOADED = [3, 7, 1, 12], [9, 8, 2, 0]

@@ -13,8 +13,9 @@ import zmq
 from tests.helpers.processes import HANG
 
 from fleetfoot.engine.link import engine_keys
-from fleetfoot.kv_transfer.base import sockets
-from fleetfoot.kv_transfer.base.sockets import (
+from fleetfoot.utils import curve, sockets
+from fleetfoot.utils.cluster_key import ClusterKey
+from fleetfoot.utils.sockets import (
     Channel,
     ConnectionLostError,
     SocketServer,
@@ -24,8 +25,6 @@ from fleetfoot.kv_transfer.base.sockets import (
     prove_as_client,
     prove_as_server,
 )
-from fleetfoot.utils import curve
-from fleetfoot.utils.cluster_key import ClusterKey
 
 KEY, OTHER = ClusterKey(b"the key of tests"), ClusterKey(b"another of tests")
 GREETING = len(sockets._MAGIC) + 32

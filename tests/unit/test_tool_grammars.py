@@ -305,6 +305,25 @@ def test_strict_tools_are_valid_wherever_they_are_called(vocabulary, name, call)
         assert _accepts(vocabulary, grammar, f"{loose}\n{call.format(PAINT)}")
 
 
+@pytest.mark.parametrize(
+    ("name", "call", "argument"),
+    [
+        ("qwen3_coder", "<tool_call>\n<function=stop>\n{}</function>\n</tool_call>",
+         "<parameter=why>\nA\n</parameter>\n"),
+        ("glm45", "<tool_call>stop\n{}</tool_call>", "<arg_key>why</arg_key>\n<arg_value>It's late</arg_value>\n"),
+        ("pythonic", "[stop({})]", 'why="It is late"'),
+        ("gemma4", "<|tool_call>call:stop{{{}}}<tool_call|>", 'why:<|"|>It is late<|"|>'),
+    ],
+)  # fmt: skip
+def test_beside_a_strict_tool_others_keep_their_arguments_without_json(vocabulary, name, call, argument):
+    tools = [TOOLS[0], Tool("stop", _schema(why={"type": "string"}))]
+    grammar = strict_calls(TOOL_FORMATS[name], tools, vocabulary[2], is_single=True)
+    assert _accepts(vocabulary, grammar, call.format(argument))
+    assert _accepts(vocabulary, grammar, call.format(""))
+    paint = call.replace("stop", "paint")
+    assert not _accepts(vocabulary, grammar, paint.format(argument))
+
+
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>"
 CALL = "<|channel|>commentary to=functions.paint <|constrain|>json<|message|>"

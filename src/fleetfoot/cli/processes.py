@@ -75,7 +75,7 @@ def _run_engine(arguments: argparse.Namespace) -> int:
 
 
 def _address(text: str) -> str:
-    from fleetfoot.kv_transfer.base.sockets import parse_address
+    from fleetfoot.utils.sockets import parse_address
 
     try:
         parse_address(text)

@@ -1,7 +1,7 @@
 """Engines over several machines: the rendezvous of the nodes, and what runs on every node but the first.
 
 Node 0 runs the engine and listens at ``master_addr:master_port``. Every other node connects, and both prove the cluster
-key (`fleetfoot.kv_transfer.base.sockets`). The node sends its settings. If they agree with node 0's, it receives the
+key (`fleetfoot.utils.sockets`). The node sends its settings. If they agree with node 0's, it receives the
 addresses of the engine's sockets with their public key, and the port of the store of torch.distributed. The connection
 stays open; its end means that the node has ended. A peer that fails in any of this is dropped and logged, and node 0
 goes on waiting.
@@ -27,7 +27,11 @@ from fleetfoot.distributed.stores import make_store
 from fleetfoot.executor.messages import WorkerAddresses, worker_keys
 from fleetfoot.executor.processes import WorkerProcesses
 from fleetfoot.executor.protocol import WorkerError
-from fleetfoot.kv_transfer.base.sockets import (
+from fleetfoot.plan.machine import Machine
+from fleetfoot.plan.plan import EnginePlan
+from fleetfoot.plan.resolve import resolve_plan
+from fleetfoot.utils.cluster_key import ClusterKey
+from fleetfoot.utils.sockets import (
     Channel,
     ConnectionLostError,
     SocketServer,
@@ -35,10 +39,6 @@ from fleetfoot.kv_transfer.base.sockets import (
     UntrustedError,
     connect,
 )
-from fleetfoot.plan.machine import Machine
-from fleetfoot.plan.plan import EnginePlan
-from fleetfoot.plan.resolve import resolve_plan
-from fleetfoot.utils.cluster_key import ClusterKey
 from fleetfoot.utils.torch_build import torch_build
 
 logger = logging.getLogger(__name__)

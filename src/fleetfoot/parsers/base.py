@@ -42,6 +42,8 @@ class Tool:
     """The JSON schema of its arguments."""
     is_strict: bool = False
     """Whether the arguments must be valid."""
+    is_open: bool = False
+    """Whether JSON of the arguments may be any object."""
 
     @classmethod
     def of(cls, tool: Mapping[str, Any]) -> Tool:

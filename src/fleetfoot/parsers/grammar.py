@@ -72,7 +72,7 @@ class Rules:
 
     def arguments(self, tool: Tool) -> str:
         """A rule for the arguments of a tool."""
-        return self.json(arguments_schema(tool), is_strict=tool.is_strict)
+        return self.json({"type": "object"} if tool.is_open else arguments_schema(tool), is_strict=tool.is_strict)
 
     def is_special(self, text: str) -> bool:
         """Whether a text is a special token."""
@@ -177,8 +177,13 @@ def split_added(added: Mapping[int, Any]) -> tuple[dict[str, int], dict[str, int
 
 
 def loosened(tools: Sequence[Tool]) -> list[Tool]:
-    """The tools, of which those that are not strict take any object."""
-    return [tool if tool.is_strict else Tool(tool.name, {"type": "object"}) for tool in tools]
+    """The tools, of which those that are not strict take any object in JSON. In formats without JSON, which need the
+    names of arguments, they take theirs, and require none."""
+    return [tool if tool.is_strict else replace(tool, parameters=_optional(tool), is_open=True) for tool in tools]
+
+
+def _optional(tool: Tool) -> dict[str, Any]:
+    return {name: value for name, value in tool.parameters.items() if name != "required"}
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:

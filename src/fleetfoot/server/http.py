@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -34,6 +35,7 @@ BODY_S = 120.0
 """Seconds that a client has to send a body."""
 KEEP_ALIVE_S = 15.0
 """Seconds without data after which an event stream gets a comment."""
+_PATH_CHARACTERS = "/~!$&'()*+,;=:@"
 _MAX_MESSAGE = 2000
 _MAX_PARAM = 200
 _MAX_UNKNOWN_PLACES = 16
@@ -384,7 +386,8 @@ class RequestGate:
         await app(scope, receive, send_with_id)
         if self._logs:
             milliseconds = 1000 * (time.perf_counter() - begin)
-            logger.info("%s %s %s %d %.1f ms", host, scope["method"], scope["path"], status, milliseconds)
+            path = quote(scope["path"], safe=_PATH_CHARACTERS)  # no field of the line has a space
+            logger.info("%s %s %s %d %.1f ms", host, scope["method"], path, status, milliseconds)
 
 
 def _key_number(headers: dict[bytes, bytes], keys: tuple[str, ...]) -> int | None:

@@ -59,19 +59,22 @@ class ClusterKey:
 def read_cluster_key(path: Path) -> ClusterKey:
     """The key in a file, without surrounding whitespace.
 
-    Raises ValueError: the file cannot be read, others than its owner have access to it, or its length is wrong.
+    Raises ValueError: it is no plain file or cannot be read, others than this user or root own it or have access to
+    it, or its length is wrong.
     """
+    named = f"cluster_key_file is {str(path)!r}"
     try:
-        with path.open("rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            content = file.read(MAX_KEY_BYTES + 2).strip()
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a FIFO without a writer does not block
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise ValueError(f"{named}, which is no plain file")
+            if found.st_uid not in (os.geteuid(), 0):
+                raise ValueError(f"{named}, which belongs to user {found.st_uid}; it must belong to this user or root")
+            if (mode := stat.S_IMODE(found.st_mode)) & 0o077:
+                raise ValueError(f"{named}, and its mode {mode:04o} lets others use it; run chmod 600 on it")
+            return ClusterKey(file.read(MAX_KEY_BYTES + 2).strip())
     except OSError as error:
-        raise ValueError(f"cluster_key_file is {str(path)!r}, which cannot be read: {error.strerror}") from error
-    if mode & 0o077:
-        raise ValueError(
-            f"cluster_key_file is {str(path)!r}, and its mode {mode:04o} lets others use it; run chmod 600 on it"
-        )
-    return ClusterKey(content)
+        raise ValueError(f"{named}, which cannot be read: {error.strerror}") from error
 
 
 def create_cluster_key(path: Path) -> ClusterKey:

@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-from fleetfoot.kv_transfer.base.sockets import parse_address
 from fleetfoot.records.request import Request
 from fleetfoot.utils.cluster_key import SIGNATURE_BYTES, ClusterKey
+from fleetfoot.utils.sockets import parse_address
 from fleetfoot.utils.validation import is_loopback
 
 MAX_OFFER_CHARS = 1 << 16

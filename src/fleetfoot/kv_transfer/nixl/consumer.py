@@ -23,7 +23,6 @@ from fleetfoot.kv_transfer.base.block_copies import LayerRows
 from fleetfoot.kv_transfer.base.connector import TransferContext, TransferCounters
 from fleetfoot.kv_transfer.base.io_threads import IOThreads, drain
 from fleetfoot.kv_transfer.base.offers import Offer
-from fleetfoot.kv_transfer.base.sockets import StoppedError, connect
 from fleetfoot.kv_transfer.nixl import side_channel
 from fleetfoot.kv_transfer.nixl.params import RENEW_SECONDS, LoadSpec
 from fleetfoot.kv_transfer.nixl.side_channel import Accepted, Acquire, Decline, Finish, Granted, RefusedError, Renew
@@ -31,6 +30,7 @@ from fleetfoot.kv_transfer.nixl.transfer_agent import Transfer, TransferAgent, T
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import KVConnectorOutput, TransferFailure
 from fleetfoot.utils.cluster_key import ClusterKey
+from fleetfoot.utils.sockets import StoppedError, connect
 
 logger = logging.getLogger(__name__)
 

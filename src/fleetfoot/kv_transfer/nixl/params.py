@@ -15,7 +15,7 @@ from typing import Any
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.kv_transfer.base.connector import MAX_THREADS, ConnectorSettings, TransferContext
 from fleetfoot.kv_transfer.base.offers import Offer
-from fleetfoot.kv_transfer.base.sockets import parse_address
+from fleetfoot.utils.sockets import parse_address
 from fleetfoot.utils.validation import is_host, unknown_keyword
 
 BACKENDS = ("nixl", "tcp")

@@ -1,7 +1,7 @@
 """The side channel between two ranks: whether they are compatible, which blocks are held, and whether reads count.
 
 One TCP connection per load, from the consumer (C) to the producer (P), which both prove the cluster key first
-(`fleetfoot.kv_transfer.base.sockets`):
+(`fleetfoot.utils.sockets`):
 
     C  Acquire    a lease, with C's description     P  Granted    the held blocks, all written; or Refusal
        (C reads them, through the transfer agent)
@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from fleetfoot.kv_transfer.base.sockets import Channel, ConnectionLostError, SocketServer, connect
 from fleetfoot.kv_transfer.nixl.params import differences
 from fleetfoot.utils.cluster_key import ClusterKey
+from fleetfoot.utils.sockets import Channel, ConnectionLostError, SocketServer, connect
 
 if TYPE_CHECKING:
     import torch

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from fleetfoot.config import env
-from fleetfoot.kv_transfer.base.sockets import Channel, ConnectionLostError, SocketServer, UntrustedError, connect
 from fleetfoot.utils.cluster_key import SIGNATURE_BYTES, ClusterKey
 from fleetfoot.utils.network import interface_of, rdma_ports
+from fleetfoot.utils.sockets import Channel, ConnectionLostError, SocketServer, UntrustedError, connect
 
 logger = logging.getLogger(__name__)
 
