@@ -126,12 +126,12 @@ def test_duplicate_request_ids(client: httpx.Client) -> None:
 )
 def test_a_template_of_a_request_has_limits(source: str, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        asyncio.run(render_apart(source, CHAT["messages"], {}, seconds=1.0 if "rendered" in problem else 60.0))
+        asyncio.run(render_apart(source, [CHAT["messages"]], {}, seconds=1.0 if "rendered" in problem else 60.0))
 
 
 def test_a_template_of_a_request() -> None:
     options = {"variables": {"bos_token": "<s>"}, "add_generation_prompt": False}
-    text = asyncio.run(render_apart("{{ bos_token }}{{ messages[0].content }}", CHAT["messages"], options))
+    (text,) = asyncio.run(render_apart("{{ bos_token }}{{ messages[0].content }}", [CHAT["messages"]], options))
     assert text == "<s>a"
 
 

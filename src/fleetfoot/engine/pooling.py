@@ -11,6 +11,7 @@ from typing import Any, cast
 from fleetfoot.config.pooling import Pooling
 from fleetfoot.config.vllm_names import check_call_keywords
 from fleetfoot.engine.input_processor import InputProcessor
+from fleetfoot.engine.pooling_texts import PoolingTexts
 from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import (
     ClassificationOutput,
@@ -298,6 +299,24 @@ def pair_prompts(
     return prompts, replace(params, prompt_name=None)
 
 
+def pair_conversations(
+    processor: InputProcessor, first: list[str], second: list[str], params: PoolingParams
+) -> list[list[dict[str, str]]]:
+    """The conversations of `pair_prompts`, for a template that is rendered elsewhere. Raises ValueError."""
+    assert processor.pooling is not None
+    score_task(processor.pooling, "")
+    first = first * len(second) if len(first) == 1 else first
+    return [_texts_of(processor).pair_messages(*pair, params) for pair in zip(first, second, strict=True)]
+
+
+def rendered_prompts(
+    processor: InputProcessor, texts: list[str], params: PoolingParams
+) -> tuple[list[Any], PoolingParams]:
+    """The results of `pair_prompts` for what a template has made of `pair_conversations`."""
+    params = replace(_with_task(params, "score", None), prompt_name=None)
+    return [{"prompt_token_ids": _texts_of(processor).encode(text, params)} for text in texts], params
+
+
 def pair_scores(processor: InputProcessor, num_first: int, outputs: list[Any]) -> list[ScoringRequestOutput]:
     """The scores of pairs, from the outputs of `pair_prompts`."""
     assert processor.pooling is not None
@@ -312,15 +331,19 @@ def pair_prompt(
     processor: InputProcessor, first: Text, second: Text, params: PoolingParams, template: str | None
 ) -> dict[str, Any]:
     """The prompt of a cross-encoder for a pair. Raises ValueError: there is no tokenizer, or a template fails."""
-    texts = processor.pooling_texts
-    if texts is None:
-        raise ValueError("this engine has no tokenizer (skip_tokenizer_init=True), which pairs of texts need")
+    texts = _texts_of(processor)
     pair: list[str] = []
     for data in (first, second):
         content = {"prompt": data} if isinstance(data, str) else data
         text = content.get("prompt")
         pair.append(texts.tokenizer.decode(content["prompt_token_ids"]) if text is None else text)
     return {"prompt_token_ids": texts.tokenize_pair(pair[0], pair[1], params, template)}
+
+
+def _texts_of(processor: InputProcessor) -> PoolingTexts:
+    if processor.pooling_texts is None:
+        raise ValueError("this engine has no tokenizer (skip_tokenizer_init=True), which pairs of texts need")
+    return processor.pooling_texts
 
 
 def cosine(left: PoolingRequestOutput, right: PoolingRequestOutput, pad_token_id: int | None) -> ScoringRequestOutput:

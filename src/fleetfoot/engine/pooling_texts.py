@@ -28,8 +28,8 @@ class PoolingTexts:
         """Token ids of one text. Raises ValueError: there is no prompt of the given name."""
         prompt = self._prompt(params)
         if not self.pooling.uses_chat_template:
-            return self._encode(prompt + text, params)
-        return self._encode(self._render([("user", text)], prompt), params, add_special_tokens=False)
+            return self.encode(prompt + text, params)
+        return self.encode(self._render([("user", text)], prompt), params, add_special_tokens=False)
 
     def tokenize_pair(self, first: str, second: str, params: PoolingParams, template: str | None = None) -> list[int]:
         """Token ids of a query and a document, for a model that reads both.
@@ -38,12 +38,12 @@ class PoolingTexts:
         """
         prompt, roles = self._prompt(params), [("query", first), ("document", second)]
         if template is not None:
-            return self._encode(self._render(roles, prompt, chat_template=template), params)
+            return self.encode(self._render(roles, prompt, chat_template=template), params)
         if self.pooling.uses_chat_template:
-            return self._encode(self._render(roles, prompt), params, add_special_tokens=False)
+            return self.encode(self._render(roles, prompt), params, add_special_tokens=False)
         if self.pooling.use_sep_token:
-            return self._encode(prompt + first, params, text_pair=second)
-        return self._encode(prompt + first + second, params)
+            return self.encode(prompt + first, params, text_pair=second)
+        return self.encode(prompt + first + second, params)
 
     def _prompt(self, params: PoolingParams) -> str:
         prompts, name = dict(self.pooling.prompts), params.prompt_name or self.pooling.default_prompt
@@ -54,13 +54,19 @@ class PoolingTexts:
             raise ValueError(f"prompt_name is {name!r}; the model's prompts are {known}")
         return prompts[name]
 
-    def _render(self, roles: list[tuple[str, str]], prompt: str, **options: Any) -> str:
-        messages = [
-            {"role": role, "content": text} for role, text in [*([("system", prompt)] if prompt else []), *roles]
-        ]
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    def pair_messages(self, first: str, second: str, params: PoolingParams) -> list[dict[str, str]]:
+        """The conversation from which the template of a request makes a prompt for `encode`."""
+        return _messages([("query", first), ("document", second)], self._prompt(params))
 
-    def _encode(self, text: str, params: PoolingParams, **options: Any) -> list[int]:
+    def _render(self, roles: list[tuple[str, str]], prompt: str, **options: Any) -> str:
+        return self.tokenizer.apply_chat_template(_messages(roles, prompt), tokenize=False, **options)
+
+    def encode(self, text: str, params: PoolingParams, **options: Any) -> list[int]:
+        """Token ids of a whole prompt."""
         if (limit := params.truncate_prompt_tokens) is not None:
             options |= {"truncation": True, "max_length": self.max_length if limit == -1 else limit}
         return self.tokenizer.encode(text, **options)
+
+
+def _messages(roles: list[tuple[str, str]], prompt: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": text} for role, text in [*([("system", prompt)] if prompt else []), *roles]]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from fleetfoot.config.model import ModelConfig
-from fleetfoot.config.sharding import check_tensor_parallel_size, even_span, kv_head_span
+from fleetfoot.config.sharding import even_span, kv_head_span
 from fleetfoot.kernels.attention import AttentionBackend
 from fleetfoot.kernels.attention.sdpa_backend import BidirectionalBackend
 from fleetfoot.kernels.interface import RopeAndCache
@@ -62,8 +62,7 @@ class Attention(Offering):
     """Grouped-query attention with rotary positions, and an RMSNorm on each head of q and k where the model has it.
 
     ``cos_sin``: of `rotary_table`, shared by the layers with equal ropes; ``layer``: its number in the model;
-    ``kv_index``: of its KV cache in `ForwardContext.kv_caches`. Raises ValueError, with group sizes that can, if the
-    ranks of the tensor group cannot share the heads.
+    ``kv_index``: of its KV cache in `ForwardContext.kv_caches`.
     """
 
     computes = ("forward", "project")
@@ -74,7 +73,6 @@ class Attention(Offering):
         super().__init__()
         spec, group = config.layers[layer].mixer, context.groups.tensor
         rope, head_dim = spec.rope, spec.head_dim
-        check_tensor_parallel_size(config, group.size)
         q_size, kv_size = spec.num_heads * head_dim, spec.num_kv_heads * head_dim
         q = even_span(q_size, group.rank, group.size)
         heads = even_span(spec.num_heads, group.rank, group.size)

@@ -8,10 +8,11 @@ import functools
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,7 +31,7 @@ from fleetfoot.records.structured_outputs import with_closed_objects
 from fleetfoot.server.bounds import SMALL_BYTES, BodyLimits, cost_of, decode, must_scan, over_limit, scan
 from fleetfoot.server.http import ENCODER, JSON, ApiError, check_request_id, decode_body, invalid, read_body
 from fleetfoot.server.liveness import Liveness
-from fleetfoot.server.template_process import render_apart
+from fleetfoot.server.template_process import Messages, render_apart
 from fleetfoot.server.unknown_fields import UnknownFields
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 from fleetfoot.utils.process import num_cores
@@ -56,6 +57,7 @@ _BATCH_BITS = 3
 """Batches of 1 to 3, 4 to 31, 32 to 255 prompts and so on are different flows in the engine's queue."""
 _MAX_WAITING = 1024
 """Most pieces of work of clients that wait for a thread."""
+NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 _RENDER_OPTIONS = ("add_generation_prompt", "continue_final_message", "tools", "documents")
 """Keywords of `ChatTemplate.render`; others are variables."""
 RESERVED_VARIABLES = {
@@ -368,6 +370,18 @@ class Service:
         text = await self.python.run(self._client.get(), size, render) if size >= LONG_TEXT else await self.work(render)
         return await self.encode(text, special=bool(more.get("add_special_tokens")), keep=keep)
 
+    async def render_apart(
+        self,
+        template: str,
+        conversations: Sequence[Messages],
+        variables: Mapping[str, Any] = NO_VARIABLES,
+        **options: Any,
+    ) -> list[str]:
+        """Prompts by a template that a request has brought. Raises ValueError as `template_process.render_apart`."""
+        options["variables"] = {**self.tokenizer.special_tokens, **variables}
+        async with self._template_processes:
+            return await render_apart(template, conversations, options)
+
     async def _render_apart(
         self,
         messages: Sequence[Any],
@@ -377,9 +391,7 @@ class Service:
         **options: Any,
     ) -> list[int]:
         named = {name: options.pop(name) for name in _RENDER_OPTIONS if name in options}
-        named["variables"] = {**self.tokenizer.special_tokens, **options}
-        async with self._template_processes:
-            text = await render_apart(chat_template, messages, named)
+        (text,) = await self.render_apart(chat_template, [messages], **named, variables=options)
         return await self.encode(text, special=bool((tokenizer_kwargs or {}).get("add_special_tokens")), keep=keep)
 
 

@@ -18,18 +18,19 @@ from fleetfoot.tokenizer.chat_template import ChatTemplate
 
 TEMPLATE_S = 5.0
 """Seconds that a template has, with the start of its process."""
+Messages = Sequence[Mapping[str, Any]]
 _MAX_MEMORY = 1 << 30
 _MAX_CHARS = 16 << 20
 
 
 async def render_apart(
-    source: str, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], seconds: float = TEMPLATE_S
-) -> str:
-    """The prompt for a conversation, as `ChatTemplate.render` with ``options`` makes it.
+    source: str, conversations: Sequence[Messages], options: Mapping[str, Any], seconds: float = TEMPLATE_S
+) -> list[str]:
+    """The prompts for conversations, as `ChatTemplate.render` with ``options`` makes them.
 
-    Raises ValueError: as that, or the template takes too much time or memory.
+    Raises ValueError: as that, or the template takes too much time or memory for all of them.
     """
-    content = json.dumps([source, messages, options]).encode()
+    content = json.dumps([source, conversations, options]).encode()
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", __name__, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=env.for_child({})
     )
@@ -46,24 +47,28 @@ async def render_apart(
         raise ValueError(
             f"chat_template has ended its process with code {process.returncode}; it takes too much memory"
         )
-    text, problem = json.loads(output)
+    texts, problem = json.loads(output)
     if problem is not None:
         raise ValueError(problem)
-    rendered: str = text
+    rendered: list[str] = texts
     return rendered
 
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY, _MAX_MEMORY))
-    source, messages, options = json.load(sys.stdin)
+    source, conversations, options = json.load(sys.stdin)
+    texts: list[str] = []
     try:
-        text = ChatTemplate(source).render(messages, **options)
-        if len(text) > _MAX_CHARS:
-            raise ValueError(f"chat_template makes {len(text)} characters; {_MAX_CHARS} are the most")
+        template, num_chars = ChatTemplate(source), 0
+        for messages in conversations:
+            texts.append(template.render(messages, **options))
+            num_chars += len(texts[-1])
+            if num_chars > _MAX_CHARS:
+                raise ValueError(f"chat_template makes {num_chars} characters; {_MAX_CHARS} are the most")
     except ValueError as error:
         json.dump([None, str(error)], sys.stdout)
     else:
-        json.dump([text, None], sys.stdout)
+        json.dump([texts, None], sys.stdout)
 
 
 if __name__ == "__main__":

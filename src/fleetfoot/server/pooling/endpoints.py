@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from fleetfoot.engine.input_processor import LONG_TEXT
-from fleetfoot.engine.pooling import pair_prompts, pair_scores
+from fleetfoot.engine.pooling import pair_conversations, pair_prompts, pair_scores, rendered_prompts
 from fleetfoot.records.pooling_params import PoolingParams
 from fleetfoot.server.http import JSON, ApiError, invalid, request_id, until_disconnected
 from fleetfoot.server.openai.chat import template_options
@@ -181,9 +182,13 @@ class PoolingEndpoints:
         processor = self._service.engine.input_processor
         params = self._params(body, "score").clone(task=None)
         size = sum(map(len, first)) * len(second) + sum(map(len, second))
-        arguments = (processor, first, second, params, body.chat_template)
-        make = self._service.run_native(size, pair_prompts, *arguments) if size >= LONG_TEXT else None
-        prompts, params = pair_prompts(*arguments) if make is None else await make
+        if (template := body.chat_template) is not None and "{" in template:
+            conversations = await self._service.work(pair_conversations, processor, first, second, params)
+            texts = await self._service.render_apart(template, conversations)
+            make: Any = partial(rendered_prompts, processor, texts, params)
+        else:
+            make = partial(pair_prompts, processor, first, second, params, template)
+        prompts, params = await self._service.run_native(size, make) if size >= LONG_TEXT else make()
         places = entry_names(names[1], len(second))
         if len(prompts) > len(second):
             places = entry_names(names[0], len(first)) + places
