@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.helpers import engines
-from tests.helpers.checkpoints import make_checkpoint, reference_logits
+from tests.helpers.checkpoints import QUANTIZED, QUANTIZED_TOKENS, make_checkpoint, reference_logits
 from tests.helpers.engines import TEXT_MODEL, drain, make_engine, prompt_of, run_requests
 from tests.helpers.faulty_connector import connector
 from tests.helpers.recording_device import RecordingDevice
@@ -129,6 +130,18 @@ def async_scheduling(subject: Subject) -> None:
     assert outputs["0"] == expected[0][:5]  # tokens beyond the stop are dropped
     for number, tokens in enumerate(expected):
         assert outputs[str(number)] == tokens[: len(outputs[str(number)])]
+
+
+def quantized_weights(subject: Subject, name: str = "fp8-channel-weights") -> None:
+    folder = QUANTIZED / name
+    engine = subject.engine(folder, skip_tokenizer_init=True)
+    prompts = [QUANTIZED_TOKENS[:length] for length in (1, 4, 8)]
+    tokens = [output.token_ids for output in run_all(engine, prompts, make_params(max_tokens=1))]
+    logits = load_file(folder / "reference.safetensors")["logits"]  # [tokens, vocab]
+    assert tokens == [[int(logits[len(prompt) - 1].argmax())] for prompt in prompts]
+
+
+weights_without_kernels = partial(quantized_weights, name="int8-channel-token")
 
 
 def chunked_prefill(subject: Subject) -> None:
@@ -374,7 +387,7 @@ def test_declared_layouts_of_the_kv_cache(runner: str, layout: str, subjects: di
 
 
 SETTINGS: dict[Feature, dict[str, Any]] = {
-    Feature.QUANTIZED_WEIGHTS: {"quantization": "fp8"},
+    Feature.WEIGHTS_WITHOUT_KERNELS: {"quantization": "int8"},
     Feature.POOLING: {"runner": "pooling"},
     Feature.TORCH_COMPILE: {"compilation_config": {"mode": 1}},
     Feature.LOGITS_PROCESSORS: {"logits_processors": ["fleetfoot.sampling.custom_processors:LogitsProcessor"]},
@@ -385,7 +398,6 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
 """Features that settings require."""
 
 MODELS: dict[Feature, dict[str, Any]] = {
-    Feature.QUANTIZED_WEIGHTS: {"quantization_config": {"quant_method": "fp8"}},
     Feature.MIXTURE_OF_EXPERTS: {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8},
     Feature.HYBRID_LAYERS: {"architectures": ["JambaForCausalLM"], "mamba_d_state": 16},
 }

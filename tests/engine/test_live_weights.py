@@ -237,7 +237,7 @@ BAD_WEIGHTS: dict[str, tuple[Any, str]] = {
     "name": ([("norm", ONES), (NORM, 2 * ONES)], "norm is unknown"),
     "shape": ({NORM: torch.ones(47)}, rf"{NORM} has shape \[47\], expected \[48\]"),
     "integers": ({NORM: torch.ones(48, dtype=torch.int8)}, f"{NORM} has values of dtype integer, expected float"),
-    "float8": ({NORM: ONES.to(torch.float8_e4m3fn)}, "has values of dtype torch.float8_e4m3fn, expected float"),
+    "float8": ({NORM: ONES.to(torch.float8_e4m3fn)}, "has values of dtype fp8, expected float"),
     "nan": ({NORM: ONES * float("inf")}, f"{NORM} has the value inf; check_finite refuses that"),
     "too large": ({NORM: ONES.double() * -1e300}, rf"{NORM} has the value -1e\+300, which is infinite in float32"),
     "twice": ([(NORM, ONES), ("norm.weight", 2 * ONES)], "norm.weight differs from another tensor of the update"),

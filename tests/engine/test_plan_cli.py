@@ -89,7 +89,8 @@ DECISIONS: dict[str, tuple[list[str], dict[str, Any], str, list[str], str]] = {
     "lora-v2": ([*H100, "--enable-lora", "--use-v2-model-runner"], {}, "v2", ["LoRA adapters"], f"{NONE} LoRA"),
     "no-module": ([*H100, *TRANSFER, STRANGER], {}, "v1", ["this KV connector"], f"{NONE} this KV connector"),
     "inactive": ([*H100, *TRANSFER, "{}"], {}, "v2", [], V2_DEFAULT),
-    "quantized": (H100, FP8, "v1", ["quantized weights"], "weights are quantized, fp8"),
+    "quantized": (H100, FP8, "v2", [], V2_DEFAULT),
+    "int8": ([*H100, "--quantization", "int8"], {}, "v1", ["quantized weights in a format without kernels"], "int8 by"),
     "experts": (H100, MIXTRAL, "v1", ["mixture of experts"], f"{NONE} the architecture Mixtral"),
     "hybrid": (H100, JAMBA, "v1", ["mixture of experts", "hybrid or state-space layers"], "architecture Jamba"),
     "other": (H100, {"architectures": ["GPT2LMHeadModel"]}, "v1", [], f"{NONE} the architecture GPT2LMHeadModel."),
@@ -99,13 +100,13 @@ DECISIONS: dict[str, tuple[list[str], dict[str, Any], str, list[str], str]] = {
 @pytest.mark.parametrize("case", DECISIONS)
 def test_the_decision(case: str, run: Command, tmp_path: Path) -> None:
     flags, fields, runner, unsupported, reason = DECISIONS[case]
-    is_runnable = not unsupported and case != "other"
+    is_runnable = (not unsupported and case != "other") or case == "int8"
     report = run.plan(config_folder(tmp_path / "model", **fields), *flags, code=0 if is_runnable else 1)
     assert (report["model_runner"], report["explicit"]) == (runner, "--use-v2-model-runner" in flags)
     assert report["unsupported"] == unsupported
     assert reason in report["reasons"][0]
-    assert (report["memory"] is None) == (case in ("quantized", "experts", "hybrid", "other"))  # cannot be loaded
-    for name in unsupported:
+    assert (report["memory"] is None) == (case in ("experts", "hybrid", "other"))  # cannot be loaded
+    for name in () if is_runnable else unsupported:
         assert any(problem.startswith(f"{name} (") for problem in report["problems"])
 
 
@@ -430,7 +431,10 @@ def test_no_more_than_the_config_is_downloaded(run: Command, llama_8b: str, monk
     assert report["num_parameters"] == 8_030_261_248
     (call,) = download.call_args_list
     assert (call.args, call.kwargs["revision"]) == (("some/model",), "main")
-    assert call.kwargs["allow_patterns"] == ["config.json", "generation_config.json", *sentence_transformers.FILES]
+    assert call.kwargs["allow_patterns"] == [
+        *("config.json", "generation_config.json", "*quant*_config.json"),
+        *sentence_transformers.FILES,
+    ]
 
 
 def test_sizes() -> None:

@@ -18,6 +18,10 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
+QUANTIZED = Path(__file__).parent.parent / "assets" / "quantized"
+"""Checkpoints that ``tools/quantized_assets.py`` has made, with their logits for QUANTIZED_TOKENS."""
+QUANTIZED_TOKENS = [3, 90, 17, 4, 55, 68, 21, 9]
+
 UNTRAINED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 7, "attn_logit_softcapping": 5.0}),
     "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 7, "sliding_window_pattern": 2}),

@@ -1,5 +1,5 @@
 """Compiles kernels for an H100, on any machine: run as a module with the name of one of its functions, ``attention``,
-``operations``, ``recurrent``, ``steps`` or ``transport``, and without ``TRITON_INTERPRET``.
+``operations``, ``quantized``, ``recurrent``, ``steps`` or ``transport``, and without ``TRITON_INTERPRET``.
 
 The interpreter forgives what the compiler does not, leaves out what overlaps one kernel with the next, and does not run
 Gluon. Prints a line for each kernel: its name, the bytes of stack that a thread takes, for registers that spilled, its
@@ -33,6 +33,10 @@ from fleetfoot.kernels.linear.rank_sums import RankSums
 from fleetfoot.kernels.linear.tiled_hopper import launch_linear_hopper
 from fleetfoot.kernels.linear.tilings import Tiling
 from fleetfoot.kernels.prepare.tables import RowTables
+from fleetfoot.kernels.quantized.packed import PackedMatrix
+from fleetfoot.kernels.quantized.packed_triton import packed_linear_triton, write_weight
+from fleetfoot.kernels.quantized.scaled import ScaledMatrix
+from fleetfoot.kernels.quantized.scaled_triton import scaled_linear_triton
 from fleetfoot.kernels.recurrent.batch import StateBatch
 from fleetfoot.kernels.recurrent.conv import CausalConv
 from fleetfoot.kernels.recurrent.gated_norm import GatedNorm
@@ -173,6 +177,23 @@ def recurrent() -> None:
         normed = {"has_silu": True, "norm_size": 128, "num_normed": 4096} if is_delta else {"is_gated": True}
         conv = CausalConv(empty(4 if is_delta else 3, 8192), None, **normed)
         ops.causal_conv(empty(301, 8192 * (1 if is_delta else 3)), empty(2, 3 if is_delta else 2, 8192), conv, batch)
+
+
+def quantized() -> None:
+    x = {rows: empty(rows, 4096) for rows in (1, 8, 64, 300)}
+    fp8 = empty(4096, 4096, dtype=torch.float8_e4m3fn)
+    by_output = ScaledMatrix(fp8, empty(4096, 1, dtype=torch.float32), 1, 4096, "token")
+    by_block = ScaledMatrix(fp8, empty(32, 32, dtype=torch.float32), 128, 128, "group")
+    plain = ScaledMatrix(fp8, empty(4096, 1, dtype=torch.float32), 1, 4096, "")
+    for matrix, rows in ((by_output, (1, 8, 64)), (by_block, (1, 64, 300)), (plain, (8,))):
+        for num_rows in rows:
+            scaled_linear_triton(x[num_rows], matrix)
+    words = empty(4096, 512, dtype=torch.int32)
+    for zeros, is_e2m1 in ((empty(4096, 32, dtype=torch.uint8), False), (None, True)):
+        packed = PackedMatrix(words, empty(4096, 32), zeros, 128, 4096, is_e2m1)
+        for num_rows in (1, 64):
+            packed_linear_triton(x[num_rows], packed)
+    write_weight(packed, slice(0, 4096), torch.bfloat16)
 
 
 def steps() -> None:

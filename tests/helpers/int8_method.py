@@ -30,7 +30,7 @@ class Int8Weight(LinearWeight):
         for name, size, rows, span in self._shape.row_spans():
             whole, part = (size, self._shape.in_features), (rows, self._shape.columns)
             values = partial(self._values.__getitem__, span)
-            yield WeightSpec(f"{prefix}{name}.weight", whole, values, part=part, is_integer=True)
+            yield WeightSpec(f"{prefix}{name}.weight", whole, values, part=part, kind="integer")
             for kind, tensor in (("weight_scale", self._scales), ("bias", self._bias)):
                 if tensor is not None:
                     yield WeightSpec(f"{prefix}{name}.{kind}", (size,), partial(tensor.__getitem__, span), part=(rows,))

@@ -1,7 +1,8 @@
 """What tests need of Triton: its interpreter, which runs kernels on a CPU, or its compiler.
 
-Importing this module closes two gaps of Triton 3.6's interpreter. With numpy 2.4 it cannot turn a runtime value into a
-bound of ``tl.range``, and it multiplies bfloat16 matrices as if their bits were integers. Work that has no effect, and
+Importing this module closes three gaps of Triton 3.6's interpreter. With numpy 2.4 it cannot turn a runtime value into
+a bound of ``tl.range``, it multiplies and subtracts bfloat16 as if their bits were integers, and where e4m3 rounds up
+to the next power of two it loses the carry. Work that has no effect, and
 takes most of the time, is left out: each call of a device function patches the language again, overflows are computed
 for assertions that are off, types are made for tuples, those of every value are made and compared anew, and operands
 that have one type and shape are broadcast.
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers.zygote import ForkedPopen
 
@@ -51,22 +53,35 @@ def _patch_interpreter() -> None:
     from triton.runtime import interpreter
 
     patch_tensor, create_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
-    convert = interpreter._convert_float
+    convert, subtract = interpreter._convert_float, interpreter.InterpreterBuilder.create_fsub
 
     def patched_tensor(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     def widen(handle: Any) -> Any:
-        if handle.dtype.scalar != tl.bfloat16:
+        if handle.dtype.scalar not in (tl.bfloat16, tl.float8e4nv):
             return handle
-        values = interpreter._convert_float(handle.data, tl.bfloat16, tl.float32, None).view("float32")
+        values = interpreter._convert_float(handle.data, handle.dtype.scalar, tl.float32, None).view("float32")
         return interpreter.TensorHandle(values, tl.float32)
 
     def patched_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         return create_dot(self, widen(a), widen(b), *rest)
 
+    def patched_sub(self: Any, a: Any, b: Any) -> Any:
+        if a.dtype.scalar != tl.bfloat16:
+            return subtract(self, a, b)
+        difference = widen(a).data - widen(b).data
+        return interpreter.TensorHandle(rounded(difference, tl.float32, tl.bfloat16, None), tl.bfloat16)
+
     def rounded(values: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source, target) == (tl.float32, tl.float8e4nv):
+            return torch.from_numpy(values.copy()).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        if source == tl.float8e4nv:
+            e4m3 = torch.from_numpy(values.copy()).view(torch.uint8).view(torch.float8_e4m3fn)
+            names = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+            bits = torch.int32 if target.primitive_bitwidth == 32 else torch.int16
+            return e4m3.to(names[target.name]).view(bits).numpy().view(f"uint{target.primitive_bitwidth}")
         if (source, target) != (tl.float32, tl.bfloat16):
             return convert(values, source, target, mode)
         bits = np.frombuffer(values.tobytes(), np.uint32)
@@ -76,6 +91,7 @@ def _patch_interpreter() -> None:
     interpreter._convert_float = rounded
     interpreter._patch_lang_tensor = patched_tensor
     interpreter.InterpreterBuilder.create_dot = patched_dot
+    interpreter.InterpreterBuilder.create_fsub = patched_sub
 
     numpy_dtype = cache(interpreter._get_np_dtype)
     interpreter._get_np_dtype = lambda type: numpy_dtype(tl.uint64 if type.scalar.is_ptr() else type.scalar)

@@ -472,7 +472,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (llama(architectures=["GPT2LMHeadModel"]), r"architectures is \['GPT2LMHeadModel'\]; supported.*Qw"),
     (llama(architectures=None, model_type="gpt2"), r"model_type is 'gpt2'; supported.*Llama"),
     (llama(architectures=3), "architectures is 3; supported"),
-    (llama(quantization_config={"bits": 4}), r"quantization_config is {'bits': 4}; quantized.*bfloat16"),
+    (llama(quantization_config={"bits": 4}), r"quantization_config.quant_method is missing; supported: c"),
     (llama(hidden_act="gelu"), "hidden_act is 'gelu'; supported: silu, swish"),
     (llama(partial_rotary_factor=0.5), r"config.json: partial_rotary_factor is 0.5; only 1.0"),
     (llama(rope_scaling={"partial_rotary_factor": 0.5}), r"rope_scaling.partial_rotary_factor is 0.5"),

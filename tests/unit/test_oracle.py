@@ -236,7 +236,7 @@ def test_what_no_runner_supports_runs_on_none() -> None:
 
 def test_one_warning_names_every_feature_that_v2_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     declare(monkeypatch, "", ("v1",), Feature.LORA, Feature.QUANTIZED_WEIGHTS, Feature.PROMPT_EMBEDDINGS)
-    decision = ask(machine=CPU, enable_lora=True, quantization="fp8", enable_prompt_embeds=True)
+    decision = ask(machine=CPU, enable_lora=True, quantization="int8", enable_prompt_embeds=True)
     assert decision.warnings == decision.reasons
     (warning,) = decision.warnings
     assert all(name in warning for name in ("quantized weights", "LoRA adapters", "prompt embeddings"))
@@ -391,6 +391,7 @@ def test_a_connector_without_name_or_role_is_not_active(settings: Any, absent: A
 DRAFT = {"num_speculative_tokens": 3, "model": "a/draft"}
 REQUIRING: dict[Feature, dict[str, Any]] = {
     Feature.QUANTIZED_WEIGHTS: {"quantization": "fp8"},
+    Feature.WEIGHTS_WITHOUT_KERNELS: {"quantization": "int8"},
     Feature.MIXTURE_OF_EXPERTS: {"model": ModelFeatures("MixtralForCausalLM", has_experts=True)},
     Feature.HYBRID_LAYERS: {"model": ModelFeatures("JambaForCausalLM", is_hybrid=True)},
     Feature.SLIDING_WINDOW: {"model": ModelFeatures("MistralForCausalLM", has_windows=True)},

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import huggingface_hub
 import pytest
@@ -196,15 +196,16 @@ def test_missing_misshapen_and_unexpected_tensors_are_all_named(tmp_path: Path) 
 def test_integers_and_floats_are_not_mixed_up(tmp_path: Path) -> None:
     packed = torch.arange(-4, 4, dtype=torch.int32)
     save(tmp_path, {"packed": packed, "scale": torch.ones(2)})
-    for is_integer, scale_is_integer, message in (
-        (True, False, ""),
-        (False, False, r"1 quantized\n  quantized packed: found I32, expected one of BF16, F16, F32, F64"),
-        (True, True, r"1 unquantized\n  unquantized scale: found F32, expected one of I8, U8"),
-    ):
+    kinds: tuple[tuple[Literal["float", "integer"], Literal["float", "integer"], str], ...] = (
+        ("integer", "float", ""),
+        ("float", "float", r"1 quantized\n  quantized packed: found I32, expected one of BF16, F16, F32, F64"),
+        ("integer", "integer", r"1 unquantized\n  unquantized scale: found F32, expected one of I8, U8"),
+    )
+    for kind, scale_kind, message in kinds:
         held, scale = torch.zeros(8, dtype=torch.int32), torch.zeros(2)
         specs = [
-            WeightSpec("packed", (8,), lambda held=held: held, is_integer=is_integer),
-            WeightSpec("scale", (2,), lambda scale=scale: scale, is_integer=scale_is_integer),
+            WeightSpec("packed", (8,), lambda held=held: held, kind=kind),
+            WeightSpec("scale", (2,), lambda scale=scale: scale, kind=scale_kind),
         ]
         with pytest.raises(WeightError, match=message) if message else nullcontext():
             load_safetensors(specs, tmp_path)
@@ -443,7 +444,7 @@ def test_dummy_weights() -> None:
     assert whole[EMBEDDING].std().item() == pytest.approx(0.02, rel=0.05)
     assert not torch.equal(whole["model.layers.0.mlp.up_proj.weight"], whole["model.layers.1.mlp.up_proj.weight"])
     integers = torch.zeros(100, dtype=torch.int8)
-    fill_dummy([WeightSpec("packed", (100,), lambda: integers, is_integer=True)], seed=0)
+    fill_dummy([WeightSpec("packed", (100,), lambda: integers, kind="integer")], seed=0)
     assert len(integers.unique()) > 10
 
 

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 from fleetfoot.cli.arguments import add_engine_arguments, engine_config, size_in_bytes
 from fleetfoot.cli.command import Command, UsageError, dump_object, print_status, usage_errors
 from fleetfoot.cli.plan_text import plan_text
+from fleetfoot.config.model import Linear
 from fleetfoot.config.sharding import num_kv_heads, pipeline_layers, vocab_rows
+from fleetfoot.quantization.unquantized import UNQUANTIZED
 from fleetfoot.records.kv_layout import LAYOUT_DIMENSIONS, KVLayout, kv_cache_specs
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ Without flags of the machine, the plan is for this one. With them it is for the 
   architecture, num_parameters, device, gpu_name, dtype, attention_backend, async_scheduling
   kernels: for each operation, the implementation that runs; native_variant: the instruction set of the native ones
   kernels_until_compiled: for operations with kernels that the engine compiles: what runs in steps before that
+  weights: format, num_matrices and bytes of the linear layers, as a rank of a tensor group has them
   layers: runs of decoder layers (first, last), fused or not, with the reason; compiles_layers: whether torch.compile
     compiles each of them
   layer_chain: max_rows, the most requests of a decode in which two kernels compute a layer (0: none); max_contexts,
@@ -227,6 +230,7 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
         "native_variant": plan.native_variant,
         "kernels_until_compiled": plan.kernels.until_compiled if plan.runner == "v2" else {},
         "layers": list(_layers(plan)),
+        "weights": list(_weights(plan)),
         "layer_chain": {
             **dataclasses.asdict(plan.layer_chain),
             "max_contexts": [[*pair] for pair in plan.layer_chain.max_contexts],
@@ -286,6 +290,24 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
             "context_at_max_num_seqs": min(plan.max_model_len, memory.num_blocks // most * memory.block_size),
         },
     }
+
+
+def _weights(plan: EnginePlan) -> Iterator[dict[str, Any]]:
+    """The formats of linear layers, with their sizes on one rank of a tensor group."""
+    model, methods, ranks = plan.model, plan.linear_methods, plan.config.tensor_parallel_size
+    found: dict[str, list[int]] = {}
+    head = Linear(("lm_head",), vocab_rows(model.vocab_size, ranks), model.hidden_size, False)
+    linears = [
+        (linear, [f"model.layers.{index}.{part}" for part in linear.parts])
+        for index, layer in enumerate(model.layers)
+        for linear in layer.linears(model.hidden_size, ranks)
+    ]
+    for linear, names in [*linears, *[(head, ["lm_head"])] * (not model.tie_word_embeddings)]:
+        method = methods.of(names)
+        form = plan.dtype if method == UNQUANTIZED.default else method.name
+        found.setdefault(form, []).append(method.num_bytes(linear.num_outputs, linear.num_inputs, plan.dtype))
+    for form, sizes in found.items():
+        yield {"format": form, "num_matrices": len(sizes), "bytes": sum(sizes)}
 
 
 def _layers(plan: EnginePlan) -> Iterator[dict[str, Any]]:

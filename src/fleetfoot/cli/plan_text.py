@@ -59,6 +59,9 @@ def _setup_lines(report: dict[str, Any]) -> _Lines:
     if report["kernels_until_compiled"]:
         paths = Counter(report["kernels_until_compiled"].values()).most_common()
         yield "", f"before they are compiled: {', '.join(f'{name} for {n}' for name, n in paths)}"
+    for weights in report["weights"] if len(report["weights"]) > 1 else ():
+        sizes = f"{count(weights['num_matrices'], 'matrix', 'matrices')}, {readable(weights['bytes'])}"
+        yield "" if weights is not report["weights"][0] else "linear layers", f"{weights['format']}: {sizes}"
     for run in report["layers"]:
         fused = "fused" if run["fused"] else "plain"
         yield "" if run["first"] else "layers", f"{run['first']} to {run['last']} {fused}: {run['reason']}"

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from fleetfoot.config.json_fields import ConfigError, check_key, json_object, read_json_object
+from fleetfoot.config.quantization import NOT_QUANTIZED, QuantizedWeights
 
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -192,7 +193,9 @@ class ModelConfig:
     extras: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of ``config.json`` that only this architecture reads, by their names there."""
     dtype: str = "float32"
-    """Dtype of the checkpoint, one of DTYPES."""
+    """Dtype of the checkpoint, one of DTYPES; of quantized ones that of what is not quantized."""
+    quantization: QuantizedWeights = NOT_QUANTIZED
+    """Which linear layers of the checkpoint are quantized, and how."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     """End tokens, from ``generation_config.json`` if it has them, else from ``config.json``."""
@@ -262,6 +265,10 @@ class HFConfig(SimpleNamespace):
         return value if callable(value) else dict(json_object("hf_overrides", value)) or None
 
 
+_QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files beside ``config.json`` with what is its ``quantization_config`` elsewhere, and the method of each."""
+
+
 def read_config_json(folder: str | Path, hf_overrides: Any = None) -> dict[str, Any]:
     """The content of ``config.json`` with overrides (see `HFConfig.parse`). Raises ConfigError: the file is missing or
     is not a JSON object; TypeError: a function returns no config."""
@@ -276,6 +283,10 @@ def read_config_json(folder: str | Path, hf_overrides: Any = None) -> dict[str, 
             )
         raise ConfigError(f"no config.json in {path.parent}: a model folder holds config.json and *.safetensors")
     content = read_json_object(path)
+    for name in _QUANTIZATION_FILES:
+        if not content.get("quantization_config") and (path.parent / name).is_file():
+            found = read_json_object(path.parent / name)
+            content["quantization_config"] = {"quant_method": _QUANTIZATION_FILES[name]} | found
     if not callable(hf_overrides):
         return content | (hf_overrides or {})
     changed = hf_overrides(HFConfig(**content))

@@ -19,6 +19,7 @@ from fleetfoot.config.model import (
     read_generation_json,
 )
 from fleetfoot.config.pooling import check_is_decoder, decoder_name
+from fleetfoot.config.quantization import read_quantization
 from fleetfoot.config.rope import read_head_dim
 
 _NULLABLE = (
@@ -75,8 +76,8 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
     renamed = architecture.attribute_map.items()
     config = {**config, **{name: config[other] for name, other in renamed if other in config}}
     fields = Fields(config, {**_COMMON_DEFAULTS, **architecture.defaults}, source, nullable=_NULLABLE)
-    advice = "quantized checkpoints are not supported; use one in bfloat16, float16 or float32"
-    fields.refuse("quantization_config", "compression_config", because=advice)
+    quantization = read_quantization(config, source)
+    fields.read.update(("quantization_config", "compression_config"))
     fields.refuse("per_layer_config", because="all layers must have the same shape")
     fields.refuse("rope_interleaved", because="only the rotation of the two halves of a head is supported")
     if fields.raw(architecture.activation_field) not in architecture.activations:
@@ -101,6 +102,7 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
         rms_norm_eps=fields.number("rms_norm_eps"),
         tie_word_embeddings=fields.boolean("tie_word_embeddings"),
         dtype=_dtype(fields),
+        quantization=quantization,
         bos_token_id=fields.optional_integer("bos_token_id", minimum=0),
         eos_token_ids=_eos_token_ids(generation_fields, fields, vocab_size, is_named="eos_token_id" in config),
         **{name: value for name, value in traits.items() if name not in _OF_LAYERS},

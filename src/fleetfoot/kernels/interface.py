@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from fleetfoot.kernels.linear.linear import PreparedLinear
     from fleetfoot.kernels.linear.roles import ChainLinear
     from fleetfoot.kernels.prepare.tables import RowTables, StepBuffers
+    from fleetfoot.kernels.quantized.packed import PackedMatrix
+    from fleetfoot.kernels.quantized.scaled import ScaledMatrix
     from fleetfoot.kernels.recurrent.batch import StateBatch
     from fleetfoot.kernels.recurrent.conv import CausalConv
     from fleetfoot.kernels.recurrent.gated_norm import GatedNorm
@@ -198,6 +200,11 @@ class Kernels:
     recurrence: Recur
     """The gated delta rule, or Mamba-2's recurrence, with the state in place; see
     `fleetfoot.kernels.recurrent.recurrence.recurrence_torch`."""
+    scaled_linear: Callable[[torch.Tensor, ScaledMatrix], torch.Tensor]
+    """``x [n, in]`` -> ``x @ weight.T + bias [n, out]`` with a weight of 8 bits, in e4m3 or int8, and inputs that are
+    quantized as the weight says: see `fleetfoot.kernels.quantized.scaled`."""
+    packed_linear: Callable[[torch.Tensor, PackedMatrix], torch.Tensor]
+    """The same with a weight of 4 bits, and inputs as they are: see `fleetfoot.kernels.quantized.packed`."""
     sample: Sample
     """``logits [n, vocab]`` -> ``[n]`` int64: the argmax, or a draw: see `fleetfoot.kernels.sampling.sample`."""
     process_logits: ProcessLogits

@@ -81,6 +81,8 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "plain": "linear.linear:PlainLinear",
         },
         "linear_chain": {"triton": "linear.linear_triton", "torch": "linear.linear:NO_CHAIN"},
+        "packed_linear": {"triton": "quantized.packed_triton", "torch": "quantized.packed"},
+        "scaled_linear": {"triton": "quantized.scaled_triton", "torch": "quantized.scaled"},
         "layer_chain": {
             "cuda": "cluster.chain:chain_layers",
             "native": "native_layers:chain_layers",

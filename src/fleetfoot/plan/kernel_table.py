@@ -33,9 +33,15 @@ from fleetfoot.kernels.linear.product_tilings import (
     product_tiling,
 )
 from fleetfoot.kernels.linear.tilings import Tiling, choose_tiling, gated_row_groups
+from fleetfoot.kernels.quantized.packed_triton import packed_tiling
+from fleetfoot.kernels.quantized.scaled_triton import scaled_tiling
 from fleetfoot.kernels.runtime.gpu_limits import GPULimits
 from fleetfoot.kernels.runtime.triton_support import next_power_of_2
 from fleetfoot.plan.plan import EnginePlan
+from fleetfoot.quantization.base import LinearMethod
+from fleetfoot.quantization.packed import Packed
+from fleetfoot.quantization.scaled import Scaled
+from fleetfoot.quantization.unquantized import UNQUANTIZED
 from fleetfoot.records.kv_layout import KVLayout, kv_cache_specs
 
 _HOPPER_BYTES = 232448
@@ -72,13 +78,19 @@ def kernel_table(plan: EnginePlan) -> KernelTable:
         kinds.setdefault(key, []).append(index)
     rows, requests = plan.max_num_batched_tokens, plan.config.max_num_seqs
     for (_, is_fused), layers in kinds.items():
-        layer = (_FusedLayer if is_fused else _PlainLayer)(plan, layers[0], limits)
+        is_chained = is_fused and not plan.model.quantization.method and plan.config.quantization is None
+        layer = (_FusedLayer if is_chained else _PlainLayer)(plan, layers[0], limits)
         where = "" if len(kinds) == 1 else f" of layers {_ranges(layers)}"
         for name, (most, choose) in layer.operations(rows, requests).items():
             table[name.format(where)] = [*_runs(map(choose, range(1, most + 1)))]
-    head = _Matrix(None, model.vocab_size, model.hidden_size, False, plan.dtype, limits)
+    head = _Matrix(None, model.vocab_size, model.hidden_size, False, plan.dtype, limits, method=_head_method(plan))
     table[f"head {head.name}, by logits"] = [*_runs(map(head.alone, range(1, rows + 1)))]
     return table
+
+
+def _head_method(plan: EnginePlan) -> LinearMethod:
+    is_tied = plan.model.tie_word_embeddings
+    return UNQUANTIZED.default if is_tied else plan.linear_methods.of(["lm_head"])
 
 
 def _runs(choices: Iterable[str]) -> Iterator[tuple[int, int, str]]:
@@ -120,6 +132,7 @@ class _Matrix:
     head_dim: int = 0
     activation: str = "silu"
     """Of kind ``gated``."""
+    method: LinearMethod = UNQUANTIZED.default
 
     def __post_init__(self) -> None:
         self.tiling, self.product = cache(self._tiling), cache(self._product)  # each is asked several times
@@ -162,6 +175,12 @@ class _Matrix:
 
     def alone(self, rows: int) -> str:
         """The kernel without norms before or after it."""
+        sizes = rows, self.num_rows, self.num_inputs
+        if isinstance(self.method, Scaled):
+            block = self.method.form.block[1] or self.num_inputs
+            return f"quantize_rows, {scaled_tiling(*sizes, block, self.limits.num_sms)}"
+        if isinstance(self.method, Packed):
+            return str(packed_tiling(*sizes, self.limits.num_sms))
         tiling = self.tiling(rows)
         return _LIBRARY if tiling is None else self._text(tiling)
 
@@ -235,8 +254,9 @@ class _PlainLayer:
                 scale=spec.residual_multiplier if kind == "residual" else 1.0,
                 head_dim=0 if plan.model.norm_offset else spec.mixer.head_dim,
                 activation=spec.mlp.activation if kind == "gated" else "silu",
+                method=plan.linear_methods.of(f"model.layers.{index}.{part}" for part in parts),
             )
-            for kind, (_, rows, inputs, has_bias) in linears
+            for kind, (parts, rows, inputs, has_bias) in linears
         )  # fmt: skip
         self._spec = spec
 

@@ -17,11 +17,12 @@ from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.foreign_fields import EXPERTS, STATES, foreign_fields
 from fleetfoot.config.kv_transfer import KV_ROLES, KVTransferConfig
 from fleetfoot.config.model import ModelConfig
+from fleetfoot.config.quantization import QUANTIZED_WHILE_LOADING, WeightFormat
 from fleetfoot.kv_transfer.base.registry import CONNECTORS
 from fleetfoot.plan.connector import ConnectorPlan, resolve_connector
 from fleetfoot.plan.logits_processors import listed_processors
 from fleetfoot.plan.machine import Machine
-from fleetfoot.runner.capabilities import CAPABILITIES, KV_LAYOUTS, Feature
+from fleetfoot.runner.capabilities import CAPABILITIES, KV_LAYOUTS, WEIGHTS_WITH_KERNELS, Feature
 
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
@@ -52,6 +53,8 @@ class ModelFeatures:
     architecture: str
     quantization: str | None = None
     """The method of weights that are stored quantized."""
+    formats: tuple[WeightFormat, ...] = ()
+    """Their formats, if they are known."""
     has_experts: bool = False
     is_hybrid: bool = False
     has_windows: bool = False
@@ -65,11 +68,13 @@ class ModelFeatures:
         names, layer_types = content.get("architectures"), fields.get("layer_types")
         name = str(names[0]) if isinstance(names, list) and names else f"model_type {content.get('model_type')!r}"
         stored = fields.get("quantization_config") or fields.get("compression_config")
+        unknown = str(_object(stored).get("quant_method", "of an unnamed method")) if stored else None
         kinds = layer_types if isinstance(layer_types, list) else []
         foreign = {found.kind for found in foreign_fields(content)} if model is None else set()
         return cls(
             architecture=name if model is None else model.architecture,
-            quantization=str(_object(stored).get("quant_method", "of an unnamed method")) if stored else None,
+            quantization=unknown if model is None else model.quantization.method or None,
+            formats=() if model is None else model.quantization.formats,
             has_experts=EXPERTS in foreign,
             is_hybrid=STATES in foreign or any(kind not in _ATTENTION_LAYERS for kind in kinds),
             has_windows=model is not None and any(layer.mixer.window is not None for layer in model.layers),
@@ -78,8 +83,7 @@ class ModelFeatures:
     @property
     def is_loadable(self) -> bool:
         """Whether some runner can load a model of this kind, if its other fields are valid."""
-        special = self.quantization is not None or self.has_experts or self.is_hybrid
-        return not special and self.architecture in ARCHITECTURES
+        return not (self.has_experts or self.is_hybrid) and self.architecture in ARCHITECTURES
 
 
 def _object(value: Any) -> Mapping[str, Any]:
@@ -111,14 +115,18 @@ def required_features(config: EngineConfig, model: ModelFeatures) -> dict[Featur
     drafts = f"speculative_config has method {method!r}" if method else None
     mode = "NONE" if config.compilation_config is None else config.compilation_config.mode
     quantized = f"the checkpoint's weights are quantized, {model.quantization}" if model.quantization else None
+    formats = model.formats
     if config.quantization is not None:
         quantized = f"quantization is {config.quantization!r}"
+        formats = formats or tuple(filter(None, [QUANTIZED_WHILE_LOADING.get(config.quantization)]))
+    others = ", ".join(str(form) for form in formats if form.values not in WEIGHTS_WITH_KERNELS)
     connector = None
     if transfer is not None and transfer.is_active:
         connector = f"kv_transfer_config has {transfer.kv_connector} as {transfer.kv_role}"
     sizes = {feature: (name, getattr(config, name)) for name, feature in _PARALLEL.items()}
     reasons: dict[Feature, Any] = {
-        Feature.QUANTIZED_WEIGHTS: quantized,
+        Feature.QUANTIZED_WEIGHTS: not others and quantized,
+        Feature.WEIGHTS_WITHOUT_KERNELS: others and f"{quantized}: {others}",
         Feature.MIXTURE_OF_EXPERTS: model.has_experts and f"{architecture} has experts",
         Feature.HYBRID_LAYERS: model.is_hybrid and f"{architecture} has layers that are not attention",
         Feature.SLIDING_WINDOW: model.has_windows and f"{architecture} has layers that see a window",

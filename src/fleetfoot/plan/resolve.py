@@ -15,6 +15,7 @@ from fleetfoot.config.model import ModelConfig, read_config_json
 from fleetfoot.config.model_registry import load_general_plugins
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.pooling import Pooling, classifier_tokens, is_bidirectional, is_pooling_model, resolve_pooling
+from fleetfoot.config.quantization import choose_quantization
 from fleetfoot.config.sharding import check_pipeline_parallel_size, check_tensor_parallel_size
 from fleetfoot.fusion import plan_fusion
 from fleetfoot.kernels.cluster.fit import NO_LAYER_CHAIN, plan_layer_chain
@@ -28,6 +29,9 @@ from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.memory import EngineShape
 from fleetfoot.plan.oracle import Decision, ModelFeatures, decide
 from fleetfoot.plan.plan import EnginePlan, check_connector_settings, make_identity
+from fleetfoot.quantization.base import LinearMethods
+from fleetfoot.quantization.methods import linear_methods
+from fleetfoot.quantization.unquantized import UNQUANTIZED
 from fleetfoot.speculative.find import DrafterModel, drafter_shape, find_drafter
 from fleetfoot.weights.hub import resolve_model
 
@@ -147,7 +151,9 @@ def _engine_shape(
     dtype = own_dtype if config.dtype == "auto" else config.dtype
     models = [model] if found is None else [model, found.config]
     layer_chain = NO_LAYER_CHAIN
-    if device == "cuda" and all(layer.is_fused for layer in plan_fusion(model, decision.runner)):
+    quantized = choose_quantization(config.quantization, model.quantization)
+    has_plain_weights = device == "cuda" and not quantized.method
+    if has_plain_weights and all(layer.is_fused for layer in plan_fusion(model, decision.runner)):
         layer_chain = plan_layer_chain(
             model,
             dtype=dtype,
@@ -180,8 +186,15 @@ def _engine_shape(
         ),
         layer_chain=layer_chain,
         max_model_len=config.max_model_len or limit,
-        drafter=drafter_shape(config, model, found, dtype, device),
+        drafter=drafter_shape(
+            config, model, found, dtype, device, UNQUANTIZED if found is None else _linear_methods(found.config)
+        ),
+        linear_methods=_linear_methods(replace(model, quantization=quantized)),
     )
+
+
+def _linear_methods(model: ModelConfig) -> LinearMethods:
+    return linear_methods(model.quantization, has_tied_head=model.tie_word_embeddings)
 
 
 def _has_dynamic_rope(model: ModelConfig) -> bool:

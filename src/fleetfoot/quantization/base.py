@@ -6,6 +6,7 @@ and the memory plan use these two.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -143,7 +144,8 @@ class LinearMethods:
 
     default: LinearMethod
     others: tuple[tuple[str, LinearMethod], ...] = ()
-    """Patterns of names with ``*`` for any text, each with its method; the first one that fits counts."""
+    """Patterns of names, each with its method; the first one that fits counts. ``*`` is any text, and what follows
+    ``re:`` a regular expression for the beginning of a name."""
 
     def of(self, names: Iterable[str]) -> LinearMethod:
         """The method of layers that are one product. Raises ValueError, with each name's method: they differ."""
@@ -154,7 +156,7 @@ class LinearMethods:
         return next(iter(found.values()))
 
     def _find(self, name: str) -> LinearMethod:
-        return next((method for pattern, method in self.others if fnmatchcase(name, pattern)), self.default)
+        return next((method for pattern, method in self.others if _fits(name, pattern)), self.default)
 
     def layer_bytes(
         self, model: ModelConfig, layers: Iterable[int], dtype: str, num_ranks: int = 1, prefix: str = "model."
@@ -170,3 +172,7 @@ class LinearMethods:
                 num_others += linear.num_outputs * linear.has_bias
             total += num_others * DTYPE_BYTES[dtype]
         return total
+
+
+def _fits(name: str, pattern: str) -> bool:
+    return bool(re.match(pattern[3:], name)) if pattern.startswith("re:") else fnmatchcase(name, pattern)

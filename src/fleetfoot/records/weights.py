@@ -61,10 +61,10 @@ class WeightSpec:
     destination: Callable[[], torch.Tensor]
     """Returns a tensor of the shape of ``part`` to write to, often a view into a larger one. It holds the current
     values, and is valid until the next `process_weights_after_loading`; call it again after that."""
-    init: Literal["normal", "zeros", "ones"] = "normal"
-    """How dummy weights are initialised, unless they are integers."""
-    is_integer: bool = False
-    """Whether the checkpoint holds integers, as quantized or packed weights are."""
+    init: Literal["normal", "zeros", "ones"] | float | Callable[[torch.Tensor], object] = "normal"
+    """How dummy weights are initialised: a number: all with it; a function: it fills ``destination()``."""
+    kind: Literal["float", "integer", "fp8"] = "float"
+    """What the checkpoint holds: ``integer`` and ``fp8`` (e4m3) are quantized or packed weights."""
     aliases: tuple[str, ...] = ()
     """Further names under which a checkpoint may hold the same tensor, in place of ``name`` or beside it."""
     part: tuple[Rows, ...] = ()
@@ -75,8 +75,31 @@ class WeightSpec:
     weight into the form that it reads before the next layer is written, so that one layer is in memory twice."""
     dtype: torch.dtype | None = None
     """The dtype of ``destination()``, where calling that is costly."""
+    quantize: Callable[[Callable[[tuple[Rows, ...]], torch.Tensor]], None] | None = None
+    """Takes a tensor of floats in the place of a quantized one, by a function that returns a part of it, and sets its
+    scales too; None: it is not quantized."""
+    scales: tuple[str, ...] = ()
+    """Names of the tensors that ``quantize`` sets beside this one."""
+    patch_problem: Callable[[torch.Tensor, torch.Tensor], str] | None = None
+    """Why single elements ``(indices, values)`` of the flat tensor cannot be changed, as the end of a sentence; empty:
+    they can. None: they always can."""
+
+    def takes(self, kind: str) -> bool:
+        """Whether values of a kind can be written."""
+        return kind == self.kind or (kind == "float" and self.quantize is not None)
 
     @property
     def stored_dtype(self) -> torch.dtype:
         """The dtype that values are cast to."""
         return self.destination().dtype if self.dtype is None else self.dtype
+
+    def has_shape(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of ``shape`` is this one. Dimensions of 1 at the end count for nothing: files have scales as
+        ``[n]`` and ``[n, 1]``, and a single one as ``[]`` and ``[1]``."""
+        return _without_ones(shape) == _without_ones(self.shape)
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    while shape and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape

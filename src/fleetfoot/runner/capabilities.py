@@ -15,6 +15,7 @@ class Feature(enum.Enum):
 
     # the model
     QUANTIZED_WEIGHTS = "quantized weights"
+    WEIGHTS_WITHOUT_KERNELS = "quantized weights in a format without kernels"
     MIXTURE_OF_EXPERTS = "mixture of experts"
     HYBRID_LAYERS = "hybrid or state-space layers"
     SLIDING_WINDOW = "sliding window attention"
@@ -52,7 +53,6 @@ class Feature(enum.Enum):
 
 
 _UNSUPPORTED = {
-    Feature.QUANTIZED_WEIGHTS: "The loader and the linear layers support only bfloat16, float16 and float32.",
     Feature.MIXTURE_OF_EXPERTS: "No model here routes tokens to experts.",
     Feature.HYBRID_LAYERS: "Every layer must be attention over the paged KV cache.",
     Feature.PREFILL_CONTEXT_PARALLELISM: "A prompt is computed on one device.",
@@ -62,6 +62,7 @@ _UNSUPPORTED = {
 """What no runner supports, and why."""
 _UNSUPPORTED_BY_V1 = {Feature.GRAPHS: "It runs eagerly; graphs are Model Runner V2's."}
 _UNSUPPORTED_BY_V2 = {
+    Feature.WEIGHTS_WITHOUT_KERNELS: "The references in torch multiply them, and its graphs are for kernels.",
     Feature.POOLING: "Each step ends in logits and tokens; hidden states are not handed out.",
     Feature.TORCH_COMPILE: "Its layers run fused, with kernels of their own, inside graphs.",
     Feature.LOGITS_PROCESSORS: "It samples on the device and calls no Python code meanwhile.",
@@ -72,6 +73,9 @@ CAPABILITIES: dict[str, dict[Feature, str]] = {
     "v2": dict.fromkeys(Feature, "") | _UNSUPPORTED | _UNSUPPORTED_BY_V2,
 }
 """Runner -> feature -> why it is not supported, a sentence for the user; empty: it is supported."""
+
+WEIGHTS_WITH_KERNELS = ("fp8", "int4", "mxfp4")
+"""`WeightFormat.values` that Model Runner V2 has kernels for."""
 
 KV_LAYOUTS: dict[str, tuple[str, ...]] = {
     "v1": (ARENA, BLOCK_CONTIGUOUS_HND, TOKEN_MAJOR_NHD),

@@ -18,8 +18,12 @@ from fleetfoot.utils.memory import release_pages
 from fleetfoot.utils.progress import report_progress
 from fleetfoot.weights.files import checkpoint_files
 
-FLOATS = ("BF16", "F16", "F32", "F64")
-INTEGERS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
+DTYPES_OF_KINDS = {
+    "float": ("BF16", "F16", "F32", "F64"),
+    "integer": ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"),
+    "fp8": ("F8_E4M3",),
+}
+"""`WeightSpec.kind` -> the names of its dtypes in safetensors."""
 _BASE_PREFIX = "model."
 REDUNDANT_SUFFIX = ".rotary_emb.inv_freq"  # computed from the config, but contained in old exports
 _MAX_LISTED = 10
@@ -131,9 +135,15 @@ def load_safetensors(
             report_progress("weights", number, len(names_in_order))
             spec = sources[name]
             values = checkpoint.tensor(name, spec.part)
-            spec.destination().copy_(values)
-            spec.filled()
+            write_values(spec, values)
             release_pages(values.data_ptr(), values.nbytes)  # of the file, and read once
+
+
+def write_values(spec: WeightSpec, values: torch.Tensor) -> None:
+    """Replace all that the place of ``spec`` holds by its part of a checkpoint's tensor."""
+    destination = spec.destination()
+    destination.copy_(values.reshape(destination.shape))
+    spec.filled()
 
 
 def _by_model_name(checkpoint: Checkpoint, expected: set[str]) -> dict[str, str]:
@@ -157,10 +167,10 @@ def _problems(
             yield "missing", f"{spec.name}: expected {list(spec.shape)}"
         for name in names:
             shape, dtype = checkpoint.shape(found[name]), checkpoint.dtype(found[name])
-            if shape != spec.shape:
+            if not spec.has_shape(shape):
                 yield "misshapen", f"{found[name]}: found {list(shape)}, expected {list(spec.shape)}"
-            if dtype not in (dtypes := INTEGERS if spec.is_integer else FLOATS):
-                kind = "unquantized" if spec.is_integer else "quantized"
+            if dtype not in (dtypes := DTYPES_OF_KINDS[spec.kind]):
+                kind = "unquantized" if dtype in DTYPES_OF_KINDS["float"] else "quantized"
                 yield kind, f"{found[name]}: found {dtype}, expected one of {', '.join(dtypes)}"
     known = {name for spec in specs for name in (spec.name, *spec.aliases)} | set(elsewhere)
     for name, source in found.items():

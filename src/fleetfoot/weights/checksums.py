@@ -28,7 +28,7 @@ def part_of(tensor: torch.Tensor, part: tuple[Rows, ...]) -> torch.Tensor:
 
 def finite_problem(values: torch.Tensor, dtype: torch.dtype) -> str | None:
     """The first value that is NaN or infinite once it is stored in ``dtype``, and why; None: there is none."""
-    is_bad = values.to(dtype).isfinite().logical_not_().flatten()
+    is_bad = values.to(dtype).float().isfinite().logical_not_().flatten()
     if not is_bad.any():
         return None
     value = values.flatten()[is_bad.nonzero()[0]].item()

@@ -11,6 +11,8 @@ import torch
 from fleetfoot.records.weights import WeightSpec, slices_of
 
 _STD = 0.02  # the usual initialization of these models
+FP8_STD = 32.0
+"""Of values in FP8, before their scale."""
 # A CPU generates some hundred million values per second, and a model has billions, so the values repeat with a period.
 # It is prime, so that no two rows of a matrix are equal.
 _CPU_PERIOD, _GPU_PERIOD = 1048573, 16777213
@@ -18,13 +20,15 @@ _MAX_COPIED = 1 << 24  # values that are generated at once to copy some columns
 
 
 def fill_dummy(specs: Iterable[WeightSpec], seed: int) -> None:
-    """Fill norms with 1, or with 0 where their weights are differences from 1, integers with any values and other
-    weights with normally distributed ones, on their device. The values of a tensor depend on the seed, its name, shape,
-    dtype and device type only, so each part of a sharded model holds the same weights as the whole model."""
+    """Fill weights with normally distributed values, integers with any ones, and what has an ``init`` of its own, as
+    norms and scales have, with that, on their device. The values of a tensor depend on the seed, its name, shape, dtype
+    and device type only, so each part of a sharded model holds the same weights as the whole model."""
     for spec in specs:
         destination = spec.destination()
-        if spec.init != "normal":
-            destination.fill_(1.0 if spec.init == "ones" else 0.0)
+        if callable(spec.init):
+            spec.init(destination)
+        elif spec.init != "normal":
+            destination.fill_({"ones": 1.0, "zeros": 0.0}.get(spec.init, spec.init))  # type: ignore[arg-type]
         elif destination.numel() > 0:
             _fill_part(destination, spec, _drawn(spec, destination, seed))
         spec.filled()
@@ -35,8 +39,14 @@ def _drawn(spec: WeightSpec, like: torch.Tensor, seed: int) -> torch.Tensor:
     generator = torch.Generator(like.device)
     generator.manual_seed(zlib.crc32(spec.name.encode(), seed & 0xFFFFFFFF))
     period = _CPU_PERIOD if like.device.type == "cpu" else _GPU_PERIOD
-    drawn = torch.empty(min(math.prod(spec.shape), period), dtype=like.dtype, device=like.device)
-    return drawn.random_(generator=generator) if spec.is_integer else drawn.normal_(0.0, _STD, generator=generator)
+    size = min(math.prod(spec.shape), period)
+    if spec.kind == "fp8":
+        return torch.empty(size, device=like.device).normal_(0.0, FP8_STD, generator=generator).to(like.dtype)
+    drawn = torch.empty(size, dtype=like.dtype, device=like.device)
+    if spec.kind == "integer":
+        info = torch.iinfo(like.dtype)
+        return drawn.random_(info.min, info.max, generator=generator)
+    return drawn.normal_(0.0, _STD, generator=generator)
 
 
 def _fill_part(destination: torch.Tensor, spec: WeightSpec, drawn: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from fleetfoot.config.sentence_transformers import FILES as SENTENCE_TRANSFORMER
 logger = logging.getLogger(__name__)
 
 _ALLOWED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
-_CONFIGS = ["config.json", "generation_config.json", *SENTENCE_TRANSFORMERS]
+_CONFIGS = ["config.json", "generation_config.json", "*quant*_config.json", *SENTENCE_TRANSFORMERS]
 _IGNORED = ["consolidated*", "original/*"]  # the same weights in another layout
 
 

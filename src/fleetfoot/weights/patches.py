@@ -82,13 +82,19 @@ class PatchFacts:
         is_float = values.is_floating_point()
         if patch.shape is not None and patch.shape != spec.shape:
             self._problems.append(f"{patch.name} has shape {list(spec.shape)}, and the patch is of {list(patch.shape)}")
-        elif values.numel() and (is_float == spec.is_integer or values.is_complex() or values.dtype is torch.bool):
-            kind = "integer" if spec.is_integer else "float"
-            self._problems.append(f"{patch.name} has values of dtype {values.dtype}, expected {kind}")
+        elif values.numel() and (
+            is_float == (spec.kind == "integer")
+            or (spec.kind == "fp8") != (values.dtype is torch.float8_e4m3fn)
+            or values.is_complex()
+            or values.dtype is torch.bool
+        ):
+            self._problems.append(f"{patch.name} has values of dtype {values.dtype}, expected {spec.kind}")
         elif values.numel():
             is_sorted = (indices[1:] > indices[:-1]).all()
             is_checked = check_finite and is_float
-            is_finite = values.to(spec.stored_dtype).isfinite().all() if is_checked else torch.ones_like(is_sorted)
+            is_finite = torch.ones_like(is_sorted)
+            if is_checked:
+                is_finite = values.to(spec.stored_dtype).float().isfinite().all()
             self._facts.append(torch.stack([*indices.long().aminmax(), is_sorted.long(), is_finite.long()]))
             self._patches.append((patch, spec))
 
@@ -104,6 +110,8 @@ class PatchFacts:
                 ordered = patch.indices.sort().values
                 if len(twice := ordered[1:][ordered[1:] == ordered[:-1]]):
                     self._problems.append(f"{patch.name}: index {int(twice[0])} occurs more than once")
+            elif spec.patch_problem is not None and (why := spec.patch_problem(patch.indices.long(), patch.values)):
+                self._problems.append(f"{patch.name} {why}")
             if not is_finite:
                 self._problems.append(f"{patch.name} {finite_problem(patch.values, spec.stored_dtype)}")
         return self._problems

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from fleetfoot.layers.context import WeightTree
 from fleetfoot.records.weights import Rows, Span, WeightSpec, count_rows, slices_of
-from fleetfoot.weights.checkpoint import FLOATS, INTEGERS, REDUNDANT_SUFFIX, Checkpoint, same_rows
+from fleetfoot.weights.checkpoint import DTYPES_OF_KINDS, REDUNDANT_SUFFIX, Checkpoint, same_rows, write_values
 from fleetfoot.weights.checksums import RowSums, finite_problem, part_of, row_sums
 from fleetfoot.weights.dummy import fill_dummy
 from fleetfoot.weights.patches import PatchFacts, SparseWeightPatch, apply_patch
@@ -49,12 +49,15 @@ class StageReport:
     """Why it cannot be applied; empty: it can be, if each tensor is held by a rank."""
 
 
+_PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
 class _Source(Protocol):
     """A tensor of an update."""
 
     shape: tuple[int, ...]
     kind: str
-    """``float``, ``integer``, or another dtype's name, which cannot be loaded."""
+    """As of `WeightSpec`, or another dtype's name, which cannot be loaded."""
 
     def read(self, part: tuple[Rows, ...]) -> torch.Tensor: ...
 
@@ -65,9 +68,11 @@ class _Given:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor.detach()
         self.shape = tuple(tensor.shape)
-        is_plain = tensor.dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+        is_plain = tensor.dtype in _PLAIN
         is_integer = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
         self.kind = "float" if is_plain else "integer" if is_integer else str(tensor.dtype)
+        if tensor.dtype is torch.float8_e4m3fn:
+            self.kind = "fp8"
 
     def read(self, part: tuple[Rows, ...]) -> torch.Tensor:
         return part_of(self._tensor, part)
@@ -79,7 +84,7 @@ class _Stored:
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:
         self.read = partial(checkpoint.tensor, name)
         self.shape, dtype = checkpoint.shape(name), checkpoint.dtype(name)
-        self.kind = "float" if dtype in FLOATS else "integer" if dtype in INTEGERS else dtype
+        self.kind = next((kind for kind, names in DTYPES_OF_KINDS.items() if dtype in names), dtype)
 
 
 class WeightStore:
@@ -92,6 +97,7 @@ class WeightStore:
         self._specs: dict[str, list[WeightSpec]] = {}  # name in the checkpoint -> where this rank holds the tensor
         self._owned: set[str] = set()  # of these, names that are not copies of another rank's tensors
         self._names: dict[str, str] = {}  # accepted name -> name
+        self._prefixes: dict[str, str] = {}  # name of a model's tensor -> what is before it in other names here
         self._other: tuple[str, ...] = ()  # beginnings of names that are ignored
         self._staged: list[Callable[[], object]] = []
         self._group: TransferGroup | None = None
@@ -110,6 +116,7 @@ class WeightStore:
             original = (copies or {}).get(spec.name)
             name = original or prefix + spec.name
             self._specs.setdefault(name, []).append(spec)
+            self._prefixes.setdefault(spec.name, prefix)
             if original is None:
                 self._owned.add(name)
             for alias in [name] if original else [spec.name, *spec.aliases]:
@@ -194,6 +201,8 @@ class WeightStore:
                 specs, self._found[name] = self._specs[name], source
                 self._whole.add(name)
                 report.staged[given] = name
+                for spec in specs if source.kind != specs[0].kind else ():
+                    self._cover(spec, source, report)
             self._staged.append(partial(self._receive, shape, getattr(torch, dtype), specs))
         return report
 
@@ -224,8 +233,11 @@ class WeightStore:
         assert self._group is not None
         tensor = self._group.receive(shape, dtype)
         for spec in specs:
-            spec.destination().copy_(part_of(tensor, spec.part))
-            spec.filled()
+            if spec.takes("float") and spec.kind != "float" and tensor.dtype in _PLAIN:
+                assert spec.quantize is not None
+                spec.quantize(partial(part_of, tensor))
+            else:
+                write_values(spec, part_of(tensor, spec.part))
 
     # --- checks -------------------------------------------------------------------------------------------------------
 
@@ -244,9 +256,23 @@ class WeightStore:
             self._whole.add(name)
             report.staged[given] = name
             for spec in specs:
+                if source.kind != spec.kind:
+                    assert spec.quantize is not None
+                    read_part = partial(part_of, source.read(()).clone()) if keeps_parts else source.read
+                    self._staged.append(partial(spec.quantize, read_part))
+                    self._cover(spec, source, report)
+                    continue
                 values = source.read(spec.part).clone() if keeps_parts else None
                 read = partial(source.read, spec.part) if values is None else partial(_same, values)
                 self._staged.append(partial(_copy, spec, read))
+
+    def _cover(self, spec: WeightSpec, source: _Source, report: StageReport) -> None:
+        """The scales of a tensor that is quantized are replaced with it."""
+        prefix = self._prefixes[spec.name]
+        for name in (prefix + scales for scales in spec.scales):
+            self._found.setdefault(name, source)
+            self._whole.add(name)
+            report.staged[name] = name
 
     def _problem(
         self, given: str, source: _Source, specs: list[WeightSpec], name: str, *, check_finite: bool
@@ -256,9 +282,10 @@ class WeightStore:
             return problem
         if name in self._found and not same_rows(self._found[name].read(spec.part), source.read(spec.part)):
             return f"{given} differs from another tensor of the update that has the same place, {name}"
-        if check_finite and not spec.is_integer:
+        if check_finite and spec.kind != "integer":
             for each in specs:
-                if problem := finite_problem(source.read(each.part), each.stored_dtype):
+                dtype = each.stored_dtype if source.kind == each.kind else torch.float32
+                if problem := finite_problem(source.read(each.part), dtype):
                     return f"{given} {problem}"
         return None
 
@@ -268,11 +295,10 @@ class WeightStore:
 
     @staticmethod
     def _misfit(given: str, source: _Source, spec: WeightSpec) -> str | None:
-        kind = "integer" if spec.is_integer else "float"
-        if source.shape != spec.shape:
+        if not spec.has_shape(source.shape):
             return f"{given} has shape {list(source.shape)}, expected {list(spec.shape)}"
-        if source.kind != kind:
-            return f"{given} has values of dtype {source.kind}, expected {kind}"
+        if not spec.takes(source.kind):
+            return f"{given} has values of dtype {source.kind}, expected {spec.kind}"
         return None
 
     # --- committing ---------------------------------------------------------------------------------------------------
@@ -387,8 +413,7 @@ class WeightStore:
 
 
 def _copy(spec: WeightSpec, read: Callable[[], torch.Tensor]) -> None:
-    spec.destination().copy_(read())
-    spec.filled()
+    write_values(spec, read())
 
 
 def _read(path: Path, key: str) -> torch.Tensor:

@@ -1,0 +1,149 @@
+"""Weights of 4 bits, for each group of inputs a scale: how files pack them, how kernels read them, and the reference.
+
+Functions on codes work on the last two dimensions, ``[..., out, in]``, so they serve stacks of matrices too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+SPAN = 16
+"""Inputs whose codes have the same place in consecutive words."""
+BLOCK = 8 * SPAN
+"""Inputs of as many words as a span has."""
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Column of each code of a word, from the lowest bits on."""
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_MAX_ELEMENTS = 1 << 22
+"""Values of the weight that the reference has in float32 at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """A weight ``[out, in]``: ``(code - zero) * scale``, or ``e2m1(code) * scale``, and a bias."""
+
+    words: torch.Tensor
+    """``[out, ceil(in / 128) * 16]`` int32. Code ``i`` of word ``j`` of a block of 16 words is that of its input
+    ``16 * i + j``: kernels multiply the codes of one place in all words of a block at once, without moving them."""
+    scales: torch.Tensor
+    """``[out, ceil(in / group)]`` in the dtype of the activations."""
+    zeros: torch.Tensor | None
+    """``[out, ceil(in / group)]`` uint8; None: 8, or e2m1."""
+    group: int
+    """Inputs that share a scale."""
+    num_inputs: int
+    is_e2m1: bool = False
+    """Whether codes are floats of MXFP4 (Open Compute Project 2023)."""
+    order: torch.Tensor | None = None
+    """``[in]`` int64: the input that each column multiplies; None: that of the same number."""
+    bias: torch.Tensor | None = None
+
+    def dequantized(self, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """Outputs ``begin`` to ``end`` of the weight in float32, in the order of the columns."""
+        codes = unpack_words(self.words[begin:end])[:, : self.num_inputs]
+        if self.is_e2m1:
+            values = torch.tensor(_E2M1, device=codes.device)[codes.long()]
+        else:
+            zeros = 8.0 if self.zeros is None else self._expand(self.zeros[begin:end].float())
+            values = codes.float() - zeros
+        return values * self._expand(self.scales[begin:end].float())
+
+    def _expand(self, groups: torch.Tensor) -> torch.Tensor:
+        return groups.repeat_interleave(self.group, dim=1)[:, : self.num_inputs]
+
+
+def packed_linear_torch(x: torch.Tensor, weight: PackedMatrix) -> torch.Tensor:
+    """``x [n, in]`` -> ``x @ weight.T + bias [n, out]``, by products in float32."""
+    inputs = (x if weight.order is None else x[:, weight.order]).float()
+    num_outputs = len(weight.words)
+    output = torch.empty(x.shape[0], num_outputs, dtype=x.dtype, device=x.device)
+    step = max(1, _MAX_ELEMENTS // max(1, weight.num_inputs))
+    for begin in range(0, num_outputs, step):
+        product = F.linear(inputs, weight.dequantized(begin, begin + step))
+        if weight.bias is not None:
+            product += weight.bias[begin : begin + step]
+        output[:, begin : begin + step] = product
+    return output
+
+
+# --- the layout of kernels --------------------------------------------------------------------------------------------
+
+
+def pack_words(codes: torch.Tensor) -> torch.Tensor:
+    """``[..., in]`` uint8 -> ``[..., ceil(in / 128) * 16]`` int32; the rest of the last block is 0."""
+    padded = F.pad(codes, (0, -codes.shape[-1] % BLOCK))
+    places = padded.unflatten(-1, (-1, 8, SPAN))  # [..., blocks, 8, 16]
+    return _join(places.transpose(-1, -2)).flatten(-2)
+
+
+def unpack_words(words: torch.Tensor) -> torch.Tensor:
+    """`pack_words` backwards: ``[..., blocks * 128]`` uint8."""
+    return _split(words.unflatten(-1, (-1, SPAN))).transpose(-1, -2).flatten(-3)
+
+
+def _join(codes: torch.Tensor) -> torch.Tensor:
+    """``[..., 8]`` -> ``[...]`` int32, the first in the lowest bits."""
+    shifts = torch.arange(0, 32, 4, device=codes.device)
+    joined = (codes.long() << shifts).sum(dim=-1)
+    return joined.to(torch.int32)  # modulo 2**32
+
+
+def _split(words: torch.Tensor) -> torch.Tensor:
+    """``[...]`` int32 -> ``[..., 8]`` uint8, that in the lowest bits first."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+    return ((words[..., None] >> shifts) & 15).to(torch.uint8)
+
+
+# --- the layouts of files ---------------------------------------------------------------------------------------------
+
+
+def unpack_columns(packed: torch.Tensor, is_awq: bool = False) -> torch.Tensor:
+    """``[..., rows, columns / 8]`` int32 -> codes ``[..., rows, columns]``; ``is_awq``: in AWQ's order."""
+    codes = _split(packed)
+    return (codes[..., _inverse(_AWQ_ORDER)] if is_awq else codes).flatten(-2)
+
+
+def pack_columns(codes: torch.Tensor, is_awq: bool = False) -> torch.Tensor:
+    """`unpack_columns` backwards. Columns beyond a multiple of 8 are 0."""
+    words = F.pad(codes, (0, -codes.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    return _join(words[..., list(_AWQ_ORDER)] if is_awq else words)
+
+
+def unpack_rows(packed: torch.Tensor) -> torch.Tensor:
+    """``[..., rows / 8, columns]`` int32 -> codes ``[..., rows, columns]``."""
+    return unpack_columns(packed.transpose(-1, -2)).transpose(-1, -2)
+
+
+def pack_rows(codes: torch.Tensor) -> torch.Tensor:
+    """`unpack_rows` backwards."""
+    return pack_columns(codes.transpose(-1, -2)).transpose(-1, -2)
+
+
+def unpack_bytes(packed: torch.Tensor) -> torch.Tensor:
+    """``[..., columns / 2]`` uint8 -> codes ``[..., columns]``, that in the lower bits first (MXFP4)."""
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+
+
+def pack_bytes(codes: torch.Tensor) -> torch.Tensor:
+    """`unpack_bytes` backwards."""
+    low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
+    return low | (high << 4)
+
+
+def _inverse(order: tuple[int, ...]) -> list[int]:
+    return [order.index(place) for place in range(len(order))]
+
+
+def quantize_groups(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes ``[out, in]`` around 8 and scales ``[out, ceil(in / group)]`` of a plain weight. The value of the largest
+    magnitude is -8 times the scale, which is negative where that value is positive: so all codes are used."""
+    num_inputs = weight.shape[1]
+    groups = F.pad(weight.float(), (0, -num_inputs % group)).unflatten(1, (-1, group))
+    largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True)).squeeze(2)
+    scales = (largest / -8).to(weight.dtype)
+    nonzero = torch.where(scales == 0, 1.0, scales.float())
+    codes = (groups / nonzero[:, :, None]).round().clamp(-8, 7) + 8
+    return codes.flatten(1)[:, :num_inputs].to(torch.uint8), scales

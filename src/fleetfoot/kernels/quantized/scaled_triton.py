@@ -1,0 +1,387 @@
+"""Linear layers with FP8 weights in Triton: see `fleetfoot.kernels.quantized.scaled`.
+
+One row is quantized by every program of the product that reads it; more rows by a kernel of their own before it. Up to
+8 rows, warps process slices of the inputs, and values become float16, which holds each e4m3 exactly: such a product is
+bound by reading the weight. From 9 rows on, e4m3 values are multiplied as they are, and sums of 128 inputs, or those of
+a block, are added in float32; with few tiles of outputs, programs have ranges of the inputs, and another kernel adds
+their sums. The library multiplies many rows where scales are those of outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from fleetfoot.kernels.quantized.scaled import FP8, ScaledMatrix, scaled_linear_torch
+from fleetfoot.kernels.runtime.dependent_launch import (
+    can_overlap,
+    launch_dependents,
+    launch_options,
+    prefetch_rows,
+    wait_for_inputs,
+)
+from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
+from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, triton_kernel
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+FEW_ROWS = 8
+LIBRARY_ROWS = 128
+"""Rows from which on the library multiplies, where it can."""
+_LIBRARY_MULTIPLE = 16
+_KINDS = {"": 0, "token": 1, "group": 2, "static": 3}
+_PREFETCHED = 1024
+"""Inputs of each row of the weight that are prefetched to L2 while the previous kernel still runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledTiling:
+    """The kernel for a number of rows."""
+
+    kernel: str
+    """``few``, ``tiled`` or ``library``."""
+    outputs: int = 0
+    inputs: int = 0
+    row_tile: int = 0
+    stages: int = 0
+    num_warps: int = 4
+    splits: int = 1
+
+    def __str__(self) -> str:
+        if self.kernel == "library":
+            return "library"
+        splits = f" splits={self.splits}" * (self.splits > 1)
+        return f"scaled_{self.kernel} {self.outputs}x{self.inputs}x{self.row_tile} stages={self.stages}{splits}"
+
+
+def scaled_tiling(
+    num_rows: int, num_outputs: int, num_inputs: int, columns: int, num_sms: int, *, has_library: bool = True
+) -> ScaledTiling:
+    """``columns``: inputs that share a scale; ``has_library``: whether the library has the product."""
+    inputs = 128 if columns >= num_inputs else min(128, columns & -columns)
+    if num_rows <= FEW_ROWS:
+        is_wide = num_outputs >= 32 * num_sms * 4
+        return ScaledTiling("few", 32 if is_wide and num_rows > 1 else 16, inputs, 1 if num_rows == 1 else 8, 4)
+    if num_rows > LIBRARY_ROWS and has_library and columns >= num_inputs:
+        return ScaledTiling("library")
+    row_tile = max(16, min(128, next_power_of_2(num_rows)))
+    outputs = 128 if cdiv(num_outputs, 128) * cdiv(num_rows, row_tile) >= num_sms else 64
+    programs, splits = cdiv(num_outputs, outputs) * cdiv(num_rows, row_tile), 1
+    while splits < 8 and programs * splits * 2 <= 2 * num_sms and num_inputs >= splits * 2 * 4 * inputs:
+        splits *= 2
+    stages = 4 if outputs * row_tile <= 128 * 64 else 3
+    return ScaledTiling("tiled", outputs, inputs, row_tile, stages, 8 if outputs * row_tile > 64 * 128 else 4, splits)
+
+
+def scaled_linear_triton(x: torch.Tensor, weight: ScaledMatrix) -> torch.Tensor:
+    """See `Kernels.scaled_linear`. The reference multiplies weights of other kinds than FP8, and with other sizes than
+    multiples of 16."""
+    if not supports(x.dtype, weight):
+        return scaled_linear_torch(x, weight)
+    num_rows, (num_outputs, num_inputs) = x.shape[0], weight.values.shape
+    has_library = weight.rows == 1 and bool(weight.activations) and x.device.type == "cuda"
+    has_library = has_library and num_outputs % _LIBRARY_MULTIPLE == 0
+    sizes = num_rows, num_outputs, num_inputs, weight.columns, gpu_limits(x.device).num_sms
+    tiling = scaled_tiling(*sizes, has_library=has_library)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    if not num_rows:
+        return x.new_empty(0, num_outputs)
+    if tiling.kernel == "library":
+        values, scales = quantize_rows_triton(x, weight)
+        scales = scales if len(scales) == num_rows else scales.expand(num_rows, 1).contiguous()
+        return torch._scaled_mm(
+            values, weight.values.t(), scales, weight.scales.t(), bias=weight.bias, out_dtype=x.dtype
+        )
+    return launch_scaled(x, weight, tiling)
+
+
+def supports(dtype: torch.dtype, weight: ScaledMatrix) -> bool:
+    num_inputs, columns = weight.values.shape[1], weight.columns
+    fits = num_inputs % 16 == 0 and (columns >= num_inputs or (columns % 32 == 0 and columns <= 128))
+    return weight.values.dtype is FP8 and dtype in (torch.bfloat16, torch.float16) and fits
+
+
+def _kind(weight: ScaledMatrix) -> int:
+    is_one_group = weight.activations == "group" and weight.columns >= weight.values.shape[1]
+    return _KINDS["token" if is_one_group else weight.activations]
+
+
+def launch_scaled(x: torch.Tensor, weight: ScaledMatrix, tiling: ScaledTiling) -> torch.Tensor:
+    """The product ``[n, out]`` of ``x [n, in]`` by a kernel of this module."""
+    num_rows, (num_outputs, num_inputs) = x.shape[0], weight.values.shape
+    output = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
+    overlap = can_overlap(x.device)
+    kind, has_one_scale = _kind(weight), weight.columns >= num_inputs
+    biases = output if weight.bias is None else weight.bias
+    options = {
+        "outputs": tiling.outputs, "inputs": tiling.inputs, "row_tile": tiling.row_tile, "stages": tiling.stages,
+        "scale_rows": weight.rows, "scale_columns": 0 if has_one_scale else weight.columns,
+        "x_scale_stride": 0 if kind == 3 else 1, "has_bias": weight.bias is not None, "overlap": overlap,
+        "num_warps": tiling.num_warps,
+        **launch_options(overlap),
+    }  # fmt: skip
+    if tiling.kernel == "few":
+        is_quantized = kind in (1, 3) and num_rows > 1
+        source, scales = x, x if weight.input_scale is None else weight.input_scale
+        if is_quantized:
+            source, scales = quantize_rows_triton(x, weight)
+        _scaled_few_rows_kernel[(cdiv(num_outputs, tiling.outputs),)](
+            output, source, scales, weight.values, weight.scales, biases,
+            num_rows, num_outputs, num_inputs, source.stride(0), weight.scales.shape[1], min(_PREFETCHED, num_inputs),
+            kind=4 if is_quantized else kind,
+            slices=tiling.num_warps, whole=num_inputs % (tiling.num_warps * tiling.inputs) == 0, **options,
+        )  # fmt: skip
+        return output
+    if kind:
+        source, scales = quantize_rows_triton(x, weight)
+    else:
+        source, scales = x, x
+    split_inputs = cdiv(cdiv(num_inputs, tiling.splits), tiling.inputs) * tiling.inputs
+    target = output
+    if tiling.splits > 1:
+        target = torch.empty(tiling.splits, num_rows, num_outputs, dtype=torch.float32, device=x.device)
+    grid = cdiv(num_outputs, tiling.outputs), cdiv(num_rows, tiling.row_tile), tiling.splits
+    _scaled_tiled_kernel[grid](
+        target, source, scales, weight.values, weight.scales, biases,
+        num_rows, num_outputs, num_inputs, source.stride(0), weight.scales.shape[1], split_inputs,
+        min(256, split_inputs),
+        kind=kind, whole=split_inputs * tiling.splits == num_inputs, is_split=tiling.splits > 1, **options,
+    )  # fmt: skip
+    if tiling.splits > 1:
+        sum_splits(output, target, weight.bias)
+    return output
+
+
+def sum_splits(output: torch.Tensor, parts: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Write the sum of ``parts [splits, n, out]`` and the bias to ``output [n, out]``."""
+    num_rows, num_outputs = output.shape
+    overlap = can_overlap(output.device)
+    _sum_splits_kernel[(num_rows, cdiv(num_outputs, 1024))](
+        output, parts, output if bias is None else bias, num_rows, num_outputs,
+        splits=len(parts), has_bias=bias is not None, tile=1024, overlap=overlap, **launch_options(overlap),
+    )  # fmt: skip
+
+
+def quantize_rows_triton(x: torch.Tensor, weight: ScaledMatrix) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `fleetfoot.kernels.quantized.scaled.quantize_rows`."""
+    num_rows, num_inputs = x.shape
+    kind = _kind(weight)
+    size = weight.columns if kind == 2 else num_inputs
+    values = torch.empty(num_rows, num_inputs, dtype=FP8, device=x.device)
+    if kind == 3:
+        assert weight.input_scale is not None
+        scales = weight.input_scale
+    else:
+        scales = torch.empty(num_rows, cdiv(num_inputs, size), dtype=torch.float32, device=x.device)
+    overlap = can_overlap(x.device)
+    tile = min(next_power_of_2(size), 4096)
+    groups = 1 if size >= num_inputs else max(1, 2048 // size)
+    grid = num_rows, 1 if size >= num_inputs else cdiv(num_inputs, groups * size)
+    _quantize_rows_kernel[grid](
+        values, scales, x, num_inputs, x.stride(0), scales.shape[-1],
+        size=size, tile=tile, groups=groups, is_static=kind == 3, overlap=overlap, **launch_options(overlap),
+    )  # fmt: skip
+    return values, scales.view(1, 1) if kind == 3 else scales
+
+
+@triton_kernel()
+def _to_fp8(x, scale):
+    """``x / scale`` in the range of e4m3, in float32; not rounded."""
+    return tl.minimum(tl.maximum(tl.div_rn(x, scale), -448.0), 448.0)
+
+
+@triton_kernel()
+def _scale_of(largest):
+    return tl.maximum(tl.div_rn(largest, 448.0), 1e-12)
+
+
+@triton_kernel()
+def _quantize_rows_kernel(
+    values_ptr, scales_ptr, x_ptr, num_inputs, x_stride, num_groups,
+    size: tl.constexpr, tile: tl.constexpr, groups: tl.constexpr, is_static: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """A row, or ``groups`` groups of a row with ``size`` inputs each."""
+    launch_dependents(overlap)
+    wait_for_inputs(overlap)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, tile)[None, :]
+    group = tl.program_id(1) * groups + tl.arange(0, groups)[:, None]
+    if is_static:
+        scale = tl.load(scales_ptr + tl.zeros((groups, 1), tl.int32))
+    else:
+        largest = tl.zeros((groups, tile), tl.float32)
+        for begin in range(0, size, tile):
+            index = group * size + begin + column
+            is_input = (begin + column < size) & (index < num_inputs)
+            x = tl.load(x_ptr + row * x_stride + index, mask=is_input, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.abs(x))
+        scale = _scale_of(tl.max(largest, axis=1)[:, None])
+        tl.store(scales_ptr + row * num_groups + group, scale, mask=group < num_groups)
+    for begin in range(0, size, tile):
+        index = group * size + begin + column
+        is_input = (begin + column < size) & (index < num_inputs)
+        x = tl.load(x_ptr + row * x_stride + index, mask=is_input, other=0.0).to(tl.float32)
+        tl.store(values_ptr + row * num_inputs + index, _to_fp8(x, scale).to(tl.float8e4nv), mask=is_input)
+
+
+@triton_kernel(unspecialized=("num_rows",))
+def _scaled_few_rows_kernel(
+    output_ptr, x_ptr, x_scales_ptr, weight_ptr, scales_ptr, bias_ptr,
+    num_rows, num_outputs, num_inputs, x_stride, num_column_scales, prefetched,
+    kind: tl.constexpr, slices: tl.constexpr, whole: tl.constexpr,
+    outputs: tl.constexpr, inputs: tl.constexpr, row_tile: tl.constexpr, stages: tl.constexpr,
+    scale_rows: tl.constexpr, scale_columns: tl.constexpr, x_scale_stride: tl.constexpr, has_bias: tl.constexpr,
+    overlap: tl.constexpr,
+):  # fmt: skip
+    """``kind``: 0: inputs are not quantized; 1, 2, 3: they are here, by token, by group, by the checkpoint's scale; 4:
+    they have been."""
+    launch_dependents(overlap)
+    first = tl.program_id(0) * outputs
+    num_valid = tl.minimum(outputs, num_outputs - first)
+    tile_ptr = weight_ptr + first.to(tl.int64) * num_inputs
+    prefetch_rows(tile_ptr, num_inputs, num_valid, prefetched, overlap)
+    output = tl.arange(0, outputs)
+    in_tile = tl.minimum(output, num_valid - 1)
+    weight_row = in_tile[None, :, None] * num_inputs
+    slice_begin = tl.arange(0, slices)[:, None, None] * inputs
+    in_slice = tl.arange(0, inputs)
+    weight_column = slice_begin + in_slice[None, None, :]  # [slices, 1, inputs]
+    x_column = slice_begin + in_slice[None, :, None]  # [slices, inputs, 1]
+    x_row = tl.arange(0, row_tile)[None, None, :]
+    chunk: tl.constexpr = slices * inputs
+    row_scales_ptr = scales_ptr + ((first + in_tile) // scale_rows) * num_column_scales  # [outputs]
+    weight_scale = tl.load(row_scales_ptr)
+    sums = tl.zeros((slices, outputs, row_tile), tl.float32)
+    is_row = x_row < num_rows
+    wait_for_inputs(overlap)
+    x_scale = tl.full((1, 1, row_tile), 1.0, tl.float32)
+    if kind == 1:
+        largest = tl.zeros((slices, inputs, row_tile), tl.float32)
+        for begin in range(0, num_inputs, chunk):
+            x = tl.load(
+                x_ptr + x_row * x_stride + begin + x_column, mask=is_row & (begin + x_column < num_inputs), other=0.0
+            )
+            largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
+        x_scale = _scale_of(tl.max(tl.max(largest, axis=0), axis=0))[None, None, :]
+    if kind == 3:
+        x_scale = tl.load(x_scales_ptr + x_row * 0)
+    if kind == 4:
+        x_scale = tl.load(x_scales_ptr + x_row * x_scale_stride, mask=is_row, other=1.0)
+    for begin in tl.range(0, num_inputs, chunk, num_stages=stages):
+        x_ptrs = x_ptr + x_row * x_stride + begin + x_column
+        weight_ptrs = tile_ptr + weight_row + weight_column + begin
+        if whole:
+            weight = tl.load(weight_ptrs)
+            x = tl.load(x_ptrs, mask=is_row, other=0.0)
+        else:
+            weight = tl.load(weight_ptrs, mask=begin + weight_column < num_inputs, other=0.0)
+            x = tl.load(x_ptrs, mask=is_row & (begin + x_column < num_inputs), other=0.0)
+        if kind == 0:
+            part = tl.dot(weight.to(x.dtype), x)
+        elif kind == 4:
+            part = tl.dot(weight.to(tl.float16), x.to(tl.float16))
+        else:
+            x = x.to(tl.float32)
+            own_scale = x_scale
+            if kind == 2:
+                own_scale = _scale_of(tl.max(tl.abs(x), axis=1)[:, None, :])  # [slices, 1, row_tile]
+            x = _to_fp8(x, own_scale).to(tl.float8e4nv).to(tl.float16)
+            part = tl.dot(weight.to(tl.float16), x)
+            if kind == 2:
+                part *= own_scale
+        if scale_columns > 0:
+            column = tl.minimum((begin + slice_begin) // scale_columns, num_column_scales - 1)  # [slices, 1, 1]
+            part *= tl.load(row_scales_ptr[None, :, None] + column)
+        sums += part
+    result = tl.sum(sums, axis=0)  # [outputs, row_tile]
+    if scale_columns == 0:
+        result *= weight_scale[:, None]
+    if kind == 1 or kind == 3 or kind == 4:
+        result *= tl.reshape(x_scale, (1, row_tile))
+    if has_bias:
+        result += tl.load(bias_ptr + first + in_tile).to(tl.float32)[:, None]
+    row = tl.arange(0, row_tile)[None, :]
+    out_ptrs = output_ptr + row.to(tl.int64) * num_outputs + first + output[:, None]
+    tl.store(out_ptrs, result.to(output_ptr.dtype.element_ty), mask=(output[:, None] < num_valid) & (row < num_rows))
+
+
+@triton_kernel(unspecialized=("num_rows",))
+def _scaled_tiled_kernel(
+    output_ptr, x_ptr, x_scales_ptr, weight_ptr, scales_ptr, bias_ptr,
+    num_rows, num_outputs, num_inputs, x_stride, num_column_scales, split_inputs, prefetched,
+    kind: tl.constexpr, whole: tl.constexpr, is_split: tl.constexpr,
+    outputs: tl.constexpr, inputs: tl.constexpr, row_tile: tl.constexpr, stages: tl.constexpr,
+    scale_rows: tl.constexpr, scale_columns: tl.constexpr, x_scale_stride: tl.constexpr, has_bias: tl.constexpr,
+    overlap: tl.constexpr,
+):  # fmt: skip
+    launch_dependents(overlap)
+    first = tl.program_id(0) * outputs
+    split = tl.program_id(2)
+    num_valid = tl.minimum(outputs, num_outputs - first)
+    begin = split * split_inputs
+    end = tl.minimum(begin + split_inputs, num_inputs)
+    tile_ptr = weight_ptr + first.to(tl.int64) * num_inputs
+    if whole:
+        prefetch_rows(tile_ptr + begin, num_inputs, num_valid, prefetched, overlap)
+    output = tl.arange(0, outputs)
+    in_tile = tl.minimum(output, num_valid - 1)
+    column = tl.arange(0, inputs)
+    row = tl.program_id(1) * row_tile + tl.arange(0, row_tile)
+    is_row = row < num_rows
+    weight_ptrs = tile_ptr + in_tile[:, None] * num_inputs + column[None, :]  # [outputs, inputs]
+    x_ptrs = x_ptr + row[None, :].to(tl.int64) * x_stride + column[:, None]  # [inputs, row_tile]
+    row_scales_ptr = scales_ptr + ((first + in_tile) // scale_rows) * num_column_scales  # [outputs]
+    x_scales_ptr += row.to(tl.int64) * (num_column_scales if kind == 2 else x_scale_stride)
+    sums = tl.zeros((outputs, row_tile), tl.float32)
+    wait_for_inputs(overlap)
+    for i in tl.range(begin, end, inputs, num_stages=stages):
+        if whole:
+            weight = tl.load(weight_ptrs + i)
+            x = tl.load(x_ptrs + i, mask=is_row[None, :], other=0.0)
+        else:
+            weight = tl.load(weight_ptrs + i, mask=column[None, :] + i < end, other=0.0)
+            x = tl.load(x_ptrs + i, mask=is_row[None, :] & (column[:, None] + i < end), other=0.0)
+        if kind == 0:
+            weight = weight.to(x.dtype)
+        if scale_columns > 0:
+            part = tl.dot(weight, x)
+            group = i // scale_columns
+            factor = tl.load(row_scales_ptr + group)[:, None]
+            if kind == 2:
+                factor = factor * tl.load(x_scales_ptr + group, mask=is_row, other=1.0)[None, :]
+            sums += part * factor
+        elif kind == 0:
+            sums = tl.dot(weight, x, sums)
+        else:
+            sums = tl.dot(weight, x, sums, max_num_imprecise_acc=128)
+    if scale_columns == 0:
+        sums *= tl.load(row_scales_ptr)[:, None]
+    if kind == 1 or kind == 3:
+        sums *= tl.load(x_scales_ptr, mask=is_row, other=1.0)[None, :]
+    if has_bias and not is_split:
+        sums += tl.load(bias_ptr + first + in_tile).to(tl.float32)[:, None]
+    is_written = (output[:, None] < num_valid) & is_row[None, :]
+    out_ptrs = output_ptr + (split * num_rows + row[None, :]).to(tl.int64) * num_outputs + first + output[:, None]
+    tl.store(out_ptrs, sums.to(output_ptr.dtype.element_ty), mask=is_written)
+
+
+@triton_kernel(unspecialized=("num_rows",))
+def _sum_splits_kernel(
+    output_ptr, parts_ptr, bias_ptr, num_rows, num_outputs,
+    splits: tl.constexpr, has_bias: tl.constexpr, tile: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    launch_dependents(overlap)
+    wait_for_inputs(overlap)
+    column = tl.program_id(1) * tile + tl.arange(0, tile)
+    is_output = column < num_outputs
+    offset = tl.program_id(0).to(tl.int64) * num_outputs + column
+    total = tl.zeros((tile,), tl.float32)
+    for split in tl.static_range(splits):
+        part_ptr = parts_ptr + (num_rows * split).to(tl.int64) * num_outputs
+        total += tl.load(part_ptr + offset, mask=is_output, other=0.0)
+    if has_bias:
+        total += tl.load(bias_ptr + column, mask=is_output, other=0.0).to(tl.float32)
+    tl.store(output_ptr + offset, total.to(output_ptr.dtype.element_ty), mask=is_output)

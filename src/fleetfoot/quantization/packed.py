@@ -1,0 +1,464 @@
+"""Weights of 4 bits: AWQ, GPTQ, compressed-tensors, MXFP4, and those that are quantized while they are loaded.
+
+The tensors of a part of a matrix are read whole, or what this rank needs of them, and then brought into the one layout
+that kernels read, so that one part is in memory twice. A spec that is opened later gets a tensor of the file's form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from fleetfoot.config.model import DTYPE_BYTES
+from fleetfoot.config.quantization import WeightFormat
+from fleetfoot.quantization.base import LinearMethod, LinearShape, LinearWeight
+from fleetfoot.quantization.scaled import bias_specs
+from fleetfoot.records.weights import Rows, Span, WeightError, WeightSpec, slices_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from fleetfoot.kernels.interface import Kernels
+
+_PER_WORD = 8
+_DUMMY_SCALE = 0.02 / 4.6
+"""Random codes with this scale have a standard deviation of 0.02."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of the matrix on this rank, in the units of its files."""
+
+    name: str
+    size: int
+    """Outputs in the checkpoint."""
+    rows: Rows
+    columns: slice
+    num_columns: int
+    """Inputs in the checkpoint."""
+    span: slice
+    """Where its outputs are stored."""
+    group: int
+    """Inputs of a group; 0: all."""
+
+    @property
+    def hull(self) -> slice:
+        """Outputs from the first to the last, in whole words."""
+        runs = slices_of(self.rows)
+        first, last = min(run.start for run in runs), max(run.stop for run in runs)
+        return slice(first // _PER_WORD * _PER_WORD, min(-(-last // _PER_WORD) * _PER_WORD, self.size))
+
+    @property
+    def groups(self) -> slice:
+        """Groups of the inputs."""
+        if not self.group:
+            return slice(0, 1)
+        return slice(self.columns.start // self.group, -(-self.columns.stop // self.group))
+
+    @property
+    def num_groups(self) -> int:
+        return -(-self.num_columns // self.group) if self.group else 1
+
+    def outputs(self, device: torch.device) -> torch.Tensor:
+        """``[n]``: the outputs, counted from the hull's first one."""
+        import torch
+
+        return (
+            torch.cat([torch.arange(run.start, run.stop, device=device) for run in slices_of(self.rows)])
+            - self.hull.start
+        )
+
+    @staticmethod
+    def words(some: slice) -> slice:
+        return slice(some.start // _PER_WORD, -(-some.stop // _PER_WORD))
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """A part, unpacked, with the inputs of this rank."""
+
+    codes: torch.Tensor
+    """``[out, in]`` uint8."""
+    scales: torch.Tensor
+    """``[out, groups of the part]``"""
+    zeros: torch.Tensor | None
+    """``[out, groups of the part]``"""
+    group_of: torch.Tensor | None = None
+    """``[in]``: the group of each input in the checkpoint; None: in order."""
+
+
+Tensors = dict[str, Any]
+
+
+class _Layout:
+    """The tensors of a part in a kind of file: suffix -> `WeightSpec` fields, and the two ways of conversion."""
+
+    def __init__(self, form: WeightFormat, dtype: torch.dtype) -> None:
+        self.form, self.dtype = form, dtype
+
+    def fields(self, part: _Part) -> dict[str, dict[str, Any]]:
+        raise NotImplementedError
+
+    def read(self, part: _Part, tensors: Tensors) -> _Content:
+        raise NotImplementedError
+
+    def write(self, part: _Part, content: _Content) -> Tensors:
+        raise NotImplementedError
+
+
+def _spec(shape: tuple[int, ...], part: tuple[Any, ...], kind: str = "integer", init: Any = "normal") -> dict[str, Any]:
+    return {"shape": shape, "part": part, "kind": kind, "init": init}
+
+
+class _ByColumns(_Layout):
+    """AWQ and GPTQ: ``[in, out]``, AWQ packed along the outputs and in an order of its own, GPTQ along the inputs."""
+
+    @property
+    def is_awq(self) -> bool:
+        return self.form.tensors == "awq"
+
+    def fields(self, part: _Part) -> dict[str, dict[str, Any]]:
+        hull, words, groups = part.hull, part.words, part.groups
+        num_words = -(-part.size // _PER_WORD)
+        if self.is_awq:
+            codes = _spec((part.num_columns, num_words), (part.columns, words(hull)))
+        else:
+            codes = _spec((-(-part.num_columns // _PER_WORD), part.size), (words(part.columns), hull))
+        zero = 0x77777777 if self.form.tensors == "gptq" else -0x77777778  # 8 in each
+        fields = {
+            "qweight": codes,
+            "qzeros": _spec((part.num_groups, num_words), (groups, words(hull)), init=zero),
+            "scales": _spec((part.num_groups, part.size), (groups, hull), "float", _DUMMY_SCALE),
+        }
+        if not self.is_awq:
+            order = partial(_fill_order, first=part.columns.start, group=part.group or part.num_columns)
+            fields["g_idx"] = _spec((part.num_columns,), (part.columns,), init=order)
+        return fields
+
+    def read(self, part: _Part, tensors: Tensors) -> _Content:
+        from fleetfoot.kernels.quantized.packed import unpack_columns, unpack_rows
+
+        outputs = part.outputs(tensors["scales"].device)
+        if self.is_awq:
+            codes = unpack_columns(tensors["qweight"], is_awq=True)
+        else:
+            first = part.columns.start % _PER_WORD
+            codes = unpack_rows(tensors["qweight"])[first : first + part.columns.stop - part.columns.start]
+        zeros = unpack_columns(tensors["qzeros"], is_awq=self.is_awq)
+        if self.form.tensors == "gptq":
+            zeros = (zeros + 1) & 15  # as other tools read them, too
+        group_of = None
+        if not self.is_awq and self.form.is_ordered:
+            group_of = tensors["g_idx"].long() - part.groups.start
+        scales = tensors["scales"][:, outputs].T
+        return _Content(codes[:, outputs].T, scales, zeros[:, outputs].T, group_of)
+
+    def write(self, part: _Part, content: _Content) -> Tensors:
+        import torch
+
+        from fleetfoot.kernels.quantized.packed import pack_columns, pack_rows
+
+        def spread(values: torch.Tensor) -> torch.Tensor:  # [n, k] -> [k, hull]
+            whole = values.new_zeros(values.shape[1], part.hull.stop - part.hull.start)
+            whole[:, part.outputs(values.device)] = values.T
+            return whole
+
+        assert content.zeros is not None
+        zeros = (content.zeros - 1) & 15 if self.form.tensors == "gptq" else content.zeros
+        tensors = {
+            "qzeros": pack_columns(spread(zeros), is_awq=self.is_awq),
+            "scales": spread(content.scales),
+        }
+        if self.is_awq:
+            return tensors | {"qweight": pack_columns(spread(content.codes), is_awq=True)}
+        device, columns = content.codes.device, torch.arange(part.columns.start, part.columns.stop)
+        order = columns.to(device) // (part.group or part.num_columns) if content.group_of is None else content.group_of
+        return tensors | {"qweight": pack_rows(spread(content.codes)), "g_idx": order.to(torch.int32)}
+
+
+def _fill_order(target: torch.Tensor, first: int, group: int) -> None:
+    import torch
+
+    target.copy_(torch.arange(first, first + len(target)) // group)
+
+
+class _CompressedTensors(_Layout):
+    """compressed-tensors: ``[out, in]``, packed along the inputs, zero points along the outputs."""
+
+    def fields(self, part: _Part) -> dict[str, dict[str, Any]]:
+        num_words, hull = -(-part.num_columns // _PER_WORD), part.hull
+        fields = {
+            "weight_packed": _spec((part.size, num_words), (part.rows, part.words(part.columns))),
+            "weight_scale": _spec((part.size, part.num_groups), (part.rows, part.groups), "float", _DUMMY_SCALE),
+            "weight_shape": _spec((2,), (), init=partial(_fill_shape, shape=(part.size, part.num_columns))),
+        }
+        if self.form.has_zeros:
+            zeros = (-(-part.size // _PER_WORD), part.num_groups), (part.words(hull), part.groups)
+            fields["weight_zero_point"] = _spec(*zeros, init=-0x77777778)
+        return fields
+
+    def read(self, part: _Part, tensors: Tensors) -> _Content:
+        from fleetfoot.kernels.quantized.packed import unpack_columns, unpack_rows
+
+        if tensors["weight_shape"].tolist() != [part.size, part.num_columns]:
+            raise WeightError(
+                f"{part.name}.weight_shape is {tensors['weight_shape'].tolist()}, and the layer has "
+                f"{[part.size, part.num_columns]}"
+            )
+        first = part.columns.start % _PER_WORD
+        codes = unpack_columns(tensors["weight_packed"])[:, first : first + part.columns.stop - part.columns.start]
+        zeros = None
+        if self.form.has_zeros:
+            zeros = unpack_rows(tensors["weight_zero_point"])[part.outputs(codes.device)]
+        return _Content(codes, tensors["weight_scale"], zeros)
+
+    def write(self, part: _Part, content: _Content) -> Tensors:
+        import torch
+
+        from fleetfoot.kernels.quantized.packed import pack_columns, pack_rows
+
+        tensors = {
+            "weight_packed": pack_columns(content.codes),
+            "weight_scale": content.scales,
+            "weight_shape": torch.tensor([part.size, part.num_columns]),
+        }
+        if content.zeros is not None:
+            whole = content.zeros.new_zeros(part.hull.stop - part.hull.start, content.zeros.shape[1])
+            whole[part.outputs(whole.device)] = content.zeros
+            tensors["weight_zero_point"] = pack_rows(whole)
+        return tensors
+
+
+def _fill_shape(target: torch.Tensor, shape: tuple[int, int]) -> None:
+    for index, size in enumerate(shape):
+        target[index] = size
+
+
+class _MXFP4(_Layout):
+    """compressed-tensors' MXFP4: two codes in a byte, scales as exponents of 2 (E8M0)."""
+
+    def fields(self, part: _Part) -> dict[str, dict[str, Any]]:
+        half = slice(part.columns.start // 2, -(-part.columns.stop // 2))
+        return {
+            "weight_packed": _spec((part.size, part.num_columns // 2), (part.rows, half)),
+            "weight_scale": _spec((part.size, part.num_groups), (part.rows, part.groups), init=120),
+        }
+
+    def read(self, part: _Part, tensors: Tensors) -> _Content:
+        from fleetfoot.kernels.quantized.packed import unpack_bytes
+
+        scales = (tensors["weight_scale"].float() - 127).exp2().to(self.dtype)
+        return _Content(unpack_bytes(tensors["weight_packed"]), scales, None)
+
+    def write(self, part: _Part, content: _Content) -> Tensors:
+        import torch
+
+        from fleetfoot.kernels.quantized.packed import pack_bytes
+
+        exponents = (content.scales.float().log2().round() + 127).to(torch.uint8)
+        return {"weight_packed": pack_bytes(content.codes), "weight_scale": exponents}
+
+
+def _refuse_patch(indices: torch.Tensor, values: torch.Tensor) -> str:
+    return "has 4 bits, and its groups were rounded as a whole; give it whole"
+
+
+class _Plain(_Layout):
+    """A weight that is not quantized, with all inputs: groups are those of the whole."""
+
+    def fields(self, part: _Part) -> dict[str, dict[str, Any]]:
+        fields = _spec((part.size, part.num_columns), (part.rows,), "float")
+        return {"weight": fields | {"patch_problem": _refuse_patch}}
+
+    def read(self, part: _Part, tensors: Tensors) -> _Content:
+        from fleetfoot.kernels.quantized.packed import quantize_groups
+
+        codes, scales = quantize_groups(tensors["weight"], part.group or part.num_columns)
+        return _Content(codes[:, part.columns], scales[:, part.groups], None)
+
+    def write(self, part: _Part, content: _Content) -> Tensors:
+        import torch
+
+        index = torch.arange(part.columns.start, part.columns.stop, device=content.codes.device)
+        group = index // (part.group or part.num_columns) - part.groups.start
+        whole = torch.zeros(len(content.codes), part.num_columns, dtype=self.dtype, device=content.codes.device)
+        whole[:, part.columns] = ((content.codes.float() - 8) * content.scales[:, group].float()).to(self.dtype)
+        return {"weight": whole}
+
+
+_LAYOUTS: dict[str, type[_Layout]] = {
+    **dict.fromkeys(("awq", "gptq", "gptq_v2"), _ByColumns),
+    "pack-quantized": _CompressedTensors,
+    "mxfp4-pack-quantized": _MXFP4,
+    "float": _Plain,
+}
+
+
+class PackedWeight(LinearWeight):
+    """Codes in the layout of `PackedMatrix`, filled part by part."""
+
+    def __init__(
+        self, form: WeightFormat, shape: LinearShape, ops: Kernels, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        import torch
+
+        from fleetfoot.kernels.quantized.packed import BLOCK, SPAN, PackedMatrix
+
+        self._shape, self._multiply = shape, ops.packed_linear
+        self._layout = _LAYOUTS[form.tensors](form, dtype)
+        columns, group = shape.columns, form.block[1]
+        if columns.start % _PER_WORD or (form.is_ordered and columns != slice(0, shape.in_features)):
+            names, problem = ", ".join(name for name, _ in shape.parts), "are not whole words of 8"
+            if form.is_ordered:
+                problem = "are those of groups in another order (desc_act)"
+            raise ValueError(
+                f"{names}: the inputs {columns.start} to {columns.stop} of a rank {problem}; use fewer ranks"
+            )
+        self._parts = [
+            _Part(name, size, rows, columns, shape.in_features, span, group)
+            for name, size, rows, span in shape.row_spans()
+        ]
+        num_rows, num_inputs = shape.num_outputs + shape.padding, shape.num_inputs
+        stored_group = math.gcd(group, columns.start) if group else max(1, num_inputs)
+        num_groups = -(-num_inputs // stored_group)
+        words = torch.zeros(num_rows, -(-num_inputs // BLOCK) * SPAN, dtype=torch.int32, device=device)
+        scales = torch.zeros(num_rows, num_groups, dtype=dtype, device=device)
+        zeros = torch.zeros(num_rows, num_groups, dtype=torch.uint8, device=device) if form.has_zeros else None
+        order = torch.arange(num_inputs, device=device) if form.is_ordered else None
+        has_bias = shape.has_bias or shape.has_zero_bias
+        bias = torch.zeros(num_rows, dtype=dtype, device=device) if has_bias else None
+        self._matrix = PackedMatrix(words, scales, zeros, stored_group, num_inputs, form.values == "mxfp4", order, bias)
+        self._group_of: torch.Tensor | None = None  # of `PackedMatrix.order`
+        self._open: dict[int, Tensors] = {}  # part -> its tensors in the form of files
+        self._filled: dict[int, set[str]] = {}  # part -> names of tensors that are filled
+        self._loaded: set[int] = set()
+
+    def stored(self) -> Iterator[Span]:
+        matrix = self._matrix
+        tensors = [matrix.words, matrix.scales, matrix.zeros, matrix.bias if self._shape.has_bias else None]
+        for tensor in tensors:
+            if tensor is not None:
+                yield tensor.data_ptr(), tensor.nbytes
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        return self._multiply(x, self._matrix)
+
+    def weight_specs(self, prefix: str) -> Iterator[WeightSpec]:
+        for index, part in enumerate(self._parts):
+            for suffix, fields in self._layout.fields(part).items():
+                destination = partial(self._opened, index, suffix)
+                filled = partial(self._mark_filled, index, suffix)
+                dtype = self._dtype_of(suffix, fields["kind"])
+                yield WeightSpec(
+                    f"{prefix}{part.name}.{suffix}", destination=destination, filled=filled, dtype=dtype, **fields
+                )
+            yield from bias_specs(self._shape, self._matrix.bias, prefix, part.name, part.size, part.rows, part.span)
+
+    def process_weights_after_loading(self) -> None:
+        for index in tuple(self._open):
+            self._close(index)
+
+    def _dtype_of(self, suffix: str, kind: Literal["float", "integer"]) -> torch.dtype:
+        import torch
+
+        if kind == "float":
+            return self._layout.dtype
+        is_bytes = isinstance(self._layout, _MXFP4)
+        return torch.int64 if suffix == "weight_shape" else torch.uint8 if is_bytes else torch.int32
+
+    def _opened(self, index: int, suffix: str) -> torch.Tensor:
+        import torch
+
+        part, device = self._parts[index], self._matrix.words.device
+        tensors = self._open.setdefault(index, {})
+        if suffix not in tensors and index in self._loaded:
+            tensors |= self._layout.write(part, self._content(index))
+        if suffix not in tensors:
+            fields = self._layout.fields(part)[suffix]
+            size = _part_shape(fields["shape"], fields["part"])
+            tensors[suffix] = torch.empty(size, dtype=self._dtype_of(suffix, fields["kind"]), device=device)
+        found: torch.Tensor = tensors[suffix]
+        return found
+
+    def _mark_filled(self, index: int, suffix: str) -> None:
+        filled = self._filled.setdefault(index, set())
+        filled.add(suffix)
+        if filled >= self._layout.fields(self._parts[index]).keys():
+            self._close(index)
+
+    def _close(self, index: int) -> None:
+        from fleetfoot.kernels.quantized.packed import pack_words
+
+        tensors = self._open.pop(index)
+        self._filled.pop(index, None)
+        if tensors.keys() != self._layout.fields(self._parts[index]).keys():
+            return  # nothing was written to them
+        part, matrix = self._parts[index], self._matrix
+        content = self._layout.read(part, tensors)
+        if matrix.order is not None:
+            content = self._ordered(content, part)
+        columns, group = part.columns, part.group or part.num_columns
+        starts = range(columns.start, columns.stop, matrix.group) if matrix.order is None else None
+        groups = [start // group - part.groups.start for start in starts] if starts is not None else slice(None)
+        matrix.words[part.span] = pack_words(content.codes)
+        matrix.scales[part.span] = content.scales[:, groups].to(matrix.scales.dtype)
+        if matrix.zeros is not None:
+            assert content.zeros is not None
+            matrix.zeros[part.span] = content.zeros[:, groups]
+        self._loaded.add(index)
+
+    def _ordered(self, content: _Content, part: _Part) -> _Content:
+        """Columns by group; all parts of the matrix read the same inputs."""
+        import torch
+
+        assert content.group_of is not None and self._matrix.order is not None
+        counts, full = content.group_of.bincount(minlength=part.num_groups), part.group
+        if len(counts) > part.num_groups or bool((counts[:-1] != full).any()):
+            raise WeightError(f"{part.name}.g_idx does not have {full} inputs for each group")
+        if self._group_of is None or (not self._loaded - {self._parts.index(part)}):
+            self._group_of = content.group_of.clone()
+            self._matrix.order.copy_(content.group_of.argsort(stable=True))
+        elif not torch.equal(content.group_of, self._group_of):
+            names = ", ".join(each.name for each in self._parts)
+            raise WeightError(f"{names} are one product, and their g_idx differ")
+        return replace(content, codes=content.codes[:, self._matrix.order])
+
+    def _content(self, index: int) -> _Content:
+        """What is stored of a part."""
+        from fleetfoot.kernels.quantized.packed import unpack_words
+
+        part, matrix = self._parts[index], self._matrix
+        codes = unpack_words(matrix.words[part.span])[:, : matrix.num_inputs]
+        columns, group = part.columns, part.group or part.num_columns
+        first = [
+            max(0, each * group - columns.start) // matrix.group for each in range(part.groups.start, part.groups.stop)
+        ]
+        if matrix.order is not None:
+            first, codes = list(range(matrix.scales.shape[1])), codes[:, matrix.order.argsort()]
+        zeros = None if matrix.zeros is None else matrix.zeros[part.span][:, first]
+        return _Content(codes, matrix.scales[part.span][:, first], zeros, self._group_of)
+
+
+def _part_shape(shape: tuple[int, ...], part: tuple[Any, ...]) -> list[int]:
+    sizes = [sum(run.stop - run.start for run in slices_of(rows)) for rows in part]
+    return [*sizes, *shape[len(sizes) :]]
+
+
+class Packed(LinearMethod):
+    """`PackedWeight` in a format."""
+
+    def __init__(self, form: WeightFormat) -> None:
+        self.form = form
+        self.name = str(form)
+
+    def make_weight(self, shape: LinearShape, ops: Kernels, dtype: torch.dtype, device: torch.device) -> LinearWeight:
+        return PackedWeight(self.form, shape, ops, dtype, device)
+
+    def num_bytes(self, num_outputs: int, num_inputs: int, dtype: str) -> int:
+        num_groups = -(-num_inputs // (self.form.block[1] or num_inputs))
+        words = num_outputs * -(-num_inputs // 128) * 64
+        order = 8 * num_inputs * self.form.is_ordered
+        return words + num_outputs * num_groups * (DTYPE_BYTES[dtype] + self.form.has_zeros) + order
