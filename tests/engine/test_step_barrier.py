@@ -64,7 +64,8 @@ def life_of_a_request(num_drafts: int, *, is_pooled: bool) -> dict[str, Schedule
         "rest": SchedulerOutput(1, [0], [2], 0, 1, 2, num_to_propose=num_drafts),
         "decode": SchedulerOutput(2, [0], [1 + num_drafts], 1, 1, 1 + num_drafts, num_drafts=num_drafts),
         "idle": SchedulerOutput(3, [], [], 0, 0, 0, finished=[("r", 0)], finished_req_ids={"r"}),
-        "idle again": SchedulerOutput(4, [], [], 0, 0, 0),
+        "padding": SchedulerOutput(4, [], [], 0, 0, 0, num_padding_tokens=3),
+        "idle again": SchedulerOutput(5, [], [], 0, 0, 0),
     }
     steps["decode"].awaited_step = 1
     if is_pooled:

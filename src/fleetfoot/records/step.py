@@ -120,6 +120,9 @@ class SchedulerOutput:
     be used, in the order in which they were queued. Ranks change to a kernel in the same step. Set by the executor."""
     kv_connector_metadata: object | None = None
     """From the scheduler's side of the KV connector to the workers' side."""
+    num_padding_tokens: int = 0
+    """Tokens of padding that a step without requests computes, beside replicas whose layers communicate with this
+    one's; 0: none. They write no KV."""
     structured: list[int] = field(default_factory=list)
     """Batch indices of the requests that sample under a grammar. If there are any, `TokenMasks` follow the step: the
     forward pass is queued before they are known."""

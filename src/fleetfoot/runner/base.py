@@ -162,14 +162,19 @@ class ModelRunner(ABC):
         try:
             if scheduler_output.is_idle:
                 self._free_rows(scheduler_output)
-                self._ready_output = ModelRunnerOutput([], kv_connector_output=connector.no_forward(scheduler_output))
-                return
-            connector.pre_forward(scheduler_output)
-            self._forward(scheduler_output)
-            if self._execute_state is None:  # a rank that does not sample: its last write of KV is queued
-                self._ready_output = ModelRunnerOutput(
-                    [], kv_connector_output=connector.post_forward(scheduler_output.finished_req_ids)
-                )
+            if scheduler_output.is_idle and not scheduler_output.num_padding_tokens:
+                kv_output = connector.no_forward(scheduler_output)
+            else:
+                connector.pre_forward(scheduler_output)
+                if scheduler_output.is_idle:
+                    self._compute_padding(scheduler_output.num_padding_tokens)
+                else:
+                    self._forward(scheduler_output)
+                if self._execute_state is not None:
+                    return
+                # this rank does not sample: its last write of KV is queued
+                kv_output = connector.post_forward(scheduler_output.finished_req_ids)
+            self._ready_output = ModelRunnerOutput([], kv_connector_output=kv_output)
         except BaseException:
             self._abandon_step()
             raise
@@ -192,6 +197,12 @@ class ModelRunner(ABC):
             raise
         return output
 
+    def _compute_padding(self, num_tokens: int) -> None:
+        """See `SchedulerOutput.num_padding_tokens`."""
+        output = self._forward_padding(num_tokens)
+        if isinstance(output, IntermediateTensors):
+            self._pipeline.send(output.first(num_tokens))
+
     def _run_warm_up_step(self, step: WarmUpOutput) -> None:
         """A step of no request, which the KV connector never gets."""
         self._forward(step)
@@ -210,6 +221,10 @@ class ModelRunner(ABC):
     @abstractmethod
     def _forward(self, scheduler_output: SchedulerOutput) -> None:
         """See `execute_model`. On a rank that samples it sets ``_execute_state``."""
+
+    @abstractmethod
+    def _forward_padding(self, num_tokens: int) -> torch.Tensor | IntermediateTensors:
+        """The output of this rank's layers for tokens of no request, with what the previous rank has sent of them."""
 
     @abstractmethod
     def _sample(self, masks: TokenMasks | None) -> Any:

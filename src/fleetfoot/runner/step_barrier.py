@@ -9,8 +9,8 @@ from fleetfoot.records.step import SchedulerOutput
 
 
 class StepBarrier(ABC):
-    """Called once at the end of each step on every rank: with requests or without, on every stage of a pipeline, and in
-    the steps of a warm-up.
+    """Called once at the end of each step on every rank: with requests or without, on every stage of a pipeline, where
+    padding alone is computed, and in the steps of a warm-up.
 
     The ranks' calls come in the same order, so a call may communicate. A step that raises ends without one, and its
     rank takes no further steps: no other rank waits for it longer than the engine takes to end them all.
@@ -19,7 +19,7 @@ class StepBarrier(ABC):
     @abstractmethod
     def step(self, scheduler_output: SchedulerOutput) -> None:
         """All work of this step is queued, the KV connector's included; what is queued now comes before the next step.
-        `WarmUpOutput`, and steps that are idle, have no load to be counted."""
+        A `WarmUpOutput` and a step without requests have no load to be counted, even if they compute padding."""
 
 
 class NoBarrier(StepBarrier):

@@ -10,6 +10,7 @@ import torch
 from fleetfoot.layers.attention import Attention, PagedAttention
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext, IntermediateTensors
+from fleetfoot.runner.v1.padding import run_padding
 
 
 class _OpaqueAttention(PagedAttention):
@@ -36,20 +37,6 @@ def compile_layers(model: CausalLM) -> None:
 
 def warm_up_layers(model: CausalLM, kv_caches: Sequence[torch.Tensor]) -> None:
     """Compile for several tokens, for any number of them, and for one: a forward pass each, which writes no KV."""
-    device, dtype = kv_caches[0].device, kv_caches[0].dtype
     for num_tokens in (2, 3, 1):
-        positions = torch.arange(num_tokens, device=device)  # [num_tokens]
-        metadata = AttentionMetadata(
-            query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
-            seq_lens=torch.tensor([num_tokens], dtype=torch.int32, device=device),
-            block_tables=torch.zeros(1, num_tokens, dtype=torch.int32, device=device),
-            slot_mapping=torch.full_like(positions, -1),
-            positions=positions,
-            num_decodes=int(num_tokens == 1),
-            max_query_len=num_tokens,
-            max_seq_len=num_tokens,
-            is_warm_up=True,
-        )
-        hidden_states = torch.zeros(num_tokens, model.config.hidden_size, dtype=dtype, device=device)
-        received = None if model.is_first else IntermediateTensors(hidden_states)
-        model(torch.zeros_like(positions), ForwardContext(metadata, kv_caches), received)
+        hidden = kv_caches[0].new_zeros(num_tokens, model.config.hidden_size)
+        run_padding(model, kv_caches, num_tokens, None if model.is_first else IntermediateTensors(hidden))

@@ -18,6 +18,7 @@ from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from fleetfoot.runner.base import ModelRunner, SampledTokenSync
 from fleetfoot.runner.v1.host_state import HostState, StepInputs, draft_batch, logits_indices, prepare_inputs
+from fleetfoot.runner.v1.padding import run_padding
 from fleetfoot.sampling.custom_processors import EngineProcessor
 from fleetfoot.sampling.sampler_v1 import Sampler
 from fleetfoot.weights.loading import ModelLoader
@@ -87,6 +88,11 @@ class ModelRunnerV1(ModelRunner):
             self._send_to_next_stage(hidden_states, scheduler_output, sampled_rows)
         else:
             self._execute_state = scheduler_output, (hidden_states, inputs)
+
+    @torch.inference_mode()
+    def _forward_padding(self, num_tokens: int) -> torch.Tensor | IntermediateTensors:
+        assert self._model is not None
+        return run_padding(self._model, self._kv_caches, num_tokens, self._pipeline.receive(num_tokens))
 
     @torch.inference_mode()
     def _sample(self, masks: TokenMasks | None) -> ModelRunnerOutput:

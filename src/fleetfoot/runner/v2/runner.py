@@ -444,6 +444,14 @@ class ModelRunnerV2(ModelRunner):
 
         return forward, sample
 
+    @torch.inference_mode()
+    def _forward_padding(self, num_tokens: int) -> torch.Tensor | IntermediateTensors:
+        shape = BatchShape.of_graph(GraphKey("decode", num_tokens, num_tokens))
+        batch = self._buffers.batch(shape, [], is_warm_up=True)
+        self._state.staging.clear_on_device(self._buffers.query_start_loc(shape, [0] * num_tokens))
+        self._buffers.fill(batch)
+        return self._run_model(batch, self._pipeline.receive(num_tokens), all_tokens=True).hidden_states
+
     # --- sampled tokens on the other ranks of a pipeline --------------------------------------------------------------
 
     def _sampled_token_message(self, batch: InputBatch, samples: DeviceSamples) -> torch.Tensor | None:
