@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -29,8 +28,7 @@ class Offering(nn.Module):
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class Branch:
+class Branch(NamedTuple):
     """A mixer or an MLP with its norms: ``x + scale * output_norm(body(input_norm(x), ctx))``."""
 
     body: Callable[[torch.Tensor, ForwardContext], torch.Tensor]
