@@ -1,10 +1,10 @@
 """Linear layers with FP8 weights in Triton: see `fleetfoot.kernels.quantized.scaled`.
 
-One row is quantized by every program of the product that reads it; more rows by a kernel of their own before it. Up to
-8 rows, warps process slices of the inputs, and values become float16, which holds each e4m3 exactly: such a product is
-bound by reading the weight. From 9 rows on, e4m3 values are multiplied as they are, and sums of 128 inputs, or those of
-a block, are added in float32; with few tiles of outputs, programs have ranges of the inputs, and another kernel adds
-their sums. The library multiplies many rows where scales are those of outputs.
+One row is quantized by every program of the product that reads it, which has all of it at once for that; more rows by a
+kernel of their own before it. Up to 8 rows, warps process slices of the inputs, and values become float16, which holds
+each e4m3 exactly: such a product is bound by reading the weight. From 9 rows on, e4m3 values are multiplied as they
+are, and sums of 128 inputs, or those of a block, are added in float32; with few tiles of outputs, programs have ranges
+of the inputs, and another kernel adds their sums. The library multiplies many rows where scales are those of outputs.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ LIBRARY_ROWS = 128
 """Rows from which on the library multiplies, where it can."""
 _LIBRARY_MULTIPLE = 16
 _KINDS = {"": 0, "token": 1, "group": 2, "static": 3}
+_MOST_INPUTS = 16384
+"""Of a row that a program quantizes at once."""
 _PREFETCHED = 1024
 """Inputs of each row of the weight that are prefetched to L2 while the previous kernel still runs."""
 
@@ -124,15 +126,16 @@ def launch_scaled(x: torch.Tensor, weight: ScaledMatrix, tiling: ScaledTiling) -
         **launch_options(overlap),
     }  # fmt: skip
     if tiling.kernel == "few":
-        is_quantized = kind in (1, 3) and num_rows > 1
+        is_quantized = kind in (1, 3) and (num_rows > 1 or num_inputs > _MOST_INPUTS)
         source, scales = x, x if weight.input_scale is None else weight.input_scale
         if is_quantized:
             source, scales = quantize_rows_triton(x, weight)
         _scaled_few_rows_kernel[(cdiv(num_outputs, tiling.outputs),)](
             output, source, scales, weight.values, weight.scales, biases,
             num_rows, num_outputs, num_inputs, source.stride(0), weight.scales.shape[1], min(_PREFETCHED, num_inputs),
-            kind=4 if is_quantized else kind,
-            slices=tiling.num_warps, whole=num_inputs % (tiling.num_warps * tiling.inputs) == 0, **options,
+            kind=4 if is_quantized else kind, slices=tiling.num_warps,
+            padded_inputs=next_power_of_2(num_inputs), whole=num_inputs % (tiling.num_warps * tiling.inputs) == 0,
+            **options,
         )  # fmt: skip
         return output
     if kind:
@@ -231,7 +234,7 @@ def _quantize_rows_kernel(
 def _scaled_few_rows_kernel(
     output_ptr, x_ptr, x_scales_ptr, weight_ptr, scales_ptr, bias_ptr,
     num_rows, num_outputs, num_inputs, x_stride, num_column_scales, prefetched,
-    kind: tl.constexpr, slices: tl.constexpr, whole: tl.constexpr,
+    kind: tl.constexpr, slices: tl.constexpr, padded_inputs: tl.constexpr, whole: tl.constexpr,
     outputs: tl.constexpr, inputs: tl.constexpr, row_tile: tl.constexpr, stages: tl.constexpr,
     scale_rows: tl.constexpr, scale_columns: tl.constexpr, x_scale_stride: tl.constexpr, has_bias: tl.constexpr,
     overlap: tl.constexpr,
@@ -259,13 +262,9 @@ def _scaled_few_rows_kernel(
     wait_for_inputs(overlap)
     x_scale = tl.full((1, 1, row_tile), 1.0, tl.float32)
     if kind == 1:
-        largest = tl.zeros((slices, inputs, row_tile), tl.float32)
-        for begin in range(0, num_inputs, chunk):
-            x = tl.load(
-                x_ptr + x_row * x_stride + begin + x_column, mask=is_row & (begin + x_column < num_inputs), other=0.0
-            )
-            largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
-        x_scale = _scale_of(tl.max(tl.max(largest, axis=0), axis=0))[None, None, :]
+        all_inputs = tl.arange(0, padded_inputs)
+        only_row = tl.load(x_ptr + all_inputs, mask=all_inputs < num_inputs, other=0.0).to(tl.float32)
+        x_scale = tl.full((1, 1, row_tile), 1.0, tl.float32) * _scale_of(tl.max(tl.abs(only_row), axis=0))
     if kind == 3:
         x_scale = tl.load(x_scales_ptr + x_row * 0)
     if kind == 4:
