@@ -398,7 +398,6 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
 """Features that settings require."""
 
 MODELS: dict[Feature, dict[str, Any]] = {
-    Feature.MIXTURE_OF_EXPERTS: {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8},
     Feature.HYBRID_LAYERS: {"architectures": ["JambaForCausalLM"], "mamba_d_state": 16},
 }
 """Features that a model requires, by fields of its config.json."""

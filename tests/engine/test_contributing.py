@@ -90,7 +90,7 @@ def arcee(page: Page, tmp_path: Path) -> Any:
 def test_a_model_has_the_logits_and_weights_of_transformers(tmp_path: Path) -> None:
     parity.test_logits_equal_those_of_transformers("arcee", tmp_path / "logits")
     (tmp_path / "names").mkdir()
-    parity.test_the_weight_specs_are_the_parameters_of_transformers("arcee", tmp_path / "names")
+    parity.test_the_weight_specs_are_the_tensors_of_checkpoints("arcee", tmp_path / "names")
 
 
 def test_a_model_runs_on_both_runners(runner: str, arcee: Any, tmp_path: Path) -> None:

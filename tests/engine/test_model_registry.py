@@ -36,11 +36,12 @@ def test_the_table_has_every_architecture_with_its_fused_layers() -> None:
     rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| (V1|V2) \| ([^|]+) \|$", PAGE, re.MULTILINE)
     expected = []
     for name, entry in ARCHITECTURES.items():
-        config = parse_model_config({"architectures": [name]}, {}, "config.json")
+        config = parse_model_config({"architectures": [name], "head_dim": 128}, {}, "config.json")
         fusion = plan_fusion(config, "v2")
         reasons = ", ".join(dict.fromkeys(layer.reason for layer in fusion if not layer.is_fused))
         layers = f"none: {reasons}" if reasons else "all"
-        assert len({layer.is_fused for layer in fusion}) == 1
+        if len({layer.is_fused for layer in fusion}) > 1:
+            layers = f"those without {reasons}"
         expected.append((name, "V2" if entry.default_on_v2 else "V1", layers))
     assert sorted(rows) == sorted(expected)
 

@@ -24,6 +24,7 @@ from fleetfoot.layers.rotary import inverse_frequencies, rotary_table
 from fleetfoot.models.interface import CausalLM, model_class
 from fleetfoot.records.forward_context import IntermediateTensors
 from fleetfoot.records.weights import WeightError
+from fleetfoot.weights.checkpoint import Checkpoint
 from fleetfoot.weights.loading import ModelLoader, reload_weights
 from fleetfoot.weights.store import WeightStore
 
@@ -198,16 +199,47 @@ def test_one_reopened_weight_changes_that_tensor_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_the_weight_specs_are_the_parameters_of_transformers(case: str, tmp_path: Path) -> None:
-    model_type, fields = MODELS[case]
-    reference = make_reference(model_type, **fields)
-    reference.config.save_pretrained(tmp_path)
+def test_the_weight_specs_are_the_tensors_of_checkpoints(case: str, tmp_path: Path) -> None:
+    reference = checkpoint(tmp_path, case)
     (tmp_path / "config.json").write_text(reference.config.to_json_string(use_diff=False))
     config = load_model_config(tmp_path)
     model = ModelLoader(config, context(), None, "dummy").load()
     specs = {spec.name: spec.shape for spec in model.weight_specs()}
-    assert specs == {name: tuple(parameter.shape) for name, parameter in reference.named_parameters()}
-    assert config.num_parameters == reference.num_parameters()
+    with Checkpoint(tmp_path) as stored:
+        assert specs == {name: stored.shape(name) for name in stored.names()}
+    buffers = sum(buffer.numel() for name, buffer in reference.named_buffers() if "correction" in name)
+    assert config.num_parameters == reference.num_parameters() + buffers
+
+
+@pytest.mark.parametrize("case", ["qwen3-moe-dense-layers", "qwen2-moe", "mixtral", "granite-moe", "gpt-oss"])
+def test_experts_in_stacks_are_those_of_single_tensors(case: str, tmp_path: Path) -> None:
+    reference, tokens = checkpoint(tmp_path, case), prompt(30)
+    expected, model = reference_logits(reference, tokens), load(tmp_path)
+    tensors = dict(reference.state_dict())
+    if reference.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    if case == "mixtral":  # of a layer's parts, transformers has renamed all
+        tensors = {name.replace(".mlp.", ".block_sparse_moe."): tensor for name, tensor in tensors.items()}
+    if case == "granite-moe":
+        tensors = {name.replace(".router.weight", ".router.layer.weight"): tensor for name, tensor in tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    stacked = load(tmp_path)
+    assert_close(run(stacked, PagedCache(stacked.config, 16), {0: tokens})[0], expected)
+
+    # and as an update
+    store = WeightStore(torch.device("cpu"))
+    store.add(model)
+    doubled = {name: 2 * tensor for name, tensor in tensors.items() if "experts." in name and "shared" not in name}
+    report = store.stage_tensors(doubled.items())
+    assert (report.unknown, report.problems) == (set(), [])
+    store.commit(1)
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            if ".experts." in name:
+                parameter.mul_(2.0)
+    assert_logits(model, reference)
+    wrong = [(name, tensor[:1]) for name, tensor in doubled.items()]
+    assert len(store.stage_tensors(wrong).problems) == len(wrong)
 
 
 def without(**fields: Any) -> Callable[[CausalLM], None]:

@@ -78,7 +78,7 @@ def llama_8b(tmp_path: Path) -> str:
 TRANSFER = ["--kv-transfer-config"]
 V2_DEFAULT = "default of LlamaForCausalLM"
 NONE = "No model runner supports"
-MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 2}
 JAMBA = {"architectures": ["JambaForCausalLM"], "mamba_d_state": 16, "num_experts": 16}
 FP8 = {"quantization_config": {"quant_method": "fp8"}}
 DECISIONS: dict[str, tuple[list[str], dict[str, Any], str, list[str], str]] = {
@@ -91,8 +91,8 @@ DECISIONS: dict[str, tuple[list[str], dict[str, Any], str, list[str], str]] = {
     "inactive": ([*H100, *TRANSFER, "{}"], {}, "v2", [], V2_DEFAULT),
     "quantized": (H100, FP8, "v2", [], V2_DEFAULT),
     "int8": ([*H100, "--quantization", "int8"], {}, "v1", ["quantized weights in a format without kernels"], "int8 by"),
-    "experts": (H100, MIXTRAL, "v1", ["mixture of experts"], f"{NONE} the architecture Mixtral"),
-    "hybrid": (H100, JAMBA, "v1", ["mixture of experts", "hybrid or state-space layers"], "architecture Jamba"),
+    "experts": (H100, MIXTRAL, "v2", [], "default of MixtralForCausalLM"),
+    "hybrid": (H100, JAMBA, "v1", ["hybrid or state-space layers"], "architecture Jamba"),
     "other": (H100, {"architectures": ["GPT2LMHeadModel"]}, "v1", [], f"{NONE} the architecture GPT2LMHeadModel."),
 }
 
@@ -105,7 +105,7 @@ def test_the_decision(case: str, run: Command, tmp_path: Path) -> None:
     assert (report["model_runner"], report["explicit"]) == (runner, "--use-v2-model-runner" in flags)
     assert report["unsupported"] == unsupported
     assert reason in report["reasons"][0]
-    assert (report["memory"] is None) == (case in ("experts", "hybrid", "other"))  # cannot be loaded
+    assert (report["memory"] is None) == (case in ("hybrid", "other"))  # cannot be loaded
     for name in () if is_runnable else unsupported:
         assert any(problem.startswith(f"{name} (") for problem in report["problems"])
 
@@ -289,7 +289,7 @@ def test_the_text_says_what_the_object_says(run: Command, llama_8b: str) -> None
         *("model runner V2", report["reasons"][0], "V2 lacks nothing that is on"),
         f"attention {report['attention_backend']}",
         f"kernels triton for {len(report['kernels'])} of {len(report['kernels'])} operations",
-        "layers 0 to 31 fused: RMSNorm before attention and MLP",
+        "layers 0 to 31 fused: branches with norms and residual sums",
         "KV layout arena: [num_blocks",
         f"graphs {report['graphs']['num_shapes']} shapes",
         "decode: 1, 2, 4, 8, 16-64 by 16, 96-256 by 32 requests",

@@ -30,20 +30,21 @@ class Batch:
     kv_cache: torch.Tensor
     metadata: AttentionMetadata
     soft_cap: float | None = None
+    sinks: torch.Tensor | None = None
 
     def inputs(self, window: int | None = None) -> AttentionInputs:
         """What attention kernels read."""
         scale = self.query.shape[2] ** -0.5
-        return AttentionInputs.of(self.query, self.kv_cache, self.metadata, scale, window, self.soft_cap)
+        return AttentionInputs.of(self.query, self.kv_cache, self.metadata, scale, window, self.soft_cap, self.sinks)
 
     def attend(self, backend: AttentionBackend, window: int | None = None) -> torch.Tensor:
         """The result of a backend."""
         scale = self.query.shape[2] ** -0.5
-        return backend.forward(self.query, self.kv_cache, self.metadata, scale, window, self.soft_cap)
+        return backend.forward(self.query, self.kv_cache, self.metadata, scale, window, self.soft_cap, self.sinks)
 
     def expected(self, window: int | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The result of the reference in another dtype."""
-        batch = Batch(self.query.to(dtype), self.kv_cache.to(dtype), self.metadata, self.soft_cap)
+        batch = replace(self, query=self.query.to(dtype), kv_cache=self.kv_cache.to(dtype))
         return batch.attend(SDPABackend(), window)
 
 
@@ -60,6 +61,7 @@ def make_batch(
     behind: int = 0,
     shuffled: bool = True,
     soft_cap: float | None = None,
+    has_sinks: bool = False,
     seed: int = 0,
 ) -> Batch:
     """``behind``: query tokens after the last request's. A request of length 0 pads the batch."""
@@ -95,7 +97,8 @@ def make_batch(
         max_seq_len=max(seq_lens, default=0),
     )
     query = torch.randn(num_tokens, num_heads, head_dim, generator=generator, device=device).to(dtype)
-    return Batch(query, kv_cache, metadata, soft_cap)
+    sinks = 2 * torch.randn(num_heads, generator=generator, device=device) if has_sinks else None
+    return Batch(query, kv_cache, metadata, soft_cap, sinks)
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -26,7 +26,29 @@ UNTRAINED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 7, "attn_logit_softcapping": 5.0}),
     "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 7, "sliding_window_pattern": 2}),
     "olmo2": ("olmo2", {"head_dim": 16}),
-}
+    "mixtral": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2}),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]},
+    ),
+    "qwen2-moe": (
+        "qwen2_moe",
+        {
+            "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
+    "gpt-oss": ("gpt_oss", {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 7}),
+    "granite-moe": ("granitemoe", {"num_local_experts": 6, "num_experts_per_tok": 2, "residual_multiplier": 0.4}),
+    "glm4-moe": (
+        "glm4_moe",
+        {
+            "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+            "n_group": 4, "topk_group": 2,
+        },
+    ),
+}  # fmt: skip
 """Models whose layers are not those of the trained ones in `tests/assets`."""
 
 
@@ -55,6 +77,9 @@ def make_reference(model_type: str, *, seed: int = 0, **config: Any) -> PreTrain
             parameter.normal_(0.0, 0.15, generator=generator)
             if "norm" in name:
                 parameter.add_(1.0)
+        for name, buffer in model.named_buffers():
+            if "correction" in name:
+                buffer.normal_(0.0, 0.15, generator=generator)
     return model.eval()
 
 

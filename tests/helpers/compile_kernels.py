@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,10 +24,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
+from fleetfoot.config.model import RouterSpec
 from fleetfoot.distributed.peer_gather import CustomAllGather
 from fleetfoot.distributed.peer_memory import CustomAllReduce, P2PChannel, PeerMemory
 from fleetfoot.kernels.attention import decode, decode_hopper, prefill, prefill_hopper
 from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
+from fleetfoot.kernels.experts.experts import ExpertSizes
+from fleetfoot.kernels.experts.experts_triton import TritonExperts
+from fleetfoot.kernels.experts.routing_triton import route_triton
 from fleetfoot.kernels.linear.gated_hopper import gated_linear_hopper
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
 from fleetfoot.kernels.linear.rank_sums import RankSums
@@ -128,6 +133,18 @@ def attention() -> None:
         (empty(2, 256, 512, dtype=torch.float32), 512, Tiling("hopper", 64, 64, 128, 8, splits=2)),
     ):
         launch_linear_hopper(output, empty(256, 1024), empty(num_weight_rows, 1024), tiling, H100.num_sms)
+
+
+def experts() -> None:
+    """Routing and products of few and of many tokens, of Qwen3-30B-A3B's and GPT-OSS-20B's experts."""
+    biased = {"has_bias": True, "is_interleaved": True, "activation": "clamped", "alpha": 1.702, "limit": 7.0}
+    for sizes, chosen in ((ExpertSizes(128, 2048, 768), 8), (ExpertSizes(32, 2880, 2880, **biased), 4)):
+        weight = empty(sizes.num_experts, sizes.hidden_size)
+        linear = SimpleNamespace(dense=(weight, weight[:, 0].clone() if sizes.has_bias else None))
+        products = TritonExperts(sizes, torch.bfloat16, torch.device("cpu"))
+        for rows in (1, 8, 16, 40, 256, 2048):
+            x = empty(rows, sizes.hidden_size)
+            products(x, route_triton(x, linear, None, RouterSpec(has_bias=sizes.has_bias), chosen))
 
 
 def operations() -> None:

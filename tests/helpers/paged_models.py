@@ -89,6 +89,55 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {}),
     "olmo2-bias-tied": ("olmo2", {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 20}),
 }
+EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
+OF_GLM = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+SPARSE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", EXPERTS),
+    "mixtral-window": ("mixtral", {**EXPERTS, "sliding_window": 7}),
+    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2}),
+    "olmoe-normalized": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}),
+    "qwen3-moe": ("qwen3_moe", {**EXPERTS, "moe_intermediate_size": 24}),
+    "qwen3-moe-dense-layers": (
+        "qwen3_moe",
+        {
+            **EXPERTS,
+            "moe_intermediate_size": 24,
+            "num_hidden_layers": 6,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "norm_topk_prob": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen2-moe": (
+        "qwen2_moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
+    "gpt-oss": ("gpt_oss", {**EXPERTS, "sliding_window": 7}),
+    "granite-moe": ("granitemoe", {**EXPERTS, **MULTIPLIERS}),
+    "glm4-moe": ("glm4_moe", {**OF_GLM, "head_dim": 16}),
+    "glm4-moe-groups": (
+        "glm4_moe",
+        {
+            **OF_GLM,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "n_shared_experts": 2,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "first_k_dense_replace": 2,
+            "norm_topk_prob": False,
+        },
+    ),
+}
+"""With experts."""
+MODELS |= SPARSE_MODELS
 
 
 class PagedCache:

@@ -62,7 +62,9 @@ def attend_64(batch: Batch, window: int | None) -> torch.Tensor:
                 scores = keys @ query[token, head] * query.shape[2] ** -0.5
                 if batch.soft_cap is not None:
                     scores = batch.soft_cap * (scores / batch.soft_cap).tanh()
-                output[token, head] = scores.softmax(0) @ values
+                if batch.sinks is not None:
+                    scores = torch.cat((scores, batch.sinks[head : head + 1].double()))
+                output[token, head] = scores.softmax(0)[: len(values)] @ values
     return output
 
 
@@ -89,6 +91,13 @@ def test_mixed_batch(backend: AttentionBackend, dtype: torch.dtype, window: int 
 @pytest.mark.parametrize("head_dim", [8, 16, 40, 48, 64, 80, 256])
 def test_head_shapes(backend: AttentionBackend, dtype: torch.dtype, heads: tuple[int, int], head_dim: int) -> None:
     check(backend, MIXED, num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 5])
+def test_sinks(backend: AttentionBackend, dtype: torch.dtype, window: int | None) -> None:
+    check(backend, [*MIXED, (1, TILE + 20)], window, has_sinks=True, dtype=dtype)
+    check(backend, [(1, 9), (1, 40)], window, has_sinks=True, dtype=dtype, head_dim=20)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

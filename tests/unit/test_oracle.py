@@ -195,7 +195,9 @@ def test_the_order_of_decisions(settings: dict[str, Any], runner: str, reason: s
 def test_defaults_of_v2() -> None:
     defaults = oracle.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES
     causal = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Olmo2", "Granite", "Phi3", "SmolLM3")
-    assert {*defaults} == {*(f"{name}ForCausalLM" for name in causal), "Gemma3ForConditionalGeneration"}
+    sparse = ("Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "GptOss", "GraniteMoe", "Glm4Moe")
+    expected = {*(f"{name}ForCausalLM" for name in (*causal, *sparse)), "Gemma3ForConditionalGeneration"}
+    assert {*defaults} == expected
     assert {ask(ModelFeatures(name)).runner for name in defaults} == {"v2"}
     assert "kernels in C or in torch" in ask(machine=CPU).reasons[1]
     assert len(ask(machine=GPU).reasons) == len(ask(machine=CPU, model_runner="v1").reasons) == 1
@@ -225,9 +227,9 @@ def test_what_a_checkpoint_requires(content: dict[str, Any], found: str) -> None
 
 def test_what_no_runner_supports_runs_on_none() -> None:
     for settings in ({}, {"model_runner": "v1"}, {"model_runner": "v2"}):
-        decision = ask(enable_lora=True, model=ModelFeatures("MixtralForCausalLM", has_experts=True), **settings)
-        parts = "mixture of experts (MixtralForCausalLM has experts), LoRA adapters (enable_lora is on)"
-        expected = f"No model runner supports the architecture MixtralForCausalLM, {parts}."
+        decision = ask(enable_lora=True, model=ModelFeatures("GPT2LMHeadModel", has_experts=True), **settings)
+        parts = "LoRA adapters (enable_lora is on)"
+        expected = f"No model runner supports the architecture GPT2LMHeadModel, {parts}."
         assert (decision.reasons, decision.warnings) == ((expected,), ())
         with pytest.raises(UnsupportedFeatureError, match="no model runner supports what is on:") as caught:
             decision.check()

@@ -83,6 +83,16 @@ def test_head_shapes(heads: tuple[int, int], head_dim: int, dtype: torch.dtype) 
 
 
 @interpreted
+@pytest.mark.parametrize("window", [None, 20])
+def test_sinks(window: int | None) -> None:
+    """Once for each pair, whether or not programs share it."""
+    for num_programs in (1, 7):
+        check_decode(make_batch([(1, 130), (1, 0), (1, 5)], has_sinks=True), window, num_programs=num_programs)
+    check_decode(make_batch([(3, 60), (3, 3)], num_heads=6, has_sinks=True), window)
+    check_prefill(make_batch(MIXED, num_heads=6, has_sinks=True, behind=3), window)
+
+
+@interpreted
 @pytest.mark.parametrize("query_len", [2, 5])
 @pytest.mark.parametrize("window", [None, 9])
 def test_decodes_with_drafts(query_len: int, window: int | None) -> None:

@@ -10,9 +10,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fleetfoot.config.experts import (
+    ROUTER_DEFAULTS,
+    glm4_moe_layers,
+    gpt_oss_layers,
+    granite_moe_layers,
+    mixtral_layers,
+    olmoe_layers,
+    qwen2_moe_layers,
+    qwen3_moe_layers,
+)
 from fleetfoot.config.json_fields import Fields
 from fleetfoot.config.model import BranchNorms, LayerRopes, LayerSpec, RopeConfig
-from fleetfoot.config.rope import parse_rope, uniform_ropes
+from fleetfoot.config.rope import parse_rope, partial_ropes, uniform_ropes
 
 logger = logging.getLogger(__name__)
 
@@ -164,6 +174,23 @@ def _olmo2_traits(fields: Fields) -> dict[str, Any]:
     }
 
 
+def _olmoe_traits(fields: Fields) -> dict[str, Any]:
+    fields.refuse("clip_qkv", because="clipping of q, k and v is not supported; expected null")
+    return {"attention": {**_attention_biases(fields), "qk_norm_over_heads": True}}
+
+
+def _qwen2_moe_traits(fields: Fields) -> dict[str, Any]:
+    return {"attention": {"qkv_bias": fields.boolean("qkv_bias")}}
+
+
+def _gpt_oss_traits(fields: Fields) -> dict[str, Any]:
+    return {"attention": {**_attention_biases(fields), "has_sinks": True}}
+
+
+def _glm4_moe_traits(fields: Fields) -> dict[str, Any]:
+    return {"attention": {"qkv_bias": fields.boolean("attention_bias"), "qk_norm": fields.boolean("use_qk_norm")}}
+
+
 def no_windows(fields: Fields, num_layers: int) -> LayerWindows:
     """Full attention in every layer."""
     fields.refuse("sliding_window", because="this architecture attends to every position; expected null")
@@ -190,6 +217,24 @@ def _qwen_windows(fields: Fields, num_layers: int) -> LayerWindows:
     first = fields.integer("max_window_layers", minimum=0)
     default = [_SLIDING if layer >= first else _FULL for layer in range(num_layers)]
     return _windows_by_layer(fields, default, {_FULL: None, _SLIDING: window})
+
+
+def _qwen2_moe_windows(fields: Fields, num_layers: int) -> LayerWindows:
+    """Windows with ``use_sliding_window``: the layers in ``layer_types``, else every second one of the first
+    ``max_window_layers``."""
+    window = fields.optional_integer("sliding_window") if fields.boolean("use_sliding_window") else None
+    if window is None:
+        return _uniform_windows(fields, num_layers, None)
+    last = fields.integer("max_window_layers", minimum=0)
+    default = [_SLIDING if (layer + 1) % 2 and layer < last else _FULL for layer in range(num_layers)]
+    return _windows_by_layer(fields, default, {_FULL: None, _SLIDING: window})
+
+
+def _qwen3_moe_windows(fields: Fields, num_layers: int) -> LayerWindows:
+    """One window for all layers with ``use_sliding_window``."""
+    window = fields.optional_integer("sliding_window") if fields.boolean("use_sliding_window") else None
+    fields.raw("max_window_layers")  # in the files, and without effect
+    return _uniform_windows(fields, num_layers, window)
 
 
 def _smollm3_windows(fields: Fields, num_layers: int) -> LayerWindows:
@@ -334,6 +379,108 @@ _OLMO2_DEFAULTS: dict[str, Any] = {
     "eos_token_id": 50279,
     "rms_norm_eps": 1e-5,
 }
+_MIXTRAL_DEFAULTS = {
+    **_MISTRAL_DEFAULTS,
+    **ROUTER_DEFAULTS,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+_OLMOE_DEFAULTS: dict[str, Any] = {
+    **ROUTER_DEFAULTS,
+    "vocab_size": 50304,
+    "hidden_size": 2048,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 50279,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+}
+_QWEN3_MOE_DEFAULTS: dict[str, Any] = {
+    **ROUTER_DEFAULTS,
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+_QWEN2_MOE_DEFAULTS: dict[str, Any] = {
+    **_QWEN3_MOE_DEFAULTS,
+    "intermediate_size": 5632,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "max_window_layers": 28,
+    "qkv_bias": True,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+}
+_GPT_OSS_DEFAULTS: dict[str, Any] = {
+    **ROUTER_DEFAULTS,
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "attention_bias": True,
+    "sliding_window": 128,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
+_GRANITE_MOE_DEFAULTS: dict[str, Any] = {
+    **_GRANITE_DEFAULTS,
+    **ROUTER_DEFAULTS,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+_GLM4_MOE_DEFAULTS: dict[str, Any] = {
+    **ROUTER_DEFAULTS,
+    "vocab_size": 151552,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "partial_rotary_factor": 0.5,
+    "use_qk_norm": False,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+}
 _LLAMA = "fleetfoot.models.llama:LlamaForCausalLM"
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -377,6 +524,35 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Olmo2ForCausalLM": Architecture(
         "olmo2", "Olmo2Model", "fleetfoot.models.olmo2:Olmo2ForCausalLM", _OLMO2_DEFAULTS, _olmo2_traits, no_windows,
         default_on_v2=True,
+    ),
+    "MixtralForCausalLM": Architecture(
+        "mixtral", "MixtralModel", "fleetfoot.models.mixtral:MixtralForCausalLM", _MIXTRAL_DEFAULTS, _mistral_traits,
+        _mistral_windows, layers=mixtral_layers, default_on_v2=True,
+    ),
+    "OlmoeForCausalLM": Architecture(
+        "olmoe", "OlmoeModel", "fleetfoot.models.olmoe:OlmoeForCausalLM", _OLMOE_DEFAULTS, _olmoe_traits, no_windows,
+        layers=olmoe_layers, default_on_v2=True,
+    ),
+    "Qwen2MoeForCausalLM": Architecture(
+        "qwen2_moe", "Qwen2MoeModel", "fleetfoot.models.qwen_moe:Qwen2MoeForCausalLM", _QWEN2_MOE_DEFAULTS,
+        _qwen2_moe_traits, _qwen2_moe_windows, layers=qwen2_moe_layers, default_on_v2=True,
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        "qwen3_moe", "Qwen3MoeModel", "fleetfoot.models.qwen_moe:Qwen3MoeForCausalLM", _QWEN3_MOE_DEFAULTS,
+        _qwen3_traits, _qwen3_moe_windows, layers=qwen3_moe_layers, default_on_v2=True,
+    ),
+    "GptOssForCausalLM": Architecture(
+        "gpt_oss", "GptOssModel", "fleetfoot.models.gpt_oss:GptOssForCausalLM", _GPT_OSS_DEFAULTS, _gpt_oss_traits,
+        lambda fields, num_layers: _alternating_windows(fields, num_layers, 2), layers=gpt_oss_layers,
+        default_on_v2=True,
+    ),
+    "GraniteMoeForCausalLM": Architecture(
+        "granitemoe", "GraniteMoeModel", "fleetfoot.models.granite_moe:GraniteMoeForCausalLM", _GRANITE_MOE_DEFAULTS,
+        _granite_traits, no_windows, layers=granite_moe_layers, default_on_v2=True,
+    ),
+    "Glm4MoeForCausalLM": Architecture(
+        "glm4_moe", "Glm4MoeModel", "fleetfoot.models.glm4_moe:Glm4MoeForCausalLM", _GLM4_MOE_DEFAULTS,
+        _glm4_moe_traits, no_windows, partial_ropes, layers=glm4_moe_layers, default_on_v2=True,
     ),
 }  # fmt: skip
 """By the names in ``architectures`` of ``config.json``."""

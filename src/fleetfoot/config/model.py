@@ -86,6 +86,8 @@ class AttentionSpec:
     """Limit of the scores: ``cap * tanh(score / cap)`` (Gemma-2); None: none."""
     is_causal: bool = True
     """Whether tokens attend to earlier ones only."""
+    has_sinks: bool = False
+    """Whether each query head has a learned logit that joins the softmax's denominator (GPT-OSS)."""
 
     def linears(self, hidden_size: int, num_ranks: int = 1) -> tuple[Linear, ...]:
         """The linear layers on one of ``num_ranks``: q, k and v; o."""
@@ -99,9 +101,9 @@ class AttentionSpec:
 
     @property
     def norm_parameters(self) -> int:
-        """Weights of the norms of q and k."""
+        """Weights of the norms of q and k, and sinks."""
         num_heads = 2 * self.qk_norm + (self.num_heads + self.num_kv_heads) * self.qk_norm_over_heads
-        return num_heads * self.head_dim
+        return num_heads * self.head_dim + self.num_heads * self.has_sinks
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +139,77 @@ NORM_BEFORE = BranchNorms()
 
 
 @dataclass(frozen=True, slots=True)
+class RouterSpec:
+    """How the experts of a token are chosen from the router's logits, and weighted."""
+
+    scores: str = "softmax"
+    """Of the logits: ``softmax`` or ``sigmoid``."""
+    is_normalized: bool = True
+    """Whether the weights of the chosen experts are divided by their sum. With softmax that is a softmax over the
+    logits of the chosen ones."""
+    scale: float = 1.0
+    """Factor of the weights."""
+    has_bias: bool = False
+    """Whether logits have a bias."""
+    has_correction: bool = False
+    """Whether each expert has a number that is added to its score for the choice alone (DeepSeek-V3)."""
+    num_groups: int = 1
+    """Experts are in as many groups, of which the ``num_chosen_groups`` with the largest sums of their two best scores
+    are eligible (DeepSeek-V3)."""
+    num_chosen_groups: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """A mixture of experts in place of an MLP: gated MLPs, some of which are chosen for each token, and one for all."""
+
+    num_experts: int
+    num_chosen: int
+    """Experts of a token."""
+    intermediate_size: int
+    """Of one expert."""
+    router: RouterSpec = RouterSpec()
+    has_bias: bool = False
+    """Whether the matrices of experts have biases."""
+    activation: str = "silu"
+    """``silu``: SwiGLU; ``clamped``: the gate limited above and ``up`` on both sides, ``(up + 1) * gate * sigmoid(alpha
+    * gate)`` (GPT-OSS)."""
+    alpha: float = 1.0
+    limit: float = 0.0
+    """Of ``clamped``."""
+    shared_size: int = 0
+    """Intermediate size of the MLP that every token passes; 0: there is none."""
+    has_shared_gate: bool = False
+    """Whether its output is multiplied by the sigmoid of a product of the token (Qwen2-MoE)."""
+    shared_name: str = "shared_experts"
+    """Its name in the checkpoint."""
+
+    def linears(self, hidden_size: int, num_ranks: int = 1) -> tuple[Linear, ...]:
+        """The linear layers that every token passes, on one of ``num_ranks``: the router, and the shared MLP's."""
+        router = Linear(("mlp.gate",), self.num_experts, hidden_size, self.router.has_bias)
+        if not self.shared_size:
+            return (router,)
+        size, name = self.shared_size // num_ranks, f"mlp.{self.shared_name}"
+        gate = Linear((f"{name}_gate",), 1, hidden_size, has_bias=False)
+        return (
+            router,
+            Linear((f"{name}.gate_proj", f"{name}.up_proj"), 2 * size, hidden_size, has_bias=False),
+            Linear((f"{name}.down_proj",), hidden_size, size, has_bias=False),
+            *[gate] * self.has_shared_gate,
+        )
+
+    def expert_parameters(self, hidden_size: int, num_ranks: int = 1) -> int:
+        """Weights of one expert on one of ``num_ranks``."""
+        size = self.intermediate_size // num_ranks
+        return 3 * size * hidden_size + (2 * size + hidden_size) * self.has_bias
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """A decoder layer. Layers with equal specs launch the same kernels."""
 
     mixer: AttentionSpec
-    mlp: MLPSpec
+    mlp: MLPSpec | ExpertsSpec
     mixer_norms: BranchNorms = NORM_BEFORE
     mlp_norms: BranchNorms = NORM_BEFORE
     residual_multiplier: float = 1.0
@@ -157,10 +225,18 @@ class LayerSpec:
         """Weights of all norms."""
         return sum(self.mixer_norms + self.mlp_norms) * hidden_size + self.mixer.norm_parameters
 
-    def num_parameters(self, hidden_size: int, num_ranks: int = 1) -> int:
-        """Weights on one of ``num_ranks``."""
+    @property
+    def experts(self) -> ExpertsSpec | None:
+        """The MLP, where it is a mixture of experts."""
+        return self.mlp if isinstance(self.mlp, ExpertsSpec) else None
+
+    def num_parameters(self, hidden_size: int, num_ranks: int = 1, *, active: bool = False) -> int:
+        """Weights on one of ``num_ranks``. ``active``: those that one token reads."""
         linears = self.linears(hidden_size, num_ranks)
         matrices = sum(each.num_outputs * (each.num_inputs + each.has_bias) for each in linears)
+        if (mlp := self.experts) is not None:
+            matrices += mlp.num_experts * mlp.router.has_correction
+            matrices += mlp.expert_parameters(hidden_size, num_ranks) * (mlp.num_chosen if active else mlp.num_experts)
         return self.norm_parameters(hidden_size) + matrices
 
 
@@ -236,6 +312,19 @@ class ModelConfig:
             if (mixer.rope, mixer.head_dim) not in tables:
                 tables.append((mixer.rope, mixer.head_dim))
         return tables
+
+    @property
+    def has_experts(self) -> bool:
+        return any(layer.experts is not None for layer in self.layers)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Number of weights that one token reads, the whole embedding included."""
+        inactive = (
+            layer.num_parameters(self.hidden_size) - layer.num_parameters(self.hidden_size, active=True)
+            for layer in self.layers
+        )
+        return self.num_parameters - sum(inactive)
 
     @property
     def num_parameters(self) -> int:

@@ -109,6 +109,8 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
     )
     outside = {name: value for name, value in whole.items() if name not in config}
     known = {*fields.read, *architecture.attribute_map.values(), architecture.decoder_field}
+    if config.get("model_type") == architecture.model_type:
+        known.add("model_type")
     for found in foreign_fields({**config, **outside}, known):
         raise ConfigError(
             f"{source}: {found.name} is {found.value!r:.200}; it is of a model with {found.kind}, which "

@@ -32,6 +32,11 @@ def uniform_ropes(fields: Fields, num_layers: int) -> LayerRopes:
     return (parse_rope(fields),) * num_layers
 
 
+def partial_ropes(fields: Fields, num_layers: int) -> LayerRopes:
+    """The same rotation in every layer, of a part of each head."""
+    return (parse_rope(fields, may_be_partial=True),) * num_layers
+
+
 def read_head_dim(fields: Fields) -> int:
     """``head_dim``, or the even share of ``hidden_size``."""
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")

@@ -51,8 +51,10 @@ def _layer_problem(layer: LayerSpec, size: int) -> str:
         return f"{heads} attention heads cannot be shared evenly"
     if kv_heads % size and size % kv_heads:
         return f"{kv_heads} KV heads can neither be shared evenly nor be copied to equally many ranks each"
-    if layer.mlp.intermediate_size % size:
-        return f"an intermediate_size of {layer.mlp.intermediate_size} cannot be shared evenly"
+    shared = layer.experts.shared_size if layer.experts is not None else 0
+    for intermediate_size in (layer.mlp.intermediate_size, shared):
+        if intermediate_size % size:
+            return f"an intermediate_size of {intermediate_size} cannot be shared evenly"
     return ""
 
 

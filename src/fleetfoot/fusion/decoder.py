@@ -27,8 +27,9 @@ from fleetfoot.kernels.linear.roles import ChainedInput, InputRole, OutputRole
 from fleetfoot.layers.attention import AttentionParts
 from fleetfoot.layers.branch import Branch
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.layers.decoder import DecoderLayer, DecoderStack, GatedParts, representatives
+from fleetfoot.layers.decoder import DecoderLayer, DecoderStack, representatives
 from fleetfoot.layers.linear import RowParallelLinear
+from fleetfoot.layers.mlp import GatedParts
 from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.records.forward_context import ForwardContext, LogitsMetadata
 
@@ -282,7 +283,7 @@ class _AttentionBranch(_FusedBranch):
             if logits is None:
                 shape = *heads, attention.scale, attention.window, attention.soft_cap
                 weight = self.output.prefetch_weight
-                attended = attention.backend.forward_fused(qkv, kv_cache, metadata, *shape, weight)
+                attended = attention.backend.forward_fused(qkv, kv_cache, metadata, *shape, weight, attention.sinks)
             if attended is None:
                 query = attention.rotate_and_cache(qkv, ctx)
         if logits is not None:
@@ -339,7 +340,7 @@ def _layer_parts(branches: Sequence[_FusedBranch]) -> LayerParts | None:
     qkv_proj, paged = mixer.parts.qkv_proj, mixer.paged
     if norm is None or other is None or (norm.eps, norm.offset) != (other.eps, 0.0):
         return None
-    if qkv_proj is None or paged.soft_cap is not None or mlp.parts.activation != "silu":
+    if qkv_proj is None or paged.soft_cap is not None or paged.sinks is not None or mlp.parts.activation != "silu":
         return None
     if not all(each.is_alone and each.scale == 1.0 and each.norm is None for each in outputs):
         return None

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from fleetfoot.config.model import RouterSpec
     from fleetfoot.kernels.attention import AttentionBackend
+    from fleetfoot.kernels.experts.experts import ExpertSizes, RouterLinear, Routing, TorchExperts
     from fleetfoot.kernels.linear.linear import PreparedLinear
     from fleetfoot.kernels.linear.roles import ChainLinear
     from fleetfoot.kernels.prepare.tables import RowTables, StepBuffers
@@ -100,6 +102,19 @@ class PrepareLinear(Protocol):
     """See `Kernels.prepare_linear`."""
 
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PreparedLinear: ...
+
+
+class Route(Protocol):
+    """See `Kernels.route`."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        linear: RouterLinear,
+        correction: torch.Tensor | None,
+        router: RouterSpec,
+        num_chosen: int,
+    ) -> Routing: ...
 
 
 class Sample(Protocol):
@@ -205,6 +220,10 @@ class Kernels:
     quantized as the weight says: see `fleetfoot.kernels.quantized.scaled`."""
     packed_linear: Callable[[torch.Tensor, PackedMatrix], torch.Tensor]
     """The same with a weight of 4 bits, and inputs as they are: see `fleetfoot.kernels.quantized.packed`."""
+    route: Route
+    """The experts of each of ``x [n, hidden]`` by a router: see `fleetfoot.kernels.experts.experts.route_torch`."""
+    experts: Callable[[ExpertSizes, torch.dtype, torch.device], TorchExperts]
+    """Makes the matrices of a layer's experts, which a call multiplies with: `TorchExperts`, or a subclass."""
     sample: Sample
     """``logits [n, vocab]`` -> ``[n]`` int64: the argmax, or a draw: see `fleetfoot.kernels.sampling.sample`."""
     process_logits: ProcessLogits

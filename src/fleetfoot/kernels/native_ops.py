@@ -159,6 +159,7 @@ class NativeBackend(SDPABackend):
         scale: float,
         window: int | None,
         soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`. The output of tokens that belong to no request is zero.
 
@@ -168,8 +169,8 @@ class NativeBackend(SDPABackend):
         dtype = query.dtype
         num_tokens, num_heads, head_dim = query.shape
         num_blocks, _, num_kv_heads, block_size, kv_head_dim = kv_cache.shape
-        if dtype not in DTYPES or head_dim % 16 or not 0 < head_dim <= MAX_HEAD_DIM:
-            return super().forward(query, kv_cache, metadata, scale, window, soft_cap)
+        if dtype not in DTYPES or head_dim % 16 or not 0 < head_dim <= MAX_HEAD_DIM or sinks is not None:
+            return super().forward(query, kv_cache, metadata, scale, window, soft_cap, sinks)
         block_tables = metadata.block_tables
         query_stride, kv_stride, table_stride = query.stride(), kv_cache.stride(), block_tables.stride()
         if (

@@ -90,6 +90,8 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
         "causal_conv": {"triton": "recurrent.conv_triton", "torch": "recurrent.conv"},
         "recurrence": {"triton": "recurrent.recurrence_triton", "torch": "recurrent.recurrence"},
+        "route": {"triton": "experts.routing_triton", "torch": "experts.experts"},
+        "experts": {"triton": "experts.experts_triton:TritonExperts", "torch": "experts.experts:TorchExperts"},
         # sampling
         "sample": {
             "triton": "sampling.sample_triton",
@@ -135,7 +137,7 @@ _COMPILED["prepare_linear"] = "plain"
 """Operations within layers, and the implementations that ``torch.compile`` can trace."""
 _INSTANTIATED = frozenset({"attention"})
 """Operations with classes as implementations: a worker has one instance."""
-_OWN_PATHS = frozenset({"prepare_linear", "linear_chain", "layer_chain"})
+_OWN_PATHS = frozenset({"prepare_linear", "linear_chain", "layer_chain", "experts"})
 """Operations with objects that take the library's path themselves while a kernel is not compiled."""
 
 

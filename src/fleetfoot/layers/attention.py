@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,11 +14,12 @@ from fleetfoot.kernels.attention import AttentionBackend
 from fleetfoot.kernels.attention.sdpa_backend import BidirectionalBackend
 from fleetfoot.kernels.interface import RopeAndCache
 from fleetfoot.layers.branch import Offering
-from fleetfoot.layers.context import ModelContext
+from fleetfoot.layers.context import ModelContext, WeightModule
 from fleetfoot.layers.linear import ColumnParallelLinear, RowParallelLinear
 from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.layers.rotary import stored_rows
 from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext, RotaryInputs
+from fleetfoot.records.weights import WeightSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class PagedAttention:
     scale: float
     window: int | None
     soft_cap: float | None
+    sinks: torch.Tensor | None
+    """``[num_heads]`` float32, scores without a value."""
     rope_and_cache: RopeAndCache
     backend: AttentionBackend
 
@@ -44,7 +47,21 @@ class PagedAttention:
     def attend(self, query: torch.Tensor, ctx: ForwardContext, metadata: AttentionMetadata) -> torch.Tensor:
         """``query [n, num_heads, head_dim]`` of the tokens of ``metadata`` -> the same shape."""
         kv_cache = ctx.kv_caches[self.kv_index]
-        return self.backend.forward(query, kv_cache, metadata, self.scale, self.window, self.soft_cap)
+        return self.backend.forward(query, kv_cache, metadata, self.scale, self.window, self.soft_cap, self.sinks)
+
+
+class Sinks(WeightModule):
+    """A learned score of each head that joins the softmax of attention without a value (Xiao et al. 2024)."""
+
+    def __init__(self, context: ModelContext, num_heads: int, heads: slice) -> None:
+        super().__init__()
+        self.values = torch.empty(heads.stop - heads.start, dtype=torch.float32, device=context.device)
+        """``[heads of this rank]``"""
+        self._num_heads, self._heads = num_heads, heads
+
+    def own_weight_specs(self, prefix: str, name: str) -> Iterator[WeightSpec]:
+        part = () if len(self.values) == self._num_heads else (self._heads,)
+        yield WeightSpec(f"{prefix}{name}", (self._num_heads,), lambda: self.values, part=part)
 
 
 class AttentionParts(NamedTuple):
@@ -90,6 +107,7 @@ class Attention(Offering):
         self.q_norm = RMSNorm(context, *norm, rows=of_a_head) if spec.qk_norm else None
         self.k_norm = RMSNorm(context, *norm, rows=of_a_head) if spec.qk_norm else None
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
+        self.sinks = Sinks(context, spec.num_heads, heads) if spec.has_sinks else None
         self.num_kv_heads = kv_heads.stop - kv_heads.start
         self.paged = PagedAttention(
             spec.num_heads // group.size,
@@ -98,6 +116,7 @@ class Attention(Offering):
             head_dim**-0.5 if spec.scale is None else spec.scale,
             spec.window,
             spec.soft_cap,
+            None if self.sinks is None else self.sinks.values,
             context.ops.rope_and_cache,
             context.attention if spec.is_causal else BidirectionalBackend(),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -62,15 +62,20 @@ class WeightModule(nn.Module, ABC):
 class WeightTree(nn.Module):
     """A model, or the part of it that this rank holds. A module has the path of its tensors in the checkpoint."""
 
-    other_weights: ClassVar[tuple[str, ...]] = ()
+    other_weights: tuple[str, ...] = ()
     """Beginnings of the names of tensors in its checkpoints that it does not read, such as a vision tower's."""
+    checkpoint_names: ClassVar[Mapping[str, str]] = {}
+    """Parts of the paths of modules, with dots around them, that have other names in the checkpoint."""
 
     def weight_specs(self) -> Iterator[WeightSpec]:
         """Every tensor of the checkpoint that it holds."""
         for path, module in self.named_modules():
             if isinstance(module, WeightModule):
                 parent, _, name = path.rpartition(".")
-                yield from module.own_weight_specs(f"{parent}." if parent else "", name)
+                prefix = f"{parent}." if parent else ""
+                for part, other in self.checkpoint_names.items():
+                    prefix = prefix.replace(part, other)
+                yield from module.own_weight_specs(prefix, name)
 
     def stored_weights(self) -> Iterator[Span]:
         """The memory of all that a checkpoint gives, and nothing else."""

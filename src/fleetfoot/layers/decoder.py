@@ -2,62 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import nn
 
 from fleetfoot.config.model import LayerSpec, ModelConfig
-from fleetfoot.config.sharding import even_span
 from fleetfoot.layers.attention import Attention
 from fleetfoot.layers.branch import Branch, Offering
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.layers.linear import ColumnParallelLinear, RowParallelLinear
+from fleetfoot.layers.experts import SparseMLP
+from fleetfoot.layers.mlp import GatedMLP
 from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.layers.rotary import rotary_table
 from fleetfoot.records.forward_context import ForwardContext
-
-
-class GatedParts(NamedTuple):
-    """A gated MLP as fusion computes it."""
-
-    gate_up_proj: ColumnParallelLinear
-    activation: str
-    """`MLPSpec.activation`."""
-    activate: Callable[[torch.Tensor], torch.Tensor]
-    """``[n, 2 * size]`` (gate, up) -> ``[n, size]``."""
-    down_proj: RowParallelLinear
-
-
-class GatedMLP(Offering):
-    """SwiGLU (Shazeer 2020): ``down(silu(gate(x)) * up(x))``, gate and up in one product; GeGLU with GELU."""
-
-    def __init__(self, config: ModelConfig, context: ModelContext, layer: int) -> None:
-        super().__init__()
-        spec, group = config.layers[layer].mlp, context.groups.tensor
-        size = spec.intermediate_size
-        part = even_span(size, group.rank, group.size)
-        parts = (("gate_proj", size), ("up_proj", size))
-        merged = "gate_up_proj" if config.has_merged_projections else None
-        self.gate_up_proj = ColumnParallelLinear(
-            context, config.hidden_size, parts, spec.has_bias, rows=(part, part), merged=merged
-        )
-        self.down_proj = RowParallelLinear(context, "down_proj", size, config.hidden_size, spec.has_bias, part)
-        ops = context.ops
-        self._activation = spec.activation
-        self._activate = {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_and_mul}[spec.activation]
-
-    def offer(self) -> GatedParts | None:
-        return GatedParts(self.gate_up_proj, self._activation, self._activate, self.down_proj)
-
-    def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """``x [num_tokens, hidden_size]`` -> the same shape."""
-        gate_up = self.gate_up_proj(x)  # [num_tokens, 2 * intermediate size of this rank]
-        return self.down_proj(self._activate(gate_up))
 
 
 class DecoderLayer(Offering):
@@ -68,6 +30,8 @@ class DecoderLayer(Offering):
 
     attention_class: ClassVar[type[Attention]] = Attention
     mlp_class: ClassVar[type[nn.Module]] = GatedMLP
+    experts_class: ClassVar[type[nn.Module]] = SparseMLP
+    """In place of the MLP, in layers with experts."""
 
     def __init__(
         self, config: ModelConfig, context: ModelContext, cos_sin: torch.Tensor, layer: int, kv_index: int
@@ -85,7 +49,8 @@ class DecoderLayer(Offering):
             if is_present:
                 setattr(self, name, RMSNorm(context, config.hidden_size, config.rms_norm_eps, config.norm_offset))
         self.self_attn = self.attention_class(config, context.within("self_attn"), cos_sin, layer, kv_index)
-        self.mlp = self.mlp_class(config, context.within("mlp"), layer)
+        mlp_class = self.mlp_class if spec.experts is None else self.experts_class
+        self.mlp = mlp_class(config, context.within("mlp"), layer)
 
     @property
     def branches(self) -> tuple[Branch, ...]:

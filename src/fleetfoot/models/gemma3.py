@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import ClassVar
 
 from fleetfoot.models.gemma2 import Gemma2ForCausalLM
 from fleetfoot.records.weights import WeightSpec
@@ -17,7 +16,7 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
     """The decoder of the models that read images too; the vision tower is not loaded, and prompts are text."""
 
-    other_weights: ClassVar[tuple[str, ...]] = tuple(
+    other_weights = tuple(
         f"{prefix}{part}." for prefix in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
     )
 

@@ -247,8 +247,8 @@ class _PlainLayer:
         self._empty = partial(torch.empty, dtype=getattr(torch, plan.dtype), device="meta")
         self._kv_cache = layout.layer_views([*map(self._empty, layout.tensor_shapes)])[index]
         kinds: tuple[ProductKind, ...] = ("qkv", "residual", "gated", "residual")
-        linears = zip(kinds, spec.linears(plan.model.hidden_size), strict=True)
-        self.qkv, self.o, self.gate_up, self.down = (
+        linears = spec.linears(plan.model.hidden_size)
+        matrices = (
             _Matrix(
                 kind, rows, inputs, has_bias, plan.dtype, limits,
                 scale=spec.residual_multiplier if kind == "residual" else 1.0,
@@ -256,12 +256,20 @@ class _PlainLayer:
                 activation=spec.mlp.activation if kind == "gated" else "silu",
                 method=plan.linear_methods.of(f"model.layers.{index}.{part}" for part in parts),
             )
-            for kind, (parts, rows, inputs, has_bias) in linears
+            for kind, (parts, rows, inputs, has_bias) in zip(kinds, linears, strict=False)
         )  # fmt: skip
+        self.qkv, self.o, *mlp = matrices
+        if spec.experts is None:
+            self.gate_up, self.down = mlp
+        shared = linears[3:] if spec.experts is not None else ()
+        self._shared = [(part.parts[0].split(".")[-1], _Matrix(None, *part[1:], plan.dtype, limits)) for part in shared]
         self._spec = spec
 
     def operations(self, rows: int, requests: int) -> Operations:
-        matrices = {"qkv": self.qkv, "o": self.o, "gate_up": self.gate_up, "down": self.down}
+        matrices = {"qkv": self.qkv, "o": self.o}
+        if self._spec.experts is None:
+            matrices |= {"gate_up": self.gate_up, "down": self.down}
+        matrices |= {f"shared {name}": matrix for name, matrix in self._shared}
         alone = {name: replace(matrix, kind=None, scale=1.0) for name, matrix in matrices.items()}
         products = {f"{name} {matrix.name}{{}}, by rows": (rows, matrix.alone) for name, matrix in alone.items()}
         return {**products, **self._attention(rows, requests)}

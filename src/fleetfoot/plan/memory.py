@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.config.model import DTYPE_BYTES, AttentionSpec, MLPSpec, ModelConfig
+from fleetfoot.config.model import DTYPE_BYTES, AttentionSpec, ExpertsSpec, MLPSpec, ModelConfig
 from fleetfoot.config.sharding import num_kv_heads, pipeline_layers, vocab_rows
 from fleetfoot.distributed import pipeline_group_bytes, tensor_group_bytes
 from fleetfoot.kernels.attention import sdpa_workspace_bytes
@@ -184,8 +184,14 @@ def _attention_bytes(shape: EngineShape, mixer: AttentionSpec) -> int:
     return total
 
 
-def _mlp_bytes(shape: EngineShape, mlp: MLPSpec) -> int:
+def _mlp_bytes(shape: EngineShape, mlp: MLPSpec | ExpertsSpec) -> int:
     size = DTYPE_BYTES[shape.dtype]
+    if isinstance(mlp, ExpertsSpec):
+        # of each expert of a token: between the products, with its copies in float32 in torch, and the output
+        part = mlp.intermediate_size // shape.config.tensor_parallel_size
+        between = part * (size if shape.kernels["experts"] == "triton" else 2 * size + 3 * _FLOAT32)
+        of_experts = shape.max_num_batched_tokens * mlp.num_chosen * (between + shape.model.hidden_size * _FLOAT32)
+        return of_experts + (_mlp_bytes(shape, MLPSpec(mlp.shared_size)) if mlp.shared_size else 0)
     # the references of silu_and_mul and gelu_and_mul compute in float32, with a tensor for each of their three steps
     product = 3 * _FLOAT32 if shape.kernels["silu_and_mul"] == "torch" else size
     part = mlp.intermediate_size // shape.config.tensor_parallel_size

@@ -75,7 +75,7 @@ class ModelFeatures:
             architecture=name if model is None else model.architecture,
             quantization=unknown if model is None else model.quantization.method or None,
             formats=() if model is None else model.quantization.formats,
-            has_experts=EXPERTS in foreign,
+            has_experts=EXPERTS in foreign or (model is not None and model.has_experts),
             is_hybrid=STATES in foreign or any(kind not in _ATTENTION_LAYERS for kind in kinds),
             has_windows=model is not None and any(layer.mixer.window is not None for layer in model.layers),
         )
@@ -83,7 +83,7 @@ class ModelFeatures:
     @property
     def is_loadable(self) -> bool:
         """Whether some runner can load a model of this kind, if its other fields are valid."""
-        return not (self.has_experts or self.is_hybrid) and self.architecture in ARCHITECTURES
+        return not self.is_hybrid and self.architecture in ARCHITECTURES
 
 
 def _object(value: Any) -> Mapping[str, Any]:

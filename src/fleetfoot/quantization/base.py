@@ -1,6 +1,7 @@
 """Linear methods: how a linear layer stores its weight, fills it from a checkpoint, and applies it. No torch.
 
-A method is a `LinearWeight` with the storage and a `LinearMethod` that makes it. Layers, loading, live updates, fusion
+A method is a `LinearWeight` with the storage and a `LinearMethod` that makes it, and for the experts of a layer an
+`ExpertWeight` and an `ExpertMethod`. Layers, loading, live updates, fusion
 and the memory plan use these two.
 """
 
@@ -13,12 +14,13 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, overload
 
-from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
+from fleetfoot.config.model import DTYPE_BYTES, ExpertsSpec, ModelConfig
 from fleetfoot.records.weights import Rows, Span, WeightSpec, count_rows, join_rows, slices_of
 
 if TYPE_CHECKING:
     import torch
 
+    from fleetfoot.kernels.experts.experts import Routing
     from fleetfoot.kernels.interface import Kernels
     from fleetfoot.kernels.linear.linear import PreparedLinear
     from fleetfoot.kernels.linear.roles import ChainedInput, ChainedOutput, InputRole, OutputRole
@@ -73,6 +75,12 @@ class LinearShape:
 class LinearWeight(ABC):
     """The storage of one linear layer."""
 
+    @property
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Weight ``[out, in]``, contiguous and at a fixed address, and bias ``[out]``, for a router's kernel; None:
+        the weight is not stored so."""
+        return None
+
     @overload
     def chain(self, role: InputRole) -> ChainedInput | None: ...
 
@@ -110,10 +118,80 @@ class LinearWeight(ABC):
         """Bring what was written to the specs' destinations into the form that `apply` reads."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Names of the tensors of a layer's experts in a checkpoint, behind the path of the layer's MLP."""
+
+    gate: str = "experts.{}.gate_proj"
+    """Of an expert's layer, with its number in place of the braces; likewise ``up`` and ``down``."""
+    up: str = "experts.{}.up_proj"
+    down: str = "experts.{}.down_proj"
+    gate_up_stack: tuple[str, ...] = ("experts.gate_up_proj",)
+    """Of one tensor for all experts, ``[num_experts, 2 * size, hidden]``; further ones are other names of it."""
+    down_stack: tuple[str, ...] = ("experts.down_proj",)
+    """``[num_experts, hidden, size]``"""
+    are_stacked: bool = False
+    """Whether checkpoints have the stacks; else they have the tensors of each expert, and may have the stacks."""
+    are_transposed: bool = False
+    """Whether the last two dimensions of stacks are exchanged, and gates and ups alternate (GPT-OSS)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """The experts of a layer on one rank."""
+
+    spec: ExpertsSpec
+    hidden_size: int
+    part: slice
+    """What this rank has of the intermediate size of each expert."""
+    names: ExpertNames = ExpertNames()
+    has_down_bias: bool = True
+    """Whether this rank has the biases of ``down``, which are in a sum over the ranks once."""
+
+
+class ExpertWeight(ABC):
+    """The storage of the experts of a layer."""
+
+    @abstractmethod
+    def apply(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """``x [n, hidden]`` -> the weighted sum of the outputs of each token's experts, the same shape."""
+
+    @abstractmethod
+    def weight_specs(self, prefix: str) -> Iterator[WeightSpec]:
+        """The checkpoint's tensors that it holds. ``prefix``: the path of the MLP, with a dot at the end."""
+
+    @abstractmethod
+    def stored(self) -> Iterator[Span]:
+        """The memory of all that a checkpoint gives, for sleep; what is left out of it stays."""
+
+    @abstractmethod
+    def process_weights_after_loading(self) -> None:
+        """Bring what was written to the specs' destinations into the form that `apply` reads."""
+
+
+class ExpertMethod(ABC):
+    """Makes the storage of experts."""
+
+    name: str
+
+    @abstractmethod
+    def make_weight(self, shape: ExpertsShape, ops: Kernels, dtype: torch.dtype, device: torch.device) -> ExpertWeight:
+        """Allocate the storage, unset but for biases, which are 0. ``dtype``: of activations."""
+
+    @abstractmethod
+    def num_bytes(self, spec: ExpertsSpec, hidden_size: int, dtype: str, num_ranks: int = 1) -> int:
+        """Bytes of all experts of a layer on one of ``num_ranks``. ``dtype``: of activations, by its name."""
+
+
 class LinearMethod(ABC):
     """Makes the storage of linear layers."""
 
     name: str
+
+    @property
+    def experts(self) -> ExpertMethod:
+        """The same for experts. Raises ValueError: there is none."""
+        raise ValueError(f"the linear method {self.name!r} has no form for experts")
 
     @abstractmethod
     def make_weight(self, shape: LinearShape, ops: Kernels, dtype: torch.dtype, device: torch.device) -> LinearWeight:
@@ -155,6 +233,10 @@ class LinearMethods:
             raise ValueError(f"layers that are one product have different linear methods: {listed}")
         return next(iter(found.values()))
 
+    def of_experts(self, name: str) -> ExpertMethod:
+        """The method of a layer's experts. ``name``: ``model.layers.0.mlp.experts``."""
+        return self._find(name).experts
+
     def _find(self, name: str) -> LinearMethod:
         return next((method for pattern, method in self.others if _fits(name, pattern)), self.default)
 
@@ -170,6 +252,10 @@ class LinearMethods:
                 method = self.of(f"{prefix}layers.{number}.{part}" for part in linear.parts)
                 total += method.num_bytes(linear.num_outputs, linear.num_inputs, dtype)
                 num_others += linear.num_outputs * linear.has_bias
+            if (experts := layer.experts) is not None:
+                method_of_experts = self.of_experts(f"{prefix}layers.{number}.mlp.experts")
+                total += method_of_experts.num_bytes(experts, hidden_size, dtype, num_ranks)
+                total += 4 * experts.num_experts * experts.router.has_correction
             total += num_others * DTYPE_BYTES[dtype]
         return total
 

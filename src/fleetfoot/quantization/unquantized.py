@@ -6,13 +6,22 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fleetfoot.config.model import DTYPE_BYTES
-from fleetfoot.quantization.base import LinearMethod, LinearMethods, LinearShape, LinearWeight
-from fleetfoot.records.weights import Span, WeightSpec
+from fleetfoot.config.model import DTYPE_BYTES, ExpertsSpec
+from fleetfoot.quantization.base import (
+    ExpertMethod,
+    ExpertsShape,
+    ExpertWeight,
+    LinearMethod,
+    LinearMethods,
+    LinearShape,
+    LinearWeight,
+)
+from fleetfoot.records.weights import Span, Stack, WeightSpec
 
 if TYPE_CHECKING:
     import torch
 
+    from fleetfoot.kernels.experts.experts import Routing
     from fleetfoot.kernels.interface import Kernels
     from fleetfoot.kernels.linear.linear import PreparedLinear
 
@@ -35,6 +44,10 @@ class UnquantizedWeight(LinearWeight):
         self._unfilled = self._part_names()
         self._bias = torch.zeros(size[0], dtype=dtype, device=device) if has_bias else None
         self._prepared: PreparedLinear | None = None
+
+    @property
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        return (self._loaded.weight(), self._bias) if self._loaded.is_dense else None
 
     def chain(self, role: Any) -> Any:
         chain = self._chain if self._loaded.is_dense else None
@@ -104,10 +117,133 @@ class UnquantizedWeight(LinearWeight):
         return self._prepared
 
 
+class UnquantizedExperts(ExpertWeight):
+    """The matrices of experts, which `Kernels.experts` stores. What the specs of an expert were written to is closed
+    when all of it is filled."""
+
+    def __init__(self, shape: ExpertsShape, ops: Kernels, dtype: torch.dtype, device: torch.device) -> None:
+        from fleetfoot.kernels.experts.experts import ExpertSizes  # a plan can be made where there is no torch
+
+        self._shape, spec, part = shape, shape.spec, shape.part
+        sizes = ExpertSizes(
+            spec.num_experts, shape.hidden_size, part.stop - part.start, spec.has_bias,
+            is_interleaved=shape.names.are_transposed, activation=spec.activation, alpha=spec.alpha, limit=spec.limit,
+        )  # fmt: skip
+        self._stack, self._dtype = ops.experts(sizes, dtype, device), dtype
+        self._unfilled: dict[int, set[str]] = {}
+
+    def apply(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        return self._stack(x, routing)
+
+    def stored(self) -> Iterator[Span]:
+        return self._stack.stored()
+
+    def process_weights_after_loading(self) -> None:
+        self._stack.close()
+        self._unfilled.clear()
+
+    def weight_specs(self, prefix: str) -> Iterator[WeightSpec]:
+        names, is_whole = self._shape.names, self._shape.part == slice(0, self._shape.spec.intermediate_size)
+        # gates and ups of a rank are two parts of a stack in which all gates come first
+        is_stacked = names.are_stacked and (is_whole or names.are_transposed)
+        return self._stacked_specs(prefix) if is_stacked else self._specs_of_each(prefix)
+
+    def _specs_of_each(self, prefix: str) -> Iterator[WeightSpec]:
+        shape, names, size, part = self._shape, self._shape.names, self._shape.spec.intermediate_size, self._shape.part
+        count, hidden, held = shape.spec.num_experts, shape.hidden_size, part.stop - part.start
+        every, both = slice(0, hidden), slice(0, size)
+        rows, columns = ((), ()) if held == size else ((part, every), (every, part))
+        gate_up = [(prefix + name, (count, 2 * size, hidden)) for name in names.gate_up_stack]
+        down = [(prefix + name, (count, hidden, size)) for name in names.down_stack]
+        for expert in range(count):
+            one = slice(expert, expert + 1)
+            layers = (
+                (names.gate, (size, hidden), "gate_up", slice(0, held), rows, gate_up, (one, both)),
+                (
+                    names.up,
+                    (size, hidden),
+                    "gate_up",
+                    slice(held, 2 * held),
+                    rows,
+                    gate_up,
+                    (one, slice(size, 2 * size)),
+                ),
+                (names.down, (hidden, size), "down", every, columns, down, (one,)),
+            )
+            for name, whole, matrix, span, own, stacks, index in layers:
+                yield WeightSpec(
+                    f"{prefix}{name.format(expert)}.weight",
+                    whole,
+                    partial(self._open, matrix, expert, span),
+                    part=own,
+                    stacks=tuple(Stack(stack, stacked, index) for stack, stacked in stacks),
+                    filled=partial(self._mark_filled, expert, name),
+                    dtype=self._dtype,
+                )
+
+    def _stacked_specs(self, prefix: str) -> Iterator[WeightSpec]:
+        shape, names, size, part = self._shape, self._shape.names, self._shape.spec.intermediate_size, self._shape.part
+        count, hidden = shape.spec.num_experts, shape.hidden_size
+        alternating, every = slice(2 * part.start, 2 * part.stop), slice(0, hidden)
+        for matrix, of_stack, whole, own, has_bias in (
+            ("gate_up", names.gate_up_stack, (2 * size, hidden), (alternating, every), True),
+            ("down", names.down_stack, (hidden, size), (every, part), shape.has_down_bias),
+        ):
+            first, *others = (prefix + name for name in of_stack)
+            all_experts, is_whole = slice(0, count), part == slice(0, size)
+            yield WeightSpec(
+                first,
+                (count, *(whole[::-1] if names.are_transposed else whole)),
+                partial(self._open_all, matrix),
+                aliases=tuple(others),
+                part=() if is_whole else (all_experts, *own[::-1]),
+                dtype=self._dtype,
+            )
+            bias = self._stack.biases[matrix]
+            if bias is not None and has_bias:
+                rows = () if is_whole else (all_experts, own[0])
+                yield WeightSpec(f"{first}_bias", (count, whole[0]), partial(_itself, bias), part=rows)
+
+    def _open(self, matrix: str, expert: int, span: slice) -> torch.Tensor:
+        return self._stack.open(matrix, expert)[span]
+
+    def _open_all(self, matrix: str) -> torch.Tensor:
+        stacked = self._stack.open(matrix)
+        return stacked.transpose(1, 2) if self._shape.names.are_transposed else stacked
+
+    def _mark_filled(self, expert: int, name: str) -> None:
+        names = self._shape.names
+        unfilled = self._unfilled.setdefault(expert, {names.gate, names.up, names.down})
+        unfilled.discard(name)
+        if not unfilled:
+            self._stack.close(expert)
+            del self._unfilled[expert]
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class UnquantizedExpertMethod(ExpertMethod):
+    """`UnquantizedExperts` for every layer."""
+
+    name = "unquantized"
+
+    def make_weight(self, shape: ExpertsShape, ops: Kernels, dtype: torch.dtype, device: torch.device) -> ExpertWeight:
+        return UnquantizedExperts(shape, ops, dtype, device)
+
+    def num_bytes(self, spec: ExpertsSpec, hidden_size: int, dtype: str, num_ranks: int = 1) -> int:
+        return spec.num_experts * spec.expert_parameters(hidden_size, num_ranks) * DTYPE_BYTES[dtype]
+
+
 class Unquantized(LinearMethod):
     """`UnquantizedWeight` for every layer."""
 
     name = "unquantized"
+
+    @property
+    def experts(self) -> ExpertMethod:
+        return UnquantizedExpertMethod()
 
     def make_weight(self, shape: LinearShape, ops: Kernels, dtype: torch.dtype, device: torch.device) -> LinearWeight:
         return UnquantizedWeight(shape, ops, dtype, device)

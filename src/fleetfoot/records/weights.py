@@ -47,6 +47,17 @@ def join_rows(runs: Iterable[slice]) -> Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class Stack:
+    """A larger tensor, in checkpoints of another form, that holds a tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    index: tuple[slice, ...]
+    """The place of the smaller tensor, with two bounds for each of the first dimensions; its shape is that of the
+    place without dimensions of length 1 at the front."""
+
+
+@dataclass(frozen=True, slots=True)
 class WeightSpec:
     """One tensor of a checkpoint and its place in the model.
 
@@ -67,6 +78,8 @@ class WeightSpec:
     """What the checkpoint holds: ``integer`` and ``fp8`` (e4m3) are quantized or packed weights."""
     aliases: tuple[str, ...] = ()
     """Further names under which a checkpoint may hold the same tensor, in place of ``name`` or beside it."""
+    stacks: tuple[Stack, ...] = ()
+    """Larger tensors, one of which a checkpoint may hold in place of ``name``."""
     part: tuple[Rows, ...] = ()
     """What ``destination`` holds of the tensor: rows, in its order, and then a slice with two bounds for each further
     dimension, none if it holds all of that. Empty: the whole tensor in its own order."""

@@ -53,7 +53,6 @@ class Feature(enum.Enum):
 
 
 _UNSUPPORTED = {
-    Feature.MIXTURE_OF_EXPERTS: "No model here routes tokens to experts.",
     Feature.HYBRID_LAYERS: "Every layer must be attention over the paged KV cache.",
     Feature.PREFILL_CONTEXT_PARALLELISM: "A prompt is computed on one device.",
     Feature.PROMPT_EMBEDDINGS: "Its inputs are token ids.",

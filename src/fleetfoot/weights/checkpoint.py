@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from fleetfoot.records.weights import Rows, WeightError, WeightSpec, slices_of
+from fleetfoot.records.weights import Rows, Stack, WeightError, WeightSpec, slices_of
 from fleetfoot.utils.memory import release_pages
 from fleetfoot.utils.progress import report_progress
+from fleetfoot.weights.checksums import part_of
 from fleetfoot.weights.files import checkpoint_files
 
 DTYPES_OF_KINDS = {
@@ -119,24 +120,29 @@ def load_safetensors(
     """
     specs = list(specs)
     with Checkpoint(folder) as checkpoint:
-        names = {name for spec in specs for name in (spec.name, *spec.aliases)}
+        names = {name for spec in specs for name in names_of(spec)}
         found = _by_model_name(checkpoint, names | set(elsewhere))
         expected = {name: source for name, source in found.items() if not name.startswith(unread)}
         if problems := [*_problems(specs, expected, checkpoint, elsewhere)]:
             raise _misfit(folder, problems)
-        sources = {}  # tensor name in the checkpoint -> spec
+        sources: dict[
+            str, list[tuple[WeightSpec, tuple[Rows, ...]]]
+        ] = {}  # name in the checkpoint -> specs, and places
         for spec in specs:
+            if stack := _stack(spec, found):
+                sources.setdefault(found[stack.name], []).append((spec, stack.index))
+                continue
             first, *copies = _present(spec, found)
             for copy in copies:
                 _check_same(checkpoint, spec, found[first], found[copy])
-            sources[found[first]] = spec
+            sources[found[first]] = [(spec, ())]
         names_in_order = [name for name in checkpoint.names() if name in sources]
         for number, name in enumerate(names_in_order):
             report_progress("weights", number, len(names_in_order))
-            spec = sources[name]
-            values = checkpoint.tensor(name, spec.part)
-            write_values(spec, values)
-            release_pages(values.data_ptr(), values.nbytes)  # of the file, and read once
+            for spec, index in sources[name]:
+                values = checkpoint.tensor(name, index or spec.part)
+                write_values(spec, place_of(values, spec) if index else values)
+                release_pages(values.data_ptr(), values.nbytes)  # of the file, and read once
 
 
 def write_values(spec: WeightSpec, values: torch.Tensor) -> None:
@@ -153,8 +159,25 @@ def _by_model_name(checkpoint: Checkpoint, expected: set[str]) -> dict[str, str]
     return {name if has_prefix or (full := _BASE_PREFIX + name) not in expected else full: name for name in names}
 
 
+def names_of(spec: WeightSpec) -> tuple[str, ...]:
+    """All names of tensors that can fill it."""
+    return spec.name, *spec.aliases, *(stack.name for stack in spec.stacks)
+
+
 def _present(spec: WeightSpec, found: dict[str, str]) -> list[str]:
     return [name for name in (spec.name, *spec.aliases) if name in found]
+
+
+def _stack(spec: WeightSpec, found: dict[str, str]) -> Stack | None:
+    """The larger tensor that has the values of ``spec``; None: the checkpoint has it by itself, or not at all."""
+    if _present(spec, found):
+        return None
+    return next((stack for stack in spec.stacks if stack.name in found), None)
+
+
+def place_of(values: torch.Tensor, spec: WeightSpec) -> torch.Tensor:
+    """What ``spec`` holds of ``values``, the place of its tensor in a stack."""
+    return part_of(values.reshape(spec.shape), spec.part)
 
 
 def _problems(
@@ -162,17 +185,17 @@ def _problems(
 ) -> Iterator[tuple[str, str]]:
     """``(kind, description)`` of each spec that the checkpoint cannot fill, and of each tensor that has no spec."""
     for spec in specs:
-        names = _present(spec, found)
-        if not names:
+        stack, names = _stack(spec, found), _present(spec, found)
+        if not names and stack is None:
             yield "missing", f"{spec.name}: expected {list(spec.shape)}"
-        for name in names:
+        for name, expected in [(name, spec.shape) for name in names] + ([(stack.name, stack.shape)] if stack else []):
             shape, dtype = checkpoint.shape(found[name]), checkpoint.dtype(found[name])
-            if not spec.has_shape(shape):
-                yield "misshapen", f"{found[name]}: found {list(shape)}, expected {list(spec.shape)}"
+            if not (shape == expected if name not in names else spec.has_shape(shape)):
+                yield "misshapen", f"{found[name]}: found {list(shape)}, expected {list(expected)}"
             if dtype not in (dtypes := DTYPES_OF_KINDS[spec.kind]):
                 kind = "unquantized" if dtype in DTYPES_OF_KINDS["float"] else "quantized"
                 yield kind, f"{found[name]}: found {dtype}, expected one of {', '.join(dtypes)}"
-    known = {name for spec in specs for name in (spec.name, *spec.aliases)} | set(elsewhere)
+    known = {name for spec in specs for name in names_of(spec)} | set(elsewhere)
     for name, source in found.items():
         if name not in known and not name.endswith(REDUNDANT_SUFFIX):
             yield "unexpected", f"{source}: found {list(checkpoint.shape(source))}, expected nothing of that name"

@@ -49,8 +49,10 @@ def row_sums(values: torch.Tensor, shape: tuple[int, ...], part: tuple[Rows, ...
     disjoint parts is the checksum of the whole, in any dtype that holds the values.
     """
     row_size = math.prod(shape[1:])
-    (span,) = slices_of(part[1]) if len(part) > 1 else (slice(0, row_size),)
-    columns = torch.arange(span.start, span.stop, device=values.device)
+    columns = torch.arange(row_size, device=values.device)
+    if len(part) > 1:
+        columns = columns.view(shape[1:])[part[1:]].flatten()
+    span = (int(columns[0]), int(columns[-1]) + 1) if len(columns) else (0, 0)
     rows = row_numbers(shape, part, values.device)
     matrix, sums = values.reshape(len(rows), -1), torch.empty_like(rows)
     step = max(1, _MAX_ELEMENTS.get(values.device.type, 1 << 24) // max(1, len(columns)))
@@ -61,7 +63,7 @@ def row_sums(values: torch.Tensor, shape: tuple[int, ...], part: tuple[Rows, ...
         mixed = (bits.long() + _FACTORS[0]) * _FACTORS[1] + indices * _FACTORS[2]
         mixed = (mixed ^ (mixed >> 29)) * _FACTORS[0]
         sums[some] = (mixed ^ (mixed >> 32)).sum(dim=1)
-    return {(span.start, span.stop): dict(zip(rows.tolist(), sums.tolist(), strict=True))}
+    return {span: dict(zip(rows.tolist(), sums.tolist(), strict=True))}
 
 
 def tensor_checksum(tensor: torch.Tensor) -> str:

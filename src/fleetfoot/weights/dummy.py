@@ -60,18 +60,19 @@ def _fill_part(destination: torch.Tensor, spec: WeightSpec, drawn: torch.Tensor)
 
 def _fill_rows(destination: torch.Tensor, spec: WeightSpec, rows: slice, drawn: torch.Tensor) -> None:
     row_size = math.prod(spec.shape[1:])
-    has_all_columns = len(spec.part) < 2 or spec.part[1] == slice(0, spec.shape[1])
+    whole = tuple(slice(0, size) for size in spec.shape[1:])
+    has_all_columns = len(spec.part) < 2 or spec.part[1:] == whole
     if has_all_columns and destination.is_contiguous():
         _repeat(destination.view(-1), drawn, rows.start * row_size)
         return
-    columns = slice(None) if has_all_columns else spec.part[1]
+    columns = () if has_all_columns else spec.part[1:]
     step = max(1, _MAX_COPIED // row_size)
     for row in range(rows.start, rows.stop, step):
         some = min(step, rows.stop - row)
         values = torch.empty((some, row_size), dtype=drawn.dtype, device=drawn.device)
         _repeat(values.view(-1), drawn, row * row_size)
         begin = row - rows.start
-        destination[begin : begin + some].copy_(values[:, columns])
+        destination[begin : begin + some].copy_(values.view(some, *spec.shape[1:])[(slice(None), *columns)])
 
 
 def _repeat(flat: torch.Tensor, drawn: torch.Tensor, first: int) -> None:

@@ -11,7 +11,7 @@ from fleetfoot.config.model import ModelConfig
 from fleetfoot.distributed.groups import SINGLE_RANK
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.interface import CausalLM, model_class
-from fleetfoot.weights.checkpoint import load_safetensors
+from fleetfoot.weights.checkpoint import load_safetensors, names_of
 from fleetfoot.weights.dummy import fill_dummy
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -62,6 +62,6 @@ def reload_weights(model: CausalLM, context: ModelContext, folder: str | Path) -
     if not (model.is_first and model.is_last and context.groups.tensor.size == 1):
         meta = replace(context, device=torch.device("meta"), max_positions=1, groups=SINGLE_RANK)
         whole = model_class(model.config)(model.config, meta)
-        elsewhere |= {name for spec in whole.weight_specs() for name in (spec.name, *spec.aliases)}
+        elsewhere |= {name for spec in whole.weight_specs() for name in names_of(spec)}
     load_safetensors(model.weight_specs(), Path(folder), elsewhere, model.other_weights)
     model.process_weights_after_loading()

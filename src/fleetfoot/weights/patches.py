@@ -121,16 +121,18 @@ def apply_patch(spec: WeightSpec, patch: SparseWeightPatch) -> None:
     """Write the patch's elements that the place of ``spec`` holds."""
     destination = spec.destination()
     indices, values = patch.indices.long(), patch.values.to(destination.dtype)
+    places = list(torch.unravel_index(indices, spec.shape))
     if spec.part:
-        row_size = torch.Size(spec.shape[1:]).numel()
-        (columns,) = slices_of(spec.part[1]) if len(spec.part) > 1 else (slice(0, row_size),)
         stored = row_numbers(spec.shape, spec.part, indices.device)
-        places = torch.full((spec.shape[0],), -1, device=indices.device)  # row of the whole tensor -> row stored here
-        places[stored] = torch.arange(len(stored), device=indices.device)
-        rows, column = places[indices // row_size], indices % row_size
-        held = ((rows >= 0) & (column >= columns.start) & (column < columns.stop)).nonzero().squeeze(1)
-        indices, values = (rows * (columns.stop - columns.start) + column - columns.start)[held], values[held]
-    if destination.is_contiguous():
-        destination.view(-1)[indices] = values
-    else:
-        destination[indices // destination.shape[1], indices % destination.shape[1]] = values
+        stored_at = torch.full(
+            (spec.shape[0],), -1, device=indices.device
+        )  # row of the whole tensor -> row stored here
+        stored_at[stored] = torch.arange(len(stored), device=indices.device)
+        places[0] = stored_at[places[0]]
+        held = places[0] >= 0
+        for dim, span in enumerate(spec.part[1:], start=1):
+            (run,) = slices_of(span)
+            held &= (places[dim] >= run.start) & (places[dim] < run.stop)
+            places[dim] = places[dim] - run.start
+        places, values = [place[held] for place in places], values[held]
+    destination[tuple(places)] = values

@@ -7,7 +7,7 @@ several ranks the engine commits only what every rank has staged (`fleetfoot.eng
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from fleetfoot.layers.context import WeightTree
-from fleetfoot.records.weights import Rows, Span, WeightSpec, count_rows, slices_of
+from fleetfoot.records.weights import Rows, Span, Stack, WeightSpec, count_rows, slices_of
 from fleetfoot.weights.checkpoint import DTYPES_OF_KINDS, REDUNDANT_SUFFIX, Checkpoint, same_rows, write_values
 from fleetfoot.weights.checksums import RowSums, finite_problem, part_of, row_sums
 from fleetfoot.weights.dummy import fill_dummy
@@ -87,6 +87,16 @@ class _Stored:
         self.kind = next((kind for kind, names in DTYPES_OF_KINDS.items() if dtype in names), dtype)
 
 
+class _Piece:
+    """The place of a tensor in a stack."""
+
+    def __init__(self, source: _Source, index: tuple[slice, ...], shape: tuple[int, ...]) -> None:
+        self._source, self.index, self.shape, self.kind = source, index, shape, source.kind
+
+    def read(self, part: tuple[Rows, ...]) -> torch.Tensor:
+        return part_of(self._source.read(self.index).reshape(self.shape), part)
+
+
 class WeightStore:
     """The tensors of this rank's models, and the version of their values, which each committed update replaces."""
 
@@ -98,6 +108,7 @@ class WeightStore:
         self._owned: set[str] = set()  # of these, names that are not copies of another rank's tensors
         self._names: dict[str, str] = {}  # accepted name -> name
         self._prefixes: dict[str, str] = {}  # name of a model's tensor -> what is before it in other names here
+        self._stacks: dict[str, list[tuple[str, Stack]]] = {}  # name of a stack -> names of the tensors in it
         self._other: tuple[str, ...] = ()  # beginnings of names that are ignored
         self._staged: list[Callable[[], object]] = []
         self._group: TransferGroup | None = None
@@ -119,6 +130,8 @@ class WeightStore:
             self._prefixes.setdefault(spec.name, prefix)
             if original is None:
                 self._owned.add(name)
+                for stack in spec.stacks:
+                    self._stacks.setdefault(prefix + stack.name, []).append((name, stack))
             for alias in [name] if original else [spec.name, *spec.aliases]:
                 start = "" if original else prefix
                 self._names.setdefault(start + alias, name)
@@ -142,7 +155,7 @@ class WeightStore:
         report, needed = StageReport(), self._lost if only_lost else self._specs.keys()
         self._checkpoint = checkpoint = Checkpoint(Path(folder))
         for name in checkpoint.names():
-            if not only_lost or self._names.get(name) in needed:
+            if not only_lost or self._names.get(name) in needed or name in self._stacks:
                 self._stage(name, _Stored(checkpoint, name), report, check_finite=check_finite)
         report.problems += [
             f"{name} is missing: expected {list(self._specs[name][0].shape)}"
@@ -192,18 +205,20 @@ class WeightStore:
         report, self._announced = StageReport(), info
         for given, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):
             source = _Given(torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta"))
-            name, specs = self._names.get(given), list[WeightSpec]()
-            if name is None:
-                self._report_unknown(given, report)
-            elif problem := self._misfit(given, source, self._specs[name][0]):
-                report.problems.append(problem)
-            elif name not in self._found:
-                specs, self._found[name] = self._specs[name], source
-                self._whole.add(name)
-                report.staged[given] = name
-                for spec in specs if source.kind != specs[0].kind else ():
-                    self._cover(spec, source, report)
-            self._staged.append(partial(self._receive, shape, getattr(torch, dtype), specs))
+            name, places = self._names.get(given), list[tuple[WeightSpec, tuple[slice, ...]]]()
+            named = self._pieces(given, source, report) if name is None else [(name, _Piece(source, (), source.shape))]
+            for name, piece in named:
+                specs = self._specs[name]
+                if problem := self._misfit(given, piece, specs[0]):
+                    report.problems.append(problem)
+                elif name not in self._found:
+                    places += [(spec, piece.index) for spec in specs]
+                    self._found[name] = piece
+                    self._whole.add(name)
+                    report.staged[name if piece.index else given] = name
+                    for spec in specs if piece.kind != specs[0].kind else ():
+                        self._cover(spec, piece, report)
+            self._staged.append(partial(self._receive, shape, getattr(torch, dtype), places))
         return report
 
     def stage_received(self, *, check_finite: bool = False) -> StageReport:
@@ -229,15 +244,19 @@ class WeightStore:
         if self._group is not None:
             self._group.answer(refusal)
 
-    def _receive(self, shape: Sequence[int], dtype: torch.dtype, specs: Sequence[WeightSpec]) -> None:
+    def _receive(
+        self, shape: Sequence[int], dtype: torch.dtype, places: Sequence[tuple[WeightSpec, tuple[slice, ...]]]
+    ) -> None:
+        """Receive a tensor, and write its parts. ``places``: with the place in a stack, or none."""
         assert self._group is not None
         tensor = self._group.receive(shape, dtype)
-        for spec in specs:
+        for spec, index in places:
+            piece = _Piece(_Given(tensor), index, spec.shape if index else tuple(tensor.shape))
             if spec.takes("float") and spec.kind != "float" and tensor.dtype in _PLAIN:
                 assert spec.quantize is not None
-                spec.quantize(partial(part_of, tensor))
+                spec.quantize(piece.read)
             else:
-                write_values(spec, part_of(tensor, spec.part))
+                write_values(spec, piece.read(spec.part))
 
     # --- checks -------------------------------------------------------------------------------------------------------
 
@@ -246,7 +265,8 @@ class WeightStore:
     ) -> None:
         name = self._names.get(given)
         if name is None:
-            self._report_unknown(given, report)
+            for name, piece in self._pieces(given, source, report):
+                self._stage(name, piece, report, check_finite=check_finite, keeps_parts=keeps_parts)
             return
         specs = self._specs[name]
         if problem := self._problem(given, source, specs, name, check_finite=check_finite):
@@ -288,6 +308,18 @@ class WeightStore:
                 if problem := finite_problem(source.read(each.part), dtype):
                     return f"{given} {problem}"
         return None
+
+    def _pieces(self, given: str, source: _Source, report: StageReport) -> Iterator[tuple[str, _Piece]]:
+        """The tensors in a stack, with their names; none, and a report: there is no such stack, or it does not fit."""
+        stacks = self._stacks.get(given, ())
+        if not stacks:
+            self._report_unknown(given, report)
+        elif source.shape != stacks[0][1].shape:
+            report.problems.append(f"{given} has shape {list(source.shape)}, expected {list(stacks[0][1].shape)}")
+        else:
+            report.staged[given] = stacks[0][0]
+            for name, stack in stacks:
+                yield name, _Piece(source, stack.index, self._specs[name][0].shape)
 
     def _report_unknown(self, given: str, report: StageReport) -> None:
         if not given.endswith(REDUNDANT_SUFFIX) and not given.startswith(self._other):

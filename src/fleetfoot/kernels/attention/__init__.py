@@ -46,6 +46,7 @@ class AttentionBackend(Protocol):
         scale: float,
         window: int | None,
         soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
         """Softmax attention of each query token over its own sequence up to and including itself.
 
@@ -53,6 +54,7 @@ class AttentionBackend(Protocol):
             scale: factor on the dot products, by default 1 / sqrt(head_dim).
             window: how many of the last positions a token attends to, itself included; None: all.
             soft_cap: scores become ``soft_cap * tanh(score / soft_cap)`` before the softmax (Gemma 2, 2024); None: not.
+            sinks: ``[num_heads]`` float32, a score of each head that joins the softmax without a value (GPT-OSS, 2025).
         """
         ...
 
@@ -67,6 +69,7 @@ class AttentionBackend(Protocol):
         window: int | None,
         soft_cap: float | None = None,
         prefetch_weight: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor | None:  # [num_tokens, num_heads, head_dim]
         """`Kernels.rope_and_cache` and `forward` in one kernel; None if the backend has no such kernel for this batch.
 
@@ -97,6 +100,8 @@ class AttentionInputs(NamedTuple):
     """Upper bound on the query tokens of a request."""
     soft_cap: float | None = None
     """Limit that scores approach; None: they have none."""
+    sinks: torch.Tensor | None = None
+    """``[num_heads]`` float32, scores without a value; None: there are none."""
 
     @classmethod
     def of(
@@ -107,14 +112,15 @@ class AttentionInputs(NamedTuple):
         scale: float,
         window: int | None,
         soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> AttentionInputs:
         """All requests of a batch."""
         tensors = (metadata.query_start_loc, metadata.seq_lens, metadata.block_tables)
-        return cls(query, kv_cache, *tensors, scale, window, metadata.max_query_len, soft_cap)
+        return cls(query, kv_cache, *tensors, scale, window, metadata.max_query_len, soft_cap, sinks)
 
     def of_batch(self, metadata: AttentionMetadata) -> AttentionInputs:
         """With the requests of other metadata."""
-        return self.of(self.query, self.kv_cache, metadata, self.scale, self.window, self.soft_cap)
+        return self.of(self.query, self.kv_cache, metadata, self.scale, self.window, self.soft_cap, self.sinks)
 
     def requests(self, first: int, last: int | None = None) -> AttentionInputs:
         """Those from ``first`` on, and before ``last``."""

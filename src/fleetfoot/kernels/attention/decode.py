@@ -34,6 +34,7 @@ from fleetfoot.kernels.attention.rope_and_cache import load_cos_sin, norm_and_ro
 from fleetfoot.kernels.attention.split_kv import (
     AttentionWorkspace,
     DecodeShape,
+    add_sinks,
     base_2_scores,
     clear_output,
     store_pair,
@@ -130,7 +131,7 @@ def paged_attention_decode(
         prefetch_weight: ``[rows, columns]`` contiguous, read by the next kernel. Programs that have read their K and V
             prefetch it to L2, since memory is idle while they merge.
     """
-    query, kv_cache, query_start_loc, seq_lens, block_tables, scale, window, max_query_len, soft_cap = inputs
+    query, kv_cache, query_start_loc, seq_lens, block_tables, scale, window, max_query_len, soft_cap, sinks = inputs
     num_reqs = seq_lens.shape[0]
     num_tokens, num_heads, head_dim = out.shape
     num_kv_heads, block_size = kv_cache.shape[2:4]
@@ -158,11 +159,12 @@ def paged_attention_decode(
         norm_offset=rope.norm_offset, new_rows=next_power_of_2(max_query_len), programs_per_sm=tiling.programs_per_sm,
         requests_tile=next(size for size in (*_REQUEST_BUCKETS, next_power_of_2(num_reqs)) if size >= num_reqs),
         overlap=can_overlap(query.device), soft_cap=soft_cap or 0.0,
+        has_sinks=sinks is not None,
     )  # fmt: skip
     _paged_attention_decode_kernel[(num_programs,)](
         query, kv_cache, out, splits, arrivals, query_start_loc, seq_lens, block_tables,
         rope.cos_sin, query if slot_mapping is None else slot_mapping, query if rope.q_norm is None else rope.q_norm,
-        query if rope.k_norm is None else rope.k_norm, rope.eps,
+        query if rope.k_norm is None else rope.k_norm, rope.eps, query if sinks is None else sinks,
         num_reqs, num_tokens, query.stride(0), kv_cache.stride(0), block_tables.stride(0),
         scale * math.log2(math.e), window or 0,
         tiling.min_tiles, tiling.full_tiles, tiling.pair_tiles,
@@ -321,7 +323,7 @@ def _attend(
 @triton_kernel(specialize=False)
 def _paged_attention_decode_kernel(
     query_ptr, kv_ptr, out_ptr, splits_ptr, arrivals_ptr, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr,
-    cos_sin_ptr, slot_mapping_ptr, q_norm_ptr, k_norm_ptr, eps,
+    cos_sin_ptr, slot_mapping_ptr, q_norm_ptr, k_norm_ptr, eps, sinks_ptr,
     num_reqs, num_tokens, query_stride, block_stride, table_stride, scale_log2, window,
     min_tiles, full_tiles, pair_tiles,
     prefetch_ptr, num_prefetch_rows, prefetch_rows_per_program, prefetch_row_bytes, num_prefetch_bytes,
@@ -384,6 +386,9 @@ def _paged_attention_decode_kernel(
             q, head_ptr, table_ptr, next_block, block_stride, first_tile + begin, first_tile + stop,
             seq_len, row_position, scale_log2, window, shape,
         )  # fmt: skip
+        if shape.has_sinks:
+            head = kv_head * shape.group + row % shape.group
+            row_max, row_sum, acc = add_sinks(row_max, row_sum, acc, sinks_ptr, head, is_row & (begin == 0))
         if cursor == program * program_tiles:  # once for each program
             first_row = program * prefetch_rows_per_program
             first_prefetch_ptr = prefetch_ptr.to(tl.pointer_type(tl.int8)) + first_row.to(tl.int64) * prefetch_row_bytes

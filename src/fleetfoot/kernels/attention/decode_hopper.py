@@ -76,14 +76,14 @@ def supports(inputs: AttentionInputs) -> bool:
         and block_size >= 16
         and block_size & (block_size - 1) == 0
         and inputs.is_block_contiguous
-        and inputs.soft_cap is None
+        and inputs.soft_cap is inputs.sinks is None
         and inputs.kv_cache.stride(0) % head_dim == 0
     )
 
 
 def paged_attention_decode_hopper(inputs: AttentionInputs, *, workspace: AttentionWorkspace, out: torch.Tensor) -> None:
     """See `fleetfoot.kernels.attention.decode.paged_attention_decode`, without ``rotary``."""
-    query, kv_cache, query_start_loc, seq_lens, block_tables, scale, window, max_query_len, _ = inputs
+    query, kv_cache, query_start_loc, seq_lens, block_tables, scale, window, max_query_len, *_ = inputs
     num_reqs = seq_lens.shape[0]
     num_tokens, num_heads, head_dim = out.shape
     num_blocks, _, num_kv_heads, block_size, _ = kv_cache.shape

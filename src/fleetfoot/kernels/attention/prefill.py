@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fleetfoot.kernels.attention import AttentionInputs
-from fleetfoot.kernels.attention.split_kv import base_2_scores
+from fleetfoot.kernels.attention.split_kv import add_sinks, base_2_scores
 from fleetfoot.kernels.runtime.gpu_limits import fit_tile, gpu_limits
 from fleetfoot.kernels.runtime.triton_support import compiles_slowly, next_power_of_2, search_steps, triton_kernel
 
@@ -60,7 +60,7 @@ def paged_attention_prefill(inputs: AttentionInputs, *, out: torch.Tensor, tilin
         out: written, ``[num_tokens, num_heads, head_dim]`` contiguous, from the first request's first token to the end;
             zeros for tokens of padding requests and for those after the last request's.
     """
-    query, kv_cache, query_start_loc, seq_lens, block_tables, scale, window, _, soft_cap = inputs
+    query, kv_cache, query_start_loc, seq_lens, block_tables, scale, window, _, soft_cap, sinks = inputs
     num_reqs = seq_lens.shape[0]
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, block_size = kv_cache.shape[2:4]
@@ -72,9 +72,10 @@ def paged_attention_prefill(inputs: AttentionInputs, *, out: torch.Tensor, tilin
     _paged_attention_prefill_kernel[(num_slots * num_kv_heads,)](
         query, kv_cache, out, query_start_loc, seq_lens, block_tables, num_reqs, num_tokens, search_steps(num_reqs + 1),
         query.stride(0), kv_cache.stride(0), block_tables.stride(0), scale * math.log2(math.e), window or 0,
+        query if sinks is None else sinks,
         num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, padded_dim=padded_dim, block_size=block_size,
         **inputs.kv_strides, rows=tiling.rows, tile=tiling.tile, has_window=window is not None,
-        soft_cap=soft_cap or 0.0, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        soft_cap=soft_cap or 0.0, has_sinks=sinks is not None, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
 
 
@@ -123,10 +124,11 @@ def _find_tile(
 @triton_kernel(specialize=False)
 def _paged_attention_prefill_kernel(
     query_ptr, kv_ptr, out_ptr, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr, num_reqs, num_tokens, steps,
-    query_stride, block_stride, table_stride, scale_log2, window,
+    query_stride, block_stride, table_stride, scale_log2, window, sinks_ptr,
     num_kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, padded_dim: tl.constexpr,
     block_size: tl.constexpr, value_offset: tl.constexpr, head_stride: tl.constexpr, token_stride: tl.constexpr,
     rows: tl.constexpr, tile: tl.constexpr, has_window: tl.constexpr, soft_cap: tl.constexpr,
+    has_sinks: tl.constexpr,
 ):  # fmt: skip
     tile_tokens: tl.constexpr = rows // group
     request, kv_head, first_token, query_begin, query_len, seq_len = _find_tile(
@@ -196,6 +198,8 @@ def _paged_attention_prefill_kernel(
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
             row_max = new_max
 
+        if has_sinks:
+            row_max, row_sum, acc = add_sinks(row_max, row_sum, acc, sinks_ptr, head, is_row)
         result = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
         out_offset = (query_begin + token).to(tl.int64) * (num_kv_heads * group * head_dim) + head * head_dim
         out_ptrs = tl.multiple_of(out_ptr + out_offset[:, None] + column[None, :], (1, 16))

@@ -71,7 +71,7 @@ def supports(inputs: AttentionInputs) -> bool:
         and block_size >= 8
         and block_size & (block_size - 1) == 0
         and inputs.is_block_contiguous
-        and inputs.soft_cap is None
+        and inputs.soft_cap is inputs.sinks is None
         and inputs.kv_cache.stride(0) % head_dim == 0
     )
 
@@ -82,7 +82,7 @@ def paged_attention_prefill_hopper(inputs: AttentionInputs, *, counter: torch.Te
     Args:
         counter: ``[1]`` int32, 0 before and after the launch.
     """
-    query, kv_cache, query_start_loc, seq_lens, block_tables, scale, window, _, _ = inputs
+    query, kv_cache, query_start_loc, seq_lens, block_tables, scale, window, *_ = inputs
     num_reqs = seq_lens.shape[0]
     num_tokens, num_heads, head_dim = query.shape
     num_blocks, _, num_kv_heads, block_size, _ = kv_cache.shape

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -28,6 +30,7 @@ class SDPABackend(AttentionBackend):
         scale: float,
         window: int | None,
         soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`. The output of tokens that belong to no request is zero."""
         starts, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
@@ -36,7 +39,7 @@ class SDPABackend(AttentionBackend):
         for first, last in _decode_groups(seq_lens[: metadata.num_decodes], kv_cache):
             tokens, rows = slice(starts[first], starts[last]), slice(first, last)
             tables, lens = metadata.block_tables[rows], metadata.seq_lens[rows]
-            shape = max(seq_lens[rows]), scale, window, soft_cap
+            shape = max(seq_lens[rows]), scale, window, soft_cap, sinks
             output[tokens] = _decode(query[tokens], kv_cache, tables, lens, *shape)
         for row in range(metadata.num_decodes, len(seq_lens)):
             tokens = slice(starts[row], starts[row + 1])
@@ -44,7 +47,7 @@ class SDPABackend(AttentionBackend):
                 output[tokens] = 0.0  # a request that pads the batch
             elif tokens.start < tokens.stop:
                 keys, values = _gather_one(kv_cache, metadata.block_tables[row], seq_lens[row])
-                _prefill(query[tokens], keys, values, output[tokens], scale, window, soft_cap)
+                _prefill(query[tokens], keys, values, output[tokens], scale, window, soft_cap, sinks)
         return output
 
 
@@ -72,6 +75,7 @@ def _decode(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """One query token per request: ``query [num_reqs, num_heads, head_dim]`` -> the same shape."""
     num_reqs, num_heads, head_dim = query.shape
@@ -89,7 +93,8 @@ def _decode(
     # The query heads of a KV head are the rows of one matrix, so that K and V are read once for all of them.
     rows = query.reshape(num_reqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
     mask = ~hidden[:, None, None, :]  # [num_reqs, 1, 1, positions]
-    attended = _attend(rows, keys, values, mask, scale, soft_cap)
+    sinks = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
+    attended = _attend(rows, keys, values, mask, scale, soft_cap, sinks)
     # For a padding request of length 0 the softmax is over no positions, which is NaN.
     return attended.reshape(query.shape).masked_fill_((seq_lens == 0)[:, None, None], 0)
 
@@ -119,6 +124,7 @@ def _prefill(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> None:
     """The last ``num_tokens`` of one request, written to ``output [num_tokens, num_heads, head_dim]``.
 
@@ -134,7 +140,8 @@ def _prefill(
         first = 0 if window is None else max(0, context + begin + 1 - window)
         last = context + end
         mask = None
-        is_causal = begin == 0 and context == 0 and (window is None or window >= end) and soft_cap is None
+        is_causal = begin == 0 and context == 0 and (window is None or window >= end)
+        is_causal &= soft_cap is None and sinks is None
         if not is_causal:
             row = torch.arange(context + begin, last, device=query.device)[:, None]
             position = torch.arange(first, last, device=query.device)
@@ -143,7 +150,9 @@ def _prefill(
                 mask &= position > row - window
         rows = query[begin:end].transpose(0, 1)[None]  # [1, num_heads, rows, head_dim]
         kv = keys[None, :, first:last], values[None, :, first:last]  # [1, num_kv_heads, positions, head_dim]
-        attended = _attend(rows, *kv, mask, scale, soft_cap, is_causal=is_causal, enable_gqa=num_heads != num_kv_heads)
+        options: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": num_heads != num_kv_heads}
+        of_heads = None if sinks is None else sinks.view(num_heads, 1, 1)
+        attended = _attend(rows, *kv, mask, scale, soft_cap, of_heads, **options)
         output[begin:end] = attended.squeeze(0).transpose(0, 1)
 
 
@@ -154,17 +163,25 @@ def _attend(
     mask: torch.Tensor | None,
     scale: float,
     soft_cap: float | None,
+    sinks: torch.Tensor | None,
     **options: bool,
 ) -> torch.Tensor:
-    """`F.scaled_dot_product_attention`, and with a soft cap the same in float32, for which there must be a mask."""
-    if soft_cap is None:
+    """`F.scaled_dot_product_attention`, and with a soft cap or sinks the same in float32, for which there must be a
+    mask. Sinks are broadcast to ``[n, heads, rows, 1]``."""
+    if soft_cap is None and sinks is None:
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, **options)
     assert mask is not None
     group = query.shape[1] // keys.shape[1]
     keys, values = (tensor.repeat_interleave(group, dim=1).float() for tensor in (keys, values))
     scores = query.float() @ keys.transpose(-1, -2)  # [n, heads, rows, positions]
-    scores.mul_(scale / soft_cap).tanh_().mul_(soft_cap).masked_fill_(~mask, float("-inf"))
-    return (scores.softmax(-1) @ values).to(query.dtype)
+    if soft_cap is None:
+        scores.mul_(scale)
+    else:
+        scores.mul_(scale / soft_cap).tanh_().mul_(soft_cap)
+    scores.masked_fill_(~mask, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float().expand(*scores.shape[:-1], 1)), dim=-1)
+    return (scores.softmax(-1)[..., : values.shape[-2]] @ values).to(query.dtype)
 
 
 class BidirectionalBackend(AttentionBackend):
@@ -182,10 +199,11 @@ class BidirectionalBackend(AttentionBackend):
         scale: float,
         window: int | None,
         soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `AttentionBackend.forward`. Raises ValueError: with a soft cap."""
-        if soft_cap is not None:
-            raise ValueError(f"soft_cap is {soft_cap}; bidirectional attention has none")
+        """See `AttentionBackend.forward`. Raises ValueError: with a soft cap, or sinks."""
+        if soft_cap is not None or sinks is not None:
+            raise ValueError(f"soft_cap is {soft_cap}, sinks are {sinks}; bidirectional attention has none")
         output, starts = torch.empty_like(query), metadata.query_start_loc.tolist()
         for row, seq_len in enumerate(metadata.seq_lens.tolist()):
             tokens = slice(starts[row], starts[row + 1])

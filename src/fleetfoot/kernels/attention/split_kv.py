@@ -55,6 +55,7 @@ class DecodeShape(NamedTuple):
     overlap: bool
     soft_cap: float
     """Limit of the scores; 0: none."""
+    has_sinks: bool
 
     @property
     def max_query_len(self) -> int:
@@ -116,6 +117,16 @@ def base_2_scores(products, scale_log2, soft_cap: tl.constexpr):
         return (soft_cap * 1.4426950408889634) * (1.0 - 2.0 / (powers + 1.0))
     else:
         return products * scale_log2
+
+
+@triton_kernel(specialize=False)
+def add_sinks(row_max, row_sum, acc, sinks_ptr, head, has_sink):
+    """The results of rows with one more score each, without a value. ``head``, ``has_sink``: of each row."""
+    sink = tl.load(sinks_ptr + head, mask=has_sink, other=-1.0e30) * 1.4426950408889634
+    new_max = tl.maximum(row_max, sink)
+    rescale = tl.exp2(row_max - new_max)
+    row_sum = row_sum * rescale + tl.where(has_sink, tl.exp2(sink - new_max), 0.0)
+    return new_max, row_sum, acc * rescale[:, None]
 
 
 @triton_kernel(specialize=False)

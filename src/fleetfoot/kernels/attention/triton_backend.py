@@ -58,6 +58,7 @@ class TritonBackend(SDPABackend):
         scale: float,
         window: int | None,
         soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`. The output of tokens that belong to no request is zero.
 
@@ -67,9 +68,9 @@ class TritonBackend(SDPABackend):
             ValueError: the shapes or dtypes do not match, a tensor is not aligned, or the scale is not positive.
             RuntimeError: the first call, which allocates memory, within a graph that is being captured.
         """
-        inputs = AttentionInputs.of(query, kv_cache, metadata, scale, window, soft_cap)
+        inputs = AttentionInputs.of(query, kv_cache, metadata, scale, window, soft_cap, sinks)
         if not self.supports(query.shape[2], inputs.group, query.dtype):
-            return super().forward(query, kv_cache, metadata, scale, window, soft_cap)
+            return super().forward(query, kv_cache, metadata, scale, window, soft_cap, sinks)
         _check(inputs)
         out = empty_rows(*query.shape, like=query)
         workspace = self._workspace(query.device)
@@ -77,7 +78,7 @@ class TritonBackend(SDPABackend):
             with suppress(KernelNotReadyError):
                 launch(inputs, metadata, workspace, out)
                 return out
-        return super().forward(query, kv_cache, metadata, scale, window, soft_cap)
+        return super().forward(query, kv_cache, metadata, scale, window, soft_cap, sinks)
 
     def forward_fused(
         self,
@@ -90,6 +91,7 @@ class TritonBackend(SDPABackend):
         window: int | None,
         soft_cap: float | None = None,
         prefetch_weight: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """See `AttentionBackend.forward_fused`: for decodes, also with drafts."""
         num_kv_heads, _, head_dim = kv_cache.shape[2:]
@@ -101,7 +103,7 @@ class TritonBackend(SDPABackend):
         if max_query_len * group > max_rows(head_dim) or not self.supports(head_dim, group, qkv.dtype):
             return None
         heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
-        inputs = AttentionInputs.of(heads[:, :num_heads], kv_cache, metadata, scale, window, soft_cap)
+        inputs = AttentionInputs.of(heads[:, :num_heads], kv_cache, metadata, scale, window, soft_cap, sinks)
         decode_hopper, _ = _hopper_kernels(qkv.device)
         is_hopper = decode_hopper is not None and decode_hopper.supports(inputs)
         if is_hopper and (metadata.num_reqs > HOPPER_FUSED_REQUESTS or pairs_per_sm > HOPPER_FUSED_PAIRS_PER_SM):

@@ -68,7 +68,7 @@ def plan_layer_chain(
     """``is_hopper``: the GPU; ``num_sms``: its multiprocessors; ``has_nvrtc``: the compiler is installed."""
     mixer, mlp = model.layers[0].mixer, model.layers[0].mlp
     rows = max_rows(model.hidden_size, mixer.num_kv_heads)
-    if not MOST_ROWS:
+    if not MOST_ROWS or model.has_experts:
         return NO_LAYER_CHAIN
     tiling = LayerTiling(rows)
     num_blocks = tiling.clusters * tiling.ctas

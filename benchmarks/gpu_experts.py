@@ -1,0 +1,284 @@
+"""Mixtures of experts on a GPU: results against float32, and times beside those of reading the chosen experts.
+
+python benchmarks/gpu_experts.py check
+python benchmarks/gpu_experts.py time [--shape qwen3] [--variants]
+python benchmarks/gpu_experts.py engine --layers 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from fleetfoot.config.model import RouterSpec
+from fleetfoot.kernels.experts import experts_triton
+from fleetfoot.kernels.experts.experts import ExpertSizes, TorchExperts, route_torch
+from fleetfoot.kernels.experts.experts_triton import FewTiling, GroupTiling, TritonExperts
+from fleetfoot.kernels.experts.routing_triton import Slots, group, route_triton
+
+CUDA = torch.device("cuda")
+CLAMPED: dict[str, Any] = {
+    "has_bias": True, "is_interleaved": True, "activation": "clamped", "alpha": 1.702, "limit": 7.0,
+}  # fmt: skip
+SHAPES: dict[str, tuple[ExpertSizes, int]] = {
+    "qwen3": (ExpertSizes(128, 2048, 768), 8),  # Qwen3-30B-A3B
+    "olmoe": (ExpertSizes(64, 2048, 1024), 8),  # OLMoE-1B-7B
+    "gpt-oss": (ExpertSizes(32, 2880, 2880, **CLAMPED), 4),  # GPT-OSS-20B
+}
+SIGMOID = RouterSpec("sigmoid", True, 2.5, has_correction=True, num_groups=4, num_chosen_groups=2)
+CHECKS: list[tuple[ExpertSizes, int, RouterSpec]] = [
+    (ExpertSizes(128, 2048, 768), 8, RouterSpec()),
+    (ExpertSizes(60, 512, 352), 4, RouterSpec(is_normalized=False)),
+    (ExpertSizes(32, 720, 720, **CLAMPED), 4, RouterSpec(has_bias=True)),
+    (ExpertSizes(8, 1024, 1792), 2, RouterSpec()),
+    (ExpertSizes(256, 256, 128), 8, SIGMOID),
+]
+ROWS = (1, 2, 3, 7, 8, 9, 16, 17, 31, 64, 100, 256, 513, 2048)
+
+
+class Linear:
+    """A router's layer."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.dense = weight, bias
+
+    def apply_unrounded(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def filled(experts: TorchExperts) -> Any:
+    for matrix in experts.matrices.values():
+        matrix.normal_(0.0, matrix.shape[2] ** -0.5)
+    for bias in experts.biases.values():
+        if bias is not None:
+            bias.normal_(0.0, 0.1)
+    return experts
+
+
+def router_of(sizes: ExpertSizes, router: RouterSpec, dtype: torch.dtype) -> tuple[Linear, torch.Tensor | None]:
+    weight = torch.randn(sizes.num_experts, sizes.hidden_size, device=CUDA) * sizes.hidden_size**-0.5
+    bias = torch.randn(sizes.num_experts, device=CUDA).to(dtype) * 0.1 if router.has_bias else None
+    correction = torch.randn(sizes.num_experts, device=CUDA) * 0.1 if router.has_correction else None
+    return Linear(weight.to(dtype), bias), correction
+
+
+def check() -> None:
+    """Every kernel against the reference in float32, with a row of NaN."""
+    worst: dict[str, float] = {}
+    for sizes, num_chosen, router in CHECKS:
+        for dtype in (torch.float32, torch.bfloat16):
+            experts = filled(TritonExperts(sizes, dtype, CUDA))
+            wide = TorchExperts(sizes, torch.float32, CUDA)
+            for name in experts.matrices:
+                wide.matrices[name].copy_(experts.matrices[name])
+                if (bias := experts.biases[name]) is not None:
+                    wide.biases[name].copy_(bias)
+            linear, correction = router_of(sizes, router, dtype)
+            x = torch.randn(max(ROWS), sizes.hidden_size, device=CUDA).to(dtype)
+            x[5] = float("nan")
+            expected = route_torch(x, linear, correction, router, num_chosen)
+            results = []
+            for rows in ROWS:
+                routing = route_triton(x[:rows], linear, correction, router, num_chosen)
+                output = experts(x[:rows], routing)
+                of_rows = expected._replace(experts=expected.experts[:rows], weights=expected.weights[:rows])
+                valid = torch.arange(rows, device=CUDA) != 5
+                same = (routing.experts == of_rows.experts).all(1)
+                assert same[valid].float().mean() > (0.999 if dtype is torch.float32 else 0.98), (sizes, rows)
+                valid &= same
+                reference = wide(x[:rows].float(), of_rows)
+                error = (output.float() - reference)[valid].norm() / reference[valid].norm()
+                assert rows <= 5 or output[5].isnan().all()
+                assert error < (2e-5 if dtype is torch.float32 else 1e-2), (sizes, dtype, rows, float(error))
+                worst[str(dtype)] = max(worst.get(str(dtype), 0.0), float(error))
+                results.append(output)
+            alone = torch.equal(results[0][0], results[-1][0])
+            print(f"{sizes} {dtype}: correct; a row alone and among {max(ROWS)} equal: {alone}", flush=True)
+    print("largest relative errors", worst)
+
+
+def milliseconds(work: Callable[[], object], times: int = 5) -> float:
+    """Of a replay of a graph of ``work``."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    graph.replay()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(times):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / times
+
+
+FEW_VARIANTS = [FewTiling(16, inputs, 4, stages) for inputs, stages in ((64, 4), (64, 6), (64, 10), (128, 3), (128, 5))]
+GROUP_VARIANTS = {
+    16: [(16, 64, 128, 128, 4, 3), (16, 64, 64, 128, 4, 4), (16, 64, 128, 64, 4, 5), (16, 128, 128, 64, 8, 4)],
+    32: [(32, 64, 128, 128, 4, 3), (32, 64, 64, 64, 4, 5)],
+    64: [(64, 64, 128, 64, 4, 4), (64, 128, 128, 64, 8, 4), (64, 64, 128, 128, 8, 3)],
+    128: [(128, 128, 256, 64, 8, 3), (128, 128, 256, 64, 8, 4), (128, 64, 128, 64, 4, 4), (128, 64, 128, 64, 8, 4)],
+}
+
+
+@contextmanager
+def group_tiling(tiling: GroupTiling) -> Iterator[None]:
+    with patch.object(experts_triton, "choose_tiling", lambda *_: tiling):
+        yield
+
+
+def measure(name: str, rows_list: list[int], *, variants: bool) -> None:
+    """Times of a layer, cold: each call is of another layer."""
+    sizes, num_chosen = SHAPES[name]
+    properties = torch.cuda.get_device_properties(0)
+    rate = 4.3e12 if "H200" in properties.name else 3.05e12
+    router = RouterSpec(has_bias=sizes.has_bias)
+    layers = [filled(TritonExperts(sizes, torch.bfloat16, CUDA)) for _ in range(4)]
+    routers = [router_of(sizes, router, torch.bfloat16)[0] for _ in layers]
+    per_expert = 3 * sizes.size * sizes.hidden_size * 2
+    for rows in rows_list:
+        inputs = [torch.randn(rows, sizes.hidden_size, device=CUDA).bfloat16() for _ in range(8)]
+        calls = [(layers[i % 4], routers[i % 4], x) for i, x in enumerate(inputs)]
+        routings = [route_triton(x, linear, None, router, num_chosen) for _, linear, x in calls]
+        distinct = sum(len(routing.experts.unique()) for routing in routings) / len(calls)
+
+        def whole(calls: Any = calls) -> None:
+            for experts, linear, x in calls:
+                experts(x, route_triton(x, linear, None, router, num_chosen))
+
+        def of_routing(calls: Any = calls) -> None:
+            for _, linear, x in calls:
+                route_triton(x, linear, None, router, num_chosen)
+
+        def products(calls: Any = calls, routings: Any = routings) -> None:
+            for (experts, _, x), routing in zip(calls, routings, strict=True):
+                experts(x, routing)
+
+        floor = 1e6 * distinct * per_expert / rate
+        flops = rows * num_chosen * 3 * sizes.size * sizes.hidden_size * 2
+        us = {part.__name__: milliseconds(part) * 1e3 / len(calls) for part in (whole, of_routing, products)}
+        if not isinstance(routings[0].grouping, Slots):
+
+            def grouping(routings: Any = routings) -> None:
+                for routing in routings:
+                    group(routing, sizes.num_experts, 16)
+
+            us["group"] = milliseconds(grouping) * 1e3 / 8
+        text = " ".join(f"{part} {value:.1f}" for part, value in us.items())
+        tera = flops / us["whole"] / 1e6
+        print(f"{name} rows {rows}: us {text}; floor {floor:.1f} ({floor / us['whole']:.2f}), {tera:.0f} TFLOPS, "
+              f"{distinct:.1f} experts", flush=True)  # fmt: skip
+        if not variants:
+            continue
+        if rows <= 16:
+            for is_down in (False, True):
+                for tiling in FEW_VARIANTS:
+                    choose = experts_triton.choose_few_tiling
+
+                    def other(*a: Any, is_down: bool, t: Any = tiling, c: Any = choose, d: bool = is_down) -> Any:
+                        return t if is_down == d else c(*a, is_down=is_down)
+
+                    with patch.object(experts_triton, "choose_few_tiling", other):
+                        print(f"  {'down' if is_down else 'gate_up'} {tiling}: {milliseconds(products) * 125:.1f}")
+        else:
+            mean = rows * num_chosen / distinct
+            for tile_rows, found in GROUP_VARIANTS.items():
+                if mean / 6 <= tile_rows <= 8 * mean:
+                    for values in found:
+                        with group_tiling(GroupTiling(*values)):
+                            try:
+                                print(f"  {values}: {milliseconds(products) * 125:.1f}", flush=True)
+                            except Exception as error:
+                                print(f"  {values}: {type(error).__name__}")
+    profile(name, rows_list)
+
+
+def profile(name: str, rows_list: list[int]) -> None:
+    """Times of single kernels."""
+    sizes, num_chosen = SHAPES[name]
+    router = RouterSpec(has_bias=sizes.has_bias)
+    layers = [filled(TritonExperts(sizes, torch.bfloat16, CUDA)) for _ in range(4)]
+    linear = router_of(sizes, router, torch.bfloat16)[0]
+    for rows in rows_list:
+        inputs = [torch.randn(rows, sizes.hidden_size, device=CUDA).bfloat16() for _ in range(8)]
+
+        def work(inputs: Any = inputs) -> None:
+            for index, x in enumerate(inputs):
+                layers[index % 4](x, route_triton(x, linear, None, router, num_chosen))
+
+        work()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            work()
+            torch.cuda.synchronize()
+        times = {event.key: event.self_device_time_total / event.count for event in found.key_averages()}
+        print(
+            f"{name} rows {rows}: " + ", ".join(f"{key[:32]} {value:.1f}" for key, value in times.items()), flush=True
+        )
+
+
+QWEN3 = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768,
+    "intermediate_size": 6144, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+    "max_position_embeddings": 40960, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def engine(num_layers: int) -> None:
+    """Time per output token of decodes, and prompts, on a model of few layers with random weights."""
+    from fleetfoot import LLM, SamplingParams
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps({**QWEN3, "num_hidden_layers": num_layers}))
+        begin = time.perf_counter()
+        llm = LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=8192, seed=0,
+                  use_v2_model_runner=True, enable_prefix_caching=False)  # fmt: skip
+        print(f"started in {time.perf_counter() - begin:.1f} s")
+        generator = torch.Generator().manual_seed(0)
+
+        def run(count: int, length: int, tokens: int) -> float:
+            ids = torch.randint(10, 150000, (count, length), generator=generator).tolist()
+            prompts = [{"prompt_token_ids": each} for each in ids]
+            params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+            begin = time.perf_counter()
+            llm.generate(prompts, params, use_tqdm=False)
+            return time.perf_counter() - begin
+
+        for count in (1, 8, 64):
+            run(count, 128, 17)
+            short, long = run(count, 128, 1), run(count, 128, 129)
+            print(f"b{count}: {(long - short) / 128 * 1e3:.3f} ms a token, {num_layers} layers", flush=True)
+        run(64, 512, 1)
+        print(f"prefill 64x512: {64 * 512 / run(64, 512, 1):.0f} tokens/s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("check", "time", "engine"))
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3")
+    parser.add_argument("--rows", default="1,8,64,256,2048,8192")
+    parser.add_argument("--variants", action="store_true")
+    parser.add_argument("--layers", type=int, default=8)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    if arguments.what == "check":
+        check()
+    elif arguments.what == "engine":
+        engine(arguments.layers)
+    else:
+        measure(arguments.shape, list(map(int, arguments.rows.split(","))), variants=arguments.variants)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Mixtures of experts: which experts each token gets, and their products. The references in torch.
+
+The experts of a token are in the order of their numbers, and their outputs are added in that order, whatever else is in
+the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from fleetfoot.config.model import RouterSpec
+from fleetfoot.records.weights import Span
+
+_MAX_GATHERED = 1 << 27
+"""Weights that `TorchExperts` gathers at once on a GPU."""
+_SMALLEST_SUM = 1e-20
+"""Added to the sum of weights by which they are divided."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    """The experts of a layer on one rank."""
+
+    num_experts: int
+    hidden_size: int
+    size: int
+    """Intermediate size of an expert on this rank."""
+    has_bias: bool = False
+    is_interleaved: bool = False
+    """Whether gate ``i`` is row ``2 * i`` of the first matrix, and its up row ``2 * i + 1``; else all gates are first.
+    """
+    activation: str = "silu"
+    """See `ExpertsSpec`, as for ``alpha`` and ``limit``."""
+    alpha: float = 1.0
+    limit: float = 0.0
+
+
+class RouterLinear(Protocol):
+    """The linear layer of a router: a `LinearWeight`."""
+
+    @property
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor | None] | None: ...
+
+    def apply_unrounded(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class Routing(NamedTuple):
+    """The experts of each token, in the order of their numbers, and their weights."""
+
+    experts: torch.Tensor
+    """``[n, k]`` int32"""
+    weights: torch.Tensor
+    """``[n, k]`` float32; NaN in all of a row where the router's logits are not finite."""
+    grouping: Any = None
+    """What kernels need besides."""
+
+
+def router_logits(x: torch.Tensor, linear: RouterLinear) -> torch.Tensor:
+    """``x [n, hidden]`` -> ``[n, num_experts]`` float32."""
+    if linear.dense is None:
+        return linear.apply_unrounded(x).float()
+    weight, bias = linear.dense
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+
+
+def route_torch(
+    x: torch.Tensor, linear: RouterLinear, correction: torch.Tensor | None, router: RouterSpec, num_chosen: int
+) -> Routing:
+    """The experts of ``x [n, hidden]``.
+
+    Args:
+        linear: makes the logits.
+        correction: ``[num_experts]`` float32, added to the scores for the choice alone.
+    """
+    logits = router_logits(x, linear)
+    num_rows, num_experts = logits.shape
+    is_valid = logits.isfinite().all(dim=1, keepdim=True)  # [n, 1]
+    logits = torch.where(is_valid, logits, 0.0)
+    scores = logits.sigmoid() if router.scores == "sigmoid" else logits
+    ranked = scores if correction is None else scores + correction
+    if router.num_groups > 1:
+        groups = ranked.view(num_rows, router.num_groups, -1)
+        best = groups.topk(2, dim=-1).values.sum(dim=-1)  # [n, num_groups]
+        chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, _largest(best, router.num_chosen_groups), True)
+        ranked = groups.masked_fill(~chosen[:, :, None], float("-inf")).view(num_rows, num_experts)
+    experts = _largest(ranked, num_chosen).sort(dim=1).values  # [n, k]
+    if router.scores == "sigmoid":
+        weights = scores.gather(1, experts)
+        if router.is_normalized:
+            weights = weights / (weights.sum(dim=1, keepdim=True) + _SMALLEST_SUM)
+    elif router.is_normalized:
+        weights = logits.gather(1, experts).softmax(dim=1)
+    else:
+        weights = logits.softmax(dim=1).gather(1, experts)
+    return Routing(experts.to(torch.int32), torch.where(is_valid, weights * router.scale, float("nan")))
+
+
+def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices of the ``count`` largest of each row; of equal ones the first."""
+    return values.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def activate_torch(gate: torch.Tensor, up: torch.Tensor, sizes: ExpertSizes) -> torch.Tensor:
+    """The activation between the two products, in float32."""
+    gate, up = gate.float(), up.float()
+    if sizes.activation == "silu":
+        return F.silu(gate) * up
+    gate, up = gate.clamp(max=sizes.limit), up.clamp(-sizes.limit, sizes.limit)
+    return (up + 1) * gate * torch.sigmoid(gate * sizes.alpha)
+
+
+class TorchExperts:
+    """The matrices of the experts of a layer, contiguous, and their products on any device."""
+
+    def __init__(self, sizes: ExpertSizes, dtype: torch.dtype, device: torch.device) -> None:
+        self.sizes, self.dtype, self.device = sizes, dtype, device
+        self.shapes = {"gate_up": (2 * sizes.size, sizes.hidden_size), "down": (sizes.hidden_size, sizes.size)}
+        self.biases: dict[str, torch.Tensor | None] = {
+            name: torch.zeros(sizes.num_experts, shape[0], dtype=dtype, device=device) if sizes.has_bias else None
+            for name, shape in self.shapes.items()
+        }
+        self._allocate()
+
+    def _allocate(self) -> None:
+        self.matrices = {
+            name: torch.empty(self.sizes.num_experts, *shape, dtype=self.dtype, device=self.device)
+            for name, shape in self.shapes.items()
+        }
+
+    def open(self, matrix: str, expert: int | None = None) -> torch.Tensor:
+        """``gate_up [2 * size, hidden]`` or ``down [hidden, size]`` of an expert, to read and to write; None: of all,
+        stacked. Valid until `close`."""
+        return self.matrices[matrix] if expert is None else self.matrices[matrix][expert]
+
+    def close(self, expert: int | None = None) -> None:
+        """Bring what was written into the form that products read."""
+
+    def stored(self) -> Iterator[Span]:
+        """The memory of all matrices and biases."""
+        for tensor in (*self.matrices.values(), *self.biases.values()):
+            if tensor is not None:
+                yield tensor.data_ptr(), tensor.nbytes
+
+    def __call__(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """The weighted sum of the outputs of each token's experts: ``x [n, hidden]`` -> the same shape."""
+        num_rows, num_chosen = routing.experts.shape
+        chosen = routing.experts.flatten().long()  # [n * k]
+        outputs = x.new_empty((num_rows * num_chosen, x.shape[1]), dtype=torch.float32)
+        if x.device.type == "cpu":
+            pairs, counts = chosen.argsort(stable=True), chosen.bincount(minlength=self.sizes.num_experts)
+            for expert, rows in enumerate(pairs.split(counts.tolist())):
+                if len(rows):
+                    outputs[rows] = self._product(x[rows // num_chosen], expert)
+        else:
+            step = max(1, _MAX_GATHERED // (2 * self.sizes.size * self.sizes.hidden_size))
+            for some in torch.arange(len(chosen), device=x.device).split(step):
+                outputs[some] = self._product(x[some // num_chosen][:, None], chosen[some])[:, 0]
+        weighted = outputs.view(num_rows, num_chosen, -1) * routing.weights[:, :, None]
+        return weighted.sum(dim=1).to(x.dtype)
+
+    def _product(self, x: torch.Tensor, expert: Any) -> torch.Tensor:
+        """``x [n, hidden]`` through an expert, or ``[n, 1, hidden]`` through as many."""
+        gate_up = self._linear(x, "gate_up", expert)
+        if self.sizes.is_interleaved:
+            gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+        else:
+            gate, up = gate_up.chunk(2, dim=-1)
+        return self._linear(activate_torch(gate, up, self.sizes).to(x.dtype), "down", expert).float()
+
+    def _linear(self, x: torch.Tensor, matrix: str, expert: Any) -> torch.Tensor:
+        bias = self.biases[matrix]
+        product = x @ self.open(matrix, None)[expert].transpose(-1, -2)
+        return product if bias is None else product + bias[expert].view(*product.shape[:-2], 1, product.shape[-1])

@@ -1,0 +1,351 @@
+"""Routing on a GPU: the router's product, the choice of experts, and what the products of experts read.
+
+One kernel multiplies and chooses: programs compute parts of the logits of a tile of tokens, and the last one that is
+done chooses. Sums are those of the same segments of the inputs for any number of tokens, so that a token's experts do
+not depend on the batch.
+
+Up to `FEW_ROWS` tokens, each distinct expert of the batch gets a slot, with its weight for each token, and nothing is
+sorted. Beyond, a second kernel groups pairs of a token and an expert by experts, in tiles of a fixed number of rows.
+How many slots and tiles are used only the device knows; there is memory for the most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from fleetfoot.config.model import RouterSpec
+from fleetfoot.kernels.experts.experts import RouterLinear, Routing, route_torch
+from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
+from fleetfoot.kernels.runtime.dry_tensors import real_memory
+from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
+from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, triton_kernel
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+FEW_ROWS = 16
+"""Most tokens whose experts are not sorted."""
+MAX_EXPERTS = 512
+_SEGMENTS = 16
+_MAX_TILES = 1 << 16
+_MAX_COUNTED = 64  # tiles of counts that are added at once
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """The distinct experts of a batch of few tokens."""
+
+    experts: torch.Tensor
+    """``[num_slots]`` int32, in order; those from ``count`` on are not set."""
+    weights: torch.Tensor
+    """``[num_slots, FEW_ROWS]`` float32: of each token, 0 for those that the expert was not chosen for."""
+    count: torch.Tensor
+    """``[1]`` int32"""
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Pairs of tokens and experts by experts. Pair ``t * k + j`` is the j-th expert of token t."""
+
+    pairs: torch.Tensor
+    """``[num_tiles * rows]`` int32: the pairs of each tile, and the number of pairs in rows without one."""
+    experts: torch.Tensor
+    """``[num_tiles]`` int32: of each tile, -1 for tiles that are not used."""
+    rows: int
+    """Rows of a tile."""
+
+
+class RouterShape(NamedTuple):
+    """The constants of the kernel."""
+
+    num_experts: int
+    padded: int
+    """``num_experts``, rounded up to a power of 2."""
+    num_chosen: int
+    is_sigmoid: bool
+    is_normalized: bool
+    scale: float
+    has_bias: bool
+    has_correction: bool
+    num_groups: int
+    num_chosen_groups: int
+    num_inputs: int
+    inputs: int
+    """Of a step of the product."""
+    segment: int
+    """Inputs of a segment, of which a sum is one; a multiple of ``inputs``."""
+    num_segments: int
+    splits: int
+    """Programs for a tile of tokens."""
+    rows: int
+    """Tokens of a tile."""
+    few: bool
+    """Whether slots are made, of the only tile; else the experts of each tile are counted."""
+    slot_rows: int
+    overlap: bool
+
+
+def route_triton(
+    x: torch.Tensor, linear: RouterLinear, correction: torch.Tensor | None, router: RouterSpec, num_chosen: int
+) -> Routing:
+    """See `route_torch`."""
+    dense = linear.dense
+    if dense is None or dense[0].shape[0] > MAX_EXPERTS or x.dtype is not dense[0].dtype or not len(x):
+        return route_torch(x, linear, correction, router, num_chosen)
+    weight, bias = dense
+    x = x if x.stride(1) == 1 else x.contiguous()
+    num_rows, num_inputs = x.shape
+    num_experts, device, limits = len(weight), x.device, gpu_limits(x.device)
+    padded = max(16, next_power_of_2(num_experts))
+    rows, splits = _tiling(num_rows, limits.num_sms)
+    inputs = max(16, min(16384 // padded // x.element_size() * 2, 128))
+    segment = cdiv(cdiv(num_inputs, _SEGMENTS), inputs) * inputs
+    num_segments, few = cdiv(num_inputs, segment), num_rows <= FEW_ROWS
+    overlap = can_overlap(device)
+    shape = RouterShape(
+        num_experts, padded, num_chosen, router.scores == "sigmoid", router.is_normalized, router.scale,
+        bias is not None, correction is not None, router.num_groups, router.num_chosen_groups, num_inputs, inputs,
+        segment, num_segments, min(splits, num_segments), rows, few, FEW_ROWS, overlap,
+    )  # fmt: skip
+    num_tiles = cdiv(num_rows, rows)
+
+    def integers(*sizes: int) -> torch.Tensor:
+        return torch.empty(sizes, dtype=torch.int32, device=device)
+
+    experts = integers(num_rows, num_chosen)
+    weights = torch.empty(num_rows, num_chosen, dtype=torch.float32, device=device)
+    parts = weights
+    if shape.splits > 1:
+        parts = torch.empty(num_segments, num_tiles * rows, padded, dtype=torch.float32, device=device)
+    num_slots = min(num_rows * num_chosen, num_experts) if few else 1
+    slot_weights = torch.empty(num_slots, FEW_ROWS, dtype=torch.float32, device=device) if few else weights
+    slots = Slots(integers(num_slots), slot_weights, integers(1))
+    counts = slots.count if few else integers(num_tiles, padded)
+    _route_kernel[(num_tiles, shape.splits)](
+        experts, weights, parts, _arrivals(device), slots.experts, slots.weights, counts,
+        x, weight, weight if bias is None else bias, weights if correction is None else correction,
+        num_rows, x.stride(0),
+        shape=shape, num_warps=8 if rows * padded > 4096 else 4, num_stages=3, **launch_options(overlap),
+    )  # fmt: skip
+    return Routing(experts, weights, slots if few else counts)
+
+
+def _tiling(num_rows: int, num_sms: int) -> tuple[int, int]:
+    """Tokens of a tile, and programs for it: few of both where that leaves multiprocessors idle."""
+    rows = 16 if num_rows <= max(FEW_ROWS, 2 * num_sms) else 32 if num_rows <= 16 * num_sms else 64
+    splits = 1
+    while splits < _SEGMENTS and cdiv(num_rows, rows) * splits * 2 <= num_sms:
+        splits *= 2
+    return rows, splits
+
+
+@cache
+def _arrivals(device: torch.device) -> torch.Tensor:
+    """``[_MAX_TILES]`` int32, zeros before and after each launch."""
+    with real_memory():
+        return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
+
+
+def group(routing: Routing, num_experts: int, rows: int) -> Groups:
+    """The pairs of more than `FEW_ROWS` tokens in tiles of as many ``rows``."""
+    num_rows, num_chosen = routing.experts.shape
+    counts, device = routing.grouping, routing.experts.device
+    num_pairs = num_rows * num_chosen
+    num_tiles = min(num_experts, num_pairs) + num_pairs // rows
+    groups = Groups(
+        torch.empty(num_tiles * rows, dtype=torch.int32, device=device),
+        torch.empty(num_tiles, dtype=torch.int32, device=device),
+        rows,
+    )
+    num_programs, padded = counts.shape
+    overlap = can_overlap(device)
+    _group_kernel[(num_programs,)](
+        groups.pairs, groups.experts, routing.experts, counts, num_rows, num_programs, num_tiles,
+        num_experts=num_experts, padded=padded, num_chosen=num_chosen, rows=rows,
+        tile_rows=_tiling(num_rows, gpu_limits(device).num_sms)[0], counted=min(_MAX_COUNTED, 8192 // padded),
+        overlap=overlap, num_warps=8, **launch_options(overlap),
+    )  # fmt: skip
+    return groups
+
+
+@triton_kernel(unspecialized=("num_rows",))
+def _route_kernel(
+    experts_ptr, weights_ptr, parts_ptr, arrivals_ptr, slot_experts_ptr, slot_weights_ptr, counts_ptr,
+    x_ptr, weight_ptr, bias_ptr, correction_ptr,
+    num_rows, x_stride,
+    shape: tl.constexpr,
+):  # fmt: skip
+    launch_dependents(shape.overlap)
+    rows: tl.constexpr = shape.rows
+    padded: tl.constexpr = shape.padded
+    row = tl.program_id(0) * rows + tl.arange(0, rows)
+    expert = tl.arange(0, padded)
+    column = tl.arange(0, shape.inputs)
+    is_expert = expert < shape.num_experts
+    weight_ptrs = weight_ptr + expert[:, None] * shape.num_inputs + column[None, :]  # [padded, inputs]
+    x_ptrs = x_ptr + row[:, None].to(tl.int64) * x_stride + column[None, :]  # [rows, inputs]
+    total = tl.zeros((rows, padded), tl.float32)
+    part_stride = tl.num_programs(0) * rows * padded
+    part_ptrs = parts_ptr + row[:, None] * padded + expert[None, :]
+    wait_for_inputs(shape.overlap)
+    first = tl.program_id(1) * shape.num_segments // shape.splits
+    last = (tl.program_id(1) + 1) * shape.num_segments // shape.splits
+    for index in tl.range(first, last, num_stages=1):
+        begin = index * shape.segment
+        sums = tl.zeros((rows, padded), tl.float32)
+        for i in tl.range(0, shape.segment, shape.inputs):
+            is_input = (column + begin + i < shape.num_inputs)[None, :]
+            x = tl.load(x_ptrs + begin + i, mask=(row < num_rows)[:, None] & is_input, other=0.0)
+            weight = tl.load(weight_ptrs + begin + i, mask=is_expert[:, None] & is_input, other=0.0)
+            sums = tl.dot(x, weight.T, sums, input_precision="ieee")
+        if shape.splits > 1:
+            tl.store(part_ptrs + index * part_stride, sums)
+        else:
+            total += sums
+    if shape.splits > 1:
+        tl.debug_barrier()  # all threads have written their parts before one signals it
+        if tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel") == shape.splits - 1:
+            tl.store(arrivals_ptr + tl.program_id(0), 0)
+            for index in tl.range(0, shape.num_segments):
+                total += tl.load(part_ptrs + index * part_stride, cache_modifier=".cg")
+            _choose(
+                total, row, num_rows, experts_ptr, weights_ptr, slot_experts_ptr, slot_weights_ptr, counts_ptr,
+                bias_ptr, correction_ptr, shape,
+            )  # fmt: skip
+    else:
+        _choose(
+            total, row, num_rows, experts_ptr, weights_ptr, slot_experts_ptr, slot_weights_ptr, counts_ptr,
+            bias_ptr, correction_ptr, shape,
+        )  # fmt: skip
+
+
+@triton_kernel()
+def _choose(
+    logits, row, num_rows, experts_ptr, weights_ptr, slot_experts_ptr, slot_weights_ptr, counts_ptr,
+    bias_ptr, correction_ptr, shape: tl.constexpr,
+):  # fmt: skip
+    """Choose and weight the experts of a tile, with sums ``logits [rows, padded]``."""
+    expert = tl.arange(0, shape.padded)
+    is_expert = (expert < shape.num_experts)[None, :]
+    lowest: tl.constexpr = float("-inf")
+    if shape.has_bias:
+        logits += tl.load(bias_ptr + expert, mask=expert < shape.num_experts, other=0.0).to(tl.float32)[None, :]
+    is_valid = tl.min((tl.abs(logits) < float("inf")).to(tl.int32), 1)[:, None] > 0  # [rows, 1]
+    logits = tl.where(is_valid, logits, 0.0)
+    scores = 1.0 / (1.0 + tl.exp(-logits)) if shape.is_sigmoid else logits
+    ranked = scores
+    if shape.has_correction:
+        ranked += tl.load(correction_ptr + expert, mask=expert < shape.num_experts, other=0.0)[None, :]
+    ranked = tl.where(is_expert, ranked, lowest)
+    if shape.num_groups > 1:
+        ranked = _of_best_groups(ranked, shape)
+    chosen = ranked != ranked  # none
+    num_chosen: tl.constexpr = shape.num_chosen
+    for _ in tl.static_range(num_chosen):
+        left = tl.where(chosen | ~is_expert, float("nan"), ranked)
+        best = tl.max(tl.where(left == left, left, lowest), 1)[:, None]
+        # of equal ones the first; those of groups that are not eligible only if no others are left
+        index = tl.min(tl.where(left == best, expert[None, :], shape.padded), 1)[:, None]
+        chosen |= expert[None, :] == index
+    if shape.is_sigmoid:
+        weights = tl.where(chosen, scores, 0.0)
+        if shape.is_normalized:
+            weights = weights / (tl.sum(weights, 1) + 1e-20)[:, None]
+    else:
+        is_counted = chosen if shape.is_normalized else chosen | is_expert
+        largest = tl.max(tl.where(is_counted, logits, lowest), 1)[:, None]
+        powers = tl.where(is_counted, tl.exp(logits - largest), 0.0)
+        weights = tl.where(chosen, powers, 0.0) / tl.sum(powers, 1)[:, None]
+    weights = tl.where(is_valid, weights * shape.scale, float("nan"))
+    chosen &= (row < num_rows)[:, None]
+    position = tl.cumsum(chosen.to(tl.int32), 1) - 1
+    place = row[:, None] * shape.num_chosen + position
+    tl.store(experts_ptr + place, tl.zeros_like(place) + expert[None, :], mask=chosen)
+    tl.store(weights_ptr + place, weights, mask=chosen)
+    counts = tl.sum(chosen.to(tl.int32), 0)  # [padded]
+    if shape.few:
+        slot = tl.cumsum((counts > 0).to(tl.int32), 0) - 1
+        tl.store(slot_experts_ptr + slot, expert, mask=counts > 0)
+        slot_ptrs = slot_weights_ptr + slot[None, :] * shape.slot_rows + row[:, None]
+        tl.store(slot_ptrs, tl.where(chosen, weights, 0.0), mask=(counts > 0)[None, :] & (row[:, None] >= 0))
+        tl.store(counts_ptr, tl.sum((counts > 0).to(tl.int32), 0))
+    else:
+        tl.store(counts_ptr + tl.program_id(0) * shape.padded + expert, counts)
+
+
+@triton_kernel()
+def _of_best_groups(ranked, shape: tl.constexpr):
+    """``ranked [rows, padded]``, -inf for experts outside of the groups with the best sums of two."""
+    lowest: tl.constexpr = float("-inf")
+    expert = tl.arange(0, shape.padded)[None, :]
+    per_group: tl.constexpr = shape.num_experts // shape.num_groups
+    of_expert = expert // per_group
+    sums = tl.zeros_like(ranked)
+    num_groups: tl.constexpr = shape.num_groups
+    for index in tl.static_range(num_groups):
+        of_group = tl.where(of_expert == index, ranked, lowest)
+        best = tl.max(of_group, 1)[:, None]
+        first = tl.min(tl.where(of_group == best, expert, shape.padded), 1)[:, None]
+        second = tl.max(tl.where(expert == first, lowest, of_group), 1)[:, None]
+        sums = tl.where(of_expert == index, best + second, sums)
+    eligible = ranked != ranked
+    is_expert = expert < shape.num_experts
+    num_chosen_groups: tl.constexpr = shape.num_chosen_groups
+    for _ in tl.static_range(num_chosen_groups):
+        left = tl.where(eligible | ~is_expert, lowest, sums)
+        best = tl.max(left, 1)[:, None]
+        index = tl.min(tl.where((left == best) & ~eligible, of_expert, shape.padded), 1)[:, None]
+        eligible |= (of_expert == index) & is_expert
+    return tl.where(eligible, ranked, lowest)
+
+
+@triton_kernel(unspecialized=("num_rows", "num_programs", "num_tiles"))
+def _group_kernel(
+    pairs_ptr, tile_experts_ptr, experts_ptr, counts_ptr, num_rows, num_programs, num_tiles,
+    num_experts: tl.constexpr, padded: tl.constexpr, num_chosen: tl.constexpr, rows: tl.constexpr,
+    tile_rows: tl.constexpr, counted: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """Write the pairs of ``tile_rows`` tokens to their places. ``counts [programs, padded]``: of each program's."""
+    launch_dependents(overlap)
+    wait_for_inputs(overlap)
+    program = tl.program_id(0)
+    expert = tl.arange(0, padded)
+    total = tl.zeros((padded,), tl.int32)
+    before = tl.zeros((padded,), tl.int32)
+    for first in tl.range(0, num_programs, counted, num_stages=1):
+        index = first + tl.arange(0, counted)[:, None]
+        counts = tl.load(counts_ptr + index * padded + expert[None, :], mask=index < num_programs, other=0)
+        total += tl.sum(counts, 0)
+        before += tl.sum(tl.where(index < program, counts, 0), 0)
+    tiles = (total + rows - 1) // rows
+    ends = tl.cumsum(tiles, 0)
+    offset = (ends - tiles) * rows  # of the first row of each expert
+
+    row = program * tile_rows + tl.arange(0, tile_rows)
+    chosen = tl.zeros((tile_rows, padded), tl.int32)
+    for j in tl.static_range(num_chosen):
+        found = tl.load(experts_ptr + row * num_chosen + j, mask=row < num_rows, other=-1)
+        chosen += (found[:, None] == expert[None, :]).to(tl.int32)
+    # a token's experts are in order
+    pair = row[:, None] * num_chosen + tl.cumsum(chosen, 1) - 1
+    place = (offset + before)[None, :] + tl.cumsum(chosen, 0) - 1
+    tl.store(pairs_ptr + place, pair, mask=chosen > 0)
+
+    # The programs share the rows without a pair, and the experts of tiles.
+    per_program = (num_experts + num_programs - 1) // num_programs
+    is_own = (expert >= program * per_program) & (expert < (program + 1) * per_program)
+    for first in tl.range(0, rows, 16, num_stages=1):
+        padding = total[:, None] + first + tl.arange(0, 16)[None, :]  # [padded, 16]
+        is_padding = is_own[:, None] & (padding < (tiles * rows)[:, None])
+        tl.store(pairs_ptr + offset[:, None] + padding, tl.zeros_like(padding) + num_rows * num_chosen, mask=is_padding)
+    tiles_each = (num_tiles + num_programs - 1) // num_programs
+    for first in tl.range(0, tiles_each, 16, num_stages=1):
+        in_program = first + tl.arange(0, 16)
+        tile = program * tiles_each + in_program
+        of_tile = tl.sum((ends[None, :] <= tile[:, None]).to(tl.int32), 1)
+        of_tile = tl.where(tile < tl.max(ends, 0), of_tile, -1)
+        tl.store(tile_experts_ptr + tile, of_tile, mask=(in_program < tiles_each) & (tile < num_tiles))

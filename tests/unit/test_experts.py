@@ -1,0 +1,163 @@
+"""Routing and products of experts: the reference by definition, and the kernels against it."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.interpreter import interpreted
+
+from fleetfoot.config.model import RouterSpec
+from fleetfoot.kernels.experts import experts_triton
+from fleetfoot.kernels.experts.experts import ExpertSizes, Routing, TorchExperts, activate_torch, route_torch
+from fleetfoot.kernels.experts.experts_triton import TritonExperts, choose_tiling
+from fleetfoot.kernels.experts.routing_triton import FEW_ROWS, group, route_triton
+
+CPU = torch.device("cpu")
+CLAMPED: dict[str, Any] = {"has_bias": True, "activation": "clamped", "alpha": 1.7, "limit": 1.0}
+GROUPS = RouterSpec("sigmoid", True, 2.5, has_correction=True, num_groups=4, num_chosen_groups=2)
+CASES: dict[str, tuple[ExpertSizes, int, RouterSpec]] = {
+    "softmax of the chosen": (ExpertSizes(6, 64, 48), 2, RouterSpec()),
+    "softmax of all": (ExpertSizes(16, 128, 32, is_interleaved=True, **CLAMPED), 4, RouterSpec(is_normalized=False)),
+    "biases": (ExpertSizes(16, 48, 32, **CLAMPED), 3, RouterSpec(has_bias=True)),
+    "groups": (ExpertSizes(20, 80, 16), 3, GROUPS),
+    "sigmoid": (ExpertSizes(5, 64, 16), 5, RouterSpec("sigmoid", False, 0.5)),
+}
+BAD = 2
+"""A row of NaN."""
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+class Layer:
+    """Random experts, and a router."""
+
+    def __init__(self, case: str, dtype: torch.dtype = torch.float32) -> None:
+        self.sizes, self.num_chosen, self.router = CASES[case]
+        self.experts = TorchExperts(self.sizes, dtype, CPU)
+        for matrix in self.experts.matrices.values():
+            matrix.copy_(torch.randn(matrix.shape) * matrix.shape[2] ** -0.5)
+        for bias in self.experts.biases.values():
+            if bias is not None:
+                bias.copy_(torch.randn(bias.shape))
+        weight = torch.randn(self.sizes.num_experts, self.sizes.hidden_size) * self.sizes.hidden_size**-0.5
+        bias = torch.randn(len(weight)).to(dtype) if self.router.has_bias else None
+        self.linear: Any = SimpleNamespace(dense=(weight.to(dtype), bias))
+        self.correction = torch.randn(len(weight)) if self.router.has_correction else None
+        self.dtype = dtype
+
+    def other(self, kind: type[TorchExperts]) -> TorchExperts:
+        """The same experts of another kind."""
+        experts = kind(self.sizes, self.dtype, CPU)
+        for name in ("gate_up", "down"):
+            experts.open(name).copy_(self.experts.matrices[name])
+            if (bias := self.experts.biases[name]) is not None:
+                experts.biases[name].copy_(bias)  # type: ignore[union-attr]
+        experts.close()
+        return experts
+
+    def inputs(self, rows: int) -> torch.Tensor:
+        x = torch.randn(rows, self.sizes.hidden_size).to(self.dtype)
+        x[BAD:][:1] = float("nan")
+        return x
+
+    def route(self, x: torch.Tensor, route: Callable[..., Routing] = route_torch) -> Routing:
+        return route(x, self.linear, self.correction, self.router, self.num_chosen)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_reference_by_definition(case: str) -> None:
+    layer = Layer(case)
+    x = layer.inputs(9)
+    routing = layer.route(x)
+    output = layer.experts(x, routing)
+    assert (output.isnan().all(1) == x.isnan().all(1)).all()
+    weight, bias = layer.linear.dense
+    for row in [row for row in range(9) if row != BAD]:
+        logits = weight @ x[row] + (0 if bias is None else bias)
+        scores = logits.sigmoid() if layer.router.scores == "sigmoid" else logits.softmax(0)
+        ranked = scores if layer.correction is None else scores + layer.correction
+        if layer.router.num_groups > 1:
+            groups = ranked.view(4, -1)
+            eligible = groups.topk(2).values.sum(1).topk(2).indices.tolist()
+            ranked = torch.where(torch.tensor([[index in eligible] for index in range(4)]), groups, -9).flatten()
+        chosen = sorted(ranked.topk(layer.num_chosen).indices.tolist())
+        assert routing.experts[row].tolist() == chosen
+        weights = scores[chosen] / (scores[chosen].sum() if layer.router.is_normalized else 1) * layer.router.scale
+        torch.testing.assert_close(routing.weights[row], weights)
+        expected = torch.zeros_like(x[row])
+        for expert, factor in zip(chosen, weights, strict=True):
+            gate_up = layer.experts.open("gate_up", expert) @ x[row]
+            if layer.sizes.has_bias:
+                gate_up = gate_up + layer.experts.biases["gate_up"][expert]  # type: ignore[index]
+            halves = (gate_up[::2], gate_up[1::2]) if layer.sizes.is_interleaved else gate_up.chunk(2)
+            down = layer.experts.open("down", expert) @ activate_torch(*halves, layer.sizes)
+            bias_of_down = layer.experts.biases["down"]
+            expected += factor * (down if bias_of_down is None else down + bias_of_down[expert])
+        torch.testing.assert_close(output[row], expected, rtol=1e-5, atol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("rows", [1, 5, FEW_ROWS, FEW_ROWS + 1, 70])
+def test_kernels_equal_the_reference(case: str, rows: int) -> None:
+    layer = Layer(case)
+    x = layer.inputs(rows)
+    expected, routing = layer.route(x), layer.route(x, route_triton)
+    assert torch.equal(routing.experts, expected.experts)
+    torch.testing.assert_close(routing.weights, expected.weights, equal_nan=True)
+    output = layer.other(TritonExperts)(x, routing)
+    torch.testing.assert_close(output, layer.experts(x, expected), rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [7, 40])
+def test_kernels_in_bfloat16(rows: int) -> None:
+    layer = Layer("softmax of the chosen", torch.bfloat16)
+    x = layer.inputs(rows)
+    output = layer.other(TritonExperts)(x, layer.route(x, route_triton))
+    torch.testing.assert_close(output, layer.experts(x, layer.route(x)), rtol=0.03, atol=0.03, equal_nan=True)
+
+
+@interpreted
+@pytest.mark.parametrize(("rows", "tile"), [(17, 16), (70, 16), (70, 64)])
+def test_groups(rows: int, tile: int) -> None:
+    """Each pair has one place, in a tile of its expert, in the order of tokens."""
+    layer = Layer("groups")
+    routing = layer.route(layer.inputs(rows), route_triton)
+    groups = group(routing, layer.sizes.num_experts, tile)
+    tiles, experts = groups.pairs.view(-1, tile).tolist(), routing.experts.flatten().tolist()
+    used = [index for index, expert in enumerate(groups.experts.tolist()) if expert >= 0]
+    assert used == list(range(len(used)))
+    found = [pair for index in used for pair in tiles[index] if pair < len(experts)]
+    assert sorted(found) == list(range(len(experts)))
+    assert [experts[pair] for pair in found] == sorted(experts)
+    for index in used:
+        pairs = [pair for pair in tiles[index] if pair < len(experts)]
+        assert pairs == sorted(pairs) and {experts[pair] for pair in pairs} == {int(groups.experts[index])}
+
+
+def test_tiles_grow_with_the_rows_of_an_expert() -> None:
+    sizes = ExpertSizes(128, 2048, 768)
+    tiles = [choose_tiling(8 * rows, 128, sizes, 2, 227 * 1024).rows for rows in (17, 64, 256, 1024, 8192)]
+    assert tiles == sorted(tiles) and (tiles[0], tiles[-1]) == (16, 128)
+    assert all(
+        choose_tiling(64, 8, ExpertSizes(8, 64, 64), 4, shared).num_stages >= 2 for shared in (48 << 10, 99 << 10)
+    )
+
+
+@interpreted
+def test_unsupported_sizes_are_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer("softmax of the chosen")
+    experts = TritonExperts(ExpertSizes(4, 24, 20), torch.float32, CPU)
+    for matrix in experts.matrices.values():
+        matrix.normal_()
+    x = torch.randn(3, 24)
+    routing = Routing(torch.tensor([[0, 2], [1, 3], [0, 1]], dtype=torch.int32), torch.rand(3, 2), object())
+    monkeypatch.setattr(experts_triton, "group", None)
+    assert torch.equal(experts(x, routing), TorchExperts.__call__(experts, x, routing))
+    assert layer.route(torch.randn(0, 64), route_triton).experts.shape == (0, 2)
