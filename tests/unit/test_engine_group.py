@@ -39,7 +39,7 @@ from fleetfoot.engine.wire import (
 from fleetfoot.records.request import RequestStatus
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.sampling.request_params import request_seed
-from fleetfoot.server.engine_group import MAX_LOST, EngineGroup, GroupLink
+from fleetfoot.server.engine_group import MAX_LOST, STUCK_S, EngineGroup, GroupLink
 from fleetfoot.server.own_engine import WINDOW_S, OwnEngine, OwnEngineLink, RestartLimit
 from fleetfoot.utils.cluster_key import ClusterKey
 from fleetfoot.utils.curve import ClientCheck, listen_with
@@ -121,6 +121,34 @@ async def test_a_prompt_goes_to_prefill_and_then_to_decode() -> None:
         assert (await anext(stream)).outputs[0].token_ids == [8]
         await stream.aclose()
         assert await decode.next() == Finish(request.number, int(RequestStatus.FINISHED_ABORTED))
+
+
+@async_test
+async def test_an_engine_that_answers_nothing_gets_no_requests() -> None:
+    async with played(0, 2) as (client, (first, second)):
+        link: Any = client._link
+        stuck = link._engines[0]
+        link.check_progress(stuck.last_message_ts + 3)
+        pings = [await engine.next() for engine in (first, second)]
+        assert [ping.method for ping in pings] == ["ping", "ping"]
+        second.send(Reply(pings[1].number))
+        while link._engines[1].is_asked:
+            await asyncio.sleep(0)
+        link._engines[1].last_message_ts += 60
+        link.check_progress(stuck.last_message_ts + STUCK_S)
+        while not client.degraded:
+            await asyncio.sleep(0)
+        assert stuck.title in client.degraded and link._engines[1].title not in client.degraded
+        assert not client.interruption
+        for number in range(2):
+            await client.submit([5, 6, 7], PARAMS, f"r{number}", 0)
+            assert (await second.next()).request_id == f"r{number}"
+        asked = asyncio.ensure_future(client.call("metrics"))
+        second.send(Reply((await second.next()).number, {}))
+        assert (await asked)[-1]["gauges"]["proxy_engines_unavailable"] == 1
+        first.send(Reply(pings[0].number))
+        while client.degraded:
+            await asyncio.sleep(0)
 
 
 @async_test
@@ -447,7 +475,7 @@ async def test_an_engine_that_comes_back_with_earlier_weights() -> None:
         call = await again.next()
         assert (call.method, call.arguments) == ("reload_weights", ["folder"])
         assert call.keywords == {"mode": "keep", "weight_version": 1}
-        assert (await metrics(client, first, again))["gauges"] == {"proxy_engines_refused": 1}
+        assert (await metrics(client, first, again))["gauges"]["proxy_engines_refused"] == 1
         assert await used_by(client, first) == {first}
         again.send(other_facts(weights="w-version-1", weight_version=1))
         again.send(Reply(call.number, 1))
@@ -494,7 +522,7 @@ async def test_weights_of_one_version_that_differ() -> None:
         await until(client, lambda: refusals(client) == [False, True])
         second.send(other_facts(weights="w-2", weight_version=1))
         await until(client, lambda: client._link._engines[1].facts.weights == "w-2")
-        assert (await metrics(client, first, second))["gauges"] == {"proxy_engines_refused": 1}
+        assert (await metrics(client, first, second))["gauges"]["proxy_engines_refused"] == 1
         assert await used_by(client, first) == {first}
 
 

@@ -177,8 +177,9 @@ def test_new_weights_that_both_engines_have(make: MakeEngine) -> None:
 
 
 def test_restarted_engine(make: MakeEngine) -> None:
+    consumer = make()
     params = changed(make().hold("p"), engine_id="gone")
-    assert "this is engine 'bench', and 'gone' was requested" in failure(make(), params)
+    assert "this is engine 'bench', and 'gone' was requested" in failure(consumer, params)
 
 
 def test_invalid_kv_transfer_params(make: MakeEngine) -> None:
@@ -495,10 +496,11 @@ def test_peers_are_connected_again_after_a_failed_read() -> None:
 
 
 def test_lease_is_read_once(make: MakeEngine) -> None:
-    params, consumer = make().hold("p"), make()
+    consumer, other = make(), make()
+    params = make().hold("p")
     assert consumer.load(consumer.remote(params)).loaded == {"r"}
     tell(opened(params).addresses[0], Decline(opened(params).lease))  # too late
-    assert "it was read before" in failure(make(), params)
+    assert "it was read before" in failure(other, params)
 
 
 def test_engine_that_is_gone(make: MakeEngine, backend: str) -> None:

@@ -160,6 +160,8 @@ class EngineClient:
         """Runs a function, given with its cost and its arguments, outside of the event loop."""
         self.interruption = ""
         """Why requests wait at present, and go on afterwards; empty: they do not."""
+        self.degraded = ""
+        """Which engines of a group serve nothing at present, and why."""
         self.held, self.held_since = False, 0.0
         """Whether a call is running between steps, and since when."""
         self.last_message_ts = 0.0
@@ -393,7 +395,7 @@ class EngineClient:
         elif isinstance(message, wire.Refused):
             self._refuse(message)
         elif isinstance(message, wire.Interruption):
-            self.interruption = message.reason
+            self.interruption, self.degraded = message.reason, message.degraded
         elif isinstance(message, wire.Held):
             self.held, self.held_since = message.is_held, self.last_message_ts
         elif isinstance(message, wire.Ready):

@@ -262,6 +262,8 @@ class Interruption(_Message):
 
     reason: str
     """Empty: the end of the interruption."""
+    degraded: str = ""
+    """Which engines of a group serve nothing now, and why; empty: all serve."""
 
 
 class Held(_Message):

@@ -208,6 +208,8 @@ class ServerState(msgspec.Struct):
     """The body of ``/health`` and ``/ready``."""
 
     status: str
+    detail: str | msgspec.UnsetType = msgspec.UNSET
+    """Which engines of a proxy serve nothing, and why, if the status is ``degraded``."""
 
 
 class Version(msgspec.Struct):
@@ -233,14 +235,14 @@ class StateEndpoints:
         self._refreshing: asyncio.Task[None] | None = None
 
     async def health(self, http: Request) -> Response:
-        """200 while the engine's steps make progress."""
+        """200 while the engine's steps make progress; behind a proxy, while one of them serves."""
         engine = self._service.engine
         if not engine.is_running:
             raise ApiError(503, "the engine has ended", "engine_dead")
         if engine.interruption:
             raise ApiError(503, engine.interruption, "engine_interrupted", retry_after=5)
         self._check_progress()
-        return JSON(ServerState("ok"))
+        return JSON(ServerState("degraded", engine.degraded) if engine.degraded else ServerState("ok"))
 
     def _check_progress(self) -> None:
         if problem := self._service.liveness.problem:

@@ -26,6 +26,7 @@ from fleetfoot.engine.wire import (
     EngineMessage,
     Failed,
     Finish,
+    Held,
     Interruption,
     Outputs,
     Ready,
@@ -50,6 +51,9 @@ _TRAINER_CALLS = ("init_weight_transfer", "update_weights", "start_weight_update
 _JOIN_S = 1.0
 """Seconds from the first decode engine on, in which others are waited for."""
 _RETRY_S = 5.0
+STUCK_S = 10.0
+"""Seconds without a step after which a connected engine gets no further requests."""
+_PING_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,13 @@ class _Engine:
     interruption: str = ""
     refusal: str = ""
     """Why its answers would differ from those of the group; empty: they would not."""
+    last_message_ts: float = 0.0
+    is_asked: bool = False
+    """Whether it was asked for a sign of life."""
+    is_held: bool = False
+    """Whether a call runs between its steps, which may take long."""
+    is_stuck: bool = False
+    """Whether it has given no sign of life for `STUCK_S`, though it is connected."""
     routes: dict[int, _Route] = field(default_factory=dict)
     """By the number of the sequence."""
     prefills: dict[int, asyncio.Future[SequenceEnd]] = field(default_factory=dict)
@@ -88,7 +99,14 @@ class _Engine:
 
     @property
     def is_usable(self) -> bool:
-        return self.link is not None and not self.interruption and not self.refusal
+        return not self.problem
+
+    @property
+    def problem(self) -> str:
+        """Why it serves nothing; empty: it serves."""
+        stuck = f"it answers nothing for {STUCK_S:g} s" if self.is_stuck else ""
+        lost = "it cannot be reached" if self.link is None else ""
+        return self.refusal or lost or self.interruption or stuck
 
     @property
     def title(self) -> str:
@@ -153,6 +171,8 @@ class GroupLink:
 
     detects_loss = True
     """Whether an engine without signs of life is lost, though its connection is open."""
+    watches = True
+    """Whether an engine that is connected and answers nothing gets no requests."""
     no_engine = "no engine can be reached"
     """Why requests wait then."""
 
@@ -168,7 +188,7 @@ class GroupLink:
         self._facts: Ready | None = None
         self._newest: tuple[int, str] | None = None  # version and identity of the weights that answers come from
         self._reload: Call | None = None  # the last call that has replaced all weights
-        self._interruption = ""
+        self._interruption = Interruption("")
         self._has_started = False
         self.counts = dict.fromkeys(("proxy_prefills", "proxy_prefills_failed", "proxy_requests_resumed"), 0)
 
@@ -190,6 +210,8 @@ class GroupLink:
                 if keeper.done():
                     keeper.result()
         self._has_started = True
+        if self.watches:
+            self._begin(self._watch())
         return self._facts
 
     def send(self, message: ClientMessage) -> None:
@@ -252,6 +274,8 @@ class GroupLink:
         self._check_transfers(engine, facts)
         self._check_settings(engine, facts)
         engine.link, engine.facts, engine.interruption, engine.refusal = link, facts, "", ""
+        engine.is_held = False
+        self._note_progress(engine)
         logger.info("the engine %s is connected", engine.title)
         if self._facts is None and not engine.is_prefill:
             self._facts = facts
@@ -266,6 +290,33 @@ class GroupLink:
 
     def _report_failure(self, engine: _Engine, message: Dead) -> None:
         logger.error("the engine %s has failed: %s", engine.name, message.text)
+
+    async def _watch(self) -> None:
+        while True:
+            self.check_progress(time.monotonic())
+            await asyncio.sleep(_PING_S)
+
+    def check_progress(self, now: float) -> None:
+        """Ask engines that are quiet for a sign of life, which they give between two steps. One that gives none is not
+        used until it does; its requests wait."""
+        for engine in self._engines:
+            quiet = now - engine.last_message_ts
+            if engine.link is None or engine.is_held or quiet < _PING_S:
+                continue
+            if not engine.is_asked:
+                engine.is_asked = True
+                engine.send(Call(next(self._numbers), "ping", []))
+            elif quiet >= STUCK_S and not engine.is_stuck:
+                engine.is_stuck = True
+                logger.error("the engine %s has taken no step for %.0f s, and gets no requests", engine.title, quiet)
+                self._update()
+
+    def _note_progress(self, engine: _Engine) -> None:
+        engine.last_message_ts, engine.is_asked = time.monotonic(), False
+        if engine.is_stuck:
+            engine.is_stuck = False
+            logger.warning("the engine %s goes on", engine.title)
+            self._update()
 
     def _check_transfers(self, engine: _Engine, facts: Ready) -> None:
         """Raises ValueError: with prefill engines, the engine has no part in handing KV over."""
@@ -347,11 +398,12 @@ class GroupLink:
         self._changed.set_result(None)
         self._changed = asyncio.get_running_loop().create_future()
         concerned = [engine for engine in self._engines if engine.link is not None or engine.refusal]
-        reasons = [engine.interruption or engine.refusal for engine in concerned]
+        reasons = [engine.problem for engine in concerned]
         reason = "" if any(engine.is_usable for engine in self._engines) else next(iter(reasons), self.no_engine)
-        if reason != self._interruption:
-            self._interruption = reason
-            self._incoming.put_nowait(Interruption(reason))
+        state = Interruption(reason, "; ".join(f"{one.title}: {one.problem}" for one in self._engines if one.problem))
+        if state != self._interruption:
+            self._interruption = state
+            self._incoming.put_nowait(state)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -462,6 +514,7 @@ class GroupLink:
     # --- messages of the engines --------------------------------------------------------------------------------------
 
     def _take(self, engine: _Engine, message: EngineMessage) -> None:
+        self._note_progress(engine)
         if isinstance(message, Outputs):
             self._take_outputs(engine, message)
         elif isinstance(message, Refused):
@@ -472,6 +525,8 @@ class GroupLink:
         elif isinstance(message, Interruption):
             engine.interruption = message.reason
             self._update()
+        elif isinstance(message, Held):
+            engine.is_held = message.is_held
         elif isinstance(message, Ready):
             engine.facts = message
             self._compare_weights()
@@ -536,6 +591,8 @@ class GroupLink:
                 self._reload = call
             else:  # patches are of the newest weights
                 engines = [engine for engine in engines if not engine.refusal]
+        if call.method == "metrics":
+            engines = [engine for engine in engines if not engine.is_stuck]
         if call.method in ("ping", "state", COMPILE_GRAMMAR):
             engines = [engine for engine in engines if engine.is_usable][:1]
         try:
@@ -548,7 +605,10 @@ class GroupLink:
             if call.method == "metrics":
                 names = [engine.name for engine in engines]
                 value = [{**reply, "engine": name} for name, reply in zip(names, replies, strict=True)]
-                gauges = {"proxy_engines_refused": sum(bool(engine.refusal) for engine in self._engines)}
+                gauges = {
+                    "proxy_engines_refused": sum(bool(engine.refusal) for engine in self._engines),
+                    "proxy_engines_unavailable": sum(not engine.is_usable for engine in self._engines),
+                }
                 value.append({"engine": "proxy", "counters": self.counts, "gauges": gauges})
             elif call.method == "abort_requests":
                 value = list(dict.fromkeys(name for names in replies for name in names))

@@ -15,6 +15,7 @@ _GAUGES = {
     "num_requests_running": "Requests that steps compute.",
     "num_requests_waiting": "Requests that wait for a row or for KV blocks.",
     "proxy_engines_refused": "Engines that a proxy does not use, because their answers would differ.",
+    "proxy_engines_unavailable": "Engines of a proxy that serve nothing now: lost, stuck, interrupted or refused.",
     "kv_cache_usage_perc": "Share of the KV blocks in use, 0 to 1.",
 }
 _COUNTERS = {

@@ -41,7 +41,7 @@ class OwnEngine:
 class OwnEngineLink(GroupLink):
     """A link to an engine's process, and to those that follow it at the same address."""
 
-    detects_loss = False  # one that is stopped goes on later; `Liveness` reports it
+    detects_loss = watches = False  # one that is stopped goes on later; `Liveness` reports it
     no_engine = "the engine's process has ended, and is started again"
 
     def __init__(self, engine: OwnEngine) -> None:
