@@ -77,13 +77,20 @@ class ClientCheck:
 
     def __init__(self, context: zmq.Context[Any], allowed: bytes) -> None:
         self._allowed = allowed
+        self._num_refused = 0
         self._thread = ThreadAuthenticator(context, log=logger)
         self._thread.start()
         self._thread.configure_curve_callback(_DOMAIN, self)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a client is accepted; called by the thread."""
-        return hmac.compare_digest(key, self._allowed)
+        """Whether a client is accepted; called by the thread. Refusals are logged: the first one, the second, the
+        fourth and so on, so that a stranger cannot fill the log."""
+        if hmac.compare_digest(key, self._allowed):
+            return True
+        self._num_refused += 1
+        if self._num_refused & (self._num_refused - 1) == 0:
+            logger.warning("%d clients without the cluster key were refused", self._num_refused)
+        return False
 
     def close(self) -> None:
         """Safe to call again."""
