@@ -1,6 +1,7 @@
 """Routing and products of experts: the reference by definition, and the kernels against it."""
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,8 @@ from fleetfoot.kernels.experts import experts_triton
 from fleetfoot.kernels.experts.experts import ExpertSizes, Routing, TorchExperts, activate_torch, route_torch
 from fleetfoot.kernels.experts.experts_triton import TritonExperts, choose_tiling
 from fleetfoot.kernels.experts.routing_triton import FEW_ROWS, group, route_triton
+from fleetfoot.kernels.native_ops import NativeExperts, experts_native
+from fleetfoot.native.loading import load_library, native_problem
 
 CPU = torch.device("cpu")
 CLAMPED: dict[str, Any] = {"has_bias": True, "activation": "clamped", "alpha": 1.7, "limit": 1.0}
@@ -50,7 +53,7 @@ class Layer:
         self.correction = torch.randn(len(weight)) if self.router.has_correction else None
         self.dtype = dtype
 
-    def other(self, kind: type[TorchExperts]) -> TorchExperts:
+    def other(self, kind: Callable[..., TorchExperts]) -> TorchExperts:
         """The same experts of another kind."""
         experts = kind(self.sizes, self.dtype, CPU)
         for name in ("gate_up", "down"):
@@ -112,6 +115,31 @@ def test_kernels_equal_the_reference(case: str, rows: int) -> None:
     torch.testing.assert_close(routing.weights, expected.weights, equal_nan=True)
     output = layer.other(TritonExperts)(x, routing)
     torch.testing.assert_close(output, layer.experts(x, expected), rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.skipif(bool(native_problem()), reason="the C kernels are not built")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 9])
+def test_c_kernels_equal_the_reference(case: str, dtype: torch.dtype, rows: int) -> None:
+    layer = Layer(case, dtype)
+    x, native = layer.inputs(rows), layer.other(partial(experts_native, load_library()))
+    assert isinstance(native, NativeExperts)
+    routing = layer.route(x)
+    bound = 1e-5 if dtype is torch.float32 else 0.03
+    torch.testing.assert_close(native(x, routing), layer.experts(x, routing), rtol=bound, atol=bound, equal_nan=True)
+
+    # matrices can be opened again, one of an expert or all of them
+    for name, matrix in layer.experts.matrices.items():
+        assert torch.equal(native.open(name, 1), matrix[1])
+        native.open(name, 1).mul_(2)
+        native.close(1)
+        matrix[1].mul_(2)
+        assert torch.equal(native.open(name), matrix)
+        native.open(name)[2].zero_()
+        native.close()
+        matrix[2].zero_()
+    torch.testing.assert_close(native(x, routing), layer.experts(x, routing), rtol=bound, atol=bound, equal_nan=True)
 
 
 @interpreted

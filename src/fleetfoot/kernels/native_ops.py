@@ -15,6 +15,7 @@ from fleetfoot.kernels.elementwise import (
     rms_norm_torch,
     silu_and_mul_torch,
 )
+from fleetfoot.kernels.experts.experts import ExpertSizes, TorchExperts
 from fleetfoot.kernels.linear.linear import PreparedLinear, check_replacement, prepare_linear_torch
 from fleetfoot.kernels.sampling.sample import RandomRows, draw_filtered, mark_invalid, sample_cpu
 from fleetfoot.native.loading import NativeLibrary, check_status, load_library
@@ -300,6 +301,79 @@ class NativeLinear:
         source = weight.contiguous()
         pointers, units = (self._packed.data_ptr(), source.data_ptr()), self._units
         self._kernels.pack_linear(*pointers, units, self._shape[0], units, torch.get_num_threads())
+
+
+class NativeExperts(TorchExperts):
+    """Experts with packed matrices, of which each product reads those of the chosen ones once."""
+
+    def __init__(self, library: NativeLibrary, sizes: ExpertSizes, dtype: torch.dtype, device: torch.device) -> None:
+        self._kernels = library
+        super().__init__(sizes, dtype, device)
+
+    def _allocate(self) -> None:
+        panel, values_per_unit = self._kernels.panel_width(), 4 // self.dtype.itemsize
+        self._open: dict[str, dict[int, torch.Tensor]] = {name: {} for name in self.shapes}
+        self._filled: set[tuple[str, int]] = set()
+        self._units = {name: shape[1] // values_per_unit for name, shape in self.shapes.items()}
+        self.matrices = {
+            name: torch.empty(
+                self.sizes.num_experts, -(-shape[0] // panel) * panel * self._units[name], dtype=torch.int32
+            )
+            for name, shape in self.shapes.items()
+        }
+
+    def open(self, matrix: str, expert: int | None = None) -> torch.Tensor:
+        """See `TorchExperts.open`: a plain copy, until `close` packs it."""
+        opened, shape = self._open[matrix], self.shapes[matrix]
+        if expert is None:
+            stacked = torch.empty(self.sizes.num_experts, *shape, dtype=self.dtype)
+            for index, plain in enumerate(stacked):
+                plain.copy_(self.open(matrix, index))
+                opened[index] = plain
+            return stacked
+        if expert not in opened:
+            opened[expert] = plain = torch.empty(shape, dtype=self.dtype)
+            if (matrix, expert) in self._filled:
+                pointers = plain.data_ptr(), self.matrices[matrix][expert].data_ptr()
+                self._kernels.unpack_linear(*pointers, shape[0], self._units[matrix], torch.get_num_threads())
+        return opened[expert]
+
+    def close(self, expert: int | None = None) -> None:
+        for matrix, opened in self._open.items():
+            units, num_outputs = self._units[matrix], self.shapes[matrix][0]
+            for index in [*opened] if expert is None else [expert] * (expert in opened):
+                plain = opened.pop(index)  # which lives until it is packed
+                pointers = self.matrices[matrix][index].data_ptr(), plain.data_ptr()
+                self._kernels.pack_linear(*pointers, units, num_outputs, units, torch.get_num_threads())
+                self._filled.add((matrix, index))
+
+    def _linear(self, x: torch.Tensor, matrix: str, expert: int) -> torch.Tensor:
+        """As `NativeLinear`, in float32 where nothing follows."""
+        bias, num_outputs = self.biases[matrix], self.shapes[matrix][0]
+        is_last = matrix == "down"
+        output = torch.empty((len(x), num_outputs), dtype=torch.float32 if is_last else self.dtype)
+        status = self._kernels.linear_to(
+            output.data_ptr(), is_last or self.dtype is torch.float32, x.data_ptr(), self._units[matrix],
+            self.matrices[matrix][expert].data_ptr(), None if bias is None else bias[expert].data_ptr(), len(x),
+            num_outputs, self._units[matrix], DTYPES[self.dtype], torch.get_num_threads(),
+        )  # fmt: skip
+        check_status(status, "linear")
+        return output
+
+    def _activate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if self.sizes.activation == "silu" and not self.sizes.is_interleaved:
+            return silu_and_mul_native(self._kernels, gate_up)
+        return super()._activate(gate_up)
+
+
+def experts_native(
+    library: NativeLibrary, sizes: ExpertSizes, dtype: torch.dtype, device: torch.device
+) -> TorchExperts:
+    """`NativeExperts` where the kernels support the sizes and the dtype."""
+    is_odd = dtype is torch.bfloat16 and (sizes.hidden_size % 2 or sizes.size % 2)
+    if dtype not in DTYPES or is_odd:
+        return TorchExperts(sizes, dtype, device)
+    return NativeExperts(library, sizes, dtype, device)
 
 
 def sample_native(

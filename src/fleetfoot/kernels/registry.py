@@ -91,7 +91,11 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "causal_conv": {"triton": "recurrent.conv_triton", "torch": "recurrent.conv"},
         "recurrence": {"triton": "recurrent.recurrence_triton", "torch": "recurrent.recurrence"},
         "route": {"triton": "experts.routing_triton", "torch": "experts.experts"},
-        "experts": {"triton": "experts.experts_triton:TritonExperts", "torch": "experts.experts:TorchExperts"},
+        "experts": {
+            "triton": "experts.experts_triton:TritonExperts",
+            "native": "native_ops",
+            "torch": "experts.experts:TorchExperts",
+        },
         # sampling
         "sample": {
             "triton": "sampling.sample_triton",

@@ -150,8 +150,12 @@ class TorchExperts:
         """The weighted sum of the outputs of each token's experts: ``x [n, hidden]`` -> the same shape."""
         num_rows, num_chosen = routing.experts.shape
         chosen = routing.experts.flatten().long()  # [n * k]
+        x = x.contiguous()
         outputs = x.new_empty((num_rows * num_chosen, x.shape[1]), dtype=torch.float32)
-        if x.device.type == "cpu":
+        if x.device.type == "cpu" and num_rows == 1:
+            for row, expert in enumerate(chosen.tolist()):
+                outputs[row] = self._product(x, expert)[0]
+        elif x.device.type == "cpu":
             pairs, counts = chosen.argsort(stable=True), chosen.bincount(minlength=self.sizes.num_experts)
             for expert, rows in enumerate(pairs.split(counts.tolist())):
                 if len(rows):
@@ -165,12 +169,15 @@ class TorchExperts:
 
     def _product(self, x: torch.Tensor, expert: Any) -> torch.Tensor:
         """``x [n, hidden]`` through an expert, or ``[n, 1, hidden]`` through as many."""
-        gate_up = self._linear(x, "gate_up", expert)
+        between = self._activate(self._linear(x, "gate_up", expert))
+        return self._linear(between, "down", expert).float()
+
+    def _activate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``[..., 2 * size]`` -> ``[..., size]``"""
+        gate, up = gate_up.chunk(2, dim=-1)
         if self.sizes.is_interleaved:
             gate, up = gate_up[..., ::2], gate_up[..., 1::2]
-        else:
-            gate, up = gate_up.chunk(2, dim=-1)
-        return self._linear(activate_torch(gate, up, self.sizes).to(x.dtype), "down", expert).float()
+        return activate_torch(gate, up, self.sizes).to(gate_up.dtype)
 
     def _linear(self, x: torch.Tensor, matrix: str, expert: Any) -> torch.Tensor:
         bias = self.biases[matrix]

@@ -1,7 +1,7 @@
 """Routing on a GPU: the router's product, the choice of experts, and what the products of experts read.
 
 One kernel multiplies and chooses: programs compute parts of the logits of a tile of tokens, and the last one that is
-done chooses. Sums are those of the same segments of the inputs for any number of tokens, so that a token's experts do
+done chooses. Sums are those of the same steps over the inputs for any number of tokens, so that a token's experts do
 not depend on the batch.
 
 Up to `FEW_ROWS` tokens, each distinct expert of the batch gets a slot, with its weight for each token, and nothing is
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 FEW_ROWS = 16
 """Most tokens whose experts are not sorted."""
 MAX_EXPERTS = 512
-_SEGMENTS = 16
+_MOST_SPLITS = 16
+_AT_ONCE = 16  # parts of the logits that are loaded at once
 _MAX_TILES = 1 << 16
 _MAX_COUNTED = 64  # tiles of counts that are added at once
 
@@ -75,14 +76,14 @@ class RouterShape(NamedTuple):
     num_chosen_groups: int
     num_inputs: int
     inputs: int
-    """Of a step of the product."""
-    segment: int
-    """Inputs of a segment, of which a sum is one; a multiple of ``inputs``."""
-    num_segments: int
+    """Of a step of the product, of which there is a sum."""
+    num_steps: int
     splits: int
     """Programs for a tile of tokens."""
     rows: int
     """Tokens of a tile."""
+    choosing_rows: int
+    """The same of the program that chooses, where parts are added: a few tokens are not padded."""
     few: bool
     """Whether slots are made, of the only tile; else the experts of each tile are counted."""
     slot_rows: int
@@ -103,13 +104,12 @@ def route_triton(
     padded = max(16, next_power_of_2(num_experts))
     rows, splits = _tiling(num_rows, limits.num_sms)
     inputs = max(16, min(16384 // padded // x.element_size() * 2, 128))
-    segment = cdiv(cdiv(num_inputs, _SEGMENTS), inputs) * inputs
-    num_segments, few = cdiv(num_inputs, segment), num_rows <= FEW_ROWS
+    num_steps, few = cdiv(num_inputs, inputs), num_rows <= FEW_ROWS
     overlap = can_overlap(device)
     shape = RouterShape(
         num_experts, padded, num_chosen, router.scores == "sigmoid", router.is_normalized, router.scale,
         bias is not None, correction is not None, router.num_groups, router.num_chosen_groups, num_inputs, inputs,
-        segment, num_segments, min(splits, num_segments), rows, few, FEW_ROWS, overlap,
+        num_steps, min(splits, num_steps), rows, min(rows, next_power_of_2(num_rows)), few, FEW_ROWS, overlap,
     )  # fmt: skip
     num_tiles = cdiv(num_rows, rows)
 
@@ -120,7 +120,7 @@ def route_triton(
     weights = torch.empty(num_rows, num_chosen, dtype=torch.float32, device=device)
     parts = weights
     if shape.splits > 1:
-        parts = torch.empty(num_segments, num_tiles * rows, padded, dtype=torch.float32, device=device)
+        parts = torch.empty(num_steps, num_tiles * rows, padded, dtype=torch.float32, device=device)
     num_slots = min(num_rows * num_chosen, num_experts) if few else 1
     slot_weights = torch.empty(num_slots, FEW_ROWS, dtype=torch.float32, device=device) if few else weights
     slots = Slots(integers(num_slots), slot_weights, integers(1))
@@ -129,7 +129,8 @@ def route_triton(
         experts, weights, parts, _arrivals(device), slots.experts, slots.weights, counts,
         x, weight, weight if bias is None else bias, weights if correction is None else correction,
         num_rows, x.stride(0),
-        shape=shape, num_warps=8 if rows * padded > 4096 else 4, num_stages=3, **launch_options(overlap),
+        shape=shape, at_once=_AT_ONCE if shape.choosing_rows * padded <= 1024 else _AT_ONCE // 4,
+        num_warps=8 if rows * padded > 4096 else 4, num_stages=3, **launch_options(overlap),
     )  # fmt: skip
     return Routing(experts, weights, slots if few else counts)
 
@@ -138,7 +139,7 @@ def _tiling(num_rows: int, num_sms: int) -> tuple[int, int]:
     """Tokens of a tile, and programs for it: few of both where that leaves multiprocessors idle."""
     rows = 16 if num_rows <= max(FEW_ROWS, 2 * num_sms) else 32 if num_rows <= 16 * num_sms else 64
     splits = 1
-    while splits < _SEGMENTS and cdiv(num_rows, rows) * splits * 2 <= num_sms:
+    while splits < _MOST_SPLITS and cdiv(num_rows, rows) * splits * 2 <= num_sms:
         splits *= 2
     return rows, splits
 
@@ -177,7 +178,7 @@ def _route_kernel(
     experts_ptr, weights_ptr, parts_ptr, arrivals_ptr, slot_experts_ptr, slot_weights_ptr, counts_ptr,
     x_ptr, weight_ptr, bias_ptr, correction_ptr,
     num_rows, x_stride,
-    shape: tl.constexpr,
+    shape: tl.constexpr, at_once: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(shape.overlap)
     rows: tl.constexpr = shape.rows
@@ -192,16 +193,14 @@ def _route_kernel(
     part_stride = tl.num_programs(0) * rows * padded
     part_ptrs = parts_ptr + row[:, None] * padded + expert[None, :]
     wait_for_inputs(shape.overlap)
-    first = tl.program_id(1) * shape.num_segments // shape.splits
-    last = (tl.program_id(1) + 1) * shape.num_segments // shape.splits
-    for index in tl.range(first, last, num_stages=1):
-        begin = index * shape.segment
-        sums = tl.zeros((rows, padded), tl.float32)
-        for i in tl.range(0, shape.segment, shape.inputs):
-            is_input = (column + begin + i < shape.num_inputs)[None, :]
-            x = tl.load(x_ptrs + begin + i, mask=(row < num_rows)[:, None] & is_input, other=0.0)
-            weight = tl.load(weight_ptrs + begin + i, mask=is_expert[:, None] & is_input, other=0.0)
-            sums = tl.dot(x, weight.T, sums, input_precision="ieee")
+    first = tl.program_id(1) * shape.num_steps // shape.splits
+    last = (tl.program_id(1) + 1) * shape.num_steps // shape.splits
+    for index in tl.range(first, last):
+        begin = index * shape.inputs
+        is_input = (column + begin < shape.num_inputs)[None, :]
+        x = tl.load(x_ptrs + begin, mask=(row < num_rows)[:, None] & is_input, other=0.0)
+        weight = tl.load(weight_ptrs + begin, mask=is_expert[:, None] & is_input, other=0.0)
+        sums = tl.dot(x, weight.T, input_precision="ieee")
         if shape.splits > 1:
             tl.store(part_ptrs + index * part_stride, sums)
         else:
@@ -210,23 +209,29 @@ def _route_kernel(
         tl.debug_barrier()  # all threads have written their parts before one signals it
         if tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel") == shape.splits - 1:
             tl.store(arrivals_ptr + tl.program_id(0), 0)
-            for index in tl.range(0, shape.num_segments):
-                total += tl.load(part_ptrs + index * part_stride, cache_modifier=".cg")
+            few: tl.constexpr = shape.choosing_rows
+            few_row = tl.program_id(0) * rows + tl.arange(0, few)
+            few_ptrs = parts_ptr + few_row[:, None] * padded + expert[None, :]
+            logits = tl.zeros((few, padded), tl.float32)
+            for begin in tl.range(0, shape.num_steps, at_once, num_stages=1):
+                for i in tl.static_range(at_once):
+                    pointers = few_ptrs + (begin + i) * part_stride
+                    logits += tl.load(pointers, mask=begin + i < shape.num_steps, other=0.0, cache_modifier=".cg")
             _choose(
-                total, row, num_rows, experts_ptr, weights_ptr, slot_experts_ptr, slot_weights_ptr, counts_ptr,
-                bias_ptr, correction_ptr, shape,
+                logits, few_row, num_rows, experts_ptr, weights_ptr, slot_experts_ptr, slot_weights_ptr, counts_ptr,
+                bias_ptr, correction_ptr, few, shape,
             )  # fmt: skip
     else:
         _choose(
             total, row, num_rows, experts_ptr, weights_ptr, slot_experts_ptr, slot_weights_ptr, counts_ptr,
-            bias_ptr, correction_ptr, shape,
+            bias_ptr, correction_ptr, rows, shape,
         )  # fmt: skip
 
 
 @triton_kernel()
 def _choose(
     logits, row, num_rows, experts_ptr, weights_ptr, slot_experts_ptr, slot_weights_ptr, counts_ptr,
-    bias_ptr, correction_ptr, shape: tl.constexpr,
+    bias_ptr, correction_ptr, rows: tl.constexpr, shape: tl.constexpr,
 ):  # fmt: skip
     """Choose and weight the experts of a tile, with sums ``logits [rows, padded]``."""
     expert = tl.arange(0, shape.padded)
@@ -243,14 +248,22 @@ def _choose(
     ranked = tl.where(is_expert, ranked, lowest)
     if shape.num_groups > 1:
         ranked = _of_best_groups(ranked, shape)
-    chosen = ranked != ranked  # none
-    num_chosen: tl.constexpr = shape.num_chosen
-    for _ in tl.static_range(num_chosen):
-        left = tl.where(chosen | ~is_expert, float("nan"), ranked)
-        best = tl.max(tl.where(left == left, left, lowest), 1)[:, None]
-        # of equal ones the first; those of groups that are not eligible only if no others are left
-        index = tl.min(tl.where(left == best, expert[None, :], shape.padded), 1)[:, None]
-        chosen |= expert[None, :] == index
+    if rows * shape.padded * shape.padded <= 32768:
+        # Of few rows each pair of experts is compared, which has no steps that wait for each other.
+        others = ranked[:, None, :]
+        is_before = (others > ranked[:, :, None]) | (
+            (others == ranked[:, :, None]) & (expert[:, None] > expert[None, :])
+        )
+        chosen = (tl.sum(is_before.to(tl.int32), 2) < shape.num_chosen) & is_expert
+    else:
+        chosen = ranked != ranked  # none
+        num_chosen: tl.constexpr = shape.num_chosen
+        for _ in tl.static_range(num_chosen):
+            left = tl.where(chosen | ~is_expert, float("nan"), ranked)
+            best = tl.max(tl.where(left == left, left, lowest), 1)[:, None]
+            # of equal ones the first; those of groups that are not eligible only if no others are left
+            index = tl.min(tl.where(left == best, expert[None, :], shape.padded), 1)[:, None]
+            chosen |= expert[None, :] == index
     if shape.is_sigmoid:
         weights = tl.where(chosen, scores, 0.0)
         if shape.is_normalized:
