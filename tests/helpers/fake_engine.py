@@ -53,7 +53,8 @@ class FakeDevice:
             num_drafts=config.num_drafts,
             accuracy=accuracy,
             has_draft_kv=config.num_lookahead > 0,
-            pool=scheduler.pool,
+            pools=scheduler.pools,
+            groups=scheduler.config.groups,
             seed=rng.randrange(2**32),
         )
         self.connector = connector if isinstance(connector, FakeSchedulerConnector) else None
@@ -142,7 +143,7 @@ class Loop:
             self.step()
             running = {name: request for name, request in running.items() if not request.is_finished}
         scheduler.check_idle()
-        assert scheduler.pool.num_free == scheduler.config.num_blocks
+        assert scheduler.pools.num_used == 0
         assert scheduler.transfers.num_held_blocks == 0
         return requests
 
@@ -195,7 +196,7 @@ class FakeEngine(Loop):
             self.step()
         self.scheduler.check_idle()
         assert self.scheduler.transfers.num_held_blocks == 0
-        assert self.scheduler.pool.num_free == self.scheduler.config.num_blocks
+        assert self.scheduler.pools.num_used == 0
 
 
 def expected_output(request: Request) -> list[int]:

@@ -8,8 +8,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 
+from fleetfoot.records.kv_layout import ONE_GROUP, KVGroup
 from fleetfoot.records.step import ModelRunnerOutput, NewRequest, SchedulerOutput
-from fleetfoot.scheduler.kv_blocks import BlockPool
+from fleetfoot.scheduler.block_pool import BlockPools
 
 
 def next_token(token_ids: Sequence[int], vocab_size: int) -> int:
@@ -38,7 +39,8 @@ class FakeRunner:
     num_drafts: int = 0  # proposed for each request, in steps that propose
     accuracy: float = 0.7  # the probability that a proposal is the model's own token
     has_draft_kv: bool = False  # whether the drafter writes KV of its own for its proposals
-    pool: BlockPool | None = None  # to check that no free block is written
+    pools: BlockPools | None = None  # to check that no free block is written
+    groups: tuple[KVGroup, ...] = ONE_GROUP
     seed: InitVar[int] = 0
     slots: dict[int, int] = field(default_factory=dict)  # KV slot -> token
     weights: int = 0  # the model's version of weights; others are loaded while it runs
@@ -48,6 +50,9 @@ class FakeRunner:
     oldest: dict[int, int] = field(default_factory=dict)  # the oldest weights behind a row's KV
     drafts: dict[int, list[int]] = field(default_factory=dict)  # -1: nothing was found
     num_steps: int = 0
+    parts: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
+    """(group, block) -> offset -> token, of the groups after the first."""
+    slabs: dict[int, int] = field(default_factory=dict)  # slab -> the group that writes to it
 
     def __post_init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -69,11 +74,19 @@ class FakeRunner:
         for row, start, block_ids in output.new_block_ids:
             assert start == len(self.rows[row].block_ids)
             self.rows[row].block_ids += block_ids
+        for group, row, start, block_ids in output.new_group_block_ids:
+            known = self.rows[row].group_block_ids[group - 1]
+            assert start == len(known)
+            known += block_ids
+        for slab in output.changed_slabs:
+            self.slabs.pop(slab, None)
+            self.parts = {key: part for key, part in self.parts.items() if self._slab(*key) != slab}
         self._check_groups(output)
 
     def compute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         # all of a step's KV is written before any of it is read, layer by layer
         width = 1 + output.num_drafts
+        self.begins = {row: self.computed[row] for row in output.rows}
         for index, (row, count) in enumerate(zip(output.rows, output.num_scheduled_tokens, strict=True)):
             begin = self.computed[row]
             if index < output.num_decodes:
@@ -92,6 +105,8 @@ class FakeRunner:
             assert [self.slots[self._slot(row, p)] for p in range(computed)] == list(request.token_ids[:computed]), (
                 "a KV block holds other tokens than its request's"
             )
+            for group in range(1, len(self.groups)):
+                self._check_window(group, row, self.begins[row], computed)
             if index < output.num_decodes:
                 result.sampled_token_ids.append(self._verify(row, width - 1))
                 if output.num_drafts:
@@ -164,7 +179,31 @@ class FakeRunner:
             self._check_block(slot)
             self.slots[slot] = token
             self.versions[slot] = self.oldest[row]
+            for group in range(1, len(self.groups)):
+                block = self.rows[row].group_block_ids[group - 1][position // self.block_size]
+                self._claim(group, block)
+                self.parts.setdefault((group, block), {})[position % self.block_size] = token
+
+    def _check_window(self, group: int, row: int, begin: int, end: int) -> None:
+        """All that queries from ``begin`` on read is there."""
+        window, token_ids = self.groups[group].window, self.rows[row].token_ids
+        assert window is not None
+        for position in range(max(0, begin + 1 - window), min(end, self.rows[row].max_total_tokens - 1)):
+            block = self.rows[row].group_block_ids[group - 1][position // self.block_size]
+            found = self.parts[group, block].get(position % self.block_size)
+            assert found == token_ids[position], f"group {group} has another token at position {position}"
 
     def _check_block(self, slot: int) -> None:
-        if self.pool is not None:
-            assert self.pool.state(slot // self.block_size) in ("FILLING", "READY", "HELD"), "written to a free block"
+        self._claim(0, slot // self.block_size)
+
+    def _slab(self, group: int, block: int) -> int:
+        return block // self.groups[group].blocks_per_slab
+
+    def _claim(self, group: int, block: int) -> None:
+        """A block is about to be written: it is in use, and its slab is its group's."""
+        if self.pools is not None:
+            assert self.pools.all[group].state(block) in ("FILLING", "READY", "HELD"), "written to a free block"
+        if len(self.groups) > 1 and self.groups[group].has_layers:
+            slab = self._slab(group, block)
+            assert slab > 0, "the slab of zeros is written"
+            assert self.slabs.setdefault(slab, group) == group, "a slab was not cleared for its group"

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetfoot.scheduler.kv_blocks import BlockPool, extend_chain, root_hash
+from fleetfoot.scheduler.block_pool import BlockPool
+from fleetfoot.scheduler.kv_blocks import extend_chain, root_hash
 
 NAMES = "abcd"
 

@@ -19,7 +19,7 @@ from tests.helpers.recording_device import NoValues
 
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.prepare import ngram
-from fleetfoot.kernels.prepare.tables import RowTables, StepBuffers
+from fleetfoot.kernels.prepare.tables import GroupTables, RowTables, StepBuffers
 from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, upper_bound
 
 KERNELS = [reference_kernels, cpu_kernels, pytest.param(triton_kernels, marks=interpreted)]
@@ -48,6 +48,32 @@ def test_slots_may_exceed_32_bits(kernels: Callable[[], Kernels], op: str) -> No
     getattr(kernels(), op)(step, rows)
     assert step.slots.tolist() == [slot + 62, slot + 63]
     assert (step.input_ids.tolist(), pages[-1].item()) == ([151_935, 0], 0)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_groups_have_slots_and_tables_of_their_own(kernels: Callable[[], Kernels]) -> None:
+    """A decode behind its window, a prompt that begins within one, padding, and a token from a limit on."""
+    size, windows, max_blocks = 4, [5, 2**31 - 1], 1100
+    idx, starts, computed = int32([2, 0, -1]), int32([0, 1, 7, 7]), int32([6, 0, 4099, 0])
+    tables = torch.arange(1, 1 + 2 * 4 * max_blocks, dtype=torch.int32).view(2, 4, max_blocks)
+    drafts, pages = torch.full((5, 0), -1, dtype=torch.int32), torch.zeros(4 * max_blocks * size, dtype=torch.int32)
+    anchor = torch.arange(4 * max_blocks, dtype=torch.int32).view(4, max_blocks)
+    limits = int32([11, 100, 5000, 100])
+    rows = RowTables(computed, int32([12, 9, 4099, 9]), limits, int32([7] * 4), drafts, anchor, pages, size)
+    tokens = torch.zeros(3, 9, dtype=torch.int64)
+    step = StepBuffers(idx, starts, tokens[0], int32([0] * 3), int32([0] * 9), tokens[1], tokens[2], anchor[:3].clone())
+    slots, copies = torch.zeros(2, 9, dtype=torch.int64), torch.full((2, 3, max_blocks), -7, dtype=torch.int32)
+    kernels().prepare_inputs(step, rows)
+    kernels().prepare_groups(step, rows, GroupTables(int32(windows), tables, slots, copies))
+    for group, window in enumerate(windows):
+        for request, (row, count) in enumerate([(2, 1), (0, 6)]):
+            first = max(0, int(computed[row]) + 1 - window) // size
+            last = -(-(int(computed[row]) + count) // size)
+            expected = [0] * first + tables[group, row, first:last].tolist()
+            assert copies[group, request, :last].tolist() == expected
+        places = [(2, 4099), *((0, position) for position in range(6, 11))]
+        found = [int(tables[group, row, p // size]) * size + p % size for row, p in places]
+        assert slots[group].tolist() == [*found, -1, -1, -1]
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

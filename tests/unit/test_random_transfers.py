@@ -60,7 +60,7 @@ class Engine(Bench):
         self.scheduler = Scheduler(scheduler_config, connector=self.connector)
         for cache in (cache for caches in self.caches for cache in caches):
             cache.zero_()
-        self.runner = FakeRunner(BLOCK_SIZE, VOCAB, pool=self.scheduler.pool)
+        self.runner = FakeRunner(BLOCK_SIZE, VOCAB, pools=self.scheduler.pools)
         self.runner.slots, self.runner.versions = TensorSlots(self.views, 0), TensorSlots(self.views, 1)
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:

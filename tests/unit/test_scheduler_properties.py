@@ -8,10 +8,23 @@ from hypothesis import strategies as st
 from tests.helpers.fake_connector import Behaviour
 from tests.helpers.fake_engine import VOCAB, FakeEngine, check_output, expected_output
 
+from fleetfoot.records.kv_layout import ONE_GROUP, KVGroup
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.scheduler import request_queues
 from fleetfoot.scheduler.scheduler import SchedulerConfig
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> tuple[KVGroup, ...]:
+    """One group, or windows beside it, or only windows: then token ids have blocks of their own."""
+    windows = draw(st.lists(st.integers(1, 12), max_size=2, unique=True))
+    if not windows:
+        return ONE_GROUP
+    others = [KVGroup(window, blocks_per_slab=draw(st.integers(1, 4))) for window in windows]
+    if draw(st.booleans()):
+        return KVGroup(blocks_per_slab=draw(st.integers(1, 4))), *others
+    return KVGroup(blocks_per_slab=40, has_layers=False), *others
 
 
 @st.composite
@@ -30,6 +43,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         num_lookahead=draw(st.sampled_from([0, num_drafts])),
         num_stages=draw(st.sampled_from([1, 1, 2, 3])),
         kv_load_failure_policy=draw(st.sampled_from(["recompute", "fail"])),
+        groups=draw(st.one_of(st.just(ONE_GROUP), groups())),
     )
 
 
@@ -40,7 +54,7 @@ def behaviours() -> st.SearchStrategy[Behaviour | None]:
 
 
 def make_request(rng: random.Random, name: str, config: SchedulerConfig) -> Request:
-    room = config.num_blocks * config.block_size
+    room = config.most_tokens
     longest = min(30, room - 1 if config.enable_chunked_prefill else config.max_num_batched_tokens, room - 1)
     size = rng.randint(1, max(1, longest))
     shared = [position % 10 for position in range(size)]
@@ -113,6 +127,10 @@ def test_tokens_do_not_depend_on_the_schedule(
 ) -> None:  # fmt: skip
     """``least_prefill``: tokens of prompts from which on a pipeline spreads them over its steps."""
     rng = random.Random(seed)
+    if config.most_tokens < 2 or len(config.groups) > 1:
+        behaviour = None
+    if config.most_tokens < 2:
+        return
     ways = {"num_ranks": num_ranks, "accuracy": accuracy, "drafting": drafting, "depth": depth}
     engine = FakeEngine(config, rng, behaviour=behaviour, **ways)
     with patch.object(request_queues, "_LEAST_PREFILL", least_prefill):

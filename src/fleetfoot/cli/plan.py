@@ -219,7 +219,7 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
     longest = min(plan.max_model_len, memory.num_tokens)
     ranks = plan.config.tensor_parallel_size, plan.config.pipeline_parallel_size
     specs = kv_cache_specs(model, tensor_parallel_size=ranks[0], layers=pipeline_layers(model, 0, ranks[1]))
-    layout = KVLayout(memory.num_blocks, memory.block_size, plan.dtype, specs, plan.kv_layout)
+    layout = KVLayout(memory.num_blocks, memory.block_size, plan.dtype, specs, plan.kv_layout, memory.groups)
     return _decision_report(plan.decision, model.architecture, plan.device) | {
         "warnings": list(plan.warnings),
         "gpu_name": plan.machine.gpu_name if plan.device == "cuda" else None,
@@ -272,6 +272,10 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
             "num_layers": model.num_layers,
             "dtype": plan.dtype,
             "bytes_per_block": memory.bytes_per_block,
+            "groups": [
+                {"window": group.window, "layers": layout.group_of_layers.count(index), "blocks": group.blocks_per_slab}
+                for index, group in enumerate(memory.groups)
+            ],
         },
         "memory": {
             "total": memory.total,
@@ -287,7 +291,7 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
             "longest_context": longest,
             "requests_at_longest_context": memory.concurrency(longest, most),
             "requests_at_max_model_len": memory.concurrency(plan.max_model_len, most),
-            "context_at_max_num_seqs": min(plan.max_model_len, memory.num_blocks // most * memory.block_size),
+            "context_at_max_num_seqs": min(plan.max_model_len, memory.longest_of(memory.num_blocks // most)),
         },
     }
 
@@ -353,7 +357,7 @@ def _drafter(plan: EnginePlan) -> dict[str, Any] | None:
         "num_layers": len(drafter.kv_specs),
         "weights": drafter.weight_bytes,
         "bytes_per_block": per_block,
-        "kv_cache": memory.num_blocks * per_block,
+        "kv_cache": memory.num_allocated * memory.groups[0].blocks_per_slab * per_block,
     }
 
 

@@ -96,6 +96,7 @@ def _build_scheduler(plan: EnginePlan, layout: KVLayout) -> Scheduler:
             num_drafts=num_drafts,
             num_lookahead=num_drafts if plan.drafter.kv_specs else 0,  # for a drafter that keeps KV too
             num_stages=config.pipeline_parallel_size,
+            groups=layout.groups,
             kv_load_failure_policy="recompute" if connector is None else connector.config.kv_load_failure_policy,
         ),
         connector=make_connector(plan),
@@ -153,7 +154,7 @@ def build_input_processor(
 
 def _served_model_len(plan: EnginePlan, layout: KVLayout) -> int:
     """max_model_len; if it is not set, at most what the KV cache holds."""
-    room = layout.num_blocks * layout.block_size
+    room = replace(plan.memory, num_blocks=layout.num_blocks).num_tokens
     if plan.config.max_model_len is not None or plan.max_model_len <= room:
         return plan.max_model_len
     message = "the model's %d positions do not fit in a KV cache of %d tokens: requests are limited to that"

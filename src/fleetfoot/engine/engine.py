@@ -359,7 +359,7 @@ class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
     def max_request_len(self) -> int:
         """Most tokens of prompt and output of one request: limited by ``max_model_len`` and by the KV cache."""
         cache = self.core.scheduler.config
-        return min(self.input_processor.max_model_len, cache.num_blocks * cache.block_size)
+        return min(self.input_processor.max_model_len, cache.most_tokens)
 
     def stats(self) -> EngineStats:
         """Counters since the start, and the scheduler's state."""

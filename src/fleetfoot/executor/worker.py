@@ -300,6 +300,7 @@ class Worker:
             tensor_parallel_size=size,
             layers=self._layers,
             name=plan.kv_layout,
+            groups=plan.memory.groups,
         )
         return layout.with_layers(plan.drafter.kv_specs) if pipeline.is_last_rank else layout
 

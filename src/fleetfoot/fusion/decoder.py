@@ -273,7 +273,7 @@ class _AttentionBranch(_FusedBranch):
         """With ``logits``, no more than K and V are computed of the rows that are not read."""
         attention = self.paged
         x, residual = self._read(value)
-        kv_cache, metadata = ctx.kv_caches[attention.kv_index], ctx.attention
+        kv_cache, metadata = ctx.kv_caches[attention.kv_index], ctx.attention_of(attention.kv_index)
         heads = attention.num_heads, attention.rotary
         query = attended = None  # [num_tokens, num_heads, head_dim]
         if self._chained is not None:

@@ -18,16 +18,17 @@ if TYPE_CHECKING:
     from fleetfoot.kernels.experts.experts import ExpertSizes, RouterLinear, Routing, TorchExperts
     from fleetfoot.kernels.linear.linear import PreparedLinear
     from fleetfoot.kernels.linear.roles import ChainLinear
-    from fleetfoot.kernels.prepare.tables import RowTables, StepBuffers
+    from fleetfoot.kernels.prepare.tables import GroupTables, RowTables, StepBuffers
     from fleetfoot.kernels.quantized.packed import PackedMatrix
     from fleetfoot.kernels.quantized.scaled import ScaledMatrix
+    from fleetfoot.kernels.recurrent.batch import StateBatch
     from fleetfoot.kernels.recurrent.conv import CausalConv
     from fleetfoot.kernels.recurrent.gated_norm import GatedNorm
     from fleetfoot.kernels.recurrent.recurrence import Recurrence, RecurrenceInputs
     from fleetfoot.kernels.sampling.logits_processors import ListedTokens, LogitsProcessorTables
     from fleetfoot.kernels.sampling.sample import RandomRows
     from fleetfoot.kernels.sampling.token_logprobs import LogprobRows
-    from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext, RotaryInputs, StateBatch
+    from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext, RotaryInputs
 
 
 _CAPTURABLE_ATTENTION = frozenset({"triton"})
@@ -238,6 +239,8 @@ class Kernels:
     and the functions beside it for the next ones."""
     prepare_decode: Callable[[StepBuffers, RowTables], None]
     """The same for a batch with queries of the same length."""
+    prepare_groups: Callable[[StepBuffers, RowTables, GroupTables], None]
+    """After one of these, the same for the groups of layers after the first."""
     accept_drafts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, RowTables, torch.Tensor], None]
     """``(idx_mapping, sampled, invalid, rows, counts)``: count the tokens that verified drafts yield."""
     post_update: Callable[[torch.Tensor, torch.Tensor, RowTables, torch.Tensor, torch.Tensor, torch.Tensor], None]

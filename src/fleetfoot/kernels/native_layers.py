@@ -46,7 +46,7 @@ class NativeLayers:
 
     def __init__(self, library: NativeLibrary, layers: Sequence[LayerParts]) -> None:
         first = layers[0]
-        self._kernel, self._layers = library.decoder_layers, layers
+        self._kernel, self._indices = library.decoder_layers, [layer.kv_index for layer in layers]
         self._table = (_Layer * len(layers))(*map(_fields_of, layers))
         hidden_size = len(first.input_norm)
         self._head_dim = first.rotary.cos_sin.shape[1]
@@ -55,8 +55,13 @@ class NativeLayers:
         shape = hidden_size, first.num_heads, self._num_kv_heads, self._head_dim, DTYPES[self._dtype]
         self._shape = *shape, first.eps, first.scale
 
-    def __call__(self, x: torch.Tensor, ctx: ForwardContext, num_layers: int) -> tuple[torch.Tensor, torch.Tensor]:
-        metadata, caches = ctx.attention, [ctx.kv_caches[layer.kv_index] for layer in self._layers]
+    def __call__(
+        self, x: torch.Tensor, ctx: ForwardContext, num_layers: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        metadata = ctx.shared_attention(self._indices)
+        if metadata is None:  # layers of several groups are computed one by one
+            return None
+        caches = [ctx.kv_caches[index] for index in self._indices]
         cache, tables = caches[0], metadata.block_tables
         residual, hidden = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
         for row, each in zip(self._table, caches, strict=True):

@@ -19,7 +19,7 @@ from fleetfoot.layers.linear import ColumnParallelLinear, RowParallelLinear
 from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.layers.rotary import stored_rows
 from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext, RotaryInputs
-from fleetfoot.records.weights import WeightSpec, join_rows, slices_of
+from fleetfoot.records.weights import WeightSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,8 @@ class PagedAttention:
     def rotate_and_cache(self, qkv: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """Split ``qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]``, norm and rotate q and k, and write K
         and V. Returns ``query [num_tokens, num_heads, head_dim]``."""
-        return self.rope_and_cache(qkv, ctx.kv_caches[self.kv_index], ctx.attention, self.num_heads, self.rotary)
+        metadata = ctx.attention_of(self.kv_index)
+        return self.rope_and_cache(qkv, ctx.kv_caches[self.kv_index], metadata, self.num_heads, self.rotary)
 
     def attend(self, query: torch.Tensor, ctx: ForwardContext, metadata: AttentionMetadata) -> torch.Tensor:
         """``query [n, num_heads, head_dim]`` of the tokens of ``metadata`` -> the same shape."""
@@ -95,13 +96,8 @@ class Attention(Offering):
         heads = even_span(spec.num_heads, group.rank, group.size)
         kv_heads = kv_head_span(spec, group.rank, group.size)
         v = slice(kv_heads.start * head_dim, kv_heads.stop * head_dim)
-        num_gates = int(spec.has_output_gate)  # behind each head's query, and stored before all queries
-        q_rows = stored_rows(rope, head_dim, heads, 1 + num_gates)
-        if num_gates:
-            gates = range((2 * heads.start + 1) * head_dim, 2 * heads.stop * head_dim, 2 * head_dim)
-            q_rows = join_rows((*(slice(gate, gate + head_dim) for gate in gates), *slices_of(q_rows)))
-        rows = (q_rows, stored_rows(rope, head_dim, kv_heads), v)
-        parts = (("q_proj", (1 + num_gates) * q_size), ("k_proj", kv_size), ("v_proj", kv_size))
+        rows = (stored_rows(rope, head_dim, heads), stored_rows(rope, head_dim, kv_heads), v)
+        parts = (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
         merged = "qkv_proj" if config.has_merged_projections else None
         self.qkv_proj = ColumnParallelLinear(
             context, config.hidden_size, parts, spec.qkv_bias, rows=rows, merged=merged
@@ -130,12 +126,12 @@ class Attention(Offering):
         return AttentionParts(self.project, self.qkv_proj, self.paged, self.o_proj)
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
-        """q, k and v of ``x [num_tokens, hidden_size]``, in one tensor, behind the gates where there are any."""
+        """q, k and v of ``x [num_tokens, hidden_size]``, in one tensor."""
         return self.qkv_proj(x)
 
     def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """``x [num_tokens, hidden_size]`` -> the same shape. Writes the tokens' K and V to the layer's KV cache."""
         qkv = self.project(x)  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
         query = self.paged.rotate_and_cache(qkv, ctx)  # [num_tokens, num_heads, head_dim]
-        attended = self.paged.attend(query, ctx, ctx.attention)
+        attended = self.paged.attend(query, ctx, ctx.attention_of(self.paged.kv_index))
         return self.o_proj(attended.flatten(1))

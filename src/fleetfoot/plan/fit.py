@@ -166,17 +166,18 @@ def _other_kv_sizes(shape: parts.EngineShape, total: int) -> Iterator[tuple[str,
     config, block, kv_bytes = shape.config, _largest_block(shape), shape.config.kv_cache_memory_bytes
     fitting = min(
         (total - sum(parts.footprint(stage).values())) // (parts.kv_block_bytes(stage) + parts.state_block_bytes(stage))
+        - stage.unused_blocks
         for stage in shape.stages()
     )
-    least = -(-parts.LEAST_TOKENS // config.block_size)  # blocks
+    least = shape.least_blocks
     if fitting < least:
         return
     if config.num_gpu_blocks_override is not None:
         yield "num_gpu_blocks_override", [least, fitting] if config.num_gpu_blocks_override < least else [fitting]
     elif kv_bytes is not None or (shape.device == "cpu" and config.max_model_len is not None):
-        is_too_small = kv_bytes is None or kv_bytes < least * block
+        is_too_small = kv_bytes is None or kv_bytes < (least + shape.unused_blocks) * block
         blocks = max(shape.longest_blocks, least) if is_too_small else fitting
-        yield "kv_cache_memory_bytes", [min(blocks, fitting) * block]
+        yield "kv_cache_memory_bytes", [(min(blocks, fitting) + shape.unused_blocks) * block]
 
 
 def _largest_block(shape: parts.EngineShape) -> int:
@@ -199,8 +200,8 @@ def _needed(shape: parts.EngineShape) -> int | None:
     """The memory of each rank with which it fits unchanged; None: no memory is enough."""
     config, blocks = shape.config, shape.config.num_gpu_blocks_override
     if blocks is None and config.kv_cache_memory_bytes is not None:
-        blocks = config.kv_cache_memory_bytes // _largest_block(shape)
-    if blocks is not None and blocks * config.block_size < parts.LEAST_TOKENS:
+        blocks = config.kv_cache_memory_bytes // _largest_block(shape) - shape.unused_blocks
+    if blocks is not None and blocks < shape.least_blocks:
         return None
     if blocks is None and shape.device == "cpu" and shape.longest_blocks * _largest_block(shape) > parts.CPU_KV_LIMIT:
         return None
@@ -210,6 +211,7 @@ def _needed(shape: parts.EngineShape) -> int | None:
 def _needed_by_stage(shape: parts.EngineShape, given_blocks: int | None) -> int:
     """``given_blocks``: None: the settings have no size of the KV cache."""
     blocks, sizes, block = given_blocks or shape.longest_blocks, parts.footprint(shape), parts.kv_block_bytes(shape)
+    blocks += shape.unused_blocks
     needed = sum(sizes.values()) + blocks * (block + parts.state_block_bytes(shape))
     if given_blocks is not None:
         return needed

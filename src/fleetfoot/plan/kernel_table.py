@@ -42,7 +42,7 @@ from fleetfoot.quantization.base import LinearMethod
 from fleetfoot.quantization.packed import Packed
 from fleetfoot.quantization.scaled import Scaled
 from fleetfoot.quantization.unquantized import UNQUANTIZED
-from fleetfoot.records.kv_layout import KVLayout, kv_cache_specs
+from fleetfoot.records.kv_layout import KVLayout
 
 _HOPPER_BYTES = 232448
 """Maximum shared memory of a thread block on Hopper."""
@@ -242,8 +242,9 @@ class _PlainLayer:
     def __init__(self, plan: EnginePlan, index: int, limits: GPULimits) -> None:
         spec = plan.model.layers[index]
         self._plan, self._mixer, self._limits = plan, spec.mixer, limits
-        specs = *kv_cache_specs(plan.model), *plan.drafter.kv_specs
-        layout = KVLayout(2, plan.config.block_size, plan.dtype, specs, plan.kv_layout)
+        layout = KVLayout.of(
+            plan.model, 2, plan.config.block_size, plan.dtype, name=plan.kv_layout, groups=plan.memory.groups
+        ).with_layers(plan.drafter.kv_specs)
         self._empty = partial(torch.empty, dtype=getattr(torch, plan.dtype), device="meta")
         self._kv_cache = layout.layer_views([*map(self._empty, layout.tensor_shapes)])[index]
         kinds: tuple[ProductKind, ...] = ("qkv", "residual", "gated", "residual")

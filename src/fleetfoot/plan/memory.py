@@ -7,8 +7,10 @@ operations reserved 2.6 GiB for its largest steps, and the estimate is 2.9.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 
 from fleetfoot.config.engine import EngineConfig
@@ -18,11 +20,26 @@ from fleetfoot.distributed import pipeline_group_bytes, tensor_group_bytes
 from fleetfoot.kernels.attention import sdpa_workspace_bytes
 from fleetfoot.kernels.cluster.fit import NO_LAYER_CHAIN, LayerChainPlan
 from fleetfoot.kernels.interface import KernelPlan
-from fleetfoot.kernels.prepare.tables import row_table_bytes, staging_bytes, step_buffer_bytes, token_page_bytes
+from fleetfoot.kernels.prepare.tables import (
+    group_buffer_bytes,
+    row_table_bytes,
+    staging_bytes,
+    step_buffer_bytes,
+    token_page_bytes,
+)
 from fleetfoot.kernels.sampling import CHUNK_BYTES_PER_ELEMENT, MAX_ELEMENTS
 from fleetfoot.quantization.base import LinearMethods
 from fleetfoot.quantization.unquantized import UNQUANTIZED
-from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.records.kv_layout import (
+    ARENA,
+    ONE_GROUP,
+    KVGroup,
+    KVLayout,
+    kv_cache_specs,
+    make_groups,
+    most_tokens,
+    slabs_of,
+)
 from fleetfoot.runner.graphs import CaptureTable
 from fleetfoot.sampling.shape import grammar_mask_size, row_size
 from fleetfoot.speculative.find import NO_DRAFTER, DrafterShape
@@ -55,6 +72,24 @@ class EngineShape:
     pipeline_rank: int = 0
     """The pipeline stage that is counted. All ranks of a tensor group have the same."""
     layer_chain: LayerChainPlan = NO_LAYER_CHAIN
+    kv_layout: str = ARENA
+    frees_windows: bool = False
+    """Whether KV before the windows of layers is freed."""
+
+    @cached_property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """The groups of layers in the KV cache, the same on all ranks."""
+        if not self.frees_windows:
+            return ONE_GROUP
+        specs = kv_cache_specs(self.model, tensor_parallel_size=self.config.tensor_parallel_size)
+        others = self.drafter.kv_specs
+        return make_groups(specs, others, self.config.block_size, self.dtype, self.max_model_len)
+
+    @property
+    def num_queries(self) -> int:
+        """Tokens of a request that steps in flight compute at once, at least; see `SchedulerConfig.most_tokens`."""
+        queries = 2 * (1 + self.drafter.num_drafts) + self.drafter.num_drafts + self.config.block_size
+        return queries if self.config.enable_chunked_prefill else max(queries, self.max_num_batched_tokens)
 
     @cached_property
     def max_num_batched_tokens(self) -> int:
@@ -105,8 +140,25 @@ class EngineShape:
 
     @property
     def longest_blocks(self) -> int:
-        """KV blocks of the longest request."""
-        return -(-self.max_model_len // self.config.block_size)
+        """KV blocks, or slabs, of the longest request."""
+        return slabs_of(self.kv_groups, self.config.block_size, self.max_model_len, self.num_queries)
+
+    @property
+    def least_blocks(self) -> int:
+        """KV blocks, or slabs, of the shortest request."""
+        return slabs_of(self.kv_groups, self.config.block_size, LEAST_TOKENS, self.num_queries)
+
+    @property
+    def useful_blocks(self) -> int:
+        """KV blocks, or slabs, of all requests of maximum length, and of the prompts in two steps in flight."""
+        chunks = 2 * self.max_num_batched_tokens // self.config.block_size
+        windows = [group for group in self.kv_groups if group.window is not None]
+        return self.longest_blocks * self.config.max_num_seqs + sum(chunks // g.blocks_per_slab + 1 for g in windows)
+
+    @property
+    def unused_blocks(self) -> int:
+        """Slabs that are there and never used."""
+        return int(len(self.kv_groups) > 1)
 
     def stages(self) -> tuple[EngineShape, ...]:
         """The shape of each pipeline stage."""
@@ -114,17 +166,23 @@ class EngineShape:
 
 
 def kv_block_bytes(shape: EngineShape) -> int:
-    """Bytes of one KV block over all layers of the rank, a drafter's included."""
-    ranks, layers = shape.config.tensor_parallel_size, shape.layers
+    """Bytes of one KV block over all layers of the rank, a drafter's included; or of a slab."""
     layout = KVLayout.of(
-        shape.model, 1, shape.config.block_size, shape.dtype, tensor_parallel_size=ranks, layers=layers
+        shape.model,
+        1,
+        shape.config.block_size,
+        shape.dtype,
+        tensor_parallel_size=shape.config.tensor_parallel_size,
+        layers=shape.layers,
+        groups=shape.kv_groups,
     )
     return (layout.with_layers(shape.drafter.kv_specs) if shape.is_last else layout).bytes_per_block
 
 
 def state_block_bytes(shape: EngineShape) -> int:
-    """Bytes of the runner's state for each KV block: V2 keeps the token id of every slot."""
-    return token_page_bytes(shape.config.block_size) if shape.runner == "v2" else 0
+    """Bytes of the runner's state for each KV block, or slab: V2 keeps the token id of every slot."""
+    blocks = shape.kv_groups[0].blocks_per_slab
+    return blocks * token_page_bytes(shape.config.block_size) if shape.runner == "v2" else 0
 
 
 def weight_bytes(shape: EngineShape) -> int:
@@ -208,6 +266,7 @@ def runner_state_bytes(shape: EngineShape) -> int:
     reqs, max_blocks = shape.config.max_num_seqs, -(-shape.max_positions // shape.config.block_size)
     # and for V1 query_start_loc and rows, for V2 the counts of sampled and rejected tokens without drafts
     inputs = step_buffer_bytes(reqs, shape.max_num_batched_tokens, max_blocks) + 2 * reqs * _INT32
+    inputs += (len(shape.kv_groups) - 1) * group_buffer_bytes(reqs, shape.max_num_batched_tokens, max_blocks)
     if shape.runner == "v1":
         return inputs
     rows = row_table_bytes(reqs, max_blocks, shape.drafter.num_drafts)
@@ -287,13 +346,18 @@ class MemoryPlan:
     footprint: Mapping[str, int]
     """See `footprint`."""
     num_blocks: int
+    """KV blocks that can be used; with several groups of layers, slabs."""
     block_size: int
     """Tokens in a block."""
     bytes_per_block: int
-    """KV of one block over all layers."""
+    """KV of one block over all layers; with several groups, of a slab."""
     state_bytes_per_block: int
     kv_reason: str
     """The limit that determined ``num_blocks``."""
+    groups: tuple[KVGroup, ...] = ONE_GROUP
+    """The groups of layers in the KV cache."""
+    num_queries: int = 1
+    """See `EngineShape.num_queries`."""
     stages: tuple[MemoryPlan, ...] = ()
     """The plan of each pipeline rank, where there are several. They have equally many blocks."""
 
@@ -303,12 +367,21 @@ class MemoryPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the KV cache holds."""
-        return self.num_blocks * self.block_size
+        """Tokens that the KV cache holds of one request."""
+        return self.longest_of(self.num_blocks)
+
+    def longest_of(self, num_blocks: int) -> int:
+        """Tokens of the longest request in so many blocks, or slabs."""
+        return most_tokens(self.groups, self.block_size, num_blocks, self.num_queries)
+
+    @property
+    def num_allocated(self) -> int:
+        """Blocks, or slabs, in memory: with several groups, one is never used."""
+        return self.num_blocks + (len(self.groups) > 1)
 
     @property
     def kv_cache(self) -> int:
-        return self.num_blocks * self.bytes_per_block
+        return self.num_allocated * self.bytes_per_block
 
     @property
     def left(self) -> int:
@@ -322,18 +395,24 @@ class MemoryPlan:
 
     def parts(self) -> dict[str, int]:
         """Every part by name; with `left` they add up to the budget."""
-        grown = self.footprint["runner_state"] + self.num_blocks * self.state_bytes_per_block
+        grown = self.footprint["runner_state"] + self.num_allocated * self.state_bytes_per_block
         parts = {"weights": 0, "kv_cache": self.kv_cache, **self.footprint}
         return {**parts, "runner_state": grown}
 
     def fitting_blocks(self, taken: int) -> int:
         """How many blocks fit if ``taken`` bytes are in use once the weights are loaded."""
         still_to_come = sum(self.footprint.values()) - self.taken_by_loading
-        return (self.budget - taken - still_to_come) // (self.bytes_per_block + self.state_bytes_per_block)
+        fitting = (self.budget - taken - still_to_come) // (self.bytes_per_block + self.state_bytes_per_block)
+        return fitting - (len(self.groups) > 1)
 
     def concurrency(self, num_tokens: int, max_num_seqs: int) -> int:
         """How many requests of this length run at the same time without preemption."""
-        return min(max_num_seqs, self.num_blocks // -(-num_tokens // self.block_size))
+        slabs = sum(
+            Fraction(group.most_blocks(num_tokens, self.num_queries, self.block_size), group.blocks_per_slab)
+            for group in self.groups
+            if group.has_layers
+        )
+        return min(max_num_seqs, math.floor(self.num_blocks / slabs))
 
 
 def share_out(shape: EngineShape, total: int) -> tuple[MemoryPlan, str]:
@@ -360,20 +439,22 @@ def _share_out_stage(shape: EngineShape, total: int) -> MemoryPlan:
     # a KV cache with a set size may use all memory
     is_share = shape.device == "cuda" and not is_kv_given(config)
     budget = int(total * config.gpu_memory_utilization) if is_share else total
-    blocks, reason = (budget - sum(sizes.values())) // (block + state), "what gpu_memory_utilization leaves"
+    unused = shape.unused_blocks
+    blocks, reason = (budget - sum(sizes.values())) // (block + state) - unused, "what gpu_memory_utilization leaves"
     if shape.device == "cpu":
         share = min(int((total - sizes["weights"]) * CPU_KV_SHARE), CPU_KV_LIMIT)
-        blocks, reason = min(share // block, blocks), "a share of the free memory"
+        blocks, reason = min(share // block - unused, blocks), "a share of the free memory"
     if config.kv_cache_memory_bytes is not None:
-        blocks, reason = config.kv_cache_memory_bytes // block, "kv_cache_memory_bytes"
-    useful = shape.longest_blocks * config.max_num_seqs  # more than all requests of maximum length is never used
+        blocks, reason = config.kv_cache_memory_bytes // block - unused, "kv_cache_memory_bytes"
+    useful = shape.useful_blocks  # more is never used
     if blocks >= useful:
         blocks = useful
         if config.kv_cache_memory_bytes is None:
             reason = "as much as max_num_seqs requests of max_model_len can use"
     if config.num_gpu_blocks_override is not None:
         blocks, reason = config.num_gpu_blocks_override, "num_gpu_blocks_override"
-    return MemoryPlan(total, budget, sizes, max(0, blocks), config.block_size, block, state, reason)
+    sizes_of_kv = max(0, blocks), config.block_size, block, state
+    return MemoryPlan(total, budget, sizes, *sizes_of_kv, reason, shape.kv_groups, shape.num_queries)
 
 
 def _problem(shape: EngineShape, plan: MemoryPlan) -> str:

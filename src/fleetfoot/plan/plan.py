@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from fleetfoot.config.engine import MAX_RESTARTS, EngineConfig
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
 from fleetfoot.config.pooling import Pooling
@@ -228,8 +230,9 @@ def engine_fingerprint(plan: EnginePlan, weights: str | None = None) -> str:
         "dtype": plan.dtype,
         "block_size": config.block_size,
         "kv_layout": plan.kv_layout,
+        "kv_groups": [[group.window, group.is_state] for group in plan.memory.groups],
     }
     if drafter is not None:
-        layers = [asdict(spec) for spec in plan.drafter.kv_specs]
+        layers = [msgspec.structs.asdict(spec) for spec in plan.drafter.kv_specs]
         content["drafter"] = {"method": drafter.method, "layers": layers}
     return digest_of([json.dumps(content, sort_keys=True, default=str)])

@@ -32,6 +32,7 @@ from fleetfoot.plan.plan import EnginePlan, check_connector_settings, make_ident
 from fleetfoot.quantization.base import LinearMethods
 from fleetfoot.quantization.methods import linear_methods
 from fleetfoot.quantization.unquantized import UNQUANTIZED
+from fleetfoot.records.kv_layout import ARENA
 from fleetfoot.speculative.find import DrafterModel, drafter_shape, find_drafter
 from fleetfoot.weights.hub import resolve_model
 
@@ -64,12 +65,6 @@ def resolve_plan(
     if callable(config.hf_overrides):  # a worker process could not import it, and needs the result alone
         config = replace(config, hf_overrides=None)
     found = find_drafter(config, model, config_only=config_only)
-    for each in [model] if found is None else [model, found.config]:
-        if each.has_states:
-            raise ConfigError(
-                f"{each.architecture} has layers with recurrent states, which no model runner keeps; take a model with "
-                "attention in all layers"
-            )
     check_tensor_parallel_size(model, config.tensor_parallel_size)
     check_pipeline_parallel_size(model, config.pipeline_parallel_size)
     shape = _engine_shape(config, model, found, decision, machine, device)
@@ -191,6 +186,10 @@ def _engine_shape(
             )
         ),
         layer_chain=layer_chain,
+        kv_layout=decision.kv_layout,
+        frees_windows=decision.kv_layout == ARENA
+        and decision.connector is None
+        and all(layer.mixer.is_causal for layer in model.layers),
         max_model_len=config.max_model_len or limit,
         drafter=drafter_shape(
             config, model, found, dtype, device, UNQUANTIZED if found is None else _linear_methods(found.config)

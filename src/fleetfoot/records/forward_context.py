@@ -2,7 +2,8 @@
 
 The KV cache of a layer is one tensor ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``: index 0 of the second
 dimension is K, index 1 is V, so a block of a layer is contiguous. Token ``i`` of a request is in block
-``block_tables[row, i // block_size]`` at offset ``i % block_size``.
+``block_tables[row, i // block_size]`` at offset ``i % block_size``. Layers of different groups (`KVGroup`) have tables
+and slots of their own.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class AttentionMetadata:
     seq_lens: torch.Tensor
     """``[num_reqs]`` int32: tokens in the KV cache once this step has written its own (context + query)."""
     block_tables: torch.Tensor
-    """``[num_reqs, max_blocks]`` int32: KV block ids; entries past a request's last block are never read."""
+    """``[num_reqs, max_blocks]`` int32: KV block ids; entries past a request's last block are never read. Those before
+    the window of a group are 0, which is a block of zeros."""
     slot_mapping: torch.Tensor
     """``[num_tokens]`` int64: where each token's K and V go: block id * block_size + offset."""
     positions: torch.Tensor
@@ -68,7 +70,7 @@ class LogitsMetadata:
     indices: torch.Tensor
     """``[num_logits]`` int64: in the step's flat token dimension."""
     attention: AttentionMetadata
-    """Metadata of a batch of these rows alone, with all K and V in the cache already."""
+    """Metadata of a batch of these rows alone in the model's last layer, with all K and V in the cache already."""
 
     def select(self, per_token: torch.Tensor) -> torch.Tensor:
         """``[num_tokens, ...]`` -> ``[num_logits, ...]``"""
@@ -76,45 +78,26 @@ class LogitsMetadata:
 
 
 @dataclass(frozen=True, slots=True)
-class StateBatch:
-    """The requests of a step, in batch order, and the slots of their states.
-
-    A slot is an index into the first dimension of a tensor of states. Slot 0 has the state before the first token,
-    zeros, and is never written. A request may read one slot and write another, so a state that is to be kept, such as a
-    prefix's, is not copied; it may also write the slot that it reads. No other request may write either.
-    """
-
-    query_start_loc: torch.Tensor
-    """``[num_reqs + 1]`` int32: where each request's tokens begin in the flat token dimension."""
-    read_slots: torch.Tensor
-    """``[num_reqs]`` int32: the slot with the state before the request's tokens."""
-    write_slots: torch.Tensor
-    """``[num_reqs, num_kept]`` int32: where the states after the last ``num_kept`` tokens go, the last token's in the
-    last column; a negative slot is not written. A request with drafts keeps the state after each of them, and then
-    reads that of the last accepted token: no state is copied. Of a request that is computed in chunks only the last
-    column is used."""
-    max_query_len: int
-    """At least the tokens of the longest request."""
-    chunk_starts: torch.Tensor
-    """``[num_reqs + 1]`` int32: the number of each request's first chunk; few tokens have none."""
-
-    @property
-    def num_reqs(self) -> int:
-        return self.read_slots.shape[0]
-
-
-@dataclass(frozen=True, slots=True)
 class ForwardContext:
     """One step: one argument, from the runner to every layer."""
 
     attention: AttentionMetadata
+    """Of the first group of layers."""
     kv_caches: Sequence[torch.Tensor]
-    """The KV caches of this rank's layers, in order; of a recurrent layer its states, ``[num_slots, words]`` float32:
-    see `StateShapes`."""
+    """The KV caches of this rank's layers, in order."""
     logits: LogitsMetadata | None = None
     """The rows that are read; None: all of them (EAGLE, prompt logprobs, pooling, and ranks that are not the last)."""
-    states: StateBatch | None = None
-    """The slots of recurrent states; None: the model has none."""
+    attention_of_layers: Sequence[AttentionMetadata] = ()
+    """For each of ``kv_caches``, that of its group; empty: all layers have ``attention``."""
+
+    def attention_of(self, layer: int) -> AttentionMetadata:
+        """The metadata of a layer by its place in ``kv_caches``."""
+        return self.attention_of_layers[layer] if self.attention_of_layers else self.attention
+
+    def shared_attention(self, layers: Sequence[int]) -> AttentionMetadata | None:
+        """The metadata of layers of one group; None: they are of several."""
+        first = self.attention_of(layers[0])
+        return first if all(self.attention_of(layer) is first for layer in layers) else None
 
     @property
     def is_warm_up(self) -> bool:

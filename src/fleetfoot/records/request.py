@@ -94,8 +94,12 @@ class Request:
     num_preemptions: int = 0
     num_drafted: int = 0  # draft tokens that were verified for it
     num_accepted: int = 0
-    block_ids: list[int] = field(default_factory=list)
-    capacity: int = 0  # tokens that block_ids have room for
+    block_ids: list[int] = field(default_factory=list)  # of the first group of layers, which frees none meanwhile
+    group_block_ids: list[list[int]] = field(default_factory=list)  # of each other group; 0: freed, or never needed
+    num_freed: list[int] = field(default_factory=list)  # how many zeros each of these begins with
+    capacity: int = 0  # tokens that all of these have room for
+    num_retired: int = 0  # tokens of prefills that steps have computed which are not in flight any more
+    num_hits: int = 0  # blocks of the prefix that it began with
     block_hashes: list[bytes] = field(default_factory=list)
     num_published: int = 0  # full blocks that the pool has hashes of
     is_held: bool = False  # preempted or ended, while a step in flight or a load still uses its blocks
@@ -121,9 +125,9 @@ class Request:
         if self.status is not RequestStatus.WAITING:
             self.status = RequestStatus.PREEMPTED
         self.row, self.stop_reason, self.kv_transfer_output = -1, None, None
-        self.block_ids, self.block_hashes = [], []
+        self.block_ids, self.block_hashes, self.group_block_ids, self.num_freed = [], [], [], []
         self.capacity = self.num_prefill = self.num_computed = self.num_published = self.num_loaded = 0
-        self.num_in_flight = self.num_proposed = 0
+        self.num_retired = self.num_hits = self.num_in_flight = self.num_proposed = 0
         self.last_sampled_step = -1
         self.is_held, self.can_load = False, True
 

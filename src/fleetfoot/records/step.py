@@ -38,6 +38,7 @@ class NewRequest:
     num_computed_tokens: int
     """Tokens with KV already in its blocks (prefix cache hits)."""
     block_ids: list[int]
+    """Of the first group of layers."""
     params: SamplingParams
     seed: int
     stop_token_ids: frozenset[int]
@@ -49,6 +50,8 @@ class NewRequest:
     num_tokens: int = 0
     """How many tokens are known; 0: as many as ``token_ids`` holds."""
     pooling_params: PoolingParams | None = None
+    group_block_ids: list[list[int]] = field(default_factory=list)
+    """Of each other group; 0: before what its layers read."""
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_tokens or len(self.token_ids)
@@ -70,6 +73,7 @@ class NewRequest:
             bad_words_token_ids=request.bad_words_token_ids,
             max_total_tokens=request.max_total_tokens,
             pooling_params=request.pooling_params,
+            group_block_ids=[list(block_ids) for block_ids in request.group_block_ids],
         )
 
 
@@ -98,6 +102,12 @@ class SchedulerOutput:
     """Requests that get a row. ``rows`` of this step may include it."""
     new_block_ids: list[tuple[int, int, list[int]]] = field(default_factory=list)
     """(row, number of blocks it has, block ids to append), for rows of earlier steps."""
+    new_group_block_ids: list[tuple[int, int, int, list[int]]] = field(default_factory=list)
+    """(group, row, number of blocks it has, block ids to append), for groups of layers after the first. Rows may be new
+    in this step."""
+    changed_slabs: list[int] = field(default_factory=list)
+    """Slabs of the KV cache that another group has got. They must be cleared before anything is written to them, and
+    after what connectors save of their earlier blocks."""
     finished: list[tuple[str, int]] = field(default_factory=list)
     """(request id, row) of rows freed since the last step: ended or preempted. Apply before ``new_requests``."""
     finished_req_ids: set[str] = field(default_factory=set)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -113,6 +114,7 @@ class ModelRunner(ABC):
         self.kv_layout = layout.name
         with self._memory.allocating(KV_CACHE):
             kv_caches = allocate_kv_cache(layout, self._loader.context.device)
+        self._connector.clear_slabs = partial(clear_slabs, kv_caches[0])
         self._kv_spans = [(kv_cache.data_ptr(), kv_cache.nbytes) for kv_cache in kv_caches]
         views = layout.layer_views(kv_caches)
         self._kv_caches = views[: len(model.layers)]
@@ -282,6 +284,16 @@ class SampledTokenSync:
             message = torch.empty((len(rows), self._width), dtype=torch.int32, device=self._device)
             self._receive(message)
             self._apply(rows, message, query_len)
+
+
+def clear_slabs(arena: torch.Tensor, slabs: Sequence[int]) -> None:
+    """Zero some slabs of ``arena [num_slabs, elements]``, consecutive ones at once."""
+    ordered = sorted(slabs)
+    begin = 0
+    for index, slab in enumerate(ordered, start=1):
+        if index == len(ordered) or ordered[index] != slab + 1:
+            arena[ordered[begin] : slab + 1].zero_()
+            begin = index
 
 
 def allocate_kv_cache(layout: KVLayout, device: torch.device) -> list[torch.Tensor]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,6 +20,8 @@ class StepConnector:
 
     fills_blocks = True
     """Whether a block may hold KV that no step of this runner has computed."""
+    clear_slabs: Callable[[list[int]], None]
+    """Clears `SchedulerOutput.changed_slabs`; set by the runner."""
     _is_bound = False
 
     def __init__(self, connector: WorkerConnector) -> None:
@@ -34,6 +36,8 @@ class StepConnector:
         try:
             self._connector.bind_connector_metadata(scheduler_output.kv_connector_metadata)
             self._connector.flush()
+            if scheduler_output.changed_slabs:
+                self.clear_slabs(scheduler_output.changed_slabs)
             self._connector.start_load_kv()
         except BaseException:
             self.abandon()
@@ -80,7 +84,7 @@ class StepConnector:
 
 
 class NoConnector(StepConnector):
-    """No connector is configured: every call does nothing."""
+    """No connector is configured: no call does anything but clear slabs."""
 
     fills_blocks = False
 
@@ -90,4 +94,9 @@ class NoConnector(StepConnector):
     def _do_nothing(self, *_: object, **__: object) -> None:
         pass
 
-    register_kv_caches = pre_forward = post_forward = no_forward = shutdown = _do_nothing
+    def pre_forward(self, scheduler_output: SchedulerOutput) -> None:
+        if scheduler_output.changed_slabs:
+            self.clear_slabs(scheduler_output.changed_slabs)
+
+    no_forward = pre_forward
+    register_kv_caches = post_forward = shutdown = _do_nothing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fleetfoot.records.kv_layout import ONE_GROUP, KVGroup, most_tokens
 from fleetfoot.records.request import Request
 
 
@@ -12,7 +13,7 @@ class SchedulerConfig:
     """Limits of a scheduler, which must not contradict each other; sizes in tokens, requests and blocks."""
 
     num_blocks: int
-    """KV blocks of the cache."""
+    """KV blocks of the cache; slabs, if it has several groups."""
     block_size: int
     """Tokens in a KV block."""
     max_num_seqs: int
@@ -33,6 +34,8 @@ class SchedulerConfig:
     """Pipeline stages: the decodes are spread over as many steps in flight."""
     kv_load_failure_policy: str = "recompute"
     """After a failed load of its KV a request is computed (``recompute``) or ends with an error (``fail``)."""
+    groups: tuple[KVGroup, ...] = ONE_GROUP
+    """Groups of layers; a request has a list of blocks in each."""
 
     def __post_init__(self) -> None:
         width = 1 + self.num_drafts
@@ -48,15 +51,24 @@ class SchedulerConfig:
                 f"kv_load_failure_policy is {self.kv_load_failure_policy!r}; it can be 'recompute' or 'fail'"
             )
 
+    @property
+    def most_tokens(self) -> int:
+        """KV of a request that is alone, at most, in tokens. Two steps of it may be in flight, and begin a block."""
+        queries = 2 * (1 + self.num_drafts) + self.num_lookahead + self.block_size
+        if not self.enable_chunked_prefill:
+            queries = max(queries, self.max_num_batched_tokens)
+        return most_tokens(self.groups, self.block_size, self.num_blocks, queries)
+
     def check_fits(self, request: Request) -> None:
         """Raise ValueError, with what would fit, if a request cannot be scheduled even if it is alone."""
-        room = self.num_blocks * self.block_size
+        room = self.most_tokens
         needed = request.max_total_tokens - 1  # the last token is never an input
         if needed > room:
             raise ValueError(
                 f"request {request.request_id!r} needs KV for {needed} tokens ({request.num_prompt_tokens} of prompt "
                 f"and {request.max_total_tokens - request.num_prompt_tokens} to generate, less one), and the whole "
-                f"cache holds {room} ({self.num_blocks} blocks of {self.block_size}); shorten the prompt or set "
+                f"cache holds {room} ({self.num_blocks} {'blocks' if len(self.groups) == 1 else 'slabs'} of "
+                f"{self.block_size}); shorten the prompt or set "
                 f"max_tokens to at most {max(0, room + 1 - request.num_prompt_tokens)}"
             )
         budget = self.max_num_batched_tokens

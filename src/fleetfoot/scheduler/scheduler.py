@@ -1,9 +1,9 @@
 """The scheduler: which requests compute how many tokens in the next step, and what the last step changed.
 
-A running request has a row of the runner's state and a list of KV blocks. Steps may be queued before the results of
-earlier steps are known (overlapped scheduling): the next step computes the token that a step in flight will sample, and
-its value reaches the host in `Scheduler.update`. Drafts count as accepted until then. Blocks and rows are freed only
-after the last step that uses them has retired.
+A running request has a row of the runner's state and a list of KV blocks in each group of layers. Steps may be queued
+before the results of earlier steps are known (overlapped scheduling): the next step computes the token that a step in
+flight will sample, and its value reaches the host in `Scheduler.update`. Drafts count as accepted until then. Blocks
+and rows are freed only after the last step that uses them has retired.
 
 The device may wait for this code, so loops over running requests do one thing each and skip what did not change.
 
@@ -23,9 +23,10 @@ from itertools import chain
 from fleetfoot.records.kv_connector import NoSchedulerConnector, SchedulerConnector
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import FEW_DECODES, EngineOutput, ModelRunnerOutput, NewRequest, SchedulerOutput
+from fleetfoot.scheduler.block_pool import BlockPool, BlockPools
 from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.drafting import DraftController, Drafting
-from fleetfoot.scheduler.kv_blocks import BlockPool, RequestBlocks
+from fleetfoot.scheduler.kv_blocks import RequestBlocks
 from fleetfoot.scheduler.request_queues import WaitingQueue, prefill_share, record_microbatch, select_microbatch
 from fleetfoot.scheduler.stats import SchedulerStats
 from fleetfoot.scheduler.transfers import Transfers
@@ -45,6 +46,7 @@ class _Batch:
     other_chunks: list[tuple[Request, int]] = field(default_factory=list)
     new_requests: list[NewRequest] = field(default_factory=list)
     new_block_ids: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    new_group_block_ids: list[tuple[int, int, int, list[int]]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -53,7 +55,8 @@ class Scheduler:
     Decodes go first, then prefills in progress, then waiting requests (first come, first served, or by priority), all
     within ``max_num_batched_tokens``; in a pipeline, prompts within `prefill_share` too. A waiting request is admitted
     when blocks for all its known tokens are free. When a decode finds no free block, the last request in the order is
-    preempted: it frees all its blocks and is computed again later.
+    preempted: it frees all its blocks and is computed again later. Of a group with a window, blocks are allocated chunk
+    by chunk, and freed when the steps that read them have retired; a chunk is as long as there is room.
 
     ``connector``: moves KV in and out of the engine; None: there is none. ``controller``: decides which steps propose
     drafts; None: all of them, if ``config.num_drafts`` is above 0.
@@ -78,8 +81,8 @@ class Scheduler:
     def _reset(self, connector: SchedulerConnector) -> None:
         """Without requests: every block and every row is free."""
         config = self.config
-        self.pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
-        self.blocks = RequestBlocks(config, self.pool, connector)
+        self.pools = BlockPools(config.num_blocks, config.block_size, config.groups, config.enable_prefix_caching)
+        self.blocks = RequestBlocks(config, self.pools, connector)
         self.blocks.weights = self._weights
         self.transfers = Transfers(connector, self.blocks, fail_on_error=config.kv_load_failure_policy == "fail")
         self.requests: dict[str, Request] = {}  # all that have not ended
@@ -97,6 +100,11 @@ class Scheduler:
         self._num_held = 0  # blocks that the steps in flight will free
         self._num_held_reserved = 0  # of these, blocks that requests of the current step wait for
         self._num_ended = 0  # requests of `running` that have ended in the current update
+
+    @property
+    def pool(self) -> BlockPool:
+        """The blocks of the first group of layers."""
+        return self.pools.first
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises ValueError if its id is in use, it can never fit in the KV cache, or the KV connector
@@ -183,11 +191,16 @@ class Scheduler:
             if batch.budget > 0:
                 self._schedule_chunk(batch, request)
         if num_preemptions == self._num_preemptions:
-            while batch.budget > 0 and (admitted := self._admit(batch.budget)):
+            while batch.budget > 0 and (admitted := self._admit(batch)):
                 batch.new_requests.append(NewRequest.of(admitted))
                 self._schedule_chunk(batch, admitted)
 
         if not (batch.decodes or batch.last_chunks or batch.other_chunks):
+            if prefills and not self._in_flight and not self.transfers.make_room(1):
+                # there is no room for the next chunk of a prefill; alone it has room where no prefix keeps a slab
+                if len(self.running) == 1:
+                    self.pools.clear_cache()
+                self._preempt_last()
             if not self._in_flight and num_preemptions != self._num_preemptions:
                 return self.schedule()  # every candidate was preempted, which made room for other requests
             if self._in_flight or not self.has_idle_work:
@@ -219,24 +232,35 @@ class Scheduler:
     def _append_blocks(self, batch: _Batch, request: Request, num_positions: int) -> bool:
         """Allocate blocks for a decode, preempting others if necessary; False if it cannot join this step."""
         # positions from the last token on are never an input
-        missing = min(num_positions, request.max_total_tokens - 1) - request.capacity
-        if missing <= 0:
+        num_positions = min(num_positions, request.max_total_tokens - 1)
+        if num_positions <= request.capacity:
             return True
-        count = -(-missing // self.config.block_size)
-        while self.pool.num_free < count:
+        if self.blocks.frees_windows:
+            self.blocks.free_windows(request)
+        needs = self.blocks.needs(request, num_positions)
+        count = sum(needs)
+        while self.pools.num_missing(needs) > 0:
             if self.transfers.make_room(self._num_held_reserved + count - self._num_held):
                 self._num_held_reserved += count  # steps in flight and evictions will free enough: no preemption
                 return False
+            if self.blocks.frees_windows and self.running[-1] is request and request.num_in_flight:
+                return False  # it frees blocks itself
             victim = self._preempt_last()
             if self._microbatch and self._microbatch[-1] is victim:
                 self._microbatch.pop()
             if victim is request:
                 return False
-        blocks = self.pool.take(count)
-        batch.new_block_ids.append((request.row, len(request.block_ids), blocks))
-        request.block_ids += blocks
-        request.capacity += count * self.config.block_size
+        self._take_blocks(batch, request, needs)
         return True
+
+    def _take_blocks(self, batch: _Batch, request: Request, needs: list[int]) -> None:
+        starts = [len(request.block_ids), *map(len, request.group_block_ids)]
+        first, *others = self.blocks.append(request, needs)
+        if first:
+            batch.new_block_ids.append((request.row, starts[0], first))
+        for group, block_ids in enumerate(others, start=1):
+            if block_ids:
+                batch.new_group_block_ids.append((group, request.row, starts[group], block_ids))
 
     def _preempt_last(self) -> Request:
         """The last running request frees everything, and waits ahead of all later ones to be computed again."""
@@ -250,21 +274,41 @@ class Scheduler:
         return victim
 
     def _schedule_chunk(self, batch: _Batch, request: Request) -> None:
-        """Add the next chunk of a prefill. Its blocks were allocated when it was admitted."""
+        """Add the next chunk of a prefill. Its blocks were allocated when it was admitted, but for those of windows,
+        which may allow a shorter chunk only, or none."""
         missing = request.num_prefill - request.num_computed
         count = min(missing, batch.budget)
+        if request.num_computed + count > request.capacity:
+            count = self._extend_windows(batch, request, count)
+            if not count:
+                return
         batch.budget -= count
         (batch.last_chunks if count == missing else batch.other_chunks).append((request, count))
         request.num_computed += count
         request.num_in_flight += 1
         self.blocks.publish(request, by_this_step=True)
 
-    def _admit(self, budget: int) -> Request | None:
+    def _extend_windows(self, batch: _Batch, request: Request, count: int) -> int:
+        """Allocate blocks for the next ``count`` tokens of a prefill. Returns how many tokens there is room for."""
+        self.blocks.free_windows(request)
+        computed = request.num_computed
+        while computed + count > request.capacity:
+            needs = self.blocks.needs(request, computed + count)
+            if self.pools.num_missing(needs) <= 0:
+                self._take_blocks(batch, request, needs)
+                break
+            count = max(count // 2, request.capacity - computed)
+            if not count:
+                self.transfers.make_room(sum(needs) - self._num_held)
+                break
+        return count
+
+    def _admit(self, batch: _Batch) -> Request | None:
         """Start the next request, if it fits: one with loaded KV, else the first that waits.
 
         A request with KV that can be loaded starts to load instead, and the one after it is tried.
         """
-        transfers = self.transfers
+        transfers, budget = self.transfers, batch.budget
         if (request := transfers.ready) is not None:
             if self._fits_step(request, request.num_computed, budget):
                 return self._run(transfers.pop_ready())
@@ -273,13 +317,24 @@ class Scheduler:
             if request.num_in_flight:
                 return None  # just preempted: its last token and its blocks are still on the device
             hits = self.blocks.find_cached_prefix(request)
-            num_local = len(hits) * self.config.block_size
+            num_local = len(hits[0]) * self.config.block_size
             num_matched = transfers.num_matched(request, num_local)
             if num_matched is None or (not num_matched and not self._fits_step(request, num_local, budget)):
                 return None
-            if num_missing := self.blocks.allocate(request, hits):
-                transfers.make_room(num_missing - self._num_held)
-                return None
+            num_queries = 0 if num_matched else min(budget, request.num_tokens - num_local)
+            while num_missing := self.blocks.allocate(request, hits, num_matched, num_queries):
+                is_alone = not self.running and not self._in_flight
+                if not (self.blocks.frees_windows and is_alone) or num_matched:
+                    transfers.make_room(num_missing - self._num_held)
+                    return None
+                if num_queries > 1:  # no other request will free blocks: a shorter chunk may fit
+                    num_queries //= 2
+                elif any(hits):  # or all tokens computed again: cached blocks may keep more slabs than new ones
+                    hits, num_local = [[] for _ in hits], 0
+                    num_queries = min(budget, request.num_tokens)
+                else:
+                    transfers.make_room(num_missing - self._num_held)
+                    return None
             self._waiting.pop()
             request.num_loaded = 0
             if not num_matched:
@@ -303,6 +358,7 @@ class Scheduler:
         request.row = self._free_rows.pop()
         request.status = RUNNING
         request.num_prefill = request.num_tokens
+        request.num_retired = request.num_computed
         request.num_proposed = 0
         if not self.running or self.running[-1] < request:  # nearly always
             self.running.append(request)
@@ -325,6 +381,8 @@ class Scheduler:
             total_num_scheduled_tokens=sum(num_scheduled_tokens),
             new_requests=batch.new_requests,
             new_block_ids=batch.new_block_ids,
+            new_group_block_ids=batch.new_group_block_ids,
+            changed_slabs=self.pools.take_changed(),
             num_drafts=num_drafts if num_decodes else 0,
             num_to_propose=self.drafting.choose(num_sampled),
             longest_decode=max((each.num_computed for each in batch.decodes), default=0) if has_context else 0,
@@ -402,6 +460,12 @@ class Scheduler:
             if (pooled := result.pooled.get(item.index)) is not None and item.request.status is RUNNING:
                 item.pooled = pooled
                 self._end(item.request, RequestStatus.FINISHED_STOPPED, None)
+        if self.blocks.frees_windows:
+            chunks = zip(batch[output.num_decodes :], output.num_scheduled_tokens[output.num_decodes :], strict=True)
+            for request, count in chunks:
+                if request.status is RUNNING:
+                    request.num_retired += count
+                    self.blocks.free_windows(request)
         if self._num_ended:
             self._num_ended = 0
             self.running = [request for request in self.running if request.status is RUNNING]
@@ -480,13 +544,13 @@ class Scheduler:
         and calls this again."""
         if request.row >= 0 and not request.num_in_flight:
             if request.is_held:
-                self._num_held -= len(request.block_ids)
+                self._num_held -= self.blocks.num_owned(request)
             self.blocks.free(request)
             self._freed_rows.append((request.request_id, request.row))
             self._free_rows.append(request.row)
             request.row = -1
         elif request.row >= 0 and not request.is_held:
-            self._num_held += len(request.block_ids)
+            self._num_held += self.blocks.num_owned(request)
             self.blocks.hold(request)
 
     # --- state ------------------------------------------------------------------------------------------------------
@@ -509,7 +573,7 @@ class Scheduler:
         return SchedulerStats(
             num_running=len(self.running),
             num_waiting=len(self._waiting),
-            kv_cache_usage=1 - self.pool.num_free / self.config.num_blocks,
+            kv_cache_usage=self.pools.usage,
             num_preemptions=self._num_preemptions,
             prefix_cache_queries=self._prefix_queries,
             prefix_cache_hits=self._prefix_hits,
@@ -523,7 +587,7 @@ class Scheduler:
 
         ``identity``: of the new weights, not empty; ``is_shared``: other engines have the same under this identity.
         """
-        self.pool.clear_cache()
+        self.pools.clear_cache()
         self.blocks.weights = self._weights = identity
         for request in self.requests.values():
             request.block_hashes.clear()
@@ -534,7 +598,7 @@ class Scheduler:
     def reset_prefix_cache(self, *, reset_running_requests: bool = False, reset_connector: bool = False) -> None:
         """Drop every cached prefix, and with ``reset_connector`` what the KV connector holds, because the weights have
         changed. Running requests keep their blocks, or with ``reset_running_requests`` are preempted."""
-        self.pool.clear_cache()
+        self.pools.clear_cache()
         for request in chain(self.running, *(batch for _, batch in self._in_flight)):
             # blocks that it fills from now on depend on dropped ones, and must not be published
             request.num_published = sys.maxsize
@@ -574,7 +638,7 @@ class Scheduler:
     def check_idle(self) -> None:
         """Check whenever no request is left, cheaply, that everything but the blocks of transfers is free. Raises
         RuntimeError if blocks or rows were lost."""
-        num_lost = self.config.num_blocks - self.pool.num_free - self.transfers.num_held_blocks
+        num_lost = self.pools.num_used - self.transfers.num_held_blocks
         num_rows = self.config.max_num_seqs - len(self._free_rows)
         if num_lost or num_rows:
             raise RuntimeError(f"no request is left, but {num_lost} KV blocks and {num_rows} rows are not free")
@@ -587,8 +651,9 @@ class Scheduler:
         if rows != list(range(self.config.max_num_seqs)):
             raise RuntimeError(f"rows are lost or used twice: {rows}")
         with_blocks = [*owners.values(), *self.transfers.owners]
-        holds = [request.block_ids for request in with_blocks if request.is_held] + self.transfers.held
-        self.pool.check_integrity([*(r.block_ids for r in with_blocks if not r.is_held), *holds], holds)
+        owned = self.blocks.owned
+        holds = [owned(request) for request in with_blocks if request.is_held] + self.transfers.held
+        self.pools.check_integrity([*(owned(r) for r in with_blocks if not r.is_held), *holds], holds)
         waiting, loading = sum(1 for _ in self._waiting), self.transfers.num_loading
         if waiting != len(self._waiting) or waiting + loading + len(self.running) != len(self.requests):
             raise RuntimeError(

@@ -35,7 +35,8 @@ class Transfers:
         self._ready: list[Request] = []  # loaded, without a row yet: a heap
         self._stale: set[str] = set()  # requests that load KV of weights that have been replaced
         self._aborted: dict[str, Request] = {}  # ended while they were loading
-        self._held: dict[str, list[int]] = {}  # blocks of ended requests that the connector reads, oldest first
+        # blocks of ended requests that the connector reads, of each group of layers; oldest first
+        self._held: dict[str, list[list[int]]] = {}
         self._evicting: set[str] = set()  # of these
         self.counts = Counter[str](), Counter[str]()
         """By their names in TransferStats, and those of the connector."""
@@ -125,7 +126,7 @@ class Transfers:
             if blocks is None:
                 logger.warning("the KV connector reports request %r as sent, but holds no blocks of it", request_id)
             else:
-                self._blocks.pool.release(blocks)
+                self._blocks.pools.release(blocks)
         return requeued, failed
 
     def _restart(self, request: Request) -> Request:
@@ -140,8 +141,8 @@ class Transfers:
         """Report a request that has ended and still has its blocks."""
         is_held, request.kv_transfer_output = self.connector.request_finished(request)
         if is_held:
-            self._held[request.request_id] = request.block_ids
-            self._blocks.pool.hold(request.block_ids, add_reference=True)
+            self._held[request.request_id] = blocks = self._blocks.owned(request)
+            self._blocks.pools.hold(blocks, add_reference=True)
 
     def evict(self, request_id: str) -> bool:
         """Release the held blocks of a request, unless they are being read: then they are released after the read.
@@ -152,13 +153,15 @@ class Transfers:
 
     def make_room(self, num_blocks: int) -> bool:
         """Evict the oldest requests that hold ``num_blocks`` alone. False: fewer are held, or the connector cannot."""
-        evicted, holds = list[str](), Counter[int]()
+        pools = self._blocks.pools
+        evicted, holds = list[str](), [Counter[int]() for _ in pools.all]
         for request_id in sorted(self._held, key=lambda request_id: request_id not in self._evicting):
             if num_blocks <= 0:
                 break
             evicted.append(request_id)
-            holds.update(self._held[request_id])
-            num_blocks -= self._blocks.pool.num_released(self._held[request_id], holds)
+            for pool, blocks, held in zip(pools.all, self._held[request_id], holds, strict=True):
+                held.update(blocks)
+                num_blocks -= pool.num_released(blocks, held)
         return num_blocks <= 0 and all([self.evict(request_id) for request_id in evicted])
 
     def abort(self, request: Request) -> None:
@@ -197,16 +200,16 @@ class Transfers:
         return chain(self._loading.values(), self._ready, self._aborted.values())
 
     @property
-    def held(self) -> list[list[int]]:
-        """The blocks of each ended request that the connector reads."""
+    def held(self) -> list[list[list[int]]]:
+        """The blocks of each ended request that the connector reads, of each group."""
         return list(self._held.values())
 
     @property
     def num_held_blocks(self) -> int:
         """Blocks of ended requests that a transfer uses."""
         # `list` copies atomically: other threads read statistics too
-        aborted = [request.block_ids for request in list(self._aborted.values())]
-        return len(set(chain(*self.held, *aborted)))
+        lists = [*self.held, *(self._blocks.owned(request) for request in list(self._aborted.values()))]
+        return sum(len(set(chain(*blocks))) for blocks in zip(*lists, strict=True))
 
     def stats(self) -> TransferStats:
         counts, counters = self.counts

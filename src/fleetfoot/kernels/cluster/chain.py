@@ -49,7 +49,9 @@ class ClusterLayers:
     def __call__(
         self, x: torch.Tensor, ctx: ForwardContext, num_layers: int
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        rows, metadata = len(x), ctx.attention
+        rows, metadata = len(x), ctx.shared_attention(self._caches)
+        if metadata is None:
+            return None
         is_decode = metadata.max_query_len == 1 and metadata.num_reqs == rows
         if num_layers < len(self._layers) or not is_decode or rows > self.max_rows:
             return None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fleetfoot.kernels.prepare.tables import RowTables, StepBuffers
+from fleetfoot.kernels.prepare.tables import GroupTables, RowTables, StepBuffers
 
 if TYPE_CHECKING:
     from fleetfoot.native.loading import NativeLibrary
@@ -65,6 +65,19 @@ def prepare_decode_torch(step: StepBuffers, rows: RowTables) -> None:
     """
     uniform_query_len(step, rows)
     prepare_inputs_torch(step, rows)
+
+
+def prepare_groups_torch(step: StepBuffers, rows: RowTables, groups: GroupTables) -> None:
+    """Fill ``groups.slots`` and ``groups.block_tables`` of a step, after `prepare_inputs_torch`."""
+    size, width = rows.block_size, groups.block_tables.shape[2]
+    computed = rows.num_computed[step.idx_mapping]  # [n]
+    first = (computed + 1 - groups.windows[:, None]).clamp_(min=0) // size  # [G, n]
+    is_read = torch.arange(width, device=first.device) >= first[..., None]  # [G, n, W]
+    groups.block_tables.copy_(groups.block_table[:, step.idx_mapping, :width] * is_read)
+    row = step.idx_mapping[step.batch_index]  # [T]
+    block_id = groups.block_table[:, row, step.positions // size].to(torch.int64)  # [G, T]
+    slots = block_id * size + step.positions % size
+    groups.slots.copy_(torch.where(step.slots >= 0, slots, -1))
 
 
 def uniform_query_len(step: StepBuffers, rows: RowTables) -> int:

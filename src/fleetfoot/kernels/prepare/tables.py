@@ -68,6 +68,25 @@ class StepBuffers:
     behind ``ceil(seq_len / block_size)`` are undefined."""
 
 
+@dataclass(frozen=True, slots=True)
+class GroupTables:
+    """Block tables and buffers of the groups of layers after the first, G of them, for `Kernels.prepare_groups`."""
+
+    windows: torch.Tensor
+    """``[G]``: positions that the layers of a group read, the current one included; at most 2^31 - 1: all."""
+    block_table: torch.Tensor
+    """``[G, R, B]``: as that of `RowTables`; entries before a request's window are undefined."""
+    slots: torch.Tensor
+    """``[G, T]`` int64: as those of `StepBuffers`, in the group's blocks."""
+    block_tables: torch.Tensor
+    """``[G, n, W]``: as those of `StepBuffers`; 0 for blocks wholly before what the first token of a query reads."""
+
+
+def group_buffer_bytes(max_num_seqs: int, max_num_tokens: int, max_blocks: int) -> int:
+    """Bytes of `GroupTables` for each group."""
+    return _INT32 * (1 + 2 * max_num_seqs * max_blocks) + _INT64 * max_num_tokens
+
+
 def row_table_bytes(max_num_seqs: int, max_blocks: int, num_drafts: int) -> int:
     """Bytes of `RowTables` and the prompts' lengths, without the token pages."""
     fields = max_num_seqs * (NUM_ROW_FIELDS + 1)  # and the last sampled token

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fleetfoot.kernels.prepare.reference import uniform_query_len
-from fleetfoot.kernels.prepare.tables import RowTables, StepBuffers
+from fleetfoot.kernels.prepare.tables import GroupTables, RowTables, StepBuffers
 from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, search_steps, triton_kernel, upper_bound
 
 if TYPE_CHECKING:
@@ -30,6 +30,18 @@ def prepare_decode_triton(step: StepBuffers, rows: RowTables) -> None:
     _prepare_decode_kernel[(step.idx_mapping.shape[0],)](
         *_tensors(step, rows),
         query_len=query_len, query_tile=next_power_of_2(query_len), block_size=rows.block_size, tile=1024,
+    )  # fmt: skip
+
+
+def prepare_groups_triton(step: StepBuffers, rows: RowTables, groups: GroupTables) -> None:
+    """See `prepare_groups_torch`. A program takes one request and one tile of tokens, in one group."""
+    num_reqs, num_tokens, tile = step.idx_mapping.shape[0], step.positions.shape[0], 256
+    _prepare_groups_kernel[(max(num_reqs, cdiv(num_tokens, tile)), groups.windows.shape[0])](
+        step.idx_mapping, rows.num_computed, step.positions, step.seq_lens, step.batch_index, step.slots,
+        groups.windows, groups.block_table, groups.slots, groups.block_tables,
+        num_reqs, num_tokens, *groups.block_table.stride()[:2], groups.slots.stride(0),
+        *groups.block_tables.stride()[:2],
+        block_size=rows.block_size, tile=tile, block_tile=1024,
     )  # fmt: skip
 
 
@@ -137,6 +149,39 @@ def _copy_table(num_blocks, table_ptr, copy_ptr, tile: tl.constexpr):
         block = begin + tl.arange(0, tile)
         tl.store(copy_ptr + block, tl.load(table_ptr + block, mask=block < num_blocks), mask=block < num_blocks)
         begin += tile
+
+
+@triton_kernel(specialize=False)
+def _prepare_groups_kernel(
+    idx_mapping_ptr, num_computed_ptr, positions_ptr, seq_lens_ptr, batch_index_ptr, anchor_slots_ptr,
+    windows_ptr, block_table_ptr, slots_ptr, block_tables_ptr,
+    num_reqs, num_tokens, group_stride, row_stride, slots_stride, tables_stride, table_stride,
+    block_size: tl.constexpr, tile: tl.constexpr, block_tile: tl.constexpr,
+):  # fmt: skip
+    program, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    table_ptr = block_table_ptr + group * group_stride
+    if program < num_reqs:
+        row = tl.load(idx_mapping_ptr + program).to(tl.int64)
+        computed = tl.load(num_computed_ptr + row, mask=row >= 0, other=0)
+        first = tl.maximum(computed + 1 - tl.load(windows_ptr + group), 0) // block_size
+        num_blocks = tl.cdiv(tl.load(seq_lens_ptr + program), block_size)
+        copy_ptr = block_tables_ptr + group * tables_stride + program.to(tl.int64) * table_stride
+        begin = 0
+        while begin < num_blocks:
+            block = begin + tl.arange(0, block_tile)
+            ids = tl.load(table_ptr + row * row_stride + block, mask=(block >= first) & (block < num_blocks), other=0)
+            tl.store(copy_ptr + block, ids, mask=block < num_blocks)
+            begin += block_tile
+    if program * tile < num_tokens:
+        token = program * tile + tl.arange(0, tile)
+        in_batch = token < num_tokens
+        has_slot = in_batch & (tl.load(anchor_slots_ptr + token, mask=in_batch, other=-1) >= 0)
+        request = tl.load(batch_index_ptr + token, mask=has_slot, other=0)
+        row = tl.load(idx_mapping_ptr + request, mask=has_slot, other=0).to(tl.int64)
+        position = tl.load(positions_ptr + token, mask=has_slot, other=0)
+        block_id = tl.load(table_ptr + row * row_stride + position // block_size, mask=has_slot, other=0).to(tl.int64)
+        slot = tl.where(has_slot, block_id * block_size + position % block_size, -1)
+        tl.store(slots_ptr + group * slots_stride + token, slot, mask=in_batch)
 
 
 @triton_kernel(specialize=False)

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
 import torch
 
 from fleetfoot.records.forward_context import AttentionMetadata
+from fleetfoot.records.kv_layout import ONE_GROUP, KVGroup
 from fleetfoot.records.step import NewRequest, SchedulerOutput
 from fleetfoot.speculative.drafter import DraftBatch
 
 
 class HostState:
     """A row for each of ``max_num_seqs`` running requests. The scheduler numbers the rows. ``num_drafts``: draft tokens
-    of a row; a query may exceed ``max_model_len`` by them."""
+    of a row; a query may exceed ``max_model_len`` by them; ``groups``, ``group_of_layers``: of `KVLayout`."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, num_drafts: int = 0) -> None:
-        self.block_size = block_size
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        num_drafts: int = 0,
+        groups: Sequence[KVGroup] = ONE_GROUP,
+        group_of_layers: Sequence[int] = (),
+    ) -> None:
+        self.block_size, self._groups, self._group_of_layers = block_size, groups, group_of_layers
         longest = max_model_len + num_drafts
         # pages of zeros take memory only when rows are first written
         self.token_ids = np.zeros((max_num_seqs, longest + 1), dtype=np.int64)
@@ -29,8 +39,8 @@ class HostState:
         self.temperatures = np.zeros(max_num_seqs, dtype=np.float32)
         self.seeds = np.zeros(max_num_seqs, dtype=np.int64)  # 64-bit patterns
         # entries behind a request's last block are stale, but valid block ids
-        self.block_table = np.zeros((max_num_seqs, -(-longest // block_size)), dtype=np.int32)
-        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self.block_tables = np.zeros((len(groups), max_num_seqs, -(-longest // block_size)), dtype=np.int32)
+        self.block_table = self.block_tables[0]
         self.requests: list[NewRequest | None] = [None] * max_num_seqs
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
@@ -45,15 +55,40 @@ class HostState:
             self.drafts[row] = -1
             self.temperatures[row] = request.params.temperature
             self.seeds[row : row + 1].view(np.uint64)[0] = request.seed & 0xFFFFFFFFFFFFFFFF
-            self.num_blocks[row] = 0
-            self._append_blocks(row, request.block_ids)
-        for row, _, block_ids in scheduler_output.new_block_ids:
-            self._append_blocks(row, block_ids)
+            for table, block_ids in zip(self.block_tables, (request.block_ids, *request.group_block_ids), strict=True):
+                table[row, : len(block_ids)] = block_ids
+        for row, begin, block_ids in scheduler_output.new_block_ids:
+            self.block_table[row, begin : begin + len(block_ids)] = block_ids
+        for group, row, begin, block_ids in scheduler_output.new_group_block_ids:
+            self.block_tables[group, row, begin : begin + len(block_ids)] = block_ids
 
-    def _append_blocks(self, row: int, block_ids: list[int]) -> None:
-        begin = self.num_blocks[row]
-        self.block_table[row, begin : begin + len(block_ids)] = block_ids
-        self.num_blocks[row] = begin + len(block_ids)
+    def slots(self, group: int, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """``[num_tokens]`` int64: where the K and V of tokens go in a group of layers."""
+        size = self.block_size
+        slots = self.block_tables[group, rows, positions // size] * np.int64(size) + positions % size
+        slots[positions >= self.limits[rows]] = -1  # their KV is not written
+        return slots
+
+    def step_tables(self, group: int, rows: np.ndarray, max_seq_len: int) -> np.ndarray:
+        """``[num_reqs, max_blocks]`` int32: the blocks of ``rows``; 0 before what this step reads."""
+        tables = self.block_tables[group, rows, : -(-max_seq_len // self.block_size)]
+        if (window := self._groups[group].window) is not None:
+            first = np.maximum(self.num_computed[rows] + 1 - window, 0) // self.block_size  # [num_reqs]
+            tables[np.arange(tables.shape[1]) < first[:, None]] = 0
+        return tables
+
+    def metadata_of_layers(
+        self, metadata: AttentionMetadata, rows: np.ndarray, token_rows: np.ndarray, positions: np.ndarray
+    ) -> list[AttentionMetadata]:
+        """See `ForwardContext.attention_of_layers`. ``metadata``: of the first group."""
+        if len(self._groups) == 1:
+            return []
+        device, of_groups = metadata.positions.device, [metadata]
+        for group in range(1, len(self._groups)):
+            tables = torch.from_numpy(self.step_tables(group, rows, metadata.max_seq_len)).to(device)
+            slots = torch.from_numpy(self.slots(group, token_rows, positions)).to(device)
+            of_groups.append(replace(metadata, block_tables=tables, slot_mapping=slots))
+        return [of_groups[group] for group in self._group_of_layers]
 
     def place_drafts(self, rows: np.ndarray, num_drafts: int) -> None:
         """Write drafts behind the known tokens of ``rows [n]``, where the step reads them and accepted ones stay.
@@ -118,6 +153,7 @@ class StepInputs:
     """``[num_tokens]`` int64"""
     num_decodes: int
     metadata: AttentionMetadata
+    metadata_of_layers: Sequence[AttentionMetadata]
 
 
 def prepare_inputs(state: HostState, scheduler_output: SchedulerOutput, device: torch.device) -> StepInputs:
@@ -136,9 +172,7 @@ def prepare_inputs(state: HostState, scheduler_output: SchedulerOutput, device: 
     else:
         token_rows = np.repeat(rows, query_lens)  # [num_tokens]
         positions = np.arange(query_start_loc[-1]) + np.repeat(num_computed - query_start_loc[:-1], query_lens)
-    block_size, max_seq_len = state.block_size, int(seq_lens.max())
-    slots = state.block_table[token_rows, positions // block_size] * np.int64(block_size) + positions % block_size
-    slots[positions >= state.limits[token_rows]] = -1  # their KV is not written
+    max_seq_len = int(seq_lens.max())
 
     def on_device(array: np.ndarray, dtype: type | None = None) -> torch.Tensor:
         return torch.from_numpy(array if dtype is None else array.astype(dtype)).to(device)
@@ -146,15 +180,17 @@ def prepare_inputs(state: HostState, scheduler_output: SchedulerOutput, device: 
     metadata = AttentionMetadata(
         query_start_loc=on_device(query_start_loc, np.int32),
         seq_lens=on_device(seq_lens, np.int32),
-        block_tables=on_device(state.block_table[rows, : -(-max_seq_len // block_size)]),
-        slot_mapping=on_device(slots),
+        block_tables=on_device(state.step_tables(0, rows, max_seq_len)),
+        slot_mapping=on_device(state.slots(0, token_rows, positions)),
         positions=on_device(positions),
         num_decodes=0 if num_drafts else num_decodes,  # for attention, a decode is a query of one token
         max_query_len=int(query_lens.max()),
         max_seq_len=max_seq_len,
     )
     input_ids = on_device(state.token_ids[token_rows, positions])
-    return StepInputs(rows, query_lens, query_start_loc, token_rows, positions, input_ids, num_decodes, metadata)
+    of_layers = state.metadata_of_layers(metadata, rows, token_rows, positions)
+    of_requests = rows, query_lens, query_start_loc, token_rows, positions
+    return StepInputs(*of_requests, input_ids, num_decodes, metadata, of_layers)
 
 
 def logits_indices(inputs: StepInputs, scheduler_output: SchedulerOutput) -> np.ndarray:

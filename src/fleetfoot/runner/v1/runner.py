@@ -51,7 +51,8 @@ class ModelRunnerV1(ModelRunner):
 
     def _initialize_state(self, model: CausalLM, layout: KVLayout) -> None:
         self._device, num_drafts = self._loader.context.device, self._draft_settings.num_drafts
-        self._host = host = HostState(self._max_num_seqs, self._max_model_len, layout.block_size, num_drafts)
+        groups = layout.groups, layout.group_of_layers[: len(model.layers)]
+        self._host = host = HostState(self._max_num_seqs, self._max_model_len, layout.block_size, num_drafts, *groups)
         ops, vocab_size = self._loader.context.ops, model.config.vocab_size
         self._sampler = Sampler(ops, model.compute_logits, vocab_size, self._logits_processors)
         self._token_sync = SampledTokenSync(self._pipeline, num_drafts, self._device, host.apply_sampled_tokens)
@@ -82,7 +83,8 @@ class ModelRunnerV1(ModelRunner):
         inputs = prepare_inputs(host, scheduler_output, self._device)
         host.num_computed[inputs.rows] += inputs.query_lens
         received = self._pipeline.receive(len(inputs.positions))
-        hidden_states = self._model(inputs.input_ids, ForwardContext(inputs.metadata, self._kv_caches), received)
+        ctx = ForwardContext(inputs.metadata, self._kv_caches, attention_of_layers=inputs.metadata_of_layers)
+        hidden_states = self._model(inputs.input_ids, ctx, received)
         if isinstance(hidden_states, IntermediateTensors):
             sampled_rows = inputs.rows[: scheduler_output.num_sampled]
             self._send_to_next_stage(hidden_states, scheduler_output, sampled_rows)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from fleetfoot.kernels.interface import Kernels
-from fleetfoot.kernels.prepare.tables import StepBuffers
+from fleetfoot.kernels.prepare.tables import GroupTables, StepBuffers
 from fleetfoot.records.forward_context import AttentionMetadata, LogitsMetadata
 from fleetfoot.runner.graphs import BatchShape
 from fleetfoot.runner.v2.state import DeviceState
@@ -24,6 +26,15 @@ class InputBatch(StepBuffers):
     """Batch order."""
     metadata: AttentionMetadata
     """Of the same tensors."""
+    groups: GroupTables
+    """Of the groups of layers after the first."""
+    metadata_of_layers: Sequence[AttentionMetadata] = ()
+    """See `ForwardContext.attention_of_layers`."""
+
+    @property
+    def last_metadata(self) -> AttentionMetadata:
+        """Of the last layer."""
+        return self.metadata_of_layers[-1] if self.metadata_of_layers else self.metadata
 
     @property
     def rows_of_logits(self) -> list[int]:
@@ -36,15 +47,22 @@ class InputBatch(StepBuffers):
 
 
 class InputBuffers:
-    """Allocated once: a captured graph reads and writes fixed addresses. ``max_num_seqs``,
-    ``max_num_tokens``: of a step."""
+    """Allocated once: a captured graph reads and writes fixed addresses. ``max_num_seqs``, ``max_num_tokens``: of a
+    step; ``group_of_layers``: the group of each layer of the model."""
 
     def __init__(
-        self, state: DeviceState, kernels: Kernels, max_num_seqs: int, max_num_tokens: int, max_model_len: int
+        self,
+        state: DeviceState,
+        kernels: Kernels,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        max_model_len: int,
+        group_of_layers: Sequence[int] = (),
     ) -> None:
         device = state.arena.flat.device
         self._state = state
         self._prepare_inputs, self._prepare_decode = kernels.prepare_inputs, kernels.prepare_decode
+        self._prepare_groups, self._group_of_layers = kernels.prepare_groups, group_of_layers
         self._max_model_len = max_model_len
         self._input_ids = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
@@ -52,6 +70,10 @@ class InputBuffers:
         self._batch_index = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
         self._seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self._block_tables = torch.zeros(max_num_seqs, state.max_blocks, dtype=torch.int32, device=device)
+        num_others = len(state.windows)
+        self._group_slots = torch.zeros(num_others, max_num_tokens, dtype=torch.int64, device=device)
+        tables = num_others, max_num_seqs, state.max_blocks
+        self._group_block_tables = torch.zeros(tables, dtype=torch.int32, device=device)
         # query_start_loc of a pure decode, without drafts and with them
         self._iota = np.arange(max_num_seqs + 1, dtype=np.int32)
         self._starts = self._iota * (1 + state.num_draft)
@@ -87,6 +109,13 @@ class InputBuffers:
             max_seq_len=shape.max_context or self._max_model_len + self._state.num_draft,
             is_warm_up=is_warm_up,
         )
+        state = self._state
+        group_slots, group_tables = self._group_slots[:, tokens], self._group_block_tables[:, reqs]
+        of_layers: list[AttentionMetadata] = []
+        if len(group_slots):
+            others = zip(group_slots, group_tables, strict=True)
+            of_groups = [metadata, *(replace(metadata, slot_mapping=s, block_tables=t) for s, t in others)]
+            of_layers = [of_groups[group] for group in self._group_of_layers]
         return InputBatch(
             staging.idx_mapping[reqs],
             query_start_loc,
@@ -99,23 +128,30 @@ class InputBuffers:
             shape,
             rows,
             metadata,
+            GroupTables(state.windows, state.group_tables, group_slots, group_tables),
+            of_layers,
         )
 
     def fill(self, batch: InputBatch) -> None:
         """Queue the preparation of the step's inputs."""
         prepare = self._prepare_decode if batch.shape.is_decode else self._prepare_inputs
         prepare(batch, self._state.tables)
+        if batch.metadata_of_layers:
+            self._prepare_groups(batch, self._state.tables, batch.groups)
 
 
-def split_decodes(metadata: AttentionMetadata, iota: torch.Tensor) -> None:
-    """Set `AttentionMetadata.split`, on the device. ``iota``: ``[>= num_reqs + 1]`` int32: 0, 1, ..."""
+def split_decodes(batch: InputBatch, iota: torch.Tensor) -> None:
+    """Set `AttentionMetadata.split` of all layers, on the device. ``iota``: ``[>= num_reqs + 1]`` int32: 0, 1, ..."""
+    metadata = batch.metadata
     starts, places = metadata.query_start_loc, iota[: metadata.num_reqs + 1]
     # the requests at the front of the batch with one token each
     is_decode = (starts[:-1] == places[:-1]) & (starts[1:] == places[1:])
     num_decodes = is_decode.sum(dtype=torch.int32)
     lens = metadata.seq_lens.masked_fill(~is_decode, 0)
-    decodes = replace(metadata, query_start_loc=places, seq_lens=lens, num_decodes=metadata.num_reqs, max_query_len=1)
-    metadata.split = decodes, replace(metadata, query_start_loc=torch.maximum(starts, num_decodes))
+    of_decodes: dict[str, Any] = {"query_start_loc": places, "seq_lens": lens, "num_decodes": metadata.num_reqs}
+    other_starts = torch.maximum(starts, num_decodes)
+    for each in {id(each): each for each in (metadata, *batch.metadata_of_layers)}.values():
+        each.split = replace(each, **of_decodes, max_query_len=1), replace(each, query_start_loc=other_starts)
 
 
 # --- logits indices --------------------------------------------------------------------------------------------------
@@ -153,13 +189,14 @@ def logits_metadata(batch: InputBatch, logits: LogitsBatch, iota: torch.Tensor) 
     starts = iota[: num_reqs + 1]
     if shape.num_drafts:  # decodes have 1 + num_drafts tokens each
         starts = starts + starts.clamp(max=shape.num_decodes) * shape.num_drafts
+    last = batch.last_metadata
     metadata = replace(
-        batch.metadata,
+        last,
         query_start_loc=starts,
         seq_lens=batch.seq_lens[:num_reqs],
-        block_tables=batch.metadata.block_tables[:num_reqs],
-        slot_mapping=batch.metadata.slot_mapping[:0],
-        positions=batch.metadata.positions[:0],
+        block_tables=last.block_tables[:num_reqs],
+        slot_mapping=last.slot_mapping[:0],
+        positions=last.positions[:0],
         num_decodes=0 if shape.num_drafts else num_reqs,
         max_query_len=1 + shape.num_drafts,
         split=None,

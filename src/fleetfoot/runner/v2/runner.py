@@ -140,6 +140,7 @@ class ModelRunnerV2(ModelRunner):
         return model
 
     def _initialize_state(self, model: CausalLM, layout: KVLayout) -> None:
+        self._warm_up_blocks = layout.first_blocks
         self._step_graphs = StepGraphs(self.device, self.graphs.forwards, self._parts, model.shortened)
         kernels, num_drafts = self._kernels, self._draft_settings.num_drafts
         max_num_seqs, max_model_len = self._max_num_seqs, self._max_model_len
@@ -147,14 +148,16 @@ class ModelRunnerV2(ModelRunner):
             self.device,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
-            num_blocks=layout.num_blocks,
+            num_blocks=layout.num_token_blocks,
             block_size=layout.block_size,
             max_num_batched_tokens=self._max_num_batched_tokens,
             vocab_size=model.config.vocab_size,
             num_draft=num_drafts,
+            groups=layout.groups,
             stages_all_tokens=self._connector.fills_blocks,
         )
-        self._buffers = InputBuffers(state, kernels, max_num_seqs, self._max_num_batched_tokens, max_model_len)
+        sizes = max_num_seqs, self._max_num_batched_tokens, max_model_len
+        self._buffers = InputBuffers(state, kernels, *sizes, layout.group_of_layers[: len(model.layers)])
         verification = DraftVerification(state.tables, kernels.accept_drafts)
         self._sampler = Sampler(state.sampling, verification, kernels, model.compute_logits, model.config.vocab_size)
         self._iota = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=self.device.torch_device)
@@ -165,7 +168,8 @@ class ModelRunnerV2(ModelRunner):
         )
 
     def warm_up(self) -> None:
-        steps = warm_up_steps(self._max_num_batched_tokens, self._max_model_len, self._state.block_size)
+        lengths = self._max_num_batched_tokens, self._max_model_len, self._state.block_size
+        steps = warm_up_steps(*lengths, self._warm_up_blocks)
         if self._ahead is not None:
             assert self._model is not None
             group = self._loader.context.groups.tensor
@@ -273,6 +277,8 @@ class ModelRunnerV2(ModelRunner):
             self._sampler.add(request)
         if scheduler_output.new_block_ids:
             state.stage_new_blocks(scheduler_output.new_block_ids)
+        if scheduler_output.new_group_block_ids:
+            state.stage_new_group_blocks(scheduler_output.new_group_block_ids)
 
     def _free_rows(self, scheduler_output: SchedulerOutput) -> None:
         for _, row in scheduler_output.finished:
@@ -360,7 +366,7 @@ class ModelRunnerV2(ModelRunner):
         if not (all_tokens or self._drafting.reads_hidden or batch.shape.is_decode) and self._model.is_last:
             rows = logits_batch(batch, batch.shape.num_sampled)
             metadata = logits_metadata(batch, rows, self._iota)
-        ctx = ForwardContext(batch.metadata, self._kv_caches, metadata)
+        ctx = ForwardContext(batch.metadata, self._kv_caches, metadata, batch.metadata_of_layers)
         hidden_states = self._model(batch.input_ids, ctx, intermediate_tensors)
         if isinstance(hidden_states, IntermediateTensors):  # the step ends here, with every draft taken as accepted
             self._post_update(batch, None)
@@ -424,7 +430,7 @@ class ModelRunnerV2(ModelRunner):
         def forward() -> StepOutput:
             self._buffers.fill(batch)
             if key.splits_decodes:
-                split_decodes(batch.metadata, self._iota)
+                split_decodes(batch, self._iota)
             received = self._pipeline.buffers(key.num_tokens)
             return self._run_model(batch, received, all_tokens=key.sampling is None)
 

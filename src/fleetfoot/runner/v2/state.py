@@ -8,6 +8,7 @@ import torch
 from fleetfoot.kernels.prepare.staging import Arena, StagingBuffer
 from fleetfoot.kernels.prepare.tables import NUM_ROW_FIELDS, RowTables
 from fleetfoot.kernels.sampling.logits_processors import TokenHistory
+from fleetfoot.records.kv_layout import ONE_GROUP, KVGroup
 from fleetfoot.records.step import NewRequest
 from fleetfoot.runner.v2.device import Device
 from fleetfoot.sampling import shape
@@ -21,8 +22,9 @@ class DeviceState:
 
     The scheduler numbers the rows of running requests; a row is written when its request is admitted. The device alone
     writes ``tables.last_sampled`` and ``tables.draft_tokens``. Tokens are kept in pages, one int32 for each KV slot,
-    which the block table indexes too: a prefix cache hit includes its tokens, and memory grows with the KV cache
-    instead of max_num_seqs * max_model_len. Entries of the block table behind a request's last block are undefined.
+    which the block table of the first group of layers indexes too: a prefix cache hit includes its tokens, and memory
+    grows with the KV cache instead of max_num_seqs * max_model_len. Entries of a block table behind a request's last
+    block are undefined.
 
     ``max_num_batched_tokens`` bounds the staged writes; ``num_draft``: draft tokens of a row; ``stages_all_tokens``:
     stage a request's computed tokens too, because a connector may have loaded their KV.
@@ -39,6 +41,7 @@ class DeviceState:
         max_num_batched_tokens: int,
         vocab_size: int,
         num_draft: int = 0,
+        groups: tuple[KVGroup, ...] = ONE_GROUP,
         stages_all_tokens: bool = False,
     ) -> None:
         self._stages_all_tokens = stages_all_tokens
@@ -54,23 +57,33 @@ class DeviceState:
             (num_blocks * block_size,),
             (max_num_seqs, shape.NUM_PLANES, shape.LIST_CAPACITY),
             (max_num_seqs, shape.mask_size(vocab_size)),
+            *[(max_num_seqs, self.max_blocks)] * (len(groups) - 1),
         )
-        seeds, parameters, fields, self._block_table, self._pages, lists, masks = self.arena.parts
+        seeds, parameters, fields, block_table, self._pages, lists, masks, *others = self.arena.parts
+        self._block_tables = [block_table, *others]
+        windows = [_NO_LIMIT if group.window is None else group.window for group in groups[1:]]
+        self.windows = torch.tensor(windows, dtype=torch.int32, device=device.torch_device)
+        """``[G]``, see `GroupTables`, as the next one."""
+        table_size = max_num_seqs * self.max_blocks
+        first = others[0].base if others else 0
+        self.group_tables = self.arena.flat[first : first + len(others) * table_size].view(
+            len(others), max_num_seqs, self.max_blocks
+        )
         self._field_indices = np.array([fields.index(field) for field in range(NUM_ROW_FIELDS)])  # of row 0
         self._offsets = np.arange(block_size)
         num_computed, prefill_lens, prompt_lens, limits = fields.tensor  # each contiguous over the rows
-        block_table, pages = self._block_table.tensor, self._pages.tensor
+        pages = self._pages.tensor
         self.tables = RowTables(
             num_computed=num_computed,
             prefill_lens=prefill_lens,
             limits=limits,
             last_sampled=torch.zeros(max_num_seqs, dtype=torch.int32, device=device.torch_device),
             draft_tokens=torch.full((max_num_seqs + 1, num_draft), -1, dtype=torch.int32, device=device.torch_device),
-            block_table=block_table,
+            block_table=block_table.tensor,
             token_pages=pages,
             block_size=block_size,
         )
-        history = TokenHistory(block_table, pages, prompt_lens, block_size)
+        history = TokenHistory(block_table.tensor, pages, prompt_lens, block_size)
         self.sampling = SamplingTables(seeds, parameters, lists, masks, history, vocab_size)
         # enough for most steps, and for every single request; a step with more is staged in several parts
         max_writes = max_num_batched_tokens + max_model_len + max_num_seqs * (shape.NUM_FIELDS + NUM_ROW_FIELDS + 4)
@@ -86,7 +99,12 @@ class DeviceState:
         if request.token_ids:  # else this rank does not read tokens
             self._stage_tokens(request, block_ids)
         self.sampling.stage(request, self.staging)
-        first = self._block_table.index(request.row)
+        self._stage_blocks(0, request.row, 0, request.block_ids)
+        for group, ids in enumerate(request.group_block_ids, start=1):
+            self._stage_blocks(group, request.row, 0, ids)
+
+    def _stage_blocks(self, group: int, row: int, start: int, block_ids: list[int]) -> None:
+        first = self._block_tables[group].index(row, start)
         self.staging.write(np.arange(first, first + len(block_ids)), block_ids, len(block_ids))
 
     def _stage_tokens(self, request: NewRequest, block_ids: np.ndarray) -> None:
@@ -100,7 +118,12 @@ class DeviceState:
 
     def stage_new_blocks(self, new_block_ids: list[tuple[int, int, list[int]]]) -> None:
         """Stage `SchedulerOutput.new_block_ids`, all at once: most entries are one block of a decode."""
-        stride, base = self._block_table.row_stride, self._block_table.base
+        stride, base = self._block_tables[0].row_stride, self._block_tables[0].base
         indices = [base + row * stride + start + i for row, start, ids in new_block_ids for i in range(len(ids))]
         values = [block for _, _, block_ids in new_block_ids for block in block_ids]
         self.staging.write(np.array(indices), values, len(values))
+
+    def stage_new_group_blocks(self, new_block_ids: list[tuple[int, int, int, list[int]]]) -> None:
+        """Stage `SchedulerOutput.new_group_block_ids`."""
+        for group, row, start, ids in new_block_ids:
+            self._stage_blocks(group, row, start, ids)
