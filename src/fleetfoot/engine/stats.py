@@ -11,7 +11,9 @@ from fleetfoot.outputs import RequestMetrics
 from fleetfoot.scheduler.stats import DraftStats, SchedulerStats, TransferStats
 
 WINDOW = 100_000
-"""Latency samples to keep; older ones are dropped, to bound memory."""
+"""Samples of tokens and steps to keep; older ones are dropped, to bound memory."""
+REQUEST_WINDOW = 10_000
+"""The same of requests, which take some 200 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +72,10 @@ class StatsCollector:
     """
 
     def __init__(self) -> None:
-        self.ttft, self.itl, self.tpot = (deque[float](maxlen=WINDOW) for _ in range(3))
+        self.itl = deque[float](maxlen=WINDOW)
+        self.ttft, self.tpot = (deque[float](maxlen=REQUEST_WINDOW) for _ in range(2))
         self.steps: deque[StepStats] = deque(maxlen=WINDOW)
-        self.requests: deque[RequestMetrics] = deque(maxlen=WINDOW)  # that have finished
+        self.requests: deque[RequestMetrics] = deque(maxlen=REQUEST_WINDOW)  # that have finished
         self.num_steps = self.num_idle_steps = self.num_prompt_tokens = self.num_generation_tokens = 0
         self.num_restarts = 0
         self.num_finished: Counter[str] = Counter()
