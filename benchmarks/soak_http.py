@@ -100,6 +100,7 @@ class HttpSoak:
         self._version = self._weights = 0  # of updates that have begun
         self._served = 0  # the version of the last update that has ended
         self._changing = asyncio.Lock()
+        self._ended: list[tuple[str, Live, Answer, int]] = []  # with the version of the weights then
 
     async def run(self, num_requests: int) -> None:
         """Run so many more requests to their ends."""
@@ -116,6 +117,9 @@ class HttpSoak:
                             await self._intervene(client)
 
             await asyncio.gather(*(work() for _ in range(self._num_live)))
+        for ended in self._ended:  # without connections, which would wait for what the oracle computes
+            self._check(*ended)
+        self._ended.clear()
 
     async def _request(self, client: httpx.AsyncClient, number: int) -> None:
         case_number = self._rng.randrange(len(self.checker.oracle.cases))
@@ -136,7 +140,7 @@ class HttpSoak:
             await self._stream(client, body, answer)
         del self._live[number]
         self.num_ended += 1
-        self._check(f"request {number}", live, answer)
+        self._ended.append((f"request {number}", live, answer, self._version))
 
     async def _stream(self, client: httpx.AsyncClient, body: dict[str, Any], answer: Answer) -> None:
         """Take the events of a stream; a few are left by the client."""
@@ -164,12 +168,12 @@ class HttpSoak:
         if response.status_code != 400:
             self.checker.wrong.append(f"{bad}: {response.status_code} {response.text}")
 
-    def _check(self, name: str, live: Live, answer: Answer) -> None:
+    def _check(self, name: str, live: Live, answer: Answer, last_version: int) -> None:
         if answer.error is not None:
             self.checker.wrong.append(f"{name}, {answer.case}: {answer.error}")
             return
         oracle = self.checker.oracle
-        numbers = sorted({self.checker.numbers[version] for version in range(live.first_version, self._version + 1)})
+        numbers = sorted({self.checker.numbers[version] for version in range(live.first_version, last_version + 1)})
         for seen in answer.outputs():
             reason = "left" if answer.was_left and seen.finish_reason is None else str(seen.finish_reason)
             self.checker.reasons[reason] += 1
@@ -193,7 +197,7 @@ class HttpSoak:
             else:
                 self.checker.wrong.append(f"{name}, output {seen.index} of {answer.case}: {problems[0]}")
         output = RequestOutput("", None, answer.case.prompt, answer.outputs(), True, answer.prompt_logprobs)
-        if not answer.was_left and (problem := self.checker.prompt_problem(live, output, self._version)):
+        if not answer.was_left and (problem := self.checker.prompt_problem(live, output, last_version)):
             self.checker.wrong.append(f"{name}, {answer.case}: {problem}")
 
     async def _intervene(self, client: httpx.AsyncClient) -> None:
