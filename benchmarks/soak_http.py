@@ -99,6 +99,7 @@ class HttpSoak:
         self._live: dict[int, Live] = {}
         self._version = self._weights = 0  # of updates that have begun
         self._served = 0  # the version of the last update that has ended
+        self._has_files = True  # the weights in use are those of files
         self._changing = asyncio.Lock()
         self._ended: list[tuple[str, Live, Answer, int]] = []  # with the version of the weights then
 
@@ -211,7 +212,8 @@ class HttpSoak:
         if kind == "update":
             await self._update(client, mode)
         elif kind == "sleep":
-            await self._call(client, "/sleep", {"level": rng.choice([1, 2]), "mode": {"drain": "keep"}.get(mode, mode)})
+            level = rng.choice([1, 2]) if self._has_files else 1  # level 2 drops what is in no file
+            await self._call(client, "/sleep", {"level": level, "mode": {"drain": "keep"}.get(mode, mode)})
             await self._call(client, "/wake_up", {})
         elif kind == "pause":
             await self._call(client, "/pause", {"mode": {"drain": "keep"}.get(mode, mode)})
@@ -237,7 +239,7 @@ class HttpSoak:
         state = await self._call(client, "/update_weights", {**update, "mode": mode})
         if state["weight_version"] != self._version:
             self.checker.wrong.append(f"an update to version {self._version} has returned {state}")
-        self._served = self._version
+        self._served, self._has_files = self._version, "weights_path" in update
         self.events[f"update_{next(iter(update))}"] += 1
         self.events[f"update_mode_{mode}"] += 1
 

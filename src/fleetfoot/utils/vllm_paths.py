@@ -130,8 +130,8 @@ _BY_ADVICE = {
         "distributed.parallel_state.get_tensor_model_parallel_rank "
         "distributed.parallel_state.get_tensor_model_parallel_world_size distributed.parallel_state.get_tp_group "
         "distributed.parallel_state.get_world_group",
-    "fleetfoot bench measures, with --dataset or made prompts; give the script its own": "benchmarks",
-    "load_format says how weights are read; docs/live_weights.md has those that come later": "model_executor.model_loader",
+    "fleetfoot bench measures, with --prompts-file or made prompts; give the script its own": "benchmarks",
+    "load_format says how weights are read; docs/live_weights.md has later ones": "model_executor.model_loader",
     "CONTRIBUTING.md shows how to add an architecture, a kernel or a method": "model_executor",
     "docs/kv_connectors.md has the connectors, and how to write one": "distributed.kv_events distributed.kv_transfer",
     "fleetfoot serve is the HTTP server; AsyncLLM works in one of your own": "entrypoints",
