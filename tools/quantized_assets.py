@@ -44,6 +44,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
         FP8 | {"strategy": "block", "block_structure": [32, 32]},
         FP8 | {"strategy": "group", "dynamic": True, "group_size": 32},
     ),
+    "fp8-narrow-blocks": (
+        "float-quantized",
+        FP8 | {"strategy": "block", "block_structure": [32, 16]},
+        FP8 | {"strategy": "group", "dynamic": True, "group_size": 16},
+    ),
     "int8-channel-token": (
         "int-quantized",
         {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},

@@ -141,7 +141,7 @@ def quantized_weights(subject: Subject, name: str = "fp8-channel-weights") -> No
     assert tokens == [[int(logits[len(prompt) - 1].argmax())] for prompt in prompts]
 
 
-weights_without_kernels = partial(quantized_weights, name="int8-channel-token")
+weights_without_kernels = partial(quantized_weights, name="fp8-narrow-blocks")
 
 
 def chunked_prefill(subject: Subject) -> None:
@@ -387,7 +387,6 @@ def test_declared_layouts_of_the_kv_cache(runner: str, layout: str, subjects: di
 
 
 SETTINGS: dict[Feature, dict[str, Any]] = {
-    Feature.WEIGHTS_WITHOUT_KERNELS: {"quantization": "int8"},
     Feature.POOLING: {"runner": "pooling"},
     Feature.TORCH_COMPILE: {"compilation_config": {"mode": 1}},
     Feature.LOGITS_PROCESSORS: {"logits_processors": ["fleetfoot.sampling.custom_processors:LogitsProcessor"]},
@@ -402,6 +401,9 @@ MODELS: dict[Feature, dict[str, Any]] = {
 }
 """Features that a model requires, by fields of its config.json."""
 
+CHECKPOINTS = {Feature.WEIGHTS_WITHOUT_KERNELS: QUANTIZED / "fp8-narrow-blocks"}
+"""Features that a checkpoint requires which other runners load."""
+
 REQUESTS: dict[Feature, str] = {}
 """Features that a request would require, by the name that it would have in SamplingParams."""
 
@@ -414,7 +416,11 @@ def test_what_is_not_declared_is_refused(runner: str, feature: Feature, text_mod
     if feature is Feature.GRAPHS:  # no setting demands them: the plan has none
         assert make_engine(text_model, model_runner=runner).plan.capture_table.keys == ()
         return
-    assert any(feature in table for table in (SETTINGS, MODELS, REQUESTS, CALLS)), f"nothing here needs {feature}"
+    tables = (SETTINGS, MODELS, CHECKPOINTS, REQUESTS, CALLS)
+    assert any(feature in table for table in tables), f"nothing here needs {feature}"
+    if feature in CHECKPOINTS:
+        with pytest.raises(UnsupportedFeatureError, match=feature.value):
+            make_engine(CHECKPOINTS[feature], model_runner=runner, skip_tokenizer_init=True)
     if feature in SETTINGS:
         with pytest.raises(UnsupportedFeatureError) as caught:
             make_engine(text_model, model_runner=runner, **SETTINGS[feature])

@@ -80,6 +80,7 @@ V2_DEFAULT = "default of LlamaForCausalLM"
 NONE = "No model runner supports"
 MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 2}
 JAMBA = {"architectures": ["JambaForCausalLM"], "mamba_d_state": 16, "num_experts": 16}
+ODD_BLOCKS = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 48]}}
 FP8 = {"quantization_config": {"quant_method": "fp8"}}
 DECISIONS: dict[str, tuple[list[str], dict[str, Any], str, list[str], str]] = {
     "cpu": (CPU, {}, "v2", [], V2_DEFAULT),
@@ -90,7 +91,7 @@ DECISIONS: dict[str, tuple[list[str], dict[str, Any], str, list[str], str]] = {
     "no-module": ([*H100, *TRANSFER, STRANGER], {}, "v1", ["this KV connector"], f"{NONE} this KV connector"),
     "inactive": ([*H100, *TRANSFER, "{}"], {}, "v2", [], V2_DEFAULT),
     "quantized": (H100, FP8, "v2", [], V2_DEFAULT),
-    "int8": ([*H100, "--quantization", "int8"], {}, "v1", ["quantized weights in a format without kernels"], "int8 by"),
+    "blocks": (H100, ODD_BLOCKS, "v1", ["quantized weights in a format without kernels"], "blocks of 128 x 48"),
     "experts": (H100, MIXTRAL, "v2", [], "default of MixtralForCausalLM"),
     "hybrid": (H100, JAMBA, "v1", ["hybrid or state-space layers"], "architecture Jamba"),
     "other": (H100, {"architectures": ["GPT2LMHeadModel"]}, "v1", [], f"{NONE} the architecture GPT2LMHeadModel."),
@@ -100,7 +101,7 @@ DECISIONS: dict[str, tuple[list[str], dict[str, Any], str, list[str], str]] = {
 @pytest.mark.parametrize("case", DECISIONS)
 def test_the_decision(case: str, run: Command, tmp_path: Path) -> None:
     flags, fields, runner, unsupported, reason = DECISIONS[case]
-    is_runnable = (not unsupported and case != "other") or case == "int8"
+    is_runnable = (not unsupported and case != "other") or case == "blocks"
     report = run.plan(config_folder(tmp_path / "model", **fields), *flags, code=0 if is_runnable else 1)
     assert (report["model_runner"], report["explicit"]) == (runner, "--use-v2-model-runner" in flags)
     assert report["unsupported"] == unsupported

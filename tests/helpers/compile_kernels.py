@@ -35,9 +35,11 @@ from fleetfoot.kernels.experts.routing_triton import route_triton
 from fleetfoot.kernels.linear.gated_hopper import gated_linear_hopper
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
 from fleetfoot.kernels.linear.rank_sums import RankSums
+from fleetfoot.kernels.linear.roles import InputRole, OutputRole
 from fleetfoot.kernels.linear.tiled_hopper import launch_linear_hopper
 from fleetfoot.kernels.linear.tilings import Tiling
 from fleetfoot.kernels.prepare.tables import RowTables
+from fleetfoot.kernels.quantized.chain import quantized_chain_triton
 from fleetfoot.kernels.quantized.packed import PackedMatrix
 from fleetfoot.kernels.quantized.packed_triton import packed_linear_triton, write_weight
 from fleetfoot.kernels.quantized.scaled import ScaledMatrix
@@ -210,7 +212,16 @@ def quantized() -> None:
         packed = PackedMatrix(words, empty(4096, 32), zeros, 128, 4096, is_e2m1)
         for num_rows in (1, 64):
             packed_linear_triton(x[num_rows], packed)
-    write_weight(packed, slice(0, 4096), torch.bfloat16)
+    write_weight(packed, torch.bfloat16, slice(0, 4096))
+    for chained in (by_output, by_block, packed):
+        gated, output = (
+            quantized_chain_triton(chained, InputRole("gated")),
+            quantized_chain_triton(chained, OutputRole()),
+        )
+        assert gated is not None and output is not None
+        norm = output.add_and_norm(x[1], empty(1, 4096), empty(4096), 1e-5)
+        assert norm is not None
+        gated(norm)
 
 
 def steps() -> None:

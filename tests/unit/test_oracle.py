@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fleetfoot.config import env
 from fleetfoot.config.engine import CompilationMode, EngineConfig
 from fleetfoot.config.kv_transfer import KVTransferConfig
+from fleetfoot.config.quantization import WeightFormat
 from fleetfoot.kv_transfer.base.registry import CONNECTORS, connector_layouts
 from fleetfoot.kv_transfer.vllm.base import KVConnectorBase_V1
 from fleetfoot.plan import oracle
@@ -237,8 +238,8 @@ def test_what_no_runner_supports_runs_on_none() -> None:
 
 
 def test_one_warning_names_every_feature_that_v2_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    declare(monkeypatch, "", ("v1",), Feature.LORA, Feature.QUANTIZED_WEIGHTS, Feature.PROMPT_EMBEDDINGS)
-    decision = ask(machine=CPU, enable_lora=True, quantization="int8", enable_prompt_embeds=True)
+    declare(monkeypatch, "", ("v1",), Feature.LORA, Feature.PROMPT_EMBEDDINGS)
+    decision = ask(machine=CPU, enable_lora=True, model=ODD_BLOCKS, enable_prompt_embeds=True)
     assert decision.warnings == decision.reasons
     (warning,) = decision.warnings
     assert all(name in warning for name in ("quantized weights", "LoRA adapters", "prompt embeddings"))
@@ -391,9 +392,12 @@ def test_a_connector_without_name_or_role_is_not_active(settings: Any, absent: A
 
 
 DRAFT = {"num_speculative_tokens": 3, "model": "a/draft"}
+ODD_BLOCKS = ModelFeatures(
+    "LlamaForCausalLM", quantization="fp8", formats=(WeightFormat("fp8", "scale_inv", (128, 48), "group"),)
+)
 REQUIRING: dict[Feature, dict[str, Any]] = {
     Feature.QUANTIZED_WEIGHTS: {"quantization": "fp8"},
-    Feature.WEIGHTS_WITHOUT_KERNELS: {"quantization": "int8"},
+    Feature.WEIGHTS_WITHOUT_KERNELS: {"model": ODD_BLOCKS},
     Feature.MIXTURE_OF_EXPERTS: {"model": ModelFeatures("MixtralForCausalLM", has_experts=True)},
     Feature.HYBRID_LAYERS: {"model": ModelFeatures("JambaForCausalLM", is_hybrid=True)},
     Feature.SLIDING_WINDOW: {"model": ModelFeatures("MistralForCausalLM", has_windows=True)},

@@ -36,6 +36,10 @@ class WeightFormat:
     is_ordered: bool = False
     """Whether inputs belong to groups in an order of their own (GPTQ's ``desc_act``)."""
 
+    @property
+    def has_8_bits(self) -> bool:
+        return self.values in ("fp8", "int8")
+
     def __str__(self) -> str:
         """``fp8 in blocks of 128 x 128, inputs quantized by group``."""
         outputs, inputs = self.block

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fleetfoot.kernels.linear.linear import PreparedLinear
     from fleetfoot.kernels.linear.roles import ChainLinear
     from fleetfoot.kernels.prepare.tables import GroupTables, RowTables, StepBuffers
+    from fleetfoot.kernels.quantized.chain import ChainQuantized
     from fleetfoot.kernels.quantized.packed import PackedMatrix
     from fleetfoot.kernels.quantized.scaled import ScaledMatrix
     from fleetfoot.kernels.recurrent.batch import StateBatch
@@ -59,7 +60,12 @@ class KernelPlan(Mapping[str, str]):
         """Operations of kernels that the engine compiles itself -> what computes them in a step while a kernel is not
         compiled. Model Runner V1 waits instead."""
         library = "library"
-        paths = {"attention": "triton for prompts, or sdpa", "prepare_linear": library, "linear_chain": library}
+        paths = {
+            "attention": "triton for prompts, or sdpa",
+            "prepare_linear": library,
+            "linear_chain": library,
+            "quantized_chain": "torch",
+        }
         compiled = {op: paths.get(op, "torch") for op, name in self.choices if name == "triton" and op != "layer_chain"}
         return compiled | {op: "triton" for op, name in self.choices if name == "cuda"}
 
@@ -224,6 +230,9 @@ class Kernels:
     """The experts of each of ``x [n, hidden]`` by a router: see `fleetfoot.kernels.experts.experts.route_torch`."""
     experts: Callable[[ExpertSizes, torch.dtype, torch.device], TorchExperts]
     """Makes the matrices of a layer's experts, which a call multiplies with: `TorchExperts`, or a subclass."""
+    quantized_chain: ChainQuantized | None
+    """The kernels of a quantized weight in the chain of a fused decoder, ``(weight, role)``; None, also as its result:
+    the run calls the operations above."""
     sample: Sample
     """``logits [n, vocab]`` -> ``[n]`` int64: the argmax, or a draw: see `fleetfoot.kernels.sampling.sample`."""
     process_logits: ProcessLogits

@@ -81,6 +81,7 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "plain": "linear.linear:PlainLinear",
         },
         "linear_chain": {"triton": "linear.linear_triton", "torch": "linear.linear:NO_CHAIN"},
+        "quantized_chain": {"triton": "quantized.chain", "torch": "linear.linear:NO_CHAIN"},
         "packed_linear": {"triton": "quantized.packed_triton", "torch": "quantized.packed"},
         "scaled_linear": {"triton": "quantized.scaled_triton", "torch": "quantized.scaled"},
         "layer_chain": {
@@ -136,13 +137,17 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 follows, the function is called ``operation_implementation``. `Kernels` documents what an operation does."""
 
 _COMPILED = dict.fromkeys(
-    ("rms_norm", "add_rms_norm", "silu_and_mul", "gelu_and_mul", "linear_chain", "layer_chain"), "torch"
+    (
+        *("rms_norm", "add_rms_norm", "silu_and_mul", "gelu_and_mul"),
+        *("linear_chain", "layer_chain", "quantized_chain", "scaled_linear", "packed_linear"),
+    ),
+    "torch",
 )
 _COMPILED["prepare_linear"] = "plain"
 """Operations within layers, and the implementations that ``torch.compile`` can trace."""
 _INSTANTIATED = frozenset({"attention"})
 """Operations with classes as implementations: a worker has one instance."""
-_OWN_PATHS = frozenset({"prepare_linear", "linear_chain", "layer_chain", "experts"})
+_OWN_PATHS = frozenset({"prepare_linear", "linear_chain", "layer_chain", "quantized_chain", "experts"})
 """Operations with objects that take the library's path themselves while a kernel is not compiled."""
 
 

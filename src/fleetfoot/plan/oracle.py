@@ -22,7 +22,7 @@ from fleetfoot.kv_transfer.base.registry import CONNECTORS
 from fleetfoot.plan.connector import ConnectorPlan, resolve_connector
 from fleetfoot.plan.logits_processors import listed_processors
 from fleetfoot.plan.machine import Machine
-from fleetfoot.runner.capabilities import CAPABILITIES, KV_LAYOUTS, WEIGHTS_WITH_KERNELS, Feature
+from fleetfoot.runner.capabilities import BLOCKS_WITH_KERNELS, CAPABILITIES, KV_LAYOUTS, Feature
 
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
@@ -119,7 +119,8 @@ def required_features(config: EngineConfig, model: ModelFeatures) -> dict[Featur
     if config.quantization is not None:
         quantized = f"quantization is {config.quantization!r}"
         formats = formats or tuple(filter(None, [QUANTIZED_WHILE_LOADING.get(config.quantization)]))
-    others = ", ".join(str(form) for form in formats if form.values not in WEIGHTS_WITH_KERNELS)
+    other_blocks = [form for form in formats if form.has_8_bits and form.block[1] not in BLOCKS_WITH_KERNELS]
+    others = ", ".join(map(str, other_blocks))
     connector = None
     if transfer is not None and transfer.is_active:
         connector = f"kv_transfer_config has {transfer.kv_connector} as {transfer.kv_role}"

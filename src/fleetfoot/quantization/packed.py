@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from fleetfoot.config.model import DTYPE_BYTES
 from fleetfoot.config.quantization import WeightFormat
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from fleetfoot.kernels.interface import Kernels
+    from fleetfoot.kernels.linear.roles import ChainedInput, ChainedOutput, InputRole, OutputRole
 
 _PER_WORD = 8
 _DUMMY_SCALE = 0.02 / 4.6
@@ -308,6 +309,7 @@ class PackedWeight(LinearWeight):
         from fleetfoot.kernels.quantized.packed import BLOCK, SPAN, PackedMatrix
 
         self._shape, self._multiply = shape, ops.packed_linear
+        self._chain = ops.quantized_chain if dtype is torch.bfloat16 else None
         self._layout = _LAYOUTS[form.tensors](form, dtype)
         columns, group = shape.columns, form.block[1]
         if columns.start % _PER_WORD or (form.is_ordered and columns != slice(0, shape.in_features)):
@@ -342,6 +344,15 @@ class PackedWeight(LinearWeight):
         for tensor in tensors:
             if tensor is not None:
                 yield tensor.data_ptr(), tensor.nbytes
+
+    @overload
+    def chain(self, role: InputRole) -> ChainedInput | None: ...
+
+    @overload
+    def chain(self, role: OutputRole) -> ChainedOutput | None: ...
+
+    def chain(self, role: InputRole | OutputRole) -> ChainedInput | ChainedOutput | None:
+        return None if self._chain is None else self._chain(self._matrix, role)
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         return self._multiply(x, self._matrix)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, overload
 
 from fleetfoot.config.quantization import WeightFormat
 from fleetfoot.quantization.base import LinearMethod, LinearShape, LinearWeight
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from fleetfoot.kernels.interface import Kernels
+    from fleetfoot.kernels.linear.roles import ChainedInput, ChainedOutput, InputRole, OutputRole
 
 _FLOAT32 = 4
 
@@ -32,6 +33,7 @@ class ScaledWeight(LinearWeight):
         import torch  # a plan can be made where there is no torch
 
         self._form, self._shape, self._dtype, self._multiply = form, shape, dtype, ops.scaled_linear
+        self._chain = ops.quantized_chain if dtype is torch.bfloat16 else None
         num_rows, num_inputs = shape.num_outputs + shape.padding, shape.num_inputs
         values = torch.empty(
             num_rows, num_inputs, dtype={"fp8": torch.float8_e4m3fn, "int8": torch.int8}[form.values], device=device
@@ -54,6 +56,15 @@ class ScaledWeight(LinearWeight):
         tensors += [self._matrix.bias] if self._shape.has_bias and self._matrix.bias is not None else []
         for tensor in tensors:
             yield tensor.data_ptr(), tensor.nbytes
+
+    @overload
+    def chain(self, role: InputRole) -> ChainedInput | None: ...
+
+    @overload
+    def chain(self, role: OutputRole) -> ChainedOutput | None: ...
+
+    def chain(self, role: InputRole | OutputRole) -> ChainedInput | ChainedOutput | None:
+        return None if self._chain is None else self._chain(self._matrix, role)
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         return self._multiply(x, self._matrix)

@@ -73,8 +73,8 @@ CAPABILITIES: dict[str, dict[Feature, str]] = {
 }
 """Runner -> feature -> why it is not supported, a sentence for the user; empty: it is supported."""
 
-WEIGHTS_WITH_KERNELS = ("fp8", "int4", "mxfp4")
-"""`WeightFormat.values` that Model Runner V2 has kernels for."""
+BLOCKS_WITH_KERNELS = (0, 32, 64, 128)
+"""Inputs of a block of weights with 8 bits, of which Model Runner V2 has kernels; 0: all."""
 
 KV_LAYOUTS: dict[str, tuple[str, ...]] = {
     "v1": (ARENA, BLOCK_CONTIGUOUS_HND, TOKEN_MAJOR_NHD),

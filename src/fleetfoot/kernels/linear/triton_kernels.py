@@ -183,7 +183,7 @@ def _linear_few_rows_kernel(
             num_rows, num_inputs, chunk, stages, whole_chunks, gated,
         )  # fmt: skip
 
-    _write_outputs(
+    write_outputs(
         sums, up_sums, squares, residual, norm_weight, output_ptr, bias_ptr, total_ptr, squares_ptr, first, num_valid,
         num_rows, num_outputs, num_inputs, eps, words_ptr, peers, call, num_calls_ptr, rank,
         num_ranks, max_rows, width,
@@ -216,7 +216,7 @@ def _streamed_sums(
 
 
 @triton_kernel()
-def _write_outputs(
+def write_outputs(
     sums, up_sums, squares, residual, norm_weight, output_ptr, bias_ptr, total_ptr, squares_ptr, first, num_valid,
     num_rows, num_outputs, num_inputs, eps, words_ptr, peers, call, num_calls_ptr, rank,
     num_ranks: tl.constexpr, max_rows: tl.constexpr, width: tl.constexpr,

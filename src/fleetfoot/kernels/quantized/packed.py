@@ -86,15 +86,18 @@ def unpack_words(words: torch.Tensor) -> torch.Tensor:
 
 def _join(codes: torch.Tensor) -> torch.Tensor:
     """``[..., 8]`` -> ``[...]`` int32, the first in the lowest bits."""
-    shifts = torch.arange(0, 32, 4, device=codes.device)
-    joined = (codes.long() << shifts).sum(dim=-1)
-    return joined.to(torch.int32)  # modulo 2**32
+    joined = codes[..., 0].to(torch.int32)
+    for place in range(1, 8):
+        joined |= codes[..., place].to(torch.int32) << (4 * place)
+    return joined
 
 
 def _split(words: torch.Tensor) -> torch.Tensor:
     """``[...]`` int32 -> ``[..., 8]`` uint8, that in the lowest bits first."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
-    return ((words[..., None] >> shifts) & 15).to(torch.uint8)
+    codes = torch.empty(*words.shape, 8, dtype=torch.uint8, device=words.device)
+    for place in range(8):
+        codes[..., place] = (words >> (4 * place)) & 15
+    return codes
 
 
 # --- the layouts of files ---------------------------------------------------------------------------------------------

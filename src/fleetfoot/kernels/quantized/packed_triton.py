@@ -10,11 +10,15 @@ writes the weight, a part of the outputs at a time, for the library.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fleetfoot.kernels.linear.triton_kernels import write_outputs
+from fleetfoot.kernels.quantized.epilogue import PLAIN_EPILOGUE, Epilogue, load_norm_inputs
 from fleetfoot.kernels.quantized.packed import BLOCK, SPAN, PackedMatrix, packed_linear_torch
+from fleetfoot.kernels.quantized.scaled_triton import multiply_written, sum_splits
 from fleetfoot.kernels.runtime.dependent_launch import (
     can_overlap,
     launch_dependents,
@@ -31,8 +35,6 @@ if TYPE_CHECKING:
 FEW_ROWS = 8
 LIBRARY_ROWS = 384
 """Rows from which on the weight is written for the library."""
-WRITTEN_OUTPUTS = 4096
-"""Outputs of the weight that are written at a time."""
 _PREFETCHED_WORDS = 128
 """Words of each output that are prefetched to L2 while the previous kernel still runs."""
 
@@ -57,16 +59,20 @@ class PackedTiling:
 
 
 def packed_tiling(num_rows: int, num_outputs: int, num_inputs: int, num_sms: int) -> PackedTiling:
+    """The shapes of Llama-3.1-8B on an H100 chose the numbers (see LOG.md)."""
     if num_rows <= FEW_ROWS:
-        return PackedTiling("few", 16, 8, 6, 4)
+        programs = cdiv(num_outputs, 32)
+        if programs <= num_sms:
+            return PackedTiling("few", 16, 8, 8) if num_inputs >= 8192 else PackedTiling("few", 16, 8, 4, 2)
+        return PackedTiling("few", 32, 8, 3 if programs > 4 * num_sms else 5)
     if num_rows >= LIBRARY_ROWS:
         return PackedTiling("library")
     row_tile = max(16, min(128, next_power_of_2(num_rows)))
-    outputs = 64
+    outputs, stages, warps = (64, 4, 4) if num_outputs <= 64 * 64 else (128, 3, 8)
     programs, splits = cdiv(num_outputs, outputs) * cdiv(num_rows, row_tile), 1
-    while splits < 8 and programs * splits * 2 <= 2 * num_sms and num_inputs >= splits * 2 * 4 * BLOCK:
+    while splits < 4 and programs * splits * 2 <= 2 * num_sms and num_inputs >= splits * 2 * 4 * BLOCK:
         splits *= 2
-    return PackedTiling("tiled", outputs, row_tile, 4 if row_tile <= 64 else 3, 4, splits)
+    return PackedTiling("tiled", outputs, row_tile, stages, warps, splits)
 
 
 def packed_linear_triton(x: torch.Tensor, weight: PackedMatrix) -> torch.Tensor:
@@ -81,7 +87,7 @@ def packed_linear_triton(x: torch.Tensor, weight: PackedMatrix) -> torch.Tensor:
         return x.new_empty(0, num_outputs)
     tiling = packed_tiling(num_rows, num_outputs, weight.num_inputs, gpu_limits(x.device).num_sms)
     if tiling.kernel == "library":
-        return _multiply_written(x, weight)
+        return multiply_written(x, weight.bias, num_outputs, partial(write_weight, weight, x.dtype))
     return launch_packed(x, weight, tiling)
 
 
@@ -90,20 +96,7 @@ def supports(dtype: torch.dtype, weight: PackedMatrix) -> bool:
     return dtype in (torch.bfloat16, torch.float16) and has_groups and weight.num_inputs % SPAN == 0
 
 
-def _multiply_written(x: torch.Tensor, weight: PackedMatrix) -> torch.Tensor:
-    num_outputs = len(weight.words)
-    output = torch.empty(x.shape[0], num_outputs, dtype=x.dtype, device=x.device)
-    for begin in range(0, num_outputs, WRITTEN_OUTPUTS):
-        part = slice(begin, min(begin + WRITTEN_OUTPUTS, num_outputs))
-        written = write_weight(weight, part, x.dtype)
-        bias = None if weight.bias is None else weight.bias[part]
-        if part == slice(0, num_outputs):
-            return torch.nn.functional.linear(x, written, bias)
-        output[:, part] = torch.nn.functional.linear(x, written, bias)
-    return output
-
-
-def write_weight(weight: PackedMatrix, part: slice, dtype: torch.dtype) -> torch.Tensor:
+def write_weight(weight: PackedMatrix, dtype: torch.dtype, part: slice) -> torch.Tensor:
     """Some outputs of the weight, ``[n, in]`` in ``dtype``."""
     num_outputs, num_inputs = part.stop - part.start, weight.num_inputs
     written = torch.empty(num_outputs, num_inputs, dtype=dtype, device=weight.words.device)
@@ -127,26 +120,13 @@ def _group(weight: PackedMatrix) -> int:
 def launch_packed(x: torch.Tensor, weight: PackedMatrix, tiling: PackedTiling) -> torch.Tensor:
     """The product ``[n, out]`` of ``x [n, in]``, in the order of the columns, by a kernel of this module."""
     num_rows, num_outputs, num_inputs = x.shape[0], len(weight.words), weight.num_inputs
-    num_words, num_groups = weight.words.shape[1], weight.scales.shape[1]
     output = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
-    overlap = can_overlap(x.device)
+    if tiling.kernel == "few":
+        launch_packed_few_rows(output, x, weight, tiling)
+        return output
+    num_words, num_groups, overlap = weight.words.shape[1], weight.scales.shape[1], can_overlap(x.device)
     biases = output if weight.bias is None else weight.bias
     zeros = weight.words if weight.zeros is None else weight.zeros
-    options = {
-        "outputs": tiling.outputs, "row_tile": tiling.row_tile, "stages": tiling.stages, "span": SPAN,
-        "group": _group(weight), "has_zeros": weight.zeros is not None, "is_e2m1": weight.is_e2m1,
-        "has_bias": weight.bias is not None, "overlap": overlap, "num_warps": tiling.num_warps,
-        **launch_options(overlap),
-    }  # fmt: skip
-    if tiling.kernel == "few":
-        whole = num_inputs % (tiling.num_warps * BLOCK) == 0
-        _packed_few_rows_kernel[(cdiv(num_outputs, tiling.outputs),)](
-            output, x, weight.words, weight.scales, zeros, biases,
-            num_rows, num_outputs, num_inputs, x.stride(0), num_words, num_groups,
-            min(_PREFETCHED_WORDS, num_words) * 4,
-            slices=tiling.num_warps, whole=whole, **options,
-        )  # fmt: skip
-        return output
     split_words = cdiv(cdiv(num_words, tiling.splits), SPAN) * SPAN
     target = output
     if tiling.splits > 1:
@@ -156,13 +136,41 @@ def launch_packed(x: torch.Tensor, weight: PackedMatrix, tiling: PackedTiling) -
         target, x, weight.words, weight.scales, zeros, biases,
         num_rows, num_outputs, num_inputs, x.stride(0), num_words, num_groups, split_words,
         min(64, split_words) * 4,
-        whole=num_inputs % BLOCK == 0, is_split=tiling.splits > 1, **options,
+        whole=num_inputs % BLOCK == 0, is_split=tiling.splits > 1, has_bias=weight.bias is not None,
+        **_options(weight, tiling, overlap),
     )  # fmt: skip
     if tiling.splits > 1:
-        from fleetfoot.kernels.quantized.scaled_triton import sum_splits
-
         sum_splits(output, target, weight.bias)
     return output
+
+
+def _options(weight: PackedMatrix, tiling: PackedTiling, overlap: bool) -> dict[str, Any]:
+    return {
+        "outputs": tiling.outputs, "row_tile": tiling.row_tile, "stages": tiling.stages, "span": SPAN,
+        "group": _group(weight), "has_zeros": weight.zeros is not None, "is_e2m1": weight.is_e2m1,
+        "overlap": overlap, "num_warps": tiling.num_warps, **launch_options(overlap),
+    }  # fmt: skip
+
+
+def launch_packed_few_rows(
+    output: torch.Tensor,
+    x: torch.Tensor,
+    weight: PackedMatrix,
+    tiling: PackedTiling,
+    epilogue: Epilogue = PLAIN_EPILOGUE,
+) -> None:
+    """Write the product of ``x [n, in]``, in the order of the columns, and what the epilogue makes of it."""
+    num_rows, num_outputs, num_inputs = x.shape[0], output.shape[1], weight.num_inputs
+    num_words, overlap = weight.words.shape[1], can_overlap(x.device)
+    zeros, biases = (output if each is None else each for each in (weight.zeros, weight.bias))
+    _packed_few_rows_kernel[(cdiv(num_outputs, tiling.outputs),)](
+        output, x, weight.words, weight.scales, zeros, biases,
+        *epilogue.tensors(output), epilogue.num_parts, epilogue.eps,
+        num_rows, num_outputs, num_inputs, x.stride(0), num_words, weight.scales.shape[1],
+        min(_PREFETCHED_WORDS, num_words) * 4,
+        slices=tiling.num_warps, whole=num_inputs % (tiling.num_warps * BLOCK) == 0,
+        **epilogue.options(has_bias=weight.bias is not None), **_options(weight, tiling, overlap),
+    )  # fmt: skip
 
 
 @triton_kernel()
@@ -181,19 +189,40 @@ def _codes_of(words, place: tl.constexpr, dtype: tl.constexpr, is_e2m1: tl.const
     return result
 
 
+@triton_kernel()
+def _add_group(sums, part, total, scales_ptr, zeros_ptr, index, base: tl.constexpr, has_zeros: tl.constexpr,
+               is_e2m1: tl.constexpr):  # fmt: skip
+    """``sums`` and the product of a group, from the codes' products ``part`` and the sums ``total`` of their inputs."""
+    scale = tl.load(scales_ptr + index).to(tl.float32)
+    if is_e2m1:
+        result = sums + part * (scale * 0.5)
+    else:
+        zero = 8.0 + base
+        if has_zeros:
+            zero = tl.load(zeros_ptr + index).to(tl.float32) + base
+        result = sums + (part - total * zero) * scale
+    return result
+
+
 @triton_kernel(unspecialized=("num_rows",))
 def _packed_few_rows_kernel(
     output_ptr, x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr,
+    squares_in_ptr, residual_ptr, norm_ptr, total_ptr, squares_ptr, num_parts, eps,
     num_rows, num_outputs, num_inputs, x_stride, num_words, num_groups, prefetched_bytes,
     slices: tl.constexpr, whole: tl.constexpr,
+    parts_tile: tl.constexpr, has_deferred_norm: tl.constexpr, fused_add_norm: tl.constexpr, gated: tl.constexpr,
+    scale: tl.constexpr, has_bias: tl.constexpr,
     outputs: tl.constexpr, row_tile: tl.constexpr, stages: tl.constexpr, span: tl.constexpr, group: tl.constexpr,
-    has_zeros: tl.constexpr, is_e2m1: tl.constexpr, has_bias: tl.constexpr, overlap: tl.constexpr,
+    has_zeros: tl.constexpr, is_e2m1: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(overlap)
     first = tl.program_id(0) * outputs
     num_valid = tl.minimum(outputs, num_outputs - first)
     tile_ptr = words_ptr + first.to(tl.int64) * num_words
+    up_distance = num_outputs.to(tl.int64) * num_words
     prefetch_rows(tile_ptr, num_words * 4, num_valid, prefetched_bytes, overlap)
+    if gated:
+        prefetch_rows(tile_ptr + up_distance, num_words * 4, num_valid, prefetched_bytes, overlap)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     base: tl.constexpr = 0.0 if is_e2m1 else (128.0 if dtype == tl.bfloat16 else 1024.0)
     output = tl.arange(0, outputs)
@@ -204,17 +233,34 @@ def _packed_few_rows_kernel(
     x_row = tl.arange(0, row_tile)[None, None, :]
     x_column = slice_index * (8 * span) + in_span[None, :, None]  # [slices, span, 1]
     group_row = (first + in_tile).to(tl.int64)[None, :, None] * num_groups  # [1, outputs, 1]
+    up_group_row = group_row + num_outputs.to(tl.int64) * num_groups
     is_row = x_row < num_rows
-    sums = tl.zeros((slices, outputs, row_tile), tl.float32)
     ones = tl.full((slices, outputs, span), 1.0, tl.float32).to(dtype)
+    sums = tl.zeros((slices, outputs, row_tile), tl.float32)
+    up_sums = tl.zeros((slices, outputs, row_tile), tl.float32)
+    norm_weight = output
+    if fused_add_norm:
+        norm_weight = tl.load(norm_ptr + first + in_tile)
     wait_for_inputs(overlap)
+    squares, residual = load_norm_inputs(
+        squares_in_ptr, residual_ptr, sums, first, num_valid, num_parts, num_rows, num_outputs,
+        parts_tile, outputs, row_tile, has_deferred_norm, fused_add_norm,
+    )  # fmt: skip
     part = tl.zeros((slices, outputs, row_tile), tl.float32)
+    up_part = tl.zeros((slices, outputs, row_tile), tl.float32)
     total = tl.zeros((slices, outputs, row_tile), tl.float32)
     for begin in tl.range(0, num_words, slices * span, num_stages=stages):
         if whole:
             words = tl.load(tile_ptr + word + begin)
         else:
             words = tl.load(tile_ptr + word + begin, mask=begin + slice_index * span < num_words, other=0)
+        ups = words
+        if gated:
+            if whole:
+                ups = tl.load(tile_ptr + up_distance + word + begin)
+            else:
+                is_word = begin + slice_index * span < num_words
+                ups = tl.load(tile_ptr + up_distance + word + begin, mask=is_word, other=0)
         for place in tl.static_range(8):
             column = begin * 8 + x_column + place * span
             if whole:
@@ -222,36 +268,31 @@ def _packed_few_rows_kernel(
             else:
                 x = tl.load(x_ptr + x_row * x_stride + column, mask=is_row & (column < num_inputs), other=0.0)
             part = tl.dot(_codes_of(words, place, dtype, is_e2m1), x, part)
+            if gated:
+                up_part = tl.dot(_codes_of(ups, place, dtype, is_e2m1), x, up_part)
             if not is_e2m1:
                 total = tl.dot(ones, x, total)
             if group > 0 and (place + 1) * span % min(group, 8 * span) == 0:
                 index = (begin * 8 + slice_index * (8 * span) + place * span) // group  # [slices, 1, 1]
-                index = group_row + tl.minimum(index, num_groups - 1)
-                scale = tl.load(scales_ptr + index).to(tl.float32)
-                if is_e2m1:
-                    sums += part * (scale * 0.5)
-                else:
-                    zero = 8.0 + base
-                    if has_zeros:
-                        zero = tl.load(zeros_ptr + index).to(tl.float32) + base
-                    sums += (part - total * zero) * scale
+                index = tl.minimum(index, num_groups - 1)
+                sums = _add_group(sums, part, total, scales_ptr, zeros_ptr, group_row + index, base, has_zeros, is_e2m1)
                 part = tl.zeros((slices, outputs, row_tile), tl.float32)
+                if gated:
+                    up_index = up_group_row + index
+                    up_sums = _add_group(
+                        up_sums, up_part, total, scales_ptr, zeros_ptr, up_index, base, has_zeros, is_e2m1
+                    )
+                    up_part = tl.zeros((slices, outputs, row_tile), tl.float32)
                 total = tl.zeros((slices, outputs, row_tile), tl.float32)
     if group == 0:
-        scale = tl.load(scales_ptr + group_row).to(tl.float32)
-        if is_e2m1:
-            sums = part * (scale * 0.5)
-        else:
-            zero = 8.0 + base
-            if has_zeros:
-                zero = tl.load(zeros_ptr + group_row).to(tl.float32) + base
-            sums = (part - total * zero) * scale
-    result = tl.sum(sums, axis=0)  # [outputs, row_tile]
-    if has_bias:
-        result += tl.load(bias_ptr + first + in_tile).to(tl.float32)[:, None]
-    row = tl.arange(0, row_tile)[None, :]
-    out_ptrs = output_ptr + row.to(tl.int64) * num_outputs + first + output[:, None]
-    tl.store(out_ptrs, result.to(dtype), mask=(output[:, None] < num_valid) & (row < num_rows))
+        sums = _add_group(sums, part, total, scales_ptr, zeros_ptr, group_row, base, has_zeros, is_e2m1)
+        if gated:
+            up_sums = _add_group(up_sums, up_part, total, scales_ptr, zeros_ptr, up_group_row, base, has_zeros, is_e2m1)
+    write_outputs(
+        sums, up_sums, squares, residual, norm_weight, output_ptr, bias_ptr, total_ptr, squares_ptr, first, num_valid,
+        num_rows, num_outputs, num_inputs, eps, output_ptr, (), output, output_ptr, 0, 1, 8, 0,
+        outputs, row_tile, has_bias, scale, gated, has_deferred_norm, fused_add_norm,
+    )  # fmt: skip
 
 
 @triton_kernel(unspecialized=("num_rows",))
