@@ -71,10 +71,12 @@ Without flags of the machine, the plan is for this one. With them it is for the 
   kv_connector: null without one; else name, role, connectors (one, or several by their order) and
     load_failure_policy
   kv_layout: name, reason (why it is not the runner's first one; null: it is), dimensions, shape (of a tensor, on a
-    rank), num_layers (of the model), dtype, bytes_per_block (over all layers of a rank)
+    rank), num_layers (of the model), dtype, bytes_per_block (over all layers of a rank; with several groups, of a
+    slab), groups (window, number of layers, and blocks in a slab; the first has no window)
   memory: of a rank, the one with the least room: total; budget (what the engine may use), which is weights + kv_cache
     + graphs + activations + runner_state + rotary_table + sampling_scratch + communication + driver + left;
-    num_blocks, block_size, num_tokens (of the KV cache), kv_cache_is (what decided on its size)
+    num_blocks (slabs, with several groups), block_size, num_tokens (of one request in the KV cache), kv_cache_is (what
+    decided on its size)
   capacity: longest_context, requests_at_longest_context, requests_at_max_model_len (at the same time),
     context_at_max_num_seqs (of each)
   kernel_table, with --kernels: for each operation, lists of the first and the last number (of rows, logits, tokens or

@@ -174,8 +174,15 @@ def _memory_lines(report: dict[str, Any]) -> _Lines:
     for key in keys[keys.index("weights") : keys.index("left") + 1]:
         if key != "communication" or is_shared:
             yield "", f"{readable(memory[key]):>12}  {memory[key]:>16,} bytes  {_part_name(key)}"
-    blocks = f"{memory['num_blocks']:,} blocks of {memory['block_size']}, {memory['num_tokens']:,} tokens"
+    groups, size = report["kv_layout"]["groups"], memory["block_size"]
+    blocks = f"blocks of {size}" if len(groups) == 1 else "slabs"
+    blocks = f"{memory['num_blocks']:,} {blocks}, {memory['num_tokens']:,} tokens"
     yield "KV cache", f"{blocks} ({memory['kv_cache_is']})"
+    for group in groups if len(groups) > 1 else ():
+        kind = "no window" if group["window"] is None else f"a window of {group['window']:,}"
+        if group["layers"]:
+            layers = count(group["layers"], "layer")
+            yield "", f"a slab is {count(group['blocks'], 'block')} of {size} tokens for {layers} with {kind}"
     requests = count(capacity["requests_at_longest_context"], "such request")
     yield "longest context", f"{capacity['longest_context']:,} tokens, {requests} at a time"
     context = f"{capacity['context_at_max_num_seqs']:,} tokens each"
