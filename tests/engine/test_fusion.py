@@ -24,6 +24,7 @@ from tests.helpers.specs import changed, model_config
 from torch import nn
 
 from fleetfoot.assets import embedded_model_path
+from fleetfoot.config.model import BranchNorms
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.distributed.groups import Groups, TensorGroup
 from fleetfoot.executor.protocol import planned_parts
@@ -353,6 +354,9 @@ FITTING = {
         ({"qkv_bias": True, "layer_windows": (None, 8)}, {}, (0, "biases, windows")),
         ({"num_kv_heads": 4}, {}, (2, "")),
         ({}, {"kv_layout": TOKEN_MAJOR_NHD}, (0, "the KV layout is token-major-nhd")),
+        ({"norm_offset": 1.0, "soft_cap": 9.0}, {}, (0, "norm weights around 1, a soft cap of scores")),
+        ({"activation": "gelu_tanh"}, {}, (0, "an MLP other than SwiGLU")),
+        ({"mlp_norms": BranchNorms(after=True)}, {}, (0, "norms elsewhere than before attention and MLP")),
         ({"num_heads": 14, "num_kv_heads": 2}, {}, (0, "14 heads are not a multiple of 16")),
         ({}, {"block_size": 8}, (0, "KV blocks of 8 positions")),
     ],

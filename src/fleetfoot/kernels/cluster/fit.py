@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fleetfoot.config.model import ModelConfig
+from fleetfoot.config.model import NORM_BEFORE, MLPSpec, ModelConfig
 from fleetfoot.kernels.cluster.layer_blocks import LayerShape, LayerTiling, misfit
 from fleetfoot.records.kv_layout import TOKEN_MAJOR_NHD
 
@@ -66,7 +66,8 @@ def plan_layer_chain(
     has_nvrtc: bool,
 ) -> LayerChainPlan:
     """``is_hopper``: the GPU; ``num_sms``: its multiprocessors; ``has_nvrtc``: the compiler is installed."""
-    mixer, mlp = model.layers[0].mixer, model.layers[0].mlp
+    layer = model.layers[0]
+    mixer, mlp = layer.mixer, layer.mlp
     rows = max_rows(model.hidden_size, mixer.num_kv_heads)
     if not MOST_ROWS or model.has_experts:
         return NO_LAYER_CHAIN
@@ -87,8 +88,12 @@ def plan_layer_chain(
         "biases": not (mixer.qkv_bias or mixer.o_bias or mlp.has_bias),
         "windows": not any(layer.mixer.window for layer in model.layers),
         "layers without positions": all(layer.mixer.rope for layer in model.layers),
-        "a factor of the residual stream": model.layers[0].residual_multiplier == 1.0,
+        "a factor of the residual stream": layer.residual_multiplier == 1.0,
         "norms of q and k over all heads": not mixer.qk_norm_over_heads,
+        "norms elsewhere than before attention and MLP": layer.mixer_norms == layer.mlp_norms == NORM_BEFORE,
+        "norm weights around 1": not model.norm_offset,
+        "a soft cap of scores": mixer.soft_cap is None,
+        "an MLP other than SwiGLU": isinstance(mlp, MLPSpec) and (mlp.has_gate, mlp.activation) == (True, "silu"),
     }
     if len({replace(layer, mixer=replace(layer.mixer, rope=None, window=None)) for layer in model.layers}) > 1:
         reasons["layers differ"] = False
