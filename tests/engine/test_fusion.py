@@ -85,6 +85,9 @@ class ChainedTorch(PlainLinear):
     def makes_product(self, num_rows: int) -> bool:
         return False
 
+    def reads_deferred_sum(self, num_rows: int) -> bool:
+        return False
+
     def reads_deferred_norm(self, num_rows: int) -> bool:
         return num_rows <= self.most_deferred
 

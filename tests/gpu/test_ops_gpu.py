@@ -82,6 +82,13 @@ def test_a_norm_between_two_layers(num_rows: int, shape: tuple[int, int, int]) -
         checks.deferred_norm(kind, (num_rows, *shape), bias=bias, device="cuda")
 
 
+@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize("shape", [*DEFERRED_SHAPES, (1024, 1152, 6912), (6912, 1152, 1536)])
+def test_norms_around_a_sum_between_two_layers(num_rows: int, shape: tuple[int, int, int]) -> None:
+    for kind, bias in product((ChainedLinear, ChainedGateUp), (False, True)):
+        checks.deferred_sum(kind, (num_rows, *shape), bias=bias, device="cuda")
+
+
 def test_a_weight_past_32_bits() -> None:
     """The last rows of a head with more than 2**31 elements."""
     out, inputs = 160_000, 16_384

@@ -25,7 +25,7 @@ dependent_launch.can_overlap = lambda device: True  # type: ignore[assignment]
 from fleetfoot.config.engine import EngineConfig  # noqa: E402
 from fleetfoot.fusion.decoder import fuse  # noqa: E402
 from fleetfoot.kernels.attention.triton_backend import TritonBackend  # noqa: E402
-from fleetfoot.kernels.elementwise import GATES, DeferredRMSNorm  # noqa: E402
+from fleetfoot.kernels.elementwise import GATES, DeferredRMSNorm, DeferredSum  # noqa: E402
 from fleetfoot.kernels.linear import (  # noqa: E402
     decode_product,
     gated_hopper,
@@ -89,10 +89,11 @@ def record_products() -> None:
 
     def launch_linear(
         output: Any, x: Any, weight: Any, bias: Any, gated: bool, tiling: Any, deferred: Any = None,
-        add_norm: Any = None, **_: Any,
+        add_norm: Any = None, squares_out: Any = None, **_: Any,
     ) -> None:  # fmt: skip
-        norm = " after a norm" if deferred is not None else " with the next norm" if add_norm is not None else ""
-        launched.append(tiling_text(tiling, x.shape[1]) + norm)
+        read = "" if deferred is None else " after a sum" if isinstance(deferred, DeferredSum) else " after a norm"
+        made = " with the next norm" if add_norm is not None else "" if squares_out is None else " with squares"
+        launched.append(tiling_text(tiling, x.shape[1]) + read + made)
 
     def launch_hopper(output: Any, x: Any, weight: Any, tiling: Any, num_sms: int) -> None:
         launched.append(tiling_text(tiling, x.shape[1]))
@@ -166,7 +167,7 @@ def expected(table: KernelTable, num_layers: int, num_reqs: int, query_len: int)
     rows = num_reqs * query_len
     of_decode = "attention, by requests of a decode", num_reqs
     attention = of_decode if query_len == 1 else ("attention, by tokens of a prompt", query_len)
-    is_chained = any(name.startswith("qkv of others") for name in table)  # the ends differ
+    is_chained = any(name.startswith("qkv of others") for name in table)
     for layer in range(num_layers):
         qkv, down = ("qkv of others", "down [") if is_chained else ("qkv", "down")
         if is_chained and layer == 0:

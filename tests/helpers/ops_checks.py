@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fleetfoot.kernels.elementwise import DeferredSum
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
 from fleetfoot.kernels.linear.tilings import Tiling
@@ -236,6 +237,29 @@ def deferred_norm(
     normed = rms_norm_64(total, norm)
     assert_near(deferred.finished(), normed, ops)
     assert _error(reading(deferred), multiply(normed)) < (3 if kind is ChainedGateUp else 1) * torch.finfo(dtype).eps
+
+
+def deferred_sum(
+    kind: type[ChainedLinear], shape: tuple[int, int, int, int], *, bias: bool, device: str = "cpu"
+) -> None:
+    """A layer with a norm of its output, and the layer that reads the sum of that with the residual, after a norm.
+    ``shape``: as in `deferred_norm`."""
+    num_rows, num_inputs, hidden, num_outputs = shape
+    dtype, ops, offset = torch.bfloat16, triton_kernels(), 1.0 if bias else 0.0
+    squaring, multiply_squared = _layer(ChainedResidual, dtype, hidden, num_inputs, bias, device)
+    reading, multiply = _layer(kind, dtype, num_outputs, hidden, bias, device)
+    x, residual = (torch.randn(num_rows, size, device=device).to(dtype) for size in (num_inputs, hidden))
+    residual, norms = 20 * residual, [torch.randn(hidden, device=device).to(dtype) for _ in range(2)]
+    found = squaring.with_squares(x)
+    assert found is not None and reading.reads_deferred_sum(num_rows)
+    output, squares = found
+    assert _error(output, multiply_squared(x)) < torch.finfo(dtype).eps
+    torch.testing.assert_close(squares.sum(0), output.float().square().sum(1), rtol=1e-4, atol=1e-4)
+    total = torch.full_like(residual, float("nan"))
+    actual = reading(DeferredSum(output, squares, residual, *norms, EPS, offset, total))
+    normed, expected = ops.add_rms_norm(output, residual, norms[1], EPS, offset, norms[0])
+    assert _error(total, expected.double()) < 0.1 * torch.finfo(dtype).eps  # few differ in their last bit
+    assert _error(actual, multiply(normed.double())) < (3 if kind is ChainedGateUp else 1) * torch.finfo(dtype).eps
 
 
 def logits_without_a_maximum(vocab_size: int, dtype: torch.dtype) -> torch.Tensor:

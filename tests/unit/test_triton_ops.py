@@ -180,6 +180,16 @@ def test_a_norm_between_two_layers(shape: tuple[int, int, int, int], kind: type[
     checks.deferred_norm(kind, shape, bias=bias)
 
 
+@interpreted
+@both_kinds
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 256, 128, 64), (2, 200, 136, 72), (1, 1000, 72, 1000), (2, 72, 1152, 40)])
+def test_norms_around_a_sum_between_two_layers(
+    shape: tuple[int, int, int, int], kind: type[ChainedLinear], bias: bool
+) -> None:
+    checks.deferred_sum(kind, shape, bias=bias)
+
+
 def test_norms_are_deferred_for_few_rows_in_bfloat16() -> None:
     weight, x, norm = torch.randn(64, 128).bfloat16(), torch.randn(9, 128).bfloat16(), torch.ones(64).bfloat16()
     layer, half = ChainedResidual(weight), ChainedResidual(weight.half())

@@ -21,9 +21,9 @@ from operator import itemgetter
 import torch
 from torch import nn
 
-from fleetfoot.kernels.elementwise import DeferredRMSNorm
+from fleetfoot.kernels.elementwise import DeferredRMSNorm, DeferredSum
 from fleetfoot.kernels.interface import LayerParts
-from fleetfoot.kernels.linear.roles import ChainedInput, InputRole, OutputRole
+from fleetfoot.kernels.linear.roles import ChainedInput, ChainedOutput, InputRole, OutputRole
 from fleetfoot.layers.attention import AttentionParts
 from fleetfoot.layers.branch import Branch
 from fleetfoot.layers.context import ModelContext
@@ -55,7 +55,8 @@ class Sum:
     """Of the output before it is added."""
 
 
-Value = Plain | Sum | DeferredRMSNorm
+Deferred = DeferredRMSNorm | DeferredSum
+Value = Plain | Sum | Deferred
 """Between two branches: the residual stream, or what it will be the sum of, or the next norm of it up to a factor."""
 
 
@@ -64,8 +65,9 @@ class NormSpec:
     """The norm at the beginning of the next branch, or at the end of a run, whose norm is not read."""
 
     norm: RMSNorm
-    reads_deferred: Callable[[int], bool]
-    """Whether the branch reads a deferred norm of so many rows."""
+    reads_deferred_norm: Callable[[int], bool]
+    """Whether the branch reads a deferred norm of so many rows; ``reads_deferred_sum``: a deferred sum."""
+    reads_deferred_sum: Callable[[int], bool] = lambda num_rows: False
 
 
 def fuse(stack: DecoderStack, context: ModelContext, is_fused: Sequence[bool]) -> None:
@@ -157,16 +159,28 @@ class _Output:
         if self._chained is None:
             output = self._product(x)
             return self._sum(output if self.scale == 1.0 else output * self.scale, residual)
-        if self.norm is None and next_norm is not None and not next_norm.norm.offset:
-            can_sum = self.is_alone or self._rank_sums is not None
-            if can_sum and next_norm.reads_deferred(len(x)):
-                norm = next_norm.norm
-                deferred = self._chained.add_and_norm(x, residual, norm.weight, norm.eps, self._rank_sums)
-                if deferred is not None:
-                    return deferred
+        can_sum = next_norm is not None and (self.is_alone or self._rank_sums is not None)
+        deferred = self._defer(self._chained, x, residual, next_norm) if next_norm is not None and can_sum else None
+        if deferred is not None:
+            return deferred
         if self.norm is None and self.is_alone and self._chained.add_to(x, residual):
             return Plain(residual)
         return self._sum(self._chained(x), residual)
+
+    def _defer(
+        self, chained: ChainedOutput, x: torch.Tensor, residual: torch.Tensor, next_norm: NormSpec
+    ) -> Deferred | None:
+        """With the next norm deferred; None: there is no such kernel."""
+        norm, own = next_norm.norm, self.norm
+        if own is None and next_norm.reads_deferred_norm(len(x)) and not norm.offset:
+            return chained.add_and_norm(x, residual, norm.weight, norm.eps, self._rank_sums)
+        if own is None or not next_norm.reads_deferred_sum(len(x)):
+            return None
+        squared = chained.with_squares(x, self._rank_sums)
+        if squared is None:
+            return None
+        weights, total = (own.weight, norm.weight), torch.empty_like(residual)
+        return DeferredSum(*squared, residual, *weights, norm.eps, norm.offset, total)
 
     def _sum(self, output: torch.Tensor, residual: torch.Tensor) -> Sum:
         return Sum(output, residual, self._is_partial, self.norm)
@@ -194,10 +208,11 @@ class _FusedBranch(ABC):
     @property
     def norm_spec(self) -> NormSpec | None:
         """Its input norm as the branch before sees it; None: it has none."""
-        return None if self.input_norm is None else NormSpec(self.input_norm, self._reads_deferred)
-
-    def _reads_deferred(self, num_rows: int) -> bool:
-        return self._chained is not None and self._chained.reads_deferred_norm(num_rows)
+        if self.input_norm is None:
+            return None
+        if self._chained is None:
+            return NormSpec(self.input_norm, lambda num_rows: False)
+        return NormSpec(self.input_norm, self._chained.reads_deferred_norm, self._chained.reads_deferred_sum)
 
     def makes_product(self, num_rows: int) -> bool:
         """See `InputRole.follows_product`."""
@@ -209,9 +224,9 @@ class _FusedBranch(ABC):
     ) -> Value:
         """``value``: of the branch before. ``logits``: the rows that are read; None: all."""
 
-    def _read(self, value: Value) -> tuple[torch.Tensor | DeferredRMSNorm, torch.Tensor]:
-        """The input of the body, and the residual stream."""
-        if isinstance(value, DeferredRMSNorm):
+    def _read(self, value: Value) -> tuple[torch.Tensor | Deferred, torch.Tensor]:
+        """The input of the body, and the residual stream, which a product may write that reads a deferred sum."""
+        if isinstance(value, Deferred):
             return value, value.total
         if isinstance(value, Plain):
             return (value.x if self.input_norm is None else self.input_norm(value.x)), value.x
@@ -219,7 +234,7 @@ class _FusedBranch(ABC):
 
     def finish(self, value: Value) -> torch.Tensor:
         """The residual stream at the end of a run."""
-        if isinstance(value, DeferredRMSNorm):
+        if isinstance(value, Deferred):
             return value.total
         return value.x if isinstance(value, Plain) else self._add(value, None)[1]
 

@@ -106,6 +106,28 @@ class DeferredRMSNorm:
         return (self.weighted * torch.rsqrt(mean_square + self.eps)[:, None]).to(self.weighted.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class DeferredSum:
+    """RMSNorm of ``total = residual + rms_norm(output)``, both norms deferred to the next matmul: the squares of the
+    output's columns are summed by the kernel that computes them, and those of the total by each program that reads it.
+    """
+
+    output: torch.Tensor
+    """``[n, hidden]``: of the branch before."""
+    squares: torch.Tensor
+    """``[parts, n]`` float32: of each row of ``output``, the squares of some of its columns, summed."""
+    residual: torch.Tensor
+    """``[n, hidden]``: the residual stream before the sum."""
+    output_weight: torch.Tensor
+    """``[hidden]``, of the norm of the output; ``weight``: of the norm of the total."""
+    weight: torch.Tensor
+    eps: float
+    offset: float
+    """Of both norms: see `rms_norm_torch`."""
+    total: torch.Tensor
+    """``[n, hidden]``: the residual stream, which the next matmul writes."""
+
+
 def silu_and_mul_torch(gate_up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up``.
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
 
 import torch
 
-from fleetfoot.config.model import LayerSpec
+from fleetfoot.config.model import BranchNorms, LayerSpec
 from fleetfoot.kernels.attention import AttentionInputs, decode_hopper, max_rows, prefill_hopper, triton_supports
 from fleetfoot.kernels.attention.decode import MIN_ROWS, choose_decode_tiling
 from fleetfoot.kernels.attention.prefill import choose_prefill_tiling
@@ -32,7 +31,7 @@ from fleetfoot.kernels.linear.product_tilings import (
     gated_tilings,
     product_tiling,
 )
-from fleetfoot.kernels.linear.tilings import Tiling, choose_tiling, gated_row_groups
+from fleetfoot.kernels.linear.tilings import MOST_SUMMED_ROWS, Tiling, choose_tiling, gated_row_groups
 from fleetfoot.kernels.quantized.packed_triton import packed_tiling
 from fleetfoot.kernels.quantized.scaled_triton import scaled_tiling
 from fleetfoot.kernels.runtime.gpu_limits import GPULimits
@@ -169,9 +168,13 @@ class _Matrix:
 
     def makes_norm(self, rows: int, is_read: bool) -> bool:
         """Whether the residual sum and the next norm are part of the product."""
+        return is_read and self.reads_norm(rows)
+
+    def has_sums(self, rows: int) -> bool:
+        """Whether the product makes the squares of its output, or reads a deferred sum."""
         tiling = self.tiling(rows)
-        has_norm = self.product(rows) is not None or (tiling is not None and tiling.supports_norms)
-        return is_read and has_norm and self.dtype == "bfloat16"
+        is_few = rows <= MOST_SUMMED_ROWS and tiling is not None and tiling.supports_norms
+        return is_few and self.kind is not None and self.dtype == "bfloat16"
 
     def alone(self, rows: int) -> str:
         """The kernel without norms before or after it."""
@@ -327,45 +330,55 @@ class _FusedLayer(_PlainLayer):
 
     def operations(self, rows: int, requests: int) -> Operations:
         qkv, o, gate_up, down = self.qkv, self.o, self.gate_up, self.down
-        matrices: dict[str, tuple[_Matrix, Any]] = {
-            "qkv of the first layer": (qkv, qkv.alone),
-            "qkv of others": (qkv, self._qkv),
-            "o": (o, lambda n: self._residual(o, n, self._o_is_read(n))),
-            "gate_up": (gate_up, self._gate_up),
-            "down": (down, lambda n: self._residual(down, n, self._down_is_read(n))),
-            "down of the last layer": (down, lambda n: self._residual(down, n, True)),
-        }
-        if self._spec.mlp_norms.after:  # a kernel of its own makes the sum, and the next norm
-            del matrices["qkv of others"], matrices["down of the last layer"]
-            matrices = {name.removesuffix(" of the first layer"): each for name, each in matrices.items()}
-        products = {f"{name} {matrix.name}{{}}, by rows": (rows, of) for name, (matrix, of) in matrices.items()}
+        matrices: tuple[tuple[str, _Matrix, Callable[[int], str]], ...] = (
+            ("qkv of the first layer", qkv, qkv.alone),
+            ("qkv of others", qkv, self._qkv),
+            ("o", o, lambda n: self._residual(o, n, gate_up)),
+            ("gate_up", gate_up, self._gate_up),
+            ("down", down, lambda n: self._residual(down, n, qkv)),
+            ("down of the last layer", down, lambda n: self._residual(down, n, None)),
+        )
+        products = {f"{name} {matrix.name}{{}}, by rows": (rows, choose) for name, matrix, choose in matrices}
         return {**products, **self._attention(rows, requests)}
 
-    def _o_is_read(self, rows: int) -> bool:
-        """Whether gate and up read a deferred norm."""
-        return not self._spec.mixer_norms.after and self.gate_up.reads_norm(rows)
+    def _norms(self, matrix: _Matrix) -> BranchNorms:
+        """Those of the branch that begins or ends with a matrix."""
+        return self._spec.mixer_norms if matrix in (self.qkv, self.o) else self._spec.mlp_norms
 
-    def _down_is_read(self, rows: int) -> bool:
-        """Whether q, k and v of the next layer do."""
-        return not self._spec.mlp_norms.after and self.qkv.reads_norm(rows)
+    def _is_deferred(self, matrix: _Matrix, rows: int, reader: _Matrix | None) -> bool:
+        """Whether the next norm is part of the product. ``reader``: of that norm; None: at the end, the sum is read."""
+        is_read = reader is None or reader.reads_norm(rows)
+        return not self._norms(matrix).after and matrix.makes_norm(rows, is_read)
+
+    def _has_sums(self, matrix: _Matrix, rows: int, reader: _Matrix | None) -> bool:
+        """Whether the product and its reader share the norms around a sum."""
+        if reader is None or not self._norms(matrix).after or not self._norms(reader).before:
+            return False
+        is_chained = reader is not self.qkv or not self._mixer.qk_norm_over_heads
+        return is_chained and matrix.has_sums(rows) and reader.has_sums(rows)
 
     def _follows(self, rows: int) -> bool:
         """Whether q, k and v follow a layer that makes a deferred norm."""
-        return self.down.makes_norm(rows, self._down_is_read(rows))
+        return self._is_deferred(self.down, rows, self.qkv)
 
     def _qkv(self, rows: int) -> str:
+        if self._has_sums(self.down, rows, self.qkv):
+            return f"{self.qkv.alone(rows)} after a sum"
         return self.qkv.with_norms(rows) if self._follows(rows) else self.qkv.alone(rows)
 
     def _gate_up(self, rows: int) -> str:
-        follows = self.o.makes_norm(rows, self._o_is_read(rows))
+        if self._has_sums(self.o, rows, self.gate_up):
+            return f"{self.gate_up.alone(rows)} after a sum"
+        follows = self._is_deferred(self.o, rows, self.gate_up)
         return self.gate_up.gate_up(rows, follows, self.o.product(rows) is not None)
 
-    def _residual(self, matrix: _Matrix, rows: int, is_read: bool) -> str:
-        if matrix.makes_norm(rows, is_read):
-            return matrix.with_norms(rows)
+    def _residual(self, matrix: _Matrix, rows: int, reader: _Matrix | None) -> str:
         alone = matrix.alone(rows)
-        norms = self._spec.mixer_norms if matrix is self.o else self._spec.mlp_norms
-        is_added = alone == _LIBRARY and not matrix.has_bias and not norms.after
+        if self._has_sums(matrix, rows, reader):
+            return f"{alone} with squares"
+        if self._is_deferred(matrix, rows, reader):
+            return matrix.with_norms(rows)
+        is_added = alone == _LIBRARY and not matrix.has_bias and not self._norms(matrix).after
         return f"{alone}, added in place" if is_added else alone
 
     def decode(self, query_len: int, requests: int) -> str:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fleetfoot.kernels.elementwise import (
     DeferredRMSNorm,
+    DeferredSum,
+    add_rms_norm_torch,
     gelu_and_mul_torch,
     gelu_and_mul_triton,
     silu_and_mul_torch,
@@ -29,7 +31,7 @@ from fleetfoot.kernels.linear.product_tilings import (
 )
 from fleetfoot.kernels.linear.rank_sums import RankSums
 from fleetfoot.kernels.linear.roles import InputRole, OutputRole
-from fleetfoot.kernels.linear.tilings import Tiling, choose_tiling, gated_row_groups
+from fleetfoot.kernels.linear.tilings import MOST_SUMMED_ROWS, Tiling, choose_tiling, gated_row_groups
 from fleetfoot.kernels.linear.triton_kernels import launch_linear
 from fleetfoot.kernels.runtime.cuda_source import load
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits, has_hopper_kernels
@@ -88,8 +90,10 @@ class TritonLinear(PlainLinear):
                 return self.launch(x, tiling)
         return self._of_many_rows(x)
 
-    def launch(self, x: torch.Tensor, tiling: Tiling, deferred: DeferredRMSNorm | None = None) -> torch.Tensor:
-        """`__call__` with a given tiling. ``deferred``: the norm of ``x``, if the tiling supports it."""
+    def launch(
+        self, x: torch.Tensor, tiling: Tiling, deferred: DeferredRMSNorm | DeferredSum | None = None
+    ) -> torch.Tensor:
+        """`__call__` with a given tiling. ``deferred``: the norm or sum of ``x``, if the tiling supports it."""
         if tiling.splits > 1:
             shape = tiling.splits, x.shape[0], self._num_outputs
             output = torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -134,12 +138,21 @@ class ChainedLinear(TritonLinear):
         super().__init__(weight, bias)
         self._head_dim, self._follows_product = head_dim, follows_product
 
-    def __call__(self, x: torch.Tensor | DeferredRMSNorm) -> torch.Tensor:
-        """``x``: ``[n, in]``, or a deferred norm if `reads_deferred_norm`.
+    def __call__(self, x: torch.Tensor | DeferredRMSNorm | DeferredSum) -> torch.Tensor:
+        """``x``: ``[n, in]``, a deferred norm if `reads_deferred_norm`, or a deferred sum if `reads_deferred_sum`.
 
         Raises:
-            ValueError: ``x`` is not ``[n, in]`` of the weight's dtype, or a deferred norm of too many rows.
+            ValueError: ``x`` is not ``[n, in]`` of the weight's dtype, or is deferred with too many rows.
         """
+        if isinstance(x, DeferredSum):
+            tiling = self._tiling(len(x.output))
+            if tiling is None or not self.reads_deferred_sum(len(x.output)) or x.output.shape[1] != self._num_inputs:
+                raise ValueError(f"a deferred sum {list(x.output.shape)} is not supported: see reads_deferred_sum()")
+            with suppress(KernelNotReadyError):
+                return self.launch(x.output, tiling, x)
+            normed, total = add_rms_norm_torch(x.output, x.residual, x.weight, x.eps, x.offset, x.output_weight)
+            x.total.copy_(total)
+            return super().__call__(normed)
         if not isinstance(x, DeferredRMSNorm):
             return super().__call__(x)
         num_rows, num_inputs = x.weighted.shape
@@ -153,7 +166,7 @@ class ChainedLinear(TritonLinear):
 
     def rotate_and_cache(
         self,
-        x: torch.Tensor | DeferredRMSNorm,
+        x: torch.Tensor | DeferredRMSNorm | DeferredSum,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         num_heads: int,
@@ -162,6 +175,8 @@ class ChainedLinear(TritonLinear):
         """q, k and v of ``x``, and `Kernels.rope_and_cache` of them, in one kernel; None: not supported for these rows,
         or not compiled. The kernel reads deferred norms only; other ``x`` let a dry pass queue it."""
         if kv_cache.dtype is not self._weight.dtype or kv_cache.stride(4) != 1:
+            return None
+        if isinstance(x, DeferredSum):
             return None
         if not isinstance(x, DeferredRMSNorm):
             self._queue_product(x.shape[0], kv_cache.shape[3])
@@ -181,6 +196,11 @@ class ChainedLinear(TritonLinear):
             return False
         tiling = self._tiling(num_rows)
         return (tiling is not None and tiling.supports_norms) or self._product_tiling(num_rows) is not None
+
+    def reads_deferred_sum(self, num_rows: int) -> bool:
+        """Whether a deferred sum of this number of rows is supported."""
+        tiling = self._tiling(num_rows) if num_rows <= MOST_SUMMED_ROWS else None
+        return tiling is not None and tiling.supports_norms and self._weight.dtype is torch.bfloat16
 
     def _product_tiling(self, num_rows: int) -> ProductTiling | GatedTiling | None:
         """The tiling of `decode_product`, or of `gated_product`; None: neither is used with norms."""
@@ -228,8 +248,10 @@ class ChainedGateUp(ChainedLinear):
         self._activation = activation
         super().__init__(weight, bias, follows_product=follows_product)
 
-    def __call__(self, x: torch.Tensor | DeferredRMSNorm) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | DeferredRMSNorm | DeferredSum) -> torch.Tensor:
         """See `ChainedLinear`."""
+        if isinstance(x, DeferredSum):
+            return super().__call__(x)
         if isinstance(x, DeferredRMSNorm):
             num_rows, num_inputs = x.weighted.shape
             product = self._product_tiling(num_rows)
@@ -296,6 +318,40 @@ class ChainedResidual(ChainedLinear):
         """Whether `add_and_norm` uses `decode_product` for this number of rows, without sums over ranks."""
         return self._product_tiling(num_rows) is not None
 
+    def with_squares(
+        self, x: torch.Tensor, rank_sums: RankSums | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The product ``[n, out]``, summed over ranks too, and the squares of its columns, summed by program; None: not
+        supported for this number of rows, or not compiled."""
+        num_rows, num_outputs = x.shape[0], self._num_outputs
+        tiling = self._norm_tiling(num_rows, rank_sums)
+        if tiling is None or x.dtype is not self._weight.dtype:
+            return None
+        output = empty_rows(num_rows, num_outputs, like=x)
+        squares = torch.empty((cdiv(num_outputs, tiling.outputs), num_rows), dtype=torch.float32, device=x.device)
+        with suppress(KernelNotReadyError):
+            self._launch_end(output, x, tiling, rank_sums, squares_out=squares)
+            return output, squares
+        return None
+
+    def _norm_tiling(self, num_rows: int, rank_sums: RankSums | None) -> Tiling | None:
+        """That of the kernel for few rows; None: it does not support this step."""
+        tiling = self._tiling(num_rows)
+        if tiling is None or not tiling.supports_norms:
+            return None
+        if rank_sums is not None:
+            is_supported = self._bias is None and rank_sums.fits(num_rows, self._num_outputs)
+            if not is_supported or not tiling.fits_at_once(self._num_outputs, self._limits):
+                return None
+        return tiling
+
+    def _launch_end(
+        self, output: torch.Tensor, x: torch.Tensor, tiling: Tiling, rank_sums: RankSums | None, **ends: Any
+    ) -> None:
+        x = x if x.stride(1) == 1 else x.contiguous()
+        sums: dict[str, Any] = {"scale": self._scale, "rank_sums": rank_sums}
+        launch_linear(output, x, self._weight, self._bias, "", tiling, **sums, **ends)
+
     def add_and_norm(
         self,
         x: torch.Tensor,
@@ -313,22 +369,13 @@ class ChainedResidual(ChainedLinear):
         if isinstance(product, ProductTiling) and x.stride(1) == 1 and _is_aligned(x):
             with suppress(KernelNotReadyError):
                 return decode_product.add_and_norm(x, self._weight, product, residual.contiguous(), norm_weight, eps)
-        tiling = self._tiling(num_rows)
-        if tiling is None or not tiling.supports_norms:
+        tiling = self._norm_tiling(num_rows, rank_sums)
+        if tiling is None:
             return None
-        if rank_sums is not None:
-            is_supported = self._bias is None and rank_sums.fits(num_rows, num_outputs)
-            if not is_supported or not tiling.fits_at_once(num_outputs, self._limits):
-                return None
         residual = residual.contiguous()  # like the result
         result = DeferredRMSNorm.empty(residual, cdiv(num_outputs, tiling.outputs), eps)
-        x = x if x.stride(1) == 1 else x.contiguous()
-        add_norm = (residual, norm_weight, result)
         with suppress(KernelNotReadyError):
-            launch_linear(
-                result.weighted, x, self._weight, self._bias, "", tiling, add_norm=add_norm, scale=self._scale,
-                rank_sums=rank_sums,
-            )  # fmt: skip
+            self._launch_end(result.weighted, x, tiling, rank_sums, add_norm=(residual, norm_weight, result))
             return result
         return None
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, overload
 if TYPE_CHECKING:
     import torch
 
-    from fleetfoot.kernels.elementwise import DeferredRMSNorm
+    from fleetfoot.kernels.elementwise import DeferredRMSNorm, DeferredSum
     from fleetfoot.kernels.linear.rank_sums import RankSums
     from fleetfoot.records.forward_context import AttentionMetadata, RotaryInputs
 
@@ -37,15 +37,18 @@ class OutputRole:
 class ChainedInput(Protocol):
     """A linear layer in the chain of kernels of a fused decoder, with an `InputRole`."""
 
-    def __call__(self, x: torch.Tensor | DeferredRMSNorm) -> torch.Tensor:
-        """``x``: ``[n, in]``, or a deferred norm where it is supported."""
+    def __call__(self, x: torch.Tensor | DeferredRMSNorm | DeferredSum) -> torch.Tensor:
+        """``x``: ``[n, in]``, or a deferred norm or sum where it is supported."""
 
     def reads_deferred_norm(self, num_rows: int) -> bool:
         """Whether a deferred norm of so many rows is supported."""
 
+    def reads_deferred_sum(self, num_rows: int) -> bool:
+        """Whether a deferred sum of so many rows is supported."""
+
     def rotate_and_cache(
         self,
-        x: torch.Tensor | DeferredRMSNorm,
+        x: torch.Tensor | DeferredRMSNorm | DeferredSum,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         num_heads: int,
@@ -75,6 +78,12 @@ class ChainedOutput(Protocol):
         rank_sums: RankSums | None = None,
     ) -> DeferredRMSNorm | None:
         """The sum with ``residual``, summed over ranks too, and its deferred norm; None: there is no such kernel."""
+
+    def with_squares(
+        self, x: torch.Tensor, rank_sums: RankSums | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The product, summed over ranks too, and the sums of its squares: `DeferredSum.output` and ``squares``; None:
+        there is no such kernel."""
 
     def makes_product(self, num_rows: int) -> bool:
         """See `InputRole.follows_product`."""

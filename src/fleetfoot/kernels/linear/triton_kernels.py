@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fleetfoot.kernels.elementwise import GATES, DeferredRMSNorm, activate_and_mul
+from fleetfoot.kernels.elementwise import GATES, DeferredRMSNorm, DeferredSum, activate_and_mul
 from fleetfoot.kernels.linear.rank_sums import RANK_SUM_ROWS, RankSums, peers_of, sum_over_ranks
 from fleetfoot.kernels.linear.tilings import Tiling
 from fleetfoot.kernels.runtime.dependent_launch import (
@@ -50,8 +50,9 @@ def launch_linear(
     bias: torch.Tensor | None,
     activation: str,
     tiling: Tiling,
-    deferred: DeferredRMSNorm | None = None,
+    deferred: DeferredRMSNorm | DeferredSum | None = None,
     add_norm: tuple[torch.Tensor, torch.Tensor, DeferredRMSNorm] | None = None,
+    squares_out: torch.Tensor | None = None,
     scale: float = 1.0,
     rank_sums: RankSums | None = None,
 ) -> None:
@@ -64,7 +65,8 @@ def launch_linear(
         weight: ``[out, in]``, contiguous, ``[2 * out, in]`` if gated; ``bias`` alike. ``in`` is a multiple of 8, and of
             a chunk if staged.
         deferred: the norm of ``x``. add_norm: the residual, the weight of the next norm, and the result of that, with
-            `DeferredRMSNorm.weighted` as output; its parts are the programs. Both for up to 8 rows only.
+            `DeferredRMSNorm.weighted` as output; its parts are the programs. squares_out: ``[programs, n]``, for the
+            squares of the output, as in `DeferredSum`. All for up to 8 rows only.
         rank_sums: sums the product over the ranks, before it is rounded and added to the residual. All ranks make this
             call, without a bias.
     """
@@ -87,35 +89,42 @@ def launch_linear(
         return
     squares, eps = (weight, 0.0) if deferred is None else (deferred.squares, deferred.eps)
     num_parts = 1 if deferred is None else len(squares)
-    residual = norm_weight = total = squares_out = weight
-    if add_norm is not None:
+    residual = norm_weight = output_norm = total = weight
+    has_sum, ends, offset = isinstance(deferred, DeferredSum), "product", 0.0
+    if isinstance(deferred, DeferredSum):
+        residual, norm_weight, total = deferred.residual, deferred.weight, deferred.total
+        output_norm, offset = deferred.output_weight, deferred.offset
+    if squares_out is not None:
+        ends = "squares"
+    elif add_norm is not None:
         residual, norm_weight, result = add_norm
-        total, squares_out = result.total, result.squares
+        total, squares_out, ends = result.total, result.squares, "sum"
     words = addresses = num_calls = weight
     rank, num_ranks, width = 0, 1, 0
     if rank_sums is not None:
         words, addresses, num_calls = rank_sums.words, rank_sums.addresses, rank_sums.num_calls
         rank, num_ranks, width = rank_sums.rank, rank_sums.num_ranks, rank_sums.width
     _linear_few_rows_kernel[(cdiv(num_outputs, tiling.outputs),)](
-        output, x, weight, biases, squares, num_parts, eps, residual, norm_weight, total, squares_out,
-        words, addresses, num_calls, rank,
+        output, x, weight, biases, squares, num_parts, eps, residual, norm_weight, output_norm, total,
+        weight if squares_out is None else squares_out, words, addresses, num_calls, rank,
         num_rows, num_outputs, num_inputs, x.stride(0), min(_PREFETCHED, num_inputs) * 2,
         num_ranks=num_ranks, max_rows=RANK_SUM_ROWS, width=width,
         outputs=tiling.outputs, slices=tiling.num_warps, staged=tiling.kernel == "staged",
         whole_chunks=num_inputs % (tiling.num_warps * tiling.inputs) == 0, parts_tile=next_power_of_2(num_parts),
-        has_deferred_norm=deferred is not None, fused_add_norm=add_norm is not None, **options,
+        has_deferred_norm=deferred is not None, has_sum=has_sum, offset=offset, ends=ends, **options,
     )  # fmt: skip
 
 
 @triton_kernel(unspecialized=("num_rows", "rank"))
 def _linear_few_rows_kernel(
-    output_ptr, x_ptr, weight_ptr, bias_ptr, squares_in_ptr, num_parts, eps, residual_ptr, norm_ptr, total_ptr,
-    squares_ptr, words_ptr, addresses_ptr, num_calls_ptr, rank,
+    output_ptr, x_ptr, weight_ptr, bias_ptr, squares_in_ptr, num_parts, eps, residual_ptr, norm_ptr, output_norm_ptr,
+    total_ptr, squares_ptr, words_ptr, addresses_ptr, num_calls_ptr, rank,
     num_rows, num_outputs, num_inputs, x_stride, prefetched_bytes,
     num_ranks: tl.constexpr, max_rows: tl.constexpr, width: tl.constexpr,
     outputs: tl.constexpr, slices: tl.constexpr, inputs: tl.constexpr, stages: tl.constexpr, row_tile: tl.constexpr,
     staged: tl.constexpr, whole_chunks: tl.constexpr, has_bias: tl.constexpr, scale: tl.constexpr, gated: tl.constexpr,
-    parts_tile: tl.constexpr, has_deferred_norm: tl.constexpr, fused_add_norm: tl.constexpr, overlap: tl.constexpr,
+    parts_tile: tl.constexpr, has_deferred_norm: tl.constexpr, has_sum: tl.constexpr, offset: tl.constexpr,
+    ends: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(overlap)
     # A program's rows of the weight are contiguous. If staged, prefetching all of them at once hides the latency of the
@@ -149,7 +158,7 @@ def _linear_few_rows_kernel(
     sums = tl.zeros((slices, outputs, row_tile), tl.float32)
     up_sums = tl.zeros((slices, outputs, row_tile), tl.float32)
     norm_weight = weight_row
-    if fused_add_norm:
+    if ends == "sum":
         norm_weight = tl.load(norm_ptr + first + tl.minimum(output, num_valid - 1))
     peers = ()
     if num_ranks > 1:
@@ -163,56 +172,79 @@ def _linear_few_rows_kernel(
         is_square = (part < num_parts) & (row < num_rows)
         squares = tl.load(squares_in_ptr + part * num_rows + row, mask=is_square, other=0.0)  # [parts_tile, row_tile]
     residual = sums
-    if fused_add_norm:
+    if ends == "sum":
         row = tl.arange(0, row_tile)[None, :]
         residual_ptrs = residual_ptr + row.to(tl.int64) * num_outputs + first + output[:, None]
         residual = tl.load(residual_ptrs, mask=(output[:, None] < num_valid) & (row < num_rows), other=0.0)
     call = output
     if num_ranks > 1:
         call = tl.load(num_calls_ptr + first + output, mask=output < num_valid, other=0) + 1
+    factor = 0.0
+    summed = tl.zeros((slices, row_tile), tl.float32)  # squares of the sum
+    if has_sum:
+        factor = (1.0 / tl.sqrt_rn(tl.sum(squares, axis=0) / num_inputs + eps))[None, None, :]
     if staged:
-        x_offset = x_row * x_stride + slice_begin + in_slice[None, :, None]  # [slices, inputs, row_tile]
         for i in tl.static_range(stages):
-            x = tl.load(x_ptr + x_offset + i * chunk, mask=x_row < num_rows, other=0.0)
+            x, summed = _load_inputs(
+                x_ptr, residual_ptr, norm_ptr, output_norm_ptr, total_ptr, x_row, x_column + i * chunk, x_stride,
+                num_rows, num_inputs, factor, summed, True, has_sum, offset,
+            )  # fmt: skip
             sums = tl.dot(gates[i], x, sums)
             if gated:
                 up_sums = tl.dot(ups[i], x, up_sums)
     else:
-        sums, up_sums = _streamed_sums(
-            sums, up_sums, gate_ptr, up_ptr, x_ptr, weight_row, weight_column, x_row, x_column, x_stride,
-            num_rows, num_inputs, chunk, stages, whole_chunks, gated,
-        )  # fmt: skip
+        for begin in tl.range(0, num_inputs, chunk, num_stages=stages):
+            x, summed = _load_inputs(
+                x_ptr, residual_ptr, norm_ptr, output_norm_ptr, total_ptr, x_row, x_column + begin, x_stride,
+                num_rows, num_inputs, factor, summed, whole_chunks, has_sum, offset,
+            )  # fmt: skip
+            weight_offset = weight_row + weight_column + begin  # [slices, outputs, inputs]
+            if whole_chunks:
+                sums = tl.dot(tl.load(gate_ptr + weight_offset), x, sums)
+                if gated:
+                    up_sums = tl.dot(tl.load(up_ptr + weight_offset), x, up_sums)
+            else:
+                in_row = weight_column + begin < num_inputs
+                sums = tl.dot(tl.load(gate_ptr + weight_offset, mask=in_row, other=0.0), x, sums)
+                if gated:
+                    up_sums = tl.dot(tl.load(up_ptr + weight_offset, mask=in_row, other=0.0), x, up_sums)
+    if has_sum:
+        squares = summed
 
     write_outputs(
         sums, up_sums, squares, residual, norm_weight, output_ptr, bias_ptr, total_ptr, squares_ptr, first, num_valid,
         num_rows, num_outputs, num_inputs, eps, words_ptr, peers, call, num_calls_ptr, rank,
         num_ranks, max_rows, width,
-        outputs, row_tile, has_bias, scale, gated, has_deferred_norm, fused_add_norm,
+        outputs, row_tile, has_bias, scale, gated, has_deferred_norm, ends,
     )  # fmt: skip
 
 
 @triton_kernel()
-def _streamed_sums(
-    sums, up_sums, gate_ptr, up_ptr, x_ptr, weight_row, weight_column, x_row, x_column, x_stride, num_rows, num_inputs,
-    chunk: tl.constexpr, stages: tl.constexpr, whole_chunks: tl.constexpr, gated: tl.constexpr,
+def _load_inputs(
+    x_ptr, residual_ptr, norm_ptr, output_norm_ptr, total_ptr, row, column, stride, num_rows, num_inputs,
+    factor, summed, is_whole: tl.constexpr, has_sum: tl.constexpr, offset: tl.constexpr,
 ):  # fmt: skip
-    """The product ``[slices, outputs, row_tile]`` in chunks of inputs, of which ``stages`` are loaded ahead."""
-    for begin in tl.range(0, num_inputs, chunk, num_stages=stages):
-        weight_offset = weight_row + weight_column + begin  # [slices, outputs, inputs]
-        x_offset = x_row * x_stride + x_column + begin  # [slices, inputs, row_tile]
-        if whole_chunks:
-            x = tl.load(x_ptr + x_offset, mask=x_row < num_rows, other=0.0)
-            sums = tl.dot(tl.load(gate_ptr + weight_offset), x, sums)
-            if gated:
-                up_sums = tl.dot(tl.load(up_ptr + weight_offset), x, up_sums)
-        else:
-            in_row = weight_column + begin < num_inputs
-            x_mask = (x_row < num_rows) & (x_column + begin < num_inputs)
-            x = tl.load(x_ptr + x_offset, mask=x_mask, other=0.0)
-            sums = tl.dot(tl.load(gate_ptr + weight_offset, mask=in_row, other=0.0), x, sums)
-            if gated:
-                up_sums = tl.dot(tl.load(up_ptr + weight_offset, mask=in_row, other=0.0), x, up_sums)
-    return sums, up_sums
+    """Inputs ``[slices, inputs, row_tile]``. ``has_sum``: of a `DeferredSum`, where ``factor`` is 1/rms of each row of
+    the output, and the squares of the total are added to ``summed [slices, row_tile]``."""
+    place = row * stride + column
+    mask = row < num_rows
+    if not is_whole:
+        mask = mask & (column < num_inputs)
+    x = tl.load(x_ptr + place, mask=mask, other=0.0)
+    if has_sum:
+        dtype = x.dtype
+        residual = tl.load(residual_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        is_input = column < num_inputs  # [slices, inputs, 1]: all rows have the same weights
+        output_weight = tl.load(output_norm_ptr + column, mask=is_input, other=0.0).to(tl.float32) + offset
+        weight = tl.load(norm_ptr + column, mask=is_input, other=0.0).to(tl.float32) + offset
+        # Rounded at the same places as separate kernels.
+        normed = (x.to(tl.float32) * factor * output_weight).to(dtype).to(tl.float32)
+        total = (residual + normed).to(dtype)
+        tl.store(total_ptr + place, total, mask=mask & (tl.program_id(0) == 0))
+        total = total.to(tl.float32)
+        summed += tl.sum(total * total, axis=1)
+        x = (total * weight).to(dtype)
+    return x, summed
 
 
 @triton_kernel()
@@ -221,7 +253,7 @@ def write_outputs(
     num_rows, num_outputs, num_inputs, eps, words_ptr, peers, call, num_calls_ptr, rank,
     num_ranks: tl.constexpr, max_rows: tl.constexpr, width: tl.constexpr,
     outputs: tl.constexpr, row_tile: tl.constexpr, has_bias: tl.constexpr, scale: tl.constexpr, gated: tl.constexpr,
-    has_deferred_norm: tl.constexpr, fused_add_norm: tl.constexpr,
+    has_deferred_norm: tl.constexpr, ends: tl.constexpr,
 ):  # fmt: skip
     """Add up the slices ``[slices, outputs, row_tile]``, and write a program's ``num_valid`` outputs."""
     dtype = output_ptr.dtype.element_ty
@@ -252,14 +284,18 @@ def write_outputs(
             result, words_ptr, peers, call, column, is_written, rank, num_ranks, width, max_rows, row_tile
         )
         tl.store(num_calls_ptr + column, call, mask=is_output)
-    if fused_add_norm:
+    if ends != "product":
         # Rounded at the same places as separate kernels.
-        total = (result.to(dtype).to(tl.float32) + residual.to(tl.float32)).to(dtype)
-        tl.store(total_ptr + offset, total, mask=is_written)
+        total = result.to(dtype)
+        if ends == "sum":
+            total = (total.to(tl.float32) + residual.to(tl.float32)).to(dtype)
+            tl.store(total_ptr + offset, total, mask=is_written)
         total = tl.where(is_written, total.to(tl.float32), 0.0)
         part_ptr = squares_ptr + tl.program_id(0) * num_rows + tl.arange(0, row_tile)
         tl.store(part_ptr, tl.sum(total * total, axis=0), mask=tl.arange(0, row_tile) < num_rows)
-        result = total * norm_weight.to(tl.float32)[:, None]
+        result = total
+        if ends == "sum":
+            result = total * norm_weight.to(tl.float32)[:, None]
     tl.store(output_ptr + offset, result.to(dtype), mask=is_written)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from fleetfoot.kernels.elementwise import (
     DeferredRMSNorm,
+    DeferredSum,
     gelu_and_mul_torch,
     gelu_and_mul_triton,
     silu_and_mul_torch,
@@ -79,7 +80,7 @@ class _Chained:
 
     def rotate_and_cache(
         self,
-        x: torch.Tensor | DeferredRMSNorm,
+        x: torch.Tensor | DeferredRMSNorm | DeferredSum,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         num_heads: int,
@@ -89,6 +90,12 @@ class _Chained:
 
     def makes_product(self, num_rows: int) -> bool:
         return False
+
+    def reads_deferred_sum(self, num_rows: int) -> bool:
+        return False
+
+    def with_squares(self, x: torch.Tensor, rank_sums: RankSums | None = None) -> None:
+        return None
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         weight = self._weight
@@ -129,7 +136,8 @@ class _Input(_Chained):
     def reads_deferred_norm(self, num_rows: int) -> bool:
         return self._has_norms(num_rows, torch.bfloat16)
 
-    def __call__(self, x: torch.Tensor | DeferredRMSNorm) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | DeferredRMSNorm | DeferredSum) -> torch.Tensor:
+        assert not isinstance(x, DeferredSum)
         deferred, given = (x, x.weighted) if isinstance(x, DeferredRMSNorm) else (None, x)
         num_rows = given.shape[0]
         if num_rows and (deferred is not None or (self._gate and num_rows <= scaled_triton.FEW_ROWS)):
