@@ -381,11 +381,19 @@ def test_models_with_layers_in_two_kernels(
 
 @interpreted
 @pytest.mark.parametrize(
-    ("case", "fused", "num_norms"),  # behind attention and behind MLPs; at the end of a run only the sum is read
-    [("llama-biases", (True, True), 4), ("qwen3", (True, False, True), 4), ("granite", (True, True), 4)],
+    ("case", "fused", "expected_rows"),  # after attention and MLPs; at the end of a run only the sum is read
+    [
+        # in the last step, only the last layer has few rows: those that are read
+        ("llama-biases", (True, True), [8] * 4 + [2] * 6),
+        ("qwen3", (True, False, True), [8] * 4 + [2] * 6),
+        ("granite", (True, True), [8] * 4 + [2] * 6),
+        ("gemma2", (True, True), [2, 2, 2, 2]),  # sums, of one or two rows; a kernel makes the last one
+        ("gemma3", (True, True), [2, 2, 2, 2]),
+        ("olmo2", (True, True), []),
+    ],
 )
 def test_the_triton_chain_in_bfloat16(
-    case: str, fused: tuple[bool, ...], num_norms: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, fused: tuple[bool, ...], expected_rows: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few rows, so that norms are deferred, and tiles of 16 rows. Fused layers are as near to float32 as plain ones."""
     from fleetfoot.kernels.linear.linear_triton import ChainedResidual
@@ -393,14 +401,18 @@ def test_the_triton_chain_in_bfloat16(
     model_type, fields = paged_models.MODELS[case]
     fields = {**fields, "num_hidden_layers": len(fused), "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
     make_checkpoint(tmp_path, model_type, **fields)
-    deferred = []
-    add_and_norm = ChainedResidual.add_and_norm
+    deferred: list[int] = []
 
-    def counted(self: Any, x: torch.Tensor, *others: Any) -> DeferredRMSNorm | None:
-        deferred.append((len(x), result := add_and_norm(self, x, *others)))
-        return result
+    def counted(method: Any) -> Any:
+        def call(self: Any, x: torch.Tensor, *others: Any) -> Any:
+            result = method(self, x, *others)
+            deferred.extend([len(x)] * (result is not None))
+            return result
 
-    monkeypatch.setattr(ChainedResidual, "add_and_norm", counted)
+        return call
+
+    for method in (ChainedResidual.add_and_norm, ChainedResidual.with_squares):
+        monkeypatch.setattr(ChainedResidual, method.__name__, counted(method))
     schedule: list[tuple[dict[int, int], int | None]] = [({0: 5, 1: 3}, None), ({0: 1, 1: 1}, None), ({1: 4, 2: 16}, 2)]
     config = load_model_config(tmp_path)
     expected = outputs(make(tmp_path, context()), PagedCache(config, 16), schedule)
@@ -410,9 +422,7 @@ def test_the_triton_chain_in_bfloat16(
         cache = PagedCache(config, 16)
         cache.kv_caches = [kv_cache.to(torch.bfloat16) for kv_cache in cache.kv_caches]
         found[name] = outputs(make(tmp_path, model_context, mask), cache, schedule)
-        assert bool(deferred) == (name == "fused")
-    # In the last step, only the last layer has few rows: those that are read.
-    assert [rows for rows, result in deferred if result is not None] == [8] * num_norms + [2] * num_norms + [2, 2]
+        assert deferred == (expected_rows if name == "fused" else [])
     for plain, actual, exact in zip(found["plain"], found["fused"], expected, strict=True):
         plain_error, error = ((each.float() - exact).norm() / exact.norm() for each in (plain, actual))
         assert plain_error < 0.03 and error < max(1.5 * plain_error, 0.01)

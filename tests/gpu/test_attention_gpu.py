@@ -246,7 +246,7 @@ FUSED_DRAFTS: Requests = [(3, 100), (3, 3), (3, 900), (3, 65), (3, 4097), (3, 34
 def test_norm_rotation_and_cache_write_within_the_kernel(
     requests: Requests, heads: tuple[int, int], head_dim: int, has_norm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for limit in ("FUSED_PAIRS_PER_SM", "HOPPER_FUSED_PAIRS_PER_SM", "HOPPER_FUSED_REQUESTS"):
+    for limit in ("FUSED_PAIRS_PER_SM", "HOPPER_FUSED_PAIRS_PER_SM", "HOPPER_FUSED_REQUESTS", "FUSED_HEAD_DIM"):
         monkeypatch.setattr(triton_module, limit, 1000)  # also where two kernels would be faster
     num_heads, num_kv_heads = heads
     shape: dict[str, Any] = {"head_dim": head_dim, "dtype": torch.bfloat16, "device": "cuda"}

@@ -102,30 +102,6 @@ def test_a_weight_past_32_bits() -> None:
         assert float((actual.double() - expected).norm() / expected.norm()) < 4e-3
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("groups", [2, 3])
-@pytest.mark.parametrize(
-    ("num_rows", "num_outputs", "num_inputs"),
-    [(2000, 3072, 1024), (1, 8, 8), (257, 1000, 520), (129, 14336, 4096), (130, 136, 72), (3000, 264, 2048)],
-)
-def test_gated_layers_of_many_rows(
-    num_rows: int, num_outputs: int, num_inputs: int, groups: int, dtype: torch.dtype
-) -> None:
-    if not has_hopper_kernels(torch.device("cuda")):
-        pytest.skip("needs a Hopper GPU")
-    from fleetfoot.kernels.linear.gated_hopper import gated_linear_hopper
-
-    torch.manual_seed(num_rows)
-    wide = torch.randn(num_rows, num_inputs + 16, device="cuda").to(dtype)
-    x = wide[:, 8 : 8 + num_inputs]  # rows with something else between them
-    weight = (torch.randn(2 * num_outputs, num_inputs, device="cuda") * num_inputs**-0.5).to(dtype)
-    gate, up = (x.double() @ weight.double().T).chunk(2, dim=1)
-    expected = torch.nn.functional.silu(gate) * up
-    actual = gated_linear_hopper(x, weight, groups, 132)
-    assert float((actual.double() - expected).norm() / expected.norm()) < 5e-3
-    assert torch.equal(gated_linear_hopper(x, weight, groups, 7), actual)  # for any assignment of tiles
-
-
 @pytest.mark.parametrize("kind", ["plain", "gated", "partial"])
 @pytest.mark.parametrize(
     ("row_tile", "outputs", "stages", "dtype"),

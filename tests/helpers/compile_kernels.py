@@ -32,7 +32,6 @@ from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
 from fleetfoot.kernels.experts.experts import ExpertSizes
 from fleetfoot.kernels.experts.experts_triton import TritonExperts
 from fleetfoot.kernels.experts.routing_triton import route_triton
-from fleetfoot.kernels.linear.gated_hopper import gated_linear_hopper
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
 from fleetfoot.kernels.linear.rank_sums import RankSums
 from fleetfoot.kernels.linear.roles import InputRole, OutputRole
@@ -107,7 +106,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 
 
 def attention() -> None:
-    """Also the linear layers in Gluon."""
+    """Also the linear layer in Gluon."""
     shape: dict[str, Any] = {"num_heads": 32, "head_dim": 128, "dtype": torch.bfloat16}
     workspace = AttentionWorkspace(torch.device("cpu"))
     batch = make_batch([(1, 5)], num_kv_heads=8, **shape)
@@ -128,8 +127,6 @@ def attention() -> None:
         batch = make_batch([(1, 5)], num_kv_heads=8, **{**shape, "num_heads": num_heads})
         out = torch.empty_like(batch.query)
         prefill_hopper.paged_attention_prefill_hopper(batch.inputs(), counter=workspace.counter, out=out)
-    for groups in (2, 3):
-        gated_linear_hopper(empty(300, 1024), empty(512, 1024), groups, H100.num_sms)
     for output, num_weight_rows, tiling in (
         (empty(256, 512), 1024, Tiling("hopper", 128, 64, 256, 4)),  # gated
         (empty(2, 256, 512, dtype=torch.float32), 512, Tiling("hopper", 64, 64, 128, 8, splits=2)),

@@ -28,7 +28,6 @@ from fleetfoot.kernels.attention.triton_backend import TritonBackend  # noqa: E4
 from fleetfoot.kernels.elementwise import GATES, DeferredRMSNorm, DeferredSum  # noqa: E402
 from fleetfoot.kernels.linear import (  # noqa: E402
     decode_product,
-    gated_hopper,
     gated_product,
     linear_triton,
     tiled_hopper,
@@ -98,10 +97,6 @@ def record_products() -> None:
     def launch_hopper(output: Any, x: Any, weight: Any, tiling: Any, num_sms: int) -> None:
         launched.append(tiling_text(tiling, x.shape[1]))
 
-    def gated_linear(x: Any, weight: Any, groups: int, num_sms: int) -> torch.Tensor:
-        launched.append(f"gated_hopper 256x64x{groups * 64}")
-        return empty(len(x), len(weight) // 2)
-
     def rotate_and_cache(
         x: Any, weight: Any, bias: Any, tiling: Any, kv_cache: Any, metadata: Any, num_heads: int, rotary: Any
     ) -> torch.Tensor:
@@ -118,7 +113,6 @@ def record_products() -> None:
 
     linear_triton.launch_linear = launch_linear
     tiled_hopper.launch_linear_hopper = launch_hopper
-    gated_hopper.gated_linear_hopper = gated_linear
     decode_product.rotate_and_cache = rotate_and_cache
     decode_product.add_and_norm = add_and_norm
     decode_product.multiply_gated = multiply_gated

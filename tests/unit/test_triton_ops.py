@@ -1,11 +1,9 @@
 """The Triton operations in the interpreter, the rules by which they are launched, and their compilation for a GPU."""
 
 import itertools
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,12 +15,10 @@ from tests.helpers.ops_checks import REFERENCE
 from fleetfoot.kernels.attention import rope_and_cache
 from fleetfoot.kernels.elementwise import MAX_SIZE, DeferredRMSNorm
 from fleetfoot.kernels.interface import Kernels
-from fleetfoot.kernels.linear import linear_triton
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
-from fleetfoot.kernels.linear.tilings import Tiling, choose_tiling, gated_row_groups
+from fleetfoot.kernels.linear.tilings import Tiling, choose_tiling
 from fleetfoot.kernels.runtime.gpu_limits import GPULimits
 from fleetfoot.kernels.runtime.row_padding import readable_rows
-from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError
 from fleetfoot.kernels.sampling.sample import RandomRows
 from fleetfoot.records.forward_context import RotaryInputs
 
@@ -319,10 +315,6 @@ def test_tiles_for_hopper_keep_the_multiprocessors_busy(limits: GPULimits) -> No
             tiles = -(-num_rows // tiling.row_tile) * -(-num_outputs // outputs) * tiling.splits
             assert tiles >= 0.45 * num_sms
             assert tiles <= num_sms or (kind == "gated" and tiles >= 0.84 * -(-tiles // num_sms) * num_sms)
-        groups = gated_row_groups(num_rows * 8, num_outputs, num_inputs, num_sms)
-        if groups is not None:
-            tiles = -(-num_rows * 8 // (64 * groups)) * -(-num_outputs // 128)
-            assert tiles >= 0.8 * -(-tiles // num_sms) * num_sms
     assert kinds == {"plain", "gated", "residual"}
 
 
@@ -359,48 +351,6 @@ def test_tilings_fit_in_shared_memory(gated: bool, limits: GPULimits) -> None:
             assert tiling.shared_bytes(gated) <= limits.shared_bytes
             assert not (gated and tiling.splits > 1)
     assert "streamed" in kinds
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "num_outputs", "num_inputs", "groups"),
-    [
-        (1024, 14336, 4096, 2),  # 7 rounds, 97% busy; 3 groups would take as long as 9
-        (8192, 3072, 1024, 3),
-        (2048, 3072, 1024, 3),
-        (1024, 3072, 1024, None),  # 192 tiles are two rounds, one of them half empty
-        (256, 14336, 4096, None),  # 2 rounds, 85% busy
-        (300, 14336, 4096, None),
-        (128, 14336, 4096, None),
-        (8192, 3076, 1024, None),  # rows of the output would not be aligned
-        (8192, 3072, 1028, None),
-    ],
-)
-def test_gated_rows_in_tiles(num_rows: int, num_outputs: int, num_inputs: int, groups: int | None) -> None:
-    assert gated_row_groups(num_rows, num_outputs, num_inputs, 132) == groups
-
-
-@pytest.mark.parametrize(("ready", "tried"), [((2, 3), [2]), ((3,), [2, 3]), ((), [2, 3])])
-def test_gated_rows_take_the_tiles_that_are_compiled(
-    ready: tuple[int, ...], tried: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The library multiplies where none are."""
-    groups_tried = []
-
-    def multiply(x: torch.Tensor, weight: torch.Tensor, groups: int, num_sms: int) -> torch.Tensor:
-        groups_tried.append(groups)
-        if groups not in ready:
-            raise KernelNotReadyError("gated_linear_hopper")
-        return x.new_full((len(x), len(weight) // 2), 7.0)
-
-    monkeypatch.setitem(
-        sys.modules, "fleetfoot.kernels.linear.gated_hopper", SimpleNamespace(gated_linear_hopper=multiply)
-    )
-    monkeypatch.setattr(linear_triton, "gated_row_groups", lambda *_: 2)
-    layer = ChainedGateUp(torch.zeros(32, 16).bfloat16())
-    layer._has_hopper_kernel = True
-    output = layer._of_many_rows(torch.zeros(300, 16).bfloat16())
-    assert (output == (7.0 if ready else 0.0)).all()
-    assert groups_tried == tried
 
 
 def test_replace_writes_in_place() -> None:

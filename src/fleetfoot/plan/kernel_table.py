@@ -18,6 +18,7 @@ from fleetfoot.kernels.attention import AttentionInputs, decode_hopper, max_rows
 from fleetfoot.kernels.attention.decode import MIN_ROWS, choose_decode_tiling
 from fleetfoot.kernels.attention.prefill import choose_prefill_tiling
 from fleetfoot.kernels.attention.triton_backend import (
+    FUSED_HEAD_DIM,
     FUSED_PAIRS_PER_SM,
     HOPPER_FUSED_PAIRS_PER_SM,
     HOPPER_FUSED_REQUESTS,
@@ -31,7 +32,7 @@ from fleetfoot.kernels.linear.product_tilings import (
     gated_tilings,
     product_tiling,
 )
-from fleetfoot.kernels.linear.tilings import MOST_SUMMED_ROWS, Tiling, choose_tiling, gated_row_groups
+from fleetfoot.kernels.linear.tilings import MOST_SUMMED_ROWS, Tiling, choose_tiling
 from fleetfoot.kernels.quantized.packed_triton import packed_tiling
 from fleetfoot.kernels.quantized.scaled_triton import scaled_tiling
 from fleetfoot.kernels.runtime.gpu_limits import GPULimits
@@ -202,14 +203,7 @@ class _Matrix:
                 return self._text(wide)
         if self.tiling(rows) is not None:
             return self.alone(rows)
-        sizes = rows, self.num_outputs, self.num_inputs, self.limits.num_sms
-        is_supported = self.dtype != "float32" and not self.has_bias and self.activation == "silu"
-        groups = gated_row_groups(*sizes) if is_supported else None
-        return (
-            f"{_LIBRARY}, {self.activation.removesuffix('_tanh')}_and_mul"
-            if groups is None
-            else f"gated_hopper 256x64x{groups * 64}"
-        )
+        return f"{_LIBRARY}, {self.activation.removesuffix('_tanh')}_and_mul"
 
     def _text(self, tiling: Tiling | ProductTiling | GatedTiling) -> str:
         return tiling_text(tiling, self.num_inputs, self.head_dim if self.kind == "qkv" else 0)
@@ -390,6 +384,7 @@ class _FusedLayer(_PlainLayer):
         is_hopper = decode_hopper.supports(inputs)
         if (
             query_len <= MAX_FUSED_QUERY_LEN
+            and mixer.head_dim <= FUSED_HEAD_DIM
             and query_len * inputs.group <= max_rows(mixer.head_dim)
             and pairs_per_sm <= (HOPPER_FUSED_PAIRS_PER_SM if is_hopper else FUSED_PAIRS_PER_SM)
             and not (is_hopper and requests > HOPPER_FUSED_REQUESTS)

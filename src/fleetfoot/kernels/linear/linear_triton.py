@@ -31,7 +31,7 @@ from fleetfoot.kernels.linear.product_tilings import (
 )
 from fleetfoot.kernels.linear.rank_sums import RankSums
 from fleetfoot.kernels.linear.roles import InputRole, OutputRole
-from fleetfoot.kernels.linear.tilings import MOST_SUMMED_ROWS, Tiling, choose_tiling, gated_row_groups
+from fleetfoot.kernels.linear.tilings import MOST_SUMMED_ROWS, Tiling, choose_tiling
 from fleetfoot.kernels.linear.triton_kernels import launch_linear
 from fleetfoot.kernels.runtime.cuda_source import load
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits, has_hopper_kernels
@@ -278,16 +278,6 @@ class ChainedGateUp(ChainedLinear):
         return gated_tilings(num_rows, *self._weight.shape, self._limits.num_sms)
 
     def _of_many_rows(self, x: torch.Tensor) -> torch.Tensor:
-        if self._has_hopper_kernel and self._activation == "silu" and x.stride(1) == 1 and _is_aligned(x):
-            num_sms = self._limits.num_sms
-            groups = gated_row_groups(x.shape[0], self._num_outputs, x.shape[1], num_sms)
-            if groups is not None:
-                from fleetfoot.kernels.linear.gated_hopper import gated_linear_hopper
-
-                # while the kernel with these tiles is not compiled, the one with the others is slightly slower
-                for size in (groups, 5 - groups):
-                    with suppress(KernelNotReadyError):
-                        return gated_linear_hopper(x, self._weight, size, num_sms)
         return _ACTIVATIONS[self._activation](super()._of_many_rows(x))
 
 

@@ -31,7 +31,12 @@ _BARRIER_BYTES = 1024 + 512  # with what aligns the ring
 _RESERVED_BYTES = 1024  # of a multiprocessor, for each of its thread blocks
 _FEW_ROUNDS_ROWS = 512
 """Up to so many rows, the width of a tile of gate and up decides on the rounds of tiles."""
-_MIN_EFFICIENCY = 0.84
+_BOUND_REUSE = 80
+"""Products of a tile for each value that is copied to shared memory, below which copies bound it. With tiles that use
+97% of an H100, us of Llama-3.1-8B with 512 rows: 128 x 128 (64) 196, 224 x 128 (81) 165, 224 x 256 (119) 159."""
+_LIBRARY_SPEED, _ACTIVATION_INPUTS = 0.89, 360
+"""The rate of the library's product, as `GatedTiling.speed`; and the inputs with which the activation, 6 bytes of
+memory for each output, takes as long as the product."""
 _MIN_EFFICIENCY_OF_FEW, _MIN_GAIN_OF_FEW = 0.9, 0.1
 """Up to 128 rows: of ``gated_product.cu``, and how much more than that of ``decode_product.cu``."""
 _WIDEST_OF_FEW, _WIDE_INPUTS, _WIDEST_OF_MANY_INPUTS = 224, 4096, 96
@@ -200,11 +205,21 @@ class GatedTiling:
         pitch = self.outputs + (16 if self.outputs % 32 == 0 else 0)
         return _BARRIER_BYTES + self.groups * 4 * 16 * pitch
 
+    def speed(self, num_rows: int, num_outputs: int, num_sms: int) -> float:
+        """Estimated share of the fastest rate of products that the rows and outputs that exist get."""
+        reuse = self.rows * self.outputs / (self.rows + self.outputs)
+        return self.efficiency(num_rows, num_outputs, num_sms) * min(reuse / _BOUND_REUSE, 0.85 + reuse / 800)
+
     def efficiency(self, num_rows: int, num_outputs: int, num_sms: int) -> float:
         """Share of the multiprocessors' time that is spent on rows and outputs that exist, by estimate."""
         num_tiles = cdiv(num_rows, self.rows) * cdiv(num_outputs, self.outputs // 2 * self.peers)
         rounds = cdiv(num_tiles, num_sms // self.peers)
         return num_rows * num_outputs / (rounds * num_sms * self.rows * (self.outputs // 2))
+
+
+_MANY_ROWS = tuple(GatedTiling(*sizes) for sizes in ((256, 192), (256, 176), (192, 192), (128, 224), (256, 128)))
+"""Kernels for any number of rows beyond ``_FEW_ROUNDS_ROWS``: few, since each is compiled. By `GatedTiling.speed` they
+are within 1.3% of the best of 21, on average over public models and numbers of rows; the first two alone 4.4%."""
 
 
 def _wide_tiling_of_few(
@@ -234,16 +249,19 @@ def _wide_tiling_of_few(
 def gated_tilings(num_rows: int, num_weight_rows: int, num_inputs: int, num_sms: int) -> tuple[GatedTiling, ...]:
     """Tilings of gate and up for many rows, the best first; none: others are as fast, or it is not supported.
 
-    On an H200, us with other kernels and with this one: Llama-3.1-8B 256 rows 92.5 and 85.2, 320 rows 122.6 and 129.2
-    (81% efficiency: not used), 512 rows 167 and 156, 8,192 rows 2,922 and 2,831; Qwen3-0.6B 8,192 rows 163 and 149.
+    A tile's rate follows from its shape, and the time from the rounds of tiles (`GatedTiling.speed`). The library's
+    product has a rate of its own, and another kernel reads both halves of its output and writes a third. On an H100, us
+    of the library and of the tiling that is selected: Qwen3-0.6B 640 rows 17.7 and 16.0, 3,200 rows 84.0 and 60.3;
+    Llama-3.2-1B 1,152 rows 119.8 and 105.8; Llama-3.1-8B 640 rows 224.7 and 203.3, 2,080 rows 742 and 628.
     """
     if num_rows <= 128 or num_inputs % CHUNK or num_inputs < 512 or num_weight_rows % 32:
         return ()
     num_outputs = num_weight_rows // 2
+    tilings, count = _MANY_ROWS, 2
     if num_rows <= _FEW_ROUNDS_ROWS:
-        tilings, count = [GatedTiling(rows, outputs) for rows in (256, 192) for outputs in range(224, 127, -16)], 1
-    else:  # two kernels for any number of rows
-        tilings, count = [GatedTiling(256, 192), GatedTiling(256, 176)], 2
-    efficiency = {tiling: tiling.efficiency(num_rows, num_outputs, num_sms) for tiling in tilings}
-    tilings = sorted(tilings, key=lambda tiling: -efficiency[tiling])[:count]
-    return tuple(tiling for tiling in tilings if efficiency[tiling] >= _MIN_EFFICIENCY)
+        tilings = tuple(GatedTiling(rows, outputs) for rows in (256, 192, 128) for outputs in range(224, 127, -16))
+        count = 1
+    speed = {tiling: tiling.speed(num_rows, num_outputs, num_sms) for tiling in tilings}
+    best = sorted(tilings, key=lambda tiling: -speed[tiling])[:count]
+    library = _LIBRARY_SPEED / (1 + _ACTIVATION_INPUTS / num_inputs)
+    return tuple(tiling for tiling in best if speed[tiling] >= library)

@@ -28,8 +28,8 @@ _SHORT_TILE_BYTES = 256 << 10
 """Of the weight in a tile, up to which few programs are enough. The library breaks the chain: on an H200, a layer of
 Qwen2.5-1.5B took 7 us more with 32 rows, when the library multiplied its q, k and v, than with 48, where they are
 tiled."""
-_GATED_ROWS = 129
-"""Rows from which on gated layers without a tiling may use the Hopper kernel."""
+_LONG_RANGE = 1024
+"""Inputs of a range for which adding up one more partial sum takes less time than it saves."""
 MOST_SUMMED_ROWS = 2
 """Rows up to which each program of a product makes the sum of a `DeferredSum` for itself: of more rows, reading output
 and residual again takes longer than a kernel that makes the sum once. By estimate: 864 programs that read 2 rows of
@@ -43,9 +43,6 @@ _HOPPER_BYTES = 226 * 1024
 _MIN_ROUNDS = 2
 """Least rounds of tiles for which the Hopper kernel multiplies 33 to 64 rows: heads. It copies ahead across tiles. On
 an H200, us for 64 rows of Qwen3-0.6B 86.7 and 77.7, of Qwen3-4B 195.4 and 185.7, of Llama-3.1-8B 258.8 and 250.6."""
-_MIN_UTILIZATION = 0.88
-"""Minimum utilization of the multiprocessors by tiles: from there on the kernel is as fast as the library and
-`silu_and_mul` for 4096 inputs, and faster for fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,15 +175,18 @@ def _some_rows(
     if gated and row_tile == 128 and (num_rows > 128 or cdiv(num_outputs, 64) >= num_sms):
         return Tiling("tiled", 128, 64, row_tile, 6 if num_rows <= 128 else 4, num_warps=8)
     column_tiles = cdiv(num_outputs, 32 if gated else 64)
+    splits, halved_splits = (
+        _splits(num_rows, column_tiles * cdiv(num_rows, rows), num_inputs, num_sms) if may_split else 1
+        for rows in (row_tile, row_tile // 2)
+    )
     # Two tiles of half the rows read the weight twice, the second time from L2 if it fits. This is faster if it uses
-    # twice as many multiprocessors, and better than splitting the inputs, which leaves partial sums to be added.
-    if num_rows > 32 and weight_bytes <= _HALVED_BYTES and column_tiles * cdiv(num_rows, row_tile // 2) <= num_sms:
-        row_tile //= 2
+    # more multiprocessors, and better than splitting the inputs, which leaves partial sums to be added.
+    is_halved = (
+        num_rows > 32 and weight_bytes <= _HALVED_BYTES and column_tiles * cdiv(num_rows, row_tile // 2) <= num_sms
+    )
+    if is_halved and 2 * halved_splits > splits:
+        row_tile, splits = row_tile // 2, halved_splits
     num_tiles = column_tiles * cdiv(num_rows, row_tile)
-    max_splits = 8 if num_rows <= 16 else 4  # the next kernel reads all partial sums
-    splits = 1
-    while may_split and splits < max_splits and num_tiles * splits * 2 <= num_sms and num_inputs >= splits * 512:
-        splits *= 2
     programs = num_tiles * splits
     if programs < (num_sms // 8 if 64 * num_inputs * 2 // splits <= _SHORT_TILE_BYTES else num_sms // 3):
         return None
@@ -194,6 +194,22 @@ def _some_rows(
     one_each = programs <= num_sms
     stages = {16: (6, 4), 32: (5 if gated or num_rows > 32 else 4, 4), 64: (4, 3), 128: (4, 4)}[row_tile]
     return Tiling("tiled", 64, 128, row_tile, stages[0] if one_each else stages[1], splits=splits)
+
+
+def _splits(num_rows: int, num_tiles: int, num_inputs: int, num_sms: int) -> int:
+    """Ranges of inputs, so that as many tiles run at once as fit. The next kernel reads all partial sums: there are
+    more than 4 ranges only of few rows, or of long ranges. On an H100, us for the down projection of Gemma-3-1B (6,912
+    inputs): 16 rows 8.0 with 4 ranges, 6.7 with 6; 64 rows 10.6 with 2 of tiles of half the rows, 7.7 with 6."""
+    most = 8 if num_rows <= 16 else 4
+    counts = [
+        count
+        for count in (1, 2, 3, 4, 6, 8)
+        if num_tiles * count <= num_sms
+        and (count <= most or num_inputs >= count * _LONG_RANGE)
+        and (count == 1 or num_inputs >= count * 256)
+        and (count in (1, 2, 4, 8) or num_inputs % (count * 128) == 0)
+    ]
+    return max(counts, default=1)
 
 
 def hopper_tiling(
@@ -243,18 +259,3 @@ def _hopper(rows: int, outputs: int, splits: int, gated: bool) -> Tiling:
     result_bytes = rows * outputs * (1 if gated else 2) if splits == 1 else 0  # partial sums are not staged
     stages = (_HOPPER_BYTES - result_bytes) // ((rows + outputs) * 64 * 2)
     return Tiling("hopper", outputs, 64, rows, min(stages, 8), splits=splits)
-
-
-@lru_cache(maxsize=4096)
-def gated_row_groups(num_rows: int, num_outputs: int, num_inputs: int, num_sms: int) -> int | None:
-    """Warp groups of 64 rows per tile of `fleetfoot.kernels.linear.gated_hopper`; None: the library is faster."""
-    if num_rows < _GATED_ROWS or num_outputs % 8 or num_inputs % 8:
-        return None
-
-    def rounds(groups: int) -> float:
-        """Estimated time in tiles of 64 rows. Wider tiles read slightly less."""
-        tiles = cdiv(num_rows, 64 * groups) * cdiv(num_outputs, 128)
-        return cdiv(tiles, num_sms) * groups * (1.0 if groups == 2 else 0.97)
-
-    groups = min((2, 3), key=rounds)
-    return groups if num_rows * num_outputs >= _MIN_UTILIZATION * rounds(groups) * num_sms * 64 * 128 else None
