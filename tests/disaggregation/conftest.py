@@ -12,7 +12,7 @@ from tests.helpers.prefill_decode import REQUESTS, SIZE
 from tests.helpers.processes import HANG
 
 from fleetfoot.outputs import RequestOutput
-from fleetfoot.server.disaggregation import group
+from fleetfoot.server import engine_group
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +35,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def groups_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups in this process wait for all of their engines, however long those take to start."""
-    monkeypatch.setattr(group, "_JOIN_S", HANG)
+    monkeypatch.setattr(engine_group, "_JOIN_S", HANG)
 
 
 @pytest.fixture
