@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import shutil
 import signal
 import socket
@@ -176,7 +177,8 @@ def test_prefill_by_a_connector_of_files(command: Command, text_model: Path, tmp
     _, address = serving(command, text_model, "--kv-transfer-config", json.dumps(config))
     with RunningServer("--prefill", address, "--decode", address, command="proxy") as proxy:
         assert proxy.wait() == 2
-    assert "never hands over KV: its kv_connector is 'SharedStorageConnector'" in "".join(proxy.log)
+    # of the two clients of the one engine, whichever it answers first
+    assert re.search("never (hands|takes) over KV: its kv_connector is 'SharedStorageConnector'", "".join(proxy.log))
 
 
 def test_keys_and_data_that_is_no_message(command: Command, tmp_path: Path) -> None:
