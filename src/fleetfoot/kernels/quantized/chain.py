@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, overload
 
 import torch
@@ -117,6 +118,8 @@ class _Chained:
     def _launch(self, output: torch.Tensor, x: torch.Tensor, epilogue: Epilogue) -> None:
         x = x if x.stride(1) == 1 else x.contiguous()
         tiling = self._tiling(x.shape[0], output.shape[1])
+        if epilogue.gated:  # a stage has tiles of both halves
+            tiling = replace(tiling, stages=max(2, tiling.stages // 2))
         if isinstance(self._weight, ScaledMatrix):
             assert isinstance(tiling, scaled_triton.ScaledTiling)
             scaled_triton.launch_scaled_few_rows(output, x, self._weight, tiling, epilogue)
