@@ -47,15 +47,6 @@ def test_an_offer_is_accepted_once_until_it_expires() -> None:
     assert len(taker._used) == 1  # those that have expired are forgotten
 
 
-def test_an_offer_is_not_accepted_by_an_engine_that_has_started_since() -> None:
-    clock = Clock()
-    maker = Offers(KEY, (), 30.0, clock)
-    text = made(maker)
-    clock.now += 1
-    with pytest.raises(OfferError, match="before this engine has started"):
-        Offers(KEY, (), 30.0, clock).accept(text, request())
-
-
 def test_offers_that_are_remembered_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offers, "MAX_REMEMBERED", 2)
     clock = Clock()

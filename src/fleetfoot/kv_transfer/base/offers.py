@@ -32,7 +32,7 @@ class OfferError(ValueError):
     """An offer is refused, and nothing was sent."""
 
 
-class Offer(msgspec.Struct, frozen=True, array_like=True, tag="fleetfoot-offer-2"):
+class Offer(msgspec.Struct, frozen=True, array_like=True, tag="fleetfoot-offer-1"):
     """KV that an engine holds for a request."""
 
     request_id: str
@@ -51,8 +51,6 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag="fleetfoot-offer-2
     expires_at: float
     """Seconds since the epoch."""
     nonce: bytes
-    made_at: float
-    """Seconds since the epoch."""
 
 
 _DECODER = msgspec.msgpack.Decoder(Offer)
@@ -81,7 +79,6 @@ class Offers:
     ) -> None:
         self._key, self._peers, self._lifetime, self._clock = key, frozenset(peers), lifetime, clock
         self._used: dict[bytes, float] = {}  # nonce of an accepted offer -> when it expires
-        self._begin = clock()
 
     def make(
         self, request: Request, *, engine_id: str, engine: dict[str, Any], addresses: list[str], num_tokens: int
@@ -89,7 +86,7 @@ class Offers:
         """An offer of the request's KV, with a new lease, and its text."""
         lease, now = secrets.token_hex(16), self._clock()
         about = request.request_id, prompt_hash(request), engine_id, engine, addresses, lease, num_tokens
-        offer = Offer(*about, now + self._lifetime, secrets.token_bytes(16), now)
+        offer = Offer(*about, now + self._lifetime, secrets.token_bytes(16))
         return offer, self.text_of(offer)
 
     def text_of(self, offer: Offer) -> str:
@@ -103,9 +100,6 @@ class Offers:
         offer, now = self._verified(text), self._clock()
         if offer.expires_at <= now:
             raise OfferError(f"{FIELD} has expired {now - offer.expires_at:.0f} seconds ago; compute the prompt again")
-        if offer.made_at < self._begin:
-            message = "was made before this engine has started, which does not know whether it was accepted then"
-            raise OfferError(f"{FIELD} {message}; compute the prompt again")
         if offer.prompt_hash != prompt_hash(request):
             raise OfferError(f"{FIELD} is of another prompt, or of another cache_salt")
         for address in offer.addresses:
