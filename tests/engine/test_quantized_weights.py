@@ -292,6 +292,7 @@ def test_weights_that_were_quantized_while_loading_take_updates(quantization: st
     settings = {"quantization": quantization, "skip_tokenizer_init": True, "dtype": "float32"}
     engine = make_engine(tmp_path / "plain", **settings)
     tensors[UP] = torch.randn_like(tensors[UP])
+    tensors[UP][3, 5] = 9.0  # no other value of the row is rounded to the same
     engine.reload_weights(weights_iterator=[(UP, tensors[UP])])
     row = tensors[UP][3].abs().argsort()  # the last one has the largest magnitude
     patch = {"name": UP, "indices": (row[:2] + 3 * 48).sort().values, "values": torch.tensor([0.01, -0.02])}
