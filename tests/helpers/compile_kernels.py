@@ -43,7 +43,7 @@ from fleetfoot.kernels.quantized.packed import PackedMatrix
 from fleetfoot.kernels.quantized.packed_triton import packed_linear_triton, write_weight
 from fleetfoot.kernels.quantized.scaled import ScaledMatrix
 from fleetfoot.kernels.quantized.scaled_triton import scaled_linear_triton
-from fleetfoot.kernels.recurrent.batch import StateBatch
+from fleetfoot.kernels.recurrent.batch import make_state_batch
 from fleetfoot.kernels.recurrent.conv import CausalConv
 from fleetfoot.kernels.recurrent.gated_norm import GatedNorm
 from fleetfoot.kernels.runtime import gpu_limits, triton_support
@@ -183,7 +183,7 @@ def recurrent() -> None:
     starts, slots = torch.tensor([0, 1, 301], dtype=torch.int32), zeros(2, 1, dtype=torch.int32)
     shapes = {True: RecurrenceCase(True, 16, 32, 128, 128), False: RecurrenceCase(False, 1, 48, 128, 64)}
     for (is_delta, case), max_query_len in product(shapes.items(), (1, 300)):
-        batch = StateBatch.of(starts, slots[:, 0], slots, max_query_len)
+        batch = make_state_batch(starts, slots[:, 0], slots, max_query_len)
         size = case.num_v_heads * case.head_v_dim
         norm = GatedNorm(
             empty(301, size), empty(case.head_v_dim if is_delta else size), 1e-6, 128 if is_delta else size, is_delta

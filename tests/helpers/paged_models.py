@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from fleetfoot.config.model import ModelConfig
+from fleetfoot.config.model import LayerSpec, ModelConfig
 from fleetfoot.distributed.groups import TensorGroup
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
+from fleetfoot.kernels.recurrent.batch import make_state_batch
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext, LogitsMetadata
@@ -46,6 +47,31 @@ MULTIPLIERS = {
     "logits_scaling": 3.0,
 }
 BIASES = {"attention_bias": True, "mlp_bias": True}
+
+QWEN3_5 = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
+SHARED_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 12, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 16}
+GRANITE_HYBRID = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_local_experts": 0,
+    "shared_intermediate_size": 48,
+    **MAMBA,
+    **MULTIPLIERS,
+}
+CONVS = {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -86,6 +112,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2-no-caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, **EVERY_LAYER}),
     "gemma3": ("gemma3_text", {"sliding_window": 9, "sliding_window_pattern": 2, "rope_scaling": LINEAR}),
     "gemma3-layer-types": ("gemma3_text", {"rope_parameters": SCALED_GLOBAL, **EVERY_LAYER}),
+    "qwen3_5": ("qwen3_5_text", QWEN3_5),
+    "qwen3_5-moe": ("qwen3_5_moe_text", {**QWEN3_5, **SHARED_EXPERTS}),
+    "qwen3-next": ("qwen3_next", {**QWEN3_5, **SHARED_EXPERTS, "mlp_only_layers": [1]}),
+    "lfm2": ("lfm2", CONVS),
+    "lfm2-bias-untied": ("lfm2", {**CONVS, "conv_bias": True, "tie_word_embeddings": False, "conv_L_cache": 4}),
+    "bamba": ("bamba", {**MAMBA, "attn_layer_indices": [1]}),
+    "granite-hybrid": ("granitemoehybrid", GRANITE_HYBRID),
+    "granite-hybrid-rope": ("granitemoehybrid", {**GRANITE_HYBRID, "position_embedding_type": "rope"}),
     "olmo2": ("olmo2", {}),
     "olmo2-bias-tied": ("olmo2", {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 20}),
 }
@@ -144,14 +178,18 @@ class PagedCache:
     """KV blocks handed out in a shuffled order, and the metadata of a step over them, built by hand."""
 
     def __init__(self, config: ModelConfig, block_size: int, num_blocks: int = 64) -> None:
-        mixers = [layer.mixer for layer in config.layers]
-        shapes = [(num_blocks, 2, mixer.num_kv_heads, block_size, mixer.head_dim) for mixer in mixers]
-        # Nothing may be read that was not written: a NaN would show.
-        self.kv_caches = [torch.full(shape, float("nan")) for shape in shapes]
+        # Nothing may be read that was not written: a NaN would show. States begin with those of slot 0.
+        self.kv_caches = [
+            torch.full(_cache_shape(layer, block_size, num_blocks), float("nan")) for layer in config.layers
+        ]
+        for layer, cache in zip(config.layers, self.kv_caches, strict=True):
+            if layer.recurrent is not None:
+                cache[0] = 0
         self._block_size = block_size
         self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(3)).tolist()
         self._tables: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
+        self._slots: dict[int, int] = {}
 
     def step(self, new_tokens: dict[int, list[int]]) -> tuple[torch.Tensor, ForwardContext]:
         """``(input_ids, ctx)`` of a step that appends to each request; single tokens have to come first."""
@@ -182,7 +220,22 @@ class PagedCache:
             max(seq_lens),
         )
         input_ids = torch.tensor([token for tokens in new_tokens.values() for token in tokens])
-        return input_ids, ForwardContext(metadata, self.kv_caches)
+        written = {
+            request: request % 8 * 4 + 1 + length % 3 for request, length in zip(new_tokens, seq_lens, strict=True)
+        }
+        read = torch.tensor([self._slots.get(request, 0) for request in new_tokens], dtype=torch.int32)
+        write = torch.tensor([[slot] for slot in written.values()], dtype=torch.int32)
+        self._slots |= written
+        states = make_state_batch(metadata.query_start_loc, read, write, max(query_lens))
+        return input_ids, ForwardContext(metadata, self.kv_caches, states=states)
+
+
+def _cache_shape(layer: LayerSpec, block_size: int, num_blocks: int) -> tuple[int, ...]:
+    """Of the KV of a layer, or of its states."""
+    if layer.recurrent is not None:
+        return num_blocks, layer.recurrent.states().num_words(4)
+    mixer = layer.mixer
+    return num_blocks, 2, mixer.num_kv_heads, block_size, mixer.head_dim
 
 
 def run(model: CausalLM, cache: PagedCache, new_tokens: dict[int, list[int]]) -> dict[int, torch.Tensor]:

@@ -8,8 +8,9 @@ from itertools import accumulate
 
 import torch
 
-from fleetfoot.kernels.recurrent.batch import StateBatch
+from fleetfoot.kernels.recurrent.batch import make_state_batch
 from fleetfoot.kernels.recurrent.recurrence import Recurrence, RecurrenceInputs
+from fleetfoot.records.forward_context import StateBatch
 
 SCHEDULES: dict[str, list[list[int]]] = {
     "decodes": [[1, 1, 1], [1, 1, 1]],
@@ -114,7 +115,7 @@ def make_batch(
     starts, read_slots, write_slots = (
         torch.tensor(each, dtype=torch.int32, device=device) for each in (list(accumulate([0, *lengths])), read, write)
     )
-    return StateBatch.of(starts, read_slots, write_slots, max(lengths))
+    return make_state_batch(starts, read_slots, write_slots, max(lengths))
 
 
 def total_tokens(schedule: Sequence[Sequence[int]]) -> list[int]:

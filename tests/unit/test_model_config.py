@@ -60,6 +60,10 @@ def test_a_plain_llama() -> None:
 
 NOT_EVEN = {"Glm4MoeForCausalLM": {"head_dim": 128}}
 """Fields of defaults that do not make a model: GLM-4.5 has 96 heads, which do not divide its hidden size."""
+NOT_EVEN["GraniteMoeHybridForCausalLM"] = NO_EXPERTS = {"num_local_experts": 0}
+HYBRIDS = {"Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration", "Lfm2ForCausalLM", "BambaForCausalLM"}
+HYBRIDS |= {"GraniteMoeHybridForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM"}
+HYBRIDS |= {"Qwen3_5MoeForConditionalGeneration"}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -120,7 +124,44 @@ def test_labels_and_names_say_nothing_about_layers() -> None:
     parse(llama(**plain, use_bias=True, converted_from="x", num_key_value_groups=4, torch_dtype="bfloat16"))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", sorted(HYBRIDS))
+def test_absent_fields_of_hybrid_models(architecture: str) -> None:
+    from transformers import AutoConfig
+
+    theirs = AutoConfig.for_model(ARCHITECTURES[architecture].model_type).get_text_config()
+    ours = parse({"architectures": [architecture], **NOT_EVEN.get(architecture, {})})
+    has_attention = [kind == FULL for kind in theirs.layer_types]
+    assert [layer.attention is not None for layer in ours.layers] == has_attention
+    for name in ("vocab_size", "hidden_size", "max_position_embeddings", "tie_word_embeddings", "bos_token_id"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.rms_norm_eps == (getattr(theirs, "rms_norm_eps", None) or theirs.norm_eps)
+    for mixer in ours.attentions:
+        rope, head_dim = theirs.rope_parameters, getattr(theirs, "head_dim", None)
+        assert mixer.head_dim == (head_dim or theirs.hidden_size // theirs.num_attention_heads)
+        assert mixer.rope is not None and mixer.rope.theta == rope["rope_theta"]
+        assert mixer.rope.rotary_dim in (None, int(mixer.head_dim * rope.get("partial_rotary_factor", 1.0)))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "name"),
+    [
+        ("Qwen3_5", {"layer_types": ["full_attention", "mamba", "full_attention", "full_attention"]}, "layer_types"),
+        ("Qwen3_5", {"linear_num_value_heads": 24}, "linear_num_value_heads"),
+        ("Lfm2", {"conv_dim": 7}, "conv_dim"),
+        ("Lfm2", {"full_attn_idxs": 3}, "full_attn_idxs"),
+        ("Lfm2", {"conv_L_cache": 9}, "conv_L_cache"),
+        ("Bamba", {"mamba_n_heads": 7}, "mamba_n_heads"),
+        ("Bamba", {"mamba_n_groups": 3}, "mamba_n_groups"),
+        ("Bamba", {"time_step_limit": [0.0, 1.0]}, "time_step_limit"),
+        ("GraniteMoeHybrid", {"num_local_experts": 4}, "num_local_experts"),
+    ],
+)
+def test_fields_of_hybrid_models_that_are_refused(architecture: str, fields: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=f" {name} is"):
+        parse({**LLAMA, "architectures": [f"{architecture}ForCausalLM"], **NO_EXPERTS, **fields})
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES.keys() - HYBRIDS))
 def test_absent_fields_take_the_defaults_of_transformers(architecture: str) -> None:
     from transformers import AutoConfig
 
@@ -555,6 +596,7 @@ FIELD_NAMES = sorted(
     | {"sliding_window", "layer_types", "use_sliding_window", "max_window_layers", "eos_token_id", "bos_token_id"}
     | {"attention_bias", "mlp_bias", "tie_word_embeddings", "quantization_config", "original_max_position_embeddings"}
     | {"partial_rotary_factor", "no_rope_layers", "no_rope_layer_interval", "residual_multiplier", "logits_scaling"}
+    | {"full_attn_idxs", "block_ffn_dim_multiplier", "attn_layer_indices", "mamba_d_head", "linear_num_key_heads"}
 )
 SCALARS = st.none() | st.booleans() | st.integers(-3, 600) | st.floats() | st.text(max_size=5)
 ROPE = st.dictionaries(
@@ -562,7 +604,7 @@ ROPE = st.dictionaries(
     | st.sampled_from(["short_factor", "long_factor", "attention_factor", "partial_rotary_factor"]),
     st.sampled_from(["linear", "llama3", "yarn", "longrope", "default", [1.0] * 4, [2.0] * 2]) | SCALARS,
 )
-JSON = SCALARS | st.lists(SCALARS | st.sampled_from([FULL, SLIDING]), max_size=4) | ROPE
+JSON = SCALARS | st.lists(SCALARS | st.sampled_from([FULL, SLIDING, "conv"]), max_size=4) | ROPE
 
 
 @given(st.sampled_from(sorted(ARCHITECTURES)), st.dictionaries(st.sampled_from(FIELD_NAMES), JSON, max_size=4))
@@ -571,7 +613,7 @@ def test_any_json_is_parsed_or_refused_and_never_crashes(architecture: str, chan
         config = parse({**LLAMA, "architectures": [architecture], **changes})
     except ConfigError:
         return
-    for mixer in (layer.mixer for layer in config.layers):
+    for mixer in config.attentions:
         assert mixer.num_heads % mixer.num_kv_heads == 0
         assert mixer.head_dim % 2 == 0
 

@@ -20,6 +20,23 @@ from fleetfoot.config.experts import (
     qwen2_moe_layers,
     qwen3_moe_layers,
 )
+from fleetfoot.config.hybrid import (
+    BAMBA_DEFAULTS,
+    LFM2_DEFAULTS,
+    MAMBA_DEFAULTS,
+    MOE_DEFAULTS,
+    QWEN3_5_DEFAULTS,
+    QWEN3_5_MOE_DEFAULTS,
+    QWEN3_NEXT_DEFAULTS,
+    bamba_layers,
+    granite_hybrid_layers,
+    lfm2_layers,
+    qwen3_5_layers,
+    qwen3_5_moe_layers,
+    qwen3_next_moe_layers,
+    qwen3_next_traits,
+    text_ropes,
+)
 from fleetfoot.config.json_fields import Fields
 from fleetfoot.config.model import BranchNorms, LayerRopes, LayerSpec, RopeConfig
 from fleetfoot.config.rope import parse_rope, partial_ropes, uniform_ropes
@@ -191,6 +208,23 @@ def _glm4_moe_traits(fields: Fields) -> dict[str, Any]:
     return {"attention": {"qkv_bias": fields.boolean("attention_bias"), "qk_norm": fields.boolean("use_qk_norm")}}
 
 
+def _lfm2_traits(fields: Fields) -> dict[str, Any]:
+    return {"attention": {"qk_norm": True}, "layer": {"unfusible": "short convolutions"}}
+
+
+def _bamba_traits(fields: Fields) -> dict[str, Any]:
+    return {**llama_traits(fields), "layer": {"unfusible": "Mamba-2"}}
+
+
+def _granite_hybrid_traits(fields: Fields) -> dict[str, Any]:
+    if fields.integer("num_local_experts", minimum=0):
+        raise fields.error("num_local_experts", "those with experts are not supported; expected 0")
+    for name in ("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"):
+        fields.raw(name)  # without effect
+    traits = _granite_traits(fields)
+    return {**traits, "layer": {**traits["layer"], "unfusible": "Mamba-2"}}
+
+
 def no_windows(fields: Fields, num_layers: int) -> LayerWindows:
     """Full attention in every layer."""
     fields.refuse("sliding_window", because="this architecture attends to every position; expected null")
@@ -202,6 +236,19 @@ def _phi3_windows(fields: Fields, num_layers: int) -> LayerWindows:
     window = fields.optional_integer("sliding_window")
     is_limit = window is not None and window < fields.integer("max_position_embeddings")
     return _uniform_windows(fields, num_layers, window if is_limit else None)
+
+
+def _every_position(fields: Fields, num_layers: int) -> LayerWindows:
+    """Full attention in every layer that has attention; ``layer_types`` says which."""
+    fields.refuse("sliding_window", because="this architecture attends to every position; expected null")
+    return (None,) * num_layers
+
+
+def _granite_hybrid_ropes(fields: Fields, num_layers: int) -> LayerRopes:
+    """None, unless ``position_embedding_type`` is ``rope``."""
+    return (
+        uniform_ropes(fields, num_layers) if fields.raw("position_embedding_type") == "rope" else (None,) * num_layers
+    )
 
 
 def _mistral_windows(fields: Fields, num_layers: int) -> LayerWindows:
@@ -520,6 +567,44 @@ ARCHITECTURES: dict[str, Architecture] = {
         "gemma3", "Gemma3Model", "fleetfoot.models.gemma3:Gemma3ForConditionalGeneration", _GEMMA3_DEFAULTS,
         _gemma3_multimodal_traits, _gemma3_windows, _gemma3_ropes, decoder_field="text_config", **_GEMMA,
         default_on_v2=True,
+    ),
+    "Qwen3_5ForCausalLM": Architecture(
+        "qwen3_5_text", "Qwen3_5TextModel", "fleetfoot.models.qwen3_next:Qwen3NextForCausalLM", QWEN3_5_DEFAULTS,
+        qwen3_next_traits, _every_position, text_ropes, layers=qwen3_5_layers,
+    ),
+    "Qwen3_5ForConditionalGeneration": Architecture(
+        "qwen3_5", "Qwen3_5Model", "fleetfoot.models.qwen3_next:Qwen35ForConditionalGeneration", QWEN3_5_DEFAULTS,
+        qwen3_next_traits, _every_position, text_ropes, layers=qwen3_5_layers, decoder_field="text_config",
+    ),
+    "Qwen3NextForCausalLM": Architecture(
+        "qwen3_next", "Qwen3NextModel", "fleetfoot.models.qwen3_next:Qwen3NextForCausalLM",
+        {**QWEN3_NEXT_DEFAULTS, **MOE_DEFAULTS}, qwen3_next_traits, _every_position, text_ropes,
+        layers=qwen3_next_moe_layers,
+    ),
+    "Qwen3_5MoeForCausalLM": Architecture(
+        "qwen3_5_moe_text", "Qwen3_5MoeTextModel", "fleetfoot.models.qwen3_next:Qwen3NextForCausalLM",
+        QWEN3_5_MOE_DEFAULTS, qwen3_next_traits, _every_position, text_ropes, layers=qwen3_5_moe_layers,
+    ),
+    "Qwen3_5MoeForConditionalGeneration": Architecture(
+        "qwen3_5_moe", "Qwen3_5MoeModel", "fleetfoot.models.qwen3_next:Qwen35ForConditionalGeneration",
+        QWEN3_5_MOE_DEFAULTS, qwen3_next_traits, _every_position, text_ropes, layers=qwen3_5_moe_layers,
+        decoder_field="text_config",
+    ),
+    "Lfm2ForCausalLM": Architecture(
+        "lfm2", "Lfm2Model", "fleetfoot.models.lfm2:Lfm2ForCausalLM", LFM2_DEFAULTS, _lfm2_traits, _every_position,
+        layers=lfm2_layers, attribute_map={
+            "rms_norm_eps": "norm_eps", "tie_word_embeddings": "tie_embedding", "intermediate_size": "block_ff_dim",
+        },
+    ),
+    "BambaForCausalLM": Architecture(
+        "bamba", "BambaModel", "fleetfoot.models.bamba:BambaForCausalLM", BAMBA_DEFAULTS, _bamba_traits,
+        _every_position, partial_ropes, layers=bamba_layers,
+    ),
+    "GraniteMoeHybridForCausalLM": Architecture(
+        "granitemoehybrid", "GraniteMoeHybridModel", "fleetfoot.models.bamba:GraniteMoeHybridForCausalLM",
+        {**_GRANITE_DEFAULTS, **MAMBA_DEFAULTS, "num_local_experts": 8}, _granite_hybrid_traits, _every_position,
+        _granite_hybrid_ropes, layers=granite_hybrid_layers,
+        attribute_map={"intermediate_size": "shared_intermediate_size"},
     ),
     "Olmo2ForCausalLM": Architecture(
         "olmo2", "Olmo2Model", "fleetfoot.models.olmo2:Olmo2ForCausalLM", _OLMO2_DEFAULTS, _olmo2_traits, no_windows,

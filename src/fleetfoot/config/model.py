@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -88,22 +89,168 @@ class AttentionSpec:
     """Whether tokens attend to earlier ones only."""
     has_sinks: bool = False
     """Whether each query head has a learned logit that joins the softmax's denominator (GPT-OSS)."""
+    has_output_gate: bool = False
+    """Whether the heads' outputs are multiplied by a sigmoid, which ``q_proj`` has the inputs of behind each head's
+    query (Qwen3-Next)."""
 
     def linears(self, hidden_size: int, num_ranks: int = 1) -> tuple[Linear, ...]:
-        """The linear layers on one of ``num_ranks``: q, k and v; o."""
+        """The linear layers on one of ``num_ranks``: q, k and v, with the gate; o."""
         q = self.num_heads // num_ranks * self.head_dim
         kv = max(1, self.num_kv_heads // num_ranks) * self.head_dim
         parts = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
         return (
-            Linear(parts, q + 2 * kv, hidden_size, self.qkv_bias),
+            Linear(parts, q * (1 + self.has_output_gate) + 2 * kv, hidden_size, self.qkv_bias),
             Linear(("self_attn.o_proj",), hidden_size, q, self.o_bias),
         )
 
-    @property
-    def norm_parameters(self) -> int:
+    def own_parameters(self, num_ranks: int = 1) -> int:
         """Weights of the norms of q and k, and sinks."""
         num_heads = 2 * self.qk_norm + (self.num_heads + self.num_kv_heads) * self.qk_norm_over_heads
         return num_heads * self.head_dim + self.num_heads * self.has_sinks
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaNetSpec:
+    """A gated delta net (Yang et al. 2024): a convolution over q, k and v, then the gated delta rule, whose state is a
+    matrix for each head of v."""
+
+    num_k_heads: int
+    """Heads of q and of k; each serves consecutive heads of v."""
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    num_taps: int
+    """Of the convolution."""
+    is_grouped: bool = False
+    """Whether the checkpoint has two projections with the outputs of each head of k together (Qwen3-Next), rather than
+    four."""
+
+    @property
+    def conv_channels(self) -> int:
+        """Outputs of the projection of q, k and v."""
+        return 2 * self.num_k_heads * self.head_k_dim + self.value_size
+
+    @property
+    def value_size(self) -> int:
+        return self.num_v_heads * self.head_v_dim
+
+    def linears(self, hidden_size: int, num_ranks: int = 1) -> tuple[Linear, ...]:
+        """The linear layers on one of ``num_ranks``: q, k, v and the output's gate; rates and decays; the output."""
+        names = (("qkvz",), ("ba",)) if self.is_grouped else (("qkv", "z"), ("b", "a"))
+        states, heads = (tuple(f"linear_attn.in_proj_{part}" for part in parts) for parts in names)
+        value_size = self.value_size // num_ranks
+        return (
+            Linear(states, self.conv_channels // num_ranks + value_size, hidden_size, has_bias=False),
+            Linear(heads, 2 * self.num_v_heads // num_ranks, hidden_size, has_bias=False),
+            Linear(("linear_attn.out_proj",), hidden_size, value_size, has_bias=False),
+        )
+
+    def own_parameters(self, num_ranks: int = 1) -> int:
+        """Weights of the convolution and the output's norm, and the decays' parameters."""
+        return (self.conv_channels * self.num_taps + 2 * self.num_v_heads) // num_ranks + self.head_v_dim
+
+    def states(self, num_ranks: int = 1) -> StateShapes:
+        heads, channels = self.num_v_heads // num_ranks, self.conv_channels // num_ranks
+        return StateShapes((heads, self.head_v_dim, self.head_k_dim), (self.num_taps - 1, channels))
+
+    def problem(self, num_ranks: int) -> str:
+        """Why ``num_ranks`` cannot share it; empty: they can."""
+        return f"{self.num_k_heads} key heads cannot be shared evenly" if self.num_k_heads % num_ranks else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Spec:
+    """A Mamba-2 mixer (Dao and Gu 2024): a convolution over x, B and C, then a recurrence, whose state is a matrix for
+    each head."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    """Of B and C; each serves consecutive heads."""
+    state_size: int
+    """Elements of B and C of a group."""
+    num_taps: int
+    """Of the convolution."""
+    has_conv_bias: bool = True
+    has_bias: bool = False
+    """Of the two projections."""
+
+    @property
+    def value_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        return self.value_size + 2 * self.num_groups * self.state_size
+
+    def linears(self, hidden_size: int, num_ranks: int = 1) -> tuple[Linear, ...]:
+        """The linear layers: the output's gate, x, B, C and steps; the output."""
+        num_outputs = self.value_size + self.conv_channels + self.num_heads
+        return (
+            Linear(("mamba.in_proj",), num_outputs, hidden_size, self.has_bias),
+            Linear(("mamba.out_proj",), hidden_size, self.value_size, self.has_bias),
+        )
+
+    def own_parameters(self, num_ranks: int = 1) -> int:
+        """Weights of the convolution and the output's norm, and three parameters for each head."""
+        return self.conv_channels * (self.num_taps + self.has_conv_bias) + self.value_size + 3 * self.num_heads
+
+    def states(self, num_ranks: int = 1) -> StateShapes:
+        return StateShapes((self.num_heads, self.head_dim, self.state_size), (self.num_taps - 1, self.conv_channels))
+
+    def problem(self, num_ranks: int) -> str:
+        """Why ``num_ranks`` cannot share it; empty: they can."""
+        return "the norm of a Mamba-2 mixer is over all heads" if num_ranks > 1 else ""
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvSpec:
+    """A gated convolution of a few taps (LFM2, Liquid AI 2025); its state is the last inputs."""
+
+    num_taps: int
+    channels: int
+    has_bias: bool = False
+    """Of the convolution and the two projections."""
+
+    def linears(self, hidden_size: int, num_ranks: int = 1) -> tuple[Linear, ...]:
+        """The linear layers on one of ``num_ranks``: two gates and the input; the output."""
+        channels = self.channels // num_ranks
+        return (
+            Linear(("conv.in_proj",), 3 * channels, hidden_size, self.has_bias),
+            Linear(("conv.out_proj",), hidden_size, channels, self.has_bias),
+        )
+
+    def own_parameters(self, num_ranks: int = 1) -> int:
+        """Weights of the convolution."""
+        return self.channels // num_ranks * (self.num_taps + self.has_bias)
+
+    def states(self, num_ranks: int = 1) -> StateShapes:
+        return StateShapes((), (self.num_taps - 1, self.channels // num_ranks))
+
+    def problem(self, num_ranks: int) -> str:
+        """Why ``num_ranks`` cannot share it; empty: they can."""
+        return f"{self.channels} channels cannot be shared evenly" if self.channels % num_ranks else ""
+
+
+class StateShapes(NamedTuple):
+    """What a recurrent mixer keeps of a request, on one rank."""
+
+    recurrent: tuple[int, ...]
+    """Of the recurrence's matrices, ``[heads, rows, columns]``; empty: it has none."""
+    inputs: tuple[int, ...]
+    """Of the convolution's last inputs, ``[taps - 1, channels]``, in the model's dtype."""
+
+    @property
+    def num_recurrent(self) -> int:
+        """Elements of the matrices."""
+        return math.prod(self.recurrent) if self.recurrent else 0
+
+    def num_words(self, dtype_bytes: int) -> int:
+        """Float32 words of both, the matrices first."""
+        return self.num_recurrent + -(-math.prod(self.inputs) * dtype_bytes // 4)
+
+
+RecurrentSpec = GatedDeltaNetSpec | Mamba2Spec | ShortConvSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +355,8 @@ class ExpertsSpec:
 class LayerSpec:
     """A decoder layer. Layers with equal specs launch the same kernels."""
 
-    mixer: AttentionSpec
+    mixer: Any
+    """An `AttentionSpec`, or a `RecurrentSpec`."""
     mlp: MLPSpec | ExpertsSpec
     mixer_norms: BranchNorms = NORM_BEFORE
     mlp_norms: BranchNorms = NORM_BEFORE
@@ -219,11 +367,23 @@ class LayerSpec:
 
     def linears(self, hidden_size: int, num_ranks: int = 1) -> tuple[Linear, ...]:
         """The linear layers on one of ``num_ranks``, in the order of computation."""
-        return self.mixer.linears(hidden_size, num_ranks) + self.mlp.linears(hidden_size, num_ranks)
+        own: tuple[Linear, ...] = self.mixer.linears(hidden_size, num_ranks)
+        return own + self.mlp.linears(hidden_size, num_ranks)
 
-    def norm_parameters(self, hidden_size: int) -> int:
-        """Weights of all norms."""
-        return sum(self.mixer_norms + self.mlp_norms) * hidden_size + self.mixer.norm_parameters
+    @property
+    def attention(self) -> AttentionSpec | None:
+        """The mixer, where it is attention."""
+        return self.mixer if isinstance(self.mixer, AttentionSpec) else None
+
+    @property
+    def recurrent(self) -> RecurrentSpec | None:
+        """The mixer, where it has a state."""
+        return self.mixer if isinstance(self.mixer, RecurrentSpec) else None
+
+    def norm_parameters(self, hidden_size: int, num_ranks: int = 1) -> int:
+        """Weights outside linear layers, on one of ``num_ranks``: those of norms, and the mixer's own."""
+        own: int = self.mixer.own_parameters(num_ranks)
+        return sum(self.mixer_norms + self.mlp_norms) * hidden_size + own
 
     @property
     def experts(self) -> ExpertsSpec | None:
@@ -237,7 +397,7 @@ class LayerSpec:
         if (mlp := self.experts) is not None:
             matrices += mlp.num_experts * mlp.router.has_correction
             matrices += mlp.expert_parameters(hidden_size, num_ranks) * (mlp.num_chosen if active else mlp.num_experts)
-        return self.norm_parameters(hidden_size) + matrices
+        return self.norm_parameters(hidden_size, num_ranks) + matrices
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,27 +449,39 @@ class ModelConfig:
         """The specs of the layers, each once, in the order of their first layers."""
         return tuple(dict.fromkeys(self.layers))
 
+    @property
+    def attentions(self) -> tuple[AttentionSpec, ...]:
+        """The attention of the layers that have it, in order."""
+        return tuple(layer.attention for layer in self.layers if layer.attention is not None)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a layer has a recurrent state."""
+        return len(self.attentions) < self.num_layers
+
     def with_mixers(self, **changes: Any) -> ModelConfig:
-        """This model with other fields of the mixers of all layers."""
-        return replace(
-            self, layers=tuple(replace(layer, mixer=replace(layer.mixer, **changes)) for layer in self.layers)
-        )
+        """This model with other fields of the mixers of all layers with attention."""
+
+        def changed(layer: LayerSpec) -> LayerSpec:
+            return layer if layer.attention is None else replace(layer, mixer=replace(layer.attention, **changes))
+
+        return replace(self, layers=tuple(map(changed, self.layers)))
 
     def for_context(self, max_model_len: int) -> ModelConfig:
         """For sequences of at most this many tokens: see `RopeConfig.for_context`."""
 
         def resolved(layer: LayerSpec) -> LayerSpec:
-            rope = layer.mixer.rope and layer.mixer.rope.for_context(max_model_len)
-            return replace(layer, mixer=replace(layer.mixer, rope=rope))
+            if layer.attention is None or layer.attention.rope is None:
+                return layer
+            return replace(layer, mixer=replace(layer.attention, rope=layer.attention.rope.for_context(max_model_len)))
 
         return replace(self, layers=tuple(map(resolved, self.layers)))
 
     def rotary_tables(self, layers: range) -> list[tuple[RopeConfig | None, int]]:
         """The rotation and the head size of each table of angles that the layers need, each once."""
-        mixers = (self.layers[layer].mixer for layer in layers)
         tables: list[tuple[RopeConfig | None, int]] = []  # ropes have mappings, which have no hash
-        for mixer in mixers:
-            if (mixer.rope, mixer.head_dim) not in tables:
+        for mixer in (self.layers[layer].attention for layer in layers):
+            if mixer is not None and (mixer.rope, mixer.head_dim) not in tables:
                 tables.append((mixer.rope, mixer.head_dim))
         return tables
 

@@ -87,7 +87,7 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
     traits = architecture.traits(fields)
     layers = architecture.layers(fields, _layers(architecture, fields, num_layers, traits))
     num_positions = fields.integer("max_position_embeddings", minimum=2)
-    for rope in (layer.mixer.rope for layer in layers):
+    for rope in (layer.attention.rope for layer in layers if layer.attention is not None):
         if rope is not None and rope.rope_type == "yarn":  # many files have the length before it was extended
             extended = rope.parameters["original_max_position_embeddings"] * rope.parameters["factor"]
             num_positions = max(num_positions, int(extended))
@@ -109,7 +109,7 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
     )
     outside = {name: value for name, value in whole.items() if name not in config}
     known = {*fields.read, *architecture.attribute_map.values(), architecture.decoder_field}
-    if config.get("model_type") == architecture.model_type:
+    if config.get("model_type") in (architecture.model_type, f"{architecture.model_type}_text"):
         known.add("model_type")
     for found in foreign_fields({**config, **outside}, known):
         raise ConfigError(

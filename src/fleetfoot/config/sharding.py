@@ -28,7 +28,7 @@ def check_tensor_parallel_size(config: ModelConfig, size: int) -> None:
 
 def tensor_parallel_sizes(config: ModelConfig) -> list[int]:
     """The numbers of ranks that can share each layer."""
-    most = min(layer.mixer.num_heads for layer in config.layers)
+    most = min((mixer.num_heads for mixer in config.attentions), default=1)
     return [size for size in range(1, most + 1) if not _tensor_problem(config, size)]
 
 
@@ -46,11 +46,14 @@ def _tensor_problem(config: ModelConfig, size: int) -> str:
 
 
 def _layer_problem(layer: LayerSpec, size: int) -> str:
-    heads, kv_heads = layer.mixer.num_heads, layer.mixer.num_kv_heads
-    if heads % size:
-        return f"{heads} attention heads cannot be shared evenly"
-    if kv_heads % size and size % kv_heads:
-        return f"{kv_heads} KV heads can neither be shared evenly nor be copied to equally many ranks each"
+    if layer.recurrent is not None and (problem := layer.recurrent.problem(size)):
+        return problem
+    if layer.attention is not None:
+        heads, kv_heads = layer.attention.num_heads, layer.attention.num_kv_heads
+        if heads % size:
+            return f"{heads} attention heads cannot be shared evenly"
+        if kv_heads % size and size % kv_heads:
+            return f"{kv_heads} KV heads can neither be shared evenly nor be copied to equally many ranks each"
     shared = layer.experts.shared_size if layer.experts is not None else 0
     for intermediate_size in (layer.mlp.intermediate_size, shared):
         if intermediate_size % size:

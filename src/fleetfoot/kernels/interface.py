@@ -22,14 +22,13 @@ if TYPE_CHECKING:
     from fleetfoot.kernels.quantized.chain import ChainQuantized
     from fleetfoot.kernels.quantized.packed import PackedMatrix
     from fleetfoot.kernels.quantized.scaled import ScaledMatrix
-    from fleetfoot.kernels.recurrent.batch import StateBatch
     from fleetfoot.kernels.recurrent.conv import CausalConv
     from fleetfoot.kernels.recurrent.gated_norm import GatedNorm
     from fleetfoot.kernels.recurrent.recurrence import Recurrence, RecurrenceInputs
     from fleetfoot.kernels.sampling.logits_processors import ListedTokens, LogitsProcessorTables
     from fleetfoot.kernels.sampling.sample import RandomRows
     from fleetfoot.kernels.sampling.token_logprobs import LogprobRows
-    from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext, RotaryInputs
+    from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext, RotaryInputs, StateBatch
 
 
 _CAPTURABLE_ATTENTION = frozenset({"triton"})

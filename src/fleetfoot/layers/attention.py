@@ -19,7 +19,7 @@ from fleetfoot.layers.linear import ColumnParallelLinear, RowParallelLinear
 from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.layers.rotary import stored_rows
 from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext, RotaryInputs
-from fleetfoot.records.weights import WeightSpec
+from fleetfoot.records.weights import WeightSpec, join_rows, slices_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,13 @@ class Attention(Offering):
         heads = even_span(spec.num_heads, group.rank, group.size)
         kv_heads = kv_head_span(spec, group.rank, group.size)
         v = slice(kv_heads.start * head_dim, kv_heads.stop * head_dim)
-        rows = (stored_rows(rope, head_dim, heads), stored_rows(rope, head_dim, kv_heads), v)
-        parts = (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
+        num_gates = int(spec.has_output_gate)  # behind each head's query, and stored before all queries
+        q_rows = stored_rows(rope, head_dim, heads, 1 + num_gates)
+        if num_gates:
+            gates = range((2 * heads.start + 1) * head_dim, 2 * heads.stop * head_dim, 2 * head_dim)
+            q_rows = join_rows((*(slice(gate, gate + head_dim) for gate in gates), *slices_of(q_rows)))
+        rows = (q_rows, stored_rows(rope, head_dim, kv_heads), v)
+        parts = (("q_proj", (1 + num_gates) * q_size), ("k_proj", kv_size), ("v_proj", kv_size))
         merged = "qkv_proj" if config.has_merged_projections else None
         self.qkv_proj = ColumnParallelLinear(
             context, config.hidden_size, parts, spec.qkv_bias, rows=rows, merged=merged
@@ -126,7 +131,7 @@ class Attention(Offering):
         return AttentionParts(self.project, self.qkv_proj, self.paged, self.o_proj)
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
-        """q, k and v of ``x [num_tokens, hidden_size]``, in one tensor."""
+        """q, k and v of ``x [num_tokens, hidden_size]``, in one tensor, behind the gates where there are any."""
         return self.qkv_proj(x)
 
     def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:

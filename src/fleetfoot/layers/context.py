@@ -65,7 +65,7 @@ class WeightTree(nn.Module):
     other_weights: tuple[str, ...] = ()
     """Beginnings of the names of tensors in its checkpoints that it does not read, such as a vision tower's."""
     checkpoint_names: ClassVar[Mapping[str, str]] = {}
-    """Parts of the paths of modules, with dots around them, that have other names in the checkpoint."""
+    """Parts of the names of tensors, with dots around them, that are others in the checkpoint."""
 
     def weight_specs(self) -> Iterator[WeightSpec]:
         """Every tensor of the checkpoint that it holds."""
@@ -75,7 +75,11 @@ class WeightTree(nn.Module):
                 prefix = f"{parent}." if parent else ""
                 for part, other in self.checkpoint_names.items():
                     prefix = prefix.replace(part, other)
-                yield from module.own_weight_specs(prefix, name)
+                for spec in module.own_weight_specs(prefix, name):
+                    tensor = spec.name
+                    for part, other in self.checkpoint_names.items():
+                        tensor = tensor.replace(part, other)
+                    yield spec if tensor == spec.name else replace(spec, name=tensor)
 
     def stored_weights(self) -> Iterator[Span]:
         """The memory of all that a checkpoint gives, and nothing else."""

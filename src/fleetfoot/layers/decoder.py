@@ -48,16 +48,28 @@ class DecoderLayer(Offering):
         for name, is_present in self._norms:
             if is_present:
                 setattr(self, name, RMSNorm(context, config.hidden_size, config.rms_norm_eps, config.norm_offset))
-        self.self_attn = self.attention_class(config, context.within("self_attn"), cos_sin, layer, kv_index)
+        self._mixer = self.mixer_name(spec)
+        mixer = self.make_mixer(config, context.within(self._mixer), cos_sin, layer, kv_index)
+        setattr(self, self._mixer, mixer)
         mlp_class = self.mlp_class if spec.experts is None else self.experts_class
         self.mlp = mlp_class(config, context.within("mlp"), layer)
+
+    def mixer_name(self, spec: LayerSpec) -> str:
+        """The name of the mixer in the checkpoint."""
+        return "self_attn"
+
+    def make_mixer(
+        self, config: ModelConfig, context: ModelContext, cos_sin: torch.Tensor, layer: int, kv_index: int
+    ) -> nn.Module:
+        """See `fleetfoot.layers.attention.Attention`."""
+        return self.attention_class(config, context, cos_sin, layer, kv_index)
 
     @property
     def branches(self) -> tuple[Branch, ...]:
         """In the order of computation."""
         a, b, c, d = (getattr(self, name) if is_present else None for name, is_present in self._norms)
         scale = self.spec.residual_multiplier
-        return Branch(self.self_attn, a, b, scale), Branch(self.mlp, c, d, scale)
+        return Branch(getattr(self, self._mixer), a, b, scale), Branch(self.mlp, c, d, scale)
 
     def offer(self) -> tuple[Branch, ...] | None:
         return self.branches
@@ -95,8 +107,9 @@ class DecoderStack(nn.ModuleDict):
         config = config.for_context(max_positions)
         kinds = config.rotary_tables(numbers)
         tables = [rotary_table(rope, head_dim, max_positions, context.device) for rope, head_dim in kinds]
-        mixers = [config.layers[layer].mixer for layer in numbers]
-        cos_sin = [tables[kinds.index((mixer.rope, mixer.head_dim))] for mixer in mixers]
+        mixers = [config.layers[layer].attention for layer in numbers]
+        nothing = torch.empty(0, device=context.device)
+        cos_sin = [tables[kinds.index((each.rope, each.head_dim))] if each else nothing for each in mixers]
         within = context.within("layers").within
         layers = (
             layer_class(config, within(str(layer)), cos_sin[index], layer, index) for index, layer in enumerate(numbers)
@@ -141,8 +154,8 @@ def representatives(layers: Sequence[LayerSpec]) -> list[int]:
     """Indices of layers that together launch all kernels of ``layers``: the first, the last, one of each kind, and
     neighbors of each pair of shapes, since a layer's last kernel may depend on the next layer. A layer's rotation and
     that of its neighbor, and the neighbor's window, change no kernel."""
-    kinds = [replace(layer, mixer=replace(layer.mixer, rope=None)) for layer in layers]
-    shapes = [replace(kind, mixer=replace(kind.mixer, window=None)) for kind in kinds]
+    kinds = [replace(each, mixer=replace(each.attention, rope=None)) if each.attention else each for each in layers]
+    shapes = [replace(each, mixer=replace(each.attention, window=None)) if each.attention else each for each in kinds]
     last = len(layers) - 1
     kept = {0, last, *(kinds.index(kind) for kind in kinds[:last])}
     for index, pair in enumerate(pairwise(shapes)):

@@ -39,8 +39,9 @@ def rotary_table(rope: RopeConfig | None, head_dim: int, max_positions: int, dev
     return table
 
 
-def stored_rows(rope: RopeConfig | None, head_dim: int, heads: slice) -> Rows:
-    """The rows of q's or k's projection that ``heads`` have, in the order in which a layer stores them.
+def stored_rows(rope: RopeConfig | None, head_dim: int, heads: slice, distance: int = 1) -> Rows:
+    """The rows of q's or k's projection that ``heads`` have, in the order in which a layer stores them. ``distance``:
+    of one head from the next, in heads.
 
     Kernels rotate element i of a head with element ``i + head_dim / 2``. A partial rotation pairs the two halves of the
     first elements alone, so each of them is stored at the beginning of a half of the head. Scores of attention stay
@@ -50,7 +51,7 @@ def stored_rows(rope: RopeConfig | None, head_dim: int, heads: slice) -> Rows:
     first, second = (0, num_angles), (num_angles, 2 * num_angles)
     middle = num_angles + half
     bounds = (first, (2 * num_angles, middle), second, (middle, head_dim))
-    starts = range(heads.start * head_dim, heads.stop * head_dim, head_dim)
+    starts = range(heads.start * distance * head_dim, heads.stop * distance * head_dim, distance * head_dim)
     return join_rows(slice(start + begin, start + end) for start in starts for begin, end in bounds)
 
 

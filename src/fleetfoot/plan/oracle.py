@@ -70,14 +70,15 @@ class ModelFeatures:
         stored = fields.get("quantization_config") or fields.get("compression_config")
         unknown = str(_object(stored).get("quant_method", "of an unnamed method")) if stored else None
         kinds = layer_types if isinstance(layer_types, list) else []
+        has_states = model is not None and model.has_states
         foreign = {found.kind for found in foreign_fields(content)} if model is None else set()
         return cls(
             architecture=name if model is None else model.architecture,
             quantization=unknown if model is None else model.quantization.method or None,
             formats=() if model is None else model.quantization.formats,
             has_experts=EXPERTS in foreign or (model is not None and model.has_experts),
-            is_hybrid=STATES in foreign or any(kind not in _ATTENTION_LAYERS for kind in kinds),
-            has_windows=model is not None and any(layer.mixer.window is not None for layer in model.layers),
+            is_hybrid=STATES in foreign or any(kind not in _ATTENTION_LAYERS for kind in kinds) or has_states,
+            has_windows=model is not None and any(mixer.window is not None for mixer in model.attentions),
         )
 
     @property

@@ -65,6 +65,12 @@ def resolve_plan(
     if callable(config.hf_overrides):  # a worker process could not import it, and needs the result alone
         config = replace(config, hf_overrides=None)
     found = find_drafter(config, model, config_only=config_only)
+    for each in [model] if found is None else [model, found.config]:
+        if each.has_states:
+            raise ConfigError(
+                f"{each.architecture} has layers with recurrent states, which no model runner keeps; take a model with "
+                "attention in all layers"
+            )
     check_tensor_parallel_size(model, config.tensor_parallel_size)
     check_pipeline_parallel_size(model, config.pipeline_parallel_size)
     shape = _engine_shape(config, model, found, decision, machine, device)

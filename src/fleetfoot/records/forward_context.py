@@ -78,17 +78,48 @@ class LogitsMetadata:
 
 
 @dataclass(frozen=True, slots=True)
+class StateBatch:
+    """The requests of a step, in batch order, and the slots of their states.
+
+    A slot is an index into the first dimension of a tensor of states. Slot 0 has the state before the first token,
+    zeros, and is never written. A request may read one slot and write another, so a state that is to be kept, such as a
+    prefix's, is not copied; it may also write the slot that it reads. No other request may write either.
+    """
+
+    query_start_loc: torch.Tensor
+    """``[num_reqs + 1]`` int32: where each request's tokens begin in the flat token dimension."""
+    read_slots: torch.Tensor
+    """``[num_reqs]`` int32: the slot with the state before the request's tokens."""
+    write_slots: torch.Tensor
+    """``[num_reqs, num_kept]`` int32: where the states after the last ``num_kept`` tokens go, the last token's in the
+    last column; a negative slot is not written. A request with drafts keeps the state after each of them, and then
+    reads that of the last accepted token: no state is copied. Of a request that is computed in chunks only the last
+    column is used."""
+    max_query_len: int
+    """At least the tokens of the longest request."""
+    chunk_starts: torch.Tensor
+    """``[num_reqs + 1]`` int32: the number of each request's first chunk; few tokens have none."""
+
+    @property
+    def num_reqs(self) -> int:
+        return self.read_slots.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardContext:
     """One step: one argument, from the runner to every layer."""
 
     attention: AttentionMetadata
     """Of the first group of layers."""
     kv_caches: Sequence[torch.Tensor]
-    """The KV caches of this rank's layers, in order."""
+    """The KV caches of this rank's layers, in order; of a recurrent layer its states, ``[num_slots, words]`` float32:
+    see `StateShapes`."""
     logits: LogitsMetadata | None = None
     """The rows that are read; None: all of them (EAGLE, prompt logprobs, pooling, and ranks that are not the last)."""
     attention_of_layers: Sequence[AttentionMetadata] = ()
     """For each of ``kv_caches``, that of its group; empty: all layers have ``attention``."""
+    states: StateBatch | None = None
+    """The slots of recurrent states; None: the model has none."""
 
     def attention_of(self, layer: int) -> AttentionMetadata:
         """The metadata of a layer by its place in ``kv_caches``."""

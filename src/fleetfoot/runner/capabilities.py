@@ -53,7 +53,7 @@ class Feature(enum.Enum):
 
 
 _UNSUPPORTED = {
-    Feature.HYBRID_LAYERS: "Every layer must be attention over the paged KV cache.",
+    Feature.HYBRID_LAYERS: "The scheduler gives requests no blocks for recurrent states.",
     Feature.PREFILL_CONTEXT_PARALLELISM: "A prompt is computed on one device.",
     Feature.PROMPT_EMBEDDINGS: "Its inputs are token ids.",
     Feature.LORA: "Linear layers have one set of weights for all requests.",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import groupby
 
 import torch
+
+from fleetfoot.records.forward_context import StateBatch
 
 CHUNK = 64
 """Tokens of a prompt that are computed at once."""
@@ -15,68 +16,40 @@ MAX_STEPS = 32
 request is computed depends on its own tokens, never on the rest of the batch."""
 
 
-@dataclass(frozen=True, slots=True)
-class StateBatch:
-    """The requests of a step, in batch order, and the slots of their states.
+def make_state_batch(
+    query_start_loc: torch.Tensor, read_slots: torch.Tensor, write_slots: torch.Tensor, max_query_len: int
+) -> StateBatch:
+    """The batch, with its chunks; no host synchronisation. Raises ValueError: more than `MAX_STEPS` states of a request
+    are to be kept."""
+    if not 1 <= write_slots.shape[1] <= MAX_STEPS:
+        raise ValueError(f"write_slots has {write_slots.shape[1]} columns; expected 1 to {MAX_STEPS}")
+    lengths = query_start_loc.diff()  # [num_reqs]
+    num_chunks = torch.where(lengths > MAX_STEPS, (lengths + CHUNK - 1) // CHUNK, 0)
+    chunk_starts = torch.zeros_like(query_start_loc)
+    chunk_starts[1:] = torch.cumsum(num_chunks, 0, dtype=torch.int32)
+    return StateBatch(query_start_loc, read_slots, write_slots, max_query_len, chunk_starts)
 
-    A slot is an index into the first dimension of a tensor of states. Slot 0 has the state before the first token,
-    zeros, and is never written. A request may read one slot and write another, so a state that is to be kept, such as a
-    prefix's, is not copied; it may also write the slot that it reads. No other request may write either.
-    """
 
-    query_start_loc: torch.Tensor
-    """``[num_reqs + 1]`` int32: where each request's tokens begin in the flat token dimension."""
-    read_slots: torch.Tensor
-    """``[num_reqs]`` int32: the slot with the state before the request's tokens."""
-    write_slots: torch.Tensor
-    """``[num_reqs, num_kept]`` int32: where the states after the last ``num_kept`` tokens go, the last token's in the
-    last column; a negative slot is not written. A request with drafts keeps the state after each of them, and then
-    reads that of the last accepted token: no state is copied. Of a request with more than `MAX_STEPS` tokens only the
-    last column is used."""
-    max_query_len: int
-    """At least the tokens of the longest request."""
-    chunk_starts: torch.Tensor
-    """``[num_reqs + 1]`` int32: the number of each request's first chunk, of those with more than `MAX_STEPS` tokens,
-    which alone have chunks."""
+def max_chunks(batch: StateBatch, num_tokens: int) -> int:
+    """At least the chunks of a batch with this many tokens."""
+    return 0 if batch.max_query_len <= MAX_STEPS else num_tokens // CHUNK + batch.num_reqs
 
-    @classmethod
-    def of(
-        cls, query_start_loc: torch.Tensor, read_slots: torch.Tensor, write_slots: torch.Tensor, max_query_len: int
-    ) -> StateBatch:
-        """The batch, with its chunks; no host synchronisation. Raises ValueError: more than `MAX_STEPS` states of a
-        request are to be kept."""
-        if not 1 <= write_slots.shape[1] <= MAX_STEPS:
-            raise ValueError(f"write_slots has {write_slots.shape[1]} columns; expected 1 to {MAX_STEPS}")
-        lengths = query_start_loc.diff()  # [num_reqs]
-        num_chunks = torch.where(lengths > MAX_STEPS, (lengths + CHUNK - 1) // CHUNK, 0)
-        chunk_starts = torch.zeros_like(query_start_loc)
-        torch.cumsum(num_chunks, 0, dtype=torch.int32, out=chunk_starts[1:])
-        return cls(query_start_loc, read_slots, write_slots, max_query_len, chunk_starts)
 
-    @property
-    def num_reqs(self) -> int:
-        return self.read_slots.shape[0]
-
-    def max_chunks(self, num_tokens: int) -> int:
-        """At least the chunks of a batch with this many tokens."""
-        return 0 if self.max_query_len <= MAX_STEPS else num_tokens // CHUNK + self.num_reqs
-
-    def parts(self) -> Iterator[Part]:
-        """The batch for the references. On a CPU a part is consecutive requests with as many tokens each. Elsewhere
-        lengths are on the device: a part is all requests, those of other lengths without tokens."""
-        starts = self.query_start_loc.long()
-        lengths = starts.diff()
-        if starts.device.type != "cpu":
-            is_long = lengths > MAX_STEPS
-            yield Part(self, slice(0, self.num_reqs), lengths.where(~is_long, 0), min(self.max_query_len, MAX_STEPS))
-            if self.max_query_len > MAX_STEPS:
-                yield Part(self, slice(0, self.num_reqs), lengths.where(is_long, 0), self.max_query_len)
-            return
-        first = 0
-        for length, group in groupby(lengths.tolist()):
-            requests = slice(first, first := first + len(list(group)))
-            if length:
-                yield Part(self, requests, lengths[requests], length)
+def parts(batch: StateBatch) -> Iterator[Part]:
+    """The batch for the references. On a CPU a part is consecutive requests with as many tokens each. Elsewhere lengths
+    are on the device: a part is all requests, those of other lengths without tokens."""
+    lengths = batch.query_start_loc.long().diff()
+    if lengths.device.type != "cpu":
+        is_long, requests = lengths > MAX_STEPS, slice(0, batch.num_reqs)
+        yield Part(batch, requests, lengths.where(~is_long, 0), min(batch.max_query_len, MAX_STEPS))
+        if batch.max_query_len > MAX_STEPS:
+            yield Part(batch, requests, lengths.where(is_long, 0), batch.max_query_len)
+        return
+    first = 0
+    for length, group in groupby(lengths.tolist()):
+        requests = slice(first, first := first + len(list(group)))
+        if length:
+            yield Part(batch, requests, lengths[requests], length)
 
 
 class Part:

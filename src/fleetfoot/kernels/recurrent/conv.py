@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from fleetfoot.kernels.recurrent.batch import MAX_STEPS, Part, StateBatch
+from fleetfoot.kernels.recurrent.batch import MAX_STEPS, Part, parts
+from fleetfoot.records.forward_context import StateBatch
 
 L2_EPS = 1e-6
 
@@ -50,7 +51,7 @@ def causal_conv_torch(x: torch.Tensor, state: torch.Tensor, conv: CausalConv, ba
         b, gate, value = x.split(channels, dim=1)
         inputs = b * value
     out = x.new_zeros(len(x) + 1, channels)
-    for part in batch.parts():
+    for part in parts(batch):
         before = part.read(state).to(x.dtype)  # [num_reqs, num_taps - 1, channels]
         padded = torch.cat((before, part.gather(inputs)), dim=1)  # [num_reqs, num_taps - 1 + length, channels]
         taps = padded.float().unfold(1, num_taps, 1)  # [num_reqs, length, channels, num_taps]

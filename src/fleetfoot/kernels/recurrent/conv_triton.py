@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fleetfoot.kernels.recurrent.batch import CHUNK, MAX_STEPS, StateBatch
+from fleetfoot.kernels.recurrent.batch import CHUNK, MAX_STEPS, max_chunks
 from fleetfoot.kernels.recurrent.conv import L2_EPS, CausalConv
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
 from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, search_steps, triton_kernel, upper_bound
+from fleetfoot.records.forward_context import StateBatch
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -42,8 +43,8 @@ def causal_conv_triton(x: torch.Tensor, state: torch.Tensor, conv: CausalConv, b
             out, x, state, conv.weight, bias, batch.query_start_loc, *slots, *strides, num_kept,
             max_steps=MAX_STEPS, overlap=overlap, num_warps=1, **shape, **launch_options(overlap),
         )  # fmt: skip
-    if max_chunks := batch.max_chunks(len(x)):
-        _conv_chunks_kernel[(num_tiles, max_chunks)](
+    if num_chunks := max_chunks(batch, len(x)):
+        _conv_chunks_kernel[(num_tiles, num_chunks)](
             out, x, state, conv.weight, bias, batch.query_start_loc, batch.chunk_starts, batch.read_slots, *strides,
             batch.num_reqs, search_steps(batch.num_reqs), chunk=CHUNK, num_warps=8, **shape,
         )  # fmt: skip

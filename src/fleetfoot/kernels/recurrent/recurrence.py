@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from fleetfoot.kernels.recurrent.batch import CHUNK, Part, StateBatch
+from fleetfoot.kernels.recurrent.batch import CHUNK, Part, parts
 from fleetfoot.kernels.recurrent.gated_norm import GatedNorm, gated_rms_norm_torch
+from fleetfoot.records.forward_context import StateBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def recurrence_torch(
         ``[num_tokens, num_v_heads * head_v_dim]`` in the dtype of the values; computed in float32.
     """
     out = inputs.v.new_zeros(len(inputs.v) + 1, *inputs.v.shape[1:])
-    for part in batch.parts():
+    for part in parts(batch):
         form = chunked if part.is_long else recurrent
         part.scatter(form(_gathered(inputs, parameters, part), part, state), out)
     if norm is None:

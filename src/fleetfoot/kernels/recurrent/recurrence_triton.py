@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fleetfoot.kernels.recurrent.batch import CHUNK, MAX_STEPS, StateBatch
+from fleetfoot.kernels.recurrent.batch import CHUNK, MAX_STEPS, max_chunks
 from fleetfoot.kernels.recurrent.conv_triton import find_chunk
 from fleetfoot.kernels.recurrent.gated_norm import GatedNorm, gated_norm, gated_rms_norm_triton
 from fleetfoot.kernels.recurrent.recurrence import Recurrence, RecurrenceInputs
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
 from fleetfoot.kernels.runtime.triton_support import cdiv, compiles_slowly, next_power_of_2, search_steps, triton_kernel
+from fleetfoot.records.forward_context import StateBatch
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -78,8 +79,8 @@ def recurrence_triton(
             **shape, v_tile=rows, has_norm=is_fused, max_steps=MAX_STEPS, overlap=overlap,
             num_warps=tiling.num_warps, **launch_options(overlap),
         )  # fmt: skip
-    if max_chunks := batch.max_chunks(num_tokens):
-        _compute_chunks(out, tensors, strides, state, batch, shape, max_chunks)
+    if num_chunks := max_chunks(batch, num_tokens):
+        _compute_chunks(out, tensors, strides, state, batch, shape, num_chunks)
     return out if norm is None or is_fused else gated_rms_norm_triton(out, norm)
 
 
@@ -95,7 +96,7 @@ def _compute_chunks(
     state: torch.Tensor,
     batch: StateBatch,
     shape: dict[str, Any],
-    max_chunks: int,
+    num_chunks: int,
 ) -> None:
     (num_tokens, _), num_heads, num_kept = out.shape, shape["num_heads"], batch.write_slots.shape[1]
     precision = "tf32x3" if out.dtype == torch.float32 else "tf32"
@@ -105,7 +106,7 @@ def _compute_chunks(
         reads = out.new_empty(num_tokens, num_heads, shape["k_size"])
         updates = out.new_empty(num_tokens, num_heads, shape["v_size"])
         totals = out.new_empty((num_tokens, num_heads), dtype=torch.float32)
-        _solve_chunks_kernel[(num_heads, max_chunks)](
+        _solve_chunks_kernel[(num_heads, num_chunks)](
             reads, updates, totals, k, v, gate, beta, log_decay, step_bias, batch.query_start_loc, batch.chunk_starts,
             *strides[:3], batch.num_reqs, search_steps(batch.num_reqs),
             num_heads=num_heads, group=shape["group"], k_size=shape["k_size"], v_size=shape["v_size"],
