@@ -24,7 +24,7 @@ class GatedAttention(Attention):
         size = self.paged.num_heads * self.paged.rotary.cos_sin.shape[1]
         gate, qkv = gate_and_qkv[:, :size], gate_and_qkv[:, size:]
         query = self.paged.rotate_and_cache(qkv, ctx)  # [num_tokens, num_heads, head_dim]
-        attended = self.paged.attend(query, ctx, ctx.attention).flatten(1)
+        attended = self.paged.attend(query, ctx, ctx.attention_of(self.paged.kv_index)).flatten(1)
         return self.o_proj(attended * gate.sigmoid())
 
 

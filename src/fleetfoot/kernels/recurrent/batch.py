@@ -31,8 +31,11 @@ def make_state_batch(
 
 
 def max_chunks(batch: StateBatch, num_tokens: int) -> int:
-    """At least the chunks of a batch with this many tokens."""
-    return 0 if batch.max_query_len <= MAX_STEPS else num_tokens // CHUNK + batch.num_reqs
+    """At least the chunks of a batch with this many tokens. A request with chunks has fewest tokens for each if it has
+    one more than a chunk."""
+    if batch.max_query_len <= MAX_STEPS:
+        return 0
+    return max(1, min(num_tokens // CHUNK + batch.num_reqs, 2 * num_tokens // (CHUNK + 1)))
 
 
 def parts(batch: StateBatch) -> Iterator[Part]:

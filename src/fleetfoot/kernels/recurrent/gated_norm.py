@@ -9,10 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
-from fleetfoot.kernels.runtime.triton_support import next_power_of_2, triton_kernel
+from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, triton_kernel
 
 if TYPE_CHECKING:
     import triton.language as tl
+
+
+_TILE = 1024
+"""Elements of a program, of several groups where these are smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,42 +49,45 @@ def gated_rms_norm_triton(x: torch.Tensor, norm: GatedNorm) -> torch.Tensor:
     num_rows, size = x.shape
     out = torch.empty_like(x)
     if num_rows:
-        tile, overlap = next_power_of_2(norm.group_size), can_overlap(x.device)
-        _gated_norm_kernel[(size // norm.group_size, num_rows)](
-            out, x, norm.gate, norm.weight, norm.gate.stride(0), norm.eps, size,
-            group_size=norm.group_size, has_one_weight=len(norm.weight) == norm.group_size,
-            is_gate_last=norm.is_gate_last, tile=tile, overlap=overlap, num_warps=min(16, max(1, tile // 256)),
-            **launch_options(overlap),
+        tile, overlap, num_groups = next_power_of_2(norm.group_size), can_overlap(x.device), size // norm.group_size
+        together = max(1, _TILE // tile)
+        _gated_norm_kernel[(cdiv(num_rows * num_groups, together),)](
+            out, x, norm.gate, norm.weight, norm.gate.stride(0), norm.eps, num_rows,
+            num_groups=num_groups, group_size=norm.group_size, has_one_weight=len(norm.weight) == norm.group_size,
+            is_gate_last=norm.is_gate_last, tile=tile, together=together, overlap=overlap,
+            num_warps=min(16, max(4, tile // 512)), **launch_options(overlap),
         )  # fmt: skip
     return out
 
 
-@triton_kernel()
+@triton_kernel(unspecialized=("num_rows",))
 def _gated_norm_kernel(
-    out_ptr, x_ptr, gate_ptr, weight_ptr, gate_stride, eps, size,
-    group_size: tl.constexpr, has_one_weight: tl.constexpr, is_gate_last: tl.constexpr, tile: tl.constexpr,
-    overlap: tl.constexpr,
+    out_ptr, x_ptr, gate_ptr, weight_ptr, gate_stride, eps, num_rows,
+    num_groups: tl.constexpr, group_size: tl.constexpr, has_one_weight: tl.constexpr, is_gate_last: tl.constexpr,
+    tile: tl.constexpr, together: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(overlap)
-    element = tl.arange(0, tile)
-    in_group = element < group_size
-    column = tl.program_id(0) * group_size + element
-    weight_place = element if has_one_weight else column
-    weight = tl.load(weight_ptr + weight_place, mask=in_group, other=0.0).to(tl.float32)  # [tile], like all below
+    element = tl.arange(0, tile)[None, :]
+    index = (tl.program_id(0).to(tl.int64) * together + tl.arange(0, together))[:, None]  # groups of all rows
+    in_group = (element < group_size) & (index < num_rows.to(tl.int64) * num_groups)  # [together, tile], like all below
+    column = index % num_groups * group_size + element
+    weight_place = tl.broadcast_to(element, (together, tile)) if has_one_weight else column
+    weight = tl.load(weight_ptr + weight_place, mask=in_group, other=0.0).to(tl.float32)
     wait_for_inputs(overlap)
-    row = tl.program_id(1).to(tl.int64)
-    value = tl.load(x_ptr + row * size + column, mask=in_group, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + row * gate_stride + column, mask=in_group, other=0.0)
-    normed = gated_norm(value, gate, weight, group_size, eps, is_gate_last)
-    tl.store(out_ptr + row * size + column, normed.to(out_ptr.dtype.element_ty), mask=in_group)
+    place = index * group_size + element
+    value = tl.load(x_ptr + place, mask=in_group, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + index // num_groups * gate_stride + column, mask=in_group, other=0.0)
+    normed = gated_norm(value, gate, weight, group_size, eps, is_gate_last, 1)
+    tl.store(out_ptr + place, normed.to(out_ptr.dtype.element_ty), mask=in_group)
 
 
 @triton_kernel(specialize=False)
-def gated_norm(value, gate, weight, group_size, eps, is_gate_last: tl.constexpr):
-    """The gated norm of one group, ``value [tile]`` float32, 0 behind the group."""
+def gated_norm(value, gate, weight, group_size, eps, is_gate_last: tl.constexpr, axis: tl.constexpr):
+    """The gated norm of groups along ``axis``, float32; ``value`` is 0 behind a group."""
     gate = gate.to(tl.float32)
     gate = gate / (1.0 + tl.exp(-gate))
     if not is_gate_last:
         value = value * gate
-    normed = value * (1.0 / tl.sqrt_rn(tl.sum(value * value, axis=0) / group_size + eps)) * weight
+    mean_square = tl.sum(value * value, axis=axis, keep_dims=True) / group_size
+    normed = value * (1.0 / tl.sqrt_rn(mean_square + eps)) * weight
     return normed * gate if is_gate_last else normed

@@ -2,9 +2,10 @@
 
 Requests of up to `MAX_STEPS` tokens have a program for each head, or for some rows of its state, which reads the state
 once, takes the tokens one after the other with the state in registers, and writes it once for each token after which it
-is kept. With whole heads the gated norm is part of it. Longer requests are computed in chunks by tensor cores, in two
-kernels: of the delta rule, first the solution of each chunk's triangular system, in parallel; then a program for some
-rows of a head's state goes through the chunks of a request.
+is kept. With whole heads the gated norm is part of it. Longer requests are computed in chunks by tensor cores, in three
+kernels: of the delta rule, the solution of each chunk's triangular system; then a program for some rows of a head's
+state goes through the chunks of a request and writes the state before each; then the outputs of each chunk. (One kernel
+for the last two needs more registers than there are, and what the compiler makes of it reads beyond shared memory.)
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ class Tiling(NamedTuple):
     num_stages: int = 1
 
 
-FEW, MANY = Tiling(128 * 128, 8), Tiling(32 * 128, 4)
-"""The recurrent form of a few heads, which are as many programs, and of many, whose programs share multiprocessors."""
-MOST_OF_FEW = 264
+ONE, MANY = Tiling(128 * 128, 8), Tiling(32 * 128, 2)
+"""The recurrent form of single tokens of a few heads, which are as many programs, and of any others, whose programs
+share multiprocessors."""
+MOST_OF_ONE = 264
 """Two for each multiprocessor of an H100."""
-SOLVE = Tiling(0, 8)
+SOLVE, SOLVE_FLOAT32 = Tiling(0, 4), Tiling(0, 8)
 SCAN, SCAN_FLOAT32 = Tiling(32 * 128, 4, 2), Tiling(16 * 128, 8)
-"""Within the chunks of a request, and from one to the next."""
+OUTPUT, OUTPUT_FLOAT32 = Tiling(128 * 128, 8), Tiling(32 * 128, 8)
+"""Within the chunks of a request, from one to the next, and within them again."""
 
 
 def recurrence_triton(
@@ -66,7 +69,7 @@ def recurrence_triton(
         "k_tile": max(16, next_power_of_2(k_size)), "scale": 1.0 if inputs.beta is None else k_size**-0.5,
     }  # fmt: skip
     is_short = batch.max_query_len <= MAX_STEPS
-    tiling = FEW if is_short and num_heads * batch.num_reqs <= MOST_OF_FEW else MANY
+    tiling = ONE if batch.max_query_len == 1 and num_heads * batch.num_reqs <= MOST_OF_ONE else MANY
     rows = _rows(tiling, shape)
     is_by_head = norm is not None and norm.is_gate_last and norm.group_size == len(norm.weight) == v_size
     is_fused = is_by_head and is_short and rows >= v_size
@@ -99,27 +102,39 @@ def _compute_chunks(
     num_chunks: int,
 ) -> None:
     (num_tokens, _), num_heads, num_kept = out.shape, shape["num_heads"], batch.write_slots.shape[1]
-    precision = "tf32x3" if out.dtype == torch.float32 else "tf32"
+    is_float32 = out.dtype == torch.float32
+    precision = "tf32x3" if is_float32 else "tf32"
     reads, updates, totals = out, out, out  # not read by Mamba-2
+    states = out.new_empty(num_chunks, num_heads, shape["k_size"], shape["v_size"])  # before each chunk, transposed
     if shape["is_delta"]:
         k, v, gate, beta, log_decay, step_bias = (tensors[index] for index in (1, 2, 3, 4, 5, 6))
         reads = out.new_empty(num_tokens, num_heads, shape["k_size"])
         updates = out.new_empty(num_tokens, num_heads, shape["v_size"])
         totals = out.new_empty((num_tokens, num_heads), dtype=torch.float32)
+        tiling = SOLVE_FLOAT32 if is_float32 else SOLVE
         _solve_chunks_kernel[(num_heads, num_chunks)](
             reads, updates, totals, k, v, gate, beta, log_decay, step_bias, batch.query_start_loc, batch.chunk_starts,
             *strides[:3], batch.num_reqs, search_steps(batch.num_reqs),
             num_heads=num_heads, group=shape["group"], k_size=shape["k_size"], v_size=shape["v_size"],
             k_tile=shape["k_tile"], v_tile=max(16, next_power_of_2(shape["v_size"])), chunk=CHUNK, precision=precision,
-            num_warps=SOLVE.num_warps, num_stages=SOLVE.num_stages,
+            num_warps=tiling.num_warps, num_stages=tiling.num_stages,
         )  # fmt: skip
-    tiling = SCAN_FLOAT32 if out.dtype == torch.float32 else SCAN
+    starts = batch.query_start_loc, batch.chunk_starts
+    options: dict[str, Any] = {**shape, "chunk": CHUNK, "precision": precision}
+    tiling = SCAN_FLOAT32 if is_float32 else SCAN
     v_tile = _rows(tiling, shape)
     _scan_chunks_kernel[(num_heads * cdiv(shape["v_size"], v_tile), batch.num_reqs)](
-        out, reads, updates, totals, *tensors, state,
-        batch.query_start_loc, batch.read_slots, batch.write_slots, *strides, num_kept,
-        **shape, v_tile=v_tile, chunk=CHUNK, max_steps=MAX_STEPS, precision=precision,
-        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        states, reads, updates, totals, *tensors[1:7], state, *starts, batch.read_slots, batch.write_slots,
+        *strides, num_kept,
+        **{name: value for name, value in options.items() if name not in ("scale", "has_skip")},
+        v_tile=v_tile, max_steps=MAX_STEPS, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+    )  # fmt: skip
+    tiling = OUTPUT_FLOAT32 if is_float32 else OUTPUT
+    v_tile = _rows(tiling, shape)
+    _output_chunks_kernel[(num_heads * cdiv(shape["v_size"], v_tile), num_chunks)](
+        out, states, updates, totals, *tensors[:4], *tensors[5:], *starts, *strides[:2],
+        batch.num_reqs, search_steps(batch.num_reqs),
+        **options, v_tile=v_tile, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
 
 
@@ -185,7 +200,7 @@ def _steps_kernel(
         if has_norm:
             gate = tl.load(norm_gate_ptr + token * norm_gate_stride + v_place, mask=in_row, other=0.0)
             value = value.to(out_ptr.dtype.element_ty).to(tl.float32)  # as where the norm is a kernel of its own
-            value = gated_norm(value, gate, weight, v_size, eps, True)
+            value = gated_norm(value, gate, weight, v_size, eps, True, 0)
         tl.store(out_ptr + token * num_heads * v_size + v_place, value.to(out_ptr.dtype.element_ty), mask=in_row)
         kept = num_kept - length + index
         slot = tl.load(write_ptr + request * num_kept + kept, mask=kept >= 0, other=-1).to(tl.int64)
@@ -255,18 +270,25 @@ def _unit_triangular_inverse(system, chunk: tl.constexpr, precision: tl.constexp
     return inverse
 
 
+@triton_kernel()
+def _values(v_ptr, place, gate, log_decay, step_bias, is_row, mask):
+    """Of Mamba-2's tokens: their values, how much each adds to the state, and the decay since the chunk's start."""
+    value = tl.load(v_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    step = tl.where(is_row, _softplus(gate.to(tl.float32) + step_bias), 0.0)
+    return value, value * step[:, None], tl.cumsum(-tl.exp(log_decay) * step, axis=0)
+
+
 @compiles_slowly
 @triton_kernel(unspecialized=("num_kept",))
 def _scan_chunks_kernel(
-    out_ptr, reads_ptr, updates_ptr, totals_ptr,
-    q_ptr, k_ptr, v_ptr, gate_ptr, beta_ptr, log_decay_ptr, step_bias_ptr, skip_ptr,
-    state_ptr, query_start_ptr, read_ptr, write_ptr,
+    states_ptr, reads_ptr, updates_ptr, totals_ptr, k_ptr, v_ptr, gate_ptr, beta_ptr, log_decay_ptr, step_bias_ptr,
+    state_ptr, query_start_ptr, chunk_starts_ptr, read_ptr, write_ptr,
     qkv_stride, gate_stride, beta_stride, slot_stride, num_kept,
     num_heads: tl.constexpr, group: tl.constexpr, k_size: tl.constexpr, v_size: tl.constexpr, is_delta: tl.constexpr,
-    scale: tl.constexpr, has_skip: tl.constexpr, k_tile: tl.constexpr, v_tile: tl.constexpr, chunk: tl.constexpr,
-    max_steps: tl.constexpr, precision: tl.constexpr,
+    k_tile: tl.constexpr, v_tile: tl.constexpr, chunk: tl.constexpr, max_steps: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of a request's chunks, and its last state, of some rows of a head's state."""
+    """The state before each chunk of a request and its last state, of some rows of a head's. Of the delta rule, what
+    the state before a chunk makes the updates lose is subtracted from them, in place."""
     tiles: tl.constexpr = (v_size + v_tile - 1) // v_tile
     head = tl.program_id(0) // tiles
     request = tl.program_id(1).to(tl.int64)
@@ -278,50 +300,90 @@ def _scan_chunks_kernel(
     k_column = tl.arange(0, k_tile)
     v_column = tl.program_id(0) % tiles * v_tile + tl.arange(0, v_tile)
     in_k, in_v = k_column < k_size, v_column < v_size
-    place = k_column[:, None] + (head * v_size + v_column)[None, :] * k_size  # [k_tile, v_tile]
-    in_state = in_k[:, None] & in_v[None, :]
+    in_state = in_k[:, None] & in_v[None, :]  # [k_tile, v_tile]
+    place = k_column[:, None] + (head * v_size + v_column)[None, :] * k_size
     old_ptr = state_ptr + tl.load(read_ptr + request).to(tl.int64) * slot_stride
     state = tl.load(old_ptr + place, mask=in_state, other=0.0).to(tl.float32)  # transposed: the sum is over its rows
     log_decay = tl.load(log_decay_ptr + head)
     step_bias = tl.load(step_bias_ptr + head)
-    dtype = q_ptr.dtype.element_ty
+    dtype = k_ptr.dtype.element_ty
+    states_ptr += ((tl.load(chunk_starts_ptr + request).to(tl.int64) * num_heads + head) * k_size) * v_size
+    states_place = k_column[:, None] * v_size + v_column[None, :]
     for begin in range(0, length, chunk):
         token = (start + begin + row).to(tl.int64)  # [chunk]
         is_row = begin + row < length
-        qk_place = (token * qkv_stride + head // group * k_size)[:, None] + k_column[None, :]
+        k_place = (token * qkv_stride + head // group * k_size)[:, None] + k_column[None, :]
         in_qk = is_row[:, None] & in_k[None, :]
-        q = tl.load(q_ptr + qk_place, mask=in_qk, other=0.0)  # [chunk, k_tile]
-        k = tl.load(k_ptr + qk_place, mask=in_qk, other=0.0)
+        k = tl.load(k_ptr + k_place, mask=in_qk, other=0.0)  # [chunk, k_tile]
         in_value = is_row[:, None] & in_v[None, :]
+        before = state.to(dtype)
+        tl.store(states_ptr + states_place, before, mask=in_state)
+        states_ptr += num_heads * k_size * v_size
         if is_delta:
             total = tl.load(totals_ptr + token * num_heads + head, mask=is_row, other=0.0)
             head_place = (token * num_heads + head)[:, None]
             read = tl.load(reads_ptr + head_place * k_size + k_column[None, :], mask=in_qk, other=0.0)
-            update = tl.load(updates_ptr + head_place * v_size + v_column[None, :], mask=in_value, other=0.0)
-            lost = tl.dot(read, state.to(dtype), input_precision=precision)
-            update = update.to(tl.float32) - lost  # [chunk, v_tile]
-            skipped = update  # not read
+            update_ptr = updates_ptr + head_place * v_size + v_column[None, :]
+            update = tl.load(update_ptr, mask=in_value, other=0.0).to(tl.float32)
+            update -= tl.dot(read, before, input_precision=precision)  # [chunk, v_tile]
+            tl.store(update_ptr, update.to(dtype), mask=in_value)
         else:
             v_place = (token * qkv_stride + head * v_size)[:, None] + v_column[None, :]
-            skipped = tl.load(v_ptr + v_place, mask=in_value, other=0.0).to(tl.float32)
-            gate = tl.load(gate_ptr + token * gate_stride + head, mask=is_row, other=0.0).to(tl.float32)
-            step = tl.where(is_row, _softplus(gate + step_bias), 0.0)
-            total = tl.cumsum(-tl.exp(log_decay) * step, axis=0)
-            update = skipped * step[:, None]
+            gate = tl.load(gate_ptr + token * gate_stride + head, mask=is_row, other=0.0)
+            _, update, total = _values(v_ptr, v_place, gate, log_decay, step_bias, is_row, in_value)
         last = tl.minimum(length - begin, chunk) - 1
         whole = tl.sum(tl.where(row == last, total, 0.0), axis=0)  # the decay over the chunk
-        between = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
-        scores = tl.dot(q, tl.trans(k), input_precision=precision)  # [chunk, chunk]
-        scores = tl.where(row[:, None] >= row[None, :], scores * between, 0.0)
-        value = tl.dot(q, state.to(dtype), input_precision=precision) * tl.exp(total)[:, None]
-        value += tl.dot(scores.to(dtype), update.to(dtype), input_precision=precision)  # [chunk, v_tile]
-        value *= scale
-        if has_skip:
-            value += tl.load(skip_ptr + head) * skipped
-        out_place = (token * num_heads + head)[:, None] * v_size + v_column[None, :]
-        tl.store(out_ptr + out_place, value.to(out_ptr.dtype.element_ty), mask=in_value)
         rest = (update * tl.exp(tl.minimum(whole - total, 0.0))[:, None]).to(dtype)
         state = state * tl.exp(whole) + tl.dot(tl.trans(k), rest, input_precision=precision)
     slot = tl.load(write_ptr + request * num_kept + num_kept - 1).to(tl.int64)
     new = state.to(state_ptr.dtype.element_ty)
     tl.store(state_ptr + slot * slot_stride + place, new, mask=in_state & (slot >= 0))
+
+
+@compiles_slowly
+@triton_kernel(unspecialized=("num_reqs", "search"))
+def _output_chunks_kernel(
+    out_ptr, states_ptr, updates_ptr, totals_ptr, q_ptr, k_ptr, v_ptr, gate_ptr, log_decay_ptr, step_bias_ptr, skip_ptr,
+    query_start_ptr, chunk_starts_ptr, qkv_stride, gate_stride, num_reqs, search,
+    num_heads: tl.constexpr, group: tl.constexpr, k_size: tl.constexpr, v_size: tl.constexpr, is_delta: tl.constexpr,
+    scale: tl.constexpr, has_skip: tl.constexpr, k_tile: tl.constexpr, v_tile: tl.constexpr, chunk: tl.constexpr,
+    precision: tl.constexpr,
+):  # fmt: skip
+    """The outputs of one chunk and head, or of some of the head's elements."""
+    _, first, num_rows, _ = find_chunk(query_start_ptr, chunk_starts_ptr, num_reqs, search, chunk)
+    if num_rows <= 0:
+        return
+    tiles: tl.constexpr = (v_size + v_tile - 1) // v_tile
+    head = tl.program_id(0) // tiles
+    row = tl.arange(0, chunk)
+    is_row = row < num_rows
+    token = (first + row).to(tl.int64)  # [chunk]
+    k_column = tl.arange(0, k_tile)
+    v_column = tl.program_id(0) % tiles * v_tile + tl.arange(0, v_tile)
+    in_k, in_v = k_column < k_size, v_column < v_size
+    in_qk, in_value = is_row[:, None] & in_k[None, :], is_row[:, None] & in_v[None, :]
+    qk_place = (token * qkv_stride + head // group * k_size)[:, None] + k_column[None, :]
+    q = tl.load(q_ptr + qk_place, mask=in_qk, other=0.0)  # [chunk, k_tile]
+    k = tl.load(k_ptr + qk_place, mask=in_qk, other=0.0)
+    out_place = (token * num_heads + head)[:, None] * v_size + v_column[None, :]
+    if is_delta:
+        total = tl.load(totals_ptr + token * num_heads + head, mask=is_row, other=0.0)
+        update = tl.load(updates_ptr + out_place, mask=in_value, other=0.0)  # [chunk, v_tile]
+        skipped = update  # not read
+    else:
+        v_place = (token * qkv_stride + head * v_size)[:, None] + v_column[None, :]
+        gate = tl.load(gate_ptr + token * gate_stride + head, mask=is_row, other=0.0)
+        log_decay, step_bias = tl.load(log_decay_ptr + head), tl.load(step_bias_ptr + head)
+        skipped, update, total = _values(v_ptr, v_place, gate, log_decay, step_bias, is_row, in_value)
+    scores = tl.dot(q, tl.trans(k), input_precision=precision)  # [chunk, chunk]
+    between = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
+    scores = tl.where(row[:, None] >= row[None, :], scores * between, 0.0)
+    states_place = ((tl.program_id(1).to(tl.int64) * num_heads + head) * k_size + k_column)[:, None] * v_size
+    in_state = in_k[:, None] & in_v[None, :]
+    state = tl.load(states_ptr + states_place + v_column[None, :], mask=in_state, other=0.0)  # [k_tile, v_tile]
+    value = tl.dot(q, state, input_precision=precision) * tl.exp(total)[:, None]
+    value += tl.dot(scores.to(q.dtype), update.to(q.dtype), input_precision=precision)  # [chunk, v_tile]
+    value *= scale
+    if has_skip:
+        value += tl.load(skip_ptr + head) * skipped
+    tl.store(out_ptr + out_place, value.to(out_ptr.dtype.element_ty), mask=in_value)
