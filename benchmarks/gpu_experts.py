@@ -3,6 +3,7 @@
 python benchmarks/gpu_experts.py check
 python benchmarks/gpu_experts.py time [--shape qwen3] [--variants]
 python benchmarks/gpu_experts.py engine --layers 8
+python benchmarks/gpu_experts.py routing --layers 8
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ GROUP_VARIANTS = {
 
 @contextmanager
 def group_tiling(tiling: GroupTiling) -> Iterator[None]:
-    with patch.object(experts_triton, "choose_tiling", lambda *_: tiling):
+    with patch.object(experts_triton, "choose_group_tiling", lambda *_: tiling):
         yield
 
 
@@ -263,9 +264,36 @@ def engine(num_layers: int) -> None:
         print(f"prefill 64x512: {64 * 512 / run(64, 512, 1):.0f} tokens/s", flush=True)
 
 
+def routing(num_layers: int) -> None:
+    """Distinct experts of a step's decodes in each layer, over those of uniform routing: random weights count as a
+    benchmark from 0.95 on."""
+    from fleetfoot import LLM, SamplingParams
+    from fleetfoot.layers.experts import Router
+
+    found: dict[int, dict[int, list[int]]] = {}
+    choose = Router.choose
+
+    def counted(self: Router, x: torch.Tensor) -> Any:
+        chosen = choose(self, x)
+        found.setdefault(len(x), {}).setdefault(id(self), []).append(len(chosen.experts.unique()))
+        return chosen
+
+    with tempfile.TemporaryDirectory() as folder, patch.object(Router, "choose", counted):
+        (Path(folder) / "config.json").write_text(json.dumps({**QWEN3, "num_hidden_layers": num_layers}))
+        llm = LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=2048, seed=0,
+                  model_runner="v1", enforce_eager=True, enable_prefix_caching=False)  # fmt: skip
+        params = SamplingParams(temperature=0.0, max_tokens=33, ignore_eos=True, detokenize=False)
+        for count in (8, 64):
+            ids = torch.randint(10, 150000, (count, 128), generator=torch.Generator().manual_seed(count)).tolist()
+            llm.generate([{"prompt_token_ids": each} for each in ids], params, use_tqdm=False)
+            expected = 128 * (1 - (1 - 8 / 128) ** count)
+            shares = [sum(each) / len(each) / expected for each in found[count].values()]
+            print(f"{count} decodes: distinct experts over uniform {' '.join(f'{share:.3f}' for share in shares)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("check", "time", "engine"))
+    parser.add_argument("what", choices=("check", "time", "engine", "routing"))
     parser.add_argument("--shape", choices=SHAPES, default="qwen3")
     parser.add_argument("--rows", default="1,8,64,256,2048,8192")
     parser.add_argument("--variants", action="store_true")
@@ -274,8 +302,8 @@ def main() -> None:
     torch.manual_seed(0)
     if arguments.what == "check":
         check()
-    elif arguments.what == "engine":
-        engine(arguments.layers)
+    elif arguments.what in ("engine", "routing"):
+        {"engine": engine, "routing": routing}[arguments.what](arguments.layers)
     else:
         measure(arguments.shape, list(map(int, arguments.rows.split(","))), variants=arguments.variants)
 

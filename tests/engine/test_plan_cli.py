@@ -306,6 +306,21 @@ def test_the_text_says_what_the_object_says(run: Command, llama_8b: str) -> None
     assert "runs:" not in run("plan", llama_8b, *H100, "--no-triton", "--model-runner", "v2", code=1)
 
 
+def test_experts(run: Command, tmp_path: Path) -> None:
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "mlp_only_layers": [0]}
+    fields = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 4, **sizes}
+    folder = config_folder(tmp_path / "moe", **fields)
+    report = run.plan(folder, *H100)
+    kinds = [{"num_experts": 8, "num_chosen": 2, "intermediate_size": 512, "num_layers": 3}]
+    inactive = 3 * (8 - 2) * 3 * 512 * 4096
+    assert report["experts"] == {"num_active_parameters": report["num_parameters"] - inactive, "kinds": kinds}
+    assert (report["kernels"]["route"], report["kernels"]["experts"]) == ("triton", "triton")
+    assert "active: experts 2 of 8" in run("plan", folder, *H100)
+    table = run("plan", folder, *H100, "--kernels")
+    assert "8 experts [1024, 4096] of layers 1-3, by rows" in table
+    assert "grouped 64x128x16" in table and "few 16x256x8" in table
+
+
 def test_layers_in_two_kernels(run: Command, llama_8b: str, monkeypatch: Patch) -> None:
     reason = run.plan(llama_8b, *H100)["layer_chain"]["reason"]
     assert reason == "the hidden size 4096 is above 2560"

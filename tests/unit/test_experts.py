@@ -12,7 +12,7 @@ from tests.helpers.interpreter import interpreted
 from fleetfoot.config.model import RouterSpec
 from fleetfoot.kernels.experts import experts_triton
 from fleetfoot.kernels.experts.experts import ExpertSizes, Routing, TorchExperts, activate_torch, route_torch
-from fleetfoot.kernels.experts.experts_triton import TritonExperts, choose_tiling
+from fleetfoot.kernels.experts.experts_triton import TritonExperts, choose_group_tiling
 from fleetfoot.kernels.experts.routing_triton import FEW_ROWS, group, route_triton
 from fleetfoot.kernels.native_ops import NativeExperts, experts_native
 from fleetfoot.native.loading import load_library, native_problem
@@ -171,10 +171,10 @@ def test_groups(rows: int, tile: int) -> None:
 
 def test_tiles_grow_with_the_rows_of_an_expert() -> None:
     sizes = ExpertSizes(128, 2048, 768)
-    tiles = [choose_tiling(8 * rows, 128, sizes, 2, 227 * 1024).rows for rows in (17, 64, 256, 1024, 8192)]
+    tiles = [choose_group_tiling(8 * rows, sizes, 2, 227 * 1024).rows for rows in (17, 64, 256, 1024, 8192)]
     assert tiles == sorted(tiles) and (tiles[0], tiles[-1]) == (16, 128)
     assert all(
-        choose_tiling(64, 8, ExpertSizes(8, 64, 64), 4, shared).num_stages >= 2 for shared in (48 << 10, 99 << 10)
+        choose_group_tiling(64, ExpertSizes(8, 64, 64), 4, shared).num_stages >= 2 for shared in (48 << 10, 99 << 10)
     )
 
 

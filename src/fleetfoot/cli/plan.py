@@ -39,6 +39,8 @@ Without flags of the machine, the plan is for this one. With them it is for the 
   unsupported: what is on and Model Runner V2 lacks
   runnable (whether an engine would start), problems (why not), advice, warnings (sentences)
   architecture, num_parameters, device, gpu_name, dtype, attention_backend, async_scheduling
+  experts: num_active_parameters, those that a token reads; kinds, of each the num_experts and num_chosen,
+    intermediate_size and num_layers; null: the model has none
   kernels: for each operation, the implementation that runs; native_variant: the instruction set of the native ones
   kernels_until_compiled: for operations with kernels that the engine compiles: what runs in steps before that
   weights: format, num_matrices and bytes of the linear layers, as a rank of a tensor group has them
@@ -227,6 +229,7 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
         "gpu_name": plan.machine.gpu_name if plan.device == "cuda" else None,
         "dtype": plan.dtype,
         "num_parameters": model.num_parameters,
+        "experts": _experts(model),
         "attention_backend": plan.kernels["attention"],
         "kernels": dict(plan.kernels),
         "native_variant": plan.native_variant,
@@ -296,6 +299,21 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
             "context_at_max_num_seqs": min(plan.max_model_len, memory.longest_of(memory.num_blocks // most)),
         },
     }
+
+
+def _experts(model: ModelConfig) -> dict[str, Any] | None:
+    """What a token reads of a model with experts: of each kind of them the layers, the number and the chosen."""
+    if not model.has_experts:
+        return None
+    kinds: dict[tuple[int, int, int], list[int]] = {}
+    for index, layer in enumerate(model.layers):
+        if (spec := layer.experts) is not None:
+            kinds.setdefault((spec.num_experts, spec.num_chosen, spec.intermediate_size), []).append(index)
+    listed = [
+        {"num_experts": number, "num_chosen": chosen, "intermediate_size": size, "num_layers": len(layers)}
+        for (number, chosen, size), layers in kinds.items()
+    ]
+    return {"num_active_parameters": model.num_active_parameters, "kinds": listed}
 
 
 def _weights(plan: EnginePlan) -> Iterator[dict[str, Any]]:

@@ -35,7 +35,11 @@ _Lines = Iterator[tuple[str, str]]
 
 def _decision_lines(model: str, report: dict[str, Any]) -> _Lines:
     memory, gpu = report["memory"], report.get("gpu_name")
-    size = "" if memory is None else f", {report['num_parameters']:,} parameters, {report['dtype']}"
+    active = ""
+    if experts := report.get("experts"):
+        kinds = (f"{kind['num_chosen']} of {kind['num_experts']}" for kind in experts["kinds"])
+        active = f" ({experts['num_active_parameters']:,} active: experts {', '.join(kinds)})"
+    size = "" if memory is None else f", {report['num_parameters']:,} parameters{active}, {report['dtype']}"
     yield "model", f"{model}: {report['architecture']}{size}"
     size = "" if memory is None else f", {readable(memory['total'])}"
     yield "device", f"{report['device']}{f' ({gpu})' if gpu else ''}{size}"

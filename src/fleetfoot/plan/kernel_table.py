@@ -13,7 +13,7 @@ from functools import cache, partial
 
 import torch
 
-from fleetfoot.config.model import BranchNorms, LayerSpec
+from fleetfoot.config.model import DTYPE_BYTES, BranchNorms, LayerSpec
 from fleetfoot.kernels.attention import AttentionInputs, decode_hopper, max_rows, prefill_hopper, triton_supports
 from fleetfoot.kernels.attention.decode import MIN_ROWS, choose_decode_tiling
 from fleetfoot.kernels.attention.prefill import choose_prefill_tiling
@@ -24,6 +24,9 @@ from fleetfoot.kernels.attention.triton_backend import (
     HOPPER_FUSED_REQUESTS,
     MAX_FUSED_QUERY_LEN,
 )
+from fleetfoot.kernels.experts.experts import ExpertSizes
+from fleetfoot.kernels.experts.experts_triton import choose_few_tiling, choose_group_tiling, padded_few_rows
+from fleetfoot.kernels.experts.routing_triton import FEW_ROWS
 from fleetfoot.kernels.linear.product_tilings import (
     CHUNK,
     GatedTiling,
@@ -259,18 +262,44 @@ class _PlainLayer:
         self.qkv, self.o, *mlp = matrices
         if spec.experts is None:
             self.gate_up, self.down = mlp
-        shared = linears[3:] if spec.experts is not None else ()
-        self._shared = [(part.parts[0].split(".")[-1], _Matrix(None, *part[1:], plan.dtype, limits)) for part in shared]
         self._spec = spec
 
     def operations(self, rows: int, requests: int) -> Operations:
         matrices = {"qkv": self.qkv, "o": self.o}
         if self._spec.experts is None:
             matrices |= {"gate_up": self.gate_up, "down": self.down}
-        matrices |= {f"shared {name}": matrix for name, matrix in self._shared}
         alone = {name: replace(matrix, kind=None, scale=1.0) for name, matrix in matrices.items()}
         products = {f"{name} {matrix.name}{{}}, by rows": (rows, matrix.alone) for name, matrix in alone.items()}
-        return {**products, **self._attention(rows, requests)}
+        return {**products, **self._of_experts(rows), **self._attention(rows, requests)}
+
+    def _of_experts(self, rows: int) -> Operations:
+        """Of a mixture of experts in place of the MLP: the products of experts, and those of the MLP for all tokens."""
+        spec, plan = self._spec, self._plan
+        if spec.experts is None:
+            return {}
+        shared = (
+            _Matrix(None, num_rows, inputs, has_bias, plan.dtype, self._limits)
+            for _, num_rows, inputs, has_bias in spec.linears(plan.model.hidden_size)[3:]
+        )
+        experts, hidden = spec.experts, plan.model.hidden_size
+        name = f"{experts.num_experts} experts [{2 * experts.intermediate_size}, {hidden}]{{}}, by rows"
+        return {name: (rows, self._experts), **{f"shared {m.name}{{}}, by rows": (rows, m.alone) for m in shared}}
+
+    def _experts(self, rows: int) -> str:
+        """The products of experts, with the size of a tile of the first one: outputs, inputs, rows."""
+        spec, plan, shared = self._spec.experts, self._plan, self._limits.shared_bytes
+        assert spec is not None
+        if plan.kernels["experts"] != "triton":
+            return plan.kernels["experts"]
+        element_size = DTYPE_BYTES[plan.dtype]
+        if rows <= FEW_ROWS:
+            first, second = (choose_few_tiling(rows, element_size, shared, is_down=down) for down in (False, True))
+            tile = f"{first.outputs}x{first.inputs * first.slices}x{padded_few_rows(rows)}"
+            return f"few {tile} stages={first.num_stages}, {second.num_stages}"
+        sizes = ExpertSizes(spec.num_experts, plan.model.hidden_size, spec.intermediate_size)
+        tiling = choose_group_tiling(rows * spec.num_chosen, sizes, element_size, shared)
+        options = {"stages": tiling.num_stages, "warps": tiling.num_warps, "down": tiling.down_outputs}
+        return f"grouped {tiling.outputs}x{tiling.inputs}x{tiling.rows}{options_text(options)}"
 
     def _attention(self, rows: int, requests: int) -> Operations:
         drafts = self._plan.capture_table.num_drafts
@@ -316,14 +345,23 @@ class _PlainLayer:
     def _inputs(self, query_len: int, requests: int) -> AttentionInputs:
         mixer, lens = self._mixer, self._empty(requests)
         query = self._empty(1, mixer.num_heads, mixer.head_dim)
-        return AttentionInputs(query, self._kv_cache, lens, lens, lens, 1.0, mixer.window, query_len, mixer.soft_cap)
+        sinks = lens if mixer.has_sinks else None
+        shape = mixer.window, query_len, mixer.soft_cap, sinks
+        return AttentionInputs(query, self._kv_cache, lens, lens, lens, 1.0, *shape)
 
 
 class _FusedLayer(_PlainLayer):
     """A layer in a run of layers of its kind."""
 
     def operations(self, rows: int, requests: int) -> Operations:
-        qkv, o, gate_up, down = self.qkv, self.o, self.gate_up, self.down
+        qkv, o = self.qkv, self.o
+        if self._spec.experts is not None:
+            of_attention: Operations = {
+                f"qkv {qkv.name}{{}}, by rows": (rows, qkv.alone),
+                f"o {o.name}{{}}, by rows": (rows, self._before_experts),
+            }
+            return {**of_attention, **self._of_experts(rows), **self._attention(rows, requests)}
+        gate_up, down = self.gate_up, self.down
         matrices: tuple[tuple[str, _Matrix, Callable[[int], str]], ...] = (
             ("qkv of the first layer", qkv, qkv.alone),
             ("qkv of others", qkv, self._qkv),
@@ -353,7 +391,13 @@ class _FusedLayer(_PlainLayer):
 
     def _follows(self, rows: int) -> bool:
         """Whether q, k and v follow a layer that makes a deferred norm."""
-        return self._is_deferred(self.down, rows, self.qkv)
+        return self._spec.experts is None and self._is_deferred(self.down, rows, self.qkv)
+
+    def _before_experts(self, rows: int) -> str:
+        """The output projection, whose sum the experts' branch reads."""
+        alone = self.o.alone(rows)
+        is_added = alone == _LIBRARY and not self.o.has_bias and not self._spec.mixer_norms.after
+        return f"{alone}, added in place" if is_added else alone
 
     def _qkv(self, rows: int) -> str:
         if self._has_sums(self.down, rows, self.qkv):

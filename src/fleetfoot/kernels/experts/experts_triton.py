@@ -67,7 +67,7 @@ def padded_few_rows(num_rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GroupTiling:
-    """The tiles of grouped products; see `choose_tiling`."""
+    """The tiles of grouped products; see `choose_group_tiling`."""
 
     rows: int
     """Pairs of tokens and experts."""
@@ -94,11 +94,11 @@ _L2_RATE = 2.0
 
 
 @lru_cache(maxsize=4096)
-def choose_tiling(num_pairs: int, num_experts: int, sizes: ExpertSizes, element_size: int, shared: int) -> GroupTiling:
+def choose_group_tiling(num_pairs: int, sizes: ExpertSizes, element_size: int, shared: int) -> GroupTiling:
     """The tiling that takes the least time by estimate: the weights of all experts from memory, those of further tiles
     of an expert from L2, and the arithmetic with that of rows without a pair. ``shared``: bytes of a program at most.
     """
-    active = min(num_experts, num_pairs)
+    active = min(sizes.num_experts, num_pairs)
     weights = 3 * sizes.size * sizes.hidden_size
 
     def cost(index: int) -> float:
@@ -182,7 +182,7 @@ class TritonExperts(TorchExperts):
         num_rows, num_chosen = routing.experts.shape
         sizes, num_pairs = self.sizes, num_rows * num_chosen
         limits: GPULimits = gpu_limits(x.device)
-        tiling = choose_tiling(num_pairs, sizes.num_experts, sizes, x.element_size(), limits.shared_bytes)
+        tiling = choose_group_tiling(num_pairs, sizes, x.element_size(), limits.shared_bytes)
         groups: Groups = group(routing, sizes.num_experts, tiling.rows)
         num_tiles = len(groups.experts)
         between = x.new_empty(num_tiles * tiling.rows, sizes.size)
