@@ -107,6 +107,14 @@ def sliding_window(subject: Subject) -> None:
     assert greedy(whole, PROMPT) != tokens[0]  # the window counts
 
 
+def mixture_of_experts(subject: Subject) -> None:
+    folder = subject.tmp_path / "experts"
+    experts = make_checkpoint(folder, "mixtral", **TEXT_MODEL, num_local_experts=6, num_experts_per_tok=2)
+    engine = subject.engine(folder, skip_tokenizer_init=True)
+    tokens = [output.token_ids for output in run_all(engine, PROMPTS, make_params())]
+    assert tokens == [greedy(experts, prompt) for prompt in PROMPTS]
+
+
 def graphs(subject: Subject) -> None:
     """A device that plays graphs by running their work again: the tokens are those of eager steps."""
     assert subject.runner == "v2"

@@ -63,13 +63,14 @@ def count_mlp_rows(engine: LLMEngine, index: int) -> list[int]:
     """Number of tokens that reach the MLP of a fused layer, for each step from now on."""
     (run,) = engine.core.executor.runner._model.model.layers._runs  # type: ignore[attr-defined]
     run._chain = None  # not in one call of C, so that the layers can be observed
-    down, steps = run._layers[index]._down, []
+    output, steps = run._by_layer[index][-1].output, []
+    add = output.add
 
     def counted(x: torch.Tensor, *others: Any) -> torch.Tensor:
         steps.append(len(x))
-        return down(x, *others)
+        return add(x, *others)
 
-    run._layers[index]._down = counted
+    output.add = counted
     return steps
 
 

@@ -109,7 +109,7 @@ def test_mismatched_tensors_are_rejected() -> None:
         TRITON.sample(torch.zeros(4, 4).T)
     with pytest.raises(ValueError, match="3 positions for 4 rows"):
         TRITON.sample(torch.zeros(4, 4), RandomRows(torch.ones(4), index, index))
-    with pytest.raises(ValueError, match=r"x \[2, 8\], residual \[2, 8\], weight \[9\]"):
+    with pytest.raises(ValueError, match=r"x \[2, 8\], residual \[2, 8\], weights \[\[9\]\]"):
         TRITON.rms_norm(torch.zeros(2, 8), torch.zeros(9), 1e-6)
     with pytest.raises(ValueError, match=r"x \[2, 3, 9\], residual \[3, 8\]"):
         TRITON.add_rms_norm(torch.zeros(2, 3, 9), torch.zeros(3, 8), torch.zeros(8), 1e-6)
