@@ -100,10 +100,10 @@ def make_runner(folder: Path) -> Any:
 
 def measure(runner: Any, kind: str, size: int, repeat: int, profiler: cProfile.Profile | None) -> dict[str, Any]:
     """Forward passes of a shape: of ``size`` requests or, ``mixed``, tokens."""
-    from fleetfoot.runner.graphs import GraphKey
+    from fleetfoot.runner.graphs import GraphKey, StepShape
 
     num_reqs = min(size, LIMITS["max_num_seqs"])
-    forward, _ = runner._parts(GraphKey(kind, num_reqs, size))
+    forward = runner._work(GraphKey("forward", StepShape(kind, num_reqs, size)))
     with torch.inference_mode():
         forward()
         NoKernel.num_launches, times = 0, []

@@ -194,14 +194,14 @@ def test_what_sums_of_ranks_support() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_rank_loads_the_bias_of_a_sum_and_the_others_have_zeros(rank: int) -> None:
-    """So all launch the same kernels, see `SchedulerOutput.num_kernels`."""
+def test_one_rank_has_the_bias_of_a_sum(rank: int) -> None:
     group = TensorGroup()
     group.rank, group.size = rank, 2
     context = paged_models.context(groups=Groups(group))
     linear = RowParallelLinear(context, "o_proj", 64, 32, True, slice(32 * rank, 32 * rank + 32))
     specs = [*linear.own_weight_specs("", "")]
     assert [spec.name for spec in specs] == ["o_proj.weight", "o_proj.bias"][: 2 - rank]
+    assert linear.has_bias  # of the sum: no rank adds within the kernel of its product
     specs[0].destination().zero_()
     linear.process_own_weights()
     output = linear.partial(torch.ones(3, 32))

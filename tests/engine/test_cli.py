@@ -275,7 +275,7 @@ def gpu(monkeypatch: Patch, tmp_path: Path) -> Iterator[list[Any]]:
     @contextmanager
     def start(arguments: Any, **settings: Any) -> Iterator[tuple[Any, float]]:
         started.append((given_settings(arguments) | settings, os.environ.get("TRITON_CACHE_DIR")))
-        ranks = {"wait_for_kernels": [(1, 55, 0), (56, 0, 1)]}
+        ranks = {"compiled_kernels": [(1, 55), (56, 0)]}
         yield SimpleNamespace(collective_rpc=ranks.__getitem__), 0.0
 
     machine = Machine(1 << 34, gpu_name="a GPU", gpu_memory_bytes=1 << 34, has_triton=True)
@@ -451,9 +451,7 @@ def test_cold(run: Command) -> None:
     measured = content["results"]
     assert measured["ttft_ms"]["count"] == measured["num_requests"] > 0
     assert measured["num_requests"] <= measured["itl_ms"]["count"] <= 2 * measured["num_requests"]
-    assert measured["num_steps_on_other_paths"] == 0
-    assert measured["waits"] == {} and 0 < len(measured["slowest_steps"]) <= 12
-    assert "not ready: nothing" in run.err
+    assert 0 < len(measured["slowest_steps"]) <= 12
     page = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert all(f"`{name}`" in page for name in measured)
     error = run.refused("bench", "cold", "--max-model-len", "64", "--input-len", "60", "--output-len", "5")

@@ -20,13 +20,11 @@ from tests.helpers.interpreter import interpreted
 from tests.helpers.kernels import cpu_kernels, reference_kernels, triton_kernels
 from tests.helpers.paged_models import PagedCache, assert_close, checkpoint, context, prompt, run
 from tests.helpers.runner_lives import STORY
-from tests.helpers.specs import changed, model_config
+from tests.helpers.specs import model_config
 from torch import nn
 
-from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.model import BranchNorms
 from fleetfoot.config.parsing import load_model_config
-from fleetfoot.distributed.groups import Groups, TensorGroup
 from fleetfoot.executor.protocol import planned_parts
 from fleetfoot.fusion import LayerFusion, plan_fusion
 from fleetfoot.fusion.decoder import FusedDecoder, fuse
@@ -34,12 +32,9 @@ from fleetfoot.kernels.cluster import chain, fit
 from fleetfoot.kernels.cluster.layer_blocks import LayerShape, LayerTiling
 from fleetfoot.kernels.elementwise import DeferredRMSNorm, add_rms_norm_torch
 from fleetfoot.kernels.interface import Kernels, LayerParts
-from fleetfoot.kernels.linear import decode_product, linear_triton
 from fleetfoot.kernels.linear.linear import PlainLinear
 from fleetfoot.kernels.linear.roles import InputRole, OutputRole
 from fleetfoot.kernels.runtime.cuda_source import CudaKernel
-from fleetfoot.kernels.runtime.gpu_limits import GPULimits
-from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError, instead_of_launching
 from fleetfoot.layers.attention import Attention
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.decoder import DecoderLayer, DecoderStack, GatedMLP
@@ -243,7 +238,7 @@ def test_layers_in_one_call_refuse_other_tensors(tmp_path: Path) -> None:
 
 
 class LayerBlocks:
-    """The kernels of `ClusterLayers` for up to 2 rows, run on the CPU. ``is_ready``: else they are not compiled."""
+    """The kernels of `ClusterLayers` for up to 2 rows, run on the CPU."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         tiling, shape = (
@@ -252,28 +247,25 @@ class LayerBlocks:
         )
         self.functions = LayerBlocksOnCpu(shape, tiling, folder).kernels
         self.launched: list[bool] = []
-        self.is_ready, self.is_dry = True, False
-        self.queued: list[Any] = []
+        self.is_dry, self.fits = False, True
         for name, value in (("LayerTiling", lambda rows: tiling), ("load", self.load)):
             monkeypatch.setattr(chain, name, value)
-        monkeypatch.setattr(chain, "_add_rms_norm", add_rms_norm_torch)
+        monkeypatch.setattr(chain, "add_rms_norm_triton", add_rms_norm_torch)
         monkeypatch.setattr(fit, "MOST_ROWS", 2)
 
     def load(self, kernel: CudaKernel, device: torch.device) -> Any:
-        if not self.is_ready:
-            raise KernelNotReadyError(kernel.function, self.queued.append)
         function = self.functions[kernel.function == "mlp_block"]
 
         def launch(num_ctas: int, arguments: bytes, *, dependent: bool) -> None:
             assert function(arguments, num_ctas, kernel.shared_bytes) == 0
             self.launched.append(dependent)
 
-        return SimpleNamespace(launch=launch, is_dry=self.is_dry)
+        return SimpleNamespace(launch=launch, is_dry=self.is_dry, fits=self.fits)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_layers_in_two_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They compute decodes of few rows that are all read. Until they are ready, and for other steps, layers run as
+    """They compute decodes of few rows that are all read. Where they do not fit, and for other steps, layers run as
     without them. As near to float32 as these."""
     model_type, fields = paged_models.MODELS["qwen3"]
     sizes = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 64}
@@ -304,11 +296,10 @@ def test_layers_in_two_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         patch.setattr(fit, "MOST_POSITIONS", 20)
         run_with(torch.bfloat16, chained)
     assert blocks.launched == [False, True, True, True]  # 2 requests of 21 and 9 tokens are too many, one of 10 is not
-    for name, value in (("is_dry", True), ("is_ready", False)):
+    for name, value in (("is_dry", True), ("fits", False)):
         setattr(blocks, name, value)
         for one, other in zip(run_with(torch.bfloat16, chained), single, strict=True):
             assert torch.equal(one, other)
-    assert len(blocks.queued) == 2
 
 
 def test_layers_that_two_kernels_do_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,48 +417,6 @@ def test_the_triton_chain_in_bfloat16(
     for plain, actual, exact in zip(found["plain"], found["fused"], expected, strict=True):
         plain_error, error = ((each.float() - exact).norm() / exact.norm() for each in (plain, actual))
         assert plain_error < 0.03 and error < max(1.5 * plain_error, 0.01)
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "fields", "expected"),
-    [
-        (1, {}, {"qkv", "residual", "gated"}),
-        (2, {}, set()),  # sums over ranks of so many rows are kernels of their own
-        (1, {"qkv_bias": True}, {"qkv", "residual", "gated"}),
-        (1, {"o_bias": True}, {"qkv", "residual"}),  # of a residual product there is none with a bias
-    ],
-)
-def test_dry_passes_queue_the_products_of_steps(
-    num_ranks: int, fields: dict[str, Any], expected: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes = {"hidden_size": 1024, "intermediate_size": 8192, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128}
-    layers = {"num_layers": 2, "layer_windows": (None,) * 2}
-    config = changed(load_model_config(embedded_model_path()), **sizes, **layers, **fields)
-    monkeypatch.setattr(linear_triton, "gpu_limits", lambda device: GPULimits(132, 227 * 1024, (9, 0)))
-    monkeypatch.setattr(linear_triton, "has_hopper_kernels", lambda device: True)
-    monkeypatch.setattr(linear_triton.TritonLinear, "_tiling", lambda self, num_rows: None)
-    names, queued = {number: kind for kind, number in decode_product._EPILOGUES.items()}, set()
-
-    def load(kernel: CudaKernel, device: torch.device) -> SimpleNamespace:
-        queued.add(names[dict(kernel.defines)["EPILOGUE"]])
-        return SimpleNamespace(is_dry=True)
-
-    for module in (linear_triton, decode_product):
-        monkeypatch.setattr(module, "load", load)
-    group = TensorGroup()
-    group.size = num_ranks
-    chosen = {"attention": cpu_kernels().attention, "dtype": torch.bfloat16, "groups": Groups(group)}
-    model_context = context(ops=replace(triton_kernels(), layer_chain=None), **chosen)
-    model = ModelLoader(config, model_context, None, "dummy").load()
-    fuse(model.model.layers, model_context, (True, True))
-    cache = PagedCache(changed(config, num_kv_heads=8 // num_ranks), 16)
-    cache.kv_caches = [kv_cache.to(torch.bfloat16) for kv_cache in cache.kv_caches]
-    token = instead_of_launching.set(lambda jit, grid: lambda *arguments, **options: None)
-    try:
-        model(*cache.step({0: [1] * 100}))
-    finally:
-        instead_of_launching.reset(token)
-    assert queued == expected
 
 
 @pytest.mark.parametrize("case", ["llama-biases", "qwen3", "granite"])

@@ -11,7 +11,7 @@ import torch
 from tests.helpers import runner_lives as lives
 from tests.helpers.kernels import cpu_kernels
 from tests.helpers.local_pipeline import LocalPipeline, local_pipeline
-from tests.helpers.recording_device import LateSampling, NoValues, RecordingDevice, StrictDevice, unwatched
+from tests.helpers.recording_device import NoValues, RecordingDevice, StrictDevice, unwatched
 
 from fleetfoot.assets import embedded_eagle_path
 from fleetfoot.config.parsing import load_model_config
@@ -19,8 +19,6 @@ from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import RowLogprobs
-from fleetfoot.runner.graphs import GraphKey
-from fleetfoot.sampling.shape import PLAIN, SamplingVariant
 from fleetfoot.scheduler.drafting import DraftController
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.scheduler.stats import SchedulerStats
@@ -175,9 +173,6 @@ def test_graphs_on_every_rank_change_no_token(number: int, draft_settings: Draft
         assert runner.graphs.num_steps["uniform" if num_drafts else "decode"] > 10
         assert runner.graphs.num_steps["mixed"] > 0 and not runner.graphs.num_steps["eager"]
         assert any(key.sampling for key in runner.graphs.captured) == is_last
-        # with drafts, the graphs of steps that begin requests end with the forward pass
-        samples = {bool(key.sampling) for key in runner.graphs.captured if key.kind == "mixed"}
-        assert samples == {is_last and not num_drafts}
 
 
 @KIND
@@ -418,7 +413,7 @@ def test_captured_steps_draft(prompts: Prompts, stories: Stories, drafter: str, 
 
 @pytest.mark.parametrize("drafter", ["ngram", "self", "eagle"])
 def test_drafts_behind_a_forward_pass_that_samplers_share(drafter: str, prompts: Prompts) -> None:
-    """Captured, or eager while they are not: the same as steps without graphs."""
+    """The same as steps without graphs."""
     params = [SamplingParams(**{"max_tokens": 20, "ignore_eos": True, "seed": number, **EDITED}) for number in range(4)]
 
     def run(device: RecordingDevice | None) -> tuple[dict[str, list[int]], Any]:
@@ -430,13 +425,9 @@ def test_drafts_behind_a_forward_pass_that_samplers_share(drafter: str, prompts:
         return {name: life.token_ids for name, life in lived.items()}, runner.graphs
 
     expected, _ = run(None)
-    for device in (RecordingDevice(has_graphs=True), LateSampling(has_graphs=True)):
-        got, graphs = run(device)
-        assert got == expected
-        assert graphs.num_steps["uniform"] > 5
-        assert {key.kind for key in graphs.forwards} == {"uniform"}
-        samplers = {key.sampling is not None for key in graphs.captured}
-        assert samplers == ({False} if isinstance(device, LateSampling) else {False, True})
+    got, graphs = run(RecordingDevice(has_graphs=True))
+    assert got == expected
+    assert graphs.num_steps["uniform"] > 5
 
 
 def test_the_head_ships_without_the_targets_matrices() -> None:
@@ -449,21 +440,16 @@ EDITED = {"temperature": 0.8, "repetition_penalty": 1.2, "logit_bias": {30: 1.0}
 
 
 @pytest.mark.parametrize(
-    ("features", "num_drafts", "counts", "sampling"),
+    ("features", "num_drafts", "counts"),
     [
-        ({"temperature": 0.0}, lives.NUM_DRAFTS, ONE_STEP, PLAIN),
-        ({"temperature": 1.0}, lives.NUM_DRAFTS, ONE_STEP, PLAIN),
+        ({"temperature": 0.0}, lives.NUM_DRAFTS, ONE_STEP),
+        ({"temperature": 1.0}, lives.NUM_DRAFTS, ONE_STEP),
         # a forward pass that all samplers share, and this sampling with verification and drafting
-        (
-            EDITED,
-            lives.NUM_DRAFTS,
-            {**WITH_LOGPROBS, "replay": 2},
-            SamplingVariant(logits_processors=True, logprobs=32),
-        ),
+        (EDITED, lives.NUM_DRAFTS, {**WITH_LOGPROBS, "replay": 2}),
         # the forward pass is a graph; sampling, verification and drafting are queued behind it
-        ({**EDITED, "logprobs": -1}, lives.NUM_DRAFTS, WITH_LOGPROBS, None),
+        ({**EDITED, "logprobs": -1}, lives.NUM_DRAFTS, WITH_LOGPROBS),
         # with drafting off, a drafter still fills its KV cache, in the same graph
-        ({"temperature": 0.0}, 0, ONE_STEP, PLAIN),
+        ({"temperature": 0.0}, 0, ONE_STEP),
     ],
     ids=["greedy", "random", "edited", "all logprobs", "off"],
 )
@@ -473,7 +459,6 @@ def test_a_steady_step_is_one_copy_in_one_replay_and_one_copy_out(
     features: dict[str, Any],
     num_drafts: int,
     counts: dict[str, int],
-    sampling: SamplingVariant | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing in the graph depends on a value, and the host waits for nothing."""
@@ -481,9 +466,6 @@ def test_a_steady_step_is_one_copy_in_one_replay_and_one_copy_out(
     device = StrictDevice()
     # layers one by one: operations within a chain of them would not be seen
     runner = drafting_runner(drafter, device=device, ops=replace(cpu_kernels(), layer_chain=None))
-    is_captured_at_start = sampling is PLAIN and num_drafts > 0
-    if is_captured_at_start:
-        runner.warm_up()
     scheduler = lives.make_scheduler(lives.NUM_DRAFTS, num_blocks=128, controller=DraftController(num_drafts))
     prompt = Tokenizer.from_path(lives.STORY).encode("Pip the mouse, Pip the mouse, Pip")
     params = SamplingParams(**{"max_tokens": 100, "ignore_eos": True, **features})
@@ -493,15 +475,11 @@ def test_a_steady_step_is_one_copy_in_one_replay_and_one_copy_out(
         device.counts.clear()
         output, pending = lives.queue_step(scheduler, lives.in_one_runner(runner))
         assert output.num_drafts == (num_drafts if step > 0 else 0)
-        if step > (0 if is_captured_at_start else 2):
+        if step > 0:
             assert device.counts == counts
         scheduler.update(output, pending.get())
     assert NoValues.num_operations > 100
-    if num_drafts:
-        assert runner.graphs.num_steps == {"mixed": 1, "uniform": 7}
-        assert {key.sampling for key in runner.graphs.captured if key.kind == "uniform"} == {sampling}
-    else:
-        assert GraphKey("decode", 4, 4, drafting=None if drafter == "ngram" else 0) in runner.graphs.captured
+    assert runner.graphs.num_steps == {"mixed": 1, "uniform" if num_drafts else "decode": 7}
 
 
 def test_what_no_graph_can_hold_is_refused() -> None:

@@ -390,7 +390,7 @@ def test_the_plan_of_graphs_with_drafts(run: CommandRunner) -> None:
     graphs = run.json("plan", "--json", *flags)["graphs"]
     assert graphs["num_drafts"] == 3
     assert graphs["uniform"] == graphs["decode"] == [1, 2, 4, 8, 16]
-    assert graphs["captured_at_start"] == 4
+    assert graphs["num_graphs"] > graphs["num_shapes"]
 
 
 @pytest.mark.parametrize("target", ["story-llama", embedded_model_path()], ids=["name", "path"])

@@ -2,16 +2,14 @@
 
 import functools
 import random
-from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from tests.helpers import runner_lives
-from tests.helpers.recording_device import LateSampling, RecordingDevice
+from tests.helpers.recording_device import RecordingDevice
 from tests.helpers.runner_lives import TakenStep, in_one_runner, queue_step, run_steps, take_steps
 
 from fleetfoot.assets import embedded_model_path
@@ -20,10 +18,10 @@ from fleetfoot.kernels.prepare.tables import NUM_ROW_FIELDS
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import ModelRunnerOutput, RowLogprobs
-from fleetfoot.runner.graphs import GraphKey
+from fleetfoot.runner.graphs import StepShape
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.sampling import shape
-from fleetfoot.sampling.shape import LIST_CAPACITY, MASKS, NUM_PLANES, PLAIN, TOP_K
+from fleetfoot.sampling.shape import LIST_CAPACITY, NUM_PLANES, PLAIN
 from fleetfoot.scheduler.scheduler import Scheduler
 
 MAX_NUM_SEQS = 8
@@ -63,7 +61,7 @@ def test_a_captured_decode_step_is_one_copy_and_one_launch() -> None:
     device = RecordingDevice(has_graphs=True)
     runner, scheduler = make_runner(device=device), make_scheduler()
     runner.warm_up()
-    assert device.counts["capture"] == 6  # four decode sizes, and the two graphs of the prefill that warms up
+    assert device.counts["capture"] == len(runner.graphs.captured) == len(runner.graphs.table.graphs) > 20
     for number in range(3):
         add(scheduler, f"r{number}", 3, temperature=number / 2)
     for step in range(6):
@@ -73,30 +71,6 @@ def test_a_captured_decode_step_is_one_copy_and_one_launch() -> None:
             assert device.counts == {"copy_in": 1, "replay": 1, "copy_out": 1}
         scheduler.update(output, pending.get())
     assert runner.graphs.num_steps == {"mixed": 1, "decode": 5}
-
-
-def test_shapes_are_captured_between_requests(caplog: pytest.LogCaptureFixture) -> None:
-    runner, scheduler = make_runner(device=RecordingDevice(has_graphs=True)), make_scheduler()
-    assert not runner.prepare()  # nothing is compiled ahead
-    compiler: Any = SimpleNamespace(
-        ahead=SimpleNamespace(advance=lambda *_: None),
-        capture=lambda key, capture: capture(),
-        take_outdated=lambda: (),
-    )
-    runner._compiler = compiler
-    add(scheduler, "first", 3, temperature=0.8, top_k=5, max_tokens=3)
-    take_steps(scheduler, in_one_runner(runner), 1)
-    captured = {*runner.graphs.captured}
-    assert runner.prepare()
-    (key,) = {*runner.graphs.captured} - captured
-    assert key.sampling == TOP_K
-    compiler.capture = lambda key, capture: 1 // 0
-    assert not runner.prepare()
-    assert "no more graphs are captured between requests: ZeroDivisionError" in caplog.text
-    compiler.capture = lambda key, capture: capture()
-    assert not runner.prepare()
-    take_steps(scheduler, in_one_runner(runner), 2)
-    assert not scheduler.has_unfinished
 
 
 def run_lives(runner: ModelRunnerV2, seed: int) -> dict[str, list[int]]:
@@ -123,29 +97,6 @@ def test_captured_and_padded_steps_give_the_same_tokens(seed: int) -> None:
     assert captured.graphs.num_steps["decode"] > 0
     assert captured.graphs.num_steps["mixed"] > 0
     assert captured.graphs.num_steps["eager"] == 0
-    assert None not in {key.sampling for key in captured.graphs.captured}
-
-
-def test_samplers_without_graphs_run_behind_the_forward_pass_of_others() -> None:
-    """Steps replay it before any sampler's graph is captured, but for decodes with common samplers, which are one graph
-    with it. All samplers share it then."""
-    device = LateSampling(has_graphs=True)
-    late = make_runner(device=device)
-    assert run_lives(late, 0) == run_lives(make_runner(), 0)
-    assert late.graphs.num_steps["mixed"] > 0 and not late.graphs.captured
-    assert min(late.graphs.num_steps[kind] for kind in ("decode", "eager")) > 0
-    assert {key.sampling for key in late.graphs.forwards} == {MASKS}
-    forwards = {*late.graphs.forwards}
-    with patch.object(LateSampling, "capture", RecordingDevice.capture):
-        for seed in (0, 1, 2):
-            assert run_lives(late, seed) == run_lives(make_runner(), seed)
-    two = [key for key in late.graphs.captured if not key.is_whole]
-    shared = late.graphs.forwards
-    assert len(two) > len(shared) >= len(forwards)
-    assert {key.kind for key in two} == {"mixed", "decode"}
-    assert all(late.graphs.captured[key].forward is shared[key.forward] for key in two)  # type: ignore[attr-defined]
-    late.shutdown()
-    assert not late.graphs.forwards
 
 
 def test_long_contexts_beside_prompts_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,23 +105,24 @@ def test_long_contexts_beside_prompts_give_the_same_tokens(monkeypatch: pytest.M
     captured.warm_up()
     lives = [run_lives(captured, seed) for seed in range(3)]
     assert lives == [run_lives(make_runner(), seed) for seed in range(3)]
-    assert {key.splits_decodes for key in captured.graphs.captured if key.kind == "mixed"} == {False, True}
+    assert min(captured.graphs.num_steps[kind] for kind in ("mixed", "split")) > 0
 
 
 def test_contexts_that_grow_change_graphs() -> None:
     """Graphs for short contexts are not used for longer ones, and are given a bound that holds."""
     captured = make_runner(device=RecordingDevice(has_graphs=True))
     captured.graphs.table = replace(captured.graphs.table, short_contexts=((1, 100), (2, 50), (4, 25)))
+    captured.graphs.drop_all()
     captured.warm_up()
     used: set[tuple[int, int]] = set()
-    get = captured.graphs.get
+    graph = captured.graphs._graph
 
-    def watched(key: GraphKey) -> Any:
-        if key.kind == "decode":
-            used.add((key.num_reqs, key.max_context))
-        return get(key)
+    def watched(shape: StepShape, *arguments: Any) -> Any:
+        if shape.kind == "decode":
+            used.add((shape.num_reqs, shape.max_context))
+        return graph(shape, *arguments)
 
-    captured.graphs.get = watched
+    captured.graphs._graph = watched
     lives = [run_lives(captured, seed) for seed in range(8)]
     assert lives == [run_lives(make_runner(), seed) for seed in range(8)]
     assert {(1, 100), (2, 50), (2, 0), (4, 0)} <= used
@@ -184,11 +136,12 @@ def prompt_tokens(output: ModelRunnerOutput) -> dict[int, list[list[int]]]:
 
 @pytest.mark.parametrize("features", [{}, {"prompt_logprobs": 2}], ids=["plain", "prompt_logprobs"])
 def test_full_steps_are_replayed_and_give_the_same(features: dict[str, int]) -> None:
-    """Of 100 tokens, or at least 97; also where prompt logprobs are computed behind the graph."""
+    """Those with prompt logprobs run eagerly."""
     runs = []
     devices = (RecordingDevice(has_graphs=True), None)
     runners = [make_runner(device=device, max_num_batched_tokens=100) for device in devices]
     for runner in runners:
+        runner.warm_up()
         scheduler = make_scheduler(budget=100, enable_prefix_caching=False)
         taken: list[TakenStep] = []
         for sizes in ([75, 122], [60, 37], [60, 36]):  # 100 tokens, then 97 and a decode; 97; 96
@@ -203,9 +156,7 @@ def test_full_steps_are_replayed_and_give_the_same(features: dict[str, int]) -> 
         assert step.output.sampled_token_ids == expected.output.sampled_token_ids
         assert prompt_tokens(step.output) == prompt_tokens(expected.output)
     graphs = runners[0].graphs
-    full = GraphKey("mixed", MAX_NUM_SEQS, 100, None if features else PLAIN)
-    assert [key for key in graphs.captured if key.num_tokens == 100] == [full]
-    assert (graphs.num_steps["mixed"], graphs.num_steps["eager"]) == (3, 1)
+    assert (graphs.num_steps["mixed"], graphs.num_steps["eager"]) == ((0, 4) if features else (4, 0))
 
 
 def test_a_host_buffer_is_not_written_before_its_reader_has_passed() -> None:
@@ -289,26 +240,22 @@ def test_calls_out_of_order_are_refused() -> None:
 
 
 def test_a_capture_runs_few_layers_before_it_captures_all() -> None:
-    """Those that launch all kernels: the step that needs the graph waits for this."""
+    """Those that launch all kernels."""
     device = RecordingDevice(has_graphs=True)
     runner = make_runner(folder=embedded_model_path(), device=device)
     (run,) = runner._model.model.layers._runs
     num_layers: list[int] = []
 
     def note(run: Any, x: torch.Tensor, ctx: Any) -> torch.Tensor:
-        num_layers.append(len(run._layers))
-        return x
+        num_layers.append(len(run.layers))
+        return x if ctx.logits is None else ctx.logits.select(x)
 
-    def capture(work: Callable[[], Any], may_capture: Callable[[], bool], warm_up: Callable[[], object]) -> None:
-        warm_up()
-        work()
-
-    with patch.object(device, "capture", capture), patch.object(type(run), "__call__", note):
-        assert runner.graphs._capture is not None
-        for masks in (False, True):
-            runner.graphs._capture(GraphKey("decode", 1, 1, replace(PLAIN, masks=masks)))
-    assert num_layers == [2, len(run._layers)] * 2
-    assert len(run._layers) > 2
+    with patch.object(type(run), "__call__", note):
+        runner.graphs.capture_all()
+    forwards = [key for key in runner.graphs.captured if key.part == "forward"]
+    wholes = [key for key in runner.graphs.captured if key.part == "step"]
+    assert num_layers == [2, len(run.layers)] * len(forwards) + [len(run.layers)] * len(wholes)
+    assert len(run.layers) > 2
 
 
 def test_a_runner_has_all_its_layers_again_after_a_dry_pass() -> None:
@@ -316,11 +263,11 @@ def test_a_runner_has_all_its_layers_again_after_a_dry_pass() -> None:
     model, kv_caches = runner._model, runner._kv_caches
     assert len(kv_caches) > 2
     (run,) = model.model.layers._runs
-    layers = list(run._layers)
+    layers = list(run.layers)
     with pytest.raises(KeyError, match="dry"), model.shortened():
         (short,) = model.model.layers._runs
-        assert short._layers == [layers[0], layers[-1]]
+        assert short.layers == [layers[0], layers[-1]]
         raise KeyError("dry")
     assert runner._model is model
-    assert model.model.layers._runs == [run] and run._layers == layers
+    assert model.model.layers._runs == [run] and run.layers == layers
     assert runner._kv_caches is kv_caches

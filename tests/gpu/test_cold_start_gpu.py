@@ -1,4 +1,5 @@
-"""Starts with no kernel in the cache, one for every kind of engine, each in a process of its own.
+"""Starts with no kernel in the cache, one for every kind of engine, each in a process of its own. After the start,
+nothing is compiled, captured or loaded, whatever is served.
 
 With pytest-xdist they run side by side: ``pytest tests/gpu/test_cold_start_gpu.py -n 8``. Tokens are those of the same
 engine that compiles or loads each kernel when it is launched, where steps do not depend on time; else those of a CPU.
@@ -72,6 +73,9 @@ KINDS = {
     "files, ngram": Kind({"kv_transfer_config": FILES, "speculative_config": NGRAM}, "float32", "cpu"),
     "offloading": Kind({"kv_offloading_size": 0.1}, "float32", "cpu"),
     "nixl": Kind({"kv_transfer_config": nixl("kv_both", backend="nixl")}, "float32", "cpu"),
+    "grammars": Kind({"skip_tokenizer_init": False}),
+    "grammars, ngram": Kind({"skip_tokenizer_init": False, "speculative_config": NGRAM}),
+    "sleep": Kind({"enable_sleep_mode": True}),
     "v1": Kind({"model_runner": "v1"}, "float32", "cpu"),
     "v1, ngram": Kind({"model_runner": "v1", "speculative_config": NGRAM}, "float32", "cpu"),
     "tensor ranks": Kind({"tensor_parallel_size": 2}, "float32", "cpu", num_gpus=2),
@@ -169,15 +173,10 @@ def test_a_cold_start_serves(name: str, tmp_path: Path, sharing: dict[str, str])
     report, output = start("ahead", settings, tmp_path, **sharing)
     assert report["runner"] == settings["model_runner"], output
     assert report["threads"] == [], output
-    # of ranks too: all steps are dry, all kernels compile
-    assert "compiled ahead" not in output.partition("--- stderr")[2], output
     if settings["model_runner"] == "v2" and kind.num_gpus == 1:
-        empty = {name: report[name] for name in ("late", "warnings", "imports")}
         # imports take seconds: see `fleetfoot.kernels.runtime.dry_tensors`
-        assert empty == {"late": [], "warnings": [], "imports": []}, output
-        assert not any(report["failed"]), output  # for the warm-up, and for later
-        assert report["prepared"] == 0 or not settings.get("enforce_eager"), output
-        assert report["compiled"] + (report["found"] if sharing else 0) > 5, output
+        assert (report["late"], report["imports"]) == ([], []), output
+        assert sum(report["kernels"]) > 5, output
     if kind.tokens is not None:
         if kind.tokens == "lazily":
             expected = start("lazily", settings, tmp_path, **sharing)[0]["tokens"]
@@ -185,20 +184,14 @@ def test_a_cold_start_serves(name: str, tmp_path: Path, sharing: dict[str, str])
             expected = tokens_of_a_cpu(kind.model)
         pairs = {key: (report["tokens"].get(key), tokens) for key, tokens in expected.items()}
         different = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-        # before its kernels are ready a step takes another path: 16 bits may decide a near-tie otherwise, 32 may not
-        most = 2 if kind.tokens == "lazily" else 0
-        assert len(different) <= most, f"{len(different)} of {len(pairs)} requests: {different}\n{output}"
+        assert not different, f"{len(different)} of {len(pairs)} requests: {different}\n{output}"
 
 
 def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
     settings = settings_of(KINDS["qwen3"])
-    lazily = start("lazily", settings, tmp_path, "other cache")[0]
     cold, warm = (start("ahead", settings, tmp_path)[0] for _ in range(2))
-    assert lazily["compiled"] == lazily["found"] == 0
     assert (cold["late"], warm["late"], cold["threads"], warm["threads"]) == ([], [], [], [])
-    assert cold["compiled"] > 15
-    assert (warm["compiled"], warm["found"] > 15) == (0, True)
-    # a step without its kernel takes another path, with another order of summation: a near-tie may come out otherwise
-    for report in (cold, warm):
-        different = [name for name, tokens in lazily["tokens"].items() if report["tokens"][name] != tokens]
-        assert len(different) <= 2, different
+    (found, compiled), (found_again, compiled_again) = cold["kernels"], warm["kernels"]
+    assert (found, compiled > 15) == (0, True)
+    assert (found_again, compiled_again) == (compiled, 0)
+    assert cold["tokens"] == warm["tokens"]

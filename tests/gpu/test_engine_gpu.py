@@ -108,7 +108,6 @@ def test_drafts_change_no_token(reference: LLMEngine, runner: str, method: str, 
     assert tried.stats().scheduler.drafts.num_drafted > 0
     if runner == "v2":
         assert graphs.num_steps["uniform"] > 0
-        assert any(key.kind == "uniform" and key.drafting for key in graphs.captured)
     tried.shutdown()
 
 

@@ -66,7 +66,7 @@ def test_memory_returns_and_graphs_stay_valid(settings: dict[str, Any]) -> None:
         engine.wake_up(tags=["kv_cache"])
         assert places(engine) == where
         assert tokens(engine) == expected
-        assert graphs is None or captured.items() <= graphs.captured.items()  # later shapes may have come
+        assert graphs is None or captured == graphs.captured
         assert abs(used() - awake) < kv_cache / 2
     engine.sleep()
     free, _ = torch.cuda.mem_get_info()

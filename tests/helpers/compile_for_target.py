@@ -34,9 +34,9 @@ from fleetfoot.kernels.runtime.dry_tensors import dry_torch  # noqa: E402
 from fleetfoot.kernels.runtime.triton_support import instead_of_launching  # noqa: E402
 from fleetfoot.layers.context import ModelContext  # noqa: E402
 from fleetfoot.records.kv_layout import KVLayout  # noqa: E402
-from fleetfoot.runner.graphs import CaptureTable, GraphKey  # noqa: E402
+from fleetfoot.runner.graphs import CaptureTable, GraphKey, StepShape  # noqa: E402
 from fleetfoot.runner.v2.runner import ModelRunnerV2  # noqa: E402
-from fleetfoot.sampling.shape import EVERYTHING  # noqa: E402
+from fleetfoot.sampling.shape import EVERYTHING, PLAIN  # noqa: E402
 from fleetfoot.weights.loading import ModelLoader  # noqa: E402
 from tests.helpers.kernels import triton_kernels  # noqa: E402
 from tests.helpers.recording_device import RecordingDevice  # noqa: E402
@@ -88,12 +88,13 @@ def main() -> None:
     runner = make_runner(None if folder == "-" else Path(folder))
     knobs.runtime.jit_cache_hook = variants = Variants()
     instead = instead_of_launching.set(launch_nothing)
-    shapes = [GraphKey("decode", rows, rows) for rows in (256, 128, 64, 32, 16, 8, 1)]
-    shapes += [GraphKey("mixed", 1, tokens) for tokens in (2048, 20)]
-    shapes += [GraphKey("decode", rows, rows, EVERYTHING) for rows in (256, 1)]
+    decodes = [StepShape("decode", rows, rows) for rows in (256, 128, 64, 32, 16, 8, 1)]
+    keys = [GraphKey("step", shape, PLAIN) for shape in decodes]
+    keys += [GraphKey("forward", StepShape("mixed", 1, tokens)) for tokens in (2048, 20)]
+    keys += [GraphKey("sampling", shape, EVERYTHING) for shape in (decodes[0], decodes[-1])]
     with torch.inference_mode(), dry_torch():
-        for shape in shapes:
-            runner._step_graphs.step(shape)()
+        for key in keys:
+            runner._work(key)()
     instead_of_launching.reset(instead)
     for name, sources in variants.by_name.items():
         for source, options in list(sources.values())[: int(most) if any(part in name for part in names) else 0]:

@@ -6,10 +6,12 @@ garbage: the KV cache and every buffer.
 
 import hashlib
 import json
-import logging
+import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -36,18 +38,21 @@ from fleetfoot.distributed.peer_gather import CustomAllGather  # noqa: E402
 from fleetfoot.distributed.peer_memory import CustomAllReduce, PeerMemory  # noqa: E402
 from fleetfoot.fusion import plan_fusion  # noqa: E402
 from fleetfoot.kernels.attention.triton_backend import TritonBackend  # noqa: E402
+from fleetfoot.kernels.linear import decode_product, gated_product, linear_triton  # noqa: E402
+from fleetfoot.kernels.runtime import cuda_source  # noqa: E402
 from fleetfoot.kernels.runtime.compile_ahead import CompileAhead  # noqa: E402
 from fleetfoot.kernels.runtime.dry_tensors import DryTensor  # noqa: E402
 from fleetfoot.kernels.runtime.triton_support import instead_of_launching  # noqa: E402
 from fleetfoot.layers.context import ModelContext  # noqa: E402
 from fleetfoot.records.forward_context import IntermediateTensors  # noqa: E402
 from fleetfoot.records.kv_layout import KVLayout  # noqa: E402
-from fleetfoot.records.step import WarmUpOutput  # noqa: E402
+from fleetfoot.records.request import Request  # noqa: E402
+from fleetfoot.records.sampling_params import SamplingParams  # noqa: E402
+from fleetfoot.records.step import NewRequest, SchedulerOutput  # noqa: E402
 from fleetfoot.runner.base import SampledTokenSync  # noqa: E402
-from fleetfoot.runner.graphs import CaptureTable, GraphKey  # noqa: E402
+from fleetfoot.runner.graphs import CaptureTable  # noqa: E402
 from fleetfoot.runner.v2.runner import ModelRunnerV2  # noqa: E402
-from fleetfoot.runner.v2.warm_up import KernelCompiler, warm_up_steps  # noqa: E402
-from fleetfoot.sampling.shape import PLAIN, SamplingVariant  # noqa: E402
+from fleetfoot.sampling.shape import LIST_CAPACITY  # noqa: E402
 from fleetfoot.speculative.draft_model import DraftModel  # noqa: E402
 from fleetfoot.speculative.drafter import NO_DRAFTING, DrafterContext, DraftSettings  # noqa: E402
 from fleetfoot.speculative.eagle import EagleDrafter  # noqa: E402
@@ -55,12 +60,12 @@ from fleetfoot.speculative.find import DrafterModel  # noqa: E402
 from fleetfoot.weights.loading import ModelLoader  # noqa: E402
 from tests.helpers.kernels import triton_kernels  # noqa: E402
 from tests.helpers.local_pipeline import MAX_NUM_TOKENS, local_pipeline  # noqa: E402
-from tests.helpers.recording_device import RecordingDevice  # noqa: E402
+from tests.helpers.recording_device import RecordedCapture, RecordingDevice  # noqa: E402
 from tests.helpers.specs import changed  # noqa: E402
 from tests.helpers.warm_up_without_gpu import launch_nothing, use_fake_driver  # noqa: E402
 
 CPU = torch.device("cpu")
-MAX_NUM_SEQS, MAX_MODEL_LEN, NUM_DRAFTS = 32, 256, 3
+MAX_NUM_SEQS, MAX_MODEL_LEN, NUM_DRAFTS, NUM_STEPS = 32, 256, 3, 150
 GARBAGE = 2**30 + 12345
 """As an index it lies outside of every tensor."""
 
@@ -244,8 +249,21 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage()).clone()
 
 
+def record_cuda_kernels() -> None:
+    """Let kernels in CUDA C++ be used, and counted as Triton's are."""
+
+    def load(kernel: Any, device: torch.device) -> Any:
+        hook = knobs.runtime.jit_cache_hook
+        hook(key=str(kernel), repr=f"{kernel.function}[")
+        return cuda_source._DRY
+
+    linear_triton.can_compile = lambda device: True
+    for module in (decode_product, gated_product):
+        module.load = load
+
+
 class Requested:
-    """Kernels that Triton compiles, each with its specialization."""
+    """Kernels that are compiled, each with its specialization."""
 
     def __init__(self) -> None:
         self.in_order: dict[str, None] = {}
@@ -259,29 +277,16 @@ class Requested:
         return set(self.in_order)
 
 
-def try_kind(kind: Kind) -> dict[str, Any]:
-    """``requested``: kernels in the order of the dry pass, a hash of each behind its name; ``late``: those that the
-    warm-up launches, and that the start did not request; ``missing``: those that are launched, and were not requested;
-    ``needless``: the opposite; ``unmasked``: those of token masks without other parts of sampling, and not requested;
-    ``changed``: tensors that it wrote; ``kept``: tensors of it that are left; ``warnings``."""
+def try_kind(kind: Kind, seed: int) -> dict[str, Any]:
+    """``requested``: kernels in the order of the dry passes, a hash of each behind its name; ``missing``: those that
+    random steps launch, and that were not requested; ``changed``: tensors that the dry passes wrote; ``kept``: tensors
+    of them that are left; ``launched``: number of kernels of the random steps."""
     runner = make_runner(kind)
     tensors = dict(tensors_of(runner))
     fill_with_garbage(tensors)
     before = {path: bits(tensor) for path, tensor in tensors.items()}
-    steps = warm_up_steps(runner._max_num_batched_tokens, MAX_MODEL_LEN, 16)
-    first = runner._first_shapes(steps)
-    later = runner._later_shapes()
-    compiler = KernelCompiler(runner._step_graphs.step, runner._model.shortened, CompileAhead(1))
     knobs.runtime.jit_cache_hook = requested = Requested()
-    warnings: list[str] = []
-    handler = logging.NullHandler(logging.WARNING)
-    handler.handle = lambda record: not warnings.append(record.getMessage())  # type: ignore[method-assign, func-returns-value]
-    logging.getLogger("fleetfoot").addHandler(handler)
-    compiler.compile_first(first)
-    at_start = requested.kernels
-    compiler._queue(later)
-    compiler.close()
-    logging.getLogger("fleetfoot").removeHandler(handler)
+    runner._compile(CompileAhead(1))
     own = runner._state.staging._padding  # the host's, and written anew before it is read
     changed = [
         path
@@ -289,27 +294,69 @@ def try_kind(kind: Kind) -> dict[str, Any]:
         if tensor.data_ptr() != own.data_ptr() and not torch.equal(bits(tensor), before[path])
     ]
     kept = [path for path, tensor in tensors_of(runner) if isinstance(tensor, DryTensor)]
-    knobs.runtime.jit_cache_hook = warming = Requested()
-    launch(runner, [], steps)
     knobs.runtime.jit_cache_hook = launched = Requested()
-    launch(runner, [*first, *later])
-    knobs.runtime.jit_cache_hook = masked = Requested()
-    sizes = [shape for shape in later if shape.kind == "decode" and shape.sampling == PLAIN]
-    launch(runner, [replace(shape, sampling=SamplingVariant(masks=True)) for shape in sizes])
+    launch(runner, random_steps(runner, random.Random(seed)))
     return {
         "requested": [f"{name.split()[0]} {hashlib.md5(name.encode()).hexdigest()}" for name in requested.in_order],
-        "late": sorted(warming.kernels - at_start),
         "missing": sorted(launched.kernels - requested.kernels),
-        "needless": sorted(requested.kernels - launched.kernels),
-        "unmasked": sorted(masked.kernels - requested.kernels),
+        "launched": len(launched.kernels),
         "changed": changed,
         "kept": kept,
-        "warnings": warnings,
     }
 
 
-def launch(runner: ModelRunnerV2, shapes: list[GraphKey], steps: Sequence[WarmUpOutput] = ()) -> None:
-    """Steps of all layers, up to each launch, in real memory: of padding requests, and those of the warm-up."""
+SAMPLERS: tuple[dict[str, Any], ...] = (
+    *({}, {}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 20, "top_p": 0.9}),
+    *({"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.0, "min_p": 0.1}, {"temperature": 1.0, "top_k": 1030}),
+    *({"repetition_penalty": 1.2}, {"logit_bias": {5: 1.0}}, {"min_tokens": 3}, {"allowed_token_ids": [1, 2]}),
+    {"logit_bias": dict.fromkeys(range(LIST_CAPACITY + 1), 1.0)},
+    *({"logprobs": number} for number in (0, 5, 33, 200, 300, -1)),
+    *({"prompt_logprobs": number} for number in (0, 3, -1)),
+)
+
+
+def random_steps(runner: ModelRunnerV2, rng: random.Random) -> Iterator[SchedulerOutput]:
+    """Steps of any shape, each of new requests."""
+    budget, num_drafts = runner._max_num_batched_tokens, runner._draft_settings.num_drafts
+    finished: list[tuple[str, int]] = []
+    for number in range(NUM_STEPS):
+        drafts = rng.choice((0, num_drafts))
+        num_decodes = rng.choice((0, 0, 1, 2, 5, rng.randrange(MAX_NUM_SEQS), MAX_NUM_SEQS))
+        num_decodes = min(num_decodes, budget // (1 + drafts))
+        room = budget - num_decodes * (1 + drafts)
+        prompts: list[int] = []
+        most = rng.choice((1, 2, 8, 20, 70, MAX_MODEL_LEN - 1))
+        while (not num_decodes or rng.random() < 0.6) and len(prompts) + num_decodes < MAX_NUM_SEQS and room > 0:
+            prompts.append(rng.randint(1, min(room, most)))
+            room -= prompts[-1]
+        num_sampled = num_decodes + rng.randint(0, len(prompts))
+        lengths = [1 + drafts] * num_decodes + prompts
+        settings = [rng.choice(SAMPLERS) for _ in range(rng.choice((1, 1, 3)))]
+        new = []
+        for row, length in enumerate(lengths):
+            params = SamplingParams(**rng.choice(settings))
+            request = Request(f"{number}-{row}", array("i", [1] * max(2, length)), params, max_tokens=9, seed=0)
+            request.row, request.block_ids = row, [0] * (MAX_MODEL_LEN // 16)
+            new.append(NewRequest.of(request))
+        yield SchedulerOutput(
+            number,
+            [*range(len(lengths))],
+            lengths,
+            num_decodes,
+            num_sampled,
+            sum(lengths),
+            new_requests=new,
+            finished=finished,
+            num_drafts=drafts if num_decodes else 0,
+            num_to_propose=rng.choice((0, num_drafts)) if num_sampled else 0,
+            longest_decode=rng.choice((1, 100, 9000)) if num_decodes else 0,
+            structured=[0] if num_sampled and rng.random() < 0.2 else [],
+        )
+        finished = [(each.request_id, each.row) for each in new]
+
+
+def launch(runner: ModelRunnerV2, steps: Iterator[SchedulerOutput]) -> None:
+    """Steps of all layers, up to each launch, in real memory; graphs run their work again."""
     instead = instead_of_launching.set(launch_nothing)
     no_gather = patch.object(groups, "_all_gather", lambda *_, **__: None)
     no_reduce = patch.object(groups.dist, "all_reduce", lambda *_, **__: None)
@@ -318,8 +365,9 @@ def launch(runner: ModelRunnerV2, shapes: list[GraphKey], steps: Sequence[WarmUp
     with torch.inference_mode(), ZeroedTorch(), no_gather, no_reduce, no_tokens, no_stage:
         for _, tensor in tensors_of(runner):
             tensor.zero_()
-        for shape in shapes:
-            runner._step_graphs.step(shape)()
+        runner.graphs.captured = {
+            key: RecordedCapture(runner.device, partial(runner._work(key))) for key in runner.graphs.keys
+        }
         for step in steps:
             runner._forward(step)
             if runner._execute_state is not None:
@@ -330,8 +378,9 @@ def launch(runner: ModelRunnerV2, shapes: list[GraphKey], steps: Sequence[WarmUp
 def main() -> None:
     """Prints `try_kind` of every kind, and ``imports``: modules that take long to import."""
     use_fake_driver()
+    record_cuda_kernels()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    report: dict[str, Any] = {name: try_kind(KINDS[name]) for name in sys.argv[1:] or KINDS}
+    report: dict[str, Any] = {name: try_kind(KINDS[name], seed) for seed, name in enumerate(sys.argv[1:] or KINDS)}
     report["imports"] = [name for name in ("sympy", "torch._dynamo") if name in sys.modules]
     dist.destroy_process_group()
     json.dump(report, sys.stdout)

@@ -111,6 +111,7 @@ def record_products() -> None:
         launched.append(tiling_text(tiling, weight.shape[1]))
         return empty(len(x.weighted if isinstance(x, DeferredRMSNorm) else x), len(weight) // 2)
 
+    linear_triton.can_compile = lambda device: True
     linear_triton.launch_linear = launch_linear
     tiled_hopper.launch_linear_hopper = launch_hopper
     decode_product.rotate_and_cache = rotate_and_cache
@@ -140,6 +141,7 @@ def launch(model: CausalLM, kv_caches: list[torch.Tensor], num_reqs: int, query_
     metadata = AttentionMetadata(
         index(num_reqs + 1), index(num_reqs), index(num_reqs, 16), slots, slots,
         num_decodes=num_reqs if query_len == 1 else 0, max_query_len=query_len, max_seq_len=16384,
+        has_prompts=query_len > 1,
     )  # fmt: skip
     model.model.layers(empty(num_tokens, model.config.hidden_size), ForwardContext(metadata, kv_caches))
     if query_len == 1:

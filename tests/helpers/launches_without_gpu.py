@@ -18,8 +18,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from fleetfoot.kernels.runtime.direct_launch import direct_launch
 from fleetfoot.kernels.runtime.gluon_support import tensor_descriptor
+from fleetfoot.kernels.runtime.internals import direct_launch
 from fleetfoot.kernels.runtime.triton_support import triton_kernel
 from tests.helpers.warm_up_without_gpu import use_fake_driver
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.prepare.staging import Event
-from fleetfoot.runner.v2.device import CpuDevice, always
+from fleetfoot.runner.v2.device import CpuDevice
 
 
 class RecordingDevice(CpuDevice):
@@ -31,15 +32,12 @@ class RecordingDevice(CpuDevice):
         self.counts[event] += 1
         self.events.append(event)
 
-    def capture(
-        self,
-        work: Callable[[], Any],
-        may_capture: Callable[[], bool] = always,
-        warm_up: Callable[[], object] | None = None,
-    ) -> "RecordedCapture | None":
+    def capture(self, work: Callable[[], Any], warm_up: AbstractContextManager[object] | None) -> "RecordedCapture":
         self._note("capture")
-        (warm_up or work)()
-        return RecordedCapture(self, work, work()) if may_capture() else None
+        if warm_up is not None:
+            with warm_up:
+                work()
+        return RecordedCapture(self, work, work())
 
     def copy_in(self, source: torch.Tensor, front: torch.Tensor, arena: torch.Tensor, num_writes: int) -> None:
         self._note("copy_in")
@@ -66,14 +64,6 @@ class RecordedCapture:
     def replay(self) -> None:
         self.device._note("replay")
         self.output = self.work()
-
-
-class LateSampling(RecordingDevice):
-    """Captures forward passes alone, as while the kernels of sampling are compiled."""
-
-    def capture(self, *arguments: Any) -> Any:
-        captured = super().capture(*arguments)
-        return captured if captured is None or captured.output.packed is None else None
 
 
 @dataclass
@@ -119,17 +109,12 @@ class StrictDevice(RecordingDevice):
     def __init__(self) -> None:
         super().__init__(has_graphs=True)
 
-    def capture(
-        self,
-        work: Callable[[], Any],
-        may_capture: Callable[[], bool] = always,
-        warm_up: Callable[[], object] | None = None,
-    ) -> Any:
+    def capture(self, work: Callable[[], Any], warm_up: AbstractContextManager[object] | None) -> Any:
         def watched() -> Any:
             with NoValues():
                 return work()
 
-        return super().capture(watched, may_capture, warm_up)
+        return super().capture(watched, warm_up)
 
 
 def unwatched(ops: Kernels) -> Kernels:

@@ -184,6 +184,11 @@ def make_runner(
     if draft_settings.drafter is not None:
         layout = layout.with_layers(draft_settings.drafter.kv_specs)
     runner.initialize_kv_cache(layout)
+    if isinstance(runner, ModelRunnerV2) and device is not None:
+        with torch.inference_mode():
+            runner.graphs.capture_all()
+        device.counts.clear()
+        device.events.clear()
     return runner
 
 

@@ -7,7 +7,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from itertools import islice
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -23,14 +23,13 @@ from fleetfoot.config.parsing import load_model_config
 from fleetfoot.fusion import plan_fusion
 from fleetfoot.kernels.attention.triton_backend import TritonBackend
 from fleetfoot.kernels.runtime import compile_worker
-from fleetfoot.kernels.runtime.compile_ahead import Compilations, CompileAhead
+from fleetfoot.kernels.runtime.compile_ahead import CompileAhead, KernelCompileError
 from fleetfoot.kernels.runtime.triton_support import instead_of_launching, triton_kernel
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.runner.graphs import CaptureTable, GraphKey
+from fleetfoot.runner.graphs import CaptureTable
 from fleetfoot.runner.v2 import runner as runner_module
 from fleetfoot.runner.v2.runner import ModelRunnerV2
-from fleetfoot.runner.v2.warm_up import KernelCompiler
 from fleetfoot.weights.loading import ModelLoader
 from tests.helpers.kernels import triton_kernels
 from tests.helpers.recording_device import RecordingDevice
@@ -85,69 +84,50 @@ def make_runner(config: ModelConfig, table: CaptureTable, **limits: int) -> Mode
 
 
 def warm_up(table: CaptureTable) -> dict[str, Any]:
-    """``compiled``, ``found``: by the dry pass; ``late``: kernels that the warm-up itself had to compile;
-    ``compiled_later``, ``found_later``: by this process behind the warm-up, where others compile for it;
-    ``failed_later``; ``texts``: stages of those compilations that are kept beside the binaries."""
-    runner = make_runner(load_model_config(embedded_model_path()), table, max_num_seqs=32, max_num_batched_tokens=128)
+    """``kernels``: numbers of those found and compiled; ``late``: kernels that the rest of the warm-up had to
+    compile."""
+    runner = make_runner(load_model_config(embedded_model_path()), table, max_num_seqs=17, max_num_batched_tokens=32)
     late: list[str] = []
-    counts: dict[str, int] = {}
-    compile_first, compile_later, queue = (
-        KernelCompiler.compile_first,
-        KernelCompiler.compile_later,
-        KernelCompiler._queue,
-    )
+    compile_all = runner._compile
 
-    def compile_and_listen(compiler: KernelCompiler, shapes: list[GraphKey], *_: Any) -> None:
-        compile_first(compiler, shapes)
-        counts.update(compiled=compiler.ahead.num_compiled, found=compiler.ahead.num_found)
+    def compile_and_listen(ahead: CompileAhead) -> None:
+        with patch.object(runner, "_all_work", lambda: islice(all_work(), 6)):  # others take minutes on two cores
+            compile_all(ahead)
         knobs.compilation.listener = lambda *, src, **_: late.append(src.name)
 
-    def queue_and_wait(compiler: KernelCompiler, shapes: list[GraphKey], begin: float) -> Compilations:
-        compilations = queue(compiler, shapes, begin)
-        compilations.wait()
-        counts.update(texts=sum(len(future.kernel.asm) - 1 for future in compilations._kernels))
-        return compilations
-
-    def listen_no_more(compiler: KernelCompiler, shapes: list[GraphKey]) -> None:
-        knobs.compilation.listener = compiler.ahead._tally
-        with patch.object(KernelCompiler, "_queue", queue_and_wait):  # while the tally still counts
-            compile_later(compiler, [shape for shape in shapes if shape.kind == "decode" and shape.num_reqs == 32][:1])
-        counts.update(later=len(shapes), failed_later=compiler.later.wait())
-        counts.update(compiled_later=compiler.ahead.num_compiled - counts["compiled"])
-        counts.update(found_later=compiler.ahead.num_found - counts["found"])
-
+    all_work = runner._all_work
     with (
-        patch.object(KernelCompiler, "compile_first", compile_and_listen),
-        patch.object(KernelCompiler, "compile_later", listen_no_more),
-        patch.object(CompileAhead, "serving", lambda _: nullcontext()),  # in which kernels are launched
+        patch.object(runner, "_compile", compile_and_listen),
+        patch.object(runner_module, "library_steps", lambda _: []),
     ):
         runner.warm_up()
     knobs.compilation.listener = None
     runner.shutdown()
-    return {**counts, "late": late}
+    return {"kernels": runner.kernels, "late": late}
 
 
-def fail() -> dict[str, Any]:
-    """What becomes of a kernel that does not compile, in a dry pass and behind it."""
+def fail() -> list[str]:
+    """What becomes of a kernel that does not compile."""
     ahead = CompileAhead(2)
     numbers = torch.zeros(4)
-    report: dict[str, Any] = {"failed": ahead.queue(lambda: cannot_be_compiled[(1,)](numbers, 3)).wait()}
-    ahead.close()
+    ahead.queue(lambda: cannot_be_compiled[(1,)](numbers, 3))
     try:
-        cannot_be_compiled[(1,)](numbers, 3)
-    except Exception as error:
-        report["raised"] = type(error).__name__
-    return report
+        ahead.wait()
+    except KernelCompileError as error:
+        return [error.name, type(error.__cause__).__name__]
+    finally:
+        ahead.close()
+    return []
 
 
 def main() -> None:
-    """Prints what starts with graphs and without find, what becomes of a kernel that fails, and threads left."""
+    """Prints a start, what becomes of a kernel that fails, and threads left."""
     use_fake_driver()
     runner_module.can_compile_ahead = lambda device: True
-    compile_worker.num_cores = lambda: 2  # with many, a start waits for the later kernels, too
+    compile_worker.num_cores = lambda: 2
     instead_of_launching.set(launch_nothing)
-    table = CaptureTable(decode=(1, 32), mixed=(16,), max_num_seqs=32, eager_capture=1)
-    report: dict[str, Any] = {"start": warm_up(table), "eager": warm_up(CaptureTable()), "fail": fail()}
+    report: dict[str, Any] = warm_up(CaptureTable())
+    report["failed"] = fail()
     report["threads"] = [thread.name for thread in threading.enumerate() if "compile" in thread.name]
     json.dump(report, sys.stdout)
 

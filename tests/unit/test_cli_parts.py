@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from fleetfoot.assets import embedded_model_path
-from fleetfoot.cli.bench_cold import ColdSamples, cold_results, cold_summary
 from fleetfoot.cli.bench_load import BenchRequest, Lengths, Samples, Work, Workload, distribution, results, run_load
 from fleetfoot.cli.bench_roofline import AttentionCosts, Costs, Roofline, batch_floors, floor_report, measure_peak_rates
 from fleetfoot.cli.chat import Conversation
@@ -29,21 +28,6 @@ from fleetfoot.scheduler.scheduler import SchedulerStats
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-def test_steps_of_a_cold_start_that_took_another_path_are_counted() -> None:
-    samples = ColdSamples()
-    for notes in (
-        [],
-        ["a_kernel not compiled", "b_kernel not compiled"],
-        ["captured decode 1 1"],
-        ["c_kernel not compiled"],
-    ):
-        samples.step(0.0, 0.001, notes, batch=1, longest=1, first_tokens=0, tokens=1)
-    samples.num_requests = 3
-    measured = cold_results(samples)
-    assert (measured["num_steps"], measured["num_steps_on_other_paths"]) == (4, 2)
-    assert "\n 2 steps took another path, because a kernel was not compiled" in cold_summary(measured)
 
 
 def test_prompts_of_flags_come_before_those_of_a_file(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ import ctypes
 import pickle
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from fleetfoot.kernels.runtime import compile_worker, cuda_source
-from fleetfoot.kernels.runtime.compile_ahead import CompileAhead
-from fleetfoot.kernels.runtime.compile_worker import CompileWorker, is_cached
-from fleetfoot.kernels.runtime.cuda_source import CudaCompileError, CudaKernel, CudaSource, load
-from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError, nothing_is_ready
+from fleetfoot.kernels.runtime import compile_ahead, compile_worker, cuda_source
+from fleetfoot.kernels.runtime.compile_ahead import CompileAhead, KernelCompileError
+from fleetfoot.kernels.runtime.compile_worker import CompilePool, CompileWorker
+from fleetfoot.kernels.runtime.cuda_source import CudaCompileError, CudaKernel, CudaSource, can_compile, load
+from fleetfoot.kernels.runtime.internals import is_cached
 from fleetfoot.utils import torch_build
 
 pytest.importorskip("triton")
@@ -122,7 +122,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileAhead]:
     ahead = CompileAhead(1)
-    monkeypatch.setattr(ahead, "_start_work", lambda: None)
+    monkeypatch.setattr(ahead, "_start_threads", ahead._load_all)
+    monkeypatch.setattr(compile_ahead, "CompilePool", partial(CompilePool, command=("/no/such/program",)))
     yield ahead
     ahead.close()
 
@@ -189,75 +190,49 @@ def test_launches(nvrtc: FakeNvrtc, driver: FakeDriver) -> None:
         loaded.launch(32, b"", dependent=False)
 
 
-def refused() -> bool:
-    try:
-        load(KERNEL, DEVICE)
-    except KernelNotReadyError:
-        return True
-    return False
-
-
-def test_a_step_waits_for_no_kernel(nvrtc: FakeNvrtc, driver: FakeDriver, ahead: CompileAhead) -> None:
-    """It is queued, by a dry pass or by a step, and ready after `advance`."""
-    with nothing_is_ready():
-        assert refused()
-    with ahead.serving():
-        assert refused() and refused()
-    assert [*ahead.take_missed_optional().values()] == ["twice"] and not ahead.take_missed()
-    assert ahead.queue(lambda: load(KERNEL, DEVICE).launch(2, b"", dependent=True))._kernels == [ahead._kernels[0]]
-    assert refused() and not nvrtc.compiled  # outside of steps, too: another path is there
-    ahead._jobs.work()
-    with ahead.serving():
-        assert refused()  # no change within a step
-    ahead.advance()
-    with ahead.serving():
-        load(KERNEL, DEVICE).launch(2, bytes(4), dependent=True)
+def test_a_dry_pass_queues_them(nvrtc: FakeNvrtc, driver: FakeDriver, ahead: CompileAhead) -> None:
+    for _ in range(2):
+        ahead.queue(lambda: load(KERNEL, DEVICE).launch(2, b"", dependent=True))
+    assert ahead.wait() == (0, 1)
+    assert not driver.launches
+    load(KERNEL, DEVICE).launch(2, bytes(4), dependent=True)
     assert len(driver.launches) == len(nvrtc.compiled) == 1
-    assert (ahead.num_compiled, ahead.num_found) == (1, 0)
 
 
-@pytest.mark.parametrize("failing", ["compiler", "driver", "clusters"])
-def test_a_kernel_that_fails_is_left_out(
-    nvrtc: FakeNvrtc, driver: FakeDriver, ahead: CompileAhead, tmp_path: Path, failing: str, caplog: Any
+@pytest.mark.parametrize("failing", ["compiler", "driver"])
+def test_a_kernel_that_fails_ends_the_start(
+    nvrtc: FakeNvrtc, driver: FakeDriver, ahead: CompileAhead, tmp_path: Path, failing: str
 ) -> None:
     if failing == "compiler":
         (tmp_path / "twice.cu").write_text("error")
-    elif failing == "driver":
+    else:
         driver.failing = "cuModuleLoadData"
-    else:  # on a slice of a GPU
-        driver.num_clusters = 0
-    num_failed = ahead.queue(lambda: load(KERNEL, DEVICE))
-    ahead._jobs.work()
-    assert num_failed.wait() == (failing == "compiler")
-    assert refused()
-    with ahead.serving():
-        assert refused()
-    assert not ahead.take_missed()
-    expected = (
-        "0 clusters of 2 thread blocks of this kernel fit in the GPU, and it needs 1"
-        if failing == "clusters"
-        else "error"
-    )
-    assert any(expected in message for message in caplog.messages)
+    ahead.queue(lambda: load(KERNEL, DEVICE))
+    with pytest.raises(KernelCompileError) as raised:
+        ahead.wait()
+    assert raised.value.name == "twice"
 
 
-@pytest.mark.parametrize("least_clusters", [30, 31])
-def test_a_kernel_whose_clusters_do_not_fit_at_once_is_left_out(
-    nvrtc: FakeNvrtc, driver: FakeDriver, ahead: CompileAhead, least_clusters: int, caplog: Any
+@pytest.mark.parametrize(("least_clusters", "fits"), [(30, True), (31, False)])
+def test_whether_clusters_fit_at_once(
+    nvrtc: FakeNvrtc, driver: FakeDriver, ahead: CompileAhead, least_clusters: int, fits: bool
 ) -> None:
+    """On a slice of a GPU they may not."""
     kernel = replace(KERNEL, least_clusters=least_clusters)
     ahead.queue(lambda: load(kernel, DEVICE))
-    ahead._jobs.work()
-    ahead.advance()
-    with ahead.serving(), nullcontext() if least_clusters == 30 else pytest.raises(KernelNotReadyError):
-        load(kernel, DEVICE)
-    expected = "30 clusters of 2 thread blocks of this kernel fit in the GPU, and it needs 31"
-    assert any(expected in message for message in caplog.messages) == (least_clusters == 31)
+    ahead.wait()
+    assert load(kernel, DEVICE).fits == fits
 
 
-def test_without_a_compiler_every_step_takes_the_other_path(nvrtc: FakeNvrtc, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_nothing_can_be_compiled(nvrtc: FakeNvrtc, monkeypatch: pytest.MonkeyPatch) -> None:
+    can_compile.cache_clear()
+    assert can_compile(DEVICE)
     monkeypatch.setattr(cuda_source, "find_nvrtc", lambda version: None)
-    assert refused()
+    can_compile.cache_clear()
+    assert not can_compile(DEVICE)
+    with pytest.raises(RuntimeError, match="needs NVRTC"):
+        load(KERNEL, DEVICE)
+    can_compile.cache_clear()
 
 
 def test_processes_compile_them(nvrtc: FakeNvrtc, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from fleetfoot.cli.main import main
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.executor import messages, nodes
 from fleetfoot.executor.messages import Failure, Ready, RpcResult, StepOutput, WorkerAddresses
-from fleetfoot.executor.multiprocess import MultiprocessExecutor, StepOutputs, usable_kernels
+from fleetfoot.executor.multiprocess import MultiprocessExecutor, StepOutputs
 from fleetfoot.executor.nodes import EngineNodes, Invitation, Link, check_devices, join_engine, run_node
 from fleetfoot.executor.processes import RendezvousDir
 from fleetfoot.executor.protocol import PlanMismatchError
@@ -58,7 +58,6 @@ FULL = dataclasses.replace(
     num_drafts=2,
     num_to_propose=2,
     awaited_step=2**40 - 2,
-    num_kernels=[3, 0],
     kv_connector_metadata=BlockStoreMetadata("epoch", loads=[("näme", [BlockTransfer(7, b"\0digest")])]),
 )
 LOST = records.TransferFailure("lost", timed_out=True)
@@ -71,13 +70,6 @@ OUTPUT = records.ModelRunnerOutput(
     kv_connector_output=records.KVConnectorOutput({"a"}, {"b": LOST}, {"c"}, {"n": 1}),
 )
 LAYOUT = KVLayout(9, 16, "bfloat16", (KVCacheSpec(2, 64), KVCacheSpec(2, 64, 7)))
-
-
-def test_a_stage_uses_kernels_that_all_of_its_ranks_have_compiled() -> None:
-    assert usable_kernels([7], 1) == [7]
-    assert usable_kernels([7, 5, 0, 9], 2) == [5, 0]
-    reply = messages.Compiled(1, 7)
-    assert messages.decode_reply(messages.encode_reply(reply)) == reply
 
 
 @pytest.mark.parametrize("step", [IDLE, FULL], ids=["idle", "full"])
@@ -469,7 +461,7 @@ def test_a_worker_must_have_the_key() -> None:
         ]
         for stranger in strangers:
             reply = stack.enter_context(stranger.open_replies())
-            reply(messages.Compiled(0, 666))
+            reply(RpcResult(0, 666, b""))
         worker = connected(messages.worker_keys(key, "an engine"))
         channel.send(long)
         assert worker.receive() == long

@@ -109,9 +109,9 @@ def test_a_captured_full_step_keeps_all_its_activations(monkeypatch: pytest.Monk
     assert full.capture_table.full_step == 3000
     monkeypatch.setattr("fleetfoot.plan.memory._FULL_STEP_PRODUCTS", 0)
     shape = shape_of(TINYLLAMA, config=config)
-    assert shape.capture_table.most_tokens == shape.capture_table.fine[-1] == 1024
-    others = {*full.capture_table.fine} - {*shape.capture_table.fine}  # between 1,024 and 3,000
-    nodes_and_hidden = sum(22 * 96 * 1024 + tokens * 2048 * 2 for tokens in (3000, 3000, *others))
+    assert shape.capture_table.most_tokens == shape.capture_table.mixed[-1] == 1024
+    others = {*full.capture_table.mixed} - {*shape.capture_table.mixed}  # between 1,024 and 3,000
+    nodes_and_hidden = sum(22 * 96 * 1024 + tokens * 2048 * 2 for tokens in (3000, *others))
     more = memory.graph_bytes(full) - memory.graph_bytes(shape)
     share = 1 - 1024 / 3000
     assert more == pytest.approx(share * memory.activation_bytes(shape) + nodes_and_hidden, abs=2)

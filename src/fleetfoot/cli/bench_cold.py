@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from fleetfoot.cli.bench_load import Lengths, distribution
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
-from fleetfoot.records.step import NOT_COMPILED
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,20 +46,13 @@ class ColdSamples:
     slowest: list[dict[str, Any]] = field(default_factory=list)
     """Steps, the slowest first."""
     num_steps: int = 0
-    num_on_other_paths: int = 0
-    """Steps of which an operation took another path, because a kernel was not compiled."""
     num_requests: int = 0
-    waits: dict[str, int] = field(default_factory=dict)
-    """What steps had that was not ready -> number of steps."""
     duration: float = 0.0
 
-    def step(self, at: float, seconds: float, notes: list[str], **sizes: int) -> None:
+    def step(self, at: float, seconds: float, **sizes: int) -> None:
         """Count a step that began ``at`` seconds after the start, and keep it if it is one of the slowest."""
         self.num_steps += 1
-        self.num_on_other_paths += any(note.endswith(NOT_COMPILED) for note in notes)
-        for note in notes:
-            self.waits[note] = self.waits.get(note, 0) + 1
-        entry = {"at_s": round(at, 3), "ms": round(seconds * _MS, 2), **sizes, "notes": notes}
+        entry = {"at_s": round(at, 3), "ms": round(seconds * _MS, 2), **sizes}
         self.slowest = sorted([*self.slowest, entry], key=lambda step: -step["ms"])[:12]
 
 
@@ -113,7 +105,7 @@ def run_cold(
                 waiting.discard(name)
                 last[name] = now
             sizes = {"batch": len(prompts), "longest": max(map(len, prompts)), **counts}
-            samples.step(step_begin - begin, now - step_begin, _notes(engine), **sizes)
+            samples.step(step_begin - begin, now - step_begin, **sizes)
     samples.duration = clock() - begin
 
 
@@ -142,23 +134,15 @@ def _params(rng: np.random.Generator, shared: dict[str, Any] | None, output_len:
     return SamplingParams(**chosen, max_tokens=output_len, ignore_eos=True, detokenize=False, output_kind=kind)
 
 
-def _notes(engine: LLMEngine) -> list[str]:
-    """What steps have reported since the last call, where the runner is in this process."""
-    take = getattr(getattr(engine.core.executor, "runner", None), "take_notes", None)
-    return take() if take is not None else []
-
-
 def cold_results(samples: ColdSamples) -> dict[str, Any]:
     """Statistics of the samples."""
     return {
         "duration_s": samples.duration,
         "num_requests": samples.num_requests,
         "num_steps": samples.num_steps,
-        "num_steps_on_other_paths": samples.num_on_other_paths,
         "ttft_ms": distribution(samples.ttft, _MS),
         "ttft_alone_ms": distribution(samples.ttft_alone, _MS),
         "itl_ms": distribution(samples.itl, _MS),
-        "waits": samples.waits,
         "slowest_steps": samples.slowest,
     }
 
@@ -166,16 +150,13 @@ def cold_results(samples: ColdSamples) -> dict[str, Any]:
 def cold_summary(measured: dict[str, Any]) -> str:
     """The results in one line for each figure, and one for each of the slowest steps."""
     lines = [f"{measured['num_requests']} requests and {measured['num_steps']} steps in {measured['duration_s']:.1f} s"]
-    lines += [f"{measured['num_steps_on_other_paths']} steps took another path, because a kernel was not compiled"]
     for name in ("ttft_ms", "ttft_alone_ms", "itl_ms"):
         times, label = measured[name], name.removesuffix("_ms").replace("_", " ").upper()
         if times["count"]:
             lines.append(f"{label} worst {times['max']:.1f} ms, p99 {times['p99']:.1f}, median {times['p50']:.1f}")
-    lines += [f"{count} steps: {note}" for note, count in measured["waits"].items()]
-    for step in measured["slowest_steps"]:
-        notes = "; ".join(step["notes"]) or "nothing"
-        lines.append(
-            f"{step['ms']:.1f} ms at {step['at_s']:.2f} s: {step['tokens']} tokens ({step['first_tokens']} first), "
-            f"batch of {step['batch']}, prompts up to {step['longest']}; not ready: {notes}"
-        )
+    lines += [
+        f"{step['ms']:.1f} ms at {step['at_s']:.2f} s: {step['tokens']} tokens ({step['first_tokens']} first), "
+        f"batch of {step['batch']}, prompts up to {step['longest']}"
+        for step in measured["slowest_steps"]
+    ]
     return "\n ".join(lines)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fleetfoot.cli.arguments import add_engine_arguments, engine_config, size_in_bytes
 from fleetfoot.cli.command import Command, UsageError, dump_object, print_status, usage_errors
 from fleetfoot.cli.plan_text import plan_text
-from fleetfoot.config.model import Linear
+from fleetfoot.config.model import DTYPE_BYTES, Linear
 from fleetfoot.config.sharding import num_kv_heads, pipeline_layers, vocab_rows
 from fleetfoot.quantization.unquantized import UNQUANTIZED
 from fleetfoot.records.kv_layout import LAYOUT_DIMENSIONS, KVLayout, kv_cache_specs
@@ -42,7 +42,6 @@ Without flags of the machine, the plan is for this one. With them it is for the 
   experts: num_active_parameters, those that a token reads; kinds, of each the num_experts and num_chosen,
     intermediate_size and num_layers; null: the model has none
   kernels: for each operation, the implementation that runs; native_variant: the instruction set of the native ones
-  kernels_until_compiled: for operations with kernels that the engine compiles: what runs in steps before that
   weights: format, num_matrices and bytes of the linear layers, as a rank of a tensor group has them
   layers: runs of decoder layers (first, last), fused or not, with the reason; compiles_layers: whether torch.compile
     compiles each of them
@@ -50,12 +49,11 @@ Without flags of the machine, the plan is for this one. With them it is for the 
     pairs of a number of requests and the longest context of such a decode; reason, why not
   positions: each rotary embedding (rope), and the layers that have it; null: layers without positions
   max_model_len, max_num_seqs, max_num_batched_tokens
-  graphs: num_shapes; decode (requests), uniform (requests, num_drafts drafts each), mixed (tokens; of steps with
-    drafts, the forward pass), full_step (tokens of a mixed batch that fills a step; null: it runs eagerly): the
-    shapes; short: decodes that have one more for short contexts (layer_chain); fine: further sizes of mixed batches,
-    each captured once the padding that it saves has cost as much, if not at the start; captured_at_start, besides
-    others, fine ones too, if their kernels are compiled by then; is_captured (false: shapes are dispatched to, but run
-    eagerly, for the attention backend cannot be captured)
+  graphs: what a start captures on a rank: num_shapes, num_graphs, bytes, seconds (estimated); the shapes:
+    decode (requests), short (those that have one more for short contexts, see layer_chain), uniform (requests,
+    num_drafts drafts each), mixed (tokens; of steps with drafts, the forward pass), split (tokens, with attention for
+    long decodes), full_step (tokens of a mixed batch that fills a step; null: it runs eagerly); is_captured (false:
+    steps run eagerly, for the attention backend cannot be captured)
   workers: executor, uni (one, in the engine's process) or mp (a process for each rank); on_error, raise or restart;
     max_restarts, within an hour
   parallel: tensor_parallel_size, pipeline_parallel_size, vocab_rows (of a rank); stages: for each pipeline rank, its
@@ -195,7 +193,6 @@ def _decision_report(decision: Decision, architecture: str, device: str, *, prob
         "attention_backend",
         "kernels",
         "native_variant",
-        "kernels_until_compiled",
         "layers",
         "layer_chain",
         "positions",
@@ -233,7 +230,6 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
         "attention_backend": plan.kernels["attention"],
         "kernels": dict(plan.kernels),
         "native_variant": plan.native_variant,
-        "kernels_until_compiled": plan.kernels.until_compiled if plan.runner == "v2" else {},
         "layers": list(_layers(plan)),
         "weights": list(_weights(plan)),
         "layer_chain": {
@@ -247,16 +243,18 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
         "max_num_seqs": most,
         "max_num_batched_tokens": plan.max_num_batched_tokens,
         "graphs": {
-            "num_shapes": len(table.keys),
+            "num_shapes": len(table.shapes),
+            "num_graphs": len(table.graphs),
+            "bytes": table.num_bytes(model.num_layers, model.hidden_size * DTYPE_BYTES[plan.dtype]),
+            "seconds": table.seconds(model.num_layers),
             "decode": list(table.decode),
             "short": list(table.short),
             "num_drafts": table.num_drafts,
             "uniform": list(table.uniform),
             "mixed": list(table.mixed),
-            "fine": list(table.fine),
+            "split": list(table.split),
             "full_step": table.full_step,
-            "captured_at_start": len(table.first_keys),
-            "is_captured": bool(table.keys) and plan.kernels.is_capturable,
+            "is_captured": bool(table.shapes) and plan.kernels.is_capturable,
         },
         "workers": {
             "executor": plan.executor,

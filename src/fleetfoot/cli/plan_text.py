@@ -60,9 +60,6 @@ def _setup_lines(report: dict[str, Any]) -> _Lines:
     named = {"native": f"native ({variant})"} if variant else {}
     kernels = Counter(named.get(name, name) for name in report["kernels"].values()).most_common()
     yield "kernels", f"{', '.join(f'{name} for {n}' for name, n in kernels)} of {len(report['kernels'])} operations"
-    if report["kernels_until_compiled"]:
-        paths = Counter(report["kernels_until_compiled"].values()).most_common()
-        yield "", f"before they are compiled: {', '.join(f'{name} for {n}' for name, n in paths)}"
     for weights in report["weights"] if len(report["weights"]) > 1 else ():
         sizes = f"{count(weights['num_matrices'], 'matrix', 'matrices')}, {readable(weights['bytes'])}"
         yield "" if weights is not report["weights"][0] else "linear layers", f"{weights['format']}: {sizes}"
@@ -71,7 +68,7 @@ def _setup_lines(report: dict[str, Any]) -> _Lines:
         yield "" if run["first"] else "layers", f"{run['first']} to {run['last']} {fused}: {run['reason']}"
     if limits := (chain := report["layer_chain"])["max_contexts"]:
         contexts = ", ".join(f"{context:,} ({count(most, 'request')})" for most, context in limits)
-        yield "", f"decodes with contexts of up to {contexts} tokens: two CUDA kernels for each layer, once compiled"
+        yield "", f"decodes with contexts of up to {contexts} tokens: two CUDA kernels for each layer"
     elif chain["reason"]:
         yield "", f"never two CUDA kernels for each layer: {chain['reason']}"
     if report["compiles_layers"]:
@@ -156,17 +153,22 @@ def graph_lines(report: dict[str, Any]) -> _Lines:
     if not graphs["num_shapes"]:
         yield "graphs", "none: every step runs eagerly"
         return
-    capture = f"{graphs['captured_at_start']} captured at the start"
+    capture = f"{graphs['num_graphs']} graphs, {readable(graphs['bytes'])}, captured in {graphs['seconds']:.1f} s"
     if not graphs["is_captured"]:
         capture = f"run eagerly, for attention with {report['attention_backend']} cannot be captured"
     yield "graphs", f"{graphs['num_shapes']} shapes, {capture}"
-    for name, unit in (("decode", "requests"), ("uniform", "requests with drafts"), ("mixed", "tokens")):
+    units = {
+        "decode": "requests",
+        "short": "requests with short contexts",
+        "uniform": "requests with drafts",
+        "mixed": "tokens",
+        "split": "tokens with long decodes",
+    }
+    for name, unit in units.items():
         if graphs[name]:
             yield "", f"{name}: {_ranges(graphs[name])} {unit}"
     if graphs["full_step"] is not None:
         yield "", f"full step: {graphs['full_step']} tokens, or nearly as many"
-    if graphs["fine"]:
-        yield "", f"mixed, at the start or once they pay: {_ranges(graphs['fine'])} tokens"
 
 
 def _memory_lines(report: dict[str, Any]) -> _Lines:

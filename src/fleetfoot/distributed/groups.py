@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from threading import Thread
@@ -29,7 +28,6 @@ from fleetfoot.kernels.elementwise import sum_parts
 from fleetfoot.kernels.interface import AddRMSNorm
 from fleetfoot.kernels.linear.rank_sums import RankSums
 from fleetfoot.kernels.runtime.dry_tensors import DryTensor
-from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError
 from fleetfoot.records.forward_context import IntermediateTensors
 
 _NO_MULTICAST_IN_NCCL = "NCCL_NVLS_ENABLE", "0"
@@ -225,8 +223,7 @@ class CudaTensorGroup(TorchTensorGroup):
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if self._custom_all_reduce is not None and self._custom_all_reduce.fits(x):
-            with suppress(KernelNotReadyError):  # on all ranks: see `SchedulerOutput.num_kernels`
-                return self._custom_all_reduce.all_reduce(x)
+            return self._custom_all_reduce.all_reduce(x)
         if x.numel() > 0:
             self._connect_for(x)
             x = x.contiguous()
@@ -235,8 +232,7 @@ class CudaTensorGroup(TorchTensorGroup):
 
     def all_gather(self, x: torch.Tensor, num_columns: int | None = None) -> torch.Tensor:
         if self._custom_all_gather is not None and self._custom_all_gather.fits(x):
-            with suppress(KernelNotReadyError):
-                return self._custom_all_gather.all_gather(x, num_columns)
+            return self._custom_all_gather.all_gather(x, num_columns)
         return super().all_gather(x, num_columns)
 
     def _reduce_add_rms_norm(
@@ -245,8 +241,7 @@ class CudaTensorGroup(TorchTensorGroup):
         match norms:  # one norm alone, with weights around 0
             case weight, eps if weight is not None and self._custom_all_reduce is not None:
                 if self._custom_all_reduce.fits(residual):
-                    with suppress(KernelNotReadyError):
-                        return self._custom_all_reduce.add_rms_norm(x, residual, weight, eps)
+                    return self._custom_all_reduce.add_rms_norm(x, residual, weight, eps)
         return super()._reduce_add_rms_norm(add_rms_norm, x, residual, *norms)
 
 

@@ -20,7 +20,7 @@ from fleetfoot.distributed import ALL_REDUCE_ROWS, all_reduce_words
 from fleetfoot.kernels.linear.rank_sums import RankSums, rank_sum_words
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
-from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, triton_kernel, waiting_for_kernels
+from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, triton_kernel
 from fleetfoot.records.forward_context import IntermediateTensors
 
 if TYPE_CHECKING:
@@ -334,13 +334,11 @@ class P2PChannel:
         words = tensors.hidden_states.view(-1).view(torch.int64)
         num_words = words.numel()
         grid = (min(_MOST_PROGRAMS, cdiv(num_words, _TILE)),)
-        with waiting_for_kernels():  # the start has compiled them
-            kernel[grid](words, *arguments, num_words, **word, data=_DATA, tile=_TILE)
+        kernel[grid](words, *arguments, num_words, **word, data=_DATA, tile=_TILE)
 
     def _signal(self, rank: int, word: int, number: int) -> None:
         """Write a number to another rank's memory, after all work queued before."""
-        with waiting_for_kernels():
-            _signal_kernel[(1,)](self._memory.addresses[rank], number, word=word, num_warps=1)
+        _signal_kernel[(1,)](self._memory.addresses[rank], number, word=word, num_warps=1)
 
 
 @triton_kernel(unspecialized=("number", "num_words"))

@@ -261,10 +261,6 @@ class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
         """Whether the KV connector needs further steps, possibly for finished requests."""
         return self._cause is None and not self.is_paused and self.core.scheduler.has_idle_work
 
-    def prepare(self) -> bool:
-        """While there is nothing to do, do a part of what later steps would do. False: nothing is left."""
-        return self._cause is None and not self.is_paused and self.core.executor.prepare()
-
     # --- steps --------------------------------------------------------------------------------------------------------
 
     @EXIT_GUARD

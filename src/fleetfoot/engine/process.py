@@ -32,9 +32,6 @@ from fleetfoot.utils.progress import loading_bar
 
 logger = logging.getLogger(__name__)
 
-_IDLE_MS = 50
-"""Without a message for that long, the engine prepares for later requests: longer than a kernel takes to load."""
-
 
 class EngineServer:
     """The loop of an engine's process: messages in, steps, messages out.
@@ -77,8 +74,6 @@ class EngineServer:
         try:
             while not self._stopping:
                 has_work = engine.can_step or engine.has_transfers()
-                while not has_work and not self._poller.poll(_IDLE_MS) and engine.prepare():
-                    pass
                 self._receive(wait=not has_work)
                 if has_work or engine.can_step:
                     messages: list[Any] = engine.step(self._receive)

@@ -126,14 +126,6 @@ class Ready(msgspec.Struct, array_like=True, tag=True):
     """``v1`` or ``v2``."""
 
 
-class Compiled(msgspec.Struct, array_like=True, tag=True):
-    """A rank has compiled kernels beside the steps."""
-
-    rank: int
-    number: int
-    """Kernels compiled so far, up to the first one that is not, in the order in which they were queued."""
-
-
 class StepOutput(msgspec.Struct, array_like=True, tag=True):
     """The output of a step on a rank."""
 
@@ -176,7 +168,7 @@ class RpcResult(msgspec.Struct, array_like=True, tag=True):
     """The call has raised; the worker goes on."""
 
 
-Reply = Ready | Compiled | StepOutput | RpcResult | Failure
+Reply = Ready | StepOutput | RpcResult | Failure
 encode_reply = _ENCODER.encode
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
 

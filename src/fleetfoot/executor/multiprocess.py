@@ -20,7 +20,6 @@ import msgspec
 import zmq
 
 from fleetfoot.executor.messages import (
-    Compiled,
     EngineChannel,
     Failure,
     Ready,
@@ -79,7 +78,6 @@ class MultiprocessExecutor:
         self._ready: dict[int, Ready] = {}
         self._outputs = StepOutputs(plan.output_rank, len(plan.reply_ranks))
         self._num_workers = config.world_size
-        self._num_kernels = [0] * self._num_workers  # that each rank has compiled
         stage = config.tensor_parallel_size
         self._last_ranks = range(self._num_workers - stage, self._num_workers)  # of the stage that samples
         self._middle_ranks = range(stage, self._num_workers - stage)  # of the stages that read no tokens
@@ -131,7 +129,6 @@ class MultiprocessExecutor:
         return _PendingStep(self, number)
 
     def _send_step(self, step: SchedulerOutput) -> None:
-        step.num_kernels = usable_kernels(self._num_kernels, self._middle_ranks.start)
         number = self._num_steps
         if self._middle_ranks and step.new_requests:
             others = [rank for rank in range(self._num_workers) if rank not in self._middle_ranks]
@@ -146,10 +143,6 @@ class MultiprocessExecutor:
         while (output := self._outputs.pop(number)) is None:
             self._poll()
         return output
-
-    def prepare(self) -> bool:
-        """See `Executor`: ranks capture in the same step."""
-        return False
 
     def collective_rpc(
         self, method: str | Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -228,8 +221,6 @@ class MultiprocessExecutor:
                     self._rpc_results[reply.rank] = reply
             elif isinstance(reply, Ready):
                 self._ready[reply.rank] = reply
-            elif isinstance(reply, Compiled):
-                self._num_kernels[reply.rank] = max(reply.number, self._num_kernels[reply.rank])
             else:
                 self._raise_failure(reply)
         if loss := self._find_loss():
@@ -280,11 +271,6 @@ class _PendingStep:
         if self.output is None:
             self.output = self.executor.wait_for(self.number)
         return self.output
-
-
-def usable_kernels(compiled: list[int], stage_size: int) -> list[int]:
-    """`SchedulerOutput.num_kernels` for the number that each rank has compiled."""
-    return [min(compiled[begin : begin + stage_size]) for begin in range(0, len(compiled), stage_size)]
 
 
 def _abandon(pid: int, processes: WorkerProcesses, rendezvous: RendezvousDir | EngineNodes) -> None:

@@ -48,9 +48,6 @@ class Executor(Protocol):
             WorkerError: a worker has ended.
         """
 
-    def prepare(self) -> bool:
-        """Between requests, do a part of what later steps would do. False: nothing is left."""
-
     def shutdown(self) -> None:
         """End the workers and give their memory back."""
 

@@ -122,7 +122,7 @@ class Worker:
     @classmethod
     def of_only_rank(cls, plan: EnginePlan, pool: CompilePool | None) -> Worker:
         """``pool``: as of `open_compiler`."""
-        ahead = open_compiler(1, torch.device(plan.device), pool=pool) if plan.compiles_kernels else None
+        ahead = open_compiler(1, torch.device(plan.device), pool) if plan.compiles_kernels else None
         return cls(plan, ahead=ahead)
 
     # methods, not functions around those of the runner, which tracebacks of an engine that has failed would hold
@@ -214,13 +214,9 @@ class Worker:
         """Join a trainer's group."""
         self.runner.weights.connect(info, info.rank_offset + self.rank, backend)
 
-    def wait_for_kernels(self) -> tuple[int, int, int]:
-        """Wait until all kernels are compiled. Returns `CompiledKernels`."""
-        return self.runner.wait_for_kernels()
-
-    def prepare(self) -> bool:
-        """See `Executor`."""
-        return not self._asleep and self.runner.prepare()
+    def compiled_kernels(self) -> tuple[int, int]:
+        """`CompiledKernels` of the start."""
+        return self.runner.kernels
 
     # --- profile ----------------------------------------------------------------------------------------------------
 

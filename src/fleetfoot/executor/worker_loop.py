@@ -8,7 +8,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from queue import SimpleQueue
 
 import torch
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from fleetfoot.config.model_registry import load_general_plugins
 from fleetfoot.distributed.groups import StepShape, make_groups
 from fleetfoot.executor.messages import (
-    Compiled,
     Failure,
     Ready,
     RpcResult,
@@ -65,7 +63,7 @@ def run_worker_loop(
     channel = WorkerChannel(addresses, keys)
     try:
         load_general_plugins()
-        worker = _start(plan, rank, store, channel, pool)
+        worker = _start(plan, rank, store, pool)
         with channel.open_replies() as reply:
             reply(Ready(rank, worker.layout, worker.runner_name))
         with channel.open_replies() as reply, _reply_sender(worker, channel) as send, SHORT_COLLECTIONS:
@@ -105,16 +103,14 @@ def _run_rpc(worker: Worker, message: bytes) -> RpcResult:
     return RpcResult(worker.rank, number, value)
 
 
-def _start(
-    plan: EnginePlan, rank: int, store: Store, channel: WorkerChannel, pool: CompilePool | None = None
-) -> Worker:
+def _start(plan: EnginePlan, rank: int, store: Store, pool: CompilePool | None = None) -> Worker:
     config, device = plan.config, torch.device(plan.device)
     if plan.device == "cuda":
         device = torch.device("cuda", rank % config.local_world_size)
         torch.cuda.set_device(device)
     ahead, groups = None, None
     if plan.runner == "v2":
-        ahead = open_compiler(config.world_size, device, partial(_report_kernels, rank, channel), pool)
+        ahead = open_compiler(config.world_size, device, pool)
     if config.world_size > 1:
         ranks: dist.Store
         if isinstance(store, str):
@@ -129,12 +125,6 @@ def _start(
     worker = Worker(plan, rank, groups, ahead)
     worker.start()
     return worker
-
-
-def _report_kernels(rank: int, channel: WorkerChannel, number: int) -> None:
-    """In a thread that compiles: report the number of kernels."""
-    with channel.open_replies() as reply:
-        reply(Compiled(rank, number))
 
 
 @contextmanager

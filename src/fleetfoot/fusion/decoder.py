@@ -91,7 +91,6 @@ class FusedDecoder:
     def __init__(self, layers: Sequence[nn.Module], context: ModelContext, *, is_last: bool = False) -> None:
         self.layers, self._context, self.selects_logits = layers, context, is_last
         self._by_layer: list[list[_FusedBranch]] = []
-        before: _FusedBranch | None = None
         for layer in layers:
             offered = layer.offer() if isinstance(layer, DecoderLayer) else None
             if offered is None:
@@ -99,11 +98,7 @@ class FusedDecoder:
                     f"the plan fuses a {type(layer).__name__}, which has a forward of its own and does not offer its "
                     "branches; give it an `offer` too, or set LayerSpec.unfusible in `layer` of the traits"
                 )
-            self._by_layer.append([])
-            for branch in offered:
-                before = _fused_branch(branch, context, before)
-                self._by_layer[-1].append(before)
-        assert before is not None
+            self._by_layer.append([_fused_branch(branch, context) for branch in offered])
         branches = [branch for each in self._by_layer for branch in each]
         # At the end the last product makes the residual sum of few rows, and with it a deferred norm that is not read.
         norms = [branch.input_norm for branch in branches if branch.input_norm is not None]
@@ -149,7 +144,7 @@ class _Output:
         self._product = linear.partial if linear.is_gathered else linear.weight.product
         self.is_alone = group.size == 1  # else the sum over the ranks comes before the residual sum
         self._is_partial = not (self.is_alone or linear.is_gathered)
-        self._rank_sums = group.rank_sums
+        self._rank_sums = None if linear.has_bias else group.rank_sums  # all ranks make the same calls
         self.prefetch_weight = None if self._chained is None else self._chained.weight()
         self.product = linear.weight.product
 
@@ -185,10 +180,6 @@ class _Output:
     def _sum(self, output: torch.Tensor, residual: torch.Tensor) -> Sum:
         return Sum(output, residual, self._is_partial, self.norm)
 
-    def makes_product(self, num_rows: int) -> bool:
-        """See `InputRole.follows_product`; False over a tensor group: its sums of so many rows are another kernel."""
-        return self.is_alone and self._chained is not None and self._chained.makes_product(num_rows)
-
 
 class _FusedBranch(ABC):
     """A branch of a run. ``chained``: the kernels of the linear layer that reads its input norm."""
@@ -213,10 +204,6 @@ class _FusedBranch(ABC):
         if self._chained is None:
             return NormSpec(self.input_norm, lambda num_rows: False)
         return NormSpec(self.input_norm, self._chained.reads_deferred_norm, self._chained.reads_deferred_sum)
-
-    def makes_product(self, num_rows: int) -> bool:
-        """See `InputRole.follows_product`."""
-        return self.output is not None and self.output.makes_product(num_rows)
 
     @abstractmethod
     def run(
@@ -272,12 +259,10 @@ class _AttentionBranch(_FusedBranch):
 
     output: _Output
 
-    def __init__(
-        self, branch: Branch, parts: AttentionParts, context: ModelContext, follows_product: Callable[[int], bool]
-    ) -> None:
+    def __init__(self, branch: Branch, parts: AttentionParts, context: ModelContext) -> None:
         rotary, qkv = parts.paged.rotary, None if parts.qkv_proj is None else parts.qkv_proj.weight
         head_dim = 0 if rotary.norm_offset else rotary.cos_sin.shape[1]
-        chained = None if qkv is None else qkv.chain(InputRole("qkv", head_dim, follows_product=follows_product))
+        chained = None if qkv is None else qkv.chain(InputRole("qkv", head_dim))
         super().__init__(branch, context, chained, parts.o_proj)
         self.parts, self.paged = parts, parts.paged
         self._qkv = chained or (parts.project if qkv is None else qkv.product)
@@ -318,11 +303,9 @@ class _GatedBranch(_FusedBranch):
 
     output: _Output
 
-    def __init__(
-        self, branch: Branch, parts: GatedParts, context: ModelContext, follows_product: Callable[[int], bool]
-    ) -> None:
+    def __init__(self, branch: Branch, parts: GatedParts, context: ModelContext) -> None:
         gate_up, activate = parts.gate_up_proj.weight, parts.activate
-        chained = gate_up.chain(InputRole("gated", activation=parts.activation, follows_product=follows_product))
+        chained = gate_up.chain(InputRole("gated", activation=parts.activation))
         super().__init__(branch, context, chained, parts.down_proj)
         self.parts, product = parts, gate_up.product
         self._gate_up = chained or (lambda x: activate(product(x)))
@@ -334,13 +317,12 @@ class _GatedBranch(_FusedBranch):
         return self.output.add(self._gate_up(x), residual, next_norm)
 
 
-def _fused_branch(branch: Branch, context: ModelContext, before: _FusedBranch | None) -> _FusedBranch:
-    follows_product = (lambda num_rows: False) if before is None else before.makes_product
+def _fused_branch(branch: Branch, context: ModelContext) -> _FusedBranch:
     match branch.offer():
         case AttentionParts() as attention:
-            return _AttentionBranch(branch, attention, context, follows_product)
+            return _AttentionBranch(branch, attention, context)
         case GatedParts() as gated:
-            return _GatedBranch(branch, gated, context, follows_product)
+            return _GatedBranch(branch, gated, context)
     return _PlainBranch(branch, context)
 
 

@@ -55,20 +55,6 @@ class KernelPlan(Mapping[str, str]):
         return self["attention"] in _CAPTURABLE_ATTENTION
 
     @property
-    def until_compiled(self) -> dict[str, str]:
-        """Operations of kernels that the engine compiles itself -> what computes them in a step while a kernel is not
-        compiled. Model Runner V1 waits instead."""
-        library = "library"
-        paths = {
-            "attention": "triton for prompts, or sdpa",
-            "prepare_linear": library,
-            "linear_chain": library,
-            "quantized_chain": "torch",
-        }
-        compiled = {op: paths.get(op, "torch") for op, name in self.choices if name == "triton" and op != "layer_chain"}
-        return compiled | {op: "triton" for op, name in self.choices if name == "cuda"}
-
-    @property
     def names(self) -> tuple[str, ...]:
         """The implementations that occur, those of most operations first."""
         return tuple(name for name, _ in Counter(name for _, name in self.choices).most_common())

@@ -17,7 +17,6 @@ from typing import Any
 
 from fleetfoot.kernels.attention import triton_supports
 from fleetfoot.kernels.interface import KernelPlan, Kernels
-from fleetfoot.kernels.runtime.triton_support import or_reference
 from fleetfoot.native.loading import NativeUnavailableError
 
 
@@ -147,8 +146,6 @@ _COMPILED["prepare_linear"] = "plain"
 """Operations within layers, and the implementations that ``torch.compile`` can trace."""
 _INSTANTIATED = frozenset({"attention"})
 """Operations with classes as implementations: a worker has one instance."""
-_OWN_PATHS = frozenset({"prepare_linear", "linear_chain", "layer_chain", "quantized_chain", "experts"})
-"""Operations with objects that take the library's path themselves while a kernel is not compiled."""
 
 
 def plan_kernels(facts: DeviceFacts) -> KernelPlan:
@@ -193,8 +190,6 @@ def _load(operation: str, name: str, native_variant: str | None) -> Any:
         function = getattr(import_module(f"fleetfoot.kernels.{module}"), attribute or f"{operation}_{name}")
         if operation in _INSTANTIATED:
             return function(native_variant) if name == "native" else function()
-        if name == "triton" and operation not in _OWN_PATHS:
-            return or_reference(function, _load(operation, "torch", None))
         if name == "native":
             from fleetfoot.native.loading import load_library
 

@@ -32,7 +32,6 @@ class ColumnParallelLinear(WeightModule):
         rows, columns: of each part the outputs that this rank computes, and the inputs that it has; None: all.
         padding: outputs behind the others that are always 0.
         merged: the name of one tensor that has all parts in the checkpoint; None: each part has its own.
-        has_zero_bias: as in `LinearShape`.
     """
 
     def __init__(
@@ -46,12 +45,11 @@ class ColumnParallelLinear(WeightModule):
         columns: slice | None = None,
         padding: int = 0,
         merged: str | None = None,
-        has_zero_bias: bool = False,
     ) -> None:
         super().__init__()
         own_rows: tuple[Rows, ...] = tuple(slice(0, size) for _, size in parts) if rows is None else tuple(rows)
         own_columns = columns or slice(0, in_features)
-        shape = LinearShape(in_features, tuple(parts), own_rows, own_columns, bias, padding, has_zero_bias)
+        shape = LinearShape(in_features, tuple(parts), own_rows, own_columns, bias, padding)
         shape = shape if merged is None else shape.merged(merged)
         method = context.linear_methods.of(f"{context.prefix}{name}" for name, _ in parts)
         self.weight = method.make_weight(shape, context.ops, context.dtype, context.device)
@@ -88,11 +86,9 @@ class RowParallelLinear(ColumnParallelLinear):
             rows, padding = padded_span(out_features, context)
             super().__init__(context, in_features, parts, bias, rows=(rows,), padding=padding)
         else:
-            # The bias is once in the sum over the ranks. The others add zeros: all ranks must launch the same kernels,
-            # in the same order, to agree on those that are compiled (`SchedulerOutput.num_kernels`).
-            has_bias, has_zeros = bias and group.is_first_rank, bias and not group.is_first_rank
-            super().__init__(context, in_features, parts, has_bias, columns=inputs, has_zero_bias=has_zeros)
-        self.group, self.is_gathered = group, is_gathered
+            # the bias is once in the sum over the ranks
+            super().__init__(context, in_features, parts, bias and group.is_first_rank, columns=inputs)
+        self.group, self.is_gathered, self.has_bias = group, is_gathered, bias
         self._in_features, self._out_features = in_features, out_features
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

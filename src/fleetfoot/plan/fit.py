@@ -74,7 +74,7 @@ def _remedies(shape: parts.EngineShape, total: int) -> Iterator[str]:
         ("max_model_len", _shorter(shape, total)),
         ("max_num_batched_tokens", _halves(shape.max_num_batched_tokens, _least_tokens(shape, _LEAST_TOKENS))),
         ("max_num_seqs", _halves(shape.config.max_num_seqs, 1)),
-        ("enforce_eager", (True,) if shape.capture_table.keys else ()),
+        ("enforce_eager", (True,) if shape.capture_table.shapes else ()),
         ("block_size", (16,) if shape.config.block_size > 256 else ()),
     ]
     found = False

@@ -23,6 +23,7 @@ from fleetfoot.kernels.attention.triton_backend import (
     HOPPER_FUSED_PAIRS_PER_SM,
     HOPPER_FUSED_REQUESTS,
     MAX_FUSED_QUERY_LEN,
+    prompt_bucket,
 )
 from fleetfoot.kernels.experts.experts import ExpertSizes
 from fleetfoot.kernels.experts.experts_triton import choose_few_tiling, choose_group_tiling, padded_few_rows
@@ -163,7 +164,7 @@ class _Matrix:
             return None
         if (self.has_bias and self.kind != "qkv") or (self.kind == "qkv" and self.head_dim not in (64, 128)):
             return None
-        return product_tiling(self.kind, rows, self.num_rows, self.num_inputs, self.limits.num_sms)
+        return product_tiling(rows, self.kind, self.num_rows, self.num_inputs, self.limits.num_sms)
 
     def reads_norm(self, rows: int) -> bool:
         tiling = self.tiling(rows)
@@ -198,10 +199,10 @@ class _Matrix:
             return self._text(product)
         return f"{self.alone(rows)} {'with the next norm' if self.kind == 'residual' else 'after a norm'}"
 
-    def gate_up(self, rows: int, follows: bool, follows_product: bool) -> str:
+    def gate_up(self, rows: int, follows: bool) -> str:
         if follows:
             return self.with_norms(rows)
-        if not self.has_bias and self.dtype == "bfloat16" and not (self.product(rows) and follows_product):
+        if not self.has_bias and self.dtype == "bfloat16":
             for wide in gated_tilings(rows, self.num_rows, self.num_inputs, self.limits.num_sms):
                 return self._text(wide)
         if self.tiling(rows) is not None:
@@ -307,13 +308,22 @@ class _PlainLayer:
         return {
             "attention{}, by requests of a decode": (requests, partial(self.decode, 1)),
             **(of_drafts if drafts else {}),
-            "attention{}, by tokens of a prompt": (rows, lambda n: self.decode(n, 1)),
+            "attention{}, by tokens of a prompt": (rows, self.prompt),
             "attention{}, by decodes beside prompts": (requests, partial(self.cached, 1)),
         }
 
     def decode(self, query_len: int, requests: int) -> str:
         """Attention of requests with as many query tokens each, with what rotates and caches heads."""
         return f"rope_and_cache, {self.cached(query_len, requests)}"
+
+    def prompt(self, num_tokens: int) -> str:
+        """Attention of a prompt, with what rotates and caches heads."""
+        query_len = prompt_bucket(num_tokens, self._inputs(1, 1).group, self._mixer.head_dim)
+        return f"{'' if self._rotates(num_tokens) else 'rope_and_cache, '}{self.cached(query_len, 1)}"
+
+    def _rotates(self, rows: int) -> bool:
+        """Whether the product of q, k and v rotates and caches heads, in all layers but the first."""
+        return False
 
     def cached(self, query_len: int, requests: int) -> str:
         """Attention alone."""
@@ -408,7 +418,7 @@ class _FusedLayer(_PlainLayer):
         if self._has_sums(self.o, rows, self.gate_up):
             return f"{self.gate_up.alone(rows)} after a sum"
         follows = self._is_deferred(self.o, rows, self.gate_up)
-        return self.gate_up.gate_up(rows, follows, self.o.product(rows) is not None)
+        return self.gate_up.gate_up(rows, follows)
 
     def _residual(self, matrix: _Matrix, rows: int, reader: _Matrix | None) -> str:
         alone = matrix.alone(rows)
@@ -419,10 +429,13 @@ class _FusedLayer(_PlainLayer):
         is_added = alone == _LIBRARY and not matrix.has_bias and not self._norms(matrix).after
         return f"{alone}, added in place" if is_added else alone
 
+    def _rotates(self, rows: int) -> bool:
+        return self._follows(rows) and self.qkv.product(rows) is not None
+
     def decode(self, query_len: int, requests: int) -> str:
         """See `_PlainLayer.decode`; of all layers but the first, where the product rotates and caches heads."""
         rows, mixer, inputs = requests * query_len, self._mixer, self._inputs(query_len, requests)
-        if self._follows(rows) and self.qkv.product(rows) is not None:
+        if self._rotates(rows):
             return self.cached(query_len, requests)
         pairs_per_sm = requests * mixer.num_kv_heads / self._limits.num_sms
         is_hopper = decode_hopper.supports(inputs)

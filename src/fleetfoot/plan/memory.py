@@ -213,7 +213,7 @@ def _looks_up_packed_rows(shape: EngineShape) -> bool:
 def graph_bytes(shape: EngineShape) -> int:
     """The captured graphs, and their memory pool: the activations and logits of the largest shape."""
     table = shape.capture_table
-    if not table.keys:
+    if not table.shapes:
         return 0
     largest = table.most_tokens
     share = largest / max(shape.max_num_batched_tokens, largest)

@@ -41,9 +41,6 @@ class LinearShape:
     has_bias: bool = False
     padding: int = 0
     """Outputs behind the others that are always 0."""
-    has_zero_bias: bool = False
-    """Another rank has the bias of this layer, which is in a sum over the ranks once. A method with kernels that
-    have variants with and without a bias adds zeros here, so that all ranks launch the same ones."""
 
     @property
     def num_outputs(self) -> int:

@@ -330,7 +330,7 @@ class PackedWeight(LinearWeight):
         scales = torch.zeros(num_rows, num_groups, dtype=dtype, device=device)
         zeros = torch.zeros(num_rows, num_groups, dtype=torch.uint8, device=device) if form.has_zeros else None
         order = torch.arange(num_inputs, device=device) if form.is_ordered else None
-        has_bias = shape.has_bias or shape.has_zero_bias
+        has_bias = shape.has_bias
         bias = torch.zeros(num_rows, dtype=dtype, device=device) if has_bias else None
         self._matrix = PackedMatrix(words, scales, zeros, stored_group, num_inputs, form.values == "mxfp4", order, bias)
         self._group_of: torch.Tensor | None = None  # of `PackedMatrix.order`

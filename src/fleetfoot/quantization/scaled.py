@@ -41,7 +41,7 @@ class ScaledWeight(LinearWeight):
         values[shape.num_outputs :].view(torch.uint8).zero_()
         rows, columns = _scale_sizes(form, shape)
         scales = torch.ones(-(-num_rows // rows), -(-num_inputs // columns), device=device)
-        has_bias = shape.has_bias or shape.has_zero_bias
+        has_bias = shape.has_bias
         bias = torch.zeros(num_rows, dtype=dtype, device=device) if has_bias else None
         is_static = form.activations == "static"
         input_scale = torch.ones(1, device=device) if is_static else None

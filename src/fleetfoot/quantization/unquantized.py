@@ -37,12 +37,12 @@ class UnquantizedWeight(LinearWeight):
 
         self._shape = shape
         self._prepare, self._chain = ops.prepare_linear, ops.linear_chain
-        size, has_bias = (shape.num_outputs + shape.padding, shape.num_inputs), shape.has_bias or shape.has_zero_bias
+        size = shape.num_outputs + shape.padding, shape.num_inputs
         self._dtype = dtype
         self._allocate = partial(torch.empty, size, dtype=dtype, device=device)
         self._plain: torch.Tensor | None = None
         self._unfilled = self._part_names()
-        self._bias = torch.zeros(size[0], dtype=dtype, device=device) if has_bias else None
+        self._bias = torch.zeros(size[0], dtype=dtype, device=device) if shape.has_bias else None
         self._prepared: PreparedLinear | None = None
 
     @property

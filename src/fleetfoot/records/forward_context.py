@@ -54,6 +54,8 @@ class AttentionMetadata:
     split: tuple[AttentionMetadata, AttentionMetadata] | None = None
     """The decodes and the other requests as two batches, where only the device has the number of decodes. Decodes have
     their tokens in order and length 0 for other requests; those have no tokens for decodes. None: the batch is one."""
+    has_prompts: bool = False
+    """Whether queries have any length up to ``max_query_len``, so that one kernel is used for all short ones."""
 
     @property
     def num_reqs(self) -> int:

@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from fleetfoot.records.request import Request
 
 
-NOT_COMPILED = "not compiled"
-"""How a note about a kernel that a step had to do without ends."""
-
-
 @dataclass(slots=True)
 class NewRequest:
     """A request that gets a row of the runner's state: new, or resumed after a preemption."""
@@ -125,9 +121,6 @@ class SchedulerOutput:
     longest_decode: int = 0
     """Context length of the longest decode, its new tokens included, in a step that also holds prefills, or has at most
     `FEW_DECODES`; else 0."""
-    num_kernels: list[int] = field(default_factory=list)
-    """With several ranks, for each pipeline stage: how many of the kernels that its ranks compile beside the steps may
-    be used, in the order in which they were queued. Ranks change to a kernel in the same step. Set by the executor."""
     kv_connector_metadata: object | None = None
     """From the scheduler's side of the KV connector to the workers' side."""
     num_padding_tokens: int = 0

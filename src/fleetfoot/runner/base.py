@@ -12,13 +12,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from fleetfoot.config.model import DTYPE_BYTES
 from fleetfoot.distributed.groups import PipelineGroup
+from fleetfoot.kernels.runtime.compile_ahead import CompiledKernels
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import IntermediateTensors
 from fleetfoot.records.kv_layout import KVLayout
@@ -31,14 +32,6 @@ from fleetfoot.utils.process import run_all
 from fleetfoot.weights.loading import ModelLoader
 from fleetfoot.weights.sleep import KV_CACHE, RESIDENT, WEIGHTS, SleepMemory
 from fleetfoot.weights.store import WeightStore
-
-
-class CompiledKernels(NamedTuple):
-    """Numbers of kernels: found in the cache on disk, compiled, and those that cannot be compiled."""
-
-    num_found: int = 0
-    num_compiled: int = 0
-    num_failed: int = 0
 
 
 class ModelRunner(ABC):
@@ -56,6 +49,8 @@ class ModelRunner(ABC):
     """Numbers of the decoder layers that run fused, set by `load_model`."""
     kv_layout = ""
     """Name of the KV cache's layout, set by `initialize_kv_cache`."""
+    kernels = CompiledKernels()
+    """What `warm_up` has compiled."""
     _token_sync: SampledTokenSync
 
     def __init__(
@@ -128,15 +123,8 @@ class ModelRunner(ABC):
         """Allocate the rows of requests and all else that steps use, ``_token_sync`` included."""
 
     def warm_up(self) -> None:  # noqa: B027
-        """Compile and capture what serving uses, without an effect on state or statistics."""
-
-    def wait_for_kernels(self) -> CompiledKernels:
-        """Wait until what `warm_up` has begun to compile is compiled."""
-        return CompiledKernels()
-
-    def prepare(self) -> bool:
-        """Between requests, do a part of what later steps would do, in milliseconds. False: nothing is left."""
-        return False
+        """Compile and capture what serving uses, without an effect on state or statistics. Raises
+        `KernelCompileError`."""
 
     # --- sleep ------------------------------------------------------------------------------------------------------
 
@@ -276,6 +264,11 @@ class SampledTokenSync:
         not changed until the message is received."""
         if scheduler_output.num_sampled:
             self._pending.append((scheduler_output.step, rows, 1 + scheduler_output.num_drafts))
+
+    def apply_nothing(self) -> None:
+        """Apply a message of a step in which no request has sampled; of a dry pass."""
+        rows = torch.empty(1, dtype=torch.int32, device=self._device)
+        self._apply(rows, torch.empty((1, self._width), dtype=torch.int32, device=self._device), 1)
 
     def receive(self, last_step: int) -> None:
         """Receive and apply the messages of all steps up to ``last_step``."""

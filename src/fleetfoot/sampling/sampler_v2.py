@@ -34,9 +34,9 @@ from fleetfoot.records.step import NewRequest
 from fleetfoot.sampling.logprobs import LogprobsTensors, PromptLogprobs, token_logprobs
 from fleetfoot.sampling.request_params import has_filters, has_penalties
 from fleetfoot.sampling.shape import (
+    GRAPH_LOGPROBS,
     LIST_CAPACITY,
     MASK_BITS,
-    MIN_LOGPROBS,
     NUM_FIELDS,
     NUM_PLANES,
     SamplingVariant,
@@ -181,7 +181,8 @@ class SamplerOutput:
 
 class Sampler:
     """Tracks the features that the running requests use, and samples batches. ``compute_logits``: ``[n, hidden_size]``
-    -> ``[n, vocab_size]``, for prompt logprobs."""
+    -> ``[n, vocab_size]``, for prompt logprobs; ``is_as_captured``: eager steps launch the kernels of `VARIANTS`, with
+    which greedy rows draw, too; else those of the parts that requests use."""
 
     def __init__(
         self,
@@ -190,7 +191,10 @@ class Sampler:
         ops: Kernels,
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
         vocab_size: int,
+        *,
+        is_as_captured: bool,
     ) -> None:
+        self._is_as_captured = is_as_captured
         self._tables = tables
         self._verification = verification
         self._ops = ops
@@ -224,7 +228,7 @@ class Sampler:
     def variant(self) -> SamplingVariant:
         """The parts that the running requests use."""
         sizes = [size for size in set(self._num_logprobs.values()) if not _is_large(size)]
-        num_logprobs = min(max(MIN_LOGPROBS, next_power_of_2(max(sizes) or 1)), self._vocab_size) if sizes else None
+        num_logprobs = max(GRAPH_LOGPROBS, next_power_of_2(max(sizes) or 1)) if sizes else None
         features = self._features
         return SamplingVariant(
             features[_FILTERS] > 0, features[_OTHER_FILTERS] > 0, features[_PROCESSORS] > 0, num_logprobs
@@ -233,17 +237,19 @@ class Sampler:
     @property
     def fits_graph(self) -> bool:
         """Whether a graph can contain the sampling of all running requests."""
-        has_large = any(map(_is_large, set(self._num_logprobs.values())))
-        return not (self._tables.long_lists or has_large or self.prompt_logprobs.is_active)
+        has_many = any(not 0 <= size <= GRAPH_LOGPROBS for size in set(self._num_logprobs.values()))
+        return not (self._tables.long_lists or has_many or self.prompt_logprobs.is_active)
 
     def __call__(
         self, logits: torch.Tensor, batch: LogitsBatch, masks: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> SamplerOutput:
         """Sample each row of ``logits [L, vocab_size]`` with the parts that the running requests use. ``masks``: of
         grammars, and the index of each row's; see `Kernels.mask_tokens`."""
-        # on a GPU greedy rows draw, too, as in graphs: without draws they would need a kernel of their own
-        all_greedy = not self._features[_RANDOM] and logits.device.type == "cpu"
-        return self.sample(logits, batch, self.variant, masks, all_greedy=all_greedy)
+        variant = replace(self.variant, masks=masks is not None)
+        if not self._is_as_captured:
+            return self.sample(logits, batch, variant, masks, all_greedy=not self._features[_RANDOM])
+        captured = variant.captured()
+        return self.sample(logits, batch, replace(captured, logprobs=variant.logprobs or captured.logprobs), masks)
 
     def sample(
         self,
@@ -274,8 +280,8 @@ class Sampler:
         self._ops.sample(processed, random, invalid=invalid, out=token_ids)
         logprobs = None
         if variant.logprobs is not None:
-            rows = LogprobRows(tables.logprobs_size, batch.rows)
-            logprobs = LogprobsTensors(self._ops.token_logprobs(logits, token_ids, variant.logprobs, rows))
+            rows, most = LogprobRows(tables.logprobs_size, batch.rows), min(variant.logprobs, self._vocab_size)
+            logprobs = LogprobsTensors(self._ops.token_logprobs(logits, token_ids, most, rows))
         return SamplerOutput(self._verification(sampled, batch), token_ids, invalid, logprobs)
 
     def num_logprobs(self, rows: Sequence[int]) -> dict[int, int]:

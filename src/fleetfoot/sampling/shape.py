@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 LIST_CAPACITY = 512
 """Entries that a row has for logit bias, bad words and stop tokens; OpenAI's API allows 300 biases."""
@@ -11,8 +11,9 @@ NUM_PLANES = 4
 NUM_FIELDS = 13
 """int32 or float32 parameters of a row."""
 MASK_BITS = 32
-MIN_LOGPROBS = 32
-"""The smallest number of top logprobs in a variant: a second graph costs more than the additional logprobs."""
+GRAPH_LOGPROBS = 32
+"""Top logprobs that a graph computes for rows with logprobs. A request with more ends its steps' graphs before
+sampling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +31,20 @@ class SamplingVariant:
     masks: bool = False
     """Token masks of grammars, which arrive after the forward pass has been queued: sampling is a graph of its own."""
 
+    def captured(self) -> SamplingVariant:
+        """The smallest of `VARIANTS` that has these parts. Their kernels return at once in rows without a part."""
+        if self.masks:
+            return MASKS
+        is_rare = self.other_filters or self.logits_processors or self.logprobs is not None
+        return EVERYTHING if is_rare else TOP_K if self.filters else PLAIN
+
 
 PLAIN = SamplingVariant()
 TOP_K = SamplingVariant(filters=True)
-MASKS = SamplingVariant(masks=True)
-EVERYTHING = SamplingVariant(
-    filters=True, other_filters=True, logits_processors=True, logprobs=MIN_LOGPROBS, masks=True
-)
+EVERYTHING = SamplingVariant(filters=True, other_filters=True, logits_processors=True, logprobs=GRAPH_LOGPROBS)
+MASKS = replace(EVERYTHING, masks=True)
+VARIANTS = PLAIN, TOP_K, EVERYTHING, MASKS
+"""The parts that are captured and compiled together; four graphs cost less than one for each combination."""
 
 
 def mask_size(vocab_size: int) -> int:

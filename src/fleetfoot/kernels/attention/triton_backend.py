@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from functools import cache
 from types import ModuleType
 
@@ -15,7 +14,6 @@ from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits, has_hopper_kernels
 from fleetfoot.kernels.runtime.row_padding import empty_rows
-from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError
 from fleetfoot.records.forward_context import AttentionMetadata, RotaryInputs
 
 MAX_FUSED_QUERY_LEN = 8
@@ -65,8 +63,6 @@ class TritonBackend(SDPABackend):
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`. The output of tokens that belong to no request is zero.
 
-        While the kernel of a shape is not compiled, that of prompts takes all requests, and torch without that one.
-
         Raises:
             ValueError: the shapes or dtypes do not match, a tensor is not aligned, or the scale is not positive.
             RuntimeError: the first call, which allocates memory, within a graph that is being captured.
@@ -76,12 +72,8 @@ class TritonBackend(SDPABackend):
             return super().forward(query, kv_cache, metadata, scale, window, soft_cap, sinks)
         _check(inputs)
         out = empty_rows(*query.shape, like=query)
-        workspace = self._workspace(query.device)
-        for launch in (_attend, _prefill):
-            with suppress(KernelNotReadyError):
-                launch(inputs, metadata, workspace, out)
-                return out
-        return super().forward(query, kv_cache, metadata, scale, window, soft_cap, sinks)
+        _attend(inputs, metadata, self._workspace(query.device), out)
+        return out
 
     def forward_fused(
         self,
@@ -101,7 +93,8 @@ class TritonBackend(SDPABackend):
         group = num_heads // num_kv_heads
         max_query_len = metadata.max_query_len
         pairs_per_sm = metadata.num_reqs * num_kv_heads / gpu_limits(qkv.device).num_sms
-        if pairs_per_sm > FUSED_PAIRS_PER_SM or max_query_len > MAX_FUSED_QUERY_LEN or head_dim > FUSED_HEAD_DIM:
+        is_long = metadata.has_prompts or max_query_len > MAX_FUSED_QUERY_LEN
+        if is_long or pairs_per_sm > FUSED_PAIRS_PER_SM or head_dim > FUSED_HEAD_DIM:
             return None
         if max_query_len * group > max_rows(head_dim) or not self.supports(head_dim, group, qkv.dtype):
             return None
@@ -114,12 +107,10 @@ class TritonBackend(SDPABackend):
         _check(inputs)
         out = empty_rows(qkv.shape[0], num_heads, head_dim, like=qkv)
         inputs, workspace, slots = inputs._replace(query=heads), self._workspace(qkv.device), metadata.slot_mapping
-        with suppress(KernelNotReadyError):
-            paged_attention_decode(
-                inputs, workspace=workspace, out=out, rotary=rotary, slot_mapping=slots, prefetch_weight=prefetch_weight
-            )
-            return out
-        return None
+        paged_attention_decode(
+            inputs, workspace=workspace, out=out, rotary=rotary, slot_mapping=slots, prefetch_weight=prefetch_weight
+        )
+        return out
 
     def _workspace(self, device: torch.device) -> AttentionWorkspace:
         if device not in self._workspaces:
@@ -135,11 +126,12 @@ def _attend(
         first, others = metadata.split
         decodes = inputs.of_batch(first)._replace(query=inputs.query[: first.num_reqs])
         _decode(decodes, workspace, out[: first.num_reqs])  # zeros for other requests, which the next kernel overwrites
-        _prefill(inputs.of_batch(others), metadata, workspace, out)
+        _prefill(inputs.of_batch(others), workspace, out)
         return
+    inputs = inputs._replace(max_query_len=query_bucket(inputs, metadata))
     # One launch for all requests if their rows fit the minimum tile of the decode kernel, which is computed anyway.
-    rows = metadata.max_query_len * inputs.group
-    num_decodes = 0 if metadata.max_query_len == 1 or rows <= MIN_ROWS else metadata.num_decodes
+    rows = inputs.max_query_len * inputs.group
+    num_decodes = 0 if inputs.max_query_len == 1 or rows <= MIN_ROWS else metadata.num_decodes
     if num_decodes:
         decodes = inputs.requests(0, num_decodes)._replace(query=inputs.query[:num_decodes], max_query_len=1)
         _decode(decodes, workspace, out[:num_decodes])
@@ -148,12 +140,25 @@ def _attend(
         if rows <= max_rows(inputs.query.shape[2]):
             _decode(rest, workspace, out)
         else:
-            _prefill(rest, metadata, workspace, out)
+            _prefill(rest, workspace, out)
 
 
-def _prefill(
-    inputs: AttentionInputs, metadata: AttentionMetadata, workspace: AttentionWorkspace, out: torch.Tensor
-) -> None:
+def query_bucket(inputs: AttentionInputs, metadata: AttentionMetadata) -> int:
+    """The number of query tokens that a kernel is compiled for, at least the longest query's. Short prompts share that
+    of the decode kernel's largest tile."""
+    sizes = inputs.max_query_len, inputs.group, inputs.query.shape[2]
+    return prompt_bucket(*sizes) if metadata.has_prompts else inputs.max_query_len
+
+
+def prompt_bucket(num_tokens: int, group: int, head_dim: int) -> int:
+    """The same for queries of up to ``num_tokens`` of prompts: those that are longer than a power of two for which the
+    decode kernel has room are for the kernel of prompts."""
+    room = max_rows(head_dim) // group
+    most = 1 << room.bit_length() - 1
+    return most if num_tokens <= most else max(num_tokens, room + 1)
+
+
+def _prefill(inputs: AttentionInputs, workspace: AttentionWorkspace, out: torch.Tensor) -> None:
     _, prefill_hopper = _hopper_kernels(inputs.query.device)
     if prefill_hopper is not None and prefill_hopper.supports(inputs):
         prefill_hopper.paged_attention_prefill_hopper(inputs, counter=workspace.counter, out=out)

@@ -23,14 +23,11 @@ from fleetfoot.kernels.cluster.layer_blocks import (
     rows_of,
     shared_bytes,
 )
-from fleetfoot.kernels.elementwise import add_rms_norm_torch, add_rms_norm_triton
+from fleetfoot.kernels.elementwise import add_rms_norm_triton
 from fleetfoot.kernels.interface import LayerParts
 from fleetfoot.kernels.linear.linear import PlainLinear
 from fleetfoot.kernels.runtime.cuda_source import CudaKernel, load
-from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError, or_reference
 from fleetfoot.records.forward_context import ForwardContext
-
-_add_rms_norm = or_reference(add_rms_norm_triton, add_rms_norm_torch)
 
 
 class ClusterLayers:
@@ -61,10 +58,8 @@ class ClusterLayers:
         tiling, shape = LayerTiling(rows_of(rows)), self.shape(caches[0].shape[3])
         if not self._fits(x, caches, shape, tiling):
             return None
-        try:
-            attention_block, mlp_block = (load(kernel, x.device) for kernel in kernels_of(shape, tiling))
-        except KernelNotReadyError as error:
-            error.queue(lambda: self(x, ctx, num_layers))  # the second one, too
+        attention_block, mlp_block = (load(kernel, x.device) for kernel in kernels_of(shape, tiling))
+        if not (attention_block.fits and mlp_block.fits):
             return None
         buffers, source = StepBuffers(rows, self._hidden, tiling, x.device), x
         num_ctas = tiling.clusters * tiling.ctas, tiling.mlp_clusters * tiling.ctas
@@ -74,8 +69,8 @@ class ClusterLayers:
             attention_block.launch(num_ctas[0], bytes(first[0]), dependent=index > 0)
             mlp_block.launch(num_ctas[1], bytes(first[1]), dependent=True)
         last = self._layers[-1][0]
-        _, total = _add_rms_norm(buffers.partials[1], buffers.residuals[1], last.mlp_norm, last.eps)
-        # a dry pass goes on with the other path, which steps take until these kernels are compiled
+        _, total = add_rms_norm_triton(buffers.partials[1], buffers.residuals[1], last.mlp_norm, last.eps)
+        # a dry pass goes on with the other path, which steps take where these kernels do not fit
         return None if attention_block.is_dry else (total, total)
 
     def shape(self, block_size: int) -> LayerShape:

@@ -15,7 +15,6 @@ launches, and the host reads nothing.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,7 +25,7 @@ from fleetfoot.kernels.experts.experts import ExpertSizes, Routing, TorchExperts
 from fleetfoot.kernels.experts.routing_triton import FEW_ROWS, Groups, Slots, group
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
 from fleetfoot.kernels.runtime.gpu_limits import GPULimits, gpu_limits
-from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError, cdiv, compiles_slowly, triton_kernel
+from fleetfoot.kernels.runtime.triton_support import cdiv, compiles_slowly, triton_kernel
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -149,12 +148,10 @@ class TritonExperts(TorchExperts):
         sizes = self.sizes
         if routing.grouping is None or x.dtype is not self.dtype or sizes.size % 16 or sizes.hidden_size % 16:
             return super().__call__(x, routing)
-        with suppress(KernelNotReadyError):
-            x = x if x.stride(1) == 1 else x.contiguous()
-            if isinstance(routing.grouping, Slots):
-                return self._of_few(x, routing, routing.grouping)
-            return self._of_groups(x, routing)
-        return super().__call__(x, routing)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        if isinstance(routing.grouping, Slots):
+            return self._of_few(x, routing, routing.grouping)
+        return self._of_groups(x, routing)
 
     def _of_few(self, x: torch.Tensor, routing: Routing, slots: Slots) -> torch.Tensor:
         num_rows, (num_slots,) = len(x), slots.experts.shape

@@ -1,25 +1,13 @@
-"""Linear layers on a GPU: Triton kernels for the few rows of a decode step, the vendor's library for more.
-
-The library also multiplies while the kernel of a shape is not compiled.
-"""
+"""Linear layers on a GPU: Triton kernels for the few rows of a decode step, the vendor's library for more."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fleetfoot.kernels.elementwise import (
-    DeferredRMSNorm,
-    DeferredSum,
-    add_rms_norm_torch,
-    gelu_and_mul_torch,
-    gelu_and_mul_triton,
-    silu_and_mul_torch,
-    silu_and_mul_triton,
-)
+from fleetfoot.kernels.elementwise import DeferredRMSNorm, DeferredSum, gelu_and_mul_triton, silu_and_mul_triton
 from fleetfoot.kernels.linear import decode_product, gated_product
 from fleetfoot.kernels.linear.linear import PlainLinear
 from fleetfoot.kernels.linear.product_tilings import (
@@ -33,18 +21,15 @@ from fleetfoot.kernels.linear.rank_sums import RankSums
 from fleetfoot.kernels.linear.roles import InputRole, OutputRole
 from fleetfoot.kernels.linear.tilings import MOST_SUMMED_ROWS, Tiling, choose_tiling
 from fleetfoot.kernels.linear.triton_kernels import launch_linear
-from fleetfoot.kernels.runtime.cuda_source import load
+from fleetfoot.kernels.runtime.cuda_source import can_compile
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits, has_hopper_kernels
 from fleetfoot.kernels.runtime.row_padding import empty_rows
-from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError, cdiv, instead_of_launching, or_reference
+from fleetfoot.kernels.runtime.triton_support import cdiv
 
 if TYPE_CHECKING:
     from fleetfoot.records.forward_context import AttentionMetadata, RotaryInputs
 
-_ACTIVATIONS = {
-    "silu": or_reference(silu_and_mul_triton, silu_and_mul_torch),
-    "gelu_tanh": or_reference(gelu_and_mul_triton, gelu_and_mul_torch),
-}
+_ACTIVATIONS = {"silu": silu_and_mul_triton, "gelu_tanh": gelu_and_mul_triton}
 _DTYPES = (torch.bfloat16, torch.float16)
 """Dtypes that the kernels support."""
 
@@ -74,6 +59,7 @@ class TritonLinear(PlainLinear):
         self._limits = gpu_limits(weight.device)
         self._is_hopper = self._is_supported and has_hopper_kernels(weight.device)
         self._has_hopper_kernel = bias is None and self._is_hopper
+        self._has_products = self._is_hopper and weight.dtype is torch.bfloat16 and can_compile(weight.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Raises:
@@ -85,10 +71,7 @@ class TritonLinear(PlainLinear):
                 f"x {list(x.shape)} {x.dtype} does not match a weight {list(self._weight.shape)} {self._weight.dtype}"
             )
         tiling = self._tiling(num_rows)
-        if tiling is not None:
-            with suppress(KernelNotReadyError):
-                return self.launch(x, tiling)
-        return self._of_many_rows(x)
+        return self._of_many_rows(x) if tiling is None else self.launch(x, tiling)
 
     def launch(
         self, x: torch.Tensor, tiling: Tiling, deferred: DeferredRMSNorm | DeferredSum | None = None
@@ -127,16 +110,10 @@ class ChainedLinear(TritonLinear):
 
     _kind: ProductKind = "qkv"
 
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        head_dim: int = 0,
-        follows_product: Callable[[int], bool] = lambda num_rows: True,
-    ) -> None:
-        """The last two: as in `InputRole`."""
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, head_dim: int = 0) -> None:
+        """``head_dim``: as in `InputRole`."""
         super().__init__(weight, bias)
-        self._head_dim, self._follows_product = head_dim, follows_product
+        self._head_dim = head_dim
 
     def __call__(self, x: torch.Tensor | DeferredRMSNorm | DeferredSum) -> torch.Tensor:
         """``x``: ``[n, in]``, a deferred norm if `reads_deferred_norm`, or a deferred sum if `reads_deferred_sum`.
@@ -148,11 +125,7 @@ class ChainedLinear(TritonLinear):
             tiling = self._tiling(len(x.output))
             if tiling is None or not self.reads_deferred_sum(len(x.output)) or x.output.shape[1] != self._num_inputs:
                 raise ValueError(f"a deferred sum {list(x.output.shape)} is not supported: see reads_deferred_sum()")
-            with suppress(KernelNotReadyError):
-                return self.launch(x.output, tiling, x)
-            normed, total = add_rms_norm_torch(x.output, x.residual, x.weight, x.eps, x.offset, x.output_weight)
-            x.total.copy_(total)
-            return super().__call__(normed)
+            return self.launch(x.output, tiling, x)
         if not isinstance(x, DeferredRMSNorm):
             return super().__call__(x)
         num_rows, num_inputs = x.weighted.shape
@@ -160,8 +133,7 @@ class ChainedLinear(TritonLinear):
             raise ValueError(f"a deferred norm {list(x.weighted.shape)} is not supported: see reads_deferred_norm()")
         tiling = self._tiling(num_rows)
         if tiling is not None and tiling.supports_norms:
-            with suppress(KernelNotReadyError):
-                return self.launch(x.weighted, tiling, x)
+            return self.launch(x.weighted, tiling, x)
         return super().__call__(x.finished())
 
     def rotate_and_cache(
@@ -173,22 +145,15 @@ class ChainedLinear(TritonLinear):
         rotary: RotaryInputs,
     ) -> torch.Tensor | None:
         """q, k and v of ``x``, and `Kernels.rope_and_cache` of them, in one kernel; None: not supported for these rows,
-        or not compiled. The kernel reads deferred norms only; other ``x`` let a dry pass queue it."""
-        if kv_cache.dtype is not self._weight.dtype or kv_cache.stride(4) != 1:
-            return None
-        if isinstance(x, DeferredSum):
-            return None
-        if not isinstance(x, DeferredRMSNorm):
-            self._queue_product(x.shape[0], kv_cache.shape[3])
+        or ``x`` is no deferred norm."""
+        if kv_cache.dtype is not self._weight.dtype or kv_cache.stride(4) != 1 or not isinstance(x, DeferredRMSNorm):
             return None
         tiling = self._product_tiling(x.weighted.shape[0])
         if not isinstance(tiling, ProductTiling):
             return None
-        with suppress(KernelNotReadyError):
-            return decode_product.rotate_and_cache(
-                x, self._weight, self._bias, tiling, kv_cache, metadata, num_heads, rotary
-            )
-        return None
+        return decode_product.rotate_and_cache(
+            x, self._weight, self._bias, tiling, kv_cache, metadata, num_heads, rotary
+        )
 
     def reads_deferred_norm(self, num_rows: int) -> bool:
         """Whether a deferred norm of this number of rows is supported. In float16, unscaled values may overflow."""
@@ -204,7 +169,7 @@ class ChainedLinear(TritonLinear):
 
     def _product_tiling(self, num_rows: int) -> ProductTiling | GatedTiling | None:
         """The tiling of `decode_product`, or of `gated_product`; None: neither is used with norms."""
-        if not self._is_hopper or self._weight.dtype is not torch.bfloat16 or self._scale != 1.0:
+        if not self._has_products or self._scale != 1.0:
             return None
         if self._activation == "gelu_tanh":
             return None
@@ -212,25 +177,7 @@ class ChainedLinear(TritonLinear):
             return None
         if self._kind == "qkv" and self._head_dim not in (64, 128):
             return None
-        return product_tiling(self._kind, num_rows, *self._weight.shape, self._limits.num_sms)
-
-    def _queue_product(self, num_rows: int, block_size: int = 0) -> None:
-        """In a dry pass, which computes without deferred norms: queue the kernel that steps will use with them.
-        ``block_size``: as in `decode_product.kernel_of`."""
-        if instead_of_launching.get() is None or not self._follows_product(num_rows):
-            return
-        tiling = self._product_tiling(num_rows)
-        if tiling is None:
-            return
-        num_inputs = self._weight.shape[1]
-        if isinstance(tiling, GatedTiling):
-            kernel = gated_product.kernel_of(tiling, num_inputs, deferred=True)
-        else:
-            kernel = decode_product.kernel_of(
-                self._kind, tiling, num_inputs, self._head_dim, block_size, has_bias=self._bias is not None
-            )
-        with suppress(KernelNotReadyError):
-            load(kernel, self._weight.device)
+        return product_tiling(num_rows, self._kind, *self._weight.shape, self._limits.num_sms)
 
 
 class ChainedGateUp(ChainedLinear):
@@ -238,15 +185,9 @@ class ChainedGateUp(ChainedLinear):
 
     _kind = "gated"
 
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        activation: str = "silu",
-        follows_product: Callable[[int], bool] = lambda num_rows: True,
-    ) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str = "silu") -> None:
         self._activation = activation
-        super().__init__(weight, bias, follows_product=follows_product)
+        super().__init__(weight, bias)
 
     def __call__(self, x: torch.Tensor | DeferredRMSNorm | DeferredSum) -> torch.Tensor:
         """See `ChainedLinear`."""
@@ -256,25 +197,20 @@ class ChainedGateUp(ChainedLinear):
             num_rows, num_inputs = x.weighted.shape
             product = self._product_tiling(num_rows)
             if product is not None and num_inputs == self._num_inputs:
-                with suppress(KernelNotReadyError):
-                    if isinstance(product, GatedTiling):
-                        return gated_product.multiply_gated_wide(x, self._weight, product)
-                    return decode_product.multiply_gated(x, self._weight, product)
+                if isinstance(product, GatedTiling):
+                    return gated_product.multiply_gated_wide(x, self._weight, product)
+                return decode_product.multiply_gated(x, self._weight, product)
             return super().__call__(x)
-        self._queue_product(x.shape[0])
-        for tiling in self._gated_tilings(x):
-            with suppress(KernelNotReadyError):
-                return gated_product.multiply_gated_wide(x, self._weight, tiling, self._activation)
+        for tiling in self._gated_tilings(x)[:1]:
+            return gated_product.multiply_gated_wide(x, self._weight, tiling, self._activation)
         return super().__call__(x)
 
     def _gated_tilings(self, x: torch.Tensor) -> Sequence[GatedTiling]:
         """Tilings of `gated_product`, the best first; none: that kernel is not used."""
         num_rows, num_inputs = x.shape
-        is_supported = self._has_hopper_kernel and x.dtype is self._weight.dtype is torch.bfloat16
+        is_supported = self._has_hopper_kernel and self._has_products and x.dtype is self._weight.dtype
         if not is_supported or num_inputs != self._num_inputs or x.stride(1) != 1 or not _is_aligned(x):
             return ()
-        if self._product_tiling(num_rows) is not None and self._follows_product(num_rows):
-            return ()  # steps have deferred norms
         return gated_tilings(num_rows, *self._weight.shape, self._limits.num_sms)
 
     def _of_many_rows(self, x: torch.Tensor) -> torch.Tensor:
@@ -304,25 +240,19 @@ class ChainedResidual(ChainedLinear):
         residual.addmm_(x, self._weight.t(), alpha=self._scale)
         return True
 
-    def makes_product(self, num_rows: int) -> bool:
-        """Whether `add_and_norm` uses `decode_product` for this number of rows, without sums over ranks."""
-        return self._product_tiling(num_rows) is not None
-
     def with_squares(
         self, x: torch.Tensor, rank_sums: RankSums | None = None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The product ``[n, out]``, summed over ranks too, and the squares of its columns, summed by program; None: not
-        supported for this number of rows, or not compiled."""
+        supported for this number of rows."""
         num_rows, num_outputs = x.shape[0], self._num_outputs
         tiling = self._norm_tiling(num_rows, rank_sums)
         if tiling is None or x.dtype is not self._weight.dtype:
             return None
         output = empty_rows(num_rows, num_outputs, like=x)
         squares = torch.empty((cdiv(num_outputs, tiling.outputs), num_rows), dtype=torch.float32, device=x.device)
-        with suppress(KernelNotReadyError):
-            self._launch_end(output, x, tiling, rank_sums, squares_out=squares)
-            return output, squares
-        return None
+        self._launch_end(output, x, tiling, rank_sums, squares_out=squares)
+        return output, squares
 
     def _norm_tiling(self, num_rows: int, rank_sums: RankSums | None) -> Tiling | None:
         """That of the kernel for few rows; None: it does not support this step."""
@@ -350,24 +280,21 @@ class ChainedResidual(ChainedLinear):
         eps: float,
         rank_sums: RankSums | None = None,
     ) -> DeferredRMSNorm | None:
-        """The sum with ``residual [n, out]`` and its deferred norm; None: not supported for this number of rows, or not
-        compiled. ``rank_sums``: the product is also summed over ranks, each of which makes this call."""
+        """The sum with ``residual [n, out]`` and its deferred norm; None: not supported for this number of rows.
+        ``rank_sums``: the product is also summed over ranks, each of which makes this call."""
         if not (x.dtype is self._weight.dtype is torch.bfloat16):
             return None
         num_rows, num_outputs = x.shape[0], self._num_outputs
         product = self._product_tiling(num_rows) if rank_sums is None else None
         if isinstance(product, ProductTiling) and x.stride(1) == 1 and _is_aligned(x):
-            with suppress(KernelNotReadyError):
-                return decode_product.add_and_norm(x, self._weight, product, residual.contiguous(), norm_weight, eps)
+            return decode_product.add_and_norm(x, self._weight, product, residual.contiguous(), norm_weight, eps)
         tiling = self._norm_tiling(num_rows, rank_sums)
         if tiling is None:
             return None
         residual = residual.contiguous()  # like the result
         result = DeferredRMSNorm.empty(residual, cdiv(num_outputs, tiling.outputs), eps)
-        with suppress(KernelNotReadyError):
-            self._launch_end(result.weighted, x, tiling, rank_sums, add_norm=(residual, norm_weight, result))
-            return result
-        return None
+        self._launch_end(result.weighted, x, tiling, rank_sums, add_norm=(residual, norm_weight, result))
+        return result
 
 
 def linear_chain_triton(weight: torch.Tensor, bias: torch.Tensor | None, role: InputRole | OutputRole) -> ChainedLinear:
@@ -375,5 +302,5 @@ def linear_chain_triton(weight: torch.Tensor, bias: torch.Tensor | None, role: I
     if isinstance(role, OutputRole):
         return ChainedResidual(weight, bias, role.scale)
     if role.kind == "gated":
-        return ChainedGateUp(weight, bias, role.activation, role.follows_product)
-    return ChainedLinear(weight, bias, role.head_dim, role.follows_product)
+        return ChainedGateUp(weight, bias, role.activation)
+    return ChainedLinear(weight, bias, role.head_dim)

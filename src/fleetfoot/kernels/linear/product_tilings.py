@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
+from fleetfoot.kernels.runtime.row_buckets import chosen_by_rows
 from fleetfoot.kernels.runtime.triton_support import cdiv
 
 ProductKind = Literal["gated", "residual", "qkv"]
@@ -101,9 +101,9 @@ def attention_bytes(head_dim: int) -> int:
     return 3 * 64 * head_dim * 4 + 4892
 
 
-@lru_cache(maxsize=4096)
+@chosen_by_rows
 def product_tiling(
-    kind: ProductKind, num_rows: int, num_weight_rows: int, num_inputs: int, num_sms: int
+    num_rows: int, kind: ProductKind, num_weight_rows: int, num_inputs: int, num_sms: int
 ) -> ProductTiling | GatedTiling | None:
     """The tiling of a product; None: kernels without norms are as fast, or the kernels do not support it. A
     `GatedTiling` is one of kind ``gated`` for up to 128 rows.
@@ -245,7 +245,7 @@ def _wide_tiling_of_few(
     return best if efficiency[best] >= max(_MIN_EFFICIENCY_OF_FEW, share + _MIN_GAIN_OF_FEW) else None
 
 
-@lru_cache(maxsize=4096)
+@chosen_by_rows
 def gated_tilings(num_rows: int, num_weight_rows: int, num_inputs: int, num_sms: int) -> tuple[GatedTiling, ...]:
     """Tilings of gate and up for many rows, the best first; none: others are as fast, or it is not supported.
 

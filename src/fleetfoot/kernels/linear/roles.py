@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, overload
 
@@ -23,8 +22,6 @@ class InputRole:
     """Of q, k and v; 0: another kernel rotates and caches them."""
     activation: str = "silu"
     """Of a gated layer, which computes it too: see `MLPSpec.activation`."""
-    follows_product: Callable[[int], bool] = lambda num_rows: False
-    """Whether the branch before makes a deferred norm of so many rows by a kernel that dry passes do not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +81,6 @@ class ChainedOutput(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The product, summed over ranks too, and the sums of its squares: `DeferredSum.output` and ``squares``; None:
         there is no such kernel."""
-
-    def makes_product(self, num_rows: int) -> bool:
-        """See `InputRole.follows_product`."""
 
 
 class ChainLinear(Protocol):

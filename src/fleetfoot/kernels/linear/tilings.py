@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Literal
 
 from fleetfoot.kernels.runtime.gpu_limits import GPULimits
+from fleetfoot.kernels.runtime.row_buckets import chosen_by_rows
 from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2
 
 _MAX_BYTES = {64: 1 << 62, 128: 256 << 20, 256: 8 << 20}
@@ -81,7 +81,7 @@ class Tiling:
         return cdiv(num_outputs, self.outputs) <= limits.num_sms * min(by_memory, by_registers)
 
 
-@lru_cache(maxsize=4096)
+@chosen_by_rows
 def choose_tiling(
     num_rows: int,
     num_outputs: int,

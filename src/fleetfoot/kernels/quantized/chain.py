@@ -7,7 +7,6 @@ the product is multiplied by it afterwards, as with plain weights. More rows hav
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, overload
 
@@ -16,19 +15,17 @@ import torch
 from fleetfoot.kernels.elementwise import (
     DeferredRMSNorm,
     DeferredSum,
-    gelu_and_mul_torch,
     gelu_and_mul_triton,
-    silu_and_mul_torch,
     silu_and_mul_triton,
 )
 from fleetfoot.kernels.linear.roles import ChainedInput, ChainedOutput, InputRole, OutputRole
 from fleetfoot.kernels.quantized import packed_triton, scaled_triton
 from fleetfoot.kernels.quantized.epilogue import Epilogue
-from fleetfoot.kernels.quantized.packed import PackedMatrix, packed_linear_torch
-from fleetfoot.kernels.quantized.scaled import ScaledMatrix, scaled_linear_torch
+from fleetfoot.kernels.quantized.packed import PackedMatrix
+from fleetfoot.kernels.quantized.scaled import ScaledMatrix
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
 from fleetfoot.kernels.runtime.row_padding import empty_rows
-from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError, cdiv, or_reference
+from fleetfoot.kernels.runtime.triton_support import cdiv
 
 if TYPE_CHECKING:
     from fleetfoot.kernels.linear.rank_sums import RankSums
@@ -36,11 +33,11 @@ if TYPE_CHECKING:
 
 Matrix = ScaledMatrix | PackedMatrix
 _ACTIVATIONS = {
-    "silu": (1, or_reference(silu_and_mul_triton, silu_and_mul_torch)),
-    "gelu_tanh": (2, or_reference(gelu_and_mul_triton, gelu_and_mul_torch)),
+    "silu": (1, silu_and_mul_triton),
+    "gelu_tanh": (2, gelu_and_mul_triton),
 }
-_scaled = or_reference(scaled_triton.scaled_linear_triton, scaled_linear_torch)
-_packed = or_reference(packed_triton.packed_linear_triton, packed_linear_torch)
+_scaled = scaled_triton.scaled_linear_triton
+_packed = packed_triton.packed_linear_triton
 
 
 class ChainQuantized(Protocol):
@@ -88,9 +85,6 @@ class _Chained:
         rotary: RotaryInputs,
     ) -> torch.Tensor | None:
         return None
-
-    def makes_product(self, num_rows: int) -> bool:
-        return False
 
     def reads_deferred_sum(self, num_rows: int) -> bool:
         return False
@@ -146,9 +140,8 @@ class _Input(_Chained):
         if num_rows and (deferred is not None or (self._gate and num_rows <= scaled_triton.FEW_ROWS)):
             num_outputs = self._stored.shape[0] // (2 if self._gate else 1)
             output = empty_rows(num_rows, num_outputs, like=given)
-            with suppress(KernelNotReadyError):
-                self._launch(output, given, Epilogue(deferred, gated=self._gate))
-                return output
+            self._launch(output, given, Epilogue(deferred, gated=self._gate))
+            return output
         return self._activate(self._multiply(given if deferred is None else deferred.finished()))
 
 
@@ -180,7 +173,5 @@ class _Output(_Chained):
             return None
         residual = residual.contiguous()
         result = DeferredRMSNorm.empty(residual, self._num_programs(num_rows, residual.shape[1]), eps)
-        with suppress(KernelNotReadyError):
-            self._launch(result.weighted, x, Epilogue(add_norm=(residual, norm_weight, result), scale=self._scale))
-            return result
-        return None
+        self._launch(result.weighted, x, Epilogue(add_norm=(residual, norm_weight, result), scale=self._scale))
+        return result

@@ -8,8 +8,6 @@ each request has the target.
 from __future__ import annotations
 
 import gc
-import hashlib
-import inspect
 import os
 import pickle
 import select
@@ -23,11 +21,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Lock
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from fleetfoot.config import env
+from fleetfoot.kernels.runtime.internals import compile_source, inputs_of_job
 from fleetfoot.kernels.runtime.triton_support import TritonKernel
 from fleetfoot.utils.process import num_cores
 
@@ -45,8 +42,6 @@ _DONE, _FAILED = b"+", b"-"
 """Replies of a process; the first one is a greeting."""
 _NICE = 10
 """How much lower the priority of the processes is than that of the engine."""
-_MOST_SYSTEM_ERRORS = 5
-"""Of parsing one function: see `parse_again`."""
 _MOST_PROCESSES = 16
 MANY_PROCESSES = 8
 """With this number of processes a start waits for the kernels of all shapes with plain sampling."""
@@ -74,10 +69,8 @@ class KernelSource:
     def of(cls, job: Callable[[], object]) -> KernelSource | None:
         """The source of a job of Triton's ``AsyncCompileMode``, which is a closure. None: the job has another form, or
         its kernel is not an attribute of a module."""
-        if not inspect.isfunction(job):
-            return None
-        known = inspect.getclosurevars(job).nonlocals
-        if not {"src", "target", "options"} <= known.keys():
+        known = inputs_of_job(job)
+        if known is None:
             return None
         source, target = known["src"], known["target"]
         function = source.fn.fn
@@ -95,15 +88,8 @@ class KernelSource:
 
     def compile(self) -> None:
         """Raises: any error of Triton."""
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-        from triton.experimental.gluon._runtime import GluonASTSource
-
         jit = _jit_in(import_module(self.module), self.name)
-        kind = GluonASTSource if jit.is_gluon() else ASTSource
-        source = kind(jit, self.signature, self.constants, self.attributes)
-        build_launcher(triton.compile(source, target=GPUTarget(*self.target), options=self.options))
+        compile_source(jit, self.signature, self.constants, self.attributes, self.target, self.options)
 
 
 def has_cache() -> bool:
@@ -112,96 +98,6 @@ def has_cache() -> bool:
 
     folder = Path(knobs.cache.dir)
     return folder.is_dir() and any(folder.iterdir())
-
-
-def is_cached(future: Any) -> bool:
-    """Whether Triton's cache on disk has the result of a future of its ``AsyncCompileMode``."""
-    from triton.runtime.cache import get_cache_manager
-
-    key = getattr(future, "_key", None)
-    if key is None:
-        return False
-    try:
-        manager: Any = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
-        folder = getattr(manager, "cache_dir", None)
-        return folder is not None and any(name.startswith("__grp__") for name in os.listdir(folder))
-    except OSError:  # the cache cannot be written; the compilation raises it
-        return False
-
-
-def hash_compiler() -> None:
-    """Hash the compiler, which takes 0.3 s, before the first kernel of this process needs it for its key."""
-    from triton.runtime.cache import triton_key
-
-    triton_key()
-
-
-def build_launcher(kernel: Any) -> None:
-    """Build the launcher of a kernel, a few lines of C for each signature, so that it is in Triton's cache on disk too.
-
-    Triton builds it at the first launch, where the C compiler takes 0.3 s. After a failure here, that launch raises.
-
-    Args:
-        kernel: ``triton.compiler.CompiledKernel``.
-    """
-    with suppress(Exception):
-        from triton.backends.nvidia.driver import CudaLauncher
-
-        CudaLauncher(kernel.src, kernel.metadata)
-
-
-def keep_launchers_apart() -> None:
-    """Let threads build launchers side by side.
-
-    Triton imports all launchers as modules of one name. The second import of a file updates the module of that name,
-    which another thread may not have read yet: it would launch its kernel with the launcher of another.
-    """
-    from triton.runtime import build
-
-    load: Callable[[str, str], Any] | None = getattr(build, "_load_module_from_path", None)
-    if load is None or getattr(load, "keeps_apart", False):
-        return
-    importing = Lock()
-
-    def load_apart(name: str, path: str) -> Any:
-        with importing:
-            return SimpleNamespace(**vars(load(name, path)))
-
-    load_apart.keeps_apart = True  # type: ignore[attr-defined]
-    build._load_module_from_path = load_apart
-
-
-def parse_again() -> None:
-    """Let threads parse kernels side by side, those that compile and the one that runs a dry pass.
-
-    Up to Python 3.12, parsing raises SystemError now and then while another thread parses: both count the depth of
-    their syntax trees in one place (CPython's issue 106905). Then it is tried again.
-    """
-    from triton.runtime.jit import JITCallable
-
-    parse: Callable[[Any], Any] = JITCallable.parse
-    if getattr(parse, "tries_again", False):
-        return
-
-    def parse_or_try_again(function: Any) -> Any:
-        for _ in range(_MOST_SYSTEM_ERRORS):
-            with suppress(SystemError):
-                return parse(function)
-        return parse(function)
-
-    parse_or_try_again.tries_again = True  # type: ignore[attr-defined]
-    JITCallable.parse = parse_or_try_again
-
-
-def release_sources(kernel: Any) -> None:
-    """Release the texts of all stages of a compilation, 0.3 MB, which Triton keeps: launches need the binary only.
-
-    Args:
-        kernel: ``triton.compiler.CompiledKernel``.
-    """
-    for stage, code in [*getattr(kernel, "asm", {}).items()]:
-        if isinstance(code, str):
-            del kernel.asm[stage]
 
 
 def _jit_in(module: object, name: str) -> Any:

@@ -2,8 +2,7 @@
 memory, bulk copies.
 
 They use the same machinery as Triton's kernels. Processes compile them (`fleetfoot.kernels.runtime.compile_worker`),
-the binaries are in Triton's cache on disk, and dry passes queue them. A kernel is loaded with `load` before each step
-that launches it, which raises `KernelNotReadyError` where a Triton kernel would.
+the binaries are in Triton's cache on disk, and dry passes queue them.
 
 A kernel is an ``extern "C"`` function with one parameter, a struct that is passed by value.
 """
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,10 +20,9 @@ from typing import Any, ClassVar
 import torch
 
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
-from fleetfoot.kernels.runtime.triton_support import KernelNotReadyError, instead_of_launching, launcher
+from fleetfoot.kernels.runtime.internals import active_mode
+from fleetfoot.kernels.runtime.triton_support import launcher
 from fleetfoot.utils.torch_build import find_nvrtc
-
-logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parents[1]
 _GROUP, _BINARY = "cuda.json", "cuda.cubin"
@@ -52,7 +49,7 @@ class CudaKernel:
     shared_bytes: int
     """Dynamic shared memory of a block."""
     least_clusters: int = 1
-    """Clusters that must fit in the GPU at the same time; else it is not loaded."""
+    """Clusters that must fit in the GPU at the same time: see `LoadedKernel.fits`."""
 
     @property
     def path(self) -> Path:
@@ -152,12 +149,8 @@ class CudaSource:
 
     def __call__(self) -> LoadedKernel:
         """The kernel, from the cache on disk or compiled."""
-        from triton import knobs
-
         path = (self._cache().get_group(_GROUP) or {}).get(_BINARY)
         binary = self.compile() if path is None else Path(path).read_bytes()
-        if (listener := knobs.compilation.listener) is not None:
-            listener(src=self, metadata={}, metadata_group={}, times=None, cache_hit=path is not None)
         return LoadedKernel(self.kernel, self.device, binary)
 
     def _cache(self) -> Any:
@@ -202,6 +195,8 @@ class LoadedKernel:
 
     is_dry = False
     """Whether it launches nothing, in a dry pass."""
+    fits = True
+    """Whether `CudaKernel.least_clusters` fit in the GPU; False: it is smaller, or a slice of one."""
 
     def __init__(self, kernel: CudaKernel, device: torch.device, binary: bytes) -> None:
         self._kernel, self._device, self._binary = kernel, device, binary
@@ -223,11 +218,7 @@ class LoadedKernel:
             driver_call("cuFuncSetAttribute", function, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
         clusters, config = ctypes.c_int(), self._config(self._kernel.cluster, None, dependent=False)
         driver_call("cuOccupancyMaxActiveClusters", ctypes.byref(clusters), function, ctypes.byref(config))
-        if clusters.value < self._kernel.least_clusters:  # a smaller GPU, or a slice of one
-            raise RuntimeError(
-                f"{clusters.value} clusters of {self._kernel.cluster} thread blocks of this kernel fit in the GPU, and "
-                f"it needs {self._kernel.least_clusters}"
-            )
+        self.fits = clusters.value >= self._kernel.least_clusters
         self._function = function
 
     def _config(self, num_ctas: int, stream: int | None, *, dependent: bool) -> _Config:
@@ -281,16 +272,9 @@ def _make_context_current(device: torch.device) -> None:
 
 @dataclass(eq=False)
 class _CudaFunction:
-    """A kernel for a device, with the methods of ``triton.JITFunction`` by which `CompileAhead` queues and launches.
-
-    No step waits for it: a step that would launch it has another path.
-    """
+    """A kernel for a device, with the methods of ``triton.JITFunction`` by which `CompileAhead` queues and launches."""
 
     source: CudaSource
-    is_optional = True
-    """A graph may be captured without it; see `CompileAhead.take_missed_optional`."""
-    has_failed: bool = field(default=False, init=False)
-    _is_queued: bool = field(default=False, init=False)
     _loaded: LoadedKernel | None = field(default=None, init=False)
 
     @property
@@ -298,64 +282,42 @@ class _CudaFunction:
         return self.source.name
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return self._ready
+        return self._load
 
-    def _ready(self) -> LoadedKernel:
+    def _load(self) -> LoadedKernel:
         if self._loaded is None:
-            if self._is_queued or instead_of_launching.get() is not None:
-                raise KernelNotReadyError(self.__name__)
             self._finish(self.source())
-        if self._loaded is None:
-            raise KernelNotReadyError(self.__name__)
+        assert self._loaded is not None
         return self._loaded
 
     def warmup(self, *, grid: tuple[int, ...]) -> Any:
-        """Queue the compilation; returns a ``triton.FutureKernel``, or None: it is ready, or has failed."""
-        from triton.runtime._async_compile import active_mode
-
-        mode = active_mode.get()
-        if self._loaded is not None or self.has_failed or mode is None:
+        """Queue the compilation; returns a ``triton.FutureKernel``, or None: it is ready."""
+        if self._loaded is not None:
             return None
-        self._is_queued = True
-        try:
-            key = self.source.key
-        except (OSError, CudaCompileError) as error:
-            self._fail(error)
-            return None
-        return mode.submit(key, self.source, self._finish)
+        return active_mode().submit(self.source.key, self.source, self._finish)
 
     def _finish(self, kernel: LoadedKernel) -> None:
-        """Make it ready, between two steps."""
-        try:
-            kernel._init_handles()
-        except RuntimeError as error:
-            self._fail(error)
-        else:
-            self._loaded = kernel
-
-    def _fail(self, error: Exception) -> None:
-        self.has_failed = True
-        logger.warning("%s cannot be loaded, and is not used: %s", self.__name__, error)
+        kernel._init_handles()
+        self._loaded = kernel
 
 
 @cache
-def _function(kernel: CudaKernel, device: torch.device) -> _CudaFunction | None:
+def can_compile(device: torch.device) -> bool:
+    """Whether kernels can be compiled for ``device``: NVRTC is among the packages that torch installs."""
+    return device.type == "cuda" and find_nvrtc(torch.version.cuda) is not None
+
+
+@cache
+def _function(kernel: CudaKernel, device: torch.device) -> _CudaFunction:
     nvrtc = find_nvrtc(torch.version.cuda)
     if nvrtc is None:
-        return None
+        raise RuntimeError(f"{kernel.function} needs NVRTC, which is not installed; see can_compile()")
     major, minor = gpu_limits(device).capability
     return _CudaFunction(CudaSource(kernel, f"sm_{major}{minor}{'a' if major >= 9 else ''}", nvrtc, device))
 
 
 def load(kernel: CudaKernel, device: torch.device) -> LoadedKernel:
-    """A kernel that can be launched in the present step. In a dry pass, its compilation is queued.
-
-    Raises:
-        KernelNotReadyError: it is not compiled and a step must not wait, or it cannot be compiled here. Outside of
-            steps, one that was not queued is compiled now.
-    """
-    function = _function(kernel, device)
-    if function is None or function.has_failed:
-        raise KernelNotReadyError(kernel.function)
-    loaded: LoadedKernel | None = launcher(function, (1,))()
+    """A kernel that can be launched. In a dry pass, its compilation is queued; elsewhere, one that no dry pass has
+    queued is compiled now. Raises RuntimeError if it cannot be loaded, and `CudaCompileError`."""
+    loaded: LoadedKernel | None = launcher(_function(kernel, device), (1,))()
     return loaded or _DRY

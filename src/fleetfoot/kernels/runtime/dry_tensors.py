@@ -25,14 +25,14 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fleetfoot.kernels.runtime.internals import untracked
+
 META = torch.device("meta")
 _ADDRESS = 1 << 12
 """The address of all memory that torch would allocate: its allocators align to 64 bytes or more. It is never mapped, so
 a program that dereferences it fails."""
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-"""Torch's version counters of tensors, and its view tracking."""
 
 
 class DryPassError(RuntimeError):
@@ -43,14 +43,11 @@ class DryPassError(RuntimeError):
 def dry_torch() -> Iterator[None]:
     """A context in which torch's operations of this thread access no memory."""
     mode = _DryMode()
-    lifts_cpu_alone = torch._C._only_lift_cpu_tensors()
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor then moves to its device by an operation, which is dry
     try:
-        with torch._C._ExcludeDispatchKeyGuard(_TRACKING), mode:
+        with untracked(mode):
             yield
     finally:
         mode.is_over = True
-        torch._C._set_only_lift_cpu_tensors(lifts_cpu_alone)
 
 
 def real_memory() -> AbstractContextManager[object]:

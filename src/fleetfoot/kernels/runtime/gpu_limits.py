@@ -7,8 +7,7 @@ from functools import cache
 
 import torch
 
-_GLUON_VERSIONS = ("3.6.",)
-"""Versions of Triton that the kernels in Gluon were tested with; the interface of Gluon is experimental."""
+from fleetfoot.kernels.runtime.internals import is_tested_triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +37,7 @@ def gpu_limits(device: torch.device) -> GPULimits:
 @cache
 def has_hopper_kernels(device: torch.device) -> bool:
     """Whether ``device`` is a Hopper GPU and the installed Triton is a version that the kernels in Gluon support."""
-    if torch.version.hip is not None or gpu_limits(device).capability != (9, 0):
-        return False
-    import triton
-
-    return triton.__version__.startswith(_GLUON_VERSIONS)
+    return torch.version.hip is None and gpu_limits(device).capability == (9, 0) and is_tested_triton()
 
 
 def fit_tile(rows: int, tile: int, row_bytes: int, shared_bytes: int) -> tuple[int, int]:

@@ -12,13 +12,12 @@ launches none, so it runs where Triton is not installed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
-from functools import cached_property, partial, wraps
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fleetfoot.kernels.runtime.direct_launch import direct_launch
+from fleetfoot.kernels.runtime.internals import direct_launch
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -32,67 +31,6 @@ instead_of_launching: ContextVar[Callable[[Any, tuple[int, ...]], Launch] | None
     "instead_of_launching", default=None
 )
 """``(jit, grid)`` -> what replaces the launch in this context; None: kernels are launched."""
-
-
-def _queue_nothing(dry_pass: Callable[[], object]) -> None:
-    pass
-
-
-class KernelNotReadyError(RuntimeError):
-    """A kernel is not compiled, and the step that launches it must not wait: `or_reference` takes another path.
-
-    Args:
-        name: of the kernel, which has been queued.
-        queue: called with the operation, to queue the other kernels that it launches.
-    """
-
-    def __init__(self, name: str, queue: Callable[[Callable[[], object]], object] = _queue_nothing) -> None:
-        super().__init__(f"{name} is not compiled")
-        self.queue = queue
-
-
-@contextmanager
-def waiting_for_kernels() -> Iterator[None]:
-    """A context within a step in which launches wait for compilations, because there is no other path."""
-    before = instead_of_launching.set(None)
-    try:
-        yield
-    finally:
-        instead_of_launching.reset(before)
-
-
-@contextmanager
-def nothing_is_ready() -> Iterator[None]:
-    """A context in which every launch raises `KernelNotReadyError`."""
-
-    def refuse(jit: Any, grid: tuple[int, ...]) -> Launch:
-        def launch(*arguments: Any, **options: Any) -> None:
-            raise KernelNotReadyError(jit.__name__)
-
-        return launch
-
-    before = instead_of_launching.set(refuse)
-    try:
-        yield
-    finally:
-        instead_of_launching.reset(before)
-
-
-def or_reference(function: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which launches kernels, or ``reference`` with the same arguments while one is not compiled.
-
-    What ``function`` writes before the exception is overwritten by ``reference``.
-    """
-
-    @wraps(function)
-    def operation(*arguments: Any, **keywords: Any) -> Any:
-        try:
-            return function(*arguments, **keywords)
-        except KernelNotReadyError as error:
-            error.queue(partial(function, *arguments, **keywords))
-            return reference(*arguments, **keywords)
-
-    return operation
 
 
 def launcher(jit: Any, grid: tuple[int, ...]) -> Launch:

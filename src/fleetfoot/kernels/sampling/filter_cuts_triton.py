@@ -135,7 +135,7 @@ def _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, levels: tl.constexpr, 
     return low, high, base, target
 
 
-@triton_kernel()
+@triton_kernel(unspecialized=("rows_ptr",))
 def _cuts_kernel(
     sums_ptr, close_ptr, limits_ptr, cuts_ptr, highest_ptr, logits_ptr,
     temperatures_ptr, log_min_p_ptr, top_k_ptr, top_p_ptr, rows_ptr,

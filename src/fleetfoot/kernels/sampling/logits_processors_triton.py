@@ -22,6 +22,11 @@ _LISTED_TILE = 128
 _PENALTY_TILE = 512
 _PENALTY_PROGRAMS = 16
 """Programs that share the tokens of a row."""
+_OF_LISTS = (
+    *("rows_ptr", "seq_lens_ptr"),
+    *("planes_ptr", "num_biases_ptr", "num_words_ptr", "num_stops_ptr", "row_stride", "capacity"),
+)
+"""Arguments of one kernel for the tables and for a long list, which has a tensor of another size and place."""
 
 
 def process_logits_triton(
@@ -70,7 +75,7 @@ def process_logits_triton(
     return processed
 
 
-@triton_kernel()
+@triton_kernel(unspecialized=("rows_ptr",))
 def _keep_allowed_kernel(
     edited_ptr, logits_ptr, rows_ptr, is_limited_ptr, masks_ptr, row_stride, vocab_size, mask_stride,
     tile: tl.constexpr, overlap: tl.constexpr,
@@ -90,7 +95,7 @@ def _keep_allowed_kernel(
         tl.store(edited_ptr + request * vocab_size + index, logit, mask=is_token)
 
 
-@triton_kernel()
+@triton_kernel(unspecialized=_OF_LISTS)
 def _listed_tokens_kernel(
     logits_ptr, rows_ptr, seq_lens_ptr, block_tables_ptr, token_pages_ptr, prompt_lens_ptr, planes_ptr, num_biases_ptr,
     num_words_ptr, num_stops_ptr, min_tokens_ptr, vocab_size, table_stride, row_stride, capacity,
@@ -144,7 +149,7 @@ def _listed_tokens_kernel(
             first += tile
 
 
-@triton_kernel()
+@triton_kernel(unspecialized=("rows_ptr", "seq_lens_ptr"))
 def _penalties_kernel(
     logits_ptr, counts_ptr, rows_ptr, seq_lens_ptr, block_tables_ptr, token_pages_ptr, prompt_lens_ptr, repetition_ptr,
     frequency_ptr, presence_ptr, vocab_size, table_stride,

@@ -57,7 +57,7 @@ def mask_tokens_triton(logits: torch.Tensor, masks: torch.Tensor, index: torch.T
     )  # fmt: skip
 
 
-@triton_kernel()
+@triton_kernel(unspecialized=("index_ptr",))
 def _mask_tokens_kernel(
     logits_ptr, masks_ptr, index_ptr, row_stride, vocab_size, mask_stride, tile: tl.constexpr, overlap: tl.constexpr
 ):  # fmt: skip

@@ -76,7 +76,9 @@ def sample_triton(
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=device) if out is None else out
     if num_rows == 0:
         return token_ids
-    tile, num_warps, part = _FEW_TILING if num_rows <= _FEW_ROWS else _TILING
+    has_cuts = random is not None and random.filters is not None and not random.filters.top_k_only
+    # the kernels of cuts take longer, and are compiled for one tiling
+    tile, num_warps, part = _FEW_TILING if num_rows <= _FEW_ROWS or has_cuts else _TILING
     num_tiles = cdiv(vocab_size, tile)
     highest = torch.empty((num_rows, num_tiles), dtype=torch.int64, device=device)
     overlap = can_overlap(device)
@@ -105,7 +107,7 @@ def sample_triton(
     )  # fmt: skip
     best = highest
     if random is not None:
-        if filters is not None and not filters.top_k_only:
+        if has_cuts:
             cuts = filter_cuts_triton(logits, highest, random, overlap=overlap)
         best = torch.empty_like(highest)
         _draw_kernel[grid](
@@ -126,7 +128,7 @@ def sample_triton(
     return token_ids
 
 
-@triton_kernel()
+@triton_kernel(unspecialized=("rows_ptr",))
 def _row_max_kernel(
     highest_ptr, groups_ptr, masses_ptr, logits_ptr, temperatures_ptr, rows_ptr, row_stride, vocab_size, num_groups,
     has_groups: tl.constexpr, group: tl.constexpr, has_masses: tl.constexpr, has_rows: tl.constexpr,
@@ -192,7 +194,7 @@ def _lowest_bound():
     return tl.full((), -3.0, tl.float32)
 
 
-@triton_kernel()
+@triton_kernel(unspecialized=("rows_ptr", "positions_ptr"))
 def _draw_kernel(
     best_ptr, highest_ptr, masses_ptr, logits_ptr, temperatures_ptr, seeds_ptr, positions_ptr, rows_ptr, top_k_ptr,
     cuts_ptr, row_stride, vocab_size,
@@ -270,7 +272,7 @@ def _draw_of_tokens(
     return best
 
 
-@triton_kernel(unspecialized=("invalid_ptr",))
+@triton_kernel(unspecialized=("invalid_ptr", "rows_ptr", "positions_ptr"))
 def _pick_kernel(
     token_ids_ptr, invalid_ptr, best_ptr, highest_ptr, masses_ptr, logits_ptr, temperatures_ptr, seeds_ptr,
     positions_ptr, rows_ptr, row_stride, vocab_size,

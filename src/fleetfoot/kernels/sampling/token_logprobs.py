@@ -156,7 +156,7 @@ def select_logprobs(
     constants = {"has_sizes": rows is not None, "tile": _TILE, "overlap": overlap, **launch_options(overlap)}
     _tile_stats_kernel[(num_rows, num_tiles)](*arguments, **constants)
     tiles = {"num_tiles": num_tiles, "tiles_pow2": next_power_of_2(num_tiles)}
-    _select_kernel[(num_rows,)](packed, normalizers, *arguments, num=num, **tiles, **constants)
+    _select_kernel[(num_rows,)](packed, normalizers, *arguments, num, **tiles, **constants)
     return packed, normalizers
 
 
@@ -170,7 +170,8 @@ def _num_top(request, rows_ptr, sizes_ptr, num, has_sizes: tl.constexpr):
     return count
 
 
-@triton_kernel()
+# a token of a chunk of rows is not aligned; one kernel serves every number of logprobs
+@triton_kernel(unspecialized=("token_ids_ptr", "rows_ptr", "sizes_ptr"))
 def _tile_stats_kernel(
     best_ptr, sums_ptr, at_least_ptr, logits_ptr, token_ids_ptr, rows_ptr, sizes_ptr, row_stride, vocab_size,
     has_sizes: tl.constexpr, tile: tl.constexpr, overlap: tl.constexpr,
@@ -193,11 +194,11 @@ def _tile_stats_kernel(
         tl.store(at_least_ptr + place, tl.sum((is_token & (logit >= sampled)).to(tl.int32), axis=0))
 
 
-@triton_kernel()
+@triton_kernel(unspecialized=("token_ids_ptr", "rows_ptr", "sizes_ptr", "num"))
 def _select_kernel(
     packed_ptr, normalizers_ptr, best_ptr, sums_ptr, at_least_ptr, logits_ptr, token_ids_ptr, rows_ptr, sizes_ptr,
-    row_stride, vocab_size,
-    num: tl.constexpr, num_tiles: tl.constexpr, tiles_pow2: tl.constexpr, has_sizes: tl.constexpr, tile: tl.constexpr,
+    row_stride, vocab_size, num,
+    num_tiles: tl.constexpr, tiles_pow2: tl.constexpr, has_sizes: tl.constexpr, tile: tl.constexpr,
     overlap: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(overlap)
@@ -224,17 +225,16 @@ def _select_kernel(
         sampled = tl.load(logits_ptr + token_id).to(tl.float32)
         tl.store(ids_ptr, token_id.to(tl.int32))
         tl.store(logprobs_ptr, (sampled - highest - rest).to(tl.int32, bitcast=True))
-        if num > 0:
-            place = tl.full((), 1, tl.int32)
-            while place <= tl.minimum(count, num):
-                winner = tl.max(candidates, axis=0)
-                token = candidate_index(winner).to(tl.int32)
-                tl.store(ids_ptr + place, token)
-                tl.store(logprobs_ptr + place, (candidate_value(winner) - highest - rest).to(tl.int32, bitcast=True))
-                tile_id = token // tile
-                index = tile_id * tile + tl.arange(0, tile)
-                logit = tl.load(logits_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
-                others = pack_candidates(logit, index)
-                following = tl.max(tl.where(others < winner, others, smallest), axis=0)
-                candidates = tl.where(tile_ids == tile_id, following, candidates)
-                place += 1
+        place = tl.full((), 1, tl.int32)
+        while place <= tl.minimum(count, num):
+            winner = tl.max(candidates, axis=0)
+            token = candidate_index(winner).to(tl.int32)
+            tl.store(ids_ptr + place, token)
+            tl.store(logprobs_ptr + place, (candidate_value(winner) - highest - rest).to(tl.int32, bitcast=True))
+            tile_id = token // tile
+            index = tile_id * tile + tl.arange(0, tile)
+            logit = tl.load(logits_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
+            others = pack_candidates(logit, index)
+            following = tl.max(tl.where(others < winner, others, smallest), axis=0)
+            candidates = tl.where(tile_ids == tile_id, following, candidates)
+            place += 1

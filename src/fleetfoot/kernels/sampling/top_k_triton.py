@@ -261,7 +261,7 @@ def _draw_many(
     return candidate_index(best)
 
 
-@triton_kernel(unspecialized=("invalid_ptr",))
+@triton_kernel(unspecialized=("invalid_ptr", "rows_ptr", "positions_ptr"))
 def _draw_top_k_kernel(
     token_ids_ptr, invalid_ptr, best_ptr, highest_ptr, groups_ptr, above_ptr, close_ptr, logits_ptr,
     temperatures_ptr, seeds_ptr, positions_ptr, log_min_p_ptr, top_k_ptr, top_p_ptr, rows_ptr,

@@ -8,6 +8,7 @@ import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import numpy as np
@@ -28,11 +29,6 @@ _ALREADY_REGISTERED = 712
 _PORTABLE = 1
 """CU_MEMHOSTREGISTER_PORTABLE: for all contexts."""
 ApplyStagedWrites = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], None]
-
-
-def always() -> bool:
-    """Default of ``may_capture``."""
-    return True
 
 
 class Device(ABC):
@@ -67,14 +63,9 @@ class Device(ABC):
     def record(self) -> Event:
         """An event behind everything queued so far."""
 
-    def capture(
-        self,
-        work: Callable[[], Any],
-        may_capture: Callable[[], bool] = always,
-        warm_up: Callable[[], object] | None = None,
-    ) -> Capture | None:
-        """Run ``warm_up``, which loads the kernels of ``work``, and if ``may_capture`` then returns True, run ``work``
-        under capture; else return None. ``warm_up``: None: ``work``."""
+    def capture(self, work: Callable[[], Any], warm_up: AbstractContextManager[object] | None) -> Capture:
+        """Run ``work`` within ``warm_up``, so that the library's kernels are loaded, and then under capture;
+        ``warm_up``: None: they are loaded."""
         raise NotImplementedError
 
 
@@ -116,7 +107,7 @@ class _CudaCapture:
         # not the whole device: a send to a pipeline rank that is capturing may still be queued
         torch.cuda.current_stream().synchronize()
         graph = torch.cuda.CUDAGraph()
-        # not `torch.cuda.graph`, which collects garbage and empties caches first: the step that captures waits for this
+        # not `torch.cuda.graph`, which collects garbage and empties caches first: a start captures a hundred
         with no_collections(), torch.cuda.stream(stream):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
@@ -174,14 +165,11 @@ class CudaDevice(Device):
     def record(self) -> Event:
         return torch.cuda.current_stream(self.torch_device).record_event()
 
-    def capture(
-        self,
-        work: Callable[[], Any],
-        may_capture: Callable[[], bool] = always,
-        warm_up: Callable[[], object] | None = None,
-    ) -> Capture | None:
-        (warm_up or work)()
-        return _CudaCapture(work, self._pool, self._capturing) if may_capture() else None
+    def capture(self, work: Callable[[], Any], warm_up: AbstractContextManager[object] | None) -> Capture:
+        if warm_up is not None:
+            with warm_up:
+                work()
+        return _CudaCapture(work, self._pool, self._capturing)
 
 
 def open_device(device: torch.device, kernels: Kernels) -> Device:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from fleetfoot.kernels.interface import Kernels
-from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.runner.v2.input_batch import InputBatch
 from fleetfoot.runner.v2.state import DeviceState
 from fleetfoot.sampling.verification import DeviceSamples
@@ -28,11 +27,9 @@ class Drafting:
         drafter = self._draft_settings.drafter
         return drafter is not None and drafter.reads_hidden
 
-    def num_to_propose(self, scheduler_output: SchedulerOutput) -> int | None:
-        """Number of drafts to propose at the end of a step; 0: a drafter only fills its KV cache; None: no drafting."""
-        if scheduler_output.num_to_propose or self._draft_settings.drafter is not None:
-            return scheduler_output.num_to_propose
-        return None
+    def number(self, num_to_propose: int) -> int | None:
+        """`SchedulerOutput.num_to_propose` for `propose`; 0: a drafter only fills its KV cache; None: no drafting."""
+        return num_to_propose if num_to_propose or self._draft_settings.drafter is not None else None
 
     def propose(
         self, batch: InputBatch, hidden_states: torch.Tensor, samples: DeviceSamples | None, num_to_propose: int | None

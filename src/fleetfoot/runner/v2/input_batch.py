@@ -107,6 +107,7 @@ class InputBuffers:
             max_query_len=shape.max_query_len,
             # an upper bound: the lengths are on the device
             max_seq_len=shape.max_context or self._max_model_len + self._state.num_draft,
+            has_prompts=not shape.is_decode,
             is_warm_up=is_warm_up,
         )
         state = self._state
@@ -149,9 +150,10 @@ def split_decodes(batch: InputBatch, iota: torch.Tensor) -> None:
     num_decodes = is_decode.sum(dtype=torch.int32)
     lens = metadata.seq_lens.masked_fill(~is_decode, 0)
     of_decodes: dict[str, Any] = {"query_start_loc": places, "seq_lens": lens, "num_decodes": metadata.num_reqs}
+    of_decodes |= {"max_query_len": 1, "has_prompts": False}
     other_starts = torch.maximum(starts, num_decodes)
     for each in {id(each): each for each in (metadata, *batch.metadata_of_layers)}.values():
-        each.split = replace(each, **of_decodes, max_query_len=1), replace(each, query_start_loc=other_starts)
+        each.split = replace(each, **of_decodes), replace(each, query_start_loc=other_starts)
 
 
 # --- logits indices --------------------------------------------------------------------------------------------------
@@ -199,6 +201,7 @@ def logits_metadata(batch: InputBatch, logits: LogitsBatch, iota: torch.Tensor) 
         positions=last.positions[:0],
         num_decodes=0 if shape.num_drafts else num_reqs,
         max_query_len=1 + shape.num_drafts,
+        has_prompts=False,
         split=None,
     )
     return LogitsMetadata(logits.indices, metadata)

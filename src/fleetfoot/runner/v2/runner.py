@@ -16,10 +16,12 @@ gets them from `AsyncOutput.get`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice, product
 from typing import Any, cast
 
 import torch
@@ -28,51 +30,43 @@ from fleetfoot.fusion import LayerFusion
 from fleetfoot.fusion.decoder import fuse
 from fleetfoot.kernels.runtime.compile_ahead import CompileAhead, can_compile_ahead
 from fleetfoot.kernels.runtime.compile_worker import CompilePool
+from fleetfoot.kernels.runtime.dry_tensors import DryPassError
+from fleetfoot.kernels.runtime.row_buckets import distinct_rows
+from fleetfoot.kernels.sampling import rows_per_chunk
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import SchedulerOutput, TokenMasks, WarmUpOutput
-from fleetfoot.runner.base import CompiledKernels, ModelRunner, SampledTokenSync
-from fleetfoot.runner.graphs import BatchShape, Capture, CaptureTable, GraphKey, GraphManager
+from fleetfoot.runner.base import ModelRunner, SampledTokenSync
+from fleetfoot.runner.graphs import BatchShape, CaptureTable, GraphKey, StepShape, decode_sizes
 from fleetfoot.runner.v2.async_output import AsyncOutput
 from fleetfoot.runner.v2.device import Device, open_device
 from fleetfoot.runner.v2.drafting import Drafting, newest_tokens
 from fleetfoot.runner.v2.grammar_masks import GrammarMasks
 from fleetfoot.runner.v2.input_batch import InputBatch, InputBuffers, logits_batch, logits_metadata, split_decodes
 from fleetfoot.runner.v2.state import DeviceState
-from fleetfoot.runner.v2.step_graphs import StepGraphs, TwoGraphs
-from fleetfoot.runner.v2.warm_up import (
-    KernelCompiler,
-    captures_of_start,
-    eager_shape,
-    later_shapes,
-    library_shapes,
-    prompt_shapes,
-    waits_for,
-    warm_up_steps,
-)
+from fleetfoot.runner.v2.step_graphs import StepGraphs
+from fleetfoot.runner.v2.warm_up import EagerStep, eager_steps, library_steps, prompt, warm_up_steps
 from fleetfoot.sampling.logprobs import LogprobsTensors
 from fleetfoot.sampling.sampler_v2 import Sampler
-from fleetfoot.sampling.shape import PLAIN
+from fleetfoot.sampling.shape import PLAIN, VARIANTS, SamplingVariant
 from fleetfoot.sampling.verification import DeviceSamples, DraftVerification, LogitsBatch
 from fleetfoot.weights.loading import ModelLoader
 
 logger = logging.getLogger(__name__)
 
+_FIRST = 1
+"""Steps of which the kernels are compiled while the other dry passes run."""
 
-def open_compiler(
-    num_ranks: int,
-    device: torch.device,
-    on_compiled: Callable[[int], object] = lambda number: None,
-    pool: CompilePool | None = None,
-) -> CompileAhead | None:
+
+def open_compiler(num_ranks: int, device: torch.device, pool: CompilePool | None = None) -> CompileAhead | None:
     """`CompileAhead.of_rank`; None: no kernels are compiled for ``device``, and ``pool`` is closed.
 
     Without a pool, processes import the compiler from now on, for seconds, so this comes before all that a start waits
     for.
     """
     if can_compile_ahead(device):
-        return CompileAhead.of_rank(num_ranks, device, on_compiled, pool)
+        return CompileAhead.of_rank(num_ranks, device, pool)
     if pool is not None:
         pool.close()
     return None
@@ -120,17 +114,11 @@ class ModelRunnerV2(ModelRunner):
         self._kernels = loader.context.ops
         self.device = device or open_device(loader.context.device, self._kernels)
         can_capture = self.device.has_graphs and loader.context.attention.is_capturable
-        self.graphs = GraphManager(
-            capture_table or CaptureTable(),
-            self._capture if can_capture else None,
-            includes_sampling=self._pipeline.is_last_rank,
-        )
+        self._capture_table = capture_table if can_capture and capture_table is not None else CaptureTable()
         self._max_num_batched_tokens = max_num_batched_tokens
         self._fusion = fusion
         self._ahead = ahead or open_compiler(1, self.device.torch_device)
-        self._compiler: KernelCompiler | None = None
-        self._has_failed_to_prepare, self._num_eager = False, 0
-        self._serving: Callable[[], AbstractContextManager[None]] = nullcontext  # the context of a step
+        self._not_dry: list[Callable[[], object]] = []
 
     # --- start ------------------------------------------------------------------------------------------------------
 
@@ -141,7 +129,8 @@ class ModelRunnerV2(ModelRunner):
 
     def _initialize_state(self, model: CausalLM, layout: KVLayout) -> None:
         self._warm_up_blocks = layout.first_blocks
-        self._step_graphs = StepGraphs(self.device, self.graphs.forwards, self._parts, model.shortened)
+        table, is_last = self._capture_table, self._pipeline.is_last_rank
+        self.graphs = StepGraphs(self.device, table, self._work, model.shortened, has_sampling=is_last)
         kernels, num_drafts = self._kernels, self._draft_settings.num_drafts
         max_num_seqs, max_model_len = self._max_num_seqs, self._max_model_len
         self._state = state = DeviceState(
@@ -159,8 +148,16 @@ class ModelRunnerV2(ModelRunner):
         sizes = max_num_seqs, self._max_num_batched_tokens, max_model_len
         self._buffers = InputBuffers(state, kernels, *sizes, layout.group_of_layers[: len(model.layers)])
         verification = DraftVerification(state.tables, kernels.accept_drafts)
-        self._sampler = Sampler(state.sampling, verification, kernels, model.compute_logits, model.config.vocab_size)
+        compute_logits, vocab_size, has_graphs = model.compute_logits, model.config.vocab_size, self.device.has_graphs
+        self._sampler = Sampler(
+            state.sampling, verification, kernels, compute_logits, vocab_size, is_as_captured=has_graphs
+        )
+        self._vocab_size = model.config.vocab_size
         self._iota = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=self.device.torch_device)
+        most = max((key.shape.num_tokens for key in table.graphs if key.part == "sampling"), default=0) * is_last
+        context = self._loader.context
+        self._hidden = torch.zeros((most, model.config.hidden_size), dtype=context.dtype, device=context.device)
+        """What graphs of sampling read, of any forward pass."""
         self._masks = GrammarMasks(self.device, max_num_seqs * (1 + num_drafts), model.config.vocab_size)
         self._drafting = Drafting(self._draft_settings, state, kernels, max_model_len)
         self._token_sync = SampledTokenSync(
@@ -168,73 +165,108 @@ class ModelRunnerV2(ModelRunner):
         )
 
     def warm_up(self) -> None:
+        if self._ahead is not None:
+            self._compile(self._ahead)
+        self._loader.context.groups.tensor.connect()
         lengths = self._max_num_batched_tokens, self._max_model_len, self._state.block_size
         steps = warm_up_steps(*lengths, self._warm_up_blocks)
-        if self._ahead is not None:
-            assert self._model is not None
-            group = self._loader.context.groups.tensor
-            self._compiler = KernelCompiler(self._step_graphs.step, self._model.shortened, self._ahead, group)
-            in_library, later = library_shapes(self._max_num_batched_tokens), self._later_shapes()
-            self._compiler.compile_first(self._first_shapes(steps), in_library, later)
-        self._loader.context.groups.tensor.connect()
         for scheduler_output in steps:
             self._run_warm_up_step(scheduler_output)
         self._sampler.remove(0)
         self._token_sync.receive(steps[-1].step)
         with torch.inference_mode():
-            self.graphs.capture_first()
+            if self._ahead is not None:
+                assert self._model is not None
+                works = map(self._eager_work, map(EagerStep, library_steps(self._max_num_batched_tokens)))
+                with self._model.shortened():
+                    for work in (*self._not_dry, *works):
+                        work()
+            self.graphs.capture_all()
         self.graphs.num_steps.clear()
-        if self._compiler is not None:
-            most = captures_of_start(len(self._fusion))
-            with torch.inference_mode(), self._compiler.ahead.serving():  # a shape without a kernel is not captured
-                self.graphs.capture_common(self._compiler.has_kernels, most)
-            self._compiler.take_notes()
-            self._compiler.compile_later(self._later_shapes())
-            self._serving = self._compiler.ahead.serving
 
-    def _first_shapes(self, steps: Sequence[SchedulerOutput]) -> list[GraphKey]:
-        """The shapes of the warm-up's steps, of the graphs that it captures, and of prompts."""
-        num_processes = 0 if self._ahead is None else self._ahead.num_processes
-        later = (shape for shape in self._later_shapes() if waits_for(shape, num_processes))
-        shapes = [*prompt_shapes(self._max_num_batched_tokens), *self.graphs.first_keys, *later]
-        for step in steps:
-            drafting = self._drafting.num_to_propose(step)
-            _, key = self.graphs.dispatch(step, sampling=PLAIN, drafting=drafting)
-            shapes += [] if key is None else [key]
-            if key is None or key.sampling is None:  # behind the forward pass of a graph the step is eager
-                shapes.append(eager_shape(step, drafting))
-        return shapes
+    def _compile(self, ahead: CompileAhead) -> None:
+        """Compile every kernel that steps launch, and log the numbers and seconds. Raises `KernelCompileError`."""
+        assert self._model is not None
+        begin, group = time.perf_counter(), self._loader.context.groups.tensor
+        with closing(ahead), torch.inference_mode(), self._model.shortened():
+            work = self._all_work()
+            # what takes longest is compiled while the other dry passes run
+            for part in (islice(work, _FIRST), work):
+                ahead.queue(partial(self._run_dry, part), group.rank / group.size)
+            self.kernels = ahead.wait()
+        message = "kernels: %d compiled by %d processes, %d found in the cache: %.2f s"
+        numbers = self.kernels.num_compiled, ahead.num_processes, self.kernels.num_found
+        logger.info(message, *numbers, time.perf_counter() - begin)
 
-    def _later_shapes(self) -> list[GraphKey]:
-        table = self.graphs.table
-        return later_shapes(table.keys, table.fine, self._draft_settings.num_drafts)
+    def _run_dry(self, works: Iterable[Callable[[], object]]) -> None:
+        for work in works:
+            try:
+                work()
+            except DryPassError as error:  # an operation that needs values: `warm_up` runs it
+                logger.warning("a step is not compiled ahead: %s", error)
+                self._not_dry.append(work)
+
+    def _all_work(self) -> Iterator[Callable[[], object]]:
+        """Work that together launches every kernel, with those that take longest first."""
+        table, most = self.graphs.table, self._max_num_batched_tokens
+        num_drafts, is_last = self._draft_settings.num_drafts, self._pipeline.is_last_rank
+        yield self._eager_work(EagerStep(prompt(most)))
+        for key in self.graphs.keys:
+            if key.part == "forward" and (key.shape.is_decode or key.shape.num_tokens in table.split):
+                yield self._work(key)
+        steps = eager_steps(
+            () if table.shapes else decode_sizes(self._max_num_seqs),
+            max_num_seqs=self._max_num_seqs,
+            max_num_batched_tokens=most,
+            num_drafts=num_drafts,
+        )
+        yield from map(self._eager_work, steps)
+        done: set[int] = set()
+        while more := [rows for rows in distinct_rows(most) if rows not in done]:
+            done.update(more)
+            yield from (self._eager_work(EagerStep(prompt(rows))) for rows in more)
+        if is_last:
+            for kind, width in {"decode": 1, "uniform": 1 + num_drafts}.items():
+                for number in {1, min(self._max_num_seqs, most // width)}:
+                    shape = StepShape(kind, number, number * width)
+                    yield from (partial(self._sample_padding, shape, variant, 0) for variant in VARIANTS)
+            if num_drafts:  # a drafter runs in graphs, and eagerly where drafting begins and ends
+                decodes = [shape for shape in table.shapes if shape.is_decode]
+                for shape, number in product(decodes, (num_drafts, 0)):
+                    yield partial(self._sample_padding, shape, PLAIN, number)
+            chunk = rows_per_chunk(self._vocab_size, self.device.torch_device)
+            yield from (partial(self._log_padding, rows) for rows in distinct_rows(chunk))
+        if self._pipeline.size > 1:
+            yield self._token_sync.apply_nothing
+
+    def _sample_padding(self, shape: StepShape, variant: SamplingVariant, num_to_propose: int) -> None:
+        """Eager sampling after a graph, in a dry pass."""
+        batch = self._buffers.batch(BatchShape.of_graph(shape), [], is_warm_up=True)
+        hidden = self._empty_hidden(shape.num_tokens)
+        self._sample_all(batch, StepOutput(hidden), variant, self._drafting.number(num_to_propose))
+
+    def _log_padding(self, num_rows: int) -> None:
+        """Logprobs of prompts, in a dry pass."""
+        token_ids = torch.empty(num_rows, dtype=torch.int64, device=self.device.torch_device)
+        self._sampler.prompt_logprobs.logprobs(self._empty_hidden(num_rows), token_ids, 0)
+
+    def _empty_hidden(self, num_rows: int) -> torch.Tensor:
+        context, size = self._loader.context, self._hidden.shape[1]
+        return torch.empty((num_rows, size), dtype=context.dtype, device=context.device)
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
+    @torch.inference_mode()
     def _forward(self, scheduler_output: SchedulerOutput) -> None:
         """From the staged updates to the hidden states, or in a graph to the drafts."""
-        numbers = scheduler_output.num_kernels
-        self._advance(numbers[self._pipeline.rank] if numbers else None)
-        with torch.inference_mode(), self._serving():
-            self._run_forward(scheduler_output)
-
-    def _advance(self, num_kernels: int | None) -> None:
-        """Use kernels that are compiled: see `CompileAhead.advance`."""
-        if self._compiler is not None:
-            self._compiler.ahead.advance(num_kernels)
-            self.graphs.outdate(self._compiler.take_outdated())
-
-    def _run_forward(self, scheduler_output: SchedulerOutput) -> None:
         self._token_sync.receive(scheduler_output.awaited_step)
         self._stage_updates(scheduler_output)
         sampling = self._sampler.variant if self._sampler.fits_graph else None
         if sampling is not None and scheduler_output.structured:
             sampling = replace(sampling, masks=True)
-        drafting = self._drafting.num_to_propose(scheduler_output)
-        shape, key = self.graphs.dispatch(scheduler_output, sampling=sampling, drafting=drafting)
-        graph = None if key is None else self.graphs.get(key)  # a first capture must precede the step's staged writes
-        if key is not None and graph is None and (graph := self.graphs.forwards.get(key.forward)) is None:
-            shape = self.graphs.without_graph(scheduler_output, key)
+        reads_all = self._sampler.prompt_logprobs.is_active
+        num_to_propose = scheduler_output.num_to_propose
+        shape, graph = self.graphs.dispatch(scheduler_output, sampling, num_to_propose, reads_all=reads_all)
         query_start_loc = self._buffers.query_start_loc(shape, scheduler_output.num_scheduled_tokens)
         self._state.staging.apply_staged_writes(scheduler_output.rows, query_start_loc, shape.padded_reqs)
         is_warm_up = isinstance(scheduler_output, WarmUpOutput)
@@ -242,12 +274,11 @@ class ModelRunnerV2(ModelRunner):
         if graph is None:
             self._buffers.fill(batch)
             received = self._pipeline.receive(shape.num_tokens)
-            step_output = self._run_model(batch, received, all_tokens=self._sampler.prompt_logprobs.is_active)
+            step_output = self._run_model(batch, received, all_tokens=reads_all)
         else:
             self._pipeline.receive(shape.num_tokens)  # into the buffer that the graph reads
-            graph.replay()
-            step_output = graph.output
-            if step_output.packed is None and not isinstance(graph, TwoGraphs) and self._pipeline.is_last_rank:
+            step_output = graph.replay()
+            if step_output.packed is None and not graph.waits_for_masks and self._pipeline.is_last_rank:
                 batch, step_output = self._without_padding(batch, step_output, scheduler_output)  # the rest is eager
         hidden_states = step_output.hidden_states
         if isinstance(hidden_states, IntermediateTensors):
@@ -284,21 +315,17 @@ class ModelRunnerV2(ModelRunner):
         for _, row in scheduler_output.finished:
             self._sampler.remove(row)
 
+    @torch.inference_mode()
     def _sample(self, masks: TokenMasks | None) -> AsyncOutput:
         """From the hidden states to the output; of a graph that has sampled, only the copies are left."""
-        with torch.inference_mode(), self._serving():
-            return self._run_sample(masks)
-
-    def _run_sample(self, masks: TokenMasks | None) -> AsyncOutput:
         assert self._execute_state is not None
         (scheduler_output, (batch, step_output, graph)), self._execute_state = self._execute_state, None
         shape, output = batch.shape, AsyncOutput(self.device)
         has_masks = bool(scheduler_output.structured)
         if has_masks:
             self._masks.upload(masks)
-            if isinstance(graph, TwoGraphs):
-                graph.sampling.replay()
-                step_output = graph.sampling.output
+            if graph is not None and graph.waits_for_masks:
+                step_output = graph.sample()
                 self._masks.used()
         if step_output.packed is not None:
             self._send_captured(batch, step_output, output)
@@ -311,7 +338,7 @@ class ModelRunnerV2(ModelRunner):
             samples = self._sample_logits(batch, step_output, output, has_masks=has_masks)
             output.send_tokens(samples.packed(), shape.num_decodes, shape.num_drafts)
         self._post_update(batch, samples)
-        num_to_propose = self._drafting.num_to_propose(scheduler_output)
+        num_to_propose = self._drafting.number(scheduler_output.num_to_propose)
         self._drafting.propose(batch, step_output.hidden_states, samples, num_to_propose)
         if has_masks and (drafts := self._drafting.proposed(batch, shape.num_sampled)) is not None:
             output.send_drafts(drafts)
@@ -392,67 +419,76 @@ class ModelRunnerV2(ModelRunner):
             sampled = (samples.token_ids, samples.num_sampled, samples.num_rejected)
         self._kernels.post_update(batch.idx_mapping, batch.query_start_loc, tables, *sampled)
 
-    def _capture(self, key: GraphKey) -> Capture | None:
-        capture = partial(self._step_graphs.capture, key)
-        return capture() if self._compiler is None else self._compiler.capture(key, capture)
-
-    def prepare(self) -> bool:
-        if self._compiler is None or self._has_failed_to_prepare or self._loader.context.groups.tensor.size > 1:
-            return False  # ranks capture in the same step
-        try:
-            self._advance(None)
-            with torch.inference_mode(), self._serving():
-                return self.graphs.capture_next()
-        except Exception as error:  # no request needs it
-            self._has_failed_to_prepare = True
-            logger.warning("no more graphs are captured between requests: %s: %s", type(error).__name__, error)
-            return False
-
-    def wait_for_kernels(self) -> CompiledKernels:
-        if self._ahead is None:
-            return CompiledKernels()
-        num_failed = self._ahead.wait_for_all()
-        return CompiledKernels(self._ahead.num_found, self._ahead.num_compiled, num_failed)
-
-    def take_notes(self) -> list[str]:
-        """What the steps since the last call did beside their work, where kernels are compiled; for benchmarks."""
-        if self._compiler is None:
-            return []
-        num_eager, self._num_eager = self._num_eager, self.graphs.num_steps["eager"]
-        return [*self._compiler.take_notes(), *(["ran eagerly"] if self._num_eager > num_eager else [])]
-
-    def _parts(self, key: GraphKey) -> tuple[Callable[[], StepOutput], Callable[[StepOutput], StepOutput]]:
-        """Both parts of a step of padding requests: preparation and forward, and from its output to the drafts."""
-        shape = BatchShape.of_graph(key)
+    def _work(self, key: GraphKey) -> Callable[[], StepOutput]:
+        """What a graph does, for padding requests."""
+        step, table = key.shape, self.graphs.table
+        shape = BatchShape.of_graph(step)
         batch = self._buffers.batch(shape, [], is_warm_up=True)
-        self._state.staging.clear_on_device(self._buffers.query_start_loc(shape, [0] * key.num_reqs))
+        self._state.staging.clear_on_device(self._buffers.query_start_loc(shape, [0] * step.num_reqs))
+        reads_all = bool(table.num_drafts) and not step.is_decode  # to verify and to propose drafts, eagerly
 
         def forward() -> StepOutput:
             self._buffers.fill(batch)
-            if key.splits_decodes:
+            if step.kind == "split":
                 split_decodes(batch, self._iota)
-            received = self._pipeline.buffers(key.num_tokens)
-            return self._run_model(batch, received, all_tokens=key.sampling is None)
+            return self._run_model(batch, self._pipeline.buffers(step.num_tokens), all_tokens=reads_all)
 
         def sample(step_output: StepOutput) -> StepOutput:
-            variant = key.sampling
-            if isinstance(step_output.hidden_states, IntermediateTensors) or variant is None:
-                return step_output
-            rows, logits = self._logits(batch, step_output)
-            masks = self._masks.of_rows(len(logits)) if variant.masks else None
-            sampled = self._sampler.sample(logits, rows, variant, masks)
-            samples, packed = sampled.samples, sampled.samples.packed()
-            self._post_update(batch, samples)
-            self._drafting.propose(batch, step_output.hidden_states, samples, key.drafting)
-            drafts = self._drafting.proposed(batch, len(samples.token_ids)) if variant.masks else None
-            message = self._sampled_token_message(batch, samples)
-            return StepOutput(step_output.hidden_states, rows, packed, sampled.logprobs, message, drafts)
+            assert key.sampling is not None
+            num_to_propose = table.num_drafts if step.kind == "uniform" else 0
+            return self._sample_all(batch, step_output, key.sampling, self._drafting.number(num_to_propose))
 
-        return forward, sample
+        def forward_alone() -> StepOutput:
+            output = forward()
+            if reads_all or isinstance(output.hidden_states, IntermediateTensors):
+                return output
+            hidden = self._hidden[: len(output.hidden_states)].copy_(output.hidden_states)
+            return StepOutput(hidden, output.logits_batch)
+
+        parts = {
+            "forward": forward_alone,
+            "sampling": lambda: sample(StepOutput(self._hidden[: step.num_tokens])),
+            "step": lambda: sample(forward()),
+        }
+        return parts[key.part]
+
+    def _sample_all(
+        self, batch: InputBatch, step_output: StepOutput, variant: SamplingVariant, num_to_propose: int | None
+    ) -> StepOutput:
+        """From the hidden states to the drafts, without a copy to the host."""
+        hidden_states = cast("torch.Tensor", step_output.hidden_states)
+        rows, logits = self._logits(batch, step_output)
+        masks = self._masks.of_rows(len(logits)) if variant.masks else None
+        sampled = self._sampler.sample(logits, rows, variant, masks)
+        samples, packed = sampled.samples, sampled.samples.packed()
+        self._post_update(batch, samples)
+        self._drafting.propose(batch, hidden_states, samples, num_to_propose)
+        drafts = self._drafting.proposed(batch, len(samples.token_ids)) if variant.masks else None
+        message = self._sampled_token_message(batch, samples)
+        return StepOutput(hidden_states, rows, packed, sampled.logprobs, message, drafts)
+
+    def _eager_work(self, step: EagerStep) -> Callable[[], object]:
+        """A step without a graph, of padding requests; not what samplers other than the plain one launch."""
+        shape, num_to_propose = step.shape, self._drafting.number(step.num_to_propose)
+        batch = self._buffers.batch(shape, [], is_warm_up=True)
+
+        def work() -> None:
+            self._buffers.fill(batch)
+            received = self._pipeline.buffers(shape.num_tokens)
+            step_output = self._run_model(batch, received, all_tokens=step.reads_all)
+            if isinstance(step_output.hidden_states, IntermediateTensors):
+                return
+            if shape.num_sampled:
+                self._sample_all(batch, step_output, PLAIN, num_to_propose)
+            else:
+                self._post_update(batch, None)
+                self._drafting.propose(batch, step_output.hidden_states, None, num_to_propose)
+
+        return work
 
     @torch.inference_mode()
     def _forward_padding(self, num_tokens: int) -> torch.Tensor | IntermediateTensors:
-        shape = BatchShape.of_graph(GraphKey("decode", num_tokens, num_tokens))
+        shape = BatchShape.of_graph(StepShape("decode", num_tokens, num_tokens))
         batch = self._buffers.batch(shape, [], is_warm_up=True)
         self._state.staging.clear_on_device(self._buffers.query_start_loc(shape, [0] * num_tokens))
         self._buffers.fill(batch)
@@ -485,5 +521,6 @@ class ModelRunnerV2(ModelRunner):
     def shutdown(self) -> None:
         if self._ahead is not None:
             self._ahead.close()
-        self.graphs.drop_all()
+        if self._model is not None:
+            self.graphs.drop_all()
         super().shutdown()

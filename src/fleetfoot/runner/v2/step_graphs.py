@@ -1,83 +1,110 @@
-"""A step as one graph, or as two: the forward pass, and what samples its output."""
+"""Graphs of steps: all of them are captured at the start, and a step replays those of its shape."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
-from fleetfoot.runner.graphs import Capture, GraphKey
-from fleetfoot.runner.v2.device import Device, always
+from fleetfoot.records.step import SchedulerOutput
+from fleetfoot.runner.graphs import BatchShape, Capture, CaptureTable, GraphKey, StepShape
+from fleetfoot.runner.v2.device import Device
+from fleetfoot.sampling.shape import SamplingVariant
+from fleetfoot.utils.progress import report_progress
 
-Parts = tuple[Callable[[], Any], Callable[[Any], Any]]
-"""The forward pass of a step, and what it does with the output: sampling, verification and drafts."""
 
-
-@dataclass(frozen=True, slots=True, weakref_slot=True)
-class TwoGraphs:
-    """Implements `Capture`: the forward pass, and its sampling. ``waits_for_masks``: a replay ends with the forward
-    pass, for token masks arrive before ``sampling`` is replayed."""
+@dataclass(frozen=True, slots=True)
+class StepGraph:
+    """The graphs of a step. ``forward``: the forward pass, or the whole step; ``sampling``: what follows, if a graph
+    has it; ``waits_for_masks``: `replay` ends with the forward pass, for token masks arrive before `sample`."""
 
     forward: Capture
-    sampling: Capture
+    sampling: Capture | None
     waits_for_masks: bool
 
-    @property
-    def output(self) -> Any:
-        """Of what a replay runs."""
-        return (self.forward if self.waits_for_masks else self.sampling).output
-
-    def replay(self) -> None:
+    def replay(self) -> Any:
+        """Queue the work. Returns the output of what has been queued."""
         self.forward.replay()
-        if not self.waits_for_masks:
-            self.sampling.replay()
+        return self.forward.output if self.sampling is None or self.waits_for_masks else self.sample()
+
+    def sample(self) -> Any:
+        """Queue the sampling. Returns its output."""
+        assert self.sampling is not None
+        self.sampling.replay()
+        return self.sampling.output
 
 
 class StepGraphs:
-    """Captures steps; see `GraphKey.is_whole`.
+    """Captures the graphs of a table, selects those of a step, and counts.
 
-    ``forwards``: of `GraphManager`. Until the sampling of a variant can be captured, it runs eagerly behind one of
-    these. ``parts``: of a step of padding requests; ``shortened``: a context in which they run few layers, which launch
-    the kernels of all.
+    ``table``: None: the device has no graphs; ``work``: what a graph does, for padding requests; ``shortened``: a
+    context in which it runs few layers, which launch the kernels of all; ``has_sampling``: False on a rank that is not
+    the last of its pipeline, where steps end with the forward pass.
     """
 
     def __init__(
         self,
         device: Device,
-        forwards: dict[GraphKey, Capture],
-        parts: Callable[[GraphKey], Parts],
+        table: CaptureTable | None,
+        work: Callable[[GraphKey], Callable[[], Any]],
         shortened: Callable[[], AbstractContextManager[None]],
+        *,
+        has_sampling: bool = True,
     ) -> None:
-        self._device = device
-        self._forwards = forwards
-        self._parts = parts
-        self._shortened = shortened
+        self.table = table or CaptureTable()
+        self.captured: dict[GraphKey, Capture] = {}
+        self.num_steps: Counter[str] = Counter()
+        """Number of steps: ``eager``, or by the kind of their graph."""
+        self._device, self._work, self._shortened = device, work, shortened
+        self._has_sampling = has_sampling
 
-    def step(self, key: GraphKey) -> Callable[[], Any]:
-        """The work of a graph: preparation, forward, and the rest if ``key`` samples."""
-        forward, sample = self._parts(key)
-        return forward if key.sampling is None else lambda: sample(forward())
+    @property
+    def keys(self) -> tuple[GraphKey, ...]:
+        """The graphs of this rank."""
+        return tuple(key for key in self.table.graphs if self._has_sampling or key.part == "forward")
 
-    def capture(self, key: GraphKey, may_capture: Callable[[], bool] = always) -> Capture | None:
-        """Capture a shape, or what is missing of it, if ``may_capture`` is true after its kernels were launched."""
-        if key.is_whole:
-            step = self.step(key)
-            return self._device.capture(step, may_capture, lambda: self._load_kernels(step))
-        forward, sample = self._parts(key)
-        first = self._forwards.get(key.forward)
-        if first is None:
-            first = self._device.capture(forward, may_capture, lambda: self._load_kernels(forward))
-            if first is None:
-                return None
-            self._forwards[key.forward] = first
-        load = partial(self._load_kernels, lambda: sample(forward()))  # the output of a graph has no values yet
-        second = self._device.capture(lambda: sample(first.output), may_capture, load)
-        waits = key.sampling is not None and key.sampling.masks
-        return None if second is None else cast("Capture", TwoGraphs(first, second, waits))
+    def capture_all(self) -> None:
+        """Capture all graphs. The work of a part first runs in few layers, so that the capture loads nothing; whole
+        steps, the last ones, consist of such parts."""
+        keys = self.keys
+        for number, key in enumerate(keys):
+            report_progress("graphs", number, len(keys))
+            warm_up = None if key.part == "step" else self._shortened()
+            self.captured[key] = self._device.capture(self._work(key), warm_up)
 
-    def _load_kernels(self, work: Callable[[], object]) -> None:
-        """Launch the kernels of a step, each in as few layers as have all of them: the step that captures waits."""
-        with self._shortened():
-            work()
+    def dispatch(
+        self,
+        output: SchedulerOutput,
+        sampling: SamplingVariant | None,
+        num_to_propose: int,
+        *,
+        reads_all: bool = False,
+    ) -> tuple[BatchShape, StepGraph | None]:
+        """The shape of a step, padded to that of its graphs, and these; None: the step runs eagerly.
+
+        ``sampling``: the parts that its requests use; None: a graph cannot have one of them; ``num_to_propose``: drafts
+        for each request; ``reads_all``: hidden states of all tokens are read, which mixed graphs only have with drafts.
+        """
+        shape = self.table.dispatch(output)
+        if shape is None or not self.captured or (reads_all and not shape.is_decode and not self.table.num_drafts):
+            self.num_steps["eager"] += 1
+            return BatchShape.of_step(output, None), None
+        self.num_steps[shape.kind] += 1
+        return BatchShape.of_step(output, shape), self._graph(shape, sampling, num_to_propose)
+
+    def _graph(self, shape: StepShape, sampling: SamplingVariant | None, num_to_propose: int) -> StepGraph:
+        variant = self.table.captured(shape, sampling, num_to_propose) if self._has_sampling else None
+        if (whole := self.captured.get(GraphKey("step", shape, variant))) is not None:
+            return StepGraph(whole, None, waits_for_masks=False)
+        forward = self.captured[GraphKey("forward", shape)]
+        if variant is None:
+            return StepGraph(forward, None, waits_for_masks=False)
+        sampling_graph = self.captured[GraphKey("sampling", shape.of_sampling, variant)]
+        return StepGraph(forward, sampling_graph, variant.masks)
+
+    def drop_all(self) -> None:
+        """Free the graphs. NCCL's communicators can only be destroyed after all graphs with their kernels: until then
+        `torch.distributed.destroy_process_group` waits."""
+        self.captured.clear()
