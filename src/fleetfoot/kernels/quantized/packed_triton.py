@@ -288,10 +288,11 @@ def _packed_few_rows_kernel(
         sums = _add_group(sums, part, total, scales_ptr, zeros_ptr, group_row, base, has_zeros, is_e2m1)
         if gated:
             up_sums = _add_group(up_sums, up_part, total, scales_ptr, zeros_ptr, up_group_row, base, has_zeros, is_e2m1)
+    ends: tl.constexpr = "sum" if fused_add_norm else "product"
     write_outputs(
         sums, up_sums, squares, residual, norm_weight, output_ptr, bias_ptr, total_ptr, squares_ptr, first, num_valid,
         num_rows, num_outputs, num_inputs, eps, output_ptr, (), output, output_ptr, 0, 1, 8, 0,
-        outputs, row_tile, has_bias, scale, gated, has_deferred_norm, fused_add_norm,
+        outputs, row_tile, has_bias, scale, gated, has_deferred_norm, ends,
     )  # fmt: skip
 
 

@@ -438,10 +438,11 @@ def _scaled_few_rows_kernel(
     if kind == 1 or kind == 3 or kind == 4:
         sums *= x_scale
         up_sums *= x_scale
+    ends: tl.constexpr = "sum" if fused_add_norm else "product"
     write_outputs(
         sums, up_sums, squares, residual, norm_weight, output_ptr, bias_ptr, total_ptr, squares_ptr, first, num_valid,
         num_rows, num_outputs, num_inputs, eps, output_ptr, (), output, output_ptr, 0, 1, 8, 0,
-        outputs, row_tile, has_bias, scale, gated, has_deferred_norm, fused_add_norm,
+        outputs, row_tile, has_bias, scale, gated, has_deferred_norm, ends,
     )  # fmt: skip
 
 
