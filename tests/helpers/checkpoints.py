@@ -22,25 +22,30 @@ QUANTIZED = Path(__file__).parent.parent / "assets" / "quantized"
 """Checkpoints that ``tools/quantized_assets.py`` has made, with their logits for QUANTIZED_TOKENS."""
 QUANTIZED_TOKENS = [3, 90, 17, 4, 55, 68, 21, 9]
 
+WIDE = {"hidden_size": 64, "head_dim": 16}
+"""Heads that Triton's attention supports."""
 UNTRAINED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 7, "attn_logit_softcapping": 5.0}),
     "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 7, "sliding_window_pattern": 2}),
     "olmo2": ("olmo2", {"head_dim": 16}),
-    "mixtral": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
-    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2}),
+    "mixtral": ("mixtral", {**WIDE, "num_local_experts": 6, "num_experts_per_tok": 2}),
+    "olmoe": ("olmoe", {**WIDE, "num_experts": 6, "num_experts_per_tok": 2}),
     "qwen3-moe": (
         "qwen3_moe",
-        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]},
+        {**WIDE, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]},
     ),
     "qwen2-moe": (
         "qwen2_moe",
         {
-            "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+            **WIDE, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
             "shared_expert_intermediate_size": 32,
         },
     ),
     "gpt-oss": ("gpt_oss", {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 7}),
-    "granite-moe": ("granitemoe", {"num_local_experts": 6, "num_experts_per_tok": 2, "residual_multiplier": 0.4}),
+    "granite-moe": (
+        "granitemoe",
+        {**WIDE, "num_local_experts": 6, "num_experts_per_tok": 2, "residual_multiplier": 0.4},
+    ),
     "glm4-moe": (
         "glm4_moe",
         {
