@@ -28,7 +28,8 @@ def test_every_output_is_that_of_the_weights_served(runner: str, caplog: pytest.
 
 def test_soak_over_http() -> None:
     report = http_soak(60, model=DRAFT, num_cases=12, num_weights=2, num_reports=2, event_every=10, seed=1)
-    assert report["requests"] == 60 and report["compared"] > 40 and report["update"]
+    assert report["requests"] == 60 and report["compared"] > 40
+    assert any(name.startswith("update_mode_") for name in report), report
 
 
 @pytest.fixture(scope="module")

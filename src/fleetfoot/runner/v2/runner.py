@@ -521,6 +521,6 @@ class ModelRunnerV2(ModelRunner):
     def shutdown(self) -> None:
         if self._ahead is not None:
             self._ahead.close()
-        if self._model is not None:
+        if self._kv_caches:  # else the start has failed before there were graphs
             self.graphs.drop_all()
         super().shutdown()
