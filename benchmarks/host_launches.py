@@ -95,6 +95,8 @@ def make_runner(folder: Path) -> Any:
     runner = ModelRunnerV2(loader, max_model_len=MAX_MODEL_LEN, fusion=fusion, **LIMITS)
     runner.load_model()
     runner.initialize_kv_cache(KVLayout.of(config, MAX_MODEL_LEN // BLOCK_SIZE, BLOCK_SIZE, "bfloat16"))
+    # what a graph of sampling would read; there is no graph
+    runner._hidden = torch.zeros((LIMITS["max_num_seqs"], config.hidden_size), dtype=torch.bfloat16)
     return runner
 
 

@@ -422,7 +422,7 @@ CALLS: dict[Feature, tuple[str, ...]] = {}
 @pytest.mark.parametrize(("runner", "feature"), REFUSED)
 def test_what_is_not_declared_is_refused(runner: str, feature: Feature, text_model: Path, tmp_path: Path) -> None:
     if feature is Feature.GRAPHS:  # no setting demands them: the plan has none
-        assert make_engine(text_model, model_runner=runner).plan.capture_table.keys == ()
+        assert make_engine(text_model, model_runner=runner).plan.capture_table.graphs == ()
         return
     tables = (SETTINGS, MODELS, CHECKPOINTS, REQUESTS, CALLS)
     assert any(feature in table for table in tables), f"nothing here needs {feature}"

@@ -299,16 +299,15 @@ def test_kernels_are_compiled_ahead(
     monkeypatch.chdir(tmp_path)
     folder = str(tmp_path / (output or "usual"))
     flags = [] if output is None else ["--output", output]
-    text = run_on_gpu("compile", "story-llama", "--max-model-len", "256", *flags, code=1)
+    text = run_on_gpu("compile", "story-llama", "--max-model-len", "256", *flags)
     assert text.splitlines()[0] == f"112 kernels for a GPU in {folder}"
-    assert text.splitlines()[1].startswith("57 found, 55 compiled, 1 failed, in ")
+    assert text.splitlines()[1].startswith("57 found, 55 compiled, in ")
     ((settings, cache),) = gpu
     assert (settings["load_format"], settings["max_model_len"], cache) == ("dummy", 256, folder)
     assert settings["model"] == str(embedded_model_path())
-    report = run_on_gpu.json("compile", "story-llama", "--json", *flags, code=1)
+    report = run_on_gpu.json("compile", "story-llama", "--json", *flags)
     assert report | {"seconds": 0} == {
-        "kernels_found": 57, "kernels_compiled": 55, "kernels_failed": 1, "cache": folder, "gpu_name": "a GPU",
-        "seconds": 0,
+        "kernels_found": 57, "kernels_compiled": 55, "cache": folder, "gpu_name": "a GPU", "seconds": 0,
     }  # fmt: skip
 
 

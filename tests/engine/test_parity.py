@@ -103,7 +103,10 @@ def test_batched(case: Case, way: str) -> None:
     with _start(case, **settings) as llm:
         assert _tokens(llm, PROMPTS) == case.expected
         steps, stats = list(llm.llm_engine.stats_collector.steps), llm.stats().scheduler
-        assert (stats.num_preemptions > 0) == ("num_gpu_blocks_override" in settings)
+        has_room = "num_gpu_blocks_override" not in settings
+        assert has_room <= (stats.num_preemptions == 0)
+        if not has_room and len(llm.llm_engine.plan.memory.groups) == 1:  # windows that are freed may leave enough
+            assert stats.num_preemptions > 0
         if way.startswith("chunks"):  # the prompts were cut, and steps were full
             assert max(step.num_tokens for step in steps) == settings["max_num_batched_tokens"]
         if way == "whole prompts":  # every prompt in the first step

@@ -491,9 +491,9 @@ def test_the_plan_is_resolved_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_depends_on_the_runner_follows_the_plan() -> None:
     v1, v2 = (resolve_plan(EngineConfig(model_runner=runner), GPU, environ={}) for runner in ("v1", "v2"))
     assert (v1.async_scheduling, v2.async_scheduling) == (False, True)
-    assert v1.capture_table.keys == () and v2.capture_table.keys
+    assert v1.capture_table.graphs == () and v2.capture_table.graphs
     assert v1.memory.state_bytes_per_block == 0 < v2.memory.state_bytes_per_block
-    assert not resolve_plan(EngineConfig(enforce_eager=True), GPU, environ={}).capture_table.keys
+    assert not resolve_plan(EngineConfig(enforce_eager=True), GPU, environ={}).capture_table.graphs
 
 
 def test_settings_may_be_json_or_a_dictionary() -> None:

@@ -22,7 +22,7 @@ from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
 from fleetfoot.kernels.attention.triton_backend import TritonBackend
 from fleetfoot.kernels.linear.product_tilings import attention_bytes
-from fleetfoot.kernels.runtime import gpu_limits
+from fleetfoot.kernels.runtime import gpu_limits, internals
 from fleetfoot.kernels.runtime.row_padding import readable_rows
 from fleetfoot.records.kv_layout import TOKEN_MAJOR_NHD, KVLayout
 from fleetfoot.runner.v2.input_batch import split_decodes
@@ -147,7 +147,7 @@ def test_decodes_are_split_off_on_the_device(requests: Requests, window: int | N
     """In a graph of a mixed batch, which is padded to more requests and tokens."""
     batch = make_batch([*requests, (0, 0), (0, 0), (0, 0)], behind=7, num_decodes=0)
     metadata = batch.metadata
-    split_decodes(metadata, torch.arange(40, dtype=torch.int32))
+    split_decodes(SimpleNamespace(metadata=metadata, metadata_of_layers=()), torch.arange(40, dtype=torch.int32))  # type: ignore[arg-type]
     assert metadata.split is not None
     decodes, others = metadata.split
     num_decodes = next((i for i, (query_len, _) in enumerate(requests) if query_len != 1), len(requests))
@@ -260,6 +260,7 @@ def test_another_version_of_triton_gets_the_plain_kernel(monkeypatch: pytest.Mon
     monkeypatch.setattr(gpu_limits, "gpu_limits", lambda device: hopper)
     for version, is_supported in (("3.6.0", True), ("4.0.0", False)):
         monkeypatch.setitem(sys.modules, "triton", type("Triton", (), {"__version__": version}))
+        monkeypatch.setattr(gpu_limits, "is_tested_triton", internals.is_tested_triton.__wrapped__)
         assert gpu_limits.has_hopper_kernels.__wrapped__(torch.device("cpu")) == is_supported
 
 
