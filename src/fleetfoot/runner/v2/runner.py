@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, product
@@ -119,6 +119,7 @@ class ModelRunnerV2(ModelRunner):
         self._fusion = fusion
         self._ahead = ahead or open_compiler(1, self.device.torch_device)
         self._not_dry: list[Callable[[], object]] = []
+        self.graphs = StepGraphs(self.device, None, self._work, nullcontext)  # none before there is a KV cache
 
     # --- start ------------------------------------------------------------------------------------------------------
 
@@ -521,6 +522,5 @@ class ModelRunnerV2(ModelRunner):
     def shutdown(self) -> None:
         if self._ahead is not None:
             self._ahead.close()
-        if self._kv_caches:  # else the start has failed before there were graphs
-            self.graphs.drop_all()
+        self.graphs.drop_all()
         super().shutdown()
