@@ -36,7 +36,7 @@ from fleetfoot.layers.context import ModelContext  # noqa: E402
 from fleetfoot.records.kv_layout import KVLayout  # noqa: E402
 from fleetfoot.runner.graphs import CaptureTable, GraphKey, StepShape  # noqa: E402
 from fleetfoot.runner.v2.runner import ModelRunnerV2  # noqa: E402
-from fleetfoot.sampling.shape import EVERYTHING, PLAIN  # noqa: E402
+from fleetfoot.sampling.shape import MASKS, PLAIN  # noqa: E402
 from fleetfoot.weights.loading import ModelLoader  # noqa: E402
 from tests.helpers.kernels import triton_kernels  # noqa: E402
 from tests.helpers.recording_device import RecordingDevice  # noqa: E402
@@ -91,7 +91,7 @@ def main() -> None:
     decodes = [StepShape("decode", rows, rows) for rows in (256, 128, 64, 32, 16, 8, 1)]
     keys = [GraphKey("step", shape, PLAIN) for shape in decodes]
     keys += [GraphKey("forward", StepShape("mixed", 1, tokens)) for tokens in (2048, 20)]
-    keys += [GraphKey("sampling", shape, EVERYTHING) for shape in (decodes[0], decodes[-1])]
+    keys += [GraphKey("sampling", shape, MASKS) for shape in (decodes[0], decodes[-1])]
     with torch.inference_mode(), dry_torch():
         for key in keys:
             runner._work(key)()
