@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -27,9 +27,10 @@ from fleetfoot.kernels.runtime.compile_ahead import CompileAhead, KernelCompileE
 from fleetfoot.kernels.runtime.triton_support import instead_of_launching, triton_kernel
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.runner.graphs import CaptureTable
+from fleetfoot.runner.graphs import BatchShape, CaptureTable
 from fleetfoot.runner.v2 import runner as runner_module
 from fleetfoot.runner.v2.runner import ModelRunnerV2
+from fleetfoot.runner.v2.warm_up import EagerStep, prompt
 from fleetfoot.weights.loading import ModelLoader
 from tests.helpers.kernels import triton_kernels
 from tests.helpers.recording_device import RecordingDevice
@@ -90,8 +91,14 @@ def warm_up(table: CaptureTable) -> dict[str, Any]:
     late: list[str] = []
     compile_all = runner._compile
 
+    def some_work() -> Iterator[Callable[[], object]]:
+        """Others take minutes on two cores."""
+        yield from islice(all_work(), 6)
+        for shape in (prompt(4), BatchShape(1, 1, 1, 1, 1, 1, 1)):  # of the steps that run
+            yield runner._eager_work(EagerStep(shape))
+
     def compile_and_listen(ahead: CompileAhead) -> None:
-        with patch.object(runner, "_all_work", lambda: islice(all_work(), 6)):  # others take minutes on two cores
+        with patch.object(runner, "_all_work", some_work):
             compile_all(ahead)
         knobs.compilation.listener = lambda *, src, **_: late.append(src.name)
 
