@@ -46,7 +46,8 @@ class Epilogue:
     def options(self, *, has_bias: bool) -> dict[str, Any]:
         return {
             "parts_tile": next_power_of_2(self.num_parts), "has_deferred_norm": self.deferred is not None,
-            "fused_add_norm": self.add_norm is not None, "gated": self.gated, "scale": self.scale, "has_bias": has_bias,
+            "ends": "product" if self.add_norm is None else "sum", "gated": self.gated, "scale": self.scale,
+            "has_bias": has_bias,
         }  # fmt: skip
 
 
@@ -57,7 +58,7 @@ PLAIN_EPILOGUE = Epilogue()
 def load_norm_inputs(
     squares_ptr, residual_ptr, unused, first, num_valid, num_parts, num_rows, num_outputs,
     parts_tile: tl.constexpr, outputs: tl.constexpr, row_tile: tl.constexpr, has_deferred_norm: tl.constexpr,
-    fused_add_norm: tl.constexpr,
+    ends: tl.constexpr,
 ):  # fmt: skip
     """``squares [parts_tile, row_tile]`` and ``residual [outputs, row_tile]`` for `write_outputs`."""
     squares = unused
@@ -66,7 +67,7 @@ def load_norm_inputs(
         part = tl.arange(0, parts_tile)[:, None]
         squares = tl.load(squares_ptr + part * num_rows + row, mask=(part < num_parts) & (row < num_rows), other=0.0)
     residual = unused
-    if fused_add_norm:
+    if ends == "sum":
         output = tl.arange(0, outputs)[:, None]
         residual_ptrs = residual_ptr + row.to(tl.int64) * num_outputs + first + output
         residual = tl.load(residual_ptrs, mask=(output < num_valid) & (row < num_rows), other=0.0)

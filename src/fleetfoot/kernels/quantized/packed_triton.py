@@ -210,7 +210,7 @@ def _packed_few_rows_kernel(
     squares_in_ptr, residual_ptr, norm_ptr, total_ptr, squares_ptr, num_parts, eps,
     num_rows, num_outputs, num_inputs, x_stride, num_words, num_groups, prefetched_bytes,
     slices: tl.constexpr, whole: tl.constexpr,
-    parts_tile: tl.constexpr, has_deferred_norm: tl.constexpr, fused_add_norm: tl.constexpr, gated: tl.constexpr,
+    parts_tile: tl.constexpr, has_deferred_norm: tl.constexpr, ends: tl.constexpr, gated: tl.constexpr,
     scale: tl.constexpr, has_bias: tl.constexpr,
     outputs: tl.constexpr, row_tile: tl.constexpr, stages: tl.constexpr, span: tl.constexpr, group: tl.constexpr,
     has_zeros: tl.constexpr, is_e2m1: tl.constexpr, overlap: tl.constexpr,
@@ -239,12 +239,12 @@ def _packed_few_rows_kernel(
     sums = tl.zeros((slices, outputs, row_tile), tl.float32)
     up_sums = tl.zeros((slices, outputs, row_tile), tl.float32)
     norm_weight = output
-    if fused_add_norm:
+    if ends == "sum":
         norm_weight = tl.load(norm_ptr + first + in_tile)
     wait_for_inputs(overlap)
     squares, residual = load_norm_inputs(
         squares_in_ptr, residual_ptr, sums, first, num_valid, num_parts, num_rows, num_outputs,
-        parts_tile, outputs, row_tile, has_deferred_norm, fused_add_norm,
+        parts_tile, outputs, row_tile, has_deferred_norm, ends,
     )  # fmt: skip
     part = tl.zeros((slices, outputs, row_tile), tl.float32)
     up_part = tl.zeros((slices, outputs, row_tile), tl.float32)
@@ -288,7 +288,6 @@ def _packed_few_rows_kernel(
         sums = _add_group(sums, part, total, scales_ptr, zeros_ptr, group_row, base, has_zeros, is_e2m1)
         if gated:
             up_sums = _add_group(up_sums, up_part, total, scales_ptr, zeros_ptr, up_group_row, base, has_zeros, is_e2m1)
-    ends: tl.constexpr = "sum" if fused_add_norm else "product"
     write_outputs(
         sums, up_sums, squares, residual, norm_weight, output_ptr, bias_ptr, total_ptr, squares_ptr, first, num_valid,
         num_rows, num_outputs, num_inputs, eps, output_ptr, (), output, output_ptr, 0, 1, 8, 0,

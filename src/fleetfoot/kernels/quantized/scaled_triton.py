@@ -345,7 +345,7 @@ def _scaled_few_rows_kernel(
     squares_in_ptr, residual_ptr, norm_ptr, total_ptr, squares_ptr, num_parts, eps,
     num_rows, num_outputs, num_inputs, x_stride, num_column_scales, prefetched,
     kind: tl.constexpr, slices: tl.constexpr, padded_inputs: tl.constexpr, whole: tl.constexpr,
-    parts_tile: tl.constexpr, has_deferred_norm: tl.constexpr, fused_add_norm: tl.constexpr, gated: tl.constexpr,
+    parts_tile: tl.constexpr, has_deferred_norm: tl.constexpr, ends: tl.constexpr, gated: tl.constexpr,
     scale: tl.constexpr, has_bias: tl.constexpr,
     outputs: tl.constexpr, inputs: tl.constexpr, row_tile: tl.constexpr, stages: tl.constexpr,
     scale_rows: tl.constexpr, scale_columns: tl.constexpr, x_scale_stride: tl.constexpr, overlap: tl.constexpr,
@@ -375,12 +375,12 @@ def _scaled_few_rows_kernel(
     up_sums = tl.zeros((slices, outputs, row_tile), tl.float32)
     is_row = x_row < num_rows
     norm_weight = output
-    if fused_add_norm:
+    if ends == "sum":
         norm_weight = tl.load(norm_ptr + first + in_tile)
     wait_for_inputs(overlap)
     squares, residual = load_norm_inputs(
         squares_in_ptr, residual_ptr, sums, first, num_valid, num_parts, num_rows, num_outputs,
-        parts_tile, outputs, row_tile, has_deferred_norm, fused_add_norm,
+        parts_tile, outputs, row_tile, has_deferred_norm, ends,
     )  # fmt: skip
     x_scale = tl.full((1, 1, row_tile), 1.0, tl.float32)
     dtype: tl.constexpr = weight_ptr.dtype.element_ty
@@ -438,7 +438,6 @@ def _scaled_few_rows_kernel(
     if kind == 1 or kind == 3 or kind == 4:
         sums *= x_scale
         up_sums *= x_scale
-    ends: tl.constexpr = "sum" if fused_add_norm else "product"
     write_outputs(
         sums, up_sums, squares, residual, norm_weight, output_ptr, bias_ptr, total_ptr, squares_ptr, first, num_valid,
         num_rows, num_outputs, num_inputs, eps, output_ptr, (), output, output_ptr, 0, 1, 8, 0,
