@@ -10,19 +10,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal
 
 from fleetfoot.config.model import DTYPE_BYTES
 from fleetfoot.config.quantization import WeightFormat
 from fleetfoot.quantization.base import LinearMethod, LinearShape, LinearWeight
-from fleetfoot.quantization.scaled import bias_specs
+from fleetfoot.quantization.scaled import QuantizedWeight, bias_specs
 from fleetfoot.records.weights import Rows, Span, WeightError, WeightSpec, slices_of
 
 if TYPE_CHECKING:
     import torch
 
     from fleetfoot.kernels.interface import Kernels
-    from fleetfoot.kernels.linear.roles import ChainedInput, ChainedOutput, InputRole, OutputRole
 
 _PER_WORD = 8
 _DUMMY_SCALE = 0.02 / 4.6
@@ -298,7 +297,7 @@ _LAYOUTS: dict[str, type[_Layout]] = {
 }
 
 
-class PackedWeight(LinearWeight):
+class PackedWeight(QuantizedWeight):
     """Codes in the layout of `PackedMatrix`, filled part by part."""
 
     def __init__(
@@ -344,18 +343,6 @@ class PackedWeight(LinearWeight):
         for tensor in tensors:
             if tensor is not None:
                 yield tensor.data_ptr(), tensor.nbytes
-
-    @overload
-    def chain(self, role: InputRole) -> ChainedInput | None: ...
-
-    @overload
-    def chain(self, role: OutputRole) -> ChainedOutput | None: ...
-
-    def chain(self, role: InputRole | OutputRole) -> ChainedInput | ChainedOutput | None:
-        return None if self._chain is None else self._chain(self._matrix, role)
-
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        return self._multiply(x, self._matrix)
 
     def weight_specs(self, prefix: str) -> Iterator[WeightSpec]:
         for index, part in enumerate(self._parts):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from fleetfoot.config.quantization import WeightFormat
 from fleetfoot.quantization.base import LinearMethod, LinearShape, LinearWeight
@@ -20,12 +20,36 @@ if TYPE_CHECKING:
 
     from fleetfoot.kernels.interface import Kernels
     from fleetfoot.kernels.linear.roles import ChainedInput, ChainedOutput, InputRole, OutputRole
+    from fleetfoot.kernels.quantized.chain import ChainQuantized
+    from fleetfoot.kernels.quantized.scaled import ScaledMatrix
 
 _FLOAT32 = 4
 
 
-class ScaledWeight(LinearWeight):
+class QuantizedWeight(LinearWeight):
+    """A quantized weight as one matrix, which its product and the kernels of a chain read."""
+
+    _matrix: Any
+    _multiply: Callable[[torch.Tensor, Any], torch.Tensor]
+    _chain: ChainQuantized | None
+
+    @overload
+    def chain(self, role: InputRole) -> ChainedInput | None: ...
+
+    @overload
+    def chain(self, role: OutputRole) -> ChainedOutput | None: ...
+
+    def chain(self, role: InputRole | OutputRole) -> ChainedInput | ChainedOutput | None:
+        return None if self._chain is None else self._chain(self._matrix, role)
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        return self._multiply(x, self._matrix)
+
+
+class ScaledWeight(QuantizedWeight):
     """Values ``[out, in]`` and scales, as the checkpoint has them."""
+
+    _matrix: ScaledMatrix
 
     def __init__(
         self, form: WeightFormat, shape: LinearShape, ops: Kernels, dtype: torch.dtype, device: torch.device
@@ -56,18 +80,6 @@ class ScaledWeight(LinearWeight):
         tensors += [self._matrix.bias] if self._shape.has_bias and self._matrix.bias is not None else []
         for tensor in tensors:
             yield tensor.data_ptr(), tensor.nbytes
-
-    @overload
-    def chain(self, role: InputRole) -> ChainedInput | None: ...
-
-    @overload
-    def chain(self, role: OutputRole) -> ChainedOutput | None: ...
-
-    def chain(self, role: InputRole | OutputRole) -> ChainedInput | ChainedOutput | None:
-        return None if self._chain is None else self._chain(self._matrix, role)
-
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        return self._multiply(x, self._matrix)
 
     def weight_specs(self, prefix: str) -> Iterator[WeightSpec]:
         whole, matrix = self._shape, self._matrix

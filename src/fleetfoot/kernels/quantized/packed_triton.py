@@ -18,7 +18,7 @@ import torch
 from fleetfoot.kernels.linear.triton_kernels import write_outputs
 from fleetfoot.kernels.quantized.epilogue import PLAIN_EPILOGUE, Epilogue, load_norm_inputs
 from fleetfoot.kernels.quantized.packed import BLOCK, SPAN, PackedMatrix, packed_linear_torch
-from fleetfoot.kernels.quantized.scaled_triton import multiply_written, sum_splits
+from fleetfoot.kernels.quantized.scaled_triton import FEW_ROWS, count_splits, multiply_written, sum_splits
 from fleetfoot.kernels.runtime.dependent_launch import (
     can_overlap,
     launch_dependents,
@@ -32,7 +32,6 @@ from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, trit
 if TYPE_CHECKING:
     import triton.language as tl
 
-FEW_ROWS = 8
 LIBRARY_ROWS = 384
 """Rows from which on the weight is written for the library."""
 _PREFETCHED_WORDS = 128
@@ -69,9 +68,8 @@ def packed_tiling(num_rows: int, num_outputs: int, num_inputs: int, num_sms: int
         return PackedTiling("library")
     row_tile = max(16, min(128, next_power_of_2(num_rows)))
     outputs, stages, warps = (64, 4, 4) if num_outputs <= 64 * 64 else (128, 3, 8)
-    programs, splits = cdiv(num_outputs, outputs) * cdiv(num_rows, row_tile), 1
-    while splits < 4 and programs * splits * 2 <= 2 * num_sms and num_inputs >= splits * 2 * 4 * BLOCK:
-        splits *= 2
+    programs = cdiv(num_outputs, outputs) * cdiv(num_rows, row_tile)
+    splits = count_splits(programs, num_inputs, BLOCK, num_sms)
     return PackedTiling("tiled", outputs, row_tile, stages, warps, splits)
 
 

@@ -93,15 +93,22 @@ def scaled_tiling(
     row_tile = max(16, min(128, next_power_of_2(num_rows)))
     is_large = cdiv(num_outputs, 128) * cdiv(num_rows, row_tile) >= num_sms
     outputs = 128 if is_large and not (has_blocks and row_tile > 64) else 64
-    programs, splits = cdiv(num_outputs, outputs) * cdiv(num_rows, row_tile), 1
-    while splits < 4 and programs * splits * 2 <= 2 * num_sms and num_inputs >= splits * 2 * 4 * inputs:
-        splits *= 2
+    programs = cdiv(num_outputs, outputs) * cdiv(num_rows, row_tile)
+    splits = count_splits(programs, num_inputs, inputs, num_sms)
     if has_blocks:
         warps = 8 if programs <= num_sms else 4
         return ScaledTiling("tiled", outputs, inputs, row_tile, 3, warps, splits)
     if outputs == 128 or row_tile == 128:
         return ScaledTiling("tiled", outputs, inputs, row_tile, 3, 8, splits)
     return ScaledTiling("tiled", outputs, inputs, row_tile, 4, 4, splits)
+
+
+def count_splits(programs: int, num_inputs: int, inputs: int, num_sms: int) -> int:
+    """Ranges of the inputs, so that ``programs`` keep the multiprocessors busy. ``inputs``: of a step of a program."""
+    splits = 1
+    while splits < 4 and programs * splits * 2 <= 2 * num_sms and num_inputs >= splits * 2 * 4 * inputs:
+        splits *= 2
+    return splits
 
 
 def scaled_linear_triton(x: torch.Tensor, weight: ScaledMatrix) -> torch.Tensor:
