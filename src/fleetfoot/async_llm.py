@@ -31,6 +31,7 @@ from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.utils.process import EXIT_GUARD, EXIT_S, SHORT_COLLECTIONS
+from fleetfoot.utils.validation import FieldTypeError
 
 if TYPE_CHECKING:
     from fleetfoot.engine.arg_utils import EngineArgs
@@ -161,7 +162,7 @@ class AsyncLLM(AsyncPoolingCalls, SleepCalls, WeightCalls):
         is_one = isinstance(request_id, str) or not isinstance(request_id, Iterable)
         request_ids: list[Any] = [request_id] if is_one else list(request_id)
         if not all(isinstance(entry, str) for entry in request_ids):
-            raise TypeError(f"request_id is {request_id!r}; it must be a string, or hold strings")
+            raise FieldTypeError("request_id", f"is {request_id!r}; it must be a string, or hold strings", request_id)
         self._submit_if_alive(partial(self._abort, request_ids))
 
     async def run_held(self, function: Callable[[LLMEngine], Any], mode: str = "drain") -> Any:

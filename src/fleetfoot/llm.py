@@ -31,6 +31,7 @@ from fleetfoot.outputs import Logprob, PoolingRequestOutput, RequestOutput
 from fleetfoot.records.pooling_params import PoolingParams
 from fleetfoot.records.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, is_integer
 from fleetfoot.utils.process import SHORT_COLLECTIONS, StopSignal, deferred_interrupts, progress_bar
+from fleetfoot.utils.validation import FieldError, FieldTypeError
 from fleetfoot.utils.vllm_paths import missing_attribute
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class LLM(ChatCalls, PoolingCalls, SleepCalls, WeightCalls):
             sampling_params = self.get_default_sampling_params()
         params = _one_for_each("sampling_params", sampling_params, many)
         if priority is not None and self.config.scheduling_policy != "priority":
-            raise ValueError("priority was given, but scheduling_policy is 'fcfs'; set scheduling_policy='priority'")
+            raise FieldError("priority", "was given, but scheduling_policy is 'fcfs'; set scheduling_policy='priority'")
         priorities = _one_for_each("priority", 0 if priority is None else priority, many)
         return self._run(_Call(many, params, priorities, is_batch), use_tqdm)
 
@@ -158,7 +159,7 @@ class LLM(ChatCalls, PoolingCalls, SleepCalls, WeightCalls):
                 conversation = read_conversation(conversation)
                 text = tokenizer.apply_chat_template(conversation, tokenize=False, **variables)
                 if not isinstance(text, str):
-                    raise ValueError("messages must be one conversation or a list of them, not lists in such a list")
+                    raise FieldError("messages", "must be one conversation or a list of them, not lists in such a list")
                 ids = self.llm_engine.input_processor.tokenize(text, is_cut=is_cut, add_special_tokens=False)
             token_ids = ids.tolist()
             prompts.append({"prompt": text, "prompt_token_ids": token_ids})
@@ -181,7 +182,7 @@ class LLM(ChatCalls, PoolingCalls, SleepCalls, WeightCalls):
         check_call_keywords("LLM.beam_search", self.beam_search, {"lora_request": lora_request})
         self._check_generates("LLM.beam_search")
         if not isinstance(params, BeamSearchParams):
-            raise TypeError(f"params is {params!r}; it must be a BeamSearchParams")
+            raise FieldTypeError("params", f"is {params!r}; it must be a BeamSearchParams", params)
         engine, tokenizer, roots = self.llm_engine, self.get_tokenizer(), []
         options = SamplingParams(max_tokens=1, logprobs=2 * params.beam_width, temperature=params.temperature)
         many, is_batch = _as_list(prompts)
@@ -190,7 +191,11 @@ class LLM(ChatCalls, PoolingCalls, SleepCalls, WeightCalls):
                 roots.append(engine.process_inputs("beam search", prompt, options))
                 room = engine.input_processor.max_model_len - len(roots[-1].prompt_token_ids)
                 if params.max_tokens > room:
-                    raise ValueError(f"max_tokens is {params.max_tokens}, but the prompt leaves room for {room} tokens")
+                    raise FieldError(
+                        "max_tokens",
+                        f"is {params.max_tokens}, but the prompt leaves room for {room} tokens",
+                        params.max_tokens,
+                    )
         with progress_bar(use_tqdm, total=params.max_tokens, description="Beam search") as advance:
 
             def step(beams: list[tuple[int, list[int]]]) -> list[dict[int, Logprob]]:
@@ -414,7 +419,7 @@ class LLM(ChatCalls, PoolingCalls, SleepCalls, WeightCalls):
 
     def _check_generates(self, call: str) -> None:
         if self._is_pooling:
-            raise ValueError(f"{call} needs a model that generates, and this one pools; set runner='generate'")
+            raise FieldError(call, "needs a model that generates, and this one pools; set runner='generate'")
 
     def _check_usable(self) -> None:
         """Raise EngineDeadError in a forked process, and RuntimeError in what interrupts a step of this thread."""
@@ -459,6 +464,10 @@ def _naming(place: str) -> Iterator[None]:
     except (ValueError, TypeError) as error:
         if not place:
             raise
+        if isinstance(error, FieldError):
+            name = place.partition("[")[0]
+            is_same = error.field.partition("[")[0] == name  # of the entry instead of the list
+            raise error.at(place + error.field.removeprefix(name) if is_same else f"{place}.{error.field}") from error
         kind = ValueError if isinstance(error, ValueError) else TypeError
         raise kind(f"{place}: {error}") from error
 
@@ -470,7 +479,7 @@ def _as_list(prompts: PromptType | Sequence[PromptType]) -> tuple[list[PromptTyp
     if isinstance(prompts, str | dict) or num_dims == 1:
         return [cast("PromptType", prompts)], False
     if num_dims != 2 and (is_bytes or not isinstance(prompts, Sequence)):
-        raise TypeError(f"prompts is a {type(prompts).__name__}; it must be a prompt or a list of prompts")
+        raise FieldTypeError("prompts", f"is a {type(prompts).__name__}; it must be a prompt or a list of prompts")
     many = list(prompts)
     is_one = bool(many) and all(map(is_integer, many))
     return cast("list[PromptType]", [many] if is_one else many), not is_one
@@ -482,5 +491,5 @@ def _one_for_each(name: str, value: Any, prompts: list[PromptType]) -> Sequence[
     if not isinstance(value, Sequence):
         return [value] * len(prompts)
     if len(value) != len(prompts):
-        raise ValueError(f"{name} has {len(value)} entries for {len(prompts)} prompts; give one, or one for each")
+        raise FieldError(name, f"has {len(value)} entries for {len(prompts)} prompts; give one, or one for each")
     return value

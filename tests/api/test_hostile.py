@@ -67,7 +67,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("prompt[1]", {**PROMPT, "prompt": [[1], []]}),
     ("stop_token_ids", {**PROMPT, "stop_token_ids": [1] * 5000}),
     ("logit_bias", {**PROMPT, "logit_bias": {str(BIG): 1}}),
-    ("logit_bias", {**PROMPT, "logit_bias": {"1": 1e300}}),
+    ("logit_bias[1]", {**PROMPT, "logit_bias": {"1": 1e300}}),
     ("request_id", {**PROMPT, "request_id": "a" * 129}),
     ("request_id", {**PROMPT, "request_id": "line\nbreak"}),
     ("cache_salt", {**PROMPT, "cache_salt": ""}),

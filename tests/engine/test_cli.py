@@ -169,7 +169,7 @@ def test_a_piped_prompt_and_a_file_of_tokens(run: Command, pipe: Pipe, tmp_path:
         (["--prompt", "a", "--logprobs", "500"], "logprobs must be at most 20, got 500"),
         (["--prompt", "a b c d e f g", "--max-model-len", "4"], "max_model_len=4"),
         (["--prompt", "a", "--max-model-len", "999999"], "set max_model_len to at most"),
-        (["--prompt", "a", "--skip-tokenizer-init"], "this engine has no tokenizer"),
+        (["--prompt", "a", "--skip-tokenizer-init"], "prompt is a text, and this engine has no tokenizer"),
         (["--prompt", "a", "--model", "/no/such/model"], "no such folder"),
         (["--prompt", "a", "--model", str(Path(__file__).parent)], "no config.json"),
     ],
@@ -383,7 +383,7 @@ def test_a_chat_that_outgrows_the_model_forgets_its_beginning(run: Command, pipe
     assert max(lengths) + 8 <= 64 and lengths[0] < lengths[1]
     assert "(the conversation grew too long; forgotten from its beginning: 1 turn)" in run.err
     assert "fleetfoot chat: error: the message makes a prompt of" in run.err
-    assert "fleetfoot chat: error: the prompt has 10000" in run.err  # characters, which are not tokenized
+    assert "fleetfoot chat: error: prompt has 10000" in run.err  # characters, which are not tokenized
     assert lengths[5] > lengths[0]  # turns before the refused message are still remembered
     assert all(prompt[:4] == prompts[0][:4] for prompt in prompts)  # of the system message
 

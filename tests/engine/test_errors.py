@@ -11,7 +11,9 @@ import torch
 from tests.helpers.engines import TEXT_MODEL, ScriptedExecutor, change_weights, drain, prompt_of, scripted_engine
 
 from fleetfoot import LLM, EngineDeadError, SamplingParams
+from fleetfoot.engine.input_processor import TOO_LONG
 from fleetfoot.records.step import SchedulerOutput
+from fleetfoot.utils.validation import FieldError
 
 VOCAB = TEXT_MODEL["vocab_size"]
 MAX_LEN = TEXT_MODEL["max_position_embeddings"]
@@ -37,63 +39,68 @@ def nothing_is_left(llm: LLM) -> Iterator[None]:
 
 
 TWO = [[5, 6], [7, 8]]
-REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
-    ([[]], GREEDY, ValueError, "the prompt has no tokens"),
-    ({"prompt": "a", "images": []}, GREEDY, ValueError, "a prompt has no field 'images'"),
-    (None, GREEDY, TypeError, "prompts is a NoneType"),
-    (5, GREEDY, TypeError, "prompts is a int"),
-    (b"abc", GREEDY, TypeError, "prompts is a bytes"),
-    (["a", None], GREEDY, TypeError, r"^prompts\[1\]: the prompt is None; it must be a string, a dictionary or a list"),
-    (["a", bytearray(8)], GREEDY, TypeError, r"^prompts\[1\]: the prompt is bytearray"),
-    ([5, -1], GREEDY, ValueError, r"prompt_token_ids\[1\] is -1; the model's vocabulary has 2048 tokens, 0 to 2047"),
-    ([[5], [6], [9999], [7]], GREEDY, ValueError, r"prompt_token_ids\[0\] is 9999"),
-    ([5] * MAX_LEN, GREEDY, ValueError, rf"prompt has {MAX_LEN} tokens; with max_model_len={MAX_LEN} .* {MAX_LEN - 1}"),
-    ("fox " * 1000, GREEDY, ValueError, r"prompt has 4000 characters; with max_model_len=256 it can have at most 3315"),
-    ("fox " * 500, GREEDY, ValueError, r"prompt has \d{3,4} tokens; with max_model_len=256 it can have at most 255"),
-    ("a \ud800", GREEDY, ValueError, "surrogate"),
-    (TWO, {"stop_token_ids": [VOCAB]}, ValueError, r"stop_token_ids names tokens \[2048\]"),
-    (TWO, {"logprobs": 21}, ValueError, "logprobs must be at most 20, got 21; start the engine with max_logprobs=21"),
-    (TWO, {"min_tokens": 300, "max_tokens": 300}, ValueError, r"min_tokens is 300, but a prompt of 2 .* room for 254"),
-    (TWO, [GREEDY] * 3, ValueError, "sampling_params has 3 entries for 2 prompts"),
-    (TWO, [], ValueError, "sampling_params has 0 entries for 2 prompts"),
-    (TWO, 0, TypeError, "^sampling_params is 0; it must be a SamplingParams"),
-    (TWO, [GREEDY, None], TypeError, r"sampling_params\[1\]: sampling_params is None; it must be a SamplingParams"),
-    ([*TWO, [], "a"], GREEDY, ValueError, r"^prompts\[2\]: the prompt has no tokens"),
-    (["a", {"prompt": 5}], GREEDY, TypeError, r"^prompts\[1\]: prompt is 5; it must be a string"),
-    (np.array([[5, 6], [7, -1]]), GREEDY, ValueError, r"^prompts\[1\]: prompt_token_ids\[1\] is -1"),
-    ([np.int64(5), np.int64(-1)], GREEDY, ValueError, r"^prompt_token_ids\[1\] is -1"),
-    (np.array(5), GREEDY, TypeError, "prompts is a ndarray"),
-    (memoryview(b"ab"), GREEDY, TypeError, "prompts is a memoryview"),
-    ({5, 6}, GREEDY, TypeError, "prompts is a set"),
+IDS = "prompt_token_ids"
+REFUSED: list[tuple[Any, Any, type[Exception], str, str | None]] = [
+    ([[]], GREEDY, ValueError, "prompts[0].prompt", None),
+    ({"prompt": "a", "images": []}, GREEDY, ValueError, "prompt", None),
+    (None, GREEDY, TypeError, "prompts", None),
+    (5, GREEDY, TypeError, "prompts", None),
+    (b"abc", GREEDY, TypeError, "prompts", None),
+    (["a", None], GREEDY, TypeError, "prompts[1].prompt", None),
+    (["a", bytearray(8)], GREEDY, TypeError, "prompts[1].prompt", None),
+    ([5, -1], GREEDY, ValueError, f"{IDS}[1]", None),
+    ([[5], [6], [9999], [7]], GREEDY, ValueError, f"prompts[2].{IDS}[0]", None),
+    ([5] * MAX_LEN, GREEDY, ValueError, "prompt", TOO_LONG),
+    ("fox " * 1000, GREEDY, ValueError, "prompt", TOO_LONG),
+    ("fox " * 500, GREEDY, ValueError, "prompt", TOO_LONG),
+    ("a \ud800", GREEDY, ValueError, "text", None),
+    (TWO, {"stop_token_ids": [VOCAB]}, ValueError, "stop_token_ids", None),
+    (TWO, {"logprobs": 21}, ValueError, "logprobs", None),
+    (TWO, {"min_tokens": 300, "max_tokens": 300}, ValueError, "prompts[0].min_tokens", None),
+    (TWO, [GREEDY] * 3, ValueError, "sampling_params", None),
+    (TWO, [], ValueError, "sampling_params", None),
+    (TWO, 0, TypeError, "sampling_params", None),
+    (TWO, [GREEDY, None], TypeError, "sampling_params[1]", None),
+    ([*TWO, [], "a"], GREEDY, ValueError, "prompts[2].prompt", None),
+    (["a", {"prompt": 5}], GREEDY, TypeError, "prompts[1].prompt", None),
+    (np.array([[5, 6], [7, -1]]), GREEDY, ValueError, f"prompts[1].{IDS}[1]", None),
+    ([np.int64(5), np.int64(-1)], GREEDY, ValueError, f"{IDS}[1]", None),
+    (np.array(5), GREEDY, TypeError, "prompts", None),
+    (memoryview(b"ab"), GREEDY, TypeError, "prompts", None),
+    ({5, 6}, GREEDY, TypeError, "prompts", None),
 ]
 
 
 @pytest.mark.usefixtures("nothing_is_left")
-@pytest.mark.parametrize(("prompts", "params", "error", "message"), REFUSED, ids=range(len(REFUSED)))
-def test_calls_that_are_refused(prompts: Any, params: Any, error: type[Exception], message: str, llm: LLM) -> None:
+@pytest.mark.parametrize(("prompts", "params", "error", "field", "code"), REFUSED, ids=range(len(REFUSED)))
+def test_calls_that_are_refused(
+    prompts: Any, params: Any, error: type[Exception], field: str, code: str | None, llm: LLM
+) -> None:
     before = llm.stats().num_steps
     params = SamplingParams(**params) if isinstance(params, dict) else params
-    with pytest.raises(error, match=message):
+    with pytest.raises(error) as raised:
         llm.generate(prompts, params, use_tqdm=False)
+    assert isinstance(raised.value, FieldError) and (raised.value.field, raised.value.code) == (field, code)
     assert llm.stats().num_steps == before
 
 
 def test_conversations_that_are_refused(llm: LLM) -> None:
     user = {"role": "user", "content": "hello"}
     conversations: list[tuple[str, Any]] = [
-        ("messages is empty", []),
-        ("^messages must be a list .* not a str", "hello"),
-        ("^messages must be a list .* not a dict", user),
-        ("^messages must be a list .* not a NoneType", None),
-        (r"^messages\[0\] is a str", ["hello"]),
-        (r"^messages\[1\]: messages\[0\] has no content", [[user], [{"role": "user"}]]),
-        (r"^messages\[1\]: messages must be a list", [[user], user]),
-        (r"^messages\[0\]: messages must be one conversation or a list of them", [[[user]]]),
-        (r"^messages\[1\]: the prompt has \d+ characters", [[user], [{"role": "user", "content": "a" * 10**6}]]),
+        ("messages", []),
+        ("messages", "hello"),
+        ("messages", user),
+        ("messages", None),
+        ("messages[0]", ["hello"]),
+        ("messages[1][0]", [[user], [{"role": "user"}]]),
+        ("messages[1]", [[user], user]),
+        ("messages[0]", [[[user]]]),
+        ("messages[1].prompt", [[user], [{"role": "user", "content": "a" * 10**6}]]),
     ]
-    for message, messages in conversations:
-        with pytest.raises(ValueError, match=message):
+    for field, messages in conversations:
+        with pytest.raises(FieldError) as raised:
             llm.chat(messages, GREEDY, use_tqdm=False)
+        assert raised.value.field == field
     keywords: list[tuple[str, dict[str, Any]]] = [
         ("chat_template is 5; it must be", {"chat_template": 5}),
         ("add_generation_prompt='no' and .* must be True or False", {"add_generation_prompt": "no"}),
@@ -162,7 +169,7 @@ def test_parameters_are_checked_and_taken_as_they_are_when_the_request_is_added(
 def test_the_engine_names_what_it_refuses(llm: LLM) -> None:
     engine = llm.llm_engine
     engine.add_request("r", [5, 6], GREEDY)
-    with pytest.raises(ValueError, match="request id 'r' is in use"):
+    with pytest.raises(ValueError, match="request_id is 'r', which"):
         engine.add_request("r", [5, 6], GREEDY)
     for wrong in ("", 5, None):
         with pytest.raises(ValueError, match=r"request_id is .*; it must be a string"):

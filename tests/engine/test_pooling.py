@@ -139,9 +139,7 @@ def test_each_token_and_dimensions(tmp_path: Path) -> None:
         )
         long = [5] * 128  # all of max_model_len: nothing is generated
         assert len(llm.embed(ids([long]), use_tqdm=False)[0].outputs.embedding) == 48
-        with pytest.raises(
-            ValueError, match=r"the prompt has 129 tokens; with max_model_len=128 it can have at most 128$"
-        ):
+        with pytest.raises(ValueError, match=r"prompt has 129 tokens; with max_model_len=128 it can have at most 128$"):
             llm.embed(ids([[*long, 5]]), use_tqdm=False)
 
 
@@ -347,7 +345,7 @@ def test_what_is_refused(tmp_path: Path, text_model: Path) -> None:
             with pytest.raises(ValueError, match=message):
                 llm.embed(ids(PROMPTS), use_tqdm=False, pooling_params=PoolingParams(**params))
         for first, second, message in (
-            (["a", "b"], ["c"], "data_1 has 2 texts and data_2 1; expected one, or as many"),
+            (["a", "b"], ["c"], "data_2 has 1 texts, and data_1 2; data_1 must have one, or as many"),
             ("a", ["b", 3], r"data_2\[1\] is 3; it must be a text"),
         ):
             with pytest.raises((ValueError, TypeError), match=message):

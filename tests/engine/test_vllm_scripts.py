@@ -95,11 +95,11 @@ def test_beam_search(llm: LLM) -> None:
         with pytest.raises(ValueError, match=f"^{name} must be .*, got {value}"):
             BeamSearchParams(**{"beam_width": 1, "max_tokens": 1, name: value})
     for given, params, message in (
-        (["a", []], BeamSearchParams(1, 1), r"prompts\[1\]: the prompt has no tokens"),
+        (["a", []], BeamSearchParams(1, 1), r"prompts\[1\].prompt has no tokens"),
         (
             ["a", "b"],
             BeamSearchParams(1, 9999),
-            r"prompts\[0\]: max_tokens is 9999, but the prompt leaves room",
+            r"prompts\[0\].max_tokens is 9999, but the prompt leaves room",
         ),
         ("a", None, "params is None; it must be a BeamSearchParams"),
     ):

@@ -18,7 +18,7 @@ import torch
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams, bad_words_token_ids
 from fleetfoot.sampling.request_params import read_sampling_defaults, request_seed
-from fleetfoot.utils.validation import unknown_keyword
+from fleetfoot.utils.validation import FieldError, unknown_keyword
 
 
 def test_defaults_and_positional_order_are_vllms():
@@ -66,16 +66,12 @@ REFUSED = [
 
 @pytest.mark.parametrize(("name", "value"), REFUSED, ids=lambda value: repr(value)[:30])
 def test_refused_values_name_the_field_and_the_value(name, value):
-    with pytest.raises(ValueError, match="must") as info:
+    with pytest.raises(FieldError) as info:
         SamplingParams(**{name: value})
-    message = str(info.value)
-    assert name in message
-    shown = [value]
-    if isinstance(value, list) and value:
-        shown.append(value[-1])
-    if isinstance(value, dict):
-        shown += [part for item in value.items() for part in item]
-    assert any(repr(part) in message for part in shown), message
+    assert info.value.field.partition("[")[0] == name
+    wrong = [value, *([value[-1]] if isinstance(value, list) and value else [])]
+    wrong += [part for item in value.items() for part in item] if isinstance(value, dict) else []
+    assert repr(info.value.value) in map(repr, wrong)
 
 
 BOOLEANS = [
@@ -87,10 +83,9 @@ BOOLEANS = [
 
 @pytest.mark.parametrize(("name", "value"), BOOLEANS, ids=repr)
 def test_booleans_are_no_token_ids_and_the_message_says_so(name, value) -> None:
-    with pytest.raises(
-        ValueError, match=rf"{name} must be .*True and False are none\), got (tensor\(|np\.)?(True|False)"
-    ):
+    with pytest.raises(FieldError) as info:
         SamplingParams(**{name: value})
+    assert info.value.field == name and bool(info.value.value) in (True, False)
 
 
 ACCEPTED = [
@@ -118,16 +113,17 @@ def test_normalisation():
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "field", "value"),
     [
-        ({"max_tokens": 4, "min_tokens": 5}, "min_tokens must be at most max_tokens=4, got 5"),
-        ({"stop": "x", "detokenize": False}, r"stop=\['x'\] needs detokenize=True"),
-        ({"n": 2, "temperature": 0}, r"n must be 1 with greedy sampling \(temperature=0\), got 2"),
+        ({"max_tokens": 4, "min_tokens": 5}, "min_tokens", 5),
+        ({"stop": "x", "detokenize": False}, "stop", ["x"]),
+        ({"n": 2, "temperature": 0}, "n", 2),
     ],
 )
-def test_fields_that_must_agree(fields, message):
-    with pytest.raises(ValueError, match=message):
+def test_fields_that_must_agree(fields, field, value):
+    with pytest.raises(FieldError) as info:
         SamplingParams(**fields)
+    assert (info.value.field, info.value.value) == (field, value)
 
 
 def test_unknown_keyword_lists_near_matches():
@@ -149,7 +145,7 @@ def test_clone_is_independent_and_checked_again():
     copy.logit_bias[2] = 1.0
     assert params.stop == ["a"] and params.logit_bias == {1: 2.0}
     params.top_p = 7
-    with pytest.raises(ValueError, match="top_p"):
+    with pytest.raises(FieldError):
         params.clone()
     params.top_p, params.stop = 0.5, "word"
     assert params.clone().stop == ["word"]
@@ -166,20 +162,21 @@ def test_travels_between_processes():
 
 
 @pytest.mark.parametrize(
-    ("fields", "model", "message"),
+    ("fields", "model", "value"),
     [
-        ({"stop_token_ids": [9, 10]}, {}, r"stop_token_ids names tokens \[10\] outside .* \[0, 9\]"),
-        ({"allowed_token_ids": [11]}, {}, "allowed_token_ids"),
-        ({"logit_bias": {"12": 1.0}}, {}, "logit_bias"),
-        ({"logprobs": 6}, {"max_logprobs": 5}, "logprobs must be at most 5, got 6; .*max_logprobs=6"),
-        ({"prompt_logprobs": -1}, {"max_logprobs": 5}, "prompt_logprobs must be at most 5, got -1 .*max_logprobs=-1"),
-        ({"stop": "x"}, {"has_tokenizer": False}, r"stop=\['x'\] needs a tokenizer"),
-        ({"bad_words": ["x"]}, {"has_tokenizer": False}, "bad_words"),
+        ({"stop_token_ids": [9, 10]}, {}, [10]),
+        ({"allowed_token_ids": [11]}, {}, [11]),
+        ({"logit_bias": {"12": 1.0}}, {}, [12]),
+        ({"logprobs": 6}, {"max_logprobs": 5}, 6),
+        ({"prompt_logprobs": -1}, {"max_logprobs": 5}, -1),
+        ({"stop": "x"}, {"has_tokenizer": False}, ["x"]),
+        ({"bad_words": ["x"]}, {"has_tokenizer": False}, ["x"]),
     ],
 )
-def test_validate_for_model_refuses(fields, model, message):
-    with pytest.raises(ValueError, match=message):
+def test_validate_for_model_refuses(fields, model, value):
+    with pytest.raises(FieldError) as info:
         SamplingParams(**fields).validate_for_model(**{"vocab_size": 10, **model})
+    assert (info.value.field, info.value.value) == (next(iter(fields)), value)
 
 
 def test_validate_for_model_accepts():
@@ -196,8 +193,9 @@ def test_bad_words_are_spelt_with_and_without_a_leading_space():
     assert bad_words_token_ids(["foo", "bar"], vocabulary.__getitem__, vocab_size=4) == [[1, 2], [3]]
     # A tokenizer that adds the space itself spells both alike.
     assert bad_words_token_ids(["x", "x"], lambda text: [7]) == [[7]]
-    with pytest.raises(ValueError, match="bad_words entry 'q' has no tokens"):
+    with pytest.raises(FieldError) as info:
         bad_words_token_ids(["q"], lambda text: [])
+    assert (info.value.field, info.value.value) == ("bad_words", "q")
 
 
 def test_request_seeds():

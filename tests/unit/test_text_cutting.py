@@ -12,11 +12,12 @@ from tokenizer_builders import BACKENDS, CORPUS
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from fleetfoot.assets import embedded_model_path
-from fleetfoot.engine.input_processor import InputProcessor
+from fleetfoot.engine.input_processor import TOO_LONG, InputProcessor
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.tokenizer import cutting
 from fleetfoot.tokenizer.cutting import text_cutter
 from fleetfoot.tokenizer.tokenizer import Tokenizer as TextTokenizer
+from fleetfoot.utils.validation import FieldError
 
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 GPT4 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -198,8 +199,9 @@ def test_prompts_that_are_truncated() -> None:
     for keep in (1, 7, 99, -1):
         request = processor.process("r", text, SamplingParams(truncate_prompt_tokens=keep))
         assert list(request.prompt_token_ids) == whole[-(99 if keep == -1 else keep) :]
-    with pytest.raises(ValueError, match=r"^the prompt has more than 99 tokens, and truncate_prompt_tokens is 100"):
+    with pytest.raises(FieldError) as raised:
         processor.process("r", text, SamplingParams(truncate_prompt_tokens=100))
+    assert (raised.value.field, raised.value.code) == ("prompt", TOO_LONG)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -385,14 +385,15 @@ def test_a_schema_that_cannot_be_compiled_is_named():
 
     wrong = {"properties": {"a": {"type": "string", "pattern": "(?=x)"}}}
     tools = ToolUse.of([tool("good"), tool("bad", **wrong)], "required")
-    message = find_schema_error(tools, LLMatcher.validate_grammar)
-    assert message.startswith("tools[1].function.parameters cannot be compiled")
-    assert "(at #/properties/a)" in message
+    error = find_schema_error(tools, LLMatcher.validate_grammar)
+    assert (error.field, error.code) == ("tools[1].function.parameters", "invalid_schema")
+    assert error.value == "#/properties/a"
     unsupported = {"properties": {"a": {"type": "array", "uniqueItems": True}}}
     tools = [tool("good"), tool("loose", **unsupported)]
     assert find_schema_error(ToolUse.of(tools, "required"), LLMatcher.validate_grammar) is None
     tools[1]["function"]["strict"] = True
-    assert "uniqueItems" in find_schema_error(ToolUse.of(tools), LLMatcher.validate_grammar)
+    error = find_schema_error(ToolUse.of(tools), LLMatcher.validate_grammar)
+    assert (error.field, error.value) == ("tools[1].function.parameters", "#/properties/a")
 
 
 def test_the_end_of_reasoning_is_forced_after_a_budget():

@@ -97,7 +97,7 @@ def started_engine(arguments: argparse.Namespace, **defaults: Any) -> Iterator[t
         try:
             engine = LLMEngine.from_config(config)
         except ModelNotFoundError as error:
-            is_word = hasattr(arguments, "prompt") and f"model {config.model!r}" in str(error)
+            is_word = hasattr(arguments, "prompt") and error.setting == "model"
             raise UsageError(f"{error}{'; a prompt goes to --prompt' * is_word}") from error
     engine.step_context = deferred_interrupts
     try:

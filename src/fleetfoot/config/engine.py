@@ -18,7 +18,7 @@ from fleetfoot.config.speculative import SpeculativeConfig
 from fleetfoot.config.vllm_names import ENGINE_KEYWORDS, check_engine_keyword, implies_pooling
 from fleetfoot.config.weight_transfer import WeightTransferConfig
 from fleetfoot.utils.cluster_key import ClusterKey, find_cluster_key
-from fleetfoot.utils.validation import is_host, is_loopback, unknown_keyword
+from fleetfoot.utils.validation import FieldError, FieldTypeError, is_host, is_loopback, unknown_keyword
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
@@ -86,7 +86,9 @@ class ProcessorNames:
         if isinstance(value, str):
             value = [name.strip() for name in value.split(",")]
         if not isinstance(value, list | tuple) or not all(isinstance(item, type | str) and item for item in value):
-            raise TypeError(f"logits_processors is {value!r}; it must be a list of classes or of 'module:Class' names")
+            raise FieldTypeError(
+                "logits_processors", f"is {value!r}; it must be a list of classes or of 'module:Class' names", value
+            )
         return tuple(value)
 
 
@@ -287,14 +289,18 @@ class EngineConfig:
             value = value if record is None or value is None else record.parse(value)
             object.__setattr__(self, item.name, value)
         if self.runner in ("v1", "v2"):
-            raise ValueError(
-                f"runner is {self.runner!r}; it can be {', '.join(get_args(Runner))}; the model runner is model_runner"
+            raise FieldError(
+                "runner",
+                f"is {self.runner!r}; it can be {', '.join(get_args(Runner))}; the model runner is model_runner",
+                self.runner,
             )
         check_fields(self)
         if self.use_v2_model_runner is not None and self.model_runner == ("v1" if self.use_v2_model_runner else "v2"):
-            raise ValueError(
-                f"model_runner is {self.model_runner!r} and use_v2_model_runner is {self.use_v2_model_runner}: they "
-                "contradict each other; leave one of them out"
+            raise FieldError(
+                "model_runner",
+                f"is {self.model_runner!r} and use_v2_model_runner is {self.use_v2_model_runner}: they "
+                "contradict each other; leave one of them out",
+                self.model_runner,
             )
         self._check_processes()
         self._check_batched_tokens()
@@ -330,11 +336,13 @@ class EngineConfig:
         """Raise ValueError unless ``host``, which the setting ``name`` has, is on loopback, or the user trusts the
         network between machines."""
         if not (is_loopback(host) or self.trusted_network):
-            raise ValueError(
-                f"trusted_network is not set, and {name} is {host!r}: the traffic of NCCL and gloo between machines, "
+            raise FieldError(
+                "trusted_network",
+                f"is not set, and {name} is {host!r}: the traffic of NCCL and gloo between machines, "
                 "weights and activations, is neither authenticated nor encrypted, and any process that reaches these "
                 "machines could read or change it: use a network of its own, and acknowledge that with trusted_network "
-                "(--trusted-network)"
+                "(--trusted-network)",
+                host,
             )
 
     @property
@@ -349,9 +357,11 @@ class EngineConfig:
             return
         each = "one token" if width == 1 else f"{width} tokens, one and {width - 1} drafts,"
         fewer = f", or set max_num_seqs={budget // width}" if budget >= width else ""
-        raise ValueError(
-            f"max_num_batched_tokens is {budget}, but a step must hold {each} of each running request, up to "
-            f"max_num_seqs ({self.max_num_seqs}): raise it to {self.max_decode_tokens}{fewer}"
+        raise FieldError(
+            "max_num_batched_tokens",
+            f"is {budget}, but a step must hold {each} of each running request, up to "
+            f"max_num_seqs ({self.max_num_seqs}): raise it to {self.max_decode_tokens}{fewer}",
+            budget,
         )
 
     def _check_processes(self) -> None:
@@ -361,26 +371,38 @@ class EngineConfig:
             f"{self.pipeline_parallel_size} is {size} {'worker' if size == 1 else 'workers'}"
         )
         if self.distributed_executor_backend == "uni" and size > 1:
-            raise ValueError(
-                f"distributed_executor_backend is 'uni', one worker in the engine's process, but {sizes}; set it to "
-                "'mp' or 'auto'"
+            raise FieldError(
+                "distributed_executor_backend",
+                f"is 'uni', one worker in the engine's process, but {sizes}; set it to 'mp' or 'auto'",
             )
         if size % nodes:
-            raise ValueError(
-                f"nnodes is {nodes}, but {sizes}, which cannot be spread evenly over so many; it can be "
-                f"{', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}"
+            raise FieldError(
+                "nnodes",
+                f"is {nodes}, but {sizes}, which cannot be spread evenly over so many; it can be "
+                f"{', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}",
+                nodes,
             )
         if self.max_restarts is not None and self.on_error == "raise":
-            raise ValueError(f"max_restarts is {self.max_restarts}, but on_error is 'raise'; set it to 'restart'")
+            raise FieldError(
+                "max_restarts",
+                f"is {self.max_restarts}, but on_error is 'raise'; set it to 'restart'",
+                self.max_restarts,
+            )
         if nodes > 1 and self.on_error == "restart":
-            raise ValueError(f"on_error is 'restart', but nnodes is {nodes}; it can be 'restart' on one machine alone")
+            raise FieldError(
+                "on_error", f"is 'restart', but nnodes is {nodes}; it can be 'restart' on one machine alone", nodes
+            )
         if not 0 <= self.node_rank < nodes:
             others = f" to {nodes - 1}" if nodes > 1 else "; set nnodes to the number of machines"
-            raise ValueError(f"node_rank is {self.node_rank}; with nnodes {nodes} it can be 0{others}")
+            raise FieldError(
+                "node_rank", f"is {self.node_rank}; with nnodes {nodes} it can be 0{others}", self.node_rank
+            )
         if not is_host(self.master_addr):
-            raise ValueError(
-                f"master_addr is {self.master_addr!r}; it must be the name or the IPv4 address of node 0 and nothing "
-                "else; the port is master_port"
+            raise FieldError(
+                "master_addr",
+                f"is {self.master_addr!r}; it must be the name or the IPv4 address of node 0 and nothing "
+                "else; the port is master_port",
+                self.master_addr,
             )
 
     @classmethod

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from fleetfoot.config.json_fields import ConfigError, Fields, JSONSettings
 from fleetfoot.config.sentence_transformers import MODULES, Projection, read_sentence_transformers
-from fleetfoot.utils.validation import checked_keywords
+from fleetfoot.utils.validation import FieldError, checked_keywords
 
 SEQUENCE_TYPES = ("LAST", "MEAN", "CLS")
 TOKEN_TYPES = ("ALL", "STEP")
@@ -105,7 +105,10 @@ def merge_activation(settings: Any, prefix: str = "") -> bool | None:
     given = {name: getattr(settings, name) for name in ("use_activation", *ACTIVATION_NAMES)}
     given = {name: value for name, value in given.items() if value is not None}
     if len(set(given.values())) > 1:
-        raise ValueError(f"{prefix}{' and '.join(given)} differ; they mean the same: leave all but one out")
+        first, *others = given
+        raise FieldError(
+            f"{prefix}{first}", f"and {' and '.join(others)} differ; they mean the same: leave all but one out"
+        )
     return next(iter(given.values()), None)
 
 
@@ -271,18 +274,21 @@ def _overridden(pooling: Pooling, override: PoolerConfig) -> Pooling:
 
 def check_dimensions(dimensions: int, pooling: Pooling, prefix: str = "") -> None:
     """Raise ValueError unless embeddings can have so many elements."""
-    sizes, what = pooling.matryoshka, f"{prefix}dimensions is {dimensions}"
+    sizes, field, what = pooling.matryoshka, f"{prefix}dimensions", f"is {dimensions}"
     if pooling.task != "embed":
-        raise ValueError(f"{what}, but this model has no embeddings; leave it out")
+        raise FieldError(field, f"{what}, but this model has no embeddings; leave it out", dimensions)
     if sizes is None:
-        raise ValueError(
+        raise FieldError(
+            field,
             f"{what}, but the model's config has no matryoshka dimensions; hf_overrides={{'is_matryoshka': True}} "
-            "declares that its embeddings can be cut"
+            "declares that its embeddings can be cut",
+            dimensions,
         )
     if sizes and dimensions not in sizes:
-        raise ValueError(f"{what}; it can be {', '.join(map(str, sizes))}")
+        raise FieldError(field, f"{what}; it can be {', '.join(map(str, sizes))}", dimensions)
     if dimensions > pooling.size:
-        raise ValueError(f"{what}, and embeddings have {pooling.size} elements; it can be 1 to {pooling.size}")
+        problem = f"{what}, and embeddings have {pooling.size} elements; it can be 1 to {pooling.size}"
+        raise FieldError(field, problem, dimensions)
 
 
 def classifier_tokens(fields: Fields) -> list[str]:

@@ -20,7 +20,7 @@ from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
 from fleetfoot.structured.schemas import check_size, simplified
 from fleetfoot.tokenizer.text_stream import TextStream
-from fleetfoot.utils.validation import shown
+from fleetfoot.utils.validation import FieldError, shown
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
@@ -79,20 +79,22 @@ class ToolUse:
 
 def _read_tools(tools: Any) -> dict[str, Tool]:
     if tools is not None and not isinstance(tools, list | tuple):
-        raise ValueError(f"tools is {shown(tools)}; it must be a list")
+        raise FieldError("tools", f"is {shown(tools)}; it must be a list", tools)
     functions: dict[str, Tool] = {}
     for index, tool in enumerate(tools or ()):
         where = f"tools[{index}]"
         kind = tool.get("type", "function") if isinstance(tool, Mapping) else None
         if kind != "function":
             found = repr(kind) if isinstance(tool, Mapping) else f"{tool!r:.100}"
-            raise ValueError(f"{where}.type is {found}; only 'function' is supported")
+            raise FieldError(f"{where}.type", f"is {found}; only 'function' is supported", kind)
         function = tool.get("function")
         if not isinstance(function, Mapping):
-            raise ValueError(f"{where}.function is {shown(function)}; it must be an object with a name")
+            raise FieldError(f"{where}.function", f"is {shown(function)}; it must be an object with a name", function)
         name = _checked_name(f"{where}.function.name", function.get("name"))
         if name in functions:
-            raise ValueError(f"{where}.function.name is {shown(name)}, as that of another tool; names must differ")
+            raise FieldError(
+                f"{where}.function.name", f"is {shown(name)}, as that of another tool; names must differ", name
+            )
         for field, type_, expected in (
             ("parameters", Mapping, "a JSON schema"),
             ("description", str, "a string"),
@@ -100,18 +102,18 @@ def _read_tools(tools: Any) -> dict[str, Tool]:
         ):
             value = function.get(field)
             if value is not None and not isinstance(value, type_):
-                raise ValueError(f"{where}.function.{field} is {shown(value)}; it must be {expected}")
+                raise FieldError(f"{where}.function.{field}", f"is {shown(value)}; it must be {expected}", value)
         parameters = function.get("parameters") or {}
         if parameters.get("type", "object") != "object":
             kind = parameters["type"]
-            raise ValueError(f"{where}.function.parameters.type is {shown(kind)}; arguments are an 'object'")
+            raise FieldError(f"{where}.function.parameters.type", f"is {shown(kind)}; arguments are an 'object'", kind)
         functions[name] = Tool.of(tool)
     return functions
 
 
 def _checked_name(where: str, name: Any) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ValueError(f"{where} is {shown(name)}; it must have 1 to 256 letters, digits or _ . : / -")
+        raise FieldError(where, f"is {shown(name)}; it must have 1 to 256 letters, digits or _ . : / -", name)
     return name
 
 
@@ -119,31 +121,35 @@ def _read_choice(choice: Any, functions: Mapping[str, Tool]) -> tuple[list[str],
     """The names that can be called, whether one must be, and whether it is a named one."""
     if choice in ("auto", "required"):
         if not functions:
-            raise ValueError(f"tool_choice is {shown(choice)}, but there are no tools; give tools")
+            raise FieldError("tool_choice", f"is {shown(choice)}, but there are no tools; give tools", choice)
         return list(functions), choice == "required", False
     if isinstance(choice, Mapping) and choice.get("type") == "function":
         function = choice.get("function")
         name = function.get("name") if isinstance(function, Mapping) else None
-        return [_known(f"tool_choice.function.name is {shown(name)}", name, functions)], True, True
+        return [_known("tool_choice.function.name", name, functions)], True, True
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         allowed = choice.get("allowed_tools", choice)
         mode = allowed.get("mode", "auto") if isinstance(allowed, Mapping) else None
         if mode not in ("auto", "required"):
-            raise ValueError(f"tool_choice.allowed_tools.mode is {shown(mode)}; it must be 'auto' or 'required'")
+            raise FieldError(
+                "tool_choice.allowed_tools.mode", f"is {shown(mode)}; it must be 'auto' or 'required'", mode
+            )
         names = []
         for index, tool in enumerate(allowed.get("tools") or ()):
             name = (tool.get("function") or tool).get("name") if isinstance(tool, Mapping) else None
-            names.append(_known(f"tool_choice.allowed_tools.tools[{index}] is {shown(name)}", name, functions))
+            names.append(_known(f"tool_choice.allowed_tools.tools[{index}]", name, functions))
         return names, mode == "required", False
-    raise ValueError(
-        f"tool_choice is {shown(choice)}; it must be 'auto', 'none', 'required' or "
-        "{'type': 'function', 'function': {'name': ...}}"
+    raise FieldError(
+        "tool_choice",
+        f"is {shown(choice)}; it must be 'auto', 'none', 'required' or "
+        "{'type': 'function', 'function': {'name': ...}}",
+        choice,
     )
 
 
-def _known(begin: str, name: Any, functions: Mapping[str, Tool]) -> str:
+def _known(field: str, name: Any, functions: Mapping[str, Tool]) -> str:
     if name not in functions:
-        raise ValueError(f"{begin}; the tools are {', '.join(functions) or 'none'}")
+        raise FieldError(field, f"is {shown(name)}; the tools are {', '.join(functions) or 'none'}", name)
     return str(name)
 
 
@@ -292,7 +298,7 @@ def _check_sizes(functions: Iterable[Tool]) -> None:
         try:
             check_size(tool.parameters or {})
         except ValueError as error:
-            raise ValueError(f"tools has the function {tool.name!r}, in the parameters of which {error}") from None
+            raise FieldError("tools", f"has the function {tool.name!r}, in the parameters of which {error}") from None
 
 
 def prepared_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -303,8 +309,8 @@ def prepared_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
         return schema
 
 
-def find_schema_error(tools: ToolUse, find_error: Callable[[str], str]) -> str | None:
-    """The tool with parameters that cannot be compiled, and the reason. ``find_error``: of a grammar."""
+def find_schema_error(tools: ToolUse, find_error: Callable[[str], str]) -> FieldError | None:
+    """The error of a tool with parameters that cannot be compiled. ``find_error``: of a grammar."""
     from fleetfoot.structured.grammars import make_grammar
 
     for index, schema in enumerate(tools.schemas):
@@ -315,9 +321,9 @@ def find_schema_error(tools: ToolUse, find_error: Callable[[str], str]) -> str |
         where = f"tools[{index}].function.parameters"
         try:
             make_grammar(StructuredOutputsParams(json=arguments_schema(tool)), Rules({}), find_error)
-        except ValueError as error:  # it has the place
-            return str(error).replace("structured_outputs.json", where)
-        return f"{where} cannot be compiled: {reason}"
+        except FieldError as error:
+            return error.at(where)
+        return FieldError(where, f"cannot be compiled: {reason}", tool.parameters)
     return None
 
 
@@ -450,6 +456,8 @@ class ChatCalls:
             return params
         budget = thinking_token_budget
         if budget is not None and self._formats.of(chat_template, has_tools=bool(tools.schemas)).reasoning is None:
-            raise ValueError(f"thinking_token_budget is {budget}; it needs a model that marks the end of its reasoning")
+            raise FieldError(
+                "thinking_token_budget", f"is {budget}; it needs a model that marks the end of its reasoning", budget
+            )
         options: dict[str, Any] = {"thinking_token_budget": budget}
         return self._formats.expect(chat_template, tools, params, prompt_token_ids, **options).params

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fleetfoot.parsers.completion import completion
-from fleetfoot.utils.validation import shown
+from fleetfoot.utils.validation import FieldError, FieldTypeError, shown
 
 _DEFAULTS = {"add_generation_prompt": True, "continue_final_message": False, "tools": None}
 _RESULT_ARGUMENTS = ("tokenize", "return_dict", "return_tensors", "tokenizer_kwargs", "padding", "truncation")
@@ -38,11 +38,15 @@ def template_message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
     """
     calls = message.get("tool_calls")
     if message.get("role") == "tool" and not isinstance(message.get("tool_call_id", ""), str):
-        raise ValueError(f"{where}.tool_call_id is {shown(message['tool_call_id'])}; it must be a string")
+        raise FieldError(
+            f"{where}.tool_call_id",
+            f"is {shown(message['tool_call_id'])}; it must be a string",
+            message["tool_call_id"],
+        )
     if calls is None or calls == []:
         return {key: value for key, value in message.items() if key != "tool_calls"}
     if not isinstance(calls, list | tuple):
-        raise ValueError(f"{where}.tool_calls is {shown(calls)}; it must be a list")
+        raise FieldError(f"{where}.tool_calls", f"is {shown(calls)}; it must be a list", calls)
     read = [_read_call(f"{where}.tool_calls[{index}]", call) for index, call in enumerate(calls)]
     return {**message, "content": message.get("content") or None, "tool_calls": read}
 
@@ -51,31 +55,42 @@ def _read_call(where: str, call: Any) -> dict[str, Any]:
     """``max_tokens`` may have cut the arguments, which are then what there is."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ValueError(f"{where}.function is {shown(function)}; it must be an object with a name and arguments")
+        raise FieldError(
+            f"{where}.function", f"is {shown(function)}; it must be an object with a name and arguments", function
+        )
     arguments = function.get("arguments")
     if isinstance(arguments, str) and (most := sum(map(arguments.count, "[{,"))) > MAX_ARGUMENT_VALUES:
-        raise ValueError(
-            f"{where}.function.arguments has up to {most:,} lists, objects and values; the limit is "
-            f"{MAX_ARGUMENT_VALUES:,}"
+        raise FieldError(
+            f"{where}.function.arguments",
+            f"has up to {most:,} lists, objects and values; the limit is {MAX_ARGUMENT_VALUES:,}",
+            arguments,
         )
     if isinstance(arguments, str) and arguments.strip():
         try:
             arguments = json.loads(arguments + completion(arguments))
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where}.function.arguments is not JSON: {error}") from None
+            raise FieldError(f"{where}.function.arguments", f"is not JSON: {error}") from None
     arguments = arguments or {}
     if not isinstance(arguments, Mapping):
-        raise ValueError(f"{where}.function.arguments is {shown(arguments)}; it must be the text of a JSON object")
+        raise FieldError(
+            f"{where}.function.arguments", f"is {shown(arguments)}; it must be the text of a JSON object", arguments
+        )
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 
 def template_variables(given: dict[str, Any], variables: object) -> dict[str, Any]:
     """Arguments of `LLM.chat` for the template, and its ``chat_template_kwargs``, which may replace their defaults."""
     if variables is not None and not (isinstance(variables, dict) and all(isinstance(key, str) for key in variables)):
-        raise TypeError(f"chat_template_kwargs is {variables!r}; it must be a dict of a template's variables by name")
+        raise FieldTypeError(
+            "chat_template_kwargs", f"is {variables!r}; it must be a dict of a template's variables by name", variables
+        )
     for name, value in (variables or {}).items():
         if name in _NO_VARIABLES:
-            raise ValueError(f"chat_template_kwargs has {name!r}, which is not a variable of a template; leave it out")
+            raise FieldError(
+                "chat_template_kwargs", f"has {name!r}, which is not a variable of a template; leave it out"
+            )
         if name in given and given[name] not in (_DEFAULTS[name], value):
-            raise ValueError(f"{name} is {given[name]!r}, and in chat_template_kwargs {value!r}; give it once")
+            raise FieldError(
+                name, f"is {given[name]!r}, and in chat_template_kwargs {value!r}; give it once", given[name]
+            )
     return {**given, **(variables or {})}

@@ -31,6 +31,7 @@ from fleetfoot.records.structured_outputs import as_structured_outputs
 from fleetfoot.structured.compiler import TIMEOUT_S, GrammarChecker
 from fleetfoot.structured.trial import GrammarTrial
 from fleetfoot.tokenizer.tokenizer import Tokenizer
+from fleetfoot.utils.validation import FieldError
 
 
 @dataclass(slots=True, eq=False)
@@ -317,7 +318,9 @@ class EngineClient:
         if request_id in self._streams:
             raise ValueError(f"request id {request_id!r} is in use by a request that has not ended")
         if priority and not self.facts.has_priority:
-            raise ValueError(f"priority is {priority!r}, but scheduling_policy is 'fcfs'; it can be 'priority'")
+            raise FieldError(
+                "priority", f"is {priority!r}, but scheduling_policy is 'fcfs'; it can be 'priority'", priority
+            )
         process = self.input_processor.process
         if needs_grammar(params):
             await self._compile_grammar(params)

@@ -45,6 +45,7 @@ from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import EngineOutput
 from fleetfoot.sampling.request_params import read_sampling_defaults
 from fleetfoot.utils.process import EXIT_GUARD, run_all
+from fleetfoot.utils.validation import FieldError
 
 if TYPE_CHECKING:
     from fleetfoot.engine.arg_utils import EngineArgs
@@ -159,14 +160,16 @@ class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
             ValueError: it cannot; the message has the reason.
         """
         if not isinstance(request_id, str) or not request_id:
-            raise ValueError(f"request_id is {request_id!r}; it must be a string that is not empty")
+            raise FieldError("request_id", f"is {request_id!r}; it must be a string that is not empty", request_id)
         if COPY_MARK in request_id:
-            raise ValueError(
-                f"request_id is {request_id!r}; it must not hold the character {COPY_MARK!r}, which the engine keeps "
-                "for the ids of a request's copies (n above 1)"
+            raise FieldError(
+                "request_id",
+                f"is {request_id!r}; it must not hold the character {COPY_MARK!r}, which the engine keeps "
+                "for the ids of a request's copies (n above 1)",
+                request_id,
             )
         if self.has_request(request_id):
-            raise ValueError(f"request id {request_id!r} is in use by a request that has not ended")
+            raise FieldError("request_id", f"is {request_id!r}, which a request has that has not ended", request_id)
 
     @EXIT_GUARD
     def process_inputs(
@@ -184,7 +187,9 @@ class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
             ValueError, TypeError: the request is refused.
         """
         if priority and not self.core.scheduler.config.priority:
-            raise ValueError(f"priority is {priority!r}, but scheduling_policy is 'fcfs'; it can be 'priority'")
+            raise FieldError(
+                "priority", f"is {priority!r}, but scheduling_policy is 'fcfs'; it can be 'priority'", priority
+            )
         process = self.input_processor.process
         return process(request_id, prompt, params, priority=priority, params_checked=params_checked)
 
@@ -461,7 +466,7 @@ def drain_deadline(drain: bool | float) -> float:
     if drain is True:
         return math.inf
     if not isinstance(drain, int | float) or not drain >= 0:
-        raise ValueError(f"drain is {drain!r}; it must be True, False or a number of seconds")
+        raise FieldError("drain", f"is {drain!r}; it must be True, False or a number of seconds", drain)
     return time.monotonic() + drain
 
 

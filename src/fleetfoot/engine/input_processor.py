@@ -31,6 +31,7 @@ from fleetfoot.sampling.custom_processors import describe
 from fleetfoot.sampling.request_params import request_seed
 from fleetfoot.structured.compiler import GrammarCompiler
 from fleetfoot.structured.state import GrammarState
+from fleetfoot.utils.validation import FieldError, FieldTypeError
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
@@ -39,6 +40,8 @@ COPY_MARK = "\x1f"
 """Separates request id and index in the ids of sequences if ``n`` is above 1. Not allowed in users' ids."""
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
+TOO_LONG = "context_length_exceeded"
+"""The code of the errors of prompts with more tokens than the model's length allows."""
 LONG_TEXT = 4096
 """Characters from which on an event loop tokenizes a prompt in a thread: it takes about a millisecond."""
 
@@ -148,16 +151,20 @@ class InputProcessor:
         arrival_time = self._wall_clock()
         params = params if params_checked else self.check_params(params)
         if is_boolean(priority) or not is_integer(priority):
-            raise TypeError(f"priority is {priority!r}; it must be an int, lower is sooner")
+            raise FieldTypeError("priority", f"is {priority!r}; it must be an int, lower is sooner", priority)
         if abs(int(priority)) > _LARGE:
-            raise ValueError(f"priority is {priority!r}; it must be in [-2**62, 2**62]")
+            raise FieldError("priority", f"is {priority!r}; it must be in [-2**62, 2**62]", priority)
         text, ids, cache_salt = self._read_prompt(prompt, params)
         keep = params.truncate_prompt_tokens
         pooling_params = None
         if isinstance(params, PoolingParams):
             pooling_params = params
             if params.prompt_name is not None and text is None:
-                raise ValueError(f"prompt_name is {params.prompt_name!r}, and the prompt has no text; leave one out")
+                raise FieldError(
+                    "prompt_name",
+                    f"is {params.prompt_name!r}, and the prompt has no text; leave one out",
+                    params.prompt_name,
+                )
             ids = ids[: self._longest_prompt if keep == -1 else keep]
             params = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
         elif keep is not None:
@@ -166,9 +173,11 @@ class InputProcessor:
         room = self._longest_prompt + 1 - len(ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         if params.min_tokens > max_tokens:
-            raise ValueError(
-                f"min_tokens is {params.min_tokens}, but a prompt of {len(ids)} tokens leaves room for "
-                f"{max_tokens} (max_model_len {self.max_model_len}, max_tokens {params.max_tokens})"
+            raise FieldError(
+                "min_tokens",
+                f"is {params.min_tokens}, but a prompt of {len(ids)} tokens leaves room for "
+                f"{max_tokens} (max_model_len {self.max_model_len}, max_tokens {params.max_tokens})",
+                params.min_tokens,
             )
         return EngineRequest(
             request_id=request_id,
@@ -198,12 +207,12 @@ class InputProcessor:
         if self.pooling is not None:
             return _checked_pooling_params(params, self.pooling, self.max_model_len)
         if isinstance(params, PoolingParams):
-            raise TypeError(
-                "pooling_params were given, and this engine generates text; start it with runner='pooling', or give "
-                "SamplingParams"
+            raise FieldTypeError(
+                "pooling_params",
+                "were given, and this engine generates text; start it with runner='pooling', or give SamplingParams",
             )
         if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params is {params!r}; it must be a SamplingParams")
+            raise FieldTypeError("sampling_params", f"is {params!r}; it must be a SamplingParams", params)
         params = params.clone()  # validates again, because fields may have been assigned
         params.validate_for_model(
             vocab_size=self.vocab_size, max_logprobs=self.max_logprobs, has_tokenizer=self.tokenizer is not None
@@ -217,9 +226,11 @@ class InputProcessor:
         if params.min_tokens and params.allowed_token_ids:
             ends = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos_token_ids)}
             if ends.issuperset(params.allowed_token_ids):
-                raise ValueError(
-                    f"allowed_token_ids={params.allowed_token_ids!r} holds end tokens and stop_token_ids alone, which "
-                    f"min_tokens={params.min_tokens} bans at first; allow another token, or set min_tokens=0"
+                raise FieldError(
+                    "allowed_token_ids",
+                    f"is {params.allowed_token_ids!r}, end tokens and stop_token_ids alone, which "
+                    f"min_tokens={params.min_tokens} bans at first; allow another token, or set min_tokens=0",
+                    params.allowed_token_ids,
                 )
         _kv_transfer_params(params)
         self.check_further(params)
@@ -231,9 +242,11 @@ class InputProcessor:
         assert params.structured_outputs is not None
         ends = self.grammars.eos_token_ids
         if params.allowed_token_ids is not None and ends and not set(ends) & set(params.allowed_token_ids):
-            raise ValueError(
-                f"allowed_token_ids={params.allowed_token_ids!r:.200} holds none of the end tokens {list(ends)}, which "
-                "end an output under structured_outputs; add one"
+            raise FieldError(
+                "allowed_token_ids",
+                f"is {params.allowed_token_ids!r:.200} and has none of the end tokens {list(ends)}, which end an "
+                "output under structured_outputs; add one",
+                params.allowed_token_ids,
             )
         self.grammars.compile(params.structured_outputs)
 
@@ -295,19 +308,21 @@ class InputProcessor:
         if isinstance(prompt, str):
             return prompt, self._tokenize_for(prompt, params), None
         if not isinstance(prompt, dict):
-            return None, _as_token_ids(prompt, "the prompt", "a string, a dictionary or a list of token ids"), None
+            return None, _as_token_ids(prompt, "prompt", "a string, a dictionary or a list of token ids"), None
         for key in prompt:
             if key not in PROMPT_KEYS and prompt[key] is not None:  # type: ignore[literal-required]
-                raise ValueError(f"a prompt has no field {key!r}; it can have {', '.join(PROMPT_KEYS)}")
+                raise FieldError("prompt", f"has a field {key!r}; it can have {', '.join(PROMPT_KEYS)}", key)
         text, token_ids, salt = map(prompt.get, PROMPT_KEYS)
         if salt is not None and (not isinstance(salt, str) or not salt):
-            raise ValueError(f"cache_salt is {salt!r}; it must be a string that is not empty")
+            raise FieldError("cache_salt", f"is {salt!r}; it must be a string that is not empty", salt)
         if text is not None and not isinstance(text, str):
-            raise TypeError(f"prompt is {text!r}; it must be a string")
+            raise FieldTypeError("prompt", f"is {text!r}; it must be a string", text)
         if token_ids is not None:
             return text, _as_token_ids(token_ids), salt
         if text is None:
-            raise ValueError("a prompt dictionary needs 'prompt' (text) or 'prompt_token_ids' (a list of ints)")
+            raise FieldError(
+                "prompt", "is a dictionary without 'prompt' (text) and 'prompt_token_ids' (a list of ints)"
+            )
         return text, self._tokenize_for(text, params), salt
 
     def _tokenize_for(self, text: str, params: SamplingParams | PoolingParams) -> np.ndarray:
@@ -315,7 +330,7 @@ class InputProcessor:
         if self.pooling_texts is None or isinstance(params, SamplingParams):
             return self.tokenize(text if keep is None else self.cut(text, keep), is_cut=keep is not None)
         if keep is None:
-            self._check_length("the prompt", text)
+            self._check_length("prompt", text)
         return np.frombuffer(array("q", self.pooling_texts.tokenize(text, params)), np.int64)
 
     def cut(self, text: str, keep: int) -> str:
@@ -328,27 +343,31 @@ class InputProcessor:
         longest = self._longest_prompt
         kept = self.tokenizer.cut(text, longest + 1 if keep == -1 else min(keep, longest + 1), "left")
         if keep > longest and len(kept) < len(text):
-            raise ValueError(
-                f"the prompt has more than {longest} tokens, and truncate_prompt_tokens is {keep}; with max_model_len="
-                f"{self.max_model_len} it can have at most {longest}"
+            raise FieldError(
+                "prompt",
+                f"has more than {longest} tokens, and truncate_prompt_tokens is {keep}; with max_model_len="
+                f"{self.max_model_len} it can have at most {longest}",
+                code=TOO_LONG,
             )
         return kept
 
     def tokenize(self, text: str, *, is_cut: bool = False, **options: Any) -> np.ndarray:
         """Token ids of a prompt, ``[num_tokens]`` int64; it may be too long if it ``is_cut`` afterwards."""
         if self.tokenizer is None:
-            raise ValueError(
-                "this engine has no tokenizer (skip_tokenizer_init=True), so a prompt must be given as "
-                "{'prompt_token_ids': [...]}"
+            raise FieldError(
+                "prompt",
+                "is a text, and this engine has no tokenizer (skip_tokenizer_init=True); give {'prompt_token_ids': "
+                "[...]}",
+                text,
             )
         if not is_cut:
-            self._check_length("the prompt", text)
+            self._check_length("prompt", text)
         ids = self.tokenizer.encode(text, **options)
         if not (text or ids):
-            raise ValueError("prompt is an empty string, to which the tokenizer adds no token; give some text")
+            raise FieldError("prompt", "is an empty string, to which the tokenizer adds no token; give some text")
         return np.frombuffer(array("q", ids), np.int64)
 
-    def _check_length(self, what: str, text: str) -> None:
+    def _check_length(self, field: str, text: str) -> None:
         """Raise ValueError for a text that its length or its beginning shows to have too many tokens."""
         longest = self._longest_prompt
         if self.tokenizer is None or len(text) <= 4 * longest:  # no need to find the longest token
@@ -357,41 +376,55 @@ class InputProcessor:
         if num_chars is None:
             return
         if len(text) > longest * num_chars:
-            raise ValueError(
-                f"{what} has {len(text)} characters; {limit} at most {longest * num_chars}: {longest} tokens of at "
-                f"most {num_chars} characters"
+            raise FieldError(
+                field,
+                f"has {len(text)} characters; {limit} at most {longest * num_chars}: {longest} tokens of at "
+                f"most {num_chars} characters",
+                text,
+                TOO_LONG,
             )
         begin = text[: 8 * longest]  # a token that is cut off may become as many as it has characters
         if len(text) > 2 * len(begin) and (count := len(self.tokenizer.encode(begin))) > 1.5 * longest + num_chars:
-            raise ValueError(
-                f"{what} has {len(text)} characters, the first {len(begin)} of them {count} tokens; {limit} at most "
-                f"{longest}"
+            raise FieldError(
+                field,
+                f"has {len(text)} characters, the first {len(begin)} of them {count} tokens; {limit} at most {longest}",
+                text,
+                TOO_LONG,
             )
 
     def _check_tokens(self, ids: np.ndarray) -> None:
         if not len(ids):
-            raise ValueError("the prompt has no tokens; it must have at least one")
+            raise FieldError("prompt", "has no tokens; it must have at least one")
         if ids.view(np.uint64).max() >= self.vocab_size:  # as unsigned numbers, negative ids are the largest
             position = int(ids.argmin() if ids.min() < 0 else ids.argmax())
-            raise ValueError(
-                f"prompt_token_ids[{position}] is {ids[position]}; the model's vocabulary has "
-                f"{self.vocab_size} tokens, 0 to {self.vocab_size - 1}"
+            raise FieldError(
+                f"prompt_token_ids[{position}]",
+                f"is {ids[position]}; the model's vocabulary has {self.vocab_size} tokens, 0 to {self.vocab_size - 1}",
+                int(ids[position]),
             )
         if len(ids) > self._longest_prompt:
             room = ", so that there is room for one more" if self.pooling is None else ""
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens; with max_model_len={self.max_model_len} it can have at most "
-                f"{self._longest_prompt}{room}"
+            raise FieldError(
+                "prompt",
+                f"has {len(ids)} tokens; with max_model_len={self.max_model_len} it can have at most "
+                f"{self._longest_prompt}{room}",
+                len(ids),
+                TOO_LONG,
             )
 
     def _tokenize_bad_words(self, bad_words: tuple[str, ...]) -> list[list[int]]:
         assert self.tokenizer is not None  # validate_for_model refuses bad words without one
         tokenizer = self.tokenizer
         for word in bad_words:
-            self._check_length("a word of bad_words", word)
+            self._check_length("bad_words", word)
         return bad_words_token_ids(
             bad_words, lambda text: tokenizer.encode(text, add_special_tokens=False), self.vocab_size
         )
+
+
+def is_of_prompt(error: FieldError) -> bool:
+    """Whether an error is about a prompt, which a caller may know by another name."""
+    return error.field.partition("[")[0] in ("prompt", "prompt_token_ids")
 
 
 def needs_grammar(params: object) -> bool:
@@ -418,23 +451,30 @@ def input_size(prompt: object, params: object) -> int:
 
 def _checked_pooling_params(params: Any, pooling: Pooling, max_model_len: int) -> PoolingParams:
     if not isinstance(params, PoolingParams):
-        raise TypeError(
-            f"{type(params).__name__} was given, and this engine pools (runner is 'pooling') and generates no text; "
-            "give PoolingParams (to LLM.embed or score, for instance), or start it with runner='generate'"
+        raise FieldTypeError(
+            type(params).__name__,
+            "was given, and this engine pools (runner is 'pooling') and generates no text; "
+            "give PoolingParams (to LLM.embed or score, for instance), or start it with runner='generate'",
         )
     params = params.clone(task=params.task or pooling.tasks[0])
     if params.task not in pooling.tasks:
-        raise ValueError(f"task is {params.task!r}; with this model it can be {', '.join(pooling.tasks)}")
+        raise FieldError(
+            "task", f"is {params.task!r}; with this model it can be {', '.join(pooling.tasks)}", params.task
+        )
     if params.dimensions is not None:
         check_dimensions(params.dimensions, pooling)
     if (params.truncate_prompt_tokens or 0) > max_model_len:
-        raise ValueError(
-            f"truncate_prompt_tokens is {params.truncate_prompt_tokens}; with max_model_len={max_model_len} it can be "
-            f"at most {max_model_len}, or -1"
+        raise FieldError(
+            "truncate_prompt_tokens",
+            f"is {params.truncate_prompt_tokens}; with max_model_len={max_model_len} it can be "
+            f"at most {max_model_len}, or -1",
+            params.truncate_prompt_tokens,
         )
     if params.step_tag_id is not None and params.task not in ("token_classify", "token_embed"):
-        raise ValueError(
-            f"step_tag_id is {params.step_tag_id}, and task {params.task!r} is not of tokens; leave it out"
+        raise FieldError(
+            "step_tag_id",
+            f"is {params.step_tag_id}, and task {params.task!r} is not of tokens; leave it out",
+            params.step_tag_id,
         )
     return params
 
@@ -451,21 +491,23 @@ _NO_TOKENS = str, bytes, bytearray, memoryview, Mapping, Set
 def _as_token_ids(token_ids: object, name: str = "prompt_token_ids", allowed: str = "a list of ints") -> np.ndarray:
     num_dims = getattr(token_ids, "ndim", 1)  # of an array
     if isinstance(token_ids, _NO_TOKENS) or not hasattr(token_ids, "__iter__") or num_dims != 1:
-        raise TypeError(f"{name} is {token_ids!r:.200}; it must be {allowed}")
+        raise FieldTypeError(name, f"is {token_ids!r:.200}; it must be {allowed}", token_ids)
     entries: Any = token_ids if hasattr(token_ids, "__getitem__") else list(token_ids)
     try:
         ids = np.frombuffer(array("q", entries), np.int64)  # checks the types of all entries, in C
     except (TypeError, OverflowError):
         for position, token in enumerate(entries):
+            name = f"prompt_token_ids[{position}]"
             if is_boolean(token) or not is_integer(token):
-                raise TypeError(f"prompt_token_ids[{position}] is {token!r:.200}; token ids are ints") from None
+                raise FieldTypeError(name, f"is {token!r:.200}; token ids are ints", token) from None
             if not -(2**63) <= int(token) < 2**63:
-                raise ValueError(f"prompt_token_ids[{position}] is {token}; token ids are much smaller") from None
+                raise FieldError(name, f"is {token}; token ids are much smaller", token) from None
         raise
     # booleans have become 0 and 1: refuse a mask in place of token ids
     for position in np.flatnonzero(ids <= 1).tolist():
         if is_boolean(entries[position]):
-            raise TypeError(f"prompt_token_ids[{position}] is {entries[position]!r}, a boolean; token ids are ints")
+            field, token = f"prompt_token_ids[{position}]", entries[position]
+            raise FieldTypeError(field, f"is {token!r}, a boolean; token ids are ints", token)
     return ids
 
 
@@ -475,9 +517,11 @@ def _kv_transfer_params(params: SamplingParams) -> dict[str, Any] | None:
     if given is None:
         return None
     if not isinstance(given, dict):
-        raise TypeError(f"kv_transfer_params is {given!r}; it must be an object")
+        raise FieldTypeError("kv_transfer_params", f"is {given!r}; it must be an object", given)
     if params.n > 1:
-        raise ValueError(f"n is {params.n}, and kv_transfer_params speak of the KV of one sequence; n must be 1")
+        raise FieldError(
+            "n", f"is {params.n}, and kv_transfer_params speak of the KV of one sequence; n must be 1", params.n
+        )
     return given
 
 
@@ -490,22 +534,26 @@ def params_check(plan: EnginePlan) -> Callable[[SamplingParams], None]:
 
     def check(params: SamplingParams) -> None:
         if params.logits_processors and plan.runner != "v1":
-            raise ValueError(
-                f"logits_processors is {params.logits_processors!r}, and Model Runner V2, which samples on the device, "
-                "calls no functions; start the engine with model_runner='v1'"
+            raise FieldError(
+                "logits_processors",
+                f"is {params.logits_processors!r}, and Model Runner V2, which samples on the device, "
+                "calls no functions; start the engine with model_runner='v1'",
+                params.logits_processors,
             )
         if params.logits_processors and crosses_processes:
             try:
                 pickle.dumps(params.logits_processors)
             except Exception as error:
-                raise ValueError(
-                    f"logits_processors is {params.logits_processors!r}, which cannot be sent to the worker processes "
-                    f"({error}); use functions of a module"
+                raise FieldError(
+                    "logits_processors",
+                    f"is {params.logits_processors!r}, which cannot be sent to the worker processes "
+                    f"({error}); use functions of a module",
+                    params.logits_processors,
                 ) from error
         if params.extra_args and not plan.logits_processors:
             for name in params.extra_args:
                 if name not in EXTRA_ARGS:
-                    raise ValueError(f"extra_args can hold {', '.join(EXTRA_ARGS)}, got {name!r}")
+                    raise FieldError("extra_args", f"can hold {', '.join(EXTRA_ARGS)}, got {name!r}", name)
         for processor in plan.logits_processors:
             try:
                 processor.validate_params(params)

@@ -16,6 +16,7 @@ from fleetfoot.plan.plan import EnginePlan, engine_fingerprint
 from fleetfoot.plan.resolve import find_model
 from fleetfoot.records.weights import WeightError
 from fleetfoot.sampling.request_params import read_sampling_defaults
+from fleetfoot.utils.validation import FieldError, FieldTypeError
 from fleetfoot.weights.identity import WeightsIdentity, digest_of
 
 if TYPE_CHECKING:  # an engine with worker processes imports torch when its weights change
@@ -92,15 +93,17 @@ class LiveWeights:
         """See `WeightCalls.apply_sparse_weight_patches`."""
         check_finite = self.config.check_finite if check_finite is None else check_finite
         if isinstance(patches, Mapping | str) or not isinstance(patches, Iterable):
-            raise TypeError(f"patches is a {type(patches).__name__}; it must be a list of patches")
+            raise FieldTypeError("patches", f"is a {type(patches).__name__}; it must be a list of patches")
         from fleetfoot.weights.patches import SparseWeightPatch
 
         parsed = [SparseWeightPatch.parse(patch, index) for index, patch in enumerate(patches)]
         if not parsed:  # the weights stay, and so does all KV
             if version not in (None, self.version):
-                raise ValueError(
-                    f"weight_version is {version!r}, but patches is empty, so the weights stay those of version "
-                    f"{self.version}; leave weight_version out, or give a patch"
+                raise FieldError(
+                    "weight_version",
+                    f"is {version!r}, but patches is empty, so the weights stay those of version "
+                    f"{self.version}; leave weight_version out, or give a patch",
+                    version,
                 )
             return self.version
         return self._apply([("stage_patches", (parsed,), {"check_finite": check_finite})], version, patches=parsed)
@@ -270,7 +273,9 @@ class LiveWeights:
         is_further = self._is_open and self._is_written  # of a version that has not been used yet
         new = self.version + (not is_further) if version is None else version
         if isinstance(new, bool) or not isinstance(new, int) or new < self.version + (not is_further):
-            raise ValueError(f"weight_version is {new!r}; it must be an integer above the current one, {self.version}")
+            raise FieldError(
+                "weight_version", f"is {new!r}; it must be an integer above the current one, {self.version}", new
+            )
         if base is not None:
             (base[1].note if self._plan.connector is None else base[1].start)()
         staged = self._stage(stages)
@@ -335,7 +340,7 @@ def _read_all(weights: Any) -> list[tuple[str, torch.Tensor]]:
     counts: list[Any] = []
     for pair in weights.items() if isinstance(weights, Mapping) else weights:
         if not (isinstance(pair, tuple | list) and len(pair) == 2 and hasattr(pair[1], "data_ptr")):
-            raise TypeError(f"weights has {pair!r:.200}; it must be a folder, or pairs of a name and a tensor")
+            raise FieldTypeError("weights", f"has {pair!r:.200}; it must be a folder, or pairs of a name and a tensor")
         pairs.append((str(pair[0]), pair[1]))
         counts.append(None if pair[1].is_inference() else pair[1]._version)
     if not pairs:
@@ -373,15 +378,17 @@ def update_settings(
     for name, value in settings.items():
         flat |= value if name in _GROUPS and isinstance(value, Mapping) else {name: value}
     if refused := [name for name in flat if name not in LIVE_SETTINGS]:
-        raise ValueError(
-            f"{', '.join(refused)} cannot change while the engine runs; what can: {', '.join(LIVE_SETTINGS)}"
+        raise FieldError(
+            ", ".join(refused), f"cannot change while the engine runs; what can: {', '.join(LIVE_SETTINGS)}"
         )
     config = replace(plan.config, **flat)  # checks all values
     budget, scheduling = flat.get("max_num_batched_tokens"), core.scheduler.config
     if budget is not None:
         if budget > plan.max_num_batched_tokens:
-            raise ValueError(
-                f"max_num_batched_tokens is {budget}; the engine was started for up to {plan.max_num_batched_tokens}"
+            raise FieldError(
+                "max_num_batched_tokens",
+                f"is {budget}; the engine was started for up to {plan.max_num_batched_tokens}",
+                budget,
             )
         scheduling = replace(scheduling, max_num_batched_tokens=budget)
         for request in core.scheduler.requests.values():
@@ -527,7 +534,7 @@ class WeightCalls:
     def start_weight_update(self, is_checkpoint_format: bool = True, *, mode: str = "drain") -> Any:
         """Pause the engine for several calls of `update_weights`, which then make one version; vLLM's call."""
         if not is_checkpoint_format:
-            raise ValueError("is_checkpoint_format is False; send tensors as in the checkpoint")
+            raise FieldError("is_checkpoint_format", "is False; send tensors as in the checkpoint")
 
         def start(engine: Any) -> None:
             engine.live.start_update()

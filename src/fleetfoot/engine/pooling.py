@@ -23,6 +23,7 @@ from fleetfoot.outputs import (
     ScoringRequestOutput,
 )
 from fleetfoot.records.pooling_params import PoolingParams
+from fleetfoot.utils.validation import FieldError, FieldTypeError
 
 Params = PoolingParams | Sequence[PoolingParams] | None
 Progress = bool | Callable[..., Any]
@@ -129,9 +130,13 @@ class PoolingCalls:
         self._check_pools(self.score, "score", unknown)
         first, second = (_texts(name, data) for name, data in (("data_1", data_1), ("data_2", data_2)))
         if len(first) not in (1, len(second)) or not second:
-            raise ValueError(f"data_1 has {len(first)} texts and data_2 {len(second)}; expected one, or as many")
+            raise FieldError(
+                "data_2", f"has {len(second)} texts, and data_1 {len(first)}; data_1 must have one, or as many", data_2
+            )
         if not (pooling_params is None or isinstance(pooling_params, PoolingParams)):
-            raise TypeError(f"pooling_params is {pooling_params!r}; it must be a PoolingParams, for all pairs")
+            raise FieldTypeError(
+                "pooling_params", f"is {pooling_params!r}; it must be a PoolingParams, for all pairs", pooling_params
+            )
         processor = self.llm_engine.input_processor
         params = _with_task(pooling_params, None, truncate_prompt_tokens)
         prompts, params = pair_prompts(processor, first, second, params, chat_template)
@@ -148,15 +153,17 @@ def check_pools(
     does not have the task; ``call``: its name, for messages."""
     check_call_keywords(call, method, unknown)
     if pooling is None:
-        raise ValueError(
-            f"{call} needs a model for pooling, and this one generates; start it with runner='pooling' for embeddings, "
-            "or take a checkpoint with a head for scores"
+        raise FieldError(
+            call,
+            "needs a model for pooling, and this one generates; start it with runner='pooling' for embeddings, "
+            "or take a checkpoint with a head for scores",
         )
     if task is not None and task not in pooling.tasks:
         hint = " (scores of pairs need embeddings, or one label)" if task == "score" else ""
-        raise ValueError(
-            f"{call} needs the task {task!r}; this model has {', '.join(pooling.tasks)}{hint}; "
-            "LLM.encode(pooling_task=...) has all of them"
+        raise FieldError(
+            call,
+            f"needs the task {task!r}; this model has {', '.join(pooling.tasks)}{hint}; "
+            "LLM.encode(pooling_task=...) has all of them",
         )
 
 
@@ -277,7 +284,7 @@ def score_task(pooling: Pooling, chat_template: str | None) -> str:
     if pooling.task != "embed":
         return "score"
     if chat_template is not None:
-        raise ValueError("chat_template joins pairs for cross-encoders, and this model has embeddings; leave it out")
+        raise FieldError("chat_template", "joins pairs for cross-encoders, and this model has embeddings; leave it out")
     return "embed"
 
 
@@ -370,15 +377,15 @@ def _texts(name: str, data: Any) -> list[Any]:
     if isinstance(data, str | Mapping):
         return [_text(name, data)]
     if not isinstance(data, Sequence):
-        raise TypeError(f"{name} is {data!r:.200}; it must be a text or a list of texts")
+        raise FieldTypeError(name, f"is {data!r:.200}; it must be a text or a list of texts", data)
     return [_text(f"{name}[{index}]", text) for index, text in enumerate(data)]
 
 
 def _text(name: str, data: Any) -> Text:
     is_dict = isinstance(data, Mapping) and any(data.get(key) is not None for key in ("prompt", "prompt_token_ids"))
     if not isinstance(data, str) and not is_dict:
-        raise TypeError(
-            f"{name} is {data!r:.200}; it must be a text, or a dictionary with 'prompt' or 'prompt_token_ids'"
+        raise FieldTypeError(
+            name, f"is {data!r:.200}; it must be a text, or a dictionary with 'prompt' or 'prompt_token_ids'", data
         )
     return data
 
@@ -390,8 +397,10 @@ def _with_task(params: Params, task: str | None, truncate_prompt_tokens: int | N
         if not isinstance(entry, PoolingParams):  # refused with the others
             return entry
         if task is not None and entry.task not in (None, task):
-            raise ValueError(
-                f"task is {entry.task!r} in pooling_params, and the call is for {task!r}; leave it out there"
+            raise FieldError(
+                "task",
+                f"is {entry.task!r} in pooling_params, and the call is for {task!r}; leave it out there",
+                entry.task,
             )
         changes = {"task": task, "truncate_prompt_tokens": truncate_prompt_tokens}
         return entry.clone(**{name: value for name, value in changes.items() if value is not None})

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fleetfoot.config.pooling import Pooling
 from fleetfoot.records.pooling_params import PoolingParams
+from fleetfoot.utils.validation import FieldError
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
@@ -51,7 +52,7 @@ class PoolingTexts:
             return ""
         if name not in prompts:
             known = ", ".join(map(repr, prompts)) or "none (they are in config_sentence_transformers.json)"
-            raise ValueError(f"prompt_name is {name!r}; the model's prompts are {known}")
+            raise FieldError("prompt_name", f"is {name!r}; the model's prompts are {known}", name)
         return prompts[name]
 
     def pair_messages(self, first: str, second: str, params: PoolingParams) -> list[dict[str, str]]:

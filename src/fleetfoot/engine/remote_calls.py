@@ -12,6 +12,7 @@ from fleetfoot.engine.hold import Hold
 from fleetfoot.engine.live_weights import ENGINE_METHODS, WeightCalls
 from fleetfoot.engine.sleep import SleepCalls
 from fleetfoot.engine.wire import Call, Failed, Reply
+from fleetfoot.utils.validation import FieldError
 
 Send = Callable[[Reply], object]
 """Sends the reply to the client."""
@@ -138,5 +139,5 @@ class _HeldCall(SleepCalls, WeightCalls):
         if method in ENGINE_METHODS:
             return getattr(self, method)(*args, **(kwargs or {}))
         if not isinstance(method, str) or method.startswith("_"):
-            raise ValueError(f"method is {method!r}; it must be the name of a method of the worker")
+            raise FieldError("method", f"is {method!r}; it must be the name of a method of the worker", method)
         return self._held(lambda engine: engine.collective_rpc(method, None, tuple(args), kwargs), "keep")

@@ -10,6 +10,7 @@ from fleetfoot.engine.core import EngineCore
 from fleetfoot.engine.hold import HoldQueue
 from fleetfoot.engine.live_weights import LiveWeights
 from fleetfoot.executor.protocol import WorkerError
+from fleetfoot.utils.validation import FieldError
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ _MODES = {"abort": "abort", "wait": "drain", "keep": "keep"}
 
 def _hold_mode(mode: str) -> str:
     if mode not in _MODES:
-        raise ValueError(f"mode is {mode!r}; it can be {', '.join(_MODES)}")
+        raise FieldError("mode", f"is {mode!r}; it can be {', '.join(_MODES)}", mode)
     return _MODES[mode]
 
 
@@ -65,7 +66,9 @@ class Suspension:
         if not self._can_sleep:
             raise ValueError("this engine cannot sleep; start it with enable_sleep_mode=True")
         if isinstance(level, bool) or level not in (1, 2):
-            raise ValueError(f"level is {level!r}; it can be 1 (weights move to the host) or 2 (weights are dropped)")
+            raise FieldError(
+                "level", f"is {level!r}; it can be 1 (weights move to the host) or 2 (weights are dropped)", level
+            )
 
     def sleep(self, level: int) -> None:
         """See `SleepCalls.sleep`."""
@@ -87,7 +90,7 @@ class Suspension:
         """See `SleepCalls.wake_up`."""
         wanted = TAGS if tags is None else tags
         if isinstance(wanted, str) or any(tag not in TAGS for tag in wanted):
-            raise ValueError(f"tags is {tags!r}; it can be None (all) or a list of {' and '.join(TAGS)}")
+            raise FieldError("tags", f"is {tags!r}; it can be None (all) or a list of {' and '.join(TAGS)}", tags)
         if not self._asleep:
             logger.warning("the engine is awake already")
             return

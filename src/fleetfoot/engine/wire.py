@@ -20,6 +20,7 @@ from fleetfoot.engine.input_processor import EngineRequest
 from fleetfoot.records.pooling_params import PoolingParams
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import PackedLogprobs
+from fleetfoot.utils.validation import FieldError, FieldTypeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +49,26 @@ class _Message(msgspec.Struct, array_like=True, tag=True):
 
 
 class Failed(_Message):
-    """An exception: the name of its class and its text."""
+    """An exception: the name of its class and its text; of a `FieldError` the problem, and what else it has."""
 
     kind: str
     text: str
+    field: str | None = None
+    code: str | None = None
 
     @classmethod
     def of(cls, error: BaseException) -> Failed:
         kinds = {ValueError: "ValueError", FileNotFoundError: "ValueError", TypeError: "TypeError"}
         kind = next((name for known, name in kinds.items() if isinstance(error, known)), type(error).__name__)
+        if isinstance(error, FieldError):  # without the value, which may be of any type
+            return cls(type(error).__name__, error.problem, error.field, error.code)
         return cls(kind, str(error) or type(error).__name__)
 
     def as_error(self) -> Exception:
         """A ValueError, TypeError, EngineDeadError or RuntimeError."""
+        if self.field is not None:
+            kind = FieldTypeError if self.kind == "FieldTypeError" else FieldError
+            return kind(self.field, self.text, code=self.code)
         kinds: dict[str, type[Exception]] = {
             "ValueError": ValueError, "TypeError": TypeError, "EngineDeadError": EngineDeadError
         }  # fmt: skip

@@ -37,6 +37,7 @@ from fleetfoot.sampling.custom_processors import EngineProcessor
 from fleetfoot.speculative.drafter import DraftSettings, build_speculation
 from fleetfoot.utils.memory import release_code, trim_heap, use_huge_pages
 from fleetfoot.utils.progress import report_progress
+from fleetfoot.utils.validation import FieldError
 from fleetfoot.weights.loading import ModelLoader
 from fleetfoot.weights.sleep import TAGS, make_sleep_memory
 from fleetfoot.weights.store import StageReport
@@ -188,7 +189,9 @@ class Worker:
         """Call a function of the worker, or its method of this name. Raises ValueError: there is no such method."""
         function = method if callable(method) else getattr(type(self), str(method), None)
         if function is None:
-            raise ValueError(f"method is {method!r}, which a worker does not have; give a function of the worker")
+            raise FieldError(
+                "method", f"is {method!r}, which a worker does not have; give a function of the worker", method
+            )
         return function(self, *args, **kwargs)
 
     def call_weights(self, method: str, *args: Any, **kwargs: Any) -> Any:

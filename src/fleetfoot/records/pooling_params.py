@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from fleetfoot.config.pooling import ACTIVATION_NAMES, merge_activation
-from fleetfoot.utils.validation import checked_keywords
+from fleetfoot.utils.validation import FieldError, checked_keywords
 
 POOLING_TASKS = ("embed", "classify", "score", "token_embed", "token_classify")
 
@@ -50,17 +50,19 @@ class PoolingParams:
         for name, least in (("truncate_prompt_tokens", -1), ("dimensions", 1), ("step_tag_id", 0)):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise ValueError(f"{name} must be None or an integer of at least {least}, got {value!r}")
+                raise FieldError(name, f"must be None or an integer of at least {least}, got {value!r}", value)
         if self.truncate_prompt_tokens == 0:
-            raise ValueError("truncate_prompt_tokens must be None, -1 or at least 1, got 0")
+            raise FieldError("truncate_prompt_tokens", "must be None, -1 or at least 1, got 0")
         for name in ("use_activation", *ACTIVATION_NAMES):
             if not (getattr(self, name) is None or isinstance(getattr(self, name), bool)):
-                raise ValueError(f"{name} must be None, True or False, got {getattr(self, name)!r}")
+                raise FieldError(name, f"must be None, True or False, got {getattr(self, name)!r}", getattr(self, name))
         self.use_activation = merge_activation(self)
         if not isinstance(self.prompt_name, str | None):
-            raise ValueError(f"prompt_name must be None or the name of a prompt, got {self.prompt_name!r}")
+            raise FieldError(
+                "prompt_name", f"must be None or the name of a prompt, got {self.prompt_name!r}", self.prompt_name
+            )
         if self.task is not None and self.task not in POOLING_TASKS:
-            raise ValueError(f"task must be None or one of {', '.join(POOLING_TASKS)}, got {self.task!r}")
+            raise FieldError("task", f"must be None or one of {', '.join(POOLING_TASKS)}, got {self.task!r}", self.task)
 
     def clone(self, **changes: Any) -> PoolingParams:
         """A validated copy."""

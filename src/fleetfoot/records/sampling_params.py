@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from fleetfoot.config.vllm_names import SAMPLING_KEYWORDS
 from fleetfoot.records.structured_outputs import StructuredOutputsParams, as_structured_outputs
-from fleetfoot.utils.validation import checked_keywords
+from fleetfoot.utils.validation import FieldError, checked_keywords
 
 EXTRA_ARGS = ("kv_transfer_params",)
 _TOKEN_IDS = "token ids (integers of at least 0; True and False are none)"
@@ -116,10 +116,10 @@ class SamplingParams:
                 setattr(self, name, _checked(name, value, kind, low, high, allowed, *others))
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+                raise FieldError(name, f"must be True or False, got {getattr(self, name)!r}", getattr(self, name))
         if not isinstance(self.output_kind, RequestOutputKind):
             allowed = ", ".join(f"RequestOutputKind.{kind.name}" for kind in RequestOutputKind)
-            raise ValueError(f"output_kind must be one of {allowed}, got {self.output_kind!r}")
+            raise FieldError("output_kind", f"must be one of {allowed}, got {self.output_kind!r}", self.output_kind)
         self.stop = _strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop)
         self.bad_words = _strings("bad_words", self.bad_words)
         stop_token_ids = () if self.stop_token_ids is None else self.stop_token_ids
@@ -127,17 +127,19 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
-                raise ValueError("allowed_token_ids must hold at least one token id, or be None (all tokens), got []")
+                raise FieldError(
+                    "allowed_token_ids", "must hold at least one token id, or be None (all tokens), got []", []
+                )
         if self.logit_bias is not None:
             self.logit_bias = _logit_bias(self.logit_bias)
         if self.extra_args is not None:
             if not isinstance(self.extra_args, dict):
-                raise ValueError(f"extra_args must be None or a dict, got {self.extra_args!r}")
+                raise FieldError("extra_args", f"must be None or a dict, got {self.extra_args!r}", self.extra_args)
             self.extra_args = copy.deepcopy(self.extra_args)
         if self.logits_processors is not None:
             given = self.logits_processors
             if not isinstance(given, list | tuple) or not all(callable(function) for function in given):
-                raise ValueError(f"logits_processors must be None or a list of functions, got {given!r}")
+                raise FieldError("logits_processors", f"must be None or a list of functions, got {given!r}", given)
             self.logits_processors = list(given)
         if self.structured_outputs is not None:
             self.structured_outputs = as_structured_outputs(self.structured_outputs)
@@ -147,12 +149,15 @@ class SamplingParams:
         if self.seed == -1:  # as in vLLM: no seed
             self.seed = None
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}")
+            raise FieldError(
+                "min_tokens", f"must be at most max_tokens={self.max_tokens}, got {self.min_tokens}", self.min_tokens
+            )
         if self.stop and not self.detokenize:
-            raise ValueError(f"stop={self.stop!r} needs detokenize=True: stop strings are found in the text")
+            problem = f"is {self.stop!r} and needs detokenize=True: stop strings are found in the text"
+            raise FieldError("stop", problem, self.stop)
         if self.temperature == 0 and self.n > 1:
-            raise ValueError(
-                f"n must be 1 with greedy sampling (temperature=0), got {self.n}: all copies would be equal"
+            raise FieldError(
+                "n", f"must be 1 with greedy sampling (temperature=0), got {self.n}: all copies would be equal", self.n
             )
 
     def clone(self) -> SamplingParams:
@@ -181,23 +186,29 @@ class SamplingParams:
         ):
             outside = [token_id for token_id in ids or () if token_id >= vocab_size]
             if outside:
-                raise ValueError(
-                    f"{name} names tokens {outside!s:.100} outside the model's vocabulary [0, {vocab_size - 1}]"
+                raise FieldError(
+                    name,
+                    f"names tokens {outside!s:.100} outside the model's vocabulary [0, {vocab_size - 1}]",
+                    outside,
                 )
         most = vocab_size if max_logprobs == -1 else max_logprobs
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             num_logprobs = vocab_size if count == -1 else count
             if num_logprobs is not None and num_logprobs > most:
                 shown = f"-1 (all {vocab_size} tokens)" if count == -1 else count
-                raise ValueError(
-                    f"{name} must be at most {most}, got {shown}; "
-                    f"start the engine with max_logprobs={-1 if count == -1 else count} to allow it"
+                raise FieldError(
+                    name,
+                    f"must be at most {most}, got {shown}; "
+                    f"start the engine with max_logprobs={-1 if count == -1 else count} to allow it",
+                    count,
                 )
         for name in ("stop", "bad_words"):
             if getattr(self, name) and not has_tokenizer:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} needs a tokenizer, and the engine has none (skip_tokenizer_init); "
-                    f"use stop_token_ids or logit_bias"
+                raise FieldError(
+                    name,
+                    f"is {getattr(self, name)!r} and needs a tokenizer, and the engine has none (skip_tokenizer_init); "
+                    "use stop_token_ids or logit_bias",
+                    getattr(self, name),
                 )
 
 
@@ -250,7 +261,7 @@ def _checked(name: str, value: Any, kind: type, low: float, high: float, allowed
     except (TypeError, OverflowError):  # not an integer; an int beyond any float
         pass
     if number is None or not (low <= number <= high or number in others):
-        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+        raise FieldError(name, f"must be {allowed}, got {value!r}", value)
     return number
 
 
@@ -298,7 +309,9 @@ def bad_words_token_ids(
         spellings = (bare, " " + bare) if bare else (word,)
         encoded = [tuple(encode(spelling)) for spelling in spellings]
         if not encoded[0]:
-            raise ValueError(f"bad_words entry {word!r} has no tokens in this model's vocabulary; leave it out")
+            raise FieldError(
+                "bad_words", f"has {word!r}, which has no tokens in this model's vocabulary; leave it out", word
+            )
         sequences.update(dict.fromkeys(sequence for sequence in encoded if sequence))
     return [list(sequence) for sequence in sequences if vocab_size is None or max(sequence) < vocab_size]
 
@@ -307,28 +320,32 @@ def _strings(name: str, values: Any) -> list[str]:
     if values is None:
         return []
     if isinstance(values, str) or not isinstance(values, Sequence):
-        raise ValueError(f"{name} must be a list of strings, got {values!r}")
+        raise FieldError(name, f"must be a list of strings, got {values!r}", values)
     for value in values:
         if not isinstance(value, str) or not value or any("\ud800" <= character <= "\udfff" for character in value):
-            raise ValueError(f"{name} must hold strings that are not empty, without lone surrogates, got {value!r}")
+            raise FieldError(
+                name, f"must hold strings that are not empty, without lone surrogates, got {value!r}", value
+            )
     return list(values)
 
 
 def _token_ids(name: str, values: Any) -> list[int]:
     num_dims = getattr(values, "ndim", 1)  # of an array
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable) or num_dims != 1:
-        raise ValueError(f"{name} must be a list of token ids, got {values!r}")
+        raise FieldError(name, f"must be a list of token ids, got {values!r}", values)
     return [_checked(name, value, int, 0, _INF, f"a list of {_TOKEN_IDS}") for value in values]
 
 
 def _logit_bias(values: Any) -> dict[int, float]:
     if not isinstance(values, Mapping):
-        raise ValueError(f"logit_bias must be a dict of token id to bias, got {values!r}")
+        raise FieldError("logit_bias", f"must be a dict of token id to bias, got {values!r}", values)
     biases: dict[int, float] = {}
     for key, bias in values.items():
         token_id = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
         token_id = _checked("logit_bias", token_id, int, 0, _INF, f"keyed by {_TOKEN_IDS}")
         if token_id in biases:
-            raise ValueError(f"logit_bias must name each token once, as an int or as a string, got {values!r}")
+            raise FieldError(
+                "logit_bias", f"must name each token once, as an int or as a string, got {values!r}", values
+            )
         biases[token_id] = _checked(f"logit_bias[{token_id}]", bias, float, -1e9, 1e9, "a number in [-1e+09, 1e+09]")
     return biases

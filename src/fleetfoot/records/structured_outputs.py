@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from fleetfoot.parsers.grammar import closed
-from fleetfoot.utils.validation import checked_keywords
+from fleetfoot.utils.validation import FieldError, checked_keywords
 
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """Fields of which exactly one is given."""
@@ -72,32 +72,45 @@ class StructuredOutputsParams:
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) != 1:
             found = f"got {' and '.join(given)}" if given else "got none"
-            raise ValueError(f"structured_outputs needs exactly one of {', '.join(CONSTRAINTS)}; {found}")
+            raise FieldError("structured_outputs", f"needs exactly one of {', '.join(CONSTRAINTS)}; {found}")
         for name in ("regex", "grammar", "reasoning_end", "reasoning_begin", "whitespace_pattern", "frame"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
-                raise ValueError(f"structured_outputs.{name} must be a string that is not empty, got {value!r:.200}")
+                raise FieldError(
+                    f"structured_outputs.{name}", f"must be a string that is not empty, got {value!r:.200}", value
+                )
         budget = self.max_reasoning_tokens
         if budget is not None and (type(budget) is not int or budget < 0 or self.reasoning_end is None):
-            raise ValueError(
-                f"structured_outputs.max_reasoning_tokens must be at least 0, with reasoning_end, got {budget!r:.50}"
+            raise FieldError(
+                "structured_outputs.max_reasoning_tokens",
+                f"must be at least 0, with reasoning_end, got {budget!r:.50}",
+                budget,
             )
         for name in ("disable_fallback", "disable_any_whitespace", "disable_additional_properties"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"structured_outputs.{name} must be True or False, got {getattr(self, name)!r:.200}")
+                raise FieldError(
+                    f"structured_outputs.{name}",
+                    f"must be True or False, got {getattr(self, name)!r:.200}",
+                    getattr(self, name),
+                )
         if self.json_object is not None and self.json_object is not True:
-            raise ValueError(f"structured_outputs.json_object must be True, got {self.json_object!r:.200}")
+            raise FieldError(
+                "structured_outputs.json_object", f"must be True, got {self.json_object!r:.200}", self.json_object
+            )
         for name, kinds in (("json", (str, dict, bool)), ("structural_tag", (str, dict))):
             value = getattr(self, name)
             if value is not None and not isinstance(value, kinds):
-                raise ValueError(f"structured_outputs.{name} must be an object or its JSON text, got {value!r:.200}")
+                raise FieldError(
+                    f"structured_outputs.{name}", f"must be an object or its JSON text, got {value!r:.200}", value
+                )
             setattr(self, name, copy.deepcopy(value))
         if self.choice is not None:
             self.choice = _choices(self.choice)
         if self.whitespace_pattern is not None and self.disable_any_whitespace:
-            raise ValueError(
-                f"structured_outputs.whitespace_pattern is {self.whitespace_pattern!r}, and disable_any_whitespace is "
-                "True; give one of them"
+            raise FieldError(
+                "structured_outputs.whitespace_pattern",
+                f"is {self.whitespace_pattern!r}, and disable_any_whitespace is True; give one of them",
+                self.whitespace_pattern,
             )
 
 
@@ -117,10 +130,10 @@ def with_closed_objects(constraint: StructuredOutputsParams | None) -> Structure
 def _choices(values: Any) -> list[str]:
     allowed = "a list of strings that are not empty, at least one"
     if isinstance(values, str) or not isinstance(values, list | tuple) or not values:
-        raise ValueError(f"structured_outputs.choice must be {allowed}, got {values!r:.200}")
+        raise FieldError("structured_outputs.choice", f"must be {allowed}, got {values!r:.200}", values)
     for value in values:
         if not isinstance(value, str) or not value:
-            raise ValueError(f"structured_outputs.choice must be {allowed}, got {value!r:.200} in it")
+            raise FieldError("structured_outputs.choice", f"must be {allowed}, got {value!r:.200} in it", value)
     return list(dict.fromkeys(values))
 
 
@@ -131,7 +144,9 @@ def as_structured_outputs(value: Any) -> StructuredOutputsParams | None:
     if isinstance(value, StructuredOutputsParams):
         value = {name: getattr(value, name) for name in StructuredOutputsParams.__slots__}
     elif not isinstance(value, dict):
-        raise ValueError(f"structured_outputs must be None, a StructuredOutputsParams or a dict, got {value!r:.200}")
+        raise FieldError(
+            "structured_outputs", f"must be None, a StructuredOutputsParams or a dict, got {value!r:.200}", value
+        )
     try:
         return StructuredOutputsParams(**value)
     except TypeError as error:  # an unknown keyword

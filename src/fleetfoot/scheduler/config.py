@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from fleetfoot.records.kv_layout import ONE_GROUP, KVGroup, most_tokens
 from fleetfoot.records.request import Request
+from fleetfoot.utils.validation import FieldError
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +42,17 @@ class SchedulerConfig:
         width = 1 + self.num_drafts
         if self.max_num_batched_tokens < self.max_num_seqs * width:
             of_each = f"{width} tokens (1 and {self.num_drafts} drafts)" if self.num_drafts else "a token"
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must hold {of_each} of each of max_num_seqs "
+            raise FieldError(
+                "max_num_batched_tokens",
+                f"({self.max_num_batched_tokens}) must hold {of_each} of each of max_num_seqs "
                 f"({self.max_num_seqs}) requests: raise it to {self.max_num_seqs * width}, or set max_num_seqs to at "
-                f"most {self.max_num_batched_tokens // width}"
+                f"most {self.max_num_batched_tokens // width}",
             )
         if self.kv_load_failure_policy not in ("recompute", "fail"):
-            raise ValueError(
-                f"kv_load_failure_policy is {self.kv_load_failure_policy!r}; it can be 'recompute' or 'fail'"
+            raise FieldError(
+                "kv_load_failure_policy",
+                f"is {self.kv_load_failure_policy!r}; it can be 'recompute' or 'fail'",
+                self.kv_load_failure_policy,
             )
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,10 +12,12 @@ from fleetfoot.engine.chat import ExpectedMessages, ToolUse, find_schema_error, 
 from fleetfoot.outputs import CompletionOutput, RequestOutput
 from fleetfoot.parsers.base import MessageDelta, MessageParser
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.server.http import ApiError, invalid
 from fleetfoot.server.service import RequestOutputs, Service, check_completion, engine_prompt
 from fleetfoot.structured.grammars import MAX_CHARS
+from fleetfoot.utils.validation import FieldError
 
+_OWN_FIELDS = "structured_outputs.grammar", "structured_outputs.frame"
+"""Constraints that the server makes of tools."""
 _TOOL_COST = 1 << 17
 """Cost of the search for a tool that cannot be compiled, in bytes."""
 
@@ -225,10 +226,7 @@ async def prepare(service: Service, turn: Turn) -> Prepared:
 
 
 def _read_tools(turn: Turn) -> ToolUse:
-    try:
-        return ToolUse.of(turn.tools, turn.tool_choice, is_parallel=turn.parallel_tool_calls)
-    except ValueError as error:
-        raise invalid(str(error).split(" ", 1)[0], str(error)) from None
+    return ToolUse.of(turn.tools, turn.tool_choice, is_parallel=turn.parallel_tool_calls)
 
 
 def _check_grammar(params: SamplingParams, tools: ToolUse) -> None:
@@ -236,8 +234,8 @@ def _check_grammar(params: SamplingParams, tools: ToolUse) -> None:
     constraint = params.structured_outputs
     size = 0 if constraint is None else max(len(text or "") for text in (constraint.frame, constraint.grammar))
     if tools.functions and size > MAX_CHARS:
-        message = f"tools has {len(tools.functions)} tools, the grammar of which has {size:,} characters"
-        raise invalid("tools", f"{message}; {MAX_CHARS:,} are the most: give fewer tools, or simpler parameters")
+        problem = f"has {len(tools.functions)} tools, the grammar of which has {size:,} characters"
+        raise FieldError("tools", f"{problem}; {MAX_CHARS:,} are the most: give fewer tools, or simpler parameters")
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -290,11 +288,11 @@ async def generate(service: Service, turn: Turn) -> GeneratedMessages:
     prompt = engine_prompt(prepared.token_ids, turn.cache_salt)
     try:
         outputs = await service.submit([prompt], prepared.expected.params, turn.request_id, turn.priority)
-    except ApiError as error:
-        if re.search(r"structured_outputs\.(grammar|frame)", error.message) and (
-            reason := await service.run_native(_TOOL_COST, find_schema_error, prepared.tools, trial)
+    except FieldError as error:
+        if error.field in _OWN_FIELDS and (
+            found := await service.run_native(_TOOL_COST, find_schema_error, prepared.tools, trial)
         ):
-            raise invalid(reason.split(" ", 1)[0], reason) from None
+            raise found from error
         raise
     parsers = [prepared.expected.parser() for _ in range(turn.params.n)]
     return GeneratedMessages(outputs, parsers, service.count_tokens if prepared.expected.can_reason else None)

@@ -21,10 +21,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fleetfoot.engine.errors import EngineDeadError
+from fleetfoot.engine.input_processor import is_of_prompt
 from fleetfoot.server.unknown_fields import NO_UNKNOWN_FIELDS, UnknownFields, advice
 from fleetfoot.utils.logs import REQUEST_ID
 from fleetfoot.utils.process import as_exception
-from fleetfoot.utils.validation import shown
+from fleetfoot.utils.validation import FieldError, shown
 from fleetfoot.utils.work_pool import PoolFullError
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ KEEP_ALIVE_S = 15.0
 _PATH_CHARACTERS = "/~!$&'()*+,;=:@"
 _MAX_MESSAGE = 2000
 _MAX_PARAM = 200
+_BODY_NAMES = {"extra_args": "vllm_xargs"}
+"""Fields of a body that the engine knows by other names."""
 _MAX_UNKNOWN_PLACES = 16
 """Kinds of objects of a body that may have unknown fields."""
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
@@ -90,10 +93,11 @@ class ApiError(Exception):
             return cls(429, str(error), "queue_full", retry_after=1)
         if isinstance(error, EngineDeadError):
             return cls(503, str(error), "engine_dead")
+        if isinstance(error, FieldError):
+            field = _BODY_NAMES.get(error.field, error.field)
+            return cls(400, str(error.at(field)), error.code, None if is_of_prompt(error) else field)
         if isinstance(error, ValueError | TypeError):
-            message = re.sub("^extra_args", "vllm_xargs", str(error))  # the field of the body
-            is_long = "max_model_len" in message and ("tokens" in message or "characters" in message)
-            return cls(400, message, "context_length_exceeded" if is_long else None, _named_field(message))
+            return cls(400, str(error))
         if isinstance(error, RecursionError):
             return cls(400, "the body is nested too deeply")
         if isinstance(error, OverflowError):
@@ -112,13 +116,12 @@ def invalid(param: str, message: str, code: str | None = None) -> ApiError:
     return ApiError(400, message, code, param)
 
 
-_VERBS = "must|is|names|needs|has|holds|joins|cannot|can"
-
-
-def _named_field(message: str) -> str | None:
-    """The field that a message of the engine begins with (``top_p must be ...``, ``n is 3, ...``)."""
-    match = re.match(rf"([a-z][a-z_]*)(?:\[[^\]]*\]|=\[[^\]]*\]|=\S+|\.\w+)* (?:{_VERBS})\b", message)
-    return match[1] if match and match[1] not in ("the", "a", "this", "there", "prompt", "prompt_token_ids") else None
+def renamed(error: FieldError, names: Mapping[str, str]) -> FieldError:
+    """An error with the names that an API has for parts of a field's path."""
+    field = error.field
+    for name, own in names.items():
+        field = field.replace(name, own)
+    return error.at(field)
 
 
 class ErrorDetails(msgspec.Struct):

@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from fleetfoot.engine.chat import ChatFormats
 from fleetfoot.engine.client import EngineClient, OutputStream
-from fleetfoot.engine.input_processor import LONG_TEXT
+from fleetfoot.engine.input_processor import LONG_TEXT, is_of_prompt
 from fleetfoot.inputs import PromptType
 from fleetfoot.kv_transfer.nixl.params import parse_params
 from fleetfoot.outputs import CompletionOutput, RequestOutput
@@ -35,6 +35,7 @@ from fleetfoot.server.template_process import Messages, render_apart
 from fleetfoot.server.unknown_fields import UnknownFields
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 from fleetfoot.utils.process import num_cores
+from fleetfoot.utils.validation import FieldError
 from fleetfoot.utils.work_pool import WorkPool
 
 _T = TypeVar("_T")
@@ -291,11 +292,10 @@ class Service:
                     streams.append(stream)
                     self._submitting[owner] -= 1
                     num_left -= 1
-                except (ValueError, TypeError) as error:
-                    refused = ApiError.of(error)
-                    if places and refused.param is None:
-                        refused.message, refused.param = f"{places[index]}: {refused.message}", places[index]
-                    raise refused from error
+                except FieldError as error:
+                    if places and is_of_prompt(error):
+                        raise ApiError(400, f"{places[index]}: {error}", error.code, places[index]) from error
+                    raise
         except BaseException:
             for stream in streams:
                 stream.close()

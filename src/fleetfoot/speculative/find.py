@@ -64,7 +64,7 @@ def find_drafter(config: EngineConfig, target: ModelConfig, *, config_only: bool
     try:
         folder = _EMBEDDED[name]() if _is_embedded(name) else resolve_model(name, config_only=config_only)
     except ModelNotFoundError as error:
-        raise ModelNotFoundError(f"speculative_config: {error}") from error
+        raise ModelNotFoundError(f"speculative_config: {error}", "speculative_config") from error
     is_head = speculative.method == "eagle"
     found = DrafterModel(speculative.method, name, folder, _read_config(folder, is_head=is_head))
     _check_fits(found, target)

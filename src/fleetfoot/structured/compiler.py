@@ -18,6 +18,7 @@ from fleetfoot.structured.mask_server import new_matcher
 from fleetfoot.structured.state import GrammarSource, GrammarState, ReasoningEnd
 from fleetfoot.structured.trial import GrammarTrial
 from fleetfoot.structured.vocabulary import VocabularySource
+from fleetfoot.utils.validation import FieldError
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
@@ -98,16 +99,16 @@ class GrammarCompiler:
         try:
             return future.result(_PATIENCE_S)
         except FutureTimeoutError:
-            raise ValueError(
-                f"structured_outputs was not compiled in {_PATIENCE_S:g} seconds, after others; send it later"
+            raise FieldError(
+                "structured_outputs", f"was not compiled in {_PATIENCE_S:g} seconds, after others; send it later"
             ) from None
 
     def submit(self, params: StructuredOutputsParams) -> Future[Grammar]:
         """Begin to compile, or find what was compiled before."""
         if self._load_tokenizer is None:
-            raise ValueError("structured_outputs needs a tokenizer, and the engine has none (skip_tokenizer_init)")
+            raise FieldError("structured_outputs", "needs a tokenizer, and the engine has none (skip_tokenizer_init)")
         if not self.eos_token_ids:
-            raise ValueError("structured_outputs needs an end token, and the model's configuration names none")
+            raise FieldError("structured_outputs", "needs an end token, and the model's configuration names none")
         key = repr([(name, getattr(params, name)) for name in StructuredOutputsParams.__slots__])
         with self._lock:
             future = self._cache.get(key)
@@ -152,7 +153,7 @@ class GrammarCompiler:
         try:
             read = source.read()
         except Exception as error:
-            raise ValueError(f"structured_outputs cannot be used with this tokenizer: {error}") from error
+            raise FieldError("structured_outputs", f"cannot be used with this tokenizer: {error}") from error
 
         def piece(token_id: int) -> bytes:
             text = pieces.tables[0][token_id]
@@ -167,7 +168,7 @@ class GrammarCompiler:
         except ValueError:
             raise
         except BaseException as error:  # a panic of the library is no Exception
-            raise ValueError(f"structured_outputs cannot be compiled: {error!r:.500}") from error
+            raise FieldError("structured_outputs", f"cannot be compiled: {error!r:.500}") from error
 
     def _make(self, params: StructuredOutputsParams) -> Grammar:
         vocabulary = self._load_vocabulary()
@@ -225,7 +226,7 @@ def _grammar_of(params: StructuredOutputsParams, rules: Rules, find_error: FindE
         check_size("frame", params.frame)
         grammar = framed(grammar, params.frame)
         if error := find_error(grammar):
-            raise ValueError(f"structured_outputs.frame cannot be compiled: {error:.500}")
+            raise FieldError("structured_outputs.frame", f"cannot be compiled: {error:.500}")
     return grammar
 
 
@@ -234,6 +235,6 @@ def _check_beginning(matcher: Any) -> None:
     mask = matcher.compute_bitmask()
     if matcher.is_error():
         error = matcher.get_error().splitlines()[0].replace("NoExtensionBias", "every way to begin leads nowhere")
-        raise ValueError(f"structured_outputs has no output that fits it: {error:.300}")
+        raise FieldError("structured_outputs", f"has no output that fits it: {error:.300}")
     if not any(mask):
-        raise ValueError("structured_outputs has no output that fits it: no token can be the first")
+        raise FieldError("structured_outputs", "has no output that fits it: no token can be the first")

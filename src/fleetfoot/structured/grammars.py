@@ -10,6 +10,7 @@ from typing import Any
 from fleetfoot.parsers.grammar import Rules, quoted
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
 from fleetfoot.structured.schemas import find, simplified, subschemas
+from fleetfoot.utils.validation import FieldError
 
 MAX_CHARS = 1 << 19
 """Of a constraint as text."""
@@ -59,13 +60,15 @@ def _checked(name: str, value: Any, make: Callable[[Any], str], find_error: Find
         check_size(name, value)
     grammar = make(value)
     if error := find_error(grammar):
-        raise ValueError(f"structured_outputs.{name} cannot be compiled: {_reworded(error)}")
+        raise FieldError(f"structured_outputs.{name}", f"cannot be compiled: {_reworded(error)}")
     return grammar
 
 
 def check_size(name: str, text: str) -> None:
     if len(text) > MAX_CHARS:
-        raise ValueError(f"structured_outputs.{name} has {len(text):,} characters; it can have at most {MAX_CHARS:,}")
+        raise FieldError(
+            f"structured_outputs.{name}", f"has {len(text):,} characters; it can have at most {MAX_CHARS:,}"
+        )
 
 
 def _as_json(name: str, value: Any) -> Any:
@@ -77,12 +80,12 @@ def _as_json(name: str, value: Any) -> Any:
         is_too_deep = _is_deep(value, MAX_DEPTH)
     except RecursionError:
         is_too_deep = True
+    except FieldError:
+        raise
     except (TypeError, ValueError) as error:
-        if "characters" in str(error):
-            raise
-        raise ValueError(f"structured_outputs.{name} is not JSON: {error}") from error
+        raise FieldError(f"structured_outputs.{name}", f"is not JSON: {error}") from error
     if is_too_deep:
-        raise ValueError(f"structured_outputs.{name} is nested deeper than {MAX_DEPTH} levels")
+        raise FieldError(f"structured_outputs.{name}", f"is nested deeper than {MAX_DEPTH} levels")
     return value
 
 
@@ -110,7 +113,7 @@ def _read_grammar(text: str, rules: Rules) -> str:
     try:
         return str(LLMatcher.grammar_from_lark(rules.named(any_to_lark(text))))
     except Exception as error:  # of the converter
-        raise ValueError(f"structured_outputs.grammar is not GBNF: {error}") from error
+        raise FieldError("structured_outputs.grammar", f"is not GBNF: {error}") from error
 
 
 def _regex_rule(regex: str) -> str:
@@ -171,9 +174,11 @@ def _schema_grammar(schema: Any, params: StructuredOutputsParams, find_error: Fi
     from llguidance import LLMatcher
 
     if not isinstance(schema, dict | bool):
-        raise ValueError(f"structured_outputs.json is {schema!r:.200}; a JSON schema is an object, true or false")
+        raise FieldError(
+            "structured_outputs.json", f"is {schema!r:.200}; a JSON schema is an object, true or false", schema
+        )
     if schema is False:
-        raise ValueError("structured_outputs.json is false, which no output is valid under")
+        raise FieldError("structured_outputs.json", "is false, which no output is valid under")
     if schema is True:
         schema = {}
 
@@ -190,7 +195,9 @@ def _schema_grammar(schema: Any, params: StructuredOutputsParams, find_error: Fi
         if not error:
             return grammar
     path = _locate(schema, error, lambda part: compile_schema(part)[1])
-    raise ValueError(f"structured_outputs.json cannot be compiled: {_reworded(error)} (at {path})")
+    raise FieldError(
+        "structured_outputs.json", f"cannot be compiled: {_reworded(error)} (at {path})", path, "invalid_schema"
+    )
 
 
 def _prepared(
@@ -238,17 +245,22 @@ def _structural_tag(tag: Any, rules: Rules, params: StructuredOutputsParams) -> 
     from llguidance import LLMatcher
 
     if not isinstance(tag, dict) or "structures" not in tag or "triggers" not in tag:
-        raise ValueError(
-            f"structured_outputs.structural_tag is {tag!r:.200}; it must have 'structures' and 'triggers' (the form "
-            "with 'format' is not supported)"
+        raise FieldError(
+            "structured_outputs.structural_tag",
+            f"is {tag!r:.200}; it must have 'structures' and 'triggers' (the form with 'format' is not supported)",
+            tag,
         )
     for name in ("structures", "triggers"):
         if not isinstance(tag[name], list):
-            raise ValueError(f"structured_outputs.structural_tag.{name} is {tag[name]!r:.200}; it must be a list")
+            raise FieldError(
+                f"structured_outputs.structural_tag.{name}", f"is {tag[name]!r:.200}; it must be a list", tag[name]
+            )
     place = "structured_outputs.structural_tag"
     _check_keys(place, tag, ("structures", "triggers", "type"))
     if tag.get("type", "structural_tag") != "structural_tag":
-        raise ValueError(f"{place}.type is {tag['type']!r:.200}; it must be 'structural_tag', or be left out")
+        raise FieldError(
+            f"{place}.type", f"is {tag['type']!r:.200}; it must be 'structural_tag', or be left out", tag["type"]
+        )
     triggers, tags = tag["triggers"], []
     for index, trigger in enumerate(triggers):
         if not isinstance(trigger, str) or not trigger:
@@ -256,21 +268,25 @@ def _structural_tag(tag: Any, rules: Rules, params: StructuredOutputsParams) -> 
     for index, structure in enumerate(tag["structures"]):
         where = f"{place}.structures[{index}]"
         if not isinstance(structure, dict) or not isinstance(structure.get("begin"), str):
-            raise ValueError(f"{where} is {structure!r:.200}; it must be an object with 'begin', 'schema' and 'end'")
+            raise FieldError(
+                where, f"is {structure!r:.200}; it must be an object with 'begin', 'schema' and 'end'", structure
+            )
         _check_keys(where, structure, ("begin", "schema", "end"))
         begin, end = structure["begin"], structure.get("end", "")
         if not isinstance(end, str):
-            raise ValueError(f"{where}.end is {end!r:.200}; it must be a string")
+            raise FieldError(f"{where}.end", f"is {end!r:.200}; it must be a string", end)
         fitting = [trigger for trigger in triggers if begin.startswith(trigger)]
         if not fitting:
-            raise ValueError(f"{where}.begin is {begin!r}, which begins with none of the triggers {triggers!r}")
+            raise FieldError(
+                f"{where}.begin", f"is {begin!r}, which begins with none of the triggers {triggers!r}", begin
+            )
         schema = structure.get("schema", {})
         schema = _prepared(schema if isinstance(schema, dict) else {"allOf": [schema]}, params)
         trigger, value = max(fitting, key=len), rules.add(f"%json {json.dumps(schema)}")
         texts = rules.until(trigger), rules.given(begin.removeprefix(trigger)), value, rules.given(end)
         tags.append(rules.add(" ".join(filter(None, texts))))
     if not tags:
-        raise ValueError(f"{place} has no structures; it must have at least one")
+        raise FieldError(place, "has no structures; it must have at least one")
     return str(LLMatcher.grammar_from_lark(rules.render(f"{rules.any_of(tags)}* TEXT")))
 
 
@@ -278,4 +294,4 @@ def _check_keys(place: str, value: Mapping[str, Any], known: tuple[str, ...]) ->
     """Raises ValueError for a key that would have no effect."""
     for name in value:
         if name not in known:
-            raise ValueError(f"{place} has an unknown key {name!r:.100}; it takes {', '.join(known)}")
+            raise FieldError(place, f"has an unknown key {name!r:.100}; it takes {', '.join(known)}")

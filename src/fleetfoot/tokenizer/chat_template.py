@@ -14,6 +14,8 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
+from fleetfoot.utils.validation import FieldError
+
 # Marks the place in a rendered chat after which the model continues. The space after it shows whether the template
 # trims the content.
 _CONTINUE_MARK = "<<|fleetfoot:continue|>>"
@@ -38,7 +40,7 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template is not valid Jinja, line {error.lineno}: {error.message}") from error
         except (RecursionError, MemoryError, SyntaxError) as error:  # of Jinja's parser, or Python's
-            raise ValueError(f"chat_template is nested too deeply: {type(error).__name__}") from error
+            raise FieldError("chat_template", f"is nested too deeply: {type(error).__name__}") from error
         self.takes_content_parts = _iterates_over_content(syntax_tree)
         """Whether the template accepts a list of content parts; if not, their texts are joined."""
 
@@ -61,7 +63,7 @@ class ChatTemplate:
             ValueError: The messages are malformed, or the template refuses them or fails on them.
         """
         if not isinstance(add_generation_prompt, bool) or not isinstance(continue_final_message, bool):
-            raise ValueError(f"{add_generation_prompt=} and {continue_final_message=} must be True or False")
+            raise FieldError(f"{add_generation_prompt=}", f"and {continue_final_message=} must be True or False")
         if "messages" in (variables or {}):
             raise ValueError("a chat template's variable 'messages' is the conversation; it cannot be given again")
         conversation = _read_messages(messages, joins_parts=not self.takes_content_parts)
@@ -214,11 +216,11 @@ def _read_messages(messages: Sequence[Mapping[str, Any]], *, joins_parts: bool) 
         joins_parts: whether lists of text parts are joined by newlines.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
-        raise ValueError(
-            f"messages must be a list of {{'role': ..., 'content': ...}} dicts, not a {type(messages).__name__}"
+        raise FieldError(
+            "messages", f"must be a list of {{'role': ..., 'content': ...}} dicts, not a {type(messages).__name__}"
         )
     if not messages:
-        raise ValueError("messages is empty; at least one message is needed")
+        raise FieldError("messages", "is empty; at least one message is needed")
     conversation = [_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
     for message in conversation:
         if joins_parts and isinstance(message.get("content"), list):
@@ -260,7 +262,7 @@ def _read_records(records: object, name: str) -> list[dict[str, Any]] | None:
     if records is None:
         return None
     if not isinstance(records, list | tuple) or not all(isinstance(record, Mapping) for record in records):
-        raise ValueError(f"{name} must be a list of dicts, as JSON would give them")
+        raise FieldError(name, "must be a list of dicts, as JSON would give them")
     return _plain_json(records, name)
 
 
@@ -269,7 +271,7 @@ def _plain_json(value: Any, where: str) -> Any:
     try:
         return _copied(value, where)
     except RecursionError:
-        raise ValueError(f"{where} is nested too deeply") from None
+        raise FieldError(where, "is nested too deeply") from None
 
 
 def _copied(value: Any, where: str) -> Any:
@@ -281,30 +283,36 @@ def _copied(value: Any, where: str) -> Any:
         return {_copied(key, where): _copied(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_copied(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    raise ValueError(f"{where} is a {type(value).__name__}; a chat template takes plain JSON types only")
+    raise FieldError(where, f"is a {type(value).__name__}; a chat template takes plain JSON types only")
 
 
 def _read_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise ValueError(f"{where} is a {type(message).__name__}; a dict with 'role' and 'content' is expected")
+        raise FieldError(where, f"is a {type(message).__name__}; a dict with 'role' and 'content' is expected")
     copy = {key: item for key, item in _plain_json(message, where).items() if item is not None}
     role = copy.get("role")
     if not isinstance(role, str) or not role:
-        raise ValueError(f"{where}.role is {role!r}; a string like 'user', 'assistant' or 'system' is expected")
+        raise FieldError(
+            f"{where}.role", f"is {role!r}; a string like 'user', 'assistant' or 'system' is expected", role
+        )
     content = copy.get("content")
     if isinstance(content, list):
         for i, part in enumerate(content):
             place = f"{where}.content[{i}]"
             if not isinstance(part, dict):
-                raise ValueError(f"{place} is a {type(part).__name__}; {{'type': 'text', 'text': ...}} is expected")
+                raise FieldError(place, f"is a {type(part).__name__}; {{'type': 'text', 'text': ...}} is expected")
             if part.get("type") != "text":
-                raise ValueError(f"{place}.type is {part.get('type')!r}; only 'text' is supported, no images or files")
+                raise FieldError(
+                    f"{place}.type",
+                    f"is {part.get('type')!r}; only 'text' is supported, no images or files",
+                    part.get("type"),
+                )
             if not isinstance(part.get("text"), str):
-                raise ValueError(f"{place}.text is {part.get('text')!r}; a string is expected")
+                raise FieldError(f"{place}.text", f"is {part.get('text')!r}; a string is expected", part.get("text"))
     elif content is None and not copy.get("tool_calls"):
-        raise ValueError(f"{where} has no content; only a message with tool_calls may go without")
+        raise FieldError(where, "has no content; only a message with tool_calls may go without")
     elif content is not None and not isinstance(content, str):
-        raise ValueError(f"{where}.content is a {type(content).__name__}; a string or a list of parts is expected")
+        raise FieldError(f"{where}.content", f"is a {type(content).__name__}; a string or a list of parts is expected")
     reasoning = next((copy[name] for name in _REASONING_FIELDS if name in copy), None)
     if copy.get("tool_calls"):
         copy.setdefault("content", None)  # which templates tell from an absent one

@@ -17,6 +17,7 @@ from fleetfoot.tokenizer.batch_encoding import MOST_TOKENS, PADDING, TRUNCATION,
 from fleetfoot.tokenizer.cutting import TextCutter, check_uncut, text_cutter
 from fleetfoot.tokenizer.detokenizer import TokenPieces
 from fleetfoot.tokenizer.files import read_tokenizer_files
+from fleetfoot.utils.validation import FieldError, FieldTypeError
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.chat_template import ChatTemplate
@@ -228,7 +229,7 @@ class Tokenizer:
             truncation = max_length is not None and pads == "do_not_pad"
         cuts = TRUNCATION.get(truncation, truncation)
         if pads not in ("longest", "max_length", "do_not_pad") or cuts not in ("longest_first", "do_not_truncate"):
-            raise ValueError(f"{padding=} and {truncation=} cannot be used; leave them out, or give True or False")
+            raise FieldError(f"{padding=}", f"and {truncation=} cannot be used; leave them out, or give True or False")
         most = self.model_max_length if max_length is None else max_length
         is_batch = isinstance(text, list | tuple)
         texts = zip(text, text_pair or [None] * len(text), strict=True) if is_batch else [(text, text_pair)]
@@ -258,7 +259,7 @@ class Tokenizer:
         ``keeps_offsets``: whether those of a text that is truncated are read."""
         for one in (text, pair):
             if not isinstance(one, str) and (one is text or one is not None):
-                raise TypeError(f"text must be a str or a list of them, not {type(one).__name__}")
+                raise FieldTypeError("text", f"must be a str or a list of them, not {type(one).__name__}")
         try:
             if most is not None and pair is None and (self.truncation_side == "right" or not keeps_offsets):
                 text = self.cut(text, most, self.truncation_side)
@@ -279,9 +280,10 @@ class Tokenizer:
             try:
                 (text + (pair or "")).encode()
             except UnicodeEncodeError as error:
-                raise ValueError(
-                    f"the text has a lone surrogate {error.object[error.start]!a} at position {error.start} and so no "
-                    f"UTF-8 form; remove it, or decode the text's source with errors='replace'"
+                raise FieldError(
+                    "text",
+                    f"has a lone surrogate {error.object[error.start]!a} at position {error.start} and so no UTF-8 "
+                    "form; remove it, or decode the text's source with errors='replace'",
                 ) from None
             raise
 
@@ -362,7 +364,9 @@ class Tokenizer:
         default = "tool_use" if tools is not None and "tool_use" in templates else "default"
         name = default if chat_template is None else chat_template
         if not isinstance(name, str):
-            raise TypeError(f"chat_template is {name!r}; it must be the text of a Jinja template, or a name ({names})")
+            raise FieldTypeError(
+                "chat_template", f"is {name!r}; it must be the text of a Jinja template, or a name ({names})", name
+            )
         if name in templates:
             return templates[name]
         if chat_template is None:

@@ -17,6 +17,32 @@ _Class = TypeVar("_Class", bound=type)
 _HOST = re.compile(r"[^\s:/]+")
 
 
+class FieldError(ValueError):
+    """A value that a field of a request, or a setting, cannot have. The text is the field and the problem.
+
+    Args:
+        field: path of the field, such as ``tools[0].function.name``.
+        problem: what the text says after the field.
+        value: what was given.
+        code: kind of the error for programs, such as ``context_length_exceeded``; None: an invalid value.
+    """
+
+    def __init__(self, field: str, problem: str, value: Any = None, code: str | None = None) -> None:
+        super().__init__(field, problem, value, code)  # of which copies are made in other processes
+        self.field, self.problem, self.value, self.code = field, problem, value, code
+
+    def __str__(self) -> str:
+        return f"{self.field} {self.problem}"
+
+    def at(self, field: str) -> FieldError:
+        """The same error of a field that has another name in what the user gave."""
+        return type(self)(field, self.problem, self.value, self.code)
+
+
+class FieldTypeError(FieldError, TypeError):
+    """A value of a type that a field cannot have."""
+
+
 def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:
     """Whether a value is None, empty or one of ``neutral``, or a dict of such values; a boolean equals no number.
 

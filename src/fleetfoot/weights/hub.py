@@ -16,7 +16,15 @@ _IGNORED = ["consolidated*", "original/*"]  # the same weights in another layout
 
 
 class ModelNotFoundError(FileNotFoundError):
-    """A model is neither a local folder nor available on the hub; the message lists what was tried."""
+    """A model is neither a local folder nor available on the hub; the message lists what was tried.
+
+    Args:
+        setting: the setting that names the model, or what it is part of.
+    """
+
+    def __init__(self, message: str, setting: str = "model") -> None:
+        super().__init__(message)
+        self.setting = setting
 
 
 def resolve_model(
@@ -33,25 +41,26 @@ def resolve_model(
     name, what = str(path_or_id), f"{setting} {str(path_or_id)!r}"
     path = Path(os.path.expanduser(name))  # Path.expanduser raises on an unknown user
     if not name.strip():
-        raise ModelNotFoundError(f"{what}: give a folder or a Hugging Face hub id")
+        raise ModelNotFoundError(f"{what}: give a folder or a Hugging Face hub id", setting)
     if path.is_dir():
         if revision is not None:
             logger.warning("%s is a local folder: revision %r has no effect", what, revision)
         return path
     if path.exists():
-        raise ModelNotFoundError(f"{what} is a file; give the folder that holds the {setting}'s files")
+        raise ModelNotFoundError(f"{what} is a file; give the folder that holds the {setting}'s files", setting)
     if isinstance(path_or_id, Path) or name.startswith((".", "~", "/")) or name.count("/") > 1:  # not owner/name
-        raise ModelNotFoundError(f"{what}: no such folder ({path.absolute()})")
+        raise ModelNotFoundError(f"{what}: no such folder ({path.absolute()})", setting)
     if path.parent != Path(".") and path.parent.is_dir():  # with a folder ./models, `models/mine` is a mistyped path
         raise ModelNotFoundError(
             f"{what}: no such folder in {path.parent.absolute()} (which exists, so that this is not taken for "
-            "a hub id; for the hub's model, start from a folder without it)"
+            "a hub id; for the hub's model, start from a folder without it)",
+            setting,
         )
     patterns = _ALLOWED if setting == "model" else [pattern for pattern in _ALLOWED if pattern != "*.safetensors"]
-    return _download(name, revision, _CONFIGS if config_only else patterns, what)
+    return _download(name, revision, _CONFIGS if config_only else patterns, setting)
 
 
-def _download(name: str, revision: str | None, patterns: list[str], what: str) -> Path:
+def _download(name: str, revision: str | None, patterns: list[str], setting: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
@@ -60,8 +69,9 @@ def _download(name: str, revision: str | None, patterns: list[str], what: str) -
         at = "" if revision is None else f" at revision {revision!r}"
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise ModelNotFoundError(
-            f"there is no {what}{at}: no folder {Path(name).absolute()}, and no such name on the Hugging Face hub, or "
-            f"the hub cannot be reached. Check the spelling, the network or HF_HUB_OFFLINE, and HF_TOKEN for a private "
-            f"or gated model ({reason})"
+            f"there is no {setting} {name!r}{at}: no folder {Path(name).absolute()}, and no such name on the Hugging "
+            f"Face hub, or the hub cannot be reached. Check the spelling, the network or HF_HUB_OFFLINE, and HF_TOKEN "
+            f"for a private or gated model ({reason})",
+            setting,
         ) from error
     return Path(folder)

@@ -19,7 +19,7 @@ import msgspec
 from fleetfoot.records.request import Request
 from fleetfoot.utils.cluster_key import SIGNATURE_BYTES, ClusterKey
 from fleetfoot.utils.sockets import parse_address
-from fleetfoot.utils.validation import is_loopback
+from fleetfoot.utils.validation import FieldError, is_loopback
 
 MAX_OFFER_CHARS = 1 << 16
 MAX_REMEMBERED = 1 << 18
@@ -28,7 +28,7 @@ FIELD = "kv_transfer_params.offer"
 _PURPOSE = "kv-offer"
 
 
-class OfferError(ValueError):
+class OfferError(FieldError):
     """An offer is refused, and nothing was sent."""
 
 
@@ -99,15 +99,16 @@ class Offers:
         before, or is of another prompt or of an engine that is not listed."""
         offer, now = self._verified(text), self._clock()
         if offer.expires_at <= now:
-            raise OfferError(f"{FIELD} has expired {now - offer.expires_at:.0f} seconds ago; compute the prompt again")
+            raise OfferError(FIELD, f"has expired {now - offer.expires_at:.0f} seconds ago; compute the prompt again")
         if offer.prompt_hash != prompt_hash(request):
-            raise OfferError(f"{FIELD} is of another prompt, or of another cache_salt")
+            raise OfferError(FIELD, "is of another prompt, or of another cache_salt")
         for address in offer.addresses:
             if not self._is_listed(address):
                 raise OfferError(
-                    f"{FIELD} names the peer {address}, which is not among the peers of this engine "
+                    FIELD,
+                    f"names the peer {address}, which is not among the peers of this engine "
                     f"({', '.join(sorted(self._peers)) or 'those on loopback'}); list it in "
-                    "kv_connector_extra_config['peers']"
+                    "kv_connector_extra_config['peers']",
                 )
         self._remember(offer, now)
         return offer
@@ -127,8 +128,9 @@ class Offers:
             return _DECODER.decode(content)
         except (ValueError, binascii.Error, msgspec.MsgspecError):
             raise OfferError(
-                f"{FIELD} is {text!r:.40}, which no engine with this cluster key has made; give the string in a "
-                "prefill engine's output, unchanged"
+                FIELD,
+                f"is {text!r:.40}, which no engine with this cluster key has made; give the string in a "
+                "prefill engine's output, unchanged",
             ) from None
 
     def _is_listed(self, address: str) -> bool:
@@ -137,9 +139,9 @@ class Offers:
 
     def _remember(self, offer: Offer, now: float) -> None:
         if offer.nonce in self._used:
-            raise OfferError(f"{FIELD} is that of an earlier request; each offer is accepted once")
+            raise OfferError(FIELD, "is that of an earlier request; each offer is accepted once")
         while self._used and next(iter(self._used.values())) <= now:
             del self._used[next(iter(self._used))]
         if len(self._used) >= MAX_REMEMBERED:
-            raise OfferError(f"{FIELD} is one of more than {MAX_REMEMBERED} within its lifetime; try again later")
+            raise OfferError(FIELD, f"is one of more than {MAX_REMEMBERED} within its lifetime; try again later")
         self._used[offer.nonce] = offer.expires_at

@@ -16,7 +16,7 @@ from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.kv_transfer.base.connector import MAX_THREADS, ConnectorSettings, TransferContext
 from fleetfoot.kv_transfer.base.offers import Offer
 from fleetfoot.utils.sockets import parse_address
-from fleetfoot.utils.validation import is_host, unknown_keyword
+from fleetfoot.utils.validation import FieldError, is_host, unknown_keyword
 
 BACKENDS = ("nixl", "tcp")
 DEFAULT_HOST = "127.0.0.1"
@@ -130,14 +130,20 @@ def parse_params(params: Mapping[str, Any]) -> str | None:
             raise unknown_keyword("kv_transfer_params", name, [*_SWITCHES, OFFER])
     for name in _SWITCHES:
         if not isinstance(params.get(name, False), bool):
-            raise ValueError(f"kv_transfer_params.{name} is {params[name]!r}; it must be true or false")
+            raise FieldError(
+                f"kv_transfer_params.{name}", f"is {params[name]!r}; it must be true or false", params[name]
+            )
     if not params.get(DO_REMOTE_PREFILL):
         return None
     if params.get(DO_REMOTE_DECODE):
-        raise ValueError(f"kv_transfer_params has {DO_REMOTE_DECODE} and {DO_REMOTE_PREFILL}, which exclude each other")
+        raise FieldError(
+            "kv_transfer_params", f"has {DO_REMOTE_DECODE} and {DO_REMOTE_PREFILL}, which exclude each other"
+        )
     offer = params.get(OFFER)
     if not isinstance(offer, str) or not offer:
-        raise ValueError(f"kv_transfer_params.{OFFER} is {offer!r}; it must be that of the prefill engine's output")
+        raise FieldError(
+            f"kv_transfer_params.{OFFER}", f"is {offer!r}; it must be that of the prefill engine's output", offer
+        )
     return offer
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -45,10 +44,10 @@ from fleetfoot.server.anthropic.protocol import (
     ToolUseBlock,
 )
 from fleetfoot.server.conversation import GeneratedMessages, Turn, generate, prompt_token_ids
-from fleetfoot.server.http import ENCODER, JSON, ApiError, invalid, until_disconnected
+from fleetfoot.server.http import ENCODER, JSON, ApiError, invalid, renamed, until_disconnected
 from fleetfoot.server.service import Service, check_stop_strings, response_size
 from fleetfoot.server.streaming import PushedEvents
-from fleetfoot.utils.validation import is_one_of
+from fleetfoot.utils.validation import FieldError, is_one_of
 
 _MESSAGE = msgspec.json.Decoder(MessagesRequest)
 _COUNT = msgspec.json.Decoder(CountTokensRequest)
@@ -75,8 +74,8 @@ class MessagesEndpoints:
         answer = MessageAnswer(body, service.model_name, turn.request_id)
         try:
             generated = await generate(service, turn)
-        except ApiError as error:
-            raise _renamed(error) from None
+        except FieldError as error:
+            raise renamed(error, _NAMES) from None
         if body.stream:
             return PushedEvents(MessageEvents(answer, generated))
         output = await until_disconnected(http, generated.collect())
@@ -89,16 +88,8 @@ class MessagesEndpoints:
         turn = await service.work(_read_turn, body, service, http.scope["request_id"])
         try:
             return JSON(TokenCount(len(await prompt_token_ids(service, turn))))
-        except ApiError as error:
-            raise _renamed(error) from None
-
-
-def _renamed(error: ApiError) -> ApiError:
-    """The error with this API's names of fields."""
-    message = error.message
-    for name, own in _NAMES.items():
-        message = message.replace(name, own)
-    return replace(error, message=message, param=None)
+        except FieldError as error:
+            raise renamed(error, _NAMES) from None
 
 
 def _read_turn(body: CountTokensRequest, service: Service, request_id: str) -> Turn:

@@ -48,10 +48,7 @@ def _read_message(place: str, message: Mapping[str, Any]) -> dict[str, Any]:
         raise invalid(f"{place}.content", f"{place}.content is missing; it must be a text or a list of parts")
     role = "system" if role == "developer" else role
     message = {**message, "role": role, "content": _read_content(f"{place}.content", content)}
-    try:
-        return template_message(place, message)
-    except ValueError as error:
-        raise invalid(str(error).split(" ", 1)[0], str(error)) from None
+    return template_message(place, message)
 
 
 def _read_content(place: str, content: Any) -> str | list[dict[str, str]]:

@@ -31,6 +31,7 @@ from fleetfoot.server.http import (
     ApiError,
     EventStream,
     invalid,
+    renamed,
     request_id,
     until_disconnected,
 )
@@ -65,7 +66,7 @@ from fleetfoot.server.openapi import READS, RUNS, Endpoint
 from fleetfoot.server.service import Service
 from fleetfoot.server.store import ResponseStore
 from fleetfoot.utils.process import as_exception
-from fleetfoot.utils.validation import shown
+from fleetfoot.utils.validation import FieldError, shown
 
 _DECODER = msgspec.json.Decoder(ResponseRequest)
 _T = TypeVar("_T")
@@ -300,13 +301,8 @@ def naming_fields(body: ResponseRequest) -> Iterator[None]:
     with naming_constraint(body):
         try:
             yield
-        except ApiError as error:
-            for name, own in names.items():
-                error.message = error.message.replace(name, own)
-                error.param = error.param and error.param.replace(name, own)
-            if error.message.startswith("text.format.schema"):
-                error.param = "text.format.schema"
-            raise
+        except FieldError as error:
+            raise renamed(error, names) from None
 
 
 async def drop_oldest(service: Service, turn: Turn) -> Sequence[Mapping[str, Any]]:

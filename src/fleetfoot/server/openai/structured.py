@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fleetfoot.parsers.grammar import closed
 from fleetfoot.records.structured_outputs import StructuredOutputsParams, as_structured_outputs
-from fleetfoot.server.http import ApiError, invalid
-from fleetfoot.utils.validation import shown
+from fleetfoot.server.http import invalid
+from fleetfoot.utils.validation import FieldError, shown
 
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 FIELDS = ("response_format", "structured_outputs", *_GUIDED)
 """Fields of a body; at most one of them is given."""
-_ENGINE_NAME = r"^structured_outputs(\.\w+)?"
-"""At the beginning of the engine's errors about a constraint."""
+_ENGINE_NAME = "structured_outputs"
+"""The engine's name of all of them."""
 
 
 def structured_outputs(body: Any) -> StructuredOutputsParams | None:
@@ -82,9 +81,8 @@ def schema_constraint(schema: Any, *, is_strict: bool) -> StructuredOutputsParam
 def _naming(field: str) -> Iterator[None]:
     try:
         yield
-    except (ValueError, TypeError) as error:
-        message = str(error) if field == "structured_outputs" else re.sub(_ENGINE_NAME, field, str(error))
-        raise invalid(field, message) from None
+    except FieldError as error:
+        raise _named(error, field) from None
 
 
 @contextlib.contextmanager
@@ -92,9 +90,14 @@ def naming_constraint(body: Any) -> Iterator[None]:
     """An error about the constraint names the field of the body that it comes from."""
     try:
         yield
-    except ApiError as error:
+    except FieldError as error:
         given = [name for name in FIELDS if getattr(body, name, None) is not None]
-        if given and error.message.startswith("structured_outputs"):
-            error.param = given[-1]
-            error.message = re.sub(_ENGINE_NAME, given[-1], error.message)
-        raise
+        raise (_named(error, given[-1]) if given else error) from None
+
+
+def _named(error: FieldError, field: str) -> FieldError:
+    """An error about a constraint as one of the field of the body that has it."""
+    engine_name, *parts = error.field.split(".")
+    if engine_name != _ENGINE_NAME or field == _ENGINE_NAME:
+        return error
+    return error.at(".".join([field, *parts[1:]]))
