@@ -19,6 +19,9 @@ from fleetfoot.kernels.linear import gated_product
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
 from fleetfoot.kernels.linear.product_tilings import GatedTiling
 from fleetfoot.kernels.linear.tilings import Tiling
+from fleetfoot.kernels.quantized.epilogue import Epilogue
+from fleetfoot.kernels.quantized.packed import packed_linear_torch
+from fleetfoot.kernels.quantized.packed_triton import PackedTiling, launch_packed_few_rows
 from fleetfoot.kernels.runtime.gpu_limits import has_hopper_kernels
 from fleetfoot.kernels.sampling.filter_cuts_triton import filter_cuts_triton
 from fleetfoot.kernels.sampling.sample import MAX_TOP_K, RandomRows, RowFilters, sample_torch
@@ -87,6 +90,45 @@ def test_a_norm_between_two_layers(num_rows: int, shape: tuple[int, int, int]) -
 def test_norms_around_a_sum_between_two_layers(num_rows: int, shape: tuple[int, int, int]) -> None:
     for kind, bias in product((ChainedLinear, ChainedGateUp), (False, True)):
         checks.deferred_sum(kind, (num_rows, *shape), bias=bias, device="cuda")
+
+
+@pytest.mark.skipif(not has_hopper_kernels(torch.device("cuda")), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("group", "kind"), [(128, "zeros"), (64, "bias"), (32, "mxfp4"), (16, "zeros"), (0, "")])
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(4096, 4096), (4104, 528), (200, 1024)])
+def test_few_rows_with_4_bits_on_hopper(
+    num_outputs: int, num_inputs: int, group: int, kind: str, dtype: torch.dtype
+) -> None:
+    """Whole and partial blocks and groups, of all tilings."""
+    weight = checks.packed_matrix(num_outputs, num_inputs, group, kind, dtype, "cuda")
+    for num_rows, (outputs, num_warps, depth) in product((1, 5, 8), ((16, 8, 2), (32, 8, 2), (16, 4, 2), (32, 4, 1))):
+        x = torch.randn(num_rows, num_inputs).cuda().to(dtype)
+        output = torch.empty(num_rows, num_outputs, dtype=dtype, device="cuda")
+        tiling = PackedTiling("hopper", outputs, 8, depth, num_warps)
+        launch_packed_few_rows(output, x, weight, tiling)
+        expected = packed_linear_torch(x, weight)
+        assert (output - expected).float().norm() < 6e-3 * expected.float().norm()
+
+
+@pytest.mark.skipif(not has_hopper_kernels(torch.device("cuda")), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_norms_and_gates_with_4_bits_on_hopper(num_rows: int) -> None:
+    """What Triton's kernel makes of the same sums."""
+    output, gated = (checks.packed_matrix(n, 1024, 128, "zeros", device="cuda") for n in (512, 768))
+    x, residual = (torch.randn(num_rows, n).cuda().bfloat16() for n in (1024, 512))
+    deferred = DeferredRMSNorm(x, torch.rand(7, num_rows).cuda() * 100, x, 1e-5)
+    results = []
+    for tiling in (PackedTiling("hopper", 16, 8, 2, 4), PackedTiling("few", 16, 8, 2, 4)):
+        norm = DeferredRMSNorm.empty(residual, 32, 1e-5)
+        add_norm = residual, torch.linspace(0.5, 1.5, 512).cuda().bfloat16(), norm
+        launch_packed_few_rows(norm.weighted, x, output, tiling, Epilogue(add_norm=add_norm, scale=0.5))
+        results.append([norm.weighted, norm.total, norm.squares])
+        for activation in (1, 2):
+            product_ = torch.empty(num_rows, 384, dtype=torch.bfloat16, device="cuda")
+            launch_packed_few_rows(product_, x, gated, tiling, Epilogue(deferred, gated=activation))
+            results[-1].append(product_)
+    for hopper, triton in zip(*results, strict=True):
+        torch.testing.assert_close(hopper, triton, rtol=0.02, atol=0.02)
 
 
 def test_a_weight_past_32_bits() -> None:

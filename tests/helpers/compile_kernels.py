@@ -40,7 +40,12 @@ from fleetfoot.kernels.linear.tilings import Tiling
 from fleetfoot.kernels.prepare.tables import RowTables
 from fleetfoot.kernels.quantized.chain import quantized_chain_triton
 from fleetfoot.kernels.quantized.packed import PackedMatrix
-from fleetfoot.kernels.quantized.packed_triton import packed_linear_triton, write_weight
+from fleetfoot.kernels.quantized.packed_triton import (
+    launch_packed,
+    packed_linear_triton,
+    packed_tiling,
+    write_weight,
+)
 from fleetfoot.kernels.quantized.scaled import ScaledMatrix
 from fleetfoot.kernels.quantized.scaled_triton import scaled_linear_triton
 from fleetfoot.kernels.recurrent.batch import make_state_batch
@@ -209,6 +214,7 @@ def quantized() -> None:
         packed = PackedMatrix(words, empty(4096, 32), zeros, 128, 4096, is_e2m1)
         for num_rows in (1, 64):
             packed_linear_triton(x[num_rows], packed)
+        launch_packed(x[1], packed, packed_tiling(1, 4096, 4096, H100.num_sms, hopper=False))
     write_weight(packed, torch.bfloat16, slice(0, 4096))
     for chained in (by_output, by_block, packed):
         gated, output = (

@@ -15,6 +15,7 @@ from fleetfoot.kernels.elementwise import DeferredSum
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
 from fleetfoot.kernels.linear.tilings import Tiling
+from fleetfoot.kernels.quantized.packed import PackedMatrix, pack_words, unpack_words
 from fleetfoot.kernels.sampling.sample import RandomRows
 from fleetfoot.records.forward_context import AttentionMetadata, RotaryInputs
 from tests.helpers.kernels import reference_kernels, triton_kernels
@@ -302,3 +303,21 @@ def samples(ops: Kernels, logits: torch.Tensor, device: str = "cpu") -> None:
     assert together.tolist() == [expected, [int(flag) for flag in expected_invalid]]
     direct = RandomRows(random.temperatures[2:], random.seeds[2:], random.positions)
     assert ops.sample(logits_on_device, direct).tolist() == expected
+
+
+def packed_matrix(
+    num_outputs: int, num_inputs: int, group: int, kind: str, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
+) -> PackedMatrix:
+    """A random weight of 4 bits. ``group``: 0 for one with all inputs. ``kind``: what it has, of ``zeros``, ``bias``,
+    ``mxfp4`` and ``order``."""
+    generator = torch.Generator().manual_seed(num_inputs)
+    codes = torch.randint(0, 16, (num_outputs, num_inputs), dtype=torch.uint8, generator=generator)
+    shape = num_outputs, -(-num_inputs // (group or num_inputs))
+    scales = ((torch.rand(shape, generator=generator) + 0.5) * 0.01).to(dtype)
+    zeros = torch.randint(0, 16, shape, dtype=torch.uint8, generator=generator) if kind == "zeros" else None
+    bias = torch.randn(num_outputs, generator=generator).to(dtype) if kind == "bias" else None
+    words, order = pack_words(codes), torch.randperm(num_inputs) if kind == "order" else None
+    assert torch.equal(unpack_words(words)[:, :num_inputs], codes)
+    tensors = (None if each is None else each.to(device) for each in (words, scales, zeros, order, bias))
+    words, scales, zeros, order, bias = tensors  # type: ignore[assignment]
+    return PackedMatrix(words, scales, zeros, group or num_inputs, num_inputs, kind == "mxfp4", order, bias)

@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from tests.helpers.interpreter import compiled, interpreted, run_python
+from tests.helpers.ops_checks import packed_matrix
 
 from fleetfoot.kernels.elementwise import DeferredRMSNorm, gelu_and_mul_torch, silu_and_mul_torch
 from fleetfoot.kernels.linear.roles import InputRole, OutputRole
 from fleetfoot.kernels.quantized.chain import Matrix, quantized_chain_triton
 from fleetfoot.kernels.quantized.packed import (
     PackedMatrix,
-    pack_words,
     packed_linear_torch,
-    unpack_words,
 )
 from fleetfoot.kernels.quantized.packed_triton import (
     LIBRARY_ROWS,
@@ -119,24 +118,12 @@ def test_tilings_of_llama() -> None:
             assert by_block.kernel == "library" or programs * -(-num_rows // by_block.row_tile) >= 100
 
 
-def packed(num_outputs: int, num_inputs: int, group: int, kind: str) -> PackedMatrix:
-    generator = torch.Generator().manual_seed(num_inputs)
-    codes = torch.randint(0, 16, (num_outputs, num_inputs), dtype=torch.uint8, generator=generator)
-    shape = num_outputs, -(-num_inputs // (group or num_inputs))
-    scales = ((torch.rand(shape, generator=generator) + 0.5) * 0.01).to(torch.bfloat16)
-    zeros = torch.randint(0, 16, shape, dtype=torch.uint8, generator=generator) if kind == "zeros" else None
-    bias = torch.randn(num_outputs, generator=generator).to(torch.bfloat16) if kind == "bias" else None
-    words, order = pack_words(codes), torch.randperm(num_inputs) if kind == "order" else None
-    assert torch.equal(unpack_words(words)[:, :num_inputs], codes)
-    return PackedMatrix(words, scales, zeros, group or num_inputs, num_inputs, kind == "mxfp4", order, bias)
-
-
 @interpreted
 @pytest.mark.parametrize(("kind", "group"), [("zeros", 128), ("bias", 32), ("mxfp4", 32), ("order", 64), ("zeros", 0)])
 @pytest.mark.parametrize("num_rows", [1, 5, 18])
 def test_products_with_4_bits(num_rows: int, kind: str, group: int) -> None:
     for num_outputs, num_inputs in ((40, 512), (72, 656)):
-        weight, x = packed(num_outputs, num_inputs, group, kind), inputs(num_rows, num_inputs)
+        weight, x = packed_matrix(num_outputs, num_inputs, group, kind), inputs(num_rows, num_inputs)
         for dtype in (torch.bfloat16, torch.float16):
             values = x.to(dtype)
             expected = packed_linear_torch(values, weight)
@@ -145,26 +132,26 @@ def test_products_with_4_bits(num_rows: int, kind: str, group: int) -> None:
 
 @interpreted
 def test_ranges_of_inputs_are_added_with_4_bits() -> None:
-    weight, x = packed(72, 1040, 16, "bias"), inputs(18, 1040)
-    tiling = replace(packed_tiling(18, 72, 1040, 4), splits=4)
+    weight, x = packed_matrix(72, 1040, 16, "bias"), inputs(18, 1040)
+    tiling = replace(packed_tiling(18, 72, 1040, 4, hopper=False), splits=4)
     torch.testing.assert_close(launch_packed(x, weight, tiling), packed_linear_torch(x, weight), rtol=0.02, atol=0.02)
 
 
 @interpreted
 def test_the_weight_is_written_for_the_library() -> None:
     for kind in ("zeros", "mxfp4", ""):
-        weight = packed(21, 656, 32, kind)
+        weight = packed_matrix(21, 656, 32, kind)
         written = write_weight(weight, torch.bfloat16, slice(5, 21))
         assert torch.equal(written, weight.dequantized(5, 21).to(torch.bfloat16))
-    weight, x = packed(40, 256, 64, "bias"), inputs(LIBRARY_ROWS, 256)
+    weight, x = packed_matrix(40, 256, 64, "bias"), inputs(LIBRARY_ROWS, 256)
     torch.testing.assert_close(packed_linear_triton(x, weight), packed_linear_torch(x, weight), rtol=0.02, atol=0.02)
 
 
 MATRICES = {
     "fp8 by token": lambda outputs: matrix(outputs, 512, "token", bias=True),
     "fp8 by group": lambda outputs: matrix(outputs, 512, "group", 64),
-    "4 bits": lambda outputs: packed(outputs, 512, 64, "zeros"),
-    "mxfp4": lambda outputs: packed(outputs, 512, 32, "mxfp4"),
+    "4 bits": lambda outputs: packed_matrix(outputs, 512, 64, "zeros"),
+    "mxfp4": lambda outputs: packed_matrix(outputs, 512, 32, "mxfp4"),
 }
 
 
@@ -212,7 +199,7 @@ def test_norms_and_gates_are_part_of_products(
 
 
 def test_what_is_not_chained() -> None:
-    static, ordered = matrix(64, 512, "static"), packed(64, 512, 64, "order")
+    static, ordered = matrix(64, 512, "static"), packed_matrix(64, 512, 64, "order")
     assert quantized_chain_triton(static, OutputRole()) is quantized_chain_triton(ordered, InputRole("qkv")) is None
 
 
@@ -223,7 +210,7 @@ def test_kernels_compile_for_an_h100(tmp_path: Path) -> None:
     lines = run_python(*arguments, is_forked=True, TRITON_CACHE_DIR=str(tmp_path)).splitlines()
     assert {line.split(":")[0] for line in lines} == {
         *("_scaled_few_rows_kernel", "_scaled_tiled_kernel", "_quantize_rows_kernel", "_sum_splits_kernel"),
-        *("_packed_few_rows_kernel", "_packed_tiled_kernel", "_write_weight_kernel"),
+        *("_packed_hopper_kernel", "_packed_few_rows_kernel", "_packed_tiled_kernel", "_write_weight_kernel"),
     }
     for line in lines:
         stack, shared = re.findall(r"(\d+) bytes", line)

@@ -37,7 +37,8 @@ from fleetfoot.kernels.linear.product_tilings import (
     product_tiling,
 )
 from fleetfoot.kernels.linear.tilings import MOST_SUMMED_ROWS, Tiling, choose_tiling
-from fleetfoot.kernels.quantized.packed_triton import packed_tiling
+from fleetfoot.kernels.quantized.packed_triton import has_hopper_groups, packed_tiling
+from fleetfoot.kernels.quantized.scaled_triton import FEW_ROWS as FEW_QUANTIZED_ROWS
 from fleetfoot.kernels.quantized.scaled_triton import scaled_tiling
 from fleetfoot.kernels.runtime.gpu_limits import GPULimits
 from fleetfoot.kernels.runtime.triton_support import next_power_of_2
@@ -188,7 +189,11 @@ class _Matrix:
             block = self.method.form.block[1] or self.num_inputs
             return f"quantize_rows, {scaled_tiling(*sizes, block, self.limits.num_sms)}"
         if isinstance(self.method, Packed):
-            return str(packed_tiling(*sizes, self.limits.num_sms))
+            hopper = has_hopper_groups(self.method.form.block[1] or self.num_inputs, self.num_inputs)
+            num_outputs = (
+                self.num_outputs if rows <= FEW_QUANTIZED_ROWS else self.num_rows
+            )  # more rows: a product, then the gate
+            return str(packed_tiling(rows, num_outputs, self.num_inputs, self.limits.num_sms, hopper=hopper))
         tiling = self.tiling(rows)
         return _LIBRARY if tiling is None else self._text(tiling)
 

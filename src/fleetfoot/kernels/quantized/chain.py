@@ -23,7 +23,7 @@ from fleetfoot.kernels.quantized import packed_triton, scaled_triton
 from fleetfoot.kernels.quantized.epilogue import Epilogue
 from fleetfoot.kernels.quantized.packed import PackedMatrix
 from fleetfoot.kernels.quantized.scaled import ScaledMatrix
-from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
+from fleetfoot.kernels.runtime.gpu_limits import gpu_limits, has_hopper_kernels
 from fleetfoot.kernels.runtime.row_padding import empty_rows
 from fleetfoot.kernels.runtime.triton_support import cdiv
 
@@ -75,6 +75,11 @@ class _Chained:
         self._stored = weight.values if isinstance(weight, ScaledMatrix) else weight.words
         self._num_inputs = weight.values.shape[1] if isinstance(weight, ScaledMatrix) else weight.num_inputs
         self._num_sms = gpu_limits(self._stored.device).num_sms
+        self._hopper = (
+            isinstance(weight, PackedMatrix)
+            and has_hopper_kernels(self._stored.device)
+            and packed_triton.has_hopper_groups(weight.group, weight.num_inputs)
+        )
 
     def rotate_and_cache(
         self,
@@ -107,12 +112,12 @@ class _Chained:
         sizes = num_rows, num_outputs, self._num_inputs
         if isinstance(self._weight, ScaledMatrix):
             return scaled_triton.scaled_tiling(*sizes, self._weight.columns, self._num_sms)
-        return packed_triton.packed_tiling(*sizes, self._num_sms)
+        return packed_triton.packed_tiling(*sizes, self._num_sms, hopper=self._hopper)
 
     def _launch(self, output: torch.Tensor, x: torch.Tensor, epilogue: Epilogue) -> None:
         x = x if x.stride(1) == 1 else x.contiguous()
         tiling = self._tiling(x.shape[0], output.shape[1])
-        if epilogue.gated:  # a stage has tiles of both halves
+        if epilogue.gated and tiling.kernel != "hopper":  # a stage has tiles of both halves
             tiling = replace(tiling, stages=max(2, tiling.stages // 2))
         if isinstance(self._weight, ScaledMatrix):
             assert isinstance(tiling, scaled_triton.ScaledTiling)

@@ -26,7 +26,7 @@ from fleetfoot.kernels.runtime.dependent_launch import (
     prefetch_rows,
     wait_for_inputs,
 )
-from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
+from fleetfoot.kernels.runtime.gpu_limits import gpu_limits, has_hopper_kernels
 from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, triton_kernel
 
 if TYPE_CHECKING:
@@ -43,10 +43,11 @@ class PackedTiling:
     """The kernel for a number of rows."""
 
     kernel: str
-    """``few``, ``tiled`` or ``library``."""
+    """``hopper``, ``few``, ``tiled`` or ``library``."""
     outputs: int = 0
     row_tile: int = 0
     stages: int = 0
+    """hopper: blocks of inputs that a warp loads ahead."""
     num_warps: int = 4
     splits: int = 1
 
@@ -57,8 +58,20 @@ class PackedTiling:
         return f"packed_{self.kernel} {self.outputs}x{BLOCK}x{self.row_tile} stages={self.stages}{splits}"
 
 
-def packed_tiling(num_rows: int, num_outputs: int, num_inputs: int, num_sms: int) -> PackedTiling:
-    """The shapes of Llama-3.1-8B on an H100 chose the numbers (see LOG.md)."""
+def has_hopper_groups(group: int, num_inputs: int) -> bool:
+    """Whether the kernel for Hopper GPUs supports groups of this size."""
+    return group >= num_inputs or BLOCK % group == 0
+
+
+def packed_tiling(num_rows: int, num_outputs: int, num_inputs: int, num_sms: int, *, hopper: bool) -> PackedTiling:
+    """The shapes of Llama-3.1-8B on an H100 chose the numbers (see LOG.md). ``hopper``: whether that kernel may be
+    taken."""
+    if num_rows <= FEW_ROWS and hopper:
+        if num_outputs <= 32 * num_sms:
+            return PackedTiling("hopper", 16 if num_outputs <= 16 * num_sms else 32, 8, 2, 8)
+        if num_outputs <= 64 * num_sms:
+            return PackedTiling("hopper", 16, 8, 2, 4)
+        return PackedTiling("hopper", 32, 8, 1 if num_rows <= 4 else 2, 4)
     if num_rows <= FEW_ROWS:
         programs = cdiv(num_outputs, 32)
         if programs <= num_sms:
@@ -83,7 +96,8 @@ def packed_linear_triton(x: torch.Tensor, weight: PackedMatrix) -> torch.Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     if not num_rows:
         return x.new_empty(0, num_outputs)
-    tiling = packed_tiling(num_rows, num_outputs, weight.num_inputs, gpu_limits(x.device).num_sms)
+    hopper = has_hopper_kernels(x.device) and has_hopper_groups(weight.group, weight.num_inputs)
+    tiling = packed_tiling(num_rows, num_outputs, weight.num_inputs, gpu_limits(x.device).num_sms, hopper=hopper)
     if tiling.kernel == "library":
         return multiply_written(x, weight.bias, num_outputs, partial(write_weight, weight, x.dtype))
     return launch_packed(x, weight, tiling)
@@ -119,7 +133,7 @@ def launch_packed(x: torch.Tensor, weight: PackedMatrix, tiling: PackedTiling) -
     """The product ``[n, out]`` of ``x [n, in]``, in the order of the columns, by a kernel of this module."""
     num_rows, num_outputs, num_inputs = x.shape[0], len(weight.words), weight.num_inputs
     output = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
-    if tiling.kernel == "few":
+    if tiling.kernel in ("hopper", "few"):
         launch_packed_few_rows(output, x, weight, tiling)
         return output
     num_words, num_groups, overlap = weight.words.shape[1], weight.scales.shape[1], can_overlap(x.device)
@@ -158,6 +172,12 @@ def launch_packed_few_rows(
     epilogue: Epilogue = PLAIN_EPILOGUE,
 ) -> None:
     """Write the product of ``x [n, in]``, in the order of the columns, and what the epilogue makes of it."""
+    if tiling.kernel == "hopper":
+        from fleetfoot.kernels.quantized.packed_hopper import launch_packed_hopper
+
+        sizes = {"outputs": tiling.outputs, "num_warps": tiling.num_warps, "depth": tiling.stages}
+        launch_packed_hopper(output, x, weight, epilogue, **sizes)
+        return
     num_rows, num_outputs, num_inputs = x.shape[0], output.shape[1], weight.num_inputs
     num_words, overlap = weight.words.shape[1], can_overlap(x.device)
     zeros, biases = (output if each is None else each for each in (weight.zeros, weight.bias))
