@@ -297,9 +297,10 @@ def _packed_hopper_kernel(
         if scale != 1.0:
             result *= scale
         results = results + (result,)  # type: ignore[assignment]  # noqa: RUF005
-    result = results[0]
+    result = results[0]  # type: ignore[misc]
     if gated:
-        result = _activate_and_mul(results[0].to(dtype), results[1].to(dtype), gated)
+        gate, up = results  # type: ignore[misc]
+        result = _activate_and_mul(gate.to(dtype), up.to(dtype), gated)
     if ends == "sum":
         # Rounded at the same places as separate kernels.
         residual = gl.load(residual_ptr + offset, mask=is_written, other=0.0)
