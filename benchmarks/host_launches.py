@@ -96,7 +96,7 @@ def make_runner(folder: Path) -> Any:
     runner.load_model()
     runner.initialize_kv_cache(KVLayout.of(config, MAX_MODEL_LEN // BLOCK_SIZE, BLOCK_SIZE, "bfloat16"))
     # what a graph of sampling would read; there is no graph
-    runner._hidden = torch.zeros((LIMITS["max_num_seqs"], config.hidden_size), dtype=torch.bfloat16)
+    runner._padding._hidden = torch.zeros((LIMITS["max_num_seqs"], config.hidden_size), dtype=torch.bfloat16)
     return runner
 
 
@@ -105,7 +105,7 @@ def measure(runner: Any, kind: str, size: int, repeat: int, profiler: cProfile.P
     from fleetfoot.runner.graphs import GraphKey, StepShape
 
     num_reqs = min(size, LIMITS["max_num_seqs"])
-    forward = runner._work(GraphKey("forward", StepShape(kind, num_reqs, size)))
+    forward = runner._padding.of_graph(GraphKey("forward", StepShape(kind, num_reqs, size)))
     with torch.inference_mode():
         forward()
         NoKernel.num_launches, times = 0, []

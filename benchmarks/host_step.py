@@ -127,10 +127,9 @@ class DeviceWork:
     def __init__(self, runner: ModelRunnerV2) -> None:
         self.clear()
         for owner, name in (
-            (runner._buffers, "fill"),
-            (runner, "_run_model"),
+            (runner._step_on_device, "forward"),
             (runner, "_sample_logits"),
-            (runner, "_post_update"),
+            (runner._step_on_device, "finish"),
         ):
             setattr(owner, name, self._timed(getattr(owner, name)))
 

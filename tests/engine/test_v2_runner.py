@@ -251,7 +251,7 @@ def test_a_capture_runs_few_layers_before_it_captures_all() -> None:
         return x if ctx.logits is None else ctx.logits.select(x)
 
     with patch.object(type(run), "__call__", note):
-        runner.graphs.capture_all()
+        runner.capture_graphs()
     forwards = [key for key in runner.graphs.captured if key.part == "forward"]
     wholes = [key for key in runner.graphs.captured if key.part == "step"]
     assert num_layers == [2, len(run.layers)] * len(forwards) + [len(run.layers)] * len(wholes)

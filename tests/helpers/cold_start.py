@@ -16,7 +16,7 @@ from unittest.mock import patch
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.kernels.runtime.compile_ahead import CompileAhead
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.runner.v2 import runner as runner_module
+from fleetfoot.runner.v2 import padding_work
 from tests.helpers.engines import make_engine, prompt_of, run_requests
 from tests.helpers.nothing_compiles import nothing_compiles
 
@@ -88,7 +88,7 @@ def main() -> None:
     how, settings = sys.argv[1], json.loads(sys.argv[2])
     is_ahead = how == "ahead"
     if not is_ahead:
-        patch.object(runner_module, "can_compile_ahead", lambda device: False).start()
+        patch.object(padding_work, "can_compile_ahead", lambda device: False).start()
     report: dict[str, Any] = {"imports": []}
     queue = CompileAhead.queue
 

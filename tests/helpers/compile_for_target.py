@@ -94,7 +94,7 @@ def main() -> None:
     keys += [GraphKey("sampling", shape, MASKS) for shape in (decodes[0], decodes[-1])]
     with torch.inference_mode(), dry_torch():
         for key in keys:
-            runner._work(key)()
+            runner._padding.of_graph(key)()
     instead_of_launching.reset(instead)
     for name, sources in variants.by_name.items():
         for source, options in list(sources.values())[: int(most) if any(part in name for part in names) else 0]:

@@ -286,7 +286,7 @@ def try_kind(kind: Kind, seed: int) -> dict[str, Any]:
     fill_with_garbage(tensors)
     before = {path: bits(tensor) for path, tensor in tensors.items()}
     knobs.runtime.jit_cache_hook = requested = Requested()
-    runner._compile(CompileAhead(1))
+    runner._padding.compile(CompileAhead(1), runner.graphs.keys, runner._loader.context.groups.tensor)
     own = runner._state.staging._padding  # the host's, and written anew before it is read
     changed = [
         path
@@ -366,7 +366,7 @@ def launch(runner: ModelRunnerV2, steps: Iterator[SchedulerOutput]) -> None:
         for _, tensor in tensors_of(runner):
             tensor.zero_()
         runner.graphs.captured = {
-            key: RecordedCapture(runner.device, partial(runner._work(key))) for key in runner.graphs.keys
+            key: RecordedCapture(runner.device, partial(runner._padding.of_graph(key))) for key in runner.graphs.keys
         }
         for step in steps:
             runner._forward(step)

@@ -186,7 +186,7 @@ def make_runner(
     runner.initialize_kv_cache(layout)
     if isinstance(runner, ModelRunnerV2) and device is not None:
         with torch.inference_mode():
-            runner.graphs.capture_all()
+            runner.capture_graphs()
         device.counts.clear()
         device.events.clear()
     return runner

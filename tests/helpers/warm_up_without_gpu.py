@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -23,11 +23,12 @@ from fleetfoot.config.parsing import load_model_config
 from fleetfoot.fusion import plan_fusion
 from fleetfoot.kernels.attention.triton_backend import TritonBackend
 from fleetfoot.kernels.runtime import compile_worker
-from fleetfoot.kernels.runtime.compile_ahead import CompileAhead, KernelCompileError
+from fleetfoot.kernels.runtime.compile_ahead import CompileAhead, CompiledKernels, KernelCompileError
 from fleetfoot.kernels.runtime.triton_support import instead_of_launching, triton_kernel
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.runner.graphs import BatchShape, CaptureTable
+from fleetfoot.runner.graphs import BatchShape, CaptureTable, GraphKey
+from fleetfoot.runner.v2 import padding_work
 from fleetfoot.runner.v2 import runner as runner_module
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.runner.v2.warm_up import EagerStep, prompt
@@ -89,22 +90,22 @@ def warm_up(table: CaptureTable) -> dict[str, Any]:
     compile."""
     runner = make_runner(load_model_config(embedded_model_path()), table, max_num_seqs=17, max_num_batched_tokens=32)
     late: list[str] = []
-    compile_all = runner._compile
+    compile_all, all_work = runner._padding.compile, runner._padding.all
 
-    def some_work() -> Iterator[Callable[[], object]]:
+    def some_work(keys: Iterable[GraphKey]) -> Iterator[Callable[[], object]]:
         """Others take minutes on two cores."""
-        yield from islice(all_work(), 6)
+        yield from islice(all_work(keys), 6)
         for shape in (prompt(4), BatchShape(1, 1, 1, 1, 1, 1, 1)):  # of the steps that run
-            yield runner._eager_work(EagerStep(shape))
+            yield runner._padding.eager(EagerStep(shape))
 
-    def compile_and_listen(ahead: CompileAhead) -> None:
-        with patch.object(runner, "_all_work", some_work):
-            compile_all(ahead)
+    def compile_and_listen(*arguments: Any) -> CompiledKernels:
+        with patch.object(runner._padding, "all", some_work):
+            kernels = compile_all(*arguments)
         knobs.compilation.listener = lambda *, src, **_: late.append(src.name)
+        return kernels
 
-    all_work = runner._all_work
     with (
-        patch.object(runner, "_compile", compile_and_listen),
+        patch.object(runner._padding, "compile", compile_and_listen),
         patch.object(runner_module, "library_steps", lambda _: []),
     ):
         runner.warm_up()
@@ -130,7 +131,7 @@ def fail() -> list[str]:
 def main() -> None:
     """Prints a start, what becomes of a kernel that fails, and threads left."""
     use_fake_driver()
-    runner_module.can_compile_ahead = lambda device: True
+    padding_work.can_compile_ahead = lambda device: True
     compile_worker.num_cores = lambda: 2
     instead_of_launching.set(launch_nothing)
     report: dict[str, Any] = warm_up(CaptureTable())

@@ -32,7 +32,8 @@ from fleetfoot.runner.base import ModelRunner
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
 from fleetfoot.runner.v1.pooling import PoolingModelRunner
 from fleetfoot.runner.v1.runner import ModelRunnerV1
-from fleetfoot.runner.v2.runner import ModelRunnerV2, open_compiler
+from fleetfoot.runner.v2.padding_work import open_compiler
+from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.sampling.custom_processors import EngineProcessor
 from fleetfoot.speculative.drafter import DraftSettings, build_speculation
 from fleetfoot.utils.memory import release_code, trim_heap, use_huge_pages

@@ -34,7 +34,7 @@ from fleetfoot.executor.worker import Worker, phase
 from fleetfoot.kernels.runtime.compile_worker import CompilePool
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.step import PendingOutput
-from fleetfoot.runner.v2.runner import open_compiler
+from fleetfoot.runner.v2.padding_work import open_compiler
 from fleetfoot.structured.mask_space import MaskMemory
 from fleetfoot.utils.process import SHORT_COLLECTIONS
 

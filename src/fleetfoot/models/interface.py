@@ -17,6 +17,7 @@ from fleetfoot.layers.context import ModelContext, WeightTree
 from fleetfoot.layers.decoder import DecoderStack
 from fleetfoot.layers.linear import ColumnParallelLinear, LMHead, TiedLMHead, VocabParallelEmbedding
 from fleetfoot.layers.norm import RMSNorm
+from fleetfoot.models.model_state import NO_STATE, ModelState, StateSizes
 from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors
 
 
@@ -105,6 +106,10 @@ class CausalLM(WeightTree):
         if self.lm_head is None:
             raise ValueError(f"layers {self.layers} have no logits head; it is with the last one")
         return self.lm_head(hidden)
+
+    def make_state(self, sizes: StateSizes) -> ModelState:
+        """What this family needs in a step besides its layers."""
+        return NO_STATE
 
     def shortened(self) -> AbstractContextManager[None]:
         """Within this context, as few layers run as launch all the kernels of this part. Results are meaningless."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -122,6 +122,8 @@ class ForwardContext:
     """For each of ``kv_caches``, that of its group; empty: all layers have ``attention``."""
     states: StateBatch | None = None
     """The slots of recurrent states; None: the model has none."""
+    family_inputs: Any = None
+    """What the `ModelState` of the model's family has prepared; None: it has none."""
 
     def attention_of(self, layer: int) -> AttentionMetadata:
         """The metadata of a layer by its place in ``kv_caches``."""

@@ -251,13 +251,18 @@ class SampledTokenSync:
         device: torch.device,
         apply: Callable[[Any, torch.Tensor, int], None],
     ) -> None:
-        self.send = pipeline.send_sampled_tokens
+        self._send = pipeline.send_sampled_tokens
         self._receive = pipeline.receive_sampled_tokens
         self._width = 2 + num_drafts
         self._device = device
         self._apply = apply
         self._pending: deque[tuple[int, Any, int]] = deque()
         """Step, rows and query length of messages that have not been received."""
+
+    def send(self, message: torch.Tensor | None) -> None:
+        """Send the message of a step; None: it has none."""
+        if message is not None:
+            self._send(message)
 
     def expect(self, scheduler_output: SchedulerOutput, rows: Any) -> None:
         """Register a step that sends a message if a request samples. ``rows``: ``[n]``: of the requests that sample;

@@ -13,6 +13,22 @@ from fleetfoot.sampling.shape import mask_size
 _RING = 2
 
 
+class NoMasks:
+    """A step without grammars: every token is allowed."""
+
+    def upload(self, masks: TokenMasks | None) -> None:
+        pass
+
+    def of_rows(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return None
+
+    def used(self) -> None:
+        pass
+
+
+NO_MASKS = NoMasks()
+
+
 class GrammarMasks:
     """An index of each row of logits, and masks, in one buffer: ``[max_rows]``, then ``[max_rows, words]`` int32.
 

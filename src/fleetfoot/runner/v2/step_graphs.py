@@ -39,40 +39,32 @@ class StepGraph:
 class StepGraphs:
     """Captures the graphs of a table, selects those of a step, and counts.
 
-    ``table``: None: the device has no graphs; ``work``: what a graph does, for padding requests; ``shortened``: a
-    context in which it runs few layers, which launch the kernels of all; ``has_sampling``: False on a rank that is not
-    the last of its pipeline, where steps end with the forward pass.
+    ``has_sampling``: False on a rank that is not the last of its pipeline, where steps end with the forward pass.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        table: CaptureTable | None,
-        work: Callable[[GraphKey], Callable[[], Any]],
-        shortened: Callable[[], AbstractContextManager[None]],
-        *,
-        has_sampling: bool = True,
-    ) -> None:
-        self.table = table or CaptureTable()
+    def __init__(self, device: Device, table: CaptureTable, *, has_sampling: bool = True) -> None:
+        self.table = table
         self.captured: dict[GraphKey, Capture] = {}
         self.num_steps: Counter[str] = Counter()
         """Number of steps: ``eager``, or by the kind of their graph."""
-        self._device, self._work, self._shortened = device, work, shortened
-        self._has_sampling = has_sampling
+        self._device, self._has_sampling = device, has_sampling
 
     @property
     def keys(self) -> tuple[GraphKey, ...]:
         """The graphs of this rank."""
         return tuple(key for key in self.table.graphs if self._has_sampling or key.part == "forward")
 
-    def capture_all(self) -> None:
-        """Capture all graphs. The work of a part first runs in few layers, so that the capture loads nothing; whole
-        steps, the last ones, consist of such parts."""
+    def capture_all(
+        self, work: Callable[[GraphKey], Callable[[], Any]], shortened: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """Capture all graphs. ``work``: what a graph does, for padding requests; ``shortened``: a context in which it
+        runs few layers, which launch the kernels of all. The work of a part first runs there, so that the capture loads
+        nothing; whole steps, the last ones, consist of such parts."""
         keys = self.keys
         for number, key in enumerate(keys):
             report_progress("graphs", number, len(keys))
-            warm_up = None if key.part == "step" else self._shortened()
-            self.captured[key] = self._device.capture(self._work(key), warm_up)
+            warm_up = None if key.part == "step" else shortened()
+            self.captured[key] = self._device.capture(work(key), warm_up)
 
     def dispatch(
         self,
