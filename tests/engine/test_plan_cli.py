@@ -318,6 +318,16 @@ def test_experts(run: Command, tmp_path: Path) -> None:
     assert "active: experts 2 of 8" in run("plan", folder, *H100)
     table = run("plan", folder, *H100, "--kernels")
     assert "8 experts [1024, 4096] of layers 1-3, by rows" in table
+
+    # whole experts on each rank
+    flags = (*H100, "--enable-expert-parallel", "--tensor-parallel-size", "4")
+    split = run.plan(folder, *flags)
+    placement = {"slots": [2] * 4, "bytes": 3 * 2 * 3 * 512 * 4096 * 2}
+    assert split["experts"]["kinds"] == [kinds[0] | placement]
+    assert split["memory"]["weights"] == run.plan(folder, *flags[:-3], *flags[-2:])["memory"]["weights"]
+    assert "experts 8 of each of 3 layers: 2 + 2 + 2 + 2 on the ranks of a stage" in " ".join(
+        run("plan", folder, *flags).split()
+    )
     assert "grouped 64x128x16" in table and "few 16x256x8" in table
 
 

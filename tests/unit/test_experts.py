@@ -1,6 +1,7 @@
 """Routing and products of experts: the reference by definition, and the kernels against it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,17 @@ from tests.helpers.interpreter import interpreted
 
 from fleetfoot.config.model import RouterSpec
 from fleetfoot.kernels.experts import experts_triton
-from fleetfoot.kernels.experts.experts import ExpertSizes, Routing, TorchExperts, activate_torch, route_torch
+from fleetfoot.kernels.experts.experts import (
+    ExpertPlacement,
+    ExpertSizes,
+    Routing,
+    TorchExperts,
+    activate_torch,
+    local_routing_torch,
+    route_torch,
+)
 from fleetfoot.kernels.experts.experts_triton import TritonExperts, choose_group_tiling
-from fleetfoot.kernels.experts.routing_triton import FEW_ROWS, group, route_triton
+from fleetfoot.kernels.experts.routing_triton import FEW_ROWS, group, local_routing_triton, route_triton
 from fleetfoot.kernels.native_ops import NativeExperts, experts_native
 from fleetfoot.native.loading import load_library, native_problem
 
@@ -149,6 +158,55 @@ def test_kernels_in_bfloat16(rows: int) -> None:
     x = layer.inputs(rows)
     output = layer.other(TritonExperts)(x, layer.route(x, route_triton))
     torch.testing.assert_close(output, layer.experts(x, layer.route(x)), rtol=0.03, atol=0.03, equal_nan=True)
+
+
+def ranks_of(layer: Layer, spans: list[list[int]], kind: Callable[..., TorchExperts]) -> Iterator[Any]:
+    """The experts of each rank with the experts ``spans``, and its placement, with the load of rank 0 counted."""
+    num_experts = layer.sizes.num_experts
+    owners = [
+        [(rank, s) for rank, own in enumerate(spans) for s, e in enumerate(own) if e == x] for x in range(num_experts)
+    ]
+    most = max(map(len, owners))
+    counts = torch.tensor([len(each) for each in owners], dtype=torch.int32)
+    for rank, own in enumerate(spans):
+        slots = torch.tensor(
+            [[s if r == rank else -1 for r, s in each] + [-1] * (most - len(each)) for each in owners],
+            dtype=torch.int32,
+        )
+        experts = kind(replace(layer.sizes, num_experts=len(own)), layer.dtype, CPU)
+        for name in ("gate_up", "down"):
+            experts.open(name).copy_(layer.experts.matrices[name][own])
+            if (bias := layer.experts.biases[name]) is not None:
+                experts.biases[name].copy_(bias[own])  # type: ignore[union-attr]
+        load = torch.zeros(num_experts, dtype=torch.int32) if rank == 0 else None
+        yield experts, ExpertPlacement(len(own), slots, counts, load)
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [1, 5, FEW_ROWS + 1, 70])
+@pytest.mark.parametrize("case", ["softmax of the chosen", "biases", "groups"])
+@pytest.mark.parametrize("is_triton", [False, True])
+def test_ranks_with_some_of_the_experts_add_up(case: str, rows: int, is_triton: bool) -> None:
+    """Three ranks, of which one has no expert of its own in the first case, with unequal numbers of slots; experts with
+    two and three replicas, two of them on one rank."""
+    layer = Layer(case)
+    last = layer.sizes.num_experts - 1
+    spans = [[last, 0, 0], [*range(1, last), 0], [last]]
+    x, num_counted = layer.inputs(rows), torch.tensor([min(rows, 4)], dtype=torch.int32)
+    whole = layer.route(x)
+    given = layer.route(x, route_triton) if is_triton else whole
+    make_local = local_routing_triton if is_triton else local_routing_torch
+    total = torch.zeros_like(x)
+    for experts, placement in ranks_of(layer, spans, TritonExperts if is_triton else TorchExperts):
+        routing = make_local(given, placement, None if placement.load is None else num_counted)
+        expected = local_routing_torch(whole, replace(placement, load=None))
+        assert torch.equal(routing.experts, expected.experts)
+        torch.testing.assert_close(routing.weights, expected.weights, equal_nan=True)
+        total += experts(x, routing)
+        if placement.load is not None:
+            counted = whole.experts[:4].flatten().long().bincount(minlength=last + 1)
+            assert placement.load.tolist() == counted.tolist()
+    torch.testing.assert_close(total, layer.experts(x, whole), rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @interpreted

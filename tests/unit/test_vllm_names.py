@@ -67,7 +67,7 @@ def test_values_that_change_nothing_are_taken() -> None:
     config = EngineConfig.from_keywords(named, owner="LLM")
     assert config == EngineConfig(dtype="float16", compilation_config=CompilationConfig())
     assert [EngineConfig(dtype=name).dtype for name in ("float", torch.half)] == ["float32", "float16"]  # type: ignore[arg-type]
-    for name, value in (("data_parallel_size", True), ("enable_expert_parallel", 0), ("tokenizer_mode", object())):
+    for name, value in (("data_parallel_size", True), ("enable_dbo", 0), ("tokenizer_mode", object())):
         with pytest.raises(TypeError, match=f"LLM does not support {name}="):
             EngineConfig.from_keywords({name: value}, owner="LLM")
 

@@ -40,7 +40,8 @@ Without flags of the machine, the plan is for this one. With them it is for the 
   runnable (whether an engine would start), problems (why not), advice, warnings (sentences)
   architecture, num_parameters, device, gpu_name, dtype, attention_backend, async_scheduling
   experts: num_active_parameters, those that a token reads; kinds, of each the num_experts and num_chosen,
-    intermediate_size and num_layers; null: the model has none
+    intermediate_size and num_layers; with enable_expert_parallel also slots, places for whole experts on each rank that
+    shares a layer, and bytes, of all layers of a stage on the rank with the most; null: the model has none
   kernels: for each operation, the implementation that runs; native_variant: the instruction set of the native ones
   weights: format, num_matrices and bytes of the linear layers, as a rank of a tensor group has them
   layers: runs of decoder layers (first, last), fused or not, with the reason; compiles_layers: whether torch.compile
@@ -226,7 +227,7 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
         "gpu_name": plan.machine.gpu_name if plan.device == "cuda" else None,
         "dtype": plan.dtype,
         "num_parameters": model.num_parameters,
-        "experts": _experts(model),
+        "experts": _experts(plan),
         "attention_backend": plan.kernels["attention"],
         "kernels": dict(plan.kernels),
         "native_variant": plan.native_variant,
@@ -299,18 +300,35 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
     }
 
 
-def _experts(model: ModelConfig) -> dict[str, Any] | None:
-    """What a token reads of a model with experts: of each kind of them the layers, the number and the chosen."""
+def _experts(plan: EnginePlan) -> dict[str, Any] | None:
+    """What a token reads of a model with experts: of each kind of them the layers, the number and the chosen; and where
+    they are."""
+    model, split = plan.model, plan.config.expert_split
     if not model.has_experts:
         return None
     kinds: dict[tuple[int, int, int], list[int]] = {}
     for index, layer in enumerate(model.layers):
         if (spec := layer.experts) is not None:
             kinds.setdefault((spec.num_experts, spec.num_chosen, spec.intermediate_size), []).append(index)
-    listed = [
+    listed: list[dict[str, Any]] = [
         {"num_experts": number, "num_chosen": chosen, "intermediate_size": size, "num_layers": len(layers)}
         for (number, chosen, size), layers in kinds.items()
     ]
+    if split is not None:
+        for kind, layers in zip(listed, kinds.values(), strict=True):
+            number = kind["num_experts"]
+            kind["slots"] = [len(split.slots(rank, number)) for rank in range(split.num_ranks)]
+            spec = model.layers[layers[0]].experts
+            assert spec is not None
+            held = dataclasses.replace(spec, num_experts=split.most_slots(number))
+            stages = (
+                pipeline_layers(model, rank, size)
+                for size in [plan.config.pipeline_parallel_size]
+                for rank in range(size)
+            )
+            method = plan.linear_methods.of_experts(f"model.layers.{layers[0]}.mlp.experts")
+            most = max(len([layer for layer in layers if layer in stage]) for stage in stages)
+            kind["bytes"] = most * method.num_bytes(held, model.hidden_size, plan.dtype)
     return {"num_active_parameters": model.num_active_parameters, "kinds": listed}
 
 

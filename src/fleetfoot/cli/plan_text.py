@@ -81,6 +81,13 @@ def _setup_lines(report: dict[str, Any]) -> _Lines:
         limit = f"{count(workers['max_restarts'], 'time')} within an hour"
         yield "after an error", f"restart {where[workers['executor']]}, at most {limit}"
     yield from _parallel_lines(report["parallel"])
+    for kind in (report["experts"] or {"kinds": []})["kinds"]:
+        if slots := kind.get("slots"):
+            redundant = sum(slots) - kind["num_experts"]
+            more = f" and {count(redundant, 'redundant one')}" * bool(redundant)
+            places = f"{' + '.join(map(str, slots))} on the ranks of a stage"
+            yield "experts", f"{kind['num_experts']}{more} of each of {count(kind['num_layers'], 'layer')}: {places}"
+            yield "", f"{readable(kind['bytes'])} on a rank with {slots[0]}"
     if report["drafter"] is not None:
         yield from _drafter_lines(report["drafter"])
     if (pooling := report["pooling"]) is not None:

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args
 
 from fleetfoot.config import env
+from fleetfoot.config.eplb import EPLBConfig
 from fleetfoot.config.json_fields import ABOVE_ZERO, Bounds, JSONSettings, check_fields
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.config.model import GenerationOverride, HFConfig
 from fleetfoot.config.pooling import PoolerConfig
 from fleetfoot.config.profiler import ProfilerConfig
+from fleetfoot.config.sharding import ExpertSplit
 from fleetfoot.config.speculative import SpeculativeConfig
 from fleetfoot.config.vllm_names import ENGINE_KEYWORDS, check_engine_keyword, implies_pooling
 from fleetfoot.config.weight_transfer import WeightTransferConfig
@@ -247,6 +249,18 @@ class EngineConfig:
 
     tensor_parallel_size: int = _count(1, "GPUs that share each layer")
     pipeline_parallel_size: int = _count(1, "GPUs that the layers are spread over")
+    enable_expert_parallel: bool = _flag(
+        False, "give each rank whole experts, instead of a part of each: those of a layer are spread over the ranks"
+    )
+    enable_eplb: bool = _flag(
+        False, "with enable_expert_parallel, move experts between ranks by their load, and copy those with the most"
+    )
+    eplb_config: EPLBConfig | None = _flag(
+        None,
+        "JSON: window_size, step_interval, num_redundant_experts, log_balancedness, log_balancedness_interval, "
+        "load_initial and save (folders)",
+        record=EPLBConfig,
+    )
     prefill_context_parallel_size: int = _count(1, "GPUs that share a long prompt")
     distributed_executor_backend: ExecutorBackend = _flag(
         "auto",
@@ -303,6 +317,7 @@ class EngineConfig:
                 self.model_runner,
             )
         self._check_processes()
+        self._check_experts()
         self._check_batched_tokens()
 
     model_config = scheduler_config = cache_config = parallel_config = property(lambda self: self)
@@ -321,7 +336,18 @@ class EngineConfig:
     @property
     def group_sizes(self) -> dict[str, int]:
         """The sizes of a worker's groups, by the names of `fleetfoot.distributed.groups.Groups`."""
-        return {"tensor": self.tensor_parallel_size, "pipeline": self.pipeline_parallel_size, "expert": 1, "data": 1}
+        split = self.expert_split
+        sizes = {"tensor": self.tensor_parallel_size, "pipeline": self.pipeline_parallel_size}
+        return {**sizes, "expert": 1 if split is None else split.num_ranks, "data": 1}
+
+    @property
+    def expert_split(self) -> ExpertSplit | None:
+        """How experts are spread over ranks; None: each rank has a part of each."""
+        if not self.enable_expert_parallel or self.tensor_parallel_size == 1:
+            return None
+        eplb = self.eplb_config or EPLBConfig()
+        redundant = eplb.num_redundant_experts if self.enable_eplb else 0
+        return ExpertSplit(self.tensor_parallel_size, redundant, self.enable_eplb)
 
     @property
     def local_world_size(self) -> int:
@@ -363,6 +389,19 @@ class EngineConfig:
             f"max_num_seqs ({self.max_num_seqs}): raise it to {self.max_decode_tokens}{fewer}",
             budget,
         )
+
+    def _check_experts(self) -> None:
+        if self.enable_eplb and self.expert_split is None:
+            raise FieldError(
+                "enable_eplb",
+                "is set, and experts are not spread over ranks: set enable_expert_parallel, and tensor_parallel_size "
+                "to more than 1",
+                True,
+            )
+        if self.eplb_config is not None and not self.enable_eplb:
+            raise FieldError(
+                "eplb_config", "is given, but enable_eplb is not set; set it, or leave both out", self.eplb_config
+            )
 
     def _check_processes(self) -> None:
         size, nodes = self.world_size, self.nnodes

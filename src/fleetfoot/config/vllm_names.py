@@ -48,10 +48,11 @@ _BY_ADVICE: dict[str, dict[str, tuple[Any, ...]]] = {
         {"data_parallel_size": (1,), "data_parallel_rank": (0,), "data_parallel_backend": ("mp",),
          "data_parallel_size_local": (1,), "data_parallel_start_rank": (0,), "data_parallel_address": (),
          "data_parallel_rpc_port": (), "data_parallel_hybrid_lb": (False,), "data_parallel_external_lb": (False,)},
-    "models are dense; leave it out": {"enable_expert_parallel": (False,), "enable_eplb": (False,),
-        "eplb_config": (), "num_redundant_experts": (0,), "expert_placement_strategy": ("linear",),
-        "all2all_backend": ("allgather_reducescatter",), "moe_backend": ("auto",), "enable_dbo": (False,),
-        "dbo_decode_token_threshold": (32,), "dbo_prefill_token_threshold": (512,)},
+    "it is a key of eplb_config": {"num_redundant_experts": (0,)},
+    "leave it out: `fleetfoot plan` prints how experts are placed, multiplied and sent":
+        {"expert_placement_strategy": ("linear",), "all2all_backend": ("allgather_reducescatter",),
+         "moe_backend": ("auto",), "enable_dbo": (False,), "dbo_decode_token_threshold": (32,),
+         "dbo_prefill_token_threshold": (512,)},
     "leave it out: grammars are compiled by llguidance, the backend 'guidance'; options are fields of "
     "StructuredOutputsParams":
         {"guided_decoding_backend": ("auto", "guidance"), "structured_outputs_config": ("auto", "guidance", False),

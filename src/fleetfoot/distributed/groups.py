@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from functools import partial
 from threading import Thread
 from typing import Any
@@ -32,6 +33,8 @@ from fleetfoot.records.forward_context import IntermediateTensors
 
 _NO_MULTICAST_IN_NCCL = "NCCL_NVLS_ENABLE", "0"
 """See `fleetfoot.distributed.peer_memory.NO_MULTICAST`."""
+_UNLIMITED = timedelta(days=365)
+"""Of operations in which a rank waits for another that sleeps; the end of a process ends them."""
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.12
 
 
@@ -113,7 +116,20 @@ class PipelineGroup(RankGroup):
         raise RuntimeError("a pipeline of one rank sends no packets")
 
 
-SINGLE_GROUP, SINGLE_TENSOR_GROUP, SINGLE_PIPELINE_GROUP = RankGroup(), TensorGroup(), PipelineGroup()
+@dataclass(frozen=True, slots=True)
+class ExpertGroup(RankGroup):
+    """The ranks that the experts of each layer are spread over."""
+
+    rank: int = 0
+    size: int = 1
+    on_device: dist.ProcessGroup | None = None
+    """Of the backend for the device; None: there is one rank."""
+    on_host: dist.ProcessGroup | None = None
+    """Of gloo, for what ranks agree on beside their steps."""
+
+
+SINGLE_GROUP, SINGLE_EXPERT_GROUP = RankGroup(), ExpertGroup()
+SINGLE_TENSOR_GROUP, SINGLE_PIPELINE_GROUP = TensorGroup(), PipelineGroup()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +138,7 @@ class Groups(Mapping[str, RankGroup]):
 
     tensor: TensorGroup = SINGLE_TENSOR_GROUP
     pipeline: PipelineGroup = SINGLE_PIPELINE_GROUP
-    expert: RankGroup = SINGLE_GROUP
+    expert: ExpertGroup = SINGLE_EXPERT_GROUP
     """The ranks that the experts of each layer are spread over."""
     data: RankGroup = SINGLE_GROUP
     """The replicas that step together; each has its own requests."""
@@ -373,7 +389,7 @@ class StepShape:
 
 def make_groups(sizes: Mapping[str, int], shape: StepShape) -> Groups:
     """Make this rank's groups. A collective call, after ``torch.distributed.init_process_group``. ``sizes``: by the
-    names of `Groups`; others are 1.
+    names of `Groups`; others are 1. An expert group has the ranks of the tensor group.
 
     Connections are made here: their first use could be during a graph capture, or while the peer waits for something
     else. NCCL takes seconds to connect a tensor group of GPUs, in a thread, while kernels are compiled: see
@@ -386,9 +402,12 @@ def make_groups(sizes: Mapping[str, int], shape: StepShape) -> Groups:
             f"{world} processes are in the world, and tensor_parallel_size {tensor_size} times pipeline_parallel_size "
             f"{pipeline_size} is {tensor_size * pipeline_size}"
         )
-    for name, size in sizes.items():
-        if size > 1 and name not in ("tensor", "pipeline"):
-            raise ValueError(f"the {name} group has {size} ranks; only tensor and pipeline groups have more than one")
+    if (expert_size := sizes.get("expert", 1)) not in (1, tensor_size):
+        raise ValueError(
+            f"the expert group has {expert_size} ranks; it can have those of a tensor group, {tensor_size}"
+        )
+    if sizes.get("data", 1) > 1:
+        raise ValueError(f"the data group has {sizes['data']} ranks; it can have one")
     by_pipeline_rank = torch.arange(world).view(pipeline_size, tensor_size)
     backend = "nccl" if shape.device.type == "cuda" else "gloo"
     tensor, pipeline = SINGLE_TENSOR_GROUP, SINGLE_PIPELINE_GROUP
@@ -413,12 +432,17 @@ def make_groups(sizes: Mapping[str, int], shape: StepShape) -> Groups:
                 hidden = shape.max_num_tokens, shape.hidden_size, shape.dtype, shape.device
                 channel = make_channel(activations, _subgroup(by_tensor_rank, "gloo"), *hidden)
             pipeline = TorchPipelineGroup(activations, token_group, shape, channel)
-    return Groups(tensor, pipeline)
+    expert = SINGLE_EXPERT_GROUP
+    if expert_size > 1:
+        assert isinstance(tensor, TorchTensorGroup)
+        beside = _subgroup(by_pipeline_rank, "gloo", timeout=_UNLIMITED)
+        expert = ExpertGroup(tensor.rank, tensor.size, tensor.process_group, beside)
+    return Groups(tensor, pipeline, expert)
 
 
-def _subgroup(ranks: torch.Tensor, backend: str) -> dist.ProcessGroup:
+def _subgroup(ranks: torch.Tensor, backend: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
     """This rank's group, of the rows of ``ranks``."""
-    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), backend=backend)
+    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), backend=backend, timeout=timeout)
     assert group is not None
     return group
 

@@ -44,6 +44,13 @@ class PeerMemory:
     keep: Any = None
     """The handle of the mapping, which must live as long as the buffers."""
 
+    def of_rank(self, rank: int) -> torch.Tensor:
+        """The whole buffer of a rank, as bytes, to be written by copies."""
+        size = self.local.nbytes
+        place = self.local.data_ptr() - self.keep.buffer_ptrs[self.keep.rank]
+        buffer: torch.Tensor = self.keep.get_buffer(rank, (size,), torch.uint8, place)
+        return buffer
+
     def split(self, num_words: int) -> tuple[PeerMemory, PeerMemory]:
         """The first ``num_words`` of each buffer, and the others."""
         first, others = self.local[:num_words], self.local[num_words:]

@@ -6,17 +6,19 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from fleetfoot.config.engine import Dtype
+from fleetfoot.config.engine import Dtype, EngineConfig
+from fleetfoot.config.eplb import EPLBConfig
 from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.distributed import cleanup_dist_env_and_memory
-from fleetfoot.distributed.groups import SINGLE_RANK, Groups
+from fleetfoot.distributed.groups import SINGLE_RANK, ExpertGroup, Groups
+from fleetfoot.eplb.balancer import Balancer
 from fleetfoot.executor.profiling import WorkerProfiler
 from fleetfoot.executor.protocol import check_parts
 from fleetfoot.kernels.cpu_threads import StepThreads
@@ -80,6 +82,8 @@ class Worker:
             max_positions=plan.max_model_len + plan.drafter.num_drafts,  # drafts may lie beyond a request's end
             groups=self._groups,
             linear_methods=plan.linear_methods,
+            expert_split=plan.config.expert_split,
+            first_placements=plan.expert_placements,
         )
         self._layers = pipeline_layers(plan.model, pipeline.rank, pipeline.size)
         loader = ModelLoader(
@@ -95,6 +99,9 @@ class Worker:
         }
         self._profiler = WorkerProfiler(plan.config.profiler_config, rank, self.device)
         self._asleep: set[str] = set()
+        self.balancer: Balancer | None = None
+        if plan.config.enable_eplb:
+            common["barrier"] = self.balancer = make_balancer(plan.config, self._groups.expert)
         self.runner: ModelRunner
         if plan.runner == "v1":
             common["compiles_layers"] = plan.config.compiles_layers
@@ -156,6 +163,8 @@ class Worker:
         with phase("weights"):
             self.runner.load_model()
         self._release_memory()
+        if self.balancer is not None:
+            self.balancer.attach(self.runner.model, self.runner.weights)
         check_parts(self.plan, self.rank, self.parts())  # before the ranks wait for each other
         with phase("KV cache"):
             self.layout = layout = self._make_layout()
@@ -217,6 +226,10 @@ class Worker:
     def connect_weights(self, info: WeightTransferInitInfo, backend: str) -> None:
         """Join a trainer's group."""
         self.runner.weights.connect(info, info.rank_offset + self.rank, backend)
+
+    def balance_report(self) -> dict[str, Any] | None:
+        """`BalanceReport` as a dictionary; None: experts are not balanced."""
+        return None if self.balancer is None else asdict(self.balancer.report)
 
     def compiled_kernels(self) -> tuple[int, int]:
         """`CompiledKernels` of the start."""
@@ -331,6 +344,14 @@ class Worker:
             memory.taken_by_loading,
         )
         return fitting
+
+
+def make_balancer(config: EngineConfig, group: ExpertGroup) -> Balancer:
+    """What balances experts, by the settings. The ranks of a group are on consecutive machines."""
+    split = config.expert_split
+    assert split is not None
+    num_nodes = max(1, group.size // config.local_world_size)
+    return Balancer(config.eplb_config or EPLBConfig(), split, group, num_nodes)
 
 
 def make_connector(plan: EnginePlan, rank: int) -> StepConnector:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from fleetfoot.config.model import RouterSpec
     from fleetfoot.kernels.attention import AttentionBackend
-    from fleetfoot.kernels.experts.experts import ExpertSizes, RouterLinear, Routing, TorchExperts
+    from fleetfoot.kernels.experts.experts import ExpertPlacement, ExpertSizes, RouterLinear, Routing, TorchExperts
     from fleetfoot.kernels.linear.linear import PreparedLinear
     from fleetfoot.kernels.linear.roles import ChainLinear
     from fleetfoot.kernels.prepare.tables import GroupTables, RowTables, StepBuffers
@@ -213,6 +213,9 @@ class Kernels:
     """The same with a weight of 4 bits, and inputs as they are: see `fleetfoot.kernels.quantized.packed`."""
     route: Route
     """The experts of each of ``x [n, hidden]`` by a router: see `fleetfoot.kernels.experts.experts.route_torch`."""
+    local_routing: Callable[[Routing, ExpertPlacement, torch.Tensor | None], Routing]
+    """The part of a routing that a rank with some of the experts computes, which also counts their load: see
+    `fleetfoot.kernels.experts.experts.local_routing_torch`."""
     experts: Callable[[ExpertSizes, torch.dtype, torch.device], TorchExperts]
     """Makes the matrices of a layer's experts, which a call multiplies with: `TorchExperts`, or a subclass."""
     quantized_chain: ChainQuantized | None

@@ -91,6 +91,7 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "causal_conv": {"triton": "recurrent.conv_triton", "torch": "recurrent.conv"},
         "recurrence": {"triton": "recurrent.recurrence_triton", "torch": "recurrent.recurrence"},
         "route": {"triton": "experts.routing_triton", "torch": "experts.experts"},
+        "local_routing": {"triton": "experts.routing_triton", "torch": "experts.experts"},
         "experts": {
             "triton": "experts.experts_triton:TritonExperts",
             "native": "native_ops",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
 from torch import nn
 
+from fleetfoot.config.sharding import ExpertSplit
 from fleetfoot.distributed.groups import SINGLE_RANK, Groups
 from fleetfoot.kernels.attention import AttentionBackend
 from fleetfoot.kernels.interface import Kernels
@@ -33,6 +34,10 @@ class ModelContext:
     """The ranks that this one computes with: those that share each layer, and others."""
     linear_methods: LinearMethods = UNQUANTIZED
     """How linear layers store and apply their weights, by their names."""
+    expert_split: ExpertSplit | None = None
+    """How experts are spread over ``groups.expert``; None: each rank of the tensor group has a part of each."""
+    first_placements: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """The expert in each slot of all ranks at the start, by layers; others: `ExpertSplit.first_placement`."""
     prefix: str = ""
     """The path in the checkpoint of the module that is built, with a dot at the end."""
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fleetfoot.config.model import ExpertsSpec, MLPSpec, ModelConfig
-from fleetfoot.config.sharding import even_span
-from fleetfoot.kernels.experts.experts import Routing
+from fleetfoot.config.sharding import ExpertSplit, even_span
+from fleetfoot.kernels.experts.experts import ExpertPlacement, Routing
 from fleetfoot.layers.context import ModelContext, WeightModule
 from fleetfoot.layers.linear import ColumnParallelLinear
 from fleetfoot.layers.mlp import GatedMLP
@@ -49,19 +49,63 @@ class Router(ColumnParallelLinear):
 
 
 class Experts(WeightModule):
-    """The experts of a layer, each a gated MLP. A rank of a tensor group has a part of each."""
+    """The experts of a layer, each a gated MLP. A rank has a part of each, or all of some."""
 
     def __init__(self, context: ModelContext, spec: ExpertsSpec, hidden_size: int, names: ExpertNames) -> None:
         super().__init__()
         group, path = context.groups.tensor, context.within("experts").prefix
-        part = even_span(spec.intermediate_size, group.rank, group.size)
-        shape = ExpertsShape(spec, hidden_size, part, names, has_down_bias=group.is_first_rank)
+        self.spec = spec
+        self.placement: ExpertPlacement | None = None
+        """Where the experts are; None: each rank has a part of each."""
+        self.experts: tuple[int, ...] = ()
+        """The expert in each slot of all ranks, where there is a placement."""
+        self._counted: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._local_routing = context.ops.local_routing
+        if (split := context.expert_split) is None:
+            part = even_span(spec.intermediate_size, group.rank, group.size)
+            shape = ExpertsShape(spec, hidden_size, part, names, has_down_bias=group.is_first_rank)
+        else:
+            layer, everything = int(path.split(".")[-4]), slice(0, spec.intermediate_size)
+            experts = context.first_placements.get(layer) or split.first_placement(spec.num_experts)
+            self._own = own = split.slots(context.groups.expert.rank, spec.num_experts)
+            shape = ExpertsShape(spec, hidden_size, everything, names, first_held=experts[own.start : own.stop])
+            self.placement = make_placement(spec.num_experts, split, len(own), context.device)
+            self._write_placement(experts)
         method = context.linear_methods.of_experts(path.removesuffix("."))
         self.weight = method.make_weight(shape, context.ops, context.dtype, context.device)
 
-    def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """``x [n, hidden_size]`` -> the same shape, this rank's part of a sum over the tensor group."""
+    def forward(self, x: torch.Tensor, routing: Routing, *, is_selected: bool = False) -> torch.Tensor:
+        """``x [n, hidden_size]`` -> the same shape, this rank's part of a sum over the ranks. ``is_selected``: whether
+        it has the rows of logits alone."""
+        if self.placement is not None:
+            counted = None if self._counted is None else self._counted[is_selected]
+            routing = self._local_routing(routing, self.placement, counted)
         return self.weight.apply(x, routing)
+
+    # --- balancing ----------------------------------------------------------------------------------------------------
+
+    def count_load(self, load: torch.Tensor, counted: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Add to ``load [num_experts]`` int32 how often each expert is chosen, from the first rows: as many as
+        ``counted`` has, each ``[1]`` int32, for all tokens and for the rows of logits."""
+        assert self.placement is not None
+        self.placement, self._counted = replace(self.placement, load=load), counted
+
+    def place(self, experts: tuple[int, ...]) -> None:
+        """The slots of all ranks have these experts from now on; the matrices of this rank's are there."""
+        self._write_placement(experts)
+        self.weight.hold(experts[self._own.start : self._own.stop])
+
+    def _write_placement(self, experts: tuple[int, ...]) -> None:
+        assert self.placement is not None
+        self.experts = experts
+        slots = torch.full(self.placement.slots.shape, -1, dtype=torch.int32)
+        num_replicas = [0] * len(slots)
+        for slot, expert in enumerate(experts):
+            if slot in self._own:
+                slots[expert, num_replicas[expert]] = slot - self._own.start
+            num_replicas[expert] += 1
+        self.placement.slots.copy_(slots)
+        self.placement.num_replicas.copy_(torch.tensor(num_replicas, dtype=torch.int32))
 
     def own_weight_specs(self, prefix: str, name: str) -> Iterator[WeightSpec]:
         return self.weight.weight_specs(prefix)
@@ -71,6 +115,16 @@ class Experts(WeightModule):
 
     def process_own_weights(self) -> None:
         self.weight.process_weights_after_loading()
+
+
+def make_placement(num_experts: int, split: ExpertSplit, num_slots: int, device: torch.device) -> ExpertPlacement:
+    """The tensors of a layer's placement."""
+    most_replicas = 1 + split.num_redundant
+    return ExpertPlacement(
+        num_slots,
+        torch.full((num_experts, most_replicas), -1, dtype=torch.int32, device=device),
+        torch.ones(num_experts, dtype=torch.int32, device=device),
+    )
 
 
 class SparseMLP(nn.Module):
@@ -98,7 +152,8 @@ class SparseMLP(nn.Module):
 
     def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """``x [num_tokens, hidden_size]`` -> the same shape."""
-        output = self._group.all_reduce(self.experts(x, self.gate.choose(x)))
+        is_selected = len(x) != len(ctx.attention.positions)
+        output = self._group.all_reduce(self.experts(x, self.gate.choose(x), is_selected=is_selected))
         if not self._shared_name:
             return output
         shared = self.get_submodule(self._shared_name)(x, ctx)

@@ -69,7 +69,7 @@ class StateMixer(nn.Module):
         spec, size = config.layers[layer].recurrent, context.groups.tensor.size
         assert spec is not None
         shapes = spec.states(size)
-        check_tensor_parallel_size(config, size)
+        check_tensor_parallel_size(config, size, shares_experts=context.expert_split is None)
         self._shapes, self._dtype, self._kv_index = shapes, context.dtype, kv_index
         self._split: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None
         self._conv, self._recurrence = context.ops.causal_conv, context.ops.recurrence

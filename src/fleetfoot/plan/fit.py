@@ -126,7 +126,8 @@ def _tensor_parallel(shape: parts.EngineShape, total: int) -> Iterator[str]:
     """The smallest tensor_parallel_size of GPUs of the same size that fits, and the smallest with the model's own
     max_model_len. The ranks of a CPU share its memory."""
     found, whole = False, shape.config.max_model_len or shape.model.max_position_embeddings
-    for size in tensor_parallel_sizes(shape.model) if shape.device == "cuda" else ():
+    shares_experts = shape.config.expert_split is None
+    for size in tensor_parallel_sizes(shape.model, shares_experts=shares_experts) if shape.device == "cuda" else ():
         with suppress(ValueError):  # settings of processes that do not go together with this size
             changed, _, problem = _try(shape, total, tensor_parallel_size=size)
             is_whole = changed.max_model_len == whole

@@ -288,7 +288,9 @@ class _PlainLayer:
             for _, num_rows, inputs, has_bias in spec.linears(plan.model.hidden_size)[3:]
         )
         experts, hidden = spec.experts, plan.model.hidden_size
-        name = f"{experts.num_experts} experts [{2 * experts.intermediate_size}, {hidden}]{{}}, by rows"
+        split = plan.config.expert_split
+        held = experts.num_experts if split is None else split.most_slots(experts.num_experts)
+        name = f"{held} experts [{2 * experts.intermediate_size}, {hidden}]{{}}, by rows"
         return {name: (rows, self._experts), **{f"shared {m.name}{{}}, by rows": (rows, m.alone) for m in shared}}
 
     def _experts(self, rows: int) -> str:
@@ -302,7 +304,9 @@ class _PlainLayer:
             first, second = (choose_few_tiling(rows, element_size, shared, is_down=down) for down in (False, True))
             tile = f"{first.outputs}x{first.inputs * first.slices}x{padded_few_rows(rows)}"
             return f"few {tile} stages={first.num_stages}, {second.num_stages}"
-        sizes = ExpertSizes(spec.num_experts, plan.model.hidden_size, spec.intermediate_size)
+        split = plan.config.expert_split
+        held = spec.num_experts if split is None else split.most_slots(spec.num_experts)
+        sizes = ExpertSizes(held, plan.model.hidden_size, spec.intermediate_size)
         tiling = choose_group_tiling(rows * spec.num_chosen, sizes, element_size, shared)
         options = {"stages": tiling.num_stages, "warps": tiling.num_warps, "down": tiling.down_outputs}
         return f"grouped {tiling.outputs}x{tiling.inputs}x{tiling.rows}{options_text(options)}"

@@ -189,7 +189,7 @@ def weight_bytes(shape: EngineShape) -> int:
     """Weights on one rank of a pipeline stage, with those of its drafter."""
     model, ranks, methods = shape.model, shape.config.tensor_parallel_size, shape.linear_methods
     size = DTYPE_BYTES[shape.dtype]
-    total = methods.layer_bytes(model, shape.layers, shape.dtype, ranks)
+    total = methods.layer_bytes(model, shape.layers, shape.dtype, ranks, split=shape.config.expert_split)
     rows, hidden = vocab_rows(model.vocab_size, ranks), model.hidden_size
     if shape.is_first or (shape.is_last and model.tie_word_embeddings):
         total += rows * hidden * size
@@ -246,7 +246,9 @@ def _mlp_bytes(shape: EngineShape, mlp: MLPSpec | ExpertsSpec) -> int:
     size = DTYPE_BYTES[shape.dtype]
     if isinstance(mlp, ExpertsSpec):
         # of each expert of a token: between the products, with its copies in float32 in torch, and the output
-        part = mlp.intermediate_size // shape.config.tensor_parallel_size
+        part = mlp.intermediate_size
+        if shape.config.expert_split is None:
+            part //= shape.config.tensor_parallel_size
         between = part * (size if shape.kernels["experts"] == "triton" else 2 * size + 3 * _FLOAT32)
         of_experts = shape.max_num_batched_tokens * mlp.num_chosen * (between + shape.model.hidden_size * _FLOAT32)
         return of_experts + (_mlp_bytes(shape, MLPSpec(mlp.shared_size)) if mlp.shared_size else 0)
@@ -304,7 +306,22 @@ def communication_bytes(shape: EngineShape) -> int:
     tensor = tensor_group_bytes(shape.config.tensor_parallel_size, row_bytes) if on_gpu else 0
     step_bytes = shape.max_num_batched_tokens * row_bytes
     rank, size = shape.pipeline_rank, shape.config.pipeline_parallel_size
-    return tensor + pipeline_group_bytes(rank, size, step_bytes, on_gpu=on_gpu)
+    return tensor + pipeline_group_bytes(rank, size, step_bytes, on_gpu=on_gpu) + on_gpu * _move_bytes(shape)
+
+
+def _move_bytes(shape: EngineShape) -> int:
+    """The buffers that experts move through: those of a layer on a rank."""
+    split = shape.config.expert_split
+    if split is None or not split.is_balanced:
+        return 0
+    return max(
+        split.most_slots(spec.num_experts)
+        * shape.linear_methods.of_experts(f"model.layers.{number}.mlp.experts").num_bytes(
+            replace(spec, num_experts=1), shape.model.hidden_size, shape.dtype
+        )
+        for number in range(shape.model.num_layers)
+        if (spec := shape.model.layers[number].experts) is not None
+    )
 
 
 _LOADED = ("weights", "rotary_table", "communication", "driver")

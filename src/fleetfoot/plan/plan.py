@@ -72,6 +72,8 @@ class EnginePlan:
     """Steps in which two kernels compute a fused layer."""
     linear_methods: LinearMethods = UNQUANTIZED
     """How the model's linear layers store and apply their weights; a drafter's: see `DrafterShape`."""
+    expert_placements: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """See `ModelContext.first_placements`."""
     drafter_fusion: tuple[LayerFusion, ...] = ()
     """For each decoder layer of the model that drafts."""
     pooling: Pooling | None = None

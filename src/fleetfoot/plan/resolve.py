@@ -16,7 +16,8 @@ from fleetfoot.config.model_registry import load_general_plugins
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.pooling import Pooling, classifier_tokens, is_bidirectional, is_pooling_model, resolve_pooling
 from fleetfoot.config.quantization import choose_quantization
-from fleetfoot.config.sharding import check_pipeline_parallel_size, check_tensor_parallel_size
+from fleetfoot.config.sharding import check_expert_split, check_pipeline_parallel_size, check_tensor_parallel_size
+from fleetfoot.distributed.placement import read_placements
 from fleetfoot.fusion import plan_fusion
 from fleetfoot.kernels.cluster.fit import NO_LAYER_CHAIN, plan_layer_chain
 from fleetfoot.kernels.registry import DeviceFacts, plan_kernels
@@ -71,7 +72,9 @@ def resolve_plan(
                 f"{each.architecture} has layers with recurrent states, which no model runner keeps; take a model with "
                 "attention in all layers"
             )
-    check_tensor_parallel_size(model, config.tensor_parallel_size)
+    if (split := config.expert_split) is not None:
+        check_expert_split(model, split)
+    check_tensor_parallel_size(model, config.tensor_parallel_size, shares_experts=split is None)
     check_pipeline_parallel_size(model, config.pipeline_parallel_size)
     shape = _engine_shape(config, model, found, decision, machine, device)
     if decision.logits_processors and config.speculative_config is not None:
@@ -109,6 +112,7 @@ def resolve_plan(
         fusion=plan_fusion(model, decision.runner),
         layer_chain=shape.layer_chain,
         linear_methods=shape.linear_methods,
+        expert_placements=_expert_placements(config, model),
         connector=locate_connector(decision.connector),
         drafter=drafter,
         pooling=pooling,
@@ -202,6 +206,16 @@ def _engine_shape(
         ),
         linear_methods=_linear_methods(replace(model, quantization=quantized)),
     )
+
+
+def _expert_placements(config: EngineConfig, model: ModelConfig) -> Mapping[int, tuple[int, ...]]:
+    """Where experts are at the start, by layers, if that follows from a load of earlier runs."""
+    split, folder = config.expert_split, None if config.eplb_config is None else config.eplb_config.load_initial
+    if split is None or folder is None:
+        return {}
+    sizes = {number: layer.experts.num_experts for number, layer in enumerate(model.layers) if layer.experts}
+    slots = {number: [split.slots(rank, size) for rank in range(split.num_ranks)] for number, size in sizes.items()}
+    return read_placements(Path(folder).expanduser(), sizes, slots, setting="eplb_config: load_initial")
 
 
 def _linear_methods(model: ModelConfig) -> LinearMethods:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, overload
 
 from fleetfoot.config.model import DTYPE_BYTES, ExpertsSpec, ModelConfig
+from fleetfoot.config.sharding import ExpertSplit
 from fleetfoot.records.weights import Rows, Span, WeightSpec, count_rows, join_rows, slices_of
 
 if TYPE_CHECKING:
@@ -144,10 +145,26 @@ class ExpertsShape:
     names: ExpertNames = ExpertNames()
     has_down_bias: bool = True
     """Whether this rank has the biases of ``down``, which are in a sum over the ranks once."""
+    first_held: tuple[int, ...] | None = None
+    """The expert in each slot of this rank at the start; None: all, in order."""
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The expert in each slot at the start."""
+        return tuple(range(self.spec.num_experts)) if self.first_held is None else self.first_held
 
 
 class ExpertWeight(ABC):
     """The storage of the experts of a layer."""
+
+    @abstractmethod
+    def stacks(self) -> Sequence[torch.Tensor]:
+        """All tensors of experts, each ``[slots, ...]``, in the form that `apply` reads. A slot's part of them is all
+        that it takes to compute its expert there, or on a rank with the same kinds of stacks."""
+
+    @abstractmethod
+    def hold(self, experts: tuple[int, ...]) -> None:
+        """The slots have the matrices of these experts now; `weight_specs` follow."""
 
     @abstractmethod
     def apply(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
@@ -238,9 +255,16 @@ class LinearMethods:
         return next((method for pattern, method in self.others if _fits(name, pattern)), self.default)
 
     def layer_bytes(
-        self, model: ModelConfig, layers: Iterable[int], dtype: str, num_ranks: int = 1, prefix: str = "model."
+        self,
+        model: ModelConfig,
+        layers: Iterable[int],
+        dtype: str,
+        num_ranks: int = 1,
+        prefix: str = "model.",
+        split: ExpertSplit | None = None,
     ) -> int:
-        """Bytes of decoder layers, by their numbers, on one of ``num_ranks``. ``prefix``: before ``layers.0``."""
+        """Bytes of decoder layers, by their numbers, on one of ``num_ranks``. ``prefix``: before ``layers.0``;
+        ``split``: of experts; None: each rank has a part of each."""
         total, hidden_size = 0, model.hidden_size
         for number in layers:
             layer = model.layers[number]
@@ -251,7 +275,9 @@ class LinearMethods:
                 num_others += linear.num_outputs * linear.has_bias
             if (experts := layer.experts) is not None:
                 method_of_experts = self.of_experts(f"{prefix}layers.{number}.mlp.experts")
-                total += method_of_experts.num_bytes(experts, hidden_size, dtype, num_ranks)
+                num_parts = num_ranks if split is None else 1
+                held = experts if split is None else replace(experts, num_experts=split.most_slots(experts.num_experts))
+                total += method_of_experts.num_bytes(held, hidden_size, dtype, num_parts)
                 total += 4 * experts.num_experts * experts.router.has_correction
             total += num_others * DTYPE_BYTES[dtype]
         return total

@@ -16,7 +16,7 @@ from fleetfoot.quantization.base import (
     LinearShape,
     LinearWeight,
 )
-from fleetfoot.records.weights import Span, Stack, WeightSpec
+from fleetfoot.records.weights import Span, Stack, WeightSpec, join_rows
 
 if TYPE_CHECKING:
     import torch
@@ -125,8 +125,9 @@ class UnquantizedExperts(ExpertWeight):
         from fleetfoot.kernels.experts.experts import ExpertSizes  # a plan can be made where there is no torch
 
         self._shape, spec, part = shape, shape.spec, shape.part
+        self._held = shape.held
         sizes = ExpertSizes(
-            spec.num_experts, shape.hidden_size, part.stop - part.start, spec.has_bias,
+            len(self._held), shape.hidden_size, part.stop - part.start, spec.has_bias,
             is_interleaved=shape.names.are_transposed, activation=spec.activation, alpha=spec.alpha, limit=spec.limit,
         )  # fmt: skip
         self._stack, self._dtype = ops.experts(sizes, dtype, device), dtype
@@ -135,8 +136,14 @@ class UnquantizedExperts(ExpertWeight):
     def apply(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         return self._stack(x, routing)
 
+    def stacks(self) -> list[torch.Tensor]:
+        return self._stack.tensors()
+
+    def hold(self, experts: tuple[int, ...]) -> None:
+        self._held = experts
+
     def stored(self) -> Iterator[Span]:
-        return self._stack.stored()
+        return ((stack.data_ptr(), stack.nbytes) for stack in self.stacks())
 
     def process_weights_after_loading(self) -> None:
         self._stack.close()
@@ -145,6 +152,7 @@ class UnquantizedExperts(ExpertWeight):
     def weight_specs(self, prefix: str) -> Iterator[WeightSpec]:
         names, is_whole = self._shape.names, self._shape.part == slice(0, self._shape.spec.intermediate_size)
         # gates and ups of a rank are two parts of a stack in which all gates come first
+        is_whole = is_whole and self._shape.first_held is None
         is_stacked = names.are_stacked and (is_whole or names.are_transposed)
         return self._stacked_specs(prefix) if is_stacked else self._specs_of_each(prefix)
 
@@ -155,7 +163,7 @@ class UnquantizedExperts(ExpertWeight):
         rows, columns = ((), ()) if held == size else ((part, every), (every, part))
         gate_up = [(prefix + name, (count, 2 * size, hidden)) for name in names.gate_up_stack]
         down = [(prefix + name, (count, hidden, size)) for name in names.down_stack]
-        for expert in range(count):
+        for slot, expert in enumerate(self._held):
             one = slice(expert, expert + 1)
             layers = (
                 (names.gate, (size, hidden), "gate_up", slice(0, held), rows, gate_up, (one, both)),
@@ -174,10 +182,10 @@ class UnquantizedExperts(ExpertWeight):
                 yield WeightSpec(
                     f"{prefix}{name.format(expert)}.weight",
                     whole,
-                    partial(self._open, matrix, expert, span),
+                    partial(self._open, matrix, slot, span),
                     part=own,
                     stacks=tuple(Stack(stack, stacked, index) for stack, stacked in stacks),
-                    filled=partial(self._mark_filled, expert, name),
+                    filled=partial(self._mark_filled, slot, name),
                     dtype=self._dtype,
                 )
 
@@ -190,34 +198,35 @@ class UnquantizedExperts(ExpertWeight):
             ("down", names.down_stack, (hidden, size), (every, part), shape.has_down_bias),
         ):
             first, *others = (prefix + name for name in of_stack)
-            all_experts, is_whole = slice(0, count), part == slice(0, size)
+            own_experts = join_rows(slice(expert, expert + 1) for expert in self._held)
+            is_whole = part == slice(0, size) and own_experts == slice(0, count)
             yield WeightSpec(
                 first,
                 (count, *(whole[::-1] if names.are_transposed else whole)),
                 partial(self._open_all, matrix),
                 aliases=tuple(others),
-                part=() if is_whole else (all_experts, *own[::-1]),
+                part=() if is_whole else (own_experts, *own[::-1]),
                 dtype=self._dtype,
             )
             bias = self._stack.biases[matrix]
             if bias is not None and has_bias:
-                rows = () if is_whole else (all_experts, own[0])
+                rows = () if is_whole else (own_experts, own[0])
                 yield WeightSpec(f"{first}_bias", (count, whole[0]), partial(_itself, bias), part=rows)
 
-    def _open(self, matrix: str, expert: int, span: slice) -> torch.Tensor:
-        return self._stack.open(matrix, expert)[span]
+    def _open(self, matrix: str, slot: int, span: slice) -> torch.Tensor:
+        return self._stack.open(matrix, slot)[span]
 
     def _open_all(self, matrix: str) -> torch.Tensor:
         stacked = self._stack.open(matrix)
         return stacked.transpose(1, 2) if self._shape.names.are_transposed else stacked
 
-    def _mark_filled(self, expert: int, name: str) -> None:
+    def _mark_filled(self, slot: int, name: str) -> None:
         names = self._shape.names
-        unfilled = self._unfilled.setdefault(expert, {names.gate, names.up, names.down})
+        unfilled = self._unfilled.setdefault(slot, {names.gate, names.up, names.down})
         unfilled.discard(name)
         if not unfilled:
-            self._stack.close(expert)
-            del self._unfilled[expert]
+            self._stack.close(slot)
+            del self._unfilled[slot]
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:

@@ -98,6 +98,13 @@ class ModelRunner(ABC):
         if drafter is not None:
             drafter.add_weights(self.weights)
 
+    @property
+    def model(self) -> CausalLM:
+        """Raises RuntimeError: it is not loaded."""
+        if self._model is None:
+            raise RuntimeError("the model was read before load_model")
+        return self._model
+
     def _load(self) -> CausalLM:
         return self._loader.load()
 
@@ -131,6 +138,7 @@ class ModelRunner(ABC):
     def sleep(self, level: int) -> None:
         """Give the memory of weights and KV back, while no step runs. Level 1 keeps the weights on the host; level 2
         drops what a checkpoint gives. KV is dropped. Raises as `SleepMemory.release`."""
+        self.barrier.suspend()
         self._memory.release(WEIGHTS, self.weights.stored() if level == 2 else ())
         if level == 2:
             self.weights.mark_lost()
@@ -139,6 +147,8 @@ class ModelRunner(ABC):
     def wake_up(self, tag: str) -> None:
         """Allocate the memory of a tag again; KV and dropped weights are 0. Raises as `SleepMemory.restore`."""
         self._memory.restore(tag)
+        if tag == WEIGHTS:
+            self.barrier.resume()
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -150,6 +160,7 @@ class ModelRunner(ABC):
             raise RuntimeError("an earlier step has raised, and this rank takes no further ones")
         self._step, connector = scheduler_output, self._connector
         try:
+            self.barrier.begin(scheduler_output)
             if scheduler_output.is_idle:
                 self._free_rows(scheduler_output)
             if scheduler_output.is_idle and not scheduler_output.num_padding_tokens:
@@ -195,6 +206,7 @@ class ModelRunner(ABC):
 
     def _run_warm_up_step(self, step: WarmUpOutput) -> None:
         """A step of no request, which the KV connector never gets."""
+        self.barrier.begin(step)
         self._forward(step)
         if self._execute_state is not None:
             self._sample(None).get()
@@ -202,6 +214,7 @@ class ModelRunner(ABC):
 
     def _abandon_step(self) -> None:
         self.has_failed, self._step = True, None
+        self.barrier.abandon()
         self._connector.abandon()
 
     @abstractmethod

@@ -16,10 +16,22 @@ class StepBarrier(ABC):
     rank takes no further steps: no other rank waits for it longer than the engine takes to end them all.
     """
 
+    def begin(self, scheduler_output: SchedulerOutput) -> None:  # noqa: B027
+        """A step's forward pass is queued next; what is queued now comes before it."""
+
     @abstractmethod
     def step(self, scheduler_output: SchedulerOutput) -> None:
         """All work of this step is queued, the KV connector's included; what is queued now comes before the next step.
         A `WarmUpOutput` and a step without requests have no load to be counted, even if they compute padding."""
+
+    def abandon(self) -> None:  # noqa: B027
+        """A step of this rank has raised: it enters no collective any more."""
+
+    def suspend(self) -> None:  # noqa: B027
+        """The memory of the weights is given back next; no step runs until `resume`."""
+
+    def resume(self) -> None:  # noqa: B027
+        """The memory of the weights is there again."""
 
 
 class NoBarrier(StepBarrier):

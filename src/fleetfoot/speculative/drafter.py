@@ -171,7 +171,7 @@ def build_speculation(
         longest, shortest = speculative.prompt_lookup_max, speculative.prompt_lookup_min
         assert longest is not None and shortest is not None  # filled in by the config
         return DraftSettings(num_drafts, ngram=(longest, shortest))
-    alone = replace(context, groups=SINGLE_RANK, max_positions=max_model_len + num_drafts)
+    alone = replace(context, groups=SINGLE_RANK, expert_split=None, max_positions=max_model_len + num_drafts)
     module, _, function = DRAFT_METHODS[speculative.method].make.partition(":")
     make = getattr(import_module(module), function)
     drafter = make(DrafterContext(alone, found, fusion, config.load_format, config.seed))

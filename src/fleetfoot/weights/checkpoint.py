@@ -135,7 +135,7 @@ def load_safetensors(
             first, *copies = _present(spec, found)
             for copy in copies:
                 _check_same(checkpoint, spec, found[first], found[copy])
-            sources[found[first]] = [(spec, ())]
+            sources.setdefault(found[first], []).append((spec, ()))
         names_in_order = [name for name in checkpoint.names() if name in sources]
         for number, name in enumerate(names_in_order):
             report_progress("weights", number, len(names_in_order))

@@ -59,8 +59,8 @@ def reload_weights(model: CausalLM, context: ModelContext, folder: str | Path) -
     `ModelLoader.load`; the model keeps its old weights."""
     # the other tensors of the whole model, named by a model on the `meta` device
     elsewhere = set() if model.config.head == "logits" else {"lm_head.weight"}
-    if not (model.is_first and model.is_last and context.groups.tensor.size == 1):
-        meta = replace(context, device=torch.device("meta"), max_positions=1, groups=SINGLE_RANK)
+    if not (model.is_first and model.is_last and context.groups.tensor.size == context.groups.expert.size == 1):
+        meta = replace(context, device=torch.device("meta"), max_positions=1, groups=SINGLE_RANK, expert_split=None)
         whole = model_class(model.config)(model.config, meta)
         elsewhere |= {name for spec in whole.weight_specs() for name in names_of(spec)}
     load_safetensors(model.weight_specs(), Path(folder), elsewhere, model.other_weights)

@@ -104,6 +104,8 @@ class WeightStore:
         self.version = 0
         self._device = device
         self._trees: list[WeightTree] = []
+        self._sources: list[tuple[WeightTree, str, Mapping[str, str]]] = []  # the arguments of `add`
+        self._is_outdated = False
         self._specs: dict[str, list[WeightSpec]] = {}  # name in the checkpoint -> where this rank holds the tensor
         self._owned: set[str] = set()  # of these, names that are not copies of another rank's tensors
         self._names: dict[str, str] = {}  # accepted name -> name
@@ -121,10 +123,14 @@ class WeightStore:
     def add(self, tree: WeightTree, prefix: str = "", copies: Mapping[str, str] | None = None) -> None:
         """Add a model. ``prefix``: before its names; ``copies``: its tensors that are copies of another model's, with
         the name of the original: they follow it."""
+        self._sources.append((tree, prefix, copies or {}))
         self._trees.append(tree)
         self._other += tuple(prefix + name for name in tree.other_weights)
+        self._read_specs(tree, prefix, copies or {})
+
+    def _read_specs(self, tree: WeightTree, prefix: str, copies: Mapping[str, str]) -> None:
         for spec in tree.weight_specs():
-            original = (copies or {}).get(spec.name)
+            original = copies.get(spec.name)
             name = original or prefix + spec.name
             self._specs.setdefault(name, []).append(spec)
             self._prefixes.setdefault(spec.name, prefix)
@@ -137,6 +143,19 @@ class WeightStore:
                 self._names.setdefault(start + alias, name)
                 self._names.setdefault(start + alias.removeprefix(_BASE_PREFIX), name)
 
+    def outdate(self) -> None:
+        """Tensors have other places from now on: experts have moved between ranks."""
+        self._is_outdated = True
+
+    def _refresh(self) -> None:
+        """Before places are used."""
+        if self._is_outdated:
+            self._is_outdated = False
+            for known in (self._specs, self._owned, self._names, self._prefixes, self._stacks):
+                known.clear()
+            for source in self._sources:
+                self._read_specs(*source)
+
     # --- staging ------------------------------------------------------------------------------------------------------
 
     def stage_tensors(
@@ -144,6 +163,7 @@ class WeightStore:
     ) -> StageReport:
         """Stage whole tensors, by their names in the checkpoint. They must stay unchanged until the commit, unless
         ``keeps_parts``: then what this rank holds of them is copied."""
+        self._refresh()
         report = StageReport()
         for name, tensor in tensors:
             self._stage(name, _Given(tensor), report, check_finite=check_finite, keeps_parts=keeps_parts)
@@ -152,6 +172,7 @@ class WeightStore:
     def stage_checkpoint(self, folder: str, *, check_finite: bool = False, only_lost: bool = False) -> StageReport:
         """Stage the files of a folder, which must have all tensors of the model, but none of a drafter. ``only_lost``:
         stage those of `lost_names` alone. Raises WeightError: they cannot be read."""
+        self._refresh()
         report, needed = StageReport(), self._lost if only_lost else self._specs.keys()
         self._checkpoint = checkpoint = Checkpoint(Path(folder))
         for name in checkpoint.names():
@@ -166,6 +187,7 @@ class WeightStore:
 
     def stage_dummy(self, seed: int, *, only_lost: bool = False) -> StageReport:
         """Stage random weights, as of ``load_format="dummy"``; ``only_lost``: as of `stage_checkpoint`."""
+        self._refresh()
         for name in self._lost if only_lost else self._specs:
             self._staged += [partial(fill_dummy, [spec], seed) for spec in self._specs[name]]
             self._whole.add(name)
@@ -173,6 +195,7 @@ class WeightStore:
 
     def stage_patches(self, patches: Sequence[SparseWeightPatch], *, check_finite: bool = False) -> StageReport:
         """Stage new values of single elements. Later patches of a tensor are applied after earlier ones."""
+        self._refresh()
         report, facts = StageReport(), PatchFacts()
         for patch in patches:
             name = self._names.get(patch.name)
@@ -202,6 +225,7 @@ class WeightStore:
     def stage_announced(self, info: WeightTransferUpdateInfo) -> StageReport:
         """Stage tensors that the trainer will send: they are received, and written one by one, in the commit, or
         before, in `stage_received`."""
+        self._refresh()
         report, self._announced = StageReport(), info
         for given, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):
             source = _Given(torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta"))
@@ -364,6 +388,7 @@ class WeightStore:
 
     def mark_lost(self) -> None:
         """The memory of all tensors has been dropped."""
+        self._refresh()
         self._lost = set(self._specs)
 
     def mark_drafter_reloaded(self) -> bool:
@@ -374,6 +399,7 @@ class WeightStore:
 
     def names(self) -> set[str]:
         """Those of all tensors that this rank holds, without copies of another rank's."""
+        self._refresh()
         return self._owned
 
     def lost_names(self) -> set[str]:
@@ -384,6 +410,7 @@ class WeightStore:
 
     def num_bytes(self, names: Iterable[str]) -> int:
         """Bytes of what this rank holds of some tensors."""
+        self._refresh()
         return sum(
             _part_size(spec) * spec.stored_dtype.itemsize for name in names for spec in self._specs.get(name, [])
         )
@@ -392,6 +419,7 @@ class WeightStore:
     def save(self, prefix: Path, names: Iterable[str]) -> str:
         """Write what this rank holds of some tensors to files with names that begin with ``prefix``. Returns why that
         has failed; empty: it has not."""
+        self._refresh()
         chunk: dict[str, torch.Tensor] = {}
         count = 0
 
@@ -416,6 +444,7 @@ class WeightStore:
 
     def stage_saved(self, prefix: Path, names: Sequence[str]) -> StageReport:
         """Stage tensors that `save` has written, on a rank that holds the same parts."""
+        self._refresh()
         report, wanted = StageReport(), set(names)
         for path in sorted(prefix.parent.glob(f"{prefix.name}-*.safetensors")):
             with safe_open(path, framework="pt", device="cpu") as file:
@@ -434,6 +463,7 @@ class WeightStore:
     def checksums(self, names: Iterable[str] | None = None) -> dict[str, RowSums]:
         """For each tensor in ``names``, or all: the checksums of the rows that this rank holds. Names of tensors that
         it does not have are left out."""
+        self._refresh()
         found: dict[str, RowSums] = {}
         for given in sorted(self._owned) if names is None else names:
             if (name := self._names.get(given)) in self._owned:

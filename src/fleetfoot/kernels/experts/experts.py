@@ -6,7 +6,6 @@ the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -14,7 +13,6 @@ import torch
 import torch.nn.functional as F
 
 from fleetfoot.config.model import RouterSpec
-from fleetfoot.records.weights import Span
 
 _MAX_GATHERED = 1 << 27
 """Weights that `TorchExperts` gathers at once on a GPU."""
@@ -53,11 +51,45 @@ class Routing(NamedTuple):
     """The experts of each token, in the order of their numbers, and their weights."""
 
     experts: torch.Tensor
-    """``[n, k]`` int32"""
+    """``[n, k]`` int32; of a `local_routing` slots, and -1 at the end of a row for each expert of another rank."""
     weights: torch.Tensor
     """``[n, k]`` float32; NaN in all of a row where the router's logits are not finite."""
     grouping: Any = None
     """What kernels need besides."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPlacement:
+    """Where the experts of a layer are. The tensors stay at their addresses; what is written to them counts from the
+    next step on."""
+
+    num_slots: int
+    """Places for an expert's matrices on this rank."""
+    slots: torch.Tensor
+    """``[num_experts, most_replicas]`` int32: of each replica the slot on this rank, -1: another rank has it."""
+    num_replicas: torch.Tensor
+    """``[num_experts]`` int32"""
+    load: torch.Tensor | None = None
+    """``[num_experts]`` int32: how often each was chosen, which is added to; None: nobody counts."""
+
+
+def local_routing_torch(
+    routing: Routing, placement: ExpertPlacement, num_counted: torch.Tensor | None = None
+) -> Routing:
+    """The part of a routing that this rank computes, by slots. Tokens take turns at the replicas of an expert.
+
+    ``num_counted``: ``[1]`` int32: tokens at the front that count as load; None: none.
+    """
+    experts = routing.experts.long()  # [n, k]
+    rows = torch.arange(len(experts), device=experts.device)[:, None]
+    if placement.load is not None and num_counted is not None:
+        is_counted = (rows < num_counted).to(torch.int32).expand_as(experts)
+        placement.load.index_add_(0, experts.flatten(), is_counted.flatten())
+    slots = placement.slots[experts, (rows + experts) % placement.num_replicas[experts]]
+    slots, order = torch.where(slots >= 0, slots, placement.num_slots).sort(dim=1, stable=True)
+    is_here = slots < placement.num_slots
+    weights = torch.where(is_here, routing.weights.gather(1, order), 0.0)
+    return Routing(torch.where(is_here, slots, -1), weights)
 
 
 def router_logits(x: torch.Tensor, linear: RouterLinear) -> torch.Tensor:
@@ -140,30 +172,30 @@ class TorchExperts:
     def close(self, expert: int | None = None) -> None:
         """Bring what was written into the form that products read."""
 
-    def stored(self) -> Iterator[Span]:
-        """The memory of all matrices and biases."""
-        for tensor in (*self.matrices.values(), *self.biases.values()):
-            if tensor is not None:
-                yield tensor.data_ptr(), tensor.nbytes
+    def tensors(self) -> list[torch.Tensor]:
+        """All matrices and biases, each ``[num_experts, ...]``."""
+        return [*self.matrices.values(), *(bias for bias in self.biases.values() if bias is not None)]
 
     def __call__(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """The weighted sum of the outputs of each token's experts: ``x [n, hidden]`` -> the same shape."""
         num_rows, num_chosen = routing.experts.shape
         chosen = routing.experts.flatten().long()  # [n * k]
         x = x.contiguous()
-        outputs = x.new_empty((num_rows * num_chosen, x.shape[1]), dtype=torch.float32)
+        outputs = x.new_zeros((num_rows * num_chosen, x.shape[1]), dtype=torch.float32)
         if x.device.type == "cpu" and num_rows == 1:
             for row, expert in enumerate(chosen.tolist()):
-                outputs[row] = self._product(x, expert)[0]
+                if expert >= 0:
+                    outputs[row] = self._product(x, expert)[0]
         elif x.device.type == "cpu":
-            pairs, counts = chosen.argsort(stable=True), chosen.bincount(minlength=self.sizes.num_experts)
-            for expert, rows in enumerate(pairs.split(counts.tolist())):
-                if len(rows):
+            pairs, counts = chosen.argsort(stable=True), (chosen + 1).bincount(minlength=1 + self.sizes.num_experts)
+            for expert, rows in enumerate(pairs.split(counts.tolist()), start=-1):
+                if len(rows) and expert >= 0:
                     outputs[rows] = self._product(x[rows // num_chosen], expert)
         else:
             step = max(1, _MAX_GATHERED // (2 * self.sizes.size * self.sizes.hidden_size))
             for some in torch.arange(len(chosen), device=x.device).split(step):
-                outputs[some] = self._product(x[some // num_chosen][:, None], chosen[some])[:, 0]
+                product = self._product(x[some // num_chosen][:, None], chosen[some].clamp(min=0))[:, 0]
+                outputs[some] = torch.where(chosen[some, None] >= 0, product, 0.0)
         weighted = outputs.view(num_rows, num_chosen, -1) * routing.weights[:, :, None]
         return weighted.sum(dim=1).to(x.dtype)
 

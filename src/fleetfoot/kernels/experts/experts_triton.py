@@ -198,8 +198,8 @@ class TritonExperts(TorchExperts):
             num_pairs, shape=shape, **options,
         )  # fmt: skip
         _sum_kernel[(num_rows, cdiv(sizes.hidden_size, _SUM_TILE))](
-            output, outputs, sizes.hidden_size, num_chosen=num_chosen, tile=_SUM_TILE, overlap=shape.overlap,
-            num_warps=4, **launch_options(shape.overlap),
+            output, outputs, routing.experts, sizes.hidden_size, num_chosen=num_chosen, tile=_SUM_TILE,
+            overlap=shape.overlap, num_warps=4, **launch_options(shape.overlap),
         )  # fmt: skip
         return output
 
@@ -435,9 +435,10 @@ def _grouped_down_kernel(
 
 @triton_kernel()
 def _sum_kernel(
-    output_ptr, outputs_ptr, hidden_size, num_chosen: tl.constexpr, tile: tl.constexpr, overlap: tl.constexpr
-):
-    """The outputs of a token's experts, added."""
+    output_ptr, outputs_ptr, experts_ptr, hidden_size,
+    num_chosen: tl.constexpr, tile: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """The outputs of a token's experts, added, without those of other ranks."""
     launch_dependents(overlap)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * tile + tl.arange(0, tile)
@@ -445,6 +446,7 @@ def _sum_kernel(
     wait_for_inputs(overlap)
     total = tl.zeros((tile,), tl.float32)
     for index in tl.static_range(num_chosen):
-        pointers = outputs_ptr + (row * num_chosen + index) * hidden_size + column
-        total += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+        pair = row * num_chosen + index
+        is_here = tl.load(experts_ptr + pair) >= 0
+        total += tl.load(outputs_ptr + pair * hidden_size + column, mask=mask & is_here, other=0.0).to(tl.float32)
     tl.store(output_ptr + row * hidden_size + column, total.to(output_ptr.dtype.element_ty), mask=mask)

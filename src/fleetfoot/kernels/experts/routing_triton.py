@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from fleetfoot.config.model import RouterSpec
-from fleetfoot.kernels.experts.experts import RouterLinear, Routing, route_torch
+from fleetfoot.kernels.experts.experts import (
+    ExpertPlacement,
+    RouterLinear,
+    Routing,
+    local_routing_torch,
+    route_torch,
+)
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
 from fleetfoot.kernels.runtime.dry_tensors import real_memory
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
@@ -142,6 +148,57 @@ def _tiling(num_rows: int, num_sms: int) -> tuple[int, int]:
     while splits < _MOST_SPLITS and cdiv(num_rows, rows) * splits * 2 <= num_sms:
         splits *= 2
     return rows, splits
+
+
+class LocalShape(NamedTuple):
+    """The constants of the kernel that finds a rank's part of a routing."""
+
+    num_experts: int
+    padded_experts: int
+    """``num_experts``, rounded up to a power of 2."""
+    most_replicas: int
+    padded: int
+    """The rank's slots, rounded up to a power of 2."""
+    num_chosen: int
+    padded_chosen: int
+    few: bool
+    """As of `RouterShape`, like the next ones."""
+    slot_rows: int
+    has_load: bool
+    overlap: bool
+
+
+def local_routing_triton(
+    routing: Routing, placement: ExpertPlacement, num_counted: torch.Tensor | None = None
+) -> Routing:
+    """See `local_routing_torch`."""
+    if routing.grouping is None:
+        return local_routing_torch(routing, placement, num_counted)
+    (num_rows, num_chosen), device = routing.experts.shape, routing.experts.device
+    num_experts, most_replicas = placement.slots.shape
+    few, padded = num_rows <= FEW_ROWS, max(16, next_power_of_2(placement.num_slots))
+    rows = next_power_of_2(num_rows) if few else _tiling(num_rows, gpu_limits(device).num_sms)[0]
+    load = placement.load if num_counted is not None else None
+    shape = LocalShape(
+        num_experts, max(16, next_power_of_2(num_experts)), most_replicas, padded, num_chosen,
+        next_power_of_2(num_chosen), few, FEW_ROWS, load is not None, can_overlap(device),
+    )  # fmt: skip
+    experts, weights = torch.empty_like(routing.experts), torch.empty_like(routing.weights)
+    num_tiles = cdiv(num_rows, rows)
+    num_slots = min(num_rows * num_chosen, placement.num_slots) if few else 1
+    slots = Slots(
+        torch.empty(num_slots, dtype=torch.int32, device=device),
+        torch.empty(num_slots, FEW_ROWS, dtype=torch.float32, device=device) if few else weights,
+        torch.empty(1, dtype=torch.int32, device=device),
+    )
+    counts = slots.count if few else torch.empty(num_tiles, padded, dtype=torch.int32, device=device)
+    _local_kernel[(num_tiles,)](
+        experts, weights, slots.experts, slots.weights, counts,
+        routing.experts, routing.weights, placement.slots, placement.num_replicas,
+        experts if load is None else load, experts if num_counted is None else num_counted,
+        num_rows, shape=shape, rows=rows, num_warps=8 if rows * padded > 4096 else 4, **launch_options(shape.overlap),
+    )  # fmt: skip
+    return Routing(experts, weights, slots if few else counts)
 
 
 @cache
@@ -275,6 +332,18 @@ def _choose(
         weights = tl.where(chosen, powers, 0.0) / tl.sum(powers, 1)[:, None]
     weights = tl.where(is_valid, weights * shape.scale, float("nan"))
     chosen &= (row < num_rows)[:, None]
+    _record(
+        chosen, weights, row, experts_ptr, weights_ptr, slot_experts_ptr, slot_weights_ptr, counts_ptr, shape
+    )  # fmt: skip
+
+
+@triton_kernel()
+def _record(
+    chosen, weights, row, experts_ptr, weights_ptr, slot_experts_ptr, slot_weights_ptr, counts_ptr,
+    shape: tl.constexpr,
+):  # fmt: skip
+    """Write the routing of a tile: ``chosen``, ``weights [rows, padded]``."""
+    expert = tl.arange(0, shape.padded)
     position = tl.cumsum(chosen.to(tl.int32), 1) - 1
     place = row[:, None] * shape.num_chosen + position
     tl.store(experts_ptr + place, tl.zeros_like(place) + expert[None, :], mask=chosen)
@@ -314,6 +383,47 @@ def _of_best_groups(ranked, shape: tl.constexpr):
         index = tl.min(tl.where((left == best) & ~eligible, of_expert, shape.padded), 1)[:, None]
         eligible |= (of_expert == index) & is_expert
     return tl.where(eligible, ranked, lowest)
+
+
+@triton_kernel(unspecialized=("num_rows",))
+def _local_kernel(
+    out_experts_ptr, out_weights_ptr, slot_experts_ptr, slot_weights_ptr, counts_ptr,
+    experts_ptr, weights_ptr, slots_ptr, replicas_ptr, load_ptr, num_counted_ptr,
+    num_rows, shape: tl.constexpr, rows: tl.constexpr,
+):  # fmt: skip
+    """A rank's part of the routing of a tile of tokens."""
+    launch_dependents(shape.overlap)
+    row = tl.program_id(0) * rows + tl.arange(0, rows)
+    slot = tl.arange(0, shape.padded)
+    expert = tl.arange(0, shape.padded_experts)
+    chosen = tl.zeros((rows, shape.padded), tl.int32)
+    weights = tl.zeros((rows, shape.padded), tl.float32)
+    load = tl.zeros((rows, shape.padded_experts), tl.int32)
+    is_row = row < num_rows
+    wait_for_inputs(shape.overlap)
+    for j in tl.static_range(shape.num_chosen):
+        given = tl.load(experts_ptr + row * shape.num_chosen + j, mask=is_row, other=0)
+        weight = tl.load(weights_ptr + row * shape.num_chosen + j, mask=is_row, other=0.0)
+        replica = (row + given) % tl.load(replicas_ptr + given)
+        found = tl.load(slots_ptr + given * shape.most_replicas + replica)
+        is_here = (found[:, None] == slot[None, :]) & is_row[:, None]
+        chosen += is_here.to(tl.int32)
+        weights = tl.where(is_here, weight[:, None], weights)
+        if shape.has_load:
+            load += (given[:, None] == expert[None, :]).to(tl.int32)
+    if shape.has_load:
+        is_counted = row < tl.minimum(tl.load(num_counted_ptr), num_rows)
+        total = tl.sum(tl.where(is_counted[:, None], load, 0), 0)
+        tl.atomic_add(load_ptr + expert, total, mask=total > 0, sem="relaxed")
+    index = tl.arange(0, shape.padded_chosen)[None, :]
+    is_absent = (index >= tl.sum(chosen, 1)[:, None]) & (index < shape.num_chosen) & is_row[:, None]
+    place = row[:, None] * shape.num_chosen + index
+    tl.store(out_experts_ptr + place, tl.full((rows, shape.padded_chosen), -1, tl.int32), mask=is_absent)
+    tl.store(out_weights_ptr + place, tl.zeros((rows, shape.padded_chosen), tl.float32), mask=is_absent)
+    _record(
+        chosen > 0, weights, row, out_experts_ptr, out_weights_ptr, slot_experts_ptr, slot_weights_ptr, counts_ptr,
+        shape,
+    )  # fmt: skip
 
 
 @triton_kernel(unspecialized=("num_rows", "num_programs", "num_tiles"))
