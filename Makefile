@@ -1,7 +1,8 @@
 # Everything starts here: each target installs what it needs into .venv and then does its work.
 #
 #   make demo         stream text from the embedded model
-#   make test         run every test
+#   make test         run the tests, but those of kernels for GPUs
+#   make test-kernels run those of kernels on a CPU, and compile them for GPUs that are not there
 #   make test-quick   run those that take less than a minute together
 #   make check        lint, formatting, import contracts, budgets of lines, and types
 #   make bench        the benchmarks of the host's part, as ratios and microseconds
@@ -18,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, and each would compile the package again
 
-.PHONY: demo serve test test-quick check bench clean
+.PHONY: demo serve test test-kernels test-quick check bench clean
 
 demo: .venv/demo
 	$(BIN)/fleetfoot generate --stream --prompt "Once upon a time, there was a"
@@ -27,10 +28,13 @@ serve: .venv/demo
 	$(BIN)/fleetfoot serve
 
 test: .venv/dev
-	$(PYTEST) $(PYTEST_ARGS)
+	$(PYTEST) -m "not kernels" $(PYTEST_ARGS)
+
+test-kernels: .venv/dev
+	$(PYTEST) -m kernels $(PYTEST_ARGS)
 
 test-quick: .venv/dev
-	$(PYTEST) -m "not (slow or interpreter or compiler)" tests/unit tests/engine/test_quick.py $(PYTEST_ARGS)
+	$(PYTEST) -m "not (slow or kernels)" tests/unit tests/engine/test_quick.py $(PYTEST_ARGS)
 
 check: .venv/dev
 	$(BIN)/ruff check .

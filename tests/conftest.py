@@ -39,6 +39,14 @@ if not torch.cuda.is_available():
 _PROBLEM = native_problem()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of kernels that `make test-kernels` runs."""
+    for item in items:
+        if item.get_closest_marker("interpreter") or item.get_closest_marker("compiler"):
+            item.add_marker("kernels")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests of kernels that cannot run here."""
     from tests.helpers.interpreter import HAS_INTERPRETER, HAS_TRITON

@@ -148,6 +148,7 @@ def run_kernels(case: Case, layers: Layers, kernels: LayerBlocksOnCpu, rows: sli
 
 
 @needs_compiler
+@pytest.mark.kernels
 def test_equals_plain_layers(compiled):
     case, kernels = compiled
     expected, layers = Layers(case), Layers(case)
@@ -161,6 +162,7 @@ def test_equals_plain_layers(compiled):
 
 
 @needs_compiler
+@pytest.mark.kernels
 def test_rows_do_not_depend_on_other_rows(compiled):
     case, kernels = compiled
     whole = run_kernels(case, Layers(case), kernels)

@@ -20,7 +20,7 @@ from fleetfoot.records.forward_context import RotaryInputs
 
 ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh")}
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
+pytestmark = [pytest.mark.kernels, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
 
 
 @pytest.fixture(scope="module")
