@@ -264,3 +264,15 @@ def test_the_loop_with_everything_at_once(num_stages: int, num_drafts: int) -> N
     assert sum(step.num_accepted for step in core.stats.steps) == stats.drafts.num_accepted
     assert sum(step.num_drafted for step in core.stats.steps) == stats.drafts.num_drafted
     assert scheduler.pool.num_free == 24
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_last_finished_ids_are_reported_in_an_idle_step(depth: int) -> None:
+    executor = TransferExecutor()
+    engine = scripted_engine(executor, connector=ScriptedConnector(), depth=depth)
+    engine.add_request("a", [5, 6], SamplingParams(max_tokens=2))
+    drain(engine)
+    for _ in range(2):  # once
+        engine.report_finished()
+        assert [step.finished_req_ids for step in executor.idle_steps] == [{"a"}]
+    engine.shutdown()

@@ -226,6 +226,31 @@ def test_tokens_in_flight_when_a_request_stops_are_discarded() -> None:
     drive.scheduler.check_idle()
 
 
+def test_blocks_that_a_step_in_flight_held_are_counted_as_freed_once() -> None:
+    a, b, c = request_of("a", 8), request_of("b", 11, 8), request_of("c", 11, 8)
+    drive = Drive(scheduler_of(num_blocks=6, max_num_batched_tokens=32), a)
+    assert drive.queue() == "a"
+    drive.scheduler.finish("a", ABORTED)
+    drive.retire()
+    for request in (b, c):
+        drive.scheduler.add_request(request)
+    assert [drive.step(), drive.step()] == [{"b": 11, "c": 11}, {"b": 1, "c": 1}]
+    assert drive.step() == {"b": 1}  # no step frees the block that it needs, so c is preempted
+    assert c.status is RequestStatus.PREEMPTED
+    drive.run()
+
+
+def test_blocks_of_earlier_weights_are_not_cached_when_their_request_ends() -> None:
+    prompt = list(range(100, 108))
+    drive = Drive(scheduler_of(), request_of("a", prompt, max_tokens=12))
+    drive.step()
+    drive.scheduler.change_weights("new")
+    drive.scheduler.add_request(request_of("b", prompt, max_tokens=1))
+    drive.run()  # b caches the prompt's two blocks; what a has generated follows it
+    drive.scheduler.add_request(request_of("c", [*prompt, *[7] * 9]))
+    assert drive.step() == {"c": 17 - len(prompt)}
+
+
 def test_steps_are_updated_in_order() -> None:
     drive = Drive(scheduler_of(), request_of("a", 3))
     drive.schedule()
