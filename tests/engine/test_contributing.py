@@ -163,7 +163,8 @@ def test_the_pages_name_files_that_exist() -> None:
     root = Path(__file__).parents[2]
     source = root / "src" / "fleetfoot"
     added = {"my_models.py", "arcee.py", "squared_relu.py", "squared_relu_triton.py", "bigram.py"}  # by the examples
-    for page in (root / "README.md", root / "CONTRIBUTING.md", *(root / "docs").glob("*.md")):
+    pages = *root.glob("*.md"), *(root / "docs").glob("*.md"), *source.rglob("README.md")
+    for page in pages:
         for name in re.findall(r"`([\w./]*\w+\.py)`", page.read_text(encoding="utf-8")):
             exists = (root / name).exists() or any(source.rglob(name))
             assert exists or Path(name).name in added, (page.name, name)

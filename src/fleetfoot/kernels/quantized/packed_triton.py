@@ -64,8 +64,10 @@ def has_hopper_groups(group: int, num_inputs: int) -> bool:
 
 
 def packed_tiling(num_rows: int, num_outputs: int, num_inputs: int, num_sms: int, *, hopper: bool) -> PackedTiling:
-    """The shapes of Llama-3.1-8B on an H100 chose the numbers (see LOG.md). ``hopper``: whether that kernel may be
-    taken."""
+    """The shapes of Llama-3.1-8B on an H100 chose the numbers (`docs/experiments/quantization.md`).
+
+    ``hopper``: whether that kernel may be taken.
+    """
     if num_rows <= FEW_ROWS and hopper:
         if num_outputs <= 32 * num_sms:
             return PackedTiling("hopper", 16 if num_outputs <= 16 * num_sms else 32, 8, 2, 8)

@@ -73,7 +73,7 @@ def scaled_tiling(
 ) -> ScaledTiling:
     """``columns``: inputs that share a scale; ``has_library``: whether the library has the product.
 
-    The shapes of Llama-3.1-8B on an H100 chose the numbers (see LOG.md).
+    The shapes of Llama-3.1-8B on an H100 chose the numbers (`docs/experiments/quantization.md`).
     """
     has_blocks = columns < num_inputs
     inputs = min(128, columns & -columns) if has_blocks else 128
