@@ -19,9 +19,11 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 NATIVE = Path("src/fleetfoot/native")
-COMMON = [str(NATIVE / name) for name in ("device_memory.c", "dispatch.c", "threads.c", "watching.c")]
+COMMON = [str(NATIVE / name) for name in ("device_memory.c", "dispatch.c", "mappings.c", "threads.c", "watching.c")]
 """Compiled once: the same for all instruction sets."""
-KERNELS = sorted(str(path) for path in NATIVE.glob("*.c") if str(path) not in COMMON)
+BLOCKS = str(NATIVE / "blocks.c")
+"""Compiled for instruction sets of its own: products of bytes."""
+KERNELS = sorted(str(path) for path in NATIVE.glob("*.c") if str(path) not in (*COMMON, BLOCKS))
 HEADERS = sorted(str(path) for path in NATIVE.glob("*.h"))
 CHECKSUM = 0
 """Of all sources; `fleetfoot.native.loading` compares it with those that it finds."""
@@ -39,12 +41,14 @@ FLAGS = [
     "-ffp-contract=off",
 ]
 # Variant name -> compiler flags. The library asks the processor at run time which one to use.
-X86_VARIANTS = {"sse4": ["-msse4.2", "-mpopcnt"], "avx2": ["-mavx2", "-mfma", "-mbmi", "-mbmi2"]}
+X86_VARIANTS = {"sse4": ["-msse4.2", "-mpopcnt"], "avx2": ["-mavx2", "-mfma", "-mbmi", "-mbmi2", "-mf16c"]}
 X86_VARIANTS["avx512"] = [
     *X86_VARIANTS["avx2"],
     *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512cd"),
 ]
 X86_VARIANTS["avx512_bf16"] = [*X86_VARIANTS["avx512"], "-mavx512bf16"]
+BLOCK_VARIANTS = {name: X86_VARIANTS[name] for name in ("sse4", "avx2")}
+BLOCK_VARIANTS["avx512_vnni"] = [*X86_VARIANTS["avx512"], "-mavx512vnni"]
 X86_VARIANTS["amx"] = [*X86_VARIANTS["avx512_bf16"], "-mamx-tile", "-mamx-bf16"]
 
 
@@ -61,6 +65,8 @@ class BuildNative(build_ext):
         jobs: list[tuple[str, str, list[str]]] = [(source, "common", []) for source in COMMON]
         for name, flags in (variants or {"generic": []}).items():
             jobs += [(kernel, name, flags) for kernel in KERNELS]
+        blocks = {name: flags for name, flags in BLOCK_VARIANTS.items() if self._accepts(flags)} if x86 else {}
+        jobs += [(BLOCKS, name, flags) for name, flags in (blocks or {"generic": []}).items()]
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # each job waits for a compiler of its own
             objects = [path for paths in pool.map(lambda job: self._compile(*job), jobs) for path in paths]
         target = Path(self.get_ext_fullpath(ext.name))
@@ -99,6 +105,6 @@ class PlatformWheel(bdist_wheel):
 
 
 setup(
-    ext_modules=[Extension("fleetfoot.native.libfleetfoot", sources=[*KERNELS, *COMMON], optional=True)],
+    ext_modules=[Extension("fleetfoot.native.libfleetfoot", sources=[*KERNELS, BLOCKS, *COMMON], optional=True)],
     cmdclass={"build_ext": BuildNative, "bdist_wheel": PlatformWheel},
 )

@@ -1,7 +1,7 @@
 """How a checkpoint stores quantized weights: ``quantization_config`` of its ``config.json``, by names of layers.
 
-Read are compressed-tensors, FP8 as of Qwen3-FP8 and DeepSeek, ModelOpt's FP8, AWQ and GPTQ. A format or a field that is
-not supported is refused by its name. No torch.
+Read are compressed-tensors, FP8 as of Qwen3-FP8 and DeepSeek, ModelOpt's FP8, AWQ, GPTQ and GGUF's types. A format or a
+field that is not supported is refused by its name. No torch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from typing import Any
 
 from fleetfoot.config.json_fields import Fields
 
+BLOCK_TYPE_NAMES = (*("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4"),)
+"""Types of tensors in GGUF files."""
+
 Rules = tuple[tuple[str, "WeightFormat | None"], ...]
 
 
@@ -21,7 +24,8 @@ class WeightFormat:
     """How a checkpoint stores the weight of a linear layer."""
 
     values: str
-    """``fp8`` (e4m3), ``int8``, ``int4`` or ``mxfp4``."""
+    """``fp8`` (e4m3), ``int8``, ``int4`` or ``mxfp4``; in GGUF files the name of a type, or those of gates, ups and
+    downs with a plus sign between them."""
     tensors: str = "plain"
     """Names and layouts of the tensors: ``plain`` (``weight``, ``weight_scale``), ``scale_inv`` (``weight``,
     ``weight_scale_inv``), ``pack-quantized`` and ``mxfp4-pack-quantized`` of compressed-tensors, ``awq``, ``gptq`` or
@@ -42,6 +46,8 @@ class WeightFormat:
 
     def __str__(self) -> str:
         """``fp8 in blocks of 128 x 128, inputs quantized by group``."""
+        if self.tensors == "gguf":
+            return self.values
         outputs, inputs = self.block
         sizes = {(0, 0): "by tensor", (1, 0): "by output"}
         scales = sizes.get(self.block) or (
@@ -339,11 +345,33 @@ def _ct_activations(group: Fields, bits: int, kind: str) -> str:
     return "static" if not dynamic else "group" if strategy == "group" else "token"
 
 
+# --- GGUF -------------------------------------------------------------------------------------------------------------
+
+
+def _read_gguf(fields: Fields) -> QuantizedWeights:
+    """The types of modules, as `fleetfoot.weights.gguf_config` lists them; those of experts are ``gate+up+down``."""
+    tensors = Fields(fields.mapping("tensors"), {}, fields.source, f"{fields.prefix}tensors.")
+    modules: dict[str, list[str]] = {}  # type -> names
+    for name in tensors.content:
+        values = _choice(tensors, name, *BLOCK_TYPE_NAMES) if "+" not in str(tensors.raw(name)) else tensors.raw(name)
+        if any(each not in BLOCK_TYPE_NAMES for each in values.split("+")):
+            raise tensors.error(name, f"supported: {', '.join(BLOCK_TYPE_NAMES)}")
+        modules.setdefault(values, []).append(name)
+        if name == "model.embed_tokens" and "lm_head" not in tensors.content:  # a tied head
+            modules[values].append("lm_head")
+    rules = tuple(
+        (f"re:(?:{'|'.join(map(re.escape, names))})$", WeightFormat(values, "gguf"))
+        for values, names in modules.items()
+    )
+    return QuantizedWeights("gguf", rules)
+
+
 _READERS: Mapping[str, Callable[[Fields], QuantizedWeights]] = {
     "compressed-tensors": _read_compressed_tensors,
     "fp8": _read_fp8,
     "modelopt": _read_modelopt,
     "awq": _read_awq,
+    "gguf": _read_gguf,
     "gptq": _read_gptq,
 }
 QUANTIZED_WHILE_LOADING: Mapping[str, WeightFormat] = {

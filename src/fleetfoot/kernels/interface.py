@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fleetfoot.kernels.linear.linear import PreparedLinear
     from fleetfoot.kernels.linear.roles import ChainLinear
     from fleetfoot.kernels.prepare.tables import GroupTables, RowTables, StepBuffers
+    from fleetfoot.kernels.quantized.blocks import BlockLinear
     from fleetfoot.kernels.quantized.chain import ChainQuantized
     from fleetfoot.kernels.quantized.packed import PackedMatrix
     from fleetfoot.kernels.quantized.scaled import ScaledMatrix
@@ -211,6 +212,9 @@ class Kernels:
     quantized as the weight says: see `fleetfoot.kernels.quantized.scaled`."""
     packed_linear: Callable[[torch.Tensor, PackedMatrix], torch.Tensor]
     """The same with a weight of 4 bits, and inputs as they are: see `fleetfoot.kernels.quantized.packed`."""
+    block_linear: Callable[..., BlockLinear]
+    """``(parts, num_inputs, dtype, bias)``: the product with a weight in the blocks of a GGUF file: see
+    `fleetfoot.kernels.quantized.blocks`."""
     route: Route
     """The experts of each of ``x [n, hidden]`` by a router: see `fleetfoot.kernels.experts.experts.route_torch`."""
     local_routing: Callable[[Routing, ExpertPlacement, torch.Tensor | None], Routing]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fleetfoot.kernels.interface import LayerParts
+from fleetfoot.kernels.native_blocks import NativeBlockLinear
 from fleetfoot.kernels.native_ops import DTYPES, MAX_HEAD_DIM, NO_WINDOW, NativeLinear
 from fleetfoot.native.loading import NativeLibrary, check_status
 from fleetfoot.records.forward_context import ForwardContext
@@ -20,7 +21,7 @@ def _struct(name: str, pointers: str, numbers: str = "", floats: str = "") -> ty
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
-_Linear = _struct("_Linear", "weight bias", "num_outputs units")
+_Linear = _struct("_Linear", "weight bias", "num_outputs units num_parts")
 
 
 class _Layer(ctypes.Structure):
@@ -32,7 +33,9 @@ class _Layer(ctypes.Structure):
     )
 
 
-_Shape = _struct("_Shape", "", "num_layers hidden_size num_heads num_kv_heads head_dim dtype", "eps scale")
+_Shape = _struct(
+    "_Shape", "multiply_blocks", "num_layers hidden_size num_heads num_kv_heads head_dim dtype", "eps scale"
+)
 _Step = _struct(
     "_Step",
     "hidden residual slots positions query_start_loc seq_lens block_tables",
@@ -47,6 +50,7 @@ class NativeLayers:
     def __init__(self, library: NativeLibrary, layers: Sequence[LayerParts]) -> None:
         first = layers[0]
         self._kernel, self._indices = library.decoder_layers, [layer.kv_index for layer in layers]
+        self._multiply_blocks = ctypes.cast(library.block_linear, ctypes.c_void_p).value
         self._table = (_Layer * len(layers))(*map(_fields_of, layers))
         hidden_size = len(first.input_norm)
         self._head_dim = first.rotary.cos_sin.shape[1]
@@ -87,7 +91,7 @@ class NativeLayers:
             num_tokens, metadata.num_reqs, tables.stride(0), tables.shape[1],
             cache.shape[0], *cache.stride()[:4], block_size, torch.get_num_threads(),
         )  # fmt: skip
-        shape = _Shape(num_layers, *self._shape)
+        shape = _Shape(self._multiply_blocks, num_layers, *self._shape)
         pointers = (ctypes.addressof(each) for each in (self._table, shape, step))
         check_status(self._kernel(*pointers), "decoder_layers")
         return hidden, residual
@@ -104,7 +108,10 @@ def chain_layers(library: NativeLibrary, layers: Sequence[LayerParts]) -> Native
 
 def _is_native(layer: LayerParts) -> bool:
     linears = layer.qkv, layer.o, layer.gate_up, layer.down
-    return all(isinstance(linear, NativeLinear) for linear in linears) and layer.rotary.eps == layer.eps
+    return (
+        all(isinstance(linear, NativeLinear | NativeBlockLinear) for linear in linears)
+        and layer.rotary.eps == layer.eps
+    )
 
 
 def _fields_of(layer: LayerParts) -> _Layer:
@@ -116,7 +123,7 @@ def _fields_of(layer: LayerParts) -> _Layer:
 
 
 def _linear_fields(linear: Callable[[torch.Tensor], torch.Tensor]) -> ctypes.Structure:
-    assert isinstance(linear, NativeLinear)
+    assert isinstance(linear, NativeLinear | NativeBlockLinear)
     return _Linear(*linear.fields)
 
 

@@ -82,6 +82,10 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "linear_chain": {"triton": "linear.linear_triton", "torch": "linear.linear:NO_CHAIN"},
         "quantized_chain": {"triton": "quantized.chain", "torch": "linear.linear:NO_CHAIN"},
         "packed_linear": {"triton": "quantized.packed_triton", "torch": "quantized.packed"},
+        "block_linear": {
+            "native": "native_blocks",
+            **dict.fromkeys(("triton", "torch"), "quantized.blocks:block_linear_torch"),
+        },
         "scaled_linear": {"triton": "quantized.scaled_triton", "torch": "quantized.scaled"},
         "layer_chain": {
             "cuda": "cluster.chain:chain_layers",

@@ -16,7 +16,7 @@ from fleetfoot.config.model import ModelConfig
 from fleetfoot.config.sharding import vocab_rows, vocab_span
 from fleetfoot.kernels.linear.linear import PreparedLinear
 from fleetfoot.layers.context import ModelContext, WeightModule
-from fleetfoot.quantization.base import LinearShape
+from fleetfoot.quantization.base import LinearShape, PreparedEmbedding
 from fleetfoot.records.weights import Rows, Span, WeightSpec
 
 _LM_HEAD = "lm_head"
@@ -125,9 +125,17 @@ class VocabParallelEmbedding(WeightModule):
         if is_shared:  # one more row, of zeros, for all tokens that other ranks hold
             self._row_of_token = torch.full((config.vocab_size,), num_rows, device=context.device)
             self._row_of_token[self._tokens] = torch.arange(num_tokens, device=context.device)
-        table = torch.empty(num_rows + is_shared, config.hidden_size, dtype=context.dtype, device=context.device)
-        table[num_tokens:] = 0  # padding too, which a tied head multiplies with
-        self._table: torch.Tensor | None = table
+        method = context.linear_methods.of([f"{context.prefix}embed_tokens"])
+        self.stored: PreparedEmbedding | None = None
+        """An embedding that is no plain tensor in its checkpoint, nor here."""
+        if method.stores_embeddings:
+            sizes = config.vocab_size, config.hidden_size
+            self.stored = method.make_embedding("embed_tokens", *sizes, context.ops, context.dtype)
+        self._table: torch.Tensor | None = None
+        if self.stored is None:
+            table = torch.empty(num_rows + is_shared, config.hidden_size, dtype=context.dtype, device=context.device)
+            table[num_tokens:] = 0  # padding too, which a tied head multiplies with
+            self._table = table
         self._num_rows, self._hidden_size = num_rows, config.hidden_size
         self._prepare: Callable[[torch.Tensor], PreparedLinear] | None = None
         self._is_prepared = False
@@ -138,6 +146,8 @@ class VocabParallelEmbedding(WeightModule):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """``input_ids [num_tokens]`` int64 -> ``[num_tokens, hidden_size]``."""
+        if self.stored is not None:
+            return self.stored.rows(input_ids)
         if self._table is None:
             assert self.prepared is not None
             return self.prepared.rows(input_ids)
@@ -165,6 +175,9 @@ class VocabParallelEmbedding(WeightModule):
 
     def process_own_weights(self) -> None:
         """Prepare the matrix of a tied head. If rows can be looked up in it, it is the only one from then on."""
+        if self.stored is not None:
+            self.stored.process_weights_after_loading()
+            return
         if self._prepare is None or self._is_prepared:
             return
         if self.prepared is None:
@@ -176,6 +189,9 @@ class VocabParallelEmbedding(WeightModule):
             self._table = None
 
     def own_weight_specs(self, prefix: str, name: str) -> Iterator[WeightSpec]:
+        if self.stored is not None:
+            yield from self.stored.weight_specs(prefix)
+            return
         num_tokens, size = self._tokens.stop - self._tokens.start, self._hidden_size
         part = () if self._row_of_token is None else (self._tokens, slice(0, size))
         # a tied matrix is prepared once it is filled: the largest weight is in memory twice before the others are there
@@ -189,7 +205,17 @@ class VocabParallelEmbedding(WeightModule):
         )
 
     def own_stored_weights(self) -> Iterator[Span]:
+        if self.stored is not None:
+            return self.stored.stored()
         return super().own_stored_weights() if self.is_open else iter(())
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """As the matrix of a tied head: ``x [n, hidden_size]`` -> ``[n, rows of this rank]``."""
+        if self.stored is not None:
+            return self.stored.apply_unrounded(x)
+        if self.prepared is None:
+            raise RuntimeError("the logits head was called before process_weights_after_loading")
+        return self.prepared.unrounded(x)
 
 
 class LMHead(ColumnParallelLinear):
@@ -217,14 +243,12 @@ class TiedLMHead(WeightModule):
         self._embedding, self._vocab_size = (embedding,), embedding.vocab_size
         self._group = context.groups.tensor
         method = context.linear_methods.of([f"{context.prefix}{_LM_HEAD}"])
-        embedding.tie(method.prepare_tied_head(context.ops))
+        if embedding.stored is None:
+            embedding.tie(method.prepare_tied_head(context.ops))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x [n, hidden_size]`` -> logits ``[n, vocab_size]``."""
-        prepared = self._embedding[0].prepared
-        if prepared is None:
-            raise RuntimeError("the logits head was called before process_weights_after_loading")
-        return self._group.all_gather(prepared.unrounded(x), self._vocab_size)
+        return self._group.all_gather(self._embedding[0].logits(x), self._vocab_size)
 
     def own_weight_specs(self, prefix: str, name: str) -> Iterator[WeightSpec]:
         """None: the embedding's spec fills both."""

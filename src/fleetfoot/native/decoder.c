@@ -21,9 +21,10 @@ int EXPORT(paged_attention)(void *, const void *, int64_t, int64_t, const void *
 
 /* The structs have the fields of those in kernels/native_layers.py. */
 typedef struct {
-    const uint32_t *weight; /* packed */
+    const uint32_t *weight; /* packed; or parts of blocks, of which there are num_parts */
     const char *bias;
-    int64_t num_outputs, units;
+    int64_t num_outputs, units; /* units are inputs of blocks */
+    int64_t num_parts;
 } linear;
 
 typedef struct {
@@ -34,7 +35,12 @@ typedef struct {
     int64_t max_positions, window;
 } decoder_layer;
 
+/* block_linear of blocks.c, for the instruction set that suits it. */
+typedef int (*block_product)(char *, int, const void *, int64_t, const void *, int, const char *, int64_t, int64_t, int64_t,
+                             int, int);
+
 typedef struct {
+    block_product multiply_blocks;
     int64_t num_layers, hidden_size, num_heads, num_kv_heads, head_dim, dtype;
     double eps, scale;
 } decoder_shape;
@@ -55,7 +61,11 @@ typedef struct {
 #define BLOCK_ROWS 512
 /* Rows of a step that pass through the operations around attention together: their buffers stay in the caches. */
 
-INLINE int apply(const linear *l, char *y, const char *x, int64_t rows, const decoder_step *s, int dtype) {
+INLINE int apply(const linear *l, char *y, const char *x, int64_t rows, const decoder_shape *d, const decoder_step *s) {
+    const int dtype = (int)d->dtype;
+    if (l->num_parts)
+        return d->multiply_blocks(y, dtype == FF_FLOAT32, x, l->units, l->weight, (int)l->num_parts, l->bias, rows,
+                                  l->num_outputs, l->units, dtype, (int)s->num_threads);
     return CALL(linear_to)(y, dtype == FF_FLOAT32, (const uint32_t *)x, l->units, l->weight, l->bias, rows,
                              l->num_outputs, l->units, dtype, (int)s->num_threads);
 }
@@ -73,7 +83,7 @@ static int before_attention(const decoder_layer *l, const decoder_shape *d, cons
         CALL(rms_norm)(b->normed, residual, l->input_norm, eps, 0.0f, n, size, dtype, threads);
     else
         CALL(add_rms_norm)(b->normed, residual, s->hidden + at, residual, l->input_norm, eps, n, size, dtype, threads);
-    const int status = apply(&l->qkv, b->qkv, b->normed, n, s, dtype);
+    const int status = apply(&l->qkv, b->qkv, b->normed, n, d, s);
     if (status) return status;
     return CALL(rope_and_cache)(b->query + first * query_row, b->qkv, l->qkv.num_outputs, l->kv_cache, s->num_blocks,
                                   s->block_stride, s->side_stride, s->head_stride, s->token_stride, s->slots + first,
@@ -89,13 +99,13 @@ static int after_attention(const decoder_layer *l, const decoder_shape *d, const
     const int64_t size = d->hidden_size, at = first * size * element_size(dtype);
     const char *attended = b->attended + first * d->num_heads * d->head_dim * element_size(dtype);
     char *hidden = s->hidden + at, *residual = s->residual + at;
-    int status = apply(&l->o, hidden, attended, n, s, dtype);
+    int status = apply(&l->o, hidden, attended, n, d, s);
     if (status) return status;
     CALL(add_rms_norm)(b->normed, residual, hidden, residual, l->mlp_norm, (float)d->eps, n, size, dtype, threads);
-    status = apply(&l->gate_up, b->gate_up, b->normed, n, s, dtype);
+    status = apply(&l->gate_up, b->gate_up, b->normed, n, d, s);
     if (status) return status;
     CALL(silu_and_mul)(b->activated, b->gate_up, n, l->gate_up.num_outputs / 2, dtype, threads, 0);
-    return apply(&l->down, hidden, b->activated, n, s, dtype);
+    return apply(&l->down, hidden, b->activated, n, d, s);
 }
 
 static int run_layer(const decoder_layer *l, const decoder_shape *d, const decoder_step *s, const buffers *b,

@@ -22,6 +22,16 @@ static int has_tiles(void) {
 static int has_tiles(void) { return 0; }
 #endif
 
+/* Whether half floats are converted by the processor: CPUID leaf 1. Any with AVX2 does. */
+static int has_f16c(void) {
+#if defined(__x86_64__)
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx >> 29 & 1);
+#else
+    return 0;
+#endif
+}
+
 #define EXPORTED __attribute__((visibility("default")))
 
 /* The checksum of the sources that the library was built from. */
@@ -34,13 +44,14 @@ EXPORTED int ff_supports(const char *variant) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     const int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
-                   __builtin_cpu_supports("bmi2");
+                   __builtin_cpu_supports("bmi2") && has_f16c();
     const int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                    __builtin_cpu_supports("avx512cd");
     if (strcmp(variant, "sse4") == 0) return __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("popcnt");
     if (strcmp(variant, "avx2") == 0) return avx2;
     if (strcmp(variant, "avx512") == 0) return avx512;
+    if (strcmp(variant, "avx512_vnni") == 0) return avx512 && __builtin_cpu_supports("avx512vnni");
     const int bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
     if (strcmp(variant, "avx512_bf16") == 0) return bf16 && __builtin_cpu_is("intel") ? 2 : bf16;
     if (strcmp(variant, "amx") == 0) return bf16 && has_tiles();

@@ -36,6 +36,9 @@ _SIGNATURES = {
 }
 """Argument types of each C function, in the order of the C sources, which name the arguments, and the result's type."""
 
+_BLOCK_SIGNATURES = {"block_linear": "PIPLPIPLLLII -> I", "block_rows": "PPIPLLI -> I"}
+"""The same of ``blocks.c``, which is compiled for other instruction sets."""
+
 _DEVICE_SIGNATURES = {
     "open": "S -> I",
     "error": " -> S",
@@ -93,11 +96,29 @@ def load_library(variant: str | None = None) -> NativeLibrary:
     supported = supported_variants(library)
     if variant is not None and variant not in supported:
         raise NativeUnavailableError(f"no kernels of variant {variant} for this processor; there are {supported}")
-    return _bind(library, variant or _best_variant(library))
+    chosen = variant or _best_variant(library)
+    kernels, blocks = _bind(library, chosen), _bind(library, _block_variant(library, chosen), _BLOCK_SIGNATURES)
+    return NativeLibrary(**{**vars(blocks), **vars(kernels)})
+
+
+def _block_variant(library: ctypes.CDLL, variant: str) -> str:
+    """What `blocks.c` was compiled for and goes with a variant of the others."""
+    if not variant.startswith(("avx512", "amx")):
+        return variant
+    return "avx512_vnni" if library.ff_supports(b"avx512_vnni") else "avx2"
+
+
+def open_mappings() -> ctypes.CDLL:
+    """The library with the functions of ``mappings.c``. Raises NativeUnavailableError: it does not load."""
+    library = open_library()
+    library.ff_guard_mapping.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+    return library
 
 
 def check_status(status: int, kernel: str) -> None:
     """Raise the error of a kernel's return value."""
+    if status == 3:
+        raise OSError("a file with weights was cut while it was mapped; start again once it is complete")
     if status == 1:
         raise MemoryError(f"{kernel}: no memory for the workspace")
     if status == 2:

@@ -11,6 +11,6 @@
 #define EXPORT(name) __attribute__((visibility("default"))) FF_JOIN(FF_VARIANT, name)
 
 /* Return values of exported functions. */
-enum { FF_OK = 0, FF_NO_MEMORY = 1, FF_BAD_METADATA = 2 };
+enum { FF_OK = 0, FF_NO_MEMORY = 1, FF_BAD_METADATA = 2, FF_CUT_FILE = 3 };
 
 #endif

@@ -192,7 +192,7 @@ def weight_bytes(shape: EngineShape) -> int:
     total = methods.layer_bytes(model, shape.layers, shape.dtype, ranks, split=shape.config.expert_split)
     rows, hidden = vocab_rows(model.vocab_size, ranks), model.hidden_size
     if shape.is_first or (shape.is_last and model.tie_word_embeddings):
-        total += rows * hidden * size
+        total += methods.embedding_bytes("model.embed_tokens", rows, hidden, shape.dtype)
         if ranks > 1:  # a row of zeros, and the table of each token's row
             total += hidden * size + model.vocab_size * _INT64
     if shape.is_last:

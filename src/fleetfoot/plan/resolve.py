@@ -163,6 +163,8 @@ def _engine_shape(
     models = [model] if found is None else [model, found.config]
     layer_chain = NO_LAYER_CHAIN
     quantized = choose_quantization(config.quantization, model.quantization)
+    # blocks of GGUF files; elsewhere they are dequantized while they are loaded
+    reads_blocks = device == "cpu" and machine.has_native and config.world_size == 1 and config.expert_split is None
     has_plain_weights = device == "cuda" and not quantized.method
     if has_plain_weights and all(layer.is_fused for layer in plan_fusion(model, decision.runner)):
         layer_chain = plan_layer_chain(
@@ -202,9 +204,14 @@ def _engine_shape(
         and all(layer.mixer.is_causal for layer in model.layers),
         max_model_len=config.max_model_len or limit,
         drafter=drafter_shape(
-            config, model, found, dtype, device, UNQUANTIZED if found is None else _linear_methods(found.config)
+            config,
+            model,
+            found,
+            dtype,
+            device,
+            UNQUANTIZED if found is None else _linear_methods(found.config, reads_blocks=reads_blocks),
         ),
-        linear_methods=_linear_methods(replace(model, quantization=quantized)),
+        linear_methods=_linear_methods(replace(model, quantization=quantized), reads_blocks=reads_blocks),
     )
 
 
@@ -218,8 +225,8 @@ def _expert_placements(config: EngineConfig, model: ModelConfig) -> Mapping[int,
     return read_placements(Path(folder).expanduser(), sizes, slots, setting="eplb_config: load_initial")
 
 
-def _linear_methods(model: ModelConfig) -> LinearMethods:
-    return linear_methods(model.quantization, has_tied_head=model.tie_word_embeddings)
+def _linear_methods(model: ModelConfig, *, reads_blocks: bool) -> LinearMethods:
+    return linear_methods(model.quantization, has_tied_head=model.tie_word_embeddings, reads_blocks=reads_blocks)
 
 
 def _has_dynamic_rope(model: ModelConfig) -> bool:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, ClassVar, overload
 
 from fleetfoot.config.model import DTYPE_BYTES, ExpertsSpec, ModelConfig
 from fleetfoot.config.sharding import ExpertSplit
@@ -116,6 +116,14 @@ class LinearWeight(ABC):
         """Bring what was written to the specs' destinations into the form that `apply` reads."""
 
 
+class PreparedEmbedding(LinearWeight):
+    """An embedding that is stored as a linear layer, and may be the matrix of a tied head too."""
+
+    @abstractmethod
+    def rows(self, index: torch.Tensor) -> torch.Tensor:
+        """Rows ``[n, in]`` of the weight. ``index [n]``: int64."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
     """Names of the tensors of a layer's experts in a checkpoint, behind the path of the layer's MLP."""
@@ -215,6 +223,19 @@ class LinearMethod(ABC):
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: str) -> int:
         """Bytes of a weight without its bias, for the memory plan. ``dtype``: of activations, by its name."""
 
+    def join(self, methods: Sequence[LinearMethod]) -> LinearMethod | None:
+        """One method for the parts of a matrix that have these; None: it knows none."""
+        return None
+
+    stores_embeddings: ClassVar[bool] = False
+    """Whether embeddings with this method are stored by it; else they are plain tensors."""
+
+    def make_embedding(
+        self, name: str, vocab_size: int, hidden_size: int, ops: Kernels, dtype: torch.dtype
+    ) -> PreparedEmbedding:
+        """An embedding ``[vocab_size, hidden_size]``, where `stores_embeddings`."""
+        raise NotImplementedError
+
     def prepare_tied_head(self, ops: Kernels) -> Callable[[torch.Tensor], PreparedLinear]:
         """What makes the matrix of a logits head that is the embedding. Raises ValueError: the method has none."""
         raise ValueError(f"lm_head has the method {self.name!r}, and is the embedding, which is not stored so")
@@ -243,9 +264,21 @@ class LinearMethods:
         """The method of layers that are one product. Raises ValueError, with each name's method: they differ."""
         found = {name: self._find(name) for name in names}
         if len(set(found.values())) > 1:
+            methods = [found[name] for name in found]
+            if (joined := next(filter(None, (each.join(methods) for each in methods)), None)) is not None:
+                return joined
             listed = ", ".join(f"{name} {method.name}" for name, method in found.items())
             raise ValueError(f"layers that are one product have different linear methods: {listed}")
         return next(iter(found.values()))
+
+    def embedding_bytes(self, name: str, num_rows: int, size: int, dtype: str) -> int:
+        """Bytes of an embedding."""
+        method = self._find(name)
+        return (
+            method.num_bytes(num_rows, size, dtype)
+            if method.stores_embeddings
+            else num_rows * size * DTYPE_BYTES[dtype]
+        )
 
     def of_experts(self, name: str) -> ExpertMethod:
         """The method of a layer's experts. ``name``: ``model.layers.0.mlp.experts``."""

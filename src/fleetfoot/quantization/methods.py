@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fleetfoot.config.quantization import QuantizedWeights, WeightFormat
 from fleetfoot.quantization.base import LinearMethod, LinearMethods
+from fleetfoot.quantization.gguf import block_method
 from fleetfoot.quantization.packed import Packed
 from fleetfoot.quantization.scaled import Scaled
 from fleetfoot.quantization.unquantized import UNQUANTIZED
@@ -11,10 +12,16 @@ from fleetfoot.quantization.unquantized import UNQUANTIZED
 _METHODS: dict[str, type[Scaled] | type[Packed]] = {"fp8": Scaled, "int8": Scaled, "int4": Packed, "mxfp4": Packed}
 
 
-def linear_methods(weights: QuantizedWeights, *, has_tied_head: bool = False) -> LinearMethods:
-    """The method of each layer. ``has_tied_head``: the head is the embedding, which is never quantized."""
-    if not weights.method:
+def linear_methods(
+    weights: QuantizedWeights, *, has_tied_head: bool = False, reads_blocks: bool = True
+) -> LinearMethods:
+    """The method of each layer. ``has_tied_head``: the head is the embedding, which is never quantized but in GGUF
+    files. ``reads_blocks``: products read their blocks; else these are dequantized while they are loaded."""
+    if not weights.method or (weights.method == "gguf" and not reads_blocks):
         return UNQUANTIZED
+    if weights.method == "gguf":
+        rules = tuple((name, block_method(form)) for name, form in weights.rules if form is not None)
+        return LinearMethods(UNQUANTIZED.default, rules)
     head = (("lm_head", UNQUANTIZED.default),) * has_tied_head
     return LinearMethods(UNQUANTIZED.default, (*head, *((name, _method(form)) for name, form in weights.rules)))
 

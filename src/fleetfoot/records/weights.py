@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -16,6 +16,35 @@ Span = tuple[int, int]
 
 class WeightError(ValueError):
     """A checkpoint cannot be read, or does not fit the model; the message names files, tensors and shapes."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """How a GGUF file stores the values of a tensor."""
+
+    name: str
+    number: int
+    """In files."""
+    size: int
+    """Values of a block."""
+    num_bytes: int
+    """Of a block."""
+
+    @property
+    def is_float(self) -> bool:
+        return self.size == 1
+
+
+BLOCK_TYPES: Mapping[int, BlockType] = {
+    number: BlockType(name, number, size, num_bytes)
+    for number, name, size, num_bytes in (
+        (0, "F32", 1, 4), (1, "F16", 1, 2), (30, "BF16", 1, 2), (2, "Q4_0", 32, 18), (3, "Q4_1", 32, 20),
+        (6, "Q5_0", 32, 22), (7, "Q5_1", 32, 24), (8, "Q8_0", 32, 34), (12, "Q4_K", 256, 144),
+        (13, "Q5_K", 256, 176), (14, "Q6_K", 256, 210), (39, "MXFP4", 32, 17),
+    )
+}  # fmt: skip
+"""By their numbers in files."""
+BLOCK_TYPES_BY_NAME = {each.name: each for each in BLOCK_TYPES.values()}
 
 
 def _nothing() -> None:
@@ -74,8 +103,9 @@ class WeightSpec:
     values, and is valid until the next `process_weights_after_loading`; call it again after that."""
     init: Literal["normal", "zeros", "ones"] | float | Callable[[torch.Tensor], object] = "normal"
     """How dummy weights are initialised: a number: all with it; a function: it fills ``destination()``."""
-    kind: Literal["float", "integer", "fp8"] = "float"
-    """What the checkpoint holds: ``integer`` and ``fp8`` (e4m3) are quantized or packed weights."""
+    kind: Literal["float", "integer", "fp8", "blocks"] = "float"
+    """What the checkpoint holds: ``integer`` and ``fp8`` (e4m3) are quantized or packed weights, ``blocks`` those of a
+    GGUF file, in bytes."""
     aliases: tuple[str, ...] = ()
     """Further names under which a checkpoint may hold the same tensor, in place of ``name`` or beside it."""
     stacks: tuple[Stack, ...] = ()
@@ -86,6 +116,8 @@ class WeightSpec:
     filled: Callable[[], None] = _nothing
     """Call it after all values of ``destination()`` were replaced, which is not valid any more: a layer may bring its
     weight into the form that it reads before the next layer is written, so that one layer is in memory twice."""
+    adopt: Callable[[torch.Tensor], None] | None = None
+    """Takes the whole tensor in the memory of a mapped file, in place of a copy; None: it does not."""
     dtype: torch.dtype | None = None
     """The dtype of ``destination()``, where calling that is costly."""
     quantize: Callable[[Callable[[tuple[Rows, ...]], torch.Tensor]], None] | None = None

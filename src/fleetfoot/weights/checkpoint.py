@@ -13,18 +13,21 @@ from typing import Any
 
 import torch
 
-from fleetfoot.records.weights import Rows, Stack, WeightError, WeightSpec, slices_of
+from fleetfoot.native.mappings import file_was_cut
+from fleetfoot.records.weights import BLOCK_TYPES_BY_NAME, Rows, Stack, WeightError, WeightSpec, slices_of
 from fleetfoot.utils.memory import release_pages
 from fleetfoot.utils.progress import report_progress
 from fleetfoot.weights.checksums import part_of
 from fleetfoot.weights.files import checkpoint_files
+from fleetfoot.weights.gguf_tensors import GGUFTensors
 
 DTYPES_OF_KINDS = {
     "float": ("BF16", "F16", "F32", "F64"),
     "integer": ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"),
     "fp8": ("F8_E4M3",),
+    "blocks": tuple(BLOCK_TYPES_BY_NAME),
 }
-"""`WeightSpec.kind` -> the names of its dtypes in safetensors."""
+"""`WeightSpec.kind` -> the names of its dtypes in safetensors, or of types in GGUF files."""
 _BASE_PREFIX = "model."
 REDUNDANT_SUFFIX = ".rotary_emb.inv_freq"  # computed from the config, but contained in old exports
 _MAX_LISTED = 10
@@ -36,11 +39,12 @@ class Checkpoint:
     are views of the files, valid while they are open."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises WeightError: there are no files, the index names absent files, or a file is incomplete."""
+        """``folder``: or one of its files. Raises WeightError: there are no files, the index names absent files, or a
+        file is incomplete."""
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}  # tensor name -> open file
         try:
-            for path in checkpoint_files(folder):
+            for path in [folder] if folder.is_file() else checkpoint_files(folder):
                 self._open(path)
         except BaseException:
             self._stack.close()
@@ -63,6 +67,12 @@ class Checkpoint:
         """The name in safetensors: ``BF16``, ``F32``, ``I8``, ..."""
         return self._files[name].get_slice(name).get_dtype()
 
+    def blocks(self, name: str) -> torch.Tensor | None:
+        """``[rows, bytes of a row]`` uint8 of a tensor in blocks, in the mapped file's memory, which stays as long as
+        the result; None: it is not in blocks."""
+        file = self._files[name]
+        return file.blocks(name) if isinstance(file, GGUFTensors) else None
+
     def tensor(self, name: str, part: tuple[Rows, ...] = ()) -> torch.Tensor:
         """A view of the mapped file on the CPU: a whole tensor, or the ``part`` of a `WeightSpec`. Several slices of
         rows are a copy.
@@ -78,6 +88,9 @@ class Checkpoint:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _open(self, path: Path) -> None:
+        if path.suffix == ".gguf":
+            self._open_gguf(path)
+            return
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -89,6 +102,12 @@ class Checkpoint:
             if name in self._files:
                 raise WeightError(f"tensor {name} is in {path} and in another file of the folder; keep one of them")
             self._files[name] = file
+
+    def _open_gguf(self, first: Path) -> None:
+        """All parts of a model, of which this is the first one."""
+        if not self._files:
+            file = GGUFTensors(first)
+            self._files = dict.fromkeys(file.keys(), file)
 
 
 def _likely_cause(path: Path) -> str:
@@ -140,9 +159,21 @@ def load_safetensors(
         for number, name in enumerate(names_in_order):
             report_progress("weights", number, len(names_in_order))
             for spec, index in sources[name]:
+                if spec.kind == "blocks":
+                    blocks = checkpoint.blocks(name)
+                    assert blocks is not None
+                    (write_values if spec.adopt is None else _adopt)(spec, blocks)
+                    continue
                 values = checkpoint.tensor(name, index or spec.part)
                 write_values(spec, place_of(values, spec) if index else values)
                 release_pages(values.data_ptr(), values.nbytes)  # of the file, and read once
+        if file_was_cut():
+            raise WeightError(f"a file of {folder} was cut while it was loaded; start again once it is complete")
+
+
+def _adopt(spec: WeightSpec, blocks: torch.Tensor) -> None:
+    assert spec.adopt is not None
+    spec.adopt(blocks)
 
 
 def write_values(spec: WeightSpec, values: torch.Tensor) -> None:
@@ -190,6 +221,10 @@ def _problems(
             yield "missing", f"{spec.name}: expected {list(spec.shape)}"
         for name, expected in [(name, spec.shape) for name in names] + ([(stack.name, stack.shape)] if stack else []):
             shape, dtype = checkpoint.shape(found[name]), checkpoint.dtype(found[name])
+            if spec.kind == "blocks" and (blocks := checkpoint.blocks(found[name])) is not None:
+                shape = tuple(blocks.shape)
+            elif spec.kind == "float" and dtype in BLOCK_TYPES_BY_NAME:
+                dtype = "F32"  # which they are dequantized to
             if not (shape == expected if name not in names else spec.has_shape(shape)):
                 yield "misshapen", f"{found[name]}: found {list(shape)}, expected {list(expected)}"
             if dtype not in (dtypes := DTYPES_OF_KINDS[spec.kind]):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fleetfoot.config.json_fields import read_json_object
 from fleetfoot.records.weights import WeightError
+from fleetfoot.weights.gguf_folder import gguf_files
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -15,6 +16,8 @@ SINGLE_FILE = "model.safetensors"
 def checkpoint_files(folder: Path) -> list[Path]:
     """The files to read: those of the index, else ``model.safetensors``, else every ``*.safetensors``. Raises
     WeightError: there are none, or the index cannot be read or names files that are absent."""
+    if (files := gguf_files(folder)) is not None:
+        return files
     if (folder / INDEX_FILE).is_file():
         return _indexed_files(folder / INDEX_FILE)
     if (folder / SINGLE_FILE).is_file():

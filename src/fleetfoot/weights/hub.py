@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from pathlib import Path
 
 from fleetfoot.config.sentence_transformers import FILES as SENTENCE_TRANSFORMERS
+from fleetfoot.weights.gguf import first_parts, is_gguf
+from fleetfoot.weights.gguf_folder import folder_of
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +48,13 @@ def resolve_model(
     if path.is_dir():
         if revision is not None:
             logger.warning("%s is a local folder: revision %r has no effect", what, revision)
-        return path
+        return _of_folder(path, what, setting)
+    if path.is_file() and (path.suffix == ".gguf" or is_gguf(path)):
+        return folder_of(path)
     if path.exists():
-        raise ModelNotFoundError(f"{what} is a file; give the folder that holds the {setting}'s files", setting)
+        raise ModelNotFoundError(
+            f"{what} is a file; give the folder that holds the {setting}'s files, or a GGUF file", setting
+        )
     if isinstance(path_or_id, Path) or name.startswith((".", "~", "/")) or name.count("/") > 1:  # not owner/name
         raise ModelNotFoundError(f"{what}: no such folder ({path.absolute()})", setting)
     if path.parent != Path(".") and path.parent.is_dir():  # with a folder ./models, `models/mine` is a mistyped path
@@ -56,8 +63,34 @@ def resolve_model(
             "a hub id; for the hub's model, start from a folder without it)",
             setting,
         )
+    repository, _, quantized = name.partition(":")
+    if quantized:
+        return _download_gguf(repository, quantized, revision, setting)
     patterns = _ALLOWED if setting == "model" else [pattern for pattern in _ALLOWED if pattern != "*.safetensors"]
-    return _download(name, revision, _CONFIGS if config_only else patterns, setting)
+    folder = _download(name, revision, _CONFIGS if config_only else patterns, setting)
+    return _of_folder(folder, what, setting)
+
+
+def _of_folder(folder: Path, what: str, setting: str) -> Path:
+    """A folder, or that of its only GGUF file if it has no other model. Raises ModelNotFoundError: it has several."""
+    if (folder / "config.json").is_file() or not (files := first_parts(folder)):
+        return folder
+    if len(files) > 1:
+        names = ", ".join(str(file.relative_to(folder)) for file in files[:20])
+        raise ModelNotFoundError(f"{what} has {len(files)} GGUF files; name one of them: {names}", setting)
+    return folder_of(files[0])
+
+
+def _download_gguf(repository: str, quantized: str, revision: str | None, setting: str) -> Path:
+    """The folder of ``owner/repo:Q4_K_M``: the file of the repository with that in its name."""
+    folder = _download(repository, revision, [f"*{each}*.gguf" for each in (quantized, quantized.lower())], setting)
+    wanted = re.compile(rf"(^|[^a-z0-9_]){re.escape(quantized.lower())}([^a-z0-9_]|$)")
+    files = [file for file in first_parts(folder) if wanted.search(str(file.relative_to(folder)).lower())]
+    if len(files) != 1:
+        found = ", ".join(str(file.relative_to(folder)) for file in files or first_parts(folder)) or "none"
+        what = f"{setting} '{repository}:{quantized}'"
+        raise ModelNotFoundError(f"{what}: expected one GGUF file with that in its name, found: {found}", setting)
+    return folder_of(files[0])
 
 
 def _download(name: str, revision: str | None, patterns: list[str], setting: str) -> Path:

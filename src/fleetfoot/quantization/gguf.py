@@ -1,0 +1,249 @@
+"""Weights in the blocks of GGUF files, which a CPU reads where they lie: mapped files are not copied.
+
+The parts of a matrix, as q, k and v, may be stored in different ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from fleetfoot.config.model import ExpertsSpec
+from fleetfoot.config.quantization import WeightFormat
+from fleetfoot.quantization.base import (
+    ExpertMethod,
+    ExpertsShape,
+    ExpertWeight,
+    LinearMethod,
+    LinearShape,
+    PreparedEmbedding,
+)
+from fleetfoot.quantization.unquantized import Unquantized
+from fleetfoot.records.weights import BLOCK_TYPES_BY_NAME, BlockType, Span, WeightSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from fleetfoot.kernels.experts.experts import Routing
+    from fleetfoot.kernels.interface import Kernels
+    from fleetfoot.kernels.quantized.blocks import BlockLinear
+
+
+class _Slot:
+    """The blocks of one tensor ``[rows, bytes of a row]``: the file's own memory, or what was written to a copy."""
+
+    def __init__(
+        self, name: str, num_rows: int, num_inputs: int, type_of: BlockType, changed: Callable[[], None]
+    ) -> None:
+        if num_inputs % type_of.size:
+            raise ValueError(f"{name} has {num_inputs} inputs; {type_of.name} has blocks of {type_of.size}")
+        self.type, self._changed = type_of, changed
+        self._shape = num_rows, num_inputs // type_of.size * type_of.num_bytes
+        self._name = name
+        self.data: torch.Tensor | None = None
+
+    def spec(self) -> WeightSpec:
+        return WeightSpec(self._name, self._shape, self._copy, kind="blocks", init=self._draw, adopt=self._adopt)
+
+    def _adopt(self, data: torch.Tensor) -> None:
+        self.data = data
+        self._changed()
+
+    def _copy(self) -> torch.Tensor:
+        import torch
+
+        if self.data is None:
+            self.data = torch.empty(self._shape, dtype=torch.uint8)
+        return self.data
+
+    def _draw(self, target: torch.Tensor) -> None:
+        """Dummy weights: bytes that are small and finite in all types."""
+        target.random_(0, 32)
+        self._changed()
+
+
+class BlockWeight(PreparedEmbedding):
+    """A matrix in blocks, of one or several parts. It is also what an embedding looks up rows in."""
+
+    def __init__(self, types: Sequence[BlockType], shape: LinearShape, ops: Kernels, dtype: torch.dtype) -> None:
+        import torch
+
+        self._types, self._shape, self._dtype, self._make = types, shape, dtype, ops.block_linear
+        self._bias = torch.zeros(shape.num_outputs, dtype=dtype) if shape.has_bias else None
+        self._slots: list[_Slot] = []
+        self._loaded: BlockLinear | None = None
+
+    @property
+    def product(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        return self._linear
+
+    @property
+    def _linear(self) -> BlockLinear:
+        if self._loaded is None:
+            raise RuntimeError("a linear layer was called before process_weights_after_loading")
+        return self._loaded
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        return self._linear(x)
+
+    def apply_unrounded(self, x: torch.Tensor) -> torch.Tensor:
+        return self._linear.unrounded(x)
+
+    def rows(self, index: torch.Tensor) -> torch.Tensor:
+        """See `PreparedLinear.rows`."""
+        return self._linear.rows(index)
+
+    def weight_specs(self, prefix: str) -> Iterator[WeightSpec]:
+        parts = [*self._shape.row_spans()]
+        if not self._slots:
+            self._slots = [
+                _Slot(f"{prefix}{name}.weight", size, self._shape.in_features, each, self._change)
+                for each, (name, size, _, _) in zip(self._types, parts, strict=True)
+            ]
+        for slot, (name, size, _, span) in zip(self._slots, parts, strict=True):
+            yield slot.spec()
+            if self._bias is not None:
+                yield WeightSpec(f"{prefix}{name}.bias", (size,), partial(self._bias.__getitem__, span))
+
+    def _change(self) -> None:
+        self._loaded = None
+
+    def process_weights_after_loading(self) -> None:
+        from fleetfoot.kernels.quantized.blocks import BlockRows
+
+        if self._loaded is None:
+            parts = [BlockRows(slot.type.number, slot.data) for slot in self._slots if slot.data is not None]
+            self._loaded = self._make(parts, self._shape.in_features, self._dtype, self._bias)
+
+    def stored(self) -> Iterator[Span]:
+        if self._bias is not None:
+            yield self._bias.data_ptr(), self._bias.nbytes
+
+
+class Blocks(LinearMethod):
+    """`BlockWeight` of some types, one for each part of a matrix; one for all parts where they are equal."""
+
+    stores_embeddings = True
+
+    def __init__(self, types: tuple[BlockType, ...]) -> None:
+        self.types = types
+        self.name = ", ".join(dict.fromkeys(each.name for each in types))
+
+    @property
+    def experts(self) -> ExpertMethod:
+        return BlockExperts(self.types)
+
+    def join(self, methods: Sequence[LinearMethod]) -> LinearMethod | None:
+        types = tuple(each.types[0] for each in methods if isinstance(each, Blocks | Floats))
+        return Blocks(types) if len(types) == len(methods) else None
+
+    def make_weight(self, shape: LinearShape, ops: Kernels, dtype: torch.dtype, device: torch.device) -> BlockWeight:
+        types = self.types * len(shape.parts) if len(self.types) == 1 else self.types
+        return BlockWeight(types, shape, ops, dtype)
+
+    def num_bytes(self, num_outputs: int, num_inputs: int, dtype: str) -> int:
+        """Of the largest type, where there are several."""
+        return num_outputs * max(-(-num_inputs // each.size) * each.num_bytes for each in self.types)
+
+    def make_embedding(
+        self, name: str, vocab_size: int, hidden_size: int, ops: Kernels, dtype: torch.dtype
+    ) -> BlockWeight:
+        shape = LinearShape(hidden_size, ((name, vocab_size),), (slice(0, vocab_size),), slice(0, hidden_size))
+        return BlockWeight(self.types, shape, ops, dtype)
+
+
+class Floats(Unquantized):
+    """A matrix of floats in a GGUF file, which may be one product with others in blocks."""
+
+    def __init__(self, types: tuple[BlockType, ...]) -> None:
+        self.types = types
+
+    @property
+    def experts(self) -> ExpertMethod:
+        return BlockExperts(self.types)
+
+    def join(self, methods: Sequence[LinearMethod]) -> LinearMethod | None:
+        return Floats(self.types) if all(isinstance(each, Floats) for each in methods) else None
+
+
+def block_method(form: WeightFormat) -> Blocks | Floats:
+    """The method of a layer, or of the gates, ups and downs of experts, with the types in ``form.values``."""
+    types = tuple(BLOCK_TYPES_BY_NAME[name] for name in form.values.split("+"))
+    return Floats(types) if len(types) == 1 and types[0].is_float else Blocks(types)
+
+
+class BlockExpertWeight(ExpertWeight):
+    """The experts of a layer in blocks: gates, ups and downs of each."""
+
+    def __init__(self, types: tuple[BlockType, ...], shape: ExpertsShape, ops: Kernels, dtype: torch.dtype) -> None:
+        from fleetfoot.kernels.experts.block_experts import BlockStack
+        from fleetfoot.kernels.experts.experts import ExpertSizes
+
+        spec = shape.spec
+        sizes = ExpertSizes(
+            spec.num_experts, shape.hidden_size, spec.intermediate_size, spec.has_bias, activation=spec.activation,
+            alpha=spec.alpha, limit=spec.limit,
+        )  # fmt: skip
+        self._shape, self._types = shape, types * 3 if len(types) == 1 else types
+        self._stack = BlockStack(sizes, dtype, ops.block_linear)
+        self._slots: dict[str, list[_Slot]] = {}
+
+    def apply(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        return self._stack(x, routing)
+
+    def weight_specs(self, prefix: str) -> Iterator[WeightSpec]:
+        spec, hidden = self._shape.spec, self._shape.hidden_size
+        size, count, biases = spec.intermediate_size, spec.num_experts, self._stack.biases
+        places = (
+            ("gate", size, hidden, "gate_up", 0),
+            ("up", size, hidden, "gate_up", size),
+            ("down", hidden, size, "down", 0),
+        )
+        for (part, rows, inputs, matrix, first), each in zip(places, self._types, strict=True):
+            if part not in self._slots:
+                self._slots[part] = [
+                    _Slot(f"{prefix}experts.{expert}.{part}_proj.weight", rows, inputs, each, self._stack.forget)
+                    for expert in range(count)
+                ]
+            for expert, slot in enumerate(self._slots[part]):
+                yield slot.spec()
+                if (bias := biases[matrix]) is not None:
+                    place = partial(bias[expert].__getitem__, slice(first, first + rows))
+                    yield WeightSpec(f"{prefix}experts.{expert}.{part}_proj.bias", (rows,), place)
+
+    def stacks(self) -> list[torch.Tensor]:
+        """Biases: the blocks are the file's."""
+        return self._stack.tensors()
+
+    def hold(self, experts: tuple[int, ...]) -> None:
+        raise ValueError("experts in the blocks of a GGUF file are not moved between ranks")
+
+    def stored(self) -> Iterator[Span]:
+        return ((stack.data_ptr(), stack.nbytes) for stack in self.stacks())
+
+    def process_weights_after_loading(self) -> None:
+        from fleetfoot.kernels.quantized.blocks import BlockRows
+
+        parts = {
+            name: [BlockRows(slot.type.number, slot.data) for slot in slots if slot.data is not None]
+            for name, slots in self._slots.items()
+        }
+        self._stack.fill(parts["gate"], parts["up"], parts["down"])
+
+
+class BlockExperts(ExpertMethod):
+    """`BlockExpertWeight` with the types of gates, ups and downs."""
+
+    def __init__(self, types: tuple[BlockType, ...]) -> None:
+        self.types = types
+        self.name = ", ".join(dict.fromkeys(each.name for each in types))
+
+    def make_weight(self, shape: ExpertsShape, ops: Kernels, dtype: torch.dtype, device: torch.device) -> ExpertWeight:
+        return BlockExpertWeight(self.types, shape, ops, dtype)
+
+    def num_bytes(self, spec: ExpertsSpec, hidden_size: int, dtype: str, num_ranks: int = 1) -> int:
+        method = Blocks(self.types)
+        size = spec.intermediate_size // num_ranks
+        matrices = method.num_bytes(2 * size, hidden_size, dtype) + method.num_bytes(hidden_size, size, dtype)
+        return spec.num_experts * (matrices + 4 * (2 * size + hidden_size) * spec.has_bias)
