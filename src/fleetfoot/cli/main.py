@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from fleetfoot._version import __version__
-from fleetfoot.cli import bench, chat, compile, generate, plan, pool, processes, serve, verify
+from fleetfoot.cli import bench, chat, compile, generate, plan, pool, processes, quantize, serve, verify
 from fleetfoot.cli.command import UsageError, add_command, discard, print_status
 from fleetfoot.config.vllm_names import ENGINE_FLAGS
 from fleetfoot.utils.argparse_utils import FlexibleArgumentParser
@@ -26,6 +26,7 @@ from fleetfoot.utils.process import Terminated, error_text, terminable
 
 COMMANDS = (
     *(generate.COMMAND, chat.COMMAND, serve.COMMAND, bench.COMMAND, plan.COMMAND, verify.COMMAND, compile.COMMAND),
+    quantize.COMMAND,
     *pool.COMMANDS,
     *(processes.WORKER, processes.ENGINE, processes.PROXY),
 )

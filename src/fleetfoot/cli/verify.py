@@ -12,6 +12,7 @@ from itertools import zip_longest
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+from fleetfoot.cli.against import run_against
 from fleetfoot.cli.arguments import add_engine_arguments, engine_config, given_settings, with_settings
 from fleetfoot.cli.command import (
     Command,
@@ -65,6 +66,13 @@ tokens are nearly equal: in float32 hardly ever, in bfloat16 and float16 in some
 wrong, and no rounding, if a greedy token is not the most probable one of its own logits, if the logprobs of both paths
 are the same, or if they are apart by more than 0.001 in float32, 0.2 in float16, 1 in bfloat16.
 
+--against MODEL reports what quantization does: for each position of texts, the divergence of Kullback and Leibler of
+the next token's distribution from that of the other model, which writes the texts (from the prompts, if there are
+any); and how often the most probable token is the same. With it, --json prints one object: against, num_texts,
+num_positions, mean_kl, median_kl, p99_kl, largest_kl (in nats), top1_agreement, layers (with --by-layer: norm of the
+difference of each layer's outputs, relative), kl_by_share (the divergence that 0, 1, ... 100% of the positions are
+below). The exit code is 0.
+
 --json prints one object:
   equal (of the runners); model, device, dtype, runners (as the engines report them), num_prompts, num_requests,
     max_tokens
@@ -88,12 +96,20 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts-file", metavar="FILE", help=prompts_help)
     tokens_help = f"tokens to generate for each request (default: {DEFAULT_MAX_TOKENS})"
     parser.add_argument("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help=tokens_help)
+    against_help = "compare the distributions of next tokens with those of this model, and nothing else"
+    parser.add_argument("--against", metavar="MODEL", help=against_help)
+    parser.add_argument("--by-layer", action="store_true", help="with --against: the difference of each layer's output")
+    parser.add_argument("--plot", metavar="FILE", help="with --against: draw it to an SVG file")
     runners_help = "leave out the other paths and the comparison with float32, which takes memory for float32 weights"
     parser.add_argument("--runners-only", action="store_true", help=runners_help)
     add_engine_arguments(parser, leave_out=("model_runner", "use_v2_model_runner", "max_logprobs"), takes_model=True)
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.against is not None:
+        return run_against(arguments)
+    if arguments.by_layer or arguments.plot is not None:
+        raise UsageError("--by-layer and --plot go with --against MODEL")
     if arguments.max_tokens < 1:
         raise UsageError(f"--max-tokens is {arguments.max_tokens}; it must be at least 1")
     prompts = None if arguments.prompts_file is None else read_prompts_file(arguments.prompts_file)
