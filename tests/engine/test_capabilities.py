@@ -107,6 +107,14 @@ def sliding_window(subject: Subject) -> None:
     assert greedy(whole, PROMPT) != tokens[0]  # the window counts
 
 
+def hybrid_layers(subject: Subject) -> None:
+    folder, layer_types = subject.tmp_path / "states", ["conv", "full_attention"]
+    model = make_checkpoint(folder, "lfm2", **TEXT_MODEL, layer_types=layer_types, block_multiple_of=8)
+    engine = subject.engine(folder, skip_tokenizer_init=True)
+    tokens = [output.token_ids for output in run_all(engine, PROMPTS, make_params())]
+    assert tokens == [greedy(model, prompt) for prompt in PROMPTS]
+
+
 def mixture_of_experts(subject: Subject) -> None:
     folder = subject.tmp_path / "experts"
     experts = make_checkpoint(folder, "mixtral", **TEXT_MODEL, num_local_experts=6, num_experts_per_tok=2)
@@ -405,7 +413,7 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
 """Features that settings require."""
 
 MODELS: dict[Feature, dict[str, Any]] = {
-    Feature.HYBRID_LAYERS: {"architectures": ["JambaForCausalLM"], "mamba_d_state": 16},
+    Feature.OTHER_LAYERS: {"architectures": ["JambaForCausalLM"], "mamba_d_state": 16},
 }
 """Features that a model requires, by fields of its config.json."""
 

@@ -93,7 +93,7 @@ DECISIONS: dict[str, tuple[list[str], dict[str, Any], str, list[str], str]] = {
     "quantized": (H100, FP8, "v2", [], V2_DEFAULT),
     "blocks": (H100, ODD_BLOCKS, "v1", ["quantized weights in a format without kernels"], "blocks of 128 x 48"),
     "experts": (H100, MIXTRAL, "v2", [], "default of MixtralForCausalLM"),
-    "hybrid": (H100, JAMBA, "v1", ["hybrid or state-space layers"], "architecture Jamba"),
+    "hybrid": (H100, JAMBA, "v1", ["recurrent layers of other kinds"], "architecture Jamba"),
     "other": (H100, {"architectures": ["GPT2LMHeadModel"]}, "v1", [], f"{NONE} the architecture GPT2LMHeadModel."),
 }
 

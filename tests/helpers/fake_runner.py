@@ -53,9 +53,13 @@ class FakeRunner:
     parts: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
     """(group, block) -> offset -> token, of the groups after the first."""
     slabs: dict[int, int] = field(default_factory=dict)  # slab -> the group that writes to it
+    tables: dict[tuple[int, int, int], int] = field(default_factory=dict)  # (row, table, block) -> slot of a state
+    states: dict[int, list[int]] = field(default_factory=dict)  # slot -> the tokens that it comes after
 
     def __post_init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
+        self._num_slots = self.groups[-1].num_slots if self.groups[-1].is_state else 0
+        self._first_table = len(self.groups) - bool(self._num_slots)
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         self.apply(output)
@@ -68,6 +72,7 @@ class FakeRunner:
         for request in output.new_requests:
             assert request.row not in self.rows, "a row was given out twice"
             self.rows[request.row] = request
+            self.tables = {key: slot for key, slot in self.tables.items() if key[0] != request.row}
             self.computed[request.row] = request.num_computed_tokens
             self.oldest[request.row] = self.weights
             # the drafts of the row's previous request are still there
@@ -75,11 +80,15 @@ class FakeRunner:
             assert start == len(self.rows[row].block_ids)
             self.rows[row].block_ids += block_ids
         for group, row, start, block_ids in output.new_group_block_ids:
+            if group >= self._first_table:
+                self.tables[row, group - self._first_table, start] = block_ids[0]
+                continue
             known = self.rows[row].group_block_ids[group - 1]
             assert start == len(known)
             known += block_ids
         for slab in output.changed_slabs:
             self.slabs.pop(slab, None)
+            self.states = {slot: s for slot, s in self.states.items() if self._slab(len(self.groups) - 1, slot) != slab}
             self.parts = {key: part for key, part in self.parts.items() if self._slab(*key) != slab}
         self._check_groups(output)
 
@@ -87,6 +96,8 @@ class FakeRunner:
         # all of a step's KV is written before any of it is read, layer by layer
         width = 1 + output.num_drafts
         self.begins = {row: self.computed[row] for row in output.rows}
+        if self._num_slots:
+            self._compute_states(output)
         for index, (row, count) in enumerate(zip(output.rows, output.num_scheduled_tokens, strict=True)):
             begin = self.computed[row]
             if index < output.num_decodes:
@@ -105,7 +116,7 @@ class FakeRunner:
             assert [self.slots[self._slot(row, p)] for p in range(computed)] == list(request.token_ids[:computed]), (
                 "a KV block holds other tokens than its request's"
             )
-            for group in range(1, len(self.groups)):
+            for group in range(1, self._first_table):
                 self._check_window(group, row, self.begins[row], computed)
             if index < output.num_decodes:
                 result.sampled_token_ids.append(self._verify(row, width - 1))
@@ -179,10 +190,36 @@ class FakeRunner:
             self._check_block(slot)
             self.slots[slot] = token
             self.versions[slot] = self.oldest[row]
-            for group in range(1, len(self.groups)):
+            for group in range(1, self._first_table):
                 block = self.rows[row].group_block_ids[group - 1][position // self.block_size]
                 self._claim(group, block)
                 self.parts.setdefault((group, block), {})[position % self.block_size] = token
+
+    def _compute_states(self, output: SchedulerOutput) -> None:
+        """Each request changes the state before its tokens; those after them are kept for what is read next."""
+        read, written = set[int](), dict[int, list[int]]()
+        for index, (row, count) in enumerate(zip(output.rows, output.num_scheduled_tokens, strict=True)):
+            request, begin = self.rows[row], self.computed[row]
+            before, places = request.token_ids[:begin].tolist(), [begin + count - 1]
+            tokens = request.token_ids[begin : begin + count].tolist()
+            if index < output.num_decodes:
+                tokens = [request.token_ids[-1], *self.drafts_of(row, count - 1)]
+                places = [each for each in range(begin, begin + count) if each < request.max_total_tokens - 1]
+            if begin and places:
+                read.add(slot := self._state_slot(row, begin - 1))
+                assert self.states[slot] == before, "a state comes after other tokens than its request's"
+            for place in places:
+                slot = self._state_slot(row, place)
+                assert slot not in written, "a state is written twice"
+                assert slot not in read or slot == self._state_slot(row, begin - 1), "a state is read and written"
+                self._claim(len(self.groups) - 1, slot)
+                written[slot] = before + tokens[: place + 1 - begin]
+        own = {self._state_slot(row, self.computed[row] - 1) for row in output.rows if self.computed[row]}
+        assert not (read - own) & written.keys()
+        self.states |= written
+
+    def _state_slot(self, row: int, position: int) -> int:
+        return self.tables[row, position % self._num_slots, position // self.block_size]
 
     def _check_window(self, group: int, row: int, begin: int, end: int) -> None:
         """All that queries from ``begin`` on read is there."""

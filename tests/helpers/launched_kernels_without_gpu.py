@@ -128,7 +128,7 @@ def make_model(plan: EnginePlan) -> tuple[CausalLM, list[torch.Tensor]]:
         spec.destination()
     model.process_weights_after_loading()
     fuse(model.model.layers, context, [layer.is_fused for layer in plan.fusion])
-    layout = KVLayout(64, plan.config.block_size, plan.dtype, kv_cache_specs(plan.model), plan.kv_layout)
+    layout = KVLayout(64, plan.config.block_size, plan.dtype, kv_cache_specs(plan.model, plan.dtype), plan.kv_layout)
     return model, layout.layer_views([empty(shape) for shape in layout.tensor_shapes])
 
 

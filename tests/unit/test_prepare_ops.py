@@ -19,7 +19,7 @@ from tests.helpers.recording_device import NoValues
 
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.prepare import ngram
-from fleetfoot.kernels.prepare.tables import GroupTables, RowTables, StepBuffers
+from fleetfoot.kernels.prepare.tables import GroupTables, RowTables, StateTables, StepBuffers
 from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, upper_bound
 
 KERNELS = [reference_kernels, cpu_kernels, pytest.param(triton_kernels, marks=interpreted)]
@@ -74,6 +74,33 @@ def test_groups_have_slots_and_tables_of_their_own(kernels: Callable[[], Kernels
         places = [(2, 4099), *((0, position) for position in range(6, 11))]
         found = [int(tables[group, row, p // size]) * size + p % size for row, p in places]
         assert slots[group].tolist() == [*found, -1, -1, -1]
+
+
+@pytest.mark.parametrize("num_slots", [1, 3])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_states_have_slots_by_position(kernels: Callable[[], Kernels], num_slots: int) -> None:
+    """A decode, one that reaches its limit, the first and the last chunk of a prompt, padding."""
+    size, max_blocks, num_rows = 4, 8, 4
+    idx, starts, computed = int32([2, 1, 0, 3, -1]), int32([0, 3, 6, 11, 14, 14]), int32([0, 13, 6, 8])
+    tables = torch.arange(1, 1 + num_slots * num_rows * max_blocks, dtype=torch.int32)
+    tables = tables.view(num_slots, num_rows, max_blocks)
+    drafts, pages = torch.full((5, 2), -1, dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
+    anchor = torch.zeros(num_rows, max_blocks, dtype=torch.int32)
+    rows = RowTables(
+        computed, int32([9, 12, 5, 11]), int32([30, 15, 30, 30]), int32([7] * 4), drafts, anchor, pages, size
+    )
+    tokens = torch.zeros(3, 14, dtype=torch.int64)
+    step = StepBuffers(idx, starts, tokens[0], int32([0] * 5), int32([0] * 14), tokens[1], tokens[2], anchor[idx])
+    read, write = torch.full((5,), -7, dtype=torch.int32), torch.full((5, num_slots), -7, dtype=torch.int32)
+    kernels().prepare_states(step, rows, StateTables(tables, read, write))
+
+    def slot(row: int, position: int) -> int:
+        return int(tables[position % num_slots, row, position // size])
+
+    assert read.tolist() == [slot(2, 5), slot(1, 12), 0, slot(3, 7), 0]
+    kept = [[slot(2, p) for p in (6, 7, 8)], [slot(1, 13), slot(1, 14), -1], [-1, -1, slot(0, 4)]]
+    kept += [[-1, -1, slot(3, 10)], [-1, -1, -1]]
+    assert write.tolist() == [slots[3 - num_slots :] for slots in kept]
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -22,7 +22,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from fleetfoot.kernels.interface import Kernels
-from fleetfoot.kernels.recurrent.batch import MAX_STEPS
+from fleetfoot.kernels.recurrent import MAX_STEPS
 from fleetfoot.kernels.recurrent.conv import CausalConv
 from fleetfoot.kernels.recurrent.gated_norm import GatedNorm, gated_rms_norm_torch, gated_rms_norm_triton
 

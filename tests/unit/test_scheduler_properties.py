@@ -16,12 +16,14 @@ from fleetfoot.scheduler.scheduler import SchedulerConfig
 
 
 @st.composite
-def groups(draw: st.DrawFn) -> tuple[KVGroup, ...]:
-    """One group, or windows beside it, or only windows: then token ids have blocks of their own."""
+def groups(draw: st.DrawFn, num_drafts: int) -> tuple[KVGroup, ...]:
+    """One group, or windows and states beside it, or only these: then token ids have blocks of their own."""
     windows = draw(st.lists(st.integers(1, 12), max_size=2, unique=True))
-    if not windows:
-        return ONE_GROUP
     others = [KVGroup(window, blocks_per_slab=draw(st.integers(1, 4))) for window in windows]
+    if draw(st.booleans()):
+        others.append(KVGroup(is_state=True, num_slots=1 + num_drafts, blocks_per_slab=draw(st.integers(1, 4))))
+    if not others:
+        return ONE_GROUP
     if draw(st.booleans()):
         return KVGroup(blocks_per_slab=draw(st.integers(1, 4))), *others
     return KVGroup(blocks_per_slab=40, has_layers=False), *others
@@ -43,7 +45,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         num_lookahead=draw(st.sampled_from([0, num_drafts])),
         num_stages=draw(st.sampled_from([1, 1, 2, 3])),
         kv_load_failure_policy=draw(st.sampled_from(["recompute", "fail"])),
-        groups=draw(st.one_of(st.just(ONE_GROUP), groups())),
+        groups=draw(st.one_of(st.just(ONE_GROUP), groups(num_drafts))),
     )
 
 

@@ -57,9 +57,11 @@ class Costs:
     @classmethod
     def of(cls, model: ModelConfig, dtype: str) -> Costs:
         layers, head = model.layer_parameters(), model.vocab_size * model.hidden_size
-        mixers = [layer.mixer for layer in model.layers]
+        mixers, last = model.attentions, model.layers[-1]
         kv_sizes = [2 * mixer.num_kv_heads * mixer.head_dim for mixer in mixers]
-        sampled = model.layers[-1].num_parameters(model.hidden_size) - kv_sizes[-1] * model.hidden_size
+        sampled = 0  # of the last layer, which computes all tokens if it has a state
+        if last.attention is not None:
+            sampled = last.num_parameters(model.hidden_size) - kv_sizes[-1] * model.hidden_size
         return cls(
             weight_bytes=(layers + head) * DTYPE_BYTES[dtype],
             flops_per_token=2 * (layers - sampled),

@@ -73,7 +73,8 @@ Without flags of the machine, the plan is for this one. With them it is for the 
     load_failure_policy
   kv_layout: name, reason (why it is not the runner's first one; null: it is), dimensions, shape (of a tensor, on a
     rank), num_layers (of the model), dtype, bytes_per_block (over all layers of a rank; with several groups, of a
-    slab), groups (window, number of layers, and blocks in a slab; the first has no window)
+    slab), groups (window, states of a running request, number of layers, blocks in a slab, and
+    their bytes; the first has no window; a block of states is one, which a prefix in the prefix cache needs too)
   memory: of a rank, the one with the least room: total; budget (what the engine may use), which is weights + kv_cache
     + graphs + activations + runner_state + rotary_table + sampling_scratch + communication + driver + left;
     num_blocks (slabs, with several groups), block_size, num_tokens (of one request in the KV cache), kv_cache_is (what
@@ -220,7 +221,7 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
     model, memory, table, most = plan.model, plan.memory, plan.capture_table, plan.config.max_num_seqs
     longest = min(plan.max_model_len, memory.num_tokens)
     ranks = plan.config.tensor_parallel_size, plan.config.pipeline_parallel_size
-    specs = kv_cache_specs(model, tensor_parallel_size=ranks[0], layers=pipeline_layers(model, 0, ranks[1]))
+    specs = kv_cache_specs(model, plan.dtype, tensor_parallel_size=ranks[0], layers=pipeline_layers(model, 0, ranks[1]))
     layout = KVLayout(memory.num_blocks, memory.block_size, plan.dtype, specs, plan.kv_layout, memory.groups)
     return _decision_report(plan.decision, model.architecture, plan.device) | {
         "warnings": list(plan.warnings),
@@ -277,7 +278,13 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
             "dtype": plan.dtype,
             "bytes_per_block": memory.bytes_per_block,
             "groups": [
-                {"window": group.window, "layers": layout.group_of_layers.count(index), "blocks": group.blocks_per_slab}
+                {
+                    "window": group.window,
+                    "states": group.num_slots if group.is_state else 0,
+                    "layers": layout.group_of_layers.count(index),
+                    "blocks": group.blocks_per_slab,
+                    "bytes_per_block": layout.group_bytes[index],
+                }
                 for index, group in enumerate(memory.groups)
             ],
         },
@@ -358,8 +365,9 @@ def _layers(plan: EnginePlan) -> Iterator[dict[str, Any]]:
 
 
 def _positions(model: ModelConfig) -> Iterator[dict[str, Any]]:
-    for rope in dict.fromkeys(layer.mixer.rope for layer in model.layers):
-        layers = [index for index, layer in enumerate(model.layers) if layer.mixer.rope == rope]
+    mixers = {index: layer.attention for index, layer in enumerate(model.layers) if layer.attention is not None}
+    for rope in dict.fromkeys(mixer.rope for mixer in mixers.values()):
+        layers = [index for index, mixer in mixers.items() if mixer.rope == rope]
         yield {"rope": None if rope is None else str(rope), "layers": layers}
 
 
@@ -368,13 +376,13 @@ def _parallel(plan: EnginePlan) -> dict[str, Any]:
     stages = []
     for rank in range(pipeline_size):
         layers, memory = pipeline_layers(model, rank, pipeline_size), plan.memory.stage(rank)
-        mixers = [model.layers[layer].mixer for layer in layers]
+        mixers = [mixer for layer in layers if (mixer := model.layers[layer].attention) is not None]
         stage = {
             "pipeline_rank": rank,
             "ranks": [rank * tensor_size, (rank + 1) * tensor_size - 1],
             "layers": [layers.start, layers.stop - 1],
-            "num_heads": max(mixer.num_heads for mixer in mixers) // tensor_size,
-            "num_kv_heads": max(num_kv_heads(mixer, tensor_size) for mixer in mixers),
+            "num_heads": max((mixer.num_heads for mixer in mixers), default=0) // tensor_size,
+            "num_kv_heads": max((num_kv_heads(mixer, tensor_size) for mixer in mixers), default=0),
         }
         stages.append({**stage, **memory.parts(), "left": memory.left})
     sizes = {"tensor_parallel_size": tensor_size, "pipeline_parallel_size": pipeline_size}

@@ -193,8 +193,13 @@ def _memory_lines(report: dict[str, Any]) -> _Lines:
     yield "KV cache", f"{blocks} ({memory['kv_cache_is']})"
     for group in groups if len(groups) > 1 else ():
         kind = "no window" if group["window"] is None else f"a window of {group['window']:,}"
-        if group["layers"]:
-            layers = count(group["layers"], "layer")
+        layers = count(group["layers"], "layer")
+        if group["states"]:
+            states = f"{count(group['blocks'], 'state')} of {readable(group['bytes_per_block'])} for {layers}"
+            yield "", f"a slab is {states}; a running request has {group['states']}, a cached prefix 1"
+            room, used = memory["num_blocks"] * group["blocks"], report["max_num_seqs"] * group["states"]
+            yield "", f"room for {room:,} states: {used:,} of {report['max_num_seqs']:,} requests, others of prefixes"
+        elif group["layers"]:
             yield "", f"a slab is {count(group['blocks'], 'block')} of {size} tokens for {layers} with {kind}"
     requests = count(capacity["requests_at_longest_context"], "such request")
     yield "longest context", f"{capacity['longest_context']:,} tokens, {requests} at a time"

@@ -570,41 +570,43 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "Qwen3_5ForCausalLM": Architecture(
         "qwen3_5_text", "Qwen3_5TextModel", "fleetfoot.models.qwen3_next:Qwen3NextForCausalLM", QWEN3_5_DEFAULTS,
-        qwen3_next_traits, _every_position, text_ropes, layers=qwen3_5_layers,
+        qwen3_next_traits, _every_position, text_ropes, layers=qwen3_5_layers, default_on_v2=True,
     ),
     "Qwen3_5ForConditionalGeneration": Architecture(
         "qwen3_5", "Qwen3_5Model", "fleetfoot.models.qwen3_next:Qwen35ForConditionalGeneration", QWEN3_5_DEFAULTS,
         qwen3_next_traits, _every_position, text_ropes, layers=qwen3_5_layers, decoder_field="text_config",
+        default_on_v2=True,
     ),
     "Qwen3NextForCausalLM": Architecture(
         "qwen3_next", "Qwen3NextModel", "fleetfoot.models.qwen3_next:Qwen3NextForCausalLM",
         {**QWEN3_NEXT_DEFAULTS, **MOE_DEFAULTS}, qwen3_next_traits, _every_position, text_ropes,
-        layers=qwen3_next_moe_layers,
+        layers=qwen3_next_moe_layers, default_on_v2=True,
     ),
     "Qwen3_5MoeForCausalLM": Architecture(
         "qwen3_5_moe_text", "Qwen3_5MoeTextModel", "fleetfoot.models.qwen3_next:Qwen3NextForCausalLM",
         QWEN3_5_MOE_DEFAULTS, qwen3_next_traits, _every_position, text_ropes, layers=qwen3_5_moe_layers,
+        default_on_v2=True,
     ),
     "Qwen3_5MoeForConditionalGeneration": Architecture(
         "qwen3_5_moe", "Qwen3_5MoeModel", "fleetfoot.models.qwen3_next:Qwen35ForConditionalGeneration",
         QWEN3_5_MOE_DEFAULTS, qwen3_next_traits, _every_position, text_ropes, layers=qwen3_5_moe_layers,
-        decoder_field="text_config",
+        decoder_field="text_config", default_on_v2=True,
     ),
     "Lfm2ForCausalLM": Architecture(
         "lfm2", "Lfm2Model", "fleetfoot.models.lfm2:Lfm2ForCausalLM", LFM2_DEFAULTS, _lfm2_traits, _every_position,
-        layers=lfm2_layers, attribute_map={
+        layers=lfm2_layers, default_on_v2=True, attribute_map={
             "rms_norm_eps": "norm_eps", "tie_word_embeddings": "tie_embedding", "intermediate_size": "block_ff_dim",
         },
     ),
     "BambaForCausalLM": Architecture(
         "bamba", "BambaModel", "fleetfoot.models.bamba:BambaForCausalLM", BAMBA_DEFAULTS, _bamba_traits,
-        _every_position, partial_ropes, layers=bamba_layers,
+        _every_position, partial_ropes, layers=bamba_layers, default_on_v2=True,
     ),
     "GraniteMoeHybridForCausalLM": Architecture(
         "granitemoehybrid", "GraniteMoeHybridModel", "fleetfoot.models.bamba:GraniteMoeHybridForCausalLM",
         {**_GRANITE_DEFAULTS, **MAMBA_DEFAULTS, "num_local_experts": 8}, _granite_hybrid_traits, _every_position,
         _granite_hybrid_ropes, layers=granite_hybrid_layers,
-        attribute_map={"intermediate_size": "shared_intermediate_size"},
+        attribute_map={"intermediate_size": "shared_intermediate_size"}, default_on_v2=True,
     ),
     "Olmo2ForCausalLM": Architecture(
         "olmo2", "Olmo2Model", "fleetfoot.models.olmo2:Olmo2ForCausalLM", _OLMO2_DEFAULTS, _olmo2_traits, no_windows,

@@ -71,6 +71,7 @@ def engine_metrics(collector: StatsCollector, scheduler: SchedulerStats, model: 
         Counter("generation_tokens", labels, collector.num_generation_tokens),
         Counter("prefix_cache_queries", labels, scheduler.prefix_cache_queries),
         Counter("prefix_cache_hits", labels, scheduler.prefix_cache_hits),
+        Counter("prefix_cache_lost", labels, scheduler.prefix_cache_lost),
     ]
     for reason, count in sorted(collector.num_finished.items()):
         metrics.append(Counter("request_success", {**labels, "finished_reason": reason}, count))

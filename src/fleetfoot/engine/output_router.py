@@ -136,6 +136,7 @@ class OutputRouter:
             "generation_tokens": stats.num_generation_tokens,
             "prefix_cache_queries": scheduler.prefix_cache_queries,
             "prefix_cache_hits": scheduler.prefix_cache_hits,
+            "prefix_cache_lost": scheduler.prefix_cache_lost,
             "engine_steps": stats.num_steps,
             "engine_restarts": stats.num_restarts,
         }

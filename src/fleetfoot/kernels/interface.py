@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fleetfoot.kernels.experts.experts import ExpertPlacement, ExpertSizes, RouterLinear, Routing, TorchExperts
     from fleetfoot.kernels.linear.linear import PreparedLinear
     from fleetfoot.kernels.linear.roles import ChainLinear
-    from fleetfoot.kernels.prepare.tables import GroupTables, RowTables, StepBuffers
+    from fleetfoot.kernels.prepare.tables import GroupTables, RowTables, StateTables, StepBuffers
     from fleetfoot.kernels.quantized.blocks import BlockLinear
     from fleetfoot.kernels.quantized.chain import ChainQuantized
     from fleetfoot.kernels.quantized.packed import PackedMatrix
@@ -242,6 +242,8 @@ class Kernels:
     """The same for a batch with queries of the same length."""
     prepare_groups: Callable[[StepBuffers, RowTables, GroupTables], None]
     """After one of these, the same for the groups of layers after the first."""
+    prepare_states: Callable[[StepBuffers, RowTables, StateTables], None]
+    """The same for recurrent states."""
     accept_drafts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, RowTables, torch.Tensor], None]
     """``(idx_mapping, sampled, invalid, rows, counts)``: count the tokens that verified drafts yield."""
     post_update: Callable[[torch.Tensor, torch.Tensor, RowTables, torch.Tensor, torch.Tensor, torch.Tensor], None]

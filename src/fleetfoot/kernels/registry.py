@@ -123,6 +123,7 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "torch": "prepare.reference",
         },
         "prepare_groups": {"triton": "prepare.triton_kernels", "torch": "prepare.reference"},
+        "prepare_states": {"triton": "prepare.triton_kernels", "torch": "prepare.reference"},
         "accept_drafts": {"triton": "prepare.triton_kernels", "torch": "prepare.reference"},
         "post_update": {
             "triton": "prepare.triton_kernels",

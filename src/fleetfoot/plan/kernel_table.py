@@ -79,6 +79,8 @@ def kernel_table(plan: EnginePlan) -> KernelTable:
         table["whole layers, by requests"] = [*_chain_runs(plan)]
     kinds: dict[tuple[LayerSpec, bool], list[int]] = {}  # rotation and window select no other kernel
     for index, (spec, fusion) in enumerate(zip(model.layers, plan.fusion, strict=True)):
+        if spec.attention is None:
+            continue  # its kernels do not depend on the number of rows
         key = replace(spec, mixer=replace(spec.mixer, rope=None, window=None)), fusion.is_fused
         kinds.setdefault(key, []).append(index)
     rows, requests = plan.max_num_batched_tokens, plan.config.max_num_seqs

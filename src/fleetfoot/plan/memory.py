@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import cached_property
 
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.config.model import DTYPE_BYTES, AttentionSpec, ExpertsSpec, MLPSpec, ModelConfig
+from fleetfoot.config.model import DTYPE_BYTES, AttentionSpec, ExpertsSpec, MLPSpec, ModelConfig, RecurrentSpec
 from fleetfoot.config.sharding import num_kv_heads, pipeline_layers, vocab_rows
 from fleetfoot.distributed import pipeline_group_bytes, tensor_group_bytes
 from fleetfoot.kernels.attention import sdpa_workspace_bytes
@@ -27,6 +27,7 @@ from fleetfoot.kernels.prepare.tables import (
     step_buffer_bytes,
     token_page_bytes,
 )
+from fleetfoot.kernels.recurrent import CHUNK
 from fleetfoot.kernels.sampling import CHUNK_BYTES_PER_ELEMENT, MAX_ELEMENTS
 from fleetfoot.quantization.base import LinearMethods
 from fleetfoot.quantization.unquantized import UNQUANTIZED
@@ -79,11 +80,12 @@ class EngineShape:
     @cached_property
     def kv_groups(self) -> tuple[KVGroup, ...]:
         """The groups of layers in the KV cache, the same on all ranks."""
-        if not self.frees_windows:
+        if not (self.frees_windows or self.model.has_states):
             return ONE_GROUP
-        specs = kv_cache_specs(self.model, tensor_parallel_size=self.config.tensor_parallel_size)
+        specs = kv_cache_specs(self.model, self.dtype, tensor_parallel_size=self.config.tensor_parallel_size)
         others = self.drafter.kv_specs
-        return make_groups(specs, others, self.config.block_size, self.dtype, self.max_model_len)
+        slots = 1 + self.drafter.num_drafts
+        return make_groups(specs, others, self.config.block_size, self.dtype, self.max_model_len, slots)
 
     @property
     def num_queries(self) -> int:
@@ -153,7 +155,11 @@ class EngineShape:
         """KV blocks, or slabs, of all requests of maximum length, and of the prompts in two steps in flight."""
         chunks = 2 * self.max_num_batched_tokens // self.config.block_size
         windows = [group for group in self.kv_groups if group.window is not None]
-        return self.longest_blocks * self.config.max_num_seqs + sum(chunks // g.blocks_per_slab + 1 for g in windows)
+        states = [group for group in self.kv_groups if group.is_state]
+        # and for each request a state that it keeps, and two snapshots in the prefix cache
+        snapshots = sum(3 * self.config.max_num_seqs // group.blocks_per_slab + 1 for group in states)
+        longest = self.longest_blocks * self.config.max_num_seqs
+        return longest + snapshots + sum(chunks // g.blocks_per_slab + 1 for g in windows)
 
     @property
     def unused_blocks(self) -> int:
@@ -227,12 +233,19 @@ def activation_bytes(shape: EngineShape) -> int:
     stream = 4 * model.hidden_size * size
     if ranks > 1 and shape.device == "cpu":  # all ranks' parts are gathered and summed
         stream += model.hidden_size * (ranks * size + 2 * _FLOAT32)
-    widest = max(max(_attention_bytes(shape, layer.mixer), _mlp_bytes(shape, layer.mlp)) for layer in model.layers)
+    widest = max(max(_mixer_bytes(shape, layer.mixer), _mlp_bytes(shape, layer.mlp)) for layer in model.layers)
     return shape.max_num_batched_tokens * stream + widest
 
 
-def _attention_bytes(shape: EngineShape, mixer: AttentionSpec) -> int:
+def _mixer_bytes(shape: EngineShape, mixer: AttentionSpec | RecurrentSpec) -> int:
     size, ranks = DTYPE_BYTES[shape.dtype], shape.config.tensor_parallel_size
+    if not isinstance(mixer, AttentionSpec):
+        # projections, convolved and divided; in torch in float32, and a state before each chunk
+        rows = sum(linear.num_outputs for linear in mixer.linears(shape.model.hidden_size, ranks))
+        has_kernel = shape.kernels["recurrence"] == "triton"
+        num_chunks = shape.max_num_batched_tokens // CHUNK + min(shape.config.max_num_seqs, CHUNK)
+        states = num_chunks * mixer.states(ranks).num_recurrent * (size if has_kernel else 2 * _FLOAT32)
+        return shape.max_num_batched_tokens * rows * (3 * size if has_kernel else size + 6 * _FLOAT32) + states
     query_heads, kv_heads = mixer.num_heads // ranks, num_kv_heads(mixer, ranks)
     # q and k of all ranks: gathered, divided and after their norms
     normed = 3 * (mixer.num_heads + mixer.num_kv_heads) * mixer.qk_norm_over_heads

@@ -57,6 +57,8 @@ class ModelFeatures:
     """Their formats, if they are known."""
     has_experts: bool = False
     is_hybrid: bool = False
+    has_states: bool = False
+    """Whether its layers that are not attention are known."""
     has_windows: bool = False
     task: str = "generate"
     """``generate`` or ``pooling``."""
@@ -78,13 +80,14 @@ class ModelFeatures:
             formats=() if model is None else model.quantization.formats,
             has_experts=EXPERTS in foreign or (model is not None and model.has_experts),
             is_hybrid=STATES in foreign or any(kind not in _ATTENTION_LAYERS for kind in kinds) or has_states,
+            has_states=has_states,
             has_windows=model is not None and any(mixer.window is not None for mixer in model.attentions),
         )
 
     @property
     def is_loadable(self) -> bool:
         """Whether some runner can load a model of this kind, if its other fields are valid."""
-        return not self.is_hybrid and self.architecture in ARCHITECTURES
+        return (not self.is_hybrid or self.has_states) and self.architecture in ARCHITECTURES
 
 
 def _object(value: Any) -> Mapping[str, Any]:
@@ -130,7 +133,10 @@ def required_features(config: EngineConfig, model: ModelFeatures) -> dict[Featur
         Feature.QUANTIZED_WEIGHTS: not others and quantized,
         Feature.WEIGHTS_WITHOUT_KERNELS: others and f"{quantized}: {others}",
         Feature.MIXTURE_OF_EXPERTS: model.has_experts and f"{architecture} has experts",
-        Feature.HYBRID_LAYERS: model.is_hybrid and f"{architecture} has layers that are not attention",
+        Feature.HYBRID_LAYERS: model.has_states and f"{architecture} has layers with recurrent states",
+        Feature.OTHER_LAYERS: model.is_hybrid
+        and not model.has_states
+        and f"{architecture} has layers that are not attention",
         Feature.SLIDING_WINDOW: model.has_windows and f"{architecture} has layers that see a window",
         Feature.POOLING: model.task == "pooling" and "the task is pooling",
         Feature.TORCH_COMPILE: mode != "NONE" and f"compilation_config has mode {mode}",
@@ -227,7 +233,11 @@ def decide(
     lacking = {runner: unsupported_features(runner, required) for runner in NAMES}
     rules = [] if choice is not None else _rules_for_v1(model, connector, lacks_triton, lacking["v2"])
     if connector is not None:
-        lacking = {runner: (*lacking[runner], *_refused_layout(connector, runner)) for runner in NAMES}
+        refused = {runner: _refused_layout(connector, runner) for runner in NAMES}
+        if model.has_states:
+            why = "It moves KV, and a prefix of this model has recurrent states too."
+            refused = dict.fromkeys(NAMES, (Unsupported("this KV connector", connector.requested_by, why),))
+        lacking = {runner: (*lacking[runner], *refused[runner]) for runner in NAMES}
     names = {feature.name for feature in lacking["v1"]}
     impossible = tuple(f"{lack.name} ({lack.requested_by})" for lack in lacking["v2"] if lack.name in names)
     if model.architecture not in ARCHITECTURES:

@@ -25,7 +25,7 @@ from fleetfoot.plan.memory import MemoryPlan
 from fleetfoot.plan.oracle import Decision, Unsupported
 from fleetfoot.quantization.base import LinearMethods
 from fleetfoot.quantization.unquantized import UNQUANTIZED
-from fleetfoot.records.kv_layout import kv_cache_specs
+from fleetfoot.records.kv_layout import KVCacheSpec, kv_cache_specs
 from fleetfoot.runner.graphs import CaptureTable
 from fleetfoot.speculative.find import NO_DRAFTER, DrafterShape
 from fleetfoot.weights.files import SINGLE_FILE
@@ -64,6 +64,8 @@ class EnginePlan:
     memory: MemoryPlan
     fusion: tuple[LayerFusion, ...]
     """For each decoder layer, whether it is fused, and why."""
+    asked_max_num_seqs: int | None = None
+    """The setting; ``config`` has fewer if there is no room for their recurrent states. None: the same."""
     connector: ConnectorPlan | None = None
     """The active KV connector."""
     drafter: DrafterShape = NO_DRAFTER
@@ -152,6 +154,9 @@ class EnginePlan:
                 f"There is no room for KV of the model's {limit:,} positions: requests are limited to "
                 f"{self.max_model_len:,} tokens.",
             )
+        asked, most = self.asked_max_num_seqs, self.config.max_num_seqs
+        if asked is not None and most < asked:
+            warnings += (f"There is no room for recurrent states of {asked:,} requests: {most:,} run at a time.",)
         return warnings
 
 
@@ -181,7 +186,8 @@ def _context(plan: EnginePlan, *, identity: str | Callable[[], str], rank: int) 
     assert plan.connector is not None
     config, engine = plan.connector.config, plan.config
     # K and V of all layers on all ranks; if there are more ranks than KV heads, each rank holds one head
-    specs = *kv_cache_specs(plan.model), *plan.drafter.kv_specs
+    found = *kv_cache_specs(plan.model, plan.dtype), *plan.drafter.kv_specs
+    specs = [spec for spec in found if isinstance(spec, KVCacheSpec)]
     elements = sum(max(spec.num_kv_heads, engine.tensor_parallel_size) * spec.head_dim for spec in specs)
     return TransferContext(
         config=config,

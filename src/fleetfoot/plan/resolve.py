@@ -27,7 +27,7 @@ from fleetfoot.plan.fit import fit_engine
 from fleetfoot.plan.forced_runner import forced_runners
 from fleetfoot.plan.logits_processors import load_processors
 from fleetfoot.plan.machine import Machine
-from fleetfoot.plan.memory import EngineShape
+from fleetfoot.plan.memory import LEAST_TOKENS, EngineShape
 from fleetfoot.plan.oracle import Decision, ModelFeatures, decide
 from fleetfoot.plan.plan import EnginePlan, check_connector_settings, make_identity
 from fleetfoot.quantization.base import LinearMethods
@@ -66,12 +66,11 @@ def resolve_plan(
     if callable(config.hf_overrides):  # a worker process could not import it, and needs the result alone
         config = replace(config, hf_overrides=None)
     found = find_drafter(config, model, config_only=config_only)
-    for each in [model] if found is None else [model, found.config]:
-        if each.has_states:
-            raise ConfigError(
-                f"{each.architecture} has layers with recurrent states, which no model runner keeps; take a model with "
-                "attention in all layers"
-            )
+    if found is not None and found.config.has_states:
+        raise ConfigError(
+            f"{found.config.architecture} has layers with recurrent states, which a drafter does not keep; take a "
+            "draft model with attention in all layers"
+        )
     if (split := config.expert_split) is not None:
         check_expert_split(model, split)
     check_tensor_parallel_size(model, config.tensor_parallel_size, shares_experts=split is None)
@@ -84,7 +83,12 @@ def resolve_plan(
         )
     _ = shape.max_num_batched_tokens  # settings that do not go together are refused first
     total = machine.memory_bytes(device)
-    shape, memory = fit_engine(shape, total // config.world_size if device == "cpu" else total)  # ranks share a CPU's
+    total //= config.world_size if device == "cpu" else 1  # ranks share a CPU's
+    shape, memory = fit_engine(shape, total)
+    asked = config.max_num_seqs
+    if model.has_states and (most := memory.concurrency(LEAST_TOKENS, asked)) < asked:
+        config = replace(config, max_num_seqs=max(1, most))  # all that may run have their states
+        shape, memory = fit_engine(replace(shape, config=config), total)
     if found is not None:
         found.check_length(shape.max_model_len)
     overlaps = decision.runner == "v2" and device != "cpu"  # a CPU that computes cannot schedule at the same time
@@ -102,6 +106,7 @@ def resolve_plan(
         device=device,
         dtype=shape.dtype,
         decision=decision,
+        asked_max_num_seqs=asked,
         kernels=shape.kernels,
         kv_layout=decision.kv_layout,
         max_model_len=shape.max_model_len,
@@ -190,9 +195,9 @@ def _engine_shape(
                 machine.has_triton,
                 config.compiles_layers,
                 frozenset(
-                    (layer.mixer.head_dim, layer.mixer.num_heads // layer.mixer.num_kv_heads)
+                    (mixer.head_dim, mixer.num_heads // mixer.num_kv_heads)
                     for model in models
-                    for layer in model.layers
+                    for mixer in model.attentions
                 ),
                 has_layer_chain=layer_chain.max_rows > 0,
             )
@@ -201,7 +206,7 @@ def _engine_shape(
         kv_layout=decision.kv_layout,
         frees_windows=decision.kv_layout == ARENA
         and decision.connector is None
-        and all(layer.mixer.is_causal for layer in model.layers),
+        and all(mixer.is_causal for mixer in model.attentions),
         max_model_len=config.max_model_len or limit,
         drafter=drafter_shape(
             config,
@@ -230,7 +235,7 @@ def _linear_methods(model: ModelConfig, *, reads_blocks: bool) -> LinearMethods:
 
 
 def _has_dynamic_rope(model: ModelConfig) -> bool:
-    ropes = (layer.mixer.rope for layer in model.layers)
+    ropes = (mixer.rope for mixer in model.attentions)
     return any(rope is not None and rope.rope_type == "dynamic" for rope in ropes)
 
 

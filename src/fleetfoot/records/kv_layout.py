@@ -99,23 +99,31 @@ class KVGroup:
     window: int | None = None
     """Positions that its layers read, the current one included; blocks before them are freed. None: all."""
     is_state: bool = False
-    """Whether a block is a state instead of K and V of ``block_size`` tokens."""
+    """Whether a block is a state, after the last computed token of ``block_size``, instead of K and V of these."""
+    num_slots: int = 1
+    """States of a running request: one for each token of a decode, the drafts included."""
     blocks_per_slab: int = 1
     """The same on all ranks."""
     has_layers: bool = True
     """False: only the ids of its blocks are used, for the ids of tokens."""
 
     def first_block(self, position: int, block_size: int) -> int:
-        """The first block that a query at ``position`` reads."""
-        return 0 if self.window is None else max(0, position + 1 - self.window) // block_size
+        """The first block that a query at ``position`` reads: of a state, that of the token before it."""
+        window = 2 if self.is_state else self.window
+        return 0 if window is None else max(0, position + 1 - window) // block_size
 
     def most_blocks(self, num_tokens: int, num_queries: int, block_size: int) -> int:
         """Blocks of a request of ``num_tokens`` tokens, ``num_queries`` of which are computed at once, at most."""
         if self.is_state:
-            return 1
+            return self.num_slots
         if self.window is not None:
             num_tokens = min(num_tokens, self.window - 1 + num_queries + block_size - 1)
         return -(-num_tokens // block_size)
+
+
+def num_tables(groups: Sequence[KVGroup]) -> int:
+    """Tables of a request: one of each group, and of states one for each slot. Those of states are the last."""
+    return sum(group.num_slots for group in groups)
 
 
 ONE_GROUP = (KVGroup(),)
@@ -135,16 +143,19 @@ def make_groups(
     block_size: int,
     dtype: str,
     max_model_len: int,
+    num_slots: int = 1,
 ) -> tuple[KVGroup, ...]:
-    """The groups of the layers of a whole model; the first one frees no blocks while a request runs.
+    """The groups of the layers of a whole model; the first one frees no blocks while a request runs, and the one with
+    states is the last.
 
-    ``specs``: of the model; ``others``: of a drafter, which join the first group. A window that no request exceeds is
-    none. The blocks of a slab are the fewest with which no group leaves more than `MOST_WASTE` of it.
+    ``specs``: of the model; ``others``: of a drafter, which join the first group; ``num_slots``: of the states of a
+    running request. A window that no request exceeds is none. The blocks of a slab are the fewest with which no group
+    leaves more than `MOST_WASTE` of it.
     """
     windows = {spec.window for spec in specs if spec.window is not None and spec.window < max_model_len}
-    keys = [(None, False), *((window, False) for window in sorted(windows))]
-    keys += [(None, True)] if any(isinstance(spec, StateSpec) for spec in specs) else []
-    groups = [KVGroup(*key) for key in keys]
+    groups = [KVGroup(), *map(KVGroup, sorted(windows))]
+    if any(isinstance(spec, StateSpec) for spec in specs):
+        groups.append(KVGroup(is_state=True, num_slots=num_slots))
     sizes = [0] * len(groups)
     for spec in specs:
         sizes[group_of(spec, groups)] += spec.part_bytes(block_size, dtype)
@@ -201,11 +212,18 @@ def _align(size: int, unit: int) -> int:
 
 
 def kv_cache_specs(
-    model: ModelConfig, *, tensor_parallel_size: int = 1, layers: range | None = None
-) -> tuple[KVCacheSpec, ...]:
-    """A spec for each layer of the whole ``model``, or of ``layers`` of this rank of a pipeline, on one rank."""
-    mixers = (model.layers[layer].mixer for layer in (range(model.num_layers) if layers is None else layers))
-    return tuple(KVCacheSpec(num_kv_heads(each, tensor_parallel_size), each.head_dim, each.window) for each in mixers)
+    model: ModelConfig, dtype: str, *, tensor_parallel_size: int = 1, layers: range | None = None
+) -> tuple[LayerCacheSpec, ...]:
+    """A spec for each layer of the whole ``model``, or of ``layers`` of this rank of a pipeline, on one rank.
+    ``dtype``: of the model, and of the inputs that states keep."""
+    numbers, ranks = range(model.num_layers) if layers is None else layers, tensor_parallel_size
+    specs: list[LayerCacheSpec] = []
+    for layer in map(model.layers.__getitem__, numbers):
+        if layer.recurrent is not None:
+            specs.append(StateSpec((layer.recurrent.states(ranks).num_words(DTYPE_BYTES[dtype]),)))
+        else:
+            specs.append(KVCacheSpec(num_kv_heads(layer.mixer, ranks), layer.mixer.head_dim, layer.mixer.window))
+    return tuple(specs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,10 +260,10 @@ class KVLayout:
         groups: tuple[KVGroup, ...] = ONE_GROUP,
     ) -> KVLayout:
         """The layout of a model on one rank; ``layers`` as in `kv_cache_specs`."""
-        specs = kv_cache_specs(model, tensor_parallel_size=tensor_parallel_size, layers=layers)
+        specs = kv_cache_specs(model, dtype, tensor_parallel_size=tensor_parallel_size, layers=layers)
         return cls(num_blocks, block_size, dtype, specs, name, groups)
 
-    def with_layers(self, layers: tuple[KVCacheSpec, ...]) -> KVLayout:
+    def with_layers(self, layers: tuple[LayerCacheSpec, ...]) -> KVLayout:
         """This layout with the layers of a drafter after the present ones."""
         return replace(self, layers=(*self.layers, *layers), num_others=len(layers))
 
@@ -325,8 +343,9 @@ class KVLayout:
 
     @property
     def first_blocks(self) -> list[int]:
-        """The first block of each group that can be used."""
-        return [group.blocks_per_slab if len(self.groups) > 1 else 0 for group in self.groups]
+        """The first block of each group that can be used; of states once for each slot."""
+        has_slabs = len(self.groups) > 1
+        return [group.blocks_per_slab * has_slabs for group in self.groups for _ in range(group.num_slots)]
 
     @property
     def num_token_blocks(self) -> int:

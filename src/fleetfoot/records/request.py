@@ -37,6 +37,19 @@ FINISH_REASONS = {
 }
 
 
+@dataclass(slots=True)
+class StateSlots:
+    """The recurrent states of a running request."""
+
+    slots: list[int]
+    """By ``position % num_slots``: the slots of the states after the next positions."""
+    kept: list[tuple[int, int]] = field(default_factory=list)
+    """States that do not change any more: how many tokens they come after, and their slots; ascending. The one that
+    the request began with is the first."""
+    num_blocks: int = 0
+    """Blocks of tokens up to the last one in its tables."""
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Request:
     """One sequence to generate: the user's request, then the scheduler's state.
@@ -100,6 +113,9 @@ class Request:
     capacity: int = 0  # tokens that all of these have room for
     num_retired: int = 0  # tokens of prefills that steps have computed which are not in flight any more
     num_hits: int = 0  # blocks of the prefix that it began with
+    states: StateSlots | None = None  # its recurrent states; None: it has none, or does not run
+    snapshots_at: list[int] = field(default_factory=list)  # descending: prompt tokens after which the state is kept
+    num_lost: int = 0  # tokens with KV in the prefix cache that are computed again for want of a snapshot
     block_hashes: list[bytes] = field(default_factory=list)
     num_published: int = 0  # full blocks that the pool has hashes of
     is_held: bool = False  # preempted or ended, while a step in flight or a load still uses its blocks
@@ -128,6 +144,7 @@ class Request:
         self.block_ids, self.block_hashes, self.group_block_ids, self.num_freed = [], [], [], []
         self.capacity = self.num_prefill = self.num_computed = self.num_published = self.num_loaded = 0
         self.num_retired = self.num_hits = self.num_in_flight = self.num_proposed = 0
+        self.states = None
         self.last_sampled_step = -1
         self.is_held, self.can_load = False, True
 

@@ -47,7 +47,8 @@ class NewRequest:
     """How many tokens are known; 0: as many as ``token_ids`` holds."""
     pooling_params: PoolingParams | None = None
     group_block_ids: list[list[int]] = field(default_factory=list)
-    """Of each other group; 0: before what its layers read."""
+    """Of each other group; 0: before what its layers read. Tables of states are filled by
+    `SchedulerOutput.new_group_block_ids` alone."""
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_tokens or len(self.token_ids)
@@ -69,7 +70,8 @@ class NewRequest:
             bad_words_token_ids=request.bad_words_token_ids,
             max_total_tokens=request.max_total_tokens,
             pooling_params=request.pooling_params,
-            group_block_ids=[list(block_ids) for block_ids in request.group_block_ids],
+            group_block_ids=[list(block_ids) for block_ids in request.group_block_ids]
+            + [[] for _ in (request.states.slots if request.states is not None else ())],
         )
 
 
@@ -100,7 +102,8 @@ class SchedulerOutput:
     """(row, number of blocks it has, block ids to append), for rows of earlier steps."""
     new_group_block_ids: list[tuple[int, int, int, list[int]]] = field(default_factory=list)
     """(group, row, number of blocks it has, block ids to append), for groups of layers after the first. Rows may be new
-    in this step."""
+    in this step. The group of states has a table for each of its slots, by ``position % num_slots``: ``group + index``;
+    an entry is the slot of the state after the token at a position in a block, and only those that are read are set."""
     changed_slabs: list[int] = field(default_factory=list)
     """Slabs of the KV cache that another group has got. They must be cleared before anything is written to them, and
     after what connectors save of their earlier blocks."""

@@ -18,6 +18,7 @@ class Feature(enum.Enum):
     WEIGHTS_WITHOUT_KERNELS = "quantized weights in a format without kernels"
     MIXTURE_OF_EXPERTS = "mixture of experts"
     HYBRID_LAYERS = "hybrid or state-space layers"
+    OTHER_LAYERS = "recurrent layers of other kinds"
     SLIDING_WINDOW = "sliding window attention"
     POOLING = "pooling tasks"
     # execution
@@ -53,7 +54,7 @@ class Feature(enum.Enum):
 
 
 _UNSUPPORTED = {
-    Feature.HYBRID_LAYERS: "The scheduler gives requests no blocks for recurrent states.",
+    Feature.OTHER_LAYERS: "Gated delta nets, Mamba-2 and short convolutions are known, each in its own architectures.",
     Feature.PREFILL_CONTEXT_PARALLELISM: "A prompt is computed on one device.",
     Feature.PROMPT_EMBEDDINGS: "Its inputs are token ids.",
     Feature.LORA: "Linear layers have one set of weights for all requests.",

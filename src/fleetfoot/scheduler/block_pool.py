@@ -447,6 +447,11 @@ class BlockPools:
             taken.append(pool._filling(blocks))
         return taken
 
+    def has_spare(self, group: int) -> bool:
+        """Whether a block of one of several groups can be taken without dropping a cached prefix."""
+        pool = self.all[group]
+        return bool(self._slabs.free) or (isinstance(pool, _SlabPool) and any(pool._open))
+
     def take_changed(self) -> list[int]:
         """Slabs that another group has got since the last call: they must be cleared before they are written."""
         changed, self._slabs.changed = self._slabs.changed, []

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from fleetfoot.records.kv_connector import SchedulerConnector
 from fleetfoot.records.kv_layout import KVGroup
-from fleetfoot.records.request import Request
+from fleetfoot.records.request import Request, StateSlots
 from fleetfoot.scheduler.block_pool import BlockPool, BlockPools
 from fleetfoot.scheduler.config import SchedulerConfig
+from fleetfoot.scheduler.states import RequestStates
 
 DIGEST_BYTES = 16
 """The size of a block's hash. With 128 bits, a collision, which would give wrong tokens, does not happen by chance."""
@@ -39,7 +40,7 @@ class RequestBlocks:
     """Allocates and frees the blocks of requests; reports full blocks to the prefix cache and the KV connector.
 
     The first group has blocks for all known tokens of a request. A group with a window has those that its layers read
-    or write in the steps in flight, and 0 in place of earlier ones.
+    or write in the steps in flight, and 0 in place of earlier ones. That of states has slots: see `RequestStates`.
     """
 
     def __init__(self, config: SchedulerConfig, pools: BlockPools, connector: SchedulerConnector) -> None:
@@ -48,6 +49,12 @@ class RequestBlocks:
         self._others: list[tuple[BlockPool, KVGroup]] = list(zip(pools.all, config.groups, strict=True))[1:]
         self.frees_windows = bool(self._others)
         """Whether there are groups that free blocks while a request runs."""
+        has_states = config.groups[-1].is_state
+        self._windows = self._others[: len(self._others) - has_states]
+        keeps = config.enable_prefix_caching
+        self.states = RequestStates(pools, config.block_size, keeps=keeps) if has_states else None
+        """None: the model has none."""
+        self._cuts_prompts = config.enable_chunked_prefill
         self._lookahead = config.num_lookahead
         self._publishes = config.enable_prefix_caching or connector.is_active
         self._connector = connector
@@ -56,26 +63,41 @@ class RequestBlocks:
 
     # --- prefixes ---------------------------------------------------------------------------------------------------
 
-    def find_cached_prefix(self, request: Request) -> list[list[int]]:
+    def find_cached_prefix(self, request: Request) -> list[list[int]] | None:
         """Cached blocks of the longest prefix of the request's tokens for which every group has what its layers read:
-        of the first group all blocks, of a window the last ones. At least one token is left to compute, for its
-        logits."""
+        of the first group all blocks, of a window the last ones, of states the last one. At least one token is left to
+        compute, for its logits. None: the next step finds a longer one."""
+        request.snapshots_at, request.num_lost = [], 0
         if not self._publishes or request.reads_whole_prompt:
             return [[] for _ in self.pools.all]
         usable = (request.num_tokens - 1) // self.block_size
         self._hash(request, usable)
         hashes = request.block_hashes[:usable]
         hits = [self.pools.first.lookup(hashes)]
-        count, before = len(hits[0]), -1
-        while self._others and count != before:
-            before = count
-            for pool, group in self._others:
-                count = self._usable(pool, group, hashes, count)
+        count = whole = self._usable_by(self._windows, hashes, len(hits[0]))
+        if self.states is not None:
+            count = self._usable_by(self._others, hashes, whole)
+            if self.states.is_pending(hashes[count:whole]):
+                return None
+            # where an earlier prompt diverged, and where the next turn of a conversation does
+            request.num_lost = (whole - count) * self.block_size
+            if self._cuts_prompts:
+                request.snapshots_at = [self.block_size * place for place in {usable, whole} if place > count]
+                request.snapshots_at.sort(reverse=True)
         del hits[0][count:]
         for pool, group in self._others:
             first = group.first_block(count * self.block_size, self.block_size)
             hits.append(pool.lookup(hashes[first:count]))
         return hits
+
+    def _usable_by(self, others: Sequence[tuple[BlockPool, KVGroup]], hashes: Sequence[bytes], count: int) -> int:
+        """The most blocks of the first ``count`` after which each of these groups has what a query reads."""
+        before = -1
+        while others and count != before:
+            before = count
+            for pool, group in others:
+                count = self._usable(pool, group, hashes, count)
+        return count
 
     def _usable(self, pool: BlockPool, group: KVGroup, hashes: Sequence[bytes], count: int) -> int:
         """The most blocks of the first ``count`` after which the group has what a query reads."""
@@ -91,7 +113,8 @@ class RequestBlocks:
     def allocate(self, request: Request, hits: list[list[int]], num_external: int, num_queries: int) -> int:
         """Allocate blocks for all known tokens of a waiting request, ``hits`` first, or return how many are missing.
 
-        Of a window: for ``num_queries`` tokens after the hits and ``num_external`` tokens that a connector loads.
+        Of a window: for ``num_queries`` tokens after the hits and ``num_external`` tokens that a connector loads. Of
+        states: the slots of a running request.
         """
         size, pools, num_hits = self.block_size, self.pools, len(hits[0])
         # drafts need room too, but positions from the last token on are never an input
@@ -102,8 +125,11 @@ class RequestBlocks:
         for place, (_, group) in enumerate(self._others, start=1):
             first = group.first_block(computed, size)
             hits[place] = hits[place][max(0, first - num_hits + len(hits[place])) :]
-            needs.append(last - max(first, num_hits))
-            firsts.append(first)
+            if group.is_state:
+                needs.append(group.num_slots)
+            else:
+                needs.append(last - max(first, num_hits))
+                firsts.append(first)
         if (missing := pools.num_missing(needs, hits)) > 0:
             return missing
         for pool, shared in zip(pools.all, hits, strict=True):
@@ -111,8 +137,10 @@ class RequestBlocks:
         taken = pools.take(needs)
         request.block_ids = hits[0] + taken[0]
         request.group_block_ids = [
-            [0] * first + shared + new for first, shared, new in zip(firsts, hits[1:], taken[1:], strict=True)
+            [0] * first + shared + new for first, shared, new in zip(firsts, hits[1:], taken[1:], strict=False)
         ]
+        if self.states is not None:
+            request.states = StateSlots(taken[-1], [(num_hits * size, slot) for slot in hits[-1]])
         request.num_freed = firsts
         self._set_capacity(request)
         request.num_computed = num_hits * size
@@ -122,13 +150,14 @@ class RequestBlocks:
     def needs(self, request: Request, num_positions: int) -> list[int]:
         """How many blocks of each group a running request lacks for so many positions."""
         last = -(-num_positions // self.block_size)
-        return [max(0, last - len(ids)) for ids in (request.block_ids, *request.group_block_ids)]
+        needs = [max(0, last - len(ids)) for ids in (request.block_ids, *request.group_block_ids)]
+        return needs + [0] * (self.states is not None)
 
     def append(self, request: Request, needs: Sequence[int]) -> list[list[int]]:
         """Allocate more blocks for a running request. Returns those of each group."""
         taken = self.pools.take(needs)
         request.block_ids += taken[0]
-        for block_ids, new in zip(request.group_block_ids, taken[1:], strict=True):
+        for block_ids, new in zip(request.group_block_ids, taken[1:], strict=False):
             block_ids += new
         self._set_capacity(request)
         return taken
@@ -136,13 +165,19 @@ class RequestBlocks:
     def _set_capacity(self, request: Request) -> None:
         request.capacity = min(map(len, (request.block_ids, *request.group_block_ids))) * self.block_size
 
+    def limit_capacity(self, request: Request) -> None:
+        """To the positions of a decode for which its tables have states."""
+        if request.states is not None:
+            request.capacity = min(request.capacity, request.states.num_blocks * self.block_size)
+
     def free_windows(self, request: Request) -> None:
         """Free the blocks before what the oldest step in flight of a running request reads. Those of its last prompt
-        tokens, and those that it was given, are evicted as the blocks of other prefixes are; others before."""
-        position = request.num_retired
-        if position >= request.num_prefill:  # it decodes: the newest known token is not computed
-            position = max(position, request.num_tokens - 1)
-        for place, (pool, group) in enumerate(self._others):
+        tokens, and those that it was given, are evicted as the blocks of other prefixes are; others before. Likewise
+        states."""
+        position = self._retired(request)
+        if self.states is not None:
+            self.states.release(request, position)
+        for place, (pool, group) in enumerate(self._windows):
             begin, end = request.num_freed[place], group.first_block(position, self.block_size)
             if end > begin:
                 block_ids = request.group_block_ids[place]
@@ -156,6 +191,20 @@ class RequestBlocks:
                 pool.free(block_ids[middle:end])
                 block_ids[begin:end] = [0] * (end - begin)
                 request.num_freed[place] = end
+
+    def _retired(self, request: Request) -> int:
+        """The first position of a running request that no step before those in flight has computed."""
+        position = request.num_retired
+        if position >= request.num_prefill:  # it decodes: the newest known token is not computed
+            position = max(position, request.num_tokens - 1)
+        return position
+
+    def drop_states(self, running: Iterable[Request]) -> bool:
+        """Free the states that running requests keep for later ones. Returns whether there were any."""
+        states = self.states
+        if states is None:
+            return False
+        return any([states.release(request, self._retired(request), all_kept=True) for request in running])
 
     # --- publishing -------------------------------------------------------------------------------------------------
 
@@ -171,6 +220,8 @@ class RequestBlocks:
         first = request.num_published
         if last := self._publish(request, final):
             self._connector.blocks_filled(request, first, last, by_this_step=by_this_step)
+        if self.states is not None and not by_this_step:
+            self.states.publish(request, final)
 
     def publish_loaded(self, request: Request) -> None:
         """Publish blocks that the connector has loaded. The connector is not notified: it has them already."""
@@ -185,7 +236,7 @@ class RequestBlocks:
         first, hashes = request.num_published, request.block_hashes
         for block in range(first, last):
             self.pools.first.publish(request.block_ids[block], hashes[block])
-        for (pool, _), block_ids, freed in zip(self._others, request.group_block_ids, request.num_freed, strict=True):
+        for (pool, _), block_ids, freed in zip(self._windows, request.group_block_ids, request.num_freed, strict=True):
             for block in range(max(first, freed), min(last, len(block_ids))):
                 pool.publish(block_ids[block], hashes[block])
         request.num_published = last
@@ -204,11 +255,13 @@ class RequestBlocks:
         """The blocks of a request in each group."""
         others = zip(request.group_block_ids, request.num_freed, strict=True)
         groups = [request.block_ids, *(block_ids[freed:] for block_ids, freed in others)]
+        if (states := request.states) is not None:
+            groups.append([*states.slots, *(slot for _, slot in states.kept)])
         return groups + [[] for _ in self._others[len(groups) - 1 :]]
 
     def num_owned(self, request: Request) -> int:
         """Blocks of a request in all groups."""
-        return len(request.block_ids) + sum(map(len, request.group_block_ids)) - sum(request.num_freed)
+        return sum(map(len, self.owned(request)))
 
     def hold(self, request: Request) -> None:
         """Hold the blocks of a request that no longer runs, until `free`."""
@@ -220,6 +273,6 @@ class RequestBlocks:
         free = self.pools.release if request.is_held else self.pools.free
         free(self.owned(request))
         request.is_held = False
-        request.block_ids, request.group_block_ids, request.num_freed = [], [], []
+        request.block_ids, request.group_block_ids, request.num_freed, request.states = [], [], [], None
         request.capacity = request.num_computed = request.num_published = 0
         request.num_retired = request.num_hits = 0

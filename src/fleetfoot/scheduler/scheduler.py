@@ -76,6 +76,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._step = 0
         self._num_arrivals = self._num_preemptions = self._prefix_queries = self._prefix_hits = 0
+        self._prefix_lost = 0
         self._reset(connector or NoSchedulerConnector())
 
     def _reset(self, connector: SchedulerConnector) -> None:
@@ -240,6 +241,8 @@ class Scheduler:
         needs = self.blocks.needs(request, num_positions)
         count = sum(needs)
         while self.pools.num_missing(needs) > 0:
+            if self.blocks.drop_states(self.running):
+                continue
             if self.transfers.make_room(self._num_held_reserved + count - self._num_held):
                 self._num_held_reserved += count  # steps in flight and evictions will free enough: no preemption
                 return False
@@ -251,6 +254,9 @@ class Scheduler:
             if victim is request:
                 return False
         self._take_blocks(batch, request, needs)
+        if self.blocks.states is not None:
+            batch.new_group_block_ids += self.blocks.states.extend(request, num_positions)
+            self.blocks.limit_capacity(request)
         return True
 
     def _take_blocks(self, batch: _Batch, request: Request, needs: list[int]) -> None:
@@ -258,7 +264,7 @@ class Scheduler:
         first, *others = self.blocks.append(request, needs)
         if first:
             batch.new_block_ids.append((request.row, starts[0], first))
-        for group, block_ids in enumerate(others, start=1):
+        for group, block_ids in enumerate(others[: len(starts) - 1], start=1):
             if block_ids:
                 batch.new_group_block_ids.append((group, request.row, starts[group], block_ids))
 
@@ -276,8 +282,10 @@ class Scheduler:
     def _schedule_chunk(self, batch: _Batch, request: Request) -> None:
         """Add the next chunk of a prefill. Its blocks were allocated when it was admitted, but for those of windows,
         which may allow a shorter chunk only, or none."""
-        missing = request.num_prefill - request.num_computed
+        missing, begin, states = request.num_prefill - request.num_computed, request.num_computed, self.blocks.states
         count = min(missing, batch.budget)
+        if states is not None:
+            count = states.chunk(request, count)
         if request.num_computed + count > request.capacity:
             count = self._extend_windows(batch, request, count)
             if not count:
@@ -287,6 +295,10 @@ class Scheduler:
         request.num_computed += count
         request.num_in_flight += 1
         self.blocks.publish(request, by_this_step=True)
+        if states is not None:
+            batch.new_group_block_ids += states.end_chunk(request, begin)
+            if count == missing:
+                self.blocks.limit_capacity(request)
 
     def _extend_windows(self, batch: _Batch, request: Request, count: int) -> int:
         """Allocate blocks for the next ``count`` tokens of a prefill. Returns how many tokens there is room for."""
@@ -297,6 +309,8 @@ class Scheduler:
             if self.pools.num_missing(needs) <= 0:
                 self._take_blocks(batch, request, needs)
                 break
+            if self.blocks.drop_states(self.running):
+                continue
             count = max(count // 2, request.capacity - computed)
             if not count:
                 self.transfers.make_room(sum(needs) - self._num_held)
@@ -316,13 +330,16 @@ class Scheduler:
         while (request := self._waiting.first) is not None and len(self._free_rows) > transfers.num_loading:
             if request.num_in_flight:
                 return None  # just preempted: its last token and its blocks are still on the device
-            hits = self.blocks.find_cached_prefix(request)
+            if (hits := self.blocks.find_cached_prefix(request)) is None:
+                return None
             num_local = len(hits[0]) * self.config.block_size
             num_matched = transfers.num_matched(request, num_local)
             if num_matched is None or (not num_matched and not self._fits_step(request, num_local, budget)):
                 return None
             num_queries = 0 if num_matched else min(budget, request.num_tokens - num_local)
             while num_missing := self.blocks.allocate(request, hits, num_matched, num_queries):
+                if self.blocks.drop_states(self.running):
+                    continue
                 is_alone = not self.running and not self._in_flight
                 if not (self.blocks.frees_windows and is_alone) or num_matched:
                     transfers.make_room(num_missing - self._num_held)
@@ -355,6 +372,7 @@ class Scheduler:
             request.num_cached_tokens = request.num_computed
             self._prefix_queries += request.num_tokens
             self._prefix_hits += request.num_computed - request.num_loaded
+            self._prefix_lost += request.num_lost
         request.row = self._free_rows.pop()
         request.status = RUNNING
         request.num_prefill = request.num_tokens
@@ -390,6 +408,8 @@ class Scheduler:
         if self._num_structured:
             sampling = enumerate(requests[:num_sampled])
             output.structured = [index for index, request in sampling if request.grammar is not None]
+        if self.blocks.states is not None:
+            self.blocks.states.publish_pending()
         if self.config.num_stages > 1:
             record_microbatch(output, requests, self._newest_updated)
         self._attach_finished(output)
@@ -577,6 +597,7 @@ class Scheduler:
             num_preemptions=self._num_preemptions,
             prefix_cache_queries=self._prefix_queries,
             prefix_cache_hits=self._prefix_hits,
+            prefix_cache_lost=self._prefix_lost,
             drafts=self.drafting.stats(),
             transfers=self.transfers.stats(),
         )

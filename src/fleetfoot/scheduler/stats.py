@@ -94,5 +94,7 @@ class SchedulerStats:
     """Prompt tokens looked up in the prefix cache."""
     prefix_cache_hits: int
     """Prompt tokens found there."""
+    prefix_cache_lost: int = 0
+    """Prompt tokens whose KV was found there, and that were computed again for want of a recurrent state after them."""
     drafts: DraftStats = field(default_factory=DraftStats)
     transfers: TransferStats = field(default_factory=TransferStats)

@@ -24,6 +24,7 @@ _COUNTERS = {
     "generation_tokens": "Generated tokens.",
     "prefix_cache_queries": "Tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Tokens found in the prefix cache.",
+    "prefix_cache_lost": "Tokens with KV in the prefix cache, computed again for want of a recurrent state.",
     "engine_steps": "Steps of the engine.",
     "engine_restarts": "Restarts of the workers after an error.",
     "proxy_prefills": "Prompts that prefill engines have computed.",

@@ -102,7 +102,8 @@ class Drafter(ABC):
 
     def __init__(self, context: DrafterContext) -> None:
         self._context = context
-        self.kv_specs = () if context.model is None else kv_cache_specs(context.model.config)
+        dtype = str(context.context.dtype).removeprefix("torch.")
+        self.kv_specs = () if context.model is None else kv_cache_specs(context.model.config, dtype)
         """Its layers in the KV cache, which follow the target's."""
         self._kv_caches: Sequence[torch.Tensor] = ()
 

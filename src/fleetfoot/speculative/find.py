@@ -12,7 +12,7 @@ from fleetfoot.config.parsing import parse_model_config
 from fleetfoot.config.speculative import DRAFT_METHODS, EMBEDDED_EAGLE
 from fleetfoot.quantization.base import LinearMethods
 from fleetfoot.quantization.unquantized import UNQUANTIZED
-from fleetfoot.records.kv_layout import KVCacheSpec, kv_cache_specs
+from fleetfoot.records.kv_layout import LayerCacheSpec, kv_cache_specs
 from fleetfoot.weights.hub import ModelNotFoundError, resolve_model
 
 _EMBEDDED = {EMBEDDED_MODEL: embedded_model_path, EMBEDDED_EAGLE: embedded_eagle_path}
@@ -144,7 +144,7 @@ def drafter_shape(
             total += methods.of(["lm_head"]).num_bytes(drafter.vocab_size, hidden, dtype)
         elif device == "cpu":  # the tied head is the embedding, packed, which makes a copy
             total += embedding
-    return DrafterShape(speculative.num_speculative_tokens, total, kv_cache_specs(drafter), found, methods)
+    return DrafterShape(speculative.num_speculative_tokens, total, kv_cache_specs(drafter, dtype), found, methods)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class DrafterShape:
     """Draft tokens of each decode in a step."""
     weight_bytes: int = 0
     """Bytes of its model's weights on one rank."""
-    kv_specs: tuple[KVCacheSpec, ...] = ()
+    kv_specs: tuple[LayerCacheSpec, ...] = ()
     """Its layers in the KV cache, with one rank's heads."""
     model: DrafterModel | None = None
     """None: the method has no model, or there is no speculative decoding."""

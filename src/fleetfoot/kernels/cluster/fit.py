@@ -66,11 +66,11 @@ def plan_layer_chain(
     has_nvrtc: bool,
 ) -> LayerChainPlan:
     """``is_hopper``: the GPU; ``num_sms``: its multiprocessors; ``has_nvrtc``: the compiler is installed."""
+    if not MOST_ROWS or model.has_experts or model.has_states:
+        return NO_LAYER_CHAIN
     layer = model.layers[0]
     mixer, mlp = layer.mixer, layer.mlp
     rows = max_rows(model.hidden_size, mixer.num_kv_heads)
-    if not MOST_ROWS or model.has_experts:
-        return NO_LAYER_CHAIN
     tiling = LayerTiling(rows)
     num_blocks = tiling.clusters * tiling.ctas
     heads = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fleetfoot.kernels.prepare.tables import GroupTables, RowTables, StepBuffers
+from fleetfoot.kernels.prepare.tables import GroupTables, RowTables, StateTables, StepBuffers
 
 if TYPE_CHECKING:
     from fleetfoot.native.loading import NativeLibrary
@@ -78,6 +78,24 @@ def prepare_groups_torch(step: StepBuffers, rows: RowTables, groups: GroupTables
     block_id = groups.block_table[:, row, step.positions // size].to(torch.int64)  # [G, T]
     slots = block_id * size + step.positions % size
     groups.slots.copy_(torch.where(step.slots >= 0, slots, -1))
+
+
+def prepare_states_torch(step: StepBuffers, rows: RowTables, states: StateTables) -> None:
+    """Fill ``states.read_slots`` and ``states.write_slots`` of a step. Decodes are the requests with all tokens of the
+    prompt computed; of others the state after the last token is kept. From the row's limit on none is."""
+    num_slots, row, size = states.tables.shape[0], step.idx_mapping, rows.block_size
+    starts, count = step.query_start_loc[:-1], step.query_start_loc.diff()  # [n]
+    computed = rows.num_computed[row]  # [n]
+    before = (computed - 1).clamp(min=0)
+    found = states.tables[before % num_slots, row, before // size]
+    states.read_slots.copy_(torch.where((row >= 0) & (count > 0) & (computed > 0), found, 0))
+    place = torch.arange(-num_slots, 0, dtype=torch.int32, device=starts.device)
+    position = (computed + count)[:, None] + place  # [n, S]
+    is_kept = (position >= computed[:, None]) & (position < rows.limits[row, None]) & (row >= 0)[:, None]
+    is_kept &= (computed >= rows.prefill_lens[row])[:, None] | (place == -1)
+    position.clamp_(min=0)
+    found = states.tables[position % num_slots, row[:, None], (position // size).clamp(max=states.tables.shape[2] - 1)]
+    states.write_slots.copy_(torch.where(is_kept, found, -1))
 
 
 def uniform_query_len(step: StepBuffers, rows: RowTables) -> int:

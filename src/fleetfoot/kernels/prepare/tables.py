@@ -82,6 +82,20 @@ class GroupTables:
     """``[G, n, W]``: as those of `StepBuffers`; 0 for blocks wholly before what the first token of a query reads."""
 
 
+@dataclass(frozen=True, slots=True)
+class StateTables:
+    """Tables and buffers of recurrent states, S for each running request, for `Kernels.prepare_states`."""
+
+    tables: torch.Tensor
+    """``[S, R, B]``: the slot of the state after the token at a position is ``[position % S, row, position //
+    block_size]``. Only entries that a step reads are defined: before its tokens, after each token of a decode, and
+    after the last one of others."""
+    read_slots: torch.Tensor
+    """``[n]``: the slot before each request's tokens; 0 if there is none, and for padding."""
+    write_slots: torch.Tensor
+    """``[n, S]``, contiguous: those after its last S tokens, the last one's last; -1 where no state is kept."""
+
+
 def group_buffer_bytes(max_num_seqs: int, max_num_tokens: int, max_blocks: int) -> int:
     """Bytes of `GroupTables` for each group."""
     return _INT32 * (1 + 2 * max_num_seqs * max_blocks) + _INT64 * max_num_tokens

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fleetfoot.kernels.prepare.reference import uniform_query_len
-from fleetfoot.kernels.prepare.tables import GroupTables, RowTables, StepBuffers
+from fleetfoot.kernels.prepare.tables import GroupTables, RowTables, StateTables, StepBuffers
 from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, search_steps, triton_kernel, upper_bound
 
 if TYPE_CHECKING:
@@ -42,6 +42,16 @@ def prepare_groups_triton(step: StepBuffers, rows: RowTables, groups: GroupTable
         num_reqs, num_tokens, *groups.block_table.stride()[:2], groups.slots.stride(0),
         *groups.block_tables.stride()[:2],
         block_size=rows.block_size, tile=tile, block_tile=1024,
+    )  # fmt: skip
+
+
+def prepare_states_triton(step: StepBuffers, rows: RowTables, states: StateTables) -> None:
+    """See `prepare_states_torch`. A program takes one request."""
+    num_slots = states.tables.shape[0]
+    _prepare_states_kernel[(step.idx_mapping.shape[0],)](
+        step.idx_mapping, step.query_start_loc, rows.num_computed, rows.prefill_lens, rows.limits, states.tables,
+        states.read_slots, states.write_slots, *states.tables.stride()[:2],
+        num_slots=num_slots, tile=next_power_of_2(num_slots), block_size=rows.block_size,
     )  # fmt: skip
 
 
@@ -182,6 +192,33 @@ def _prepare_groups_kernel(
         block_id = tl.load(table_ptr + row * row_stride + position // block_size, mask=has_slot, other=0).to(tl.int64)
         slot = tl.where(has_slot, block_id * block_size + position % block_size, -1)
         tl.store(slots_ptr + group * slots_stride + token, slot, mask=in_batch)
+
+
+@triton_kernel(specialize=False)
+def _prepare_states_kernel(
+    idx_mapping_ptr, query_start_ptr, num_computed_ptr, prefill_lens_ptr, limits_ptr, tables_ptr, read_ptr, write_ptr,
+    table_stride, row_stride,
+    num_slots: tl.constexpr, tile: tl.constexpr, block_size: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0)
+    row = tl.load(idx_mapping_ptr + request).to(tl.int64)
+    is_request = row >= 0
+    count = tl.load(query_start_ptr + request + 1) - tl.load(query_start_ptr + request)
+    computed = tl.load(num_computed_ptr + row, mask=is_request, other=0)
+    prefill_len = tl.load(prefill_lens_ptr + row, mask=is_request, other=0)
+    limit = tl.load(limits_ptr + row, mask=is_request, other=0)
+    tables_ptr += row * row_stride
+    before = tl.maximum(computed - 1, 0)
+    place = (before % num_slots).to(tl.int64) * table_stride + before // block_size
+    has_state = is_request & (count > 0) & (computed > 0)
+    tl.store(read_ptr + request, tl.load(tables_ptr + place, mask=has_state, other=0))
+    column = tl.arange(0, tile)
+    position = computed + count - num_slots + column  # [tile]
+    is_kept = is_request & (column < num_slots) & (position >= computed) & (position < limit)
+    is_kept &= (computed >= prefill_len) | (column == num_slots - 1)
+    place = (position % num_slots).to(tl.int64) * table_stride + position // block_size
+    slot = tl.load(tables_ptr + place, mask=is_kept, other=-1)
+    tl.store(write_ptr + request * num_slots + column, slot, mask=column < num_slots)
 
 
 @triton_kernel(specialize=False)

@@ -7,13 +7,8 @@ from itertools import groupby
 
 import torch
 
+from fleetfoot.kernels.recurrent import CHUNK, MAX_STEPS
 from fleetfoot.records.forward_context import StateBatch
-
-CHUNK = 64
-"""Tokens of a prompt that are computed at once."""
-MAX_STEPS = 32
-"""Tokens of a request up to which they are computed one after the other, which alone can keep several states. So how a
-request is computed depends on its own tokens, never on the rest of the batch."""
 
 
 def make_state_batch(
@@ -23,11 +18,16 @@ def make_state_batch(
     are to be kept."""
     if not 1 <= write_slots.shape[1] <= MAX_STEPS:
         raise ValueError(f"write_slots has {write_slots.shape[1]} columns; expected 1 to {MAX_STEPS}")
-    lengths = query_start_loc.diff()  # [num_reqs]
+    batch = StateBatch(query_start_loc, read_slots, write_slots, max_query_len, torch.zeros_like(query_start_loc))
+    count_chunks(batch)
+    return batch
+
+
+def count_chunks(batch: StateBatch) -> None:
+    """Fill ``chunk_starts``; no host synchronisation."""
+    lengths = batch.query_start_loc.diff()  # [num_reqs]
     num_chunks = torch.where(lengths > MAX_STEPS, (lengths + CHUNK - 1) // CHUNK, 0)
-    chunk_starts = torch.zeros_like(query_start_loc)
-    chunk_starts[1:] = torch.cumsum(num_chunks, 0, dtype=torch.int32)
-    return StateBatch(query_start_loc, read_slots, write_slots, max_query_len, chunk_starts)
+    torch.cumsum(num_chunks, 0, dtype=torch.int32, out=batch.chunk_starts[1:])
 
 
 def max_chunks(batch: StateBatch, num_tokens: int) -> int:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from fleetfoot.kernels.recurrent.batch import MAX_STEPS, Part, parts
+from fleetfoot.kernels.recurrent import MAX_STEPS
+from fleetfoot.kernels.recurrent.batch import Part, parts
 from fleetfoot.records.forward_context import StateBatch
 
 L2_EPS = 1e-6

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fleetfoot.kernels.recurrent.batch import CHUNK, MAX_STEPS, max_chunks
+from fleetfoot.kernels.recurrent import CHUNK, MAX_STEPS
+from fleetfoot.kernels.recurrent.batch import max_chunks
 from fleetfoot.kernels.recurrent.conv import L2_EPS, CausalConv
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
 from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, search_steps, triton_kernel, upper_bound

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from fleetfoot.kernels.recurrent.batch import CHUNK, Part, parts
+from fleetfoot.kernels.recurrent import CHUNK
+from fleetfoot.kernels.recurrent.batch import Part, parts
 from fleetfoot.kernels.recurrent.gated_norm import GatedNorm, gated_rms_norm_torch
 from fleetfoot.records.forward_context import StateBatch
 

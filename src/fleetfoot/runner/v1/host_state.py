@@ -9,8 +9,9 @@ from itertools import chain
 import numpy as np
 import torch
 
-from fleetfoot.records.forward_context import AttentionMetadata
-from fleetfoot.records.kv_layout import ONE_GROUP, KVGroup
+from fleetfoot.kernels.recurrent.batch import make_state_batch
+from fleetfoot.records.forward_context import AttentionMetadata, StateBatch
+from fleetfoot.records.kv_layout import ONE_GROUP, KVGroup, num_tables
 from fleetfoot.records.step import NewRequest, SchedulerOutput
 from fleetfoot.speculative.drafter import DraftBatch
 
@@ -34,13 +35,16 @@ class HostState:
         self.token_ids = np.zeros((max_num_seqs, longest + 1), dtype=np.int64)
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)  # known tokens
         self.num_computed = np.zeros(max_num_seqs, dtype=np.int64)  # tokens with KV
+        self.prefill_lens = np.zeros(max_num_seqs, dtype=np.int64)  # known tokens when the request got its row
         self.limits = np.zeros(max_num_seqs, dtype=np.int64)  # positions from here on are never an input
         self.drafts = np.full((max_num_seqs, num_drafts), -1, dtype=np.int32)  # for the next step; -1: none
         self.temperatures = np.zeros(max_num_seqs, dtype=np.float32)
         self.seeds = np.zeros(max_num_seqs, dtype=np.int64)  # 64-bit patterns
         # entries behind a request's last block are stale, but valid block ids
-        self.block_tables = np.zeros((len(groups), max_num_seqs, -(-longest // block_size)), dtype=np.int32)
+        self.block_tables = np.zeros((num_tables(groups), max_num_seqs, -(-longest // block_size)), dtype=np.int32)
         self.block_table = self.block_tables[0]
+        self._num_with_kv = len(groups) - groups[-1].is_state
+        self._state_tables = self.block_tables[self._num_with_kv :]  # [num_slots, max_num_seqs, max_blocks]
         self.requests: list[NewRequest | None] = [None] * max_num_seqs
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
@@ -50,7 +54,7 @@ class HostState:
             self.requests[row] = request
             self.token_ids[row, : len(request.token_ids)] = request.token_ids
             self.num_tokens[row] = request.num_tokens
-            self.num_computed[row] = request.num_computed_tokens
+            self.prefill_lens[row], self.num_computed[row] = request.num_tokens, request.num_computed_tokens
             self.limits[row] = request.max_total_tokens - 1
             self.drafts[row] = -1
             self.temperatures[row] = request.params.temperature
@@ -81,14 +85,35 @@ class HostState:
         self, metadata: AttentionMetadata, rows: np.ndarray, token_rows: np.ndarray, positions: np.ndarray
     ) -> list[AttentionMetadata]:
         """See `ForwardContext.attention_of_layers`. ``metadata``: of the first group."""
-        if len(self._groups) == 1:
+        if self._num_with_kv == 1:
             return []
         device, of_groups = metadata.positions.device, [metadata]
-        for group in range(1, len(self._groups)):
+        for group in range(1, self._num_with_kv):
             tables = torch.from_numpy(self.step_tables(group, rows, metadata.max_seq_len)).to(device)
             slots = torch.from_numpy(self.slots(group, token_rows, positions)).to(device)
             of_groups.append(replace(metadata, block_tables=tables, slot_mapping=slots))
+        of_groups += [metadata] * (len(self._groups) - len(of_groups))  # which recurrent layers do not read
         return [of_groups[group] for group in self._group_of_layers]
+
+    def state_batch(self, rows: np.ndarray, query_lens: np.ndarray, metadata: AttentionMetadata) -> StateBatch | None:
+        """The states that ``rows [num_reqs]`` read and write; None: the model has none. Of decodes all are kept, of
+        other requests the last one."""
+        tables, computed = self._state_tables, self.num_computed[rows]  # [num_reqs]
+        if not len(tables):
+            return None
+        before = np.maximum(computed - 1, 0)
+        read = np.where(computed > 0, tables[before % len(tables), rows, before // self.block_size], 0)
+        columns = np.arange(-len(tables), 0)
+        position = (computed + query_lens)[:, None] + columns  # [num_reqs, num_slots]
+        is_decode = computed >= self.prefill_lens[rows]
+        is_kept = (position >= computed[:, None]) & (position < self.limits[rows, None])
+        is_kept &= is_decode[:, None] | (columns == -1)
+        position = np.where(is_kept, position, 0)
+        slots = tables[position % len(tables), rows[:, None], position // self.block_size]
+        device, starts = metadata.positions.device, metadata.query_start_loc
+        arrays = read, np.where(is_kept, slots, -1)
+        read_slots, write_slots = (torch.from_numpy(each.astype(np.int32)).to(device) for each in arrays)
+        return make_state_batch(starts, read_slots, write_slots, metadata.max_query_len)
 
     def place_drafts(self, rows: np.ndarray, num_drafts: int) -> None:
         """Write drafts behind the known tokens of ``rows [n]``, where the step reads them and accepted ones stay.
@@ -154,6 +179,7 @@ class StepInputs:
     num_decodes: int
     metadata: AttentionMetadata
     metadata_of_layers: Sequence[AttentionMetadata]
+    states: StateBatch | None
 
 
 def prepare_inputs(state: HostState, scheduler_output: SchedulerOutput, device: torch.device) -> StepInputs:
@@ -190,7 +216,8 @@ def prepare_inputs(state: HostState, scheduler_output: SchedulerOutput, device: 
     input_ids = on_device(state.token_ids[token_rows, positions])
     of_layers = state.metadata_of_layers(metadata, rows, token_rows, positions)
     of_requests = rows, query_lens, query_start_loc, token_rows, positions
-    return StepInputs(*of_requests, input_ids, num_decodes, metadata, of_layers)
+    states = state.state_batch(rows, query_lens, metadata)
+    return StepInputs(*of_requests, input_ids, num_decodes, metadata, of_layers, states)
 
 
 def logits_indices(inputs: StepInputs, scheduler_output: SchedulerOutput) -> np.ndarray:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fleetfoot.kernels.recurrent.batch import make_state_batch
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext, IntermediateTensors
 
@@ -13,7 +14,8 @@ from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext,
 def run_padding(
     model: CausalLM, kv_caches: Sequence[torch.Tensor], num_tokens: int, received: IntermediateTensors | None
 ) -> torch.Tensor | IntermediateTensors:
-    """Run ``num_tokens`` through the layers as one sequence, without writing KV. ``received``: as of `CausalLM`."""
+    """Run ``num_tokens`` through the layers as one sequence, without writing KV or states. ``received``: as of
+    `CausalLM`."""
     device = kv_caches[0].device
     positions = torch.arange(num_tokens, device=device)  # [num_tokens]
     metadata = AttentionMetadata(
@@ -27,4 +29,6 @@ def run_padding(
         max_seq_len=num_tokens,
         is_warm_up=True,
     )
-    return model(torch.zeros_like(positions), ForwardContext(metadata, kv_caches), received)
+    no_slot = torch.full((1, 1), -1, dtype=torch.int32, device=device)
+    states = make_state_batch(metadata.query_start_loc, torch.zeros_like(no_slot[0]), no_slot, num_tokens)
+    return model(torch.zeros_like(positions), ForwardContext(metadata, kv_caches, states=states), received)

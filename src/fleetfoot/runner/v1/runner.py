@@ -83,7 +83,8 @@ class ModelRunnerV1(ModelRunner):
         inputs = prepare_inputs(host, scheduler_output, self._device)
         host.num_computed[inputs.rows] += inputs.query_lens
         received = self._pipeline.receive(len(inputs.positions))
-        ctx = ForwardContext(inputs.metadata, self._kv_caches, attention_of_layers=inputs.metadata_of_layers)
+        of_layers = inputs.metadata_of_layers
+        ctx = ForwardContext(inputs.metadata, self._kv_caches, attention_of_layers=of_layers, states=inputs.states)
         hidden_states = self._model(inputs.input_ids, ctx, received)
         if isinstance(hidden_states, IntermediateTensors):
             sampled_rows = inputs.rows[: scheduler_output.num_sampled]

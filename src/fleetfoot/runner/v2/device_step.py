@@ -77,7 +77,7 @@ class DeviceStep:
             metadata = logits_metadata(batch, rows, self.iota)
         inputs = self.family.prepare_inputs(batch)
         first = self.family.embed(batch, receive(batch.shape.padded_tokens))
-        ctx = ForwardContext(batch.metadata, self.kv_caches, metadata, batch.metadata_of_layers, family_inputs=inputs)
+        ctx = ForwardContext(batch.metadata, self.kv_caches, metadata, batch.metadata_of_layers, batch.states, inputs)
         hidden_states = self.model(batch.input_ids, ctx, first)
         if isinstance(hidden_states, IntermediateTensors):  # the step ends here, with every draft taken as accepted
             self._post_update(batch, None)

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from fleetfoot.kernels.interface import Kernels
-from fleetfoot.kernels.prepare.tables import GroupTables, StepBuffers
-from fleetfoot.records.forward_context import AttentionMetadata, LogitsMetadata
+from fleetfoot.kernels.prepare.tables import GroupTables, StateTables, StepBuffers
+from fleetfoot.kernels.recurrent.batch import count_chunks
+from fleetfoot.records.forward_context import AttentionMetadata, LogitsMetadata, StateBatch
 from fleetfoot.runner.graphs import BatchShape
 from fleetfoot.runner.v2.state import DeviceState
 from fleetfoot.sampling.verification import LogitsBatch
@@ -30,6 +31,8 @@ class InputBatch(StepBuffers):
     """Of the groups of layers after the first."""
     metadata_of_layers: Sequence[AttentionMetadata] = ()
     """See `ForwardContext.attention_of_layers`."""
+    states: StateBatch | None = None
+    """See `ForwardContext.states`."""
 
     @property
     def last_metadata(self) -> AttentionMetadata:
@@ -63,6 +66,7 @@ class InputBuffers:
         self._state = state
         self._prepare_inputs, self._prepare_decode = kernels.prepare_inputs, kernels.prepare_decode
         self._prepare_groups, self._group_of_layers = kernels.prepare_groups, group_of_layers
+        self._prepare_states = kernels.prepare_states
         self._max_model_len = max_model_len
         self._input_ids = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
@@ -74,6 +78,10 @@ class InputBuffers:
         self._group_slots = torch.zeros(num_others, max_num_tokens, dtype=torch.int64, device=device)
         tables = num_others, max_num_seqs, state.max_blocks
         self._group_block_tables = torch.zeros(tables, dtype=torch.int32, device=device)
+        num_slots = len(state.state_tables)
+        self._read_slots = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        self._write_slots = torch.zeros(max_num_seqs, num_slots, dtype=torch.int32, device=device)
+        self._chunk_starts = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
         # query_start_loc of a pure decode, without drafts and with them
         self._iota = np.arange(max_num_seqs + 1, dtype=np.int32)
         self._starts = self._iota * (1 + state.num_draft)
@@ -116,7 +124,13 @@ class InputBuffers:
         if len(group_slots):
             others = zip(group_slots, group_tables, strict=True)
             of_groups = [metadata, *(replace(metadata, slot_mapping=s, block_tables=t) for s, t in others)]
+            of_groups.append(metadata)  # recurrent layers do not read it
             of_layers = [of_groups[group] for group in self._group_of_layers]
+        states = None
+        if len(state.state_tables):
+            slots_of_states = self._read_slots[reqs], self._write_slots[reqs]
+            chunk_starts = self._chunk_starts[: shape.padded_reqs + 1]
+            states = StateBatch(query_start_loc, *slots_of_states, shape.max_query_len, chunk_starts)
         return InputBatch(
             staging.idx_mapping[reqs],
             query_start_loc,
@@ -131,6 +145,7 @@ class InputBuffers:
             metadata,
             GroupTables(state.windows, state.group_tables, group_slots, group_tables),
             of_layers,
+            states,
         )
 
     def fill(self, batch: InputBatch) -> None:
@@ -139,6 +154,11 @@ class InputBuffers:
         prepare(batch, self._state.tables)
         if batch.metadata_of_layers:
             self._prepare_groups(batch, self._state.tables, batch.groups)
+        if (states := batch.states) is not None:
+            tables = StateTables(self._state.state_tables, states.read_slots, states.write_slots)
+            self._prepare_states(batch, self._state.tables, tables)
+            if not batch.shape.is_decode:
+                count_chunks(states)
 
 
 def split_decodes(batch: InputBatch, iota: torch.Tensor) -> None:

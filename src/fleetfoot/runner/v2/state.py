@@ -8,7 +8,7 @@ import torch
 from fleetfoot.kernels.prepare.staging import Arena, StagingBuffer
 from fleetfoot.kernels.prepare.tables import NUM_ROW_FIELDS, RowTables
 from fleetfoot.kernels.sampling.logits_processors import TokenHistory
-from fleetfoot.records.kv_layout import ONE_GROUP, KVGroup
+from fleetfoot.records.kv_layout import ONE_GROUP, KVGroup, num_tables
 from fleetfoot.records.step import NewRequest
 from fleetfoot.runner.v2.device import Device
 from fleetfoot.sampling import shape
@@ -57,18 +57,19 @@ class DeviceState:
             (num_blocks * block_size,),
             (max_num_seqs, shape.NUM_PLANES, shape.LIST_CAPACITY),
             (max_num_seqs, shape.mask_size(vocab_size)),
-            *[(max_num_seqs, self.max_blocks)] * (len(groups) - 1),
+            *[(max_num_seqs, self.max_blocks)] * (num_tables(groups) - 1),
         )
         seeds, parameters, fields, block_table, self._pages, lists, masks, *others = self.arena.parts
         self._block_tables = [block_table, *others]
-        windows = [_NO_LIMIT if group.window is None else group.window for group in groups[1:]]
+        with_kv = groups[1 : len(groups) - groups[-1].is_state]
+        windows = [_NO_LIMIT if group.window is None else group.window for group in with_kv]
         self.windows = torch.tensor(windows, dtype=torch.int32, device=device.torch_device)
         """``[G]``, see `GroupTables`, as the next one."""
         table_size = max_num_seqs * self.max_blocks
         first = others[0].base if others else 0
-        self.group_tables = self.arena.flat[first : first + len(others) * table_size].view(
-            len(others), max_num_seqs, self.max_blocks
-        )
+        tables = self.arena.flat[first : first + len(others) * table_size]
+        tables = tables.view(len(others), max_num_seqs, self.max_blocks)
+        self.group_tables, self.state_tables = tables[: len(windows)], tables[len(windows) :]
         self._field_indices = np.array([fields.index(field) for field in range(NUM_ROW_FIELDS)])  # of row 0
         self._offsets = np.arange(block_size)
         num_computed, prefill_lens, prompt_lens, limits = fields.tensor  # each contiguous over the rows

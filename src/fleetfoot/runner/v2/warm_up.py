@@ -25,14 +25,14 @@ _LONG_PROMPT = 512
 def warm_up_steps(
     max_num_batched_tokens: int, max_model_len: int, block_size: int, blocks: Sequence[int] = (0,)
 ) -> list[WarmUpOutput]:
-    """A prefill and a decode of one request, in row 0 and one of ``blocks`` in each group of layers.
+    """A prefill and a decode of one request, in row 0 and one of ``blocks`` in each of its tables.
 
     They bypass the scheduler. What they leave in rows and blocks is overwritten before it is read.
     """
     length = max(1, min(4, block_size, max_num_batched_tokens, max_model_len - 1))
     request = Request(NAME, array("i", [0] * length), SamplingParams(temperature=1.0), max_tokens=2, seed=0)
-    request.row, request.block_ids = 0, [blocks[0]]
-    request.group_block_ids = [[block] for block in blocks[1:]]
+    request.row, num_blocks = 0, length // block_size + 1
+    request.block_ids, *request.group_block_ids = ([block] * num_blocks for block in blocks)
 
     def step(number: int, num_tokens: int, new_requests: list[NewRequest]) -> WarmUpOutput:
         num_decodes = int(num_tokens == 1)
