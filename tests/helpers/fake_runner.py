@@ -10,6 +10,7 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field
 
 from fleetfoot.records.kv_layout import ONE_GROUP, KVGroup
 from fleetfoot.records.step import ModelRunnerOutput, NewRequest, SchedulerOutput
+from fleetfoot.scheduler import states
 from fleetfoot.scheduler.block_pool import BlockPools
 
 
@@ -214,6 +215,10 @@ class FakeRunner:
                 assert slot not in read or slot == self._state_slot(row, begin - 1), "a state is read and written"
                 self._claim(len(self.groups) - 1, slot)
                 written[slot] = before + tokens[: place + 1 - begin]
+        for row, count, slot in output.snapshots:
+            assert slot not in written and slot not in read and count % states.CHUNK == 0
+            self._claim(len(self.groups) - 1, slot)
+            written[slot] = self.rows[row].token_ids[: self.computed[row] + count].tolist()
         own = {self._state_slot(row, self.computed[row] - 1) for row in output.rows if self.computed[row]}
         assert not (read - own) & written.keys()
         self.states |= written

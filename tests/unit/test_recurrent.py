@@ -2,6 +2,7 @@
 the Triton kernels against both."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -22,9 +23,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from fleetfoot.kernels.interface import Kernels
-from fleetfoot.kernels.recurrent import MAX_STEPS
 from fleetfoot.kernels.recurrent.conv import CausalConv
 from fleetfoot.kernels.recurrent.gated_norm import GatedNorm, gated_rms_norm_torch, gated_rms_norm_triton
+from fleetfoot.records.forward_context import MAX_STEPS
 
 KERNELS = [pytest.param(reference_kernels, id="torch"), pytest.param(triton_kernels, id="triton", marks=interpreted)]
 Load = Callable[[], Kernels]
@@ -81,6 +82,29 @@ def test_states_after_drafts(name: str, load: Load) -> None:
         torch.testing.assert_close(one[15].float(), copy[15], rtol=2e-2, atol=1e-2)
     kept = [slot for slot in range(16) if slot not in written]
     assert torch.equal(state[kept], before[kept])
+
+
+@pytest.mark.parametrize("load", KERNELS)
+@pytest.mark.parametrize("name", ["delta", "mamba"])
+def test_snapshots_within_a_step(name: str, load: Load) -> None:
+    """States after whole chunks of requests are those of shorter requests, of the convolution too."""
+    case, lengths, chunk_slots = CASES[name], [70, 1, 200], torch.tensor([5, 0, 0, 6, 7, 0, 0, 0], dtype=torch.int32)
+    inputs, parameters, state = case.inputs(sum(lengths)), case.parameters(), case.state(16)
+    conv = CausalConv(random(4, 24, seed=1), None, has_silu=True)
+    x, taps = random(sum(lengths), 24, seed=2), random(16, 3, 24, seed=3)
+    before = state.clone(), taps.clone()
+    batch = replace(make_batch(lengths, [9, 10, 11], [[1], [2], [3]]), chunk_slots=chunk_slots)
+    load().recurrence(inputs, state, parameters, batch, None)
+    load().causal_conv(x, taps, conv, batch)
+    for slot, read, first, count in ((5, 9, 0, 64), (6, 11, 71, 128), (7, 11, 71, 192)):
+        tokens, part = torch.arange(first, first + count), make_batch([count], [read], [[15]])
+        reference_kernels().recurrence(take(inputs, tokens), before[0], parameters, part, None)
+        reference_kernels().causal_conv(x[tokens], before[1], conv, part)
+        torch.testing.assert_close(state[slot], before[0][15], rtol=1e-4, atol=1e-5)
+        assert torch.equal(taps[slot], before[1][15])
+    kept = [4, 8, *range(9, 15)]
+    assert torch.equal(state[kept], before[0][kept])
+    assert torch.equal(taps[kept], before[1][kept])
 
 
 @interpreted

@@ -11,7 +11,7 @@ from tests.helpers.fake_engine import VOCAB, FakeEngine, check_output, expected_
 from fleetfoot.records.kv_layout import ONE_GROUP, KVGroup
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.scheduler import request_queues
+from fleetfoot.scheduler import request_queues, states
 from fleetfoot.scheduler.scheduler import SchedulerConfig
 
 
@@ -135,6 +135,7 @@ def test_tokens_do_not_depend_on_the_schedule(
         return
     ways = {"num_ranks": num_ranks, "accuracy": accuracy, "drafting": drafting, "depth": depth}
     engine = FakeEngine(config, rng, behaviour=behaviour, **ways)
-    with patch.object(request_queues, "_LEAST_PREFILL", least_prefill):
+    chunks = patch.multiple(states, CHUNK=2, MAX_STEPS=3, _LONG=8)  # prompts here are short
+    with chunks, patch.object(request_queues, "_LEAST_PREFILL", least_prefill):
         run_random_requests(engine, rng)
     assert behaviour is not None or engine.num_idle_steps == 0

@@ -27,10 +27,10 @@ from fleetfoot.kernels.prepare.tables import (
     step_buffer_bytes,
     token_page_bytes,
 )
-from fleetfoot.kernels.recurrent import CHUNK
 from fleetfoot.kernels.sampling import CHUNK_BYTES_PER_ELEMENT, MAX_ELEMENTS
 from fleetfoot.quantization.base import LinearMethods
 from fleetfoot.quantization.unquantized import UNQUANTIZED
+from fleetfoot.records.forward_context import CHUNK
 from fleetfoot.records.kv_layout import (
     ARENA,
     ONE_GROUP,

@@ -15,6 +15,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+CHUNK = 64
+"""Tokens of a prompt that recurrent layers compute at once."""
+MAX_STEPS = 32
+"""Tokens of a request up to which recurrent layers compute them one after the other, which alone can keep several
+states. So how a request is computed depends on its own tokens, never on the rest of the batch."""
+
 
 @dataclass(frozen=True, slots=True)
 class RotaryInputs:
@@ -101,6 +107,9 @@ class StateBatch:
     """At least the tokens of the longest request."""
     chunk_starts: torch.Tensor
     """``[num_reqs + 1]`` int32: the number of each request's first chunk; few tokens have none."""
+    chunk_slots: torch.Tensor | None = None
+    """``[>= chunks]`` int32: where the state after each chunk goes besides, as a snapshot; 0: nowhere. None: all
+    of them are 0."""
 
     @property
     def num_reqs(self) -> int:

@@ -48,6 +48,8 @@ class StateSlots:
     the request began with is the first."""
     num_blocks: int = 0
     """Blocks of tokens up to the last one in its tables."""
+    newest: int = 0
+    """Tokens before the newest snapshot in the prefix cache that it began with or has made."""
 
 
 @dataclass(slots=True, eq=False, repr=False)

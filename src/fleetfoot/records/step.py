@@ -104,6 +104,9 @@ class SchedulerOutput:
     """(group, row, number of blocks it has, block ids to append), for groups of layers after the first. Rows may be new
     in this step. The group of states has a table for each of its slots, by ``position % num_slots``: ``group + index``;
     an entry is the slot of the state after the token at a position in a block, and only those that are read are set."""
+    snapshots: list[tuple[int, int, int]] = field(default_factory=list)
+    """(row, tokens, slot): the state after so many of the row's tokens in this step, whole chunks
+    (`CHUNK` of `forward_context`), is written to a slot besides."""
     changed_slabs: list[int] = field(default_factory=list)
     """Slabs of the KV cache that another group has got. They must be cleared before anything is written to them, and
     after what connectors save of their earlier blocks."""

@@ -209,9 +209,9 @@ class _Slabs:
 
     def __init__(self, num_slabs: int) -> None:
         self.free = list(range(num_slabs - 1, 0, -1))
-        self.idle: OrderedDict[int, _SlabPool] = OrderedDict()
+        self.idle: OrderedDict[int, SlabPool] = OrderedDict()
         """Those of a group without blocks in use, but with cached prefixes; least recently used first."""
-        self.last: list[_SlabPool | None] = [None] * num_slabs
+        self.last: list[SlabPool | None] = [None] * num_slabs
         """The group that a slab has, or had last."""
         self.changed: list[int] = []
         """Those that another group has got, since `BlockPools.take_changed`."""
@@ -222,7 +222,7 @@ class _Slabs:
         return len(self.free) + len(self.idle)
 
 
-class _SlabPool(BlockPool):
+class SlabPool(BlockPool):
     """The blocks of one of several groups: ``size`` to a slab. A slab without references and cached prefixes is free
     for every group."""
 
@@ -239,6 +239,22 @@ class _SlabPool(BlockPool):
         """Slabs with references."""
         self.num_used = 0
         """Blocks with references."""
+        self._worth: dict[int, int] = {}
+        self._ranks: dict[int, int] = {}
+        self._rank = 0  # of the block that was reused last
+
+    def set_worth(self, block: int, worth: int) -> None:
+        """A cached block without references is reused before others that are worth more, unless these have not been
+        used for long (Cao and Irani 1997, "Cost-aware WWW proxy caching algorithms"). Blocks with equal worth, or
+        without one, are reused in the order of their last use."""
+        self._worth[block] = worth
+
+    def makes_way(self, worth: int, *, ages: bool) -> bool:
+        """Whether a cached block is reused before one of this worth would be; else, with ``ages``, it counts as if one
+        had been."""
+        is_less = not self._cached or min(map(self._ranks.__getitem__, self._cached)) <= self._rank + worth
+        self._rank += 0 if is_less or not ages else worth
+        return is_less
 
     @property
     def num_free(self) -> int:
@@ -268,7 +284,9 @@ class _SlabPool(BlockPool):
             if slabs.free:
                 self._adopt(slabs.free.pop())
             elif self._cached and not saves_slabs:
-                return self._take_cached(next(iter(self._cached)))
+                block = min(self._cached, key=self._ranks.__getitem__) if self._worth else next(iter(self._cached))
+                self._rank = self._ranks.get(block, 0)
+                return self._take_cached(block)
             else:
                 slab, pool = next(iter(slabs.idle.items()))
                 pool.give_up(slab)
@@ -330,6 +348,7 @@ class _SlabPool(BlockPool):
         self._plain_of[block // self.size].append(block)
 
     def _unused(self, block: int, evict_first: bool) -> None:
+        self._ranks[block] = self._rank + self._worth.get(block, 0)
         slab, slabs = block // self.size, self._slabs
         used = self._used[slab]
         self._open[used].pop(slab, None)
@@ -395,7 +414,7 @@ class BlockPools:
         self.groups = groups
         self.num_blocks = num_blocks
         self._slabs = slabs = _Slabs(num_blocks + 1)
-        self._sharing: list[_SlabPool] = []
+        self._sharing: list[SlabPool] = []
         self.all: list[BlockPool] = []
         """Of each group."""
         for group in groups:
@@ -403,7 +422,7 @@ class BlockPools:
             if len(groups) == 1:
                 self.all.append(BlockPool(num_blocks, block_size, enable_caching))
             elif group.has_layers:
-                self._sharing.append(_SlabPool(slabs, size, block_size, enable_caching))
+                self._sharing.append(SlabPool(slabs, size, block_size, enable_caching))
                 self.all.append(self._sharing[-1])
             else:
                 self.all.append(BlockPool((num_blocks + 1) * size, block_size, enable_caching, first=size))
@@ -415,11 +434,11 @@ class BlockPools:
         ``hits[group]``; 0 or less: none."""
         first = self.first
         missing = needs[0] + (first.num_unreferenced(hits[0]) if hits[0] else 0) - first.num_free
-        if len(needs) == 1 or (missing > 0 and not isinstance(first, _SlabPool)):
+        if len(needs) == 1 or (missing > 0 and not isinstance(first, SlabPool)):
             return missing
         missing = -self._slabs.num_unused
         for pool, count, shared in zip(self.all, needs, hits if len(hits) > 1 else [()] * len(needs), strict=True):
-            if isinstance(pool, _SlabPool):
+            if isinstance(pool, SlabPool):
                 new = [block // pool.size for block in shared if pool.num_unreferenced((block,))]
                 opened = {slab for slab in new if not pool.is_used(slab)}
                 missing += len(opened) + -(
@@ -435,7 +454,7 @@ class BlockPools:
             raise RuntimeError(f"{list(needs)} KV blocks requested, {missing} slabs are missing")
         spare, taken = -missing, []
         for pool, count in zip(self.all, needs, strict=True):
-            if not isinstance(pool, _SlabPool):
+            if not isinstance(pool, SlabPool):
                 taken.append(pool.take(count))
                 continue
             blocks: list[int] = []
@@ -450,7 +469,7 @@ class BlockPools:
     def has_spare(self, group: int) -> bool:
         """Whether a block of one of several groups can be taken without dropping a cached prefix."""
         pool = self.all[group]
-        return bool(self._slabs.free) or (isinstance(pool, _SlabPool) and any(pool._open))
+        return bool(self._slabs.free) or (isinstance(pool, SlabPool) and any(pool._open))
 
     def take_changed(self) -> list[int]:
         """Slabs that another group has got since the last call: they must be cleared before they are written."""
@@ -461,7 +480,7 @@ class BlockPools:
     def num_used(self) -> int:
         """Blocks with references, of all groups."""
         return sum(
-            pool.num_used if isinstance(pool, _SlabPool) else pool.num_blocks - pool._first - pool.num_free
+            pool.num_used if isinstance(pool, SlabPool) else pool.num_blocks - pool._first - pool.num_free
             for pool in self.all
         )
 

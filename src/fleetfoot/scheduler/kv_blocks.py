@@ -54,7 +54,6 @@ class RequestBlocks:
         keeps = config.enable_prefix_caching
         self.states = RequestStates(pools, config.block_size, keeps=keeps) if has_states else None
         """None: the model has none."""
-        self._cuts_prompts = config.enable_chunked_prefill
         self._lookahead = config.num_lookahead
         self._publishes = config.enable_prefix_caching or connector.is_active
         self._connector = connector
@@ -81,9 +80,8 @@ class RequestBlocks:
                 return None
             # where an earlier prompt diverged, and where the next turn of a conversation does
             request.num_lost = (whole - count) * self.block_size
-            if self._cuts_prompts:
-                request.snapshots_at = [self.block_size * place for place in {usable, whole} if place > count]
-                request.snapshots_at.sort(reverse=True)
+            places = {usable, whole if 16 * (whole - count) > whole else count}
+            request.snapshots_at = sorted((self.block_size * place for place in places - {count}), reverse=True)
         del hits[0][count:]
         for pool, group in self._others:
             first = group.first_block(count * self.block_size, self.block_size)
@@ -140,7 +138,9 @@ class RequestBlocks:
             [0] * first + shared + new for first, shared, new in zip(firsts, hits[1:], taken[1:], strict=False)
         ]
         if self.states is not None:
-            request.states = StateSlots(taken[-1], [(num_hits * size, slot) for slot in hits[-1]])
+            request.states = StateSlots(
+                taken[-1], [(num_hits * size, slot) for slot in hits[-1]], newest=num_hits * size
+            )
         request.num_freed = firsts
         self._set_capacity(request)
         request.num_computed = num_hits * size

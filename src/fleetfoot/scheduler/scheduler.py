@@ -284,7 +284,7 @@ class Scheduler:
         which may allow a shorter chunk only, or none."""
         missing, begin, states = request.num_prefill - request.num_computed, request.num_computed, self.blocks.states
         count = min(missing, batch.budget)
-        if states is not None:
+        if states is not None and self.config.enable_chunked_prefill:
             count = states.chunk(request, count)
         if request.num_computed + count > request.capacity:
             count = self._extend_windows(batch, request, count)
@@ -409,7 +409,7 @@ class Scheduler:
             sampling = enumerate(requests[:num_sampled])
             output.structured = [index for index, request in sampling if request.grammar is not None]
         if self.blocks.states is not None:
-            self.blocks.states.publish_pending()
+            output.snapshots = self.blocks.states.publish_pending()
         if self.config.num_stages > 1:
             record_microbatch(output, requests, self._newest_updated)
         self._attach_finished(output)

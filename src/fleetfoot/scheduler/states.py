@@ -6,17 +6,26 @@ after the token at ``position`` is in slot ``table[position % num_slots][positio
 knows by then which drafts were accepted or not.
 
 No state is copied. To keep the state at the end of a block of tokens, the request gets another slot for what follows:
-the next step reads the one that is kept and writes the other. Without a free slot it is changed in place.
+the next step reads the one that is kept and writes the other. Without a free slot it is changed in place. Within a long
+part of a prompt, which is computed in chunks, states after chunks are written besides.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from math import lcm
 
+from fleetfoot.records.forward_context import CHUNK, MAX_STEPS
 from fleetfoot.records.request import Request, StateSlots
-from fleetfoot.scheduler.block_pool import BlockPools
+from fleetfoot.scheduler.block_pool import BlockPools, SlabPool
 
+_LONG = 8 * CHUNK
+"""Tokens of a step from which on a snapshot may come up to a chunk before where it was wanted, and the step is not
+divided."""
+_REGULAR = 12
+"""A long prompt has snapshots at the last three of so many parts, while memory is free: another prompt that shares most
+of it computes a tenth of that again at most."""
 TableEntry = tuple[int, int, int, list[int]]
 """See `SchedulerOutput.new_group_block_ids`."""
 
@@ -33,8 +42,11 @@ class RequestStates:
         self._pools, self._size, self._keeps = pools, block_size, keeps
         self._table = len(pools.groups) - 1
         self.pool = pools.all[-1]
-        self._pending: dict[bytes, int] = {}
-        """Snapshots that the step that is being scheduled writes, by their hashes."""
+        self._unit = lcm(CHUNK, block_size)
+        self._pending: dict[bytes, tuple[int, int]] = {}
+        """Snapshots that the step that is being scheduled writes, and their worth, by their hashes."""
+        self.within: list[tuple[int, int, int]] = []
+        """Of these, `SchedulerOutput.snapshots`."""
 
     # --- prefixes ---------------------------------------------------------------------------------------------------
 
@@ -43,11 +55,18 @@ class RequestStates:
         one: the layers of a step read and write states at once."""
         return bool(self._pending) and not self._pending.keys().isdisjoint(hashes)
 
-    def publish_pending(self) -> None:
-        """The step is scheduled: later ones may begin with its snapshots."""
-        for digest, slot in self._pending.items():
-            self.pool.publish(slot, digest)
+    def publish_pending(self) -> list[tuple[int, int, int]]:
+        """The step is scheduled: later ones may begin with its snapshots. Returns `SchedulerOutput.snapshots`."""
+        for digest, (slot, worth) in self._pending.items():
+            self._publish(slot, digest, worth)
         self._pending.clear()
+        within, self.within = self.within, []
+        return within
+
+    def _publish(self, slot: int, digest: bytes, worth: int) -> None:
+        self.pool.publish(slot, digest)
+        if isinstance(self.pool, SlabPool):
+            self.pool.set_worth(slot, worth)
 
     def publish(self, request: Request, num_tokens: int) -> None:
         """A request leaves, of which ``num_tokens`` are computed: its newest state at the end of a block is cached."""
@@ -57,7 +76,7 @@ class RequestStates:
         kept = [(position, slot) for position, slot in states.kept if position <= num_tokens]
         if kept:
             position, slot = kept[-1]
-            self.pool.publish(slot, request.block_hashes[position // self._size - 1])
+            self._publish(slot, self._hash(request, position), max(0, position - states.newest))
 
     # --- chunks of prompts ------------------------------------------------------------------------------------------
 
@@ -67,9 +86,9 @@ class RequestStates:
         if not self._keeps or request.num_published == sys.maxsize:
             return count
         cuts = request.snapshots_at
-        while cuts and (cuts[-1] <= begin or self.pool.find(self._hash(request, cuts[-1])) is not None):
+        while cuts and cuts[-1] <= begin:
             cuts.pop()
-        if cuts and cuts[-1] < end:
+        if cuts and cuts[-1] < end and end - begin < _LONG and not self._has(self._hash(request, cuts[-1])):
             return cuts[-1] - begin
         whole = end // self._size * self._size - begin
         return whole if end < request.num_prefill and whole > 0 else count
@@ -87,12 +106,43 @@ class RequestStates:
         else:
             yield self._entry(request, end - 1, states.slots[(end - 1) % len(states.slots)])
         states.num_blocks = block + 1
-        if not self._keeps or end % self._size or end == request.num_prefill or request.num_published == sys.maxsize:
+        if not self._keeps or request.num_published == sys.maxsize:
+            return
+        self._keep_within(request, states, begin)
+        if end % self._size or end == request.num_prefill:
             return
         digest = self._hash(request, end)
         is_wanted = end in request.snapshots_at or self._pools.has_spare(self._table)
-        if is_wanted and self.pool.find(digest) is None and digest not in self._pending and self._keep(states, end):
-            self._pending[digest] = states.kept[-1][1]
+        if is_wanted and not self._has(digest) and self._keep(states, end, ages=True):
+            self._add_pending(states, digest)
+
+    def _keep_within(self, request: Request, states: StateSlots, begin: int) -> None:
+        """Snapshots within the tokens of a step, after whole chunks."""
+        end, cuts = request.num_computed, request.snapshots_at
+        if end - begin <= MAX_STEPS:
+            return
+        whole = cuts[0] if cuts else 0
+        regular = [] if whole < 2 * _LONG else [whole - whole * part // _REGULAR for part in (3, 2, 1)]
+        places = sorted([(place, True) for place in cuts] + [(place, False) for place in regular])
+        for place, is_wanted in places:
+            position = begin + (place - begin) // self._unit * self._unit
+            if not begin < position < end or not (is_wanted or self._pools.has_spare(self._table)):
+                continue
+            digest = self._hash(request, position)
+            worth = max(0, position - states.newest)
+            if not self._has(digest) and (slot := self._take(worth)) is not None:
+                states.kept.append((position, slot))
+                self.within.append((request.row, position - begin, slot))
+                self._add_pending(states, digest)
+
+    def _has(self, digest: bytes) -> bool:
+        return digest in self._pending or self.pool.find(digest) is not None
+
+    def _add_pending(self, states: StateSlots, digest: bytes) -> None:
+        """Of the newest of the states that are kept."""
+        position, slot = states.kept[-1]
+        self._pending[digest] = slot, max(0, position - states.newest)
+        states.newest = position
 
     # --- decodes ----------------------------------------------------------------------------------------------------
 
@@ -121,16 +171,23 @@ class RequestStates:
 
     # --- slots ------------------------------------------------------------------------------------------------------
 
-    def _keep(self, states: StateSlots, position: int) -> bool:
-        """Leave the state after ``position`` tokens as it is, if another slot is free."""
-        needs = [0] * (self._table + 1)
-        needs[-1] = 1
-        if self._pools.num_missing(needs) > 0:
+    def _keep(self, states: StateSlots, position: int, *, ages: bool = False) -> bool:
+        """Leave the state after ``position`` tokens as it is, if another slot is free. ``ages``: as of `_take`."""
+        if (slot := self._take(max(0, position - states.newest), ages=ages)) is None:
             return False
         index = (position - 1) % len(states.slots)
         states.kept.append((position, states.slots[index]))
-        states.slots[index] = self._pools.take(needs)[-1][0]
+        states.slots[index] = slot
         return True
+
+    def _take(self, worth: int, *, ages: bool = True) -> int | None:
+        """Another slot, for a snapshot; None: all are in use, or have snapshots that are worth more. ``ages``: then
+        these lose of their worth."""
+        needs = [0] * self._table + [1]
+        if self._pools.num_missing(needs) > 0:
+            return None
+        has_spare = self._pools.has_spare(self._table) or not isinstance(self.pool, SlabPool)
+        return self._pools.take(needs)[-1][0] if has_spare or self.pool.makes_way(worth, ages=ages) else None
 
     def _entry(self, request: Request, position: int, slot: int) -> TableEntry:
         states = request.states

@@ -7,18 +7,22 @@ from itertools import groupby
 
 import torch
 
-from fleetfoot.kernels.recurrent import CHUNK, MAX_STEPS
-from fleetfoot.records.forward_context import StateBatch
+from fleetfoot.records.forward_context import CHUNK, MAX_STEPS, StateBatch
 
 
 def make_state_batch(
-    query_start_loc: torch.Tensor, read_slots: torch.Tensor, write_slots: torch.Tensor, max_query_len: int
+    query_start_loc: torch.Tensor,
+    read_slots: torch.Tensor,
+    write_slots: torch.Tensor,
+    max_query_len: int,
+    chunk_slots: torch.Tensor | None = None,
 ) -> StateBatch:
     """The batch, with its chunks; no host synchronisation. Raises ValueError: more than `MAX_STEPS` states of a request
     are to be kept."""
     if not 1 <= write_slots.shape[1] <= MAX_STEPS:
         raise ValueError(f"write_slots has {write_slots.shape[1]} columns; expected 1 to {MAX_STEPS}")
-    batch = StateBatch(query_start_loc, read_slots, write_slots, max_query_len, torch.zeros_like(query_start_loc))
+    chunk_starts = torch.zeros_like(query_start_loc)
+    batch = StateBatch(query_start_loc, read_slots, write_slots, max_query_len, chunk_starts, chunk_slots)
     count_chunks(batch)
     return batch
 
@@ -66,6 +70,7 @@ class Part:
         starts = batch.query_start_loc[requests].long()[:, None]
         self._tokens = torch.where(self._is_token, starts + position, 0)
         self._read, self._write = batch.read_slots[requests].long(), batch.write_slots[requests].long()
+        self._chunk_starts, self._chunk_slots = batch.chunk_starts[requests].long(), batch.chunk_slots
 
     @property
     def is_long(self) -> bool:
@@ -92,7 +97,25 @@ class Part:
         column = num_kept - self.lengths + position  # [num_reqs]
         slots = self._write.gather(1, column.clamp(0, num_kept - 1)[:, None])[:, 0]
         is_kept = (column >= 0) & (column < num_kept) & (slots >= 0) & (self.lengths > 0)
-        states[torch.where(is_kept, slots, 0)] = torch.where(_over(is_kept, values.ndim), values, 0).to(states.dtype)
+        _write(states, values, slots, is_kept)
+
+    @property
+    def has_snapshots(self) -> bool:
+        """Whether states after chunks may be kept."""
+        return self._chunk_slots is not None
+
+    def keep_snapshot(self, states: torch.Tensor, values: torch.Tensor, chunk: int) -> None:
+        """Write ``values [num_reqs, ...]``, the states after each request's ``chunk``, to the slots of snapshots."""
+        if self._chunk_slots is not None:
+            slots = self._chunk_slots[(self._chunk_starts + chunk).clamp(max=len(self._chunk_slots) - 1)].long()
+            is_kept = (slots > 0) & (self.lengths > chunk * CHUNK)
+            if is_kept.device.type != "cpu" or is_kept.any():
+                _write(states, values, slots, is_kept)
+
+
+def _write(states: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, is_kept: torch.Tensor) -> None:
+    """What is not kept goes to slot 0, as zeros."""
+    states[torch.where(is_kept, slots, 0)] = torch.where(_over(is_kept, values.ndim), values, 0).to(states.dtype)
 
 
 def _over(mask: torch.Tensor, num_dims: int) -> torch.Tensor:

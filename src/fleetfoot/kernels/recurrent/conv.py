@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from fleetfoot.kernels.recurrent import MAX_STEPS
 from fleetfoot.kernels.recurrent.batch import Part, parts
-from fleetfoot.records.forward_context import StateBatch
+from fleetfoot.records.forward_context import CHUNK, MAX_STEPS, StateBatch
 
 L2_EPS = 1e-6
 
@@ -78,6 +77,8 @@ def _finished(convolved: torch.Tensor, conv: CausalConv, gate: torch.Tensor | No
 
 def _keep(part: Part, state: torch.Tensor, padded: torch.Tensor, size: int) -> None:
     """Write the ``size`` inputs up to each token after which the state is kept; ``padded``: with those before."""
+    for chunk in range(part.length // CHUNK if part.is_long and part.has_snapshots else 0):
+        part.keep_snapshot(state, padded[:, (chunk + 1) * CHUNK :][:, :size], chunk)
     for back in range(1 if part.is_long else min(part.length, MAX_STEPS)):
         position = part.lengths - 1 - back  # [num_reqs]
         taps = position[:, None] + 1 + torch.arange(size, device=padded.device)

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fleetfoot.kernels.recurrent import CHUNK, MAX_STEPS
 from fleetfoot.kernels.recurrent.batch import max_chunks
 from fleetfoot.kernels.recurrent.conv import L2_EPS, CausalConv
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
 from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, search_steps, triton_kernel, upper_bound
-from fleetfoot.records.forward_context import StateBatch
+from fleetfoot.records.forward_context import CHUNK, MAX_STEPS, StateBatch
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -49,10 +48,15 @@ def causal_conv_triton(x: torch.Tensor, state: torch.Tensor, conv: CausalConv, b
             out, x, state, conv.weight, bias, batch.query_start_loc, batch.chunk_starts, batch.read_slots, *strides,
             batch.num_reqs, search_steps(batch.num_reqs), chunk=CHUNK, num_warps=8, **shape,
         )  # fmt: skip
+        options = {"channels": channels, "num_taps": num_taps, "tile": _TILE, "is_gated": conv.is_gated, "num_warps": 1}
         _keep_inputs_kernel[(cdiv(channels, _TILE), batch.num_reqs)](
-            state, x, batch.query_start_loc, *slots, *strides, num_kept,
-            channels=channels, num_taps=num_taps, tile=_TILE, max_steps=MAX_STEPS, is_gated=conv.is_gated, num_warps=1,
-        )  # fmt: skip
+            state, x, batch.query_start_loc, *slots, *strides, num_kept, max_steps=MAX_STEPS, **options
+        )
+        if batch.chunk_slots is not None:
+            _keep_snapshots_kernel[(cdiv(channels, _TILE), num_chunks)](
+                state, x, batch.query_start_loc, batch.chunk_starts, batch.chunk_slots, *strides,
+                batch.num_reqs, search_steps(batch.num_reqs), chunk=CHUNK, **options,
+            )  # fmt: skip
     return out
 
 
@@ -203,9 +207,36 @@ def _keep_inputs_kernel(
     end = tl.load(query_start_ptr + request + 1).to(tl.int64)
     slot = tl.load(write_ptr + request * num_kept + num_kept - 1).to(tl.int64)
     if (end - tl.load(query_start_ptr + request) > max_steps) & (slot >= 0):
-        channel = tl.program_id(0) * tile + tl.arange(0, tile)  # [tile]
-        in_tile = channel < channels
-        for tap in tl.static_range(num_taps - 1):
-            place = (end - (num_taps - 1) + tap) * x_stride + channel
-            value = _input(x_ptr, place, channels, is_gated, in_tile).to(state_ptr.dtype.element_ty)
-            tl.store(state_ptr + slot * slot_stride + tap * tap_stride + channel, value, mask=in_tile)
+        _copy_inputs(
+            state_ptr + slot * slot_stride, x_ptr, end, x_stride, tap_stride, channels, num_taps, tile, is_gated
+        )
+
+
+@triton_kernel(unspecialized=("num_reqs", "search"))
+def _keep_snapshots_kernel(
+    state_ptr, x_ptr, query_start_ptr, chunk_starts_ptr, chunk_slots_ptr,
+    x_stride, slot_stride, tap_stride, num_reqs, search,
+    channels: tl.constexpr, num_taps: tl.constexpr, tile: tl.constexpr, is_gated: tl.constexpr, chunk: tl.constexpr,
+):  # fmt: skip
+    """The last inputs of the chunks after which a snapshot is kept."""
+    _, first, num_rows, _ = find_chunk(query_start_ptr, chunk_starts_ptr, num_reqs, search, chunk)
+    slot = tl.load(chunk_slots_ptr + tl.program_id(1), mask=num_rows == chunk, other=0).to(tl.int64)
+    if slot > 0:
+        end = (first + chunk).to(tl.int64)
+        _copy_inputs(
+            state_ptr + slot * slot_stride, x_ptr, end, x_stride, tap_stride, channels, num_taps, tile, is_gated
+        )
+
+
+@triton_kernel()
+def _copy_inputs(
+    new_ptr, x_ptr, end, x_stride, tap_stride,
+    channels: tl.constexpr, num_taps: tl.constexpr, tile: tl.constexpr, is_gated: tl.constexpr,
+):  # fmt: skip
+    """The inputs before token ``end``, of a tile of channels."""
+    channel = tl.program_id(0) * tile + tl.arange(0, tile)  # [tile]
+    in_tile = channel < channels
+    for tap in tl.static_range(num_taps - 1):
+        place = (end - (num_taps - 1) + tap) * x_stride + channel
+        value = _input(x_ptr, place, channels, is_gated, in_tile).to(new_ptr.dtype.element_ty)
+        tl.store(new_ptr + tap * tap_stride + channel, value, mask=in_tile)

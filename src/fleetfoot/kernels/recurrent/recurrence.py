@@ -19,10 +19,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from fleetfoot.kernels.recurrent import CHUNK
 from fleetfoot.kernels.recurrent.batch import Part, parts
 from fleetfoot.kernels.recurrent.gated_norm import GatedNorm, gated_rms_norm_torch
-from fleetfoot.records.forward_context import StateBatch
+from fleetfoot.records.forward_context import CHUNK, StateBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,5 +147,6 @@ def chunked(tokens: _Tokens, part: Part, state: torch.Tensor) -> torch.Tensor:
         outputs.append(since.exp() * (q[:, :, chunk] @ current.mT) + scores[:, :, chunk] @ update)
         rest = (since[:, :, -1:] - since).exp()  # [num_reqs, num_v_heads, CHUNK, 1]
         current = since[:, :, -1:].exp() * current + (rest * update).mT @ k[:, :, chunk]
+        part.keep_snapshot(state, current, chunk)
     part.keep(state, current, part.lengths - 1)
     return tokens.with_skip(torch.cat(outputs, dim=2)[:, :, : part.length])

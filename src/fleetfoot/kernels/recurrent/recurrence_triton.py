@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fleetfoot.kernels.recurrent import CHUNK, MAX_STEPS
 from fleetfoot.kernels.recurrent.batch import max_chunks
 from fleetfoot.kernels.recurrent.conv_triton import find_chunk
 from fleetfoot.kernels.recurrent.gated_norm import GatedNorm, gated_norm, gated_rms_norm_triton
 from fleetfoot.kernels.recurrent.recurrence import Recurrence, RecurrenceInputs
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
 from fleetfoot.kernels.runtime.triton_support import cdiv, compiles_slowly, next_power_of_2, search_steps, triton_kernel
-from fleetfoot.records.forward_context import StateBatch
+from fleetfoot.records.forward_context import CHUNK, MAX_STEPS, StateBatch
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -126,7 +125,8 @@ def _compute_chunks(
     v_tile = _rows(tiling, shape)
     _scan_chunks_kernel[(num_heads * cdiv(shape["v_size"], v_tile), batch.num_reqs)](
         states, reads, updates, totals, *tensors[1:7], state, *starts, batch.read_slots, batch.write_slots,
-        *strides, num_kept,
+        batch.chunk_starts if batch.chunk_slots is None else batch.chunk_slots, *strides, num_kept,
+        has_snapshots=batch.chunk_slots is not None,
         **{name: value for name, value in options.items() if name not in ("scale", "has_skip")},
         v_tile=v_tile, max_steps=MAX_STEPS, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
@@ -283,10 +283,11 @@ def _values(v_ptr, place, gate, log_decay, step_bias, is_row, mask):
 @triton_kernel(unspecialized=("num_kept",))
 def _scan_chunks_kernel(
     states_ptr, reads_ptr, updates_ptr, totals_ptr, k_ptr, v_ptr, gate_ptr, beta_ptr, log_decay_ptr, step_bias_ptr,
-    state_ptr, query_start_ptr, chunk_starts_ptr, read_ptr, write_ptr,
+    state_ptr, query_start_ptr, chunk_starts_ptr, read_ptr, write_ptr, chunk_slots_ptr,
     qkv_stride, gate_stride, beta_stride, slot_stride, num_kept,
     num_heads: tl.constexpr, group: tl.constexpr, k_size: tl.constexpr, v_size: tl.constexpr, is_delta: tl.constexpr,
     k_tile: tl.constexpr, v_tile: tl.constexpr, chunk: tl.constexpr, max_steps: tl.constexpr, precision: tl.constexpr,
+    has_snapshots: tl.constexpr,
 ):  # fmt: skip
     """The state before each chunk of a request and its last state, of some rows of a head's. Of the delta rule, what
     the state before a chunk makes the updates lose is subtracted from them, in place."""
@@ -308,7 +309,8 @@ def _scan_chunks_kernel(
     log_decay = tl.load(log_decay_ptr + head)
     step_bias = tl.load(step_bias_ptr + head)
     dtype = k_ptr.dtype.element_ty
-    states_ptr += ((tl.load(chunk_starts_ptr + request).to(tl.int64) * num_heads + head) * k_size) * v_size
+    first_chunk = tl.load(chunk_starts_ptr + request).to(tl.int64)
+    states_ptr += (first_chunk * num_heads + head) * k_size * v_size
     states_place = k_column[:, None] * v_size + v_column[None, :]
     for begin in range(0, length, chunk):
         token = (start + begin + row).to(tl.int64)  # [chunk]
@@ -336,6 +338,10 @@ def _scan_chunks_kernel(
         whole = tl.sum(tl.where(row == last, total, 0.0), axis=0)  # the decay over the chunk
         rest = (update * tl.exp(tl.minimum(whole - total, 0.0))[:, None]).to(dtype)
         state = state * tl.exp(whole) + tl.dot(tl.trans(k), rest, input_precision=precision)
+        if has_snapshots:
+            slot = tl.load(chunk_slots_ptr + first_chunk + begin // chunk).to(tl.int64)
+            if slot > 0:
+                tl.store(state_ptr + slot * slot_stride + place, state.to(state_ptr.dtype.element_ty), mask=in_state)
     slot = tl.load(write_ptr + request * num_kept + num_kept - 1).to(tl.int64)
     new = state.to(state_ptr.dtype.element_ty)
     tl.store(state_ptr + slot * slot_stride + place, new, mask=in_state & (slot >= 0))

@@ -9,8 +9,9 @@ from itertools import chain
 import numpy as np
 import torch
 
+from fleetfoot.kernels.recurrent import number_chunks
 from fleetfoot.kernels.recurrent.batch import make_state_batch
-from fleetfoot.records.forward_context import AttentionMetadata, StateBatch
+from fleetfoot.records.forward_context import CHUNK, AttentionMetadata, StateBatch
 from fleetfoot.records.kv_layout import ONE_GROUP, KVGroup, num_tables
 from fleetfoot.records.step import NewRequest, SchedulerOutput
 from fleetfoot.speculative.drafter import DraftBatch
@@ -95,7 +96,13 @@ class HostState:
         of_groups += [metadata] * (len(self._groups) - len(of_groups))  # which recurrent layers do not read
         return [of_groups[group] for group in self._group_of_layers]
 
-    def state_batch(self, rows: np.ndarray, query_lens: np.ndarray, metadata: AttentionMetadata) -> StateBatch | None:
+    def state_batch(
+        self,
+        rows: np.ndarray,
+        query_lens: np.ndarray,
+        snapshots: Sequence[tuple[int, int, int]],
+        metadata: AttentionMetadata,
+    ) -> StateBatch | None:
         """The states that ``rows [num_reqs]`` read and write; None: the model has none. Of decodes all are kept, of
         other requests the last one."""
         tables, computed = self._state_tables, self.num_computed[rows]  # [num_reqs]
@@ -111,9 +118,14 @@ class HostState:
         position = np.where(is_kept, position, 0)
         slots = tables[position % len(tables), rows[:, None], position // self.block_size]
         device, starts = metadata.positions.device, metadata.query_start_loc
-        arrays = read, np.where(is_kept, slots, -1)
-        read_slots, write_slots = (torch.from_numpy(each.astype(np.int32)).to(device) for each in arrays)
-        return make_state_batch(starts, read_slots, write_slots, metadata.max_query_len)
+        of_chunks = np.zeros(query_lens.sum() // CHUNK + len(rows), dtype=np.int32)
+        for chunk, slot in number_chunks(rows.tolist(), query_lens.tolist(), snapshots):
+            of_chunks[chunk] = slot
+        arrays = read, np.where(is_kept, slots, -1), of_chunks
+        read_slots, write_slots, chunk_slots = (torch.from_numpy(each.astype(np.int32)).to(device) for each in arrays)
+        return make_state_batch(
+            starts, read_slots, write_slots, metadata.max_query_len, chunk_slots if snapshots else None
+        )
 
     def place_drafts(self, rows: np.ndarray, num_drafts: int) -> None:
         """Write drafts behind the known tokens of ``rows [n]``, where the step reads them and accepted ones stay.
@@ -216,7 +228,7 @@ def prepare_inputs(state: HostState, scheduler_output: SchedulerOutput, device: 
     input_ids = on_device(state.token_ids[token_rows, positions])
     of_layers = state.metadata_of_layers(metadata, rows, token_rows, positions)
     of_requests = rows, query_lens, query_start_loc, token_rows, positions
-    states = state.state_batch(rows, query_lens, metadata)
+    states = state.state_batch(rows, query_lens, scheduler_output.snapshots, metadata)
     return StepInputs(*of_requests, input_ids, num_decodes, metadata, of_layers, states)
 
 

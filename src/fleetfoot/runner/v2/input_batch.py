@@ -130,7 +130,8 @@ class InputBuffers:
         if len(state.state_tables):
             slots_of_states = self._read_slots[reqs], self._write_slots[reqs]
             chunk_starts = self._chunk_starts[: shape.padded_reqs + 1]
-            states = StateBatch(query_start_loc, *slots_of_states, shape.max_query_len, chunk_starts)
+            of_chunks = chunk_starts, state.chunk_slots
+            states = StateBatch(query_start_loc, *slots_of_states, shape.max_query_len, *of_chunks)
         return InputBatch(
             staging.idx_mapping[reqs],
             query_start_loc,

@@ -203,6 +203,7 @@ class ModelRunnerV2(ModelRunner):
             state.stage_new_blocks(scheduler_output.new_block_ids)
         if scheduler_output.new_group_block_ids:
             state.stage_new_group_blocks(scheduler_output.new_group_block_ids)
+        state.stage_snapshots(scheduler_output)
 
     def _free_rows(self, scheduler_output: SchedulerOutput) -> None:
         for _, row in scheduler_output.finished:

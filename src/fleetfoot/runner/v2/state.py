@@ -7,9 +7,11 @@ import torch
 
 from fleetfoot.kernels.prepare.staging import Arena, StagingBuffer
 from fleetfoot.kernels.prepare.tables import NUM_ROW_FIELDS, RowTables
+from fleetfoot.kernels.recurrent import number_chunks
 from fleetfoot.kernels.sampling.logits_processors import TokenHistory
+from fleetfoot.records.forward_context import CHUNK
 from fleetfoot.records.kv_layout import ONE_GROUP, KVGroup, num_tables
-from fleetfoot.records.step import NewRequest
+from fleetfoot.records.step import NewRequest, SchedulerOutput
 from fleetfoot.runner.v2.device import Device
 from fleetfoot.sampling import shape
 from fleetfoot.sampling.sampler_v2 import SamplingTables
@@ -58,8 +60,9 @@ class DeviceState:
             (max_num_seqs, shape.NUM_PLANES, shape.LIST_CAPACITY),
             (max_num_seqs, shape.mask_size(vocab_size)),
             *[(max_num_seqs, self.max_blocks)] * (num_tables(groups) - 1),
+            (max_num_batched_tokens // CHUNK + max_num_seqs,) if groups[-1].is_state else (0,),
         )
-        seeds, parameters, fields, block_table, self._pages, lists, masks, *others = self.arena.parts
+        seeds, parameters, fields, block_table, self._pages, lists, masks, *others, chunks = self.arena.parts
         self._block_tables = [block_table, *others]
         with_kv = groups[1 : len(groups) - groups[-1].is_state]
         windows = [_NO_LIMIT if group.window is None else group.window for group in with_kv]
@@ -69,6 +72,9 @@ class DeviceState:
         first = others[0].base if others else 0
         tables = self.arena.flat[first : first + len(others) * table_size]
         tables = tables.view(len(others), max_num_seqs, self.max_blocks)
+        self._chunks, self._snapshots = chunks, dict[int, int]()
+        self.chunk_slots = chunks.tensor
+        """See `StateBatch`."""
         self.group_tables, self.state_tables = tables[: len(windows)], tables[len(windows) :]
         self._field_indices = np.array([fields.index(field) for field in range(NUM_ROW_FIELDS)])  # of row 0
         self._offsets = np.arange(block_size)
@@ -128,3 +134,11 @@ class DeviceState:
         """Stage `SchedulerOutput.new_group_block_ids`."""
         for group, row, start, ids in new_block_ids:
             self._stage_blocks(group, row, start, ids)
+
+    def stage_snapshots(self, scheduler_output: SchedulerOutput) -> None:
+        """Stage the slots of `SchedulerOutput.snapshots`, in place of those of the step before."""
+        rows, lengths, base = scheduler_output.rows, scheduler_output.num_scheduled_tokens, self._chunks.base
+        slots = {base + chunk: slot for chunk, slot in number_chunks(rows, lengths, scheduler_output.snapshots)}
+        if changed := dict.fromkeys(self._snapshots, 0) | slots:
+            self.staging.write(np.array([*changed]), [*changed.values()], len(changed))
+        self._snapshots = slots
