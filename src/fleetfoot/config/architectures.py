@@ -209,11 +209,7 @@ def _glm4_moe_traits(fields: Fields) -> dict[str, Any]:
 
 
 def _lfm2_traits(fields: Fields) -> dict[str, Any]:
-    return {"attention": {"qk_norm": True}, "layer": {"unfusible": "short convolutions"}}
-
-
-def _bamba_traits(fields: Fields) -> dict[str, Any]:
-    return {**llama_traits(fields), "layer": {"unfusible": "Mamba-2"}}
+    return {"attention": {"qk_norm": True}}
 
 
 def _granite_hybrid_traits(fields: Fields) -> dict[str, Any]:
@@ -221,8 +217,7 @@ def _granite_hybrid_traits(fields: Fields) -> dict[str, Any]:
         raise fields.error("num_local_experts", "those with experts are not supported; expected 0")
     for name in ("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"):
         fields.raw(name)  # without effect
-    traits = _granite_traits(fields)
-    return {**traits, "layer": {**traits["layer"], "unfusible": "Mamba-2"}}
+    return _granite_traits(fields)
 
 
 def no_windows(fields: Fields, num_layers: int) -> LayerWindows:
@@ -599,7 +594,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
     ),
     "BambaForCausalLM": Architecture(
-        "bamba", "BambaModel", "fleetfoot.models.bamba:BambaForCausalLM", BAMBA_DEFAULTS, _bamba_traits,
+        "bamba", "BambaModel", "fleetfoot.models.bamba:BambaForCausalLM", BAMBA_DEFAULTS, llama_traits,
         _every_position, partial_ropes, layers=bamba_layers, default_on_v2=True,
     ),
     "GraniteMoeHybridForCausalLM": Architecture(

@@ -110,12 +110,7 @@ def qwen3_next_traits(fields: Fields) -> dict[str, Any]:
     for name in ("attn_output_gate", "output_gate_type", "mamba_ssm_dtype"):
         fields.raw(name)  # the models have one value
     biases = dict.fromkeys(("qkv_bias", "o_bias"), fields.boolean("attention_bias"))
-    unfusible = "gated delta nets, and attention with a gate"
-    return {
-        "attention": {**biases, "qk_norm": True, "has_output_gate": True},
-        "layer": {"unfusible": unfusible},
-        "norm_offset": 1.0,
-    }
+    return {"attention": {**biases, "qk_norm": True, "has_output_gate": True}, "norm_offset": 1.0}
 
 
 def text_ropes(fields: Fields, num_layers: int) -> LayerRopes:

@@ -84,7 +84,8 @@ def kernel_table(plan: EnginePlan) -> KernelTable:
         key = replace(spec, mixer=replace(spec.mixer, rope=None, window=None)), fusion.is_fused
         kinds.setdefault(key, []).append(index)
     rows, requests = plan.max_num_batched_tokens, plan.config.max_num_seqs
-    for (_, is_fused), layers in kinds.items():
+    for (spec, is_fused), layers in kinds.items():
+        is_fused = is_fused and not spec.mixer.has_output_gate  # it offers nothing to the run
         is_chained = is_fused and not plan.model.quantization.method and plan.config.quantization is None
         layer = (_FusedLayer if is_chained else _PlainLayer)(plan, layers[0], limits)
         where = "" if len(kinds) == 1 else f" of layers {_ranges(layers)}"
