@@ -117,7 +117,7 @@ class Whims:
 def configured_drafting(folder: Path, context: ModelContext, runner: str, speculative: dict[str, Any]) -> DraftSettings:
     """What a worker with this ``speculative_config`` builds for the model in ``folder``."""
     config = EngineConfig(speculative_config={"num_speculative_tokens": NUM_DRAFTS, **speculative})  # type: ignore[arg-type]
-    found = find_drafter(config, load_model_config(folder))
+    found = find_drafter(config, load_model_config(folder), folder)
     fusion = () if found is None else plan_fusion(found.config, runner)
     assert context.max_positions is not None
     return build_speculation(config, found, context.max_positions - NUM_DRAFTS, context, fusion)

@@ -77,6 +77,8 @@ class Architecture:
     """Name of a field here -> its name in ``config.json``, where that differs: ``{"hidden_size": "n_embd"}``."""
     decoder_field: str = ""
     """The object in ``config.json`` with the fields of the decoder, where the model has other parts besides."""
+    has_mtp: bool = False
+    """Whether its checkpoints have a layer that predicts the token after the next, ``mtp.``."""
     default_on_v2: bool = False
     """Whether Model Runner V2 is the default: the model passes V2's equivalence suite."""
     model_class: type[Any] | None = None
@@ -565,27 +567,27 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "Qwen3_5ForCausalLM": Architecture(
         "qwen3_5_text", "Qwen3_5TextModel", "fleetfoot.models.qwen3_next:Qwen3NextForCausalLM", QWEN3_5_DEFAULTS,
-        qwen3_next_traits, _every_position, text_ropes, layers=qwen3_5_layers, default_on_v2=True,
+        qwen3_next_traits, _every_position, text_ropes, layers=qwen3_5_layers, default_on_v2=True, has_mtp=True,
     ),
     "Qwen3_5ForConditionalGeneration": Architecture(
         "qwen3_5", "Qwen3_5Model", "fleetfoot.models.qwen3_next:Qwen35ForConditionalGeneration", QWEN3_5_DEFAULTS,
         qwen3_next_traits, _every_position, text_ropes, layers=qwen3_5_layers, decoder_field="text_config",
-        default_on_v2=True,
+        default_on_v2=True, has_mtp=True,
     ),
     "Qwen3NextForCausalLM": Architecture(
         "qwen3_next", "Qwen3NextModel", "fleetfoot.models.qwen3_next:Qwen3NextForCausalLM",
         {**QWEN3_NEXT_DEFAULTS, **MOE_DEFAULTS}, qwen3_next_traits, _every_position, text_ropes,
-        layers=qwen3_next_moe_layers, default_on_v2=True,
+        layers=qwen3_next_moe_layers, default_on_v2=True, has_mtp=True,
     ),
     "Qwen3_5MoeForCausalLM": Architecture(
         "qwen3_5_moe_text", "Qwen3_5MoeTextModel", "fleetfoot.models.qwen3_next:Qwen3NextForCausalLM",
         QWEN3_5_MOE_DEFAULTS, qwen3_next_traits, _every_position, text_ropes, layers=qwen3_5_moe_layers,
-        default_on_v2=True,
+        default_on_v2=True, has_mtp=True,
     ),
     "Qwen3_5MoeForConditionalGeneration": Architecture(
         "qwen3_5_moe", "Qwen3_5MoeModel", "fleetfoot.models.qwen3_next:Qwen35ForConditionalGeneration",
         QWEN3_5_MOE_DEFAULTS, qwen3_next_traits, _every_position, text_ropes, layers=qwen3_5_moe_layers,
-        decoder_field="text_config", default_on_v2=True,
+        decoder_field="text_config", default_on_v2=True, has_mtp=True,
     ),
     "Lfm2ForCausalLM": Architecture(
         "lfm2", "Lfm2Model", "fleetfoot.models.lfm2:Lfm2ForCausalLM", LFM2_DEFAULTS, _lfm2_traits, _every_position,

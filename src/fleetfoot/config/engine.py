@@ -187,7 +187,7 @@ class EngineConfig:
     )
     speculative_config: SpeculativeConfig | None = _flag(
         None,
-        "JSON: method (ngram, draft_model, eagle), num_speculative_tokens, model, prompt_lookup_max",
+        "JSON: method (ngram, draft_model, eagle, mtp), num_speculative_tokens, model, prompt_lookup_max",
         record=SpeculativeConfig,
     )
     seed: int = _flag(

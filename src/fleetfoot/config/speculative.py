@@ -26,6 +26,7 @@ DRAFT_METHODS: dict[str, DraftMethod] = {
     "ngram": DraftMethod(),
     "draft_model": DraftMethod("fleetfoot.speculative.draft_model:DraftModel", has_model=True),
     "eagle": DraftMethod("fleetfoot.speculative.eagle:EagleDrafter", has_model=True),
+    "mtp": DraftMethod("fleetfoot.speculative.eagle:MTPDrafter"),
 }
 """By the names of the setting ``method``."""
 EMBEDDED_EAGLE = "story-llama-eagle"

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
+from torch import nn
 
+from fleetfoot.config.model import ModelConfig
 from fleetfoot.layers.attention import Attention
+from fleetfoot.layers.context import ModelContext, WeightTree
+from fleetfoot.layers.decoder import DecoderStack
+from fleetfoot.layers.linear import ColumnParallelLinear
+from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.layers.recurrent import GatedDeltaNet, HybridLayer, StateMixer
 from fleetfoot.models.llama import LlamaForCausalLM
 from fleetfoot.records.forward_context import ForwardContext
@@ -36,10 +42,39 @@ class Qwen3NextLayer(HybridLayer):
 
 
 class Qwen3NextForCausalLM(LlamaForCausalLM):
-    """The text models. Heads for the prediction of several tokens are not loaded."""
+    """The text models. `MultiTokenPredictor` has what ``mtp.`` begins with."""
 
     layer_class = Qwen3NextLayer
     other_weights: tuple[str, ...] = ("mtp.",)
+
+
+class MultiTokenPredictor(WeightTree):
+    """The layer of a checkpoint that predicts the token after the next (DeepSeek-AI 2024), on one rank. It reads the
+    target's hidden state after the final norm and the embedding of the next token. ``config``: of its decoder layer."""
+
+    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__()
+        context, size = context.within("mtp"), config.hidden_size
+        norm = context, size, config.rms_norm_eps, config.norm_offset
+        self.mtp = nn.ModuleDict(
+            {
+                "pre_fc_norm_embedding": RMSNorm(*norm),
+                "pre_fc_norm_hidden": RMSNorm(*norm),
+                "fc": ColumnParallelLinear(context, 2 * size, (("fc", size),)),
+                "layers": DecoderStack(config, context, range(config.num_layers), Qwen3NextLayer),
+                "norm": RMSNorm(*norm),
+            }
+        )
+
+    @property
+    def layers(self) -> DecoderStack:
+        """Its decoder layer."""
+        return cast("DecoderStack", self.mtp["layers"])
+
+    def forward(self, embeddings: torch.Tensor, hidden: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """As `fleetfoot.models.eagle.EagleHead.forward`."""
+        both = self.mtp["pre_fc_norm_embedding"](embeddings), self.mtp["pre_fc_norm_hidden"](hidden)
+        return cast("torch.Tensor", self.mtp["norm"](self.layers(self.mtp["fc"](torch.cat(both, dim=-1)), ctx)))
 
 
 class Qwen35ForConditionalGeneration(Qwen3NextForCausalLM):

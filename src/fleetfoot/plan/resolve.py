@@ -65,7 +65,7 @@ def resolve_plan(
     decision = decide(config, features, machine, environ if forced is None else forced.variables)
     if callable(config.hf_overrides):  # a worker process could not import it, and needs the result alone
         config = replace(config, hf_overrides=None)
-    found = find_drafter(config, model, config_only=config_only)
+    found = find_drafter(config, model, model_path, config_only=config_only)
     if found is not None and found.config.has_states:
         raise ConfigError(
             f"{found.config.architecture} has layers with recurrent states, which a drafter does not keep; take a "

@@ -1,4 +1,5 @@
-"""Drafts from an EAGLE head (Li, Wei, Zhang, Zhang 2024): one path of k tokens, no tree."""
+"""Drafts from an EAGLE head (Li, Wei, Zhang, Zhang 2024) or a layer that predicts a second token: one path of k tokens,
+no tree."""
 
 from __future__ import annotations
 
@@ -6,12 +7,16 @@ import torch
 
 from fleetfoot.models.eagle import BASE_PREFIX, EMBEDDING, FC_WEIGHT, OF_THE_TARGET, EagleHead
 from fleetfoot.models.interface import CausalLM
+from fleetfoot.models.qwen3_next import MultiTokenPredictor
 from fleetfoot.records.forward_context import ForwardContext
 from fleetfoot.records.weights import WeightError
 from fleetfoot.speculative.drafter import DraftBatch, Drafter, as_drafts
 from fleetfoot.weights.checkpoint import Checkpoint, load_safetensors
 from fleetfoot.weights.dummy import fill_dummy
 from fleetfoot.weights.store import DRAFTER, WeightStore
+
+OTHERS_THAN_MTP = ("model.", "lm_head.", "visual.", "language_model.")
+"""Beginnings of names of the target's own tensors, where the layer is in its checkpoint."""
 
 
 class EagleDrafter(Drafter):
@@ -73,3 +78,31 @@ class EagleDrafter(Drafter):
             hidden = self._head(self._embed(tokens[-1]), hidden, ForwardContext(metadata, self._kv_caches))
             tokens.append(steps.draw(self._target.compute_logits(hidden), metadata.seq_lens + 1))
         return as_drafts(tokens)
+
+
+class MTPDrafter(EagleDrafter):
+    """The layer that predicts a second token, in the target's own checkpoint, which is used as an EAGLE head is."""
+
+    method = "mtp"
+
+    def load_model(self, target: CausalLM) -> None:
+        """Raises WeightError if the checkpoint has no such layer."""
+        found = self._context.model
+        assert found is not None
+        self._target = target
+        self._head = MultiTokenPredictor(found.config, self._context.context)
+        self.reload_weights()
+        self._fuse(self._head.layers)
+        self._embed = target.embed
+
+    def add_weights(self, store: WeightStore) -> None:
+        store.add(self._head, DRAFTER)
+
+    def reload_weights(self) -> None:
+        context, found = self._context, self._context.model
+        assert found is not None
+        if context.load_format == "dummy":
+            fill_dummy(self._head.weight_specs(), context.seed)
+        else:
+            load_safetensors(self._head.weight_specs(), found.folder, unread=OTHERS_THAN_MTP)
+        self._head.process_weights_after_loading()

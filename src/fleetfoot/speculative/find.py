@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fleetfoot.assets import embedded_eagle_path, embedded_model_path
+from fleetfoot.config.architectures import ARCHITECTURES
 from fleetfoot.config.engine import EMBEDDED_MODEL, EngineConfig
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig, read_config_json
 from fleetfoot.config.parsing import parse_model_config
@@ -23,7 +24,7 @@ class DrafterModel:
     """A draft model, or an EAGLE head."""
 
     method: str
-    """``draft_model`` or ``eagle``."""
+    """``draft_model``, ``eagle`` or ``mtp``."""
     name: str
     """As in the settings, for messages."""
     folder: Path
@@ -40,17 +41,22 @@ class DrafterModel:
             )
 
     def __str__(self) -> str:
-        return f"the {'EAGLE head' if self.method == 'eagle' else 'draft model'} {self.name!r}"
+        kinds = {"eagle": "EAGLE head", "mtp": "layer for a second token of"}
+        return f"the {kinds.get(self.method, 'draft model')} {self.name!r}"
 
 
-def find_drafter(config: EngineConfig, target: ModelConfig, *, config_only: bool = False) -> DrafterModel | None:
-    """The model that ``speculative_config`` names, to draft for ``target``; None: the method has no model.
-    ``config_only``: download ``config.json`` only.
+def find_drafter(
+    config: EngineConfig, target: ModelConfig, folder: Path | None = None, *, config_only: bool = False
+) -> DrafterModel | None:
+    """The model that ``speculative_config`` names, to draft for ``target``, which is in ``folder``; None: the method
+    has no model. ``config_only``: download ``config.json`` only.
 
     Raises ValueError if a model must be named and is not, or does not fit its method or the target, and
     FileNotFoundError if there is no such model.
     """
     speculative = config.speculative_config
+    if speculative is not None and speculative.method == "mtp" and folder is not None:
+        return _second_token(config, target, folder)
     if speculative is None or not DRAFT_METHODS[speculative.method].has_model:
         return None
     name = speculative.model
@@ -71,6 +77,23 @@ def find_drafter(config: EngineConfig, target: ModelConfig, *, config_only: bool
     if config.max_model_len is not None:
         found.check_length(config.max_model_len)
     return found
+
+
+def _second_token(config: EngineConfig, target: ModelConfig, folder: Path) -> DrafterModel:
+    """The layer that predicts a second token: of the shape of the target's last layer with attention."""
+    found, number = ARCHITECTURES.get(target.architecture), read_config_json(folder).get("mtp_num_hidden_layers", 1)
+    if found is None or not found.has_mtp or number != 1:
+        raise ValueError(
+            f"speculative_config: method is 'mtp', and {target.architecture} has {number if found else 0} layers that "
+            "predict a second token; expected a model with 1, such as Qwen3-Next or Qwen3.5"
+        )
+    if config.pipeline_parallel_size > 1 and not target.tie_word_embeddings:
+        raise ValueError(
+            f"speculative_config: method is 'mtp', which reads the embedding, and pipeline_parallel_size is "
+            f"{config.pipeline_parallel_size}: the last rank has none; set it to 1, or take tensor ranks"
+        )
+    layer = next(layer for layer in reversed(target.layers) if layer.attention is not None)
+    return DrafterModel("mtp", config.model, folder, replace(target, layers=(layer,)))
 
 
 def _is_embedded(name: str) -> bool:
@@ -130,9 +153,11 @@ def drafter_shape(
     max_positions = (config.max_model_len or target.max_position_embeddings) + speculative.num_speculative_tokens
     head_dims = sum(head_dim for _, head_dim in drafter.rotary_tables(range(drafter.num_layers)))
     total = head_dims * max_positions * _FLOAT32  # the rotary tables
-    is_head = found.method == "eagle"
-    total += methods.layer_bytes(drafter, range(drafter.num_layers), dtype, prefix="" if is_head else "model.")
-    if is_head:
+    is_head, prefix = found.method == "eagle", {"eagle": "", "mtp": "mtp."}.get(found.method, "model.")
+    total += methods.layer_bytes(drafter, range(drafter.num_layers), dtype, prefix=prefix)
+    if found.method == "mtp":
+        total += methods.of(["mtp.fc"]).num_bytes(hidden, 2 * hidden, dtype) + 3 * hidden * size
+    elif is_head:
         total += (
             methods.of(["fc"]).num_bytes(hidden, 2 * hidden, dtype) + hidden * size
         )  # fc with the bias, which nearly all have
