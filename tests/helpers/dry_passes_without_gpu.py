@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from types import FunctionType, ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -29,7 +30,7 @@ gpu_limits.gpu_limits = lambda device: H200  # type: ignore[assignment]  # befor
 dependent_launch.can_overlap = lambda device: True  # type: ignore[assignment]
 
 from fleetfoot.assets import embedded_model_path  # noqa: E402
-from fleetfoot.config.model import BranchNorms, ModelConfig, RopeConfig  # noqa: E402
+from fleetfoot.config.model import BranchNorms, GatedDeltaNetSpec, ModelConfig, RopeConfig  # noqa: E402
 from fleetfoot.config.parsing import load_model_config  # noqa: E402
 from fleetfoot.config.sharding import pipeline_layers  # noqa: E402
 from fleetfoot.distributed import groups, peer_memory_words  # noqa: E402
@@ -45,7 +46,7 @@ from fleetfoot.kernels.runtime.dry_tensors import DryTensor  # noqa: E402
 from fleetfoot.kernels.runtime.triton_support import instead_of_launching  # noqa: E402
 from fleetfoot.layers.context import ModelContext  # noqa: E402
 from fleetfoot.records.forward_context import IntermediateTensors  # noqa: E402
-from fleetfoot.records.kv_layout import KVLayout  # noqa: E402
+from fleetfoot.records.kv_layout import ONE_GROUP, KVLayout, kv_cache_specs, make_groups  # noqa: E402
 from fleetfoot.records.request import Request  # noqa: E402
 from fleetfoot.records.sampling_params import SamplingParams  # noqa: E402
 from fleetfoot.records.step import NewRequest, SchedulerOutput  # noqa: E402
@@ -99,6 +100,7 @@ GEMMA = {
     "mlp_norms": BranchNorms(before=True, after=True),
     "extras": {"final_logit_softcapping": 30.0},
 }
+HYBRID = {"architecture": "Qwen3NextForCausalLM", "class_path": "", "norm_offset": 1.0, "has_output_gate": True}
 KINDS = {
     "plain": Kind(),
     "eager": Kind(is_eager=True),
@@ -122,7 +124,10 @@ KINDS = {
     "tensor rank, NCCL": Kind("ngram", tensor_size=2, has_peer_memory=False),
     "first of a pipeline": Kind("ngram", pipeline_rank=0),
     "last of a pipeline": Kind("eagle", pipeline_rank=1),
+    "states": Kind("ngram", head_dim=128, model=HYBRID),
 }
+STATES = GatedDeltaNetSpec(4, 8, 128, 128, 4)
+"""In place of attention in every second layer of "states"."""
 
 
 class ZeroedTorch(TorchFunctionMode):
@@ -154,6 +159,10 @@ def make_runner(kind: Kind) -> ModelRunnerV2:
         qk_norm=kind.qk_norm,
         **kind.model,
     )
+    if config.architecture == "Qwen3NextForCausalLM":
+        layers_with_states = (replace(layer, mixer=STATES) for layer in config.layers[::2])
+        both = zip(layers_with_states, config.layers[1::2], strict=True)
+        config = replace(config, layers=tuple(chain.from_iterable(both)))
     tensor_group, pipeline, layers = SINGLE_TENSOR_GROUP, SINGLE_PIPELINE_GROUP, None
     if kind.tensor_size > 1:
         tensor_group = make_tensor_group(kind, config)
@@ -180,7 +189,9 @@ def make_runner(kind: Kind) -> ModelRunnerV2:
     )
     runner.load_model()
     name = str(kind.dtype).removeprefix("torch.")
-    layout = KVLayout.of(config, 40, 16, name, tensor_parallel_size=kind.tensor_size, layers=layers)
+    specs = kv_cache_specs(config, name, tensor_parallel_size=kind.tensor_size)
+    kv_groups = make_groups(specs, (), 16, name, MAX_MODEL_LEN, 1 + num_drafts) if config.has_states else ONE_GROUP
+    layout = KVLayout.of(config, 40, 16, name, tensor_parallel_size=kind.tensor_size, layers=layers, groups=kv_groups)
     if runner._draft_settings.drafter is not None:
         layout = layout.with_layers(runner._draft_settings.drafter.kv_specs)
     runner.initialize_kv_cache(layout)
@@ -337,6 +348,7 @@ def random_steps(runner: ModelRunnerV2, rng: random.Random) -> Iterator[Schedule
             params = SamplingParams(**rng.choice(settings))
             request = Request(f"{number}-{row}", array("i", [1] * max(2, length)), params, max_tokens=9, seed=0)
             request.row, request.block_ids = row, [0] * (MAX_MODEL_LEN // 16)
+            request.group_block_ids = [request.block_ids] * len(runner._state.state_tables)
             new.append(NewRequest.of(request))
         yield SchedulerOutput(
             number,

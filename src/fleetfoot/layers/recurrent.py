@@ -14,6 +14,7 @@ from fleetfoot.config.sharding import check_tensor_parallel_size, even_span
 from fleetfoot.kernels.recurrent.conv import CausalConv
 from fleetfoot.kernels.recurrent.gated_norm import GatedNorm
 from fleetfoot.kernels.recurrent.recurrence import Recurrence, RecurrenceInputs
+from fleetfoot.kernels.runtime.dry_tensors import real_memory
 from fleetfoot.layers.context import ModelContext, WeightModule
 from fleetfoot.layers.decoder import DecoderLayer
 from fleetfoot.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -79,7 +80,8 @@ class StateMixer(nn.Module):
         assert ctx.states is not None
         whole = ctx.kv_caches[self._kv_index]  # [num_slots, words] float32
         if self._split is None or self._split[0] is not whole:
-            self._split = whole, split_states(whole, self._shapes, self._dtype)
+            with real_memory():  # the views outlive a dry pass
+                self._split = whole, split_states(whole, self._shapes, self._dtype)
         return *self._split[1], ctx.states
 
 

@@ -41,7 +41,9 @@ class RequestStates:
     def __init__(self, pools: BlockPools, block_size: int, *, keeps: bool) -> None:
         self._pools, self._size, self._keeps = pools, block_size, keeps
         self._table = len(pools.groups) - 1
-        self.pool = pools.all[-1]
+        pool = pools.all[-1]
+        assert isinstance(pool, SlabPool)  # there is another group for token ids
+        self.pool = pool
         self._unit = lcm(CHUNK, block_size)
         self._pending: dict[bytes, tuple[int, int]] = {}
         """Snapshots that the step that is being scheduled writes, and their worth, by their hashes."""
@@ -65,8 +67,7 @@ class RequestStates:
 
     def _publish(self, slot: int, digest: bytes, worth: int) -> None:
         self.pool.publish(slot, digest)
-        if isinstance(self.pool, SlabPool):
-            self.pool.set_worth(slot, worth)
+        self.pool.set_worth(slot, worth)
 
     def publish(self, request: Request, num_tokens: int) -> None:
         """A request leaves, of which ``num_tokens`` are computed: its newest state at the end of a block is cached."""
@@ -186,8 +187,8 @@ class RequestStates:
         needs = [0] * self._table + [1]
         if self._pools.num_missing(needs) > 0:
             return None
-        has_spare = self._pools.has_spare(self._table) or not isinstance(self.pool, SlabPool)
-        return self._pools.take(needs)[-1][0] if has_spare or self.pool.makes_way(worth, ages=ages) else None
+        has_room = self._pools.has_spare(self._table) or self.pool.makes_way(worth, ages=ages)
+        return self._pools.take(needs)[-1][0] if has_room else None
 
     def _entry(self, request: Request, position: int, slot: int) -> TableEntry:
         states = request.states

@@ -30,6 +30,7 @@ class EagleDrafter(Drafter):
 
     method = "eagle"
     reads_hidden = True
+    _head: EagleHead | MultiTokenPredictor
 
     def load_model(self, target: CausalLM) -> None:
         """Raises WeightError if the checkpoint cannot be read or does not fit."""
@@ -46,10 +47,10 @@ class EagleDrafter(Drafter):
                     "drafts with method 'draft_model'"
                 )
         self._of_the_target = {full_names[name] for name in OF_THE_TARGET if name in full_names}
-        self._head = EagleHead(found.config, context.context, full_names, has_embedding=needs_embedding)
+        self._head = head = EagleHead(found.config, context.context, full_names, has_embedding=needs_embedding)
         self.reload_weights()
-        self._fuse(self._head.layers)
-        self._embed = target.embed if self._head.embed_tokens is None else self._head.embed_tokens
+        self._fuse(head.layers)
+        self._embed = target.embed if head.embed_tokens is None else head.embed_tokens
 
     def add_weights(self, store: WeightStore) -> None:
         """An embedding of its own is a copy of the target's."""
