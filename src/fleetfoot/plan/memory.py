@@ -24,6 +24,7 @@ from fleetfoot.kernels.prepare.tables import (
     group_buffer_bytes,
     row_table_bytes,
     staging_bytes,
+    state_table_bytes,
     step_buffer_bytes,
     token_page_bytes,
 )
@@ -281,7 +282,9 @@ def runner_state_bytes(shape: EngineShape) -> int:
     reqs, max_blocks = shape.config.max_num_seqs, -(-shape.max_positions // shape.config.block_size)
     # and for V1 query_start_loc and rows, for V2 the counts of sampled and rejected tokens without drafts
     inputs = step_buffer_bytes(reqs, shape.max_num_batched_tokens, max_blocks) + 2 * reqs * _INT32
-    inputs += (len(shape.kv_groups) - 1) * group_buffer_bytes(reqs, shape.max_num_batched_tokens, max_blocks)
+    for group in shape.kv_groups[1:]:
+        of_tables = reqs, shape.max_num_batched_tokens, max_blocks
+        inputs += state_table_bytes(*of_tables, group.num_slots) if group.is_state else group_buffer_bytes(*of_tables)
     if shape.runner == "v1":
         return inputs
     rows = row_table_bytes(reqs, max_blocks, shape.drafter.num_drafts)

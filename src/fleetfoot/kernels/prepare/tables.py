@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fleetfoot.records.forward_context import CHUNK
+
 if TYPE_CHECKING:
     import torch
 
@@ -99,6 +101,12 @@ class StateTables:
 def group_buffer_bytes(max_num_seqs: int, max_num_tokens: int, max_blocks: int) -> int:
     """Bytes of `GroupTables` for each group."""
     return _INT32 * (1 + 2 * max_num_seqs * max_blocks) + _INT64 * max_num_tokens
+
+
+def state_table_bytes(max_num_seqs: int, max_num_tokens: int, max_blocks: int, num_slots: int) -> int:
+    """Bytes of `StateTables` of V2, and of the numbers and slots of chunks."""
+    chunks = 2 * max_num_seqs + 1 + max_num_tokens // CHUNK
+    return _INT32 * (max_num_seqs * (num_slots * max_blocks + 1 + num_slots) + chunks)
 
 
 def row_table_bytes(max_num_seqs: int, max_blocks: int, num_drafts: int) -> int:

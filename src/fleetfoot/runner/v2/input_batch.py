@@ -79,9 +79,10 @@ class InputBuffers:
         tables = num_others, max_num_seqs, state.max_blocks
         self._group_block_tables = torch.zeros(tables, dtype=torch.int32, device=device)
         num_slots = len(state.state_tables)
-        self._read_slots = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        num_rows = max_num_seqs * bool(num_slots)
+        self._read_slots = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._write_slots = torch.zeros(max_num_seqs, num_slots, dtype=torch.int32, device=device)
-        self._chunk_starts = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
+        self._chunk_starts = torch.zeros(num_rows + bool(num_slots), dtype=torch.int32, device=device)
         # query_start_loc of a pure decode, without drafts and with them
         self._iota = np.arange(max_num_seqs + 1, dtype=np.int32)
         self._starts = self._iota * (1 + state.num_draft)
