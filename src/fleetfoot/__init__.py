@@ -5,10 +5,17 @@ Public names are imported on first access, so ``import fleetfoot`` is fast.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from fleetfoot._version import __version__ as __version__
-from fleetfoot.utils.vllm_paths import install, names_of, provide_names
+
+try:
+    from fleetfoot.utils.vllm_paths import install, names_of, provide_names
+except KeyboardInterrupt:
+    if sys.argv[:1] == ["-m"] or sys.argv[0].endswith(("/fleetfoot", "/fleetfoot/__main__.py")):
+        raise SystemExit(130) from None  # a command, which shows no traceback
+    raise
 
 if TYPE_CHECKING:
     from fleetfoot.async_llm import AsyncLLM as AsyncLLM

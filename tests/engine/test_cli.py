@@ -366,6 +366,23 @@ def test_ctrl_c_stops_a_reply_alone(run: Command, monkeypatch: Patch, pipe: Pipe
     assert second
 
 
+@pytest.mark.parametrize("module", ["fleetfoot.utils.vllm_paths", "fleetfoot.cli.main"])
+def test_ctrl_c_while_a_command_imports_shows_no_traceback(module: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import signal, sys\n"
+        "class CtrlC:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            sys.meta_path.remove(self)\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, CtrlC())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-m", "fleetfoot", "--version"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
 def test_a_second_ctrl_c_ends_the_chat(run: Command, monkeypatch: Patch, pipe: Pipe) -> None:
     before = signal.getsignal(signal.SIGINT)
     at_step(monkeypatch, 2, lambda: (PRESS_CTRL_C(), PRESS_CTRL_C()))

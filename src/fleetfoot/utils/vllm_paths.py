@@ -11,7 +11,6 @@ import logging
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -177,19 +176,22 @@ def provide_names(module: str) -> None:
     sys.modules[module].__getattr__ = get  # type: ignore[method-assign]
 
 
-class VllmPaths(MetaPathFinder, Loader):
-    """Makes modules of NAMES, and refuses those of ADVICE. It is the last finder, so files take precedence."""
+class VllmPaths:  # without importlib.abc, which takes as long to import as the rest of this package
+    """The last finder: makes modules of NAMES where there are no files, and refuses those of ADVICE."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         root, _, inner = name.partition(".")
         is_package = any(known.startswith(f"{inner}.") for known in NAMES)
         if root == ROOT and (inner in NAMES or is_package):
-            return ModuleSpec(name, self, is_package=is_package)
+            return ModuleSpec(name, self, is_package=is_package)  # type: ignore[arg-type]
         while root == ROOT and inner:
             if advice := ADVICE.get(inner):
                 raise ModuleNotFoundError(f"there is no {name}; {advice}", name=name)
             inner = inner.rpartition(".")[0]
         return None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """None: Python makes the module."""
 
     def exec_module(self, module: ModuleType) -> None:
         provide_names(module.__name__)
