@@ -1,10 +1,13 @@
-"""`/metrics` while the engine computes a step."""
+"""`/metrics`: its text, and while the engine computes a step."""
 
 import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from fleetfoot.server.app import StateEndpoints
+from fleetfoot.server.metrics import render_metrics
 
 
 class Engine:
@@ -42,3 +45,37 @@ def test_values_of_a_moment_ago_while_a_step_takes_long() -> None:
         assert await last == "4.0"
 
     asyncio.run(run())
+
+
+def test_the_text_is_what_prometheus_parses() -> None:
+    values = {
+        "gauges": {"num_requests_running": 3, "kv_cache_usage_perc": 0.25, "unknown": 1},
+        "counters": {"prompt_tokens": 2e9},
+        "finished": {"stop": 4, "length": 5},
+        "histograms": {"inter_token_latency_seconds": {"buckets": [[0.001, 1], [0.5, 2], ["+Inf", 6]], "sum": 7.5}},
+    }
+    model = 'a\\b"c\nd'
+    text = render_metrics([{**values, "engine": "0"}, {**values, "engine": "1"}], model).decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    for prefix in ("fleetfoot", "vllm"):
+        found = {}
+        for family in families.values():
+            for sample in family.samples:
+                labels = sample.labels
+                if sample.name.startswith(prefix) and (labels["model_name"], labels["engine"]) == (model, "1"):
+                    name = sample.name.removeprefix(f"{prefix}:")
+                    found[name, labels.get("le") or labels.get("finished_reason")] = sample.value
+        assert found == {
+            ("num_requests_running", None): 3,
+            ("kv_cache_usage_perc", None): 0.25,
+            ("prompt_tokens_total", None): 2e9,
+            ("request_success_total", "stop"): 4,
+            ("request_success_total", "length"): 5,
+            ("inter_token_latency_seconds_bucket", "0.001"): 1,
+            ("inter_token_latency_seconds_bucket", "0.5"): 2,
+            ("inter_token_latency_seconds_bucket", "+Inf"): 6,
+            ("inter_token_latency_seconds_count", None): 6,
+            ("inter_token_latency_seconds_sum", None): 7.5,
+        }
+        kinds = {name: families[f"{prefix}:{name}"].type for name in ("prompt_tokens", "inter_token_latency_seconds")}
+        assert kinds == {"prompt_tokens": "counter", "inter_token_latency_seconds": "histogram"}
