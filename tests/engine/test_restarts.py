@@ -268,6 +268,16 @@ def test_workers_that_end_between_steps_are_restarted_by_the_next_call() -> None
     assert engine.stats().num_restarts == 1
 
 
+def test_a_connector_that_fails_while_transfers_end_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, errors = failing_engine(_Clock())
+    steps = iter([SchedulerOutput(1, [], [], 0, 0, 0)])
+    monkeypatch.setattr(engine.core.scheduler, "schedule_transfers", lambda: next(steps, None))
+    errors.append("the connector")
+    with pytest.raises(WorkerError, match="RuntimeError: the connector"):
+        engine.run_held(engine.core.settle_transfers)
+    assert (engine.run_held(lambda: "called"), engine.stats().num_restarts) == ("called", 1)
+
+
 def test_waiting_requests_are_kept_in_their_order() -> None:
     engine, errors = failing_engine(_Clock(), max_num_seqs=2)
     for name in "abcdef":

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from fleetfoot.engine.stats import StatsCollector, StepStats
-from fleetfoot.executor.protocol import Executor
+from fleetfoot.executor.protocol import Executor, WorkerError
 from fleetfoot.records.kv_connector import SchedulerConnector
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import EngineOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput, TokenMasks
@@ -206,14 +206,20 @@ class EngineCore:
         """End all transfers: when this returns, no KV is read or written. No step is in flight, no request runs.
 
         Loads start again later. Blocks that are held for other engines are released, after reads that are under way.
+        Raises WorkerError: a step, or the connector in it, has failed.
         """
         scheduler = self.scheduler
         scheduler.restart_loads()
-        scheduler.transfers.evict_all()
-        while (output := scheduler.schedule_transfers()) is not None:
-            self._queue(output, self.clock(), self.clock())
-            self._retire()  # has no outputs: a load that fails starts again too
-            scheduler.transfers.evict_all()  # what could not be evicted while it was read
+        try:
+            scheduler.transfers.evict_all()
+            while (output := scheduler.schedule_transfers()) is not None:
+                self._queue(output, self.clock(), self.clock())
+                self._retire()  # has no outputs: a load that fails starts again too
+                scheduler.transfers.evict_all()  # what could not be evicted while it was read
+        except WorkerError:
+            raise
+        except Exception as error:  # of a worker in this process, or of the connector
+            raise WorkerError(f"a step that ends transfers has failed: {type(error).__name__}: {error}") from error
 
     def report_finished(self) -> None:
         """Send the ids of the last finished requests to the KV connector, in an idle step if no other step follows."""

@@ -128,7 +128,7 @@ class PaddingWork:
 
     def _log_padding(self, num_rows: int) -> None:
         """Logprobs of prompts, in a dry pass."""
-        token_ids = torch.empty(num_rows, dtype=torch.int64, device=self._step.iota.device)
+        token_ids = torch.zeros(num_rows, dtype=torch.int64, device=self._step.iota.device)
         self._step.sampler.prompt_logprobs.logprobs(self._empty_hidden(num_rows), token_ids, 0)
 
     def _empty_hidden(self, num_rows: int) -> torch.Tensor:
