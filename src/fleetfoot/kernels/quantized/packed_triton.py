@@ -1,10 +1,10 @@
 """Linear layers with weights of 4 bits in Triton: see `fleetfoot.kernels.quantized.packed`.
 
-A word has codes of 8 spans of inputs, and each is a product of its own: its codes become the low bits of bfloat16 (or
-float16) numbers from 128 (1024) on, by two integer operations, and no code changes its place. Up to 8 rows, what that
-adds is subtracted from the sums of a group, with the zero point: a product with ones has the sum of its inputs. So
-weights are never rounded. From 9 rows on zero points are subtracted from the codes, and from some hundreds on a kernel
-writes the weight, a part of the outputs at a time, for the library.
+A word has codes of 8 spans of inputs: they become the low bits of bfloat16 (or float16) numbers from 128 (1024) on, by
+integer operations, and no code changes its place. Up to 8 rows each span is a product of its own, and what that adds is
+subtracted from the sums of a group, with the zero point: a product with ones has the sum of its inputs. So weights are
+never rounded. From 9 rows on zero points are subtracted from the codes, and the spans of a group are one product, in
+registers. From some hundreds on a kernel writes the weight, a part of the outputs at a time, for the library.
 """
 
 from __future__ import annotations
@@ -82,9 +82,12 @@ def packed_tiling(num_rows: int, num_outputs: int, num_inputs: int, num_sms: int
     if num_rows >= LIBRARY_ROWS:
         return PackedTiling("library")
     row_tile = max(16, min(128, next_power_of_2(num_rows)))
-    outputs, stages, warps = (64, 4, 4) if num_outputs <= 64 * 64 else (128, 3, 8)
+    outputs, stages, warps = 128, 4 if row_tile <= 32 else 3, 8
+    if row_tile == 64 and num_inputs < 8192:
+        outputs, stages, warps = 64, 4, 4
     programs = cdiv(num_outputs, outputs) * cdiv(num_rows, row_tile)
-    splits = count_splits(programs, num_inputs, BLOCK, num_sms)
+    # Tiles of many rows are large enough to have a multiprocessor each.
+    splits = count_splits(programs, num_inputs, BLOCK, num_sms // 2 if row_tile == 128 else num_sms, most=8)
     return PackedTiling("tiled", outputs, row_tile, stages, warps, splits)
 
 
@@ -194,19 +197,72 @@ def launch_packed_few_rows(
 
 
 @triton_kernel()
-def _codes_of(words, place: tl.constexpr, dtype: tl.constexpr, is_e2m1: tl.constexpr):
+def _codes_of(words, place: tl.constexpr, dtype: tl.constexpr, is_e2m1: tl.constexpr, in_pairs: tl.constexpr):
     """The codes of a place as numbers of ``dtype``: from 128 on in bfloat16, from 1024 on in float16; e2m1: twice the
-    values."""
-    codes = (words >> (4 * place)) & 15
-    if is_e2m1:
-        exponent = (codes >> 1) & 3
-        doubled = tl.where(exponent == 0, codes & 1, (2 + (codes & 1)) << tl.maximum(exponent - 1, 0))
-        result = tl.where(codes >= 8, -doubled, doubled).to(tl.float32).to(dtype)
-    elif dtype == tl.bfloat16:
-        result = (codes | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    values.
+
+    ``in_pairs``: two codes take half the instructions, on Hopper GPUs: the halves of two words with that place are
+    joined, which all places of a half share.
+    """
+    if in_pairs and is_e2m1:
+        # Exponent and mantissa go to the lowest bits of the number's exponent and to the highest of its mantissa, where
+        # they are 2^-126 (2^-14) times the value; products of subnormal numbers are exact.
+        is_bfloat16: tl.constexpr = dtype == tl.bfloat16
+        bit: tl.constexpr = 4 * (place % 4)
+        left: tl.constexpr = max((6 if is_bfloat16 else 9) - bit, 0)
+        right: tl.constexpr = max(bit - (6 if is_bfloat16 else 9), 0)
+        mask: tl.constexpr = 0x01C001C0 if is_bfloat16 else 0x0E000E00
+        factor: tl.constexpr = 0x7F007F00 if is_bfloat16 else 0x78007800
+        kind: tl.constexpr = "bf16x2" if is_bfloat16 else "f16x2"
+        result = tl.inline_asm_elementwise(
+            f"{{ .reg .b32 t, m, f; prmt.b32 t, $1, $2, {0x5410 if place < 4 else 0x7632}; shl.b32 m, t, {left};"
+            f" shr.u32 m, m, {right}; and.b32 m, m, {mask}; shl.b32 t, t, {12 - bit};"
+            f" lop3.b32 t, t, 0x80008000, m, 234; mov.b32 f, {factor}; mul.rn.{kind} $0, t, f; }}",
+            "=r,r,r", [words], dtype=dtype.value, is_pure=True, pack=2,
+        )  # fmt: skip
+    elif in_pairs:
+        number: tl.constexpr = 0x43004300 if dtype == tl.bfloat16 else 0x64006400
+        result = tl.inline_asm_elementwise(
+            f"{{ .reg .b32 t; prmt.b32 t, $1, $2, {0x5410 if place < 4 else 0x7632}; shr.u32 t, t, {4 * (place % 4)};"
+            f" lop3.b32 $0, t, 0x000f000f, {number}, 234; }}",
+            "=r,r,r", [words], dtype=dtype.value, is_pure=True, pack=2,
+        )  # fmt: skip
     else:
-        result = (codes | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
+        codes = (words >> (4 * place)) & 15
+        if is_e2m1:
+            exponent = (codes >> 1) & 3
+            doubled = tl.where(exponent == 0, codes & 1, (2 + (codes & 1)) << tl.maximum(exponent - 1, 0))
+            result = tl.where(codes >= 8, -doubled, doubled).to(tl.float32).to(dtype)
+        elif dtype == tl.bfloat16:
+            result = (codes | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        else:
+            result = (codes | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
     return result
+
+
+@triton_kernel()
+def _codes_of_block(words, first: tl.constexpr, places: tl.constexpr, dtype: tl.constexpr, is_e2m1: tl.constexpr,
+                    in_pairs: tl.constexpr):  # fmt: skip
+    """``[outputs, places * span]``: the codes of ``places`` places (a power of 2) from the ``first`` on, in order."""
+    result = _codes_of(words, first, dtype, is_e2m1, in_pairs)
+    if places >= 2:
+        result = _in_order(result, _codes_of(words, first + 1, dtype, is_e2m1, in_pairs))
+    if places >= 4:
+        third = _codes_of(words, first + 2, dtype, is_e2m1, in_pairs)
+        result = _in_order(result, _in_order(third, _codes_of(words, first + 3, dtype, is_e2m1, in_pairs)))
+    if places == 8:
+        fifth = _codes_of(words, 4, dtype, is_e2m1, in_pairs)
+        sixth = _codes_of(words, 5, dtype, is_e2m1, in_pairs)
+        seventh = _codes_of(words, 6, dtype, is_e2m1, in_pairs)
+        eighth = _codes_of(words, 7, dtype, is_e2m1, in_pairs)
+        result = _in_order(result, _in_order(_in_order(fifth, sixth), _in_order(seventh, eighth)))
+    return result
+
+
+@triton_kernel()
+def _in_order(low, high):
+    """``[outputs, 2 * n]`` of two ``[outputs, n]``."""
+    return tl.join(low, high).permute(0, 2, 1).reshape(low.shape[0], 2 * low.shape[1])
 
 
 @triton_kernel()
@@ -287,9 +343,9 @@ def _packed_few_rows_kernel(
                 x = tl.load(x_ptr + x_row * x_stride + column, mask=is_row, other=0.0)
             else:
                 x = tl.load(x_ptr + x_row * x_stride + column, mask=is_row & (column < num_inputs), other=0.0)
-            part = tl.dot(_codes_of(words, place, dtype, is_e2m1), x, part)
+            part = tl.dot(_codes_of(words, place, dtype, is_e2m1, overlap), x, part)
             if gated:
-                up_part = tl.dot(_codes_of(ups, place, dtype, is_e2m1), x, up_part)
+                up_part = tl.dot(_codes_of(ups, place, dtype, is_e2m1, overlap), x, up_part)
             if not is_e2m1:
                 total = tl.dot(ones, x, total)
             if group > 0 and (place + 1) * span % min(group, 8 * span) == 0:
@@ -340,19 +396,23 @@ def _packed_tiled_kernel(
     word = in_tile[:, None] * num_words + in_span[None, :]  # [outputs, span]
     row = tl.program_id(1) * row_tile + tl.arange(0, row_tile)
     is_row = row[None, :] < num_rows
-    x_ptrs = x_ptr + row[None, :].to(tl.int64) * x_stride + in_span[:, None]  # [span, row_tile]
+    places: tl.constexpr = 8 if group == 0 else min(group, 8 * span) // span  # of a group, in a block
+    in_group = tl.arange(0, places * span)
+    x_ptrs = x_ptr + row[None, :].to(tl.int64) * x_stride + in_group[:, None]  # [places * span, row_tile]
     group_row = (first + in_tile).to(tl.int64) * num_groups
     sums = tl.zeros((outputs, row_tile), tl.float32)
-    part = tl.zeros((outputs, row_tile), tl.float32)
     wait_for_inputs(overlap)
+    scale = tl.full((outputs,), 1.0, tl.float32)
     zero = tl.full((outputs,), 8.0 + base, tl.float32)
-    if has_zeros and group == 0:
-        zero = tl.load(zeros_ptr + group_row).to(tl.float32) + base
+    if group == 0:
+        scale = tl.load(scales_ptr + group_row).to(tl.float32)
+        if has_zeros:
+            zero = tl.load(zeros_ptr + group_row).to(tl.float32) + base
     for begin in tl.range(begin_word, end_word, span, num_stages=stages):
         words = tl.load(tile_ptr + word + begin)
-        for place in tl.static_range(8):
-            column = begin * 8 + place * span
-            if group > 0 and place * span % min(group, 8 * span) == 0:
+        for first_place in tl.static_range(0, 8, places):
+            column = begin * 8 + first_place * span
+            if group > 0:
                 index = tl.minimum(column // group, num_groups - 1)
                 scale = tl.load(scales_ptr + group_row + index).to(tl.float32)
                 if has_zeros:
@@ -360,17 +420,11 @@ def _packed_tiled_kernel(
             if whole:
                 x = tl.load(x_ptrs + column, mask=is_row, other=0.0)
             else:
-                x = tl.load(x_ptrs + column, mask=is_row & (column + in_span[:, None] < num_inputs), other=0.0)
-            weight = _codes_of(words, place, dtype, is_e2m1)
+                x = tl.load(x_ptrs + column, mask=is_row & (column + in_group[:, None] < num_inputs), other=0.0)
+            weight = _codes_of_block(words, first_place, places, dtype, is_e2m1, overlap)
             if not is_e2m1:
                 weight = weight - zero.to(dtype)[:, None]
-            part = tl.dot(weight, x, part)
-            if group > 0 and (place + 1) * span % min(group, 8 * span) == 0:
-                sums += part * (scale * (0.5 if is_e2m1 else 1.0))[:, None]
-                part = tl.zeros((outputs, row_tile), tl.float32)
-    if group == 0:
-        scale = tl.load(scales_ptr + group_row).to(tl.float32)
-        sums = part * (scale * (0.5 if is_e2m1 else 1.0))[:, None]
+            sums += tl.dot(weight, x) * (scale * (0.5 if is_e2m1 else 1.0))[:, None]
     if has_bias and not is_split:
         sums += tl.load(bias_ptr + first + in_tile).to(tl.float32)[:, None]
     is_written = (output[:, None] < num_valid) & is_row
@@ -400,7 +454,7 @@ def _write_weight_kernel(
         scale = tl.load(scales_ptr + index, mask=is_output, other=0.0).to(tl.float32)[:, None]
         codes = (words >> (4 * place)) & 15
         if is_e2m1:
-            values = _codes_of(words, place, tl.bfloat16, True).to(tl.float32) * 0.5
+            values = _codes_of(words, place, tl.bfloat16, True, overlap).to(tl.float32) * 0.5
         elif has_zeros:
             values = codes.to(tl.float32) - tl.load(zeros_ptr + index, mask=is_output, other=0).to(tl.float32)[:, None]
         else:

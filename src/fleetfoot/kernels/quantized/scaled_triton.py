@@ -103,10 +103,10 @@ def scaled_tiling(
     return ScaledTiling("tiled", outputs, inputs, row_tile, 4, 4, splits)
 
 
-def count_splits(programs: int, num_inputs: int, inputs: int, num_sms: int) -> int:
+def count_splits(programs: int, num_inputs: int, inputs: int, num_sms: int, most: int = 4) -> int:
     """Ranges of the inputs, so that ``programs`` keep the multiprocessors busy. ``inputs``: of a step of a program."""
     splits = 1
-    while splits < 4 and programs * splits * 2 <= 2 * num_sms and num_inputs >= splits * 2 * 4 * inputs:
+    while splits < most and programs * splits * 2 <= 2 * num_sms and num_inputs >= splits * 2 * 4 * inputs:
         splits *= 2
     return splits
 

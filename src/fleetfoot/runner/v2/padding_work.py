@@ -94,7 +94,7 @@ class PaddingWork:
         yield self.eager(EagerStep(prompt(most)))
         for key in keys:
             if key.part == "forward" and (key.shape.is_decode or key.shape.num_tokens in table.split):
-                yield self.of_graph(key)
+                yield partial(self._step_of_graph, key)
         steps = eager_steps(
             () if table.shapes else decode_sizes(self._max_num_seqs),
             max_num_seqs=self._max_num_seqs,
@@ -133,6 +133,10 @@ class PaddingWork:
 
     def _empty_hidden(self, num_rows: int) -> torch.Tensor:
         return self._hidden.new_empty((num_rows, self._hidden.shape[1]))
+
+    def _step_of_graph(self, key: GraphKey) -> None:
+        """`of_graph`, made in the pass that runs it."""
+        self.of_graph(key)()
 
     def of_graph(self, key: GraphKey) -> Callable[[], StepOutput]:
         """What a graph does, for padding requests."""
@@ -175,9 +179,10 @@ class PaddingWork:
     def eager(self, step: EagerStep) -> Callable[[], object]:
         """A step without a graph, of padding requests; not what samplers other than the plain one launch."""
         shape, num_to_propose = step.shape, self._step.drafting.number(step.num_to_propose)
-        batch = self._step.buffers.batch(shape, [], is_warm_up=True)
 
         def work() -> None:
+            # Made in the pass that runs it: what a dry pass makes has no memory.
+            batch = self._step.buffers.batch(shape, [], is_warm_up=True)
             step_output = self._step.forward(batch, self._pipeline.buffers, reads_all=step.reads_all)
             if isinstance(step_output.hidden_states, IntermediateTensors):
                 return
