@@ -41,7 +41,7 @@ OFFLOAD = connector("OffloadingConnector", num_cpu_blocks=200)
 
 @pytest.fixture(autouse=True)
 def own_connector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The connector of CONTRIBUTING.md, which keeps blocks in a dictionary."""
+    """The connector of the room's page, which keeps blocks in a dictionary."""
     return Page(tmp_path, monkeypatch).add_module("own_connector", "connector")
 
 

@@ -1,4 +1,4 @@
-"""The examples of CONTRIBUTING.md do what the page describes."""
+"""The examples of CONTRIBUTING.md, and of the pages of two rooms, do what the pages describe."""
 
 import re
 import sys
@@ -27,7 +27,9 @@ from fleetfoot.kernels.registry import DeviceFacts
 from fleetfoot.quantization.base import LinearMethods
 from fleetfoot.weights.loading import ModelLoader
 
-PAGE = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+_ROOT = Path(__file__).parents[2]
+_ROOMS = (_ROOT / "src" / "fleetfoot" / name / "README.md" for name in ("kv_transfer", "quantization"))
+PAGE = "\n".join(page.read_text(encoding="utf-8") for page in (_ROOT / "CONTRIBUTING.md", *_ROOMS))
 EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)```", PAGE, re.DOTALL))
 VOCAB = 2048  # of the `text_model`
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

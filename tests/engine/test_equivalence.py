@@ -252,19 +252,9 @@ def assert_every_way_agrees(engines: dict[Way | None, LLMEngine], seed: int) -> 
 
 
 def test_every_way_gives_the_same_tokens(engines: dict[Way | None, LLMEngine], request: pytest.FixtureRequest) -> None:
-    """Most seeds are for the llama: it runs in every way, and other models differ in their layers alone."""
+    """The first seed is one with which tight ways preempt, hit prefixes and accept drafts. Most others are for the
+    llama: it runs in every way, and other models differ in their layers alone."""
     model = request.node.callspec.params["engines"]
-
-    @settings(max_examples=4 if model == "llama" else 2, deadline=None)
-    @given(seed=st.integers(0, 2**32 - 1))
-    def check(seed: int) -> None:
-        assert_every_way_agrees(engines, seed)
-
-    check()
-
-
-def test_the_tight_ways_really_preempt(engines: dict[Way | None, LLMEngine]) -> None:
-    """With a seed for which that is known, whatever other tests have run on these engines; tokens are the same too."""
     before = {way: engine.stats() for way, engine in engines.items()}
     assert_every_way_agrees(engines, 6)
     for way in (way for way in engines if way is not None and way.limits == "tight"):
@@ -273,3 +263,10 @@ def test_the_tight_ways_really_preempt(engines: dict[Way | None, LLMEngine]) -> 
         assert after.scheduler.prefix_cache_hits > before[way].scheduler.prefix_cache_hits
         assert way.method is None or after.drafts.num_drafted > before[way].drafts.num_drafted
         assert way.method in (None, "ngram") or after.drafts.num_accepted > before[way].drafts.num_accepted
+
+    @settings(max_examples=3 if model == "llama" else 1, deadline=None)
+    @given(seed=st.integers(0, 2**32 - 1))
+    def check(seed: int) -> None:
+        assert_every_way_agrees(engines, seed)
+
+    check()
