@@ -4,7 +4,7 @@
 #   make test         run the tests, but those of kernels for GPUs
 #   make test-kernels run those of kernels on a CPU, and compile them for GPUs that are not there
 #   make test-quick   run those that take less than a minute together
-#   make check        lint, formatting, import contracts, budgets of lines, and types
+#   make check        lint, formatting, import contracts, budgets of lines, words, and types
 #   make bench        the benchmarks of the host's part, as ratios and microseconds
 
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3.11 python3; do \
@@ -41,6 +41,7 @@ check: .venv/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python tools/line_budgets.py
+	$(BIN)/python tools/words.py
 	$(BIN)/mypy
 
 bench: .venv/dev

@@ -159,7 +159,7 @@ class CompletionOutput(_LogprobsWhenRead):
     cumulative_logprob: float | None = None
     """Sum of the sampled tokens' logprobs; None if they were not requested."""
     logprobs: list[dict[int, Logprob]] | None = None
-    """For each token, its own logprob and those of the most probable ones."""
+    """The logprob of each token, and those of the most probable ones."""
     finish_reason: str | None = None
     """``stop``, ``length``, ``abort`` or ``error``; None while it is unfinished."""
     stop_reason: int | str | None = None
@@ -185,7 +185,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """For each prompt token; None for the first."""
+    """Logprobs of each prompt token; None for the first."""
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     num_cached_tokens: int = 0
     """Prompt tokens with prefix cache hits."""

@@ -87,7 +87,7 @@ def test_streams(server: RunningServer, client: httpx.Client) -> None:
 @pytest.mark.parametrize(
     "variables", [{}, {"opens": True}, {"enable_thinking": False}], ids=["perhaps", "opens", "closed"]
 )
-def test_a_constraint_applies_behind_reasoning(client: httpx.Client, variables: dict[str, Any]) -> None:
+def test_a_constraint_applies_after_reasoning(client: httpx.Client, variables: dict[str, Any]) -> None:
     fields: dict[str, Any] = {"chat_template_kwargs": variables, "guided_choice": ["yes", "no"]}
     if variables.get("opens"):
         fields["thinking_token_budget"] = 5
@@ -96,7 +96,7 @@ def test_a_constraint_applies_behind_reasoning(client: httpx.Client, variables: 
     assert ("reasoning" in message) == ("opens" in variables)
 
 
-def test_a_call_behind_reasoning(client: httpx.Client) -> None:
+def test_a_call_after_reasoning(client: httpx.Client) -> None:
     fields = {"tools": [CLOCK], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 90}
     (choice,) = chat(client, thinking_token_budget=5, **fields)["choices"]
     message = choice["message"]
@@ -105,7 +105,7 @@ def test_a_call_behind_reasoning(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("thinks", [None, False])
-def test_json_or_calls_behind_reasoning(client: httpx.Client, thinks: bool | None) -> None:
+def test_json_or_calls_after_reasoning(client: httpx.Client, thinks: bool | None) -> None:
     form = {"type": "json_schema", "json_schema": {"schema": {"enum": [12]}}}
     fields: dict[str, Any] = {"tools": [CLOCK], "response_format": form, "parallel_tool_calls": False, "seed": 1}
     fields["chat_template_kwargs"] = {} if thinks is None else {"enable_thinking": thinks}

@@ -69,7 +69,7 @@ def test_a_tool_that_does_not_exist_is_refused(llm):
 
 
 @pytest.mark.parametrize("opens", [True, False])
-def test_a_constraint_applies_behind_reasoning(llm, opens):
+def test_a_constraint_applies_after_reasoning(llm, opens):
     """Without a mark in the prompt, the model begins with the answer, since it never writes the mark."""
     params = SamplingParams(max_tokens=30, temperature=0, structured_outputs={"choice": ["yes", "no"]})
     variables = {"think": opens}
@@ -130,7 +130,7 @@ def test_a_budget_of_reasoning_in_channels(harmony, constraint, budget):
 
 
 @pytest.mark.parametrize("budget", [3, None])
-def test_a_call_is_forced_behind_reasoning_in_channels(harmony, budget):
+def test_a_call_is_forced_after_reasoning_in_channels(harmony, budget):
     options = {"tools": TOOLS, "tool_choice": NAMED, "thinking_token_budget": budget, "chat_template": CHANNELS}
     params = SamplingParams(max_tokens=200, temperature=0, bad_words=[] if budget else ["analysis"])
     (output,) = harmony.chat(ASK, params, use_tqdm=False, **options)

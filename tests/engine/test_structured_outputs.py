@@ -297,7 +297,7 @@ def test_logprobs_are_of_the_models_logits(kind: str, engines: dict[str, LLMEngi
         ("v2", "ngram", "<|assistant|>"),
     ],
 )
-def test_a_grammar_begins_behind_reasoning(kind: str, path: str, marker: str, text_model: Path) -> None:
+def test_a_grammar_begins_after_reasoning(kind: str, path: str, marker: str, text_model: Path) -> None:
     tokenizer = Tokenizer.from_path(text_model)
     (end,) = tokenizer.encode(marker, add_special_tokens=False)
     engine = make_engine(text_model, model_runner=kind, **PATHS[path])

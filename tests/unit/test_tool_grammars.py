@@ -22,7 +22,7 @@ from fleetfoot.parsers.registry import TOOL_FORMATS, MessageFormat
 from fleetfoot.parsers.typed import argument_variants
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
 from fleetfoot.structured.bits import set_only
-from fleetfoot.structured.grammars import behind_reasoning, framed, make_grammar
+from fleetfoot.structured.grammars import after_reasoning, framed, make_grammar
 from fleetfoot.structured.state import ReasoningEnd
 from fleetfoot.structured.vocabulary import VocabularySource
 
@@ -369,9 +369,9 @@ def test_an_answer_in_json_or_calls(vocabulary):
     "constraint", [{"choice": ["yes", "no"]}, {"regex": "yes|no"}, {"json": {"enum": ["yes", "no"]}}], ids=str
 )
 @pytest.mark.parametrize(("begin", "end"), [("<think>", "</think>"), ("<|start|>", "<|end|>")])
-def test_an_answer_behind_reasoning_or_without(vocabulary, begin, end, constraint):
+def test_an_answer_after_reasoning_or_without(vocabulary, begin, end, constraint):
     params = StructuredOutputsParams(**constraint)
-    grammar = behind_reasoning(make_grammar(params, Rules({}), lambda grammar: ""), begin, end, Rules(vocabulary[2]))
+    grammar = after_reasoning(make_grammar(params, Rules({}), lambda grammar: ""), begin, end, Rules(vocabulary[2]))
     yes, no = ('"yes"', '"no"') if "json" in constraint else ("yes", "no")
     for text in (yes, f"{begin}Hm, {{}} {no}\n{end}\n\n{no}", f"{begin}{end}{no}"):
         assert _accepts(vocabulary, grammar, text)

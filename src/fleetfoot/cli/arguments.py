@@ -216,7 +216,7 @@ _FLAGS = {
     "truncate_prompt_tokens": _Flag(int, "keep this many tokens from the end of a prompt; -1: as many as fit", "N"),
 }
 SAMPLING_NAMES = tuple(_FLAGS)
-"""For each field of `SamplingParams`, except ``output_kind``, which commands set, and ``extra_args`` and
+"""The flags of each field of `SamplingParams`, except ``output_kind``, which commands set, and ``extra_args`` and
 ``logits_processors``, for programs."""
 
 _UNITS = {

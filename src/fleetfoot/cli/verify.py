@@ -85,7 +85,7 @@ below). The exit code is 0.
   paths: name -> num_different and share (outputs that differ from those of V2's batch), num_wrong (of these),
     largest_gap (of the two most probable logprobs at a first difference of greedy outputs; null: none), or error
   float32: null in float32, else num_tokens (greedy ones), num_different and share (not the most probable in float32),
-    num_wrong (of these: behind by more than twice the tolerance), largest_gap (float32's most probable logprob less
+    num_wrong (of these: by more than twice the tolerance), largest_gap (float32's most probable logprob less
     that of the token), or error
 The exit code is 0 if both runners have equal tokens and nothing is wrong, 1 if not, 2 if the command was wrong."""
 
@@ -379,7 +379,7 @@ def _logprobs(run: RequestOutput, end: int) -> list[dict[int, Logprob] | None]:
 def _logprob_differences(
     v1: dict[int, Logprob] | None, v2: dict[int, Logprob] | None, request: int, position: int
 ) -> Iterator[dict[str, Any]]:
-    """For each token that both have."""
+    """The differences of the logprobs of each token that both have."""
     for token, before in (v1 or {}).items():
         if v2 is not None and (after := v2.get(token)) is not None:
             is_equal = before.logprob == after.logprob  # both may be infinite

@@ -54,7 +54,7 @@ MOE_DEFAULTS: dict[str, Any] = {
     "shared_expert_intermediate_size": 512,
     "norm_topk_prob": True,
 }
-"""Of Qwen3-Next."""
+"""Defaults of Qwen3-Next."""
 QWEN3_5_MOE_DEFAULTS: dict[str, Any] = {
     **QWEN3_5_DEFAULTS,
     **MOE_DEFAULTS,

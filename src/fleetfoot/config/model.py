@@ -34,9 +34,9 @@ class RopeConfig:
     """The first elements of each head that are rotated; None: all."""
 
     def for_context(self, max_model_len: int) -> RopeConfig:
-        """With the choice between two sets of factors that ``longrope`` makes, as ``is_long`` of the parameters: the
-        long ones if the longest sequence is longer than those of the original training. It is made once, because keys
-        that were rotated with one set do not fit queries with the other."""
+        """A config with the choice between two sets of factors that ``longrope`` makes, as ``is_long`` of the
+        parameters: the long ones if the longest sequence is longer than those of the original training. It is made
+        once, because keys that were rotated with one set do not fit queries with the other."""
         if self.rope_type != "longrope" or "is_long" in self.parameters:
             return self
         is_long = max_model_len > self.parameters["original_max_position_embeddings"]
@@ -90,7 +90,7 @@ class AttentionSpec:
     has_sinks: bool = False
     """Whether each query head has a learned logit that joins the softmax's denominator (GPT-OSS)."""
     has_output_gate: bool = False
-    """Whether the heads' outputs are multiplied by a sigmoid, which ``q_proj`` has the inputs of behind each head's
+    """Whether the heads' outputs are multiplied by a sigmoid, which ``q_proj`` has the inputs of after each head's
     query (Qwen3-Next)."""
 
     def linears(self, hidden_size: int, num_ranks: int = 1) -> tuple[Linear, ...]:
@@ -120,7 +120,7 @@ class GatedDeltaNetSpec:
     head_k_dim: int
     head_v_dim: int
     num_taps: int
-    """Of the convolution."""
+    """Taps of the convolution."""
     is_grouped: bool = False
     """Whether the checkpoint has two projections with the outputs of each head of k together (Qwen3-Next), rather than
     four."""
@@ -166,14 +166,14 @@ class Mamba2Spec:
     num_heads: int
     head_dim: int
     num_groups: int
-    """Of B and C; each serves consecutive heads."""
+    """Groups of B and C; each serves consecutive heads."""
     state_size: int
     """Elements of B and C of a group."""
     num_taps: int
-    """Of the convolution."""
+    """Taps of the convolution."""
     has_conv_bias: bool = True
     has_bias: bool = False
-    """Of the two projections."""
+    """Whether the two projections have biases."""
 
     @property
     def value_size(self) -> int:
@@ -210,7 +210,7 @@ class ShortConvSpec:
     num_taps: int
     channels: int
     has_bias: bool = False
-    """Of the convolution and the two projections."""
+    """Whether the convolution and the two projections have biases."""
 
     def linears(self, hidden_size: int, num_ranks: int = 1) -> tuple[Linear, ...]:
         """The linear layers on one of ``num_ranks``: two gates and the input; the output."""
@@ -236,9 +236,9 @@ class StateShapes(NamedTuple):
     """What a recurrent mixer keeps of a request, on one rank."""
 
     recurrent: tuple[int, ...]
-    """Of the recurrence's matrices, ``[heads, rows, columns]``; empty: it has none."""
+    """Shape of the recurrence's matrices, ``[heads, rows, columns]``; empty: it has none."""
     inputs: tuple[int, ...]
-    """Of the convolution's last inputs, ``[taps - 1, channels]``, in the model's dtype."""
+    """Shape of the convolution's last inputs, ``[taps - 1, channels]``, in the model's dtype."""
 
     @property
     def num_recurrent(self) -> int:
@@ -290,7 +290,7 @@ class RouterSpec:
     """How the experts of a token are chosen from the router's logits, and weighted."""
 
     scores: str = "softmax"
-    """Of the logits: ``softmax`` or ``sigmoid``."""
+    """Function of the logits: ``softmax`` or ``sigmoid``."""
     is_normalized: bool = True
     """Whether the weights of the chosen experts are divided by their sum. With softmax that is a softmax over the
     logits of the chosen ones."""
@@ -314,7 +314,7 @@ class ExpertsSpec:
     num_chosen: int
     """Experts of a token."""
     intermediate_size: int
-    """Of one expert."""
+    """Size of one expert."""
     router: RouterSpec = RouterSpec()
     has_bias: bool = False
     """Whether the matrices of experts have biases."""
@@ -323,7 +323,7 @@ class ExpertsSpec:
     * gate)`` (GPT-OSS)."""
     alpha: float = 1.0
     limit: float = 0.0
-    """Of ``clamped``."""
+    """Limit of ``clamped``."""
     shared_size: int = 0
     """Intermediate size of the MLP that every token passes; 0: there is none."""
     has_shared_gate: bool = False
@@ -468,7 +468,7 @@ class ModelConfig:
         return replace(self, layers=tuple(map(changed, self.layers)))
 
     def for_context(self, max_model_len: int) -> ModelConfig:
-        """For sequences of at most this many tokens: see `RopeConfig.for_context`."""
+        """A config for sequences of at most this many tokens: see `RopeConfig.for_context`."""
 
         def resolved(layer: LayerSpec) -> LayerSpec:
             if layer.attention is None or layer.attention.rope is None:

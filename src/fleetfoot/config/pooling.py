@@ -131,7 +131,7 @@ class Pooling:
     use_activation: bool = True
     """Whether it is applied unless a request sets it."""
     head: str = "none"
-    """Behind the final norm: see `ModelConfig.head`."""
+    """After the final norm: see `ModelConfig.head`."""
     num_labels: int = 0
     """Outputs of a ``score`` or ``reward`` head."""
     token_ids: tuple[int, ...] = ()

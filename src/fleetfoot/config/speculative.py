@@ -104,7 +104,7 @@ class SpeculativeConfig(JSONSettings):
             )
 
     def _check_lookup(self) -> None:
-        """For n-grams, fill in missing bounds: the default, or the other bound if the default contradicts it."""
+        """Fill in missing bounds of n-grams: the default, or the other bound if the default contradicts it."""
         if self.method != "ngram":
             for name in ("prompt_lookup_max", "prompt_lookup_min"):
                 if getattr(self, name) is not None:

@@ -34,7 +34,7 @@ from fleetfoot.records.forward_context import IntermediateTensors
 _NO_MULTICAST_IN_NCCL = "NCCL_NVLS_ENABLE", "0"
 """See `fleetfoot.distributed.peer_memory.NO_MULTICAST`."""
 _UNLIMITED = timedelta(days=365)
-"""Of operations in which a rank waits for another that sleeps; the end of a process ends them."""
+"""Time limit of operations in which a rank waits for another that sleeps; the end of a process ends them."""
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.12
 
 
@@ -59,7 +59,8 @@ class TensorGroup(RankGroup):
     bitwise_reproducible = False
     """Whether layers gather instead of summing partial results, so that outputs have the same bits as on one rank."""
     rank_sums: RankSums | None = None
-    """For linear layers that are split by inputs and can sum over the ranks themselves; None: there is no such way."""
+    """Sums for linear layers that are split by inputs and can sum over the ranks themselves; None: there is no such
+    way."""
 
     def connect(self) -> None:
         """Wait until all connections are there. Operations that need them wait, too; a graph must not be captured
@@ -76,7 +77,7 @@ class TensorGroup(RankGroup):
     def reducing(self, add_rms_norm: AddRMSNorm) -> AddRMSNorm:
         """`Kernels.add_rms_norm` for an ``x`` that is still to be summed over the ranks.
 
-        Layers that are split by their inputs leave that sum to the norm behind them, where it can be one kernel with
+        Layers that are split by their inputs leave that sum to the norm after them, where it can be one kernel with
         the residual sum and the norm. A group of size 1, or one that gathers, returns the operation itself.
         """
         if self.size == 1 or self.bitwise_reproducible:
@@ -123,9 +124,9 @@ class ExpertGroup(RankGroup):
     rank: int = 0
     size: int = 1
     on_device: dist.ProcessGroup | None = None
-    """Of the backend for the device; None: there is one rank."""
+    """Group of the backend for the device; None: there is one rank."""
     on_host: dist.ProcessGroup | None = None
-    """Of gloo, for what ranks agree on beside their steps."""
+    """Group of gloo, for what ranks agree on beside their steps."""
 
 
 SINGLE_GROUP, SINGLE_EXPERT_GROUP = RankGroup(), ExpertGroup()

@@ -112,8 +112,8 @@ def can_all_reduce(hidden_size: int, dtype: torch.dtype) -> bool:
 
 
 def most_rows(device: torch.device) -> int:
-    """Of `CustomAllReduce`. The programs, one for each row, run at the same time, and a wide one may take a whole
-    multiprocessor."""
+    """Most rows of `CustomAllReduce`. The programs, one for each row, run at the same time, and a wide one may take a
+    whole multiprocessor."""
     return min(ALL_REDUCE_ROWS, gpu_limits(device).num_sms) if device.type == "cuda" else ALL_REDUCE_ROWS
 
 

@@ -15,7 +15,7 @@ class BeamSearchSequence:
 
     tokens: list[int]
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    """For each generated token, the candidates."""
+    """The candidates of each generated token."""
     cum_logprob: float = 0.0
     text: str | None = None
     finish_reason: str | None = None

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def _depth(plan: EnginePlan) -> int:
-    """Steps in flight behind which another one is queued: as many as keep every stage of a pipeline busy."""
+    """Steps in flight after which another one is queued: as many as keep every stage of a pipeline busy."""
     num_stages = plan.config.pipeline_parallel_size
     is_pipelined = num_stages > 1 and plan.config.async_scheduling is not False
     return num_stages if is_pipelined else int(plan.async_scheduling)

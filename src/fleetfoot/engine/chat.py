@@ -69,7 +69,8 @@ class ToolUse:
 
     @classmethod
     def for_chat(cls, tools: Any, choice: Any, *, is_parallel: bool) -> ToolUse:
-        """That of an offline call, where tools that nothing is enforced for may have any form. Raises ValueError."""
+        """The tool use of an offline call, where tools that nothing is enforced for may have any form. Raises
+        ValueError."""
         functions = [tool.get("function") for tool in tools or () if isinstance(tool, Mapping)]
         is_strict = any(isinstance(function, Mapping) and function.get("strict") for function in functions)
         if choice == "none" or (choice == "auto" and not is_strict):
@@ -211,14 +212,14 @@ class ChatFormats:
         constraint = _constraint(form, tools, params)
         can_reason = is_open or (continued is None and form.reasoning.is_possible(end))
         if can_reason:
-            constraint = _behind_reasoning(form, constraint, thinking_token_budget, is_open=is_open)
+            constraint = _after_reasoning(form, constraint, thinking_token_budget, is_open=is_open)
         return ExpectedMessages(form, tools, _constrained(params, constraint), is_reasoning=is_open)
 
 
-def _behind_reasoning(
+def _after_reasoning(
     form: MessageFormat, constraint: StructuredOutputsParams | None, budget: int | None, *, is_open: bool
 ) -> StructuredOutputsParams | None:
-    """The constraint behind reasoning, which ends after ``budget`` tokens."""
+    """The constraint after reasoning, which ends after ``budget`` tokens."""
     assert form.reasoning is not None
     if constraint is None and budget is not None:
         constraint = StructuredOutputsParams(grammar=_ANY_TOKENS)
@@ -450,7 +451,7 @@ class ChatCalls:
         prompt_token_ids: Sequence[int],
         thinking_token_budget: int | None,
     ) -> SamplingParams:
-        """Parameters with which calls are as ``tools`` has them, and a constraint applies behind reasoning."""
+        """Parameters with which calls are as ``tools`` has them, and a constraint applies after reasoning."""
         is_free = not tools.functions and getattr(params, "structured_outputs", None) is None
         if is_free and thinking_token_budget is None:
             return params

@@ -92,7 +92,7 @@ class EngineCore:
         return None if step is None else [*outputs, *self._retire(before_update)]
 
     def step_overlapped(self, before_update: Callable[[], object]) -> list[EngineOutput] | None:
-        """Schedule a step behind those in flight, and wait for the oldest if more than `depth` are in flight.
+        """Schedule a step after those in flight, and wait for the oldest if more than `depth` are in flight.
 
         Without a new step that computes, the oldest is retired at once. A step with requests under a grammar retires
         the steps in flight that have them, before it samples.

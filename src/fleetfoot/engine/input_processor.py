@@ -64,7 +64,7 @@ class EngineRequest:
     """Validated; not shared with the caller, but possibly with other requests."""
     bad_words_token_ids: list[list[int]]
     kv_transfer_params: dict[str, Any] | None
-    """For the KV connector."""
+    """Parameters for the KV connector."""
     max_tokens: int
     """Most output tokens, limited by the model's length."""
     priority: int

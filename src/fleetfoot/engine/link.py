@@ -124,7 +124,7 @@ class EngineLink:
 
 
 def merge_steps(messages: Iterable[EngineMessage]) -> Iterator[EngineMessage]:
-    """The messages, with the outputs of consecutive steps as one: a client that is behind makes one output of them."""
+    """The messages, with the outputs of consecutive steps as one: a client that lags makes one output of them."""
     outputs: Outputs | None = None
     for message in messages:
         if outputs is not None:

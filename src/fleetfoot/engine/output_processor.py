@@ -31,7 +31,7 @@ NO_METRICS = RequestMetrics()
 RUNNING = RequestStatus.RUNNING
 FINAL_ONLY, DELTA = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
 _FIRST_LOGPROB = struct.Struct("=f")
-"""Of `PackedLogprobs`."""
+"""Index of the first logprob in `PackedLogprobs`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +53,7 @@ class _Sequence:
     num_returned: int = 0
     """Tokens in earlier deltas."""
     versions: list[tuple[int, int]] = field(default_factory=list)
-    """(number of tokens, version of the weights that has sampled those behind them), in order."""
+    """(number of tokens, version of the weights that has sampled those after them), in order."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +75,7 @@ class _RequestState:
     metrics: RequestMetrics | None = None
     """Set when it has finished."""
     pooled: tuple[list[int], bytes] | None = None
-    """Of a pooling request: shape and float32 values."""
+    """Result of a pooling request: shape and float32 values."""
 
 
 class OutputProcessor:
@@ -140,7 +140,7 @@ class OutputProcessor:
 
     @property
     def request_ids(self) -> list[str]:
-        """Of the unfinished requests, in the order in which they were added."""
+        """Ids of the unfinished requests, in the order in which they were added."""
         return list(self._requests)
 
     def has(self, request_id: str) -> bool:

@@ -107,7 +107,7 @@ class RemoteCalls:
 
     def abort_requests(self, request_ids: list[str]) -> list[str]:
         """End requests, and those of single prompts of a request (``ID-0``, ``ID-1``, ...); API servers put ``.`` and
-        something random behind ids. Returns those of ``request_ids`` that were found. KV that is held of ended requests
+        something random after ids. Returns those of ``request_ids`` that were found. KV that is held of ended requests
         with these ids is released."""
         wanted = set(request_ids)
         found: dict[str, str] = {}

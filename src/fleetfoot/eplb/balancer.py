@@ -66,7 +66,7 @@ class _Switch:
     moves: tuple[Move, ...] = ()
     """To slots of this rank."""
     version: int | None = None
-    """That of the weights on all ranks; None: they differed."""
+    """Version of the weights on all ranks; None: they differed."""
 
 
 @dataclass(slots=True)

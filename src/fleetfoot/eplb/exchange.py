@@ -139,7 +139,7 @@ class PeerExchange(Exchange):
 
 
 def _words_of(row: torch.Tensor) -> int:
-    """Of 8 bytes, with an even number, so that the next row is aligned."""
+    """The words of 8 bytes, in an even number, so that the next row is aligned."""
     return -(-row.nbytes // 16) * 2
 
 

@@ -39,7 +39,7 @@ from fleetfoot.structured.mask_space import MaskMemory
 from fleetfoot.utils.process import SHORT_COLLECTIONS
 
 _SWITCH_INTERVAL_S = 0.0005
-"""For how long the thread that queues steps may hold Python's lock while another replies; the default, 5 ms, is as long
+"""How long the thread that queues steps may hold Python's lock while another replies; the default, 5 ms, is as long
 as a step."""
 
 

@@ -19,7 +19,7 @@ class LayerFusion:
 
 
 def plan_fusion(config: ModelConfig, runner: str) -> tuple[LayerFusion, ...]:
-    """For each decoder layer of a model. ``runner``: ``v1`` or ``v2``."""
+    """The kind of each decoder layer of a model. ``runner``: ``v1`` or ``v2``."""
     if runner != "v2":
         return (LayerFusion(False, "Model Runner V1 runs plain layers"),) * config.num_layers
     fused = LayerFusion(True, "branches with norms and residual sums")

@@ -52,7 +52,7 @@ class Sum:
     is_partial: bool = False
     """Whether the output is one rank's part of a sum over the tensor group."""
     norm: RMSNorm | None = None
-    """Of the output before it is added."""
+    """Norm of the output before it is added."""
 
 
 Deferred = DeferredRMSNorm | DeferredSum
@@ -165,7 +165,7 @@ class _Output:
     def _defer(
         self, chained: ChainedOutput, x: torch.Tensor, residual: torch.Tensor, next_norm: NormSpec
     ) -> Deferred | None:
-        """With the next norm deferred; None: there is no such kernel."""
+        """The output with the next norm deferred; None: there is no such kernel."""
         norm, own = next_norm.norm, self.norm
         if own is None and next_norm.reads_deferred_norm(len(x)) and not norm.offset:
             return chained.add_and_norm(x, residual, norm.weight, norm.eps, self._rank_sums)
@@ -270,7 +270,8 @@ class _AttentionBranch(_FusedBranch):
     def run(
         self, value: Value, next_norm: NormSpec | None, ctx: ForwardContext, logits: LogitsMetadata | None = None
     ) -> Value:
-        """With ``logits``, no more than K and V are computed of the rows that are not read."""
+        """Run the layers. Where there is ``logits``, no more than K and V are computed of the rows that are not
+        read."""
         attention = self.paged
         x, residual = self._read(value)
         kv_cache, metadata = ctx.kv_caches[attention.kv_index], ctx.attention_of(attention.kv_index)

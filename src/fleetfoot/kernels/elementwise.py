@@ -95,7 +95,7 @@ class DeferredRMSNorm:
 
     @classmethod
     def empty(cls, residual: torch.Tensor, num_parts: int, eps: float) -> DeferredRMSNorm:
-        """For a sum with ``residual [n, hidden]``, to be written by ``num_parts`` programs."""
+        """An empty value for a sum with ``residual [n, hidden]``, to be written by ``num_parts`` programs."""
         squares = torch.empty((num_parts, len(residual)), dtype=torch.float32, device=residual.device)
         weighted = empty_rows(*residual.shape, like=residual)
         return cls(weighted, squares, torch.empty_like(residual), eps)
@@ -123,7 +123,7 @@ class DeferredSum:
     weight: torch.Tensor
     eps: float
     offset: float
-    """Of both norms: see `rms_norm_torch`."""
+    """Offset of both norms: see `rms_norm_torch`."""
     total: torch.Tensor
     """``[n, hidden]``: the residual stream, which the next matmul writes."""
 
@@ -257,7 +257,7 @@ def _load_weight(weight_ptr, column, size, offset: tl.constexpr):
 
 @triton_kernel(specialize=False)
 def _normed_row(value, weight, size, eps):
-    """The norm of one row, ``[tile]`` float32; 0 behind the row."""
+    """The norm of one row, ``[tile]`` float32; 0 after the row."""
     return value * (1.0 / tl.sqrt_rn(tl.sum(value * value, axis=0) / size + eps)) * weight
 
 

@@ -155,7 +155,7 @@ _INSTANTIATED = frozenset({"attention"})
 
 
 def plan_kernels(facts: DeviceFacts) -> KernelPlan:
-    """For each operation, the fastest implementation with requirements that ``facts`` meet."""
+    """The fastest, for each operation, implementation with requirements that ``facts`` meet."""
 
     def is_met(name: str) -> bool:
         device, field = _REQUIREMENTS[name]

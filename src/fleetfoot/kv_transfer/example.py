@@ -36,7 +36,7 @@ _PATH = "shared_storage_path"
 
 @dataclass
 class StoredPrompt:
-    """A prompt in a step, without the tokens behind its last full block."""
+    """A prompt in a step, without the tokens after its last full block."""
 
     key: str
     """The chain hash of its last block: of the tokens, and of the salt of the request."""

@@ -96,7 +96,7 @@ class Attention(Offering):
         heads = even_span(spec.num_heads, group.rank, group.size)
         kv_heads = kv_head_span(spec, group.rank, group.size)
         v = slice(kv_heads.start * head_dim, kv_heads.stop * head_dim)
-        num_gates = int(spec.has_output_gate)  # behind each head's query, and stored before all queries
+        num_gates = int(spec.has_output_gate)  # after each head's query, and stored before all queries
         q_rows = stored_rows(rope, head_dim, heads, 1 + num_gates)
         if num_gates:
             gates = range((2 * heads.start + 1) * head_dim, 2 * heads.stop * head_dim, 2 * head_dim)
@@ -131,7 +131,7 @@ class Attention(Offering):
         return AttentionParts(self.project, self.qkv_proj, self.paged, self.o_proj)
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
-        """q, k and v of ``x [num_tokens, hidden_size]``, in one tensor, behind the gates where there are any."""
+        """q, k and v of ``x [num_tokens, hidden_size]``, in one tensor, after the gates where there are any."""
         return self.qkv_proj(x)
 
     def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:

@@ -42,7 +42,7 @@ class ModelContext:
     """The path in the checkpoint of the module that is built, with a dot at the end."""
 
     def within(self, name: str) -> ModelContext:
-        """For a module of this name in the one that is built."""
+        """The context for a module of this name in the one that is built."""
         return replace(self, prefix=f"{self.prefix}{name}.")
 
 

@@ -30,7 +30,7 @@ class ColumnParallelLinear(WeightModule):
     Args:
         in_features, parts: as in the checkpoint: input features, and each fused layer's name and output features.
         rows, columns: of each part the outputs that this rank computes, and the inputs that it has; None: all.
-        padding: outputs behind the others that are always 0.
+        padding: outputs after the others that are always 0.
         merged: the name of one tensor that has all parts in the checkpoint; None: each part has its own.
     """
 
@@ -73,7 +73,7 @@ class RowParallelLinear(ColumnParallelLinear):
 
     There are two ways over a tensor group. Split by inputs, each rank computes a part of a sum (Megatron-LM, Shoeybi et
     al. 2019): one all-reduce, and rounding that depends on the number of ranks. Split by outputs, the inputs are
-    gathered before and the outputs behind: two messages, and the bits of one rank. `TensorGroup.bitwise_reproducible`
+    gathered before and the outputs after: two messages, and the bits of one rank. `TensorGroup.bitwise_reproducible`
     determines which. ``name``: in the checkpoint; ``inputs``: those of ``in_features`` that this rank has.
     """
 
@@ -105,7 +105,7 @@ class RowParallelLinear(ColumnParallelLinear):
 
 
 def padded_span(size: int, context: ModelContext) -> tuple[slice, int]:
-    """This rank's rows of ``size``, shared as the vocabulary is, and the rows of padding behind them."""
+    """This rank's rows of ``size``, shared as the vocabulary is, and the rows of padding after them."""
     group = context.groups.tensor
     rows = vocab_span(size, group.rank, group.size)
     return rows, vocab_rows(size, group.size) - (rows.stop - rows.start)

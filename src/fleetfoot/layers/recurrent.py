@@ -125,7 +125,7 @@ class GatedDeltaNet(StateMixer):
         values = even_span(v_size, group.rank, group.size)
         self.out_proj = RowParallelLinear(context, "out_proj", v_size, hidden, False, values)
         self._sizes = tuple(size * (k_heads.stop - k_heads.start) for size in sizes)
-        """Of q, k, v and the gate on this rank."""
+        """Sizes of q, k, v and the gate on this rank."""
         normed = self._sizes[0] + self._sizes[1]
         self._taps = CausalConv(self.conv1d.weight, None, True, norm_size=spec.head_k_dim, num_normed=normed)
         self._decay = Recurrence(self.A_log.values, self.dt_bias.values)

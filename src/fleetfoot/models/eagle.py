@@ -1,6 +1,6 @@
 """EAGLE (Li, Wei, Zhang, Zhang 2024): a decoder layer that carries on the target's last hidden states.
 
-For each token the head reads the embedding of the token behind it and the target's hidden state after the final norm,
+For each token the head reads the embedding of the token after it and the target's hidden state after the final norm,
 and predicts that hidden state one token later. The target's own logits head maps the prediction to logits.
 """
 
@@ -53,7 +53,7 @@ class EagleHead(WeightTree):
         """Predict the target's hidden states one token on, as its logits head reads them, and write K and V.
 
         Args:
-            embeddings: ``[num_tokens, hidden_size]``, of the token behind each token.
+            embeddings: ``[num_tokens, hidden_size]``, of the token after each token.
             hidden: ``[num_tokens, hidden_size]``: of each token, the target's hidden state or its prediction.
             ctx: with the KV caches of the head's layers.
         """

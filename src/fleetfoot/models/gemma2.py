@@ -1,4 +1,4 @@
-"""Gemma 2 (Gemma Team 2024): norms before and behind attention and MLP, soft caps of scores and logits, and windows."""
+"""Gemma 2 (Gemma Team 2024): norms before and after attention and MLP, soft caps of scores and logits, and windows."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class CausalLM(WeightTree):
         return self.is_last and self.config.tie_word_embeddings and self.config.head == "logits"
 
     def make_lm_head(self, context: ModelContext) -> LMHead | TiedLMHead | None:
-        """For a model with `model.embed_tokens` if `is_first` or `has_tied_head`."""
+        """The head of a model with `model.embed_tokens` if `is_first` or `has_tied_head`."""
         if self.has_tied_head and self.model.embed_tokens is not None:
             return TiedLMHead(self.model.embed_tokens, context)
         return LMHead(self.config, context) if self.is_last and self.config.head == "logits" else None

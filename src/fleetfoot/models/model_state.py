@@ -19,7 +19,7 @@ class StateSizes:
     max_num_seqs: int
     """Rows: each running request has one."""
     max_num_tokens: int
-    """Of a step."""
+    """Most tokens of a step."""
     device: torch.device
 
 

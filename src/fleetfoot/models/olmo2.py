@@ -1,4 +1,4 @@
-"""OLMo 2 (Ai2 2024): norms behind attention and MLP instead of before, and norms of q and k over all of their heads."""
+"""OLMo 2 (Ai2 2024): norms after attention and MLP instead of before, and norms of q and k over all of their heads."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Olmo2Attention(Attention):
 
 
 class Olmo2DecoderLayer(DecoderLayer):
-    """With the norms of `Olmo2Attention`; those after attention and MLP follow the config."""
+    """A layer with the norms of `Olmo2Attention`; those after attention and MLP follow the config."""
 
     attention_class: ClassVar[type[Attention]] = Olmo2Attention
 

@@ -41,7 +41,7 @@ typedef struct {
     float tile_max[ROWS], tile_sum[ROWS]; /* in base 2: weights are 2^(score * scale * log2(e) - max) */
     float max[ROWS], sum[ROWS];
     int low[ROWS], high[ROWS];     /* a row attends to positions low <= p < high of the tile */
-    const char *key_rows[TILE];    /* the address of each position's key; its value is side_bytes behind */
+    const char *key_rows[TILE];    /* the address of each position's key; its value is side_bytes after */
 } workspace;
 
 /* --- scores ---------------------------------------------------------------------------------------------------- */

@@ -1,7 +1,7 @@
 /* Linear layers of bfloat16 on tiles (AMX). Included by linear.c; its packed weight is read as it is: 16 units of a
  * vector of outputs are a tile with rows PANEL units apart.
  *
- * A group of 16 units is one product of tiles, and groups are added from first to last. Few rows, and the units behind
+ * A group of 16 units is one product of tiles, and groups are added from first to last. Few rows, and the units after
  * the last whole group, are computed by vectors in the same order, so the bits of a row do not depend on the batch.
  */
 #include "tiles.h"
@@ -104,7 +104,7 @@ INLINE void multiply_tile_block(const layer *l, int64_t row, int rows, int64_t p
     ZERO_TILE(2);
     ZERO_TILE(3);
     for (int64_t unit = 0; unit < whole; unit += GROUP, x += GROUP, weight += GROUP * PANEL) {
-        const uint32_t *second = weight + l->units * PANEL; /* the panel behind */
+        const uint32_t *second = weight + l->units * PANEL; /* the panel after */
         LOAD_TILE(X0, x, stride);
         LOAD_TILE(W0, weight, 4 * PANEL);
         MULTIPLY_TILES(0, X0, W0);

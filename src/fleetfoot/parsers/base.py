@@ -12,11 +12,11 @@ class ToolCallDelta:
     """A part of one tool call."""
 
     index: int
-    """Of the call within its message, from 0."""
+    """Index of the call within its message, from 0."""
     id: str | None = None
-    """With the first delta of a call."""
+    """Present in the first delta of a call."""
     name: str | None = None
-    """With the first delta of a call."""
+    """Present in the first delta of a call."""
     arguments: str = ""
     """The next piece of the arguments' JSON text."""
 

@@ -18,7 +18,7 @@ from fleetfoot.parsers.typed import argument_variants, json_text, python_value, 
 _CALL = "call:"
 _KEY_CHARACTERS = "_-.$/@ "
 _MAX_DEPTH = 8
-"""Of objects and lists in a grammar; further ones are empty."""
+"""Depth of objects and lists in a grammar; further ones are empty."""
 _SCALARS = ["number", "boolean", "null"]
 
 
@@ -86,7 +86,7 @@ class GemmaFormat:
         return key
 
     def _read_value(self, reader: Reader, sink: Sink, before: str, depth: int) -> Wait[bool]:
-        """Read a value, which is written behind ``before``. False: it is cut."""
+        """Read a value, which is written after ``before``. False: it is cut."""
         yield from reader.space()
         if (yield from reader.literal(self.quote)):
             sink(f'{before}"')

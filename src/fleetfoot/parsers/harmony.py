@@ -60,7 +60,7 @@ class HarmonyFormat:
 
 
 def _part(kind: str, rules: Rules) -> str:
-    """A part behind the mark of its channel, and what the next one begins with."""
+    """A part after the mark of its channel, and what the next one begins with."""
     return rules.add(f"{rules.text(kind + _MESSAGE)} {rules.until(_END)} {rules.text(_START + 'assistant')}")
 
 
@@ -70,7 +70,7 @@ def _call(tool: Tool, rules: Rules) -> str:
 
 
 def _call_of_role(tool: Tool, rules: Rules) -> str:
-    """A call with the recipient behind the role."""
+    """A call with the recipient after the role."""
     before = rules.text(" to=functions.", tool.name, f"{_CHANNEL}commentary ")
     return f'{before} {rules.text(_CONSTRAIN)}? "json" {rules.text(_MESSAGE)} {rules.arguments(tool)}'
 

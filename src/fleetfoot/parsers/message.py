@@ -58,7 +58,7 @@ class ToolFormat(Protocol):
 
     @property
     def id_length(self) -> int | None:
-        """Of the ids of calls; None: OpenAI's form."""
+        """Length of the ids of calls; None: OpenAI's form."""
 
     def read(self, reader: Reader, writer: Writer, marker: str, tools: Mapping[str, Tool]) -> Wait[bool]:
         """Read calls after one of ``begin``. False: the text is no call, and nothing was written or dropped."""

@@ -68,12 +68,12 @@ class Reader:
         self.text = ""
         """What has arrived and is not dropped yet."""
         self.position = 0
-        """Of the next character."""
+        """Position of the next character."""
         self.is_over = False
         self.is_cut = False
         """Whether the text might have gone on."""
         self.misses_text = False
-        """Whether something has been looked for behind the end."""
+        """Whether something has been looked for after the end."""
 
     @property
     def is_at_end(self) -> bool:

@@ -25,7 +25,7 @@ Variant = tuple[dict[str, Mapping[str, Any]], set[str]]
 """The schemas of an object's properties, and the names of the required ones."""
 _MAX_VARIANTS = 16
 _MAX_PARTS = 400
-"""Of a schema that are read for the arguments of a tool."""
+"""Parts of a schema that are read for the arguments of a tool."""
 
 
 def property_schema(tool: Tool | None, name: str) -> Mapping[str, Any]:
@@ -62,7 +62,7 @@ def _variants(schema: Any, root: Mapping[str, Any], parts: Iterator[int]) -> lis
 
 
 def _resolved(schema: Any, root: Mapping[str, Any], parts: Iterator[int]) -> Mapping[str, Any]:
-    """A schema without a reference in itself and in its alternatives. Behind so many ``parts`` schemas are empty:
+    """A schema without a reference in itself and in its alternatives. After so many ``parts`` schemas are empty:
     references may be circular."""
     while isinstance(schema, Mapping) and isinstance(reference := schema.get("$ref"), str):
         target: Any = root if next(parts, None) is not None else None

@@ -131,7 +131,7 @@ class _Matrix:
 
     kind: ProductKind | None
     num_rows: int
-    """Of the weight."""
+    """Rows of the weight."""
     num_inputs: int
     has_bias: bool
     dtype: str
@@ -139,7 +139,7 @@ class _Matrix:
     scale: float = 1.0
     head_dim: int = 0
     activation: str = "silu"
-    """Of kind ``gated``."""
+    """Activation of kind ``gated``."""
     method: LinearMethod = UNQUANTIZED.default
 
     def __post_init__(self) -> None:
@@ -282,7 +282,8 @@ class _PlainLayer:
         return {**products, **self._of_experts(rows), **self._attention(rows, requests)}
 
     def _of_experts(self, rows: int) -> Operations:
-        """Of a mixture of experts in place of the MLP: the products of experts, and those of the MLP for all tokens."""
+        """Products of a mixture of experts in place of the MLP: the products of experts, and those of the MLP for all
+        tokens."""
         spec, plan = self._spec, self._plan
         if spec.experts is None:
             return {}

@@ -63,7 +63,7 @@ class EnginePlan:
     """The batch shapes that are captured as graphs."""
     memory: MemoryPlan
     fusion: tuple[LayerFusion, ...]
-    """For each decoder layer, whether it is fused, and why."""
+    """Whether each decoder layer is fused, and why."""
     asked_max_num_seqs: int | None = None
     """The setting; ``config`` has fewer if there is no room for their recurrent states. None: the same."""
     connector: ConnectorPlan | None = None
@@ -77,7 +77,7 @@ class EnginePlan:
     expert_placements: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """See `ModelContext.first_placements`."""
     drafter_fusion: tuple[LayerFusion, ...] = ()
-    """For each decoder layer of the model that drafts."""
+    """The same for each decoder layer of the model that drafts."""
     pooling: Pooling | None = None
     """What is computed of prompts; None: text is generated."""
     logits_processors: tuple[type[LogitsProcessor], ...] = ()

@@ -41,7 +41,7 @@ class LinearShape:
     """The inputs that this rank has."""
     has_bias: bool = False
     padding: int = 0
-    """Outputs behind the others that are always 0."""
+    """Outputs after the others that are always 0."""
 
     @property
     def num_outputs(self) -> int:
@@ -62,7 +62,7 @@ class LinearShape:
         return replace(self, parts=((name, first),), rows=(join_rows(runs),))
 
     def row_spans(self) -> Iterator[tuple[str, int, Rows, slice]]:
-        """For each part: its name, its outputs in the checkpoint, those of this rank, and where they lie here."""
+        """Yield for each part its name, its outputs in the checkpoint, those of this rank, and where they lie here."""
         first = 0
         for (name, size), rows in zip(self.parts, self.rows, strict=True):
             span = slice(first, first + count_rows(rows))
@@ -126,14 +126,14 @@ class PreparedEmbedding(LinearWeight):
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Names of the tensors of a layer's experts in a checkpoint, behind the path of the layer's MLP."""
+    """Names of the tensors of a layer's experts in a checkpoint, after the path of the layer's MLP."""
 
     gate: str = "experts.{}.gate_proj"
-    """Of an expert's layer, with its number in place of the braces; likewise ``up`` and ``down``."""
+    """Name of an expert's layer, with its number in place of the braces; likewise ``up`` and ``down``."""
     up: str = "experts.{}.up_proj"
     down: str = "experts.{}.down_proj"
     gate_up_stack: tuple[str, ...] = ("experts.gate_up_proj",)
-    """Of one tensor for all experts, ``[num_experts, 2 * size, hidden]``; further ones are other names of it."""
+    """Name of one tensor for all experts, ``[num_experts, 2 * size, hidden]``; further ones are other names of it."""
     down_stack: tuple[str, ...] = ("experts.down_proj",)
     """``[num_experts, hidden, size]``"""
     are_stacked: bool = False

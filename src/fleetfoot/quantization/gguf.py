@@ -143,7 +143,7 @@ class Blocks(LinearMethod):
         return BlockWeight(types, shape, ops, dtype)
 
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: str) -> int:
-        """Of the largest type, where there are several."""
+        """Bytes of the largest type, where there are several."""
         return num_outputs * max(-(-num_inputs // each.size) * each.num_bytes for each in self.types)
 
     def make_embedding(

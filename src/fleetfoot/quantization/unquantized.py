@@ -265,4 +265,4 @@ class Unquantized(LinearMethod):
 
 
 UNQUANTIZED = LinearMethods(Unquantized())
-"""For every layer."""
+"""The methods of a model without quantized layers."""

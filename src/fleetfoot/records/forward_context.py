@@ -121,14 +121,14 @@ class ForwardContext:
     """One step: one argument, from the runner to every layer."""
 
     attention: AttentionMetadata
-    """Of the first group of layers."""
+    """What is of the first group of layers."""
     kv_caches: Sequence[torch.Tensor]
     """The KV caches of this rank's layers, in order; of a recurrent layer its states, ``[num_slots, words]`` float32:
     see `StateShapes`."""
     logits: LogitsMetadata | None = None
     """The rows that are read; None: all of them (EAGLE, prompt logprobs, pooling, and ranks that are not the last)."""
     attention_of_layers: Sequence[AttentionMetadata] = ()
-    """For each of ``kv_caches``, that of its group; empty: all layers have ``attention``."""
+    """The metadata of the group of each of ``kv_caches``; empty: all layers have ``attention``."""
     states: StateBatch | None = None
     """The slots of recurrent states; None: the model has none."""
     family_inputs: Any = None
@@ -145,7 +145,7 @@ class ForwardContext:
 
     @property
     def is_warm_up(self) -> bool:
-        """For hooks of modules: see `AttentionMetadata.is_warm_up`."""
+        """A field for hooks of modules: see `AttentionMetadata.is_warm_up`."""
         return self.attention.is_warm_up
 
 

@@ -45,7 +45,7 @@ class SchedulerConnector(ABC):
         """The number of tokens that can be loaded beyond the ``num_computed_tokens`` found in the prefix cache.
 
         Returns a multiple of the block size that leaves at least one of ``request.num_tokens`` to compute. None: it is
-        not known yet; the request and those behind it wait, and `has_pending` must be true meanwhile.
+        not known yet; the request and those after it wait, and `has_pending` must be true meanwhile.
         ``request.block_hashes`` holds the chain hashes of all full blocks, without the last token's. Called again for
         as long as the request waits for free blocks; never called for a request with prompt logprobs.
         """

@@ -44,7 +44,7 @@ class KVCacheSpec(msgspec.Struct, frozen=True, tag=True):
     """Tokens that attention reads, the current one included; None: all."""
 
     def shape(self, block_size: int) -> tuple[int, ...]:
-        """Of the layer's part of a block: ``[2, num_kv_heads, block_size, head_dim]``."""
+        """Shape of the layer's part of a block: ``[2, num_kv_heads, block_size, head_dim]``."""
         return 2, self.num_kv_heads, block_size, self.head_dim
 
     def part_dtype(self, dtype: str) -> str:
@@ -67,7 +67,7 @@ class StateSpec(msgspec.Struct, frozen=True, tag=True):
     window: ClassVar[None] = None
 
     def shape(self, block_size: int) -> tuple[int, ...]:
-        """Of the layer's part of a block, which is one state."""
+        """Shape of the layer's part of a block, which is one state."""
         return self.state_shape
 
     def part_dtype(self, dtype: str) -> str:

@@ -33,7 +33,7 @@ class PoolingParams:
     activation: bool | None = None
     """Other names for use_activation."""
     step_tag_id: int | None = None
-    """For a process reward model: return the scores of these tokens alone."""
+    """Return, for a process reward model, the scores of these tokens alone."""
     task: str | None = None
     """One of POOLING_TASKS."""
     prompt_name: str | None = None

@@ -34,7 +34,7 @@ class NewRequest:
     num_computed_tokens: int
     """Tokens with KV already in its blocks (prefix cache hits)."""
     block_ids: list[int]
-    """Of the first group of layers."""
+    """What is of the first group of layers."""
     params: SamplingParams
     seed: int
     stop_token_ids: frozenset[int]
@@ -47,7 +47,7 @@ class NewRequest:
     """How many tokens are known; 0: as many as ``token_ids`` holds."""
     pooling_params: PoolingParams | None = None
     group_block_ids: list[list[int]] = field(default_factory=list)
-    """Of each other group; 0: before what its layers read. Tables of states are filled by
+    """Block ids of each other group; 0: before what its layers read. Tables of states are filled by
     `SchedulerOutput.new_group_block_ids` alone."""
 
     def __post_init__(self) -> None:
@@ -216,7 +216,7 @@ class ModelRunnerOutput:
     invalid: dict[int, str] = field(default_factory=dict)
     """Batch index -> why the last of its new tokens is invalid (non-finite logits); earlier ones are valid."""
     num_drafted: list[int] = field(default_factory=list)
-    """For each decode, how many of the ``num_drafts`` were real proposals (n-gram lookup may find fewer); empty if
+    """How many, for each decode, of the ``num_drafts`` were real proposals (n-gram lookup may find fewer); empty if
     there were none. ``len(sampled_token_ids[i]) - 1`` of them were accepted."""
     draft_token_ids: list[list[int]] = field(default_factory=list)
     """In a step with ``structured`` requests, the drafts that the next step of each of the first ``num_sampled``

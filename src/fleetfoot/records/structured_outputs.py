@@ -56,7 +56,7 @@ class StructuredOutputsParams:
     """Free text in which a trigger begins a structure: ``{"structures": [{"begin", "schema", "end"}, ...],
     "triggers": [...]}``, as an object or as text."""
     reasoning_end: str | None = None
-    """The constraint begins behind the first occurrence of this text in the output (``</think>``); before it, the
+    """The constraint begins after the first occurrence of this text in the output (``</think>``); before it, the
     output is free. None: it begins at once."""
     reasoning_begin: str | None = None
     """The output is free up to ``reasoning_end`` only if it begins with this text (``<think>``), and may do so. None:

@@ -28,7 +28,7 @@ class BlockType:
     size: int
     """Values of a block."""
     num_bytes: int
-    """Of a block."""
+    """Number of bytes of a block."""
 
     @property
     def is_float(self) -> bool:

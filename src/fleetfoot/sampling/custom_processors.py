@@ -353,7 +353,7 @@ class ProcessorBatch:
         return {place: error for place, error in errors if error is not None}
 
     def _update(self) -> BatchUpdate:
-        """Number new requests: indices of removed ones first, then behind the last; the last ones fill what is left."""
+        """Number new requests: indices of removed ones first, then after the last; the last ones fill what is left."""
         gone = {id(row) for row in self._gone}
         holes = [index for index, row in enumerate(self._slots) if id(row) in gone]
         added, moved = [], []

@@ -261,9 +261,9 @@ def _rows_behind(row: SamplingRow, drafts: Sequence[int]) -> Iterator[SamplingRo
     """The row with its first draft accepted, its first two, and so on. The input of an absent draft (-1) is token 0."""
     row.prompt_tokens()  # computed once for all copies
     for count in range(1, len(drafts) + 1):
-        behind = copy.copy(row)
-        behind.token_ids = [*row.token_ids, *(max(draft, 0) for draft in drafts[:count])]
-        yield behind
+        extended = copy.copy(row)
+        extended.token_ids = [*row.token_ids, *(max(draft, 0) for draft in drafts[:count])]
+        yield extended
 
 
 def sample(

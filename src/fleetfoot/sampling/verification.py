@@ -1,7 +1,7 @@
 """Draft verification: a draft is accepted while it equals the token that the target sampled at its position.
 
 The target is sampled with the same random numbers as without drafts, so the output does not depend on them. Each decode
-has ``1 + d`` rows of logits, which come first; every other request that samples has one. Behind an invalid sample (a
+has ``1 + d`` rows of logits, which come first; every other request that samples has one. After an invalid sample (a
 row of logits that is no distribution) nothing is accepted.
 """
 

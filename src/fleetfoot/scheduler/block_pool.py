@@ -258,7 +258,7 @@ class SlabPool(BlockPool):
 
     @property
     def num_free(self) -> int:
-        """Of the slabs with references: those without are another group's as well."""
+        """Free blocks of the slabs with references: those without are another group's as well."""
         return self.num_busy * self.size - self.num_used
 
     def slabs_for(self, count: int) -> int:
@@ -416,7 +416,7 @@ class BlockPools:
         self._slabs = slabs = _Slabs(num_blocks + 1)
         self._sharing: list[SlabPool] = []
         self.all: list[BlockPool] = []
-        """Of each group."""
+        """Pools of each group."""
         for group in groups:
             size = group.blocks_per_slab
             if len(groups) == 1:
@@ -427,7 +427,7 @@ class BlockPools:
             else:
                 self.all.append(BlockPool((num_blocks + 1) * size, block_size, enable_caching, first=size))
         self.first = self.all[0]
-        """Of the group that keeps all tokens."""
+        """Pool of the group that keeps all tokens."""
 
     def num_missing(self, needs: Sequence[int], hits: Sequence[Sequence[int]] = ((),)) -> int:
         """How many blocks are missing, or slabs of several groups, to take ``needs[group]`` blocks and to share

@@ -11,10 +11,10 @@ from fleetfoot.records.request import Request
 from fleetfoot.records.step import SchedulerOutput
 
 _LEAST_PREFILL, _PREFILL_IN_FLIGHT = 512, 4096
-"""Of a pipeline, in tokens of prompts: up to how many a step is not split, and the most of all steps in flight.
-Shorter steps are bound by the host that launches them. On H200s, two stages of Llama-3.1-8B made 1.58 times one GPU's
-tokens/s (768 requests, benchmarks/RESULTS.md) with steps of up to 8192 tokens, 1.61 with 512 or 1024 as the least, and
-1.49 to 1.54 with 256."""
+"""Size of a step of a pipeline, in tokens of prompts: up to how many a step is not split, and the most of all steps in
+flight. Shorter steps are bound by the host that launches them. On H200s, two stages of Llama-3.1-8B made 1.58 times one
+GPU's tokens/s (768 requests, benchmarks/RESULTS.md) with steps of up to 8192 tokens, 1.61 with 512 or 1024 as the
+least, and 1.49 to 1.54 with 256."""
 
 
 _FLOWS = 64

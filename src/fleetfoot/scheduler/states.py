@@ -48,7 +48,7 @@ class RequestStates:
         self._pending: dict[bytes, tuple[int, int]] = {}
         """Snapshots that the step that is being scheduled writes, and their worth, by their hashes."""
         self.within: list[tuple[int, int, int]] = []
-        """Of these, `SchedulerOutput.snapshots`."""
+        """Within of these, `SchedulerOutput.snapshots`."""
 
     # --- prefixes ---------------------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class RequestStates:
         return digest in self._pending or self.pool.find(digest) is not None
 
     def _add_pending(self, states: StateSlots, digest: bytes) -> None:
-        """Of the newest of the states that are kept."""
+        """Add the newest of the states that are kept."""
         position, slot = states.kept[-1]
         self._pending[digest] = slot, max(0, position - states.newest)
         states.newest = position
@@ -202,5 +202,5 @@ class RequestStates:
             yield self._table + index, request.row, block, [slot]
 
     def _hash(self, request: Request, position: int) -> bytes:
-        """Of the last block before ``position``."""
+        """The hash of the last block before ``position``."""
         return request.block_hashes[position // self._size - 1]

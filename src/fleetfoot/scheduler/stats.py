@@ -24,7 +24,7 @@ class DraftStats:
     num_accepted: int = 0
     """Tokens accepted."""
     accepted_at: tuple[int, ...] = ()
-    """For each draft position, first one first: how often a draft was accepted there."""
+    """How often, for each draft position, first one first, a draft was accepted there."""
     off: dict[str, int] = field(default_factory=dict)
     """Reason -> steps that proposed no drafts for that reason."""
     off_reason: str = ""
@@ -42,7 +42,7 @@ class DraftStats:
 
     @property
     def acceptance_rates(self) -> tuple[float, ...]:
-        """For each draft position, the fraction of ``num_rows`` with a draft accepted there. A draft is accepted only
+        """The fraction, for each draft position, of ``num_rows`` with a draft accepted there. A draft is accepted only
         with all drafts before it, so the rates fall. Their sum plus 1 is `mean_acceptance_length`."""
         return tuple(count / self.num_rows for count in self.accepted_at) if self.num_rows else ()
 

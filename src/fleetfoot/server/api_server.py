@@ -38,7 +38,7 @@ BACKLOG = 2048
 _SWITCH_S = 0.001
 """Seconds after which a thread that reads a large body leaves the interpreter to the event loop."""
 _LAST_SECONDS = 2
-"""For clients to take what ends their requests."""
+"""Seconds for clients to take what ends their requests."""
 
 
 @dataclass(frozen=True, slots=True)

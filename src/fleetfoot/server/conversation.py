@@ -75,7 +75,8 @@ class Message:
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
     finish_reason: str | None = None
-    """That of the completion; ``tool_calls`` if it has ended by itself with calls, the last one of which is whole."""
+    """The reason of the completion; ``tool_calls`` if it has ended by itself with calls, the last one of which is
+    whole."""
 
 
 @dataclass(slots=True)
@@ -115,8 +116,8 @@ class GeneratedMessages:
         self.outputs.close()
 
     async def __aiter__(self) -> AsyncIterator[tuple[RequestOutput, list[MessageChunk]]]:
-        """For parameters with `RequestOutputKind.DELTA`. Raises ApiError 500 for a sequence that the engine has ended
-        with an error."""
+        """Deltas, for parameters with `RequestOutputKind.DELTA`. Raises ApiError 500 for a sequence that the engine has
+        ended with an error."""
         async for _, output in self.outputs:
             yield output, self.chunks(output)
 

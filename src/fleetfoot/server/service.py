@@ -53,7 +53,7 @@ _MAX_TEMPLATE_PROCESSES = 4
 _RESERVED = 8
 """One of so many parts of the queue is added for clients that need no more than that."""
 _CHOICE_BYTES, _ENTRY_BYTES = 1024, 128
-"""Of a response, for each choice and each logprob."""
+"""Bytes of a response, for each choice and each logprob."""
 _BATCH_BITS = 3
 """Batches of 1 to 3, 4 to 31, 32 to 255 prompts and so on are different flows in the engine's queue."""
 _MAX_WAITING = 1024

@@ -185,7 +185,7 @@ class DrafterShape:
     model: DrafterModel | None = None
     """None: the method has no model, or there is no speculative decoding."""
     linear_methods: LinearMethods = UNQUANTIZED
-    """Of its model."""
+    """Methods of its model's layers."""
 
 
 NO_DRAFTER = DrafterShape()

@@ -9,7 +9,7 @@ import numpy as np
 
 
 def fill_masks(matcher: Any, drafts: Sequence[int], masks: np.ndarray) -> Any:
-    """Fill the mask of a matcher's next token, and of those behind its drafts as far as it accepts them; behind that,
+    """Fill the mask of a matcher's next token, and of those after its drafts as far as it accepts them; after that,
     every token is allowed. ``masks``: ``[1 + num_drafts or more, words]`` int32, contiguous. Returns the
     matcher that has computed them: an error is its own."""
     if len(masks) > 1:

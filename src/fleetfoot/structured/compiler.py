@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fleetfoot.parsers.grammar import Rules, split_added
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
-from fleetfoot.structured.grammars import FindError, behind_reasoning, check_size, framed, make_grammar
+from fleetfoot.structured.grammars import FindError, after_reasoning, check_size, framed, make_grammar
 from fleetfoot.structured.mask_server import new_matcher
 from fleetfoot.structured.state import GrammarSource, GrammarState, ReasoningEnd
 from fleetfoot.structured.trial import GrammarTrial
@@ -180,7 +180,7 @@ class GrammarCompiler:
         reasoning, end, begin = None, params.reasoning_end, params.reasoning_begin
         grammar = _grammar_of(params, vocabulary.new_rules(), find_error)
         if end is not None and begin is not None and params.max_reasoning_tokens is None:
-            grammar = behind_reasoning(grammar, begin, end, vocabulary.new_rules())
+            grammar = after_reasoning(grammar, begin, end, vocabulary.new_rules())
         elif end is not None:
             reasoning = ReasoningEnd(end.encode(), vocabulary.piece)
         if reasoning is not None and end is not None and params.max_reasoning_tokens is not None:

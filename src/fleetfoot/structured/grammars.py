@@ -13,9 +13,9 @@ from fleetfoot.structured.schemas import find, simplified, subschemas
 from fleetfoot.utils.validation import FieldError
 
 MAX_CHARS = 1 << 19
-"""Of a constraint as text."""
+"""Most characters of a constraint as text."""
 MAX_DEPTH = 128
-"""Of a schema: objects and lists in each other."""
+"""Deepest objects and lists in each other that a schema may have."""
 
 WHITESPACE = r" |\n( {0,16}|\t{0,8})"
 """Between the tokens of JSON: a space, or a line break with an indentation. Without an end, small models repeat it
@@ -127,7 +127,7 @@ def _choice_rule(choices: list[str]) -> str:
     return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 
 
-def behind_reasoning(grammar: str, begin: str, end: str, rules: Rules) -> str:
+def after_reasoning(grammar: str, begin: str, end: str, rules: Rules) -> str:
     """The grammar of an output that fits another one, with or without reasoning before. ``rules``: none yet."""
     is_special = rules.is_special(end)
     lines = [
@@ -141,7 +141,7 @@ def behind_reasoning(grammar: str, begin: str, end: str, rules: Rules) -> str:
 
 
 _MARK = r'(<\[\d+\]>|"(?:\\.|[^"\\])*")'
-_BEHIND_REASONING = re.compile(
+_AFTER_REASONING = re.compile(
     rf"%llguidance {{}}\nstart: \({_MARK} thought SPACE\)\? @output\nthought.*: TEXT {_MARK}\n.+\n.+"
 )
 
@@ -149,10 +149,10 @@ _JSON_BEGINS = ' \n\t\r{["-0123456789tfn'
 
 
 def split_reasoning(grammar: str) -> tuple[str, list[int | str]]:
-    """A JSON schema's grammar without what `behind_reasoning` adds, and the two marks that this has, a token or a text
+    """A JSON schema's grammar without what `after_reasoning` adds, and the two marks that this has, a token or a text
     each; none: it is not such a grammar."""
     parts = json.loads(grammar)["grammars"] if grammar.lstrip().startswith("{") else []
-    match = _BEHIND_REASONING.fullmatch(parts[0].get("lark_grammar") or "") if len(parts) == 2 else None
+    match = _AFTER_REASONING.fullmatch(parts[0].get("lark_grammar") or "") if len(parts) == 2 else None
     texts = [] if match is None else match.groups()
     marks = [int(text[2:-2]) if text.startswith("<[") else str(json.loads(text)) for text in texts]
     if not marks or (isinstance(marks[0], str) and marks[0][:1] in _JSON_BEGINS):

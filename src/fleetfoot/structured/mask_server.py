@@ -45,7 +45,7 @@ _SPIN_S = 0.002
 _SLEEP_S = 0.05
 """How long it blocks at most: a step can be posted while it falls asleep."""
 _MAX_ITEMS = 8000
-"""Of a parser's row: an object has four for each property that is not required."""
+"""Most items of a parser's row: an object has four for each property that is not required."""
 PIPE_BYTES = 1 << 20
 WRAP = 1 << 31
 SETTLE = "settle"
@@ -69,7 +69,7 @@ class StepMemory:
         self.header, self.ready, self.commands = (view[begin:end] for begin, end in pairwise(ends))
 
     def address(self, place: int) -> int:
-        """Of a word of the header."""
+        """The address of a word of the header."""
         return int(self.file.words.ctypes.data) + 4 * place
 
 
@@ -80,7 +80,7 @@ class _Server:
         self._memory = memory
         self._masks = masks.words
         self._lines: deque[bytes] = deque()
-        self._buffer = b""  # behind the last line
+        self._buffer = b""  # after the last line
         self._tokenizer: Any = None
         self._num_words = 0  # of a mask
         # of slots, with the numbers of their grammars, and at the beginning

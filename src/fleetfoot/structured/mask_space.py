@@ -38,11 +38,11 @@ class MaskMemory:
 
     @property
     def descriptor(self) -> int:
-        """Of its file; -1: it is in memory of this process alone."""
+        """Descriptor of its file; -1: it is in memory of this process alone."""
         return self._shared.descriptor
 
     def __reduce__(self) -> Any:
-        """For a process that is spawned with it, which maps the same memory."""
+        """Pickle for a process that is spawned with it, which maps the same memory."""
         arguments = self.num_words, self._max_masks, self._num_steps
         return _map, (*arguments, reduction.DupFd(self.descriptor))
 

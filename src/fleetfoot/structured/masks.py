@@ -49,9 +49,9 @@ class _Rows:
     begin: int
     """The first of its rows that the grammar applies to."""
     matcher: Any
-    """For this row; None: that of the sequence."""
+    """The matcher for this row; None: that of the sequence."""
     drafts: Sequence[int]
-    """Behind this row."""
+    """After this row."""
     is_restricted: bool
     """Whether `_restrict` has something to do."""
     place: int = 0
@@ -66,7 +66,7 @@ class _Repeatable:
     requests: list[Request]
     structured: list[int]
     lengths: list[int]
-    """Of the requests' outputs."""
+    """Lengths of the requests' outputs."""
     rows: list[int]
     """As of `TokenMasks`."""
     groups: list[list[_Rows]]
@@ -182,7 +182,7 @@ class TokenMasker:
         return TokenMasks(last.rows, masks, self._memory.words, offset), failed
 
     def _post(self, every: Sequence[_Rows], offset: int) -> list[list[_Rows]]:
-        """Let processes begin with the step. Returns the rows of each process, and behind them those of this thread."""
+        """Let processes begin with the step. Returns the rows of each process, and after them those of this thread."""
         groups: list[list[_Rows]] = [[] for _ in range(self._num_processes + 1)]
         has_processes = self._num_processes > 0 and len(every) > 1
         for rows in every:

@@ -38,7 +38,7 @@ class Place:
 
     def __init__(self, root: Mapping[str, Any], options: Sequence[Mapping[str, Any]] | None, known: dict[Any, Place]):
         self._root, self._options, self._known = root, options, known
-        self._rest: Place | None = None  # of items behind the first ones
+        self._rest: Place | None = None  # of items after the first ones
         self._properties: dict[str, Place] = {}  # of the schemas
         kinds = {_strings(option) for option in options or () if _allows(option, "string")}
         self.strings = kinds.pop() if len(kinds) == 1 else None
@@ -121,7 +121,7 @@ def _allows(schema: Mapping[str, Any], kind: str) -> bool:
 
 
 def all_strings(part: Any) -> Iterator[Strings]:
-    """Of all schemas in a schema, and some more."""
+    """All strings of all schemas in a schema, and some more."""
     if isinstance(part, dict):
         if _allows(part, "string") and (found := _strings(part)) is not None:
             yield found

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 _NUM_SLOTS = 1024
 """Sequences of a process."""
 _MAX_GRAMMARS = 256
-"""That a process keeps."""
+"""Grammars that a process keeps."""
 _MAX_GRAMMAR = 1 << 17
 """Bytes of a grammar that is sent through a pipe. Larger ones stay with the thread that steps."""
 _F_SETPIPE_SZ = 1031
@@ -79,7 +79,7 @@ class Replicas:
         drafts: Sequence[int],
         bans: Sequence[int],
     ) -> bool:
-        """Add a task to the step: the masks of a sequence's next token, and of those behind its drafts.
+        """Add a task to the step: the masks of a sequence's next token, and of those after its drafts.
 
         Args:
             place: the first of the masks of the step that are written, and their number.
@@ -149,7 +149,7 @@ class RepeatedTasks:
 
     def __init__(self, num_processes: int) -> None:
         self.tasks = [array("i", [0]) for _ in range(num_processes)]
-        """Of each process: their number, and each one."""
+        """Tasks of each process: their number, and each one."""
         self._places: list[tuple[array[int], int]] = []  # of each sequence's token
 
     def add(self, replica: Replica, row: int, bans: Sequence[int]) -> None:
@@ -173,11 +173,11 @@ class _Process:
     free: list[int] = field(default_factory=lambda: [*reversed(range(_NUM_SLOTS))])
     """Slots without a sequence. The one used last is taken first, since a slot keeps its matcher."""
     freed: deque[int] = field(default_factory=deque)
-    """Of replicas that were collected, in any thread."""
+    """Numbers of replicas that were collected, in any thread."""
     grammars: OrderedDict[str, _Grammar] = field(default_factory=OrderedDict)
-    """Those that it keeps, the one used last behind."""
+    """Those that it keeps, the one used last at the end."""
     tasks: array[int] = field(default_factory=lambda: array("i", [0]))
-    """Of the next step: their number, and each one."""
+    """Tasks of the next step: their number, and each one."""
     num_written: int = 0
     """Bytes, modulo 2**31."""
 
@@ -330,7 +330,7 @@ class MaskProcesses(Replicas):
 
 
 def _next(number: int) -> int:
-    """The number behind another one, from 1 to the largest int32."""
+    """The number after another one, from 1 to the largest int32."""
     return number % (WRAP - 1) + 1
 
 

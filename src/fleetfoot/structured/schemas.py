@@ -78,7 +78,7 @@ _SAME_PATTERNS = {
     r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(\d+\.?\d*|\.\d+)$",
     _ADDRESS: rf"^({_NAME}+\.)*{_NAME}*[A-Za-z0-9_+-]{_DOMAIN}",
 }
-"""Of Zod's durations and addresses and Pydantic's decimals, and the same without look-around."""
+"""Patterns of Zod's durations and addresses and Pydantic's decimals, and the same without look-around."""
 _AHEAD = re.compile(r"\^\(\?=((?:[^()\\\[|]|\\.|\[(?:[^\]\\]|\\.)+\])*)\)([^|]*)", re.DOTALL)
 """A pattern that begins with a look-ahead, and the rest of it."""
 

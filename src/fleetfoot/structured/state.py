@@ -18,13 +18,13 @@ class GrammarSource:
     grammar: str
     """As llguidance reads it."""
     tokenizer: Any
-    """An `llguidance.LLTokenizer`. Ids behind the tokenizer's own, up to the model's vocabulary, are never allowed."""
+    """An `llguidance.LLTokenizer`. Ids after the tokenizer's own, up to the model's vocabulary, are never allowed."""
     vocabulary: VocabularySource
     """What the tokenizer is made of."""
 
 
 class ReasoningEnd:
-    """Finds the text behind which a grammar begins. ``piece``: the text of a token."""
+    """Finds the text after which a grammar begins. ``piece``: the text of a token."""
 
     def __init__(self, marker: bytes, piece: Callable[[int], bytes]) -> None:
         self._marker = marker
@@ -45,8 +45,8 @@ class ReasoningEnd:
         return self._end[place] if 0 <= place < len(self._end) else None
 
     def find(self, tail: bytes, token_id: int) -> tuple[bytes, bytes | None]:
-        """Read a token behind ``tail``, the text that may begin the marker. Returns the new tail, and the rest of the
-        token's text behind the marker; None: it is not there yet."""
+        """Read a token after ``tail``, the text that may begin the marker. Returns the new tail, and the rest of the
+        token's text after the marker; None: it is not there yet."""
         text = tail + self._piece(token_id)
         place = text.find(self._marker)
         if place >= 0:
@@ -63,7 +63,7 @@ def matcher_error(matcher: Any) -> str:
 class GrammarState:
     """One sequence. The state follows from its output tokens, so preemptions and restarts need nothing else.
 
-    A matcher consumes ``prefix`` and the output behind ``begin``: `tokens` has those that it lacks.
+    A matcher consumes ``prefix`` and the output after ``begin``: `tokens` has those that it lacks.
 
     Args:
         matcher: an `llguidance.LLMatcher` at the beginning, of which the sequence gets copies.

@@ -71,7 +71,8 @@ def with_strings(tokenizer: Any, grammar: str, make: MakeMatcher) -> Any:
 
 
 def _content_end(text: bytes) -> int:
-    """Where the whole characters of a string end: at the quote that closes it, before a part of one, or behind all."""
+    """Where the whole characters of a string end: at the quote that closes it, before a part of one, or after the
+    last."""
     match = _CHARACTERS.match(text)
     assert match is not None
     return match.end()
@@ -131,7 +132,7 @@ class _Texts:
         self.longest = max(self.counts)
         self.quote = self.texts.index(b'"') if b'"' in self.texts else -1
         self.tokenizer, tokens = _tokenizer_of(closing)
-        """Of the bytes, and of the texts from the quote on that closes a string."""
+        """Tokenizer of the bytes, and of the texts from the quote on that closes a string."""
         self.closing = {tokens[text]: found for text, found in closing.items()}
         """The tokens with such texts, and the text before it."""
         self._all_counts = np.array(self.counts)
@@ -245,7 +246,7 @@ class _Reader:
         self.characters = 0
         """Whole ones that it has."""
         self.rest = b""
-        """The part of a character behind them."""
+        """The part of a character after them."""
         self.pending = bytearray()
         """What a follower has not consumed. The content of strings does not matter to it, once they are long enough."""
         self.is_followed = False
@@ -270,10 +271,10 @@ class _Reader:
             self._marks = self._marks[1:] if text.startswith(self._marks[0][:1]) else []
         if not self._marks:
             return text
-        before, mark, behind = (self.rest + text).partition(self._marks[0])
+        before, mark, after = (self.rest + text).partition(self._marks[0])
         self.rest = b"" if mark else before[-len(self._marks[0]) :]
         self._marks = [] if mark else self._marks
-        return behind
+        return after
 
     def read(self, text: bytes) -> None:
         text = self._skip(text) if self._marks else text

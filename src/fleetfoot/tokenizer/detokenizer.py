@@ -97,7 +97,7 @@ class TokenPieces:
         """By skip_special_tokens: token id -> bytes or str, depending on `decoder`; without one the token. Empty for
         ids without text."""
         self.texts = tuple(PieceTable(partial(_whole_text, table)) for table in self.tables)
-        """Of `tables` with bytes: token id -> text; None for bytes that are no whole characters."""
+        """Texts of `tables` with bytes: token id -> text; None for bytes that are no whole characters."""
 
     def decode_window(self, token_ids: Sequence[int]) -> str:
         """The text of a few tokens by the tokenizer's own decoder, special tokens included."""

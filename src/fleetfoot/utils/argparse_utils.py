@@ -43,7 +43,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return super().parse_known_args(rest, namespace)
 
     def _with_config_file(self, words: Sequence[str]) -> Sequence[str]:
-        """The words, and behind them those of the file that ``--config`` names."""
+        """The words, and after them those of the file that ``--config`` names."""
         only = argparse.ArgumentParser(self.prog, usage=self.usage, add_help=False, allow_abbrev=False)
         only.add_argument(config_file.FLAG, dest="path")
         path = only.parse_known_args(words)[0].path

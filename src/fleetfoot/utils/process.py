@@ -296,7 +296,7 @@ def no_collections() -> Iterator[None]:
 
 
 def tune_collections() -> None:
-    """For the rest of a process that serves: exclude existing objects from garbage collection, and collect seldom.
+    """Exclude, for the rest of a process that serves, existing objects from garbage collection, and collect seldom.
 
     Each step makes objects for each of its sequences, which end without collections. By default one of them runs for
     every 700 objects, and those that live meanwhile are visited again and again.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """Of ``torch.version``."""
+    """Fields of ``torch.version``."""
 
     version: str
     """As ``2.13.0+cpu``."""

@@ -12,7 +12,7 @@ from fleetfoot.records.weights import WeightSpec, slices_of
 
 _STD = 0.02  # the usual initialization of these models
 FP8_STD = 32.0
-"""Of values in FP8, before their scale."""
+"""Standard deviation of values in FP8, before their scale."""
 # A CPU generates some hundred million values per second, and a model has billions, so the values repeat with a period.
 # It is prime, so that no two rows of a matrix are equal.
 _CPU_PERIOD, _GPU_PERIOD = 1048573, 16777213

@@ -63,7 +63,7 @@ class GGUFModel:
 
     files: tuple[Path, ...]
     metadata: Mapping[str, Any]
-    """Of the first part."""
+    """Metadata of the first part."""
     tensors: Mapping[str, StoredTensor]
     """By their names in the files."""
 
@@ -213,7 +213,7 @@ def _read(reader: _Reader, path: Path, size: int) -> tuple[dict[str, Any], dict[
 
 
 def _read_tensor(reader: _Reader, name: str, path: Path) -> StoredTensor:
-    """With the offset that the file has."""
+    """The tensor at the offset that the file has."""
     num_dimensions = reader.number("<I", name)
     if not 1 <= num_dimensions <= 4:
         raise reader.error(name, f"of {num_dimensions} dimensions", "expected 1 to 4")

@@ -23,7 +23,7 @@ from fleetfoot.weights.gguf_tokenizer import end_tokens, has_tokenizer, tokenize
 
 MARK = "gguf.json"
 _VERSION = 1
-"""Of what is written; another one makes folders again."""
+"""Version of what is written; another one makes folders again."""
 
 
 def folder_of(path: Path) -> Path:

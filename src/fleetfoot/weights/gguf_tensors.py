@@ -26,7 +26,7 @@ class _Place(NamedTuple):
     expert: int | None
     """Its place in a stack; None: it is the whole tensor."""
     heads: int
-    """Of which the rows are in the order of pairs, as Llama's q and k: 0: they are not."""
+    """Heads of which the rows are in the order of pairs, as Llama's q and k: 0: they are not."""
     offset: float
     """What the file has added to values, as Gemma's norms."""
 

@@ -461,7 +461,7 @@ class WeightStore:
 
     @torch.no_grad()
     def checksums(self, names: Iterable[str] | None = None) -> dict[str, RowSums]:
-        """For each tensor in ``names``, or all: the checksums of the rows that this rank holds. Names of tensors that
+        """The checksums, for each tensor in ``names``, or all, of the rows that this rank holds. Names of tensors that
         it does not have are left out."""
         self._refresh()
         found: dict[str, RowSums] = {}

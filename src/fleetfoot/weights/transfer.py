@@ -51,9 +51,9 @@ class WeightTransferUpdateInfo:
     shapes: Sequence[Sequence[int]] = ()
     """The shapes of the checkpoint's tensors."""
     num_updates_list: Sequence[int] | None = None
-    """For a sparse update: how many elements of each tensor change; `send_patches` sends them."""
+    """How many elements, in a sparse update, of each tensor change; `send_patches` sends them."""
     ipc_handles: Sequence[Mapping[str, Any]] | None = None
-    """For each tensor a handle for each GPU, by its UUID; see `ipc_update_info`."""
+    """A handle for each tensor and each GPU, by its UUID; see `ipc_update_info`."""
     packed: bool = False
     """Has no effect: tensors are sent one by one."""
     is_checkpoint_format: bool = True

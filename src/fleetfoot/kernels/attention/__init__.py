@@ -119,7 +119,7 @@ class AttentionInputs(NamedTuple):
         return cls(query, kv_cache, *tensors, scale, window, metadata.max_query_len, soft_cap, sinks)
 
     def of_batch(self, metadata: AttentionMetadata) -> AttentionInputs:
-        """With the requests of other metadata."""
+        """Metadata with the requests of other metadata."""
         return self.of(self.query, self.kv_cache, metadata, self.scale, self.window, self.soft_cap, self.sinks)
 
     def requests(self, first: int, last: int | None = None) -> AttentionInputs:

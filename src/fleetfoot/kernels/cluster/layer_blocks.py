@@ -23,7 +23,8 @@ ATTENTION_BLOCK, MLP_BLOCK = "attention_block", "mlp_block"
 _SM_BYTES, _RESERVED_BYTES = 233472, 1024
 """Shared memory of a multiprocessor of Hopper, and what a thread block takes beside its own."""
 _MLP_BYTES = 117760
-"""Of a block of the MLP kernel: two of them do not fit on a multiprocessor, but one beside one of attention."""
+"""Shared memory of a block of the MLP kernel: two of them do not fit on a multiprocessor, but one beside one of
+attention."""
 _MIN_STAGES, _MAX_STAGES = 2, 32
 _MAX_SLOT_BYTES = 16384
 _GROUP = 32
@@ -50,21 +51,22 @@ class LayerTiling:
     rows: int
     """Maximum rows of a step: 1, 2, 4 or 8."""
     clusters: int = 16
-    """Of the attention kernel."""
+    """Clusters of the attention kernel."""
     mlp_clusters: int = 14
-    """Of the MLP kernel. On an H200, 15 clusters of 8 have multiprocessors of their own. 14 leave 8 free ones to two
-    more clusters of attention, so that all blocks of both kernels are resident at once."""
+    """Clusters of the MLP kernel. On an H200, 15 clusters of 8 have multiprocessors of their own. 14 leave 8 free ones
+    to two more clusters of attention, so that all blocks of both kernels are resident at once."""
     ctas: int = 8
     """Thread blocks of a cluster."""
     warps: int = 4
-    """That compute; one more copies weights."""
+    """Warps that compute; one more copies weights."""
     slot_bytes: int = _MAX_SLOT_BYTES
     """Weights in a stage of the ring, at most."""
     attention_bytes: int = _SM_BYTES - _MLP_BYTES - 2 * _RESERVED_BYTES
     """Shared memory of a block."""
     mlp_bytes: int = _MLP_BYTES
     attention_registers: int = 168
-    """Of a thread: two blocks of 5 warps fit on a multiprocessor, each quarter of which may have 3 of the warps."""
+    """Registers of a thread: two blocks of 5 warps fit on a multiprocessor, each quarter of which may have 3 of the
+    warps."""
     mlp_registers: int = 128
 
     @property
@@ -154,7 +156,7 @@ def _in_columns(hidden: int, unit: int, slot_bytes: int) -> int:
 
 
 def _out_groups(tiles: int, chunks: int, groups: int, warps: int) -> tuple[int, int]:
-    """Of a chunk, and of all with those that pad: see ``OutGroups`` of the source."""
+    """Groups of a chunk, and of all with those that pad: see ``OutGroups`` of the source."""
     splits = warps // tiles
     per_warp = cdiv(cdiv(groups, chunks), splits)
     return groups if chunks == 1 else per_warp * splits, chunks * per_warp * splits

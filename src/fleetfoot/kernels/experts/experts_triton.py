@@ -38,9 +38,9 @@ class FewTiling:
     """The steps of products of few tokens; see `choose_few_tiling`."""
 
     outputs: int
-    """Of a program."""
+    """Outputs of a program."""
     inputs: int
-    """Of each of ``slices`` in a step."""
+    """Inputs of each of ``slices`` in a step."""
     slices: int
     num_stages: int
 
@@ -71,7 +71,7 @@ class GroupTiling:
     rows: int
     """Pairs of tokens and experts."""
     outputs: int
-    """Of the first product, each with a gate and an up."""
+    """Outputs of the first product, each with a gate and an up."""
     down_outputs: int
     inputs: int
     num_warps: int
@@ -85,7 +85,7 @@ _TILINGS = (
     GroupTiling(128, 128, 256, 64, 8, 4),
 )
 _EFFICIENCY = (0.12, 0.22, 0.45, 0.75)
-"""Of each tiling, the part of the arithmetic throughput that its products reach while weights come from L2."""
+"""The part, for each tiling, of the arithmetic throughput that its products reach while weights come from L2."""
 _FLOPS_PER_BYTE = 220.0
 """Operations on the tensor cores in the time of a byte from memory."""
 _L2_RATE = 2.0
@@ -133,7 +133,7 @@ class ProductShape(NamedTuple):
     num_chosen: int
     outputs: int
     inputs: int
-    """Of a step; for few tokens, of each of ``slices`` in a step."""
+    """Inputs of a step; for few tokens, of each of ``slices`` in a step."""
     slices: int
     rows: int
     slot_rows: int

@@ -82,7 +82,7 @@ class RouterShape(NamedTuple):
     num_chosen_groups: int
     num_inputs: int
     inputs: int
-    """Of a step of the product, of which there is a sum."""
+    """Inputs of a step of the product, of which there is a sum."""
     num_steps: int
     splits: int
     """Programs for a tile of tokens."""

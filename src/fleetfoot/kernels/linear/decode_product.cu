@@ -47,12 +47,12 @@ struct Arguments {
   TensorMap x, weight;
   const float* squares;    // [num_parts, rows] of the deferred norm of x; PARTS at most. Not for RESIDUAL
   const u16* residual;     // [rows, outputs]
-  const u16* norm;         // [outputs], of the norm behind
+  const u16* norm;         // [outputs], of the norm after
   u16* out;                // [rows, outputs]; RESIDUAL: the sum times the norm's weight; QKV: query
   u16* total;              // the residual sum
   float* squares_out;      // [outputs / OUTPUTS, rows]
   int rows, num_outputs, row_tiles, num_parts;
-  int padded_rows;         // of `out`, if not QKV: those behind `rows` are zeros (`row_padding.py` has the reason)
+  int padded_rows;         // of `out`, if not QKV: those after `rows` are zeros (`row_padding.py` has the reason)
   float eps;
   // QKV
   u16* kv_cache;

@@ -2,7 +2,7 @@
 // partial sums of squares of a row, at most.
 #pragma once
 
-// 1/rms of row `lane % 16` of a warp's 16 rows. The squares are loaded before the product, and added up behind it.
+// 1/rms of row `lane % 16` of a warp's 16 rows. The squares are loaded before the product, and added up after it.
 struct Factor {
   float squares[(PARTS + 1) / 2 + 1];
 

@@ -28,7 +28,7 @@ struct Arguments {
   u16* out;              // [rows, num_outputs]
   int rows, num_outputs;
   int num_parts;
-  int padded_rows;  // of `out`, with PARTS: those behind `rows` are zeros (`row_padding.py` has the reason)
+  int padded_rows;  // of `out`, with PARTS: those after `rows` are zeros (`row_padding.py` has the reason)
   float eps;
   int row_tiles, num_tiles;  // of a cluster: PEERS tiles of the same rows
 };

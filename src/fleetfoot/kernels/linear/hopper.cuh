@@ -95,7 +95,7 @@ DEVICE void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-// What reads a sum is not moved before this, which is behind the wait.
+// What reads a sum is not moved before this, which is after the wait.
 DEVICE void keep_order(float& sum) { asm volatile("" : "+f"(sum)::"memory"); }
 
 // Operands of the instructions, in groups of eight registers.
@@ -136,7 +136,7 @@ DEVICE void keep_order(float& sum) { asm volatile("" : "+f"(sum)::"memory"); }
 
 // sums [64 rows, outputs] (+)= rows [64, 16] x weight [outputs, 16], with `groups` * 16 outputs: a thread has of each 8
 // outputs two of row lane / 4, and two of the row 8 below. `adds`: 0: the sums are overwritten. `next` to `last`: the
-// operands behind the sums.
+// operands after the sums.
 #define MULTIPLY(groups, count, outputs, next, second, last)                                                     \
   DEVICE void multiply(float (&sums)[count], u64 rows, u64 weight, int adds) {                                   \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #last ", 0;\n"                                            \

@@ -47,7 +47,7 @@ class TritonLinear(PlainLinear):
     """
 
     _activation = ""
-    """Of a gated layer."""
+    """Activation of a gated layer."""
     _scale = 1.0
     _may_split = False
 
@@ -255,7 +255,7 @@ class ChainedResidual(ChainedLinear):
         return output, squares
 
     def _norm_tiling(self, num_rows: int, rank_sums: RankSums | None) -> Tiling | None:
-        """That of the kernel for few rows; None: it does not support this step."""
+        """The tiling of the kernel for few rows; None: it does not support this step."""
         tiling = self._tiling(num_rows)
         if tiling is None or not tiling.supports_norms:
             return None

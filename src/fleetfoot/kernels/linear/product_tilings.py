@@ -24,9 +24,9 @@ _MOST_HIDDEN_BESIDE_ATTENTION = 1024
 Qwen3-0.6B with 320 tokens each 113.5 and 112.3, with 100 to 1,200 tokens 195.3 and 193.6; Qwen3-1.7B with 320 tokens
 each 146.3 and 147.9: fewer stages make its product 1.1 us slower."""
 _MIN_SHARE = 0.3
-"""Of the multiprocessors, that have a thread block."""
+"""Smallest part of the multiprocessors that have a thread block."""
 _SHARED_BYTES = 232448
-"""Of a thread block, at most."""
+"""Shared memory of a thread block, at most."""
 _BARRIER_BYTES = 1024 + 512  # with what aligns the ring
 _RESERVED_BYTES = 1024  # of a multiprocessor, for each of its thread blocks
 _FEW_ROUNDS_ROWS = 512
@@ -121,7 +121,7 @@ def product_tiling(
 def _decode_tiling(
     kind: ProductKind, num_rows: int, num_weight_rows: int, num_inputs: int, num_sms: int
 ) -> ProductTiling | None:
-    """That of ``decode_product.cu``."""
+    """The tiling of ``decode_product.cu``."""
     hidden = num_weight_rows if kind == "residual" else num_inputs
     if num_rows <= 64:
         min_share = _MIN_SHARE_OF_FEW if num_rows <= 32 and hidden >= _LARGE_HIDDEN else _MIN_SHARE

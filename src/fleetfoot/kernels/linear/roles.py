@@ -19,9 +19,9 @@ class InputRole:
 
     kind: Literal["qkv", "gated"]
     head_dim: int = 0
-    """Of q, k and v; 0: another kernel rotates and caches them."""
+    """Size of heads of q, k and v; 0: another kernel rotates and caches them."""
     activation: str = "silu"
-    """Of a gated layer, which computes it too: see `MLPSpec.activation`."""
+    """Activation of a gated layer, which computes it too: see `MLPSpec.activation`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ _STAGED_BYTES = 100 * 1024
 """Maximum staged bytes of the weight per program: two such programs fit on a multiprocessor of a Hopper GPU."""
 _STAGED_CHUNKS = 8
 _SHORT_TILE_BYTES = 256 << 10
-"""Of the weight in a tile, up to which few programs are enough. The library breaks the chain: on an H200, a layer of
-Qwen2.5-1.5B took 7 us more with 32 rows, when the library multiplied its q, k and v, than with 48, where they are
+"""Bytes of the weight in a tile, up to which few programs are enough. The library breaks the chain: on an H200, a layer
+of Qwen2.5-1.5B took 7 us more with 32 rows, when the library multiplied its q, k and v, than with 48, where they are
 tiled."""
 _LONG_RANGE = 1024
 """Inputs of a range for which adding up one more partial sum takes less time than it saves."""

@@ -28,7 +28,7 @@ def prepare_inputs_torch(step: StepBuffers, rows: RowTables) -> None:
     step.seq_lens.copy_(torch.where(is_request, computed + starts.diff(), 0))
 
     index = torch.arange(len(step.positions), dtype=torch.int32, device=starts.device)
-    request = torch.searchsorted(starts[1:], index, right=True)  # [T]; n behind the last request
+    request = torch.searchsorted(starts[1:], index, right=True)  # [T]; n after the last request
     request.clamp_(max=len(idx_mapping) - 1)
     is_token = (index < starts[-1]) & is_request[request]
     step.batch_index.copy_(torch.where(is_token, request, -1))
@@ -112,14 +112,14 @@ def uniform_query_len(step: StepBuffers, rows: RowTables) -> int:
 def accept_drafts_torch(
     idx_mapping: torch.Tensor, sampled: torch.Tensor, invalid: torch.Tensor, rows: RowTables, counts: torch.Tensor
 ) -> None:
-    """Count the tokens that each request gets: its accepted drafts, and the target's token behind them.
+    """Count the tokens that each request gets: its accepted drafts, and the target's token after them.
 
     A draft is accepted if the target sampled the same token there and all drafts before it are accepted, so a request
-    gets what it would have got token by token. Behind an invalid token nothing is accepted.
+    gets what it would have got token by token. After an invalid token nothing is accepted.
 
     Args:
         idx_mapping: ``[n]``: each request's row; -1: padding, which gets nothing.
-        sampled: ``[n, d + 1]`` int64, d <= k: the target's tokens behind each token of the query.
+        sampled: ``[n, d + 1]`` int64, d <= k: the target's tokens after each token of the query.
         invalid: ``[n, d + 1]`` bool, or 0 and 1: tokens of rows with NaN or infinite logits.
         counts: written, ``[3, n]`` int32: tokens that the request gets, 0 to d + 1 (0 from its limit on); the tokens of
             the query that are rejected; and how many of the d drafts were proposed at all. All 0 for padding.

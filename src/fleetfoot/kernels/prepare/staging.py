@@ -36,7 +36,7 @@ class StagingDevice(Protocol):
         """Queue `Kernels.apply_staged_writes` of a source that `pinned` returned."""
 
     def record(self) -> Event:
-        """An event behind everything queued so far."""
+        """An event after everything queued so far."""
 
 
 class StagedWriteTensor:

@@ -59,7 +59,7 @@ class StepBuffers:
     seq_lens: torch.Tensor
     """``[n]``: ``num_computed`` + query length; 0 for padding."""
     batch_index: torch.Tensor
-    """``[T]``: each token's request; -1 for tokens behind ``query_start_loc[n]`` and tokens of padding requests."""
+    """``[T]``: each token's request; -1 for tokens after ``query_start_loc[n]`` and tokens of padding requests."""
     slots: torch.Tensor
     """``[T]`` int64: block id * block_size + offset in the block; -1 for padding, and from the row's limit on."""
     input_ids: torch.Tensor
@@ -67,7 +67,7 @@ class StepBuffers:
     where -1 becomes 0; 0 for padding."""
     block_tables: torch.Tensor
     """``[n, W]``, W <= B, W * block_size >= each of ``seq_lens``: the blocks of each request, in batch order. Entries
-    behind ``ceil(seq_len / block_size)`` are undefined."""
+    after ``ceil(seq_len / block_size)`` are undefined."""
 
 
 @dataclass(frozen=True, slots=True)

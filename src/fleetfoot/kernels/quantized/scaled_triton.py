@@ -43,7 +43,7 @@ an H100 it is 1.2 times as fast, with a relative error of 0.0027 instead of 0.00
 _LIBRARY_MULTIPLE = 16
 _KINDS = {"": 0, "token": 1, "group": 2, "static": 3}
 _MOST_INPUTS = 16384
-"""Of a row that a program quantizes at once."""
+"""Inputs of a row that a program quantizes at once."""
 _PREFETCHED = 1024
 """Inputs of each row of the weight that are prefetched to L2 while the previous kernel still runs."""
 

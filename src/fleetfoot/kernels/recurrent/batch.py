@@ -119,5 +119,5 @@ def _write(states: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, is_k
 
 
 def _over(mask: torch.Tensor, num_dims: int) -> torch.Tensor:
-    """``mask`` with dimensions of size 1 behind its own."""
+    """``mask`` with dimensions of size 1 after its own."""
     return mask.reshape(*mask.shape, *[1] * (num_dims - mask.ndim))

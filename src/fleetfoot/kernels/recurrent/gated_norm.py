@@ -83,7 +83,7 @@ def _gated_norm_kernel(
 
 @triton_kernel(specialize=False)
 def gated_norm(value, gate, weight, group_size, eps, is_gate_last: tl.constexpr, axis: tl.constexpr):
-    """The gated norm of groups along ``axis``, float32; ``value`` is 0 behind a group."""
+    """The gated norm of groups along ``axis``, float32; ``value`` is 0 after a group."""
     gate = gate.to(tl.float32)
     gate = gate / (1.0 + tl.exp(-gate))
     if not is_gate_last:

@@ -217,8 +217,9 @@ def _solve_chunks_kernel(
     num_heads: tl.constexpr, group: tl.constexpr, k_size: tl.constexpr, v_size: tl.constexpr, k_tile: tl.constexpr,
     v_tile: tl.constexpr, chunk: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
-    """Of one chunk and head: the updates that its values give, ``T (rate v)``, what they lose by the state before it,
-    ``T (rate exp(total) k)``, with ``T`` the inverse of the unit triangular system, and the decay since its start."""
+    """What one chunk and head needs: the updates that its values give, ``T (rate v)``, what they lose by the state
+    before it, ``T (rate exp(total) k)``, with ``T`` the inverse of the unit triangular system, and the decay since its
+    start."""
     _, first, num_rows, _ = find_chunk(query_start_ptr, chunk_starts_ptr, num_reqs, search, chunk)
     if num_rows <= 0:
         return
@@ -273,7 +274,8 @@ def _unit_triangular_inverse(system, chunk: tl.constexpr, precision: tl.constexp
 
 @triton_kernel()
 def _values(v_ptr, place, gate, log_decay, step_bias, is_row, mask):
-    """Of Mamba-2's tokens: their values, how much each adds to the state, and the decay since the chunk's start."""
+    """What Mamba-2's tokens give: their values, how much each adds to the state, and the decay since the chunk's
+    start."""
     value = tl.load(v_ptr + place, mask=mask, other=0.0).to(tl.float32)
     step = tl.where(is_row, _softplus(gate.to(tl.float32) + step_bias), 0.0)
     return value, value * step[:, None], tl.cumsum(-tl.exp(log_decay) * step, axis=0)

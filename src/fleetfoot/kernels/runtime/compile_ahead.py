@@ -143,15 +143,15 @@ class CompileAhead:
 
     @classmethod
     def of_rank(cls, num_ranks: int, device: torch.device, pool: CompilePool | None = None) -> CompileAhead:
-        """For one of ``num_ranks``, which share the cores. ``pool``: from `CompilePool.beside_imports`; None: with few
-        cores and a warm cache, no process is started."""
+        """The compiler of one of ``num_ranks``, which share the cores. ``pool``: from `CompilePool.beside_imports`;
+        None: with few cores and a warm cache, no process is started."""
         number = count_processes(num_ranks) if pool is None else len(pool.workers)
         starts_at_once = number >= MANY_PROCESSES or not has_cache()
         return cls(number, device, pool=pool, starts_at_once=starts_at_once)
 
     @property
     def numbers(self) -> CompiledKernels:
-        """Of the kernels that are ready."""
+        """Numbers of the kernels that are ready."""
         num_ready = sum(kernel.kernel is not None for _, kernel in self._kernels)
         return CompiledKernels(num_ready - self._num_compiled, self._num_compiled)
 

@@ -44,7 +44,7 @@ _NICE = 10
 """How much lower the priority of the processes is than that of the engine."""
 _MOST_PROCESSES = 16
 MANY_PROCESSES = 8
-"""With this number of processes a start waits for the kernels of all shapes with plain sampling."""
+"""Number of processes with which a start waits for the kernels of all shapes with plain sampling."""
 
 
 def count_processes(num_ranks: int = 1) -> int:

@@ -53,7 +53,7 @@ class CudaKernel:
 
     @property
     def path(self) -> Path:
-        """Of the source."""
+        """Path of the source."""
         return _FOLDER / self.source
 
     @property
@@ -260,7 +260,7 @@ _DRY = _DryKernel()
 
 
 def _make_context_current(device: torch.device) -> None:
-    """Of the driver, for this thread, which may not have used the device."""
+    """Make the driver's context current for this thread, which may not have used the device."""
     context, handle = ctypes.c_void_p(), ctypes.c_int()
     driver_call("cuCtxGetCurrent", ctypes.byref(context))
     if context:

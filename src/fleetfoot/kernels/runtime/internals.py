@@ -24,7 +24,7 @@ _VERSIONS = ("3.6.",)
 interface is experimental."""
 _ATTRIBUTE = "_fleetfoot_launches"
 _MOST_SYSTEM_ERRORS = 5
-"""Of parsing one function: see `parse_again`."""
+"""Errors of parsing one function, at most: see `parse_again`."""
 
 
 @cache

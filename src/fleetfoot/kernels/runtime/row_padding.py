@@ -1,6 +1,6 @@
 """Rows of tensors that ``decode_product.cu`` and ``gated_product.cu`` copy in whole tiles.
 
-A bulk copy that ends behind the last row fills in zeros, and is slow: four products of Qwen3-0.6B with 136 rows took
+A bulk copy that ends after the last row fills in zeros, and is slow: four products of Qwen3-0.6B with 136 rows took
 37 us on an H200, and 29 us with copies of rows that are there. So what such a product reads has room for whole tiles,
 and copies read whatever is in it. No output depends on it. What is computed for such a product ends with zeros there,
 though: the power that the GPU may draw bounds products of many rows, and zeros take less. On an H200, us a layer of
@@ -30,6 +30,6 @@ def padded_rows(num_rows: int) -> int:
 
 
 def readable_rows(x: torch.Tensor, tile: int) -> int:
-    """Rows of ``x [n, size]``, with those behind it, up to whole tiles, that are in its storage."""
+    """Rows of ``x [n, size]``, with those after it, up to whole tiles, that are in its storage."""
     room = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset() - x.shape[1]
     return max(len(x), min(cdiv(len(x), tile) * tile, room // x.stride(0) + 1))

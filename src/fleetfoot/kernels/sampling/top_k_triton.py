@@ -72,7 +72,7 @@ def draw_top_k(
     num_rows, vocab_size = logits.shape
     num_tiles, num_groups = best.shape[1], groups.shape[1]
     above = torch.empty((num_rows, num_groups), dtype=torch.int32, device=logits.device)  # groups above the bound
-    # Token ids of candidates; of up to `_SOME`, their depths behind them.
+    # Token ids of candidates; of up to `_SOME`, their depths after them.
     close = torch.empty((num_rows, max(vocab_size, 2 * _SOME)), dtype=torch.int32, device=logits.device)
     _draw_top_k_kernel[(num_rows,)](
         token_ids, token_ids if invalid is None else invalid, best, highest, groups, above, close, logits,

@@ -47,7 +47,7 @@ class FilesystemSettings:
     """Bytes of host memory on each rank for blocks that are still to be written, and a quarter of it in addition for
     blocks that are being read. A block that finds no room is not saved."""
     num_threads: int
-    """For reading, and as many for writing."""
+    """Threads for reading, and as many for writing."""
 
     @classmethod
     def of(cls, config: KVTransferConfig) -> FilesystemSettings:

@@ -201,7 +201,7 @@ class _Read:
 
 
 class FileStoreWorker(BlockStoreWorker):
-    """Copies blocks out within the step and writes them behind it; reads files beside steps and copies them in.
+    """Copies blocks out within the step and writes them after it; reads files beside steps and copies them in.
 
     Only `_read` and `_write` run in threads, and they access nothing but their slot and file. ``readers``, ``writers``:
     threads; None: `IOThreads`.

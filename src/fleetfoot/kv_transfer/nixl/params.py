@@ -60,7 +60,8 @@ class NixlSettings:
 
     @classmethod
     def of(cls, config: KVTransferConfig, *, num_ranks: int = 1) -> NixlSettings:
-        """For an engine of ``num_ranks``, each with its own port; ValueError or TypeError if a setting is invalid."""
+        """Settings of an engine of ``num_ranks``, each with its own port; ValueError or TypeError if a setting is
+        invalid."""
         settings = ConnectorSettings(config)
         backend = settings.text("backend") or BACKENDS[0]
         if backend not in BACKENDS:

@@ -140,7 +140,7 @@ def notify(
 
 
 ACQUIRE_SECONDS = 30.0
-"""How long a consumer waits here for the step that grants its lease, behind other steps of the producer."""
+"""How long a consumer waits here for the step that grants its lease, after other steps of the producer."""
 EVICTION_SECONDS = 10.0
 """How long a read under way delays requests that need its blocks."""
 NUM_REMEMBERED = 1 << 16

@@ -156,7 +156,7 @@ class VllmScheduler(SchedulerConnector):
     _loading_now: list[_Tracked] = field(default_factory=list)
     """The requests with synchronous loads among these; they may have ended meanwhile."""
     _loads: dict[str, Load] = field(default_factory=dict)
-    """That have not ended."""
+    """Loads that have not ended."""
     _held: set[str] = field(default_factory=set)
     _loads_nothing: bool = False
 

@@ -118,7 +118,7 @@ class KVCacheBlocks:
         return (list(self.block_ids),)
 
     def get_unhashed_block_ids(self) -> list[int]:
-        """The blocks without known contents: those behind the prefix hits."""
+        """The blocks without known contents: those after the prefix hits."""
         return self.block_ids[self.num_hits :]
 
 

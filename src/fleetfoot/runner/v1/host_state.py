@@ -41,7 +41,7 @@ class HostState:
         self.drafts = np.full((max_num_seqs, num_drafts), -1, dtype=np.int32)  # for the next step; -1: none
         self.temperatures = np.zeros(max_num_seqs, dtype=np.float32)
         self.seeds = np.zeros(max_num_seqs, dtype=np.int64)  # 64-bit patterns
-        # entries behind a request's last block are stale, but valid block ids
+        # entries after a request's last block are stale, but valid block ids
         self.block_tables = np.zeros((num_tables(groups), max_num_seqs, -(-longest // block_size)), dtype=np.int32)
         self.block_table = self.block_tables[0]
         self._num_with_kv = len(groups) - groups[-1].is_state
@@ -128,7 +128,7 @@ class HostState:
         )
 
     def place_drafts(self, rows: np.ndarray, num_drafts: int) -> None:
-        """Write drafts behind the known tokens of ``rows [n]``, where the step reads them and accepted ones stay.
+        """Write drafts after the known tokens of ``rows [n]``, where the step reads them and accepted ones stay.
         A draft of -1 becomes token 0."""
         index = self.num_tokens[rows, None] + np.arange(num_drafts)  # [n, num_drafts]
         self.token_ids[rows[:, None], index] = self.drafts[rows, :num_drafts].clip(min=0)
@@ -163,7 +163,7 @@ class HostState:
         has_new = values[:, 1] >= 0
         # the whole query was counted; a request without a new token is a decode that had reached its length
         self.num_computed[rows] -= np.where(has_new, values[:, 1], query_len)
-        newest = self.num_computed[rows][has_new]  # behind the accepted drafts, which `place_drafts` has written
+        newest = self.num_computed[rows][has_new]  # after the accepted drafts, which `place_drafts` has written
         self.token_ids[rows[has_new], newest] = values[has_new, 0]
         self.num_tokens[rows[has_new]] = newest + 1
         self.drafts[rows] = values[:, 2:]
@@ -249,7 +249,7 @@ def draft_batch(
     rows = inputs.rows[:num_sampled]
     starts, ends = inputs.query_start_loc[:num_sampled], inputs.query_start_loc[1 : num_sampled + 1]
     last_index = np.maximum(ends - 1 - num_rejected, starts)  # [num_sampled]
-    # entries behind the known tokens of a row are undefined, but valid token ids
+    # entries after the known tokens of a row are undefined, but valid token ids
     next_position = (inputs.positions + 1).clip(max=state.token_ids.shape[1] - 1)  # [num_tokens]
 
     def on_device(array: np.ndarray) -> torch.Tensor:

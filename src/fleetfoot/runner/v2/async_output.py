@@ -16,7 +16,7 @@ from fleetfoot.sampling.verification import INVALID_MESSAGE
 
 @dataclass(slots=True)
 class AsyncOutput:
-    """Copies that are queued behind a step; `get` waits for them.
+    """Copies that are queued after a step; `get` waits for them.
 
     Tokens and flags of invalid rows are one copy. Logprobs are a second copy, if requested.
     """
@@ -28,7 +28,7 @@ class AsyncOutput:
     _num_drafts: int = 0
     _event: Event | None = None
     _logprobs: list[tuple[LogprobsTensors, Sequence[int], Mapping[int, int]]] = field(default_factory=list)
-    """With the arguments of `send_logprobs`."""
+    """Logprobs, by the arguments of `send_logprobs`."""
     _prompt_logprobs: list[tuple[int, int, LogprobsTensors]] = field(default_factory=list)
     _drafts: torch.Tensor | None = None
 
@@ -79,7 +79,7 @@ class AsyncOutput:
         output.logprobs = {index: [row] for index, row in self._logprobs_of_logits()}
 
     def _read_drafts(self, packed: list[list[int]], output: ModelRunnerOutput) -> None:
-        """With drafts: 1 + accepted drafts for each decode, one token for each prefill that ended."""
+        """Tokens of a step with drafts: 1 + accepted drafts for each decode, one token for each prefill that ended."""
         width, num_decodes = 1 + self._num_drafts, self._num_decodes
         for index, entry in enumerate(packed):
             num_sampled = entry[-2]
@@ -88,7 +88,7 @@ class AsyncOutput:
                 output.invalid[index] = INVALID_MESSAGE
         output.num_drafted = [entry[-1] for entry in packed[:num_decodes]]
         for logits_row, row in self._logprobs_of_logits():
-            # decodes have ``width`` rows of logits each; the prefills behind them have one
+            # decodes have ``width`` rows of logits each; the prefills after them have one
             index, offset = divmod(logits_row, width)
             if index >= num_decodes:
                 index, offset = num_decodes + logits_row - num_decodes * width, 0

@@ -52,16 +52,16 @@ class Device(ABC):
 
     @abstractmethod
     def copy_out(self, source: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        """Queue a copy to new host memory, concurrent with work that is queued later; the event is behind the copy."""
+        """Queue a copy to new host memory, concurrent with work that is queued later; the event is after the copy."""
 
     @abstractmethod
     def upload(self, copies: Copies, last_use: Event | None) -> Event:
         """Queue copies from pinned memory, concurrent with work that is queued already, except what is before the event
-        ``last_use``; work that is queued later sees them. The event is behind the copies."""
+        ``last_use``; work that is queued later sees them. The event is after the copies."""
 
     @abstractmethod
     def record(self) -> Event:
-        """An event behind everything queued so far."""
+        """An event after everything queued so far."""
 
     def capture(self, work: Callable[[], Any], warm_up: AbstractContextManager[object] | None) -> Capture:
         """Run ``work`` within ``warm_up``, so that the library's kernels are loaded, and then under capture;

@@ -72,7 +72,7 @@ class GrammarMasks:
             self._indices = [self._device.pinned(self._max_rows) for _ in range(_RING)]
         self._turn = (self._turn + 1) % _RING
         if (copied := self._copied[self._turn]) is not None:
-            copied.synchronize()  # long ago: a step with masks is behind the end of an earlier one
+            copied.synchronize()  # long ago: a step with masks is after the end of an earlier one
         return self._indices[self._turn]
 
     def _page_locked(self, masks: TokenMasks) -> torch.Tensor:

@@ -26,9 +26,9 @@ class InputBatch(StepBuffers):
     rows: list[int]
     """Batch order."""
     metadata: AttentionMetadata
-    """Of the same tensors."""
+    """Metadata of the same tensors."""
     groups: GroupTables
-    """Of the groups of layers after the first."""
+    """What is of the groups of layers after the first."""
     metadata_of_layers: Sequence[AttentionMetadata] = ()
     """See `ForwardContext.attention_of_layers`."""
     states: StateBatch | None = None
@@ -36,7 +36,7 @@ class InputBatch(StepBuffers):
 
     @property
     def last_metadata(self) -> AttentionMetadata:
-        """Of the last layer."""
+        """Metadata of the last layer."""
         return self.metadata_of_layers[-1] if self.metadata_of_layers else self.metadata
 
     @property

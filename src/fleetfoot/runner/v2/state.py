@@ -25,7 +25,7 @@ class DeviceState:
     The scheduler numbers the rows of running requests; a row is written when its request is admitted. The device alone
     writes ``tables.last_sampled`` and ``tables.draft_tokens``. Tokens are kept in pages, one int32 for each KV slot,
     which the block table of the first group of layers indexes too: a prefix cache hit includes its tokens, and memory
-    grows with the KV cache instead of max_num_seqs * max_model_len. Entries of a block table behind a request's last
+    grows with the KV cache instead of max_num_seqs * max_model_len. Entries of a block table after a request's last
     block are undefined.
 
     ``max_num_batched_tokens`` bounds the staged writes; ``num_draft``: draft tokens of a row; ``stages_all_tokens``:

@@ -59,7 +59,7 @@ class _Reader:
 
     def add_system(self, place: str, content: str | list[dict[str, Any]]) -> None:
         for text in _read_texts(place, content):
-            if not text.startswith(_BILLING):  # it differs in each request: behind it, no prefix would be cached
+            if not text.startswith(_BILLING):  # it differs in each request: after it, no prefix would be cached
                 self._add_text("system", text)
 
     def add(self, place: str, message: InputMessage) -> None:

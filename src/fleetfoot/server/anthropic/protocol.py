@@ -145,7 +145,7 @@ class CountTokensRequest(_Param):
     system: str | list[dict[str, Any]] | None = None
     """A text, or blocks: `TextParam`."""
     tools: list[dict[str, Any]] | None = None
-    """Of `ToolParam`."""
+    """Objects like `ToolParam`."""
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -195,7 +195,7 @@ class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
 
 
 class Caller(msgspec.Struct, tag_field="type", tag="direct", frozen=True):
-    """Of a tool: the model itself."""
+    """The caller of a tool: the model itself."""
 
 
 class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
@@ -221,7 +221,7 @@ class MessageDeltaUsage(msgspec.Struct):
     cache_read_input_tokens: int = 0
     cache_creation_input_tokens: int = 0
     output_tokens_details: OutputTokensDetails | None = None
-    """Of a model that reasons."""
+    """Details for a model that reasons."""
     server_tool_use: None = None
 
 

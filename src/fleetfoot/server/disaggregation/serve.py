@@ -1,4 +1,4 @@
-"""Serves an engine on a TCP port, for a proxy and for clients in Python. Behind `fleetfoot engine`.
+"""Serves an engine on a TCP port, for a proxy and for clients in Python. What `fleetfoot engine` runs.
 
 When requests are accepted, a line ``{"address": "host:port"}`` is written to standard output.
 """

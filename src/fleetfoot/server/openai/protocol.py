@@ -230,7 +230,7 @@ class Usage(msgspec.Struct):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
-    """Of a model that reasons."""
+    """Details for a model that reasons."""
 
     @classmethod
     def of(cls, num_prompt: int, num_completion: int, num_cached: int = 0) -> Usage:
@@ -246,11 +246,11 @@ class PromptLogprob(msgspec.Struct):
 
 
 PromptLogprobs = list[dict[int, PromptLogprob] | None] | None
-"""For each token: token id -> logprob; None for the first one."""
+"""Token id -> logprob, for each token; None for the first one."""
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Of completions."""
+    """Logprobs of completions."""
 
     tokens: list[str] = []
     token_logprobs: list[float | None] = []

@@ -16,7 +16,7 @@ from fleetfoot.server.openai.prompts import read_text
 from fleetfoot.utils.validation import shown
 
 Item = dict[str, Any]
-"""Of plain JSON types, complete as in a list of input items."""
+"""An item of plain JSON types, complete as in a list of input items."""
 _ROLES = ("user", "assistant", "system", "developer")
 _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})(?:in)?[0-9]+")
 ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}

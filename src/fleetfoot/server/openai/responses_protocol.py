@@ -35,7 +35,7 @@ Status = Literal["completed", "failed", "in_progress", "cancelled", "queued", "i
 
 
 class PlainFormat(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
-    """Of ``text.format``."""
+    """What ``text.format`` has."""
 
 
 class JsonObjectFormat(msgspec.Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True):
@@ -167,7 +167,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
 
     @property
     def constraint(self) -> StructuredOutputsParams | None:
-        """Of ``text.format``."""
+        """What ``text.format`` has."""
         form = self.text.format if self.text is not None else None
         if isinstance(form, JsonSchemaFormat):
             return schema_constraint(form.schema, is_strict=bool(form.strict))

@@ -50,7 +50,7 @@ _POOLING = msgspec.json.Decoder(PoolingRequest)
 _SCORE = msgspec.json.Decoder(ScoreRequest)
 _RERANK = msgspec.json.Decoder(RerankRequest)
 _ENTRY_BYTES, _NUMBER_BYTES = 256, 20
-"""Of a response, for each prompt and each number of its vector."""
+"""Bytes of a response, for each prompt and each number of its vector."""
 _PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
 _PARAMS = (
     *("truncate_prompt_tokens", "use_activation", "normalize", "softmax", "activation", "prompt_name", "dimensions"),
