@@ -79,6 +79,7 @@ TRANSFER = ["--kv-transfer-config"]
 V2_DEFAULT = "default of LlamaForCausalLM"
 NONE = "No model runner supports"
 MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 2}
+LFM2 = {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 16}
 JAMBA = {"architectures": ["JambaForCausalLM"], "mamba_d_state": 16, "num_experts": 16}
 ODD_BLOCKS = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 48]}}
 FP8 = {"quantization_config": {"quant_method": "fp8"}}
@@ -93,6 +94,7 @@ DECISIONS: dict[str, tuple[list[str], dict[str, Any], str, list[str], str]] = {
     "quantized": (H100, FP8, "v2", [], V2_DEFAULT),
     "blocks": (H100, ODD_BLOCKS, "v1", ["quantized weights in a format without kernels"], "blocks of 128 x 48"),
     "experts": (H100, MIXTRAL, "v2", [], "default of MixtralForCausalLM"),
+    "states": (H100, LFM2, "v2", [], "default of Lfm2ForCausalLM"),
     "hybrid": (H100, JAMBA, "v1", ["recurrent layers of other kinds"], "architecture Jamba"),
     "other": (H100, {"architectures": ["GPT2LMHeadModel"]}, "v1", [], f"{NONE} the architecture GPT2LMHeadModel."),
 }

@@ -288,8 +288,9 @@ class KVLayout:
 
     @property
     def dimension_sizes(self) -> list[int]:
-        """Sizes of the first layer by ``LAYOUT_DIMENSIONS[name]``, for messages."""
-        return [self._sizes(self.layers[0])[dimension] for dimension in LAYOUT_DIMENSIONS[self.name]]
+        """Sizes of the first layer with K and V by ``LAYOUT_DIMENSIONS[name]``, for messages; 0: there is none."""
+        first = next((spec for spec in self.layers if isinstance(spec, KVCacheSpec)), self.layers[0])
+        return [self._sizes(first).get(dimension, 0) for dimension in LAYOUT_DIMENSIONS[self.name]]
 
     def group_views(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The blocks of each group in an arena, ``[num_blocks of the group, elements of a block]``, equally far
