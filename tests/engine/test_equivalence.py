@@ -168,7 +168,7 @@ MODELS = {"llama": STORY} | {name: DRAFT.parent / f"story-{name}" for name in ("
 STORY_VOCAB = 2048
 RANDOM: dict[str, tuple[str, dict[str, Any]]] = {
     **UNTRAINED,
-    **{name: paged_models.MODELS[name] for name in ("phi3-long", "granite-tied-biases", "smollm3-layers")},
+    **{name: paged_models.MODELS[name] for name in ("phi3-long", "granite-tied-biases", "smollm3-layers", "lfm2")},
 }
 """Models that are not trained."""
 LIMITS: dict[str, dict[str, int]] = {
@@ -260,7 +260,8 @@ def test_every_way_gives_the_same_tokens(engines: dict[Way | None, LLMEngine], r
     for way in (way for way in engines if way is not None and way.limits == "tight"):
         after = engines[way].stats()
         assert after.scheduler.num_preemptions > before[way].scheduler.num_preemptions
-        assert after.scheduler.prefix_cache_hits > before[way].scheduler.prefix_cache_hits
+        has_states = engines[way].core.scheduler.config.groups[-1].is_state  # whose snapshots requests push out
+        assert has_states or after.scheduler.prefix_cache_hits > before[way].scheduler.prefix_cache_hits
         assert way.method is None or after.drafts.num_drafted > before[way].drafts.num_drafted
         assert way.method in (None, "ngram") or after.drafts.num_accepted > before[way].drafts.num_accepted
 
