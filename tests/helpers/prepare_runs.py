@@ -105,13 +105,14 @@ def expected_inputs(batch: Batch) -> Outputs:
         if row < 0:
             continue
         seq_lens[request] = computed[row] + starts[request + 1] - starts[request]
+        last_block = (limits[row] - 1) // batch.block_size
         for block in range(-(-seq_lens[request] // batch.block_size)):
-            tables[request, block] = batch.block_table[row, block]
+            tables[request, block] = batch.block_table[row, min(block, last_block)]
         for offset, token in enumerate(range(starts[request], starts[request + 1])):
             positions[token], batch_index[token] = computed[row] + offset, request
             block, within = divmod(positions[token], batch.block_size)
             slot = int(batch.block_table[row, block]) * batch.block_size + within
-            if positions[token] < limits[row]:
+            if block <= last_block:
                 slots[token] = slot
             if positions[token] < prefill_lens[row]:
                 input_ids[token] = pages[slot]

@@ -52,13 +52,13 @@ def test_slots_may_exceed_32_bits(kernels: Callable[[], Kernels], op: str) -> No
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_groups_have_slots_and_tables_of_their_own(kernels: Callable[[], Kernels]) -> None:
-    """A decode behind its window, a prompt that begins within one, padding, and a token from a limit on."""
+    """A decode behind its window, a prompt that begins within one, padding, and a token after the last block."""
     size, windows, max_blocks = 4, [5, 2**31 - 1], 1100
     idx, starts, computed = int32([2, 0, -1]), int32([0, 1, 7, 7]), int32([6, 0, 4099, 0])
     tables = torch.arange(1, 1 + 2 * 4 * max_blocks, dtype=torch.int32).view(2, 4, max_blocks)
     drafts, pages = torch.full((5, 0), -1, dtype=torch.int32), torch.zeros(4 * max_blocks * size, dtype=torch.int32)
     anchor = torch.arange(4 * max_blocks, dtype=torch.int32).view(4, max_blocks)
-    limits = int32([11, 100, 5000, 100])
+    limits = int32([7, 100, 5000, 100])  # the first row's last block is the second
     rows = RowTables(computed, int32([12, 9, 4099, 9]), limits, int32([7] * 4), drafts, anchor, pages, size)
     tokens = torch.zeros(3, 9, dtype=torch.int64)
     step = StepBuffers(idx, starts, tokens[0], int32([0] * 3), int32([0] * 9), tokens[1], tokens[2], anchor[:3].clone())
@@ -69,11 +69,12 @@ def test_groups_have_slots_and_tables_of_their_own(kernels: Callable[[], Kernels
         for request, (row, count) in enumerate([(2, 1), (0, 6)]):
             first = max(0, int(computed[row]) + 1 - window) // size
             last = -(-(int(computed[row]) + count) // size)
-            expected = [0] * first + tables[group, row, first:last].tolist()
+            blocks = [min(block, (int(limits[row]) - 1) // size) for block in range(first, last)]
+            expected = [0] * first + tables[group, row, blocks].tolist()
             assert copies[group, request, :last].tolist() == expected
-        places = [(2, 4099), *((0, position) for position in range(6, 11))]
+        places = [(2, 4099), (0, 6), (0, 7)]
         found = [int(tables[group, row, p // size]) * size + p % size for row, p in places]
-        assert slots[group].tolist() == [*found, -1, -1, -1]
+        assert slots[group].tolist() == [*found, *[-1] * 6]
 
 
 @pytest.mark.parametrize("num_slots", [1, 3])

@@ -25,11 +25,12 @@ void EXPORT(prepare_decode)
         }
         const int32_t *blocks = table + row * table_stride;
         const int64_t computed = num_computed[row], length = computed + query_len;
+        const int64_t last_block = (limits[row] - 1) / block_size;
         seq_lens[request] = (int32_t)length;
         for (int64_t j = 0; j < query_len; j++) {
             const int64_t position = computed + j, token = first + j;
             const int64_t slot = blocks[position / block_size] * block_size + position % block_size;
-            const int is_dead = position >= limits[row];
+            const int is_dead = position / block_size > last_block;
             int32_t id = 0;
             if (position < prefill_lens[row])
                 id = pages[slot];
@@ -45,7 +46,9 @@ void EXPORT(prepare_decode)
         }
         int64_t count = (length + block_size - 1) / block_size;
         if (count > out_width) count = out_width;
-        memcpy(block_tables + request * out_stride, blocks, (size_t)count * sizeof(int32_t));
+        int32_t *copy = block_tables + request * out_stride;
+        memcpy(copy, blocks, (size_t)count * sizeof(int32_t));
+        for (int64_t block = last_block + 1; block < count; block++) copy[block] = blocks[last_block];
     }
 }
 

@@ -39,7 +39,8 @@ def prepare_inputs_torch(step: StepBuffers, rows: RowTables) -> None:
     row = idx_mapping[request]  # [T]
     block_id = rows.block_table[row, position // rows.block_size].to(torch.int64)
     slot = block_id * rows.block_size + position % rows.block_size
-    step.slots.copy_(torch.where(is_token & (position < rows.limits[row]), slot, -1))
+    last_block = (rows.limits - 1).div(rows.block_size, rounding_mode="floor")  # [R]
+    step.slots.copy_(torch.where(is_token & (position // rows.block_size <= last_block[row]), slot, -1))
 
     is_known = is_token & (position < rows.prefill_lens[row])
     is_new = is_token & ~is_known
@@ -54,7 +55,9 @@ def prepare_inputs_torch(step: StepBuffers, rows: RowTables) -> None:
     place = torch.where(is_written, slot, 0)
     rows.token_pages.index_add_(0, place, torch.where(is_written, new_ids - rows.token_pages[place], 0))
 
-    step.block_tables.copy_(rows.block_table[:, : step.block_tables.shape[1]][idx_mapping])
+    blocks = torch.arange(step.block_tables.shape[1], device=starts.device)
+    blocks = torch.minimum(blocks, last_block[idx_mapping, None].clamp(min=0))  # [n, W]
+    step.block_tables.copy_(rows.block_table[idx_mapping].gather(1, blocks.to(torch.int64)))
 
 
 def prepare_decode_torch(step: StepBuffers, rows: RowTables) -> None:
@@ -72,8 +75,12 @@ def prepare_groups_torch(step: StepBuffers, rows: RowTables, groups: GroupTables
     size, width = rows.block_size, groups.block_tables.shape[2]
     computed = rows.num_computed[step.idx_mapping]  # [n]
     first = (computed + 1 - groups.windows[:, None]).clamp_(min=0) // size  # [G, n]
-    is_read = torch.arange(width, device=first.device) >= first[..., None]  # [G, n, W]
-    groups.block_tables.copy_(groups.block_table[:, step.idx_mapping, :width] * is_read)
+    blocks = torch.arange(width, device=first.device)
+    is_read = blocks >= first[..., None]  # [G, n, W]
+    last_block = (rows.limits[step.idx_mapping] - 1).div(size, rounding_mode="floor").clamp(min=0)  # [n]
+    blocks = torch.minimum(blocks, last_block[:, None]).to(torch.int64)  # [n, W]
+    tables = groups.block_table[:, step.idx_mapping].gather(2, blocks.expand(len(groups.windows), -1, -1))
+    groups.block_tables.copy_(tables * is_read)
     row = step.idx_mapping[step.batch_index]  # [T]
     block_id = groups.block_table[:, row, step.positions // size].to(torch.int64)  # [G, T]
     slots = block_id * size + step.positions % size

@@ -33,7 +33,9 @@ class RowTables:
     prefill_lens: torch.Tensor
     """``[R]``: tokens that were known when the request was admitted."""
     limits: torch.Tensor
-    """``[R]``: positions from here on are never an input of the request; their K and V are not written."""
+    """``[R]``, from 1 on: positions from here on are never an input of the request. Drafts may have them: their K and
+    V are written in the block of the last input, so that nothing is read that others have left there, and those in
+    later blocks, which are not the request's, are not."""
     last_sampled: torch.Tensor
     """``[R]``: the newest sampled token."""
     draft_tokens: torch.Tensor
@@ -61,13 +63,15 @@ class StepBuffers:
     batch_index: torch.Tensor
     """``[T]``: each token's request; -1 for tokens after ``query_start_loc[n]`` and tokens of padding requests."""
     slots: torch.Tensor
-    """``[T]`` int64: block id * block_size + offset in the block; -1 for padding, and from the row's limit on."""
+    """``[T]`` int64: block id * block_size + offset in the block; -1 for padding, and after the last block of
+    `RowTables.limits`."""
     input_ids: torch.Tensor
     """``[T]`` int64: a known token before ``prefill_lens``; then the token sampled last, followed by the row's drafts,
     where -1 becomes 0; 0 for padding."""
     block_tables: torch.Tensor
-    """``[n, W]``, W <= B, W * block_size >= each of ``seq_lens``: the blocks of each request, in batch order. Entries
-    after ``ceil(seq_len / block_size)`` are undefined."""
+    """``[n, W]``, W <= B, W * block_size >= each of ``seq_lens``: the blocks of each request, in batch order. Those
+    after the last block of `RowTables.limits` are that again. Entries from ``ceil(seq_len / block_size)`` on are
+    undefined."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ def prepare_groups_triton(step: StepBuffers, rows: RowTables, groups: GroupTable
     """See `prepare_groups_torch`. A program takes one request and one tile of tokens, in one group."""
     num_reqs, num_tokens, tile = step.idx_mapping.shape[0], step.positions.shape[0], 256
     _prepare_groups_kernel[(max(num_reqs, cdiv(num_tokens, tile)), groups.windows.shape[0])](
-        step.idx_mapping, rows.num_computed, step.positions, step.seq_lens, step.batch_index, step.slots,
+        step.idx_mapping, rows.num_computed, rows.limits, step.positions, step.seq_lens, step.batch_index, step.slots,
         groups.windows, groups.block_table, groups.slots, groups.block_tables,
         num_reqs, num_tokens, *groups.block_table.stride()[:2], groups.slots.stride(0),
         *groups.block_tables.stride()[:2],
@@ -123,7 +123,9 @@ def _prepare_inputs_kernel(
         seq_len = tl.where(row >= 0, tl.load(num_computed_ptr + row, mask=row >= 0, other=0) + query_len, 0)
         tl.store(seq_lens_ptr + program, seq_len)
         copy_ptr = block_tables_ptr + program.to(tl.int64) * tables_stride
-        _copy_table(tl.cdiv(seq_len, block_size), block_table_ptr + row * row_stride, copy_ptr, block_tile)
+        last_block = (tl.load(limits_ptr + row, mask=row >= 0, other=1) - 1) // block_size
+        num_blocks = tl.cdiv(seq_len, block_size)
+        _copy_table(num_blocks, last_block, block_table_ptr + row * row_stride, copy_ptr, block_tile)
     if program * tile < num_tokens:
         token = program * tile + tl.arange(0, tile)
         in_batch = token < num_tokens
@@ -136,7 +138,8 @@ def _prepare_inputs_kernel(
         table_ptr = block_table_ptr + row * row_stride
         block_id = tl.load(table_ptr + position // block_size, mask=is_token, other=0).to(tl.int64)
         slot = block_id * block_size + position % block_size
-        has_slot = is_token & (position < tl.load(limits_ptr + row, mask=is_token, other=0))
+        last_block = (tl.load(limits_ptr + row, mask=is_token, other=1) - 1) // block_size
+        has_slot = is_token & (position // block_size <= last_block)
         is_known = position < tl.load(prefill_lens_ptr + row, mask=is_token, other=0)
         is_new = is_token & (is_known == 0)
         known_id = tl.load(token_pages_ptr + slot, mask=is_known, other=0)
@@ -152,18 +155,19 @@ def _prepare_inputs_kernel(
 
 
 @triton_kernel(specialize=False)
-def _copy_table(num_blocks, table_ptr, copy_ptr, tile: tl.constexpr):
+def _copy_table(num_blocks, last_block, table_ptr, copy_ptr, tile: tl.constexpr):
     """Most tables fit one tile, and the launch must not depend on those that do not."""
     begin = 0
     while begin < num_blocks:
         block = begin + tl.arange(0, tile)
-        tl.store(copy_ptr + block, tl.load(table_ptr + block, mask=block < num_blocks), mask=block < num_blocks)
+        block_id = tl.load(table_ptr + tl.minimum(block, last_block), mask=block < num_blocks)
+        tl.store(copy_ptr + block, block_id, mask=block < num_blocks)
         begin += tile
 
 
 @triton_kernel(specialize=False)
 def _prepare_groups_kernel(
-    idx_mapping_ptr, num_computed_ptr, positions_ptr, seq_lens_ptr, batch_index_ptr, anchor_slots_ptr,
+    idx_mapping_ptr, num_computed_ptr, limits_ptr, positions_ptr, seq_lens_ptr, batch_index_ptr, anchor_slots_ptr,
     windows_ptr, block_table_ptr, slots_ptr, block_tables_ptr,
     num_reqs, num_tokens, group_stride, row_stride, slots_stride, tables_stride, table_stride,
     block_size: tl.constexpr, tile: tl.constexpr, block_tile: tl.constexpr,
@@ -175,11 +179,13 @@ def _prepare_groups_kernel(
         computed = tl.load(num_computed_ptr + row, mask=row >= 0, other=0)
         first = tl.maximum(computed + 1 - tl.load(windows_ptr + group), 0) // block_size
         num_blocks = tl.cdiv(tl.load(seq_lens_ptr + program), block_size)
+        last_block = (tl.load(limits_ptr + row, mask=row >= 0, other=1) - 1) // block_size
         copy_ptr = block_tables_ptr + group * tables_stride + program.to(tl.int64) * table_stride
         begin = 0
         while begin < num_blocks:
             block = begin + tl.arange(0, block_tile)
-            ids = tl.load(table_ptr + row * row_stride + block, mask=(block >= first) & (block < num_blocks), other=0)
+            id_ptrs = table_ptr + row * row_stride + tl.minimum(block, last_block)
+            ids = tl.load(id_ptrs, mask=(block >= first) & (block < num_blocks), other=0)
             tl.store(copy_ptr + block, ids, mask=block < num_blocks)
             begin += block_tile
     if program * tile < num_tokens:
@@ -236,7 +242,7 @@ def _prepare_decode_kernel(
     computed = tl.load(num_computed_ptr + row, mask=is_request, other=0)
     prefill_len = tl.load(prefill_lens_ptr + row, mask=is_request, other=0)
     sampled_id = tl.load(last_sampled_ptr + row, mask=is_request, other=0)
-    limit = tl.load(limits_ptr + row, mask=is_request, other=0)
+    last_block = (tl.load(limits_ptr + row, mask=is_request, other=1) - 1) // block_size
     seq_len = tl.where(is_request, computed + query_len, 0)
 
     offset = tl.arange(0, query_tile)
@@ -251,9 +257,10 @@ def _prepare_decode_kernel(
     draft_id = tl.maximum(tl.load(draft_ptr, mask=is_new & (offset > 0), other=0), 0)
 
     # while the block ids above are on their way
-    _copy_table(tl.cdiv(seq_len, block_size), table_ptr, block_tables_ptr + request.to(tl.int64) * tables_stride, tile)
+    copy_ptr = block_tables_ptr + request.to(tl.int64) * tables_stride
+    _copy_table(tl.cdiv(seq_len, block_size), last_block, table_ptr, copy_ptr, tile)
 
-    has_slot = is_token & (position < limit)
+    has_slot = is_token & (position // block_size <= last_block)
     slot = block_id * block_size + position % block_size
     known_id = tl.load(token_pages_ptr + slot, mask=is_known, other=0)
     token_id = tl.where(is_known, known_id, tl.where(offset == 0, sampled_id, draft_id))

@@ -71,12 +71,14 @@ class HostState:
         """``[num_tokens]`` int64: where the K and V of tokens go in a group of layers."""
         size = self.block_size
         slots = self.block_tables[group, rows, positions // size] * np.int64(size) + positions % size
-        slots[positions >= self.limits[rows]] = -1  # their KV is not written
+        slots[positions // size > (self.limits[rows] - 1) // size] = -1  # their KV is not written
         return slots
 
     def step_tables(self, group: int, rows: np.ndarray, max_seq_len: int) -> np.ndarray:
         """``[num_reqs, max_blocks]`` int32: the blocks of ``rows``; 0 before what this step reads."""
-        tables = self.block_tables[group, rows, : -(-max_seq_len // self.block_size)]
+        last = (self.limits[rows] - 1) // self.block_size  # drafts may lie in blocks after it, which are not its own
+        blocks = np.minimum(np.arange(-(-max_seq_len // self.block_size)), last[:, None])
+        tables = self.block_tables[group, rows[:, None], blocks]
         if (window := self._groups[group].window) is not None:
             first = np.maximum(self.num_computed[rows] + 1 - window, 0) // self.block_size  # [num_reqs]
             tables[np.arange(tables.shape[1]) < first[:, None]] = 0
