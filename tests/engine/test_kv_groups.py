@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import make_engine, prompt_of
+from tests.helpers.faulty_connector import OFFLOADING, Faults, connector, faulty
 from tests.helpers.paged_models import MODELS as STATES
 
 from fleetfoot import LLMEngine, RequestOutput, SamplingParams
@@ -29,6 +30,17 @@ ENGINES: dict[str, dict[str, Any]] = {
     "whole": {"enable_chunked_prefill": False, "max_model_len": 120, "max_num_batched_tokens": 120, "block_size": 4},
     "drafts": {"block_size": 4, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
     "overlapped": {"block_size": 4, "max_num_batched_tokens": 16, "async_scheduling": True},
+    "host memory": {"block_size": 4, "kv_transfer_config": OFFLOADING},
+    "little host memory, tight": {
+        "max_num_batched_tokens": 40,
+        "block_size": 2,
+        "kv_transfer_config": connector("OffloadingConnector", num_cpu_blocks=20),
+    },
+    "files, drafts": {
+        "block_size": 4,
+        "kv_transfer_config": connector("SharedStorageConnector", max_bytes_in_flight=1 << 20),
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+    },
 }
 TIGHT = {"mistral": 14, "gemma3": 70, "qwen3": 70, "lfm2": 30, "qwen3-next": 5}
 """Slabs of "tight": requests with a layer that attends to all tokens are preempted."""
@@ -77,29 +89,67 @@ def run(engine: LLMEngine, value: float | None = None) -> list[list[int]]:
     while engine.has_unfinished_requests():
         outputs |= {output.request_id: output for output in engine.step()}
         engine.check_integrity()
-        if value is not None:
+        if value is not None and not engine.core.scheduler.transfers.connector.has_pending:  # else they are still read
             poison(engine, value)
     engine.core.scheduler.check_idle()
     return [list(outputs[str(number)].outputs[0].token_ids) for number in range(len(PROMPTS))]
 
 
 @pytest.mark.parametrize("setting", ENGINES)
-def test_tokens_are_those_of_transformers(model: tuple[str, Path, list[list[int]]], setting: str) -> None:
+def test_tokens_are_those_of_transformers(
+    model: tuple[str, Path, list[list[int]]], setting: str, tmp_path: Path
+) -> None:
     name, folder, expected = model
     runner = "v1" if ([*MODELS].index(name) + [*ENGINES].index(setting)) % 3 == 0 else "v2"
-    slabs = TIGHT[name] if setting == "tight" else None
-    options = {"model_runner": runner, "skip_tokenizer_init": True, "num_gpu_blocks_override": slabs}
-    engine = make_engine(folder, **options, **ENGINES[setting])
+    options: dict[str, Any] = {"model_runner": runner, "skip_tokenizer_init": True, **ENGINES[setting]}
+    is_tight, has_connector = "tight" in setting, "kv_transfer_config" in options
+    if "files" in setting:
+        options["kv_transfer_config"]["kv_connector_extra_config"]["shared_storage_path"] = str(tmp_path)
+    engine = make_engine(folder, num_gpu_blocks_override=TIGHT[name] if is_tight else None, **options)
     try:
         assert len(engine.core.scheduler.config.groups) == 2
-        for _ in range(2):  # the second time with cached prefixes
-            # drafts past the end of a request have no KV, and are read with a weight of 0
-            value = 1e30 if setting == "drafts" else float("nan")
-            assert run(engine, None if setting == "overlapped" else value) == expected
+        for _ in range(2):  # the second time with cached prefixes, or loaded ones
+            assert run(engine, None if setting == "overlapped" else float("nan")) == expected
+            if has_connector:
+                engine.reset_prefix_cache()
         stats = engine.stats().scheduler
         # a prompt that is not divided leaves no state at the end of a block
-        assert stats.prefix_cache_hits > 0 or setting == "tight" or (setting == "whole" and name in STATES)
-        assert (stats.num_preemptions > 0) == (setting == "tight" and name != "mistral")  # it stops to grow
+        assert stats.prefix_cache_hits > 0 or is_tight or (setting == "whole" and name in STATES)
+        assert (stats.num_preemptions > 0) == (is_tight and name != "mistral")  # it stops to grow
+        if has_connector:
+            assert stats.transfers.loads_failed == 0
+            assert stats.transfers.tokens_loaded > 0 or is_tight
+    finally:
+        engine.shutdown()
+
+
+def test_new_weights_sleep_and_restarts(model: tuple[str, Path, list[list[int]]]) -> None:
+    """KV in host memory, of every group, is that of the weights in use, before and after all of these."""
+    name, folder, expected = model
+    faults = Faults()
+    engine = make_engine(
+        folder,
+        model_runner="v1" if name == "gemma3" else "v2",
+        kv_transfer_config=faulty(OFFLOADING, faults),
+        on_error="restart",
+        enable_sleep_mode=True,
+        skip_tokenizer_init=True,
+        block_size=4,
+    )
+    try:
+        assert run(engine) == expected
+        engine.reload_weights()
+        assert run(engine) == expected
+        engine.reset_prefix_cache()
+        engine.sleep(level=1)
+        engine.wake_up()
+        loaded = engine.stats().scheduler.transfers.tokens_loaded
+        assert run(engine) == expected
+        assert engine.stats().scheduler.transfers.tokens_loaded > loaded
+        faults.raise_at, faults.on_call = "save_kv", faults.calls.count("save_kv") + 6
+        assert run(engine) == expected
+        assert engine.stats().num_restarts == 1
+        assert engine.collective_rpc("weights_identity")
     finally:
         engine.shutdown()
 

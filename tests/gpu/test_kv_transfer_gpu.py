@@ -13,21 +13,29 @@ from tests.helpers.prefill_decode import REQUESTS, decodes, nixl, prefilled, set
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.kv_transfer.base.block_copies import CudaBlockCopies, HostMemory, block_copies
-from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
+from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout, make_groups
 from fleetfoot.runner.base import allocate_kv_cache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 GPU = torch.device("cuda")
+WINDOWS = tuple(KVCacheSpec(8, 128, window) for window in (64, None, 64, 64, 64))
 SHAPES = {
     "plain": KVLayout(64, 16, "bfloat16", (KVCacheSpec(8, 128),) * 8),
     "with-drafter": KVLayout(64, 4, "float16", (*[KVCacheSpec(2, 64)] * 3, KVCacheSpec(1, 32))),
     "odd": KVLayout(16, 1, "float16", (KVCacheSpec(1, 3),) * 2),
+    "groups": KVLayout(16, 16, "bfloat16", WINDOWS, groups=make_groups(WINDOWS, (), 16, "bfloat16", 1000)),
+    "fp8": KVLayout(64, 16, "float8_e4m3fn", (KVCacheSpec(8, 128),) * 8),
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_blocks_round_trip(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def host_memory(num_units: int, layout: KVLayout) -> HostMemory:
+    slots = zip([group.blocks_per_slab for group in layout.groups], layout.group_bytes, strict=True)
+    return HostMemory(num_units, layout.bytes_per_block, [*slots], pinned=True, asked_by="")
+
+
+@pytest.mark.parametrize(("shape", "group"), [*((shape, 0) for shape in SHAPES), ("groups", 1)])
+def test_blocks_round_trip(shape: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = SHAPES[shape]
     monkeypatch.setattr(
         "fleetfoot.kv_transfer.base.block_copies.STAGING_BYTES", 3 * layout.bytes_per_block
@@ -35,18 +43,21 @@ def test_blocks_round_trip(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     caches = [torch.randn(size, device=GPU).to(getattr(torch, layout.dtype)) for size in layout.tensor_shapes]
     copies = block_copies(caches, layout)
     assert isinstance(copies, CudaBlockCopies)
-    host = HostMemory(12, layout.bytes_per_block, pinned=True, asked_by="")
-    assert host.tensor.is_pinned()
-    before = [cache.clone() for cache in caches]
+    host = host_memory(12, layout)
+    assert host.slots[group].is_pinned()
+    views = [
+        view for view, index in zip(layout.layer_views(caches), layout.group_of_layers, strict=True) if index == group
+    ]
+    before = [view.clone() for view in views]
     order, slots, targets = [5, 0, 9, 3, 2, 7, 11], [1, 2, 3, 9, 0, 11, 7], [4, 1, 8, 6, 10, 14, 15]
-    copies.to_host(order, host.tensor, slots).synchronize()
-    pieces = [cache[3].contiguous().view(-1).view(torch.uint8).cpu() for cache in before]
-    assert torch.equal(host.tensor[9], torch.cat(pieces))
-    copies.from_host(host.tensor, slots, targets).synchronize()
-    for cache, was in zip(caches, before, strict=True):
-        assert torch.equal(cache[targets], was[order])
+    copies.to_host(group, order, host, slots).synchronize()
+    pieces = [view[3].contiguous().view(-1).view(torch.uint8).cpu() for view in before]
+    assert torch.equal(host.slots[group][9], torch.cat(pieces))
+    copies.from_host(group, host, slots, targets).synchronize()
+    for view, was in zip(views, before, strict=True):
+        assert torch.equal(view[targets].view(torch.uint8), was[order].view(torch.uint8))
         untouched = [block for block in range(layout.num_blocks) if block not in targets]
-        assert torch.equal(cache[untouched], was[untouched])
+        assert torch.equal(view[untouched].view(torch.uint8), was[untouched].view(torch.uint8))
     copies.close()
     host.close()
 
@@ -56,7 +67,7 @@ def test_later_writes_do_not_reach_saved_blocks() -> None:
     layout = SHAPES["plain"]
     caches = allocate_kv_cache(layout, GPU)
     copies = block_copies(caches, layout)
-    host = HostMemory(64, layout.bytes_per_block, pinned=True, asked_by="")
+    host = host_memory(64, layout)
     blocks, big = list(range(64)), torch.randn(4096, 4096, device=GPU)
     events = []
     for value in (1.0, 2.0):
@@ -64,19 +75,19 @@ def test_later_writes_do_not_reach_saved_blocks() -> None:
             big = (big @ big).clamp(-1, 1)  # keeps the device busy
         for cache in caches:
             cache.fill_(value)
-        events.append(copies.to_host(blocks, host.tensor, blocks))
+        events.append(copies.to_host(0, blocks, host, blocks))
         copies.fence([3, 99])
         for cache in caches:
             cache.fill_(-1.0)
     events[-1].synchronize()
-    values = host.tensor.view(torch.bfloat16)
+    values = host.slots[0].view(torch.bfloat16)
     assert bool((values == 2.0).all())
-    copies.to_host(blocks, host.tensor, blocks)  # what comes in waits for it, as they share blocks and slots
-    copies.from_host(host.tensor, blocks, blocks).synchronize()
-    copies.to_host(blocks, host.tensor, blocks).synchronize()
+    copies.to_host(0, blocks, host, blocks)  # what comes in waits for it, as they share blocks and slots
+    copies.from_host(0, host, blocks, blocks).synchronize()
+    copies.to_host(0, blocks, host, blocks).synchronize()
     assert bool((values == -1.0).all())
     values.fill_(2.0)
-    copies.from_host(host.tensor, blocks, blocks).synchronize()
+    copies.from_host(0, host, blocks, blocks).synchronize()
     assert all(bool((cache == 2.0).all()) for cache in caches)
     copies.close()
     host.close()

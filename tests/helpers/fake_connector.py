@@ -5,7 +5,7 @@ that the scheduler named, at the moment at which they read.
 """
 
 import random
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,8 +48,8 @@ class ScriptedConnector(SchedulerConnector):
     def blocks_filled(self, request: Request, first: int, last: int, *, by_this_step: bool) -> None:
         self.calls.append(("filled", request.request_id, first, last, by_this_step))
 
-    def blocks_reused(self, block_ids: list[int]) -> None:
-        self.calls.append(("reused", block_ids))
+    def slabs_reused(self, slabs: Iterable[int]) -> None:
+        self.calls.append(("reused", [*slabs]))
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         call = "finished", request.request_id, request.finish_reason, len(request.block_ids), request.num_tokens

@@ -90,7 +90,8 @@ class FakeRunner:
         for slab in output.changed_slabs:
             self.slabs.pop(slab, None)
             self.states = {slot: s for slot, s in self.states.items() if self._slab(len(self.groups) - 1, slot) != slab}
-            self.parts = {key: part for key, part in self.parts.items() if self._slab(*key) != slab}
+            for key in [key for key in self.parts if self._slab(*key) == slab]:
+                del self.parts[key]
         self._check_groups(output)
 
     def compute(self, output: SchedulerOutput) -> ModelRunnerOutput:

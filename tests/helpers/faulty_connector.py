@@ -13,7 +13,13 @@ from typing import Any, ClassVar
 import torch
 
 from fleetfoot.config.kv_transfer import KVTransferConfig
-from fleetfoot.kv_transfer.base.connector import BLOCK_CONTIGUOUS_HND, KVConnector, TransferContext, WorkerConnector
+from fleetfoot.kv_transfer.base.connector import (
+    ARENA,
+    BLOCK_CONTIGUOUS_HND,
+    KVConnector,
+    TransferContext,
+    WorkerConnector,
+)
 from fleetfoot.kv_transfer.base.registry import find_connector
 from fleetfoot.kv_transfer.blockstore.blocks import BlockStoreMetadata
 from fleetfoot.records.kv_connector import SchedulerConnector
@@ -73,7 +79,7 @@ class Faults:
     released: threading.Event = field(default_factory=threading.Event)
     calls: list[str] = field(default_factory=list)
     """Every point, as it was called."""
-    blocks: dict[str, list[int]] = field(default_factory=dict)
+    blocks: dict[str, list[tuple[int, list[int]]]] = field(default_factory=dict)
     """Request -> the blocks that are loaded for it."""
     held: list[str] = field(default_factory=list)
     """All requests that were held, in order."""
@@ -119,16 +125,18 @@ class HookedWorker(WorkerConnector):
     def at(self, point: str) -> None: ...
 
     def register_kv_caches(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
-        self.kv_caches = kv_caches
+        self.kv_caches, self.layout = kv_caches, layout
         _call(self, "register_kv_caches", kv_caches, layout)
 
     def get_finished(self, finished_req_ids: set[str]) -> KVConnectorOutput:
         return _call(self, "get_finished", finished_req_ids) or KVConnectorOutput()
 
-    def spoil(self, block_ids: Sequence[int]) -> None:
-        """Fill blocks with NaN."""
-        for cache in self.kv_caches:
-            cache[list(block_ids)] = float("nan")
+    def spoil(self, blocks: Sequence[tuple[int, list[int]]]) -> None:
+        """Fill blocks of groups with NaN."""
+        for group, block_ids in blocks if self.kv_caches else ():
+            is_arena = self.layout.name == ARENA
+            for cache in [self.layout.group_views(self.kv_caches)[group]] if is_arena else self.kv_caches:
+                cache[block_ids] = float("nan")
 
 
 @hooked("get_num_new_matched_tokens", "blocks_filled", "build_connector_meta", "reset_cache", "shutdown")
@@ -141,7 +149,8 @@ class FaultyScheduler(SchedulerConnector):
     def update_state_after_alloc(self, request: Request, num_computed_tokens: int, num_external_tokens: int) -> None:
         _call(self, "update_state_after_alloc", request, num_computed_tokens, num_external_tokens)
         first, count = num_computed_tokens // self._block_size, num_external_tokens // self._block_size
-        self._faults.blocks[request.request_id] = request.block_ids[first : first + count]
+        written = request.blocks_between(first, first + count)
+        self._faults.blocks[request.request_id] = [(group, ids) for group, _, ids in written]
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         _, params = _call(self, "request_finished", request)
@@ -169,7 +178,7 @@ class FaultyWorker(HookedWorker):
     def bind_connector_metadata(self, metadata: object | None) -> None:
         if isinstance(metadata, BlockStoreMetadata):
             for request_id, blocks in metadata.loads:
-                self._faults.blocks[request_id] = [block.block_id for block in blocks]
+                self._faults.blocks[request_id] = [(block.group, [block.block_id]) for block in blocks]
             if metadata.flushes:
                 self.at("flushes")
         super().bind_connector_metadata(metadata)
@@ -197,7 +206,7 @@ class FaultyWorker(HookedWorker):
 class FaultyConnector(KVConnector):
     """``kv_connector_extra_config``: ``inner``, the kv_transfer_config of the real one; ``faults``, see `Faults`."""
 
-    accepted_kv_layouts: ClassVar[frozenset[str]] = frozenset({BLOCK_CONTIGUOUS_HND})
+    accepted_kv_layouts: ClassVar[frozenset[str]] = frozenset({ARENA, BLOCK_CONTIGUOUS_HND})
 
     @staticmethod
     def scheduler_side(context: TransferContext) -> SchedulerConnector:

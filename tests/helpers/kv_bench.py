@@ -11,13 +11,14 @@ import torch
 
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.executor.multiprocess import KVOutputMerger
-from fleetfoot.kv_transfer.base.block_copies import BlockCopies, CopyEvent
+from fleetfoot.kv_transfer.base.block_copies import BlockCopies, CopyEvent, HostMemory
 from fleetfoot.kv_transfer.base.connector import TransferContext, WorkerConnector
 from fleetfoot.kv_transfer.base.registry import find_connector
-from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
+from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout, slab_of
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import KVConnectorOutput, SchedulerOutput
+from fleetfoot.runner.base import clear_slabs
 from fleetfoot.runner.step_connector import StepConnector
 from fleetfoot.scheduler.kv_blocks import extend_chain, root_hash
 
@@ -83,9 +84,9 @@ class Bench:
         self.layout = layout
         num_bytes = layout.bytes_per_block * num_ranks
         shared = config, layout.block_size, fingerprint, "bench", num_ranks
+        more = {"bytes_per_block": num_bytes, "groups": layout.groups, "clock": clock}
         self.contexts = [
-            TransferContext(*shared, rank, tensor_parallel_size=num_ranks, bytes_per_block=num_bytes, clock=clock)
-            for rank in range(num_ranks)
+            TransferContext(*shared, rank, tensor_parallel_size=num_ranks, **more) for rank in range(num_ranks)
         ]
         connector = find_connector(config)
         self.scheduler: Any = connector.scheduler_side(self.contexts[0])
@@ -94,16 +95,21 @@ class Bench:
         self.caches = [[torch.rand(shape, device=device) for shape in layout.tensor_shapes] for _ in self.steps]
         self.views = [layout.layer_views(caches) for caches in self.caches]
         for step, caches in zip(self.steps, self.caches, strict=True):
+            step.clear_slabs = partial(clear_slabs, caches[0])
             step.register_kv_caches(caches, layout)
         self.merger = KVOutputMerger(num_ranks)
         self.counters: Counter[str] = Counter()
         self.num_steps = 0
 
-    def request(self, request_id: str, tokens: Sequence[int], block_ids: Sequence[int] = ()) -> Request:
-        """A request with its block hashes, and these blocks."""
+    def request(
+        self, request_id: str, tokens: Sequence[int], block_ids: Sequence[int] = (), window: Sequence[int] = ()
+    ) -> Request:
+        """A request with its block hashes, and these blocks; ``window``: of the second group, 0 before its window."""
         request = Request(request_id, list(tokens), SamplingParams(), max_tokens=8, seed=0)
         request.block_hashes = extend_chain(root_hash(None), array("i", tokens), 0, len(tokens), BLOCK_SIZE)
         request.block_ids = list(block_ids)
+        if window:
+            request.group_block_ids, request.num_freed = [list(window)], [list(window).count(0)]
         return request
 
     def contents(self, block_ids: Sequence[int]) -> list[list[torch.Tensor]]:
@@ -184,10 +190,8 @@ def same(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> bool
 class _LateCopy:
     """A copy that is made when it is waited for, and with ``rng`` at random when it is queried."""
 
-    def __init__(
-        self, line: list["_LateCopy"], rng: random.Random | None, work: Callable[[], object], blocks: Any, slots: Any
-    ):
-        self.work, self.blocks, self.slots = work, frozenset(blocks), frozenset(slots)
+    def __init__(self, line: list["_LateCopy"], rng: random.Random | None, work: Callable[[], object], *places: Any):
+        self.work, (self.slabs, self.memory, self.units) = work, places
         self._line, self._rng = line, rng
         line.append(self)
 
@@ -211,23 +215,27 @@ class LateCopies(BlockCopies):
         self._out: list[_LateCopy] = []
         self._in: list[_LateCopy] = []
 
-    def to_host(self, block_ids: Sequence[int], host: torch.Tensor, slots: Sequence[int]) -> CopyEvent:
-        work = partial(super().to_host, block_ids, host, slots)
-        return _LateCopy(self._out, self._rng, work, block_ids, slots)
+    def to_host(self, group: int, block_ids: Sequence[int], memory: HostMemory, slots: Sequence[int]) -> CopyEvent:
+        work = partial(super().to_host, group, block_ids, memory, slots)
+        return _LateCopy(self._out, self._rng, work, *self._places(group, block_ids, memory, slots))
 
-    def from_host(self, host: torch.Tensor, slots: Sequence[int], block_ids: Sequence[int]) -> CopyEvent:
-        self._wait_for(block_ids, slots)
-        work = partial(super().from_host, host, slots, block_ids)
-        return _LateCopy(self._in, self._rng, work, block_ids, slots)
+    def from_host(self, group: int, memory: HostMemory, slots: Sequence[int], block_ids: Sequence[int]) -> CopyEvent:
+        places = self._places(group, block_ids, memory, slots)
+        self._wait_for(*places)
+        return _LateCopy(self._in, self._rng, partial(super().from_host, group, memory, slots, block_ids), *places)
 
-    def fence(self, block_ids: Iterable[int]) -> None:
-        self._wait_for(block_ids, ())
+    def _places(self, group: int, block_ids: Sequence[int], memory: HostMemory, slots: Sequence[int]) -> Any:
+        slabs = frozenset(slab_of(self._groups, group, block_id) for block_id in block_ids)
+        return slabs, memory, memory.units(group, slots)
+
+    def fence(self, slabs: Iterable[int]) -> None:
+        self._wait_for(frozenset(slabs), None, frozenset())
 
     def close(self) -> None:
         for copy in (*self._out, *self._in):
             copy.synchronize()
 
-    def _wait_for(self, block_ids: Iterable[int], slots: Iterable[int]) -> None:
+    def _wait_for(self, slabs: frozenset[int], memory: HostMemory | None, units: frozenset[int]) -> None:
         for copy in list(self._out):
-            if not (copy.blocks.isdisjoint(block_ids) and copy.slots.isdisjoint(slots)):
+            if copy.slabs & slabs or (copy.memory is memory and copy.units & units):
                 copy.synchronize()

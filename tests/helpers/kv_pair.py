@@ -260,10 +260,11 @@ class Engine(Bench):
         return output
 
     def hold(
-        self, request_id: str, tokens: Sequence[int] = TOKENS, blocks: Sequence[int] = BLOCKS, *, step: bool = True
-    ) -> Any:
+        self, request_id: str, tokens: Sequence[int] = TOKENS, blocks: Sequence[int] = BLOCKS, *, step: bool = True,
+        window: Sequence[int] = (),
+    ) -> Any:  # fmt: skip
         """The ``kv_transfer_params`` of a finished prefill. ``step``: take a step, in which the workers get it."""
-        request = self.request(request_id, tokens, blocks)
+        request = self.request(request_id, tokens, blocks, window)
         request.kv_transfer_params = {"do_remote_decode": True}
         self.scheduler.check_request(request)
         request.output_token_ids.append(99)

@@ -17,7 +17,7 @@ from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.kv_transfer.base.io_threads import IOThreads
 from fleetfoot.kv_transfer.blockstore import blocks, worker
 from fleetfoot.kv_transfer.blockstore.blocks import FilesystemSettings
-from fleetfoot.kv_transfer.blockstore.connector import BlockStoreScheduler, HostIndex, SharedStorageConnector, SlotTable
+from fleetfoot.kv_transfer.blockstore.connector import BlockStoreScheduler, HostIndex, SharedStorageConnector
 from fleetfoot.kv_transfer.blockstore.worker import FileStoreWorker
 
 OTHERS = list(range(100, 117))
@@ -40,7 +40,7 @@ def make(tmp_path: Path, request: pytest.FixtureRequest) -> MakeBench:
         if store == "host":
             config = kv_bench.transfer_config("OffloadingConnector", role=role, **{"num_cpu_blocks": 8, **limits})
             bench = Bench(config, **options)
-            request.addfinalizer(slots_of(bench).check_integrity)
+            request.addfinalizer(index_of(bench).check_integrity)
         else:
             # of blocks as small as these, the default is millions of slots, which are listed
             extra = {"shared_storage_path": str(tmp_path / "kv"), "max_bytes_in_flight": 1 << 20, **limits}
@@ -54,9 +54,9 @@ def make(tmp_path: Path, request: pytest.FixtureRequest) -> MakeBench:
     return make_bench
 
 
-def slots_of(bench: Bench) -> SlotTable:
+def index_of(bench: Bench) -> HostIndex:
     assert isinstance(bench.scheduler, BlockStoreScheduler) and isinstance(bench.scheduler.index, HostIndex)
-    return bench.scheduler.index.slots
+    return bench.scheduler.index
 
 
 def saved(bench: Bench) -> list[Any]:
@@ -118,7 +118,7 @@ def test_roles(make: MakeBench, store: str, tmp_path: Path) -> None:
     for role, num_saved in (("kv_consumer", 0), ("kv_producer", 4)):
         bench = make(store, role=role)
         saved(bench)
-        assert (len(slots_of(bench)) if store == "host" else len(files(tmp_path))) == num_saved
+        assert (len(index_of(bench).pools.first._by_hash) if store == "host" else len(files(tmp_path))) == num_saved
         assert bench.matched(bench.request("again", TOKENS)) == 0
     if store == "files":
         consumer = make(store, role="kv_consumer")
@@ -212,24 +212,6 @@ def test_a_save_that_was_lost_is_not_taken_for_kv(make: MakeBench) -> None:
     assert "does not hold KV block" in failure.reason
     assert bench.counters == {"loads_failed": 1}
     assert bench.matched(request) == 0  # the lost blocks are not matched again
-
-
-def test_pinned_slots_are_not_evicted() -> None:
-    slots = SlotTable(2)
-    first, second = slots.add(b"1"), slots.add(b"2")
-    assert first is not None and second is not None
-    slots.pin(first)
-    assert slots.add(b"3") == second
-    slots.pin(second)
-    assert slots.add(b"4") is None
-    slots.remove(b"1")
-    assert slots.add(b"4") is None  # it is still pinned
-    slots.unpin(first)
-    assert slots.add(b"4") == first
-    slots.check_integrity()
-    slots._free.append(first)
-    with pytest.raises(RuntimeError, match="not consistent"):
-        slots.check_integrity()
 
 
 def test_files_are_looked_up_once(make: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:

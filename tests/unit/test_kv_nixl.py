@@ -33,7 +33,7 @@ from fleetfoot.kv_transfer.nixl import consumer as nixl_consumer
 from fleetfoot.kv_transfer.nixl import side_channel, transfer_agent
 from fleetfoot.kv_transfer.nixl.params import NixlSettings
 from fleetfoot.kv_transfer.nixl.side_channel import Acquire, Decline, Granted, LeaseError, Leases, ProducerServer, Renew
-from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
+from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout, make_groups
 from fleetfoot.records.request import RequestStatus
 from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.utils.sockets import Channel, ConnectionLostError, SocketServer, connect
@@ -96,6 +96,24 @@ def test_consumer_loads_what_was_computed(make: MakeEngine, options: dict[str, A
     assert consumer.counters == {"blocks_loaded": 8 * num_ranks, "bytes_loaded": num_bytes}
     assert producer.counters == {"sends_sent": 2 * num_ranks, "blocks_sent": 8 * num_ranks, "bytes_sent": num_bytes}
     assert not consumer.scheduler.has_pending and not producer.scheduler.has_pending
+
+
+def test_groups_of_layers(make: MakeEngine) -> None:
+    """Of a window the last blocks are held and read, and nothing is once they are freed."""
+    specs = KVCacheSpec(1, 4), KVCacheSpec(2, 4, 6), KVCacheSpec(1, 3, 6)
+    layout = KVLayout(12, BLOCK_SIZE, "float32", specs, groups=make_groups(specs, (), BLOCK_SIZE, "float32", 100))
+    producer, consumer = make(layout=layout), make(layout=layout, extra={"buffer_bytes": 1, "num_threads": 1})
+    assert producer.hold("freed", window=[0, 0, 0, 9, 8]) is None
+    params = producer.hold("p", window=[0, 0, 7, 9, 8])
+    request = consumer.remote(params)
+    request.group_block_ids, request.num_freed = [[0, 0, 5, 4]], [2]
+    assert consumer.matched(request) == 16
+    assert consumer.load(request).loaded == {"r"}
+    for ours, theirs, blocks in zip(consumer.views[0], producer.views[0], (LOADED, [5, 4], [5, 4]), strict=True):
+        held = HELD if blocks is LOADED else [7, 9]
+        assert torch.equal(ours[blocks], theirs[held])
+    assert consumer.counters["bytes_loaded"] == 4 * layout.group_bytes[0] + 2 * layout.group_bytes[1]
+    producer.until_sent("p")
 
 
 def test_cached_blocks_are_not_read(make: MakeEngine) -> None:
@@ -422,7 +440,7 @@ def test_leases_that_are_being_read() -> None:
     leases = Leases(30.0, 60.0, clock := Clock())
     server = ProducerServer("127.0.0.1", 0, "p", {}, leases, Granted(b"", [], 0, 1, []), cluster_key())
     for lease in "abc":
-        leases.grant(lease, lease, [1], None)
+        leases.grant(lease, lease, [[1]], None)
     with contextlib.closing(side_channel_to(server.address)) as channel:
         for request in (Acquire("p", {}, "a"), Acquire("p", {}, "b")):
             channel.send(msgspec.msgpack.encode(request))
@@ -432,7 +450,7 @@ def test_leases_that_are_being_read() -> None:
             channel.receive()
     assert ended(leases) == {"a": side_channel.LOST, "b": side_channel.LOST}
     clock.now += 20
-    assert leases.acquire("c", 0.0) == [1]
+    assert leases.acquire("c", 0.0) == [[1]]
     with pytest.raises(LeaseError, match="the lease c is being read by another consumer"):
         leases.acquire("c", 0.0)
     for seconds in (25, 20):  # both limits count from there
@@ -463,10 +481,10 @@ def test_server_survives_a_failure_to_start_a_thread(monkeypatch: pytest.MonkeyP
 def test_grants_are_checked(make: MakeEngine) -> None:
     producer, consumer = make(), make()
     params, worker = producer.hold("p"), producer.steps[0]._connector
-    worker._leases._live[opened(params).lease].block_ids.pop()
-    assert "blocks 0 to 3 are needed, and 3 are held" in failure(consumer, params)
-    worker._server._granted = msgspec.structs.replace(worker._server._granted, num_blocks=max(HELD))
-    assert "block ids beyond the producer's 12 blocks are held" in failure(consumer, producer.hold("q"))
+    worker._leases._live[opened(params).lease].block_ids[0].pop()
+    assert "[4] blocks of each group are needed, and [3] are held" in failure(consumer, params)
+    worker._server._granted = msgspec.structs.replace(worker._server._granted, num_slabs=max(HELD))
+    assert "block ids beyond the producer's 12 blocks or slabs are held" in failure(consumer, producer.hold("q"))
 
 
 def test_load_that_is_given_up_when_all_has_arrived(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from tests.helpers.kv_bench import BLOCKS, TOKENS, Bench, InlineJobs, LateCopies
 from fleetfoot.executor.multiprocess import KVOutputMerger
 from fleetfoot.kv_transfer.blockstore import worker
 from fleetfoot.kv_transfer.multi import MultiScheduler, MultiWorker
+from fleetfoot.records.kv_layout import ONE_GROUP
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import KVConnectorOutput, SchedulerOutput, TransferFailure
@@ -110,7 +111,7 @@ def step_of(scheduler: Any, *finished: str) -> SchedulerOutput:
 def test_blocks_are_held_while_any_part_holds_them() -> None:
     given = [{"a": 1}, None, {"b": 2, "a": 3}]
     sides = [ScriptedConnector(holds={"r", "other"} if params else (), params=params) for params in given]
-    scheduler = MultiScheduler(sides, 4)
+    scheduler = MultiScheduler(sides, 4, ONE_GROUP)
     parts = [Faults(), Faults(), Faults()]
     step = StepConnector(MultiWorker({str(index): FaultyWorker(None, part) for index, part in enumerate(parts)}))
     for part in parts:
@@ -130,19 +131,19 @@ def test_blocks_are_held_while_any_part_holds_them() -> None:
 
 def test_the_first_with_the_most_loads() -> None:
     parts = [ScriptedConnector({"r": num_tokens}) for num_tokens in (4, 8, 8)]
-    scheduler = MultiScheduler(parts, 4)
+    scheduler = MultiScheduler(parts, 4, ONE_GROUP)
     request = request_of("r")
     request.block_ids = [7, 5, 3, 1]
     assert scheduler.get_num_new_matched_tokens(request, 4) == 8
     scheduler.update_state_after_alloc(request, 4, 8)
-    assert [part.of("reused") for part in parts] == [[([5, 3],)], [], [([5, 3],)]]
+    assert [part.of("reused") for part in parts] == [[([3, 5],)], [], [([3, 5],)]]
     assert [part.of("load") for part in parts] == [[], [("r", 4, 8, 4)], []]
 
 
 def test_the_order_of_calls_and_a_part_that_raises() -> None:
     one, two = Faults(), Faults()
     step = StepConnector(MultiWorker({"one": FaultyWorker(None, one), "two": FaultyWorker(None, two)}))
-    scheduler = MultiScheduler([ScriptedConnector(), ScriptedConnector()], 4)
+    scheduler = MultiScheduler([ScriptedConnector(), ScriptedConnector()], 4, ONE_GROUP)
 
     def run_step(raising: str) -> None:
         one.calls, two.calls = [], []

@@ -18,7 +18,15 @@ from fleetfoot.cli.plan_text import plan_text
 from fleetfoot.config.model import DTYPE_BYTES, Linear
 from fleetfoot.config.sharding import num_kv_heads, pipeline_layers, vocab_rows
 from fleetfoot.quantization.unquantized import UNQUANTIZED
-from fleetfoot.records.kv_layout import LAYOUT_DIMENSIONS, KVLayout, kv_cache_specs
+from fleetfoot.records.kv_layout import (
+    ARENA,
+    LAYOUT_DIMENSIONS,
+    ONE_GROUP,
+    KVLayout,
+    kv_cache_specs,
+    make_groups,
+    slabs_of,
+)
 
 if TYPE_CHECKING:
     from fleetfoot.config.engine import EngineConfig
@@ -71,9 +79,10 @@ Without flags of the machine, the plan is for this one. With them it is for the 
     that level 1 takes
   kv_connector: null without one; else name, role, connectors (one, or several by their order) and
     load_failure_policy
-  kv_layout: name, reason (why it is not the runner's first one; null: it is), dimensions, shape (of a tensor, on a
-    rank), num_layers (of the model), dtype, bytes_per_block (over all layers of a rank; with several groups, of a
-    slab), groups (window, states of a running request, number of layers, blocks in a slab, and
+  kv_layout: name, reason (why it is not the runner's first one; null: it is), cost (bytes_per_request: KV of a request
+    of max_model_len where no windows are freed, in_an_arena: where they are; null: as much), dimensions, shape (of a
+    tensor, on a rank), num_layers (of the model), dtype, bytes_per_block (over all layers of a rank; with several
+    groups, of a slab), groups (window, states of a running request, number of layers, blocks in a slab, and
     their bytes; the first has no window; a block of states is one, which a prefix in the prefix cache needs too)
   memory: of a rank, the one with the least room: total; budget (what the engine may use), which is weights + kv_cache
     + graphs + activations + runner_state + rotary_table + sampling_scratch + communication + driver + left;
@@ -222,7 +231,7 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
     longest = min(plan.max_model_len, memory.num_tokens)
     ranks = plan.config.tensor_parallel_size, plan.config.pipeline_parallel_size
     specs = kv_cache_specs(model, plan.dtype, tensor_parallel_size=ranks[0], layers=pipeline_layers(model, 0, ranks[1]))
-    layout = KVLayout(memory.num_blocks, memory.block_size, plan.dtype, specs, plan.kv_layout, memory.groups)
+    layout = KVLayout(memory.num_blocks, memory.block_size, plan.kv_dtype, specs, plan.kv_layout, memory.groups)
     return _decision_report(plan.decision, model.architecture, plan.device) | {
         "warnings": list(plan.warnings),
         "gpu_name": plan.machine.gpu_name if plan.device == "cuda" else None,
@@ -272,10 +281,11 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
         "kv_layout": {
             "name": plan.kv_layout,
             "reason": plan.decision.kv_layout_reason,
+            "cost": _cost_of_layout(plan),
             "dimensions": list(LAYOUT_DIMENSIONS[plan.kv_layout]),
             "shape": layout.dimension_sizes,
             "num_layers": model.num_layers,
-            "dtype": plan.dtype,
+            "dtype": plan.kv_dtype,
             "bytes_per_block": memory.bytes_per_block,
             "groups": [
                 {
@@ -304,6 +314,23 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
             "requests_at_max_model_len": memory.concurrency(plan.max_model_len, most),
             "context_at_max_num_seqs": min(plan.max_model_len, memory.longest_of(memory.num_blocks // most)),
         },
+    }
+
+
+def _cost_of_layout(plan: EnginePlan) -> dict[str, int] | None:
+    """KV of a request of max_model_len on the ranks of a pipeline, and what an arena, which frees the blocks before
+    windows, would keep; None: as much."""
+    specs = kv_cache_specs(plan.model, plan.dtype, tensor_parallel_size=plan.config.tensor_parallel_size)
+    size, others, dtype = plan.config.block_size, plan.drafter.kv_specs, plan.kv_dtype
+    groups = make_groups(specs, others, size, dtype, plan.max_model_len)
+    if plan.kv_layout == ARENA or len(groups) == 1:
+        return None
+    arena = KVLayout(1, size, dtype, specs, groups=groups).with_layers(others)
+    one = dataclasses.replace(arena, groups=ONE_GROUP)
+    counts = (slabs_of(each, size, plan.max_model_len, plan.memory.num_queries) for each in (ONE_GROUP, groups))
+    return {
+        name: count * layout.bytes_per_block
+        for name, count, layout in zip(("bytes_per_request", "in_an_arena"), counts, (one, arena), strict=True)
     }
 
 
@@ -394,7 +421,7 @@ def _drafter(plan: EnginePlan) -> dict[str, Any] | None:
     config, drafter, memory = plan.config.speculative_config, plan.drafter, plan.memory
     if config is None:
         return None
-    per_block = KVLayout(1, memory.block_size, plan.dtype, drafter.kv_specs).bytes_per_block
+    per_block = KVLayout(1, memory.block_size, plan.kv_dtype, drafter.kv_specs).bytes_per_block
     return {
         **dataclasses.asdict(config),
         "model": None if drafter.model is None else drafter.model.name,

@@ -106,6 +106,9 @@ def _setup_lines(report: dict[str, Any]) -> _Lines:
     yield "KV layout", f"{layout['name']}: [{shape}], {layout['num_layers']} layers, {layout['dtype']}"
     if layout["reason"] is not None:
         yield "", layout["reason"]
+    if (cost := layout["cost"]) is not None:
+        own, arena = readable(cost["bytes_per_request"]), readable(cost["in_an_arena"])
+        yield "", f"it frees no windows: {own} of KV for a request of max_model_len, {arena} in an arena"
 
 
 def _pooling_lines(pooling: dict[str, Any]) -> _Lines:

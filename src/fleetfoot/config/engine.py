@@ -24,6 +24,9 @@ from fleetfoot.utils.validation import FieldError, FieldTypeError, is_host, is_l
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+KVCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
+KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+"""Values of ``kv_cache_dtype`` -> the dtype of the KV cache; with others it is that of weights and activations."""
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 ModelRunnerName = Literal["auto", "v1", "v2"]
 Runner = Literal["auto", "generate", "pooling"]
@@ -216,6 +219,11 @@ class EngineConfig:
     )
 
     block_size: int = _count(16, "tokens in a KV block")
+    kv_cache_dtype: KVCacheDtype = _flag(
+        "auto",
+        "of KV: auto takes that of weights and activations; fp8 (e4m3) and fp8_e5m2 take a byte for each element",
+        choices=KVCacheDtype,
+    )
     gpu_memory_utilization: float = _flag(
         0.9,
         "share of the GPU's memory for weights, KV and activations together",

@@ -13,7 +13,7 @@ from fleetfoot.config.json_fields import ConfigError, check_key, json_object, re
 from fleetfoot.config.quantization import NOT_QUANTIZED, QuantizedWeights
 
 DTYPES = ("bfloat16", "float16", "float32")
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
 GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 """The fields that are sampling defaults. As in vLLM, ``do_sample`` is not one: it has no effect."""
 OWN_DEFAULTS = ("none", "vllm", "fleetfoot")

@@ -18,6 +18,7 @@ from fleetfoot.kv_transfer.base.connector import (
     warn_of_unused_fields,
 )
 from fleetfoot.kv_transfer.base.registry import find_connector, part_configs
+from fleetfoot.records.kv_layout import KVGroup, slab_of
 from fleetfoot.records.request import Request
 from fleetfoot.records.step import KVConnectorOutput, SchedulerOutput
 from fleetfoot.utils.process import run_all
@@ -40,9 +41,9 @@ class MultiMetadata:
 class MultiScheduler(SchedulerConnector):
     """The scheduler sides of all parts, in the order of the settings."""
 
-    def __init__(self, parts: Sequence[SchedulerConnector], block_size: int) -> None:
+    def __init__(self, parts: Sequence[SchedulerConnector], block_size: int, groups: Sequence[KVGroup]) -> None:
         self._parts = parts
-        self._block_size = block_size
+        self._block_size, self._groups = block_size, groups
         self._chosen: dict[str, SchedulerConnector] = {}  # request -> the first part with the most tokens
         self._num_holds: dict[str, int] = {}
 
@@ -77,9 +78,11 @@ class MultiScheduler(SchedulerConnector):
         chosen.update_state_after_alloc(request, num_computed_tokens, num_external_tokens)
         first = num_computed_tokens // self._block_size
         last = first + num_external_tokens // self._block_size
+        written = request.blocks_between(first, last)
+        slabs = {slab_of(self._groups, group, block_id) for group, _, ids in written for block_id in ids}
         for part in self._parts:
             if part is not chosen:
-                part.blocks_reused(request.block_ids[first:last])
+                part.slabs_reused(sorted(slabs))
 
     def blocks_filled(self, request: Request, first: int, last: int, *, by_this_step: bool) -> None:
         for part in self._parts:
@@ -199,7 +202,7 @@ class MultiConnector(KVConnector):
     @staticmethod
     def scheduler_side(context: TransferContext) -> SchedulerConnector:
         sides = [connector.scheduler_side(part) for connector, part in _parts(context).values()]
-        return MultiScheduler(sides, context.block_size)
+        return MultiScheduler(sides, context.block_size, context.groups)
 
     @staticmethod
     def worker_side(context: TransferContext) -> WorkerConnector:

@@ -31,6 +31,8 @@ class Machine:
     has_triton: bool = False
     is_hopper: bool = False
     """Whether the GPU has compute capability 9.0."""
+    has_e4m3: bool = True
+    """Whether it converts FP8 in e4m3: compute capability 8.9 and above."""
     num_sms: int = 0
     """Its multiprocessors; of a MIG slice, those of the slice."""
     has_nvrtc: bool = False
@@ -78,6 +80,7 @@ class Machine:
             num_gpus=len(gpus),
             has_triton=importlib.util.find_spec("triton") is not None,
             is_hopper=build.hip is None and first.capability == (9, 0),
+            has_e4m3=build.hip is not None or first.capability >= (8, 9),
             num_sms=first.num_sms,
             has_nvrtc=find_nvrtc(build.cuda) is not None,
         )

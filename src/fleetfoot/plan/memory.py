@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
-from fleetfoot.config.engine import EngineConfig
+from fleetfoot.config.engine import KV_DTYPES, EngineConfig
 from fleetfoot.config.model import DTYPE_BYTES, AttentionSpec, ExpertsSpec, MLPSpec, ModelConfig, RecurrentSpec
 from fleetfoot.config.sharding import num_kv_heads, pipeline_layers, vocab_rows
 from fleetfoot.distributed import pipeline_group_bytes, tensor_group_bytes
@@ -78,6 +78,11 @@ class EngineShape:
     frees_windows: bool = False
     """Whether KV before the windows of layers is freed."""
 
+    @property
+    def kv_dtype(self) -> str:
+        """The dtype of the KV cache."""
+        return KV_DTYPES.get(self.config.kv_cache_dtype, self.dtype)
+
     @cached_property
     def kv_groups(self) -> tuple[KVGroup, ...]:
         """The groups of layers in the KV cache, the same on all ranks."""
@@ -86,7 +91,7 @@ class EngineShape:
         specs = kv_cache_specs(self.model, self.dtype, tensor_parallel_size=self.config.tensor_parallel_size)
         others = self.drafter.kv_specs
         slots = 1 + self.drafter.num_drafts
-        return make_groups(specs, others, self.config.block_size, self.dtype, self.max_model_len, slots)
+        return make_groups(specs, others, self.config.block_size, self.kv_dtype, self.max_model_len, slots)
 
     @property
     def num_queries(self) -> int:
@@ -178,7 +183,7 @@ def kv_block_bytes(shape: EngineShape) -> int:
         shape.model,
         1,
         shape.config.block_size,
-        shape.dtype,
+        shape.kv_dtype,
         tensor_parallel_size=shape.config.tensor_parallel_size,
         layers=shape.layers,
         groups=shape.kv_groups,
@@ -486,8 +491,16 @@ def _share_out_stage(shape: EngineShape, total: int) -> MemoryPlan:
             reason = "as much as max_num_seqs requests of max_model_len can use"
     if config.num_gpu_blocks_override is not None:
         blocks, reason = config.num_gpu_blocks_override, "num_gpu_blocks_override"
+    if blocks > (addressable := _addressable_blocks(shape)):
+        blocks, reason = addressable, "as much as tensor maps, which number rows of a head with 32 bits, can address"
     sizes_of_kv = max(0, blocks), config.block_size, block, state
     return MemoryPlan(total, budget, sizes, *sizes_of_kv, reason, shape.kv_groups, shape.num_queries)
+
+
+def _addressable_blocks(shape: EngineShape) -> int:
+    """KV blocks, or slabs, that the Hopper kernels reach: a tensor map has the elements of a head as a row."""
+    head = min((mixer.head_dim for mixer in shape.model.attentions), default=1024) * DTYPE_BYTES[shape.kv_dtype]
+    return max(1, (2**31 - 1) * head // kv_block_bytes(shape) - shape.unused_blocks)
 
 
 def _problem(shape: EngineShape, plan: MemoryPlan) -> str:

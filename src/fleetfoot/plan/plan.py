@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fleetfoot.config.engine import MAX_RESTARTS, EngineConfig
-from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
+from fleetfoot.config.engine import KV_DTYPES, MAX_RESTARTS, EngineConfig
+from fleetfoot.config.model import ModelConfig
 from fleetfoot.config.pooling import Pooling
 from fleetfoot.fusion import LayerFusion
 from fleetfoot.kernels.cluster.fit import NO_LAYER_CHAIN, LayerChainPlan
@@ -25,7 +25,6 @@ from fleetfoot.plan.memory import MemoryPlan
 from fleetfoot.plan.oracle import Decision, Unsupported
 from fleetfoot.quantization.base import LinearMethods
 from fleetfoot.quantization.unquantized import UNQUANTIZED
-from fleetfoot.records.kv_layout import KVCacheSpec, kv_cache_specs
 from fleetfoot.runner.graphs import CaptureTable
 from fleetfoot.speculative.find import NO_DRAFTER, DrafterShape
 from fleetfoot.weights.files import SINGLE_FILE
@@ -88,6 +87,11 @@ class EnginePlan:
     """``uni``: one worker, in the engine's process; ``mp``: a process for each rank."""
     engine_id: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
     """This engine's id for other engines, unless kv_transfer_config names it: the same in all of its processes."""
+
+    @property
+    def kv_dtype(self) -> str:
+        """The dtype of the KV cache."""
+        return KV_DTYPES.get(self.config.kv_cache_dtype, self.dtype)
 
     @property
     def output_rank(self) -> int:
@@ -185,10 +189,7 @@ def transfer_context(plan: EnginePlan, *, rank: int = 0) -> TransferContext:
 def _context(plan: EnginePlan, *, identity: str | Callable[[], str], rank: int) -> TransferContext:
     assert plan.connector is not None
     config, engine = plan.connector.config, plan.config
-    # K and V of all layers on all ranks; if there are more ranks than KV heads, each rank holds one head
-    found = *kv_cache_specs(plan.model, plan.dtype), *plan.drafter.kv_specs
-    specs = [spec for spec in found if isinstance(spec, KVCacheSpec)]
-    elements = sum(max(spec.num_kv_heads, engine.tensor_parallel_size) * spec.head_dim for spec in specs)
+    of_stages = (plan.memory.stage(rank).bytes_per_block for rank in range(engine.pipeline_parallel_size))
     return TransferContext(
         config=config,
         block_size=engine.block_size,
@@ -198,8 +199,9 @@ def _context(plan: EnginePlan, *, identity: str | Callable[[], str], rank: int) 
         rank=rank,
         tensor_parallel_size=engine.tensor_parallel_size,
         pipeline_parallel_size=engine.pipeline_parallel_size,
-        bytes_per_block=2 * elements * engine.block_size * DTYPE_BYTES[plan.dtype],
-        dtype=plan.dtype,
+        bytes_per_block=sum(of_stages) * engine.tensor_parallel_size,
+        groups=plan.memory.groups,
+        dtype=plan.kv_dtype,
         engine=engine,
         model=plan.model,
         max_model_len=plan.max_model_len,
@@ -236,6 +238,7 @@ def engine_fingerprint(plan: EnginePlan, weights: str | None = None) -> str:
         "weights": plan.weights.value() if weights is None else weights,
         "quantization": config.quantization,
         "dtype": plan.dtype,
+        "kv_dtype": plan.kv_dtype,
         "block_size": config.block_size,
         "kv_layout": plan.kv_layout,
         "kv_groups": [[group.window, group.is_state] for group in plan.memory.groups],

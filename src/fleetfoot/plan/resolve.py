@@ -9,7 +9,7 @@ from typing import Any
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.architectures import ARCHITECTURES
-from fleetfoot.config.engine import EMBEDDED_MODEL, EngineConfig
+from fleetfoot.config.engine import EMBEDDED_MODEL, KV_DTYPES, EngineConfig
 from fleetfoot.config.json_fields import ConfigError, Fields
 from fleetfoot.config.model import ModelConfig, read_config_json
 from fleetfoot.config.model_registry import load_general_plugins
@@ -137,6 +137,11 @@ def resolve_plan(
     check_connector_settings(plan)
     if config.enable_sleep_mode and device == "cuda":
         _check_gpu_sleep(plan)
+    if device == "cuda" and not machine.has_e4m3 and plan.kv_dtype == KV_DTYPES["fp8_e4m3"]:
+        raise ValueError(
+            f"kv_cache_dtype is {config.kv_cache_dtype!r}, and {machine.gpu_name} has no conversions of e4m3 (compute "
+            "capability 8.9); set it to 'fp8_e5m2' or 'auto'"
+        )
     return plan
 
 
@@ -177,6 +182,7 @@ def _engine_shape(
             dtype=dtype,
             block_size=config.block_size,
             kv_layout=decision.kv_layout,
+            kv_dtype=KV_DTYPES.get(config.kv_cache_dtype, dtype),
             num_ranks=config.world_size,
             is_hopper=machine.is_hopper,
             num_sms=machine.num_sms,
@@ -204,9 +210,7 @@ def _engine_shape(
         ),
         layer_chain=layer_chain,
         kv_layout=decision.kv_layout,
-        frees_windows=decision.kv_layout == ARENA
-        and decision.connector is None
-        and all(mixer.is_causal for mixer in model.attentions),
+        frees_windows=decision.kv_layout == ARENA and all(mixer.is_causal for mixer in model.attentions),
         max_model_len=config.max_model_len or limit,
         drafter=drafter_shape(
             config,

@@ -6,6 +6,7 @@ Method names follow vLLM's ``KVConnectorBase_V1`` where the meaning is the same.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -44,20 +45,22 @@ class SchedulerConnector(ABC):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """The number of tokens that can be loaded beyond the ``num_computed_tokens`` found in the prefix cache.
 
-        Returns a multiple of the block size that leaves at least one of ``request.num_tokens`` to compute. None: it is
-        not known yet; the request and those after it wait, and `has_pending` must be true meanwhile.
+        Returns a multiple of the block size that leaves at least one of ``request.num_tokens`` to compute, and after
+        which every group of layers has what it reads: `usable_by_all`. None: it is not known yet; the request and
+        those after it wait, and `has_pending` must be true meanwhile.
         ``request.block_hashes`` holds the chain hashes of all full blocks, without the last token's. Called again for
         as long as the request waits for free blocks; never called for a request with prompt logprobs.
         """
 
     @abstractmethod
     def update_state_after_alloc(self, request: Request, num_computed_tokens: int, num_external_tokens: int) -> None:
-        """The request waits for ``num_external_tokens`` tokens; ``request.block_ids`` includes their blocks. The load
-        goes to the workers with the metadata of the next step."""
+        """The request waits for ``num_external_tokens`` tokens; it has their blocks (`Request.blocks_between`). The
+        load goes to the workers with the metadata of the next step."""
 
     @abstractmethod
     def blocks_filled(self, request: Request, first: int, last: int, *, by_this_step: bool) -> None:
-        """Blocks ``first .. last - 1`` of ``request.block_ids`` are full; ``request.block_hashes`` has their hashes.
+        """Blocks ``first .. last - 1`` of the request are full (of a window, those that it still has:
+        `Request.blocks_between`); ``request.block_hashes`` has their hashes.
 
         Args:
             by_this_step: True: they are full after the step that is being scheduled, and are to be saved in
@@ -86,8 +89,9 @@ class SchedulerConnector(ABC):
         """The metadata of a step for the workers: a plain record that msgspec or pickle can encode. None: no work.
         Called once for each step, idle steps included."""
 
-    def blocks_reused(self, block_ids: list[int]) -> None:  # noqa: B027
-        """Another connector loads into these blocks from the next step on; their previous owners are gone."""
+    def slabs_reused(self, slabs: Iterable[int]) -> None:  # noqa: B027
+        """Another connector loads into blocks of these slabs (`slab_of`) from the next step on; their previous owners
+        are gone."""
 
     @abstractmethod
     def update_connector_output(self, output: KVConnectorOutput) -> None:

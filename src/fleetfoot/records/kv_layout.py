@@ -6,9 +6,10 @@ from __future__ import annotations
 import hashlib
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import msgspec
 
@@ -112,6 +113,16 @@ class KVGroup:
         window = 2 if self.is_state else self.window
         return 0 if window is None else max(0, position + 1 - window) // block_size
 
+    def usable(self, count: int, block_size: int, has: Callable[[int], bool], begin: int = 0) -> int:
+        """The most of ``count`` blocks of a prefix after which there is what a query reads: ``has`` of each block from
+        ``begin`` on; those before are there."""
+        block = count - 1
+        while block >= max(begin, self.first_block(count * block_size, block_size)):
+            if not has(block):
+                count = block
+            block -= 1
+        return count
+
     def most_blocks(self, num_tokens: int, num_queries: int, block_size: int) -> int:
         """Blocks of a request of ``num_tokens`` tokens, ``num_queries`` of which are computed at once, at most."""
         if self.is_state:
@@ -128,6 +139,33 @@ def num_tables(groups: Sequence[KVGroup]) -> int:
 
 ONE_GROUP = (KVGroup(),)
 """All layers keep all tokens."""
+
+
+def usable_by_all(
+    groups: Sequence[KVGroup], count: int, block_size: int, has: Callable[[int, int], bool], begin: int = 0
+) -> int:
+    """`KVGroup.usable` of every group: ``has(group, block)``. The first group has all ``count`` blocks."""
+    before = -1
+    while count != before and len(groups) > 1:
+        before = count
+        for index, group in enumerate(groups[1:], start=1):
+            count = group.usable(count, block_size, partial(has, index), begin)
+    return count
+
+
+def slab_of(groups: Sequence[KVGroup], group: int, block_id: int) -> int:
+    """The slab of a block; with one group, the block."""
+    return block_id // groups[group].blocks_per_slab if len(groups) > 1 else block_id
+
+
+class BlockPart(NamedTuple):
+    """The contiguous part of each block of a group in one tensor. The first block begins with the tensor."""
+
+    tensor: int
+    """The index of the tensor."""
+    num_bytes: int
+    stride: int
+    """Bytes between blocks."""
 
 
 def group_of(spec: LayerCacheSpec, groups: Sequence[KVGroup]) -> int:
@@ -258,10 +296,12 @@ class KVLayout:
         layers: range | None = None,
         name: str = ARENA,
         groups: tuple[KVGroup, ...] = ONE_GROUP,
+        kv_dtype: str | None = None,
     ) -> KVLayout:
-        """The layout of a model on one rank; ``layers`` as in `kv_cache_specs`."""
+        """The layout of a model on one rank; ``dtype``, ``layers`` as in `kv_cache_specs`; ``kv_dtype``: of K and V, by
+        default ``dtype``."""
         specs = kv_cache_specs(model, dtype, tensor_parallel_size=tensor_parallel_size, layers=layers)
-        return cls(num_blocks, block_size, dtype, specs, name, groups)
+        return cls(num_blocks, block_size, kv_dtype or dtype, specs, name, groups)
 
     def with_layers(self, layers: tuple[LayerCacheSpec, ...]) -> KVLayout:
         """This layout with the layers of a drafter after the present ones."""
@@ -319,11 +359,15 @@ class KVLayout:
         return views
 
     @property
-    def part_bytes(self) -> list[int]:
-        """Bytes of a block in each tensor. Where blocks come first, this is the stride between them."""
+    def block_parts(self) -> list[list[BlockPart]]:
+        """What a block of each group consists of, in layouts in which blocks come first: of an arena one part, and none
+        of a group without layers on this rank; else one for each layer."""
         if self.name == ARENA:
-            return [self.bytes_per_block]
-        return [spec.part_bytes(self.block_size, self.dtype) for spec in self.layers]
+            strides = [self.bytes_per_block // group.blocks_per_slab for group in self.groups]
+            parts = zip(self.group_bytes, strides, strict=True)
+            return [[BlockPart(0, size, stride)] if size else [] for size, stride in parts]
+        sizes = [spec.part_bytes(self.block_size, self.dtype) for spec in self.layers]
+        return [[BlockPart(index, size, size) for index, size in enumerate(sizes)]]
 
     @property
     def group_bytes(self) -> list[int]:
@@ -361,7 +405,7 @@ class KVLayout:
     def fingerprint(self) -> str:
         """16 hex digits. Blocks can be copied between caches with equal fingerprints; ``num_blocks`` may differ."""
         layers = [repr(spec) for spec in self.layers]
-        groups = [(group.window, group.is_state) for group in self.groups]
+        groups = [(group.window, group.is_state, group.has_layers and group.blocks_per_slab) for group in self.groups]
         text = repr((self.name, self.block_size, self.dtype, layers, groups))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 

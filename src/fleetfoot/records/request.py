@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any
 
@@ -169,6 +170,14 @@ class Request:
     def num_tokens(self) -> int:
         """Known tokens: prompt and output."""
         return self.num_prompt_tokens + len(self.output_token_ids)
+
+    def blocks_between(self, first: int, last: int) -> Iterator[tuple[int, int, list[int]]]:
+        """Those of its blocks ``first`` to ``last - 1`` that it has, of each group: group, number of the first one in
+        the sequence, ids."""
+        yield 0, first, self.block_ids[first:last]
+        for group, (block_ids, num_freed) in enumerate(zip(self.group_block_ids, self.num_freed, strict=True), 1):
+            begin = max(first, num_freed)
+            yield group, begin, block_ids[begin:last]
 
     @property
     def num_output_tokens(self) -> int:

@@ -247,7 +247,7 @@ class TransferFailure:
     """A sentence with what was expected and what was found."""
     timed_out: bool = False
     block: bytes | None = None
-    """The chain hash of the invalid block, if one is known to be the cause."""
+    """Identifies the invalid block for its connector, if one is known to be the cause."""
 
 
 @dataclass(slots=True)

@@ -76,6 +76,18 @@ class BlockPool:
         """The cached block with a hash."""
         return self._by_hash.get(digest)
 
+    def touch(self, hashes: Iterable[bytes]) -> None:
+        """Evict the cached blocks with these hashes, the last one least, as late as blocks that are freed now."""
+        for digest in hashes:
+            block = self._by_hash.get(digest)
+            if block is not None and block in self._cached:
+                self._cached.move_to_end(block)
+                self._touched(block)
+
+    def forget(self, block: int) -> None:
+        """Let nobody find a block, which has references, by its hash any more."""
+        self._unpublish(block)
+
     def num_unreferenced(self, blocks: Iterable[int]) -> int:
         """How many of ``blocks`` are free: `share` takes that many from the free blocks."""
         return sum(self._references[block] == 0 for block in blocks)
@@ -159,6 +171,9 @@ class BlockPool:
         self._hashes[block] = None
 
     # --- what a group of several overrides --------------------------------------------------------------------------
+
+    def _touched(self, block: int) -> None:
+        """A cached block without references is evicted later."""
 
     def _reuse(self, block: int) -> None:
         """A cached block without references gets one."""
@@ -339,6 +354,10 @@ class SlabPool(BlockPool):
         self.num_used += 1
         if self._plain_of[slab]:
             self._open[used + 1][slab] = None
+
+    def _touched(self, block: int) -> None:
+        if (slab := block // self.size) in self._slabs.idle:
+            self._slabs.idle.move_to_end(slab)
 
     def _reuse(self, block: int) -> None:
         del self._cached[block]

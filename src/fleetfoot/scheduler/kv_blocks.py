@@ -99,12 +99,7 @@ class RequestBlocks:
 
     def _usable(self, pool: BlockPool, group: KVGroup, hashes: Sequence[bytes], count: int) -> int:
         """The most blocks of the first ``count`` after which the group has what a query reads."""
-        block = count - 1
-        while block >= group.first_block(count * self.block_size, self.block_size):
-            if pool.find(hashes[block]) is None:
-                count = block
-            block -= 1
-        return count
+        return group.usable(count, self.block_size, lambda block: pool.find(hashes[block]) is not None)
 
     # --- allocation -------------------------------------------------------------------------------------------------
 

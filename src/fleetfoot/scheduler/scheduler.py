@@ -340,11 +340,15 @@ class Scheduler:
             while num_missing := self.blocks.allocate(request, hits, num_matched, num_queries):
                 if self.blocks.drop_states(self.running):
                     continue
-                is_alone = not self.running and not self._in_flight
-                if not (self.blocks.frees_windows and is_alone) or num_matched:
+                is_alone = not (self.running or self._in_flight or transfers.num_loading)
+                if not (self.blocks.frees_windows and is_alone):
                     transfers.make_room(num_missing - self._num_held)
                     return None
-                if num_queries > 1:  # no other request will free blocks: a shorter chunk may fit
+                if num_matched:  # it is computed instead, in less room
+                    if transfers.make_room(num_missing - self._num_held):
+                        return None
+                    num_matched, num_queries = 0, min(budget, request.num_tokens - num_local)
+                elif num_queries > 1:  # no other request will free blocks: a shorter chunk may fit
                     num_queries //= 2
                 elif any(hits):  # or all tokens computed again: cached blocks may keep more slabs than new ones
                     hits, num_local = [[] for _ in hits], 0

@@ -27,6 +27,7 @@ from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.records.kv_connector import SchedulerConnector as SchedulerConnector  # for authors of connectors
 from fleetfoot.records.kv_layout import ARENA as ARENA
 from fleetfoot.records.kv_layout import BLOCK_CONTIGUOUS_HND as BLOCK_CONTIGUOUS_HND
+from fleetfoot.records.kv_layout import ONE_GROUP, KVGroup
 from fleetfoot.records.kv_layout import TOKEN_MAJOR_NHD as TOKEN_MAJOR_NHD
 from fleetfoot.records.step import KVConnectorOutput
 
@@ -62,7 +63,9 @@ class TransferContext:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     bytes_per_block: int = 0
-    """Bytes of one KV block over all layers and all ranks."""
+    """Bytes of one KV block, or slab, over all layers and all ranks."""
+    groups: tuple[KVGroup, ...] = ONE_GROUP
+    """The groups of layers in the KV cache."""
     dtype: str = ""
     """The dtype of the KV cache."""
     shares_blocks: bool = False
@@ -140,7 +143,8 @@ class KVConnector(ABC):
     """
 
     accepted_kv_layouts: ClassVar[frozenset[str]] = frozenset()
-    """Names of KV layouts, such as `BLOCK_CONTIGUOUS_HND`."""
+    """Names of KV layouts, such as `BLOCK_CONTIGUOUS_HND`. With `ARENA` there may be several groups of layers, of each
+    of which it moves blocks (`TransferContext.groups`, `KVLayout.block_parts`, `Request.blocks_between`)."""
 
     @staticmethod  # noqa: B027  (a connector without settings has nothing to check)
     def check_settings(context: TransferContext) -> None:

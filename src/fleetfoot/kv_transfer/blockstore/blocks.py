@@ -2,7 +2,7 @@
 
 The file of one block of one rank, little-endian: `_PREFIX` (magic, version, length of the description, length of the
 payload, checksum), the description as JSON (fingerprint, rank_layout, block), and the payload, the block's bytes of all
-layers in order. The checksum is BLAKE2b with 16 bytes over description and payload.
+layers of its group in order. The checksum is BLAKE2b with 16 bytes over description and payload.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -78,7 +79,7 @@ def _folder(settings: ConnectorSettings, path: str) -> Path:
 
 
 def num_host_blocks(context: TransferContext) -> int:
-    """How many blocks host memory holds; each rank holds its part of every block.
+    """How many blocks host memory holds, or slabs of several groups; each rank holds its part of each.
 
     ``cpu_bytes_to_use`` is the size for all ranks together; ``num_cpu_blocks`` is the size in blocks. Raises ValueError
     or TypeError if none or both are given, or a block does not fit.
@@ -94,12 +95,18 @@ def num_host_blocks(context: TransferContext) -> int:
             f"kv_connector_extra_config of {context.config.kv_connector}: {CPU_BYTES} is {num_bytes} and {NUM_BLOCKS} "
             f"is {num_blocks}; give one of them, or leave kv_transfer_config out and set kv_offloading_size (GiB)"
         )
-    if num_bytes < context.bytes_per_block:
+    unused = num_unused(context)
+    if num_bytes < (1 + unused) * context.bytes_per_block:
         raise ValueError(
             f"{num_bytes:,} bytes of host memory for KV (kv_offloading_size or {CPU_BYTES}) do not hold a single block "
-            f"of {context.bytes_per_block:,} bytes; give more"
+            f"of {(1 + unused) * context.bytes_per_block:,} bytes; give more"
         )
-    return num_bytes // context.bytes_per_block
+    return num_bytes // context.bytes_per_block - unused
+
+
+def num_unused(context: TransferContext) -> int:
+    """Slabs of host memory that are never used: the first, as on the device."""
+    return int(len(context.groups) > 1)
 
 
 # --- transfers ------------------------------------------------------------------------------------------------------
@@ -112,8 +119,28 @@ class BlockTransfer:
     block_id: int
     block_hash: bytes
     """The chain hash of the block's tokens and all tokens before them."""
+    group: int = 0
+    """Its group of layers."""
     slot: int = -1
     """In host memory; -1: the store has no slots."""
+
+    @property
+    def key(self) -> bytes:
+        """Identifies its content, given the weights."""
+        return block_key(self.group, self.block_hash)
+
+
+def block_key(group: int, block_hash: bytes) -> bytes:
+    """See `BlockTransfer.key`."""
+    return block_hash + bytes((group,)) if group else block_hash
+
+
+def by_group(blocks: Iterable[BlockTransfer]) -> list[tuple[int, list[BlockTransfer]]]:
+    """The blocks of each group."""
+    groups: dict[int, list[BlockTransfer]] = {}
+    for block in blocks:
+        groups.setdefault(block.group, []).append(block)
+    return list(groups.items())
 
 
 @dataclass(slots=True)
@@ -129,7 +156,7 @@ class BlockStoreMetadata:
     saves: list[BlockTransfer] = field(default_factory=list)
     """To be saved after the step has filled them."""
     reused: list[int] = field(default_factory=list)
-    """Blocks with new owners from this step on: they must not be written before earlier copies out have ended."""
+    """Slabs with new owners of blocks from this step on: not to be written before earlier copies out have ended."""
 
     @property
     def is_empty(self) -> bool:
@@ -143,21 +170,22 @@ class BlockFileError(Exception):
     """A file is missing or invalid; the message has its path, and what was expected and found."""
 
 
-def block_path(context: TransferContext, root: Path, epoch: str, rank: int, block_hash: bytes) -> str:
-    """Each rank of each parallel configuration, and each epoch, has its own folder."""
+def block_path(context: TransferContext, root: Path, epoch: str, rank: int, key: bytes) -> str:
+    """The file of a block (`BlockTransfer.key`). Each rank of each parallel configuration, and each epoch, has its own
+    folder."""
     folder = f"tp{context.tensor_parallel_size}-pp{context.pipeline_parallel_size}-rank{rank}"
-    return os.path.join(root, epoch, folder, f"{block_hash.hex()}.kv")
+    return os.path.join(root, epoch, folder, f"{key.hex()}.kv")
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFile:
     """The file of one block. ``fingerprint``: of the engine (`TransferContext.fingerprint`); ``rank_layout``:
-    fingerprint of the rank's own KV layout."""
+    fingerprint of the rank's own KV layout; ``key``: `BlockTransfer.key`."""
 
     path: str
     fingerprint: str
     rank_layout: str
-    block_hash: bytes
+    key: bytes
 
     def write(self, payload: memoryview) -> None:
         """Write to a temporary file, then rename it: a reader sees a complete file or none.
@@ -234,7 +262,7 @@ class BlockFile:
         raise BlockFileError(f"{self.path} is corrupt: its header does not describe a KV block")
 
     def _description(self) -> bytes:
-        block = self.block_hash.hex()
+        block = self.key.hex()
         content = {"fingerprint": self.fingerprint, "rank_layout": self.rank_layout, "block": block}
         return json.dumps(content).encode()
 

@@ -6,9 +6,9 @@ import logging
 import os
 import secrets
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Sequence, Set
-from itertools import takewhile
+from collections.abc import Iterable, Iterator, Sequence, Set
+from functools import partial
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,11 +25,14 @@ from fleetfoot.kv_transfer.blockstore.blocks import (
     BlockStoreMetadata,
     BlockTransfer,
     FilesystemSettings,
+    block_key,
     block_path,
     num_host_blocks,
 )
+from fleetfoot.records.kv_layout import slab_of, usable_by_all
 from fleetfoot.records.request import Request
 from fleetfoot.records.step import KVConnectorOutput, SchedulerOutput
+from fleetfoot.scheduler.block_pool import BlockPools
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +80,7 @@ class OffloadingConnector(KVConnector):
 
     @staticmethod
     def scheduler_side(context: TransferContext) -> SchedulerConnector:
-        return BlockStoreScheduler(context, HostIndex(num_host_blocks(context)))
+        return BlockStoreScheduler(context, HostIndex(context, num_host_blocks(context)))
 
     @staticmethod
     def worker_side(context: TransferContext) -> WorkerConnector:
@@ -94,20 +97,45 @@ class BlockIndex(ABC):
 
     epoch: str
 
+    def __init__(self, context: TransferContext) -> None:
+        self._context = context
+
     def count_stored(self, request: Request, first: int, last: int) -> int:
-        """How many of the request's blocks ``first .. last - 1`` are stored before the first that is not."""
-        return sum(1 for _ in takewhile(self._is_stored, request.block_hashes[first:last]))
+        """How many of the request's blocks from ``first`` on, before ``last``, every group of layers can have."""
+        if self._context.groups[0].has_layers:
+            last = first + self._count_first_group(request, first, last)
+        return self._count_usable(request, first, last)
+
+    def _count_first_group(self, request: Request, first: int, last: int) -> int:
+        """How many blocks of the first group are stored before the first that is not."""
+        return sum(1 for _ in takewhile(partial(self._is_stored, 0), request.block_hashes[first:last]))
+
+    def _count_usable(self, request: Request, first: int, last: int) -> int:
+        """How many of these blocks, which the first group has, the other groups can have too."""
+
+        def has(group: int, block: int) -> bool:
+            return self._is_stored(group, request.block_hashes[block])
+
+        return usable_by_all(self._context.groups, last, self._context.block_size, has, first) - first
+
+    def _transfers(self, request: Request, first: int, last: int) -> Iterator[BlockTransfer]:
+        """The blocks of all groups."""
+        hashes = request.block_hashes
+        for group, begin, block_ids in request.blocks_between(first, last):
+            if self._context.groups[group].has_layers:
+                for index, block_id in enumerate(block_ids, begin):
+                    yield BlockTransfer(block_id, hashes[index], group)
 
     @abstractmethod
-    def _is_stored(self, block_hash: bytes) -> bool: ...
+    def _is_stored(self, group: int, block_hash: bytes) -> bool: ...
 
-    @abstractmethod
     def load(self, request: Request, first: int, last: int) -> list[BlockTransfer]:
         """The transfers that load these blocks, which `count_stored` has found."""
+        return list(self._transfers(request, first, last))
 
-    @abstractmethod
     def save(self, request: Request, first: int, last: int) -> list[BlockTransfer]:
         """The transfers that save these blocks; none for blocks that need no saving."""
+        return list(self._transfers(request, first, last))
 
     def request_finished(self, request: Request) -> None:  # noqa: B027
         """A request has ended and still has its blocks and hashes."""
@@ -129,7 +157,7 @@ class BlockStoreScheduler(SchedulerConnector):
 
     def __init__(self, context: TransferContext, index: BlockIndex) -> None:
         self.index = index
-        self._block_size = context.block_size
+        self._block_size, self._groups = context.block_size, context.groups
         self._can_load, self._can_save = context.config.can_load, context.config.can_save
         self._metadata = BlockStoreMetadata(index.epoch)
 
@@ -155,17 +183,26 @@ class BlockStoreScheduler(SchedulerConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> BlockStoreMetadata | None:
         if self._can_save:
+            reused: set[int] = set(scheduler_output.changed_slabs)
             for request in scheduler_output.new_requests:  # blocks of a prefix hit are only read
-                self._metadata.reused += request.block_ids[request.num_computed_tokens // self._block_size :]
+                num_hits = request.num_computed_tokens // self._block_size
+                for group, block_ids in enumerate((request.block_ids, *request.group_block_ids)):
+                    reused.update(self._slabs(group, block_ids[num_hits:]))
             for _, _, block_ids in scheduler_output.new_block_ids:
-                self._metadata.reused += block_ids
+                reused.update(self._slabs(0, block_ids))
+            for group, _, _, block_ids in scheduler_output.new_group_block_ids:
+                reused.update(self._slabs(group, block_ids))
+            self._metadata.reused += sorted(reused)
         metadata, self._metadata = self._metadata, BlockStoreMetadata(self.index.epoch)
         self.index.metadata_built([*metadata.flushes, *metadata.saves], scheduler_output.finished_req_ids)
         return None if metadata.is_empty else metadata
 
-    def blocks_reused(self, block_ids: list[int]) -> None:
+    def _slabs(self, group: int, block_ids: Sequence[int]) -> Iterator[int]:
+        return (slab_of(self._groups, group, block_id) for block_id in block_ids)
+
+    def slabs_reused(self, slabs: Iterable[int]) -> None:
         if self._can_save:
-            self._metadata.reused += block_ids
+            self._metadata.reused += slabs
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         self.index.update(output)
@@ -189,57 +226,71 @@ class FileIndex(BlockIndex):
     """
 
     def __init__(self, context: TransferContext, root: Path) -> None:
-        self._context, self._root = context, root
+        super().__init__(context)
+        self._root = root
         self.epoch = context.fingerprint
-        self._found: dict[str, range] = {}  # request -> its blocks that have files: each is looked up once
+        # each file is looked up once for a request: its blocks of the first group that have files,
+        self._found: dict[str, range] = {}
+        self._counted: dict[str, tuple[range, int]] = {}  # and how many of a range the other groups can have too
         self._invalid: dict[bytes, list[tuple[int, int] | None]] = {}  # block -> its files when a load failed
 
-    def count_stored(self, request: Request, first: int, last: int) -> int:
+    def _count_first_group(self, request: Request, first: int, last: int) -> int:
         found = self._found.get(request.request_id, range(first, first))
         if not found.start <= first <= found.stop:  # evicted from the prefix cache, and perhaps without files
             found = range(first, first)
-        stop = found.stop + super().count_stored(request, found.stop, last)
+        stop = found.stop + super()._count_first_group(request, found.stop, last)
         self._found[request.request_id] = range(found.start, stop)
         return max(0, min(stop, last) - first)
 
-    def load(self, request: Request, first: int, last: int) -> list[BlockTransfer]:
-        self._found.pop(request.request_id, None)
-        return _transfers(request, first, last)
+    def _count_usable(self, request: Request, first: int, last: int) -> int:
+        blocks, count = self._counted.get(request.request_id, (range(0), 0))
+        if blocks != range(first, last):
+            count = super()._count_usable(request, first, last)
+            self._counted[request.request_id] = range(first, last), count
+        return count
 
-    def save(self, request: Request, first: int, last: int) -> list[BlockTransfer]:
-        return _transfers(request, first, last)
+    def load(self, request: Request, first: int, last: int) -> list[BlockTransfer]:
+        self._forget(request.request_id)
+        return super().load(request, first, last)
 
     def metadata_built(self, saved: Sequence[BlockTransfer], finished_req_ids: Set[str]) -> None:
         for request_id in finished_req_ids:
-            self._found.pop(request_id, None)
+            self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        self._found.pop(request_id, None)
+        self._counted.pop(request_id, None)
 
     def update(self, output: KVConnectorOutput) -> None:
         for failure in output.failed.values():
             if failure.block is not None:
                 self._invalid[failure.block] = self._identities(failure.block)
                 self._found.clear()
+                self._counted.clear()
 
     def reset(self, unsent: Sequence[BlockTransfer], weights: str) -> None:
         """Without ``weights`` the new epoch is unknown to other engines, and to this one after a restart."""
         self._found.clear()
+        self._counted.clear()
         self._invalid.clear()
         self.epoch = weights or f"{self._context.fingerprint}-{secrets.token_hex(8)}"
 
-    def _is_stored(self, block_hash: bytes) -> bool:
-        if block_hash in self._invalid:
-            if self._identities(block_hash) == self._invalid[block_hash]:
+    def _is_stored(self, group: int, block_hash: bytes) -> bool:
+        key = block_key(group, block_hash)
+        if key in self._invalid:
+            if self._identities(key) == self._invalid[key]:
                 return False
-            del self._invalid[block_hash]
-        return all(os.path.exists(path) for path in self._paths(block_hash))
+            del self._invalid[key]
+        return all(os.path.exists(path) for path in self._paths(key))
 
-    def _paths(self, block_hash: bytes) -> list[str]:
+    def _paths(self, key: bytes) -> list[str]:
         ranks = range(self._context.num_ranks)
-        return [block_path(self._context, self._root, self.epoch, rank, block_hash) for rank in ranks]
+        return [block_path(self._context, self._root, self.epoch, rank, key) for rank in ranks]
 
-    def _identities(self, block_hash: bytes) -> list[tuple[int, int] | None]:
+    def _identities(self, key: bytes) -> list[tuple[int, int] | None]:
         """Inode and modification time of each rank's file; None: there is no such file."""
         identities: list[tuple[int, int] | None] = []
-        for path in self._paths(block_hash):
+        for path in self._paths(key):
             try:
                 found = os.stat(path)
                 identities.append((found.st_ino, found.st_mtime_ns))
@@ -248,58 +299,69 @@ class FileIndex(BlockIndex):
         return identities
 
 
-def _transfers(request: Request, first: int, last: int) -> list[BlockTransfer]:
-    pairs = zip(request.block_ids[first:last], request.block_hashes[first:last], strict=True)
-    return [BlockTransfer(block_id, block_hash) for block_id, block_hash in pairs]
-
-
 class HostIndex(BlockIndex):
     """Assigns slots of host memory to blocks: each block is stored once, and the least recently used are evicted.
 
+    Slots are managed as the blocks of the device are, by a `BlockPools` of ``num_units`` blocks, or slabs of several
+    groups; references are pins. Blocks that only prefixes which end within a prompt's chunk need (of a window) are
+    evicted first.
+
     Workers copy in the order of the metadata, so a slot can be reassigned while its block is still being written or
     read. Within a step loads come before saves, so blocks saved by a step can be loaded only once its metadata is
-    built: until then their slots are pinned. Slots of loads are pinned until the loads have ended. ``num_slots``:
-    blocks that host memory holds.
+    built: until then their slots are pinned. Slots of loads are pinned until the loads have ended.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self.slots = SlotTable(num_slots)
+    def __init__(self, context: TransferContext, num_units: int) -> None:
+        super().__init__(context)
+        self.pools = BlockPools(num_units, context.block_size, context.groups)
         self.epoch = "0"
-        self._unsent: set[bytes] = set()  # saves of the metadata to be built next
+        self._unsent: dict[tuple[int, bytes], bool] = {}  # saves of the metadata to be built next: evict first?
         self._loading: list[tuple[str, list[BlockTransfer]]] = []  # an id may return before its first load ends
 
     def load(self, request: Request, first: int, last: int) -> list[BlockTransfer]:
-        blocks = _transfers(request, first, last)
+        blocks = super().load(request, first, last)
         for block in blocks:
-            slot = self.slots.get(block.block_hash)
+            pool = self.pools.all[block.group]
+            slot = pool.find(block.block_hash)
             if slot is None:
                 raise RuntimeError(f"request {request.request_id!r} is to load a block that is not in host memory")
-            self.slots.pin(slot)
+            pool.share((slot,))
             block.slot = slot
-        self.slots.touch(request.block_hashes[:last])
+        self._touch(request.block_hashes[:last])
         self._loading.append((request.request_id, blocks))
         return blocks
 
     def save(self, request: Request, first: int, last: int) -> list[BlockTransfer]:
         blocks = []
-        for block in _transfers(request, first, last):
-            if self.slots.get(block.block_hash) is not None:
+        groups, size = self._context.groups, self._context.block_size
+        # those that no query reads which follows the last block
+        unread = [set(request.block_hashes[first : group.first_block(last * size, size)]) for group in groups]
+        for block in super().save(request, first, last):
+            pool = self.pools.all[block.group]
+            if pool.find(block.block_hash) is not None:
                 continue
-            slot = self.slots.add(block.block_hash)
-            if slot is None:
+            needs = [int(index == block.group) for index in range(len(groups))]
+            if self.pools.num_missing(needs) > 0:
                 break  # all slots are pinned: the rest is not saved
-            self.slots.pin(slot)
-            self._unsent.add(block.block_hash)
-            block.slot = slot
+            [block.slot] = self.pools.take(needs)[block.group]
+            pool.publish(block.slot, block.block_hash)
+            self._unsent[block.group, block.block_hash] = block.block_hash in unread[block.group]
             blocks.append(block)
         return blocks
 
     def request_finished(self, request: Request) -> None:
-        self.slots.touch(request.block_hashes)
+        self._touch(request.block_hashes)
+
+    def _touch(self, hashes: Sequence[bytes]) -> None:
+        """Mark a prefix as used, its first block last: the other blocks are useless without it."""
+        size = self._context.block_size
+        for pool, group in zip(self.pools.all, self._context.groups, strict=True):
+            pool.touch(reversed(hashes[group.first_block(len(hashes) * size, size) :]))
 
     def metadata_built(self, saved: Sequence[BlockTransfer], finished_req_ids: Set[str]) -> None:
         for block in saved:
-            self.slots.unpin(block.slot)
+            evict_first = self._unsent[block.group, block.block_hash]
+            self.pools.all[block.group].free((block.slot,), evict_first=evict_first)
         self._unsent.clear()
 
     def update(self, output: KVConnectorOutput) -> None:
@@ -309,75 +371,25 @@ class HostIndex(BlockIndex):
                 continue  # of another connector
             self._loading.remove(load)
             for block in load[1]:
-                if request_id in output.failed and self.slots.get(block.block_hash) == block.slot:
-                    self.slots.remove(block.block_hash)
-                self.slots.unpin(block.slot)
+                pool = self.pools.all[block.group]
+                if request_id in output.failed and pool.find(block.block_hash) == block.slot:
+                    pool.forget(block.slot)
+                pool.free((block.slot,))
 
     def reset(self, unsent: Sequence[BlockTransfer], weights: str) -> None:
         self.metadata_built(unsent, set())
-        self.slots.clear()
+        self.pools.clear_cache()
         self.epoch = str(int(self.epoch) + 1)
 
-    def _is_stored(self, block_hash: bytes) -> bool:
-        return self.slots.get(block_hash) is not None and block_hash not in self._unsent
-
-
-class SlotTable:
-    """Slots by block hash, in least-recently-used order. A pinned slot is not evicted. Slots are 0 .. num_slots - 1."""
-
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self._slots: OrderedDict[bytes, int] = OrderedDict()
-        self._references = [0] * num_slots  # 1 of the block that it is assigned to, and 1 of each pin
-        self._free = list(range(num_slots - 1, -1, -1))
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def get(self, block_hash: bytes) -> int | None:
-        """The slot of a block; None: it is not stored."""
-        return self._slots.get(block_hash)
-
-    def add(self, block_hash: bytes) -> int | None:
-        """Assign a slot to a new block; evicts the least recently used block without a pin. None: all are pinned."""
-        if not self._free:
-            victim = next((other for other, slot in self._slots.items() if self._references[slot] == 1), None)
-            if victim is None:
-                return None
-            self.remove(victim)
-        slot = self._slots[block_hash] = self._free.pop()
-        self.pin(slot)
-        return slot
-
-    def touch(self, block_hashes: list[bytes]) -> None:
-        """Mark a prefix as used, its first block last: the other blocks are useless without it."""
-        for block_hash in reversed(block_hashes):
-            if block_hash in self._slots:
-                self._slots.move_to_end(block_hash)
-
-    def remove(self, block_hash: bytes) -> None:
-        """Forget a block; its slot is free once it has no pins."""
-        self.unpin(self._slots.pop(block_hash))
-
-    def clear(self) -> None:
-        for block_hash in list(self._slots):
-            self.remove(block_hash)
-
-    def pin(self, slot: int) -> None:
-        self._references[slot] += 1
-
-    def unpin(self, slot: int) -> None:
-        """Undo one `pin`."""
-        self._references[slot] -= 1
-        if self._references[slot] == 0:
-            self._free.append(slot)
+    def _is_stored(self, group: int, block_hash: bytes) -> bool:
+        return self.pools.all[group].find(block_hash) is not None and (group, block_hash) not in self._unsent
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError unless each slot is free or referenced, and each assigned one referenced, exactly once."""
-        unused = [slot for slot, count in enumerate(self._references) if count == 0]
-        assigned = set(self._slots.values())
-        if sorted(self._free) != unused or len(assigned) < len(self._slots) or not assigned.isdisjoint(unused):
-            raise RuntimeError(
-                f"the slots of host memory are not consistent: free {self._free}, assigned {dict(self._slots)}, "
-                f"references {self._references}"
-            )
+        """Raise RuntimeError unless the slots of saves and loads, and no others, are pinned, once for each."""
+        pins: list[list[int]] = [[] for _ in self._context.groups]
+        for group, block_hash in self._unsent:
+            slot = self.pools.all[group].find(block_hash)
+            pins[group] += [] if slot is None else [slot]
+        for block in chain.from_iterable(blocks for _, blocks in self._loading):
+            pins[block.group].append(block.slot)
+        self.pools.check_integrity([pins])

@@ -28,8 +28,10 @@ from fleetfoot.kv_transfer.blockstore.blocks import (
     BlockTransfer,
     FilesystemSettings,
     block_path,
+    by_group,
+    num_unused,
 )
-from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.records.kv_layout import ALIGNMENT, KVLayout
 from fleetfoot.records.step import KVConnectorOutput, TransferFailure
 
 logger = logging.getLogger(__name__)
@@ -67,10 +69,10 @@ class BlockStoreWorker(WorkerConnector):
     def collect(self, finished_req_ids: set[str], output: KVConnectorOutput) -> None:
         """Add the loads that have ended to ``output``."""
 
-    def count(self, verb: str, num_blocks: int) -> None:
+    def count(self, verb: str, blocks: Sequence[BlockTransfer]) -> None:
         """Count blocks that were ``saved`` or ``loaded``."""
-        self._counters.add(f"blocks_{verb}", num_blocks)
-        self._counters.add(f"bytes_{verb}", num_blocks * self._copies.bytes_per_block)
+        self._counters.add(f"blocks_{verb}", len(blocks))
+        self._counters.add(f"bytes_{verb}", sum(self._copies.block_bytes[block.group] for block in blocks))
 
     def register_kv_caches(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
         self._copies = block_copies(kv_caches, layout, shares_blocks=self._context.shares_blocks)
@@ -109,45 +111,55 @@ class BlockStoreWorker(WorkerConnector):
 
 
 class HostStoreWorker(BlockStoreWorker):
-    """Copies blocks between the device and ``num_slots`` slots of host memory, in the order of the calls.
+    """Copies blocks between the device and slots of host memory, in the order of the calls. ``num_units``: blocks, or
+    slabs of several groups, that host memory holds.
 
     It records what each slot holds: a save that was lost with a failed step must not be taken for KV.
     """
 
-    def __init__(self, context: TransferContext, num_slots: int) -> None:
+    def __init__(self, context: TransferContext, num_units: int) -> None:
         super().__init__(context)
-        self._num_slots = num_slots
-        self._held: dict[int, tuple[str, bytes]] = {}  # slot -> epoch and hash of its block
-        self._loading: deque[tuple[str, int, CopyEvent]] = deque()  # request, number of blocks; copies end in order
+        self._num_units = num_units
+        self._held: dict[tuple[int, int], tuple[str, bytes]] = {}  # group and slot -> epoch and hash of its block
+        self._loading: deque[tuple[str, Sequence[BlockTransfer], CopyEvent]] = deque()  # copies end in order
         self._refused: dict[str, TransferFailure] = {}
         self._memory: HostMemory | None = None
 
     def open(self, layout: KVLayout, *, pinned: bool) -> None:
         asked_by = f"kv_offloading_size, {CPU_BYTES} or {NUM_BLOCKS}"
-        self._memory = HostMemory(self._num_slots, layout.bytes_per_block, pinned=pinned, asked_by=asked_by)
-        self._rows = self._memory.tensor
+        counts = [group.blocks_per_slab for group in layout.groups]
+        slots = list(zip(counts, layout.group_bytes, strict=True))
+        num_units = self._num_units + num_unused(self._context)
+        self._memory = HostMemory(num_units, layout.bytes_per_block, slots, pinned=pinned, asked_by=asked_by)
 
     def save(self, blocks: Sequence[BlockTransfer], epoch: str) -> None:
-        self._copies.to_host([block.block_id for block in blocks], self._rows, [block.slot for block in blocks])
-        self._held.update((block.slot, (epoch, block.block_hash)) for block in blocks)
-        self.count("saved", len(blocks))
+        assert self._memory is not None
+        for group, part in by_group(blocks):
+            self._copies.to_host(
+                group, [block.block_id for block in part], self._memory, [block.slot for block in part]
+            )
+        self._held.update(((block.group, block.slot), (epoch, block.block_hash)) for block in blocks)
+        self.count("saved", blocks)
 
     def load(self, request_id: str, blocks: Sequence[BlockTransfer], epoch: str) -> None:
+        assert self._memory is not None
         for block in blocks:
-            if self._held.get(block.slot) != (epoch, block.block_hash):
-                reason = f"slot {block.slot} of host memory does not hold KV block {block.block_hash.hex()} any more"
+            if self._held.get((block.group, block.slot)) != (epoch, block.block_hash):
+                reason = f"slot {block.slot} of host memory does not hold KV block {block.key.hex()} any more"
                 self._refused[request_id] = TransferFailure(reason)
                 return
-        slots, block_ids = [block.slot for block in blocks], [block.block_id for block in blocks]
-        self._loading.append((request_id, len(blocks), self._copies.from_host(self._rows, slots, block_ids)))
+        for group, part in by_group(blocks):
+            slots, block_ids = [block.slot for block in part], [block.block_id for block in part]
+            event = self._copies.from_host(group, self._memory, slots, block_ids)
+        self._loading.append((request_id, blocks, event))
 
     def collect(self, finished_req_ids: set[str], output: KVConnectorOutput) -> None:
         output.failed, self._refused = self._refused, {}
         self._counters.add("loads_failed", len(output.failed))
         while self._loading and self._loading[0][2].query():
-            request_id, num_blocks, _ = self._loading.popleft()
+            request_id, blocks, _ = self._loading.popleft()
             output.loaded.add(request_id)
-            self.count("loaded", num_blocks)
+            self.count("loaded", blocks)
 
     def wait_for_progress(self) -> None:
         if self._loading and not self._refused:
@@ -233,27 +245,29 @@ class FileStoreWorker(BlockStoreWorker):
 
     def open(self, layout: KVLayout, *, pinned: bool) -> None:
         self._rank_layout = layout.fingerprint
-        row = layout.bytes_per_block
+        slots = [(1, size) for size in layout.group_bytes]  # each has room for a block of any group
+        row = -(-max(layout.group_bytes) // ALIGNMENT) * ALIGNMENT
         max_bytes = self._settings.max_bytes_in_flight
         num_reads = max(1, max_bytes // READ_SHARE // row) if self._config.can_load else 0
         num_writes = max(1, max_bytes // row) if self._config.can_save else 0
-        self._read_memory = HostMemory(num_reads, row, pinned=pinned, asked_by=IN_FLIGHT)
-        self._write_memory = HostMemory(num_writes, row, pinned=pinned, asked_by=IN_FLIGHT)
+        self._read_memory = HostMemory(num_reads, row, slots, pinned=pinned, asked_by=IN_FLIGHT)
+        self._write_memory = HostMemory(num_writes, row, slots, pinned=pinned, asked_by=IN_FLIGHT)
         self._read_slots, self._write_slots = list(range(num_reads)), list(range(num_writes))  # free ones
         self._is_open = True
 
     def save(self, blocks: Sequence[BlockTransfer], epoch: str) -> None:
         self._process_writes()
-        new = [block for block in blocks if (epoch, block.block_hash) not in self._writing]
+        new = [block for block in blocks if (epoch, block.key) not in self._writing]
         taken = new[: len(self._write_slots)]  # of a prefix, the first blocks are the most useful
         self._counters.add("saves_dropped", len(new) - len(taken))
         if not taken:
             return
-        slots = [self._write_slots.pop() for _ in taken]
-        copied = self._copies.to_host([block.block_id for block in taken], self._write_memory.tensor, slots)
-        for block, slot in zip(taken, slots, strict=True):
-            self._writing.add((epoch, block.block_hash))
-            self._writers.submit(partial(self._write, _Write(block, epoch, slot, copied)))
+        for group, part in by_group(taken):
+            slots = [self._write_slots.pop() for _ in part]
+            copied = self._copies.to_host(group, [block.block_id for block in part], self._write_memory, slots)
+            for block, slot in zip(part, slots, strict=True):
+                self._writing.add((epoch, block.key))
+                self._writers.submit(partial(self._write, _Write(block, epoch, slot, copied)))
 
     def load(self, request_id: str, blocks: Sequence[BlockTransfer], epoch: str) -> None:
         """Its reads wait for free slots, at most until the timeout: a read that has begun by then ends in host memory,
@@ -316,7 +330,7 @@ class FileStoreWorker(BlockStoreWorker):
             file = self._file(write.epoch, write.block)
             write.is_new = file.path in self._invalid_files or not os.path.exists(file.path)
             if write.is_new:
-                file.write(self._write_memory.row(write.slot))
+                file.write(self._write_memory.row(write.block.group, write.slot))
                 self._invalid_files.discard(file.path)
         except Exception as error:
             write.error = error
@@ -325,7 +339,7 @@ class FileStoreWorker(BlockStoreWorker):
     def _read(self, read: _Read) -> None:
         file = self._file(read.load.epoch, read.block)
         try:
-            file.read(self._read_memory.row(read.slot))
+            file.read(self._read_memory.row(read.block.group, read.slot))
         except BlockFileError as error:
             if self._config.can_save:
                 self._invalid_files.add(file.path)
@@ -335,22 +349,22 @@ class FileStoreWorker(BlockStoreWorker):
         self._read_done.put(read)
 
     def _file(self, epoch: str, block: BlockTransfer) -> BlockFile:
-        path = block_path(self._context, self._settings.path, epoch, self._context.rank, block.block_hash)
-        return BlockFile(path, epoch, self._rank_layout, block.block_hash)
+        path = block_path(self._context, self._settings.path, epoch, self._context.rank, block.key)
+        return BlockFile(path, epoch, self._rank_layout, block.key)
 
     # --- in the worker's thread -------------------------------------------------------------------------------------
 
     def _process_writes(self) -> None:
         for write in drain(self._written):
             self._write_slots.append(write.slot)
-            self._writing.discard((write.epoch, write.block.block_hash))
+            self._writing.discard((write.epoch, write.block.key))
             if write.error is not None:
                 self._counters.add("saves_failed")
                 if not self._has_warned:
                     self._has_warned = True
                     logger.warning("a KV block could not be saved; further failures are only counted: %s", write.error)
             elif write.is_new:
-                self.count("saved", 1)
+                self.count("saved", [write.block])
 
     def _start_reads(self) -> None:
         while self._waiting and self._read_slots:
@@ -361,19 +375,19 @@ class FileStoreWorker(BlockStoreWorker):
 
     def _copy_in(self, reads: Iterable[_Read]) -> None:
         """Copy blocks that were read to the device; an invalid file fails its load."""
-        arrived = []
+        arrived: dict[int, list[_Read]] = {}
         for read in reads:
             if read.error and read.load.failure is None:
-                block_hash = read.block.block_hash
-                read.load.failure = TransferFailure(f"KV block {block_hash.hex()}: {read.error}", block=block_hash)
+                key = read.block.key
+                read.load.failure = TransferFailure(f"KV block {key.hex()}: {read.error}", block=key)
             if read.load.failure is None:
-                arrived.append(read)
+                arrived.setdefault(read.block.group, []).append(read)
                 read.load.num_copying += 1
             else:
                 self._read_slots.append(read.slot)
-        if arrived:
-            slots, block_ids = [read.slot for read in arrived], [read.block.block_id for read in arrived]
-            self._copying.append((self._copies.from_host(self._read_memory.tensor, slots, block_ids), arrived))
+        for group, part in arrived.items():
+            slots, block_ids = [read.slot for read in part], [read.block.block_id for read in part]
+            self._copying.append((self._copies.from_host(group, self._read_memory, slots, block_ids), part))
 
     def _process_copies(self) -> None:
         while self._copying and self._copying[0][0].query():
@@ -382,4 +396,4 @@ class FileStoreWorker(BlockStoreWorker):
                 self._read_slots.append(read.slot)
                 read.load.num_copying -= 1
                 read.load.num_left -= 1
-            self.count("loaded", len(reads))
+            self.count("loaded", [read.block for read in reads])

@@ -126,8 +126,8 @@ class NixlScheduler(SchedulerConnector):
         offer = self._loading[request.request_id] = self._offered.pop(request.request_id)
         first = num_computed_tokens // self._context.block_size
         last = first + num_external_tokens // self._context.block_size
-        block_ids, refusal = request.block_ids[first:last], self._refusal(offer)
-        self._metadata.loads.append(LoadSpec(request.request_id, offer, first, block_ids, refusal))
+        block_ids = [ids for _, _, ids in request.blocks_between(first, last)]
+        self._metadata.loads.append(LoadSpec(request.request_id, offer, block_ids, self._refusal(offer)))
 
     def blocks_filled(self, request: Request, first: int, last: int, *, by_this_step: bool) -> None:
         """Nothing is copied: blocks are held when their request has ended."""
@@ -142,8 +142,10 @@ class NixlScheduler(SchedulerConnector):
             logger.warning("KV of request %r is not held: not all ranks have an address yet", request.request_id)
             return False, None
         num_blocks = min((request.num_prompt_tokens - 1) // block_size, len(request.block_hashes))
-        if num_blocks == 0:
-            return False, None
+        held = list(request.blocks_between(0, num_blocks))
+        needed = (group.first_block(num_blocks * block_size, block_size) for group in self._context.groups)
+        if num_blocks == 0 or any(begin > first for (_, begin, _), first in zip(held, needed, strict=True)):
+            return False, None  # or its output was so long that the prompt's window was freed
         offer, text = self._offers.make(
             request,
             engine_id=self._context.engine_id,
@@ -152,7 +154,7 @@ class NixlScheduler(SchedulerConnector):
             num_tokens=num_blocks * block_size,
         )
         self._held[request.request_id] = offer.lease
-        self._metadata.holds.append(Hold(offer.lease, request.request_id, request.block_ids[:num_blocks]))
+        self._metadata.holds.append(Hold(offer.lease, request.request_id, [ids for _, _, ids in held]))
         return True, offer_params(text)
 
     def evict(self, request_id: str) -> bool:

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from fleetfoot.kv_transfer.nixl import side_channel
 from fleetfoot.kv_transfer.nixl.params import RENEW_SECONDS, LoadSpec
 from fleetfoot.kv_transfer.nixl.side_channel import Accepted, Acquire, Decline, Finish, Granted, RefusedError, Renew
 from fleetfoot.kv_transfer.nixl.transfer_agent import Transfer, TransferAgent, TransferError
-from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.records.kv_layout import ALIGNMENT, KVLayout
 from fleetfoot.records.step import KVConnectorOutput, TransferFailure
 from fleetfoot.utils.cluster_key import ClusterKey
 from fleetfoot.utils.sockets import StoppedError, connect
@@ -39,8 +39,8 @@ _BUFFER_POLL_SECONDS = 0.05
 
 
 class ReceiveBuffers:
-    """A buffer for each concurrent load of a worker: uint8 ``[num_rows, bytes_per_block]``; a row is a block of all
-    layers, concatenated.
+    """A buffer for each concurrent load of a worker, uint8 ``[num_bytes]``. Blocks of one group at a time lie in it one
+    after the other; a block is the parts of all layers of the group, concatenated.
 
     Args:
         num_bytes: of all buffers together; each has room for one block at least.
@@ -54,24 +54,27 @@ class ReceiveBuffers:
         self, kv_caches: Sequence[torch.Tensor], layout: KVLayout, num_loads: int, num_bytes: int, device: torch.device
     ) -> None:
         self._device = kv_caches[0].device
-        self._rows = LayerRows(kv_caches, layout, use_triton=self._device.type != "cpu")
-        num_rows = max(1, num_bytes // num_loads // layout.bytes_per_block)
-        shape = num_loads * num_rows, layout.bytes_per_block
+        self.block_bytes = layout.group_bytes
+        """Bytes of a block of each group."""
+        self.blocks_per_slab = [group.blocks_per_slab if len(layout.groups) > 1 else 1 for group in layout.groups]
+        self._parts = layout.block_parts
+        self._rows = [LayerRows(kv_caches, parts, use_triton=self._device.type != "cpu") for parts in self._parts]
+        largest = max(self.block_bytes)
+        shape = num_loads, -(-max(num_bytes // num_loads, largest) // ALIGNMENT) * ALIGNMENT
         try:
             self.memory = torch.empty(shape, dtype=torch.uint8, device=device)
         except RuntimeError as error:  # includes torch.OutOfMemoryError
             raise ValueError(
-                f"no memory on {device} for {num_loads} concurrent loads of {num_rows:,} KV blocks of "
-                f"{layout.bytes_per_block:,} bytes each ({error}); lower buffer_bytes or num_threads"
+                f"no memory on {device} for {num_loads} concurrent loads of {shape[1] // largest:,} KV blocks of "
+                f"{largest:,} bytes each ({error}); lower buffer_bytes or num_threads"
             ) from error
         self._stream = None
         if self._device.type != "cpu":
             self._stream = torch.cuda.Stream(self._device)
-            self._rows.warm_up()
-        self._sizes = np.array(layout.part_bytes, dtype=np.int64)
-        self._offsets = self._sizes.cumsum() - self._sizes
+            for rows in self._rows:
+                rows.warm_up()
         self._changed = threading.Condition()
-        self._free = list(self.memory.split(num_rows))
+        self._free = list(self.memory)
         self._blocked: list[tuple[torch.Tensor, Transfer | None]] = []
 
     def acquire(self, should_stop: Callable[[], bool]) -> torch.Tensor:
@@ -102,32 +105,39 @@ class ReceiveBuffers:
             self._blocked.append((buffer, transfer))
         return is_free
 
-    def local_regions(self, buffer: torch.Tensor, count: int) -> np.ndarray:
-        """Address and length of each layer's part of the first ``count`` rows, row by row: ``[count * layers, 2]``."""
-        rows = buffer.data_ptr() + np.arange(count, dtype=np.int64) * buffer.shape[1]
-        return self._regions(rows[:, None] + self._offsets)
+    def local_regions(self, buffer: torch.Tensor, group: int, count: int) -> np.ndarray:
+        """Address and length of each part of the first ``count`` blocks in a buffer: ``[count * parts, 2]``."""
+        sizes = np.array([part.num_bytes for part in self._parts[group]], dtype=np.int64)
+        blocks = buffer.data_ptr() + np.arange(count, dtype=np.int64) * self.block_bytes[group]
+        return _regions(blocks[:, None] + (sizes.cumsum() - sizes), sizes)
 
-    def remote_regions(self, layers: Sequence[int], block_ids: Sequence[int]) -> np.ndarray:
-        """The same for blocks of the producer, given the addresses of its layers' caches."""
-        blocks = np.array(block_ids, dtype=np.int64)[:, None] * self._sizes
-        return self._regions(np.array(layers, dtype=np.int64) + blocks)
-
-    def _regions(self, addresses: np.ndarray) -> np.ndarray:
-        """``[n, 2]`` of addresses ``[blocks, layers]``."""
-        return np.stack((addresses, np.broadcast_to(self._sizes, addresses.shape)), axis=-1).reshape(-1, 2)
+    def remote_regions(self, caches: Sequence[int], group: int, block_ids: Sequence[int]) -> np.ndarray:
+        """The same for blocks of the producer, given the addresses of the tensors of its cache."""
+        parts = np.array([(caches[part.tensor], part.num_bytes, part.stride) for part in self._parts[group]], np.int64)
+        begins, sizes, strides = parts.reshape(-1, 3).T
+        return _regions(begins + np.array(block_ids, dtype=np.int64)[:, None] * strides, sizes)
 
     @torch.inference_mode()
-    def scatter(self, buffer: torch.Tensor, block_ids: Sequence[int], after: torch.cuda.Event | None) -> None:
-        """Copy the first rows to these blocks, after the device's work up to ``after``; waits for the copy."""
-        rows = buffer[: len(block_ids)].view(self._rows.word)
+    def scatter(
+        self, buffer: torch.Tensor, group: int, block_ids: Sequence[int], after: torch.cuda.Event | None
+    ) -> None:
+        """Copy the first blocks in a buffer to these of the cache, after the device's work up to ``after``; waits for
+        the copy."""
+        rows, size = self._rows[group], self.block_bytes[group]
+        blocks = buffer[: len(block_ids) * size].view(rows.word).view(len(block_ids), rows.num_words)
         if self._stream is None:
-            self._rows.scatter(rows, torch.tensor(block_ids))
+            rows.scatter(blocks, torch.tensor(block_ids))
             return
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             if after is not None:
                 self._stream.wait_event(after)
-            self._rows.scatter(rows.to(self._device), torch.tensor(block_ids).to(self._device))
+            rows.scatter(blocks.to(self._device), torch.tensor(block_ids).to(self._device))
         self._stream.synchronize()
+
+
+def _regions(addresses: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """``[n, 2]`` of addresses ``[blocks, parts]`` and lengths ``[parts]``."""
+    return np.stack((addresses, np.broadcast_to(sizes, addresses.shape)), axis=-1).reshape(-1, 2)
 
 
 # --- loads ----------------------------------------------------------------------------------------------------------
@@ -182,6 +192,8 @@ class Load:
     has_acquired: bool = False
     """The producer has granted the lease to this consumer, and notices the end of its connection."""
     num_arrived: int = 0
+    num_bytes: int = 0
+    """Of the blocks that have arrived."""
     error: str = ""
 
     def should_stop(self) -> bool:
@@ -227,7 +239,6 @@ class Loads:
         self._decline_jobs = IOThreads("kv-decline", 1)  # separate, so that unresponsive producers delay no load
         self._renew_jobs = IOThreads("kv-renew", 4)
         self._renewing: set[str] = set()  # addresses with a renewal under way
-        self._bytes_per_block = buffers.memory.shape[1]
         self._clock = clock
         self._loads: list[Load] = []
         self._ended: queue.SimpleQueue[Load] = queue.SimpleQueue()
@@ -269,13 +280,13 @@ class Loads:
             self._loads.remove(load)
             output.loaded.add(load.spec.request_id)
             self._counters.add("blocks_loaded", load.num_arrived)
-            self._counters.add("bytes_loaded", load.num_arrived * self._bytes_per_block)
+            self._counters.add("bytes_loaded", load.num_bytes)
         now = self._clock()
         for load in list(self._loads):
             if load.spec.request_id in finished_req_ids and not load.is_new:
                 self._fail(load, TransferFailure("the request has ended before its KV arrived"), output)
             elif now >= load.deadline:
-                count, engine_id = len(load.spec.block_ids), load.spec.offer.engine_id
+                count, engine_id = sum(map(len, load.spec.block_ids)), load.spec.offer.engine_id
                 reason = (
                     f"{count - load.num_arrived} of {count} KV blocks had not come from engine {engine_id!r} after "
                     f"{self._timeout:g} s (kv_transfer_timeout)"
@@ -333,27 +344,26 @@ class Loads:
             call = partial(side_channel.call, channel, address, load.should_stop)
             granted = call(Acquire(offer.engine_id, self._description, offer.lease), Granted)
             load.has_acquired = True
-            last = spec.first + len(spec.block_ids) - 1
-            if last >= len(granted.block_ids):
-                raise RefusedError(f"blocks {spec.first} to {last} are needed, and {len(granted.block_ids)} are held")
-            if not all(0 <= block_id < granted.num_blocks for block_id in granted.block_ids):
-                raise RefusedError(f"block ids beyond the producer's {granted.num_blocks} blocks are held")
+            needed, held = ([*map(len, block_ids)] for block_ids in (spec.block_ids, granted.block_ids))
+            if len(held) != len(needed) or any(count > there for count, there in zip(needed, held, strict=True)):
+                raise RefusedError(f"{needed} blocks of each group are needed, and {held} are held")
+            for size, block_ids in zip(self._buffers.blocks_per_slab, granted.block_ids, strict=True):
+                if not all(0 <= block_id < granted.num_slabs * size for block_id in block_ids):
+                    raise RefusedError(f"block ids beyond the producer's {granted.num_slabs} blocks or slabs are held")
             self._read_blocks(granted, load)
             call(Finish(), Accepted)
 
     def _read_blocks(self, granted: Granted, load: Load) -> None:
-        spec = load.spec
-        buffer = self._buffers.acquire(load.should_stop)
+        buffers, block_ids = self._buffers, load.spec.block_ids
+        buffer = buffers.acquire(load.should_stop)
         transfer, peer, is_broken = None, None, True
         try:
             peer = self._peers.acquire(granted.agent)
-            for begin in range(0, len(spec.block_ids), len(buffer)):
-                block_ids = spec.block_ids[begin : begin + len(buffer)]
-                first = spec.first + begin
-                held = granted.block_ids[first : first + len(block_ids)]
-                remote = self._buffers.remote_regions(granted.layers, held)
-                local = self._buffers.local_regions(buffer, len(block_ids))
-                transfer = self._agent.read(peer, remote, local, granted.device)
+            for group, begin, count in self._reads(block_ids, len(buffer)):
+                ours = block_ids[group][begin : begin + count]
+                held = granted.block_ids[group][-len(block_ids[group]) :][begin : begin + count]
+                remote = buffers.remote_regions(granted.caches, group, held)
+                transfer = self._agent.read(peer, remote, buffers.local_regions(buffer, group, count), granted.device)
                 while not transfer.poll():
                     if load.should_stop():
                         raise StoppedError("the load was given up")
@@ -363,8 +373,9 @@ class Loads:
                 with load.lock:
                     if load.is_cancelled:
                         raise StoppedError("the load was given up")
-                    self._buffers.scatter(buffer, block_ids, load.after)
-                    load.num_arrived += len(block_ids)
+                    buffers.scatter(buffer, group, ours, load.after)
+                    load.num_arrived += count
+                    load.num_bytes += count * buffers.block_bytes[group]
             is_broken = False
         except StoppedError:
             is_broken = load.has_timed_out  # else the peer responds, and a read under way will end
@@ -373,3 +384,10 @@ class Loads:
             if peer is not None:
                 self._peers.release(peer, is_broken=is_broken)
             self._buffers.release(buffer, transfer)
+
+    def _reads(self, block_ids: list[list[int]], num_bytes: int) -> Iterator[tuple[int, int, int]]:
+        """Group, index of the first block and number of blocks of each read; none of a group without bytes here."""
+        for group, size in enumerate(self._buffers.block_bytes):
+            step = num_bytes // size if size else 0
+            for begin in range(0, len(block_ids[group]) if size else 0, step or 1):
+                yield group, begin, min(step, len(block_ids[group]) - begin)

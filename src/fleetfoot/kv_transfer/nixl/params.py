@@ -162,7 +162,8 @@ class Hold:
 
     lease: str
     request_id: str
-    block_ids: list[int]
+    block_ids: list[list[int]]
+    """Of each group of layers, the last ones of the prompt: of a window as many as are read after it."""
 
 
 @dataclass(slots=True)
@@ -171,10 +172,8 @@ class LoadSpec:
 
     request_id: str
     offer: Offer
-    first: int
-    """Index of the first block to read among those of the lease."""
-    block_ids: list[int]
-    """The destination."""
+    block_ids: list[list[int]]
+    """The destination: of each group, for as many blocks from the end of those of the lease."""
     refusal: str = ""
     """Why they cannot be loaded, and the lease is declined; empty if they can."""
 

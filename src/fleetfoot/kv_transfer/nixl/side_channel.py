@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL = "fleetfoot-kv-4"
+PROTOCOL = "fleetfoot-kv-5"
 SIDE_CHANNEL = "kv-side-channel"
 """The purpose that both ends prove the cluster key for."""
 CONNECT_SECONDS = 5.0
@@ -60,13 +60,13 @@ class Granted(msgspec.Struct, tag=True, frozen=True):
 
     agent: bytes
     """Metadata of the transfer agent."""
-    layers: list[int]
-    """Addresses of the layers' caches."""
+    caches: list[int]
+    """Addresses of the tensors of its KV cache, which has the consumer's layout."""
     device: int
-    num_blocks: int
-    """In each cache."""
-    block_ids: list[int]
-    """Held by the lease, in order."""
+    num_slabs: int
+    """In each of them; with one group, blocks."""
+    block_ids: list[list[int]]
+    """Held by the lease, in order, of each group of layers."""
 
 
 class Finish(msgspec.Struct, tag=True, frozen=True):
@@ -165,7 +165,7 @@ class Lease:
     """The held blocks of a request that has ended."""
 
     request_id: str
-    block_ids: list[int]
+    block_ids: list[list[int]]
     written: torch.cuda.Event | None
     """After all work that writes to the blocks; None: they are written."""
     deadline: float
@@ -195,7 +195,9 @@ class Leases:
 
     # --- in the worker's thread -------------------------------------------------------------------------------------
 
-    def grant(self, lease_id: str, request_id: str, block_ids: list[int], written: torch.cuda.Event | None) -> None:
+    def grant(
+        self, lease_id: str, request_id: str, block_ids: list[list[int]], written: torch.cuda.Event | None
+    ) -> None:
         """From now on the blocks may be read, once ``written`` has passed."""
         with self._changed:
             self._live[lease_id] = lease = Lease(request_id, block_ids, written, 0.0, self._clock() + self._timeout)
@@ -228,7 +230,7 @@ class Leases:
 
     # --- in consumers' threads --------------------------------------------------------------------------------------
 
-    def acquire(self, lease_id: str, timeout: float) -> list[int]:
+    def acquire(self, lease_id: str, timeout: float) -> list[list[int]]:
         """The blocks of a lease, once they are written; raises LeaseError if no step grants it within ``timeout``."""
         with self._changed:
             if not self._changed.wait_for(

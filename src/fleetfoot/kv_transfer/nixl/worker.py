@@ -58,7 +58,7 @@ class NixlWorker(WorkerConnector):
 
     def register_kv_caches(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
         self._device = kv_caches[0].device
-        self._bytes_per_block = layout.bytes_per_block
+        self._block_bytes = layout.group_bytes
         description = {
             "protocol": PROTOCOL,
             "backend": self._settings.backend,
@@ -114,8 +114,9 @@ class NixlWorker(WorkerConnector):
             output.sent.add(lease.request_id)
             self._counters.add(f"sends_{reason}")
             if reason == SENT:
-                self._counters.add("blocks_sent", len(lease.block_ids))
-                self._counters.add("bytes_sent", len(lease.block_ids) * self._bytes_per_block)
+                for size, block_ids in zip(self._block_bytes, lease.block_ids, strict=True):
+                    self._counters.add("blocks_sent", len(block_ids))
+                    self._counters.add("bytes_sent", len(block_ids) * size)
         output.counters = self._counters.take()
         return output
 
@@ -145,7 +146,7 @@ class NixlWorker(WorkerConnector):
     ) -> ProducerServer:
         self._agent.register(kv_caches)
         caches = [cache.data_ptr() for cache in kv_caches]
-        granted = Granted(self._agent.metadata, caches, self._device.index or 0, layout.num_blocks, [])
+        granted = Granted(self._agent.metadata, caches, self._device.index or 0, layout.num_slabs, [])
         host, port = self._settings.side_channel_host, self._settings.side_channel_port
         port = port + self._context.rank if port else 0
         return ProducerServer(host, port, self._context.engine_id, description, self._leases, granted, self._key)
