@@ -1,5 +1,6 @@
 """Quantized checkpoints: files that other tools wrote, and logits beside those of these tools."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -339,3 +340,44 @@ def test_two_ranks_and_sleep_change_no_token(name: str) -> None:
     ranks = make_engine(QUANTIZED / name, tensor_parallel_size=2, **settings)
     assert greedy(ranks) == expected and ranks.weight_checksums() == checksums
     ranks.shutdown()
+
+
+KV_SCALES = {
+    "compressed-tensors": ("{}_scale", {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}),
+    "ModelOpt": ("{}_proj.{}_scale", {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}),
+    "none": ("", {}),
+}
+
+
+@pytest.mark.parametrize("names", KV_SCALES)
+def test_kv_in_fp8(names: str, tmp_path: Path) -> None:
+    """Scales of the checkpoint are loaded and used; files with scales also load where KV stays in the model's dtype."""
+    template, config = KV_SCALES[names]
+    shutil.copytree(QUANTIZED / "fp8-channel-token", tmp_path, dirs_exist_ok=True)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields["quantization_config"] |= config
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    tensors = load_file(tmp_path / "model.safetensors")
+    scales = {
+        f"model.layers.0.self_attn.{template.format(*kind * 2)}": 0.25 + (kind == "v") for kind in "kv" if template
+    }
+    save_file(tensors | {name: torch.tensor([scale]) for name, scale in scales.items()}, tmp_path / "model.safetensors")
+    tokens = {}
+    for dtype, runner in (("auto", "v2"), ("fp8", "v1"), ("fp8", "v2"), ("fp8_e5m2", "v2")):
+        engine = make_engine(
+            tmp_path, model_runner=runner, kv_cache_dtype=dtype, block_size=4, skip_tokenizer_init=True
+        )
+        layers = engine.core.executor.runner._model.model.layers
+        found = [layer.self_attn.paged.rotary.kv_scales for layer in layers.values()]
+        expected = [torch.tensor([0.25, 1.25]) if template else torch.ones(2), *[torch.ones(2)] * (len(found) - 1)]
+        if dtype == "auto":
+            assert found == [None] * len(found)
+        else:
+            assert torch.equal(torch.stack(found), torch.stack(expected))
+        tokens[dtype, runner] = greedy(engine)
+        size = 1 if dtype != "auto" else 4
+        assert engine.core.executor.layout.bytes_per_block == size * sum(
+            2 * spec.num_kv_heads * spec.head_dim * 4 for spec in engine.core.executor.layout.layers
+        )
+        engine.shutdown()
+    assert tokens["fp8", "v1"] == tokens["fp8", "v2"]

@@ -22,6 +22,7 @@ DECODES: Requests = [(1, 100), (1, 1), (1, 0), (1, 5000), (1, 16), (1, 17), (1, 
 DRAFTS: Requests = [(3, 100), (3, 3), (2, 900), (1, 0), (3, 4097)]
 SHORT: Requests = [(1, 5), (1, 2049), (1, 64), (5, 77), (300, 300)]
 MIXED: Requests = [*SHORT, (130, 1030), (7, 7), (128, 128), (1, 40), (333, 4000)]
+FP8 = torch.float8_e4m3fn, torch.float8_e5m2
 HEADS = [(8, 8), (8, 4), (12, 4), (32, 8), (14, 2), (16, 2), (16, 1)]
 
 
@@ -60,6 +61,9 @@ SHAPES: list[dict[str, Any]] = [
     *({"heads": heads, "block_size": size} for heads, size in product([(12, 4), (16, 8)], (8, 256))),
     {"head_dim": 64, "block_size": 8, "window": 300},
     *({"head_dim": 96, "block_size": size, "window": w} for size, w in ((16, 100), (32, None), (256, 1))),
+    *({"head_dim": size, "kv_dtype": kv, "heads": heads} for size, kv, heads in product((64, 128), FP8, HEADS[2:5])),
+    *({"head_dim": size, "kv_dtype": FP8[0], "window": 100, "soft_cap": 20.0} for size in (16, 80, 96, 256)),
+    *({"dtype": dtype, "kv_dtype": kv} for dtype, kv in product((torch.float16, torch.float32), FP8)),
 ]
 
 
@@ -242,14 +246,15 @@ FUSED_DRAFTS: Requests = [(3, 100), (3, 3), (3, 900), (3, 65), (3, 4097), (3, 34
 @pytest.mark.parametrize("requests", [DECODES, FUSED_DRAFTS, MANY], ids=["decodes", "drafts", "many"])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize(("has_norm", "kv_dtype"), [(False, None), (True, None), (True, FP8[0])])
 def test_norm_rotation_and_cache_write_within_the_kernel(
-    requests: Requests, heads: tuple[int, int], head_dim: int, has_norm: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    requests: Requests, heads: tuple[int, int], head_dim: int, has_norm: bool, kv_dtype: torch.dtype | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     for limit in ("FUSED_PAIRS_PER_SM", "HOPPER_FUSED_PAIRS_PER_SM", "HOPPER_FUSED_REQUESTS", "FUSED_HEAD_DIM"):
         monkeypatch.setattr(triton_module, limit, 1000)  # also where two kernels would be faster
     num_heads, num_kv_heads = heads
-    shape: dict[str, Any] = {"head_dim": head_dim, "dtype": torch.bfloat16, "device": "cuda"}
+    shape: dict[str, Any] = {"head_dim": head_dim, "dtype": torch.bfloat16, "device": "cuda", "kv_dtype": kv_dtype}
     shape |= {"norm_offset": 1.0, "soft_cap": 20.0} if has_norm and head_dim == 256 else {}
     batch = make_fused_batch(requests, num_heads=num_heads, num_kv_heads=num_kv_heads, has_norm=has_norm, **shape)
     if requests[0][0] * num_heads // num_kv_heads > max_rows(head_dim):

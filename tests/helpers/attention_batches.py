@@ -31,21 +31,32 @@ class Batch:
     metadata: AttentionMetadata
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
+    kv_scales: torch.Tensor | None = None
+
+    @property
+    def _more(self) -> Any:
+        return self.soft_cap, self.sinks, self.kv_scales
 
     def inputs(self, window: int | None = None) -> AttentionInputs:
         """What attention kernels read."""
         scale = self.query.shape[2] ** -0.5
-        return AttentionInputs.of(self.query, self.kv_cache, self.metadata, scale, window, self.soft_cap, self.sinks)
+        return AttentionInputs.of(self.query, self.kv_cache, self.metadata, scale, window, *self._more)
 
     def attend(self, backend: AttentionBackend, window: int | None = None) -> torch.Tensor:
         """The result of a backend."""
         scale = self.query.shape[2] ** -0.5
-        return backend.forward(self.query, self.kv_cache, self.metadata, scale, window, self.soft_cap, self.sinks)
+        return backend.forward(self.query, self.kv_cache, self.metadata, scale, window, *self._more)
 
     def expected(self, window: int | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The result of the reference in another dtype."""
-        batch = replace(self, query=self.query.to(dtype), kv_cache=self.kv_cache.to(dtype))
+        kv_cache = plain_kv(self.kv_cache, self.kv_scales).to(dtype)
+        batch = replace(self, query=self.query.to(dtype), kv_cache=kv_cache, kv_scales=None)
         return batch.attend(SDPABackend(), window)
+
+
+def plain_kv(kv_cache: torch.Tensor, kv_scales: torch.Tensor | None) -> torch.Tensor:
+    """What a cache, which may be in FP8, stands for."""
+    return kv_cache if kv_scales is None else kv_cache.float() * kv_scales.view(1, 2, 1, 1, 1)
 
 
 def make_batch(
@@ -62,9 +73,11 @@ def make_batch(
     shuffled: bool = True,
     soft_cap: float | None = None,
     has_sinks: bool = False,
+    kv_dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> Batch:
-    """``behind``: query tokens after the last request's. A request of length 0 pads the batch."""
+    """``behind``: query tokens after the last request's; ``kv_dtype``: of a cache in FP8. A request of length 0 pads
+    the batch."""
     generator = torch.Generator(device=device).manual_seed(seed)
     query_lens, seq_lens = [query_len for query_len, _ in requests], [seq_len for _, seq_len in requests]
     blocks_of = [-(-seq_len // block_size) for seq_len in seq_lens]
@@ -98,7 +111,11 @@ def make_batch(
     )
     query = torch.randn(num_tokens, num_heads, head_dim, generator=generator, device=device).to(dtype)
     sinks = 2 * torch.randn(num_heads, generator=generator, device=device) if has_sinks else None
-    return Batch(query, kv_cache, metadata, soft_cap, sinks)
+    scales = None
+    if kv_dtype is not None:
+        scales = torch.tensor([0.7, 1.6], device=device)
+        kv_cache = (kv_cache.float() / scales.view(1, 2, 1, 1, 1)).to(kv_dtype)
+    return Batch(query, kv_cache, metadata, soft_cap, sinks, scales)
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -131,7 +148,8 @@ class FusedBatch:
         """What the decode kernel reads; the query is ``[num_tokens, num_heads + 2 * num_kv_heads, head_dim]``."""
         head_dim = self.kv_cache.shape[4]
         heads = self.qkv.view(len(self.qkv), -1, head_dim)
-        return AttentionInputs.of(heads, self.kv_cache, self.metadata, head_dim**-0.5, window, self.soft_cap)
+        more = self.soft_cap, None, self.rotary.kv_scales
+        return AttentionInputs.of(heads, self.kv_cache, self.metadata, head_dim**-0.5, window, *more)
 
     def decode(
         self, workspace: AttentionWorkspace, window: int | None, tiling: DecodeTiling | None, weight: torch.Tensor
@@ -144,7 +162,10 @@ class FusedBatch:
 
     def check(self, run: Any, bound: float, window: int | None = None) -> torch.Tensor:
         """``run()`` returns and caches what the references of the two operations do in float32."""
-        cache, rotary, metadata = self.kv_cache.float(), self.rotary, self.metadata
+        rotary, metadata = self.rotary, self.metadata
+        if rotary.kv_scales is not None:
+            return self._check_fp8(run, bound, window)
+        cache = self.kv_cache.float()
         norms = (None if norm is None else norm.float() for norm in (rotary.q_norm, rotary.k_norm))
         in_float32 = RotaryInputs(rotary.cos_sin, *norms, rotary.eps, rotary.norm_offset)
         query = rope_and_cache_torch(self.qkv.float(), cache, metadata, self.num_heads, in_float32)
@@ -153,6 +174,20 @@ class FusedBatch:
         assert relative_error(actual[live], expected[live]) < bound
         assert torch.equal(written, ~self.kv_cache.isnan())
         assert relative_error(self.kv_cache[written], cache[written]) < bound
+        return actual
+
+    def _check_fp8(self, run: Any, bound: float, window: int | None) -> torch.Tensor:
+        """New tokens are quantized as the reference does, but for roundings near the middle."""
+        scales, metadata, before = self.rotary.kv_scales, self.metadata, self.kv_cache.clone()
+        actual, live = run(), metadata.slot_mapping >= 0
+        query = rope_and_cache_torch(self.qkv, before, metadata, self.num_heads, self.rotary)
+        batch = Batch(query, self.kv_cache, metadata, self.soft_cap, kv_scales=scales)
+        assert relative_error(actual[live], batch.expected(window)[live]) < bound
+        found, expected = self.kv_cache.float(), before.float()
+        written = ~expected.isnan()
+        assert torch.equal(written, ~found.isnan())
+        step = 2 * torch.finfo(before.dtype).eps  # the interpreter loses the carry into the exponent
+        torch.testing.assert_close(found[written], expected[written], rtol=step, atol=1e-3)
         return actual
 
 
@@ -183,9 +218,12 @@ def make_fused_batch(
     places = {"positions": torch.tensor(positions, device=device), "slot_mapping": torch.tensor(slots, device=device)}
     metadata = replace(batch.metadata, **places)
     written = metadata.slot_mapping[metadata.slot_mapping >= 0]
-    batch.kv_cache[written // block_size, :, :, written % block_size] = float("nan")
+    batch.kv_cache[written // block_size, :, :, written % block_size] = torch.tensor(
+        float("nan"), dtype=batch.kv_cache.dtype
+    )
     angles = torch.rand(max(positions) + 1, head_dim // 2, generator=generator, device=device) * 6.3
     norms = (1 + normal(head_dim) / 4, 1 + normal(head_dim) / 4) if has_norm else (None, None)
-    rotary = RotaryInputs(torch.cat((angles.cos(), angles.sin()), 1), *norms, 1e-6, norm_offset)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), 1)
+    rotary = RotaryInputs(cos_sin, *norms, 1e-6, norm_offset, batch.kv_scales)
     qkv = normal(len(positions), (num_heads + 2 * num_kv_heads) * head_dim)
     return FusedBatch(qkv, batch.kv_cache, metadata, num_heads, rotary, soft_cap)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -137,6 +138,13 @@ def attention() -> None:
         (empty(2, 256, 512, dtype=torch.float32), 512, Tiling("hopper", 64, 64, 128, 8, splits=2)),
     ):
         launch_linear_hopper(output, empty(256, 1024), empty(num_weight_rows, 1024), tiling, H100.num_sms)
+    for kv_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        small = make_batch([(1, 5)], num_kv_heads=8, kv_dtype=kv_dtype, **shape)
+        out = torch.empty_like(small.query)
+        decode.paged_attention_decode(small.inputs(), workspace=workspace, out=out)
+        prefill.paged_attention_prefill(small.inputs(), out=out)
+        fused = make_fused_batch([(1, 5)], num_kv_heads=8, kv_dtype=kv_dtype, **shape)
+        fused.decode(workspace, None, None, empty(1024, 4096))
 
 
 def experts() -> None:
@@ -161,7 +169,10 @@ def operations() -> None:
     angles, norm = empty(32, 128, dtype=torch.float32), empty(128)
     rotary, places = RotaryInputs(angles, norm, norm, 1e-6), at_slots(zeros(2), zeros(2))
     ops.rope_and_cache(empty(2, 1024), empty(4, 2, 2, 16, 128), places, 4, rotary)
+    scaled, fp8 = replace(rotary, kv_scales=angles[0]), empty(4, 2, 2, 16, 128).to(torch.float8_e4m3fn)
+    ops.rope_and_cache(empty(2, 1024), fp8, places, 4, scaled)
     many = at_slots(zeros(4096), zeros(4096))
+    ops.rope_and_cache(empty(4096, 4096), empty(4, 2, 8, 16, 128).to(torch.float8_e4m3fn), many, 16, scaled)
     ops.rope_and_cache(empty(4096, 4096), empty(4, 2, 8, 16, 128), many, 16, rotary)
     temperatures, rows, invalid = empty(2, dtype=torch.float32), zeros(2, dtype=torch.int32), empty(2, dtype=torch.bool)
     ops.sample(empty(2, 40000), RandomRows(temperatures, zeros(2), zeros(2), rows=rows), invalid=invalid)

@@ -80,6 +80,16 @@ def check(backend: AttentionBackend, requests: Requests, window: int | None = No
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=bound[actual.dtype])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kv_in_fp8(native: AttentionBackend, dtype: torch.dtype) -> None:
+    """What the bytes stand for, rounded to the dtype of queries."""
+    requests = [(1, 300), (1, 0), (1, 17), (30, 290), (5, 5)]
+    for kv_dtype, window in ((torch.float8_e4m3fn, None), (torch.float8_e5m2, 40)):
+        batch = small_batch(requests, head_dim=32, kv_dtype=kv_dtype, dtype=dtype)
+        actual, expected = batch.attend(native, window), batch.expected(window, torch.float64)
+        torch.testing.assert_close(actual.double(), expected, rtol=0, atol={4: 1e-5, 2: 3e-2}[dtype.itemsize])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 1, 3, 4, 100])
 def test_mixed_batch(backend: AttentionBackend, dtype: torch.dtype, window: int | None) -> None:

@@ -206,7 +206,7 @@ def test_offloading_implies_its_connector() -> None:
     assert (config.kv_connector, config.kv_role) == ("OffloadingConnector", "kv_both")
     scheduler = scheduler_connector(plan)
     assert isinstance(scheduler, connector.BlockStoreScheduler) and isinstance(scheduler.index, connector.HostIndex)
-    assert scheduler.index.slots.num_slots == GIB // 4 // layout_of(plan).bytes_per_block
+    assert scheduler.index.pools.num_blocks == GIB // 4 // layout_of(plan).bytes_per_block
     assert type(worker_connector(plan, 0)) is StepConnector
 
 
@@ -266,8 +266,7 @@ def test_the_context_of_both_sides(monkeypatch: pytest.MonkeyPatch, tensor: int,
     context = contexts[0]
     assert context.engine_id == plan.engine_id and len(context.engine_id) == 32
     assert context.num_ranks == tensor * pipeline
-    heads = max(tensor, plan.model.layers[0].mixer.num_kv_heads) / plan.model.layers[0].mixer.num_kv_heads
-    assert context.bytes_per_block == layout_of(plan).bytes_per_block * heads
+    assert context.bytes_per_block == plan.memory.bytes_per_block * tensor * pipeline  # a plan without stages
 
 
 def multi(*parts: Any, role: str | None = "kv_both", **settings: Any) -> KVTransferConfig:

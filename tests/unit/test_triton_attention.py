@@ -172,6 +172,25 @@ def test_soft_caps(soft_cap: float, dtype: torch.dtype) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kv_in_fp8(kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    """Decodes, prompts, a batch of both, and decodes that write K and V."""
+    for window in (None, 12):
+        check_decode(make_batch(DECODES, dtype=dtype, kv_dtype=kv_dtype), window)
+        check_prefill(make_batch(MIXED, dtype=dtype, kv_dtype=kv_dtype, has_sinks=True), window)
+    batch = make_batch(SPLITS["decodes, then prompts"], dtype=dtype, kv_dtype=kv_dtype)
+    check_batch(batch.attend(TritonBackend()), batch, BOUND, None)
+    check_batch(batch.attend(SDPABackend()), batch, BOUND, None)
+    for requests in ([(1, 20), (1, 0), (1, 33)], [(3, 20), (3, 3)]):
+        fused = make_fused_batch(requests, dtype=dtype, kv_dtype=kv_dtype)
+        weight = torch.empty(8, 8)
+        fused.check(
+            lambda fused=fused, w=weight: fused.decode(AttentionWorkspace(CPU, 3), None, TILING, w), BOUND[dtype]
+        )
+
+
+@interpreted
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_token_major_layout(head_dim: int) -> None:
     """The same bits as in blocks that are contiguous."""
@@ -287,12 +306,12 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
         "-m", "tests.helpers.compile_kernels", "attention", is_forked=True, TRITON_CACHE_DIR=str(tmp_path)
     )
     lines = output.splitlines()
-    assert len(lines) == 16
+    assert len(lines) == 22
     spilled = [int(line.split()[1]) for line in lines]
     # decode alone; with norm, rotation and cache write; the same with drafts; for Hopper with 8 and 16 rows, with heads
     # of three sizes; prefill; decode and prefill with a soft cap; prefill for Hopper with queries by TMA, and
-    # without; tiled linear layers for Hopper
-    most = (64, 96, 320, *[0] * 6, 32, 64, 32, 32, 32, 0, 0)
+    # without; tiled linear layers for Hopper; decode, prefill, and decode with all before it, of KV in e4m3 and e5m2
+    most = (64, 96, 320, *[0] * 6, 32, 64, 32, 32, 32, 0, 0, *(64, 32, 96) * 2)
     assert all(found <= limit for found, limit in zip(spilled, most, strict=True)), lines
     # a program for Hopper has room beside a product: see `ProductTiling.beside_attention`
     for line, head_dim in zip(lines[3:9], (64, 96, 128) * 2, strict=True):

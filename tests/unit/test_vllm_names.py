@@ -28,7 +28,7 @@ def call(self: object, prompts: object, lora_request: None = None, *, use_tqdm: 
         ("tokenizer_mode", "slow", "leave it out"),
         ("disable_log_stats", 5, r"stats\(\) has the numbers"),
         ("max_seq_len_to_capture", 4096, "enforce_eager=True"),
-        ("kv_cache_dtype", "fp8", "KV has the model's dtype"),
+        ("calculate_kv_scales", True, "scales of KV in FP8 are the checkpoint's, or 1"),
         ("rope_theta", 1e6, "set hf_overrides={...}: fields in place of those of config.json"),
         ("limit_mm_per_prompt", {"image": 1}, "text alone"),
         ("data_parallel_size", 2, "one engine for each replica"),

@@ -66,8 +66,8 @@ class QuantizedWeights:
     rules: Rules = ()
     """Patterns of names, as of `LinearMethods`, each with the format of layers that fit; None: not quantized. The first
     one that fits counts; other layers are not quantized."""
-    ignored: str = ""
-    """What the checkpoint also describes and the engine does not do, as a clause for a warning."""
+    has_kv_scales: bool = False
+    """Whether the checkpoint has scales for a KV cache in FP8."""
 
     @property
     def formats(self) -> tuple[WeightFormat, ...]:
@@ -76,7 +76,6 @@ class QuantizedWeights:
 
 
 NOT_QUANTIZED = QuantizedWeights("")
-_KV_SCALES = "FP8 scales of KV, which stays in the model's dtype"
 
 
 def read_quantization(content: Mapping[str, Any], source: str) -> QuantizedWeights:
@@ -162,7 +161,7 @@ def _read_fp8(fields: Fields) -> QuantizedWeights:
     skipped = _names(fields, "modules_to_not_convert") + _names(fields, "ignored_layers")
     rules = *_within(skipped), ("lm_head", None), ("*", form)
     fields.read.update(("dequantize", "is_checkpoint_fp8_serialized", "kv_cache_scheme"))
-    return QuantizedWeights("fp8", rules, _KV_SCALES if fields.raw("kv_cache_scheme") else "")
+    return QuantizedWeights("fp8", rules, bool(fields.raw("kv_cache_scheme")))
 
 
 def _check_group(fields: Fields, name: str, size: int) -> None:
@@ -193,7 +192,7 @@ def _read_modelopt(fields: Fields) -> QuantizedWeights:
     neutral = ("producer", "quant_method")
     _refuse_unread(fields, neutral)
     whole.read.update((*neutral, "quantization", *fields.read))
-    return QuantizedWeights("modelopt", (*rules, ("lm_head", None), ("*", form)), _KV_SCALES if kv else "")
+    return QuantizedWeights("modelopt", (*rules, ("lm_head", None), ("*", form)), bool(kv))
 
 
 # --- AWQ and GPTQ -----------------------------------------------------------------------------------------------------
@@ -289,7 +288,7 @@ def _read_compressed_tensors(fields: Fields) -> QuantizedWeights:
     fields.read.update(("quantization_status", "global_compression_ratio", "version", "format", "ignore"))
     skipped = tuple((name, None) for name in _names(fields, "ignore"))
     kv = fields.raw("kv_cache_scheme")
-    return QuantizedWeights("compressed-tensors", (*skipped, *rules), _KV_SCALES if kv else "")
+    return QuantizedWeights("compressed-tensors", (*skipped, *rules), bool(kv))
 
 
 def _ct_format(group: Fields, layout: Any) -> WeightFormat:

@@ -27,8 +27,7 @@ _BY_ADVICE: dict[str, dict[str, tuple[Any, ...]]] = {
     "leave it out: max_num_seqs sets the captured shapes; enforce_eager=True captures none":
         {"max_seq_len_to_capture": (8192,), "cuda_graph_sizes": (), "cudagraph_capture_sizes": (),
          "max_cudagraph_capture_size": ()},
-    "leave it out: KV has the model's dtype, as with 'auto'":
-        {"kv_cache_dtype": ("auto",), "calculate_kv_scales": (False,)},
+    "leave it out: scales of KV in FP8 are the checkpoint's, or 1": {"calculate_kv_scales": (False,)},
     "leave it out: the environment variables HF_HOME and HF_TOKEN set the hub's folder and token":
         {"download_dir": (), "hf_token": ()},
     "leave it out: model is the name": {"served_model_name": ()},

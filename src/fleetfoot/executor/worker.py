@@ -84,6 +84,7 @@ class Worker:
             linear_methods=plan.linear_methods,
             expert_split=plan.config.expert_split,
             first_placements=plan.expert_placements,
+            has_fp8_kv=plan.kv_dtype != plan.dtype,
         )
         self._layers = pipeline_layers(plan.model, pipeline.rank, pipeline.size)
         loader = ModelLoader(
@@ -314,6 +315,7 @@ class Worker:
             layers=self._layers,
             name=plan.kv_layout,
             groups=plan.memory.groups,
+            kv_dtype=plan.kv_dtype,
         )
         return layout.with_layers(plan.drafter.kv_specs) if pipeline.is_last_rank else layout
 

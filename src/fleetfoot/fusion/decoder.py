@@ -277,7 +277,7 @@ class _AttentionBranch(_FusedBranch):
         kv_cache, metadata = ctx.kv_caches[attention.kv_index], ctx.attention_of(attention.kv_index)
         heads = attention.num_heads, attention.rotary
         query = attended = None  # [num_tokens, num_heads, head_dim]
-        if self._chained is not None:
+        if self._chained is not None and attention.rotary.kv_scales is None:
             query = self._chained.rotate_and_cache(x, kv_cache, metadata, *heads)
         if query is None:
             qkv = self._qkv(x)  # type: ignore[arg-type]  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]

@@ -108,10 +108,8 @@ def chain_layers(library: NativeLibrary, layers: Sequence[LayerParts]) -> Native
 
 def _is_native(layer: LayerParts) -> bool:
     linears = layer.qkv, layer.o, layer.gate_up, layer.down
-    return (
-        all(isinstance(linear, NativeLinear | NativeBlockLinear) for linear in linears)
-        and layer.rotary.eps == layer.eps
-    )
+    is_plain = layer.rotary.eps == layer.eps and layer.rotary.kv_scales is None
+    return is_plain and all(isinstance(linear, NativeLinear | NativeBlockLinear) for linear in linears)
 
 
 def _fields_of(layer: LayerParts) -> _Layer:

@@ -102,7 +102,7 @@ def rope_and_cache_native(
     """See `Kernels.rope_and_cache`."""
     dtype = qkv.dtype
     code = DTYPES.get(dtype)
-    if code is None:
+    if code is None or rotary.kv_scales is not None:
         return rope_and_cache_torch(qkv, kv_cache, metadata, num_heads, rotary)
     slot_mapping, positions = metadata.slot_mapping, metadata.positions
     cos_sin, q_norm, k_norm = rotary.cos_sin, rotary.q_norm, rotary.k_norm
@@ -161,6 +161,7 @@ class NativeBackend(SDPABackend):
         window: int | None,
         soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,
+        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`. The output of tokens that belong to no request is zero.
 
@@ -171,7 +172,7 @@ class NativeBackend(SDPABackend):
         num_tokens, num_heads, head_dim = query.shape
         num_blocks, _, num_kv_heads, block_size, kv_head_dim = kv_cache.shape
         if dtype not in DTYPES or head_dim % 16 or not 0 < head_dim <= MAX_HEAD_DIM or sinks is not None:
-            return super().forward(query, kv_cache, metadata, scale, window, soft_cap, sinks)
+            return super().forward(query, kv_cache, metadata, scale, window, soft_cap, sinks, kv_scales)
         block_tables = metadata.block_tables
         query_stride, kv_stride, table_stride = query.stride(), kv_cache.stride(), block_tables.stride()
         if (
@@ -180,19 +181,23 @@ class NativeBackend(SDPABackend):
             or table_stride[1] != 1
             or head_dim != kv_head_dim
             or num_heads % num_kv_heads
-            or kv_cache.dtype != dtype
+            or (kv_cache.dtype != dtype if kv_scales is None else kv_cache.element_size() != 1)
         ):
             raise ValueError(
                 f"query {list(query.shape)} {dtype} with strides {query_stride} does not match the KV cache "
                 f"{list(kv_cache.shape)} {kv_cache.dtype} with strides {kv_stride}"
             )
         output = torch.empty(query.shape, dtype=dtype)
+        values = None  # [2, 256]: what each byte of K and of V stands for
+        if kv_scales is not None:
+            codes = torch.arange(256, dtype=torch.uint8).view(kv_cache.dtype).float()
+            values = (kv_scales[:, None] * codes).to(dtype)
         status = self._kernel(
             output.data_ptr(), query.data_ptr(), query_stride[0], num_tokens, kv_cache.data_ptr(), num_blocks,
             *kv_stride[:4], metadata.query_start_loc.data_ptr(), metadata.seq_lens.data_ptr(), block_tables.data_ptr(),
             table_stride[0], block_tables.shape[1], metadata.num_reqs, num_heads, num_kv_heads, block_size, head_dim,
             scale, soft_cap or 0.0, NO_WINDOW if window is None else window, DTYPES[dtype],
-            torch.get_num_threads(),
+            torch.get_num_threads(), None if values is None else values.data_ptr(),
         )  # fmt: skip
         check_status(status, "paged_attention")
         return output

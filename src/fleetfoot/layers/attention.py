@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -47,8 +48,8 @@ class PagedAttention:
 
     def attend(self, query: torch.Tensor, ctx: ForwardContext, metadata: AttentionMetadata) -> torch.Tensor:
         """``query [n, num_heads, head_dim]`` of the tokens of ``metadata`` -> the same shape."""
-        kv_cache = ctx.kv_caches[self.kv_index]
-        return self.backend.forward(query, kv_cache, metadata, self.scale, self.window, self.soft_cap, self.sinks)
+        kv_cache, shape = ctx.kv_caches[self.kv_index], (self.scale, self.window, self.soft_cap, self.sinks)
+        return self.backend.forward(query, kv_cache, metadata, *shape, self.rotary.kv_scales)
 
 
 class Sinks(WeightModule):
@@ -63,6 +64,20 @@ class Sinks(WeightModule):
     def own_weight_specs(self, prefix: str, name: str) -> Iterator[WeightSpec]:
         part = () if len(self.values) == self._num_heads else (self._heads,)
         yield WeightSpec(f"{prefix}{name}", (self._num_heads,), lambda: self.values, part=part)
+
+
+class KVScales(WeightModule):
+    """What K and V in a cache in FP8 are multiples of: those of the checkpoint, or 1."""
+
+    def __init__(self, context: ModelContext) -> None:
+        super().__init__()
+        self.values = torch.ones(2, dtype=torch.float32, device=context.device)
+
+    def own_weight_specs(self, prefix: str, name: str) -> Iterator[WeightSpec]:
+        for index, kind in enumerate("kv"):
+            names = f"{prefix}{kind}_proj.{kind}_scale", f"{prefix}attn.{kind}_scale", f"{prefix}kv_scale"
+            scale = partial(self.values.narrow, 0, index, 1)
+            yield WeightSpec(f"{prefix}{kind}_scale", (1,), scale, 1.0, aliases=names, default=1.0)
 
 
 class AttentionParts(NamedTuple):
@@ -115,10 +130,13 @@ class Attention(Offering):
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
         self.sinks = Sinks(context, spec.num_heads, heads) if spec.has_sinks else None
         self.num_kv_heads = kv_heads.stop - kv_heads.start
+        has_scales = context.has_fp8_kv or config.quantization.has_kv_scales
+        self.kv_scales = KVScales(context) if has_scales else None
+        scales = self.kv_scales.values if self.kv_scales is not None and context.has_fp8_kv else None
         self.paged = PagedAttention(
             spec.num_heads // group.size,
             kv_index,
-            RotaryInputs(cos_sin, q_norm, k_norm, *norm[1:]),
+            RotaryInputs(cos_sin, q_norm, k_norm, *norm[1:], scales),
             head_dim**-0.5 if spec.scale is None else spec.scale,
             spec.window,
             spec.soft_cap,

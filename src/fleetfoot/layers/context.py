@@ -38,6 +38,8 @@ class ModelContext:
     """How experts are spread over ``groups.expert``; None: each rank of the tensor group has a part of each."""
     first_placements: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """The expert in each slot of all ranks at the start, by layers; others: `ExpertSplit.first_placement`."""
+    has_fp8_kv: bool = False
+    """Whether the KV cache is in FP8."""
     prefix: str = ""
     """The path in the checkpoint of the module that is built, with a dot at the end."""
 

@@ -21,6 +21,7 @@ typedef struct {
     int num_requests, num_heads, num_kv_heads, block_size, head_dim, window, dtype;
     float scale;  /* times log2(e): the softmax works in base 2 */
     float cap_factor; /* scores are tanh(product * cap_factor) * scale; 0: product * scale */
+    const void *values; /* of a cache in FP8: [2, 256], what each byte of K and of V stands for, in dtype; NULL: another */
     int *invalid; /* set if a block table has an id outside of the cache */
 } problem;
 
@@ -166,6 +167,14 @@ INLINE void copy_query(const problem *p, const item *it, workspace *ws, int dtyp
     }
 }
 
+INLINE void widen(char *target, const char *source, const char *values, int64_t count, int dtype) {
+    const uint8_t *codes = (const uint8_t *)source;
+    if (dtype == FF_BFLOAT16)
+        for (int64_t i = 0; i < count; i++) ((uint16_t *)target)[i] = ((const uint16_t *)values)[codes[i]];
+    else
+        for (int64_t i = 0; i < count; i++) ((uint32_t *)target)[i] = ((const uint32_t *)values)[codes[i]];
+}
+
 /* The range of a tile's positions that each row attends to, and the addresses of their keys. */
 INLINE void place_tile(const problem *p, const item *it, int first, workspace *ws, int dtype) {
     const int group = p->num_heads / p->num_kv_heads, rows = it->row_end - it->row_begin;
@@ -178,7 +187,7 @@ INLINE void place_tile(const problem *p, const item *it, int first, workspace *w
     }
     const int low = ws->low[0], high = ws->high[rows - 1];
     const int32_t *table = p->block_tables + it->request * p->table_stride;
-    const int64_t size = element_size(dtype);
+    const int64_t size = p->values ? 1 : element_size(dtype), row_bytes = p->head_dim * element_size(dtype);
     int block = (first + low) / p->block_size, offset = (first + low) % p->block_size;
     for (int position = low; position < high; block++, offset = 0) {
         int64_t id = table[block];
@@ -189,6 +198,13 @@ INLINE void place_tile(const problem *p, const item *it, int first, workspace *w
         const char *key = p->kv + (id * p->block_stride + it->kv_head * p->head_stride) * size;
         for (; offset < p->block_size && position < high; offset++, position++)
             ws->key_rows[position] = key + offset * p->token_stride * size;
+    }
+    for (int position = low; p->values && position < high; position++) {
+        const char *key = ws->key_rows[position], *values = p->values;
+        char *plain = ws->plain + position * 2 * row_bytes;
+        widen(plain, key, values, p->head_dim, dtype);
+        widen(plain + row_bytes, key + p->side_stride, values + 256 * element_size(dtype), p->head_dim, dtype);
+        ws->key_rows[position] = plain;
     }
     /* The chunks at both ends are read whole; their positions outside of the range are masked. */
     for (int position = round_down(low, CHUNK); position < low; position++) ws->key_rows[position] = ws->key_rows[low];
@@ -214,7 +230,8 @@ INLINE void run_item(const problem *p, const item *it, workspace *ws, float *par
     float *partial = it->partial < 0 ? NULL : partials + it->partial;
     for (int tile = it->tile_begin; tile < it->tile_end; tile++) {
         place_tile(p, it, tile * TILE, ws, dtype);
-        attend_tile(ws, rows, head_dim, p->side_stride * element_size(dtype), p->scale, p->cap_factor, dtype);
+        const int64_t side = p->values ? head_dim : p->side_stride;
+        attend_tile(ws, rows, head_dim, side * element_size(dtype), p->scale, p->cap_factor, dtype);
         for (int r = 0; r < rows; r++) {
             const float *values = ws->tile + r * head_dim;
             if (it->partial < 0) {
@@ -254,7 +271,8 @@ static workspace *make_workspace(const problem *p, int rows) {
     const int64_t units = units_of(p->head_dim, p->dtype), head_dim = p->head_dim;
     const int64_t header = ((int64_t)sizeof(workspace) + 63) / 64 * 16; /* floats */
     const int64_t query = ((int64_t)rows * units + 15) / 16 * 16;
-    const int64_t size = header + query + units * STRIP + (int64_t)rows * (TILE + 2 * head_dim);
+    const int64_t plain = p->values ? TILE * 2 * head_dim : 0;
+    const int64_t size = header + query + units * STRIP + (int64_t)rows * (TILE + 2 * head_dim) + plain;
     float *memory = aligned_alloc(64, (size_t)(size + 15) / 16 * 64);
     if (!memory) return NULL;
     workspace *ws = (workspace *)memory;
@@ -263,6 +281,7 @@ static workspace *make_workspace(const problem *p, int rows) {
     ws->tile = ws->scores + (int64_t)rows * TILE;
     ws->output = ws->tile + (int64_t)rows * head_dim;
     ws->query = ws->output + (int64_t)rows * head_dim;
+    ws->plain = (char *)(ws->query + query);
     return ws;
 }
 
@@ -309,7 +328,7 @@ int EXPORT(paged_attention)(void *output, const void *query, int64_t query_strid
                             int64_t token_stride, const int32_t *query_start_loc, const int32_t *seq_lens,
                             const int32_t *block_tables, int64_t table_stride, int64_t table_width, int num_requests,
                             int num_heads, int num_kv_heads, int block_size, int head_dim, float scale,
-                            float soft_cap, int window, int dtype, int num_threads) {
+                            float soft_cap, int window, int dtype, int num_threads, const void *fp8_values) {
     int invalid = 0;
     const problem p = {
         .output = output, .query = query, .kv = kv, .query_stride = query_stride, .block_stride = block_stride,
@@ -317,7 +336,8 @@ int EXPORT(paged_attention)(void *output, const void *query, int64_t query_strid
         .query_start_loc = query_start_loc, .seq_lens = seq_lens, .block_tables = block_tables,
         .table_stride = table_stride, .table_width = table_width, .num_blocks = num_blocks, .num_tokens = num_tokens,
         .num_requests = num_requests, .num_heads = num_heads, .num_kv_heads = num_kv_heads, .block_size = block_size,
-        .head_dim = head_dim, .window = window, .dtype = dtype, .invalid = &invalid,
+        .head_dim = head_dim, .window = window, .dtype = dtype, .values = fp8_values,
+        .invalid = &invalid,
         .scale = (soft_cap > 0.0f ? soft_cap : scale) * LOG2_E,
         .cap_factor = soft_cap > 0.0f ? scale / soft_cap : 0.0f,
     };

@@ -42,6 +42,7 @@ typedef struct {
     float max[ROWS], sum[ROWS];
     int low[ROWS], high[ROWS];     /* a row attends to positions low <= p < high of the tile */
     const char *key_rows[TILE];    /* the address of each position's key; its value is side_bytes after */
+    char *plain;                   /* [TILE, 2, head_dim]: keys and values of a cache in FP8 */
 } workspace;
 
 /* --- scores ---------------------------------------------------------------------------------------------------- */

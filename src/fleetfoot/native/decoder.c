@@ -15,7 +15,7 @@ int EXPORT(rope_and_cache)(char *, const char *, int64_t, char *, int64_t, int64
                            float, int64_t, int, int, int, int, int, int);
 int EXPORT(paged_attention)(void *, const void *, int64_t, int64_t, const void *, int64_t, int64_t, int64_t, int64_t,
                             int64_t, const int32_t *, const int32_t *, const int32_t *, int64_t, int64_t, int, int, int,
-                            int, int, float, float, int, int, int);
+                            int, int, float, float, int, int, int, const void *);
 
 #define CALL(name) FF_JOIN(FF_VARIANT, name)
 
@@ -120,7 +120,7 @@ static int run_layer(const decoder_layer *l, const decoder_shape *d, const decod
                                          s->token_stride, s->query_start_loc, s->seq_lens, s->block_tables,
                                          s->table_stride, s->table_width, (int)s->num_requests, (int)d->num_heads,
                                          (int)d->num_kv_heads, (int)s->block_size, (int)d->head_dim, (float)d->scale,
-                                         0.0f, (int)l->window, (int)d->dtype, (int)s->num_threads);
+                                         0.0f, (int)l->window, (int)d->dtype, (int)s->num_threads, NULL);
     for (int64_t first = 0; first < n && !status; first += BLOCK_ROWS)
         status = after_attention(l, d, s, b, first, smallest(BLOCK_ROWS, n - first));
     return status;

@@ -32,7 +32,7 @@ _SIGNATURES = {
     "panel_width": " -> I",
     "pack_linear": "PPLLLI",
     "unpack_linear": "PPLLI",
-    "paged_attention": "PPLLPLLLLLPPPLLIIIIIFFIII -> I",
+    "paged_attention": "PPLLPLLLLLPPPLLIIIIIFFIIIP -> I",
 }
 """Argument types of each C function, in the order of the C sources, which name the arguments, and the result's type."""
 

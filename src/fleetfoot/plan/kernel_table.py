@@ -252,10 +252,17 @@ class _PlainLayer:
         spec = plan.model.layers[index]
         self._plan, self._mixer, self._limits = plan, spec.mixer, limits
         layout = KVLayout.of(
-            plan.model, 2, plan.config.block_size, plan.dtype, name=plan.kv_layout, groups=plan.memory.groups
+            plan.model,
+            2,
+            plan.config.block_size,
+            plan.dtype,
+            name=plan.kv_layout,
+            groups=plan.memory.groups,
+            kv_dtype=plan.kv_dtype,
         ).with_layers(plan.drafter.kv_specs)
         self._empty = partial(torch.empty, dtype=getattr(torch, plan.dtype), device="meta")
-        self._kv_cache = layout.layer_views([*map(self._empty, layout.tensor_shapes)])[index]
+        kv_cache = partial(torch.empty, dtype=getattr(torch, plan.kv_dtype), device="meta")
+        self._kv_cache = layout.layer_views([*map(kv_cache, layout.tensor_shapes)])[index]
         kinds: tuple[ProductKind, ...] = ("qkv", "residual", "gated", "residual")
         linears = spec.linears(plan.model.hidden_size)
         matrices = (

@@ -183,10 +183,11 @@ def kv_block_bytes(shape: EngineShape) -> int:
         shape.model,
         1,
         shape.config.block_size,
-        shape.kv_dtype,
+        shape.dtype,
         tensor_parallel_size=shape.config.tensor_parallel_size,
         layers=shape.layers,
         groups=shape.kv_groups,
+        kv_dtype=shape.kv_dtype,
     )
     return (layout.with_layers(shape.drafter.kv_specs) if shape.is_last else layout).bytes_per_block
 

@@ -182,7 +182,7 @@ def _engine_shape(
             dtype=dtype,
             block_size=config.block_size,
             kv_layout=decision.kv_layout,
-            kv_dtype=KV_DTYPES.get(config.kv_cache_dtype, dtype),
+            has_fp8_kv=config.kv_cache_dtype in KV_DTYPES,
             num_ranks=config.world_size,
             is_hopper=machine.is_hopper,
             num_sms=machine.num_sms,

@@ -34,6 +34,8 @@ class RotaryInputs:
     eps: float
     norm_offset: float = 0.0
     """Added to the weights of both norms."""
+    kv_scales: torch.Tensor | None = None
+    """``[2]`` float32: what K and V in the cache are multiples of, which is FP8; None: it has the dtype of queries."""
 
 
 @dataclass(slots=True)

@@ -125,6 +125,8 @@ class WeightSpec:
     scales too; None: it is not quantized."""
     scales: tuple[str, ...] = ()
     """Names of the tensors that ``quantize`` sets beside this one."""
+    default: float | None = None
+    """What it is filled with if the checkpoint does not have it; None: the checkpoint must."""
     patch_problem: Callable[[torch.Tensor, torch.Tensor], str] | None = None
     """Why single elements ``(indices, values)`` of the flat tensor cannot be changed, as the end of a sentence; empty:
     they can. None: they always can."""

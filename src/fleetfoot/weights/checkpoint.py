@@ -151,6 +151,11 @@ def load_safetensors(
             if stack := _stack(spec, found):
                 sources.setdefault(found[stack.name], []).append((spec, stack.index))
                 continue
+            if not _present(spec, found):
+                assert spec.default is not None
+                spec.destination().fill_(spec.default)
+                spec.filled()
+                continue
             first, *copies = _present(spec, found)
             for copy in copies:
                 _check_same(checkpoint, spec, found[first], found[copy])
@@ -217,7 +222,7 @@ def _problems(
     """``(kind, description)`` of each spec that the checkpoint cannot fill, and of each tensor that has no spec."""
     for spec in specs:
         stack, names = _stack(spec, found), _present(spec, found)
-        if not names and stack is None:
+        if not names and stack is None and spec.default is None:
             yield "missing", f"{spec.name}: expected {list(spec.shape)}"
         for name, expected in [(name, spec.shape) for name in names] + ([(stack.name, stack.shape)] if stack else []):
             shape, dtype = checkpoint.shape(found[name]), checkpoint.dtype(found[name])

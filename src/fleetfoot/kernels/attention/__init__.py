@@ -47,6 +47,7 @@ class AttentionBackend(Protocol):
         window: int | None,
         soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,
+        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
         """Softmax attention of each query token over its own sequence up to and including itself.
 
@@ -55,6 +56,7 @@ class AttentionBackend(Protocol):
             window: how many of the last positions a token attends to, itself included; None: all.
             soft_cap: scores become ``soft_cap * tanh(score / soft_cap)`` before the softmax (Gemma 2, 2024); None: not.
             sinks: ``[num_heads]`` float32, a score of each head that joins the softmax without a value (GPT-OSS, 2025).
+            kv_scales: `RotaryInputs.kv_scales`.
         """
         ...
 
@@ -102,6 +104,8 @@ class AttentionInputs(NamedTuple):
     """Limit that scores approach; None: they have none."""
     sinks: torch.Tensor | None = None
     """``[num_heads]`` float32, scores without a value; None: there are none."""
+    kv_scales: torch.Tensor | None = None
+    """``[2]`` float32: factors of K and V of a cache in FP8; None: it has the dtype of queries."""
 
     @classmethod
     def of(
@@ -113,14 +117,16 @@ class AttentionInputs(NamedTuple):
         window: int | None,
         soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,
+        kv_scales: torch.Tensor | None = None,
     ) -> AttentionInputs:
         """All requests of a batch."""
         tensors = (metadata.query_start_loc, metadata.seq_lens, metadata.block_tables)
-        return cls(query, kv_cache, *tensors, scale, window, metadata.max_query_len, soft_cap, sinks)
+        return cls(query, kv_cache, *tensors, scale, window, metadata.max_query_len, soft_cap, sinks, kv_scales)
 
     def of_batch(self, metadata: AttentionMetadata) -> AttentionInputs:
         """Metadata with the requests of other metadata."""
-        return self.of(self.query, self.kv_cache, metadata, self.scale, self.window, self.soft_cap, self.sinks)
+        shape = self.scale, self.window, self.soft_cap, self.sinks, self.kv_scales
+        return self.of(self.query, self.kv_cache, metadata, *shape)
 
     def requests(self, first: int, last: int | None = None) -> AttentionInputs:
         """Those from ``first`` on, and before ``last``."""

@@ -30,13 +30,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from fleetfoot.kernels.attention import MAX_ROWS, AttentionInputs
-from fleetfoot.kernels.attention.rope_and_cache import load_cos_sin, norm_and_rotate
+from fleetfoot.kernels.attention.rope_and_cache import largest_value, load_cos_sin, norm_and_rotate, to_cache
 from fleetfoot.kernels.attention.split_kv import (
     AttentionWorkspace,
     DecodeShape,
     add_sinks,
     base_2_scores,
     clear_output,
+    for_kv,
+    split_fp8,
     store_pair,
 )
 from fleetfoot.kernels.runtime.dependent_launch import (
@@ -134,7 +136,9 @@ def paged_attention_decode(
         prefetch_weight: ``[rows, columns]`` contiguous, read by the next kernel. Programs that have read their K and V
             prefetch it to L2, since memory is idle while they merge.
     """
-    query, kv_cache, query_start_loc, seq_lens, block_tables, scale, window, max_query_len, soft_cap, sinks = inputs
+    query, kv_cache, query_start_loc, seq_lens, block_tables, scale, window, max_query_len, soft_cap, sinks, scales = (
+        inputs
+    )
     num_reqs = seq_lens.shape[0]
     num_tokens, num_heads, head_dim = out.shape
     num_kv_heads, block_size = kv_cache.shape[2:4]
@@ -144,7 +148,8 @@ def paged_attention_decode(
     padded_dim = max(16, next_power_of_2(head_dim))
     if tiling is None:
         shared_bytes = gpu_limits(query.device).shared_bytes
-        tiling = choose_decode_tiling(rows, padded_dim, query.element_size(), shared_bytes, is_fused=rotary is not None)
+        size = query.element_size()
+        tiling = choose_decode_tiling(rows, padded_dim, size, shared_bytes, is_fused=rotary is not None)
     num_programs = workspace.num_programs(tiling.programs_per_sm)
     # Sized for the maximum number of rows, so that no later shape needs more.
     max_floats = num_programs * 2 * MAX_ROWS * (padded_dim + 2)
@@ -162,12 +167,13 @@ def paged_attention_decode(
         norm_offset=rope.norm_offset, new_rows=next_power_of_2(max_query_len), programs_per_sm=tiling.programs_per_sm,
         requests_tile=next(size for size in (*_REQUEST_BUCKETS, next_power_of_2(num_reqs)) if size >= num_reqs),
         overlap=can_overlap(query.device), soft_cap=soft_cap or 0.0,
-        has_sinks=sinks is not None,
+        has_sinks=sinks is not None, most=0.0 if scales is None else largest_value(kv_cache.dtype),
     )  # fmt: skip
     _paged_attention_decode_kernel[(num_programs,)](
         query, kv_cache, out, splits, arrivals, query_start_loc, seq_lens, block_tables,
         rope.cos_sin, query if slot_mapping is None else slot_mapping, query if rope.q_norm is None else rope.q_norm,
         query if rope.k_norm is None else rope.k_norm, rope.eps, query if sinks is None else sinks,
+        query if scales is None else scales,
         num_reqs, num_tokens, query.stride(0), kv_cache.stride(0), block_tables.stride(0),
         scale * math.log2(math.e), window or 0,
         tiling.min_tiles, tiling.full_tiles, tiling.pair_tiles,
@@ -242,7 +248,7 @@ def _find_range(seq_lens_ptr, num_reqs, window, min_tiles, full_tiles, pair_tile
 def _rotate_and_cache(
     query_ptr, query_offset, query_stride, head_ptr, block_stride, cos_sin_ptr, slot_mapping_ptr,
     q_norm_ptr, k_norm_ptr, eps, query_begin, query_len, seq_len, kv_head, first_tile, begin, stop, is_row,
-    row_position, shape: tl.constexpr,
+    row_position, k_scale, v_scale, shape: tl.constexpr,
 ):  # fmt: skip
     """The query of a pair after norm and rotation; K and V of the new tokens in the program's tiles are written."""
     head_dim: tl.constexpr = shape.head_dim
@@ -275,8 +281,9 @@ def _rotate_and_cache(
         new_v = tl.load(source_ptrs, mask=mask, other=0.0)
         target = (slot // shape.block_size) * block_stride + (slot % shape.block_size) * shape.token_stride
         target_ptrs = head_ptr + target[:, None] + column[None, :]
-        tl.store(target_ptrs, new_k.to(head_ptr.dtype.element_ty), mask=mask)
-        tl.store(target_ptrs + shape.value_offset, new_v.to(head_ptr.dtype.element_ty), mask=mask)
+        new_k = to_cache(new_k.to(query_ptr.dtype.element_ty), k_scale, head_ptr, shape.most)
+        tl.store(target_ptrs, new_k, mask=mask)
+        tl.store(target_ptrs + shape.value_offset, to_cache(new_v, v_scale, head_ptr, shape.most), mask=mask)
         tl.debug_barrier()  # other threads of this program read them
     return q
 
@@ -290,11 +297,18 @@ def _attend(
     rows: tl.constexpr = shape.rows
     tile: tl.constexpr = shape.tile
     padded_dim: tl.constexpr = shape.padded_dim
+    q = for_kv(q, shape.most)
     column = tl.arange(0, padded_dim)
     position_in_tile = tl.arange(0, tile)
     row_max = tl.full([rows], -1.0e30, tl.float32)  # finite, so that differences are not NaN
     weights = tl.zeros([rows, tile], tl.float32)  # summed over tiles here, over positions at the end
     acc = tl.zeros([rows, padded_dim], tl.float32)
+    if shape.most > 0:
+        # V in FP8 is read as pairs of columns: the tensor cores take its columns from memory in 16 bits alone.
+        pair = tl.arange(0, padded_dim // 2)
+        pairs_ptr = (head_ptr + shape.value_offset).to(tl.pointer_type(tl.int16))
+        acc_low = tl.zeros([rows, padded_dim // 2], tl.float32)
+        acc_high = tl.zeros([rows, padded_dim // 2], tl.float32)
     for tile_index in tl.range(first_tile, end_tile):
         position = tile_index * tile + position_in_tile
         is_position = position < seq_len
@@ -305,7 +319,7 @@ def _attend(
         k_ptrs = tl.multiple_of(head_ptr + offset[:, None] + column[None, :], (1, 16))
         # Positions past the end must be zeroed, not only masked: they may be NaN, and 0 * NaN is NaN.
         mask = is_position[:, None] & (column < shape.head_dim)[None, :]
-        k = tl.load(k_ptrs, mask=mask, other=0.0)  # [tile, padded_dim]
+        k = tl.load(k_ptrs, mask=mask, other=0.0).to(q.dtype)  # [tile, padded_dim]
         scores = base_2_scores(tl.dot(q, k.T, input_precision="ieee"), scale_log2, shape.soft_cap)
         visible = position[None, :] <= row_position[:, None]
         if shape.has_window:
@@ -315,10 +329,20 @@ def _attend(
         p = tl.exp2(scores - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
         weights = weights * rescale[:, None] + p
-        v_ptrs = tl.multiple_of(k_ptrs + shape.value_offset, (1, 16))
-        v = tl.load(v_ptrs, mask=mask, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+        if shape.most > 0:
+            pair_ptrs = tl.multiple_of(pairs_ptr + (offset // 2)[:, None] + pair[None, :], (1, 16))
+            pair_mask = is_position[:, None] & (pair < shape.head_dim // 2)[None, :]
+            low, high = split_fp8(tl.load(pair_ptrs, mask=pair_mask, other=0), shape.most)
+            p = p.to(q.dtype)
+            acc_low = tl.dot(p, low.to(q.dtype), acc_low * rescale[:, None], input_precision="ieee")
+            acc_high = tl.dot(p, high.to(q.dtype), acc_high * rescale[:, None], input_precision="ieee")
+        else:
+            v_ptrs = tl.multiple_of(k_ptrs + shape.value_offset, (1, 16))
+            v = tl.load(v_ptrs, mask=mask, other=0.0)
+            acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
         row_max = new_max
+    if shape.most > 0:
+        acc = tl.join(acc_low, acc_high).reshape(rows, padded_dim) * (256.0 if shape.most < 1024 else 1.0)
     return row_max, tl.sum(weights, 1), acc
 
 
@@ -326,7 +350,7 @@ def _attend(
 @triton_kernel(specialize=False)
 def _paged_attention_decode_kernel(
     query_ptr, kv_ptr, out_ptr, splits_ptr, arrivals_ptr, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr,
-    cos_sin_ptr, slot_mapping_ptr, q_norm_ptr, k_norm_ptr, eps, sinks_ptr,
+    cos_sin_ptr, slot_mapping_ptr, q_norm_ptr, k_norm_ptr, eps, sinks_ptr, kv_scales_ptr,
     num_reqs, num_tokens, query_stride, block_stride, table_stride, scale_log2, window,
     min_tiles, full_tiles, pair_tiles,
     prefetch_ptr, num_prefetch_rows, prefetch_rows_per_program, prefetch_row_bytes, num_prefetch_bytes,
@@ -340,10 +364,12 @@ def _paged_attention_decode_kernel(
     cursor, end, program_tiles, alignment, pair_cost, request, request_begin = _find_range(
         seq_lens_ptr, num_reqs, window, min_tiles, full_tiles, pair_tiles, shape
     )
+    k_scale = tl.load(kv_scales_ptr) if shape.most > 0 else 1.0
+    v_scale = tl.load(kv_scales_ptr + 1) if shape.most > 0 else 1.0
     row = tl.arange(0, shape.rows)
     column = tl.arange(0, shape.padded_dim)
     query_stride = tl.multiple_of(query_stride, 8)
-    block_stride = tl.multiple_of(block_stride, 8)
+    block_stride = tl.multiple_of(block_stride, 16 if shape.most > 0 else 8)
 
     while cursor < end:
         seq_len = tl.load(seq_lens_ptr + request)
@@ -379,7 +405,7 @@ def _paged_attention_decode_kernel(
             q = _rotate_and_cache(
                 query_ptr, query_offset, query_stride, head_ptr, block_stride, cos_sin_ptr,
                 slot_mapping_ptr, q_norm_ptr, k_norm_ptr, eps, query_begin, query_len, seq_len, kv_head, first_tile,
-                begin, stop, is_row, row_position, shape,
+                begin, stop, is_row, row_position, k_scale, v_scale, shape,
             )  # fmt: skip
         else:
             wait_for_inputs(shape.overlap)
@@ -387,8 +413,9 @@ def _paged_attention_decode_kernel(
             q = tl.load(query_ptrs, mask=is_row[:, None] & (column < head_dim)[None, :], other=0.0)
         row_max, row_sum, acc = _attend(
             q, head_ptr, table_ptr, next_block, block_stride, first_tile + begin, first_tile + stop,
-            seq_len, row_position, scale_log2, window, shape,
+            seq_len, row_position, scale_log2 * k_scale, window, shape,
         )  # fmt: skip
+        acc *= v_scale
         if shape.has_sinks:
             head = kv_head * shape.group + row % shape.group
             row_max, row_sum, acc = add_sinks(row_max, row_sum, acc, sinks_ptr, head, is_row & (begin == 0))

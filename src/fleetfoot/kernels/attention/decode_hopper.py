@@ -71,6 +71,7 @@ def supports(inputs: AttentionInputs) -> bool:
         return False
     return (
         inputs.query.dtype in (torch.bfloat16, torch.float16)
+        and inputs.kv_cache.dtype is inputs.query.dtype
         and head_dim in (64, 96, 128)
         and inputs.group * inputs.max_query_len <= MAX_ROWS
         and block_size >= 16

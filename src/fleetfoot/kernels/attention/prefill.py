@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fleetfoot.kernels.attention import AttentionInputs
-from fleetfoot.kernels.attention.split_kv import add_sinks, base_2_scores
+from fleetfoot.kernels.attention.split_kv import add_sinks, base_2_scores, for_kv
 from fleetfoot.kernels.runtime.gpu_limits import fit_tile, gpu_limits
 from fleetfoot.kernels.runtime.triton_support import compiles_slowly, next_power_of_2, search_steps, triton_kernel
 
@@ -60,7 +60,7 @@ def paged_attention_prefill(inputs: AttentionInputs, *, out: torch.Tensor, tilin
         out: written, ``[num_tokens, num_heads, head_dim]`` contiguous, from the first request's first token to the end;
             zeros for tokens of padding requests and for those after the last request's.
     """
-    query, kv_cache, query_start_loc, seq_lens, block_tables, scale, window, _, soft_cap, sinks = inputs
+    query, kv_cache, query_start_loc, seq_lens, block_tables, scale, window, _, soft_cap, sinks, scales = inputs
     num_reqs = seq_lens.shape[0]
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, block_size = kv_cache.shape[2:4]
@@ -72,10 +72,11 @@ def paged_attention_prefill(inputs: AttentionInputs, *, out: torch.Tensor, tilin
     _paged_attention_prefill_kernel[(num_slots * num_kv_heads,)](
         query, kv_cache, out, query_start_loc, seq_lens, block_tables, num_reqs, num_tokens, search_steps(num_reqs + 1),
         query.stride(0), kv_cache.stride(0), block_tables.stride(0), scale * math.log2(math.e), window or 0,
-        query if sinks is None else sinks,
+        query if sinks is None else sinks, query if scales is None else scales,
         num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, padded_dim=padded_dim, block_size=block_size,
         **inputs.kv_strides, rows=tiling.rows, tile=tiling.tile, has_window=window is not None,
-        soft_cap=soft_cap or 0.0, has_sinks=sinks is not None, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        soft_cap=soft_cap or 0.0, has_sinks=sinks is not None, has_scales=scales is not None,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
 
 
@@ -124,11 +125,11 @@ def _find_tile(
 @triton_kernel(specialize=False)
 def _paged_attention_prefill_kernel(
     query_ptr, kv_ptr, out_ptr, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr, num_reqs, num_tokens, steps,
-    query_stride, block_stride, table_stride, scale_log2, window, sinks_ptr,
+    query_stride, block_stride, table_stride, scale_log2, window, sinks_ptr, kv_scales_ptr,
     num_kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, padded_dim: tl.constexpr,
     block_size: tl.constexpr, value_offset: tl.constexpr, head_stride: tl.constexpr, token_stride: tl.constexpr,
     rows: tl.constexpr, tile: tl.constexpr, has_window: tl.constexpr, soft_cap: tl.constexpr,
-    has_sinks: tl.constexpr,
+    has_sinks: tl.constexpr, has_scales: tl.constexpr,
 ):  # fmt: skip
     tile_tokens: tl.constexpr = rows // group
     request, kv_head, first_token, query_begin, query_len, seq_len = _find_tile(
@@ -146,6 +147,9 @@ def _paged_attention_prefill_kernel(
         query_offset = (query_begin + token).to(tl.int64) * query_stride + head * head_dim
         query_ptrs = tl.multiple_of(query_ptr + query_offset[:, None] + column[None, :], (1, 16))
         q = tl.load(query_ptrs, mask=is_row[:, None] & is_column[None, :], other=0.0)  # [rows, padded_dim]
+        if has_scales:
+            q = for_kv(q, 1.0)
+            scale_log2 *= tl.load(kv_scales_ptr)
 
         # Positions of the rows, and the range of KV positions that any row attends to.
         first_position = seq_len - query_len + first_token
@@ -173,7 +177,7 @@ def _paged_attention_prefill_kernel(
             offset = block.to(tl.int64) * block_stride + (position % block_size) * token_stride
             k_ptrs = tl.multiple_of(head_ptr + offset[:, None] + column[None, :], (1, 16))
             mask = is_position[:, None] & is_column[None, :]
-            k = tl.load(k_ptrs, mask=mask, other=0.0)  # [tile, padded_dim]
+            k = tl.load(k_ptrs, mask=mask, other=0.0).to(q.dtype)  # [tile, padded_dim]
             scores = tl.dot(q, k.T, input_precision="ieee")  # [rows, tile]
             factor = scale_log2
             if soft_cap > 0:
@@ -194,10 +198,12 @@ def _paged_attention_prefill_kernel(
             acc = acc * rescale[:, None]
             # Positions past the end must be zeroed, not only masked: they may be NaN, and 0 * NaN is NaN.
             v_ptrs = tl.multiple_of(k_ptrs + value_offset, (1, 16))
-            v = tl.load(v_ptrs, mask=mask, other=0.0)
+            v = tl.load(v_ptrs, mask=mask, other=0.0).to(q.dtype)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
             row_max = new_max
 
+        if has_scales:
+            acc *= tl.load(kv_scales_ptr + 1)
         if has_sinks:
             row_max, row_sum, acc = add_sinks(row_max, row_sum, acc, sinks_ptr, head, is_row)
         result = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]

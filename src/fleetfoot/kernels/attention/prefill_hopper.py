@@ -65,6 +65,7 @@ def supports(inputs: AttentionInputs) -> bool:
     is_faster = head_dim == 128 or group <= _GROUP_OF_64 or inputs.max_query_len >= _TOKENS_OF_64
     return (
         inputs.query.dtype in (torch.bfloat16, torch.float16)
+        and inputs.kv_cache.dtype is inputs.query.dtype
         and head_dim in (64, 128)
         and is_faster
         and group <= 64

@@ -44,8 +44,25 @@ def rotate_torch(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
 
 
-def write_kv_torch(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+def largest_value(dtype: torch.dtype) -> float:
+    """The largest number of a cache in FP8, to which larger ones are cut; 0: the dtype is another one."""
+    return torch.finfo(dtype).max if dtype.itemsize == 1 else 0.0
+
+
+def write_kv_torch(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
+) -> None:
     """Write ``key`` and ``value`` ``[num_tokens, num_kv_heads, head_dim]`` to their slots; skip negative slots."""
+    if kv_scales is not None:
+        most = largest_value(kv_cache.dtype)
+        key, value = (
+            (x.float() / scale).clamp(-most, most).to(kv_cache.dtype)
+            for x, scale in zip((key, value), kv_scales, strict=True)
+        )
     block_size = kv_cache.shape[3]
     written = slot_mapping >= 0
     if slot_mapping.is_cuda:  # selecting would make the host wait
@@ -97,7 +114,8 @@ def rope_and_cache_torch(
     if rotary.k_norm is not None:
         key = rms_norm_torch(key, rotary.k_norm, rotary.eps, rotary.norm_offset)
     angles = rotary.cos_sin[metadata.positions]  # [num_tokens, head_dim]
-    write_kv_torch(rotate_torch(key, angles).to(qkv.dtype), value, kv_cache, metadata.slot_mapping)
+    key = rotate_torch(key, angles).to(qkv.dtype)
+    write_kv_torch(key, value, kv_cache, metadata.slot_mapping, rotary.kv_scales)
     return rotate_torch(query, angles).to(qkv.dtype)
 
 
@@ -145,26 +163,29 @@ def rope_and_cache_triton(
     query = qkv.new_empty((num_tokens, num_heads, head_dim))
     if num_tokens == 0:
         return query
-    overlap = can_overlap(qkv.device)
+    overlap, scales = can_overlap(qkv.device), rotary.kv_scales
+    most = 0.0 if scales is None else largest_value(kv_cache.dtype)
     heads_tile = choose_heads_tile(num_tokens, num_heads, num_kv_heads, head_dim, gpu_limits(qkv.device).num_sms)
     if heads_tile is None:
         tokens_per_program = cdiv(num_tokens, gpu_limits(qkv.device).num_sms * _WHOLE_PROGRAMS_PER_SM)
         _rope_and_cache_whole_tokens_kernel[(cdiv(num_tokens, tokens_per_program),)](
             query, kv_cache, qkv, slot_mapping, positions, cos_sin, qkv if q_norm is None else q_norm,
-            qkv if k_norm is None else k_norm, rotary.eps, num_tokens, tokens_per_program, token_stride,
-            *cache_strides,
+            qkv if k_norm is None else k_norm, rotary.eps, cos_sin if scales is None else scales,
+            num_tokens, tokens_per_program, token_stride, *cache_strides,
             num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=block_size, head_dim=head_dim,
             has_q_norm=q_norm is not None, has_k_norm=k_norm is not None, norm_offset=rotary.norm_offset,
             q_tile=next_power_of_2(num_heads), kv_tile=next_power_of_2(num_kv_heads),
-            half_tile=next_power_of_2(head_dim // 2), overlap=overlap, num_warps=4, **launch_options(overlap),
+            half_tile=next_power_of_2(head_dim // 2), most=most, overlap=overlap, num_warps=4,
+            **launch_options(overlap),
         )  # fmt: skip
         return query
     _rope_and_cache_kernel[(num_tokens, cdiv(num_heads + 2 * num_kv_heads, heads_tile))](
         query, kv_cache, qkv, slot_mapping, positions, cos_sin, qkv if q_norm is None else q_norm,
-        qkv if k_norm is None else k_norm, rotary.eps, token_stride, *cache_strides,
+        qkv if k_norm is None else k_norm, rotary.eps, cos_sin if scales is None else scales, token_stride,
+        *cache_strides,
         num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=block_size, head_dim=head_dim,
         has_q_norm=q_norm is not None, has_k_norm=k_norm is not None, norm_offset=rotary.norm_offset,
-        heads_tile=heads_tile, half_tile=next_power_of_2(head_dim // 2), overlap=overlap,
+        heads_tile=heads_tile, half_tile=next_power_of_2(head_dim // 2), most=most, overlap=overlap,
         num_warps=max(1, min(8, heads_tile // 2)), **launch_options(overlap),
     )  # fmt: skip
     return query
@@ -173,10 +194,10 @@ def rope_and_cache_triton(
 @triton_kernel()
 def _rope_and_cache_kernel(
     query_ptr, kv_cache_ptr, qkv_ptr, slot_mapping_ptr, positions_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, eps,
-    qkv_stride, block_stride, kind_stride, head_stride, offset_stride,
+    scales_ptr, qkv_stride, block_stride, kind_stride, head_stride, offset_stride,
     num_heads: tl.constexpr, num_kv_heads: tl.constexpr, block_size: tl.constexpr, head_dim: tl.constexpr,
     has_q_norm: tl.constexpr, has_k_norm: tl.constexpr, norm_offset: tl.constexpr, heads_tile: tl.constexpr,
-    half_tile: tl.constexpr, overlap: tl.constexpr,
+    half_tile: tl.constexpr, most: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     # All tiles are [heads_tile, half_tile]: elements of the two halves of a head rotate in pairs.
     launch_dependents(overlap)
@@ -229,9 +250,10 @@ def _rope_and_cache_kernel(
     tl.store(query_out_ptr + half, high_out, mask=is_query)
 
     # V is copied unchanged.
-    low_out = tl.where(is_value, low_raw, low_out).to(kv_cache_ptr.dtype.element_ty)
-    high_out = tl.where(is_value, high_raw, high_out).to(kv_cache_ptr.dtype.element_ty)
     kind = tl.where(is_value, 1, 0)
+    scales = tl.load(scales_ptr + kind) if most > 0 else 1.0
+    low_out = to_cache(tl.where(is_value, low_raw, low_out), scales, kv_cache_ptr, most)
+    high_out = to_cache(tl.where(is_value, high_raw, high_out), scales, kv_cache_ptr, most)
     kv_head = tl.where(is_value, head - num_heads - num_kv_heads, head - num_heads)
     cache_ptr = kv_cache_ptr + (slot // block_size) * block_stride + (slot % block_size) * offset_stride
     cache_ptr += kind.to(tl.int64) * kind_stride + kv_head.to(tl.int64) * head_stride + column
@@ -243,10 +265,10 @@ def _rope_and_cache_kernel(
 @triton_kernel(unspecialized=("num_tokens", "tokens_per_program"))
 def _rope_and_cache_whole_tokens_kernel(
     query_ptr, kv_cache_ptr, qkv_ptr, slot_mapping_ptr, positions_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, eps,
-    num_tokens, tokens_per_program, qkv_stride, block_stride, kind_stride, head_stride, offset_stride,
+    scales_ptr, num_tokens, tokens_per_program, qkv_stride, block_stride, kind_stride, head_stride, offset_stride,
     num_heads: tl.constexpr, num_kv_heads: tl.constexpr, block_size: tl.constexpr, head_dim: tl.constexpr,
     has_q_norm: tl.constexpr, has_k_norm: tl.constexpr, norm_offset: tl.constexpr, q_tile: tl.constexpr,
-    kv_tile: tl.constexpr, half_tile: tl.constexpr, overlap: tl.constexpr,
+    kv_tile: tl.constexpr, half_tile: tl.constexpr, most: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     # For many tokens: all loads of a token are in flight at once, its angles are read once, and V is copied only.
     launch_dependents(overlap)
@@ -266,6 +288,8 @@ def _rope_and_cache_whole_tokens_kernel(
     k_low_weight, k_high_weight = _norm_weights(k_norm_ptr, half, half_tile, has_k_norm, norm_offset)
     wait_for_inputs(overlap)
 
+    k_scale = tl.load(scales_ptr) if most > 0 else 1.0
+    v_scale = tl.load(scales_ptr + 1) if most > 0 else 1.0
     token = (tl.program_id(0) * tokens_per_program).to(tl.int64)
     end = tl.minimum(token + tokens_per_program, num_tokens)
     while token < end:
@@ -294,12 +318,20 @@ def _rope_and_cache_whole_tokens_kernel(
             k_low, k_high, cos, sin, k_low_weight, k_high_weight, eps, head_dim, has_k_norm
         )
         is_written = is_key & (slot >= 0)
-        cache_dtype = kv_cache_ptr.dtype.element_ty
         # The query's dtype first: K is rounded as q is.
-        tl.store(cache_ptr + column, low.to(dtype).to(cache_dtype), mask=is_written)
-        tl.store(cache_ptr + column + half, high.to(dtype).to(cache_dtype), mask=is_written)
-        tl.store(cache_ptr + kind_stride + v_column, value.to(cache_dtype), mask=is_value & (slot >= 0))
+        tl.store(cache_ptr + column, to_cache(low.to(dtype), k_scale, kv_cache_ptr, most), mask=is_written)
+        tl.store(cache_ptr + column + half, to_cache(high.to(dtype), k_scale, kv_cache_ptr, most), mask=is_written)
+        value_ptr = cache_ptr + kind_stride + v_column
+        tl.store(value_ptr, to_cache(value, v_scale, kv_cache_ptr, most), mask=is_value & (slot >= 0))
         token += 1
+
+
+@triton_kernel(specialize=False)
+def to_cache(x, scale, cache_ptr, most: tl.constexpr):
+    """``x`` in the dtype of the cache: in FP8, with numbers up to ``most``, divided by ``scale``; 0: in another one."""
+    if most > 0:
+        x = tl.minimum(tl.maximum(tl.div_rn(x.to(tl.float32), scale), -most), most)
+    return x.to(cache_ptr.dtype.element_ty)
 
 
 @triton_kernel(specialize=False)

@@ -12,7 +12,8 @@ from fleetfoot.records.forward_context import AttentionMetadata
 
 
 class SDPABackend(AttentionBackend):
-    """Gathers each request's K and V from its blocks and calls `F.scaled_dot_product_attention`.
+    """Gathers each request's K and V from its blocks, in the dtype of queries, and calls
+    `F.scaled_dot_product_attention`.
 
     Prefills run one by one, so that no padding is computed; decodes run in padded groups of bounded size. Positions
     past the end of a request are zeroed after the gather: a block may hold any value there, and a mask does not remove
@@ -31,6 +32,7 @@ class SDPABackend(AttentionBackend):
         window: int | None,
         soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,
+        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`. The output of tokens that belong to no request is zero."""
         starts, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
@@ -39,14 +41,15 @@ class SDPABackend(AttentionBackend):
         for first, last in _decode_groups(seq_lens[: metadata.num_decodes], kv_cache):
             tokens, rows = slice(starts[first], starts[last]), slice(first, last)
             tables, lens = metadata.block_tables[rows], metadata.seq_lens[rows]
-            shape = max(seq_lens[rows]), scale, window, soft_cap, sinks
+            shape = max(seq_lens[rows]), scale, window, soft_cap, sinks, kv_scales
             output[tokens] = _decode(query[tokens], kv_cache, tables, lens, *shape)
         for row in range(metadata.num_decodes, len(seq_lens)):
             tokens = slice(starts[row], starts[row + 1])
             if seq_lens[row] == 0:
                 output[tokens] = 0.0  # a request that pads the batch
             elif tokens.start < tokens.stop:
-                keys, values = _gather_one(kv_cache, metadata.block_tables[row], seq_lens[row])
+                of_request = metadata.block_tables[row], seq_lens[row], query.dtype, kv_scales
+                keys, values = _gather_one(kv_cache, *of_request)
                 _prefill(query[tokens], keys, values, output[tokens], scale, window, soft_cap, sinks)
         return output
 
@@ -76,6 +79,7 @@ def _decode(
     window: int | None,
     soft_cap: float | None,
     sinks: torch.Tensor | None,
+    kv_scales: torch.Tensor | None,
 ) -> torch.Tensor:
     """One query token per request: ``query [num_reqs, num_heads, head_dim]`` -> the same shape."""
     num_reqs, num_heads, head_dim = query.shape
@@ -87,7 +91,8 @@ def _decode(
     blocks = block_tables[:, :num_blocks].to(torch.int64).masked_fill(~has_block, 0)
     position = torch.arange(num_blocks * block_size, device=query.device)
     hidden = past_end = position >= seq_lens[:, None]  # [num_reqs, positions]
-    keys, values = (_gather(kv_cache, blocks, kind).masked_fill_(past_end[:, None, :, None], 0) for kind in (0, 1))
+    gathered = (_gather(kv_cache, blocks, kind, query.dtype, kv_scales) for kind in (0, 1))
+    keys, values = (each.masked_fill_(past_end[:, None, :, None], 0) for each in gathered)
     if window is not None:
         hidden = past_end | (position < seq_lens[:, None] - window)
     # The query heads of a KV head are the rows of one matrix, so that K and V are read once for all of them.
@@ -99,20 +104,26 @@ def _decode(
     return attended.reshape(query.shape).masked_fill_((seq_lens == 0)[:, None, None], 0)
 
 
-def _gather(kv_cache: torch.Tensor, blocks: torch.Tensor, kind: int) -> torch.Tensor:
+def _gather(
+    kv_cache: torch.Tensor, blocks: torch.Tensor, kind: int, dtype: torch.dtype, kv_scales: torch.Tensor | None
+) -> torch.Tensor:
     """K (0) or V (1) of ``blocks [..., num_blocks]``: ``[..., num_kv_heads, positions, head_dim]``."""
     heads = torch.arange(kv_cache.shape[2], device=kv_cache.device)
-    return kv_cache[blocks[..., None, :], kind, heads[:, None]].flatten(-3, -2)
+    found = kv_cache[blocks[..., None, :], kind, heads[:, None]].flatten(-3, -2)
+    return found if kv_scales is None else (found.float() * kv_scales[kind]).to(dtype)
 
 
-def _gather_one(kv_cache: torch.Tensor, block_table: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of one request, each ``[num_kv_heads, seq_len, head_dim]``; a view if the request has a single block."""
+def _gather_one(
+    kv_cache: torch.Tensor, block_table: torch.Tensor, seq_len: int, dtype: torch.dtype, kv_scales: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of one request, each ``[num_kv_heads, seq_len, head_dim]``; a view if the request has a single block, not
+    in FP8."""
     num_blocks = -(-seq_len // kv_cache.shape[3])
-    if num_blocks == 1:
+    if num_blocks == 1 and kv_scales is None:
         keys, values = kv_cache[int(block_table[0])]
     else:
         blocks = block_table[:num_blocks].to(torch.int64)
-        keys, values = _gather(kv_cache, blocks, 0), _gather(kv_cache, blocks, 1)
+        keys, values = (_gather(kv_cache, blocks, kind, dtype, kv_scales) for kind in (0, 1))
     return keys[:, :seq_len], values[:, :seq_len]
 
 
@@ -200,6 +211,7 @@ class BidirectionalBackend(AttentionBackend):
         window: int | None,
         soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,
+        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`. Raises ValueError: with a soft cap, or sinks."""
         if soft_cap is not None or sinks is not None:
@@ -207,7 +219,7 @@ class BidirectionalBackend(AttentionBackend):
         output, starts = torch.empty_like(query), metadata.query_start_loc.tolist()
         for row, seq_len in enumerate(metadata.seq_lens.tolist()):
             tokens = slice(starts[row], starts[row + 1])
-            keys, values = _gather_one(kv_cache, metadata.block_tables[row], seq_len)
+            keys, values = _gather_one(kv_cache, metadata.block_tables[row], seq_len, query.dtype, kv_scales)
             heads = (query[tokens].transpose(0, 1)[None], keys[None], values[None])
             mask = None
             if window is not None and window < seq_len - 1:

@@ -56,6 +56,8 @@ class DecodeShape(NamedTuple):
     soft_cap: float
     """Limit of the scores; 0: none."""
     has_sinks: bool
+    most: float
+    """The largest number of a cache in FP8; 0: it has the dtype of queries."""
 
     @property
     def max_query_len(self) -> int:
@@ -106,6 +108,25 @@ def _zeros(size: int, like: torch.Tensor) -> torch.Tensor:
         )
     with real_memory():  # the buffer outlives a dry pass
         return torch.zeros(size, dtype=like.dtype, device=like.device)
+
+
+@triton_kernel(specialize=False)
+def for_kv(q, most: tl.constexpr):
+    """The query in the dtype that attention multiplies in: float16 with KV in FP8 (``most`` above 0), which holds it
+    exactly, and converts two elements in one instruction; bfloat16 takes four."""
+    return q.to(tl.float16) if most > 0 and q.dtype == tl.bfloat16 else q
+
+
+@triton_kernel(specialize=False)
+def split_fp8(codes, most: tl.constexpr):
+    """The numbers of the low and of the high bytes of int16 ``codes`` in float16, those of e4m3 divided by 256."""
+    if most < 1024:  # e4m3, with 7 bits behind the sign that float16 has in other places
+        low = ((codes & 0x7F) << 7) | ((codes & 0x80) << 8)
+        high = ((codes >> 1) & 0x3F80) | (codes & -0x8000)
+    else:  # e5m2 is the upper half of float16
+        low = codes << 8
+        high = codes & -0x100
+    return low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True)
 
 
 @triton_kernel(specialize=False)

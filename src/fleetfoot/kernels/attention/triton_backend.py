@@ -60,6 +60,7 @@ class TritonBackend(SDPABackend):
         window: int | None,
         soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,
+        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`. The output of tokens that belong to no request is zero.
 
@@ -67,9 +68,10 @@ class TritonBackend(SDPABackend):
             ValueError: the shapes or dtypes do not match, a tensor is not aligned, or the scale is not positive.
             RuntimeError: the first call, which allocates memory, within a graph that is being captured.
         """
-        inputs = AttentionInputs.of(query, kv_cache, metadata, scale, window, soft_cap, sinks)
+        shape = scale, window, soft_cap, sinks, kv_scales
+        inputs = AttentionInputs.of(query, kv_cache, metadata, *shape)
         if not self.supports(query.shape[2], inputs.group, query.dtype):
-            return super().forward(query, kv_cache, metadata, scale, window, soft_cap, sinks)
+            return super().forward(query, kv_cache, metadata, *shape)
         _check(inputs)
         out = empty_rows(*query.shape, like=query)
         _attend(inputs, metadata, self._workspace(query.device), out)
@@ -99,7 +101,8 @@ class TritonBackend(SDPABackend):
         if max_query_len * group > max_rows(head_dim) or not self.supports(head_dim, group, qkv.dtype):
             return None
         heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
-        inputs = AttentionInputs.of(heads[:, :num_heads], kv_cache, metadata, scale, window, soft_cap, sinks)
+        shape = scale, window, soft_cap, sinks, rotary.kv_scales
+        inputs = AttentionInputs.of(heads[:, :num_heads], kv_cache, metadata, *shape)
         decode_hopper, _ = _hopper_kernels(qkv.device)
         is_hopper = decode_hopper is not None and decode_hopper.supports(inputs)
         if is_hopper and (metadata.num_reqs > HOPPER_FUSED_REQUESTS or pairs_per_sm > HOPPER_FUSED_PAIRS_PER_SM):
@@ -189,9 +192,10 @@ def _check(inputs: AttentionInputs) -> None:
     _, num_heads, head_dim = query.shape
     _, kinds, num_kv_heads, _, kv_head_dim = kv_cache.shape
     (token, *within), (block, kind, head, position, last) = query.stride(), kv_cache.stride()
-    strides = (token | block | kind | head | position) * query.element_size()
+    strides = token * query.element_size() | (block | kind | head | position) * kv_cache.element_size()
+    has_scales = inputs.kv_scales is not None
     if (
-        kv_cache.dtype != query.dtype
+        (kv_cache.element_size() != 1 if has_scales else kv_cache.dtype != query.dtype)
         or kinds != 2
         or head_dim != kv_head_dim
         or num_heads % num_kv_heads

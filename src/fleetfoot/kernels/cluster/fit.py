@@ -60,13 +60,14 @@ def plan_layer_chain(
     dtype: str,
     block_size: int,
     kv_layout: str,
-    kv_dtype: str,
     num_ranks: int,
     is_hopper: bool,
     num_sms: int,
     has_nvrtc: bool,
+    has_fp8_kv: bool = False,
 ) -> LayerChainPlan:
-    """``is_hopper``: the GPU; ``num_sms``: its multiprocessors; ``has_nvrtc``: the compiler is installed."""
+    """``is_hopper``: the GPU; ``num_sms``: its multiprocessors; ``has_nvrtc``: the compiler is installed;
+    ``has_fp8_kv``: the KV cache is in FP8."""
     if not MOST_ROWS or model.has_experts or model.has_states:
         return NO_LAYER_CHAIN
     layer = model.layers[0]
@@ -84,7 +85,7 @@ def plan_layer_chain(
         "NVRTC, which compiles them, is not among the packages that torch installs": has_nvrtc,
         f"the KV layout is {kv_layout}": kv_layout != TOKEN_MAJOR_NHD,
         f"the dtype is {dtype}": dtype == "bfloat16",
-        f"KV is in {kv_dtype}": kv_dtype == dtype,
+        "KV is in FP8": not has_fp8_kv,
         f"there are {num_ranks} ranks": num_ranks == 1,
         f"the hidden size {model.hidden_size} is above {MOST_HIDDEN}": rows > 0,
         "biases": not (mixer.qkv_bias or mixer.o_bias or mlp.has_bias),
