@@ -120,7 +120,7 @@ def for_kv(q, most: tl.constexpr):
 @triton_kernel(specialize=False)
 def split_fp8(codes, most: tl.constexpr):
     """The numbers of the low and of the high bytes of int16 ``codes`` in float16, those of e4m3 divided by 256."""
-    if most < 1024:  # e4m3, with 7 bits behind the sign that float16 has in other places
+    if most < 1024:  # e4m3: the 7 bits after the sign have other places in float16
         low = ((codes & 0x7F) << 7) | ((codes & 0x80) << 8)
         high = ((codes >> 1) & 0x3F80) | (codes & -0x8000)
     else:  # e5m2 is the upper half of float16

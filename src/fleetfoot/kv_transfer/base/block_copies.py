@@ -244,7 +244,7 @@ class _CopyOut:
     slabs: frozenset[int]
     memory: HostMemory
     units: frozenset[int]
-    """Of the host memory."""
+    """Units of the host memory."""
 
 
 class CudaBlockCopies(BlockCopies):

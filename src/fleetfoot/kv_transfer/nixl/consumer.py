@@ -193,7 +193,7 @@ class Load:
     """The producer has granted the lease to this consumer, and notices the end of its connection."""
     num_arrived: int = 0
     num_bytes: int = 0
-    """Of the blocks that have arrived."""
+    """Bytes of the blocks that have arrived."""
     error: str = ""
 
     def should_stop(self) -> bool:

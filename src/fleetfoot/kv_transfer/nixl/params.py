@@ -163,7 +163,7 @@ class Hold:
     lease: str
     request_id: str
     block_ids: list[list[int]]
-    """Of each group of layers, the last ones of the prompt: of a window as many as are read after it."""
+    """The last ones of the prompt in each group of layers: of a window as many as are read after it."""
 
 
 @dataclass(slots=True)
