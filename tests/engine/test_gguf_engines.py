@@ -10,6 +10,7 @@ from tests.helpers.checkpoints import UNTRAINED, make_checkpoint
 from tests.helpers.gguf_files import write_gguf
 
 from fleetfoot import LLM, SamplingParams
+from fleetfoot.config.json_fields import ConfigError
 from fleetfoot.native.loading import native_problem
 from fleetfoot.plan.machine import Machine
 from fleetfoot.weights.hub import ModelNotFoundError, resolve_model
@@ -49,6 +50,8 @@ def test_a_file_of_floats_has_the_tokens_of_its_checkpoint(folder: Path, tmp_pat
 def test_other_architectures_have_the_tokens_of_their_checkpoints(
     name: str, changed: dict[str, object], tmp_path: Path
 ) -> None:
+    if name == "gpt-oss" and native_problem():
+        pytest.skip("its experts have no other kernels")
     model_type, config = UNTRAINED[name]
     make_checkpoint(tmp_path / "model", model_type, **{**config, **changed})
     path = write_gguf(tmp_path / "model", tmp_path / "model.gguf", "F32")
@@ -59,6 +62,15 @@ def test_other_architectures_have_the_tokens_of_their_checkpoints(
         params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
         found.append([list(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False)])
     assert found[0] == found[1]
+
+
+def test_gpt_oss_is_refused_where_blocks_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_type, config = UNTRAINED["gpt-oss"]
+    make_checkpoint(tmp_path / "model", model_type, **config)
+    path = write_gguf(tmp_path / "model", tmp_path / "model.gguf", "F32")
+    monkeypatch.setenv("FLEETFOOT_USE_NATIVE_KERNELS", "0")
+    with pytest.raises(ConfigError, match="C kernels"):
+        LLM(model=str(path), device="cpu", skip_tokenizer_init=True)
 
 
 def mixed(module: str) -> str:

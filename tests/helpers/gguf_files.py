@@ -73,6 +73,10 @@ def write_gguf(
     rope = config.get("rope_parameters") or config
     rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)))
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
     if num_experts := config.get("num_experts") or config.get("num_local_experts"):

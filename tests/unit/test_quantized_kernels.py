@@ -13,6 +13,7 @@ from tests.helpers.ops_checks import packed_matrix
 
 from fleetfoot.kernels.elementwise import DeferredRMSNorm, gelu_and_mul_torch, silu_and_mul_torch
 from fleetfoot.kernels.linear.roles import InputRole, OutputRole
+from fleetfoot.kernels.native_blocks import scaled_linear_native
 from fleetfoot.kernels.quantized.chain import Matrix, quantized_chain_triton
 from fleetfoot.kernels.quantized.packed import (
     PackedMatrix,
@@ -35,6 +36,7 @@ from fleetfoot.kernels.quantized.scaled_triton import (
     scaled_tiling,
     write_scaled,
 )
+from fleetfoot.native.loading import load_library, native_problem
 
 FP8 = torch.float8_e4m3fn
 KINDS = ["none fp8", "token fp8", "group fp8", "static fp8", "none int8", "token int8"]
@@ -87,6 +89,25 @@ def test_products_with_8_bits(num_rows: int, kind: str) -> None:
 
 
 @interpreted
+@pytest.mark.skipif(bool(native_problem()), reason="the C kernels are not there")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_in_c(dtype: torch.dtype) -> None:
+    """Sums are exact, also of -128 on both sides; the bits of a row do not depend on the batch."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(-128, 128, (27, 160), generator=generator).to(torch.int8)
+    values[3] = -128
+    x = torch.randn(13, 160, generator=generator)
+    x[2, :80], x[4] = -3.0, -1.0
+    bias = torch.randn(27, generator=generator).to(dtype)
+    scales = torch.rand(27, 1, generator=generator) * 0.01
+    weight = ScaledMatrix(values, scales, 1, 160, "token", None, bias)
+    multiply = partial(scaled_linear_native, load_library())
+    found, expected = multiply(x.to(dtype), weight), scaled_linear_torch(x.to(dtype), weight)
+    torch.testing.assert_close(found, expected, rtol=2e-5 if dtype is torch.float32 else 1e-2, atol=1e-4)
+    for begin, end in ((0, 1), (2, 4), (4, 12)):
+        assert torch.equal(multiply(x[begin:end].to(dtype), weight), found[begin:end])
+
+
 def test_blocks_are_written_for_the_library() -> None:
     weight, x = matrix(40, 272, "group", 64, bias=True), inputs(6, 272)
     written = write_scaled(weight, torch.bfloat16, slice(8, 40))

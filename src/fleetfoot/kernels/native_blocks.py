@@ -1,4 +1,4 @@
-"""Products with the blocks of GGUF files in C. Inputs are quantized to int8 in groups of 32."""
+"""Products with the blocks of GGUF files in C, of which inputs are quantized to int8 in groups of 32; and with int8."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from fleetfoot.kernels.native_ops import DTYPES
 from fleetfoot.kernels.quantized.blocks import BlockLinear, BlockRows
+from fleetfoot.kernels.quantized.scaled import ScaledMatrix, scaled_linear_torch
 from fleetfoot.native.loading import NativeLibrary, check_status
 
 
@@ -16,7 +17,12 @@ class _Part(ctypes.Structure):
     _fields_ = (
         ("data", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("row_bytes", "first", "num_rows", "type")),
+        ("scales", ctypes.c_void_p),
     )
+
+
+_INT8 = 1000
+"""The type of rows of int8, with a scale of each output, in C."""
 
 
 class NativeBlockLinear(BlockLinear):
@@ -84,3 +90,23 @@ def block_linear_native(
     if dtype not in DTYPES:
         return BlockLinear(parts, num_inputs, dtype, bias)
     return NativeBlockLinear(parts, num_inputs, dtype, bias, library)
+
+
+def scaled_linear_native(library: NativeLibrary, x: torch.Tensor, weight: ScaledMatrix) -> torch.Tensor:
+    """See `Kernels.scaled_linear`: int8 by output with inputs quantized by token, in C; other formats in torch."""
+    values, scales = weight.values, weight.scales
+    num_outputs, num_inputs = values.shape
+    is_by_output = weight.rows == 1 and scales.shape[1] == 1 and weight.activations == "token"
+    if values.dtype is not torch.int8 or not is_by_output or num_inputs % 32 or x.dtype not in DTYPES:
+        return scaled_linear_torch(x, weight)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    part = _Part(values.data_ptr(), num_inputs, 0, num_outputs, _INT8, scales.data_ptr())
+    output = torch.empty((len(x), num_outputs), dtype=x.dtype)
+    status = library.block_linear(
+        output.data_ptr(), x.dtype is torch.float32, x.data_ptr(), x.stride(0), ctypes.addressof(part), 1,
+        None if weight.bias is None else weight.bias.data_ptr(), len(x), num_outputs, num_inputs, DTYPES[x.dtype],
+        torch.get_num_threads(),
+    )  # fmt: skip
+    check_status(status, "scaled_linear")
+    return output

@@ -86,7 +86,11 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "native": "native_blocks",
             **dict.fromkeys(("triton", "torch"), "quantized.blocks:block_linear_torch"),
         },
-        "scaled_linear": {"triton": "quantized.scaled_triton", "torch": "quantized.scaled"},
+        "scaled_linear": {
+            "triton": "quantized.scaled_triton",
+            "native": "native_blocks",
+            "torch": "quantized.scaled",
+        },
         "layer_chain": {
             "cuda": "cluster.chain:chain_layers",
             "native": "native_layers:chain_layers",

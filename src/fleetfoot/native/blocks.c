@@ -78,10 +78,42 @@ INLINE void quantize_group(const product *p, int64_t row, int64_t group, int dty
     p->totals[place] = p->scales[place] * (float)(p->sums[2 * place] + p->sums[2 * place + 1]);
 }
 
+/* Quantizes a row with one scale, of which 127.5 are the largest magnitude, as compressed-tensors does. */
+static void quantize_token(const product *p, int64_t row) {
+    float largest = 0.0f, probe = 0.0f;
+    const int64_t first = row * p->x_stride, at = row * p->num_inputs, groups = p->num_inputs / GROUP;
+    for (int64_t i = 0; i < p->num_inputs; i++) {
+        const float x = load_one(p->x, first + i, p->dtype), size = x < 0.0f ? -x : x;
+        largest = size > largest ? size : largest;
+        probe += x * 0.0f;
+    }
+    const float scale = probe == 0.0f ? (largest / 127.5f > 1e-12f ? largest / 127.5f : 1e-12f) : __builtin_nanf("");
+    for (int64_t group = 0; group < groups; group++) {
+        const int64_t place = row * groups + group;
+        int32_t sums[2] = {0, 0};
+        for (int i = 0; i < GROUP; i++) {
+            const float magic = 12582912.0f, scaled = load_one(p->x, first + group * GROUP + i, p->dtype) / scale;
+            const float rounded = (scaled + magic) - magic;
+            const int32_t code = rounded >= 127.0f ? 127 : rounded >= -128.0f ? (int32_t)rounded : -128;
+            p->codes[at + group * GROUP + i] = (int8_t)code;
+            if (p->wide) p->wide[at + group * GROUP + i] = (int16_t)code;
+            sums[i / (GROUP / 2)] += code;
+        }
+        p->scales[place] = scale;
+        p->sums[2 * place] = sums[0];
+        p->sums[2 * place + 1] = sums[1];
+        p->totals[place] = 0.0f;
+    }
+}
+
 static void quantize_rows(void *context, int64_t begin, int64_t end, int thread) {
     const product *p = context;
     (void)thread;
     for (int64_t row = begin; row < end; row++) {
+        if (p->parts->type == BLOCK_INT8) {
+            quantize_token(p, row);
+            continue;
+        }
         for (int64_t group = 0; group < p->num_inputs / GROUP; group++)
             WITH_CONSTANT_DTYPE(p->dtype, quantize_group, p, row, group)
         for (int64_t i = p->num_inputs / GROUP * GROUP; p->exact && i < p->num_inputs; i++)
@@ -92,10 +124,12 @@ static void quantize_rows(void *context, int64_t begin, int64_t end, int thread)
 /* --- outputs --------------------------------------------------------------------------------------------------- */
 
 /* Writes up to 8 outputs of a row, with the bias. */
-INLINE void write_outputs(const product *p, int64_t row, int64_t output, int count, const float *sums) {
+INLINE void write_outputs(const product *p, const block_part *part, int64_t row, int64_t output, int count,
+                          const float *sums) {
     for (int i = 0; i < count; i++) {
-        const float added = p->bias ? load_one(p->bias, output + i, p->dtype) : 0.0f;
-        store_one(p->y, row * p->num_outputs + output + i, sums[i] + added, p->y_is_float32 ? FF_FLOAT32 : p->dtype);
+        const float added = p->bias ? load_one(p->bias, part->first + output + i, p->dtype) : 0.0f;
+        const float sum = part->scales ? sums[i] * part->scales[output + i] : sums[i];
+        store_one(p->y, row * p->num_outputs + part->first + output + i, sum + added, p->y_is_float32 ? FF_FLOAT32 : p->dtype);
     }
 }
 
@@ -142,7 +176,7 @@ static void multiply_part(const product *p, const block_part *part, int64_t firs
     for (int64_t output = first * 8; output < smallest(last * 8, part->num_rows); output++)
         for (int64_t row = 0; row < p->num_rows; row++) {
             const float sum = multiply_plain(p, part, output, row);
-            write_outputs(p, row, part->first + output, 1, &sum);
+            write_outputs(p, part, row, output, 1, &sum);
         }
 }
 

@@ -6,7 +6,8 @@
 
 enum {
     BLOCK_F32 = 0, BLOCK_F16 = 1, BLOCK_Q4_0 = 2, BLOCK_Q4_1 = 3, BLOCK_Q5_0 = 6, BLOCK_Q5_1 = 7, BLOCK_Q8_0 = 8,
-    BLOCK_Q4_K = 12, BLOCK_Q5_K = 13, BLOCK_Q6_K = 14, BLOCK_BF16 = 30, BLOCK_MXFP4 = 39
+    BLOCK_Q4_K = 12, BLOCK_Q5_K = 13, BLOCK_Q6_K = 14, BLOCK_BF16 = 30, BLOCK_MXFP4 = 39,
+    BLOCK_INT8 = 1000 /* int8 without blocks, of no GGUF file */
 };
 
 #define GROUP 32 /* inputs that are multiplied in integers */
@@ -16,6 +17,7 @@ enum {
 typedef struct {
     const uint8_t *data;
     int64_t row_bytes, first, num_rows, type;
+    const float *scales; /* of each output; of int8 alone */
 } block_part;
 
 /* 32 inputs of one output. */
@@ -39,6 +41,7 @@ INLINE int64_t block_bytes(int64_t type) {
         case BLOCK_Q5_1: return 24;
         case BLOCK_Q8_0: return 34;
         case BLOCK_MXFP4: return 17;
+        case BLOCK_INT8: return 32;
         case BLOCK_Q4_K: return 144;
         case BLOCK_Q5_K: return 176;
         default: return 210; /* Q6_K */
@@ -125,6 +128,11 @@ static block_group unpack_group(const uint8_t *row, int64_t group, int64_t type)
         for (int i = 0; i < GROUP; i++) b.codes[i] = MXFP4_CODES[at[1 + i % 16] >> (i / 16 * 4) & 15];
         return b;
     }
+    if (type == BLOCK_INT8) {
+        b.scales[0] = b.scales[1] = 1.0f;
+        for (int i = 0; i < GROUP; i++) b.codes[i] = (int8_t)at[i];
+        return b;
+    }
     b.scales[0] = b.scales[1] = half_to_float(at);
     at += 2;
     if (type == BLOCK_Q8_0) {
@@ -151,7 +159,7 @@ static block_group unpack_group(const uint8_t *row, int64_t group, int64_t type)
 /* Whether codes laid side by side are int16: their products with int8 do not fit in 16 bits in pairs. */
 INLINE int needs_wide(int64_t type) {
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
-    return type == BLOCK_Q8_0;
+    return type == BLOCK_Q8_0 || type == BLOCK_INT8;
 #else
     (void)type;
     return 0;

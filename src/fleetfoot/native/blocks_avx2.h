@@ -66,6 +66,8 @@ INLINE void load_scales(block_scales *s, eight_rows rows, const int type) {
             r[i] = type == BLOCK_Q6_K ? _mm_loadu_si128((const __m128i *)(at + 192)) : unpack_scales(at + 4);
         }
         transpose_bytes(r, s->scales);
+    } else if (type == BLOCK_INT8) {
+        s->d = _mm256_set1_ps(1.0f);
     } else if (type == BLOCK_MXFP4) {
         float d[8];
         for (int i = 0; i < 8; i++) d[i] = half_of_exponent(row_at(rows, i)[0]);
@@ -120,6 +122,7 @@ INLINE bytes load_fifth_bits(const uint8_t *p) {
 INLINE bytes load_codes(const uint8_t *at, int j, const int type) {
     const __m256i low_bits = _mm256_set1_epi8(15);
     switch (type) {
+        case BLOCK_INT8: return load32(at);
         case BLOCK_Q8_0: return load32(at + 2);
         case BLOCK_Q4_0: return load_nibbles(at + 2);
         case BLOCK_Q4_1: return load_nibbles(at + 4);
@@ -151,6 +154,12 @@ INLINE bytes load_codes(const uint8_t *at, int j, const int type) {
 
 /* Sums of four products each: codes (see load_codes) times int8. */
 INLINE __m256i multiply_codes(bytes codes, bytes x, const int type) {
+    if (type == BLOCK_INT8) { /* -128 occurs on both sides */
+        const __m256i low = _mm256_madd_epi16(_mm256_cvtepi8_epi16(_mm256_castsi256_si128(codes)),
+                                              _mm256_cvtepi8_epi16(_mm256_castsi256_si128(x)));
+        return _mm256_add_epi32(low, _mm256_madd_epi16(_mm256_cvtepi8_epi16(_mm256_extracti128_si256(codes, 1)),
+                                                       _mm256_cvtepi8_epi16(_mm256_extracti128_si256(x, 1))));
+    }
     if (type == BLOCK_Q8_0) {
         x = _mm256_sign_epi8(x, codes);
         codes = _mm256_abs_epi8(codes);
@@ -237,7 +246,7 @@ INLINE void multiply_few(const product *p, const block_part *part, int64_t outpu
     for (int r = 0; r < num_rows; r++) {
         float sums[8];
         _mm256_storeu_ps(sums, sum[r]);
-        write_outputs(p, r, part->first + output, 8, sums);
+        write_outputs(p, part, r, output, 8, sums);
     }
 }
 
@@ -253,7 +262,7 @@ typedef struct {
 } panel;
 
 #if defined(__AVX512VNNI__)
-#define PANEL_OFFSET(type) (type == BLOCK_Q8_0 ? 128 : code_offset(type))
+#define PANEL_OFFSET(type) (type == BLOCK_Q8_0 || type == BLOCK_INT8 ? 128 : code_offset(type))
 #else
 #define PANEL_OFFSET(type) code_offset(type)
 #endif
@@ -410,7 +419,7 @@ INLINE void multiply_panels(const product *p, const block_part *part, const pane
             float sums[8];
             const int64_t first = first_of_eight(part, output + 8 * i);
             _mm256_storeu_ps(sums, sum[i][r]);
-            write_outputs(p, row + r, part->first + first, 8, sums);
+            write_outputs(p, part, row + r, first, 8, sums);
         }
 }
 
@@ -430,7 +439,7 @@ INLINE void multiply_many(const product *p, const block_part *part, int64_t outp
 
 #define FOR_EACH_TYPE(DO) \
     DO(BLOCK_Q4_0) DO(BLOCK_Q4_1) DO(BLOCK_Q5_0) DO(BLOCK_Q5_1) DO(BLOCK_Q8_0) DO(BLOCK_Q4_K) DO(BLOCK_Q5_K) \
-    DO(BLOCK_Q6_K) DO(BLOCK_MXFP4)
+    DO(BLOCK_Q6_K) DO(BLOCK_MXFP4) DO(BLOCK_INT8)
 
 #define DEFINE(type)                                                                                                  \
     static __attribute__((noinline)) void few_##type(const product *p, const block_part *part, int64_t output) {      \

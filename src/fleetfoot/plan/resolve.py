@@ -175,6 +175,11 @@ def _engine_shape(
     quantized = choose_quantization(config.quantization, model.quantization)
     # blocks of GGUF files; elsewhere they are dequantized while they are loaded
     reads_blocks = device == "cpu" and machine.has_native and config.world_size == 1 and config.expert_split is None
+    has_biased_experts = any(layer.experts is not None and layer.experts.has_bias for layer in model.layers)
+    if quantized.method == "gguf" and has_biased_experts and not reads_blocks:
+        raise ConfigError(
+            f"{model.architecture} from a GGUF file runs on a CPU with the C kernels, in one rank; take its safetensors"
+        )
     has_plain_weights = device == "cuda" and not quantized.method
     if has_plain_weights and all(layer.is_fused for layer in plan_fusion(model, decision.runner)):
         layer_chain = plan_layer_chain(
