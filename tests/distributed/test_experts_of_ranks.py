@@ -1,5 +1,7 @@
 """Experts that are spread over ranks: logits and tokens of one rank."""
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,10 @@ from tests.distributed.ranks import Turns, TurnsGroup, running
 from tests.distributed.test_tensor_parallel import CPU, assert_close, assert_equal, run_steps
 from tests.helpers.checkpoints import UNTRAINED, make_checkpoint
 from tests.helpers.engines import prompt_of, run_requests
+from tests.helpers.faulty_connector import InjectedError
 from tests.helpers.kernels import cpu_kernels
 
+from fleetfoot import EngineDeadError
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.sharding import ExpertSplit
 from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, Groups, TensorGroup
@@ -87,11 +91,6 @@ def tokens_of(engine: LLMEngine) -> dict[str, list[int]]:
     return {name: output.outputs[0].token_ids for name, output in outputs.items()}
 
 
-def tokens(**settings: Any) -> dict[str, list[int]]:
-    with running(**ROOM, **settings) as engine:
-        return tokens_of(engine)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("experts")
@@ -102,11 +101,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def expected(model: str) -> dict[str, list[int]]:
-    return tokens(model=model, model_runner="v1")
+    with running(**ROOM, model=model, model_runner="v1") as engine:
+        return tokens_of(engine)
 
 
-def test_tokens_equal_one_ranks(model: str, expected: dict[str, list[int]]) -> None:
-    assert tokens(model=model, model_runner="v1", **PARALLEL) == expected
+def load_of(worker: Worker) -> list[int]:
+    """Of each layer, how often experts were chosen."""
+    assert worker.balancer is not None
+    return worker.balancer._load.sum(dim=1).tolist()
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_the_load_is_that_of_tokens_of_requests(runner: str, model: str, expected: dict[str, list[int]]) -> None:
+    """Not of padding, of the warm-up, or of idle steps. In the last layer V2 computes rows of logits alone."""
+    settings = {**ROOM, **PARALLEL, "model": model, "model_runner": runner, "enable_eplb": True}
+    with running(**settings, eplb_config={"step_interval": 10**6}) as engine:
+        assert engine.collective_rpc(load_of) == [[0, 0]] * 2
+        assert tokens_of(engine) == expected
+        num_tokens, num_logits = sum(len(prompt) + 11 for prompt, _ in REQUESTS.values()), 12 * len(REQUESTS)
+        last = num_tokens if runner == "v1" else num_logits
+        assert engine.collective_rpc(load_of) == [[2 * num_tokens, 2 * last]] * 2
 
 
 # --- balancing ------------------------------------------------------------------------------------------------------
@@ -173,3 +187,48 @@ def test_balanced_experts(way: str, model: str, expected: dict[str, list[int]], 
         assert tokens_of(engine) == expected
         placements = [experts for _, _, layers in balances(engine) for experts in layers]
         assert any(experts != [*range(6), 0, 1, 2] for experts in placements)
+
+
+def break_mover(worker: Worker, rank: int, way: str) -> None:
+    """Make the next move of a rank fail, or end its process in the middle of it."""
+
+    def stage(*arguments: Any) -> None:
+        if way == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise InjectedError("the mover", rank)
+
+    if worker.rank == rank and worker.balancer is not None:
+        worker.balancer._exchange.stage = stage  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("way", ["raises", "killed"])
+def test_a_mover_that_fails_is_an_error_of_the_engine(way: str, model: str) -> None:
+    """After a restart all ranks are as equal as at the start, with the weights of updates before and after moves."""
+    eplb = {"step_interval": 8, "num_redundant_experts": 3}
+    settings = {**ROOM, **PARALLEL, "model": model, "enable_eplb": True, "eplb_config": eplb, "model_runner": "v2"}
+    tensors = load_file(Path(model) / "model.safetensors")
+    with running(**settings, on_error="restart") as engine:
+        for first in (0, 3):
+            names = [EXPERT.format(index) for index in range(first, first + 3)]
+            engine.reload_weights({name: -2 * tensors[name] for name in names})
+            changed = tokens_of(engine)
+            for _ in range(2):
+                assert tokens_of(engine) == changed
+        assert balances(engine)[0][1]["num_moved"] > 0
+        checksums = engine.weight_checksums()
+        engine.collective_rpc(break_mover, args=(1, way))
+        while not engine.stats().num_restarts:
+            assert tokens_of(engine) == changed
+        first_rank, second_rank = balances(engine)
+        assert first_rank == second_rank
+        assert engine.weight_checksums() == checksums
+        assert tokens_of(engine) == changed
+
+
+def test_the_first_cause_reaches_the_user(model: str) -> None:
+    settings = {**ROOM, **PARALLEL, "model": model, "enable_eplb": True, "eplb_config": {"step_interval": 8}}
+    with running(**settings) as engine:
+        engine.collective_rpc(break_mover, args=(1, "raises"))
+        with pytest.raises(EngineDeadError, match="has failed: injected at the mover on rank 1"):
+            for _ in range(9):
+                tokens_of(engine)

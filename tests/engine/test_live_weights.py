@@ -638,7 +638,7 @@ def test_kept_weights_that_cannot_be_written(
     engine = make_engine(known.folders[0], model_runner="v1", on_error="restart", **SIZE)
     steps = FailingSteps(monkeypatch)
 
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(weight_store, "save_file", fail)

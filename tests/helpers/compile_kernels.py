@@ -30,9 +30,9 @@ from fleetfoot.distributed.peer_gather import CustomAllGather
 from fleetfoot.distributed.peer_memory import CustomAllReduce, P2PChannel, PeerMemory
 from fleetfoot.kernels.attention import decode, decode_hopper, prefill, prefill_hopper
 from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
-from fleetfoot.kernels.experts.experts import ExpertSizes
+from fleetfoot.kernels.experts.experts import ExpertPlacement, ExpertSizes
 from fleetfoot.kernels.experts.experts_triton import TritonExperts
-from fleetfoot.kernels.experts.routing_triton import route_triton
+from fleetfoot.kernels.experts.routing_triton import local_routing_triton, route_triton
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
 from fleetfoot.kernels.linear.rank_sums import RankSums
 from fleetfoot.kernels.linear.roles import InputRole, OutputRole
@@ -156,7 +156,13 @@ def experts() -> None:
         products = TritonExperts(sizes, torch.bfloat16, torch.device("cpu"))
         for rows in (1, 8, 16, 40, 256, 2048):
             x = empty(rows, sizes.hidden_size)
-            products(x, route_triton(x, linear, None, RouterSpec(has_bias=sizes.has_bias), chosen))
+            routing = route_triton(x, linear, None, RouterSpec(has_bias=sizes.has_bias), chosen)
+            products(x, routing)
+            counts = zeros(sizes.num_experts, dtype=torch.int32)
+            for load in (None, counts):
+                slots = zeros(sizes.num_experts, 1 if load is None else 17, dtype=torch.int32)
+                placement = ExpertPlacement(sizes.num_experts // 2 + 8, slots, counts, load)
+                local_routing_triton(routing, placement, None if load is None else counts[:1])
 
 
 def operations() -> None:

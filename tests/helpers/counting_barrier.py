@@ -15,8 +15,8 @@ from tests.helpers.faulty_connector import OFFLOADING, FaultyConnector, Injected
 
 
 class CountingBarrier(StepBarrier):
-    """Has the number of each step that it was called in. Between processes, a call returns when all ranks have made
-    it, and raises if one is in another step."""
+    """Has the number of each step that it was called in, which has begun before. Between processes, a call returns
+    when all ranks have made it, and raises if one is in another step."""
 
     raise_at: int | None = None
     """The step at which it raises."""
@@ -25,9 +25,15 @@ class CountingBarrier(StepBarrier):
 
     def __init__(self) -> None:
         self.steps: list[int] = []
+        self._begun: int | None = None
+
+    def begin(self, scheduler_output: SchedulerOutput) -> None:
+        assert self._begun is None, f"step {self._begun} has not ended"
+        self._begun = scheduler_output.step
 
     def step(self, scheduler_output: SchedulerOutput) -> None:
-        number = scheduler_output.step
+        number, begun, self._begun = scheduler_output.step, self._begun, None
+        assert number == begun, f"step {number} ends, and {begun} has begun"
         if number == self.raise_at:
             raise InjectedError("the barrier", 0)
         self.steps.append(number)

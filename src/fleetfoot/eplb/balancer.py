@@ -9,7 +9,7 @@ All ranks switch a layer after the same step, and no step waits for a collective
 promises that its rank does not go beyond a step a little ahead, and the largest of these is taken. A rank that gets
 there before it knows the result waits for its mover.
 
-Weights may change while they are moved. Movers also compare versions of the weights; if a rank's have changed since, a
+Weights may change while they are moved. Movers also compare how often they have changed; if a rank's have since, a
 layer is not switched, and staged again. While weights sleep, movers do not read them.
 """
 
@@ -66,7 +66,7 @@ class _Switch:
     moves: tuple[Move, ...] = ()
     """To slots of this rank."""
     version: int | None = None
-    """Version of the weights on all ranks; None: they differed."""
+    """`WeightStore.num_changes` on all ranks when it was staged; None: they differed."""
 
 
 @dataclass(slots=True)
@@ -147,7 +147,8 @@ class Balancer(StepBarrier):
         interval = self._settings.step_interval
         if self._since == interval - self._settings.window_size:
             self._load.zero_()
-        if self._since >= interval and not self._is_moving:
+        is_warm_up = isinstance(scheduler_output, WarmUpOutput)  # graphs are captured next, beside no other work
+        if self._since >= interval and not self._is_moving and not is_warm_up:
             self._since, self._is_moving = 0, True
             self._rounds.put(self._take_load())
 
@@ -177,7 +178,7 @@ class Balancer(StepBarrier):
             self._is_moving = False
             return
         layer = self._layers[due.layer]
-        self._was_applied = due.version == self._weights.version
+        self._was_applied = due.version == self._weights.num_changes
         if self._was_applied:
             stacks = layer.weight.stacks()
             for move in due.moves:
@@ -240,7 +241,8 @@ class Balancer(StepBarrier):
         report, count = self.report, len(self._layers)
         report.num_rounds += 1
         report.balancedness, report.expected = sum(before) / count, sum(after) / count
-        if self._settings.log_balancedness and report.num_rounds % self._settings.log_balancedness_interval == 0:
+        is_logged = self._settings.log_balancedness and self._group.is_first_rank
+        if is_logged and report.num_rounds % self._settings.log_balancedness_interval == 0:
             logger.info(
                 "balancedness of experts over %d ranks: %.3f, and %.3f expected; %d moved so far",
                 self._group.size, report.balancedness, report.expected, report.num_moved,
@@ -256,7 +258,7 @@ class Balancer(StepBarrier):
         while True:
             self._enter()
             dist.barrier(group=self._group.on_host)  # all buffers have been read
-            version = self._weights.version
+            version = self._weights.num_changes
             self._exchange.stage(layer.weight.stacks(), moves, self._reading_weights())
             self._switched.clear()
             self._due_after_agreement(number, placement, own, version)

@@ -6,12 +6,13 @@ several ranks the engine commits only what every rank has staged (`fleetfoot.eng
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -102,6 +103,8 @@ class WeightStore:
 
     def __init__(self, device: torch.device) -> None:
         self.version = 0
+        self.num_changes = 0
+        """Goes up before and after values change; the same on all ranks."""
         self._device = device
         self._trees: list[WeightTree] = []
         self._sources: list[tuple[WeightTree, str, Mapping[str, str]]] = []  # the arguments of `add`
@@ -363,6 +366,7 @@ class WeightStore:
     def commit(self, version: int) -> None:
         """Write everything that is staged, in place: addresses stay. No step runs meanwhile. An exception leaves the
         weights undefined."""
+        self.num_changes += 1
         for write in self._staged:
             write()
         for tree in self._trees:
@@ -370,6 +374,7 @@ class WeightStore:
         if self._device.type == "cuda":
             torch.cuda.synchronize()  # the sources may be changed from now on
         self.version = version
+        self.num_changes += 1
         self._lost -= self._whole
         self.discard()
 
@@ -389,6 +394,7 @@ class WeightStore:
     def mark_lost(self) -> None:
         """The memory of all tensors has been dropped."""
         self._refresh()
+        self.num_changes += 1
         self._lost = set(self._specs)
 
     def mark_drafter_reloaded(self) -> bool:
@@ -421,12 +427,14 @@ class WeightStore:
         has failed; empty: it has not."""
         self._refresh()
         chunk: dict[str, torch.Tensor] = {}
+        parts: dict[str, str] = {}
         count = 0
 
         def write() -> None:
             nonlocal count
-            save_file(chunk, f"{prefix}-{count}.safetensors")
+            save_file(chunk, f"{prefix}-{count}.safetensors", metadata=parts)
             chunk.clear()
+            parts.clear()
             count += 1
             for tree in self._trees:
                 tree.process_weights_after_loading()  # opened destinations are packed again
@@ -434,7 +442,8 @@ class WeightStore:
         try:
             for name in names:
                 for index, spec in enumerate(self._specs.get(name, [])):
-                    chunk[f"{index} {name}"] = spec.destination().detach().to("cpu", copy=True).contiguous()
+                    chunk[key := f"{index} {name}"] = spec.destination().detach().to("cpu", copy=True).contiguous()
+                    parts[key] = json.dumps(_bounds(spec.part))
                 if sum(tensor.nbytes for tensor in chunk.values()) > _CHUNK_BYTES:
                     write()
             write()
@@ -443,18 +452,23 @@ class WeightStore:
         return ""
 
     def stage_saved(self, prefix: Path, names: Sequence[str]) -> StageReport:
-        """Stage tensors that `save` has written, on a rank that holds the same parts."""
+        """Stage tensors that `save` has written on all ranks, of which this one holds other experts if they have moved
+        since."""
         self._refresh()
         report, wanted = StageReport(), set(names)
-        for path in sorted(prefix.parent.glob(f"{prefix.name}-*.safetensors")):
+        saved: dict[str, list[_Saved]] = {}
+        own = prefix.parent.glob(f"{prefix.name}-*.safetensors")
+        for path in dict.fromkeys([*sorted(own), *sorted(prefix.parent.glob("*-*.safetensors"))]):
             with safe_open(path, framework="pt", device="cpu") as file:
-                keys = list(file.keys())
-            for key in keys:
-                index, _, name = key.partition(" ")
-                if name in wanted:
-                    self._staged.append(partial(_copy, self._specs[name][int(index)], partial(_read, path, key)))
-                    self._whole.add(name)
-                    report.staged[name] = name
+                parts = file.metadata()
+            for key, part in parts.items():
+                name = key.partition(" ")[2]
+                if name in wanted and name in self._specs:
+                    saved.setdefault(name, []).append(_Saved(path, key, json.loads(part)))
+        for name, pieces in saved.items():
+            self._staged += [partial(_copy, spec, partial(_read_saved, spec, pieces)) for spec in self._specs[name]]
+            self._whole.add(name)
+            report.staged[name] = name
         return report
 
     # --- inspection ---------------------------------------------------------------------------------------------------
@@ -478,9 +492,42 @@ def _copy(spec: WeightSpec, read: Callable[[], torch.Tensor]) -> None:
     write_values(spec, read())
 
 
-def _read(path: Path, key: str) -> torch.Tensor:
-    with safe_open(path, framework="pt", device="cpu") as file:
-        return file.get_tensor(key)
+class _Saved(NamedTuple):
+    """What a rank has held of a tensor, in a file."""
+
+    path: Path
+    key: str
+    part: list[Any]
+    """`_bounds` of it."""
+
+    def read(self) -> torch.Tensor:
+        with safe_open(self.path, framework="pt", device="cpu") as file:
+            return file.get_tensor(self.key)
+
+
+def _bounds(part: tuple[Rows, ...]) -> list[Any]:
+    """A part of a tensor for JSON: the runs of rows, and then the bounds of each further dimension."""
+    if not part:
+        return []
+    rows, *columns = part
+    return [
+        [[run.start, run.stop] for run in slices_of(rows)],
+        *([run.start, run.stop] for each in columns for run in slices_of(each)),
+    ]
+
+
+def _read_saved(spec: WeightSpec, pieces: Sequence[_Saved]) -> torch.Tensor:
+    """The values of a spec: those of the same part, or row by row from others with the same columns."""
+    wanted = _bounds(spec.part)
+    for piece in pieces:
+        if piece.part == wanted:
+            return piece.read()
+    rows: dict[int, torch.Tensor] = {}
+    for piece in pieces:
+        if piece.part[1:] == wanted[1:]:
+            numbers = [number for begin, end in piece.part[0] for number in range(begin, end)]
+            rows |= zip(numbers, piece.read(), strict=True)
+    return torch.stack([rows[number] for begin, end in wanted[0] for number in range(begin, end)])
 
 
 def _part_size(spec: WeightSpec) -> int:
