@@ -189,16 +189,19 @@ def test_balanced_experts(way: str, model: str, expected: dict[str, list[int]], 
         assert any(experts != [*range(6), 0, 1, 2] for experts in placements)
 
 
-def break_mover(worker: Worker, rank: int, way: str) -> None:
-    """Make the next move of a rank fail, or end its process in the middle of it."""
+def break_mover(worker: Worker, rank: int, way: str, is_moving: bool) -> None:
+    """Make the mover of a rank fail, or end its process, in the middle of the next move or at the end of a round."""
 
-    def stage(*arguments: Any) -> None:
+    def fail(*arguments: Any) -> None:
         if way == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         raise InjectedError("the mover", rank)
 
     if worker.rank == rank and worker.balancer is not None:
-        worker.balancer._exchange.stage = stage  # type: ignore[method-assign]
+        if is_moving:
+            worker.balancer._exchange.stage = fail  # type: ignore[method-assign]
+        else:
+            worker.balancer._due_after_agreement = fail  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("way", ["raises", "killed"])
@@ -208,27 +211,26 @@ def test_a_mover_that_fails_is_an_error_of_the_engine(way: str, model: str) -> N
     settings = {**ROOM, **PARALLEL, "model": model, "enable_eplb": True, "eplb_config": eplb, "model_runner": "v2"}
     tensors = load_file(Path(model) / "model.safetensors")
     with running(**settings, on_error="restart") as engine:
-        for first in (0, 3):
-            names = [EXPERT.format(index) for index in range(first, first + 3)]
+        for number in range(2):
+            names = [EXPERT.format(index) for index in range(3 * number, 3 * number + 3)]
             engine.reload_weights({name: -2 * tensors[name] for name in names})
+            checksums = engine.weight_checksums()
+            engine.collective_rpc(break_mover, args=(1, way, number == 0))
             changed = tokens_of(engine)
-            for _ in range(2):
+            while engine.stats().num_restarts == number:
                 assert tokens_of(engine) == changed
-        assert balances(engine)[0][1]["num_moved"] > 0
-        checksums = engine.weight_checksums()
-        engine.collective_rpc(break_mover, args=(1, way))
-        while not engine.stats().num_restarts:
-            assert tokens_of(engine) == changed
-        first_rank, second_rank = balances(engine)
-        assert first_rank == second_rank
-        assert engine.weight_checksums() == checksums
-        assert tokens_of(engine) == changed
+            first_rank, second_rank = balances(engine)
+            assert first_rank == second_rank
+            assert engine.weight_checksums() == checksums
+            for _ in range(3):
+                assert tokens_of(engine) == changed
+            assert balances(engine)[0][1]["num_moved"] > 0
 
 
 def test_the_first_cause_reaches_the_user(model: str) -> None:
     settings = {**ROOM, **PARALLEL, "model": model, "enable_eplb": True, "eplb_config": {"step_interval": 8}}
     with running(**settings) as engine:
-        engine.collective_rpc(break_mover, args=(1, "raises"))
+        engine.collective_rpc(break_mover, args=(1, "raises", True))
         with pytest.raises(EngineDeadError, match="has failed: injected at the mover on rank 1"):
             for _ in range(9):
                 tokens_of(engine)

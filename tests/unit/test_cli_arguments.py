@@ -44,6 +44,7 @@ ENGINE_VALUES: dict[str, Any] = {
     "prefill_context_parallel_size": 4, "hf_overrides": '{"rope_theta": 5}',
     "weight_transfer_config": '{"backend": "gloo"}',
     "on_error": "restart", "max_restarts": 3, "cluster_key_file": "a/key",
+    "eplb_config": '{"num_redundant_experts": 2}',
 }  # fmt: skip
 
 
@@ -55,10 +56,14 @@ def test_every_engine_setting_has_a_flag(field: dataclasses.Field[Any]) -> None:
         argv = [flag if value else flag.replace("--", "--no-", 1)]
     else:
         argv = [flag, str(value)]
-    others = {"max_num_batched_tokens": {"max_num_seqs": 5}, "max_restarts": {"on_error": "restart"}}.get(
-        field.name, {}
-    )
-    assert arguments.engine_config(parse(argv), **others) == EngineConfig(**{field.name: value}, **others)
+    parallel = {"enable_eplb": True, "enable_expert_parallel": True, "tensor_parallel_size": 2}
+    others: dict[str, dict[str, Any]] = {
+        "max_num_batched_tokens": {"max_num_seqs": 5},
+        "max_restarts": {"on_error": "restart"},
+        "eplb_config": parallel,
+    }
+    beside = others.get(field.name, {})
+    assert arguments.engine_config(parse(argv), **beside) == EngineConfig(**{field.name: value}, **beside)
 
 
 def test_what_is_not_given_is_left_to_the_config_and_the_command() -> None:
@@ -201,7 +206,7 @@ OVERRIDE = ["--override-generation-config"]
         (["run-batch", "M"], "there is no command 'run-batch'; fleetfoot generate takes a file of prompts"),
         (["plan", "--pp=2"], "unknown argument '--pp'; it is --pipeline-parallel-size"),
         (["plan", "-dp", "2"], "the engine does not support data_parallel_size=2; start one engine for each replica"),
-        (["plan", "--enable_expert_parallel"], "does not support enable_expert_parallel=True; models are dense"),
+        (["plan", "--enable_dbo"], "does not support enable_dbo=True; leave it out"),
         (["plan", "--speculative-model", "x"], "does not support speculative_model='x'; set speculative_config="),
         (["bench", "latency", "--output", "/"], "--output /: it is a folder"),
         (["bench", "throughput", "--output", ""], "it is a folder"),

@@ -393,17 +393,21 @@ def _local_kernel(
 ):  # fmt: skip
     """A rank's part of the routing of a tile of tokens."""
     launch_dependents(shape.overlap)
+    padded: tl.constexpr = shape.padded
+    padded_experts: tl.constexpr = shape.padded_experts
+    padded_chosen: tl.constexpr = shape.padded_chosen
+    num_chosen: tl.constexpr = shape.num_chosen
     row = tl.program_id(0) * rows + tl.arange(0, rows)
-    slot = tl.arange(0, shape.padded)
-    expert = tl.arange(0, shape.padded_experts)
-    chosen = tl.zeros((rows, shape.padded), tl.int32)
-    weights = tl.zeros((rows, shape.padded), tl.float32)
-    load = tl.zeros((rows, shape.padded_experts), tl.int32)
+    slot = tl.arange(0, padded)
+    expert = tl.arange(0, padded_experts)
+    chosen = tl.zeros((rows, padded), tl.int32)
+    weights = tl.zeros((rows, padded), tl.float32)
+    load = tl.zeros((rows, padded_experts), tl.int32)
     is_row = row < num_rows
     wait_for_inputs(shape.overlap)
-    for j in tl.static_range(shape.num_chosen):
-        given = tl.load(experts_ptr + row * shape.num_chosen + j, mask=is_row, other=0)
-        weight = tl.load(weights_ptr + row * shape.num_chosen + j, mask=is_row, other=0.0)
+    for j in tl.static_range(num_chosen):
+        given = tl.load(experts_ptr + row * num_chosen + j, mask=is_row, other=0)
+        weight = tl.load(weights_ptr + row * num_chosen + j, mask=is_row, other=0.0)
         replica = (row + given) % tl.load(replicas_ptr + given)
         found = tl.load(slots_ptr + given * shape.most_replicas + replica)
         is_here = (found[:, None] == slot[None, :]) & is_row[:, None]
@@ -415,11 +419,11 @@ def _local_kernel(
         is_counted = row < tl.minimum(tl.load(num_counted_ptr), num_rows)
         total = tl.sum(tl.where(is_counted[:, None], load, 0), 0)
         tl.atomic_add(load_ptr + expert, total, mask=total > 0, sem="relaxed")
-    index = tl.arange(0, shape.padded_chosen)[None, :]
-    is_absent = (index >= tl.sum(chosen, 1)[:, None]) & (index < shape.num_chosen) & is_row[:, None]
-    place = row[:, None] * shape.num_chosen + index
-    tl.store(out_experts_ptr + place, tl.full((rows, shape.padded_chosen), -1, tl.int32), mask=is_absent)
-    tl.store(out_weights_ptr + place, tl.zeros((rows, shape.padded_chosen), tl.float32), mask=is_absent)
+    index = tl.arange(0, padded_chosen)[None, :]
+    is_absent = (index >= tl.sum(chosen, 1)[:, None]) & (index < num_chosen) & is_row[:, None]
+    place = row[:, None] * num_chosen + index
+    tl.store(out_experts_ptr + place, tl.full((rows, padded_chosen), -1, tl.int32), mask=is_absent)
+    tl.store(out_weights_ptr + place, tl.zeros((rows, padded_chosen), tl.float32), mask=is_absent)
     _record(
         chosen > 0, weights, row, out_experts_ptr, out_weights_ptr, slot_experts_ptr, slot_weights_ptr, counts_ptr,
         shape,
