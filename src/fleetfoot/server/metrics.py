@@ -50,12 +50,8 @@ def render_metrics(values: Any, model: str) -> bytes:
     """``values``: of `fleetfoot.engine.output_router.OutputRouter.metrics`; several as a list, with their engines. It
     takes a tenth of the time of prometheus_client, and no other request is answered meanwhile."""
     engines: list[Mapping[str, Any]] = values if isinstance(values, list) else [values]
-    labels = [
-        ",".join(
-            f'{name}="{_escaped(text)}"' for name, text in (("model_name", model), ("engine", each.get("engine", "0")))
-        )
-        for each in engines
-    ]
+    last = f'model_name="{_escaped(model)}"'
+    labels = [(f'engine="{_escaped(each.get("engine", "0"))}"', last) for each in engines]
     text = "".join(f"{line}\n" for line in _lines([*zip(labels, engines, strict=True)]))
     return "".join(text.replace(_PREFIX, prefix) for prefix in PREFIXES).encode()
 
@@ -64,8 +60,8 @@ _PREFIX = "\0"
 """In place of a prefix: every name is there with each of them."""
 
 
-def _lines(engines: Iterable[tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
-    """Of all metrics. ``engines``: labels and values of each."""
+def _lines(engines: Iterable[tuple[tuple[str, str], Mapping[str, Any]]]) -> Iterator[str]:
+    """Of all metrics. ``engines``: the labels and values of each."""
     for section, kind, texts, suffix in (
         ("gauges", "gauge", _GAUGES, ""),
         ("counters", "counter", _COUNTERS, "_total"),
@@ -73,23 +69,28 @@ def _lines(engines: Iterable[tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
         for name, text in texts.items():
             found = [(labels, values[section][name]) for labels, values in engines if name in values.get(section, ())]
             yield from _header(f"{name}{suffix}", kind, text) if found else ()
-            yield from (f"{_PREFIX}:{name}{suffix}{{{labels}}} {float(value)}" for labels, value in found)
+            yield from (_sample(f"{name}{suffix}", labels, value) for labels, value in found)
     yield from _header("request_success_total", "counter", "Requests that have ended.")
     for labels, values in engines:
         for reason, count in sorted(values.get("finished", {}).items()):
-            yield f'{_PREFIX}:request_success_total{{{labels},finished_reason="{_escaped(reason)}"}} {float(count)}'
+            yield _sample("request_success_total", labels, count, f'finished_reason="{_escaped(reason)}",')
     for name, text in _HISTOGRAMS.items():
         yield from _header(name, "histogram", text)
         for labels, values in engines:
             if one := values.get("histograms", {}).get(name):
                 for limit, count in one["buckets"]:
-                    yield f'{_PREFIX}:{name}_bucket{{{labels},le="{limit}"}} {float(count)}'
-                yield f"{_PREFIX}:{name}_count{{{labels}}} {float(one['buckets'][-1][1])}"
-                yield f"{_PREFIX}:{name}_sum{{{labels}}} {float(one['sum'])}"
+                    yield _sample(f"{name}_bucket", labels, count, f'le="{limit}",')
+                yield _sample(f"{name}_count", labels, one["buckets"][-1][1])
+                yield _sample(f"{name}_sum", labels, one["sum"])
 
 
 def _header(name: str, kind: str, text: str) -> tuple[str, str]:
     return f"# HELP {_PREFIX}:{name} {text}", f"# TYPE {_PREFIX}:{name} {kind}"
+
+
+def _sample(name: str, labels: tuple[str, str], value: float, between: str = "") -> str:
+    """A line. ``between``: another label, with its comma: labels are in the order of their names."""
+    return f"{_PREFIX}:{name}{{{labels[0]},{between}{labels[1]}}} {float(value)}"
 
 
 def _escaped(text: object) -> str:
