@@ -281,7 +281,7 @@ def test_an_event_loop_that_ends_takes_its_requests_along(running: AsyncLLM) -> 
         ([5, 99999], params(3), "bad", ValueError, r"prompt_token_ids\[1\] is 99999"),
         ([], params(3), "bad", ValueError, "no tokens"),
         (PROMPT, {"max_tokens": 3}, "bad", TypeError, "must be a SamplingParams"),
-        (PROMPT, params(3), "good", ValueError, "request id 'good' is in use"),
+        (PROMPT, params(3), "good", ValueError, "request_id is 'good', which"),
         (PROMPT, params(3), 7, ValueError, "request_id is 7"),
         (PROMPT, params(3), ["a"], ValueError, r"request_id is \['a'\]"),
         (PROMPT, params(3, stop=["a"]), "bad", ValueError, "needs a tokenizer"),

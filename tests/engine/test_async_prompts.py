@@ -158,7 +158,7 @@ async def test_an_id_in_use_is_the_first_thing_that_is_wrong(setting: Setting) -
     setting.tokenizer.may_end.set()
     with pytest.raises(ValueError, match="no UTF-8 form"):
         await first
-    with pytest.raises(ValueError, match="request id 'other' is in use"):
+    with pytest.raises(ValueError, match="request_id is 'other', which"):
         await third
     assert len(tokens_of(await second)) == 100
 

@@ -316,7 +316,7 @@ class EngineClient:
         """
         self._check_alive()
         if request_id in self._streams:
-            raise ValueError(f"request id {request_id!r} is in use by a request that has not ended")
+            raise FieldError("request_id", f"is {request_id!r}, which a request has that has not ended", request_id)
         if priority and not self.facts.has_priority:
             raise FieldError(
                 "priority", f"is {priority!r}, but scheduling_policy is 'fcfs'; it can be 'priority'", priority
