@@ -61,7 +61,7 @@ _PREFIX = "\0"
 
 
 def _lines(engines: Iterable[tuple[tuple[str, str], Mapping[str, Any]]]) -> Iterator[str]:
-    """Of all metrics. ``engines``: the labels and values of each."""
+    """The families of all metrics. ``engines``: the labels and values of each."""
     for section, kind, texts, suffix in (
         ("gauges", "gauge", _GAUGES, ""),
         ("counters", "counter", _COUNTERS, "_total"),
