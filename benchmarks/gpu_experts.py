@@ -1,7 +1,7 @@
 """Mixtures of experts on a GPU: results against float32, and times beside those of reading the chosen experts.
 
 python benchmarks/gpu_experts.py check
-python benchmarks/gpu_experts.py time [--shape qwen3] [--variants]
+python benchmarks/gpu_experts.py time [--shape qwen3] [--form fp8-blocks] [--variants]
 python benchmarks/gpu_experts.py engine --layers 8
 python benchmarks/gpu_experts.py routing --layers 8
 """
@@ -25,6 +25,8 @@ from fleetfoot.kernels.experts import experts_triton
 from fleetfoot.kernels.experts.experts import ExpertSizes, TorchExperts, route_torch
 from fleetfoot.kernels.experts.experts_triton import FewTiling, GroupTiling, TritonExperts
 from fleetfoot.kernels.experts.routing_triton import Slots, group, route_triton
+from fleetfoot.kernels.quantized.packed import PackedMatrix
+from fleetfoot.kernels.quantized.scaled import ScaledMatrix
 
 CUDA = torch.device("cuda")
 CLAMPED: dict[str, Any] = {
@@ -63,6 +65,85 @@ def filled(experts: TorchExperts) -> Any:
         if bias is not None:
             bias.normal_(0.0, 0.1)
     return experts
+
+
+def scaled(rows: int, columns: int, block: tuple[int, int], dtype: torch.dtype = torch.float8_e4m3fn) -> ScaledMatrix:
+    values = (torch.randn(rows, columns, device=CUDA) * 32).clamp(-127, 127).to(dtype)
+    scales = (torch.rand(rows // block[0], -(-columns // block[1]), device=CUDA) + 0.5) * (0.03 / 32)
+    return ScaledMatrix(values, scales, *block, "group")
+
+
+def packed(rows: int, columns: int, group: int, *, zeros: bool = False, is_e2m1: bool = False) -> PackedMatrix:
+    words = torch.randint(-(2**31), 2**31 - 1, (rows, -(-columns // 128) * 16), device=CUDA, dtype=torch.int32)
+    scales = ((torch.rand(rows, -(-columns // group), device=CUDA) + 0.5) * 0.008).bfloat16()
+    if is_e2m1:
+        shape = rows, -(-columns // 128) * 128 // group
+        scales = torch.randint(118, 122, shape, device=CUDA, dtype=torch.uint8)
+    points = torch.randint(6, 10, scales.shape, device=CUDA, dtype=torch.uint8) if zeros else None
+    return PackedMatrix(words, scales, points, group, columns, is_e2m1)
+
+
+FORMS: dict[str, Callable[[int, int], Any]] = {
+    "fp8-blocks": lambda rows, columns: scaled(rows, columns, (16, 128)),
+    "fp8": lambda rows, columns: scaled(rows, columns, (1, columns)),
+    "int8": lambda rows, columns: scaled(rows, columns, (1, columns), torch.int8),
+    "awq": lambda rows, columns: packed(rows, columns, 128, zeros=True),
+    "int4": lambda rows, columns: packed(rows, columns, 32),
+    "mxfp4": lambda rows, columns: packed(rows, columns, 32, is_e2m1=True),
+}
+
+
+def random_layer(sizes: ExpertSizes, form: str) -> Any:
+    """``form``: of `FORMS`, or ``plain``."""
+    if form == "plain":
+        return filled(TritonExperts(sizes, torch.bfloat16, CUDA))
+    shapes = {"gate_up": (2 * sizes.size, sizes.hidden_size), "down": (sizes.hidden_size, sizes.size)}
+    stacks = {name: FORMS[form](sizes.num_experts * rows, columns) for name, (rows, columns) in shapes.items()}
+    experts = TritonExperts(sizes, torch.bfloat16, CUDA, stacks)
+    for bias in experts.biases.values():
+        if bias is not None:
+            bias.normal_(0.0, 0.1)
+    return experts
+
+
+def layer_bytes(experts: TritonExperts) -> int:
+    """Of all weights and scales."""
+    if experts.stacks is None:
+        return sum(each.nbytes for each in experts.matrices.values())
+    found = 0
+    for stack in experts.stacks.values():
+        tensors = (
+            (stack.values, stack.scales)
+            if isinstance(stack, ScaledMatrix)
+            else (stack.words, stack.scales, *([] if stack.zeros is None else [stack.zeros]))
+        )
+        found += sum(each.nbytes for each in tensors)
+    return found
+
+
+def check_forms() -> None:
+    """Kernels of quantized experts against their dequantized weights in float32."""
+    for form in FORMS:
+        worst = 0.0
+        for sizes, num_chosen, router in CHECKS[:4]:
+            experts = random_layer(sizes, form)
+            wide = TorchExperts(sizes, torch.bfloat16, CUDA, experts.stacks)
+            wide.biases = experts.biases
+            linear, correction = router_of(sizes, router, torch.bfloat16)
+            x = torch.randn(max(ROWS[:-1]), sizes.hidden_size, device=CUDA).bfloat16()
+            for rows in ROWS[:-1]:
+                routing = route_triton(x[:rows], linear, correction, router, num_chosen)
+                try:
+                    output = experts(x[:rows], routing).float()
+                except Exception as error:
+                    print("FAILED", form, sizes, rows, type(error).__name__, str(error)[:300], flush=True)
+                    continue
+                reference = wide(x[:rows], routing).float()
+                error = float((output - reference).norm() / reference.norm())
+                if not error < 1e-2:
+                    print("WRONG", form, sizes, rows, error, flush=True)
+                worst = max(worst, error)
+        print(f"CORRECT {form}: largest relative error {worst:.1e}", flush=True)
 
 
 def router_of(sizes: ExpertSizes, router: RouterSpec, dtype: torch.dtype) -> tuple[Linear, torch.Tensor | None]:
@@ -124,7 +205,15 @@ def milliseconds(work: Callable[[], object], times: int = 5) -> float:
     return begin.elapsed_time(end) / times
 
 
-FEW_VARIANTS = [FewTiling(16, 64, 4, stages) for stages in (5, 6, 7, 8, 12)]
+FEW_VARIANTS = {
+    "plain": [FewTiling(16, 64, 4, stages) for stages in (5, 6, 7, 8, 12)],
+    "scaled": [
+        FewTiling(16, inputs, slices, stages)
+        for inputs, slices in ((64, 4), (128, 2), (128, 4), (64, 8))
+        for stages in (5, 10, 18)
+    ],
+    "packed": [FewTiling(16, 128, slices, stages) for slices in (1, 2, 4, 8) for stages in (4, 8, 14)],
+}
 GROUP_VARIANTS = {
     16: [(16, 64, 64, 128, 4, 4), (16, 32, 64, 128, 4, 5)],
     32: [(32, 64, 128, 128, 4, 3)],
@@ -139,15 +228,15 @@ def group_tiling(tiling: GroupTiling) -> Iterator[None]:
         yield
 
 
-def measure(name: str, rows_list: list[int], *, variants: bool) -> None:
+def measure(name: str, form: str, rows_list: list[int], *, variants: bool) -> None:
     """Times of a layer, cold: each call is of another layer."""
     sizes, num_chosen = SHAPES[name]
     properties = torch.cuda.get_device_properties(0)
     rate = 4.3e12 if "H200" in properties.name else 3.05e12
     router = RouterSpec(has_bias=sizes.has_bias)
-    layers = [filled(TritonExperts(sizes, torch.bfloat16, CUDA)) for _ in range(4)]
+    layers = [random_layer(sizes, form) for _ in range(4)]
     routers = [router_of(sizes, router, torch.bfloat16)[0] for _ in layers]
-    per_expert = 3 * sizes.size * sizes.hidden_size * 2
+    per_expert = layer_bytes(layers[0]) / sizes.num_experts
     for rows in rows_list:
         inputs = [torch.randn(rows, sizes.hidden_size, device=CUDA).bfloat16() for _ in range(8)]
         calls = [(layers[i % 4], routers[i % 4], x) for i, x in enumerate(inputs)]
@@ -178,20 +267,24 @@ def measure(name: str, rows_list: list[int], *, variants: bool) -> None:
             us["group"] = milliseconds(grouping) * 1e3 / 8
         text = " ".join(f"{part} {value:.1f}" for part, value in us.items())
         tera = flops / us["whole"] / 1e6
-        print(f"{name} rows {rows}: us {text}; floor {floor:.1f} ({floor / us['whole']:.2f}), {tera:.0f} TFLOPS, "
-              f"{distinct:.1f} experts", flush=True)  # fmt: skip
+        print(f"{name} {form} rows {rows}: us {text}; floor {floor:.1f} ({floor / us['whole']:.2f}), "
+              f"{tera:.0f} TFLOPS, {distinct:.1f} experts", flush=True)  # fmt: skip
         if not variants:
             continue
         if rows <= 16:
             for is_down in (False, True):
-                for tiling in FEW_VARIANTS:
+                for tiling in FEW_VARIANTS[layers[0]._form("down")]:
                     choose = experts_triton.choose_few_tiling
 
                     def other(*a: Any, is_down: bool, t: Any = tiling, c: Any = choose, d: bool = is_down) -> Any:
                         return t if is_down == d else c(*a, is_down=is_down)
 
                     with patch.object(experts_triton, "choose_few_tiling", other):
-                        print(f"  {'down' if is_down else 'gate_up'} {tiling}: {milliseconds(products) * 125:.1f}")
+                        try:
+                            us_found = milliseconds(products) * 125
+                            print(f"  {'down' if is_down else 'gate_up'} {tiling}: {us_found:.1f}", flush=True)
+                        except Exception as error:
+                            print(f"  {tiling}: {type(error).__name__}")
         else:
             mean = rows * num_chosen / distinct
             for tile_rows, found in GROUP_VARIANTS.items():
@@ -202,14 +295,14 @@ def measure(name: str, rows_list: list[int], *, variants: bool) -> None:
                                 print(f"  {values}: {milliseconds(products) * 125:.1f}", flush=True)
                             except Exception as error:
                                 print(f"  {values}: {type(error).__name__}")
-    profile(name, rows_list)
+    profile(name, form, rows_list)
 
 
-def profile(name: str, rows_list: list[int]) -> None:
+def profile(name: str, form: str, rows_list: list[int]) -> None:
     """Times of single kernels."""
     sizes, num_chosen = SHAPES[name]
     router = RouterSpec(has_bias=sizes.has_bias)
-    layers = [filled(TritonExperts(sizes, torch.bfloat16, CUDA)) for _ in range(4)]
+    layers = [random_layer(sizes, form) for _ in range(4)]
     linear = router_of(sizes, router, torch.bfloat16)[0]
     for rows in rows_list:
         inputs = [torch.randn(rows, sizes.hidden_size, device=CUDA).bfloat16() for _ in range(8)]
@@ -293,7 +386,8 @@ def routing(num_layers: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("check", "time", "engine", "routing"))
+    parser.add_argument("what", choices=("check", "forms", "time", "engine", "routing"))
+    parser.add_argument("--form", choices=("plain", *FORMS), default="plain")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3")
     parser.add_argument("--rows", default="1,8,64,256,2048,8192")
     parser.add_argument("--variants", action="store_true")
@@ -302,10 +396,12 @@ def main() -> None:
     torch.manual_seed(0)
     if arguments.what == "check":
         check()
+    elif arguments.what == "forms":
+        check_forms()
     elif arguments.what in ("engine", "routing"):
         {"engine": engine, "routing": routing}[arguments.what](arguments.layers)
     else:
-        measure(arguments.shape, list(map(int, arguments.rows.split(","))), variants=arguments.variants)
+        measure(arguments.shape, arguments.form, list(map(int, arguments.rows.split(","))), variants=arguments.variants)
 
 
 if __name__ == "__main__":

@@ -223,6 +223,20 @@ def test_files_of_awq_and_gptq(kind: str, split: str, group: int) -> None:
     assert torch.equal(matrix.dequantized(), weight._matrix.dequantized())
 
 
+@pytest.mark.parametrize("is_ordered", [False, True])
+@pytest.mark.parametrize("wrong", [-1, 3, 1])
+def test_groups_that_are_not_there_or_in_another_order(is_ordered: bool, wrong: int) -> None:
+    form = WeightFormat("int4", "gptq", (1, 32), has_zeros=True, is_ordered=is_ordered)
+    shape = LinearShape(96, PARTS[:1], (slice(0, 32),), slice(0, 96))
+    weight = Packed(form).make_weight(shape, reference_kernels(), torch.float32, torch.device("cpu"))
+    files = four_bits("gptq", 32, 96, 32, None)
+    files["g_idx"][5] = wrong
+    with pytest.raises(WeightError, match=r"q\.g_idx"):
+        for spec in weight.weight_specs(""):
+            spec.destination().copy_(files[spec.name.partition(".")[2]])
+            spec.filled()
+
+
 def test_ranks_cannot_share_inputs_in_another_order() -> None:
     form = WeightFormat("int4", "gptq", (1, 32), has_zeros=True, is_ordered=True)
     shape = LinearShape(96, PARTS, (slice(0, 32), slice(0, 16)), slice(0, 48))
@@ -284,6 +298,42 @@ def test_floats_for_a_quantized_matrix_are_quantized(name: str, tmp_path: Path) 
     tensors[scale] = scales.reshape(tensors[scale].shape)
     save_file(tensors, tmp_path / "changed" / "model.safetensors")
     assert checksums_of(tmp_path / "changed") == after
+
+
+@pytest.mark.parametrize("name", ["fp8-channel-token", "fp8-block-group", "fp8-tensor-static", "int8-channel-token"])
+def test_a_patch_of_floats_quantizes_whole_blocks(name: str, tmp_path: Path) -> None:
+    """Others stay; and it is what a new start with the changed checkpoint has."""
+    engine = make_engine(QUANTIZED / name, skip_tokenizer_init=True, dtype="float32")
+    shutil.copytree(QUANTIZED / name, tmp_path / "changed")
+    tensors = load_file(tmp_path / "changed" / "model.safetensors")
+    scale, is_fp8 = UP.replace("weight", "weight_scale"), name.startswith("fp8")
+    rows, columns = {"block": (32, 32), "channel": (1, 64), "tensor": (160, 64)}[name.split("-")[1]]
+    indices, new = torch.tensor([3, 40, 64 * 70 + 1]), torch.tensor([9.0, -0.5, 0.25], dtype=torch.bfloat16)
+    engine.apply_sparse_weight_patches([{"name": UP, "indices": indices, "values": new}])
+
+    grid = tensors[scale].float().reshape(160 // rows, 64 // columns)
+    expanded = grid.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    plain = tensors[UP].float() * expanded
+    plain.view(-1)[indices] = new.float()
+    touched = {(int(index) // 64 // rows, int(index) % 64 // columns) for index in indices}
+    for row, column in touched:
+        block = slice(row * rows, (row + 1) * rows), slice(column * columns, (column + 1) * columns)
+        grid[row, column] = plain[block].abs().max() / (448 if is_fp8 else 127.5)
+        values = plain[block] / grid[row, column]
+        stored = values.to(torch.float8_e4m3fn) if is_fp8 else values.round().clamp(-128, 127).to(torch.int8)
+        tensors[UP].view(torch.uint8)[block] = stored.view(torch.uint8)
+    tensors[scale] = grid.reshape(tensors[scale].shape)
+    save_file(tensors, tmp_path / "changed" / "model.safetensors")
+    assert checksums_of(tmp_path / "changed") == engine.weight_checksums()
+
+
+def test_ranks_that_share_blocks_refuse_a_patch_of_floats() -> None:
+    weight = make(WeightFormat("fp8", "plain", (32, 32)), *SPLITS["within blocks"])
+    for spec in weight.weight_specs(""):
+        if spec.patch_problem is not None:
+            indices = torch.tensor([1])
+            assert "give it whole" in spec.patch_problem(indices, torch.tensor([1.0]))
+            assert not spec.patch_problem(indices, torch.tensor([1.0]).to(torch.float8_e4m3fn))
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])

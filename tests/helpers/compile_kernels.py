@@ -228,7 +228,8 @@ def quantized() -> None:
             scaled_linear_triton(x[num_rows], matrix)
     words = empty(4096, 512, dtype=torch.int32)
     for zeros, is_e2m1 in ((empty(4096, 32, dtype=torch.uint8), False), (None, True)):
-        packed = PackedMatrix(words, empty(4096, 32), zeros, 128, 4096, is_e2m1)
+        scales = empty(4096, 128, dtype=torch.uint8) if is_e2m1 else empty(4096, 32)
+        packed = PackedMatrix(words, scales, zeros, 32 if is_e2m1 else 128, 4096, is_e2m1)
         for num_rows in (1, 64):
             packed_linear_triton(x[num_rows], packed)
         launch_packed(x[1], packed, packed_tiling(1, 4096, 4096, H100.num_sms, hopper=False))

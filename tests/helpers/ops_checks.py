@@ -314,6 +314,9 @@ def packed_matrix(
     codes = torch.randint(0, 16, (num_outputs, num_inputs), dtype=torch.uint8, generator=generator)
     shape = num_outputs, -(-num_inputs // (group or num_inputs))
     scales = ((torch.rand(shape, generator=generator) + 0.5) * 0.01).to(dtype)
+    if kind == "mxfp4":
+        shape = num_outputs, -(-num_inputs // 128) * 128 // group
+        scales = torch.randint(118, 122, shape, dtype=torch.uint8, generator=generator)
     zeros = torch.randint(0, 16, shape, dtype=torch.uint8, generator=generator) if kind == "zeros" else None
     bias = torch.randn(num_outputs, generator=generator).to(dtype) if kind == "bias" else None
     words, order = pack_words(codes), torch.randperm(num_inputs) if kind == "order" else None

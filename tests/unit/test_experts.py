@@ -24,6 +24,8 @@ from fleetfoot.kernels.experts.experts import (
 from fleetfoot.kernels.experts.experts_triton import TritonExperts, choose_group_tiling
 from fleetfoot.kernels.experts.routing_triton import FEW_ROWS, group, local_routing_triton, route_triton
 from fleetfoot.kernels.native_ops import NativeExperts, experts_native
+from fleetfoot.kernels.quantized.packed import PackedMatrix, pack_words
+from fleetfoot.kernels.quantized.scaled import ScaledMatrix
 from fleetfoot.native.loading import load_library, native_problem
 
 CPU = torch.device("cpu")
@@ -209,6 +211,55 @@ def test_ranks_with_some_of_the_experts_add_up(case: str, rows: int, is_triton: 
     torch.testing.assert_close(total, layer.experts(x, whole), rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
+def scaled(rows: int, columns: int, dtype: torch.dtype, block: tuple[int, int]) -> ScaledMatrix:
+    values = (torch.randn(rows, columns) * 40).clamp(-127, 127).to(dtype)
+    scales = (torch.rand(rows // block[0], -(-columns // block[1])) + 0.5) * 3e-3
+    return ScaledMatrix(values, scales, *block, "group")
+
+
+def packed(rows: int, columns: int, group: int, zeros: bool, is_e2m1: bool = False) -> PackedMatrix:
+    words = pack_words(torch.randint(0, 16, (rows, columns), dtype=torch.uint8))
+    scales = ((torch.rand(rows, -(-columns // group)) + 0.5) * 0.03).to(torch.bfloat16)
+    if is_e2m1:
+        scales = torch.randint(121, 125, (rows, -(-columns // 128) * 128 // group), dtype=torch.uint8)
+    points = torch.randint(0, 16, scales.shape, dtype=torch.uint8) if zeros else None
+    return PackedMatrix(words, scales, points, group, columns, is_e2m1)
+
+
+FORMS: dict[str, Callable[[int, int], Any]] = {
+    "fp8 in blocks": lambda rows, columns: scaled(rows, columns, torch.float8_e4m3fn, (16, 32)),
+    "fp8 by output": lambda rows, columns: scaled(rows, columns, torch.float8_e4m3fn, (1, columns)),
+    "int8 by output": lambda rows, columns: scaled(rows, columns, torch.int8, (1, columns)),
+    "int4 with zeros": lambda rows, columns: packed(rows, columns, 64, True),
+    "int4 by output": lambda rows, columns: packed(rows, columns, columns, False),
+    "mxfp4": lambda rows, columns: packed(rows, columns, 32, False, True),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("case", "rows"), [("softmax of all", 1), ("groups", 7), ("softmax of all", 40)])
+def test_quantized_kernels_equal_the_reference(form: str, case: str, rows: int) -> None:
+    """And the reference the plain experts with the dequantized weights."""
+    layer = Layer(case, torch.bfloat16)
+    sizes = layer.sizes
+    shapes = {"gate_up": (2 * sizes.size, sizes.hidden_size), "down": (sizes.hidden_size, sizes.size)}
+    stacks = {name: FORMS[form](sizes.num_experts * shape[0], shape[1]) for name, shape in shapes.items()}
+    quantized = [kind(sizes, torch.bfloat16, CPU, stacks) for kind in (TorchExperts, TritonExperts)]
+    plain = TorchExperts(sizes, torch.float32, CPU)
+    for name, stack in stacks.items():
+        plain.matrices[name].copy_(stack.dequantized().view(plain.matrices[name].shape))
+    for experts in (plain, *quantized):
+        experts.biases = layer.experts.biases
+    x = layer.inputs(rows)
+    routing = layer.route(x, route_triton)
+    expected = plain(x.float(), routing)
+    reference, kernels = (experts(x, routing) for experts in quantized)
+    assert (expected.isnan() == kernels.isnan()).all() and kernels.nan_to_num().abs().max() > 0.1
+    torch.testing.assert_close(reference, expected.to(torch.bfloat16), rtol=0.01, atol=0.01, equal_nan=True)
+    torch.testing.assert_close(kernels, expected.to(torch.bfloat16), rtol=0.03, atol=0.03, equal_nan=True)
+
+
 @interpreted
 @pytest.mark.parametrize(("rows", "tile"), [(17, 16), (70, 16), (70, 64)])
 def test_groups(rows: int, tile: int) -> None:
@@ -229,11 +280,10 @@ def test_groups(rows: int, tile: int) -> None:
 
 def test_tiles_grow_with_the_rows_of_an_expert() -> None:
     sizes = ExpertSizes(128, 2048, 768)
-    tiles = [choose_group_tiling(8 * rows, sizes, 2, 227 * 1024).rows for rows in (17, 64, 256, 1024, 8192)]
+    tiles = [choose_group_tiling(8 * rows, sizes, "plain", 2, 227 * 1024).rows for rows in (17, 64, 256, 1024, 8192)]
     assert tiles == sorted(tiles) and (tiles[0], tiles[-1]) == (16, 128)
-    assert all(
-        choose_group_tiling(64, ExpertSizes(8, 64, 64), 4, shared).num_stages >= 2 for shared in (48 << 10, 99 << 10)
-    )
+    small = ExpertSizes(8, 64, 64)
+    assert all(choose_group_tiling(64, small, "plain", 4, shared).num_stages >= 2 for shared in (48 << 10, 99 << 10))
 
 
 @interpreted

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
@@ -367,9 +368,9 @@ def _experts(plan: EnginePlan) -> dict[str, Any] | None:
 
 
 def _weights(plan: EnginePlan) -> Iterator[dict[str, Any]]:
-    """The formats of linear layers, with their sizes on one rank of a tensor group."""
+    """The formats of linear layers and experts, with their sizes on one rank of a tensor group."""
     model, methods, ranks = plan.model, plan.linear_methods, plan.config.tensor_parallel_size
-    found: dict[str, list[int]] = {}
+    found: dict[str, Counter[str]] = {}
     head = Linear(("lm_head",), vocab_rows(model.vocab_size, ranks), model.hidden_size, False)
     linears = [
         (linear, [f"model.layers.{index}.{part}" for part in linear.parts])
@@ -378,10 +379,16 @@ def _weights(plan: EnginePlan) -> Iterator[dict[str, Any]]:
     ]
     for linear, names in [*linears, *[(head, ["lm_head"])] * (not model.tie_word_embeddings)]:
         method = methods.of(names)
-        form = plan.dtype if method == UNQUANTIZED.default else method.name
-        found.setdefault(form, []).append(method.num_bytes(linear.num_outputs, linear.num_inputs, plan.dtype))
-    for form, sizes in found.items():
-        yield {"format": form, "num_matrices": len(sizes), "bytes": sum(sizes)}
+        num_bytes = method.num_bytes(linear.num_outputs, linear.num_inputs, plan.dtype)
+        found.setdefault(method.name, Counter()).update(num_matrices=1, bytes=num_bytes)
+    for index, layer in enumerate(model.layers):
+        if (spec := layer.experts) is not None:
+            of_experts, split = methods.of_experts(f"model.layers.{index}.mlp.experts"), plan.config.expert_split
+            held = spec if split is None else dataclasses.replace(spec, num_experts=split.most_slots(spec.num_experts))
+            num_bytes = of_experts.num_bytes(held, model.hidden_size, plan.dtype, ranks if split is None else 1)
+            found.setdefault(of_experts.name, Counter()).update(num_matrices=3 * held.num_experts, bytes=num_bytes)
+    for name, counts in found.items():
+        yield {"format": plan.dtype if name == UNQUANTIZED.default.name else name, **counts}
 
 
 def _layers(plan: EnginePlan) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """How a checkpoint stores quantized weights: ``quantization_config`` of its ``config.json``, by names of layers.
 
-Read are compressed-tensors, FP8 as of Qwen3-FP8 and DeepSeek, ModelOpt's FP8, AWQ, GPTQ and GGUF's types. A format or a
-field that is not supported is refused by its name. No torch.
+Read are compressed-tensors, FP8 as of Qwen3-FP8 and DeepSeek, ModelOpt's FP8, AWQ, GPTQ, MXFP4 of GPT-OSS and GGUF's
+types. A format or a field that is not supported is refused by its name. No torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class WeightFormat:
     tensors: str = "plain"
     """Names and layouts of the tensors: ``plain`` (``weight``, ``weight_scale``), ``scale_inv`` (``weight``,
     ``weight_scale_inv``), ``pack-quantized`` and ``mxfp4-pack-quantized`` of compressed-tensors, ``awq``, ``gptq`` or
-    ``gptq_v2``; ``float``: weights that are not quantized, which loading quantizes."""
+    ``gptq_v2``; ``mxfp4``: the stacks of GPT-OSS; ``float``: weights are not quantized, and are while loading."""
     block: tuple[int, int] = (1, 0)
     """Outputs and inputs that share a scale; 0: all."""
     activations: str = ""
@@ -365,6 +365,16 @@ def _read_gguf(fields: Fields) -> QuantizedWeights:
     return QuantizedWeights("gguf", rules)
 
 
+# --- MXFP4 of GPT-OSS -------------------------------------------------------------------------------------------------
+
+
+def _read_mxfp4(fields: Fields) -> QuantizedWeights:
+    """Experts alone are quantized."""
+    skipped = tuple((f"{name}*", None) for name in _names(fields, "modules_to_not_convert"))
+    fields.read.add("dequantize")
+    return QuantizedWeights("mxfp4", (*skipped, ("*.mlp.experts*", WeightFormat("mxfp4", "mxfp4", (1, 32)))))
+
+
 _READERS: Mapping[str, Callable[[Fields], QuantizedWeights]] = {
     "compressed-tensors": _read_compressed_tensors,
     "fp8": _read_fp8,
@@ -372,6 +382,7 @@ _READERS: Mapping[str, Callable[[Fields], QuantizedWeights]] = {
     "awq": _read_awq,
     "gguf": _read_gguf,
     "gptq": _read_gptq,
+    "mxfp4": _read_mxfp4,
 }
 QUANTIZED_WHILE_LOADING: Mapping[str, WeightFormat] = {
     "fp8": WeightFormat("fp8", "float", (1, 0), "token"),

@@ -15,7 +15,14 @@ if TYPE_CHECKING:
 
     from fleetfoot.config.model import RouterSpec
     from fleetfoot.kernels.attention import AttentionBackend
-    from fleetfoot.kernels.experts.experts import ExpertPlacement, ExpertSizes, RouterLinear, Routing, TorchExperts
+    from fleetfoot.kernels.experts.experts import (
+        ExpertPlacement,
+        ExpertSizes,
+        RouterLinear,
+        Routing,
+        Stacks,
+        TorchExperts,
+    )
     from fleetfoot.kernels.linear.linear import PreparedLinear
     from fleetfoot.kernels.linear.roles import ChainLinear
     from fleetfoot.kernels.prepare.tables import GroupTables, RowTables, StateTables, StepBuffers
@@ -107,6 +114,14 @@ class Route(Protocol):
         router: RouterSpec,
         num_chosen: int,
     ) -> Routing: ...
+
+
+class MakeExperts(Protocol):
+    """See `Kernels.experts`."""
+
+    def __call__(
+        self, sizes: ExpertSizes, dtype: torch.dtype, device: torch.device, stacks: Stacks | None = None
+    ) -> TorchExperts: ...
 
 
 class Sample(Protocol):
@@ -220,8 +235,9 @@ class Kernels:
     local_routing: Callable[[Routing, ExpertPlacement, torch.Tensor | None], Routing]
     """The part of a routing that a rank with some of the experts computes, which also counts their load: see
     `fleetfoot.kernels.experts.experts.local_routing_torch`."""
-    experts: Callable[[ExpertSizes, torch.dtype, torch.device], TorchExperts]
-    """Makes the matrices of a layer's experts, which a call multiplies with: `TorchExperts`, or a subclass."""
+    experts: MakeExperts
+    """Makes the matrices of a layer's experts, or takes quantized ones; a call multiplies with them: `TorchExperts`, or
+    a subclass."""
     quantized_chain: ChainQuantized | None
     """The kernels of a quantized weight in the chain of a fused decoder, ``(weight, role)``; None, also as its result:
     the run calls the operations above."""

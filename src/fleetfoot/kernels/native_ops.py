@@ -15,7 +15,7 @@ from fleetfoot.kernels.elementwise import (
     rms_norm_torch,
     silu_and_mul_torch,
 )
-from fleetfoot.kernels.experts.experts import ExpertSizes, TorchExperts
+from fleetfoot.kernels.experts.experts import ExpertSizes, Stacks, TorchExperts
 from fleetfoot.kernels.linear.linear import PreparedLinear, check_replacement, prepare_linear_torch
 from fleetfoot.kernels.sampling.sample import RandomRows, draw_filtered, mark_invalid, sample_cpu
 from fleetfoot.native.loading import NativeLibrary, check_status, load_library
@@ -372,12 +372,12 @@ class NativeExperts(TorchExperts):
 
 
 def experts_native(
-    library: NativeLibrary, sizes: ExpertSizes, dtype: torch.dtype, device: torch.device
+    library: NativeLibrary, sizes: ExpertSizes, dtype: torch.dtype, device: torch.device, stacks: Stacks | None = None
 ) -> TorchExperts:
-    """`NativeExperts` where the kernels support the sizes and the dtype."""
+    """`NativeExperts` where the kernels support the sizes and the dtype, and weights are not quantized."""
     is_odd = dtype is torch.bfloat16 and (sizes.hidden_size % 2 or sizes.size % 2)
-    if dtype not in DTYPES or is_odd:
-        return TorchExperts(sizes, dtype, device)
+    if dtype not in DTYPES or is_odd or stacks is not None:
+        return TorchExperts(sizes, dtype, device, stacks)
     return NativeExperts(library, sizes, dtype, device)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fleetfoot.config.model import ExpertsSpec, MLPSpec, ModelConfig
-from fleetfoot.config.sharding import ExpertSplit, even_span
+from fleetfoot.config.sharding import ExpertSplit
 from fleetfoot.kernels.experts.experts import ExpertPlacement, Routing
 from fleetfoot.layers.context import ModelContext, WeightModule
 from fleetfoot.layers.linear import ColumnParallelLinear
@@ -55,6 +55,7 @@ class Experts(WeightModule):
         super().__init__()
         group, path = context.groups.tensor, context.within("experts").prefix
         self.spec = spec
+        method = context.linear_methods.of_experts(path.removesuffix("."))
         self.placement: ExpertPlacement | None = None
         """Where the experts are; None: each rank has a part of each."""
         self.experts: tuple[int, ...] = ()
@@ -62,7 +63,7 @@ class Experts(WeightModule):
         self._counted: tuple[torch.Tensor, torch.Tensor] | None = None
         self._local_routing = context.ops.local_routing
         if (split := context.expert_split) is None:
-            part = even_span(spec.intermediate_size, group.rank, group.size)
+            part = method.share(spec, group.rank, group.size)
             shape = ExpertsShape(spec, hidden_size, part, names, has_down_bias=group.is_first_rank)
         else:
             layer, everything = int(path.split(".")[-4]), slice(0, spec.intermediate_size)
@@ -71,7 +72,6 @@ class Experts(WeightModule):
             shape = ExpertsShape(spec, hidden_size, everything, names, first_held=experts[own.start : own.stop])
             self.placement = make_placement(spec.num_experts, split, len(own), context.device)
             self._write_placement(experts)
-        method = context.linear_methods.of_experts(path.removesuffix("."))
         self.weight = method.make_weight(shape, context.ops, context.dtype, context.device)
 
     def forward(self, x: torch.Tensor, routing: Routing, *, is_selected: bool = False) -> torch.Tensor:

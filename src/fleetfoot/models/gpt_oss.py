@@ -26,6 +26,6 @@ class GptOssDecoderLayer(DecoderLayer):
 
 
 class GptOssForCausalLM(LlamaForCausalLM):
-    """The model of checkpoints in bfloat16. Sinks, biases, windows and limits follow the config."""
+    """The model of checkpoints in MXFP4 and bfloat16. Sinks, biases, windows and limits follow the config."""
 
     layer_class: ClassVar[type[DecoderLayer]] = GptOssDecoderLayer

@@ -44,6 +44,7 @@ from fleetfoot.kernels.runtime.gpu_limits import GPULimits
 from fleetfoot.kernels.runtime.triton_support import next_power_of_2
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.quantization.base import LinearMethod
+from fleetfoot.quantization.experts import QuantizedExpertMethod
 from fleetfoot.quantization.packed import Packed
 from fleetfoot.quantization.scaled import Scaled
 from fleetfoot.quantization.unquantized import UNQUANTIZED
@@ -250,7 +251,7 @@ class _PlainLayer:
 
     def __init__(self, plan: EnginePlan, index: int, limits: GPULimits) -> None:
         spec = plan.model.layers[index]
-        self._plan, self._mixer, self._limits = plan, spec.mixer, limits
+        self._plan, self._mixer, self._limits, self._index = plan, spec.mixer, limits, index
         layout = KVLayout.of(
             plan.model,
             2,
@@ -311,14 +312,20 @@ class _PlainLayer:
         if plan.kernels["experts"] != "triton":
             return plan.kernels["experts"]
         element_size = DTYPE_BYTES[plan.dtype]
+        method = plan.linear_methods.of_experts(f"model.layers.{self._index}.mlp.experts")
+        form = "plain"
+        if isinstance(method, QuantizedExpertMethod):
+            form = "scaled" if method.form.has_8_bits else "packed"
         if rows <= FEW_ROWS:
-            first, second = (choose_few_tiling(rows, element_size, shared, is_down=down) for down in (False, True))
-            tile = f"{first.outputs}x{first.inputs * first.slices}x{padded_few_rows(rows)}"
+            first, second = (
+                choose_few_tiling(rows, form, element_size, shared, is_down=down) for down in (False, True)
+            )
+            tile = f"{first.outputs}x{first.inputs * first.slices}x{padded_few_rows(rows, form)}"
             return f"few {tile} stages={first.num_stages}, {second.num_stages}"
         split = plan.config.expert_split
         held = spec.num_experts if split is None else split.most_slots(spec.num_experts)
         sizes = ExpertSizes(held, plan.model.hidden_size, spec.intermediate_size)
-        tiling = choose_group_tiling(rows * spec.num_chosen, sizes, element_size, shared)
+        tiling = choose_group_tiling(rows * spec.num_chosen, sizes, form, element_size, shared)
         options = {"stages": tiling.num_stages, "warps": tiling.num_warps, "down": tiling.down_outputs}
         return f"grouped {tiling.outputs}x{tiling.inputs}x{tiling.rows}{options_text(options)}"
 

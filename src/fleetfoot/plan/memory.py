@@ -241,7 +241,20 @@ def activation_bytes(shape: EngineShape) -> int:
     if ranks > 1 and shape.device == "cpu":  # all ranks' parts are gathered and summed
         stream += model.hidden_size * (ranks * size + 2 * _FLOAT32)
     widest = max(max(_mixer_bytes(shape, layer.mixer), _mlp_bytes(shape, layer.mlp)) for layer in model.layers)
-    return shape.max_num_batched_tokens * stream + widest
+    return shape.max_num_batched_tokens * stream + widest + _workspace_bytes(shape)
+
+
+def _workspace_bytes(shape: EngineShape) -> int:
+    """What the product of a quantized matrix needs beside its input and output."""
+    model, ranks = shape.model, shape.config.tensor_parallel_size
+    found = (
+        shape.linear_methods.of(f"model.layers.{index}.{part}" for part in linear.parts).workspace_bytes(
+            linear.num_outputs, linear.num_inputs, shape.max_num_batched_tokens, shape.dtype
+        )
+        for index, layer in enumerate(model.layers)
+        for linear in layer.linears(model.hidden_size, ranks)
+    )
+    return max(found, default=0)
 
 
 def _mixer_bytes(shape: EngineShape, mixer: AttentionSpec | RecurrentSpec) -> int:

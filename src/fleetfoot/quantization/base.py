@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, ClassVar, overload
 
 from fleetfoot.config.model import DTYPE_BYTES, ExpertsSpec, ModelConfig
-from fleetfoot.config.sharding import ExpertSplit
+from fleetfoot.config.sharding import ExpertSplit, even_span
 from fleetfoot.records.weights import Rows, Span, WeightSpec, count_rows, join_rows, slices_of
 
 if TYPE_CHECKING:
@@ -196,6 +196,10 @@ class ExpertMethod(ABC):
 
     name: str
 
+    def share(self, spec: ExpertsSpec, rank: int, num_ranks: int) -> slice:
+        """What a rank has of the intermediate size of each expert."""
+        return even_span(spec.intermediate_size, rank, num_ranks)
+
     @abstractmethod
     def make_weight(self, shape: ExpertsShape, ops: Kernels, dtype: torch.dtype, device: torch.device) -> ExpertWeight:
         """Allocate the storage, unset but for biases, which are 0. ``dtype``: of activations."""
@@ -235,6 +239,10 @@ class LinearMethod(ABC):
     ) -> PreparedEmbedding:
         """An embedding ``[vocab_size, hidden_size]``, where `stores_embeddings`."""
         raise NotImplementedError
+
+    def workspace_bytes(self, num_outputs: int, num_inputs: int, num_rows: int, dtype: str) -> int:
+        """What a product of ``num_rows`` needs beside its input and output at most."""
+        return 0
 
     def prepare_tied_head(self, ops: Kernels) -> Callable[[torch.Tensor], PreparedLinear]:
         """What makes the matrix of a logits head that is the embedding. Raises ValueError: the method has none."""
@@ -281,8 +289,11 @@ class LinearMethods:
         )
 
     def of_experts(self, name: str) -> ExpertMethod:
-        """The method of a layer's experts. ``name``: ``model.layers.0.mlp.experts``."""
-        return self._find(name).experts
+        """The method of a layer's experts, by their name or that of a layer of one. ``name``:
+        ``model.layers.0.mlp.experts``."""
+        names = name, f"{name}.0.gate_proj"
+        found = (method for pattern, method in self.others if any(_fits(each, pattern) for each in names))
+        return next(found, self.default).experts
 
     def _find(self, name: str) -> LinearMethod:
         return next((method for pattern, method in self.others if _fits(name, pattern)), self.default)

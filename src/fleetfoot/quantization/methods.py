@@ -23,7 +23,8 @@ def linear_methods(
         rules = tuple((name, block_method(form)) for name, form in weights.rules if form is not None)
         return LinearMethods(UNQUANTIZED.default, rules)
     head = (("lm_head", UNQUANTIZED.default),) * has_tied_head
-    return LinearMethods(UNQUANTIZED.default, (*head, *((name, _method(form)) for name, form in weights.rules)))
+    named = ((name.replace("block_sparse_moe", "mlp"), _method(form)) for name, form in weights.rules)
+    return LinearMethods(UNQUANTIZED.default, (*head, *named))
 
 
 def _method(form: WeightFormat | None) -> LinearMethod:

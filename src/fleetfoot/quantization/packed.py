@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fleetfoot.config.model import DTYPE_BYTES
 from fleetfoot.config.quantization import WeightFormat
-from fleetfoot.quantization.base import LinearMethod, LinearShape, LinearWeight
+from fleetfoot.kernels.quantized import WRITTEN_OUTPUTS
+from fleetfoot.quantization.base import ExpertMethod, LinearMethod, LinearShape
+from fleetfoot.quantization.experts import QuantizedExpertMethod
 from fleetfoot.quantization.scaled import QuantizedWeight, bias_specs
 from fleetfoot.records.weights import Rows, Span, WeightError, WeightSpec, slices_of
 
@@ -151,10 +153,25 @@ class _ByColumns(_Layout):
         if self.form.tensors == "gptq":
             zeros = (zeros + 1) & 15  # as other tools read them, too
         group_of = None
-        if not self.is_awq and self.form.is_ordered:
-            group_of = tensors["g_idx"].long() - part.groups.start
+        if not self.is_awq:
+            group_of = self._group_of(part, tensors["g_idx"].long())
         scales = tensors["scales"][:, outputs].T
         return _Content(codes[:, outputs].T, scales, zeros[:, outputs].T, group_of)
+
+    def _group_of(self, part: _Part, index: torch.Tensor) -> torch.Tensor | None:
+        """See `_Content`. Raises WeightError: there is no such group, or groups are in another order than the form
+        says."""
+        import torch
+
+        if bool(((index < 0) | (index >= part.num_groups)).any()):
+            raise WeightError(f"{part.name}.g_idx has values that are not groups from 0 to {part.num_groups - 1}")
+        if self.form.is_ordered:
+            return index - part.groups.start
+        expected = torch.empty_like(index)
+        _fill_order(expected, part.columns.start, part.group or part.num_columns)
+        if not torch.equal(index, expected):
+            raise WeightError(f"{part.name}.g_idx has groups in another order, and desc_act is not true")
+        return None
 
     def write(self, part: _Part, content: _Content) -> Tensors:
         import torch
@@ -182,7 +199,7 @@ class _ByColumns(_Layout):
 def _fill_order(target: torch.Tensor, first: int, group: int) -> None:
     import torch
 
-    target.copy_(torch.arange(first, first + len(target)) // group)
+    target.copy_(torch.arange(first, first + len(target), device=target.device) // group)
 
 
 class _CompressedTensors(_Layout):
@@ -238,10 +255,11 @@ def _fill_shape(target: torch.Tensor, shape: tuple[int, int]) -> None:
 
 
 class _MXFP4(_Layout):
-    """compressed-tensors' MXFP4: two codes in a byte, scales as exponents of 2 (E8M0)."""
+    """MXFP4 of compressed-tensors and GPT-OSS: two codes in a byte, scales as exponents of 2 (E8M0). Whole groups are
+    read."""
 
     def fields(self, part: _Part) -> dict[str, dict[str, Any]]:
-        half = slice(part.columns.start // 2, -(-part.columns.stop // 2))
+        half = slice(part.groups.start * part.group // 2, part.groups.stop * part.group // 2)
         return {
             "weight_packed": _spec((part.size, part.num_columns // 2), (part.rows, half)),
             "weight_scale": _spec((part.size, part.num_groups), (part.rows, part.groups), init=120),
@@ -250,16 +268,20 @@ class _MXFP4(_Layout):
     def read(self, part: _Part, tensors: Tensors) -> _Content:
         from fleetfoot.kernels.quantized.packed import unpack_bytes
 
-        scales = (tensors["weight_scale"].float() - 127).exp2().to(self.dtype)
-        return _Content(unpack_bytes(tensors["weight_packed"]), scales, None)
+        return _Content(unpack_bytes(tensors["weight_packed"])[:, self._columns(part)], tensors["weight_scale"], None)
+
+    @staticmethod
+    def _columns(part: _Part) -> slice:
+        """Those of the rank in whole groups."""
+        before = part.groups.start * part.group
+        return slice(part.columns.start - before, part.columns.stop - before)
 
     def write(self, part: _Part, content: _Content) -> Tensors:
-        import torch
-
         from fleetfoot.kernels.quantized.packed import pack_bytes
 
-        exponents = (content.scales.float().log2().round() + 127).to(torch.uint8)
-        return {"weight_packed": pack_bytes(content.codes), "weight_scale": exponents}
+        codes = content.codes.new_zeros(len(content.scales), content.scales.shape[1] * part.group)
+        codes[:, self._columns(part)] = content.codes
+        return {"weight_packed": pack_bytes(codes), "weight_scale": content.scales}
 
 
 def _refuse_patch(indices: torch.Tensor, values: torch.Tensor) -> str:
@@ -292,7 +314,7 @@ class _Plain(_Layout):
 _LAYOUTS: dict[str, type[_Layout]] = {
     **dict.fromkeys(("awq", "gptq", "gptq_v2"), _ByColumns),
     "pack-quantized": _CompressedTensors,
-    "mxfp4-pack-quantized": _MXFP4,
+    **dict.fromkeys(("mxfp4", "mxfp4-pack-quantized"), _MXFP4),
     "float": _Plain,
 }
 
@@ -325,8 +347,11 @@ class PackedWeight(QuantizedWeight):
         num_rows, num_inputs = shape.num_outputs + shape.padding, shape.num_inputs
         stored_group = math.gcd(group, columns.start) if group else max(1, num_inputs)
         num_groups = -(-num_inputs // stored_group)
-        words = torch.zeros(num_rows, -(-num_inputs // BLOCK) * SPAN, dtype=torch.int32, device=device)
+        num_blocks = -(-num_inputs // BLOCK)
+        words = torch.zeros(num_rows, num_blocks * SPAN, dtype=torch.int32, device=device)
         scales = torch.zeros(num_rows, num_groups, dtype=dtype, device=device)
+        if form.values == "mxfp4":
+            scales = torch.zeros(num_rows, num_blocks * BLOCK // stored_group, dtype=torch.uint8, device=device)
         zeros = torch.zeros(num_rows, num_groups, dtype=torch.uint8, device=device) if form.has_zeros else None
         order = torch.arange(num_inputs, device=device) if form.is_ordered else None
         has_bias = shape.has_bias
@@ -337,12 +362,14 @@ class PackedWeight(QuantizedWeight):
         self._filled: dict[int, set[str]] = {}  # part -> names of tensors that are filled
         self._loaded: set[int] = set()
 
-    def stored(self) -> Iterator[Span]:
+    def tensors(self) -> list[torch.Tensor]:
         matrix = self._matrix
-        tensors = [matrix.words, matrix.scales, matrix.zeros, matrix.bias if self._shape.has_bias else None]
-        for tensor in tensors:
-            if tensor is not None:
-                yield tensor.data_ptr(), tensor.nbytes
+        found = (matrix.words, matrix.scales, matrix.zeros, matrix.bias if self._shape.has_bias else None)
+        return [each for each in found if each is not None]
+
+    def stored(self) -> Iterator[Span]:
+        for tensor in self.tensors():
+            yield tensor.data_ptr(), tensor.nbytes
 
     def weight_specs(self, prefix: str) -> Iterator[WeightSpec]:
         for index, part in enumerate(self._parts):
@@ -402,7 +429,8 @@ class PackedWeight(QuantizedWeight):
         starts = range(columns.start, columns.stop, matrix.group) if matrix.order is None else None
         groups = [start // group - part.groups.start for start in starts] if starts is not None else slice(None)
         matrix.words[part.span] = pack_words(content.codes)
-        matrix.scales[part.span] = content.scales[:, groups].to(matrix.scales.dtype)
+        scales = content.scales[:, groups]
+        matrix.scales[part.span, : scales.shape[1]] = scales.to(matrix.scales.dtype)
         if matrix.zeros is not None:
             assert content.zeros is not None
             matrix.zeros[part.span] = content.zeros[:, groups]
@@ -452,11 +480,22 @@ class Packed(LinearMethod):
         self.form = form
         self.name = str(form)
 
-    def make_weight(self, shape: LinearShape, ops: Kernels, dtype: torch.dtype, device: torch.device) -> LinearWeight:
+    @property
+    def experts(self) -> ExpertMethod:
+        return QuantizedExpertMethod(self)
+
+    def make_weight(self, shape: LinearShape, ops: Kernels, dtype: torch.dtype, device: torch.device) -> PackedWeight:
         return PackedWeight(self.form, shape, ops, dtype, device)
 
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: str) -> int:
+        num_blocks = -(-num_inputs // 128)
+        words = num_outputs * num_blocks * 64
+        if self.form.values == "mxfp4":
+            return words + num_outputs * num_blocks * 4
         num_groups = -(-num_inputs // (self.form.block[1] or num_inputs))
-        words = num_outputs * -(-num_inputs // 128) * 64
         order = 8 * num_inputs * self.form.is_ordered
         return words + num_outputs * num_groups * (DTYPE_BYTES[dtype] + self.form.has_zeros) + order
+
+    def workspace_bytes(self, num_outputs: int, num_inputs: int, num_rows: int, dtype: str) -> int:
+        """A part of the weight in ``dtype``, and the input in another order."""
+        return (min(num_outputs, WRITTEN_OUTPUTS) + num_rows * self.form.is_ordered) * num_inputs * DTYPE_BYTES[dtype]

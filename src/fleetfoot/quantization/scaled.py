@@ -11,8 +11,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from fleetfoot.config.model import DTYPE_BYTES
 from fleetfoot.config.quantization import WeightFormat
-from fleetfoot.quantization.base import LinearMethod, LinearShape, LinearWeight
+from fleetfoot.kernels.quantized import WRITTEN_OUTPUTS
+from fleetfoot.quantization.base import ExpertMethod, LinearMethod, LinearShape
+from fleetfoot.quantization.experts import QuantizedExpertMethod, StackWeight
 from fleetfoot.records.weights import Rows, Span, WeightSpec, slices_of
 
 if TYPE_CHECKING:
@@ -26,12 +29,16 @@ if TYPE_CHECKING:
 _FLOAT32 = 4
 
 
-class QuantizedWeight(LinearWeight):
+class QuantizedWeight(StackWeight):
     """A quantized weight as one matrix, which its product and the kernels of a chain read."""
 
     _matrix: Any
     _multiply: Callable[[torch.Tensor, Any], torch.Tensor]
     _chain: ChainQuantized | None
+
+    @property
+    def matrix(self) -> Any:
+        return self._matrix
 
     @overload
     def chain(self, role: InputRole) -> ChainedInput | None: ...
@@ -73,13 +80,21 @@ class ScaledWeight(QuantizedWeight):
 
         self._matrix = ScaledMatrix(values, scales, rows, columns, form.activations, input_scale, bias)
         self._input_scales = torch.ones(len(shape.parts), device=device) if is_static else None
-        self._block_scales = [self._allocate_block_scales(rows, device) for rows in shape.rows]
+        self._own_scales = self._allocate_own_scales(device)
+        self._block_scales = [*self._divided(self._own_scales)]
+
+    def tensors(self) -> list[torch.Tensor]:
+        import torch
+
+        matrix = self._matrix
+        found = [matrix.values.view(torch.uint8), matrix.scales]
+        found += [] if self._own_scales is None or self._own_scales is matrix.scales else [self._own_scales]
+        return found + [each for each in (matrix.bias, self._input_scales) if each is not None]
 
     def stored(self) -> Iterator[Span]:
-        tensors = [self._matrix.values, self._matrix.scales, *(each for each in self._block_scales if each is not None)]
-        tensors += [self._matrix.bias] if self._shape.has_bias and self._matrix.bias is not None else []
-        for tensor in tensors:
-            yield tensor.data_ptr(), tensor.nbytes
+        for tensor in self.tensors():
+            if tensor is not self._input_scales and (tensor is not self._matrix.bias or self._shape.has_bias):
+                yield tensor.data_ptr(), tensor.nbytes
 
     def weight_specs(self, prefix: str) -> Iterator[WeightSpec]:
         whole, matrix = self._shape, self._matrix
@@ -96,6 +111,8 @@ class ScaledWeight(QuantizedWeight):
                 part=part,
                 dtype=matrix.values.dtype,
                 quantize=partial(self._take_floats, rows, span, scales),
+                patch=partial(self._patch_floats, index),
+                patch_problem=partial(self._patch_problem, index),
                 scales=(scales.name,),
             )
             yield scales
@@ -110,7 +127,7 @@ class ScaledWeight(QuantizedWeight):
             assert self._matrix.input_scale is not None
             self._matrix.input_scale.copy_(self._input_scales.max())  # q, k and v have the same input, and so scale
         for (_, _, rows, span), scales in zip(self._shape.row_spans(), self._block_scales, strict=True):
-            if scales is not None and span.start < span.stop:
+            if scales is not None and self._own_scales is not self._matrix.scales and span.start < span.stop:
                 self._spread(scales, rows, span)
 
     def _take_floats(
@@ -135,6 +152,53 @@ class ScaledWeight(QuantizedWeight):
         part = _part_of(whole, (rows, self._shape.columns))
         values[span] = quantize(part, _part_of(scales[row], (rows,))[:, column], values.dtype)
 
+    def _patch_problem(self, index: int, indices: torch.Tensor, values: torch.Tensor) -> str:
+        """Blocks are quantized as a whole, so the rank must have all of each block that it has some of."""
+        if values.element_size() == 1:
+            return ""  # as they are stored
+        columns, num_inputs = self._shape.columns, self._shape.in_features
+        block_columns = self._form.block[1] or num_inputs
+        is_split = columns.start % block_columns or (columns.stop % block_columns and columns.stop != num_inputs)
+        block_rows, size = self._form.block[0] or self._shape.parts[index][1], self._shape.parts[index][1]
+        for run in slices_of(self._shape.rows[index]):
+            is_split = is_split or run.start % block_rows or (run.stop % block_rows and run.stop != size)
+        return "has blocks that ranks share; give it whole" if is_split else ""
+
+    def _patch_floats(self, index: int, indices: torch.Tensor, values: torch.Tensor) -> None:
+        """Change single elements, and quantize the blocks that have them again."""
+        import torch
+
+        from fleetfoot.kernels.quantized.scaled import quantize, scales_of
+
+        (_, size, rows, span), matrix, columns = [*self._shape.row_spans()][index], self._matrix, self._shape.columns
+        stored = torch.cat([torch.arange(run.start, run.stop, device=indices.device) for run in slices_of(rows)])
+        row, column = indices // self._shape.in_features, indices % self._shape.in_features
+        place = torch.full((size,), -1, device=indices.device)
+        place[stored] = torch.arange(len(stored), device=indices.device)
+        if not len(stored):
+            return
+        is_held = (place[row] >= 0) & (columns.start <= column) & (column < columns.stop)
+        plain = matrix.dequantized(span.start, span.stop)
+        plain[place[row[is_held]], column[is_held] - columns.start] = values[is_held].float()
+        block_rows, block_columns = (
+            each or length for each, length in zip(self._form.block, (size, self._shape.in_features), strict=True)
+        )
+        ids = stored // block_rows
+        of_row = torch.cat([ids.new_zeros(1), (ids[1:] != ids[:-1]).long()]).cumsum(0)
+        of_column = torch.arange(plain.shape[1], device=plain.device) // block_columns
+        block = of_row[:, None] * (int(of_column[-1]) + 1) + of_column  # [rows, inputs]
+        largest = plain.new_zeros(int(block[-1, -1]) + 1)
+        largest.scatter_reduce_(0, block.flatten(), plain.abs().flatten(), "amax")
+        touched = torch.zeros_like(largest, dtype=torch.bool)
+        touched[block[place[row[is_held]], column[is_held] - columns.start]] = True
+        scales = scales_of(largest, matrix.values.dtype)
+        target = self._block_scales[index]
+        target = matrix.scales[span] if target is None else target
+        target.copy_(torch.where(touched.view(target.shape), scales.view(target.shape), target))
+        changed = touched[block]
+        new = quantize(plain[changed], scales[block[changed]], matrix.values.dtype)
+        matrix.values[span].view(torch.uint8)[changed] = new.view(torch.uint8)
+
     def _scale_spec(self, prefix: str, size: int, rows: Rows, span: slice, index: int) -> WeightSpec:
         block_rows, block_columns = self._form.block
         name = f"{prefix}.{'weight_scale_inv' if self._form.tensors == 'scale_inv' else 'weight_scale'}"
@@ -155,17 +219,33 @@ class ScaledWeight(QuantizedWeight):
         runs = tuple(slice(run.start // block_rows, -(-run.stop // block_rows)) for run in slices_of(rows))
         return runs, slice(columns.start // block_columns, -(-columns.stop // block_columns))
 
-    def _allocate_block_scales(self, rows: Rows, device: torch.device) -> torch.Tensor | None:
-        """The checkpoint's scales of a part; None: they are `ScaledMatrix.scales`."""
+    def _allocate_own_scales(self, device: torch.device) -> torch.Tensor | None:
+        """The checkpoint's scales of all parts, one below the other; `ScaledMatrix.scales` where those are the same;
+        None: each of these is that of an output."""
         import torch
 
-        if self._form.block == (0, 0):
-            return torch.ones(1, 1, device=device)
-        if self._form.block == (1, 0):
+        form, shape, matrix = self._form, self._shape, self._matrix
+        if form.block == (1, 0):
             return None
-        runs, columns = self._blocks(rows)
-        num_blocks = sum(run.stop - run.start for run in slices_of(runs))
+        if form.block == (0, 0):
+            return torch.ones(len(shape.parts), 1, device=device)
+        columns = self._blocks(shape.rows[0])[1]
+        num_blocks = sum(self._num_blocks(rows) for rows in shape.rows)
+        if form.block == (matrix.rows, matrix.columns) and len(matrix.scales) == num_blocks:
+            return matrix.scales
         return torch.ones(num_blocks, columns.stop - columns.start, device=device)
+
+    def _num_blocks(self, rows: Rows) -> int:
+        """Blocks of outputs of a part."""
+        return sum(run.stop - run.start for run in slices_of(self._blocks(rows)[0]))
+
+    def _divided(self, scales: torch.Tensor | None) -> Iterator[torch.Tensor | None]:
+        """Each part's of `_own_scales`."""
+        first = 0
+        for rows in self._shape.rows:
+            count = 1 if self._form.block == (0, 0) or scales is None else self._num_blocks(rows)
+            yield None if scales is None else scales[first : first + count]
+            first += count
 
     def _spread(self, scales: torch.Tensor, rows: Rows, span: slice) -> None:
         """Write the scales of a part for each of the blocks that are stored."""
@@ -327,7 +407,11 @@ class Scaled(LinearMethod):
         self.form = form
         self.name = str(form)
 
-    def make_weight(self, shape: LinearShape, ops: Kernels, dtype: torch.dtype, device: torch.device) -> LinearWeight:
+    @property
+    def experts(self) -> ExpertMethod:
+        return QuantizedExpertMethod(self)
+
+    def make_weight(self, shape: LinearShape, ops: Kernels, dtype: torch.dtype, device: torch.device) -> ScaledWeight:
         kind = QuantizedWhileLoading if self.form.tensors == "float" else ScaledWeight
         return kind(self.form, shape, ops, dtype, device)
 
@@ -335,3 +419,9 @@ class Scaled(LinearMethod):
         rows, columns = max(1, self.form.block[0]), self.form.block[1] or num_inputs
         num_scales = -(-num_outputs // rows) * -(-num_inputs // columns)
         return num_outputs * num_inputs + num_scales * _FLOAT32 * (1 if self.form.block == (1, 0) else 2)
+
+    def workspace_bytes(self, num_outputs: int, num_inputs: int, num_rows: int, dtype: str) -> int:
+        """The quantized input with its scales, and in blocks both factors in ``dtype``, the weight in part."""
+        columns, size = self.form.block[1], DTYPE_BYTES[dtype]
+        quantized = num_rows * (num_inputs + _FLOAT32 * (-(-num_inputs // columns) if columns else 1))
+        return quantized + bool(columns) * (num_rows + min(num_outputs, WRITTEN_OUTPUTS)) * num_inputs * size

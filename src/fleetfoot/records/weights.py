@@ -123,6 +123,9 @@ class WeightSpec:
     quantize: Callable[[Callable[[tuple[Rows, ...]], torch.Tensor]], None] | None = None
     """Takes a tensor of floats in the place of a quantized one, by a function that returns a part of it, and sets its
     scales too; None: it is not quantized."""
+    patch: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+    """Takes single elements ``(indices, values)`` of floats for a quantized tensor, and sets its scales too; None: it
+    takes values of ``kind`` alone."""
     scales: tuple[str, ...] = ()
     """Names of the tensors that ``quantize`` sets beside this one."""
     default: float | None = None

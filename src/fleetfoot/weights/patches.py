@@ -80,11 +80,12 @@ class PatchFacts:
         """Check a patch of a tensor."""
         indices, values = patch.indices, patch.values
         is_float = values.is_floating_point()
+        is_requantized = _is_requantized(spec, values)
         if patch.shape is not None and patch.shape != spec.shape:
             self._problems.append(f"{patch.name} has shape {list(spec.shape)}, and the patch is of {list(patch.shape)}")
         elif values.numel() and (
-            is_float == (spec.kind == "integer")
-            or (spec.kind == "fp8") != (values.dtype is torch.float8_e4m3fn)
+            (is_float == (spec.kind == "integer") and not is_requantized)
+            or ((spec.kind == "fp8") != (values.dtype is torch.float8_e4m3fn) and not is_requantized)
             or values.is_complex()
             or values.dtype is torch.bool
         ):
@@ -94,7 +95,7 @@ class PatchFacts:
             is_checked = check_finite and is_float
             is_finite = torch.ones_like(is_sorted)
             if is_checked:
-                is_finite = values.to(spec.stored_dtype).float().isfinite().all()
+                is_finite = values.to(torch.float32 if is_requantized else spec.stored_dtype).float().isfinite().all()
             self._facts.append(torch.stack([*indices.long().aminmax(), is_sorted.long(), is_finite.long()]))
             self._patches.append((patch, spec))
 
@@ -117,8 +118,17 @@ class PatchFacts:
         return self._problems
 
 
+def _is_requantized(spec: WeightSpec, values: torch.Tensor) -> bool:
+    is_plain = values.is_floating_point() and values.dtype is not torch.float8_e4m3fn
+    return is_plain and spec.kind != "float" and spec.patch is not None
+
+
 def apply_patch(spec: WeightSpec, patch: SparseWeightPatch) -> None:
     """Write the patch's elements that the place of ``spec`` holds."""
+    if _is_requantized(spec, patch.values):
+        assert spec.patch is not None
+        spec.patch(patch.indices.long(), patch.values)
+        return
     destination = spec.destination()
     indices, values = patch.indices.long(), patch.values.to(destination.dtype)
     places = list(torch.unravel_index(indices, spec.shape))

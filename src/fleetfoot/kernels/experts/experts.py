@@ -6,6 +6,7 @@ the batch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -13,11 +14,17 @@ import torch
 import torch.nn.functional as F
 
 from fleetfoot.config.model import RouterSpec
+from fleetfoot.kernels.quantized.packed import PackedMatrix
+from fleetfoot.kernels.quantized.scaled import ScaledMatrix
 
 _MAX_GATHERED = 1 << 27
 """Weights that `TorchExperts` gathers at once on a GPU."""
 _SMALLEST_SUM = 1e-20
 """Added to the sum of weights by which they are divided."""
+
+
+Stacks = Mapping[str, ScaledMatrix | PackedMatrix]
+"""Quantized matrices, ``gate_up`` and ``down``, each with the rows of all experts, one below the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,16 +154,23 @@ def activate_torch(gate: torch.Tensor, up: torch.Tensor, sizes: ExpertSizes) -> 
 
 
 class TorchExperts:
-    """The matrices of the experts of a layer, contiguous, and their products on any device."""
+    """The matrices of the experts of a layer, contiguous, and their products on any device. Products with ``stacks``,
+    which their owner fills, are those of the dequantized weights, in float32, with inputs as they are."""
 
-    def __init__(self, sizes: ExpertSizes, dtype: torch.dtype, device: torch.device) -> None:
-        self.sizes, self.dtype, self.device = sizes, dtype, device
+    def __init__(
+        self, sizes: ExpertSizes, dtype: torch.dtype, device: torch.device, stacks: Stacks | None = None
+    ) -> None:
+        self.sizes, self.dtype, self.device, self.stacks = sizes, dtype, device, stacks
         self.shapes = {"gate_up": (2 * sizes.size, sizes.hidden_size), "down": (sizes.hidden_size, sizes.size)}
         self.biases: dict[str, torch.Tensor | None] = {
             name: torch.zeros(sizes.num_experts, shape[0], dtype=dtype, device=device) if sizes.has_bias else None
             for name, shape in self.shapes.items()
         }
-        self._allocate()
+        for name, stack in (stacks or {}).items():
+            if stack.bias is not None:
+                self.biases[name] = stack.bias.view(sizes.num_experts, -1)
+        if stacks is None:
+            self._allocate()
 
     def _allocate(self) -> None:
         self.matrices = {
@@ -213,5 +227,9 @@ class TorchExperts:
 
     def _linear(self, x: torch.Tensor, matrix: str, expert: Any) -> torch.Tensor:
         bias = self.biases[matrix]
-        product = x @ self.open(matrix, None)[expert].transpose(-1, -2)
+        if self.stacks is None:
+            product = x @ self.open(matrix, None)[expert].transpose(-1, -2)
+        else:
+            weight = self.stacks[matrix].of_stack(self.sizes.num_experts, expert)
+            product = x.float() @ weight.transpose(-1, -2)
         return product if bias is None else product + bias[expert].view(*product.shape[:-2], 1, product.shape[-1])

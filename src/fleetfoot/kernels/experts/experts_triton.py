@@ -5,9 +5,9 @@ rows of a tensor core instruction. The first product ends with the activation an
 that the second one is only a sum.
 
 Up to `FEW_ROWS` tokens, a program of the first product reads some outputs of one slot, for all tokens, and one of the
-second product some outputs of all slots: each chosen expert is read once, and the sum over experts is that of one
-program. More tokens are grouped by experts in tiles, and a last kernel adds the outputs of each token's experts. All
-sums have one order, which does not depend on the batch.
+second product some outputs of the slots with a part of the experts: each chosen expert is read once, and the last
+program that is done adds the sums of the parts. More tokens are grouped by experts in tiles, and a last kernel adds the
+outputs of each token's experts. All sums have one order, which does not depend on the batch.
 
 Grids are those of the most slots and tiles that there can be; programs without work end. So graphs can hold the
 launches, and the host reads nothing.
@@ -16,21 +16,27 @@ launches, and the host reads nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from fleetfoot.kernels.experts.experts import ExpertSizes, Routing, TorchExperts
-from fleetfoot.kernels.experts.routing_triton import FEW_ROWS, Groups, Slots, group
+from fleetfoot.kernels.experts.routing_triton import FEW_ROWS, Groups, Slots, arrivals, group
+from fleetfoot.kernels.quantized import packed_triton, scaled_triton
+from fleetfoot.kernels.quantized.packed import BLOCK, PackedMatrix
+from fleetfoot.kernels.quantized.packed_triton import few_packed_step, packed_step
+from fleetfoot.kernels.quantized.scaled_triton import widened
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
 from fleetfoot.kernels.runtime.gpu_limits import GPULimits, gpu_limits
-from fleetfoot.kernels.runtime.triton_support import cdiv, compiles_slowly, triton_kernel
+from fleetfoot.kernels.runtime.triton_support import cdiv, compiles_slowly, next_power_of_2, triton_kernel
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 _SUM_TILE = 1024
+_SPLITS = 4
+"""Parts of the experts, for programs of the second product of few tokens: a multiprocessor has several of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +51,30 @@ class FewTiling:
     num_stages: int
 
 
-def choose_few_tiling(num_rows: int, element_size: int, shared: int, *, is_down: bool) -> FewTiling:
+def choose_few_tiling(num_rows: int, form: str, element_size: int, shared: int, *, is_down: bool) -> FewTiling:
     """A step has 256 inputs. On an H100, us of the products of Qwen3-30B-A3B's experts for 1 and 8 tokens, with as many
     steps in flight: 6 of the first product 33.1 and 187.7, 10 of them 37.8 and 170.1, 3 of twice the size 37.5 and 186;
     6 of the second one 34.9 and 198.8, 10 of them 37.4 and 185.1.
 
     Args:
+        form: as of `ProductShape`.
         shared: bytes of a program at most.
         is_down: of the second product.
     """
-    step_bytes = (16 * (1 if is_down else 2) + padded_few_rows(num_rows)) * 4 * 64 * 2
-    stages = min(6 if num_rows == 1 else 10, shared // step_bytes)
-    return FewTiling(16, 64 * 2 // element_size, 4, max(2, stages))
+    slices, inputs = (2, BLOCK) if form == "packed" else (4, 128 // element_size)
+    stages = 6 if num_rows == 1 else 10
+    if form != "plain" and not is_down:  # several programs have room on a multiprocessor
+        stages = 6 if num_rows == 1 and form == "scaled" else 4
+    weight_bytes = slices * inputs * {"plain": 2 * element_size, "scaled": 2, "packed": 1}[form] // 2
+    outputs = 32 if form == "scaled" and num_rows > 1 and not is_down else 16
+    x_bytes = padded_few_rows(num_rows, form) * slices * inputs * element_size
+    step_bytes = outputs * (1 if is_down else 2) * weight_bytes + x_bytes
+    return FewTiling(outputs, inputs, slices, max(2, min(stages, shared // step_bytes)))
 
 
-def padded_few_rows(num_rows: int) -> int:
-    """The tokens that a product of few computes."""
-    return 1 if num_rows == 1 else 8 if num_rows <= 8 else FEW_ROWS
+def padded_few_rows(num_rows: int, form: str) -> int:
+    """The tokens that a product of few computes. Codes of 4 bits are multiplied by the tensor cores alone."""
+    return 1 if num_rows == 1 and form != "packed" else 8 if num_rows <= 8 else FEW_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,22 +106,24 @@ _L2_RATE = 2.0
 
 
 @lru_cache(maxsize=4096)
-def choose_group_tiling(num_pairs: int, sizes: ExpertSizes, element_size: int, shared: int) -> GroupTiling:
+def choose_group_tiling(num_pairs: int, sizes: ExpertSizes, form: str, element_size: int, shared: int) -> GroupTiling:
     """The tiling that takes the least time by estimate: the weights of all experts from memory, those of further tiles
-    of an expert from L2, and the arithmetic with that of rows without a pair. ``shared``: bytes of a program at most.
+    of an expert from L2, and the arithmetic with that of rows without a pair. ``form``: as of `ProductShape`;
+    ``shared``: bytes of a program at most.
     """
     active = min(sizes.num_experts, num_pairs)
     weights = 3 * sizes.size * sizes.hidden_size
+    weight_size = {"plain": element_size, "scaled": 1, "packed": 0.53}[form]
 
     def cost(index: int) -> float:
         rows = _TILINGS[index].rows
         tiles = active * max(1.0, num_pairs / active / rows + 0.5)
-        read = active * weights * element_size + (tiles - active) * weights * element_size / _L2_RATE
+        read = (active + (tiles - active) / _L2_RATE) * weights * weight_size
         computed = tiles * rows * weights * 2 / (_FLOPS_PER_BYTE * _EFFICIENCY[index])
         return max(read, computed)
 
     found = _TILINGS[min(range(len(_TILINGS)), key=cost)]
-    inputs, stages = found.inputs * 2 // element_size, found.num_stages
+    inputs, stages = BLOCK if form == "packed" else found.inputs * 2 // element_size, found.num_stages
     while stages > 2 and (2 * found.outputs + found.rows) * inputs * element_size * stages > shared:
         stages -= 1
     return GroupTiling(found.rows, found.outputs, found.down_outputs, inputs, found.num_warps, stages)
@@ -117,15 +132,25 @@ def choose_group_tiling(num_pairs: int, sizes: ExpertSizes, element_size: int, s
 class ProductShape(NamedTuple):
     """The constants of the kernels."""
 
-    size: int
-    """Intermediate size."""
-    hidden_size: int
+    num_outputs: int
+    """Of an expert."""
+    num_inputs: int
+    stack_rows: int
+    """Rows of an expert in the stack."""
     gate_stride: int
-    """Elements between the rows of two gates; ``up_offset``: from a gate to its up."""
+    """Rows of the stack between two gates; ``up_offset``: from a gate to its up."""
     up_offset: int
-    bias_stride: int
-    """The same of biases; ``up_bias_offset`` likewise."""
-    up_bias_offset: int
+    form: str
+    """``plain``; ``scaled``: values of 8 bits; ``packed``: words of `PackedMatrix`."""
+    row_stride: int
+    """Values, or words, between two rows of the stack."""
+    num_scales: int
+    """Scales of a row."""
+    scale_rows: int
+    """Rows that share a scale; ``group``: inputs that do, 0: all."""
+    group: int
+    has_zeros: bool
+    is_e2m1: bool
     has_bias: bool
     is_clamped: bool
     alpha: float
@@ -145,33 +170,52 @@ class TritonExperts(TorchExperts):
 
     def __call__(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """See `TorchExperts`."""
-        sizes = self.sizes
-        if routing.grouping is None or x.dtype is not self.dtype or sizes.size % 16 or sizes.hidden_size % 16:
+        if routing.grouping is None or x.dtype is not self.dtype or not self._is_supported:
             return super().__call__(x, routing)
         x = x if x.stride(1) == 1 else x.contiguous()
         if isinstance(routing.grouping, Slots):
             return self._of_few(x, routing, routing.grouping)
         return self._of_groups(x, routing)
 
+    @cached_property
+    def _is_supported(self) -> bool:
+        sizes, stacks = self.sizes, (self.stacks or {}).values()
+        has_kernels = all(
+            packed_triton.supports(self.dtype, each)
+            if isinstance(each, PackedMatrix)
+            else scaled_triton.supports(self.dtype, each)
+            for each in stacks
+        )
+        return sizes.size % 16 == 0 and sizes.hidden_size % 16 == 0 and has_kernels
+
+    def _form(self, matrix: str) -> str:
+        """See `ProductShape`."""
+        stack = None if self.stacks is None else self.stacks[matrix]
+        return "plain" if stack is None else "packed" if isinstance(stack, PackedMatrix) else "scaled"
+
     def _of_few(self, x: torch.Tensor, routing: Routing, slots: Slots) -> torch.Tensor:
         num_rows, (num_slots,) = len(x), slots.experts.shape
-        rows, shared = padded_few_rows(num_rows), gpu_limits(x.device).shared_bytes
+        rows, shared = padded_few_rows(num_rows, self._form("down")), gpu_limits(x.device).shared_bytes
         hidden, size = self.sizes.hidden_size, self.sizes.size
         between = x.new_empty(num_slots, num_rows, size)
         output = torch.empty_like(x, memory_format=torch.contiguous_format)
         gate_up, down = (
-            choose_few_tiling(num_rows, x.element_size(), shared, is_down=is_down) for is_down in (False, True)
+            choose_few_tiling(num_rows, self._form(name), x.element_size(), shared, is_down=name == "down")
+            for name in ("gate_up", "down")
         )
-        shape = self._shape(routing, gate_up.outputs, gate_up.inputs, gate_up.slices, rows)
-        options = {"num_warps": 4, **launch_options(shape.overlap)}
+        shape = self._shape("gate_up", routing, gate_up.outputs, gate_up.inputs, gate_up.slices, rows)
+        options = launch_options(shape.overlap)
         _few_gate_up_kernel[(cdiv(size, gate_up.outputs), num_slots)](
-            between, x, self.matrices["gate_up"], self._bias("gate_up"), slots.experts, slots.weights, slots.count,
-            num_rows, x.stride(0), shape=shape, num_stages=gate_up.num_stages, **options,
+            between, x, *self._tensors("gate_up"), slots.experts, slots.weights, slots.count,
+            num_rows, x.stride(0), shape=shape, num_stages=gate_up.num_stages, num_warps=gate_up.slices, **options,
         )  # fmt: skip
-        shape = self._shape(routing, down.outputs, down.inputs, down.slices, rows)
-        _few_down_kernel[(cdiv(hidden, down.outputs),)](
-            output, between, self.matrices["down"], self._bias("down"), slots.experts, slots.weights, slots.count,
-            num_rows, shape=shape, num_stages=down.num_stages, **options,
+        shape = self._shape("down", routing, down.outputs, down.inputs, down.slices, rows)
+        parts = torch.empty(_SPLITS, rows, hidden, dtype=torch.float32, device=x.device)
+        _few_down_kernel[(cdiv(hidden, down.outputs), _SPLITS)](
+            output, parts, arrivals(x.device), between, *self._tensors("down"), slots.experts, slots.weights,
+            slots.count, num_rows, num_experts=self.sizes.num_experts, splits=_SPLITS,
+            padded_experts=next_power_of_2(self.sizes.num_experts), shape=shape, num_stages=down.num_stages,
+            num_warps=down.slices, **options,
         )  # fmt: skip
         return output
 
@@ -179,22 +223,22 @@ class TritonExperts(TorchExperts):
         num_rows, num_chosen = routing.experts.shape
         sizes, num_pairs = self.sizes, num_rows * num_chosen
         limits: GPULimits = gpu_limits(x.device)
-        tiling = choose_group_tiling(num_pairs, sizes, x.element_size(), limits.shared_bytes)
+        tiling = choose_group_tiling(num_pairs, sizes, self._form("down"), x.element_size(), limits.shared_bytes)
         groups: Groups = group(routing, sizes.num_experts, tiling.rows)
         num_tiles = len(groups.experts)
         between = x.new_empty(num_tiles * tiling.rows, sizes.size)
         # Sums of many tokens are of rounded outputs, as of separate layers.
         outputs = x.new_empty(num_pairs, sizes.hidden_size)
         output = torch.empty_like(x, memory_format=torch.contiguous_format)
-        shape = self._shape(routing, tiling.outputs, tiling.inputs, 1, tiling.rows)
+        shape = self._shape("gate_up", routing, tiling.outputs, tiling.inputs, 1, tiling.rows)
         options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages, **launch_options(shape.overlap)}
         _grouped_gate_up_kernel[(cdiv(sizes.size, tiling.outputs), num_tiles)](
-            between, x, self.matrices["gate_up"], self._bias("gate_up"), groups.pairs, groups.experts, routing.weights,
+            between, x, *self._tensors("gate_up"), groups.pairs, groups.experts, routing.weights,
             num_pairs, x.stride(0), shape=shape, **options,
         )  # fmt: skip
-        shape = shape._replace(outputs=tiling.down_outputs)
+        shape = self._shape("down", routing, tiling.down_outputs, tiling.inputs, 1, tiling.rows)
         _grouped_down_kernel[(cdiv(sizes.hidden_size, tiling.down_outputs), num_tiles)](
-            outputs, between, self.matrices["down"], self._bias("down"), groups.pairs, groups.experts, routing.weights,
+            outputs, between, *self._tensors("down"), groups.pairs, groups.experts, routing.weights,
             num_pairs, shape=shape, **options,
         )  # fmt: skip
         _sum_kernel[(num_rows, cdiv(sizes.hidden_size, _SUM_TILE))](
@@ -203,17 +247,34 @@ class TritonExperts(TorchExperts):
         )  # fmt: skip
         return output
 
-    def _bias(self, matrix: str) -> torch.Tensor:
-        """The bias, or what stands in its place."""
-        bias = self.biases[matrix]
-        return self.matrices[matrix] if bias is None else bias
+    def _tensors(self, matrix: str) -> tuple[torch.Tensor, ...]:
+        """The weight, its scales, zero points and bias, or what stands in their places."""
+        stack, bias = None if self.stacks is None else self.stacks[matrix], self.biases[matrix]
+        if stack is None:
+            weight = scales = zeros = self.matrices[matrix]
+        elif isinstance(stack, PackedMatrix):
+            weight, scales = stack.words, packed_triton.scale_words(stack)
+            zeros = scales if stack.zeros is None else stack.zeros
+        else:
+            weight, scales, zeros = stack.values, stack.scales, stack.scales
+        return weight, scales, zeros, weight if bias is None else bias
 
-    def _shape(self, routing: Routing, outputs: int, inputs: int, slices: int, rows: int) -> ProductShape:
-        sizes = self.sizes
-        hidden = sizes.hidden_size
-        strides = (2 * hidden, hidden, 2, 1) if sizes.is_interleaved else (hidden, sizes.size * hidden, 1, sizes.size)
-        return ProductShape(
-            sizes.size, hidden, *strides, sizes.has_bias, sizes.activation == "clamped", sizes.alpha, sizes.limit,
+    def _shape(self, matrix: str, routing: Routing, outputs: int, inputs: int, slices: int, rows: int) -> ProductShape:
+        sizes, stack = self.sizes, None if self.stacks is None else self.stacks[matrix]
+        (stack_rows, num_inputs), is_down = self.shapes[matrix], matrix == "down"
+        strides = (1, 0) if is_down else (2, 1) if sizes.is_interleaved else (1, sizes.size)
+        stored: Any = (num_inputs, 0, 1, 0, False, False)
+        if isinstance(stack, PackedMatrix):
+            group = 0 if stack.group >= num_inputs and not stack.is_e2m1 else stack.group
+            num_scales = packed_triton.scale_words(stack).shape[1]
+            stored = stack.words.shape[1], num_scales, 1, group, stack.zeros is not None, stack.is_e2m1
+        elif stack is not None:
+            group = 0 if stack.columns >= num_inputs else stack.columns
+            stored = num_inputs, stack.scales.shape[1], stack.rows, group, False, False
+            inputs = min(inputs, group) if group else inputs
+        return ProductShape(  # type: ignore[call-arg]
+            sizes.hidden_size if is_down else sizes.size, num_inputs, stack_rows, *strides, self._form(matrix), *stored,
+            sizes.has_bias, sizes.activation == "clamped", sizes.alpha, sizes.limit,
             routing.experts.shape[1], outputs, inputs, slices, rows, FEW_ROWS, can_overlap(self.device),
         )  # fmt: skip
 
@@ -230,18 +291,82 @@ def _activate(gate, up, shape: tl.constexpr):
 
 
 @triton_kernel()
-def _add_bias(gate, up, bias_ptr, output, shape: tl.constexpr):
-    """``gate``, ``up [outputs, rows]`` with the biases of an expert."""
-    place = output * shape.bias_stride
-    mask = output < shape.size
-    gate += tl.load(bias_ptr + place, mask=mask, other=0.0).to(tl.float32)[:, None]
-    up += tl.load(bias_ptr + place + shape.up_bias_offset, mask=mask, other=0.0).to(tl.float32)[:, None]
-    return gate, up
+def _add_bias(sums, bias_ptr, row):
+    """``sums [outputs, rows]`` with the bias of ``row [outputs]`` of the stack."""
+    return sums + tl.load(bias_ptr + row).to(tl.float32)[:, None]
+
+
+@triton_kernel()
+def _rows_of(expert, output, shape: tl.constexpr):
+    """The rows of some outputs of an expert in the stack; for those that are too many, that of the last one."""
+    return expert.to(tl.int64) * shape.stack_rows + tl.minimum(output, shape.num_outputs - 1) * shape.gate_stride
+
+
+@triton_kernel()
+def _load_inputs(pointers, column, is_row, step: tl.constexpr, shape: tl.constexpr):
+    """``step``: inputs of a step."""
+    if shape.num_inputs % step == 0:
+        x = tl.load(pointers + column, mask=is_row, other=0.0)
+    else:
+        x = tl.load(pointers + column, mask=(column < shape.num_inputs) & is_row, other=0.0)
+    return x
+
+
+@triton_kernel()
+def _load_weights(pointers, column, step: tl.constexpr, shape: tl.constexpr):
+    """``step``: inputs of a step."""
+    if shape.row_stride % step == 0:
+        weight = tl.load(pointers + column)
+    else:
+        weight = tl.load(pointers + column, mask=column < shape.row_stride, other=0.0)
+    return weight
+
+
+@triton_kernel()
+def _few_step(
+    sums, ups, x_ptrs, is_row, weight_ptr, scales_ptr, zeros_ptr, row, begin, gated: tl.constexpr, shape: tl.constexpr
+):  # fmt: skip
+    """Add the products of a step's inputs to ``sums [slices, outputs, rows]``, and with the ups to ``ups``.
+
+    ``x_ptrs``, ``is_row [1, 1, rows]``; ``row [outputs]`` of the stack; ``begin``: the step's first input.
+    """
+    slices: tl.constexpr = shape.slices
+    inputs: tl.constexpr = shape.inputs
+    step: tl.constexpr = slices * inputs
+    slice_begin = begin + tl.arange(0, slices)[:, None, None] * inputs
+    row_ptrs = weight_ptr + (row * shape.row_stride)[None, :, None]
+    scale_ptrs = scales_ptr + (row // shape.scale_rows * shape.num_scales)[None, :, None]
+    up_distance: tl.constexpr = shape.up_offset * shape.row_stride
+    up_scales: tl.constexpr = shape.up_offset // shape.scale_rows * shape.num_scales
+    if shape.form == "packed":
+        zero_ptrs = zeros_ptr + (row * shape.num_scales)[None, :, None]
+        sums, ups = few_packed_step(
+            sums, ups, x_ptrs, is_row, row_ptrs, up_distance, scale_ptrs, up_scales, zero_ptrs, begin, shape.num_inputs,
+            shape.num_scales, gated, slices, shape.num_inputs % step == 0, shape.group, shape.has_zeros, shape.is_e2m1,
+            shape.overlap,
+        )  # fmt: skip
+    else:
+        column = slice_begin + tl.arange(0, inputs)[None, None, :]  # [slices, 1, inputs]
+        x = _load_inputs(x_ptrs, slice_begin + tl.arange(0, inputs)[None, :, None], is_row, step, shape)
+        weight = _load_weights(row_ptrs, column, step, shape)
+        if shape.form == "plain":
+            sums = tl.dot(weight, x, sums, input_precision="ieee")
+            if gated:
+                up = _load_weights(row_ptrs + up_distance, column, step, shape)
+                ups = tl.dot(up, x, ups, input_precision="ieee")
+        else:
+            if shape.group > 0:
+                scale_ptrs += tl.minimum(slice_begin // shape.group, shape.num_scales - 1)
+            sums += tl.dot(widened(weight, x.dtype), x, input_precision="ieee") * tl.load(scale_ptrs)
+            if gated:
+                up = _load_weights(row_ptrs + up_distance, column, step, shape)
+                ups += tl.dot(widened(up, x.dtype), x, input_precision="ieee") * tl.load(scale_ptrs + up_scales)
+    return sums, ups
 
 
 @triton_kernel(unspecialized=("num_rows",))
 def _few_gate_up_kernel(
-    output_ptr, x_ptr, weight_ptr, bias_ptr, slot_experts_ptr, slot_weights_ptr, count_ptr,
+    output_ptr, x_ptr, weight_ptr, scales_ptr, zeros_ptr, bias_ptr, slot_experts_ptr, slot_weights_ptr, count_ptr,
     num_rows, x_stride,
     shape: tl.constexpr,
 ):  # fmt: skip
@@ -250,102 +375,134 @@ def _few_gate_up_kernel(
     outputs: tl.constexpr = shape.outputs
     rows: tl.constexpr = shape.rows
     slices: tl.constexpr = shape.slices
-    inputs: tl.constexpr = shape.inputs
     slot = tl.program_id(1)
     output = tl.program_id(0) * outputs + tl.arange(0, outputs)
     row = tl.arange(0, rows)
-    slice_begin = tl.arange(0, slices)[:, None, None] * inputs
-    column = slice_begin + tl.arange(0, inputs)[None, None, :]  # [slices, 1, inputs]
-    x_column = slice_begin + tl.arange(0, inputs)[None, :, None]  # [slices, inputs, 1]
+    x_ptrs = x_ptr + row[None, None, :] * x_stride
     wait_for_inputs(shape.overlap)
     count = tl.load(count_ptr)
-    expert = tl.load(slot_experts_ptr + slot).to(tl.int64)  # not set, and not used, beyond the count
+    expert = tl.load(slot_experts_ptr + slot)  # not set, and not used, beyond the count
     if slot < count:
         weight = tl.load(slot_weights_ptr + slot * shape.slot_rows + row)[None, :]
-        gate_ptr = weight_ptr + expert * (2 * shape.size * shape.hidden_size)
-        weight_row = tl.minimum(output, shape.size - 1)[None, :, None] * shape.gate_stride
+        stack_row = _rows_of(expert, output, shape)
         gates = tl.zeros((slices, outputs, rows), tl.float32)
         ups = tl.zeros((slices, outputs, rows), tl.float32)
-        chunk: tl.constexpr = shape.slices * inputs
-        for begin in tl.range(0, shape.hidden_size, chunk):
-            x_ptrs = x_ptr + row[None, None, :] * x_stride + x_column + begin
-            weight_ptrs = gate_ptr + weight_row + column + begin
-            is_row = (row < num_rows)[None, None, :]
-            if shape.hidden_size % chunk == 0:
-                x = tl.load(x_ptrs, mask=is_row, other=0.0)
-                gate = tl.load(weight_ptrs)
-                up = tl.load(weight_ptrs + shape.up_offset)
-            else:
-                in_row = column + begin < shape.hidden_size
-                x = tl.load(x_ptrs, mask=is_row & (x_column + begin < shape.hidden_size), other=0.0)
-                gate = tl.load(weight_ptrs, mask=in_row, other=0.0)
-                up = tl.load(weight_ptrs + shape.up_offset, mask=in_row, other=0.0)
-            gates = tl.dot(gate, x, gates, input_precision="ieee")
-            ups = tl.dot(up, x, ups, input_precision="ieee")
+        step: tl.constexpr = slices * shape.inputs
+        for begin in tl.range(0, shape.num_inputs, step):
+            gates, ups = _few_step(
+                gates, ups, x_ptrs, (row < num_rows)[None, None, :], weight_ptr, scales_ptr, zeros_ptr, stack_row,
+                begin, True, shape,
+            )  # fmt: skip
         gate = tl.sum(gates, 0)  # [outputs, rows]
         up = tl.sum(ups, 0)
         if shape.has_bias:
-            gate, up = _add_bias(gate, up, bias_ptr + expert * (2 * shape.size), output, shape)
+            gate = _add_bias(gate, bias_ptr, stack_row)
+            up = _add_bias(up, bias_ptr, stack_row + shape.up_offset)
         result = tl.where(weight == 0.0, 0.0, _activate(gate, up, shape) * weight)
-        out_ptrs = output_ptr + (slot * num_rows + row[None, :]) * shape.size + output[:, None]
-        mask = (output < shape.size)[:, None] & (row < num_rows)[None, :]
+        out_ptrs = output_ptr + (slot * num_rows + row[None, :]) * shape.num_outputs + output[:, None]
+        mask = (output < shape.num_outputs)[:, None] & (row < num_rows)[None, :]
         tl.store(out_ptrs, result.to(output_ptr.dtype.element_ty), mask=mask)
 
 
 @triton_kernel(unspecialized=("num_rows",))
 def _few_down_kernel(
-    output_ptr, between_ptr, weight_ptr, bias_ptr, slot_experts_ptr, slot_weights_ptr, count_ptr,
-    num_rows,
-    shape: tl.constexpr,
+    output_ptr, parts_ptr, arrivals_ptr, between_ptr, weight_ptr, scales_ptr, zeros_ptr, bias_ptr, slot_experts_ptr,
+    slot_weights_ptr, count_ptr, num_rows,
+    num_experts: tl.constexpr, splits: tl.constexpr, padded_experts: tl.constexpr, shape: tl.constexpr,
 ):  # fmt: skip
-    """Some outputs of all slots, added."""
+    """Some outputs of the slots with a part of the experts, added; the last part's program adds all of them."""
     launch_dependents(shape.overlap)
     outputs: tl.constexpr = shape.outputs
     rows: tl.constexpr = shape.rows
-    slices: tl.constexpr = shape.slices
-    inputs: tl.constexpr = shape.inputs
     output = tl.program_id(0) * outputs + tl.arange(0, outputs)
     row = tl.arange(0, rows)
-    slice_begin = tl.arange(0, slices)[:, None, None] * inputs
-    column = slice_begin + tl.arange(0, inputs)[None, None, :]  # [slices, 1, inputs]
-    in_column = slice_begin + tl.arange(0, inputs)[None, :, None]  # [slices, inputs, 1]
-    weight_row = tl.minimum(output, shape.hidden_size - 1)[None, :, None] * shape.size
+    slices: tl.constexpr = shape.slices
     sums = tl.zeros((slices, outputs, rows), tl.float32)
-    chunk: tl.constexpr = shape.slices * inputs
-    steps: tl.constexpr = (shape.size + chunk - 1) // chunk
+    chunk: tl.constexpr = slices * shape.inputs
+    steps: tl.constexpr = (shape.num_inputs + chunk - 1) // chunk
     wait_for_inputs(shape.overlap)
     num_slots = tl.load(count_ptr)
-    for step in tl.range(0, num_slots * steps):
+    index = tl.arange(0, padded_experts)
+    experts = tl.load(slot_experts_ptr + index, mask=index < num_slots, other=num_experts)
+    split = tl.program_id(1)
+    first = tl.sum((experts < split * num_experts // splits).to(tl.int32), 0)
+    last = tl.sum((experts < (split + 1) * num_experts // splits).to(tl.int32), 0)
+    for step in tl.range(first * steps, last * steps):
         slot = step // steps
-        begin = step % steps * chunk
-        expert = tl.load(slot_experts_ptr + slot).to(tl.int64)
-        weight_ptrs = weight_ptr + expert * (shape.hidden_size * shape.size) + weight_row + column + begin
-        between_ptrs = between_ptr + (slot * num_rows + row)[None, None, :] * shape.size + in_column + begin
-        is_row = (row < num_rows)[None, None, :]
-        if shape.size % chunk == 0:
-            weight = tl.load(weight_ptrs)
-            between = tl.load(between_ptrs, mask=is_row, other=0.0)
+        stack_row = _rows_of(tl.load(slot_experts_ptr + slot), output, shape)
+        x_ptrs = between_ptr + (slot * num_rows + row)[None, None, :] * shape.num_inputs
+        sums, _ = _few_step(
+            sums, sums, x_ptrs, (row < num_rows)[None, None, :], weight_ptr, scales_ptr, zeros_ptr, stack_row,
+            step % steps * chunk, False, shape,
+        )  # fmt: skip
+    offset = row[None, :] * shape.num_outputs + output[:, None]
+    mask = (output < shape.num_outputs)[:, None] & (row < num_rows)[None, :]
+    part_stride: tl.constexpr = rows * shape.num_outputs
+    tl.store(parts_ptr + split * part_stride + offset, tl.sum(sums, 0), mask=mask)
+    tl.debug_barrier()  # all threads have written their sums before one signals it
+    if tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel") == splits - 1:
+        tl.store(arrivals_ptr + tl.program_id(0), 0)
+        result = tl.zeros((outputs, rows), tl.float32)
+        for part in tl.static_range(splits):
+            result += tl.load(parts_ptr + part * part_stride + offset, mask=mask, other=0.0, cache_modifier=".cg")
+        if shape.has_bias:
+            for slot in tl.range(0, num_slots):
+                stack_row = _rows_of(tl.load(slot_experts_ptr + slot), output, shape)
+                weight = tl.load(slot_weights_ptr + slot * shape.slot_rows + row)
+                result += tl.load(bias_ptr + stack_row).to(tl.float32)[:, None] * weight[None, :]
+        tl.store(output_ptr + offset, result.to(output_ptr.dtype.element_ty), mask=mask)
+
+
+@triton_kernel()
+def _grouped_step(
+    sums, ups, x_ptrs, weight_ptr, scales_ptr, zeros_ptr, row, begin, gated: tl.constexpr, shape: tl.constexpr
+):  # fmt: skip
+    """`_few_step` for ``sums [outputs, rows]``; without the scale of all inputs, where they have one."""
+    inputs: tl.constexpr = shape.inputs
+    up_distance: tl.constexpr = shape.up_offset * shape.row_stride
+    up_scales: tl.constexpr = shape.up_offset // shape.scale_rows * shape.num_scales
+    row_ptrs = weight_ptr + row * shape.row_stride
+    scale_ptrs = scales_ptr + row // shape.scale_rows * shape.num_scales
+    if shape.form == "packed":
+        sums, ups = packed_step(
+            sums, ups, x_ptrs, True, row_ptrs, up_distance, scale_ptrs, up_scales, zeros_ptr + row * shape.num_scales,
+            begin, shape.num_inputs, shape.num_scales, gated, shape.num_inputs % inputs == 0, shape.group,
+            shape.has_zeros, shape.is_e2m1, shape.overlap,
+        )  # fmt: skip
+    else:
+        column = begin + tl.arange(0, inputs)
+        x = _load_inputs(x_ptrs, column[:, None], True, inputs, shape)
+        weight = _load_weights(row_ptrs[:, None], column[None, :], inputs, shape)
+        up = weight
+        if gated:
+            up = _load_weights(row_ptrs[:, None] + up_distance, column[None, :], inputs, shape)
+        if shape.form == "scaled":
+            weight = widened(weight, x.dtype)
+            up = widened(up, x.dtype)
+        if shape.group > 0:
+            index = begin // shape.group
+            sums += tl.dot(weight, x, input_precision="ieee") * tl.load(scale_ptrs + index)[:, None]
+            if gated:
+                ups += tl.dot(up, x, input_precision="ieee") * tl.load(scale_ptrs + index + up_scales)[:, None]
         else:
-            weight = tl.load(weight_ptrs, mask=column + begin < shape.size, other=0.0)
-            between = tl.load(between_ptrs, mask=is_row & (in_column + begin < shape.size), other=0.0)
-        sums = tl.dot(weight, between, sums, input_precision="ieee")
-    result = tl.sum(sums, 0)  # [outputs, rows]
-    is_output = output < shape.hidden_size
-    if shape.has_bias:
-        for slot in tl.range(0, num_slots):
-            expert = tl.load(slot_experts_ptr + slot).to(tl.int64)
-            bias = tl.load(bias_ptr + expert * shape.hidden_size + output, mask=is_output, other=0.0)
-            weight = tl.load(slot_weights_ptr + slot * shape.slot_rows + row)
-            result += bias.to(tl.float32)[:, None] * weight[None, :]
-    out_ptrs = output_ptr + row[None, :] * shape.hidden_size + output[:, None]
-    mask = is_output[:, None] & (row < num_rows)[None, :]
-    tl.store(out_ptrs, result.to(output_ptr.dtype.element_ty), mask=mask)
+            sums = tl.dot(weight, x, sums, input_precision="ieee")
+            if gated:
+                ups = tl.dot(up, x, ups, input_precision="ieee")
+    return sums, ups
+
+
+@triton_kernel()
+def _scaled_sums(sums, scales_ptr, row, shape: tl.constexpr):
+    """With the scale of all inputs, where they have one."""
+    if shape.form == "scaled" and shape.group == 0:
+        sums = sums * tl.load(scales_ptr + row // shape.scale_rows)[:, None]
+    return sums
 
 
 @compiles_slowly
 @triton_kernel(unspecialized=("num_pairs",))
 def _grouped_gate_up_kernel(
-    output_ptr, x_ptr, weight_ptr, bias_ptr, pairs_ptr, tile_experts_ptr, weights_ptr,
+    output_ptr, x_ptr, weight_ptr, scales_ptr, zeros_ptr, bias_ptr, pairs_ptr, tile_experts_ptr, weights_ptr,
     num_pairs, x_stride,
     shape: tl.constexpr,
 ):  # fmt: skip
@@ -353,47 +510,38 @@ def _grouped_gate_up_kernel(
     launch_dependents(shape.overlap)
     outputs: tl.constexpr = shape.outputs
     rows: tl.constexpr = shape.rows
-    inputs: tl.constexpr = shape.inputs
     tile = tl.program_id(1)
     output = tl.program_id(0) * outputs + tl.arange(0, outputs)
-    column = tl.arange(0, inputs)
     place = tile * rows + tl.arange(0, rows)
     wait_for_inputs(shape.overlap)
-    expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
+    expert = tl.load(tile_experts_ptr + tile)
     if expert >= 0:
         pair = tl.load(pairs_ptr + place)
         is_pair = pair < num_pairs
-        gate_ptr = weight_ptr + expert * (2 * shape.size * shape.hidden_size)
-        weight_row = tl.minimum(output, shape.size - 1)[:, None] * shape.gate_stride
-        weight_ptrs = gate_ptr + weight_row + column[None, :]  # [outputs, inputs]
+        stack_row = _rows_of(expert, output, shape)
         x_row = tl.where(is_pair, pair // shape.num_chosen, 0).to(tl.int64)
-        x_ptrs = x_ptr + x_row[None, :] * x_stride + column[:, None]  # [inputs, rows]
+        x_ptrs = x_ptr + x_row[None, :] * x_stride
         gate = tl.zeros((outputs, rows), tl.float32)
         up = tl.zeros((outputs, rows), tl.float32)
-        for begin in tl.range(0, shape.hidden_size, inputs):
-            if shape.hidden_size % inputs == 0:
-                x = tl.load(x_ptrs + begin)
-                gate_weight = tl.load(weight_ptrs + begin)
-                up_weight = tl.load(weight_ptrs + shape.up_offset + begin)
-            else:
-                in_row = column + begin < shape.hidden_size
-                x = tl.load(x_ptrs + begin, mask=in_row[:, None], other=0.0)
-                gate_weight = tl.load(weight_ptrs + begin, mask=in_row[None, :], other=0.0)
-                up_weight = tl.load(weight_ptrs + shape.up_offset + begin, mask=in_row[None, :], other=0.0)
-            gate = tl.dot(gate_weight, x, gate, input_precision="ieee")
-            up = tl.dot(up_weight, x, up, input_precision="ieee")
+        for begin in tl.range(0, shape.num_inputs, shape.inputs):
+            gate, up = _grouped_step(
+                gate, up, x_ptrs, weight_ptr, scales_ptr, zeros_ptr, stack_row, begin, True, shape
+            )  # fmt: skip
+        gate = _scaled_sums(gate, scales_ptr, stack_row, shape)
+        up = _scaled_sums(up, scales_ptr, stack_row + shape.up_offset, shape)
         if shape.has_bias:
-            gate, up = _add_bias(gate, up, bias_ptr + expert * (2 * shape.size), output, shape)
+            gate = _add_bias(gate, bias_ptr, stack_row)
+            up = _add_bias(up, bias_ptr, stack_row + shape.up_offset)
         weight = tl.load(weights_ptr + pair, mask=is_pair, other=0.0)[None, :]
         result = tl.where(weight == 0.0, 0.0, _activate(gate, up, shape) * weight)
-        out_ptrs = output_ptr + place[None, :].to(tl.int64) * shape.size + output[:, None]
-        tl.store(out_ptrs, result.to(output_ptr.dtype.element_ty), mask=(output < shape.size)[:, None])
+        out_ptrs = output_ptr + place[None, :].to(tl.int64) * shape.num_outputs + output[:, None]
+        tl.store(out_ptrs, result.to(output_ptr.dtype.element_ty), mask=(output < shape.num_outputs)[:, None])
 
 
 @compiles_slowly
 @triton_kernel(unspecialized=("num_pairs",))
 def _grouped_down_kernel(
-    output_ptr, between_ptr, weight_ptr, bias_ptr, pairs_ptr, tile_experts_ptr, weights_ptr,
+    output_ptr, between_ptr, weight_ptr, scales_ptr, zeros_ptr, bias_ptr, pairs_ptr, tile_experts_ptr, weights_ptr,
     num_pairs,
     shape: tl.constexpr,
 ):  # fmt: skip
@@ -401,35 +549,26 @@ def _grouped_down_kernel(
     launch_dependents(shape.overlap)
     outputs: tl.constexpr = shape.outputs
     rows: tl.constexpr = shape.rows
-    inputs: tl.constexpr = shape.inputs
     tile = tl.program_id(1)
     output = tl.program_id(0) * outputs + tl.arange(0, outputs)
-    column = tl.arange(0, inputs)
     place = tile * rows + tl.arange(0, rows)
     wait_for_inputs(shape.overlap)
-    expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
+    expert = tl.load(tile_experts_ptr + tile)
     if expert >= 0:
         pair = tl.load(pairs_ptr + place)
-        weight_row = tl.minimum(output, shape.hidden_size - 1)[:, None] * shape.size
-        weight_ptrs = weight_ptr + expert * (shape.hidden_size * shape.size) + weight_row + column[None, :]
-        between_ptrs = between_ptr + place[None, :].to(tl.int64) * shape.size + column[:, None]  # [inputs, rows]
+        stack_row = _rows_of(expert, output, shape)
+        between_ptrs = between_ptr + place[None, :].to(tl.int64) * shape.num_inputs
         sums = tl.zeros((outputs, rows), tl.float32)
-        for begin in tl.range(0, shape.size, inputs):
-            if shape.size % inputs == 0:
-                weight = tl.load(weight_ptrs + begin)
-                between = tl.load(between_ptrs + begin)
-            else:
-                in_row = column + begin < shape.size
-                weight = tl.load(weight_ptrs + begin, mask=in_row[None, :], other=0.0)
-                between = tl.load(between_ptrs + begin, mask=in_row[:, None], other=0.0)
-            sums = tl.dot(weight, between, sums, input_precision="ieee")
-        is_output = output < shape.hidden_size
+        for begin in tl.range(0, shape.num_inputs, shape.inputs):
+            sums, _ = _grouped_step(
+                sums, sums, between_ptrs, weight_ptr, scales_ptr, zeros_ptr, stack_row, begin, False, shape
+            )  # fmt: skip
+        sums = _scaled_sums(sums, scales_ptr, stack_row, shape)
         if shape.has_bias:
-            bias = tl.load(bias_ptr + expert * shape.hidden_size + output, mask=is_output, other=0.0)
             factor = tl.load(weights_ptr + pair, mask=pair < num_pairs, other=0.0)
-            sums += bias.to(tl.float32)[:, None] * factor[None, :]
-        out_ptrs = output_ptr + pair[None, :].to(tl.int64) * shape.hidden_size + output[:, None]
-        mask = is_output[:, None] & (pair < num_pairs)[None, :]
+            sums += tl.load(bias_ptr + stack_row).to(tl.float32)[:, None] * factor[None, :]
+        out_ptrs = output_ptr + pair[None, :].to(tl.int64) * shape.num_outputs + output[:, None]
+        mask = (output < shape.num_outputs)[:, None] & (pair < num_pairs)[None, :]
         tl.store(out_ptrs, sums.to(output_ptr.dtype.element_ty), mask=mask)
 
 

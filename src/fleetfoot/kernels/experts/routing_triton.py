@@ -132,7 +132,7 @@ def route_triton(
     slots = Slots(integers(num_slots), slot_weights, integers(1))
     counts = slots.count if few else integers(num_tiles, padded)
     _route_kernel[(num_tiles, shape.splits)](
-        experts, weights, parts, _arrivals(device), slots.experts, slots.weights, counts,
+        experts, weights, parts, arrivals(device), slots.experts, slots.weights, counts,
         x, weight, weight if bias is None else bias, weights if correction is None else correction,
         num_rows, x.stride(0),
         shape=shape, at_once=_AT_ONCE if shape.choosing_rows * padded <= 1024 else _AT_ONCE // 4,
@@ -202,8 +202,8 @@ def local_routing_triton(
 
 
 @cache
-def _arrivals(device: torch.device) -> torch.Tensor:
-    """``[_MAX_TILES]`` int32, zeros before and after each launch."""
+def arrivals(device: torch.device) -> torch.Tensor:
+    """``[_MAX_TILES]`` int32, zeros before and after each launch: counts programs whose results a last one adds."""
     with real_memory():
         return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
 

@@ -6,6 +6,7 @@ Functions on codes work on the last two dimensions, ``[..., out, in]``, so they 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,13 +24,13 @@ _MAX_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """A weight ``[out, in]``: ``(code - zero) * scale``, or ``e2m1(code) * scale``, and a bias."""
+    """A weight ``[out, in]``: ``(code - zero) * scale``, or ``e2m1(code) * 2 ** (scale - 127)``, and a bias."""
 
     words: torch.Tensor
     """``[out, ceil(in / 128) * 16]`` int32. Code ``i`` of word ``j`` of a block of 16 words is that of its input
     ``16 * i + j``: kernels multiply the codes of one place in all words of a block at once, without moving them."""
     scales: torch.Tensor
-    """``[out, ceil(in / group)]`` in the dtype of the activations."""
+    """``[out, ceil(in / group)]`` in the dtype of the activations; of e2m1 uint8, with those of whole blocks."""
     zeros: torch.Tensor | None
     """``[out, ceil(in / group)]`` uint8; None: 8, or e2m1."""
     group: int
@@ -43,16 +44,25 @@ class PackedMatrix:
 
     def dequantized(self, begin: int = 0, end: int | None = None) -> torch.Tensor:
         """Outputs ``begin`` to ``end`` of the weight in float32, in the order of the columns."""
-        codes = unpack_words(self.words[begin:end])[:, : self.num_inputs]
-        if self.is_e2m1:
-            values = torch.tensor(_E2M1, device=codes.device)[codes.long()]
+        rows = slice(begin, end)
+        return self._values(self.words[rows], self.scales[rows], None if self.zeros is None else self.zeros[rows])
+
+    def of_stack(self, count: int, index: Any) -> torch.Tensor:
+        """See `ScaledMatrix.of_stack`."""
+        tensors = (self.words, self.scales, self.zeros)
+        return self._values(*(None if each is None else each.unflatten(0, (count, -1))[index] for each in tensors))
+
+    def _values(self, words: Any, scales: Any, zeros: torch.Tensor | None) -> torch.Tensor:
+        codes = unpack_words(words)[..., : self.num_inputs]
+        if not self.is_e2m1:
+            values = codes.float() - (8.0 if zeros is None else self._expand(zeros.float()))
         else:
-            zeros = 8.0 if self.zeros is None else self._expand(self.zeros[begin:end].float())
-            values = codes.float() - zeros
-        return values * self._expand(self.scales[begin:end].float())
+            values = torch.tensor(_E2M1, device=codes.device)[codes.long()]
+            scales = (scales.int() << 23).view(torch.float32)
+        return values * self._expand(scales.float())
 
     def _expand(self, groups: torch.Tensor) -> torch.Tensor:
-        return groups.repeat_interleave(self.group, dim=1)[:, : self.num_inputs]
+        return groups.repeat_interleave(self.group, dim=-1)[..., : self.num_inputs]
 
 
 def packed_linear_torch(x: torch.Tensor, weight: PackedMatrix) -> torch.Tensor:

@@ -52,7 +52,7 @@ def launch_packed_hopper(
         x = x.contiguous()
     overlap = can_overlap(x.device)
     zeros, biases = (output if each is None else each for each in (weight.zeros, weight.bias))
-    group = 0 if weight.group >= num_inputs else weight.group
+    group = 0 if weight.group >= num_inputs and not weight.is_e2m1 else weight.group
     launcher(_packed_hopper_kernel, (cdiv(num_outputs, outputs),))(
         output, x, weight.words, weight.scales, zeros, biases,
         *epilogue.tensors(output), epilogue.num_parts, epilogue.eps,
@@ -120,7 +120,7 @@ def _load_blocks(
             if even:
                 scale = gl.load(scales_ptrs + (step * (slices * groups_of_slice) + index), mask=is_group)
             else:
-                scale = gl.load(scales_ptrs + (step * (slices * groups_of_slice) + index), mask=is_group, other=0.0)
+                scale = gl.load(scales_ptrs + (step * (slices * groups_of_slice) + index), mask=is_group, other=0)
             scales = scales + (scale,)  # type: ignore[assignment]  # noqa: RUF005
             zero = scale
             if has_zeros:
@@ -174,14 +174,15 @@ def _add_blocks(
             parts = next_parts
         next_sums = ()
         for half in gl.static_range(len(blocks)):
-            scale = gl.expand_dims(blocks[half][1][index].to(gl.float32), 2)
+            scale = gl.expand_dims(blocks[half][1][index], 2)
             if is_e2m1:
+                scale = (scale.to(gl.int32) << 23).to(gl.float32, bitcast=True)
                 added = sums[half] + parts[half] * (scale * 0.5)
             elif has_zeros:
                 zero = gl.expand_dims(blocks[half][2][index].to(gl.float32) + base, 2)
-                added = sums[half] + (parts[half] - total * zero) * scale
+                added = sums[half] + (parts[half] - total * zero) * scale.to(gl.float32)
             else:
-                added = sums[half] + (parts[half] - total * (8.0 + base)) * scale
+                added = sums[half] + (parts[half] - total * (8.0 + base)) * scale.to(gl.float32)
             next_sums = next_sums + (added,)  # type: ignore[assignment]  # noqa: RUF005
         sums = next_sums
     return sums

@@ -92,7 +92,7 @@ def packed_tiling(num_rows: int, num_outputs: int, num_inputs: int, num_sms: int
 
 
 def packed_linear_triton(x: torch.Tensor, weight: PackedMatrix) -> torch.Tensor:
-    """See `Kernels.packed_linear`. The reference multiplies what has other groups than multiples of 16 inputs."""
+    """See `Kernels.packed_linear`. The reference multiplies what has other groups."""
     if not supports(x.dtype, weight):
         return packed_linear_torch(x, weight)
     num_rows, num_outputs = x.shape[0], len(weight.words)
@@ -109,7 +109,8 @@ def packed_linear_triton(x: torch.Tensor, weight: PackedMatrix) -> torch.Tensor:
 
 
 def supports(dtype: torch.dtype, weight: PackedMatrix) -> bool:
-    has_groups = weight.group >= weight.num_inputs or weight.group % SPAN == 0
+    has_groups = weight.group >= weight.num_inputs or weight.group % BLOCK == 0 or weight.group in (16, 32, 64)
+    has_groups = weight.group == 32 if weight.is_e2m1 else has_groups
     return dtype in (torch.bfloat16, torch.float16) and has_groups and weight.num_inputs % SPAN == 0
 
 
@@ -117,12 +118,12 @@ def write_weight(weight: PackedMatrix, dtype: torch.dtype, part: slice) -> torch
     """Some outputs of the weight, ``[n, in]`` in ``dtype``."""
     num_outputs, num_inputs = part.stop - part.start, weight.num_inputs
     written = torch.empty(num_outputs, num_inputs, dtype=dtype, device=weight.words.device)
-    zeros = weight.words if weight.zeros is None else weight.zeros[part]
+    scales, zeros = scale_words(weight), weight.words if weight.zeros is None else weight.zeros[part]
     overlap = can_overlap(written.device)
     tile = 8
     _write_weight_kernel[(cdiv(num_outputs, tile), weight.words.shape[1] // SPAN)](
-        written, weight.words[part], weight.scales[part], zeros, num_outputs, num_inputs, weight.words.shape[1],
-        weight.scales.shape[1],
+        written, weight.words[part], scales[part], zeros, num_outputs, num_inputs, weight.words.shape[1],
+        scales.shape[1],
         outputs=tile, span=SPAN, group=_group(weight), has_zeros=weight.zeros is not None, is_e2m1=weight.is_e2m1,
         overlap=overlap, **launch_options(overlap),
     )  # fmt: skip
@@ -131,7 +132,12 @@ def write_weight(weight: PackedMatrix, dtype: torch.dtype, part: slice) -> torch
 
 def _group(weight: PackedMatrix) -> int:
     """0: one group with all inputs."""
-    return 0 if weight.group >= weight.num_inputs else weight.group
+    return 0 if weight.group >= weight.num_inputs and not weight.is_e2m1 else weight.group
+
+
+def scale_words(weight: PackedMatrix) -> torch.Tensor:
+    """Scales as kernels read them: exponents of e2m1 as words of 4."""
+    return weight.scales.view(torch.int32) if weight.is_e2m1 else weight.scales
 
 
 def launch_packed(x: torch.Tensor, weight: PackedMatrix, tiling: PackedTiling) -> torch.Tensor:
@@ -141,7 +147,7 @@ def launch_packed(x: torch.Tensor, weight: PackedMatrix, tiling: PackedTiling) -
     if tiling.kernel in ("hopper", "few"):
         launch_packed_few_rows(output, x, weight, tiling)
         return output
-    num_words, num_groups, overlap = weight.words.shape[1], weight.scales.shape[1], can_overlap(x.device)
+    scales, num_words, overlap = scale_words(weight), weight.words.shape[1], can_overlap(x.device)
     biases = output if weight.bias is None else weight.bias
     zeros = weight.words if weight.zeros is None else weight.zeros
     split_words = cdiv(cdiv(num_words, tiling.splits), SPAN) * SPAN
@@ -150,8 +156,8 @@ def launch_packed(x: torch.Tensor, weight: PackedMatrix, tiling: PackedTiling) -
         target = torch.empty(tiling.splits, num_rows, num_outputs, dtype=torch.float32, device=x.device)
     grid = cdiv(num_outputs, tiling.outputs), cdiv(num_rows, tiling.row_tile), tiling.splits
     _packed_tiled_kernel[grid](
-        target, x, weight.words, weight.scales, zeros, biases,
-        num_rows, num_outputs, num_inputs, x.stride(0), num_words, num_groups, split_words,
+        target, x, weight.words, scales, zeros, biases,
+        num_rows, num_outputs, num_inputs, x.stride(0), num_words, scales.shape[1], split_words,
         min(64, split_words) * 4,
         whole=num_inputs % BLOCK == 0, is_split=tiling.splits > 1, has_bias=weight.bias is not None,
         **_options(weight, tiling, overlap),
@@ -184,12 +190,12 @@ def launch_packed_few_rows(
         launch_packed_hopper(output, x, weight, epilogue, **sizes)
         return
     num_rows, num_outputs, num_inputs = x.shape[0], output.shape[1], weight.num_inputs
-    num_words, overlap = weight.words.shape[1], can_overlap(x.device)
+    scales, num_words, overlap = scale_words(weight), weight.words.shape[1], can_overlap(x.device)
     zeros, biases = (output if each is None else each for each in (weight.zeros, weight.bias))
     _packed_few_rows_kernel[(cdiv(num_outputs, tiling.outputs),)](
-        output, x, weight.words, weight.scales, zeros, biases,
+        output, x, weight.words, scales, zeros, biases,
         *epilogue.tensors(output), epilogue.num_parts, epilogue.eps,
-        num_rows, num_outputs, num_inputs, x.stride(0), num_words, weight.scales.shape[1],
+        num_rows, num_outputs, num_inputs, x.stride(0), num_words, scales.shape[1],
         min(_PREFETCHED_WORDS, num_words) * 4,
         slices=tiling.num_warps, whole=num_inputs % (tiling.num_warps * BLOCK) == 0,
         **epilogue.options(has_bias=weight.bias is not None), **_options(weight, tiling, overlap),
@@ -197,42 +203,41 @@ def launch_packed_few_rows(
 
 
 @triton_kernel()
-def _codes_of(words, place: tl.constexpr, dtype: tl.constexpr, is_e2m1: tl.constexpr, in_pairs: tl.constexpr):
-    """The codes of a place as numbers of ``dtype``: from 128 on in bfloat16, from 1024 on in float16; e2m1: twice the
-    values.
-
-    ``in_pairs``: two codes take half the instructions, on Hopper GPUs: the halves of two words with that place are
-    joined, which all places of a half share.
-    """
-    if in_pairs and is_e2m1:
-        # Exponent and mantissa go to the lowest bits of the number's exponent and to the highest of its mantissa, where
-        # they are 2^-126 (2^-14) times the value; products of subnormal numbers are exact.
+def codes_of(words, place: tl.constexpr, dtype: tl.constexpr, is_e2m1: tl.constexpr, is_hopper: tl.constexpr):
+    """The codes of a place as numbers of ``dtype``: from 128 on in bfloat16, from 1024 on in float16; e2m1: the values.
+    ``is_hopper``: two words at once, and bits of e2m1 become those of a number that is too small by a power of 2."""
+    if is_hopper:
         is_bfloat16: tl.constexpr = dtype == tl.bfloat16
-        bit: tl.constexpr = 4 * (place % 4)
-        left: tl.constexpr = max((6 if is_bfloat16 else 9) - bit, 0)
-        right: tl.constexpr = max(bit - (6 if is_bfloat16 else 9), 0)
-        mask: tl.constexpr = 0x01C001C0 if is_bfloat16 else 0x0E000E00
-        factor: tl.constexpr = 0x7F007F00 if is_bfloat16 else 0x78007800
-        kind: tl.constexpr = "bf16x2" if is_bfloat16 else "f16x2"
+        halves: tl.constexpr = "prmt.b32 t, $1, $2, 0x5410; " if place < 4 else "prmt.b32 t, $1, $2, 0x7632; "
+        if is_e2m1:
+            if is_bfloat16:
+                moves: tl.constexpr = ("shl.b32 m, t, 6;", "shl.b32 m, t, 2;", "shr.u32 m, t, 2;", "shr.u32 m, t, 6;")
+                masked: tl.constexpr = "and.b32 m, m, 0x01c001c0; "
+                scaled: tl.constexpr = "mov.b32 m, 0x7e807e80; mul.rn.bf16x2 $0, t, m; }"
+            else:
+                moves: tl.constexpr = ("shl.b32 m, t, 9;", "shl.b32 m, t, 5;", "shl.b32 m, t, 1;", "shr.u32 m, t, 3;")  # type: ignore[no-redef]
+                masked: tl.constexpr = "and.b32 m, m, 0x0e000e00; "  # type: ignore[no-redef]
+                scaled: tl.constexpr = "mov.b32 m, 0x74007400; mul.rn.f16x2 $0, t, m; }"  # type: ignore[no-redef]
+            signs: tl.constexpr = ("shl.b32 t, t, 12; ", "shl.b32 t, t, 8; ", "shl.b32 t, t, 4; ", "")
+            signed: tl.constexpr = signs[place % 4] + "lop3.b32 t, t, 0x80008000, m, 0xEA; "
+            code: tl.constexpr = "{ .reg .b32 t, m; " + halves + moves[place % 4] + masked + signed + scaled
+        else:
+            shifts: tl.constexpr = ("", "shr.u32 t, t, 4; ", "shr.u32 t, t, 8; ", "shr.u32 t, t, 12; ")
+            based: tl.constexpr = (
+                "lop3.b32 $0, t, 0x000f000f, 0x43004300, 0xEA; }"
+                if is_bfloat16
+                else "lop3.b32 $0, t, 0x000f000f, 0x64006400, 0xEA; }"
+            )
+            code: tl.constexpr = "{ .reg .b32 t; " + halves + shifts[place % 4] + based  # type: ignore[no-redef]
         result = tl.inline_asm_elementwise(
-            f"{{ .reg .b32 t, m, f; prmt.b32 t, $1, $2, {0x5410 if place < 4 else 0x7632}; shl.b32 m, t, {left};"
-            f" shr.u32 m, m, {right}; and.b32 m, m, {mask}; shl.b32 t, t, {12 - bit};"
-            f" lop3.b32 t, t, 0x80008000, m, 234; mov.b32 f, {factor}; mul.rn.{kind} $0, t, f; }}",
-            "=r,r,r", [words], dtype=dtype.value, is_pure=True, pack=2,
-        )  # fmt: skip
-    elif in_pairs:
-        number: tl.constexpr = 0x43004300 if dtype == tl.bfloat16 else 0x64006400
-        result = tl.inline_asm_elementwise(
-            f"{{ .reg .b32 t; prmt.b32 t, $1, $2, {0x5410 if place < 4 else 0x7632}; shr.u32 t, t, {4 * (place % 4)};"
-            f" lop3.b32 $0, t, 0x000f000f, {number}, 234; }}",
-            "=r,r,r", [words], dtype=dtype.value, is_pure=True, pack=2,
-        )  # fmt: skip
+            code, "=r,r,r", [words], dtype=tl.bfloat16 if is_bfloat16 else tl.float16, is_pure=True, pack=2
+        )
     else:
         codes = (words >> (4 * place)) & 15
         if is_e2m1:
             exponent = (codes >> 1) & 3
             doubled = tl.where(exponent == 0, codes & 1, (2 + (codes & 1)) << tl.maximum(exponent - 1, 0))
-            result = tl.where(codes >= 8, -doubled, doubled).to(tl.float32).to(dtype)
+            result = (tl.where(codes >= 8, -doubled, doubled).to(tl.float32) * 0.5).to(dtype)
         elif dtype == tl.bfloat16:
             result = (codes | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
         else:
@@ -241,20 +246,172 @@ def _codes_of(words, place: tl.constexpr, dtype: tl.constexpr, is_e2m1: tl.const
 
 
 @triton_kernel()
-def _codes_of_block(words, first: tl.constexpr, places: tl.constexpr, dtype: tl.constexpr, is_e2m1: tl.constexpr,
-                    in_pairs: tl.constexpr):  # fmt: skip
+def _add_group(sums, part, total, scale, zero, is_e2m1: tl.constexpr):
+    """``sums`` and the product of a group, from the codes' products ``part`` and the sums ``total`` of their inputs."""
+    if is_e2m1:
+        result = sums + part * scale
+    else:
+        result = sums + (part - total * zero) * scale
+    return result
+
+
+@triton_kernel()
+def _e2m1_scale(words, number: tl.constexpr):
+    """The scale in a byte of ``words``: 2 to the power of what it is above 127."""
+    return (((words >> (8 * number)) & 255) << 23).to(tl.float32, bitcast=True)
+
+
+@triton_kernel()
+def _zero_of(zero_ptrs, base: tl.constexpr, has_zeros: tl.constexpr):
+    if has_zeros:
+        zero = tl.load(zero_ptrs).to(tl.float32) + base
+    else:
+        zero = 8.0 + base
+    return zero
+
+
+@triton_kernel()
+def few_packed_step(
+    sums, ups, x_ptrs, is_row, word_ptrs, up_words, scale_ptrs, up_scales, zero_ptrs, begin, num_inputs, num_groups,
+    gated: tl.constexpr, slices: tl.constexpr, whole: tl.constexpr, group: tl.constexpr, has_zeros: tl.constexpr,
+    is_e2m1: tl.constexpr, is_hopper: tl.constexpr,
+):  # fmt: skip
+    """Add the products of ``slices`` blocks, from input ``begin`` on, to ``sums [slices, outputs, rows]``, and with the
+    words and scales at the distances ``up_words`` and ``up_scales`` to ``ups``.
+
+    ``x_ptrs``, ``is_row [1, 1, rows]``; ``word_ptrs``, ``scale_ptrs``, ``zero_ptrs [1, outputs, 1]``. Scales of e2m1
+    are words with those of 4 groups.
+    """
+    dtype: tl.constexpr = x_ptrs.dtype.element_ty
+    base: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
+    span = tl.arange(0, 16)
+    block = begin // 128 + tl.arange(0, slices)[:, None, None]
+    is_block = block * 128 < num_inputs
+    size: tl.constexpr = 128 if group == 0 else min(group, 128)
+    of_block = tl.minimum(block, (num_inputs - 1) // 128) * 128  # of the last one beyond it
+    index = tl.minimum(of_block // group, num_groups - 1) if group > 0 else of_block * 0
+    scales = tl.load(scale_ptrs + (of_block // (4 * size) if is_e2m1 else index))
+    scale = scales
+    up_scale = scales
+    up_scaling = scales
+    zero = scales
+    up_zero = scales
+    if gated:
+        up_scaling = tl.load(scale_ptrs + up_scales + (of_block // (4 * size) if is_e2m1 else index))
+    if not is_e2m1:
+        scale = scales.to(tl.float32)
+        up_scale = up_scaling.to(tl.float32)
+        zero = _zero_of(zero_ptrs + index, base, has_zeros)
+        if gated:
+            up_zero = _zero_of(zero_ptrs + up_scales + index, base, has_zeros)
+    if whole:
+        words = tl.load(word_ptrs + block * 16 + span[None, None, :])  # [slices, outputs, 16]
+    else:
+        words = tl.load(word_ptrs + block * 16 + span[None, None, :], mask=is_block, other=0)
+    other_words = words
+    if gated:
+        if whole:
+            other_words = tl.load(word_ptrs + up_words + block * 16 + span[None, None, :])
+        else:
+            other_words = tl.load(word_ptrs + up_words + block * 16 + span[None, None, :], mask=is_block, other=0)
+    ones = tl.full(words.shape, 1.0, tl.float32).to(dtype)
+    part = tl.zeros_like(sums)
+    up_part = tl.zeros_like(sums)
+    total = tl.zeros_like(sums)
+    for place in tl.static_range(8):
+        column = block * 128 + place * 16 + span[None, :, None]
+        if whole:
+            x = tl.load(x_ptrs + column, mask=is_row, other=0.0)
+        else:
+            x = tl.load(x_ptrs + column, mask=(column < num_inputs) & is_row, other=0.0)
+        part = tl.dot(codes_of(words, place, dtype, is_e2m1, is_hopper), x, part)
+        if gated:
+            up_part = tl.dot(codes_of(other_words, place, dtype, is_e2m1, is_hopper), x, up_part)
+        if not is_e2m1:
+            total = tl.dot(ones, x, total)
+        if (place + 1) * 16 % size == 0:
+            if is_e2m1:
+                scale = _e2m1_scale(scales, place * 16 // size)
+                up_scale = _e2m1_scale(up_scaling, place * 16 // size)
+            elif place * 16 >= size:
+                of_group = tl.minimum(index + place * 16 // size, num_groups - 1)
+                scale = tl.load(scale_ptrs + of_group).to(tl.float32)
+                zero = _zero_of(zero_ptrs + of_group, base, has_zeros)
+                if gated:
+                    up_scale = tl.load(scale_ptrs + up_scales + of_group).to(tl.float32)
+                    up_zero = _zero_of(zero_ptrs + up_scales + of_group, base, has_zeros)
+            sums = _add_group(sums, part, total, scale, zero, is_e2m1)
+            part = tl.zeros_like(sums)
+            if gated:
+                ups = _add_group(ups, up_part, total, up_scale, up_zero, is_e2m1)
+                up_part = tl.zeros_like(sums)
+            total = tl.zeros_like(sums)
+    return sums, ups
+
+
+@triton_kernel()
+def packed_step(
+    sums, ups, x_ptrs, is_row, word_ptrs, up_words, scale_ptrs, up_scales, zero_ptrs, begin, num_inputs, num_groups,
+    gated: tl.constexpr, whole: tl.constexpr, group: tl.constexpr, has_zeros: tl.constexpr, is_e2m1: tl.constexpr,
+    is_hopper: tl.constexpr,
+):  # fmt: skip
+    """`few_packed_step` with a block, for ``sums [outputs, rows]``, ``x_ptrs``, ``is_row [1, rows]`` and the other
+    pointers ``[outputs]``: zero points are subtracted from the codes."""
+    dtype: tl.constexpr = x_ptrs.dtype.element_ty
+    span = tl.arange(0, 16)
+    size: tl.constexpr = 128 if group == 0 else min(group, 128)
+    first = begin // (4 * size) if is_e2m1 else (tl.minimum(begin // group, num_groups - 1) if group > 0 else 0)
+    scales = tl.load(scale_ptrs + first)
+    up_scaling = scales
+    words = tl.load(word_ptrs[:, None] + begin // 8 + span[None, :])  # [outputs, 16]
+    other_words = words
+    if gated:
+        up_scaling = tl.load(scale_ptrs + up_scales + first)
+        other_words = tl.load(word_ptrs[:, None] + up_words + begin // 8 + span[None, :])
+    scale = scales
+    up_scale = up_scaling
+    places: tl.constexpr = size // 16
+    in_group = tl.arange(0, size)[:, None]
+    for place in tl.static_range(0, 8, places):
+        column = begin + place * 16 + in_group
+        if whole:
+            x = tl.load(x_ptrs + column, mask=is_row, other=0.0)
+        else:
+            x = tl.load(x_ptrs + column, mask=(column < num_inputs) & is_row, other=0.0)
+        of_group = tl.minimum(first + place // places, num_groups - 1)
+        if is_e2m1:
+            scale = _e2m1_scale(scales, place // places)
+            up_scale = _e2m1_scale(up_scaling, place // places)
+        elif place > 0:
+            scale = tl.load(scale_ptrs + of_group)
+            if gated:
+                up_scale = tl.load(scale_ptrs + up_scales + of_group)
+        weight = _centred(words, place, places, zero_ptrs + of_group, dtype, has_zeros, is_e2m1, is_hopper)
+        sums += tl.dot(weight, x) * scale.to(tl.float32)[:, None]
+        if gated:
+            other_zeros = zero_ptrs + up_scales + of_group
+            other = _centred(other_words, place, places, other_zeros, dtype, has_zeros, is_e2m1, is_hopper)
+            ups += tl.dot(other, x) * up_scale.to(tl.float32)[:, None]
+    return sums, ups
+
+
+@triton_kernel()
+def _codes_of_block(
+    words, first: tl.constexpr, places: tl.constexpr, dtype: tl.constexpr, is_e2m1: tl.constexpr,
+    is_hopper: tl.constexpr,
+):  # fmt: skip
     """``[outputs, places * span]``: the codes of ``places`` places (a power of 2) from the ``first`` on, in order."""
-    result = _codes_of(words, first, dtype, is_e2m1, in_pairs)
+    result = codes_of(words, first, dtype, is_e2m1, is_hopper)
     if places >= 2:
-        result = _in_order(result, _codes_of(words, first + 1, dtype, is_e2m1, in_pairs))
+        result = _in_order(result, codes_of(words, first + 1, dtype, is_e2m1, is_hopper))
     if places >= 4:
-        third = _codes_of(words, first + 2, dtype, is_e2m1, in_pairs)
-        result = _in_order(result, _in_order(third, _codes_of(words, first + 3, dtype, is_e2m1, in_pairs)))
+        third = codes_of(words, first + 2, dtype, is_e2m1, is_hopper)
+        result = _in_order(result, _in_order(third, codes_of(words, first + 3, dtype, is_e2m1, is_hopper)))
     if places == 8:
-        fifth = _codes_of(words, 4, dtype, is_e2m1, in_pairs)
-        sixth = _codes_of(words, 5, dtype, is_e2m1, in_pairs)
-        seventh = _codes_of(words, 6, dtype, is_e2m1, in_pairs)
-        eighth = _codes_of(words, 7, dtype, is_e2m1, in_pairs)
+        fifth = codes_of(words, 4, dtype, is_e2m1, is_hopper)
+        sixth = codes_of(words, 5, dtype, is_e2m1, is_hopper)
+        seventh = codes_of(words, 6, dtype, is_e2m1, is_hopper)
+        eighth = codes_of(words, 7, dtype, is_e2m1, is_hopper)
         result = _in_order(result, _in_order(_in_order(fifth, sixth), _in_order(seventh, eighth)))
     return result
 
@@ -266,18 +423,19 @@ def _in_order(low, high):
 
 
 @triton_kernel()
-def _add_group(sums, part, total, scales_ptr, zeros_ptr, index, base: tl.constexpr, has_zeros: tl.constexpr,
-               is_e2m1: tl.constexpr):  # fmt: skip
-    """``sums`` and the product of a group, from the codes' products ``part`` and the sums ``total`` of their inputs."""
-    scale = tl.load(scales_ptr + index).to(tl.float32)
-    if is_e2m1:
-        result = sums + part * (scale * 0.5)
-    else:
-        zero = 8.0 + base
+def _centred(
+    words, first: tl.constexpr, places: tl.constexpr, zero_ptrs, dtype: tl.constexpr, has_zeros: tl.constexpr,
+    is_e2m1: tl.constexpr, is_hopper: tl.constexpr,
+):  # fmt: skip
+    """The codes of some places without their zero points, at ``zero_ptrs [outputs]``."""
+    weight = _codes_of_block(words, first, places, dtype, is_e2m1, is_hopper)
+    if not is_e2m1:
+        base: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
         if has_zeros:
-            zero = tl.load(zeros_ptr + index).to(tl.float32) + base
-        result = sums + (part - total * zero) * scale
-    return result
+            weight = weight - (tl.load(zero_ptrs).to(tl.float32) + base).to(dtype)[:, None]
+        else:
+            weight = weight - tl.full((1, 1), base + 8.0, tl.float32).to(dtype)
+    return weight
 
 
 @triton_kernel(unspecialized=("num_rows",))
@@ -299,19 +457,11 @@ def _packed_few_rows_kernel(
     prefetch_rows(tile_ptr, num_words * 4, num_valid, prefetched_bytes, overlap)
     if gated:
         prefetch_rows(tile_ptr + up_distance, num_words * 4, num_valid, prefetched_bytes, overlap)
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    base: tl.constexpr = 0.0 if is_e2m1 else (128.0 if dtype == tl.bfloat16 else 1024.0)
     output = tl.arange(0, outputs)
     in_tile = tl.minimum(output, num_valid - 1)
-    slice_index = tl.arange(0, slices)[:, None, None]
-    in_span = tl.arange(0, span)
-    word = in_tile[None, :, None] * num_words + slice_index * span + in_span[None, None, :]  # [slices, outputs, span]
+    word_ptrs = tile_ptr + in_tile[None, :, None] * num_words
     x_row = tl.arange(0, row_tile)[None, None, :]
-    x_column = slice_index * (8 * span) + in_span[None, :, None]  # [slices, span, 1]
     group_row = (first + in_tile).to(tl.int64)[None, :, None] * num_groups  # [1, outputs, 1]
-    up_group_row = group_row + num_outputs.to(tl.int64) * num_groups
-    is_row = x_row < num_rows
-    ones = tl.full((slices, outputs, span), 1.0, tl.float32).to(dtype)
     sums = tl.zeros((slices, outputs, row_tile), tl.float32)
     up_sums = tl.zeros((slices, outputs, row_tile), tl.float32)
     norm_weight = output
@@ -322,48 +472,12 @@ def _packed_few_rows_kernel(
         squares_in_ptr, residual_ptr, sums, first, num_valid, num_parts, num_rows, num_outputs,
         parts_tile, outputs, row_tile, has_deferred_norm, ends,
     )  # fmt: skip
-    part = tl.zeros((slices, outputs, row_tile), tl.float32)
-    up_part = tl.zeros((slices, outputs, row_tile), tl.float32)
-    total = tl.zeros((slices, outputs, row_tile), tl.float32)
-    for begin in tl.range(0, num_words, slices * span, num_stages=stages):
-        if whole:
-            words = tl.load(tile_ptr + word + begin)
-        else:
-            words = tl.load(tile_ptr + word + begin, mask=begin + slice_index * span < num_words, other=0)
-        ups = words
-        if gated:
-            if whole:
-                ups = tl.load(tile_ptr + up_distance + word + begin)
-            else:
-                is_word = begin + slice_index * span < num_words
-                ups = tl.load(tile_ptr + up_distance + word + begin, mask=is_word, other=0)
-        for place in tl.static_range(8):
-            column = begin * 8 + x_column + place * span
-            if whole:
-                x = tl.load(x_ptr + x_row * x_stride + column, mask=is_row, other=0.0)
-            else:
-                x = tl.load(x_ptr + x_row * x_stride + column, mask=is_row & (column < num_inputs), other=0.0)
-            part = tl.dot(_codes_of(words, place, dtype, is_e2m1, overlap), x, part)
-            if gated:
-                up_part = tl.dot(_codes_of(ups, place, dtype, is_e2m1, overlap), x, up_part)
-            if not is_e2m1:
-                total = tl.dot(ones, x, total)
-            if group > 0 and (place + 1) * span % min(group, 8 * span) == 0:
-                index = (begin * 8 + slice_index * (8 * span) + place * span) // group  # [slices, 1, 1]
-                index = tl.minimum(index, num_groups - 1)
-                sums = _add_group(sums, part, total, scales_ptr, zeros_ptr, group_row + index, base, has_zeros, is_e2m1)
-                part = tl.zeros((slices, outputs, row_tile), tl.float32)
-                if gated:
-                    up_index = up_group_row + index
-                    up_sums = _add_group(
-                        up_sums, up_part, total, scales_ptr, zeros_ptr, up_index, base, has_zeros, is_e2m1
-                    )
-                    up_part = tl.zeros((slices, outputs, row_tile), tl.float32)
-                total = tl.zeros((slices, outputs, row_tile), tl.float32)
-    if group == 0:
-        sums = _add_group(sums, part, total, scales_ptr, zeros_ptr, group_row, base, has_zeros, is_e2m1)
-        if gated:
-            up_sums = _add_group(up_sums, up_part, total, scales_ptr, zeros_ptr, up_group_row, base, has_zeros, is_e2m1)
+    for begin in tl.range(0, num_inputs, slices * 8 * span, num_stages=stages):
+        sums, up_sums = few_packed_step(
+            sums, up_sums, x_ptr + x_row * x_stride, x_row < num_rows, word_ptrs, up_distance,
+            scales_ptr + group_row, num_outputs.to(tl.int64) * num_groups, zeros_ptr + group_row,
+            begin, num_inputs, num_groups, gated > 0, slices, whole, group, has_zeros, is_e2m1, overlap,
+        )  # fmt: skip
     write_outputs(
         sums, up_sums, squares, residual, norm_weight, output_ptr, bias_ptr, total_ptr, squares_ptr, first, num_valid,
         num_rows, num_outputs, num_inputs, eps, output_ptr, (), output, output_ptr, 0, 1, 8, 0,
@@ -388,43 +502,19 @@ def _packed_tiled_kernel(
     tile_ptr = words_ptr + first.to(tl.int64) * num_words
     prefetch_rows(tile_ptr + begin_word, num_words * 4, tl.where(end_word > begin_word, num_valid, 0),
                   prefetched_bytes, overlap)  # fmt: skip
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    base: tl.constexpr = 0.0 if is_e2m1 else (128.0 if dtype == tl.bfloat16 else 1024.0)
     output = tl.arange(0, outputs)
     in_tile = tl.minimum(output, num_valid - 1)
-    in_span = tl.arange(0, span)
-    word = in_tile[:, None] * num_words + in_span[None, :]  # [outputs, span]
     row = tl.program_id(1) * row_tile + tl.arange(0, row_tile)
     is_row = row[None, :] < num_rows
-    places: tl.constexpr = 8 if group == 0 else min(group, 8 * span) // span  # of a group, in a block
-    in_group = tl.arange(0, places * span)
-    x_ptrs = x_ptr + row[None, :].to(tl.int64) * x_stride + in_group[:, None]  # [places * span, row_tile]
+    x_ptrs = x_ptr + row[None, :].to(tl.int64) * x_stride  # [1, row_tile]
     group_row = (first + in_tile).to(tl.int64) * num_groups
     sums = tl.zeros((outputs, row_tile), tl.float32)
     wait_for_inputs(overlap)
-    scale = tl.full((outputs,), 1.0, tl.float32)
-    zero = tl.full((outputs,), 8.0 + base, tl.float32)
-    if group == 0:
-        scale = tl.load(scales_ptr + group_row).to(tl.float32)
-        if has_zeros:
-            zero = tl.load(zeros_ptr + group_row).to(tl.float32) + base
-    for begin in tl.range(begin_word, end_word, span, num_stages=stages):
-        words = tl.load(tile_ptr + word + begin)
-        for first_place in tl.static_range(0, 8, places):
-            column = begin * 8 + first_place * span
-            if group > 0:
-                index = tl.minimum(column // group, num_groups - 1)
-                scale = tl.load(scales_ptr + group_row + index).to(tl.float32)
-                if has_zeros:
-                    zero = tl.load(zeros_ptr + group_row + index).to(tl.float32) + base
-            if whole:
-                x = tl.load(x_ptrs + column, mask=is_row, other=0.0)
-            else:
-                x = tl.load(x_ptrs + column, mask=is_row & (column + in_group[:, None] < num_inputs), other=0.0)
-            weight = _codes_of_block(words, first_place, places, dtype, is_e2m1, overlap)
-            if not is_e2m1:
-                weight = weight - zero.to(dtype)[:, None]
-            sums += tl.dot(weight, x) * (scale * (0.5 if is_e2m1 else 1.0))[:, None]
+    for begin in tl.range(begin_word * 8, end_word * 8, span * 8, num_stages=stages):
+        sums, _ = packed_step(
+            sums, sums, x_ptrs, is_row, tile_ptr + in_tile * num_words, 0, scales_ptr + group_row, 0,
+            zeros_ptr + group_row, begin, num_inputs, num_groups, False, whole, group, has_zeros, is_e2m1, overlap,
+        )  # fmt: skip
     if has_bias and not is_split:
         sums += tl.load(bias_ptr + first + in_tile).to(tl.float32)[:, None]
     is_written = (output[:, None] < num_valid) & is_row
@@ -449,12 +539,17 @@ def _write_weight_kernel(
     for place in tl.static_range(8):
         column = begin * 8 + place * span
         index = output.to(tl.int64) * num_groups
-        if group > 0:
-            index += tl.minimum(column // group, num_groups - 1)
-        scale = tl.load(scales_ptr + index, mask=is_output, other=0.0).to(tl.float32)[:, None]
+        if is_e2m1:
+            index += column // (4 * group)
+            exponents = tl.load(scales_ptr + index, mask=is_output, other=0)
+            scale = _e2m1_scale(exponents, place * 16 // group % 4)[:, None]
+        else:
+            if group > 0:
+                index += tl.minimum(column // group, num_groups - 1)
+            scale = tl.load(scales_ptr + index, mask=is_output, other=0.0).to(tl.float32)[:, None]
         codes = (words >> (4 * place)) & 15
         if is_e2m1:
-            values = _codes_of(words, place, tl.bfloat16, True, overlap).to(tl.float32) * 0.5
+            values = codes_of(words, place, tl.bfloat16, True, False).to(tl.float32)
         elif has_zeros:
             values = codes.to(tl.float32) - tl.load(zeros_ptr + index, mask=is_output, other=0).to(tl.float32)[:, None]
         else:

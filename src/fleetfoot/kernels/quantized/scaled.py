@@ -6,6 +6,7 @@ Here are the weight as kernels read it, and the reference.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,10 +44,16 @@ class ScaledMatrix:
         rows = torch.arange(begin, begin + len(values), device=values.device) // self.rows
         return values.mul_(_expand(self.scales[rows], self.columns, values.shape[1]))
 
+    def of_stack(self, count: int, index: Any) -> torch.Tensor:
+        """Some of ``count`` matrices of equal height, one below the other here: ``[..., out / count, in]`` float32."""
+        values = self.values.view(torch.uint8).unflatten(0, (count, -1))[index]  # a GPU cannot index e4m3
+        scales = self.scales.unflatten(0, (count, -1))[index].repeat_interleave(self.rows, dim=-2)
+        return values.view(self.values.dtype).float().mul_(_expand(scales, self.columns, values.shape[-1]))
+
 
 def _expand(scales: torch.Tensor, size: int, length: int) -> torch.Tensor:
-    """``[n, groups]`` -> ``[n, length]``, or ``[n, 1]`` where there is one group."""
-    return scales if scales.shape[1] == 1 else scales.repeat_interleave(size, dim=1)[:, :length]
+    """``[..., groups]`` -> ``[..., length]``, or ``[..., 1]`` where there is one group."""
+    return scales if scales.shape[-1] == 1 else scales.repeat_interleave(size, dim=-1)[..., :length]
 
 
 def quantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -281,9 +281,14 @@ def _quantized(x, scale, dtype: tl.constexpr):
 
 
 @triton_kernel()
-def _widened(values, dtype: tl.constexpr):
-    """Values of 8 bits in a float type that holds them."""
-    return values.to(tl.float32).to(dtype) if values.dtype == tl.int8 else values.to(dtype)
+def widened(values, dtype: tl.constexpr):
+    """Values of 8 bits in a float type that holds them. The instructions from float16 to bfloat16 are slow."""
+    result = values
+    if values.dtype != tl.int8:
+        result = values.to(tl.float16)
+    if values.dtype == tl.int8 or dtype != tl.float16:
+        result = result.to(tl.float32).to(dtype)
+    return result
 
 
 @triton_kernel()
@@ -418,7 +423,7 @@ def _scaled_few_rows_kernel(
             if kind == 2:
                 own_scale = _scale_of(tl.max(tl.abs(wide), axis=1)[:, None, :], dtype)  # [slices, 1, row_tile]
             values = _quantized(wide, own_scale, dtype).to(tl.float16)
-        part = tl.dot(_widened(weight, values.dtype), values)
+        part = tl.dot(widened(weight, values.dtype), values)
         if scale_columns > 0:
             column = tl.minimum((begin + slice_begin) // scale_columns, num_column_scales - 1)  # [slices, 1, 1]
             if kind == 5:
@@ -432,7 +437,7 @@ def _scaled_few_rows_kernel(
                 weight = tl.load(weight_ptrs + up_distance)
             else:
                 weight = tl.load(weight_ptrs + up_distance, mask=begin + weight_column < num_inputs, other=0.0)
-            part = tl.dot(_widened(weight, values.dtype), values)
+            part = tl.dot(widened(weight, values.dtype), values)
             if scale_columns > 0:
                 part *= tl.load(scales_of_ups[None, :, None] + column)
             if kind == 2 or kind == 5:
@@ -490,7 +495,7 @@ def _scaled_tiled_kernel(
             weight = tl.load(weight_ptrs + i, mask=column[None, :] + i < end, other=0.0)
             x = tl.load(x_ptrs + i, mask=is_row[None, :] & (column[:, None] + i < end), other=0.0)
         if kind == 0:
-            weight = _widened(weight, x.dtype)
+            weight = widened(weight, x.dtype)
         if scale_columns > 0:
             part = tl.dot(weight, x, out_dtype=tl.int32 if has_integers else tl.float32)
             group = i // scale_columns
