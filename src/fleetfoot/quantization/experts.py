@@ -199,7 +199,7 @@ class QuantizedExpertMethod(ExpertMethod):
         return QuantizedExperts(self._method, shape, ops, dtype, device)
 
     def share(self, spec: ExpertsSpec, rank: int, num_ranks: int) -> slice:
-        """Of the stacks of GPT-OSS whole groups, whose number the ranks need not divide."""
+        """The groups of a rank: of stacks as GPT-OSS has them whole ones, whose number the ranks need not divide."""
         if self.form.tensors != "mxfp4":
             return super().share(spec, rank, num_ranks)
         group, size = self.form.block[1], spec.intermediate_size

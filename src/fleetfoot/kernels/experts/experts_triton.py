@@ -133,7 +133,7 @@ class ProductShape(NamedTuple):
     """The constants of the kernels."""
 
     num_outputs: int
-    """Of an expert."""
+    """Rows of an expert's matrix."""
     num_inputs: int
     stack_rows: int
     """Rows of an expert in the stack."""
@@ -493,7 +493,7 @@ def _grouped_step(
 
 @triton_kernel()
 def _scaled_sums(sums, scales_ptr, row, shape: tl.constexpr):
-    """With the scale of all inputs, where they have one."""
+    """Sums times the scale of all inputs, where they have one."""
     if shape.form == "scaled" and shape.group == 0:
         sums = sums * tl.load(scales_ptr + row // shape.scale_rows)[:, None]
     return sums
