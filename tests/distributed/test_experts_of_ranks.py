@@ -183,12 +183,16 @@ def test_balanced_experts(way: str, model: str, expected: dict[str, list[int]], 
             changed = {name for name, checksum in engine.weight_checksums().items() if checksum != before[name]}
             assert changed == ({EXPERT.format(index) for index in range(6)} if factor != 1 else set())
             assert (tokens_of(engine) == expected) == (factor == 1)
+    for file in (tmp_path / "saved").iterdir():  # of the same form, with a load that the first placement does not suit
+        layers = json.loads(file.read_text())["layers"]
+        assert all(sum(layer["load"]) > 0 and sorted({*layer["experts"]}) == [*range(6)] for layer in layers.values())
+        skewed = {number: {**layer, "load": [1.0, 1.0, 1.0, 100.0, 1.0, 1.0]} for number, layer in layers.items()}
+        file.write_text(json.dumps({"layers": skewed}))
     eplb = {"step_interval": 1000, "num_redundant_experts": 3, "load_initial": str(tmp_path / "saved")}
     with running(**settings, eplb_config=eplb) as engine:
         assert tokens_of(engine) == expected
-        placements = {tuple(experts) for _, _, layers in balances(engine) for experts in layers}
-        files = [json.loads(file.read_text())["layers"] for file in (tmp_path / "saved").iterdir()]
-        assert placements == {tuple(layer["experts"]) for layers in files for layer in layers.values()}
+        placements = [experts for _, _, layers in balances(engine) for experts in layers]
+        assert all(experts.count(3) > 1 for experts in placements)
 
 
 def break_mover(worker: Worker, rank: int, way: str, is_moving: bool) -> None:
