@@ -93,11 +93,11 @@ class Drafting:
         following = torch.roll(batch.input_ids, -1)  # within a query; wrong at its end
         if not batch.shape.is_decode:  # the end of a chunk is followed by a prompt token, which is in the pages
             rows = batch.idx_mapping[batch.batch_index.clamp(min=0)].clamp(min=0).to(torch.int64)
-            following = positions + 1
-            is_known = following < tables.prefill_lens[rows]
-            block = torch.where(is_known, following // tables.block_size, 0)
+            next_position = positions + 1
+            is_known = next_position < tables.prefill_lens[rows]
+            block = torch.where(is_known, next_position // tables.block_size, 0)
             slots = tables.block_table[rows, block].to(torch.int64) * tables.block_size
-            slots = torch.where(is_known, slots + following % tables.block_size, 0)
+            slots = torch.where(is_known, slots + next_position % tables.block_size, 0)
             following = torch.where(is_known, tables.token_pages[slots].to(torch.int64), following)
         return following.index_copy(0, last_index, newest) if len(newest) else following
 
