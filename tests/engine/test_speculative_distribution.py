@@ -252,7 +252,9 @@ def test_a_query_beyond_the_end_has_no_slots() -> None:
     slots = inputs.metadata.slot_mapping.numpy()
     is_dead = inputs.positions >= host.limits[inputs.token_rows]
     assert is_dead.any() and not is_dead.all()
-    assert (slots[is_dead] == -1).all()
+    last = (host.limits[inputs.token_rows] - 1) // 4  # the block of the last input, which drafts after it may be in
+    is_outside = inputs.positions // 4 > last
+    assert (slots[is_outside] == -1).all() and (slots[~is_outside] >= 0).all()
     rows, positions = inputs.token_rows[~is_dead], inputs.positions[~is_dead]
     np.testing.assert_array_equal(slots[~is_dead], host.block_table[rows, positions // 4] * 4 + positions % 4)
     assert inputs.metadata.num_decodes == 0  # of one token each

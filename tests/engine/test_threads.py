@@ -15,6 +15,7 @@ from tests.helpers.processes import HANG
 
 from fleetfoot import LLM, EngineDeadError, SamplingParams
 from fleetfoot.records.step import SchedulerOutput
+from fleetfoot.utils.validation import FieldError
 
 CALLS = [
     (
@@ -94,7 +95,7 @@ def test_what_ends_a_call_ends_no_other(llm: LLM, expected: Any) -> None:
         tokens(llm, *CALLS[0])
     *others, prompt, params, bar = results(futures)
     assert others == expected[1:]
-    assert [type(error) for error in (prompt, params, bar)] == [ValueError, ValueError, AttributeError]
+    assert [type(error) for error in (prompt, params, bar)] == [FieldError, FieldError, AttributeError]
 
 
 def test_a_shutdown_ends_all_calls_after_the_step(llm: LLM) -> None:

@@ -92,7 +92,6 @@ def test_norms_around_a_sum_between_two_layers(num_rows: int, shape: tuple[int, 
         checks.deferred_sum(kind, (num_rows, *shape), bias=bias, device="cuda")
 
 
-@pytest.mark.skipif(not has_hopper_kernels(torch.device("cuda")), reason="needs a Hopper GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("group", "kind"), [(128, "zeros"), (64, "bias"), (32, "mxfp4"), (16, "zeros"), (0, "")])
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), [(4096, 4096), (4104, 528), (200, 1024)])
@@ -100,6 +99,8 @@ def test_few_rows_with_4_bits_on_hopper(
     num_outputs: int, num_inputs: int, group: int, kind: str, dtype: torch.dtype
 ) -> None:
     """Whole and partial blocks and groups, of all tilings."""
+    if not has_hopper_kernels(torch.device("cuda")):
+        pytest.skip("needs a Hopper GPU")
     weight = checks.packed_matrix(num_outputs, num_inputs, group, kind, dtype, "cuda")
     for num_rows, (outputs, num_warps, depth) in product((1, 5, 8), ((16, 8, 2), (32, 8, 2), (16, 4, 2), (32, 4, 1))):
         x = torch.randn(num_rows, num_inputs).cuda().to(dtype)
@@ -110,10 +111,11 @@ def test_few_rows_with_4_bits_on_hopper(
         assert (output - expected).float().norm() < 6e-3 * expected.float().norm()
 
 
-@pytest.mark.skipif(not has_hopper_kernels(torch.device("cuda")), reason="needs a Hopper GPU")
 @pytest.mark.parametrize("num_rows", [1, 8])
 def test_norms_and_gates_with_4_bits_on_hopper(num_rows: int) -> None:
     """What Triton's kernel makes of the same sums."""
+    if not has_hopper_kernels(torch.device("cuda")):
+        pytest.skip("needs a Hopper GPU")
     output, gated = (checks.packed_matrix(n, 1024, 128, "zeros", device="cuda") for n in (512, 768))
     x, residual = (torch.randn(num_rows, n).cuda().bfloat16() for n in (1024, 512))
     deferred = DeferredRMSNorm(x, torch.rand(7, num_rows).cuda() * 100, x, 1e-5)

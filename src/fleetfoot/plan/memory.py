@@ -505,7 +505,7 @@ def _share_out_stage(shape: EngineShape, total: int) -> MemoryPlan:
             reason = "as much as max_num_seqs requests of max_model_len can use"
     if config.num_gpu_blocks_override is not None:
         blocks, reason = config.num_gpu_blocks_override, "num_gpu_blocks_override"
-    if blocks > (addressable := _addressable_blocks(shape)):
+    if shape.device == "cuda" and blocks > (addressable := _addressable_blocks(shape)):
         blocks, reason = addressable, "as much as tensor maps, which number rows of a head with 32 bits, can address"
     sizes_of_kv = max(0, blocks), config.block_size, block, state
     return MemoryPlan(total, budget, sizes, *sizes_of_kv, reason, shape.kv_groups, shape.num_queries)
