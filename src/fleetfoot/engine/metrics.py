@@ -60,7 +60,7 @@ class Histogram(Metric):
 
 
 def engine_metrics(collector: StatsCollector, scheduler: SchedulerStats, model: str) -> list[Metric]:
-    """All metrics, under vLLM's names after ``fleetfoot:``, and again after ``vllm:``. ``model``: for the labels."""
+    """All metrics, under vLLM's names with the prefix ``fleetfoot:`` and with ``vllm:``. ``model``: for the labels."""
     labels, drafts = {"model_name": model, "engine": "0"}, scheduler.drafts
     metrics: list[Metric] = [
         Gauge("num_requests_running", labels, scheduler.num_running),

@@ -31,7 +31,7 @@ NO_METRICS = RequestMetrics()
 RUNNING = RequestStatus.RUNNING
 FINAL_ONLY, DELTA = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
 _FIRST_LOGPROB = struct.Struct("=f")
-"""Index of the first logprob in `PackedLogprobs`."""
+"""Reads the first logprob of `PackedLogprobs`."""
 
 
 @dataclass(slots=True, eq=False)

@@ -159,7 +159,7 @@ _INSTANTIATED = frozenset({"attention"})
 
 
 def plan_kernels(facts: DeviceFacts) -> KernelPlan:
-    """The fastest, for each operation, implementation with requirements that ``facts`` meet."""
+    """The fastest implementation of each operation with requirements that ``facts`` meet."""
 
     def is_met(name: str) -> bool:
         device, field = _REQUIREMENTS[name]

@@ -54,7 +54,7 @@ _DEVICE_SIGNATURES = {
 """The same of ``device_memory.c``."""
 
 _NUM_LOOKS = 200
-"""Looks of `watch` without the library."""
+"""How often `watch` looks without the library."""
 _ELF_TABLE = ((40, 8), (58, 2), (60, 2))
 """Where a 64-bit header has the offset of its table of sections, the bytes of an entry, and their number: each with its
 size. Source: System V ABI, "ELF-64 Object File Format"."""

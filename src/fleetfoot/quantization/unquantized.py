@@ -265,4 +265,4 @@ class Unquantized(LinearMethod):
 
 
 UNQUANTIZED = LinearMethods(Unquantized())
-"""The methods of a model without quantized layers."""
+"""The method of every layer of a model without quantized ones."""

@@ -48,7 +48,7 @@ class RequestStates:
         self._pending: dict[bytes, tuple[int, int]] = {}
         """Snapshots that the step that is being scheduled writes, and their worth, by their hashes."""
         self.within: list[tuple[int, int, int]] = []
-        """Within of these, `SchedulerOutput.snapshots`."""
+        """Snapshots after a part of a row's tokens: `SchedulerOutput.snapshots`."""
 
     # --- prefixes ---------------------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class RequestStates:
         return digest in self._pending or self.pool.find(digest) is not None
 
     def _add_pending(self, states: StateSlots, digest: bytes) -> None:
-        """Add the newest of the states that are kept."""
+        """Make the newest of the states that are kept a snapshot of this step."""
         position, slot = states.kept[-1]
         self._pending[digest] = slot, max(0, position - states.newest)
         states.newest = position

@@ -24,7 +24,7 @@ _MOST_HIDDEN_BESIDE_ATTENTION = 1024
 Qwen3-0.6B with 320 tokens each 113.5 and 112.3, with 100 to 1,200 tokens 195.3 and 193.6; Qwen3-1.7B with 320 tokens
 each 146.3 and 147.9: fewer stages make its product 1.1 us slower."""
 _MIN_SHARE = 0.3
-"""Smallest part of the multiprocessors that have a thread block."""
+"""Smallest share of the multiprocessors that have a thread block."""
 _SHARED_BYTES = 232448
 """Shared memory of a thread block, at most."""
 _BARRIER_BYTES = 1024 + 512  # with what aligns the ring

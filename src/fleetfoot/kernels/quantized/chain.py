@@ -23,7 +23,7 @@ from fleetfoot.kernels.quantized import packed_triton, scaled_triton
 from fleetfoot.kernels.quantized.epilogue import Epilogue
 from fleetfoot.kernels.quantized.packed import PackedMatrix
 from fleetfoot.kernels.quantized.scaled import ScaledMatrix
-from fleetfoot.kernels.runtime.gpu_limits import gpu_limits, has_hopper_kernels
+from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
 from fleetfoot.kernels.runtime.row_padding import empty_rows
 from fleetfoot.kernels.runtime.triton_support import cdiv
 
@@ -75,11 +75,7 @@ class _Chained:
         self._stored = weight.values if isinstance(weight, ScaledMatrix) else weight.words
         self._num_inputs = weight.values.shape[1] if isinstance(weight, ScaledMatrix) else weight.num_inputs
         self._num_sms = gpu_limits(self._stored.device).num_sms
-        self._hopper = (
-            isinstance(weight, PackedMatrix)
-            and has_hopper_kernels(self._stored.device)
-            and packed_triton.has_hopper_groups(weight.group, weight.num_inputs)
-        )
+        self._hopper = isinstance(weight, PackedMatrix) and packed_triton.has_hopper_kernel(weight)
 
     def rotate_and_cache(
         self,

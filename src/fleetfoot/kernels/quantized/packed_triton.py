@@ -63,6 +63,11 @@ def has_hopper_groups(group: int, num_inputs: int) -> bool:
     return group >= num_inputs or BLOCK % group == 0
 
 
+def has_hopper_kernel(weight: PackedMatrix) -> bool:
+    """Whether the kernel for Hopper GPUs multiplies this weight."""
+    return has_hopper_kernels(weight.words.device) and has_hopper_groups(weight.group, weight.num_inputs)
+
+
 def packed_tiling(num_rows: int, num_outputs: int, num_inputs: int, num_sms: int, *, hopper: bool) -> PackedTiling:
     """The shapes of Llama-3.1-8B on an H100 chose the numbers (`docs/experiments/quantization.md`).
 
@@ -101,8 +106,8 @@ def packed_linear_triton(x: torch.Tensor, weight: PackedMatrix) -> torch.Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     if not num_rows:
         return x.new_empty(0, num_outputs)
-    hopper = has_hopper_kernels(x.device) and has_hopper_groups(weight.group, weight.num_inputs)
-    tiling = packed_tiling(num_rows, num_outputs, weight.num_inputs, gpu_limits(x.device).num_sms, hopper=hopper)
+    num_sms, hopper = gpu_limits(x.device).num_sms, has_hopper_kernel(weight)
+    tiling = packed_tiling(num_rows, num_outputs, weight.num_inputs, num_sms, hopper=hopper)
     if tiling.kernel == "library":
         return multiply_written(x, weight.bias, num_outputs, partial(write_weight, weight, x.dtype))
     return launch_packed(x, weight, tiling)
