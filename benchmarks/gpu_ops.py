@@ -19,7 +19,9 @@ import torch
 
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.linear.linear import PlainLinear
+from fleetfoot.kernels.linear.roles import InputRole, OutputRole
 from fleetfoot.kernels.registry import DeviceFacts, load_kernels, plan_kernels
+from fleetfoot.kernels.runtime.gpu_limits import has_hopper_kernels
 from fleetfoot.kernels.sampling.sample import RandomRows
 from fleetfoot.records.forward_context import AttentionMetadata, RotaryInputs
 
@@ -68,7 +70,8 @@ Layer = Callable[[torch.Tensor], torch.Tensor]
 
 
 def triton_kernels() -> Kernels:
-    return load_kernels(plan_kernels(DeviceFacts("cuda", has_triton=True)))
+    has_hopper = has_hopper_kernels(torch.device("cuda"))
+    return load_kernels(plan_kernels(DeviceFacts("cuda", has_triton=True, has_hopper=has_hopper)))
 
 
 def library_ops() -> Kernels:
@@ -81,8 +84,8 @@ def library_ops() -> Kernels:
 def make_layer(ops: Kernels, name: str, weight: torch.Tensor) -> Layer:
     """A linear layer of a decoder, by the name that `Model.linears` has for it, or the head."""
     if ops.linear_chain is not None and name != "head":
-        chained = {"gate_up": ops.linear_chain.gate_up, "qkv": ops.linear_chain.linear}
-        return chained.get(name, ops.linear_chain.residual)(weight)
+        inputs = {"gate_up": InputRole("gated"), "qkv": InputRole("qkv")}
+        return ops.linear_chain(weight, None, inputs.get(name, OutputRole()))
     linear = ops.prepare_linear(weight)
     return linear if name != "gate_up" else lambda x: ops.silu_and_mul(linear(x))
 
@@ -169,10 +172,7 @@ def measure_steps(models: list[Model], rows: list[int]) -> None:
         weights = Weights(model)
         floor = model.num_bytes() / READ_BYTES_PER_US
         for count in rows:
-            steps = [
-                Step(model, weights, ops, count)
-                for ops in (library_ops(), load_kernels(plan_kernels(DeviceFacts("cuda", has_triton=True))))
-            ]
+            steps = [Step(model, weights, ops, count) for ops in (library_ops(), triton_kernels())]
             steps[1].x.copy_(steps[0].x)
             library, triton = (step.hidden_states().double() for step in steps)
             difference = float((library - triton).norm() / library.norm())

@@ -37,9 +37,11 @@ import torch.multiprocessing as mp
 from fleetfoot.config import env
 from fleetfoot.distributed.groups import CudaTensorGroup, StepShape, TorchPipelineGroup, make_groups
 from fleetfoot.distributed.peer_memory import NO_MULTICAST
-from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedResidual
+from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.linear.rank_sums import RANK_SUM_ROWS, RankSums
+from fleetfoot.kernels.linear.roles import InputRole, OutputRole
 from fleetfoot.kernels.registry import DeviceFacts, load_kernels, plan_kernels
+from fleetfoot.kernels.runtime.gpu_limits import has_hopper_kernels
 from fleetfoot.records.forward_context import IntermediateTensors
 
 CALLS, REPLAYS, ROUNDS = 64, 10, 7
@@ -130,9 +132,14 @@ def ways_to_sum(group: CudaTensorGroup, shape: StepShape, most_rows: int) -> dic
     return {"fleetfoot": group.all_reduce, "nccl": nccl, "one-shot": one_shot, "two-shot": two_shot}
 
 
+def gpu_kernels(device: torch.device) -> Kernels:
+    """What an engine has there."""
+    return load_kernels(plan_kernels(DeviceFacts("cuda", has_triton=True, has_hopper=has_hopper_kernels(device))))
+
+
 def ways_to_sum_and_norm(group: CudaTensorGroup, shape: StepShape) -> dict[str, Callable[..., Any]]:
     ops, weight = (
-        load_kernels(plan_kernels(DeviceFacts("cuda", has_triton=True))),
+        gpu_kernels(shape.device),
         torch.ones(shape.hidden_size, dtype=DTYPE, device=shape.device),
     )
     fused = group.reducing(ops.add_rms_norm)
@@ -205,7 +212,10 @@ def gathers(group: CudaTensorGroup, shape: StepShape, arguments: argparse.Namesp
 
 
 def chains(group: CudaTensorGroup, shape: StepShape, arguments: argparse.Namespace) -> None:
-    ops, hidden = load_kernels(plan_kernels(DeviceFacts("cuda", has_triton=True))), shape.hidden_size
+    ops, hidden = (
+        gpu_kernels(shape.device),
+        shape.hidden_size,
+    )
 
     def weight(outputs: int, inputs: int) -> torch.Tensor:
         return torch.randn(outputs, inputs, dtype=DTYPE, device=shape.device) * 0.02
@@ -213,9 +223,9 @@ def chains(group: CudaTensorGroup, shape: StepShape, arguments: argparse.Namespa
     norm = torch.ones(hidden, dtype=DTYPE, device=shape.device)
     layers = [
         (
-            ChainedResidual(weight(hidden, hidden // group.size)),
-            ChainedGateUp(weight(2 * INTERMEDIATE // group.size, hidden)),
-            ChainedResidual(weight(hidden, INTERMEDIATE // group.size)),
+            ops.linear_chain(weight(hidden, hidden // group.size), None, OutputRole()),
+            ops.linear_chain(weight(2 * INTERMEDIATE // group.size, hidden), None, InputRole("gated")),
+            ops.linear_chain(weight(hidden, INTERMEDIATE // group.size), None, OutputRole()),
         )
         for _ in range(LAYERS)
     ]

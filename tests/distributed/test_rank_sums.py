@@ -51,7 +51,7 @@ def run_sums(rank: int, size: int, memory: PeerMemory) -> list[tuple[torch.Tenso
     found = []
     for call in range(len(CALLS)):
         x, weight, residual, norm = case(call, rank)
-        deferred = ChainedResidual(weight, None, SCALE).add_and_norm(x, residual, norm, EPS, custom.rank_sums)
+        deferred = ChainedResidual(weight, None, scale=SCALE).add_and_norm(x, residual, norm, EPS, custom.rank_sums)
         assert deferred is not None
         found.append((deferred.total, deferred.weighted, deferred.squares.sum(0), deferred.finished()))
         if call % 2:  # the other transport in between

@@ -28,13 +28,13 @@ from fleetfoot.config.parsing import load_model_config
 from fleetfoot.executor.protocol import planned_parts
 from fleetfoot.fusion import LayerFusion, plan_fusion
 from fleetfoot.fusion.decoder import FusedDecoder, fuse
-from fleetfoot.kernels.cluster import chain, fit
-from fleetfoot.kernels.cluster.layer_blocks import LayerShape, LayerTiling
 from fleetfoot.kernels.elementwise import DeferredRMSNorm, add_rms_norm_torch
 from fleetfoot.kernels.interface import Kernels, LayerParts
 from fleetfoot.kernels.linear.linear import PlainLinear
 from fleetfoot.kernels.linear.roles import InputRole, OutputRole
 from fleetfoot.kernels.runtime.cuda_source import CudaKernel
+from fleetfoot.kernels_hopper.cluster import chain, fit
+from fleetfoot.kernels_hopper.cluster.layer_blocks import LayerShape, LayerTiling
 from fleetfoot.layers.attention import Attention
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.decoder import DecoderLayer, DecoderStack, GatedMLP

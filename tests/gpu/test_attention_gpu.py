@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from tests.helpers.attention_batches import Batch, Requests, check_batch, make_batch, make_fused_batch, relative_error
+from tests.helpers.kernels import triton_kernels
 
 from fleetfoot.kernels.attention import max_rows
 from fleetfoot.kernels.attention import triton_backend as triton_module
 from fleetfoot.kernels.attention.prefill import paged_attention_prefill
 from fleetfoot.kernels.attention.triton_backend import TritonBackend
+from fleetfoot.kernels_hopper.attention import backend as hopper_module
+from fleetfoot.kernels_hopper.attention import decode_hopper
 from fleetfoot.runner.v2.input_batch import split_decodes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -29,13 +32,18 @@ HEADS = [(8, 8), (8, 4), (12, 4), (32, 8), (14, 2), (16, 2), (16, 1)]
 @pytest.fixture(autouse=True)
 def heads_of_96_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for few requests, where the plain kernel is faster."""
-    decode_hopper, _ = triton_module._hopper_kernels(torch.device("cuda"))
-    if decode_hopper is not None:
-        monkeypatch.setattr(decode_hopper, "MIN_REQUESTS_OF_96", 1)
+    monkeypatch.setattr(decode_hopper, "MIN_REQUESTS_OF_96", 1)
 
 
-def check(batch: Batch, window: int | None = None) -> None:
-    backend = TritonBackend()
+def attention() -> TritonBackend:
+    """What an engine has on this GPU."""
+    backend = triton_kernels().attention
+    assert isinstance(backend, TritonBackend)
+    return type(backend)()
+
+
+def check(batch: Batch, window: int | None = None, backend: TritonBackend | None = None) -> None:
+    backend = backend or attention()
     for _ in range(2):  # a launch leaves the workspace as it was
         # The output is memory that is allocated again, with what was in it: poison.
         poison = torch.full_like(batch.query, float("nan"))
@@ -75,10 +83,9 @@ def test_shapes(requests: Requests, shape: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 700])
-def test_plain_prefill_kernel_where_hopper_has_its_own(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
-    monkeypatch.setattr(triton_module, "_hopper_kernels", lambda device: (None, None))
+def test_plain_prefill_kernel_where_hopper_has_its_own(window: int | None) -> None:
     for head_dim in (64, 128):
-        check(cuda_batch(MIXED, (32, 8), head_dim=head_dim, behind=70), window)
+        check(cuda_batch(MIXED, (32, 8), head_dim=head_dim, behind=70), window, TritonBackend())
 
 
 @pytest.mark.parametrize("heads", [(8, 4), (32, 8), (14, 2)])
@@ -89,11 +96,8 @@ def test_long_chunks_of_small_heads(heads: tuple[int, int], window: int | None) 
 
 @pytest.mark.parametrize("requests", [DECODES, DRAFTS, [(1, 1 + 37 * row % 700) for row in range(300)]])
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_plain_decode_kernel_where_hopper_has_its_own(
-    requests: Requests, head_dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(triton_module, "_hopper_kernels", lambda device: (None, None))
-    check(cuda_batch(requests, (32, 8), head_dim=head_dim), None)
+def test_plain_decode_kernel_where_hopper_has_its_own(requests: Requests, head_dim: int) -> None:
+    check(cuda_batch(requests, (32, 8), head_dim=head_dim), None, TritonBackend())
 
 
 def test_pieces_of_one_long_request_among_short_ones() -> None:
@@ -147,7 +151,7 @@ def test_one_graph_for_all_lengths() -> None:
         (cuda_batch([(1, 4000)] * 6, (32, 8)), decodes),
         (cuda_batch([(1, 600), (1, 600), (40, 600), (30, 600), (0, 600)], (32, 8), behind=10), mixed),
     ):
-        backend = TritonBackend()
+        backend = attention()
         batch.attend(backend)  # compiles, and allocates the workspace
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -162,7 +166,7 @@ def test_one_graph_for_all_lengths() -> None:
 
 
 def test_the_first_call_may_not_be_captured() -> None:
-    backend, batch = TritonBackend(), cuda_batch([(1, 40)])
+    backend, batch = attention(), cuda_batch([(1, 40)])
     graph = torch.cuda.CUDAGraph()
     with (
         pytest.raises(RuntimeError, match="run a step of this shape once before capturing it"),
@@ -175,7 +179,7 @@ def test_the_first_call_may_not_be_captured() -> None:
 def test_one_compilation_serves_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 
-    backend = TritonBackend()
+    backend = attention()
 
     def run(*requests: Requests) -> None:
         for each in requests:
@@ -209,12 +213,12 @@ def test_a_cache_past_32_bits(requests: Requests) -> None:
     batch.kv_cache = cache
     used = -(-requests[0][1] // 16)
     batch.metadata.block_tables[:, :used] += num_blocks - few
-    assert relative_error(batch.attend(TritonBackend()), expected) < BOUND[torch.bfloat16]
+    assert relative_error(batch.attend(attention()), expected) < BOUND[torch.bfloat16]
 
 
 def test_plain_and_hopper_kernels_agree_on_a_long_prompt() -> None:
     batch = cuda_batch([(8192, 8192)], (16, 8))
-    actual = batch.attend(TritonBackend())
+    actual = batch.attend(attention())
     plain = torch.full_like(actual, float("nan"))
     paged_attention_prefill(batch.inputs(), out=plain)
     assert relative_error(actual, plain) < BOUND[torch.bfloat16]
@@ -234,7 +238,7 @@ def test_queries_of_other_requests_do_not_matter(heads: tuple[int, int], head_di
         poisoned = replace(batch, query=torch.full_like(batch.query, float("nan")))
         for rows in kept:
             poisoned.query[rows] = batch.query[rows]
-        actual = poisoned.attend(TritonBackend())
+        actual = poisoned.attend(attention())
         for rows in kept:
             assert relative_error(actual[rows], expected[rows]) < BOUND[torch.bfloat16]
 
@@ -251,8 +255,9 @@ def test_norm_rotation_and_cache_write_within_the_kernel(
     requests: Requests, heads: tuple[int, int], head_dim: int, has_norm: bool, kv_dtype: torch.dtype | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    for limit in ("FUSED_PAIRS_PER_SM", "HOPPER_FUSED_PAIRS_PER_SM", "HOPPER_FUSED_REQUESTS", "FUSED_HEAD_DIM"):
-        monkeypatch.setattr(triton_module, limit, 1000)  # also where two kernels would be faster
+    for module in (triton_module, hopper_module):
+        for limit in [name for name in vars(module) if "FUSED" in name and "QUERY" not in name]:
+            monkeypatch.setattr(module, limit, 1000)  # also where two kernels would be faster
     num_heads, num_kv_heads = heads
     shape: dict[str, Any] = {"head_dim": head_dim, "dtype": torch.bfloat16, "device": "cuda", "kv_dtype": kv_dtype}
     shape |= {"norm_offset": 1.0, "soft_cap": 20.0} if has_norm and head_dim == 256 else {}
@@ -269,7 +274,7 @@ def test_norm_rotation_and_cache_write_within_the_kernel(
         None,
         batch.soft_cap,
     )
-    backend = TritonBackend()
+    backend = attention()
     actual = batch.check(lambda: backend.forward_fused(*arguments), BOUND[torch.bfloat16])
 
     batch.metadata.seq_lens[0] = 0  # a graph is replayed for other lengths

@@ -11,10 +11,10 @@ from tests.helpers.engines import make_engine, prompt_of, run_requests
 
 from fleetfoot import SamplingParams
 from fleetfoot.engine.engine import LLMEngine
-from fleetfoot.kernels.cluster import fit
-from fleetfoot.kernels.cluster.layer_blocks import ATTENTION_BLOCK, MLP_BLOCK
 from fleetfoot.kernels.runtime import cuda_source
 from fleetfoot.kernels.runtime.cuda_source import LoadedKernel
+from fleetfoot.kernels_hopper.cluster import fit
+from fleetfoot.kernels_hopper.cluster.layer_blocks import ATTENTION_BLOCK, MLP_BLOCK
 from fleetfoot.plan.machine import Machine
 
 pytestmark = [

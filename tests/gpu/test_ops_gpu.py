@@ -15,9 +15,8 @@ from tests.helpers.ops_checks import REFERENCE
 from fleetfoot.kernels.attention.rope_and_cache import rope_and_cache_torch
 from fleetfoot.kernels.elementwise import DeferredRMSNorm
 from fleetfoot.kernels.interface import Kernels
-from fleetfoot.kernels.linear import gated_product
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
-from fleetfoot.kernels.linear.product_tilings import GatedTiling
+from fleetfoot.kernels.linear.roles import ChainedInput, ChainedOutput, InputRole, OutputRole
 from fleetfoot.kernels.linear.tilings import Tiling
 from fleetfoot.kernels.quantized.epilogue import Epilogue
 from fleetfoot.kernels.quantized.packed import packed_linear_torch
@@ -26,6 +25,9 @@ from fleetfoot.kernels.runtime.gpu_limits import has_hopper_kernels
 from fleetfoot.kernels.sampling.filter_cuts_triton import filter_cuts_triton
 from fleetfoot.kernels.sampling.sample import MAX_TOP_K, RandomRows, RowFilters, sample_torch
 from fleetfoot.kernels.sampling.sample_triton import sample_triton
+from fleetfoot.kernels_hopper.linear import gated_product
+from fleetfoot.kernels_hopper.linear.linear import HopperGateUp, HopperInput, HopperResidual
+from fleetfoot.kernels_hopper.linear.product_tilings import GatedTiling
 from fleetfoot.records.forward_context import RotaryInputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -162,7 +164,7 @@ def test_tiled_layers_on_hopper(row_tile: int, outputs: int, stages: int, kind: 
         pytest.skip("needs a Hopper GPU")
     if kind == "gated" and outputs == 64:
         pytest.skip("gated tiles have 128 outputs")
-    from fleetfoot.kernels.linear.tiled_hopper import launch_linear_hopper
+    from fleetfoot.kernels_hopper.linear.tiled_hopper import launch_linear_hopper
 
     splits = 3 if kind == "partial" else 1
     tiling = Tiling("hopper", outputs, 64, row_tile, stages, splits=splits)
@@ -205,11 +207,11 @@ def test_products_with_norms_on_hopper(num_rows: int, hidden: int, intermediate:
 
     heads, kv_heads, eps = max(hidden, 2048) // head_dim, 8, 1e-6
     norm, head_norm = (torch.rand(size, device="cuda").bfloat16() + 0.5 for size in (hidden, head_dim))
-    o, down = (ChainedResidual(random(hidden, size, scale=size**-0.5)) for size in (heads * head_dim, intermediate))
-    gate_up = ChainedGateUp(random(2 * intermediate, hidden, scale=hidden**-0.5))
+    o, down = (HopperResidual(random(hidden, size, scale=size**-0.5)) for size in (heads * head_dim, intermediate))
+    gate_up = HopperGateUp(random(2 * intermediate, hidden, scale=hidden**-0.5))
     width = (heads + 2 * kv_heads) * head_dim
     bias = random(width) if num_rows % 2 else None
-    qkv = ChainedLinear(random(width, hidden, scale=hidden**-0.5), bias, head_dim)
+    qkv = HopperInput(random(width, hidden, scale=hidden**-0.5), bias, head_dim=head_dim)
     has_qkv = num_rows > 64 or (
         hidden == 4096 and num_rows > 32
     )  # few heads are too few thread blocks for one tile of rows
@@ -315,10 +317,10 @@ class Chain:
         self.norm = torch.rand(hidden, device="cuda").bfloat16()
         self.layers = [
             (
-                ChainedLinear(weight(hidden + 2 * 128, hidden)),
-                ChainedResidual(weight(hidden, hidden)),
-                ChainedGateUp(weight(2 * intermediate, hidden)),
-                ChainedResidual(weight(hidden, intermediate)),
+                TRITON.linear_chain(weight(hidden + 2 * 128, hidden), None, InputRole("qkv")),
+                TRITON.linear_chain(weight(hidden, hidden), None, OutputRole()),
+                TRITON.linear_chain(weight(2 * intermediate, hidden), None, InputRole("gated")),
+                TRITON.linear_chain(weight(hidden, intermediate), None, OutputRole()),
             )
             for _ in range(num_layers)
         ]
@@ -327,7 +329,7 @@ class Chain:
         self.cos_sin = torch.rand(64, 128, device="cuda")
 
     def add_and_norm(
-        self, layer: ChainedResidual, x: torch.Tensor, residual: torch.Tensor, next_layer: ChainedLinear | None
+        self, layer: ChainedOutput, x: torch.Tensor, residual: torch.Tensor, next_layer: ChainedInput | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The residual, and the output of ``next_layer`` for its norm; None: the norm itself."""
         deferred = layer.add_and_norm(x, residual, self.norm, 1e-6)
@@ -369,7 +371,7 @@ def test_a_graph_of_overlapping_kernels(
         x.copy_(value)
         graph.replay()
         results.append([output.clone() for output in outputs])
-    for module in [module for name, module in sys.modules.items() if name.startswith("fleetfoot.kernels.")]:
+    for module in [module for name, module in sys.modules.items() if name.startswith("fleetfoot.kernels")]:
         if hasattr(module, "can_overlap"):
             monkeypatch.setattr(module, "can_overlap", lambda device: False)
     for index, value in enumerate(inputs * 4):

@@ -29,7 +29,6 @@ from fleetfoot.assets import embedded_model_path  # noqa: E402
 from fleetfoot.config.model import RopeConfig  # noqa: E402
 from fleetfoot.config.parsing import load_model_config  # noqa: E402
 from fleetfoot.fusion import plan_fusion  # noqa: E402
-from fleetfoot.kernels.attention.triton_backend import TritonBackend  # noqa: E402
 from fleetfoot.kernels.runtime.dry_tensors import dry_torch  # noqa: E402
 from fleetfoot.kernels.runtime.triton_support import instead_of_launching  # noqa: E402
 from fleetfoot.layers.context import ModelContext  # noqa: E402
@@ -54,7 +53,8 @@ def make_runner(folder: Path | None) -> ModelRunnerV2:
         heads = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "qk_norm": True}
         config = changed(config, hidden_size=1024, intermediate_size=3072, vocab_size=4096, **heads)
     config = changed(config, num_layers=2, window=None, rope=RopeConfig())
-    context = ModelContext(triton_kernels(), TritonBackend(), torch.bfloat16, CPU, max_positions=2048)
+    kernels = triton_kernels(has_hopper=CAPABILITY == (9, 0))
+    context = ModelContext(kernels, kernels.attention, torch.bfloat16, CPU, max_positions=2048)
     limits = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
     runner = ModelRunnerV2(
         ModelLoader(config, context, None, "dummy"),

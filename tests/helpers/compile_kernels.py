@@ -28,7 +28,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from fleetfoot.config.model import RouterSpec
 from fleetfoot.distributed.peer_gather import CustomAllGather
 from fleetfoot.distributed.peer_memory import CustomAllReduce, P2PChannel, PeerMemory
-from fleetfoot.kernels.attention import decode, decode_hopper, prefill, prefill_hopper
+from fleetfoot.kernels.attention import decode, prefill
 from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
 from fleetfoot.kernels.experts.experts import ExpertPlacement, ExpertSizes
 from fleetfoot.kernels.experts.experts_triton import TritonExperts
@@ -36,7 +36,6 @@ from fleetfoot.kernels.experts.routing_triton import local_routing_triton, route
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
 from fleetfoot.kernels.linear.rank_sums import RankSums
 from fleetfoot.kernels.linear.roles import InputRole, OutputRole
-from fleetfoot.kernels.linear.tiled_hopper import launch_linear_hopper
 from fleetfoot.kernels.linear.tilings import Tiling
 from fleetfoot.kernels.prepare.tables import RowTables
 from fleetfoot.kernels.quantized.chain import quantized_chain_triton
@@ -55,6 +54,8 @@ from fleetfoot.kernels.recurrent.gated_norm import GatedNorm
 from fleetfoot.kernels.runtime import gpu_limits, triton_support
 from fleetfoot.kernels.sampling.sample import RandomRows, RowFilters
 from fleetfoot.kernels.sampling.token_logprobs import LogprobRows
+from fleetfoot.kernels_hopper.attention import decode_hopper, prefill_hopper
+from fleetfoot.kernels_hopper.linear.tiled_hopper import launch_linear_hopper
 from fleetfoot.records.forward_context import IntermediateTensors, RotaryInputs
 from tests.helpers.attention_batches import make_batch, make_fused_batch
 from tests.helpers.kernels import triton_kernels
@@ -192,7 +193,7 @@ def operations() -> None:
     ):
         ChainedGateUp(empty(256, 1024)).launch(empty(num_rows, 1024), tiling)
     for num_rows, num_inputs, scale in ((8, 1024, 1.0), (1, 1000, 0.3)):
-        deferred = ChainedResidual(empty(1024, num_inputs), None, scale).add_and_norm(
+        deferred = ChainedResidual(empty(1024, num_inputs), None, scale=scale).add_and_norm(
             empty(num_rows, num_inputs), empty(num_rows, 1024), empty(1024), 1e-6
         )
         assert deferred is not None

@@ -38,12 +38,12 @@ from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, SINGLE_TENSOR_GR
 from fleetfoot.distributed.peer_gather import CustomAllGather  # noqa: E402
 from fleetfoot.distributed.peer_memory import CustomAllReduce, PeerMemory  # noqa: E402
 from fleetfoot.fusion import plan_fusion  # noqa: E402
-from fleetfoot.kernels.attention.triton_backend import TritonBackend  # noqa: E402
-from fleetfoot.kernels.linear import decode_product, gated_product, linear_triton  # noqa: E402
 from fleetfoot.kernels.runtime import cuda_source  # noqa: E402
 from fleetfoot.kernels.runtime.compile_ahead import CompileAhead  # noqa: E402
 from fleetfoot.kernels.runtime.dry_tensors import DryTensor  # noqa: E402
 from fleetfoot.kernels.runtime.triton_support import instead_of_launching  # noqa: E402
+from fleetfoot.kernels_hopper.linear import decode_product, gated_product  # noqa: E402
+from fleetfoot.kernels_hopper.linear import linear as hopper_linear  # noqa: E402
 from fleetfoot.layers.context import ModelContext  # noqa: E402
 from fleetfoot.records.forward_context import IntermediateTensors  # noqa: E402
 from fleetfoot.records.kv_layout import ONE_GROUP, KVLayout, kv_cache_specs, make_groups  # noqa: E402
@@ -172,9 +172,8 @@ def make_runner(kind: Kind) -> ModelRunnerV2:
             hidden_states = torch.zeros(MAX_NUM_TOKENS, config.hidden_size, dtype=kind.dtype)
             pipeline._buffers = IntermediateTensors(hidden_states)  # type: ignore[attr-defined]
         layers = pipeline_layers(config, kind.pipeline_rank, 2)
-    context = ModelContext(
-        triton_kernels(), TritonBackend(), kind.dtype, CPU, MAX_MODEL_LEN + 8, groups.Groups(tensor_group, pipeline)
-    )
+    kernels, ranks = triton_kernels(has_hopper=True), groups.Groups(tensor_group, pipeline)
+    context = ModelContext(kernels, type(kernels.attention)(), kind.dtype, CPU, MAX_MODEL_LEN + 8, ranks)
     num_drafts = 0 if kind.method is None else NUM_DRAFTS
     num_tokens = 1024 if kind.pipeline_rank is None else MAX_NUM_TOKENS
     limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": num_tokens}
@@ -268,7 +267,7 @@ def record_cuda_kernels() -> None:
         hook(key=str(kernel), repr=f"{kernel.function}[")
         return cuda_source._DRY
 
-    linear_triton.can_compile = lambda device: True
+    hopper_linear.can_compile = lambda device: True
     for module in (decode_product, gated_product):
         module.load = load
 

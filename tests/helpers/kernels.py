@@ -11,6 +11,7 @@ import torch
 
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.registry import DeviceFacts, load_kernels, plan_kernels
+from fleetfoot.kernels.runtime.gpu_limits import has_hopper_kernels
 from fleetfoot.native.loading import native_problem, open_library, supported_variants
 
 _PROBLEM = native_problem()
@@ -41,11 +42,14 @@ def native_kernels(variant: str | None = None) -> Kernels:
 
 
 @cache
-def triton_kernels() -> Kernels:
-    """The Triton kernels, which an interpreter or a GPU runs. Skips the test, or its module, without Triton."""
+def triton_kernels(*, has_hopper: bool | None = None) -> Kernels:
+    """The Triton kernels, which an interpreter or a GPU runs. Skips the test, or its module, without Triton.
+    ``has_hopper``: with those for Hopper GPUs; None: if there is one."""
     if find_spec("triton") is None:
         pytest.skip("needs Triton", allow_module_level=True)
-    return load_kernels(plan_kernels(DeviceFacts("cuda", has_triton=True)))
+    if has_hopper is None:
+        has_hopper = torch.cuda.is_available() and has_hopper_kernels(torch.device("cuda"))
+    return load_kernels(plan_kernels(DeviceFacts("cuda", has_triton=True, has_hopper=has_hopper)))
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,24 +25,20 @@ dependent_launch.can_overlap = lambda device: True  # type: ignore[assignment]
 
 from fleetfoot.config.engine import EngineConfig  # noqa: E402
 from fleetfoot.fusion.decoder import fuse  # noqa: E402
-from fleetfoot.kernels.attention.triton_backend import TritonBackend  # noqa: E402
 from fleetfoot.kernels.elementwise import GATES, DeferredRMSNorm, DeferredSum  # noqa: E402
-from fleetfoot.kernels.linear import (  # noqa: E402
-    decode_product,
-    gated_product,
-    linear_triton,
-    tiled_hopper,
-)
-from fleetfoot.kernels.runtime.triton_support import instead_of_launching  # noqa: E402
+from fleetfoot.kernels.linear import linear_triton  # noqa: E402
+from fleetfoot.kernels.registry import load_kernels  # noqa: E402
+from fleetfoot.kernels.runtime.triton_support import instead_of_launching, options_text  # noqa: E402
+from fleetfoot.kernels_hopper.linear import decode_product, gated_product, tiled_hopper  # noqa: E402
+from fleetfoot.kernels_hopper.linear import linear as hopper_linear  # noqa: E402
 from fleetfoot.layers.context import ModelContext  # noqa: E402
 from fleetfoot.models.interface import CausalLM, model_class  # noqa: E402
-from fleetfoot.plan.kernel_table import KernelTable, kernel_table, options_text, tiling_text  # noqa: E402
+from fleetfoot.plan.kernel_table import KernelTable, kernel_table  # noqa: E402
 from fleetfoot.plan.plan import EnginePlan  # noqa: E402
 from fleetfoot.plan.resolve import resolve_plan  # noqa: E402
 from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext  # noqa: E402
 from fleetfoot.records.kv_layout import KVLayout, kv_cache_specs  # noqa: E402
 from tests.helpers.kernel_choices import H200, write_config  # noqa: E402
-from tests.helpers.kernels import triton_kernels  # noqa: E402
 
 META = torch.device("meta")
 empty = partial(torch.empty, dtype=torch.bfloat16, device=META)
@@ -92,26 +89,26 @@ def record_products() -> None:
     ) -> None:  # fmt: skip
         read = "" if deferred is None else " after a sum" if isinstance(deferred, DeferredSum) else " after a norm"
         made = " with the next norm" if add_norm is not None else "" if squares_out is None else " with squares"
-        launched.append(tiling_text(tiling, x.shape[1]) + read + made)
+        launched.append(tiling.text(x.shape[1]) + read + made)
 
     def launch_hopper(output: Any, x: Any, weight: Any, tiling: Any, num_sms: int) -> None:
-        launched.append(tiling_text(tiling, x.shape[1]))
+        launched.append(tiling.text(x.shape[1]))
 
     def rotate_and_cache(
         x: Any, weight: Any, bias: Any, tiling: Any, kv_cache: Any, metadata: Any, num_heads: int, rotary: Any
     ) -> torch.Tensor:
-        launched.append(tiling_text(tiling, weight.shape[1], kv_cache.shape[4]))
+        launched.append(tiling.text(weight.shape[1], kv_cache.shape[4]))
         return empty(len(x.weighted), num_heads, kv_cache.shape[4])
 
     def add_and_norm(x: Any, weight: Any, tiling: Any, residual: Any, norm: Any, eps: float) -> DeferredRMSNorm:
-        launched.append(tiling_text(tiling, weight.shape[1]))
+        launched.append(tiling.text(weight.shape[1]))
         return DeferredRMSNorm.empty(residual, len(weight) // tiling.outputs, eps)
 
     def multiply_gated(x: Any, weight: Any, tiling: Any, activation: str = "silu") -> torch.Tensor:
-        launched.append(tiling_text(tiling, weight.shape[1]))
+        launched.append(tiling.text(weight.shape[1]))
         return empty(len(x.weighted if isinstance(x, DeferredRMSNorm) else x), len(weight) // 2)
 
-    linear_triton.can_compile = lambda device: True
+    hopper_linear.can_compile = lambda device: True
     linear_triton.launch_linear = launch_linear
     tiled_hopper.launch_linear_hopper = launch_hopper
     decode_product.rotate_and_cache = rotate_and_cache
@@ -122,7 +119,8 @@ def record_products() -> None:
 
 def make_model(plan: EnginePlan) -> tuple[CausalLM, list[torch.Tensor]]:
     """As the worker builds it, and its KV cache."""
-    context = ModelContext(triton_kernels(), TritonBackend(), torch.bfloat16, META, max_positions=256)
+    kernels = replace(load_kernels(plan.kernels), layer_chain=None)  # whole layers are not launched one by one
+    context = ModelContext(kernels, kernels.attention, torch.bfloat16, META, max_positions=256)
     model = model_class(plan.model)(plan.model, context)
     for spec in model.weight_specs():
         spec.destination()

@@ -177,10 +177,10 @@ def _layer(
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
     if kind is ChainedGateUp:
-        return ChainedGateUp(weight, offset, activation), multiply
+        return ChainedGateUp(weight, offset, activation=activation), multiply
     if scale != 1.0:
         assert kind is ChainedResidual
-        return ChainedResidual(weight, offset, scale), lambda x: scale * multiply(x)
+        return ChainedResidual(weight, offset, scale=scale), lambda x: scale * multiply(x)
     return kind(weight, offset), multiply
 
 

@@ -7,19 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from fleetfoot.kernels.linear import decode_product, gated_product
-from fleetfoot.kernels.linear.decode_product import kernel_of
-from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
-from fleetfoot.kernels.linear.product_tilings import (
-    GatedTiling,
-    ProductTiling,
-    attention_bytes,
-    gated_tilings,
-    product_tiling,
-)
+from fleetfoot.kernels.linear.linear_triton import ChainedResidual
 from fleetfoot.kernels.runtime.cuda_source import CudaKernel
 from fleetfoot.kernels.runtime.gpu_limits import GPULimits
 from fleetfoot.kernels.runtime.row_padding import empty_rows, readable_rows
+from fleetfoot.kernels_hopper.linear import decode_product, gated_product
+from fleetfoot.kernels_hopper.linear.decode_product import kernel_of
+from fleetfoot.kernels_hopper.linear.linear import HopperGateUp, HopperInput, HopperResidual
+from fleetfoot.kernels_hopper.linear.product_tilings import (
+    GatedTiling,
+    ProductTiling,
+    attention_bytes,
+    gated_tiling,
+    product_tiling,
+)
 
 NUM_SMS = 132
 H100 = GPULimits(NUM_SMS, 227 * 1024, (9, 0))
@@ -92,11 +93,10 @@ def test_attention_has_room_beside_a_product(head_dim: int, stages: int) -> None
 @pytest.mark.parametrize("outputs", [7168, 8192, 9728, 14336, 18944])
 @pytest.mark.parametrize("num_rows", [128, 160, 192, 256, 384, 512, 576, 704, 8192])
 def test_tilings_of_gate_and_up_of_many_rows(num_rows: int, outputs: int) -> None:
-    tilings = gated_tilings(num_rows, 2 * outputs, 4096, NUM_SMS)
-    assert num_rows > 128 or not tilings
-    assert tilings or num_rows not in (256, 512, 8192)
-    assert len(tilings) <= (1 if num_rows <= 512 else 2)
-    for tiling in tilings:
+    tiling = gated_tiling(num_rows, 2 * outputs, 4096, NUM_SMS)
+    assert num_rows > 128 or tiling is None
+    assert tiling is not None or num_rows not in (256, 512, 8192)
+    if tiling is not None:
         kernel = gated_product.kernel_of(tiling, 4096)
         assert kernel.shared_bytes <= 232448 and dict(kernel.defines)["STAGES"] >= 3
         assert tiling.speed(num_rows, outputs, NUM_SMS) >= 0.8
@@ -104,8 +104,8 @@ def test_tilings_of_gate_and_up_of_many_rows(num_rows: int, outputs: int) -> Non
 
 def test_one_round_of_wide_tiles() -> None:
     """14336 outputs are 128 tiles of 112, and 112 of 128 in two halves would be a round and a half."""
-    (tiling,) = gated_tilings(256, 28672, 4096, NUM_SMS)
-    assert tiling == GatedTiling(256, 224) and tiling.efficiency(256, 14336, NUM_SMS) > 0.96
+    tiling = gated_tiling(256, 28672, 4096, NUM_SMS)
+    assert tiling is not None and tiling == GatedTiling(256, 224) and tiling.efficiency(256, 14336, NUM_SMS) > 0.96
     assert GatedTiling(256, 128).efficiency(256, 14336, NUM_SMS) < 0.86
 
 
@@ -133,11 +133,11 @@ def test_row_padding() -> None:
 
 def test_other_devices_and_types_have_no_such_kernel() -> None:
     weight = torch.zeros(1024, 1024, dtype=torch.bfloat16)
-    assert not ChainedGateUp(weight).reads_deferred_norm(100)
-    residual = ChainedResidual(weight)
-    assert residual.add_and_norm(weight[:100], weight[:100], weight[0], 1e-6) is None
-    layer = ChainedLinear(weight)
-    layer._is_hopper = True
+    for residual in (ChainedResidual(weight), HopperResidual(weight)):  # of another GPU, and where nothing compiles it
+        assert residual.add_and_norm(weight[:100], weight[:100], weight[0], 1e-6) is None
+    assert not HopperGateUp(weight).reads_deferred_norm(100)
+    layer = HopperInput(weight)
+    layer._choices.has_products = True
     assert not layer.reads_deferred_norm(100)  # without heads
 
 

@@ -1,6 +1,7 @@
 """Which kernel computes what, for every number of rows, on a Hopper GPU that need not be there."""
 
 import json
+import sys
 from difflib import unified_diff
 from pathlib import Path
 
@@ -46,6 +47,25 @@ def test_a_plan_prints_the_table(run: CommandRunner, tmp_path: Path) -> None:
     table = run.json("plan", model, "--kernels", "--json", *H200)["kernel_table"]
     assert table["o [2048, 2048], by rows"][-1] == [257, 8192, "library, added in place"]
     assert "kernel_table" not in run.json("plan", model, "--json", *H200)
+
+
+def test_triton_serves_without_the_room_of_hopper(
+    run: CommandRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_config("llama-3.2-1b", tmp_path, num_hidden_layers=2)
+    room = "fleetfoot.kernels_hopper"
+    for name in [name for name in sys.modules if name.startswith(room)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, room, None)
+    report = run.json("plan", folder, "--kernels", "--json", *H200)
+    assert {"attention", "prepare_linear", "linear_chain", "layer_chain"} <= {
+        operation for operation, name in report["kernels"].items() if name == "triton"
+    }
+    launched = {text for runs in report["kernel_table"].values() for _, _, text in runs}
+    assert any(text.startswith("tiled 64x128") for text in launched)
+    assert not any("hopper" in text or "_product" in text or "_block" in text for text in launched)
+    assert room in report["hopper_problem"]
+    assert f"none for Hopper GPUs alone: {report['hopper_problem']}" in run("plan", folder, *H200)
 
 
 def test_biases_and_drafts_have_kernels_of_their_own(run: CommandRunner, tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ import torch
 from tests.helpers.cuda_on_cpu import LayerBlocksOnCpu
 
 from fleetfoot.kernels.attention.rope_and_cache import rope_and_cache_torch
-from fleetfoot.kernels.cluster.layer_blocks import (
+from fleetfoot.kernels.elementwise import rms_norm_torch, silu_and_mul_torch, sum_parts
+from fleetfoot.kernels.interface import LayerParts
+from fleetfoot.kernels_hopper.cluster.layer_blocks import (
     LayerShape,
     LayerTiling,
     LayerWeights,
@@ -19,8 +21,6 @@ from fleetfoot.kernels.cluster.layer_blocks import (
     rows_of,
     shared_bytes,
 )
-from fleetfoot.kernels.elementwise import rms_norm_torch, silu_and_mul_torch, sum_parts
-from fleetfoot.kernels.interface import LayerParts
 from fleetfoot.records.forward_context import AttentionMetadata, RotaryInputs
 
 EPS = 1e-5

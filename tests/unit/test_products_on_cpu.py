@@ -12,10 +12,10 @@ from tests.helpers.ops_checks import at_slots
 
 from fleetfoot.kernels.attention.rope_and_cache import rope_and_cache_torch
 from fleetfoot.kernels.elementwise import DeferredRMSNorm
-from fleetfoot.kernels.linear import decode_product, gated_product, tensor_maps
-from fleetfoot.kernels.linear.product_tilings import GatedTiling, ProductTiling
 from fleetfoot.kernels.runtime.cuda_source import CudaKernel
 from fleetfoot.kernels.runtime.row_padding import padded_rows
+from fleetfoot.kernels_hopper.linear import decode_product, gated_product, tensor_maps
+from fleetfoot.kernels_hopper.linear.product_tilings import GatedTiling, ProductTiling
 from fleetfoot.records.forward_context import RotaryInputs
 
 ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh")}

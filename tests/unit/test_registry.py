@@ -9,7 +9,7 @@ from tests.helpers.interpreter import run_python
 from tests.helpers.kernels import cpu_kernels, reference_kernels
 
 from fleetfoot.kernels.interface import KernelPlan
-from fleetfoot.kernels.registry import OPERATIONS, DeviceFacts, load_kernels, plan_kernels
+from fleetfoot.kernels.registry import OPERATIONS, DeviceFacts, load_kernels, module_path, plan_kernels
 from fleetfoot.native.loading import native_problem
 
 CPU, GPU = DeviceFacts("cpu", has_native=True), DeviceFacts("cuda", has_native=True, has_triton=True)
@@ -26,6 +26,7 @@ PLANNED = [
     (replace(GPU, heads=frozenset({(64, 4), (12, 2)})), {"attention": "sdpa", "rms_norm": "triton"}),
     (replace(GPU, heads=frozenset({(128, 96)})), {"attention": "sdpa"}),
     (replace(GPU, has_layer_chain=True), {"layer_chain": "cuda"}),
+    (replace(GPU, has_hopper=True), {"attention": "hopper", "linear_chain": "hopper", "rms_norm": "triton"}),
 ]
 
 
@@ -39,7 +40,7 @@ def test_every_operation_has_a_reference_and_every_listed_function_exists() -> N
         assert "sdpa" in implementations if operation == "attention" else "torch" in implementations
         for name, target in implementations.items():
             module, _, attribute = target.partition(":")
-            assert hasattr(import_module(f"fleetfoot.kernels.{module}"), attribute or f"{operation}_{name}"), target
+            assert hasattr(import_module(module_path(module)), attribute or f"{operation}_{name}"), target
 
 
 def test_a_plan_is_immutable_picklable_and_printable() -> None:

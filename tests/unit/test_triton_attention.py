@@ -1,7 +1,6 @@
 """The Triton attention kernels, interpreted, against the torch backend, and compiled for a GPU that is not here."""
 
 import re
-import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -21,9 +20,9 @@ from fleetfoot.kernels.attention.prefill import PrefillTiling, choose_prefill_ti
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
 from fleetfoot.kernels.attention.triton_backend import TritonBackend
-from fleetfoot.kernels.linear.product_tilings import attention_bytes
 from fleetfoot.kernels.runtime import gpu_limits, internals
 from fleetfoot.kernels.runtime.row_padding import readable_rows
+from fleetfoot.kernels_hopper.linear.product_tilings import attention_bytes
 from fleetfoot.records.kv_layout import TOKEN_MAJOR_NHD, KVLayout
 from fleetfoot.runner.v2.input_batch import split_decodes
 
@@ -278,7 +277,7 @@ def test_another_version_of_triton_gets_the_plain_kernel(monkeypatch: pytest.Mon
     hopper = gpu_limits.GPULimits(num_sms=132, shared_bytes=227 * 1024, capability=(9, 0))
     monkeypatch.setattr(gpu_limits, "gpu_limits", lambda device: hopper)
     for version, is_supported in (("3.6.0", True), ("4.0.0", False)):
-        monkeypatch.setitem(sys.modules, "triton", type("Triton", (), {"__version__": version}))
+        monkeypatch.setattr(internals, "version", lambda package, version=version: version)
         monkeypatch.setattr(gpu_limits, "is_tested_triton", internals.is_tested_triton.__wrapped__)
         assert gpu_limits.has_hopper_kernels.__wrapped__(torch.device("cpu")) == is_supported
 
@@ -292,7 +291,7 @@ def test_importing_the_backend_needs_no_triton() -> None:
 @compiled
 def test_hopper_kernel_for_heads_of_96() -> None:
     """For few requests, the Triton kernel is faster."""
-    from fleetfoot.kernels.attention import decode_hopper
+    from fleetfoot.kernels_hopper.attention import decode_hopper
 
     for head_dim, num_reqs, is_supported in ((128, 1, True), (96, 63, False), (96, 64, True), (80, 64, False)):
         batch = make_batch([(1, 20)] * num_reqs, head_dim=head_dim, dtype=torch.bfloat16)

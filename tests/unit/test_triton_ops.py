@@ -20,6 +20,7 @@ from fleetfoot.kernels.linear.tilings import Tiling, choose_tiling
 from fleetfoot.kernels.runtime.gpu_limits import GPULimits
 from fleetfoot.kernels.runtime.row_padding import readable_rows
 from fleetfoot.kernels.sampling.sample import RandomRows
+from fleetfoot.kernels_hopper.linear.tilings import choose_hopper_tiling
 from fleetfoot.records.forward_context import RotaryInputs
 
 TRITON = triton_kernels()
@@ -218,7 +219,7 @@ def test_the_library_adds_to_the_residual() -> None:
     weight, x, total = torch.randn(1024, 64).bfloat16(), torch.randn(300, 64).bfloat16(), torch.randn(300, 1024)
     for scale in (1.0, 0.3):
         summed = total.bfloat16()
-        assert ChainedResidual(weight, None, scale).add_to(x, summed)
+        assert ChainedResidual(weight, None, scale=scale).add_to(x, summed)
         expected = total.bfloat16().float() + scale * (x.float() @ weight.float().t())
         torch.testing.assert_close(summed, expected.bfloat16(), rtol=1e-2, atol=1e-2)
     # Nothing is done if one of our kernels is faster, or with a bias.
@@ -291,7 +292,7 @@ def test_choose_tiling(shape: tuple[int, int, int], gated: bool, may_split: bool
 )
 def test_choose_tiling_for_hopper(shape: tuple[int, int, int], kind: str, tile: tuple[int, int, int] | None) -> None:
     keywords = {"gated": kind == "gated", "may_split": kind == "residual", "limits": H100}
-    tiling = choose_tiling(*shape, **keywords, hopper=True)
+    tiling = choose_hopper_tiling(*shape, **keywords)
     if tile is None:
         assert tiling == choose_tiling(*shape, **keywords)
     else:
@@ -307,7 +308,7 @@ def test_tiles_for_hopper_keep_the_multiprocessors_busy(limits: GPULimits) -> No
     for num_rows, num_outputs, num_inputs in itertools.product((65, 128, 200, 256), sizes, sizes):
         for kind in ("plain", "gated", "residual"):
             keywords = {"gated": kind == "gated", "may_split": kind == "residual", "limits": limits}
-            tiling = choose_tiling(num_rows, num_outputs, num_inputs, **keywords, hopper=True)
+            tiling = choose_hopper_tiling(num_rows, num_outputs, num_inputs, **keywords)
             if tiling is None or tiling.kernel != "hopper":
                 continue
             kinds.add(kind)

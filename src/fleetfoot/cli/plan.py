@@ -51,7 +51,8 @@ Without flags of the machine, the plan is for this one. With them it is for the 
   experts: num_active_parameters, those that a token reads; kinds, of each the num_experts and num_chosen,
     intermediate_size and num_layers; with enable_expert_parallel also slots, places for whole experts on each rank that
     shares a layer, and bytes, of all layers of a stage on the rank with the most; null: the model has none
-  kernels: for each operation, the implementation that runs; native_variant: the instruction set of the native ones
+  kernels: for each operation, the implementation that runs; native_variant: the instruction set of the native ones;
+    hopper_problem: why a Hopper GPU has none of its own ("": it has)
   weights: format, num_matrices and bytes of the linear layers, as a rank of a tensor group has them
   layers: runs of decoder layers (first, last), fused or not, with the reason; compiles_layers: whether torch.compile
     compiles each of them
@@ -241,6 +242,7 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
         "experts": _experts(plan),
         "attention_backend": plan.kernels["attention"],
         "kernels": dict(plan.kernels),
+        "hopper_problem": plan.machine.hopper_problem if plan.device == "cuda" and plan.machine.is_hopper else "",
         "native_variant": plan.native_variant,
         "layers": list(_layers(plan)),
         "weights": list(_weights(plan)),

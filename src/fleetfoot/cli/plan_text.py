@@ -60,6 +60,7 @@ def _setup_lines(report: dict[str, Any]) -> _Lines:
     named = {"native": f"native ({variant})"} if variant else {}
     kernels = Counter(named.get(name, name) for name in report["kernels"].values()).most_common()
     yield "kernels", f"{', '.join(f'{name} for {n}' for name, n in kernels)} of {len(report['kernels'])} operations"
+    yield from (("", f"none for Hopper GPUs alone: {text}") for text in [report["hopper_problem"]] if text)
     for weights in report["weights"] if len(report["weights"]) > 1 else ():
         sizes = f"{count(weights['num_matrices'], 'matrix', 'matrices')}, {readable(weights['bytes'])}"
         yield "" if weights is not report["weights"][0] else "linear layers", f"{weights['format']}: {sizes}"

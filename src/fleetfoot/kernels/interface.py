@@ -39,7 +39,22 @@ if TYPE_CHECKING:
     from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext, RotaryInputs, StateBatch
 
 
-_CAPTURABLE_ATTENTION = frozenset({"triton"})
+_CAPTURABLE_ATTENTION = frozenset({"triton", "hopper"})
+
+
+@dataclass(frozen=True, slots=True)
+class LayerChainPlan:
+    """Steps of decoder layers in two kernels each."""
+
+    max_rows: int = 0
+    """Most requests of a decode; 0: none."""
+    max_contexts: tuple[tuple[int, int], ...] = ()
+    """Rows, and the longest context of a step of so many; a step between two of them has the next more rows."""
+    reason: str = ""
+    """Why there are none; empty: they are switched off, or not for this device."""
+
+
+NO_LAYER_CHAIN = LayerChainPlan()
 
 
 @dataclass(frozen=True)

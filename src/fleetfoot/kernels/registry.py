@@ -15,8 +15,9 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
+from fleetfoot.config.model import ModelConfig
 from fleetfoot.kernels.attention import triton_supports
-from fleetfoot.kernels.interface import KernelPlan, Kernels
+from fleetfoot.kernels.interface import NO_LAYER_CHAIN, KernelPlan, Kernels, LayerChainPlan
 from fleetfoot.native.loading import NativeUnavailableError
 
 
@@ -38,13 +39,17 @@ class DeviceFacts:
     """The plain layers are compiled by ``torch.compile``, which needs their operations in torch."""
     heads: frozenset[tuple[int, int]] = frozenset()
     """Head size and query heads per KV head of the attention layers, those of a drafter too."""
+    has_hopper: bool = False
+    """It is a Hopper GPU, and the kernels of `fleetfoot.kernels_hopper` are there."""
     has_layer_chain: bool = False
-    """The kernels of `fleetfoot.kernels.cluster` compute the model's layers."""
+    """Those for whole layers compute the model's."""
 
 
+_HOPPER = "kernels_hopper"
 _REQUIREMENTS: Mapping[str, tuple[str | None, str | None]] = MappingProxyType(
     {
         "triton": ("cuda", "has_triton"),
+        "hopper": ("cuda", "has_hopper"),
         "cuda": ("cuda", "has_layer_chain"),
         "native": ("cpu", "has_native"),
         "numpy": ("cpu", None),
@@ -59,6 +64,7 @@ _REQUIREMENTS: Mapping[str, tuple[str | None, str | None]] = MappingProxyType(
 OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "attention": {
+            "hopper": "kernels_hopper.attention.backend:HopperBackend",
             "triton": "attention.triton_backend:TritonBackend",
             "native": "native_ops:NativeBackend",
             "sdpa": "attention.sdpa_backend:SDPABackend",
@@ -74,12 +80,17 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "torch": "attention.rope_and_cache",
         },
         "prepare_linear": {
+            "hopper": "kernels_hopper.linear.linear:HopperLinear",
             "triton": "linear.linear_triton:TritonLinear",
             "native": "native_ops",
             "torch": "linear.linear",
             "plain": "linear.linear:PlainLinear",
         },
-        "linear_chain": {"triton": "linear.linear_triton", "torch": "linear.linear:NO_CHAIN"},
+        "linear_chain": {
+            "hopper": "kernels_hopper.linear.linear",
+            "triton": "linear.linear_triton",
+            "torch": "linear.linear:NO_CHAIN",
+        },
         "quantized_chain": {"triton": "quantized.chain", "torch": "linear.linear:NO_CHAIN"},
         "packed_linear": {"triton": "quantized.packed_triton", "torch": "quantized.packed"},
         "block_linear": {
@@ -92,7 +103,7 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "torch": "quantized.scaled",
         },
         "layer_chain": {
-            "cuda": "cluster.chain:chain_layers",
+            "cuda": "kernels_hopper.cluster.chain:chain_layers",
             "native": "native_layers:chain_layers",
             **dict.fromkeys(("triton", "torch"), "linear.linear:NO_CHAIN"),
         },
@@ -142,8 +153,9 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
     }
 )
-"""Operation -> its implementations, the fastest first, each with its module below ``fleetfoot.kernels``. Unless a name
-follows, the function is called ``operation_implementation``. `Kernels` documents what an operation does."""
+"""Operation -> its implementations, the fastest first, each with its module, below ``fleetfoot.kernels`` or of the
+room ``kernels_hopper``. Unless a name follows, the function is called ``operation_implementation``. `Kernels` documents
+what an operation does."""
 
 _COMPILED = dict.fromkeys(
     (
@@ -166,11 +178,29 @@ def plan_kernels(facts: DeviceFacts) -> KernelPlan:
         return device in (None, facts.device) and (field is None or getattr(facts, field))
 
     fastest = {op: next(filter(is_met, implementations)) for op, implementations in OPERATIONS.items()}
-    if fastest["attention"] == "triton" and not all(triton_supports(*heads) for heads in facts.heads):
+    if fastest["attention"] in ("hopper", "triton") and not all(triton_supports(*heads) for heads in facts.heads):
         fastest["attention"] = "sdpa"  # graphs are captured with the kernels or not at all
     if facts.compiles_layers:
         fastest |= _COMPILED
     return KernelPlan(tuple(fastest.items()))
+
+
+def has_hopper_room() -> bool:
+    """Whether the kernels for Hopper GPUs are installed."""
+    return find_spec(f"fleetfoot.{_HOPPER}") is not None
+
+
+def module_path(module: str) -> str:
+    """The import path of a module of `OPERATIONS`."""
+    return f"fleetfoot.{module}" if module.startswith(f"{_HOPPER}.") else f"fleetfoot.kernels.{module}"
+
+
+def plan_whole_layers(model: ModelConfig, **facts: Any) -> LayerChainPlan:
+    """`fleetfoot.kernels_hopper.cluster.fit.plan_layer_chain`."""
+    if not has_hopper_room():
+        return NO_LAYER_CHAIN
+    plan: LayerChainPlan = import_module(f"fleetfoot.{_HOPPER}.cluster.fit").plan_layer_chain(model, **facts)
+    return plan
 
 
 def load_kernels(plan: Mapping[str, str], *, native_variant: str | None = None) -> Kernels:
@@ -193,11 +223,11 @@ def _load(operation: str, name: str, native_variant: str | None) -> Any:
     implementations = OPERATIONS[operation]
     if name not in implementations:
         raise ValueError(f"{operation} has no implementation {name!r}; there are {', '.join(implementations)}")
-    if name == "triton" and find_spec("triton") is None:
-        raise KernelUnavailableError(f"the plan names 'triton' for {operation}, but Triton is not installed")
+    if name in ("hopper", "triton") and find_spec("triton") is None:
+        raise KernelUnavailableError(f"the plan names {name!r} for {operation}, but Triton is not installed")
     module, _, attribute = implementations[name].partition(":")
     try:
-        function = getattr(import_module(f"fleetfoot.kernels.{module}"), attribute or f"{operation}_{name}")
+        function = getattr(import_module(module_path(module)), attribute or f"{operation}_{name}")
         if operation in _INSTANTIATED:
             return function(native_variant) if name == "native" else function()
         if name == "native":

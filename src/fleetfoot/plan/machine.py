@@ -8,8 +8,11 @@ import re
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 
+from fleetfoot.kernels.registry import has_hopper_room
+from fleetfoot.kernels.runtime.internals import is_tested_triton
 from fleetfoot.native.loading import find_native
 from fleetfoot.plan.gpus import GPU, find_gpus
 from fleetfoot.utils.torch_build import find_nvrtc, torch_build
@@ -33,6 +36,8 @@ class Machine:
     """Whether the GPU has compute capability 9.0."""
     has_e4m3: bool = True
     """Whether it converts FP8 in e4m3: compute capability 8.9 and above."""
+    hopper_problem: str = ""
+    """Why kernels for such GPUs alone cannot be used; empty: they can."""
     num_sms: int = 0
     """Its multiprocessors; of a MIG slice, those of the slice."""
     has_nvrtc: bool = False
@@ -59,7 +64,13 @@ class Machine:
     def without_gpu(cls) -> Machine:
         """This machine as if it had no GPU."""
         variant, problem = find_native()
-        return cls(_available_memory(), has_native=not problem, native_problem=problem, native_variant=variant or None)
+        return cls(
+            _available_memory(),
+            has_native=not problem,
+            native_problem=problem,
+            native_variant=variant or None,
+            hopper_problem="" if has_hopper_room() else "fleetfoot.kernels_hopper is not installed",
+        )
 
     @classmethod
     def detect(cls) -> Machine:
@@ -73,12 +84,15 @@ class Machine:
         if not gpus:
             return here
         first, build = gpus[0], torch_build()
+        has_triton = importlib.util.find_spec("triton") is not None
+        if has_triton and not here.hopper_problem and not is_tested_triton():
+            here = replace(here, hopper_problem=f"they were not tested with Triton {version('triton')}")
         return replace(
             here,
             gpu_name=first.name,
             gpu_memory_bytes=first.memory_bytes,
             num_gpus=len(gpus),
-            has_triton=importlib.util.find_spec("triton") is not None,
+            has_triton=has_triton,
             is_hopper=build.hip is None and first.capability == (9, 0),
             has_e4m3=build.hip is not None or first.capability >= (8, 9),
             num_sms=first.num_sms,

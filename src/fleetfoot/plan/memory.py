@@ -18,8 +18,7 @@ from fleetfoot.config.model import DTYPE_BYTES, AttentionSpec, ExpertsSpec, MLPS
 from fleetfoot.config.sharding import num_kv_heads, pipeline_layers, vocab_rows
 from fleetfoot.distributed import pipeline_group_bytes, tensor_group_bytes
 from fleetfoot.kernels.attention import sdpa_workspace_bytes
-from fleetfoot.kernels.cluster.fit import NO_LAYER_CHAIN, LayerChainPlan
-from fleetfoot.kernels.interface import KernelPlan
+from fleetfoot.kernels.interface import NO_LAYER_CHAIN, KernelPlan, LayerChainPlan
 from fleetfoot.kernels.prepare.tables import (
     group_buffer_bytes,
     row_table_bytes,

@@ -16,8 +16,7 @@ from fleetfoot.config.engine import KV_DTYPES, MAX_RESTARTS, EngineConfig
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.config.pooling import Pooling
 from fleetfoot.fusion import LayerFusion
-from fleetfoot.kernels.cluster.fit import NO_LAYER_CHAIN, LayerChainPlan
-from fleetfoot.kernels.interface import KernelPlan
+from fleetfoot.kernels.interface import NO_LAYER_CHAIN, KernelPlan, LayerChainPlan
 from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.plan.connector import ConnectorPlan
 from fleetfoot.plan.machine import Machine

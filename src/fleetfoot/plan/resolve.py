@@ -19,8 +19,8 @@ from fleetfoot.config.quantization import choose_quantization
 from fleetfoot.config.sharding import check_expert_split, check_pipeline_parallel_size, check_tensor_parallel_size
 from fleetfoot.distributed.placement import read_placements
 from fleetfoot.fusion import plan_fusion
-from fleetfoot.kernels.cluster.fit import NO_LAYER_CHAIN, plan_layer_chain
-from fleetfoot.kernels.registry import DeviceFacts, plan_kernels
+from fleetfoot.kernels.interface import NO_LAYER_CHAIN
+from fleetfoot.kernels.registry import DeviceFacts, plan_kernels, plan_whole_layers
 from fleetfoot.kv_transfer.base.registry import names_connector
 from fleetfoot.plan.connector import locate_connector
 from fleetfoot.plan.fit import fit_engine
@@ -182,7 +182,7 @@ def _engine_shape(
         )
     has_plain_weights = device == "cuda" and not quantized.method
     if has_plain_weights and all(layer.is_fused for layer in plan_fusion(model, decision.runner)):
-        layer_chain = plan_layer_chain(
+        layer_chain = plan_whole_layers(
             model,
             dtype=dtype,
             block_size=config.block_size,
@@ -210,6 +210,7 @@ def _engine_shape(
                     for model in models
                     for mixer in model.attentions
                 ),
+                has_hopper=machine.has_triton and machine.is_hopper and not machine.hopper_problem,
                 has_layer_chain=layer_chain.max_rows > 0,
             )
         ),

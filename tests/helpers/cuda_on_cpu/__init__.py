@@ -8,7 +8,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from fleetfoot.kernels.cluster.layer_blocks import (
+from fleetfoot.kernels.runtime.cuda_source import CudaKernel
+from fleetfoot.kernels_hopper.cluster.layer_blocks import (
     FOLDER,
     Arguments,
     LayerShape,
@@ -16,7 +17,6 @@ from fleetfoot.kernels.cluster.layer_blocks import (
     defines,
     shared_bytes,
 )
-from fleetfoot.kernels.runtime.cuda_source import CudaKernel
 
 HERE = Path(__file__).parent
 KERNELS = FOLDER.parent

@@ -1,4 +1,4 @@
-// The functions of src/fleetfoot/kernels/cluster/device.cuh on a CPU.
+// The functions of src/fleetfoot/kernels_hopper/cluster/device.cuh on a CPU.
 #pragma once
 #include "fibers.h"
 

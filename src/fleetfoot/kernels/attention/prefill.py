@@ -5,7 +5,7 @@ tiles that they attend to (FlashAttention-2, Dao, 2023). The grid depends on the
 not on lengths that only the device has: request ``i`` owns the slots from ``query_start_loc[i] // tile_tokens + i`` up
 to the next request's, which is enough for its tiles and at most one more.
 
-On Hopper GPUs, `fleetfoot.kernels.attention.prefill_hopper` is faster for common shapes.
+On Hopper GPUs, `fleetfoot.kernels_hopper.attention.prefill_hopper` is faster for common shapes.
 `fleetfoot.kernels.attention.sdpa_backend.SDPABackend` is the reference.
 """
 

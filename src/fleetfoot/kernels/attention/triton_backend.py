@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
-
 import torch
 
 from fleetfoot.kernels.attention import AttentionInputs, max_rows, triton_supports
-from fleetfoot.kernels.attention.decode import MIN_ROWS, paged_attention_decode
-from fleetfoot.kernels.attention.prefill import paged_attention_prefill
+from fleetfoot.kernels.attention.decode import MIN_ROWS, choose_decode_tiling, paged_attention_decode
+from fleetfoot.kernels.attention.prefill import choose_prefill_tiling, paged_attention_prefill
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
-from fleetfoot.kernels.runtime.gpu_limits import gpu_limits, has_hopper_kernels
+from fleetfoot.kernels.runtime.gpu_limits import GPULimits, gpu_limits
 from fleetfoot.kernels.runtime.row_padding import empty_rows
+from fleetfoot.kernels.runtime.triton_support import next_power_of_2, options_text
 from fleetfoot.records.forward_context import AttentionMetadata, RotaryInputs
 
 MAX_FUSED_QUERY_LEN = 8
@@ -21,10 +19,6 @@ MAX_FUSED_QUERY_LEN = 8
 FUSED_PAIRS_PER_SM = 3.0
 """Maximum (request, KV head) pairs per multiprocessor for the same: a program that processes several pairs one after
 the other waits for each query (measured on an H100: 5% slower at 256 requests, 7% faster at 1 and 8)."""
-HOPPER_FUSED_PAIRS_PER_SM, HOPPER_FUSED_REQUESTS = 0.5, 16
-"""The same if the Hopper kernel supports the shape, which is faster from 16 requests with 8 KV heads on; and the most
-requests. On an H200, ms a token with 16, 24 and 32 requests by this kernel and by Hopper's: Qwen2.5-1.5B (2 KV heads)
-1.286 and 1.351, 1.493 and 1.457, 1.505 and 1.457; Qwen2.5-3B 2.240 and 2.241, 2.580 and 2.532, 2.527 and 2.567."""
 FUSED_HEAD_DIM = 128
 """The largest head for the same: on an H100, Gemma-3-1B (heads of 256) takes 1.30 ms a token with it, and 1.22 without
 any fusion, where two kernels more take about 0.1."""
@@ -74,7 +68,7 @@ class TritonBackend(SDPABackend):
             return super().forward(query, kv_cache, metadata, *shape)
         _check(inputs)
         out = empty_rows(*query.shape, like=query)
-        _attend(inputs, metadata, self._workspace(query.device), out)
+        self._attend(inputs, metadata, self._workspace(query.device), out)
         return out
 
     def forward_fused(
@@ -92,20 +86,12 @@ class TritonBackend(SDPABackend):
     ) -> torch.Tensor | None:
         """See `AttentionBackend.forward_fused`: for decodes, also with drafts."""
         num_kv_heads, _, head_dim = kv_cache.shape[2:]
-        group = num_heads // num_kv_heads
-        max_query_len = metadata.max_query_len
-        pairs_per_sm = metadata.num_reqs * num_kv_heads / gpu_limits(qkv.device).num_sms
-        is_long = metadata.has_prompts or max_query_len > MAX_FUSED_QUERY_LEN
-        if is_long or pairs_per_sm > FUSED_PAIRS_PER_SM or head_dim > FUSED_HEAD_DIM:
-            return None
-        if max_query_len * group > max_rows(head_dim) or not self.supports(head_dim, group, qkv.dtype):
+        if metadata.has_prompts or not self.supports(head_dim, num_heads // num_kv_heads, qkv.dtype):
             return None
         heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
         shape = scale, window, soft_cap, sinks, rotary.kv_scales
         inputs = AttentionInputs.of(heads[:, :num_heads], kv_cache, metadata, *shape)
-        decode_hopper, _ = _hopper_kernels(qkv.device)
-        is_hopper = decode_hopper is not None and decode_hopper.supports(inputs)
-        if is_hopper and (metadata.num_reqs > HOPPER_FUSED_REQUESTS or pairs_per_sm > HOPPER_FUSED_PAIRS_PER_SM):
+        if not self.fuses(inputs, gpu_limits(qkv.device)):
             return None
         _check(inputs)
         out = empty_rows(qkv.shape[0], num_heads, head_dim, like=qkv)
@@ -115,35 +101,70 @@ class TritonBackend(SDPABackend):
         )
         return out
 
+    def fuses(self, inputs: AttentionInputs, limits: GPULimits) -> bool:
+        """Whether the kernel of this decode, with queries of one length, applies norm and rotation, and writes the
+        cache."""
+        num_kv_heads, _, head_dim = inputs.kv_cache.shape[2:]
+        return (
+            inputs.max_query_len <= MAX_FUSED_QUERY_LEN
+            and len(inputs.seq_lens) * num_kv_heads <= FUSED_PAIRS_PER_SM * limits.num_sms
+            and head_dim <= FUSED_HEAD_DIM
+            and inputs.max_query_len * inputs.group <= max_rows(head_dim)
+        )
+
+    def text(self, inputs: AttentionInputs, limits: GPULimits) -> str:
+        """The kernel of requests with queries of one length, and its tile: positions and rows."""
+        if inputs.max_query_len * inputs.group <= max_rows(inputs.query.shape[2]):
+            return self.decode_text(inputs, limits)
+        sizes = inputs.group, max(16, next_power_of_2(inputs.query.shape[2])), inputs.query.element_size()
+        tiling = choose_prefill_tiling(*sizes, limits.shared_bytes)
+        options = {"stages": tiling.num_stages, "warps": tiling.num_warps}
+        return f"prefill {tiling.tile}x{tiling.rows}{options_text(options)}"
+
+    @staticmethod
+    def decode_text(inputs: AttentionInputs, limits: GPULimits, *, is_fused: bool = False) -> str:
+        """The Triton kernel of few query tokens. ``is_fused``: see `fuses`."""
+        rows = max(MIN_ROWS, next_power_of_2(inputs.max_query_len * inputs.group))
+        sizes = rows, max(16, next_power_of_2(inputs.query.shape[2])), inputs.query.element_size()
+        tiling = choose_decode_tiling(*sizes, limits.shared_bytes, is_fused=is_fused)
+        options = {"stages": tiling.num_stages, "warps": tiling.num_warps, "programs": tiling.programs_per_sm}
+        return f"decode {tiling.tile}x{rows}{options_text(options)}"
+
+    def _prefill(self, inputs: AttentionInputs, workspace: AttentionWorkspace, out: torch.Tensor) -> None:
+        paged_attention_prefill(inputs, out=out)
+
+    def _decode(self, inputs: AttentionInputs, workspace: AttentionWorkspace, out: torch.Tensor) -> None:
+        paged_attention_decode(inputs, workspace=workspace, out=out)
+
+    def _attend(
+        self, inputs: AttentionInputs, metadata: AttentionMetadata, workspace: AttentionWorkspace, out: torch.Tensor
+    ) -> None:
+        """The fastest kernels of each shape."""
+        if metadata.split is not None:
+            first, others = metadata.split
+            decodes = inputs.of_batch(first)._replace(query=inputs.query[: first.num_reqs])
+            # zeros for other requests, which the next kernel overwrites
+            self._decode(decodes, workspace, out[: first.num_reqs])
+            self._prefill(inputs.of_batch(others), workspace, out)
+            return
+        inputs = inputs._replace(max_query_len=query_bucket(inputs, metadata))
+        # One launch for all requests if their rows fit the minimum tile of the decode kernel, which is computed anyway.
+        rows = inputs.max_query_len * inputs.group
+        num_decodes = 0 if inputs.max_query_len == 1 or rows <= MIN_ROWS else metadata.num_decodes
+        if num_decodes:
+            decodes = inputs.requests(0, num_decodes)._replace(query=inputs.query[:num_decodes], max_query_len=1)
+            self._decode(decodes, workspace, out[:num_decodes])
+        if inputs.query.shape[0] > num_decodes:
+            rest = inputs.requests(num_decodes)
+            if rows <= max_rows(inputs.query.shape[2]):
+                self._decode(rest, workspace, out)
+            else:
+                self._prefill(rest, workspace, out)
+
     def _workspace(self, device: torch.device) -> AttentionWorkspace:
         if device not in self._workspaces:
             self._workspaces[device] = AttentionWorkspace(device)
         return self._workspaces[device]
-
-
-def _attend(
-    inputs: AttentionInputs, metadata: AttentionMetadata, workspace: AttentionWorkspace, out: torch.Tensor
-) -> None:
-    """The fastest kernels of each shape."""
-    if metadata.split is not None:
-        first, others = metadata.split
-        decodes = inputs.of_batch(first)._replace(query=inputs.query[: first.num_reqs])
-        _decode(decodes, workspace, out[: first.num_reqs])  # zeros for other requests, which the next kernel overwrites
-        _prefill(inputs.of_batch(others), workspace, out)
-        return
-    inputs = inputs._replace(max_query_len=query_bucket(inputs, metadata))
-    # One launch for all requests if their rows fit the minimum tile of the decode kernel, which is computed anyway.
-    rows = inputs.max_query_len * inputs.group
-    num_decodes = 0 if inputs.max_query_len == 1 or rows <= MIN_ROWS else metadata.num_decodes
-    if num_decodes:
-        decodes = inputs.requests(0, num_decodes)._replace(query=inputs.query[:num_decodes], max_query_len=1)
-        _decode(decodes, workspace, out[:num_decodes])
-    if inputs.query.shape[0] > num_decodes:
-        rest = inputs.requests(num_decodes)
-        if rows <= max_rows(inputs.query.shape[2]):
-            _decode(rest, workspace, out)
-        else:
-            _prefill(rest, workspace, out)
 
 
 def query_bucket(inputs: AttentionInputs, metadata: AttentionMetadata) -> int:
@@ -159,32 +180,6 @@ def prompt_bucket(num_tokens: int, group: int, head_dim: int) -> int:
     room = max_rows(head_dim) // group
     most = 1 << room.bit_length() - 1
     return most if num_tokens <= most else max(num_tokens, room + 1)
-
-
-def _prefill(inputs: AttentionInputs, workspace: AttentionWorkspace, out: torch.Tensor) -> None:
-    _, prefill_hopper = _hopper_kernels(inputs.query.device)
-    if prefill_hopper is not None and prefill_hopper.supports(inputs):
-        prefill_hopper.paged_attention_prefill_hopper(inputs, counter=workspace.counter, out=out)
-    else:
-        paged_attention_prefill(inputs, out=out)
-
-
-def _decode(inputs: AttentionInputs, workspace: AttentionWorkspace, out: torch.Tensor) -> None:
-    decode_hopper, _ = _hopper_kernels(inputs.query.device)
-    if decode_hopper is not None and decode_hopper.supports(inputs):
-        decode_hopper.paged_attention_decode_hopper(inputs, workspace=workspace, out=out)
-    else:
-        paged_attention_decode(inputs, workspace=workspace, out=out)
-
-
-@cache
-def _hopper_kernels(device: torch.device) -> tuple[ModuleType | None, ModuleType | None]:
-    """The modules of the decode and the prefill kernel in Gluon, where they can be used."""
-    if not has_hopper_kernels(device):
-        return None, None
-    from fleetfoot.kernels.attention import decode_hopper, prefill_hopper
-
-    return decode_hopper, prefill_hopper
 
 
 def _check(inputs: AttentionInputs) -> None:

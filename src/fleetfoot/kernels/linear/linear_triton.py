@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from fleetfoot.kernels.elementwise import DeferredRMSNorm, DeferredSum, gelu_and_mul_triton, silu_and_mul_triton
-from fleetfoot.kernels.linear import decode_product, gated_product
+from fleetfoot.kernels.linear.choices import LinearChoices, ProductKind
 from fleetfoot.kernels.linear.linear import PlainLinear
-from fleetfoot.kernels.linear.product_tilings import (
-    GatedTiling,
-    ProductKind,
-    ProductTiling,
-    gated_tilings,
-    product_tiling,
-)
 from fleetfoot.kernels.linear.rank_sums import RankSums
 from fleetfoot.kernels.linear.roles import InputRole, OutputRole
-from fleetfoot.kernels.linear.tilings import MOST_SUMMED_ROWS, Tiling, choose_tiling
+from fleetfoot.kernels.linear.tilings import Tiling
 from fleetfoot.kernels.linear.triton_kernels import launch_linear
-from fleetfoot.kernels.runtime.cuda_source import can_compile
-from fleetfoot.kernels.runtime.gpu_limits import gpu_limits, has_hopper_kernels
+from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
 from fleetfoot.kernels.runtime.row_padding import empty_rows
 from fleetfoot.kernels.runtime.triton_support import cdiv
 
@@ -30,13 +21,6 @@ if TYPE_CHECKING:
     from fleetfoot.records.forward_context import AttentionMetadata, RotaryInputs
 
 _ACTIVATIONS = {"silu": silu_and_mul_triton, "gelu_tanh": gelu_and_mul_triton}
-_DTYPES = (torch.bfloat16, torch.float16)
-"""Dtypes that the kernels support."""
-
-
-def _is_aligned(x: torch.Tensor) -> bool:
-    """Whether all rows begin at multiples of 16 bytes."""
-    return x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
 
 
 class TritonLinear(PlainLinear):
@@ -46,20 +30,17 @@ class TritonLinear(PlainLinear):
         weight: ``[out, in]``; bias: ``[out]``.
     """
 
-    _activation = ""
-    """Activation of a gated layer."""
-    _scale = 1.0
-    _may_split = False
+    Choices: ClassVar[type[LinearChoices]] = LinearChoices
+    _kind: ProductKind | None = None
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, **role: Any) -> None:
+        """``role``: other fields of `LinearChoices`."""
         super().__init__(weight.contiguous(), None if bias is None else bias.contiguous())
-        num_rows, self._num_inputs = weight.shape
-        self._num_outputs = num_rows // (2 if self._activation else 1)
-        self._is_supported = weight.dtype in _DTYPES
-        self._limits = gpu_limits(weight.device)
-        self._is_hopper = self._is_supported and has_hopper_kernels(weight.device)
-        self._has_hopper_kernel = bias is None and self._is_hopper
-        self._has_products = self._is_hopper and weight.dtype is torch.bfloat16 and can_compile(weight.device)
+        self._limits, dtype = gpu_limits(weight.device), str(weight.dtype).removeprefix("torch.")
+        self._choices = self.Choices(
+            self._kind, weight.shape[0], weight.shape[1], self._limits, dtype, bias is not None, **role
+        )
+        self._num_outputs, self._num_inputs = self._choices.num_outputs, self._choices.num_inputs
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Raises:
@@ -70,7 +51,7 @@ class TritonLinear(PlainLinear):
             raise ValueError(
                 f"x {list(x.shape)} {x.dtype} does not match a weight {list(self._weight.shape)} {self._weight.dtype}"
             )
-        tiling = self._tiling(num_rows)
+        tiling = self._choices.tiling(num_rows)
         return self._of_many_rows(x) if tiling is None else self.launch(x, tiling)
 
     def launch(
@@ -83,25 +64,13 @@ class TritonLinear(PlainLinear):
         else:
             output = empty_rows(x.shape[0], self._num_outputs, like=x)
         x = x if x.stride(1) == 1 else x.contiguous()
-        if tiling.kernel == "hopper":
-            from fleetfoot.kernels.linear.tiled_hopper import launch_linear_hopper
-
-            x = x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
-            launch_linear_hopper(output, x, self._weight, tiling, self._limits.num_sms)
-        else:
-            launch_linear(output, x, self._weight, self._bias, self._activation, tiling, deferred, scale=self._scale)
+        choices = self._choices
+        activation = choices.activation if choices.is_gated else ""
+        launch_linear(output, x, self._weight, self._bias, activation, tiling, deferred, scale=choices.scale)
         return output
 
     def _of_many_rows(self, x: torch.Tensor) -> torch.Tensor:
         return super().__call__(x)
-
-    def _tiling(self, num_rows: int) -> Tiling | None:
-        if not self._is_supported:
-            return None
-        hopper = self._has_hopper_kernel and self._scale == 1.0 and self._activation in ("", "silu")
-        gated, may_split, limits = bool(self._activation), self._may_split, self._limits
-        sizes = num_rows, self._num_outputs, self._num_inputs
-        return choose_tiling(*sizes, gated=gated, may_split=may_split, limits=limits, hopper=hopper)
 
 
 class ChainedLinear(TritonLinear):
@@ -110,11 +79,6 @@ class ChainedLinear(TritonLinear):
 
     _kind: ProductKind = "qkv"
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, head_dim: int = 0) -> None:
-        """``head_dim``: as in `InputRole`."""
-        super().__init__(weight, bias)
-        self._head_dim = head_dim
-
     def __call__(self, x: torch.Tensor | DeferredRMSNorm | DeferredSum) -> torch.Tensor:
         """``x``: ``[n, in]``, a deferred norm if `reads_deferred_norm`, or a deferred sum if `reads_deferred_sum`.
 
@@ -122,7 +86,7 @@ class ChainedLinear(TritonLinear):
             ValueError: ``x`` is not ``[n, in]`` of the weight's dtype, or is deferred with too many rows.
         """
         if isinstance(x, DeferredSum):
-            tiling = self._tiling(len(x.output))
+            tiling = self._choices.tiling(len(x.output))
             if tiling is None or not self.reads_deferred_sum(len(x.output)) or x.output.shape[1] != self._num_inputs:
                 raise ValueError(f"a deferred sum {list(x.output.shape)} is not supported: see reads_deferred_sum()")
             return self.launch(x.output, tiling, x)
@@ -131,7 +95,7 @@ class ChainedLinear(TritonLinear):
         num_rows, num_inputs = x.weighted.shape
         if not self.reads_deferred_norm(num_rows) or num_inputs != self._num_inputs:
             raise ValueError(f"a deferred norm {list(x.weighted.shape)} is not supported: see reads_deferred_norm()")
-        tiling = self._tiling(num_rows)
+        tiling = self._choices.tiling(num_rows)
         if tiling is not None and tiling.supports_norms:
             return self.launch(x.weighted, tiling, x)
         return super().__call__(x.finished())
@@ -146,38 +110,15 @@ class ChainedLinear(TritonLinear):
     ) -> torch.Tensor | None:
         """q, k and v of ``x``, and `Kernels.rope_and_cache` of them, in one kernel; None: not supported for these rows,
         or ``x`` is no deferred norm."""
-        if kv_cache.dtype is not self._weight.dtype or kv_cache.stride(4) != 1 or not isinstance(x, DeferredRMSNorm):
-            return None
-        tiling = self._product_tiling(x.weighted.shape[0])
-        if not isinstance(tiling, ProductTiling):
-            return None
-        return decode_product.rotate_and_cache(
-            x, self._weight, self._bias, tiling, kv_cache, metadata, num_heads, rotary
-        )
+        return None
 
     def reads_deferred_norm(self, num_rows: int) -> bool:
-        """Whether a deferred norm of this number of rows is supported. In float16, unscaled values may overflow."""
-        if self._weight.dtype is not torch.bfloat16:
-            return False
-        tiling = self._tiling(num_rows)
-        return (tiling is not None and tiling.supports_norms) or self._product_tiling(num_rows) is not None
+        """Whether a deferred norm of this number of rows is supported."""
+        return self._choices.reads_norm(num_rows)
 
     def reads_deferred_sum(self, num_rows: int) -> bool:
         """Whether a deferred sum of this number of rows is supported."""
-        tiling = self._tiling(num_rows) if num_rows <= MOST_SUMMED_ROWS else None
-        return tiling is not None and tiling.supports_norms and self._weight.dtype is torch.bfloat16
-
-    def _product_tiling(self, num_rows: int) -> ProductTiling | GatedTiling | None:
-        """The tiling of `decode_product`, or of `gated_product`; None: neither is used with norms."""
-        if not self._has_products or self._scale != 1.0:
-            return None
-        if self._activation == "gelu_tanh":
-            return None
-        if self._bias is not None and (self._kind != "qkv" or self._bias.data_ptr() % 16):
-            return None
-        if self._kind == "qkv" and self._head_dim not in (64, 128):
-            return None
-        return product_tiling(num_rows, self._kind, *self._weight.shape, self._limits.num_sms)
+        return self._choices.reads_sum(num_rows)
 
 
 class ChainedGateUp(ChainedLinear):
@@ -185,59 +126,26 @@ class ChainedGateUp(ChainedLinear):
 
     _kind = "gated"
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str = "silu") -> None:
-        self._activation = activation
-        super().__init__(weight, bias)
-
-    def __call__(self, x: torch.Tensor | DeferredRMSNorm | DeferredSum) -> torch.Tensor:
-        """See `ChainedLinear`."""
-        if isinstance(x, DeferredSum):
-            return super().__call__(x)
-        if isinstance(x, DeferredRMSNorm):
-            num_rows, num_inputs = x.weighted.shape
-            product = self._product_tiling(num_rows)
-            if product is not None and num_inputs == self._num_inputs:
-                if isinstance(product, GatedTiling):
-                    return gated_product.multiply_gated_wide(x, self._weight, product)
-                return decode_product.multiply_gated(x, self._weight, product)
-            return super().__call__(x)
-        for tiling in self._gated_tilings(x)[:1]:
-            return gated_product.multiply_gated_wide(x, self._weight, tiling, self._activation)
-        return super().__call__(x)
-
-    def _gated_tilings(self, x: torch.Tensor) -> Sequence[GatedTiling]:
-        """Tilings of `gated_product`, the best first; none: that kernel is not used."""
-        num_rows, num_inputs = x.shape
-        is_supported = self._has_hopper_kernel and self._has_products and x.dtype is self._weight.dtype
-        if not is_supported or num_inputs != self._num_inputs or x.stride(1) != 1 or not _is_aligned(x):
-            return ()
-        return gated_tilings(num_rows, *self._weight.shape, self._limits.num_sms)
-
     def _of_many_rows(self, x: torch.Tensor) -> torch.Tensor:
-        return _ACTIVATIONS[self._activation](super()._of_many_rows(x))
+        return _ACTIVATIONS[self._choices.activation](super()._of_many_rows(x))
 
 
 class ChainedResidual(ChainedLinear):
     """A layer with an output that is added to the residual stream, times ``scale``. `__call__` may return partial sums
     ``[splits, n, out]`` float32 for the next norm."""
 
-    _may_split = True
     _kind = "residual"
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, scale: float = 1.0) -> None:
-        super().__init__(weight, bias)
-        self._scale = scale
-
     def _of_many_rows(self, x: torch.Tensor) -> torch.Tensor:
-        output = super()._of_many_rows(x)
-        return output if self._scale == 1.0 else output.mul_(self._scale)
+        output, scale = super()._of_many_rows(x), self._choices.scale
+        return output if scale == 1.0 else output.mul_(scale)
 
     def add_to(self, x: torch.Tensor, residual: torch.Tensor) -> bool:
         """Add the product to ``residual [n, out]`` in place, if the library multiplies: it adds in the same pass. The
         sum is rounded once instead of twice. Returns False if nothing was done."""
-        if self._bias is not None or self._tiling(x.shape[0]) is not None:
+        if self._bias is not None or self._choices.tiling(x.shape[0]) is not None:
             return False
-        residual.addmm_(x, self._weight.t(), alpha=self._scale)
+        residual.addmm_(x, self._weight.t(), alpha=self._choices.scale)
         return True
 
     def with_squares(
@@ -256,7 +164,7 @@ class ChainedResidual(ChainedLinear):
 
     def _norm_tiling(self, num_rows: int, rank_sums: RankSums | None) -> Tiling | None:
         """The tiling of the kernel for few rows; None: it does not support this step."""
-        tiling = self._tiling(num_rows)
+        tiling = self._choices.tiling(num_rows)
         if tiling is None or not tiling.supports_norms:
             return None
         if rank_sums is not None:
@@ -269,7 +177,7 @@ class ChainedResidual(ChainedLinear):
         self, output: torch.Tensor, x: torch.Tensor, tiling: Tiling, rank_sums: RankSums | None, **ends: Any
     ) -> None:
         x = x if x.stride(1) == 1 else x.contiguous()
-        sums: dict[str, Any] = {"scale": self._scale, "rank_sums": rank_sums}
+        sums: dict[str, Any] = {"scale": self._choices.scale, "rank_sums": rank_sums}
         launch_linear(output, x, self._weight, self._bias, "", tiling, **sums, **ends)
 
     def add_and_norm(
@@ -285,9 +193,6 @@ class ChainedResidual(ChainedLinear):
         if not (x.dtype is self._weight.dtype is torch.bfloat16):
             return None
         num_rows, num_outputs = x.shape[0], self._num_outputs
-        product = self._product_tiling(num_rows) if rank_sums is None else None
-        if isinstance(product, ProductTiling) and x.stride(1) == 1 and _is_aligned(x):
-            return decode_product.add_and_norm(x, self._weight, product, residual.contiguous(), norm_weight, eps)
         tiling = self._norm_tiling(num_rows, rank_sums)
         if tiling is None:
             return None
@@ -300,7 +205,7 @@ class ChainedResidual(ChainedLinear):
 def linear_chain_triton(weight: torch.Tensor, bias: torch.Tensor | None, role: InputRole | OutputRole) -> ChainedLinear:
     """See `Kernels.linear_chain`."""
     if isinstance(role, OutputRole):
-        return ChainedResidual(weight, bias, role.scale)
+        return ChainedResidual(weight, bias, scale=role.scale)
     if role.kind == "gated":
-        return ChainedGateUp(weight, bias, role.activation)
-    return ChainedLinear(weight, bias, role.head_dim)
+        return ChainedGateUp(weight, bias, activation=role.activation)
+    return ChainedLinear(weight, bias, head_dim=role.head_dim)

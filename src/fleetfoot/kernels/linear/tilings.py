@@ -1,4 +1,4 @@
-"""Selects the kernel and the tiling of a linear layer for a number of rows.
+"""Selects the Triton kernel and the tiling of a linear layer for a number of rows.
 
 With few rows a linear layer is bound by reading its weight, and the library's kernels, made for many rows, do not reach
 the memory bandwidth: on an H100, one row, 1.4 of 3.0 TB/s for a 4096 x 4096 weight.
@@ -6,18 +6,17 @@ the memory bandwidth: on an H100, one row, 1.4 of 3.0 TB/s for a 4096 x 4096 wei
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from fleetfoot.kernels.runtime.gpu_limits import GPULimits
 from fleetfoot.kernels.runtime.row_buckets import chosen_by_rows
-from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2
+from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, options_text
 
-_MAX_BYTES = {64: 1 << 62, 128: 256 << 20, 256: 8 << 20}
+MAX_BYTES = {64: 1 << 62, 128: 256 << 20, 256: 8 << 20}
 """Number of rows -> the largest weight for which the library is not used. Its kernels break the chain of dependent
 launches: in whole steps on an H100, at 128 rows and 50 to 235 MB, they are 1 to 2% of a step slower."""
-_MAX_GATED_BYTES = _MAX_BYTES | {256: 16 << 20}
+MAX_GATED_BYTES = MAX_BYTES | {256: 16 << 20}
 """The same for gated layers, for which the library needs one more kernel."""
 _HALVED_BYTES = 16 << 20
 """Largest weight that is read once per half of the rows."""
@@ -38,17 +37,12 @@ MOST_REGISTERS = 128
 """The kernel for few rows takes no more registers a thread."""
 _SM_REGISTERS, _RESERVED_BYTES = 65536, 1024
 """Registers of a multiprocessor, and its shared memory that a program occupies besides its own."""
-_HOPPER_BYTES = 226 * 1024
-"""Shared memory of a program on a Hopper GPU, without barriers."""
-_MIN_ROUNDS = 2
-"""Least rounds of tiles for which the Hopper kernel multiplies 33 to 64 rows: heads. It copies ahead across tiles. On
-an H200, us for 64 rows of Qwen3-0.6B 86.7 and 77.7, of Qwen3-4B 195.4 and 185.7, of Llama-3.1-8B 258.8 and 250.6."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """A kernel of `fleetfoot.kernels.linear.triton_kernels`, or that of `tiled_hopper` (hopper), with its compile and
-    launch options."""
+    """A kernel of `fleetfoot.kernels.linear.triton_kernels`, or that in Gluon for Hopper GPUs (hopper), with its
+    compile and launch options."""
 
     kernel: Literal["staged", "streamed", "tiled", "hopper"]
     outputs: int
@@ -62,6 +56,14 @@ class Tiling:
     num_warps: int = 4
     splits: int = 1
     """Ranges of the inputs, in each of which a tile of outputs is multiplied; 1 unless tiled or hopper."""
+
+    def text(self, num_inputs: int, head_dim: int = 0) -> str:
+        """The kernel and its options, with the size of a tile: rows of the weight, inputs, rows of the input.
+        ``num_inputs``: of the weight; ``head_dim``: of the heads that the kernel rotates."""
+        is_hopper = self.kernel == "hopper"
+        options = {"stages": self.stages, "warps": 1 if is_hopper else self.num_warps, "splits": self.splits}
+        name = "tiled_hopper" if is_hopper else self.kernel
+        return f"{name} {self.outputs}x{self.inputs}x{self.row_tile}{options_text(options)}"
 
     @property
     def supports_norms(self) -> bool:
@@ -81,8 +83,7 @@ class Tiling:
         return cdiv(num_outputs, self.outputs) <= limits.num_sms * min(by_memory, by_registers)
 
 
-@chosen_by_rows
-def choose_tiling(
+def fastest_tiling(
     num_rows: int,
     num_outputs: int,
     num_inputs: int,
@@ -90,24 +91,19 @@ def choose_tiling(
     gated: bool,
     may_split: bool,
     limits: GPULimits,
-    hopper: bool = False,
 ) -> Tiling | None:
     """The tiling of this product; None: the library's kernel is faster.
 
     Args:
         num_outputs: outputs of the result: half the rows of a gated weight.
         may_split: the result may be partial sums.
-        hopper: the kernel in Gluon supports the layer.
     """
-    if hopper and num_outputs % 8 == num_inputs % 8 == 0:
-        tiling = hopper_tiling(num_rows, num_outputs, num_inputs, gated, may_split, limits.num_sms)
-        if tiling is not None:
-            return tiling
-    table = _MAX_GATED_BYTES if gated else _MAX_BYTES
+    table = MAX_GATED_BYTES if gated else MAX_BYTES
     max_bytes = next((size for rows, size in table.items() if num_rows <= rows), 0)
     weight_bytes = num_outputs * num_inputs * 2 * (2 if gated else 1)
     if num_rows == 0 or weight_bytes > max_bytes or num_outputs < 16 or num_inputs < 16 or num_inputs % 8:
         return None
+    tiling: Tiling | None
     if num_rows <= 8:
         tiling = _few_rows(num_rows, num_outputs, num_inputs, gated, weight_bytes, limits)
     else:
@@ -115,6 +111,9 @@ def choose_tiling(
     while tiling is not None and tiling.shared_bytes(gated) > limits.shared_bytes:
         tiling = replace(tiling, stages=tiling.stages - 1) if tiling.stages > 2 else None
     return tiling
+
+
+choose_tiling = chosen_by_rows(fastest_tiling)
 
 
 def _few_rows(
@@ -210,52 +209,3 @@ def _splits(num_rows: int, num_tiles: int, num_inputs: int, num_sms: int) -> int
         and (count in (1, 2, 4, 8) or num_inputs % (count * 128) == 0)
     ]
     return max(counts, default=1)
-
-
-def hopper_tiling(
-    num_rows: int, num_outputs: int, num_inputs: int, gated: bool, may_split: bool, num_sms: int
-) -> Tiling | None:
-    """The tiling of `fleetfoot.kernels.linear.tiled_hopper`; None: other kernels are as fast.
-
-    The rules are those of measurements on an H200, where a program has a multiprocessor for itself. Narrow tiles of few
-    rows occupy more of them, and read the weight and the inputs more often from L2.
-    """
-    if num_inputs < 512:
-        return None
-    if 32 < num_rows <= 64 and not gated and not may_split and num_outputs >= _MIN_ROUNDS * 128 * num_sms:
-        return _hopper(64, 128, 1, gated)
-    if not 64 < num_rows <= 256:
-        return None
-    few, many = num_rows <= 128, num_rows > 224
-    kind = "gated" if gated else "residual" if may_split else "plain"
-    # [row tile, outputs, splits]
-    candidates = {
-        ("plain", True): [(64, 64, 1), (64, 128, 1)],
-        ("plain", False): [(128, 64, 1)],
-        ("gated", True): [(64, 128, 1), (128, 128, 1)],
-        ("gated", False): [(128, 128, 1)],
-        ("residual", True): [(64, 64, 3), (128, 64, 3)] if num_inputs >= 3072 else [(64, 64, 2), (128, 64, 2)],
-        ("residual", False): [(128, 64, 2), (128, 64, 1)],
-    }[kind, few]
-
-    def used(rows: int, outputs: int, splits: int) -> float:
-        """Tiles for each multiprocessor."""
-        return cdiv(num_rows, rows) * cdiv(num_outputs, outputs // (2 if gated else 1)) * splits / num_sms
-
-    weight_bytes = num_outputs * num_inputs * 2 * (2 if gated else 1)
-    if few or weight_bytes <= (_MAX_GATED_BYTES if gated else _MAX_BYTES)[256]:
-        for candidate in candidates:
-            # The kernel that adds partial sums starts late if no multiprocessor is left for it.
-            if 0.45 <= used(*candidate) <= (1.0 if candidate[2] == 1 else 0.75):
-                return _hopper(*candidate, gated)
-    if many and gated and used(256, 128, 1) >= 0.84 * math.ceil(used(256, 128, 1)):
-        return _hopper(256, 128, 1, gated)
-    if many and may_split and num_inputs >= 8192 and 0.9 <= used(128, 128, 2) <= 1.0:
-        return _hopper(128, 128, 2, gated)
-    return None
-
-
-def _hopper(rows: int, outputs: int, splits: int, gated: bool) -> Tiling:
-    result_bytes = rows * outputs * (1 if gated else 2) if splits == 1 else 0  # partial sums are not staged
-    stages = (_HOPPER_BYTES - result_bytes) // ((rows + outputs) * 64 * 2)
-    return Tiling("hopper", outputs, 64, rows, min(stages, 8), splits=splits)

@@ -24,7 +24,7 @@ from fleetfoot.kernels.runtime.internals import active_mode
 from fleetfoot.kernels.runtime.triton_support import launcher
 from fleetfoot.utils.torch_build import find_nvrtc
 
-_FOLDER = Path(__file__).parents[1]
+_FOLDER = Path(__file__).parents[2]
 _GROUP, _BINARY = "cuda.json", "cuda.cubin"
 _MAX_DYNAMIC_SHARED_SIZE_BYTES, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 8, 14
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
@@ -36,7 +36,7 @@ class CudaKernel:
     """A kernel in CUDA C++. Equal ones are compiled once."""
 
     source: str
-    """The file, below ``fleetfoot/kernels``. It may include the ``.cuh`` files of its folder, and those of ``runtime``,
+    """The file, below ``fleetfoot``. It may include the ``.cuh`` files of its folder, and those of ``runtime``,
     and no others."""
     function: str
     """Its name, which is declared ``extern "C"``."""

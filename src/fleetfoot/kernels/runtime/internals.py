@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache, partial
+from importlib.metadata import version
 from threading import Lock
 from types import SimpleNamespace
 from typing import Any
@@ -30,9 +31,7 @@ _MOST_SYSTEM_ERRORS = 5
 @cache
 def is_tested_triton() -> bool:
     """Whether the installed Triton is a version of `_VERSIONS`."""
-    import triton
-
-    return triton.__version__.startswith(_VERSIONS)
+    return version("triton").startswith(_VERSIONS)
 
 
 # --- compilation ------------------------------------------------------------------------------------------------------

@@ -108,6 +108,11 @@ def cdiv(count: int, size: int) -> int:
     return -(-count // size)
 
 
+def options_text(options: dict[str, int]) -> str:
+    """Options of a launch, without those that are 1."""
+    return "".join(f" {name}={value}" for name, value in options.items() if value != 1)
+
+
 def next_power_of_2(count: int) -> int:
     """The smallest power of two >= ``count``, for ``count`` >= 1."""
     return 1 << (count - 1).bit_length()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fleetfoot.config.model import NORM_BEFORE, MLPSpec, ModelConfig
-from fleetfoot.kernels.cluster.layer_blocks import LayerShape, LayerTiling, misfit
+from fleetfoot.kernels.interface import NO_LAYER_CHAIN, LayerChainPlan
+from fleetfoot.kernels_hopper.cluster.layer_blocks import LayerShape, LayerTiling, misfit
 from fleetfoot.records.kv_layout import TOKEN_MAJOR_NHD
 
 MOST_ROWS, MOST_ELEMENTS = 4, 8192
@@ -22,21 +23,6 @@ _FEW_KV_HEADS, _FEW_KV_HEADS_ROWS = 8, 2
 TinyLlama, which has 4: 4 rows 0.957 and 0.919; 2 rows of 2,000 tokens 0.98 and 0.98, of 4,000 1.12 and 1.07."""
 MOST_HIDDEN = 2560
 """Maximum hidden size. A layer of Llama-3.1-8B takes 118 us with one row, and 116 with five kernels."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerChainPlan:
-    """Steps of decoder layers in two kernels each."""
-
-    max_rows: int = 0
-    """Most requests of a decode; 0: none."""
-    max_contexts: tuple[tuple[int, int], ...] = ()
-    """Rows, and the longest context of a step of so many; a step between two of them has the next more rows."""
-    reason: str = ""
-    """Why there are none; empty: they are switched off, or not for this device."""
-
-
-NO_LAYER_CHAIN = LayerChainPlan()
 
 
 def max_rows(hidden_size: int, num_kv_heads: int) -> int:
@@ -70,7 +56,9 @@ def plan_layer_chain(
     ``has_fp8_kv``: the KV cache is in FP8."""
     if not MOST_ROWS or model.has_experts or model.has_states:
         return NO_LAYER_CHAIN
-    layer = model.layers[0]
+    layer, *others = {replace(each, mixer=replace(each.mixer, rope=None, window=None)) for each in model.layers}
+    if others:
+        return LayerChainPlan(reason="layers differ")
     mixer, mlp = layer.mixer, layer.mlp
     rows = max_rows(model.hidden_size, mixer.num_kv_heads)
     tiling = LayerTiling(rows)
@@ -98,8 +86,6 @@ def plan_layer_chain(
         "a soft cap of scores": mixer.soft_cap is None,
         "an MLP other than SwiGLU": isinstance(mlp, MLPSpec) and (mlp.has_gate, mlp.activation) == (True, "silu"),
     }
-    if len({replace(layer, mixer=replace(layer.mixer, rope=None, window=None)) for layer in model.layers}) > 1:
-        reasons["layers differ"] = False
     failed = [reason for reason, holds in reasons.items() if not holds]
     if not failed and (problem := misfit(shape, tiling)):
         failed = [problem]

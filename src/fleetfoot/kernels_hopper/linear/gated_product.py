@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 from fleetfoot.kernels.elementwise import DeferredRMSNorm
-from fleetfoot.kernels.linear.product_tilings import CHUNK, GatedTiling
-from fleetfoot.kernels.linear.tensor_maps import TensorMap, argument_bytes, tensor_map
 from fleetfoot.kernels.runtime.cuda_source import CudaKernel, load
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
 from fleetfoot.kernels.runtime.row_padding import empty_rows, padded_rows, readable_rows
 from fleetfoot.kernels.runtime.triton_support import cdiv
+from fleetfoot.kernels_hopper.linear.product_tilings import CHUNK, GatedTiling
+from fleetfoot.kernels_hopper.linear.tensor_maps import TensorMap, argument_bytes, tensor_map
 
 SOURCE_PATH = Path(__file__).with_suffix(".cu")
 
@@ -43,7 +43,7 @@ def kernel_of(tiling: GatedTiling, num_inputs: int, *, deferred: bool = False, a
     }  # fmt: skip
     if activation == "gelu_tanh":
         macros["GELU"] = 1
-    source = f"{SOURCE_PATH.parent.name}/{SOURCE_PATH.name}"
+    source = f"kernels_hopper/linear/{SOURCE_PATH.name}"
     threads = tiling.groups * 128
     return CudaKernel(source, SOURCE_PATH.stem, tuple(macros.items()), tiling.peers, threads, tiling.shared_bytes)
 

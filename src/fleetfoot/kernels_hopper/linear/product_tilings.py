@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from fleetfoot.kernels.linear.choices import ProductKind
 from fleetfoot.kernels.runtime.row_buckets import chosen_by_rows
-from fleetfoot.kernels.runtime.triton_support import cdiv
+from fleetfoot.kernels.runtime.triton_support import cdiv, options_text
 
-ProductKind = Literal["gated", "residual", "qkv"]
 _FEWEST_ROWS, _MIN_SHARE_OF_FEW, _LARGE_HIDDEN = 17, 0.7, 2048
 """Up to 32 rows layers of that hidden size and larger ones need that share of thread blocks. On an H200, ms a token of
 64, 32 and 16 requests, without and with this kernel: Llama-3.1-8B 5.25 and 4.80, 4.64 and 4.56, 4.39 and 4.42; Qwen3-4B
@@ -89,6 +88,12 @@ class ProductTiling:
     def run(self) -> int:
         """Contiguous pairs of outputs of a thread."""
         return 2 if self.outputs // 8 // self.splits % 4 else 4
+
+    def text(self, num_inputs: int, head_dim: int = 0) -> str:
+        """See `Tiling.text`."""
+        options = {"stages": self.stages(num_inputs, head_dim), "splits": self.splits, "peers": self.peers}
+        beside = " beside attention" if self.beside_attention else ""
+        return f"decode_product {self.outputs}x{CHUNK}x{self.rows}{options_text(options)}{beside}"
 
     def row_tiles(self, num_rows: int) -> int:
         """Tiles of rows, those without rows included."""
@@ -205,6 +210,10 @@ class GatedTiling:
         pitch = self.outputs + (16 if self.outputs % 32 == 0 else 0)
         return _BARRIER_BYTES + self.groups * 4 * 16 * pitch
 
+    def text(self, num_inputs: int, head_dim: int = 0) -> str:
+        """See `Tiling.text`."""
+        return f"gated_product {self.outputs}x{CHUNK}x{self.rows} stages={self.stages}"
+
     def speed(self, num_rows: int, num_outputs: int, num_sms: int) -> float:
         """Estimated share of the fastest rate of products that the rows and outputs that exist get."""
         reuse = self.rows * self.outputs / (self.rows + self.outputs)
@@ -246,8 +255,8 @@ def _wide_tiling_of_few(
 
 
 @chosen_by_rows
-def gated_tilings(num_rows: int, num_weight_rows: int, num_inputs: int, num_sms: int) -> tuple[GatedTiling, ...]:
-    """Tilings of gate and up for many rows, the best first; none: others are as fast, or it is not supported.
+def gated_tiling(num_rows: int, num_weight_rows: int, num_inputs: int, num_sms: int) -> GatedTiling | None:
+    """The tiling of gate and up for many rows; None: others are as fast, or it is not supported.
 
     A tile's rate follows from its shape, and the time from the rounds of tiles (`GatedTiling.speed`). The library's
     product has a rate of its own, and another kernel reads both halves of its output and writes a third. On an H100, us
@@ -255,13 +264,11 @@ def gated_tilings(num_rows: int, num_weight_rows: int, num_inputs: int, num_sms:
     Llama-3.2-1B 1,152 rows 119.8 and 105.8; Llama-3.1-8B 640 rows 224.7 and 203.3, 2,080 rows 742 and 628.
     """
     if num_rows <= 128 or num_inputs % CHUNK or num_inputs < 512 or num_weight_rows % 32:
-        return ()
+        return None
     num_outputs = num_weight_rows // 2
-    tilings, count = _MANY_ROWS, 2
+    tilings = _MANY_ROWS
     if num_rows <= _FEW_ROUNDS_ROWS:
         tilings = tuple(GatedTiling(rows, outputs) for rows in (256, 192, 128) for outputs in range(224, 127, -16))
-        count = 1
     speed = {tiling: tiling.speed(num_rows, num_outputs, num_sms) for tiling in tilings}
-    best = sorted(tilings, key=lambda tiling: -speed[tiling])[:count]
-    library = _LIBRARY_SPEED / (1 + _ACTIVATION_INPUTS / num_inputs)
-    return tuple(tiling for tiling in best if speed[tiling] >= library)
+    best = max(tilings, key=lambda tiling: speed[tiling])  # of equal ones the first
+    return best if speed[best] >= _LIBRARY_SPEED / (1 + _ACTIVATION_INPUTS / num_inputs) else None

@@ -27,7 +27,17 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from fleetfoot.kernels.attention import AttentionInputs
-from fleetfoot.kernels.attention.decode_hopper_producer import (
+from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
+from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_options
+from fleetfoot.kernels.runtime.gluon_support import (
+    get_field,
+    launch_dependents,
+    tensor_descriptor,
+    wait_for_inputs,
+    wait_for_work,
+)
+from fleetfoot.kernels.runtime.triton_support import compiles_slowly, launcher, next_power_of_2
+from fleetfoot.kernels_hopper.attention.decode_hopper_producer import (
     FIRST_PROGRAM,
     FIRST_TILE,
     KV_HEAD,
@@ -41,16 +51,6 @@ from fleetfoot.kernels.attention.decode_hopper_producer import (
     SPLIT,
     producer_warp,
 )  # fmt: skip
-from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
-from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_options
-from fleetfoot.kernels.runtime.gluon_support import (
-    get_field,
-    launch_dependents,
-    tensor_descriptor,
-    wait_for_inputs,
-    wait_for_work,
-)
-from fleetfoot.kernels.runtime.triton_support import compiles_slowly, launcher, next_power_of_2
 
 MAX_ROWS = 16
 """Maximum query heads per KV head times query tokens per request."""

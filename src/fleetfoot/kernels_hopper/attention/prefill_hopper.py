@@ -31,7 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fleetfoot.kernels.attention import AttentionInputs
-from fleetfoot.kernels.attention.prefill_hopper_scheduler import (
+from fleetfoot.kernels.runtime.gluon_support import get_field, tensor_descriptor, wait_for_work
+from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
+from fleetfoot.kernels.runtime.triton_support import compiles_slowly, launcher
+from fleetfoot.kernels_hopper.attention.prefill_hopper_scheduler import (
     BOX_IDS,
     FIRST_POSITION,
     FIRST_TILE,
@@ -46,9 +49,6 @@ from fleetfoot.kernels.attention.prefill_hopper_scheduler import (
     load_box_ids,
     scheduler_warp,
 )  # fmt: skip
-from fleetfoot.kernels.runtime.gluon_support import get_field, tensor_descriptor, wait_for_work
-from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
-from fleetfoot.kernels.runtime.triton_support import compiles_slowly, launcher
 
 STAGES = gl.constexpr(2)  # of K and V
 _PASS_BYTES = 24 << 20  # of K and V that all programs read at the same time: about half of the L2 cache

@@ -1,4 +1,4 @@
-"""The producer warp of `fleetfoot.kernels.attention.decode_hopper`: finds the program's work and loads K and V by TMA.
+"""The producer warp of `decode_hopper`: finds the program's work and loads K and V by TMA.
 
 This module imports Triton.
 """

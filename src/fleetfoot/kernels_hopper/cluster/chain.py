@@ -8,10 +8,13 @@ from functools import cache
 
 import torch
 
-from fleetfoot.kernels.cluster.fit import max_context, max_rows
-from fleetfoot.kernels.cluster.layer_blocks import (
+from fleetfoot.kernels.elementwise import add_rms_norm_triton
+from fleetfoot.kernels.interface import LayerParts
+from fleetfoot.kernels.linear.linear import PlainLinear
+from fleetfoot.kernels.runtime.cuda_source import CudaKernel, load
+from fleetfoot.kernels_hopper.cluster.fit import max_context, max_rows
+from fleetfoot.kernels_hopper.cluster.layer_blocks import (
     ATTENTION_BLOCK,
-    FOLDER,
     MLP_BLOCK,
     LayerShape,
     LayerTiling,
@@ -23,10 +26,6 @@ from fleetfoot.kernels.cluster.layer_blocks import (
     rows_of,
     shared_bytes,
 )
-from fleetfoot.kernels.elementwise import add_rms_norm_triton
-from fleetfoot.kernels.interface import LayerParts
-from fleetfoot.kernels.linear.linear import PlainLinear
-from fleetfoot.kernels.runtime.cuda_source import CudaKernel, load
 from fleetfoot.records.forward_context import ForwardContext
 
 
@@ -100,7 +99,9 @@ def kernels_of(shape: LayerShape, tiling: LayerTiling) -> tuple[CudaKernel, Cuda
     are slower than those that they replace."""
     macros, sizes, clusters = defines(shape, tiling), shared_bytes(tiling), (tiling.clusters, tiling.mlp_clusters)
     attention_block, mlp_block = (
-        CudaKernel(f"{FOLDER.name}/{function}.cu", function, macros, tiling.ctas, tiling.threads, size, at_once)
+        CudaKernel(
+            f"kernels_hopper/cluster/{function}.cu", function, macros, tiling.ctas, tiling.threads, size, at_once
+        )
         for function, size, at_once in zip((ATTENTION_BLOCK, MLP_BLOCK), sizes, clusters, strict=True)
     )
     return attention_block, mlp_block

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fleetfoot.kernels.elementwise import DeferredRMSNorm
-from fleetfoot.kernels.linear.product_tilings import CHUNK, ProductKind, ProductTiling
-from fleetfoot.kernels.linear.tensor_maps import TensorMap, argument_bytes, tensor_map
 from fleetfoot.kernels.runtime.cuda_source import CudaKernel, LoadedKernel, load
 from fleetfoot.kernels.runtime.row_padding import empty_rows, padded_rows, readable_rows
+from fleetfoot.kernels_hopper.linear.product_tilings import CHUNK, ProductKind, ProductTiling
+from fleetfoot.kernels_hopper.linear.tensor_maps import TensorMap, argument_bytes, tensor_map
 
 if TYPE_CHECKING:
     from fleetfoot.records.forward_context import AttentionMetadata, RotaryInputs
@@ -70,7 +70,12 @@ def kernel_of(
         macros["BESIDE_ATTENTION"] = 1
     cluster, threads = tiling.splits * tiling.peers, tiling.rows * 2 + 32
     return CudaKernel(
-        f"{SOURCE_PATH.parent.name}/{SOURCE_PATH.name}", _FUNCTION, tuple(macros.items()), cluster, threads, shared
+        f"kernels_hopper/linear/{SOURCE_PATH.name}",
+        _FUNCTION,
+        tuple(macros.items()),
+        cluster,
+        threads,
+        shared,
     )
 
 

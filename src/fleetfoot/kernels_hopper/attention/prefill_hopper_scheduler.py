@@ -1,4 +1,4 @@
-"""The scheduler warp of `fleetfoot.kernels.attention.prefill_hopper`: fetches work tiles and loads their queries.
+"""The scheduler warp of `prefill_hopper`: fetches work tiles and loads their queries.
 
 This module imports Triton.
 """
