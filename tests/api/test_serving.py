@@ -217,6 +217,20 @@ def test_requests_go_on_in_another_process_of_the_engine(num_api_servers: int) -
     assert message == f"{cause}; it was started again 1 times within an hour, the most (max_restarts)"
 
 
+def test_a_replica_that_is_lost_is_replaced() -> None:
+    """Its requests continue on the other one. Then that one is lost too."""
+    with RunningServer(*FLAGS, "--data-parallel-size", "2") as server, ThreadPoolExecutor(4) as many:
+        expected = generate(server.url, 800).json()["choices"][0]["text"]
+        for lost in engines_of(server):
+            streams = [begun_stream(server.url, many, 800) for _ in range(4)]
+            os.kill(lost, signal.SIGKILL)
+            assert [text_of(stream.result()) for stream in streams] == [expected] * 4
+        found = httpx.get(f"{server.url}/metrics", timeout=60).text
+        assert 'engine="replica-' in found
+        assert server.stop() == 0
+    assert sum("it is started again" in line for line in server.log) == 2
+
+
 def test_an_engine_that_calls_have_changed_is_not_started_again() -> None:
     """The new process would not be paused, for example."""
     flags = ("--on-error", "restart", "--enable-admin-routes", "--admin-key", "admin")
@@ -242,7 +256,11 @@ def test_no_process_outlives_a_killed_server() -> None:
 
 def engine_of(server: RunningServer) -> int:
     """The engine's process."""
-    return next(pid for pid in children(server.process.pid) if name_of(pid) == "engine.process")
+    return engines_of(server)[0]
+
+
+def engines_of(server: RunningServer) -> list[int]:
+    return [pid for pid in children(server.process.pid) if name_of(pid) == "engine.process"]
 
 
 def children(pid: int) -> list[int]:

@@ -194,10 +194,10 @@ async def test_a_prefill_engine_with_another_role(pair: Pair) -> None:
 async def test_a_client_that_leaves_between_prefill_and_decode(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prefill engine releases the blocks at once."""
     prefilled = asyncio.Event()
-    find: Callable[[GroupLink], Any] = GroupLink._generating_engine
+    find: Callable[..., Any] = GroupLink._generating_engine
     async with pair.clients() as clients:
         before, _ = await clients.settled()
-        monkeypatch.setattr(GroupLink, "_generating_engine", lambda link: prefilled.set())
+        monkeypatch.setattr(GroupLink, "_generating_engine", lambda *_: prefilled.set())
         request = asyncio.ensure_future(generate(clients.proxy, "long"))
         await prefilled.wait()
         assert (await clients.prefill.call("stats"))["scheduler"]["transfers"]["num_held_blocks"] == 10

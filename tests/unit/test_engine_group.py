@@ -41,6 +41,7 @@ from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.sampling.request_params import request_seed
 from fleetfoot.server.engine_group import MAX_LOST, STUCK_S, EngineGroup, GroupLink
 from fleetfoot.server.own_engine import WINDOW_S, OwnEngine, OwnEngineLink, RestartLimit
+from fleetfoot.server.replicas import Replicas, ReplicasLink, devices_of
 from fleetfoot.utils.cluster_key import ClusterKey
 from fleetfoot.utils.curve import ClientCheck, listen_with
 
@@ -288,6 +289,43 @@ async def test_the_same_engine_started_again(tmp_path: Path) -> None:
         _ = [output async for output in stream]
     client.close()
     engine.close()
+
+
+@async_test
+async def test_replicas_get_requests_by_prefix_and_load(tmp_path: Path) -> None:
+    engines = [PlayedEngine(address=f"ipc://{tmp_path}/{number}") for number in range(2)]
+    client = EngineClient(ReplicasLink(Replicas(tuple(engine.address for engine in engines))))
+    greetings = [asyncio.ensure_future(engine.next()) for engine in engines]
+    await client.start()
+    for greeting in greetings:
+        greeting.cancel()
+    names = iter(range(99))
+
+    async def goes_to(prompt: list[int]) -> int:
+        await client.submit(prompt, PARAMS, f"r{next(names)}", 0)
+        waiting = [asyncio.ensure_future(engine.next()) for engine in engines]
+        (done,), others = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in others:
+            task.cancel()
+        assert isinstance(done.result(), AddRequest)
+        return waiting.index(done)
+
+    one, other = [*range(40)] * 4, [*range(50, 90)] * 4
+    first = await goes_to(one)
+    assert await goes_to(other) == 1 - first
+    for more in ([1], [2, 3]):  # beginnings of 128 tokens
+        assert await goes_to(one + more) == first
+        assert await goes_to(other + more) == 1 - first
+    assert [await goes_to(one) for _ in range(3)] == [first] * 3
+    assert [await goes_to(one) for _ in range(5)].count(1 - first) > 0  # it has much more to do
+    assert await goes_to([7]) == (
+        0 if len(client._link._engines[0].routes) <= len(client._link._engines[1].routes) else 1
+    )  # type: ignore[attr-defined]
+    await client.stop()
+    assert [type(await engine.next()) for engine in engines] == [Stop, Stop]
+    client.close()
+    for engine in engines:
+        engine.close()
 
 
 @async_test
@@ -556,3 +594,11 @@ async def test_a_client_without_the_key_is_told() -> None:
         link.close(0)
         check.close()
         context.destroy(linger=0)
+
+
+def test_each_replica_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    name = "CUDA_VISIBLE_DEVICES"
+    assert [devices_of(index, 2)[name] for index in range(2)] == ["0,1", "2,3"]
+    monkeypatch.setenv(name, "5, GPU-a,7,8")
+    assert [devices_of(index, 2)[name] for index in range(2)] == ["5,GPU-a", "7,8"]

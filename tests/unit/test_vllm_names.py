@@ -31,7 +31,7 @@ def call(self: object, prompts: object, lora_request: None = None, *, use_tqdm: 
         ("calculate_kv_scales", True, "scales of KV in FP8 are the checkpoint's, or 1"),
         ("rope_theta", 1e6, "set hf_overrides={...}: fields in place of those of config.json"),
         ("limit_mm_per_prompt", {"image": 1}, "text alone"),
-        ("data_parallel_size", 2, "one engine for each replica"),
+        ("data_parallel_rank", 2, "behind one server"),
         ("speculative_model", "x/y", "speculative_config="),
         ("max_lora_rank", 8, "merge the adapter"),
         ("guided_decoding_backend", "xgrammar", "compiled by llguidance"),
@@ -67,7 +67,7 @@ def test_values_that_change_nothing_are_taken() -> None:
     config = EngineConfig.from_keywords(named, owner="LLM")
     assert config == EngineConfig(dtype="float16", compilation_config=CompilationConfig())
     assert [EngineConfig(dtype=name).dtype for name in ("float", torch.half)] == ["float32", "float16"]  # type: ignore[arg-type]
-    for name, value in (("data_parallel_size", True), ("enable_dbo", 0), ("tokenizer_mode", object())):
+    for name, value in (("data_parallel_rank", True), ("enable_dbo", 0), ("tokenizer_mode", object())):
         with pytest.raises(TypeError, match=f"LLM does not support {name}="):
             EngineConfig.from_keywords({name: value}, owner="LLM")
 

@@ -67,7 +67,8 @@ Without flags of the machine, the plan is for this one. With them it is for the 
     steps run eagerly, for the attention backend cannot be captured)
   workers: executor, uni (one, in the engine's process) or mp (a process for each rank); on_error, raise or restart;
     max_restarts, within an hour
-  parallel: tensor_parallel_size, pipeline_parallel_size, vocab_rows (of a rank); stages: for each pipeline rank, its
+  parallel: tensor_parallel_size, pipeline_parallel_size, data_parallel_size (replicas; all else is of one),
+    vocab_rows (of a rank); stages: for each pipeline rank, its
     ranks (first and last in the world), layers (first and last), num_heads and num_kv_heads (of a rank), and the parts
     of a rank's memory
   drafter: of speculative decoding, else null: method, model (null for n-grams), num_speculative_tokens,
@@ -421,7 +422,8 @@ def _parallel(plan: EnginePlan) -> dict[str, Any]:
             "num_kv_heads": max((num_kv_heads(mixer, tensor_size) for mixer in mixers), default=0),
         }
         stages.append({**stage, **memory.parts(), "left": memory.left})
-    sizes = {"tensor_parallel_size": tensor_size, "pipeline_parallel_size": pipeline_size}
+    names = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
+    sizes = dict(zip(names, (tensor_size, pipeline_size, plan.config.data_parallel_size), strict=True))
     return {**sizes, "vocab_rows": vocab_rows(model.vocab_size, tensor_size), "stages": stages}
 
 

@@ -257,6 +257,7 @@ class EngineConfig:
 
     tensor_parallel_size: int = _count(1, "GPUs that share each layer")
     pipeline_parallel_size: int = _count(1, "GPUs that the layers are spread over")
+    data_parallel_size: int = _count(1, "replicas of fleetfoot serve, each with GPUs and a KV cache of its own")
     enable_expert_parallel: bool = _flag(
         False, "give each rank whole experts, instead of a part of each: those of a layer are spread over the ranks"
     )
@@ -429,7 +430,9 @@ class EngineConfig:
                 f"{', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}",
                 nodes,
             )
-        if self.max_restarts is not None and self.on_error == "raise":
+        if nodes > 1 and self.data_parallel_size > 1:
+            raise FieldError("nnodes", f"is {nodes}, and replicas (data_parallel_size) are on one machine alone", nodes)
+        if self.max_restarts is not None and self.on_error == "raise" and self.data_parallel_size == 1:
             raise FieldError(
                 "max_restarts",
                 f"is {self.max_restarts}, but on_error is 'raise'; set it to 'restart'",

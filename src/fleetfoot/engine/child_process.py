@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from fleetfoot.config import env
 from fleetfoot.config.engine import EngineConfig
@@ -53,9 +54,17 @@ class EngineProcess:
     Args:
         config: the engine's settings.
         log_level, log_format: of its messages on standard error, as of `fleetfoot.utils.logs.log_to_stderr`.
+        variables: of its environment, besides those of this process.
     """
 
-    def __init__(self, config: EngineConfig, log_level: int, log_format: str = "text") -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        log_level: int,
+        log_format: str = "text",
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self._variables = variables
         self._folder = OwnFolder("fleetfoot-serve-")
         self.address = f"ipc://{self._folder.path / 'engine'}"
         runner = next((block.runner for block in forced_runners()), None)
@@ -66,7 +75,9 @@ class EngineProcess:
         """Start the process, or, when it has ended, another one at the same address."""
         with _signals_blocked():  # in the process, too, until it ignores them: a terminal sends them while it imports
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "fleetfoot.engine.process"], stdin=subprocess.PIPE, env=env.for_engine()
+                [sys.executable, "-m", "fleetfoot.engine.process"],
+                stdin=subprocess.PIPE,
+                env={**env.for_engine(), **self._variables},
             )
         write_to(self._process, pickle.dumps(self._settings))
 

@@ -483,6 +483,12 @@ def build_engine(config: EngineConfig, *, output_processor: Callable[..., Any] =
     """See `LLMEngine.from_config`. The tokenizer is loaded for the default ``output_processor`` alone."""
     if EXIT_GUARD.is_forked:
         raise RuntimeError(f"process {os.getpid()} was forked from one in which an engine had started; {_SPAWN}")
+    if config.data_parallel_size > 1:
+        raise FieldError(
+            "data_parallel_size",
+            f"is {config.data_parallel_size}, and this is one engine: fleetfoot serve runs several behind one port",
+            config.data_parallel_size,
+        )
     plan, forced = resolve_plan(config, Machine.detect()), next(forced_runners(), None)
     plan.decision.check()
     for warning in plan.warnings:

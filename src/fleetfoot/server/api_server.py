@@ -25,6 +25,7 @@ from fleetfoot.server.engine_group import EngineGroup, GroupLink
 from fleetfoot.server.http_protocol import LimitedHttp, no_callback
 from fleetfoot.server.liveness import Liveness, cpu_use
 from fleetfoot.server.own_engine import OwnEngine, OwnEngineLink
+from fleetfoot.server.replicas import Replicas, ReplicasLink
 from fleetfoot.server.service import Service, ServiceSettings
 from fleetfoot.server.store import ResponseStore, StoreClient
 from fleetfoot.utils.logs import log_to_stderr
@@ -70,15 +71,17 @@ class ServerSettings:
     """None: pages of other origins may send no requests."""
 
 
-Address = str | OwnEngine | EngineGroup
-"""An engine's process, one that may be started again, or several engines as one."""
+Address = str | OwnEngine | Replicas | EngineGroup
+"""An engine's process, one that may be started again, several of them, or engines that run elsewhere as one."""
 
 
 def connected(address: Address) -> EngineClient:
     """A client of an engine, or of several as one."""
     if isinstance(address, str):
         return EngineClient(address)
-    return EngineClient(OwnEngineLink(address) if isinstance(address, OwnEngine) else GroupLink(address))
+    if isinstance(address, OwnEngine):
+        return EngineClient(OwnEngineLink(address))
+    return EngineClient(ReplicasLink(address) if isinstance(address, Replicas) else GroupLink(address))
 
 
 class ApiServer:

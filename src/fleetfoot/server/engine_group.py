@@ -413,7 +413,7 @@ class GroupLink:
         transfer = await self._prefill(route) if has_prefill and route.can_load else None
         try:
             async with asyncio.timeout(self._group.engine_timeout):
-                while (engine := self._generating_engine()) is None:
+                while (engine := self._generating_engine(route.request)) is None:
                     await asyncio.shield(self._changed)
         except TimeoutError:
             self._incoming.put_nowait(Refused(route.request.number, Failed("EngineDeadError", self.no_engine)))
@@ -434,7 +434,7 @@ class GroupLink:
             )
         engine.send(request)
 
-    def _generating_engine(self) -> _Engine | None:
+    def _generating_engine(self, request: AddRequest) -> _Engine | None:
         """The least busy decode engine; without any, a prefill engine."""
         usable = [engine for engine in self._engines if engine.is_usable]
         return min(usable, key=lambda engine: (engine.is_prefill, engine.load), default=None)

@@ -34,6 +34,7 @@ from fleetfoot.server.api_servers import ApiServers
 from fleetfoot.server.connections import Balancer
 from fleetfoot.server.engine_group import EngineGroup
 from fleetfoot.server.own_engine import OwnEngineProcess
+from fleetfoot.server.replicas import ReplicaProcesses
 from fleetfoot.server.store import MemoryStore, StoreServer
 from fleetfoot.utils.logs import log_to_stderr
 from fleetfoot.utils.own_files import OwnFolder, bound_unix_socket
@@ -66,7 +67,8 @@ def serve(engine: EngineConfig | EngineGroup, settings: ServerSettings) -> int:
         if isinstance(engine, EngineGroup):
             backend: Backend = _Elsewhere(engine)
         else:
-            backend = OwnEngineProcess(engine, settings.log_level, settings.log_format)
+            kind = OwnEngineProcess if engine.data_parallel_size == 1 else ReplicaProcesses
+            backend = kind(engine, settings.log_level, settings.log_format)
         try:
             run = _serve_here if settings.api_server_count == 1 else _supervise
             return uvloop.run(run(backend, settings, listener, begin))
@@ -75,7 +77,7 @@ def serve(engine: EngineConfig | EngineGroup, settings: ServerSettings) -> int:
 
 
 class Backend(Protocol):
-    """What serves the engine's clients: `OwnEngineProcess`, or engines that run elsewhere."""
+    """What serves the engine's clients: `OwnEngineProcess`, `ReplicaProcesses`, or engines that run elsewhere."""
 
     @property
     def address(self) -> Address:

@@ -1,0 +1,163 @@
+"""The processes of several engines with the same settings behind one server: data parallelism.
+
+Requests go to the engine that has most of their prompt in its prefix cache, unless another one has much less to do. A
+replica that is lost is one less until another process has taken its place; its requests continue elsewhere, with the
+tokens that they have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fleetfoot.config.engine import MAX_RESTARTS, EngineConfig
+from fleetfoot.engine.child_process import EngineProcess
+from fleetfoot.engine.client import EngineClient
+from fleetfoot.engine.wire import AddRequest, ClientMessage, Stop
+from fleetfoot.plan.machine import Machine
+from fleetfoot.server.engine_group import EngineGroup, GroupLink
+from fleetfoot.server.own_engine import RestartLimit
+from fleetfoot.utils.validation import FieldError
+
+logger = logging.getLogger(__name__)
+
+_CHUNK = 64
+"""Tokens of a prompt that have one entry of what engines know."""
+_MOST_CHUNKS = 1 << 16
+_MOST_AHEAD = 4
+"""Requests that an engine with a prompt's beginning may have beyond those of the least busy one, and as a part of
+them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """The addresses of engines that end with the server."""
+
+    addresses: tuple[str, ...]
+
+
+class ReplicasLink(GroupLink):
+    """A link to all replicas as one engine."""
+
+    detects_loss = False  # processes of this machine
+    no_engine = "the processes of all engines have ended, and are started again"
+
+    def __init__(self, replicas: Replicas) -> None:
+        super().__init__(EngineGroup((), replicas.addresses, engine_timeout=None))
+        self._known: OrderedDict[int, Any] = OrderedDict()
+        """Hash of the beginning of a prompt -> the engine that has computed it last."""
+        for index, engine in enumerate(self._engines):
+            engine.name = f"replica-{index}"
+
+    def send(self, message: ClientMessage) -> None:
+        if isinstance(message, Stop):
+            for engine in self._engines:
+                engine.send(message)
+        else:
+            super().send(message)
+
+    def _generating_engine(self, request: AddRequest) -> Any:
+        """The engine with the longest beginning of the prompt, unless it is far busier than the least busy one."""
+        usable = [engine for engine in self._engines if engine.is_usable]
+        if not usable:
+            return None
+        least = min(usable, key=lambda engine: engine.load)
+        chunks = list(_beginnings(request.prompt_token_ids))
+        known = (self._known.get(chunk) for chunk in reversed(chunks))
+        best = next((engine for engine in known if engine is not None and engine.is_usable), least)
+        chosen = best if best.load <= least.load + max(_MOST_AHEAD, least.load // _MOST_AHEAD) else least
+        for chunk in chunks:
+            self._known[chunk] = chosen
+            self._known.move_to_end(chunk)
+        while len(self._known) > _MOST_CHUNKS:
+            self._known.popitem(last=False)
+        return chosen
+
+    def _leave(self, engine: Any) -> None:
+        for chunk in [chunk for chunk, known in self._known.items() if known is engine]:
+            del self._known[chunk]
+        super()._leave(engine)
+
+
+def _beginnings(token_ids: bytes) -> Iterator[int]:
+    """A hash of each beginning of whole chunks. ``token_ids``: int32."""
+    number, size = 0, 4 * _CHUNK
+    for first in range(0, len(token_ids) - size + 1, size):
+        number = hash((number, token_ids[first : first + size]))
+        yield number
+
+
+class ReplicaProcesses:
+    """The engines' processes for a server; implements `fleetfoot.server.serve.Backend`. Each has GPUs of its own.
+
+    Args:
+        config: of all of them together.
+        log_level, log_format: see `EngineProcess`.
+        limit: of processes that are started again; None: that of the settings.
+
+    Raises:
+        FieldError: there are fewer GPUs than all ranks need.
+    """
+
+    def __init__(
+        self, config: EngineConfig, log_level: int, log_format: str = "text", limit: RestartLimit | None = None
+    ) -> None:
+        machine, own = Machine.detect(), replace(config, data_parallel_size=1)
+        count, size = config.data_parallel_size, config.world_size
+        has_gpus = machine.choose_device(config.device) == "cuda"
+        if has_gpus and machine.num_gpus < count * size:
+            raise FieldError(
+                "data_parallel_size",
+                f"is {count}, and each replica takes {size} of {machine.num_gpus} GPUs; it can be at most "
+                f"{machine.num_gpus // size}",
+                count,
+            )
+        self._limit = limit or RestartLimit(config.max_restarts or MAX_RESTARTS)
+        self._processes = [
+            EngineProcess(own, log_level, log_format, devices_of(index, size) if has_gpus else {})
+            for index in range(count)
+        ]
+        self._exit_code = 0
+
+    @property
+    def address(self) -> Replicas:
+        """The argument of `fleetfoot.server.api_server.connected`."""
+        return Replicas(tuple(process.address for process in self._processes))
+
+    async def wait(self, client: EngineClient) -> str:
+        """The cause, once no process is left, or one has ended while the server starts or ends."""
+        waiting = {asyncio.ensure_future(process.wait()): process for process in self._processes}
+        while True:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                process = waiting.pop(task)
+                code = task.result()
+                number = self._processes.index(process)
+                cause = f"the process of replica {number} has ended with code {code}"
+                if not client.is_running:
+                    self._exit_code = code
+                    return cause
+                if await self._limit.wait(cause) is None:
+                    process.start_again()
+                    waiting[asyncio.ensure_future(process.wait())] = process
+                elif not waiting:
+                    return f"{cause}, and no other one is left"
+                else:
+                    logger.error("%s; it is not started again: too many were within an hour (max_restarts)", cause)
+
+    def stop(self) -> int:
+        """End all processes. Returns the exit code of the one that ended first, or another one's that has failed."""
+        codes = [process.stop() for process in self._processes]
+        return self._exit_code or next(filter(None, codes), 0)
+
+
+def devices_of(index: int, size: int) -> dict[str, str]:
+    """The variable for a replica that takes ``size`` GPUs, of those of this process."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    all_devices = range((index + 1) * size) if visible is None else [each.strip() for each in visible.split(",")]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, all_devices[index * size : (index + 1) * size]))}
