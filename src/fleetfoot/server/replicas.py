@@ -22,6 +22,7 @@ from fleetfoot.engine.wire import AddRequest, ClientMessage, Stop
 from fleetfoot.plan.machine import Machine
 from fleetfoot.server.engine_group import EngineGroup, GroupLink
 from fleetfoot.server.own_engine import RestartLimit
+from fleetfoot.utils.process import num_cores
 from fleetfoot.utils.validation import FieldError
 
 logger = logging.getLogger(__name__)
@@ -118,8 +119,9 @@ class ReplicaProcesses:
                 count,
             )
         self._limit = limit or RestartLimit(config.max_restarts or MAX_RESTARTS)
+        threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, num_cores() // count))}
         self._processes = [
-            EngineProcess(own, log_level, log_format, devices_of(index, size) if has_gpus else {})
+            EngineProcess(own, log_level, log_format, devices_of(index, size) if has_gpus else threads)
             for index in range(count)
         ]
         self._exit_code = 0
