@@ -31,7 +31,7 @@ def call(self: object, prompts: object, lora_request: None = None, *, use_tqdm: 
         ("calculate_kv_scales", True, "scales of KV in FP8 are the checkpoint's, or 1"),
         ("rope_theta", 1e6, "set hf_overrides={...}: fields in place of those of config.json"),
         ("limit_mm_per_prompt", {"image": 1}, "text alone"),
-        ("data_parallel_rank", 2, "behind one server"),
+        ("data_parallel_rank", 2, "processes of one machine"),
         ("speculative_model", "x/y", "speculative_config="),
         ("max_lora_rank", 8, "merge the adapter"),
         ("guided_decoding_backend", "xgrammar", "compiled by llguidance"),

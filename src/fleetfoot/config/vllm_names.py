@@ -43,7 +43,7 @@ _BY_ADVICE: dict[str, dict[str, tuple[Any, ...]]] = {
     NO_LORA: {"max_loras": (1,), "max_lora_rank": (16,), "max_cpu_loras": (), "lora_dtype": ("auto",),
                "fully_sharded_loras": (False,), "enable_lora_bias": (False,), "default_mm_loras": (),
                "lora_extra_vocab_size": (256,), "enable_prompt_adapter": (False,)},
-    "leave it out: the replicas of data_parallel_size are processes of one machine, behind one server":
+    "leave it out: the replicas of data_parallel_size are processes of one machine":
         {"data_parallel_rank": (0,), "data_parallel_backend": ("mp",),
          "data_parallel_size_local": (1,), "data_parallel_start_rank": (0,), "data_parallel_address": (),
          "data_parallel_rpc_port": (), "data_parallel_hybrid_lb": (False,), "data_parallel_external_lb": (False,)},

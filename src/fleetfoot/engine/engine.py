@@ -486,7 +486,7 @@ def build_engine(config: EngineConfig, *, output_processor: Callable[..., Any] =
     if config.data_parallel_size > 1:
         raise FieldError(
             "data_parallel_size",
-            f"is {config.data_parallel_size}, and this is one engine: fleetfoot serve runs several behind one port",
+            f"is {config.data_parallel_size}, and this is one engine: fleetfoot serve runs several, with one port",
             config.data_parallel_size,
         )
     plan, forced = resolve_plan(config, Machine.detect()), next(forced_runners(), None)

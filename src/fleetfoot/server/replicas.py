@@ -1,4 +1,4 @@
-"""The processes of several engines with the same settings behind one server: data parallelism.
+"""The processes of several engines with the same settings as one backend of a server: data parallelism.
 
 Requests go to the engine that has most of their prompt in its prefix cache, unless another one has much less to do. A
 replica that is lost is one less until another process has taken its place; its requests continue elsewhere, with the
