@@ -5,15 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import make_engine, prompt_of, run_requests
 from tests.helpers.paged_models import MODELS, PagedCache, assert_close, context
-from transformers.models.qwen3_next.modeling_qwen3_next import (
-    Qwen3NextDecoderLayer,
-    Qwen3NextRMSNorm,
-    Qwen3NextRotaryEmbedding,
-)
+from tests.helpers.second_tokens import SecondTokenLayer, make_mtp_checkpoint
 
 from fleetfoot import SamplingParams
 from fleetfoot.config.engine import EngineConfig
@@ -27,42 +21,14 @@ FIELDS = {**MODELS["qwen3-next"][1], "mlp_only_layers": [], "max_position_embedd
 SETTINGS = {"method": "mtp", "num_speculative_tokens": 2}
 
 
-class Reference(torch.nn.Module):
-    """The layer in modules of ``transformers``."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        size = config.hidden_size
-        norms = {name: Qwen3NextRMSNorm(size, config.rms_norm_eps) for name in ("embedding", "hidden", "final")}
-        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = norms.values()
-        self.fc = torch.nn.Linear(2 * size, size, bias=False)
-        index = config.layer_types.index("full_attention")
-        self.layers = torch.nn.ModuleList([Qwen3NextDecoderLayer(config, index)])
-        self._rotary = Qwen3NextRotaryEmbedding(config)
-
-    def forward(self, embeddings: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        x = self.fc(torch.cat((self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)), dim=-1))[None]
-        mask = torch.full((len(hidden), len(hidden)), -torch.inf).triu(1)[None, None]
-        angles = self._rotary(x, torch.arange(len(hidden))[None])
-        return self.norm(self.layers[0](x, position_embeddings=angles, attention_mask=mask))[0]
-
-
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Reference]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, SecondTokenLayer]:
     """A checkpoint, the target, and the layer."""
     folder = tmp_path_factory.mktemp("mtp")
-    target = make_checkpoint(folder, "qwen3_next", **FIELDS)
-    layer, generator = Reference(target.config).eval(), torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.normal_(0.0, 0.15, generator=generator)
-    file = folder / "model.safetensors"
-    added = {f"mtp.{name}": value.contiguous() for name, value in layer.state_dict().items()}
-    save_file({**load_file(file), **added}, file, {"format": "pt"})
-    return folder, target, layer
+    return folder, *make_mtp_checkpoint(folder, **FIELDS)
 
 
-def test_it_computes_what_transformers_does(model: tuple[Path, Any, Reference]) -> None:
+def test_it_computes_what_transformers_does(model: tuple[Path, Any, SecondTokenLayer]) -> None:
     folder, _, reference = model
     config = EngineConfig(model=str(folder), speculative_config=SETTINGS)
     found = find_drafter(config, load_model_config(folder), folder)
@@ -80,7 +46,7 @@ def test_it_computes_what_transformers_does(model: tuple[Path, Any, Reference]) 
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
-def test_tokens_are_the_targets(model: tuple[Path, Any, Reference], runner: str) -> None:
+def test_tokens_are_the_targets(model: tuple[Path, Any, SecondTokenLayer], runner: str) -> None:
     folder, target, _ = model
     prompts = [prompt_of(length, 101, seed=length) for length in (3, 30, 17)]
     expected = {}
