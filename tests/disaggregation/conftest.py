@@ -5,10 +5,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tests.helpers.engines import make_engine, run_requests
+from tests.helpers.engines import make_engine, make_text_checkpoint, run_requests
 from tests.helpers.kv_bench import Clock
 from tests.helpers.kv_pair import join_threads
-from tests.helpers.prefill_decode import REQUESTS, SIZE
+from tests.helpers.paged_models import MODELS
+from tests.helpers.prefill_decode import REQUESTS, ROOMY, SIZE
 from tests.helpers.processes import HANG
 
 from fleetfoot.outputs import RequestOutput
@@ -19,6 +20,22 @@ from fleetfoot.server import engine_group
 def expected(text_model: Path) -> dict[str, RequestOutput]:
     """The outputs of REQUESTS on one engine without a connector."""
     engine = make_engine(text_model, model_runner="v1", **SIZE)
+    outputs = run_requests(engine, REQUESTS)
+    engine.shutdown()
+    return outputs
+
+
+@pytest.fixture(scope="session")
+def hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with recurrent states, with the tokenizer of `text_model`."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    make_text_checkpoint(folder, "qwen3_next", **MODELS["qwen3-next"][1], num_hidden_layers=3)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def expected_of_hybrid(hybrid_model: Path) -> dict[str, RequestOutput]:
+    engine = make_engine(hybrid_model, model_runner="v1", **ROOMY)
     outputs = run_requests(engine, REQUESTS)
     engine.shutdown()
     return outputs

@@ -63,8 +63,8 @@ def make(text_model: Path, request: pytest.FixtureRequest) -> MakeEngine:
 def processes(text_model: Path, request: pytest.FixtureRequest) -> StartEngine:
     """Engines in processes of their own, which need not be alive in the end."""
 
-    def start_one(role: str, **settings: Any) -> EngineProcess:
-        process = prefill_decode.start(text_model, role, **settings)
+    def start_one(role: str, *, model: Path = text_model, **settings: Any) -> EngineProcess:
+        process = prefill_decode.start(model, role, **settings)
         request.addfinalizer(process.stop)
         return process
 
@@ -141,6 +141,37 @@ def test_producer_killed_around_a_transfer(
         assert tokens(other) == tokens(expected["alone"])
         settle(consumer)
         assert (consumer.stats().transfers.loads_done, consumer.stats().transfers.loads_failed) == (2, 0)
+
+
+def test_producer_of_states_killed_during_a_transfer(
+    runner: str, make: MakeEngine, processes: StartEngine, hybrid_model: Path, expected_of_hybrid: Outputs
+) -> None:
+    """Its KV has arrived, and its state has not: all of the prompt is computed."""
+    producer = processes("kv_producer", model_runner=runner, model=hybrid_model)
+    consumer = make("kv_consumer", model_runner=runner, model=hybrid_model)
+    held = held_by(producer)
+    with relayed(held) as line:
+        state = 9 * consumer.core.executor.layout.group_bytes[0]  # type: ignore[attr-defined]
+        arrived = 0
+
+        def spoil(content: bytes, offset: int) -> bytes:
+            nonlocal arrived
+            arrived = offset + len(content)
+            if arrived > state + 1000:
+                gate(content, offset)
+            return content
+
+        gate = Gate()
+        line.data.spoil = spoil
+        consumer.add_request("long", *decodes(held)["long"])
+        consumer.step()
+        assert gate.reached.wait(30)
+        kill(producer)
+        gate.opened.set()
+        output = finished(consumer)
+    assert tokens(output) == tokens(expected_of_hybrid["long"])
+    settle(consumer)
+    assert (consumer.stats().transfers.loads_done, consumer.stats().transfers.loads_failed) == (0, 1)
 
 
 @contextlib.asynccontextmanager

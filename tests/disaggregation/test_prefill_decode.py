@@ -20,9 +20,9 @@ Outputs = dict[str, RequestOutput]
 
 @pytest.fixture
 def make(request: pytest.FixtureRequest, text_model: Path) -> Make:
-    def make_one(role: str | None, *, backend: str = "tcp", **settings: Any) -> LLMEngine:
+    def make_one(role: str | None, *, backend: str = "tcp", model: Path = text_model, **settings: Any) -> LLMEngine:
         config = nixl(role, backend=backend) if role else None
-        engine = make_engine(text_model, **{"kv_transfer_config": config, **prefill_decode.ROOMY, **settings})
+        engine = make_engine(model, **{"kv_transfer_config": config, **prefill_decode.ROOMY, **settings})
         request.addfinalizer(engine.shutdown)
         return engine
 
@@ -45,6 +45,25 @@ def test_tokens_are_of_one_engine(runner: str, backend: str, caching: bool, make
     stats = consumer.stats().transfers
     assert stats.loads_failed == 0
     assert (stats.loads_done, stats.tokens_loaded) == (4, 104) or caching  # what another has loaded is not loaded again
+    assert stats.loads_done >= 3
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_models_with_states(
+    runner: str, caching: bool, make: Make, hybrid_model: Path, expected_of_hybrid: Outputs
+) -> None:
+    """KV is loaded up to the newest state within the prompt: here the end of its last whole block."""
+    settings: dict[str, Any] = {"model_runner": runner, "model": hybrid_model, "enable_prefix_caching": caching}
+    producer = make("kv_producer", **settings)
+    consumer = make("kv_consumer", **settings, num_gpu_blocks_override=14)
+    held = prefilled(producer)
+    assert [name for name in held if held[name] is None] == ["tiny"]
+    assert tokens_of(run_requests(consumer, decodes(held))) == tokens_of(expected_of_hybrid)
+    assert settle(producer)["sends_sent"] >= 3
+    settle(consumer)
+    stats = consumer.stats().transfers
+    assert stats.loads_failed == 0
+    assert (stats.loads_done, stats.tokens_loaded) == (4, 104) or caching
     assert stats.loads_done >= 3
 
 

@@ -12,7 +12,6 @@ from tests.helpers.faulty_connector import OFFLOADING, Faults, connector, faulty
 from tests.helpers.paged_models import MODELS as PAGED
 
 from fleetfoot import LLMEngine, RequestOutput, SamplingParams
-from fleetfoot.plan.oracle import UnsupportedFeatureError
 
 VOCAB = 101
 SIZES = {"vocab_size": VOCAB, "hidden_size": 48, "head_dim": 16, "max_position_embeddings": 512}
@@ -24,7 +23,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: PAGED[name] for name in ("lfm2", "qwen3-next")},
 }
 STATES = {"lfm2", "qwen3-next"}
-"""Models whose prefixes have recurrent states, which no connector moves."""
+"""Models whose prefixes have recurrent states."""
 ENGINES: dict[str, dict[str, Any]] = {
     "roomy": {},
     "chunks": {"max_num_batched_tokens": 11, "block_size": 4},
@@ -108,10 +107,6 @@ def test_tokens_are_those_of_transformers(
     is_tight, has_connector = "tight" in setting, "kv_transfer_config" in options
     if "files" in setting:
         options["kv_transfer_config"]["kv_connector_extra_config"]["shared_storage_path"] = str(tmp_path)
-    if has_connector and name in STATES:
-        with pytest.raises(UnsupportedFeatureError):
-            make_engine(folder, **options)
-        return
     engine = make_engine(folder, num_gpu_blocks_override=TIGHT[name] if is_tight else None, **options)
     try:
         assert len(engine.core.scheduler.config.groups) == 2
@@ -134,11 +129,10 @@ def test_new_weights_sleep_and_restarts(model: tuple[str, Path, list[list[int]]]
     """KV in host memory, of every group, is that of the weights in use, before and after all of these."""
     name, folder, expected = model
     faults = Faults()
-    moves_kv = name not in STATES
     engine = make_engine(
         folder,
         model_runner="v1" if name == "gemma3" else "v2",
-        kv_transfer_config=faulty(OFFLOADING, faults) if moves_kv else None,
+        kv_transfer_config=faulty(OFFLOADING, faults),
         on_error="restart",
         enable_sleep_mode=True,
         skip_tokenizer_init=True,
@@ -153,8 +147,6 @@ def test_new_weights_sleep_and_restarts(model: tuple[str, Path, list[list[int]]]
         engine.wake_up()
         loaded = engine.stats().scheduler.transfers.tokens_loaded
         assert run(engine) == expected
-        if not moves_kv:
-            return
         assert engine.stats().scheduler.transfers.tokens_loaded > loaded
         faults.raise_at, faults.on_call = "save_kv", faults.calls.count("save_kv") + 6
         assert run(engine) == expected

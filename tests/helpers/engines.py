@@ -34,9 +34,9 @@ EOS = 1
 """Of TEXT_MODEL."""
 
 
-def make_text_checkpoint(folder: Path) -> Any:
+def make_text_checkpoint(folder: Path, model_type: str = "llama", **fields: Any) -> Any:
     """A random float32 checkpoint with the embedded model's tokenizer; returns the reference model."""
-    reference = make_checkpoint(folder, "llama", **TEXT_MODEL)
+    reference = make_checkpoint(folder, model_type, **{**TEXT_MODEL, **fields})
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(embedded_model_path() / name, folder / name)
     return reference

@@ -89,7 +89,8 @@ class FakeRunner:
             known += block_ids
         for slab in output.changed_slabs:
             self.slabs.pop(slab, None)
-            self.states = {slot: s for slot, s in self.states.items() if self._slab(len(self.groups) - 1, slot) != slab}
+            for slot in [slot for slot in self.states if self._slab(len(self.groups) - 1, slot) == slab]:
+                del self.states[slot]
             for key in [key for key in self.parts if self._slab(*key) == slab]:
                 del self.parts[key]
         self._check_groups(output)
@@ -222,7 +223,7 @@ class FakeRunner:
             written[slot] = self.rows[row].token_ids[: self.computed[row] + count].tolist()
         own = {self._state_slot(row, self.computed[row] - 1) for row in output.rows if self.computed[row]}
         assert not (read - own) & written.keys()
-        self.states |= written
+        self.states.update(written)
 
     def _state_slot(self, row: int, position: int) -> int:
         return self.tables[row, position % self._num_slots, position // self.block_size]

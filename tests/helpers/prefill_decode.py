@@ -78,8 +78,7 @@ def settle(engine: LLMEngine) -> dict[str, int]:
         engine.check_integrity()
         steps += 1
         assert steps < 10_000, "transfers never end"
-    pool = engine.core.scheduler.pool
-    assert pool.num_free == pool.num_blocks
+    assert engine.core.scheduler.pools.num_used == 0
     engine.core.scheduler.check_idle()
     return engine.stats().transfers.counters
 

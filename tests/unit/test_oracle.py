@@ -273,6 +273,8 @@ def test_connectors_declare_the_layouts_that_they_accept(name: str, path: str | 
     assert [feature.name for feature in decision.unsupported] == names[layout]
     assert bool(decision.missing) == (layout is None)
     assert layout is None or decision.kv_layout == layout
+    hybrid = ask(ModelFeatures("Lfm2ForCausalLM", is_hybrid=True, has_states=True), **settings)
+    assert bool(hybrid.missing) == (layout != ARENA)
     reason = f"No model runner supports this KV connector (kv_transfer_config has {name} as kv_both)."
     assert layout is not None or decision.reasons == (reason,)
     kept = "alone; KV caches are kept as arena, block-contiguous-hnd, token-major-nhd."

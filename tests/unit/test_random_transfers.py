@@ -19,18 +19,32 @@ from tests.helpers.kv_bench import Bench, LateCopies, ManualJobs
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.kv_transfer.blockstore import worker
 from fleetfoot.kv_transfer.blockstore.connector import HostIndex
-from fleetfoot.records.kv_layout import ONE_GROUP, KVCacheSpec, KVLayout, make_groups
+from fleetfoot.records.kv_layout import ONE_GROUP, KVCacheSpec, KVLayout, StateSpec, make_groups
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
+from fleetfoot.scheduler import states
 from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE = 2
-SPECS = (*[KVCacheSpec(1, 3)] * 2, KVCacheSpec(2, 1), KVCacheSpec(1, 2, 3), KVCacheSpec(1, 1, 5), KVCacheSpec(1, 2, 3))
+KV_SPECS = (
+    *[KVCacheSpec(1, 3)] * 2,
+    KVCacheSpec(2, 1),
+    KVCacheSpec(1, 2, 3),
+    KVCacheSpec(1, 1, 5),
+    KVCacheSpec(1, 2, 3),
+)
+STATE_SPECS = StateSpec((26,)), StateSpec((29,))  # a number of tokens, and the tokens
+SPECS = {
+    "one": KV_SPECS,
+    "windows": KV_SPECS,
+    "states": (*KV_SPECS[:2], *STATE_SPECS),
+    "all": (*KV_SPECS, *STATE_SPECS),
+}
 GROUPS = {
-    "one": ONE_GROUP,
-    "windows": make_groups(SPECS, (), BLOCK_SIZE, "float32", 100),
+    name: ONE_GROUP if name == "one" else make_groups(specs, (), BLOCK_SIZE, "float32", 100)
+    for name, specs in SPECS.items()
 }
 
 
@@ -81,12 +95,34 @@ class Part:
         return self._slots[self._first + offset]
 
 
+class TensorStates(dict[int, list[int]]):
+    """Slot of a state -> the tokens that it comes after, on all layers and ranks."""
+
+    def __init__(self, caches: list[list[torch.Tensor]], groups: list[int], group: int) -> None:
+        super().__init__()
+        layers = [cache for rank in caches for cache, index in zip(rank, groups, strict=True) if index == group]
+        self._arrays = [cache.numpy() for cache in layers]
+
+    def update(self, written: dict[int, list[int]]) -> None:  # type: ignore[override]
+        for slot, tokens in written.items():
+            for number, array in enumerate(self._arrays):
+                array[slot, 0], array[slot, 1 : 1 + len(tokens)] = len(tokens), [100 * number + each for each in tokens]
+
+    def __getitem__(self, slot: int) -> list[int]:
+        found = []
+        for number, array in enumerate(self._arrays):
+            size = int(array[slot, 0])
+            found.append([int(each) - 100 * number for each in array[slot, 1 : 1 + size]])
+        assert all(tokens == found[0] for tokens in found), f"the layers and ranks of slot {slot} hold other states"
+        return found[0]
+
+
 class Engine(Bench):
     """A scheduler, and ranks that share a fake model."""
 
-    def __init__(self, scheduler_config: SchedulerConfig, config: KVTransferConfig, num_ranks: int) -> None:
+    def __init__(self, scheduler_config: SchedulerConfig, config: KVTransferConfig, num_ranks: int, kind: str) -> None:
         groups = scheduler_config.groups
-        layout = KVLayout(scheduler_config.num_blocks, BLOCK_SIZE, "float32", SPECS, groups=groups)
+        layout = KVLayout(scheduler_config.num_blocks, BLOCK_SIZE, "float32", SPECS[kind], groups=groups)
         super().__init__(config, num_ranks=num_ranks, layout=layout)
         self.scheduler = Scheduler(scheduler_config, connector=self.connector)
         for cache in (cache for caches in self.caches for cache in caches):
@@ -94,7 +130,10 @@ class Engine(Bench):
         self.runner = FakeRunner(BLOCK_SIZE, VOCAB, pools=self.scheduler.pools, groups=groups)
         slots = partial(TensorSlots, self.views, layout.group_of_layers)
         self.runner.slots, self.runner.versions = slots(0), slots(1)
-        self.runner.parts = TensorParts([slots(0, group) for group in range(len(groups))])
+        with_kv = len(groups) - groups[-1].is_state
+        self.runner.parts = TensorParts([slots(0, group) for group in range(with_kv)])
+        if groups[-1].is_state:
+            self.runner.states = TensorStates(self.views, layout.group_of_layers, with_kv)
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         result = ModelRunnerOutput([])
@@ -149,7 +188,7 @@ def inject(rng: random.Random, faults: Faults, folder: Path, engine: Engine, *, 
 @given(
     kind=st.sampled_from(["offload", "shared", "multi"]), policy=st.sampled_from(["recompute", "fail"]),
     caching=st.booleans(), num_ranks=st.integers(1, 2), depth=st.integers(0, 2), seed=st.integers(0, 2**32),
-    groups=st.sampled_from(["one", "windows"]),
+    groups=st.sampled_from([*GROUPS]),
 )  # fmt: skip
 def test_transfers_change_nothing(
     kind: str, policy: str, caching: bool, num_ranks: int, depth: int, seed: int, groups: str
@@ -166,6 +205,7 @@ def test_transfers_change_nothing(
         patch.object(worker, "IOThreads", late_jobs),
         patch.object(worker, "block_copies", partial(LateCopies, rng=rng)),
         patch.object(worker, "WAIT_SECONDS", 0.0),
+        patch.multiple(states, CHUNK=2, MAX_STEPS=3, _LONG=8),  # prompts here are short
     ):
         for _ in range(2):  # the second engine finds what the first has left
             config = SchedulerConfig(
@@ -178,7 +218,7 @@ def test_transfers_change_nothing(
                 kv_load_failure_policy=policy,
             )
             faults = Faults()
-            engine = Engine(config, transfer_config(kind, Path(name), rng, faults), num_ranks)
+            engine = Engine(config, transfer_config(kind, Path(name), rng, faults), num_ranks, groups)
 
             def disturb(running: Any, have_all_arrived: bool, engine: Engine = engine, faults: Faults = faults) -> None:
                 for threads in jobs:

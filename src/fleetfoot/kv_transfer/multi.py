@@ -88,6 +88,9 @@ class MultiScheduler(SchedulerConnector):
         for part in self._parts:
             part.blocks_filled(request, first, last, by_this_step=by_this_step)
 
+    def holds_prompt(self, request: Request) -> bool:
+        return any(part.holds_prompt(request) for part in self._parts)
+
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         results = [part.request_finished(request) for part in self._parts]
         num_holds = sum(is_held for is_held, _ in results)

@@ -22,6 +22,7 @@ from fleetfoot.kv_transfer.base.registry import CONNECTORS
 from fleetfoot.plan.connector import ConnectorPlan, resolve_connector
 from fleetfoot.plan.logits_processors import listed_processors
 from fleetfoot.plan.machine import Machine
+from fleetfoot.records.kv_layout import ARENA
 from fleetfoot.runner.capabilities import BLOCKS_WITH_KERNELS, CAPABILITIES, KV_LAYOUTS, Feature
 
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -234,8 +235,8 @@ def decide(
     rules = [] if choice is not None else _rules_for_v1(model, connector, lacks_triton, lacking["v2"])
     if connector is not None:
         refused = {runner: _refused_layout(connector, runner) for runner in NAMES}
-        if model.has_states:
-            why = "It moves KV, and a prefix of this model has recurrent states too."
+        if model.has_states and ARENA not in connector.layouts.accepted:
+            why = f"Recurrent states are kept in the layout {ARENA} alone, and {connector.accepts}."
             refused = dict.fromkeys(NAMES, (Unsupported("this KV connector", connector.requested_by, why),))
         lacking = {runner: (*lacking[runner], *refused[runner]) for runner in NAMES}
     names = {feature.name for feature in lacking["v1"]}

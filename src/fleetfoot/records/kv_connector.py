@@ -69,6 +69,11 @@ class SchedulerConnector(ABC):
                 `WorkerConnector.flush`.
         """
 
+    def holds_prompt(self, request: Request) -> bool:
+        """Whether `request_finished` is to hold the blocks of the request's prompt. The newest recurrent state within
+        the prompt is kept for it then. By default nothing is held."""
+        return False
+
     @abstractmethod
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended and still holds its blocks. A step in flight may include it, but does not change full

@@ -44,6 +44,7 @@ class StateSlots:
 
     slots: list[int]
     """By ``position % num_slots``: the slots of the states after the next positions."""
+    block_size: int
     kept: list[tuple[int, int]] = field(default_factory=list)
     """States that do not change any more: how many tokens they come after, and their slots; ascending. The one that
     the request began with is the first."""
@@ -51,6 +52,8 @@ class StateSlots:
     """Blocks of tokens up to the last one in its tables."""
     newest: int = 0
     """Tokens before the newest snapshot in the prefix cache that it began with or has made."""
+    for_connector: bool = False
+    """Whether the newest state within the prompt is kept until the request ends: a KV connector reads it then."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -173,11 +176,15 @@ class Request:
 
     def blocks_between(self, first: int, last: int) -> Iterator[tuple[int, int, list[int]]]:
         """Those of its blocks ``first`` to ``last - 1`` that it has, of each group: group, number of the first one in
-        the sequence, ids."""
+        the sequence, ids. Of states that is each one that it keeps: the state after these blocks."""
         yield 0, first, self.block_ids[first:last]
         for group, (block_ids, num_freed) in enumerate(zip(self.group_block_ids, self.num_freed, strict=True), 1):
             begin = max(first, num_freed)
             yield group, begin, block_ids[begin:last]
+        if (states := self.states) is not None:
+            for position, slot in states.kept:
+                if first < (num_blocks := position // states.block_size) <= last:
+                    yield len(self.group_block_ids) + 1, num_blocks - 1, [slot]
 
     @property
     def num_output_tokens(self) -> int:

@@ -51,11 +51,10 @@ class RequestBlocks:
         """Whether there are groups that free blocks while a request runs."""
         has_states = config.groups[-1].is_state
         self._windows = self._others[: len(self._others) - has_states]
-        keeps = config.enable_prefix_caching
+        self._lookahead = config.num_lookahead
+        self._publishes = keeps = config.enable_prefix_caching or connector.is_active
         self.states = RequestStates(pools, config.block_size, keeps=keeps) if has_states else None
         """None: the model has none."""
-        self._lookahead = config.num_lookahead
-        self._publishes = config.enable_prefix_caching or connector.is_active
         self._connector = connector
         self.weights = ""
         """Identifies the weights that the KV of new blocks is computed with."""
@@ -70,7 +69,7 @@ class RequestBlocks:
         if not self._publishes or request.reads_whole_prompt:
             return [[] for _ in self.pools.all]
         usable = (request.num_tokens - 1) // self.block_size
-        self._hash(request, usable)
+        self.hash(request, usable)
         hashes = request.block_hashes[:usable]
         hits = [self.pools.first.lookup(hashes)]
         count = whole = self._usable_by(self._windows, hashes, len(hits[0]))
@@ -107,7 +106,7 @@ class RequestBlocks:
         """Allocate blocks for all known tokens of a waiting request, ``hits`` first, or return how many are missing.
 
         Of a window: for ``num_queries`` tokens after the hits and ``num_external`` tokens that a connector loads. Of
-        states: the slots of a running request.
+        states: the slots of a running request, and one for a state that a connector loads.
         """
         size, pools, num_hits = self.block_size, self.pools, len(hits[0])
         # drafts need room too, but positions from the last token on are never an input
@@ -119,7 +118,7 @@ class RequestBlocks:
             first = group.first_block(computed, size)
             hits[place] = hits[place][max(0, first - num_hits + len(hits[place])) :]
             if group.is_state:
-                needs.append(group.num_slots)
+                needs.append(group.num_slots + (num_external > 0))
             else:
                 needs.append(last - max(first, num_hits))
                 firsts.append(first)
@@ -133,9 +132,11 @@ class RequestBlocks:
             [0] * first + shared + new for first, shared, new in zip(firsts, hits[1:], taken[1:], strict=False)
         ]
         if self.states is not None:
-            request.states = StateSlots(
-                taken[-1], [(num_hits * size, slot) for slot in hits[-1]], newest=num_hits * size
-            )
+            kept = [(num_hits * size, slot) for slot in hits[-1]]
+            if num_external:
+                kept = [(computed, taken[-1].pop())]
+            is_held = self._connector.holds_prompt(request)
+            request.states = StateSlots(taken[-1], size, kept, newest=num_hits * size, for_connector=is_held)
         request.num_freed = firsts
         self._set_capacity(request)
         request.num_computed = num_hits * size
@@ -221,13 +222,15 @@ class RequestBlocks:
     def publish_loaded(self, request: Request) -> None:
         """Publish blocks that the connector has loaded. The connector is not notified: it has them already."""
         self._publish(request, request.num_computed)
+        if self.states is not None:
+            self.states.publish_loaded(request)
 
     def _publish(self, request: Request, num_tokens: int) -> int:
         """Returns the number of blocks that are published now; 0 if none was added."""
         last = num_tokens // self.block_size
         if not self._publishes or last <= request.num_published:
             return 0
-        self._hash(request, last)
+        self.hash(request, last)
         first, hashes = request.num_published, request.block_hashes
         for block in range(first, last):
             self.pools.first.publish(request.block_ids[block], hashes[block])
@@ -237,7 +240,8 @@ class RequestBlocks:
         request.num_published = last
         return last
 
-    def _hash(self, request: Request, count: int) -> None:
+    def hash(self, request: Request, count: int) -> None:
+        """Make sure that the first ``count`` blocks of known tokens have hashes."""
         hashes, size = request.block_hashes, self.block_size
         if count > len(hashes):
             parent = hashes[-1] if hashes else root_hash(request.cache_salt, self.weights)
@@ -253,6 +257,13 @@ class RequestBlocks:
         if (states := request.states) is not None:
             groups.append([*states.slots, *(slot for _, slot in states.kept)])
         return groups + [[] for _ in self._others[len(groups) - 1 :]]
+
+    def kept(self, request: Request) -> list[list[int]]:
+        """Those of `owned` that do not change any more when the request has ended: the running states are left out."""
+        blocks = self.owned(request)
+        if request.states is not None:
+            blocks[-1] = [slot for _, slot in request.states.kept]
+        return blocks
 
     def num_owned(self, request: Request) -> int:
         """Blocks of a request in all groups."""

@@ -294,11 +294,12 @@ class Scheduler:
         (batch.last_chunks if count == missing else batch.other_chunks).append((request, count))
         request.num_computed += count
         request.num_in_flight += 1
-        self.blocks.publish(request, by_this_step=True)
-        if states is not None:
+        if states is not None:  # first: the states that it keeps are published with the blocks
+            self.blocks.hash(request, request.num_computed // self.config.block_size)
             batch.new_group_block_ids += states.end_chunk(request, begin)
             if count == missing:
                 self.blocks.limit_capacity(request)
+        self.blocks.publish(request, by_this_step=True)
 
     def _extend_windows(self, batch: _Batch, request: Request, count: int) -> int:
         """Allocate blocks for the next ``count`` tokens of a prefill. Returns how many tokens there is room for."""

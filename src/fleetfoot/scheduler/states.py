@@ -79,6 +79,13 @@ class RequestStates:
             position, slot = kept[-1]
             self._publish(slot, self._hash(request, position), max(0, position - states.newest))
 
+    def publish_loaded(self, request: Request) -> None:
+        """A KV connector has loaded a prefix: the state after it is a snapshot, as if the request had begun with it."""
+        states = request.states
+        assert states is not None
+        self.publish(request, request.num_computed)
+        states.newest = request.num_computed
+
     # --- chunks of prompts ------------------------------------------------------------------------------------------
 
     def chunk(self, request: Request, count: int) -> int:
@@ -89,7 +96,7 @@ class RequestStates:
         cuts = request.snapshots_at
         while cuts and cuts[-1] <= begin:
             cuts.pop()
-        if cuts and cuts[-1] < end and end - begin < _LONG and not self._has(self._hash(request, cuts[-1])):
+        if cuts and cuts[-1] < end and end - begin < _LONG and not self._has(request, cuts[-1]):
             return cuts[-1] - begin
         whole = end // self._size * self._size - begin
         return whole if end < request.num_prefill and whole > 0 else count
@@ -112,10 +119,9 @@ class RequestStates:
         self._keep_within(request, states, begin)
         if end % self._size or end == request.num_prefill:
             return
-        digest = self._hash(request, end)
         is_wanted = end in request.snapshots_at or self._pools.has_spare(self._table)
-        if is_wanted and not self._has(digest) and self._keep(states, end, ages=True):
-            self._add_pending(states, digest)
+        if is_wanted and not self._has(request, end) and self._keep(states, end, ages=True):
+            self._add_pending(states, self._hash(request, end))
 
     def _keep_within(self, request: Request, states: StateSlots, begin: int) -> None:
         """Snapshots within the tokens of a step, after whole chunks."""
@@ -129,15 +135,18 @@ class RequestStates:
             position = begin + (place - begin) // self._unit * self._unit
             if not begin < position < end or not (is_wanted or self._pools.has_spare(self._table)):
                 continue
-            digest = self._hash(request, position)
-            worth = max(0, position - states.newest)
-            if not self._has(digest) and (slot := self._take(worth)) is not None:
+            if self._has(request, position):
+                continue
+            if (slot := self._take(max(0, position - states.newest), is_needed=states.for_connector)) is not None:
                 states.kept.append((position, slot))
                 self.within.append((request.row, position - begin, slot))
-                self._add_pending(states, digest)
+                self._add_pending(states, self._hash(request, position))
 
-    def _has(self, digest: bytes) -> bool:
-        return digest in self._pending or self.pool.find(digest) is not None
+    def _has(self, request: Request, position: int) -> bool:
+        """Whether there is a state after so many tokens of the request, which need not be kept again."""
+        assert request.states is not None
+        digest = self._hash(request, position)
+        return not request.states.for_connector and (digest in self._pending or self.pool.find(digest) is not None)
 
     def _add_pending(self, states: StateSlots, digest: bytes) -> None:
         """Make the newest of the states that are kept a snapshot of this step."""
@@ -164,7 +173,9 @@ class RequestStates:
         if states is None or not states.kept:
             return False
         newest = max((each for each, _ in states.kept if request.num_prefill <= each <= position), default=-1)
-        freed = [slot for each, slot in states.kept if each < position and (all_kept or each != newest)]
+        of_prompt = [each for each, _ in states.kept if each < request.num_prompt_tokens and states.for_connector]
+        rest = {newest, of_prompt[-1] if of_prompt else -1}
+        freed = [slot for each, slot in states.kept if each < position and (all_kept or each not in rest)]
         if freed:
             states.kept = [(each, slot) for each, slot in states.kept if slot not in freed]
             self.pool.free(freed)
@@ -174,20 +185,21 @@ class RequestStates:
 
     def _keep(self, states: StateSlots, position: int, *, ages: bool = False) -> bool:
         """Leave the state after ``position`` tokens as it is, if another slot is free. ``ages``: as of `_take`."""
-        if (slot := self._take(max(0, position - states.newest), ages=ages)) is None:
+        is_needed = states.for_connector and ages
+        if (slot := self._take(max(0, position - states.newest), ages=ages, is_needed=is_needed)) is None:
             return False
         index = (position - 1) % len(states.slots)
         states.kept.append((position, states.slots[index]))
         states.slots[index] = slot
         return True
 
-    def _take(self, worth: int, *, ages: bool = True) -> int | None:
-        """Another slot, for a snapshot; None: all are in use, or have snapshots that are worth more. ``ages``: then
-        these lose of their worth."""
+    def _take(self, worth: int, *, ages: bool = True, is_needed: bool = False) -> int | None:
+        """Another slot, for a snapshot; None: all are in use, or have snapshots that are worth more, unless it
+        ``is_needed``. ``ages``: then these lose of their worth."""
         needs = [0] * self._table + [1]
         if self._pools.num_missing(needs) > 0:
             return None
-        has_room = self._pools.has_spare(self._table) or self.pool.makes_way(worth, ages=ages)
+        has_room = is_needed or self._pools.has_spare(self._table) or self.pool.makes_way(worth, ages=ages)
         return self._pools.take(needs)[-1][0] if has_room else None
 
     def _entry(self, request: Request, position: int, slot: int) -> TableEntry:

@@ -79,6 +79,7 @@ class Transfers:
         """Start to load KV into the blocks of a request that was waiting."""
         request.status = RequestStatus.LOADING
         request.num_loaded = num_matched
+        request.num_lost = max(0, request.num_lost - num_matched)
         self._loading[request.request_id] = request
         self.counts[0]["loads_started"] += 1
         self.connector.update_state_after_alloc(request, request.num_computed, num_matched)
@@ -141,7 +142,7 @@ class Transfers:
         """Report a request that has ended and still has its blocks."""
         is_held, request.kv_transfer_output = self.connector.request_finished(request)
         if is_held:
-            self._held[request.request_id] = blocks = self._blocks.owned(request)
+            self._held[request.request_id] = blocks = self._blocks.kept(request)
             self._blocks.pools.hold(blocks, add_reference=True)
 
     def evict(self, request_id: str) -> bool:

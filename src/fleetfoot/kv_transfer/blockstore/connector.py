@@ -190,8 +190,10 @@ class BlockStoreScheduler(SchedulerConnector):
                     reused.update(self._slabs(group, block_ids[num_hits:]))
             for _, _, block_ids in scheduler_output.new_block_ids:
                 reused.update(self._slabs(0, block_ids))
-            for group, _, _, block_ids in scheduler_output.new_group_block_ids:
-                reused.update(self._slabs(group, block_ids))
+            last = len(self._groups) - 1  # each slot of a row's states has a table
+            for table, _, _, block_ids in scheduler_output.new_group_block_ids:
+                reused.update(self._slabs(min(table, last), block_ids))
+            reused.update(self._slabs(last, [slot for _, _, slot in scheduler_output.snapshots]))
             self._metadata.reused += sorted(reused)
         metadata, self._metadata = self._metadata, BlockStoreMetadata(self.index.epoch)
         self.index.metadata_built([*metadata.flushes, *metadata.saves], scheduler_output.finished_req_ids)
@@ -334,8 +336,9 @@ class HostIndex(BlockIndex):
     def save(self, request: Request, first: int, last: int) -> list[BlockTransfer]:
         blocks = []
         groups, size = self._context.groups, self._context.block_size
-        # those that no query reads which follows the last block
-        unread = [set(request.block_hashes[first : group.first_block(last * size, size)]) for group in groups]
+        # those of windows that no query reads which follows the last block
+        reads = [first if group.is_state else group.first_block(last * size, size) for group in groups]
+        unread = [set(request.block_hashes[first:begin]) for begin in reads]
         for block in super().save(request, first, last):
             pool = self.pools.all[block.group]
             if pool.find(block.block_hash) is not None:
@@ -363,6 +366,7 @@ class HostIndex(BlockIndex):
             evict_first = self._unsent[block.group, block.block_hash]
             self.pools.all[block.group].free((block.slot,), evict_first=evict_first)
         self._unsent.clear()
+        self.pools.take_changed()  # slabs of host memory are not cleared
 
     def update(self, output: KVConnectorOutput) -> None:
         for request_id in (*output.loaded, *output.failed):

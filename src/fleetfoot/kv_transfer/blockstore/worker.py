@@ -31,8 +31,9 @@ from fleetfoot.kv_transfer.blockstore.blocks import (
     by_group,
     num_unused,
 )
-from fleetfoot.records.kv_layout import ALIGNMENT, KVLayout
+from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import KVConnectorOutput, TransferFailure
+from fleetfoot.scheduler.block_pool import BlockPools
 
 logger = logging.getLogger(__name__)
 
@@ -212,6 +213,27 @@ class _Read:
     error: str = ""
 
 
+class _BlockMemory(HostMemory):
+    """Host memory for at least ``num_bytes`` of blocks of any groups, and its free slots; () without memory at all."""
+
+    def __init__(self, num_bytes: int, layout: KVLayout, *, pinned: bool) -> None:
+        counts = [group.blocks_per_slab for group in layout.groups]
+        num_units = max(1, num_bytes // layout.bytes_per_block) if num_bytes else 0
+        self._pools = BlockPools(max(1, num_units), layout.block_size, layout.groups, enable_caching=False)
+        slots, is_shared = list(zip(counts, layout.group_bytes, strict=True)), len(layout.groups) > 1
+        super().__init__(num_units + is_shared, layout.bytes_per_block, slots, pinned=pinned, asked_by=IN_FLIGHT)
+        self._is_empty = num_units == 0
+
+    def take(self, group: int) -> int | None:
+        """A free slot for a block of the group; None: there is none."""
+        self._pools.take_changed()  # slabs of host memory are not cleared
+        needs = [int(index == group) for index in range(len(self._pools.all))]
+        return None if self._is_empty or self._pools.num_missing(needs) > 0 else self._pools.take(needs)[group][0]
+
+    def put_back(self, group: int, slot: int) -> None:
+        self._pools.all[group].free((slot,))
+
+
 class FileStoreWorker(BlockStoreWorker):
     """Copies blocks out within the step and writes them after it; reads files beside steps and copies them in.
 
@@ -245,25 +267,21 @@ class FileStoreWorker(BlockStoreWorker):
 
     def open(self, layout: KVLayout, *, pinned: bool) -> None:
         self._rank_layout = layout.fingerprint
-        slots = [(1, size) for size in layout.group_bytes]  # each has room for a block of any group
-        row = -(-max(layout.group_bytes) // ALIGNMENT) * ALIGNMENT
-        max_bytes = self._settings.max_bytes_in_flight
-        num_reads = max(1, max_bytes // READ_SHARE // row) if self._config.can_load else 0
-        num_writes = max(1, max_bytes // row) if self._config.can_save else 0
-        self._read_memory = HostMemory(num_reads, row, slots, pinned=pinned, asked_by=IN_FLIGHT)
-        self._write_memory = HostMemory(num_writes, row, slots, pinned=pinned, asked_by=IN_FLIGHT)
-        self._read_slots, self._write_slots = list(range(num_reads)), list(range(num_writes))  # free ones
+        most = max(READ_SHARE, self._settings.max_bytes_in_flight)
+        self._read_memory = _BlockMemory(most // READ_SHARE * self._config.can_load, layout, pinned=pinned)
+        self._write_memory = _BlockMemory(most * self._config.can_save, layout, pinned=pinned)
         self._is_open = True
 
     def save(self, blocks: Sequence[BlockTransfer], epoch: str) -> None:
         self._process_writes()
-        new = [block for block in blocks if (epoch, block.key) not in self._writing]
-        taken = new[: len(self._write_slots)]  # of a prefix, the first blocks are the most useful
+        new = {block.key: block for block in blocks if (epoch, block.key) not in self._writing}
+        # of a prefix, the first blocks are the most useful
+        taken = {
+            block.key: slot for block in new.values() if (slot := self._write_memory.take(block.group)) is not None
+        }
         self._counters.add("saves_dropped", len(new) - len(taken))
-        if not taken:
-            return
-        for group, part in by_group(taken):
-            slots = [self._write_slots.pop() for _ in part]
+        for group, part in by_group(new[key] for key in taken):
+            slots = [taken[block.key] for block in part]
             copied = self._copies.to_host(group, [block.block_id for block in part], self._write_memory, slots)
             for block, slot in zip(part, slots, strict=True):
                 self._writing.add((epoch, block.key))
@@ -356,7 +374,7 @@ class FileStoreWorker(BlockStoreWorker):
 
     def _process_writes(self) -> None:
         for write in drain(self._written):
-            self._write_slots.append(write.slot)
+            self._write_memory.put_back(write.block.group, write.slot)
             self._writing.discard((write.epoch, write.block.key))
             if write.error is not None:
                 self._counters.add("saves_failed")
@@ -367,11 +385,14 @@ class FileStoreWorker(BlockStoreWorker):
                 self.count("saved", [write.block])
 
     def _start_reads(self) -> None:
-        while self._waiting and self._read_slots:
-            read = self._waiting.popleft()
+        while self._waiting:
+            read = self._waiting[0]
             if read.load.failure is None:
-                read.slot = self._read_slots.pop()
+                if (slot := self._read_memory.take(read.block.group)) is None:
+                    return
+                read.slot = slot
                 self._readers.submit(partial(self._read, read))
+            self._waiting.popleft()
 
     def _copy_in(self, reads: Iterable[_Read]) -> None:
         """Copy blocks that were read to the device; an invalid file fails its load."""
@@ -384,7 +405,7 @@ class FileStoreWorker(BlockStoreWorker):
                 arrived.setdefault(read.block.group, []).append(read)
                 read.load.num_copying += 1
             else:
-                self._read_slots.append(read.slot)
+                self._read_memory.put_back(read.block.group, read.slot)
         for group, part in arrived.items():
             slots, block_ids = [read.slot for read in part], [read.block.block_id for read in part]
             self._copying.append((self._copies.from_host(group, self._read_memory, slots, block_ids), part))
@@ -393,7 +414,7 @@ class FileStoreWorker(BlockStoreWorker):
         while self._copying and self._copying[0][0].query():
             _, reads = self._copying.popleft()
             for read in reads:
-                self._read_slots.append(read.slot)
+                self._read_memory.put_back(read.block.group, read.slot)
                 read.load.num_copying -= 1
                 read.load.num_left -= 1
             self.count("loaded", [read.block for read in reads])

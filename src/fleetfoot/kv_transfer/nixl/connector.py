@@ -132,6 +132,9 @@ class NixlScheduler(SchedulerConnector):
     def blocks_filled(self, request: Request, first: int, last: int, *, by_this_step: bool) -> None:
         """Nothing is copied: blocks are held when their request has ended."""
 
+    def holds_prompt(self, request: Request) -> bool:
+        return is_remote_decode(request.kv_transfer_params)
+
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._decline(request.request_id)
         is_complete = request.status in (RequestStatus.FINISHED_LENGTH, RequestStatus.FINISHED_STOPPED)
@@ -141,10 +144,18 @@ class NixlScheduler(SchedulerConnector):
         if len(self._addresses) < num_ranks:
             logger.warning("KV of request %r is not held: not all ranks have an address yet", request.request_id)
             return False, None
-        num_blocks = min((request.num_prompt_tokens - 1) // block_size, len(request.block_hashes))
-        held = list(request.blocks_between(0, num_blocks))
-        needed = (group.first_block(num_blocks * block_size, block_size) for group in self._context.groups)
-        if num_blocks == 0 or any(begin > first for (_, begin, _), first in zip(held, needed, strict=True)):
+        groups, num_blocks = self._context.groups, (request.num_prompt_tokens - 1) // block_size
+        num_blocks = min(num_blocks, len(request.block_hashes))
+        if groups[-1].is_state:  # as far as the newest state that was kept
+            blocks = request.blocks_between(0, num_blocks)
+            num_blocks = max((begin + 1 for group, begin, _ in blocks if groups[group].is_state), default=0)
+        needed = [group.first_block(num_blocks * block_size, block_size) for group in groups]
+        held = [
+            (begin, ids)
+            for group, begin, ids in request.blocks_between(0, num_blocks)
+            if not groups[group].is_state or begin == needed[group]
+        ]
+        if num_blocks == 0 or any(begin > first for (begin, _), first in zip(held, needed, strict=True)):
             return False, None  # or its output was so long that the prompt's window was freed
         offer, text = self._offers.make(
             request,
@@ -154,7 +165,7 @@ class NixlScheduler(SchedulerConnector):
             num_tokens=num_blocks * block_size,
         )
         self._held[request.request_id] = offer.lease
-        self._metadata.holds.append(Hold(offer.lease, request.request_id, [ids for _, _, ids in held]))
+        self._metadata.holds.append(Hold(offer.lease, request.request_id, [ids for _, ids in held]))
         return True, offer_params(text)
 
     def evict(self, request_id: str) -> bool:
