@@ -96,7 +96,10 @@ class RunningServer:
 
 
 def refusal_of_full_queue(client: httpx.Client) -> httpx.Response:
-    """The answer to more requests than a queue of 64 has room for beside as many of the same client."""
-    body = {"prompt": ["a"] * 64, "max_tokens": 500, "ignore_eos": True, "stream": True}
-    with client.stream("POST", "/v1/completions", json=body):
-        return client.post("/v1/completions", json={"prompt": ["a"] * 9})
+    """The answer to more requests than a queue of 64 has room for beside as many of the same client. The queue is empty
+    when this returns: a connection that is closed frees its places some time later."""
+    body = {"prompt": ["a"] * 64, "max_tokens": 100, "ignore_eos": True, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body) as full:
+        refusal = client.post("/v1/completions", json={"prompt": ["a"] * 9})
+        full.read()
+    return refusal
