@@ -103,6 +103,22 @@ def test_the_parts_add_up(device: str, runner: str) -> None:
     assert plan.stage(0) is plan
 
 
+def test_more_blocks_than_tensor_maps_address_are_refused() -> None:
+    sizes: dict[str, Any] = {"max_num_seqs": 10**6, "max_num_batched_tokens": 10**6}
+    reachable = fitted(1 << 60, kv_cache_memory_bytes=1 << 58, **sizes).num_blocks
+    assert fitted(1 << 60, num_gpu_blocks_override=reachable).num_blocks == reachable
+    with pytest.raises(ValueError, match="num_gpu_blocks_override") as refusal:
+        fitted(1 << 60, num_gpu_blocks_override=reachable + 1)
+    assert f"{reachable + 1:,}" in str(refusal.value) and f"{reachable:,}" in str(refusal.value)
+
+
+def test_only_default_steps_of_a_cpu_are_paced() -> None:
+    explicit, whole = EngineConfig(max_num_batched_tokens=4096), EngineConfig(enable_chunked_prefill=False)
+    cases = (("cpu", None), ("cuda", None), ("cpu", explicit), ("cpu", whole))
+    steps = [shape_of(SMALL, device, config).prompt_step_s for device, config in cases]
+    assert steps == [0.05, None, None, None]
+
+
 def test_a_captured_full_step_keeps_all_its_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(max_num_batched_tokens=3000)
     full = shape_of(TINYLLAMA, config=config)

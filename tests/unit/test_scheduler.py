@@ -72,6 +72,30 @@ def test_priorities(priority: bool, order: str) -> None:
     assert [list(drive.step()) for _ in range(3)] == [[name] for name in order]
 
 
+def test_prompts_of_several_clients_are_cut_to_a_time() -> None:
+    scheduler = scheduler_of(max_num_batched_tokens=1024, num_blocks=4096, prompt_step_s=0.05)
+    drive = Drive(scheduler, request_of("long", 2000, 1, flow="a"))
+    assert drive.step() == {"long": 1024}  # alone
+    for seconds, limit in ((0.2, 384), (0.2, 320), (0.05, 672)):
+        scheduler.pace.observe(0, 1024, seconds)
+        assert scheduler.pace.limit == limit
+    scheduler.pace.observe(4, 0, 0.5)
+    scheduler.pace.observe(4, 672, 0.55)  # nearly all of it for decodes
+    assert scheduler.pace.limit == 458
+    scheduler.add_request(request_of("other", 200, 1, flow="b"))
+    assert drive.step() == {"long": 458}
+    scheduler.add_request(request_of("small", 2, 1, flow="c"))
+    assert drive.step() == {"long": 458 - 114, "small": 2, "other": 112}  # the short one does not wait for the long one
+    assert drive.step() == {"long": 174, "other": 88}
+    for _ in range(20):
+        scheduler.pace.observe(0, 1024, 60)
+    assert scheduler.pace.limit == 128
+    unpaced = Drive(scheduler_of(max_num_batched_tokens=1024, num_blocks=4096, prompt_step_s=0.05))
+    for name in "xy":
+        unpaced.scheduler.add_request(request_of(name, 2000, 1))  # of a program, which waits for all
+    assert unpaced.step() == {"x": 1024}
+
+
 def test_flows_of_a_priority_get_equal_shares_of_tokens() -> None:
     scheduler = scheduler_of(priority=True, max_num_seqs=1)
     batch = [request_of(f"batch {name}", 4, 1, flow="batch") for name in "abcd"]

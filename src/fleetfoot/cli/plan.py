@@ -60,6 +60,7 @@ Without flags of the machine, the plan is for this one. With them it is for the 
     pairs of a number of requests and the longest context of such a decode; reason, why not
   positions: each rotary embedding (rope), and the layers that have it; null: layers without positions
   max_model_len, max_num_seqs, max_num_batched_tokens
+  prompt_step_s: seconds that prompts in a step take at most while several clients have requests; null: any
   graphs: what a start captures on a rank: num_shapes, num_graphs, bytes, seconds (estimated); the shapes:
     decode (requests), short (those that have one more for short contexts, see layer_chain), uniform (requests,
     num_drafts drafts each), mixed (tokens; of steps with drafts, the forward pass), split (tokens, with attention for
@@ -257,6 +258,7 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
         "max_model_len": plan.max_model_len,
         "max_num_seqs": most,
         "max_num_batched_tokens": plan.max_num_batched_tokens,
+        "prompt_step_s": plan.prompt_step_s,
         "graphs": {
             "num_shapes": len(table.shapes),
             "num_graphs": len(table.graphs),

@@ -211,7 +211,8 @@ def _memory_lines(report: dict[str, Any]) -> _Lines:
     yield "longest context", f"{capacity['longest_context']:,} tokens, {requests} at a time"
     context = f"{capacity['context_at_max_num_seqs']:,} tokens each"
     yield "largest batch", f"{report['max_num_seqs']:,} requests of {context}"
-    yield "largest step", f"{report['max_num_batched_tokens']:,} tokens"
+    paced = f"; of prompts of several clients, {report['prompt_step_s'] * 1000:g} ms" if report["prompt_step_s"] else ""
+    yield "largest step", f"{report['max_num_batched_tokens']:,} tokens{paced}"
 
 
 def _part_name(key: str) -> str:

@@ -96,6 +96,7 @@ def _build_scheduler(plan: EnginePlan, layout: KVLayout) -> Scheduler:
             num_drafts=num_drafts,
             num_lookahead=num_drafts if plan.drafter.kv_specs else 0,  # for a drafter that keeps KV too
             num_stages=config.pipeline_parallel_size,
+            prompt_step_s=plan.prompt_step_s,
             groups=layout.groups,
             kv_load_failure_policy="recompute" if connector is None else connector.config.kv_load_failure_policy,
         ),

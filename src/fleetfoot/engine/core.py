@@ -171,7 +171,10 @@ class EngineCore:
         if output.is_idle:
             self.stats.num_idle_steps += 1
         else:
-            drafting.observe(output, arrived - max(step.began, self._last_arrival))
+            seconds = arrived - max(step.began, self._last_arrival)
+            drafting.observe(output, seconds)
+            num_prompt_tokens = sum(output.num_scheduled_tokens[output.num_decodes :])
+            self.scheduler.pace.observe(output.num_decodes, num_prompt_tokens, seconds)
             self._last_arrival = arrived
             self.stats.step(
                 StepStats(

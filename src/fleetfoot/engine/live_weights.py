@@ -395,7 +395,7 @@ def update_settings(
             scheduling.check_fits(request)
     path = find_model(config.model) if "model" in flat else live.path
     defaults = read_sampling_defaults(config.generation_config, config.override_generation_config, plan.model_path)
-    core.scheduler.config = scheduling
+    core.scheduler.change_config(scheduling)
     live.path, live.load_format = str(path), flat.get("load_format", live.load_format)
     processor.max_logprobs = flat.get("max_logprobs", processor.max_logprobs)
     if "override_generation_config" in flat:

@@ -170,6 +170,7 @@ def _other_kv_sizes(shape: parts.EngineShape, total: int) -> Iterator[tuple[str,
         - stage.unused_blocks
         for stage in shape.stages()
     )
+    fitting = min(fitting, *map(parts.addressable_blocks, shape.stages()))
     least = shape.least_blocks
     if fitting < least:
         return
@@ -203,6 +204,8 @@ def _needed(shape: parts.EngineShape) -> int | None:
     if blocks is None and config.kv_cache_memory_bytes is not None:
         blocks = config.kv_cache_memory_bytes // _largest_block(shape) - shape.unused_blocks
     if blocks is not None and blocks < shape.least_blocks:
+        return None
+    if (config.num_gpu_blocks_override or 0) > min(map(parts.addressable_blocks, shape.stages())):
         return None
     if blocks is None and shape.device == "cpu" and shape.longest_blocks * _largest_block(shape) > parts.CPU_KV_LIMIT:
         return None

@@ -8,6 +8,7 @@ operations reserved 2.6 GiB for its largest steps, and the estimate is 2.9.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -46,6 +47,7 @@ from fleetfoot.sampling.shape import grammar_mask_size, row_size
 from fleetfoot.speculative.find import NO_DRAFTER, DrafterShape
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
+_CPU_PROMPT_STEP_S = 0.05
 _LAUNCH_BOUND_PRODUCTS = 42 * 10**9
 """Weights times tokens that a GPU multiplies while the host launches a decoder layer's kernels one by one: 0.34 ms, or
 2,700 tokens of Qwen3-0.6B, measured on an H100. Graphs pay up to about so many; beyond, padding to them costs more."""
@@ -111,6 +113,13 @@ class EngineShape:
             f"max_num_batched_tokens is {budget}, but without chunked prefill a step must hold a whole prompt of "
             f"max_model_len {self.max_model_len}; raise it, lower max_model_len, or set enable_chunked_prefill=True"
         )
+
+    @property
+    def prompt_step_s(self) -> float | None:
+        """See `EnginePlan.prompt_step_s`: the default of a CPU, where 2,048 tokens can take a second."""
+        config = self.config
+        is_default = config.max_num_batched_tokens is None and config.enable_chunked_prefill
+        return _CPU_PROMPT_STEP_S if self.device == "cpu" and is_default else None
 
     @cached_property
     def capture_table(self) -> CaptureTable:
@@ -502,16 +511,18 @@ def _share_out_stage(shape: EngineShape, total: int) -> MemoryPlan:
         blocks = useful
         if config.kv_cache_memory_bytes is None:
             reason = "as much as max_num_seqs requests of max_model_len can use"
+    if blocks > (addressable := addressable_blocks(shape)):
+        blocks, reason = addressable, "as much as tensor maps, which number rows of a head with 32 bits, can address"
     if config.num_gpu_blocks_override is not None:
         blocks, reason = config.num_gpu_blocks_override, "num_gpu_blocks_override"
-    if shape.device == "cuda" and blocks > (addressable := _addressable_blocks(shape)):
-        blocks, reason = addressable, "as much as tensor maps, which number rows of a head with 32 bits, can address"
     sizes_of_kv = max(0, blocks), config.block_size, block, state
     return MemoryPlan(total, budget, sizes, *sizes_of_kv, reason, shape.kv_groups, shape.num_queries)
 
 
-def _addressable_blocks(shape: EngineShape) -> int:
-    """KV blocks, or slabs, that the Hopper kernels reach: a tensor map has the elements of a head as a row."""
+def addressable_blocks(shape: EngineShape) -> int:
+    """Most KV blocks, or slabs: on a GPU those that the Hopper kernels reach: a head is a row of a tensor map."""
+    if shape.device != "cuda":
+        return sys.maxsize
     head = min((mixer.head_dim for mixer in shape.model.attentions), default=1024) * DTYPE_BYTES[shape.kv_dtype]
     return max(1, (2**31 - 1) * head // kv_block_bytes(shape) - shape.unused_blocks)
 
@@ -536,6 +547,8 @@ def _problem(shape: EngineShape, plan: MemoryPlan) -> str:
             f"a KV cache of {blocks:,} blocks ({plan.kv_cache:,} bytes, from {plan.kv_reason}) does not fit: with all "
             f"else it would take {plan.budget - plan.left:,} bytes, and there are {plan.budget:,}"
         )
+    if blocks > (most := addressable_blocks(shape)):
+        return f"num_gpu_blocks_override is {blocks:,}; tensor maps, which number rows with 32 bits, address {most:,}"
     if plan.num_tokens < shape.max_model_len and not is_given:
         needs = "max_model_len is" if config.max_model_len is not None else "a request needs at least"
         return (

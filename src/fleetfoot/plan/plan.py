@@ -55,6 +55,8 @@ class EnginePlan:
     max_model_len: int
     """The setting; without it the model's own limit, or as much of it as there is room for."""
     max_num_batched_tokens: int
+    prompt_step_s: float | None
+    """Seconds that the prompts in a step take at most while several clients have requests; None: any."""
     async_scheduling: bool
     """Whether step N+1 is scheduled before the tokens of step N are known."""
     capture_table: CaptureTable

@@ -111,6 +111,7 @@ def resolve_plan(
         kv_layout=decision.kv_layout,
         max_model_len=shape.max_model_len,
         max_num_batched_tokens=shape.max_num_batched_tokens,
+        prompt_step_s=shape.prompt_step_s,
         async_scheduling=overlaps if config.async_scheduling is None else config.async_scheduling,
         capture_table=shape.capture_table,
         memory=memory,

@@ -35,6 +35,8 @@ class SchedulerConfig:
     """Pipeline stages: the decodes are spread over as many steps in flight."""
     kv_load_failure_policy: str = "recompute"
     """After a failed load of its KV a request is computed (``recompute``) or ends with an error (``fail``)."""
+    prompt_step_s: float | None = None
+    """Seconds that the prompts in a step take at most while several clients have requests; None: any."""
     groups: tuple[KVGroup, ...] = ONE_GROUP
     """Groups of layers; a request has a list of blocks in each."""
 

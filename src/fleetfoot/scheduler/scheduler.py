@@ -27,11 +27,14 @@ from fleetfoot.scheduler.block_pool import BlockPool, BlockPools
 from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.drafting import DraftController, Drafting
 from fleetfoot.scheduler.kv_blocks import RequestBlocks
+from fleetfoot.scheduler.pacing import PromptPace
 from fleetfoot.scheduler.request_queues import WaitingQueue, prefill_share, record_microbatch, select_microbatch
 from fleetfoot.scheduler.stats import SchedulerStats
 from fleetfoot.scheduler.transfers import Transfers
 
 RUNNING = RequestStatus.RUNNING
+_SHORT = 4
+"""A prompt of at most 1 / this of a step's tokens does not wait for the end of a long one."""
 
 
 @dataclass(slots=True)
@@ -53,7 +56,8 @@ class Scheduler:
     """Continuous batching with paged KV, prefix caching, chunked prefill and preemption.
 
     Decodes go first, then prefills in progress, then waiting requests (first come, first served, or by priority), all
-    within ``max_num_batched_tokens``; in a pipeline, prompts within `prefill_share` too. A waiting request is admitted
+    within ``max_num_batched_tokens``; in a pipeline, prompts within `prefill_share` too, and those of several clients
+    within the `PromptPace`. A waiting request is admitted
     when blocks for all its known tokens are free. When a decode finds no free block, the last request in the order is
     preempted: it frees all its blocks and is computed again later. Of a group with a window, blocks are allocated chunk
     by chunk, and freed when the steps that read them have retired; a chunk is as long as there is room.
@@ -74,6 +78,7 @@ class Scheduler:
         self._weights = weights
         self.drafting = Drafting(config.num_drafts, controller or DraftController(config.num_drafts))
         self._waiting = WaitingQueue()
+        self.pace = PromptPace(config.prompt_step_s, config.max_num_batched_tokens)
         self._step = 0
         self._num_arrivals = self._num_preemptions = self._prefix_queries = self._prefix_hits = 0
         self._prefix_lost = 0
@@ -101,6 +106,11 @@ class Scheduler:
         self._num_held = 0  # blocks that the steps in flight will free
         self._num_held_reserved = 0  # of these, blocks that requests of the current step wait for
         self._num_ended = 0  # requests of `running` that have ended in the current update
+
+    def change_config(self, config: SchedulerConfig) -> None:
+        """Schedule the next steps within other limits of a step."""
+        self.config = config
+        self.pace = PromptPace(config.prompt_step_s, config.max_num_batched_tokens)
 
     @property
     def pool(self) -> BlockPool:
@@ -188,9 +198,12 @@ class Scheduler:
         if self.config.num_stages > 1 and self.config.enable_chunked_prefill:
             share = prefill_share(prefills, self._waiting, len(self._free_rows), self.config.num_stages)
             batch.budget = min(batch.budget, share)
+        kept = self._pace(batch, prefills)
+        batch.budget -= kept
         for request in prefills:
             if batch.budget > 0:
                 self._schedule_chunk(batch, request)
+        batch.budget += kept
         if num_preemptions == self._num_preemptions:
             while batch.budget > 0 and (admitted := self._admit(batch)):
                 batch.new_requests.append(NewRequest.of(admitted))
@@ -229,6 +242,17 @@ class Scheduler:
             decodes.append(request)
         batch.budget -= len(decodes) * width
         return prefills
+
+    def _pace(self, batch: _Batch, prefills: list[Request]) -> int:
+        """Limit the prompts in a step with requests of clients. Returns how many tokens prefills in progress leave to a
+        short prompt that waits."""
+        waiting = self._waiting.first
+        first = prefills[0] if prefills else waiting
+        if len(self.requests) == 1 or first is None or not first.flow or self.config.prompt_step_s is None:
+            return 0
+        batch.budget = min(batch.budget, self.pace.limit)
+        part = batch.budget // _SHORT
+        return part if waiting is not None and waiting.num_tokens <= part else 0
 
     def _append_blocks(self, batch: _Batch, request: Request, num_positions: int) -> bool:
         """Allocate blocks for a decode, preempting others if necessary; False if it cannot join this step."""
