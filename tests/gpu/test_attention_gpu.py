@@ -3,6 +3,7 @@
 import threading
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,7 +128,8 @@ def test_decodes_split_off_on_the_device(heads: tuple[int, int], head_dim: int) 
     padding = [(0, 0)] * 100
     for requests in ([(1, 9000), (1, 3), (200, 300)], [(64, 64), (1, 30)], [(1, 17000)], [(1, 40)] * 80):
         batch = cuda_batch([*requests, *padding], heads, head_dim=head_dim, behind=110, num_decodes=0)
-        split_decodes(batch.metadata, torch.arange(300, dtype=torch.int32, device="cuda"))
+        step: Any = SimpleNamespace(metadata=batch.metadata, metadata_of_layers=())
+        split_decodes(step, torch.arange(300, dtype=torch.int32, device="cuda"))
         check(batch)
 
 
