@@ -42,6 +42,7 @@ from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.engine import kept_weights
 from fleetfoot.kv_transfer.base.connector import (
+    ARENA,
     BLOCK_CONTIGUOUS_HND,
     KVConnector,
     SchedulerConnector,
@@ -61,6 +62,7 @@ DRAFTERS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False},
     "eagle": {"method": "eagle", "num_speculative_tokens": 2, "adaptive": False},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False},
 }
 
 
@@ -114,7 +116,7 @@ class Faults:
 class SoakConnector(KVConnector):
     """KV in host memory, with faults of the setting ``faults``."""
 
-    accepted_kv_layouts: ClassVar[frozenset[str]] = frozenset({BLOCK_CONTIGUOUS_HND})
+    accepted_kv_layouts: ClassVar[frozenset[str]] = frozenset({ARENA, BLOCK_CONTIGUOUS_HND})
 
     @staticmethod
     def _inner(context: TransferContext) -> TransferContext:
@@ -413,9 +415,8 @@ class Soak:
         scheduler = engine.core.scheduler
         scheduler.check_idle()
         engine.check_integrity()
-        pool = scheduler.pool
-        states = Counter(pool.state(block) for block in range(pool.num_blocks))
-        assert pool.num_free == pool.num_blocks and not states["HELD"] + states["FILLING"], states
+        states = [Counter(pool.state(block) for block in range(pool.num_blocks)) for pool in scheduler.pools.all]
+        assert scheduler.pools.num_used == 0 and all(counts.keys() == {"FREE"} for counts in states), states
         assert not scheduler.requests and not scheduler.running and not engine.output_processor.num_unfinished
         engine.stats_collector.clear_samples()  # its windows grow for 100,000 samples
 
@@ -455,6 +456,7 @@ def soak(
     num_reports: int = 20,
     num_live: int = 24,
     num_cases: int = 200,
+    num_blocks: int | None = None,
     num_weights: int = 4,
     seed: int = 0,
     mean_steps: int = 1500,
@@ -485,7 +487,7 @@ def soak(
         "max_num_batched_tokens": 4 * num_live + 32,
         "max_model_len": MAX_MODEL_LEN,
         "block_size": 8,
-        "num_gpu_blocks_override": max(36, num_live),  # too few: requests are preempted
+        "num_gpu_blocks_override": num_blocks or max(36, num_live),  # too few: requests are preempted
         "scheduling_policy": "priority",
         "enable_sleep_mode": True,
         "on_error": "restart",
@@ -570,6 +572,7 @@ def main() -> None:
     )
     parser.add_argument("--live", type=int, default=48, help="requests at a time")
     parser.add_argument("--cases", type=int, default=400, help="prompts with parameters, of which requests are drawn")
+    parser.add_argument("--blocks", type=int, help="KV blocks, or slabs of several groups of layers")
     parser.add_argument("--http", action="store_true", help="over HTTP, without faults of workers")
     parser.add_argument("--model", type=Path, help="a folder; default: the embedded model")
     arguments = parser.parse_args()
@@ -602,6 +605,7 @@ def main() -> None:
         num_reports=arguments.reports,
         num_live=arguments.live,
         num_cases=arguments.cases,
+        num_blocks=arguments.blocks,
         seed=arguments.seed,
         mean_steps=arguments.steps_between_errors,
         event_share=arguments.event_share,

@@ -1,5 +1,6 @@
 """Models with recurrent states on a GPU: kernels against float32, and engines in graphs against a CPU's tokens."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,17 @@ def error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got.float() - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype"),
+    [
+        (torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float16),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("name", SHAPES)
-def test_recurrence(name: str, lengths: str, dtype: torch.dtype) -> None:
-    """From the same inputs, those of ``dtype``, in float32."""
+def test_recurrence(name: str, lengths: str, dtype: torch.dtype, state_dtype: torch.dtype) -> None:
+    """From the same inputs and states, in float32."""
     case, counts = SHAPES[name], LENGTHS[lengths]
     num_tokens, num = sum(counts), len(counts)
     slots = range(1, num + 1)
@@ -58,7 +65,8 @@ def test_recurrence(name: str, lengths: str, dtype: torch.dtype) -> None:
     weight = random(case.head_v_dim, seed=2, dtype=dtype, device="cuda")
     found = []
     for kernels, kind in ((reference_kernels(), torch.float32), (triton_kernels(), dtype)):
-        state, batch = case.state(num + 1, "cuda"), make_batch(counts, slots, [[slot] for slot in slots], "cuda")
+        state = case.state(num + 1, "cuda", state_dtype).to(torch.float32 if kind != dtype else state_dtype)
+        batch = make_batch(counts, slots, [[slot] for slot in slots], "cuda")
         given = inputs
         if kind != dtype:
             beta = None if inputs.beta is None else inputs.beta.float()
@@ -151,6 +159,21 @@ def test_second_tokens_as_drafts(num_drafts: int, tmp_path: Path) -> None:
     assert tried.stats().scheduler.drafts.num_drafted > 0
     assert tried.core.executor.runner.graphs.num_steps["uniform"] > 0
     tried.shutdown()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "bamba"])
+def test_states_in_two_bytes(family: str, tmp_path: Path) -> None:
+    """The tokens in graphs are those of eager steps."""
+    kind, fields = FAMILIES[family]
+    make_checkpoint(tmp_path, kind, vocab_size=VOCAB, max_position_embeddings=256, **fields)
+    lives, outputs = random_lives(1, VOCAB, longest=LONGEST), []
+    for eager in (True, False):
+        options = {"enforce_eager": eager, "mamba_ssm_cache_dtype": "bfloat16", "enable_prefix_caching": False}
+        tried = engine(tmp_path, "cuda", model_runner="v2", **options)
+        found = live(tried, [replace(life, abort_at=None) for life in lives])
+        outputs.append({name: output.outputs[0].token_ids for name, output in found.items()})
+        tried.shutdown()
+    assert outputs[0] == outputs[1]
 
 
 def test_snapshots_are_hit(tmp_path: Path) -> None:

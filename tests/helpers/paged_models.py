@@ -233,7 +233,7 @@ class PagedCache:
 def _cache_shape(layer: LayerSpec, block_size: int, num_blocks: int) -> tuple[int, ...]:
     """Of the KV of a layer, or of its states."""
     if layer.recurrent is not None:
-        return num_blocks, layer.recurrent.states().num_words(4)
+        return num_blocks, sum(layer.recurrent.states().num_words(4, 4))
     mixer = layer.mixer
     return num_blocks, 2, mixer.num_kv_heads, block_size, mixer.head_dim
 

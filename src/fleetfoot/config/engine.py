@@ -25,6 +25,7 @@ from fleetfoot.utils.validation import FieldError, FieldTypeError, is_host, is_l
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 KVCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
+StateDtype = Literal["auto", "float32", "bfloat16", "float16"]
 KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 """Values of ``kv_cache_dtype`` -> the dtype of the KV cache; with others it is that of weights and activations."""
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -223,6 +224,9 @@ class EngineConfig:
         "auto",
         "of KV: auto takes that of weights and activations; fp8 (e4m3) and fp8_e5m2 take a byte for each element",
         choices=KVCacheDtype,
+    )
+    mamba_ssm_cache_dtype: StateDtype = _flag(
+        "auto", "of recurrent states, of gated delta nets as of Mamba-2: auto is float32", choices=StateDtype
     )
     gpu_memory_utilization: float = _flag(
         0.9,

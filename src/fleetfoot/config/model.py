@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from fleetfoot.config.json_fields import ConfigError, check_key, json_object, read_json_object
 from fleetfoot.config.quantization import NOT_QUANTIZED, QuantizedWeights
+from fleetfoot.utils.validation import FieldError
 
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -245,9 +246,9 @@ class StateShapes(NamedTuple):
         """Elements of the matrices."""
         return math.prod(self.recurrent) if self.recurrent else 0
 
-    def num_words(self, dtype_bytes: int) -> int:
-        """Float32 words of both, the matrices first."""
-        return self.num_recurrent + -(-math.prod(self.inputs) * dtype_bytes // 4)
+    def num_words(self, matrix_bytes: int, input_bytes: int) -> tuple[int, int]:
+        """Float32 words of both, given the bytes of an element."""
+        return -(-self.num_recurrent * matrix_bytes // 4), -(-math.prod(self.inputs) * input_bytes // 4)
 
 
 RecurrentSpec = GatedDeltaNetSpec | Mamba2Spec | ShortConvSpec
@@ -430,6 +431,8 @@ class ModelConfig:
     """Further fields of ``config.json`` that only this architecture reads, by their names there."""
     dtype: str = "float32"
     """Dtype of the checkpoint, one of DTYPES; of quantized ones that of what is not quantized."""
+    state_dtype: str = "float32"
+    """Dtype in which the matrices of recurrent states are kept, whatever they are computed in."""
     quantization: QuantizedWeights = NOT_QUANTIZED
     """Which linear layers of the checkpoint are quantized, and how."""
     bos_token_id: int | None = None
@@ -453,6 +456,15 @@ class ModelConfig:
     def attentions(self) -> tuple[AttentionSpec, ...]:
         """The attention of the layers that have it, in order."""
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
+
+    def with_state_dtype(self, dtype: str) -> ModelConfig:
+        """This model with a value of ``mamba_ssm_cache_dtype``. Raises FieldError if no state has matrices."""
+        name = "mamba_ssm_cache_dtype"
+        if dtype == "auto":
+            return self
+        if not any(layer.recurrent is not None and layer.recurrent.states().recurrent for layer in self.layers):
+            raise FieldError(name, f"is {dtype!r}, and {self.architecture} keeps no such states; leave it out", dtype)
+        return replace(self, state_dtype=dtype)
 
     @property
     def has_states(self) -> bool:

@@ -82,7 +82,7 @@ _BY_ADVICE: dict[str, dict[str, tuple[Any, ...]]] = {
          "kv_events_config": (), "additional_config": (),
          "attention_config": (), "kernel_config": (), "ec_transfer_config": (), "kv_offloading_backend": ("native",),
          "optimization_level": (), "pt_load_map_location": ("cpu",), "mamba_cache_dtype": ("auto",),
-         "mamba_ssm_cache_dtype": ("auto",), "mamba_block_size": (), "override_attention_dtype": (),
+         "mamba_block_size": (), "override_attention_dtype": (),
          "dcp_kv_cache_interleave_size": (1,), "cp_kv_cache_interleave_size": (1,), "worker_use_ray": (False,),
          "ray_workers_use_nsight": (False,), "num_lookahead_slots": (0,), "preemption_mode": (),
          "scheduler_delay_factor": (0,), "multi_step_stream_outputs": _SWITCH, "tokenizer_pool_size": (0,)},

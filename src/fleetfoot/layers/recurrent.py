@@ -71,7 +71,8 @@ class StateMixer(nn.Module):
         assert spec is not None
         shapes = spec.states(size)
         check_tensor_parallel_size(config, size, shares_experts=context.expert_split is None)
-        self._shapes, self._dtype, self._kv_index = shapes, context.dtype, kv_index
+        self._shapes, self._kv_index = shapes, kv_index
+        self._dtypes = getattr(torch, config.state_dtype), context.dtype
         self._split: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None
         self._conv, self._recurrence = context.ops.causal_conv, context.ops.recurrence
 
@@ -81,17 +82,21 @@ class StateMixer(nn.Module):
         whole = ctx.kv_caches[self._kv_index]  # [num_slots, words] float32
         if self._split is None or self._split[0] is not whole:
             with real_memory():  # the views outlive a dry pass
-                self._split = whole, split_states(whole, self._shapes, self._dtype)
+                self._split = whole, split_states(whole, self._shapes, *self._dtypes)
         return *self._split[1], ctx.states
 
 
-def split_states(whole: torch.Tensor, shapes: StateShapes, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """``whole [num_slots, words]`` float32 -> the matrices ``[num_slots, *recurrent]`` float32 and the inputs
-    ``[num_slots, *inputs]`` of ``dtype``, as views."""
-    matrices, inputs = whole.split((shapes.num_recurrent, whole.shape[1] - shapes.num_recurrent), dim=1)
+def split_states(
+    whole: torch.Tensor, shapes: StateShapes, of_matrices: torch.dtype, of_inputs: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``whole [num_slots, words]`` float32 -> the matrices ``[num_slots, *recurrent]`` and the inputs ``[num_slots,
+    *inputs]``, each in its dtype, as views."""
+    matrices, inputs = whole.split(shapes.num_words(of_matrices.itemsize, of_inputs.itemsize), dim=1)
     size = shapes.inputs[0] * shapes.inputs[1]
-    inputs = inputs.view(dtype)[:, :size].unflatten(1, shapes.inputs)
-    return matrices.unflatten(1, shapes.recurrent) if shapes.recurrent else matrices, inputs
+    inputs = inputs.view(of_inputs)[:, :size].unflatten(1, shapes.inputs)
+    if not shapes.recurrent:
+        return matrices, inputs
+    return matrices.view(of_matrices)[:, : shapes.num_recurrent].unflatten(1, shapes.recurrent), inputs
 
 
 class GatedDeltaNet(StateMixer):

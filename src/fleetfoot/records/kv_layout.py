@@ -64,7 +64,12 @@ class StateSpec(msgspec.Struct, frozen=True, tag=True):
     """
 
     state_shape: tuple[int, ...]
-    state_dtype: str = "float32"
+    """In float32 words."""
+    parts: tuple[tuple[int, ...], ...] = ()
+    """The shapes of matrices and a convolution's inputs, which lie in it."""
+    dtypes: tuple[str, ...] = ()
+    """The dtypes of both."""
+    state_dtype: ClassVar[str] = "float32"
     window: ClassVar[None] = None
 
     def shape(self, block_size: int) -> tuple[int, ...]:
@@ -258,7 +263,9 @@ def kv_cache_specs(
     specs: list[LayerCacheSpec] = []
     for layer in map(model.layers.__getitem__, numbers):
         if layer.recurrent is not None:
-            specs.append(StateSpec((layer.recurrent.states(ranks).num_words(DTYPE_BYTES[dtype]),)))
+            shapes, dtypes = layer.recurrent.states(ranks), (model.state_dtype, dtype)
+            num_words = sum(shapes.num_words(*map(DTYPE_BYTES.__getitem__, dtypes)))
+            specs.append(StateSpec((num_words,), tuple(shapes), dtypes))
         else:
             specs.append(KVCacheSpec(num_kv_heads(layer.mixer, ranks), layer.mixer.head_dim, layer.mixer.window))
     return tuple(specs)
