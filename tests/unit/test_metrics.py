@@ -47,11 +47,16 @@ def test_values_of_a_moment_ago_while_a_step_takes_long() -> None:
     asyncio.run(run())
 
 
+def renamed(old: str) -> str:
+    return old.replace("gpu_", "kv_").replace("time_per_output_token", "inter_token_latency")
+
+
 def test_the_text_is_what_prometheus_parses() -> None:
     values = {
         "gauges": {"num_requests_running": 3, "kv_cache_usage_perc": 0.25, "unknown": 1},
         "counters": {"prompt_tokens": 2e9},
         "finished": {"stop": 4, "length": 5},
+        "labelled": {"engine_sleep_state": [({"sleep_state": "awake"}, True)], "cache_config_info": [({"a": 'b"'}, 1)]},
         "histograms": {"inter_token_latency_seconds": {"buckets": [[0.001, 1], [0.5, 2], ["+Inf", 6]], "sum": 7.5}},
     }
     model = 'a\\b"c\nd'
@@ -64,11 +69,17 @@ def test_the_text_is_what_prometheus_parses() -> None:
                 labels = sample.labels
                 if sample.name.startswith(prefix) and (labels["model_name"], labels["engine"]) == (model, "1"):
                     name = sample.name.removeprefix(f"{prefix}:")
-                    found[name, labels.get("le") or labels.get("finished_reason")] = sample.value
+                    names = "le", "finished_reason", "sleep_state", "a"
+                    found[name, next((labels[name] for name in names if name in labels), None)] = sample.value
+        old = {name: found.pop(name) for name in [*found] if name[0].startswith(("gpu_", "time_per"))}
+        assert len(old) == (6 if prefix == "vllm" else 0)
+        assert all(value == found[renamed(name), label] for (name, label), value in old.items())
         assert found == {
             ("num_requests_running", None): 3,
             ("kv_cache_usage_perc", None): 0.25,
             ("prompt_tokens_total", None): 2e9,
+            ("engine_sleep_state", "awake"): 1,
+            ("cache_config_info", 'b"'): 1,
             ("request_success_total", "stop"): 4,
             ("request_success_total", "length"): 5,
             ("inter_token_latency_seconds_bucket", "0.001"): 1,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,38 @@ _TOKENS = [step * 10.0**power for power in range(6) for step in (1, 2, 5)]
 _OF_REQUESTS = (
     *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds"),
     *("request_decode_time_seconds", "request_inference_time_seconds", "request_time_per_output_token_seconds"),
-    *("request_prompt_tokens", "request_generation_tokens"),
+    *("request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens"),
+    *("request_params_max_tokens", "request_params_n"),
 )
 """Histograms with one sample for each request, in the order in which `OutputRouter` adds them."""
+
+
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+"""By level."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineGauges:
+    """What metrics have of an engine besides its statistics."""
+
+    sleep_level: int
+    has_connector: bool
+    cache: Mapping[str, Any]
+    """Settings of the KV cache."""
+
+    @classmethod
+    def of(cls, engine: Any) -> EngineGauges:
+        """``engine``: an `LLMEngine`."""
+        plan, scheduler = engine.plan, engine.core.scheduler
+        config = plan.config
+        cache = {
+            "block_size": config.block_size,
+            "cache_dtype": config.kv_cache_dtype,
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "num_gpu_blocks": scheduler.config.num_blocks,
+        }
+        return cls(engine.suspension.level, scheduler.transfers.connector.is_active, cache)
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +89,7 @@ class OutputRouter:
         self._open: Counter[str] = Counter()  # the unfinished sequences of each request
         self._ttft, self._itl = Histogram(_SECONDS), Histogram(_SECONDS)
         self._step_tokens = Histogram(_TOKENS)
-        self._requests = {name: Histogram(_TOKENS if name.endswith("tokens") else _SECONDS) for name in _OF_REQUESTS}
+        self._requests = {name: Histogram(_SECONDS if name.endswith("seconds") else _TOKENS) for name in _OF_REQUESTS}
 
     @property
     def num_unfinished(self) -> int:
@@ -127,9 +156,28 @@ class OutputRouter:
         self._step_tokens.add(num_tokens)
         return list(messages.items())
 
-    def metrics(self, scheduler: SchedulerStats) -> dict[str, Any]:
-        """Gauges, counters and histograms, as plain data, by vLLM's names."""
-        stats, drafts = self._stats, scheduler.drafts
+    def metrics(self, scheduler: SchedulerStats, facts: EngineGauges) -> dict[str, Any]:
+        """Gauges, counters and histograms, as plain data, by vLLM's names. ``labelled``: pairs of further labels and a
+        value."""
+        stats, drafts, num_loaded = self._stats, scheduler.drafts, scheduler.transfers.tokens_loaded
+        num_missed = scheduler.prefix_cache_queries - scheduler.prefix_cache_hits
+        sources = {
+            "local_compute": num_missed - num_loaded,
+            "local_cache_hit": scheduler.prefix_cache_hits,
+            "external_kv_transfer": num_loaded,
+        }
+        waiting = {"capacity": scheduler.num_waiting, "deferred": scheduler.transfers.num_loading}
+        labelled: dict[str, list[tuple[dict[str, str], float]]] = {
+            "num_requests_waiting_by_reason": [({"reason": name}, count) for name, count in waiting.items()],
+            "prompt_tokens_by_source": [({"source": name}, count) for name, count in sources.items()],
+            "engine_sleep_state": [
+                ({"sleep_state": name}, level == facts.sleep_level) for level, name in enumerate(_SLEEP_STATES)
+            ],
+            "cache_config_info": [({name: str(value) for name, value in facts.cache.items()}, 1)],
+            "spec_decode_num_accepted_tokens_per_pos": [
+                ({"position": str(position)}, count) for position, count in enumerate(drafts.accepted_at)
+            ],
+        }
         counters = {
             "num_preemptions": scheduler.num_preemptions,
             "prompt_tokens": stats.num_prompt_tokens,
@@ -137,6 +185,9 @@ class OutputRouter:
             "prefix_cache_queries": scheduler.prefix_cache_queries,
             "prefix_cache_hits": scheduler.prefix_cache_hits,
             "prefix_cache_lost": scheduler.prefix_cache_lost,
+            "prompt_tokens_cached": scheduler.prefix_cache_hits + num_loaded,
+            "external_prefix_cache_queries": num_missed if facts.has_connector else 0,
+            "external_prefix_cache_hits": num_loaded,
             "engine_steps": stats.num_steps,
             "engine_restarts": stats.num_restarts,
         }
@@ -157,6 +208,7 @@ class OutputRouter:
                 "kv_cache_usage_perc": scheduler.kv_cache_usage,
             },
             "counters": counters,
+            "labelled": labelled,
             "finished": dict(stats.num_finished),
             "histograms": {name: {"buckets": one.cumulative(), "sum": one.sum} for name, one in histograms.items()},
         }
@@ -226,6 +278,7 @@ class OutputRouter:
         values = (
             last - sequence.queued_ts, begin - sequence.queued_ts, first - begin, last - first, last - begin,
             metrics.time_per_output_token, request.num_prompt_tokens, request.num_output_tokens,
+            request.num_output_tokens, request.max_tokens, request.params.n,
         )  # fmt: skip
         for histogram, value in zip(self._requests.values(), values, strict=True):
             histogram.add(value)

@@ -20,7 +20,7 @@ import zmq
 
 from fleetfoot.engine import wire
 from fleetfoot.engine.engine import LLMEngine, build_engine
-from fleetfoot.engine.output_router import OutputRouter
+from fleetfoot.engine.output_router import EngineGauges, OutputRouter
 from fleetfoot.engine.remote_calls import RemoteCalls
 from fleetfoot.plan.forced_runner import begin_forcing
 from fleetfoot.plan.output_settings import output_settings
@@ -171,7 +171,8 @@ class EngineServer:
 
     def _call(self, client: bytes, call: wire.Call) -> None:
         if call.method == "metrics":
-            self._send(client, wire.Reply(call.number, self._router.metrics(self._engine.core.scheduler.stats())))
+            metrics = self._router.metrics(self._engine.core.scheduler.stats(), EngineGauges.of(self._engine))
+            self._send(client, wire.Reply(call.number, metrics))
         elif call.method == wire.COMPILE_GRAMMAR:
             try:
                 structured = as_structured_outputs(*call.arguments)

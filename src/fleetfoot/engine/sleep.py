@@ -35,12 +35,18 @@ class Suspension:
     def __init__(self, core: EngineCore, holds: HoldQueue, live: LiveWeights | None, *, can_sleep: bool) -> None:
         self._core, self._holds, self._live, self._can_sleep = core, holds, live, can_sleep
         self._asleep: set[str] = set()
+        self._level = 0
         self._is_paused = False
 
     @property
     def is_sleeping(self) -> bool:
         """Whether weights or KV are asleep."""
         return bool(self._asleep)
+
+    @property
+    def level(self) -> int:
+        """The level of the sleep; 0: awake."""
+        return self._level if self._asleep else 0
 
     @property
     def reason(self) -> str:
@@ -79,6 +85,7 @@ class Suspension:
         self._core.settle_transfers()
         if level == 2 and self._live is not None:
             self._live.remember_source()
+        self._level = level
         self._update(set(TAGS))
         try:
             self._core.executor.collective_rpc("sleep", (level,))

@@ -1,5 +1,5 @@
 """The engine's statistics in Prometheus' text format, under names with ``fleetfoot:`` and with ``vllm:`` before them,
-so that dashboards for vLLM work."""
+so that dashboards and routers for vLLM work: those of the Gateway API, llm-d and production-stack among them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ _COUNTERS = {
     "generation_tokens": "Generated tokens.",
     "prefix_cache_queries": "Tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Tokens found in the prefix cache.",
+    "prompt_tokens_cached": "Prompt tokens that were not computed: of the prefix cache, and from other engines.",
+    "external_prefix_cache_queries": "Tokens looked up by the KV connector.",
+    "external_prefix_cache_hits": "Tokens with KV that the KV connector has loaded.",
     "prefix_cache_lost": "Tokens with KV in the prefix cache, computed again for want of a recurrent state.",
     "engine_steps": "Steps of the engine.",
     "engine_restarts": "Restarts of the workers after an error.",
@@ -42,8 +45,29 @@ _HISTOGRAMS = {
     "request_inference_time_seconds": "From the first step to the last token.",
     "request_prompt_tokens": "Prompt tokens of a request.",
     "request_generation_tokens": "Generated tokens of a request.",
+    "request_max_num_generation_tokens": "Generated tokens of a request's sequence.",
+    "request_params_max_tokens": "The limit of a request's tokens.",
+    "request_params_n": "Sequences of a request.",
     "iteration_tokens_total": "Tokens of a step.",
 }
+
+_LABELLED = {
+    "num_requests_waiting_by_reason": ("gauge", "Requests that wait for room, and that wait for KV to be loaded."),
+    "engine_sleep_state": ("gauge", "1 of the state that the engine is in."),
+    "cache_config_info": ("gauge", "Settings of the KV cache."),
+    "prompt_tokens_by_source": ("counter", "Prompt tokens that were computed, cached, or loaded from elsewhere."),
+    "spec_decode_num_accepted_tokens_per_pos": ("counter", "Draft tokens accepted at each position."),
+}
+"""Metrics with labels of their own."""
+_OLD_NAMES = {
+    "gauges": {"gpu_cache_usage_perc": "kv_cache_usage_perc"},
+    "counters": {
+        "gpu_prefix_cache_queries": "prefix_cache_queries",
+        "gpu_prefix_cache_hits": "prefix_cache_hits",
+    },
+    "histograms": {"time_per_output_token_seconds": "inter_token_latency_seconds"},
+}
+"""Names that vLLM had, and that routers still read; with ``vllm:`` alone."""
 
 
 def render_metrics(values: Any, model: str) -> bytes:
@@ -52,8 +76,17 @@ def render_metrics(values: Any, model: str) -> bytes:
     engines: list[Mapping[str, Any]] = values if isinstance(values, list) else [values]
     last = f'model_name="{_escaped(model)}"'
     labels = [(f'engine="{_escaped(each.get("engine", "0"))}"', last) for each in engines]
-    text = "".join(f"{line}\n" for line in _lines([*zip(labels, engines, strict=True)]))
-    return "".join(text.replace(_PREFIX, prefix) for prefix in PREFIXES).encode()
+    named = [*zip(labels, engines, strict=True)]
+    text = "".join(f"{line}\n" for line in _lines(named))
+    old = "".join(f"{line}\n" for line in _lines([(of, _under_old_names(values)) for of, values in named]))
+    return "".join((text.replace(_PREFIX, PREFIXES[0]), (text + old).replace(_PREFIX, PREFIXES[1]))).encode()
+
+
+def _under_old_names(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {
+        section: {old: values[section][name] for old, name in names.items() if name in values.get(section, ())}
+        for section, names in _OLD_NAMES.items()
+    }
 
 
 _PREFIX = "\0"
@@ -66,22 +99,35 @@ def _lines(engines: Iterable[tuple[tuple[str, str], Mapping[str, Any]]]) -> Iter
         ("gauges", "gauge", _GAUGES, ""),
         ("counters", "counter", _COUNTERS, "_total"),
     ):
-        for name, text in texts.items():
+        for name, text in (texts | _old_texts(section)).items():
             found = [(labels, values[section][name]) for labels, values in engines if name in values.get(section, ())]
             yield from _header(f"{name}{suffix}", kind, text) if found else ()
             yield from (_sample(f"{name}{suffix}", labels, value) for labels, value in found)
-    yield from _header("request_success_total", "counter", "Requests that have ended.")
+    for name, (kind, text) in _LABELLED.items():
+        suffix = "_total" if kind == "counter" else ""
+        rows = [(labels, *row) for labels, values in engines for row in values.get("labelled", {}).get(name, ())]
+        yield from _header(f"{name}{suffix}", kind, text) if rows else ()
+        for labels, own, value in rows:
+            pairs = sorted((*labels, *(f'{key}="{_escaped(text)}"' for key, text in own.items())))
+            yield f"{_PREFIX}:{name}{suffix}{{{','.join(pairs)}}} {float(value)}"
+    if any("finished" in values for _, values in engines):
+        yield from _header("request_success_total", "counter", "Requests that have ended.")
     for labels, values in engines:
         for reason, count in sorted(values.get("finished", {}).items()):
             yield _sample("request_success_total", labels, count, f'finished_reason="{_escaped(reason)}",')
-    for name, text in _HISTOGRAMS.items():
-        yield from _header(name, "histogram", text)
-        for labels, values in engines:
-            if one := values.get("histograms", {}).get(name):
+    for name, text in (_HISTOGRAMS | _old_texts("histograms")).items():
+        samples = [(labels, values.get("histograms", {}).get(name)) for labels, values in engines]
+        yield from _header(name, "histogram", text) if any(one for _, one in samples) else ()
+        for labels, one in samples:
+            if one:
                 for limit, count in one["buckets"]:
                     yield _sample(f"{name}_bucket", labels, count, f'le="{limit}",')
                 yield _sample(f"{name}_count", labels, one["buckets"][-1][1])
                 yield _sample(f"{name}_sum", labels, one["sum"])
+
+
+def _old_texts(section: str) -> dict[str, str]:
+    return {old: f"The same as {name}." for old, name in _OLD_NAMES[section].items()}
 
 
 def _header(name: str, kind: str, text: str) -> tuple[str, str]:
