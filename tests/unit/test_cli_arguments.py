@@ -314,8 +314,11 @@ def test_logs_go_to_stderr_while_a_command_runs(capsys: pytest.CaptureFixture[st
     assert before == (logging.getLogger("fleetfoot").level, logging.getLogger("fleetfoot").handlers)
 
 
-def test_a_worker_names_what_it_waits_for(run: CommandRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("words", [["worker"], ["serve", "--headless", "--uvicorn-log-level", "info"]])
+def test_a_worker_names_what_it_waits_for(
+    words: list[str], run: CommandRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fleetfoot.executor.nodes.run_node", lambda config: None)
     flags = ["--nnodes", "2", "--tensor-parallel-size", "2", "--master-addr", "10.0.0.1"]
-    run("worker", *flags, "--node-rank", "1")
+    run(*words, *flags, "--node-rank", "1")
     assert run.err == "this is node 1 of 2, and waits for node 0 at 10.0.0.1:29500\n"

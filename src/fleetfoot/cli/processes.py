@@ -8,8 +8,8 @@ from contextlib import suppress
 from functools import partial
 
 from fleetfoot.cli.arguments import add_engine_arguments, add_listen_arguments, engine_config
-from fleetfoot.cli.command import Command, print_status, usage_errors
-from fleetfoot.cli.serve import add_server_arguments, server_settings
+from fleetfoot.cli.command import Command, usage_errors
+from fleetfoot.cli.serve import add_server_arguments, run_workers, server_settings
 from fleetfoot.config import env
 from fleetfoot.utils.cluster_key import find_cluster_key
 
@@ -125,15 +125,7 @@ def _run_proxy(arguments: argparse.Namespace) -> int:
 
 def _run_worker(arguments: argparse.Namespace) -> int:
     with usage_errors():
-        config = engine_config(arguments)  # validated before torch is imported
-        if config.node_rank != 0:
-            node, address = f"node {config.node_rank} of {config.nnodes}", f"{config.master_addr}:{config.master_port}"
-            print_status(f"this is {node}, and waits for node 0 at {address}")
-
-        from fleetfoot.executor.nodes import run_node
-
-        run_node(config)
-    return 0
+        return run_workers(engine_config(arguments))  # validated before torch is imported
 
 
 _ENGINE_HELP = "run an engine behind a port, for a proxy or a client in Python"

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetfoot.cli.arguments import add_engine_arguments, engine_config
-from fleetfoot.cli.command import Command, UsageError, usage_errors
+from fleetfoot.cli.command import Command, UsageError, print_status, usage_errors
 from fleetfoot.config import env
 from fleetfoot.parsers.registry import check_parsers
 
 if TYPE_CHECKING:
+    from fleetfoot.config.engine import EngineConfig
     from fleetfoot.server.api_server import ServerSettings
     from fleetfoot.server.app import CorsSettings
     from fleetfoot.server.bounds import BodyLimits
@@ -39,6 +40,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     text = "YAML file of flags, such as 'port: 8000' or 'max-model-len: 4096'; those of the command line win"
     parser.add_argument("--config", metavar="FILE", help=text)
     add_server_arguments(parser)
+    text = "no server: run the workers of a machine that is not the first (--nnodes, --node-rank, --master-addr)"
+    parser.add_argument("--headless", action="store_true", help=text)
     add_engine_arguments(parser, takes_model=True, leave_out=("served_model_name", "reasoning_parser"))
 
 
@@ -121,6 +124,8 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     add("--allowed-methods", type=_names, default=("*",), metavar="LIST", help="their methods (default: all)")
     add("--allowed-headers", type=_names, default=("*",), metavar="LIST", help="their headers (default: all)")
     add("--allow-credentials", action="store_true", help="they may send cookies and other credentials")
+    add("--uvicorn-log-level", metavar="LEVEL", help="no effect: --verbose logs more")
+    add("--disable-uvicorn-access-log", action="store_true", help="no effect: --access-log is needed to log requests")
     add("--log-format", choices=("text", "json"), default="text", help="of the log on standard error (default: text)")
     add("--access-log", action="store_true", help="log each request")
 
@@ -128,11 +133,25 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     with usage_errors():
         config = engine_config(arguments)  # validated before anything is started
+        if arguments.headless:
+            return run_workers(config)
 
         from fleetfoot.server.serve import default_api_servers, serve
 
         arguments.api_server_count = arguments.api_server_count or min(default_api_servers(), arguments.max_queue)
         return serve(config, server_settings(arguments, default_names=(config.model,)))
+
+
+def run_workers(config: EngineConfig) -> int:
+    """Run the workers of a machine that is not the first, until the engine ends. Returns the exit code."""
+    if config.node_rank != 0:
+        node, address = f"node {config.node_rank} of {config.nnodes}", f"{config.master_addr}:{config.master_port}"
+        print_status(f"this is {node}, and waits for node 0 at {address}")
+
+    from fleetfoot.executor.nodes import run_node
+
+    run_node(config)
+    return 0
 
 
 def server_settings(arguments: argparse.Namespace, default_names: tuple[str, ...] = ()) -> ServerSettings:
