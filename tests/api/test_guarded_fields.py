@@ -92,6 +92,9 @@ TEXT_PAIR = {"text_1": "a", "text_2": "b"}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": PROMPT,
     "/v1/chat/completions": CHAT,
+    "/v1/completions/render": PROMPT,
+    "/v1/chat/completions/render": CHAT,
+    "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 1}},
     "/v1/responses": {"input": "a"},
     "/v1/responses/input_tokens": {"input": "a"},
     "/v1/messages": {"model": "story", "max_tokens": 1, **CHAT},

@@ -19,6 +19,20 @@ from fleetfoot.server.openai.protocol import ChatCompletion, Completion
 from tests.helpers.server import RunningServer, refusal_of_full_queue
 
 PROMPT = "Once upon a time"
+VLLM_METRICS = (
+    *("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info", "engine_sleep_state"),
+    *("gpu_cache_usage_perc", "gpu_prefix_cache_hits_total", "gpu_prefix_cache_queries_total"),
+    *("time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket", "e2e_request_latency_seconds_sum"),
+    *("time_per_output_token_seconds_count", "request_time_per_output_token_seconds_bucket"),
+    *("request_queue_time_seconds_sum", "request_prefill_time_seconds_sum", "request_decode_time_seconds_sum"),
+    *("request_inference_time_seconds_bucket", "prompt_tokens_total", "generation_tokens_total"),
+    *("prefix_cache_queries_total", "prefix_cache_hits_total", "external_prefix_cache_queries_total"),
+    *("external_prefix_cache_hits_total", "request_success_total", "num_preemptions_total"),
+    *("num_requests_waiting_by_reason", "prompt_tokens_by_source_total", "request_prompt_tokens_bucket"),
+    *("request_generation_tokens_bucket", "request_max_num_generation_tokens_sum", "request_params_max_tokens_bucket"),
+    *("request_params_n_bucket", "iteration_tokens_total_bucket"),
+)
+"""What the Gateway API, llm-d, production-stack and vLLM's dashboards read of an engine without drafts."""
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a story about a crow."}]
 
 
@@ -295,12 +309,14 @@ def test_statuses(client: httpx.Client, server: RunningServer) -> None:
     assert too_long["code"] == "context_length_exceeded"
 
 
-def test_state_needs_no_key(server: RunningServer) -> None:
+def test_state_needs_no_key(server: RunningServer, client: httpx.Client) -> None:
+    assert client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2}).status_code == 200
     for path in ("/health", "/ready", "/version", "/metrics"):
         assert httpx.get(server.url + path).status_code == 200
     text = server.stats()
     assert 'fleetfoot:request_success_total{engine="0",finished_reason="length",model_name="story"}' in text
-    assert "vllm:time_to_first_token_seconds_bucket" in text
+    missing = [name for name in VLLM_METRICS if f"\nvllm:{name}{{" not in text]
+    assert missing == []
 
 
 def test_request_ids(client: httpx.Client) -> None:
@@ -320,6 +336,51 @@ def test_tokenize_and_detokenize(client: httpx.Client, story: LLM) -> None:
     for fields in ({"add_generation_prompt": False}, {"chat_template_kwargs": {}}, {"tools": []}):
         response = client.post("/tokenize", json={"prompt": PROMPT, **fields})
         assert response.status_code == 400 and response.json()["error"]["param"] == next(iter(fields))
+
+
+def test_rendered_requests_generate_the_same(client: httpx.Client) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["crow", "fox"]}}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    tools: dict[str, Any] = {"tools": [tool], "tool_choice": "required"}
+    chat: dict[str, Any] = {"messages": MESSAGES, "temperature": 0, "max_tokens": 60, "return_token_ids": True}
+    text: dict[str, Any] = {"prompt": [PROMPT, "A crow"], "max_tokens": 9, "seed": 4, "return_token_ids": True}
+    text |= {"logit_bias": {"7": -100}, "stop": ["never"], "temperature": 0.7, "n": 2}
+    for path, body in (("chat/completions", {**chat, **tools}), ("chat/completions", chat), ("completions", text)):
+        expected = client.post(f"/v1/{path}", json=body).json()
+        rendered = client.post(f"/v1/{path}/render", json=body).json()
+        choices, prompts = [], rendered if isinstance(rendered, list) else [rendered]
+        for request in prompts:
+            answer = client.post("/inference/v1/generate", json=request).json()
+            assert answer.get("request_id") == request["request_id"], answer
+            choices += [one["token_ids"] for one in answer["choices"]]
+        assert choices == [one["token_ids"] for one in expected["choices"]]
+        assert expected.get("prompt_token_ids") in (None, prompts[0]["token_ids"])
+    assert client.post("/v1/completions/render", json={"prompt": "a", "truncate_prompt_tokens": 0}).status_code == 400
+
+
+def test_tokens_in_and_out(client: httpx.Client) -> None:
+    body: dict[str, Any] = {
+        "token_ids": [5, 6, 7],
+        "sampling_params": {"max_tokens": 4, "temperature": 0, "logprobs": 1, "ignore_eos": True},
+    }
+    whole = client.post("/inference/v1/generate", json=body).json()
+    (choice,) = whole["choices"]
+    assert len(choice["token_ids"]) == 4 == whole["usage"]["completion_tokens"]
+    assert [one["token"] for one in choice["logprobs"]["content"]] == [f"token_id:{one}" for one in choice["token_ids"]]
+    lines = client.post("/inference/v1/generate", json={**body, "stream": True}).text.split("\n\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert [token for event in events for token in event["choices"][0]["token_ids"]] == choice["token_ids"]
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    refused = [
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [10**6]}, "token_ids"),
+        ({"features": {"a": 1}}, "features"),
+        ({"sampling_params": {"extra_args": {}}}, "sampling_params.extra_args"),
+        ({"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params"),
+    ]
+    for fields, param in refused:
+        response = client.post("/inference/v1/generate", json={**body, **fields})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
 
 
 def test_many_streams_at_once_and_some_that_leave(server: RunningServer) -> None:

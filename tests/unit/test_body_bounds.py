@@ -41,6 +41,7 @@ OVER: list[tuple[str, str, int, dict[str, Any]]] = [
     ("prompt", "prompts", 6, {"prompt": [[1]] * 6}),
     ("prompt", "token_ids", 21, {"prompt": [1] * 21}),
     ("tokens", "token_ids", 21, {"tokens": [1] * 21}),
+    ("token_ids", "token_ids", 21, {"token_ids": [1] * 21}),
     ("logit_bias", "logit_bias", 7, {"logit_bias": {str(number): 1 for number in range(7)}}),
     ("allowed_token_ids", "allowed_token_ids", 8, {"allowed_token_ids": [1] * 8}),
     ("bad_words", "bad_words", 3, {"bad_words": ["a"] * 3}),

@@ -57,6 +57,7 @@ from fleetfoot.server.openai.protocol import (
     TokenizeResponse,
 )
 from fleetfoot.server.openai.responses import responses_endpoints
+from fleetfoot.server.openai.token_generation import Generated, GeneratedChunk, GenerateRequest, TokenGeneration
 from fleetfoot.server.openai.tokens import ModelEndpoints
 from fleetfoot.server.openapi import READS, RUNS, Endpoint, openapi_document
 from fleetfoot.server.pooling.endpoints import pooling_endpoints
@@ -145,18 +146,35 @@ def _cors_options(cors: CorsSettings) -> dict[str, Any]:
 def make_endpoints(service: Service) -> list[Endpoint]:
     """The table of endpoints."""
     models, state, messages = ModelEndpoints(service), StateEndpoints(service), MessagesEndpoints(service)
+    completions, chats = Completions(service), ChatCompletions(service)
     return [
         Endpoint(
-            *("POST", "/v1/completions", Completions(service), "Complete prompts."),
+            *("POST", "/v1/completions", completions, "Complete prompts."),
             *(CompletionRequest, Completion, CompletionChunk),
             errors=RUNS,
             ends_with_done=True,
         ),
         Endpoint(
-            *("POST", "/v1/chat/completions", ChatCompletions(service), "Continue a conversation."),
+            *("POST", "/v1/chat/completions", chats, "Continue a conversation."),
             *(ChatRequest, ChatCompletion, ChatChunk),
             errors=RUNS,
             ends_with_done=True,
+        ),
+        Endpoint(
+            *("POST", "/inference/v1/generate", TokenGeneration(service), "Continue token ids by token ids."),
+            *(GenerateRequest, Generated, GeneratedChunk),
+            errors=RUNS,
+            ends_with_done=True,
+        ),
+        Endpoint(
+            *("POST", "/v1/completions/render", completions.render, "Prompts as requests with token ids."),
+            *(CompletionRequest, list[GenerateRequest]),
+            errors=READS,
+        ),
+        Endpoint(
+            *("POST", "/v1/chat/completions/render", chats.render, "A conversation as a request with token ids."),
+            *(ChatRequest, GenerateRequest),
+            errors=READS,
         ),
         Endpoint(
             *("POST", "/v1/messages", messages.create, "Continue a conversation, in Anthropic's form."),

@@ -42,7 +42,7 @@ _TEXT = re.compile(rb'\s*(?:"(?:[^"\\]|\\.){0,200}"\s*:\s*)?"')
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB]..", re.DOTALL)
 _TEXT_DECODER = msgspec.json.Decoder(str)
 _FIRST = re.compile(rb"[\[{]\s*(.?)", re.DOTALL)
-_ID_FIELDS = ("prompt", "input", "tokens")
+_ID_FIELDS = ("prompt", "input", "tokens", "token_ids")
 """Fields that can hold token ids."""
 _SCORED = ("documents", "text_1", "text_2", "queries", "data_1", "data_2")
 
@@ -78,7 +78,7 @@ class BodyLimits:
     def of(self, name: str, first: bytes) -> str:
         """The limit of a field, the list or object of which begins with ``first``."""
         if name in _ID_FIELDS:
-            is_flat = name == "tokens" or first in b"-0123456789"
+            is_flat = name in ("tokens", "token_ids") or first in b"-0123456789"
             return "token_ids" if is_flat else "messages" if first == b"{" else "prompts"
         if name in _SCORED:
             return "documents"

@@ -10,8 +10,9 @@ from starlette.responses import Response
 
 from fleetfoot.outputs import CompletionOutput, RequestOutput
 from fleetfoot.parsers.base import ToolCallDelta
-from fleetfoot.server.conversation import GeneratedMessages, Message, MessageChunk, Turn, generate
+from fleetfoot.server.conversation import GeneratedMessages, Message, MessageChunk, Turn, generate, prepare
 from fleetfoot.server.http import (
+    JSON,
     ApiError,
     invalid,
     request_id,
@@ -36,6 +37,7 @@ from fleetfoot.server.openai.protocol import (
     FunctionCall,
 )
 from fleetfoot.server.openai.structured import naming_constraint
+from fleetfoot.server.openai.token_generation import GenerateRequest
 from fleetfoot.server.service import RESERVED_VARIABLES, Service, response_size
 from fleetfoot.server.streaming import PushedEvents
 
@@ -77,6 +79,17 @@ class ChatCompletions:
             return PushedEvents(_Events(answer, generated))
         output = await until_disconnected(http, generated.collect())
         return await service.respond(response_size([output]), lambda: answer.whole(output, generated), "choices")
+
+    async def render(self, http: Request) -> Response:
+        """The request of ``/inference/v1/generate`` for the conversation."""
+        service = self._service
+        body = await service.read(http, _DECODER)
+        service.check_generates()
+        answer, turn = await service.work(self._read, http, body)
+        with naming_constraint(body):
+            prepared = await prepare(service, turn)
+        rendered = GenerateRequest.of(body, answer.id, prepared.token_ids, prepared.expected.params)
+        return await service.work(JSON, rendered)
 
     def _read(self, http: Request, body: ChatRequest) -> tuple[_Answer, Turn]:
         """Raises ApiError and ValueError for a field that is invalid or not supported."""

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from fleetfoot.outputs import CompletionOutput, Logprob, RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.server.http import (
+    JSON,
     invalid,
     request_id,
     until_disconnected,
@@ -28,6 +29,7 @@ from fleetfoot.server.openai.events import (
 from fleetfoot.server.openai.prompts import read_prompts
 from fleetfoot.server.openai.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from fleetfoot.server.openai.structured import naming_constraint
+from fleetfoot.server.openai.token_generation import GenerateRequest
 from fleetfoot.server.service import (
     RequestOutputs,
     Service,
@@ -70,6 +72,19 @@ class Completions:
             return PushedEvents(_Events(answer, outputs))
         collected = await until_disconnected(http, outputs.collect())
         return await service.respond(response_size(collected), lambda: answer.whole(collected), "choices")
+
+    async def render(self, http: Request) -> Response:
+        """The requests of ``/inference/v1/generate`` for the prompts."""
+        service = self._service
+        body = await service.read(http, _DECODER)
+        service.check_generates()
+        answer, prompts = await service.work(self._read, http, body)
+        options: dict[str, Any] = {"special": body.add_special_tokens is not False, "keep": body.truncate_prompt_tokens}
+        rendered = []
+        for prompt in prompts:
+            token_ids = await service.encode(prompt, **options) if isinstance(prompt, str) else prompt
+            rendered.append(GenerateRequest.of(body, answer.id, token_ids, answer.params))
+        return await service.work(JSON, rendered)
 
     def _read(self, http: Request, body: CompletionRequest) -> tuple[_Answer, list[str | list[int]]]:
         """Raises ApiError and ValueError for a field that is invalid or not supported."""

@@ -124,7 +124,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
     def sampling_params(self, defaults: dict[str, Any], **fields: Any) -> SamplingParams:
         """The request's parameters; ``fields`` override those of the same name. Raises ValueError."""
-        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
         extra = dict(self.vllm_xargs or {})
         if self.kv_transfer_params is not None:
             extra["kv_transfer_params"] = self.kv_transfer_params
@@ -141,7 +141,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
-_SAMPLING = (
+SAMPLING = (
     *("n", "temperature", "top_p", "frequency_penalty", "presence_penalty", "seed", "stop", "logit_bias", "top_k"),
     *("min_p", "repetition_penalty", "ignore_eos", "min_tokens", "stop_token_ids", "allowed_token_ids", "bad_words"),
     *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "truncate_prompt_tokens"),
