@@ -141,10 +141,20 @@ def balance_of(worker: Worker) -> tuple[int, dict[str, Any], list[list[int]]]:
     return worker.balancer.num_steps, worker.balance_report() or {}, placements
 
 
+DATA: dict[str, Any] = {"tensor_parallel_size": 1, "data_parallel_size": 2}
 WAYS: dict[str, dict[str, Any]] = {
     "v1": {"model_runner": "v1"},
     "v2": {"model_runner": "v2", "async_scheduling": True},
     "pipeline": {"model_runner": "v2", "pipeline_parallel_size": 2},
+    "data, v1": {**DATA, "model_runner": "v1"},
+    "data": {**DATA, "model_runner": "v2", "async_scheduling": True},
+    "data, drafts": {
+        **DATA,
+        "model_runner": "v2",
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1},
+    },
+    "data of pipelines": {**DATA, "model_runner": "v2", "pipeline_parallel_size": 2},
+    "data of tensor ranks": {"model_runner": "v2", "data_parallel_size": 2},
     "drafts": {
         "model_runner": "v2",
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1},
@@ -162,10 +172,13 @@ def test_balanced_experts(way: str, model: str, expected: dict[str, list[int]], 
         for _ in range(4):
             assert tokens_of(engine) == expected
         found = balances(engine)
-        stages = [found[:2], found[2:]] if way == "pipeline" else [found]
+        stage_size = 2 if "pipeline" in way else 1
+        stages = (
+            [found[stage::stage_size] for stage in range(stage_size)] if way != "pipeline" else [found[:2], found[2:]]
+        )
         assert len({steps for steps, _, _ in found}) == 1
-        for first, second in stages:
-            assert first == second
+        for first, *others in stages:
+            assert others == [first] * len(others)
             _, report, placements = first
             assert report["num_rounds"] > 1 and report["num_moved"] > 0
             assert all(sorted({*experts}) == [*range(6)] and len(experts) == 9 for experts in placements)

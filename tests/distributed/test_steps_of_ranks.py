@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from tests.distributed.ranks import PROMPT, SMALL, pids_of
+from tests.helpers.checkpoints import UNTRAINED, make_checkpoint
 from tests.helpers.counting_barrier import counting, steps_of
 from tests.helpers.processes import Watched
 
@@ -13,13 +14,29 @@ from fleetfoot import LLM, EngineDeadError, SamplingParams
 
 DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
 PIPELINE, TENSOR = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}
+DATA: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True, "max_model_len": 60}
 PARAMS = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 LIVES: dict[str, dict[str, Any]] = {
     "pipeline of V1": {**PIPELINE, "model_runner": "v1"},
     "pipeline of V2 with drafts": {**PIPELINE, **DRAFTS, "model_runner": "v2", "async_scheduling": True},
     "tensor ranks of V2": {**TENSOR, "model_runner": "v2", "async_scheduling": True},
     "pipeline that pools": {**PIPELINE, "task": "embed"},
+    "data ranks of V1": {**DATA, "model_runner": "v1"},
+    "data ranks of V2 with drafts": {**DATA, **DRAFTS, "model_runner": "v2", "async_scheduling": True},
 }
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("experts")
+    model_type, fields = UNTRAINED["qwen3-moe"]
+    make_checkpoint(folder, model_type, **fields)
+    return str(folder)
+
+
+def sized(settings: dict[str, Any], experts: str) -> dict[str, Any]:
+    """With a model."""
+    return {**SMALL, **({"model": experts} if "data_parallel_size" in settings else {}), **settings}
 
 
 def generate(llm: LLM, settings: dict[str, Any]) -> None:
@@ -31,7 +48,7 @@ def generate(llm: LLM, settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("settings", LIVES.values(), ids=LIVES)
-def test_all_ranks_are_in_every_step(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_all_ranks_are_in_every_step(settings: dict[str, Any], experts: str, tmp_path: Path) -> None:
     """Through idle steps, a sleep and a restart, for which the second rank fails once."""
     faults = {
         "rank": 1,
@@ -40,7 +57,8 @@ def test_all_ranks_are_in_every_step(settings: dict[str, Any], tmp_path: Path) -
         "once": str(tmp_path / "once"),
     }
     kv = counting(tmp_path, **faults)
-    with LLM(**SMALL, **settings, kv_transfer_config=kv, enable_sleep_mode=True, on_error="restart") as llm:
+    sizes = sized(settings, experts)
+    with LLM(**sizes, kv_transfer_config=kv, enable_sleep_mode=True, on_error="restart") as llm:
         warm_up = [-2, -1] if settings.get("model_runner") == "v2" else []
         first = 0
         for event in ("steps", "sleep", "failure", "restart"):
@@ -58,11 +76,11 @@ def test_all_ranks_are_in_every_step(settings: dict[str, Any], tmp_path: Path) -
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("way", ["pipeline of V2 with drafts", "tensor ranks of V2"])
-def test_a_step_that_raises_on_one_rank_is_the_last_of_all(way: str, rank: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["pipeline of V2 with drafts", "tensor ranks of V2", "data ranks of V2 with drafts"])
+def test_a_step_that_raises_on_one_rank_is_the_last_of_all(way: str, rank: int, experts: str, tmp_path: Path) -> None:
     """The others wait for it in the barrier at the latest, and end with the cause."""
     kv = counting(tmp_path, rank=rank, raise_at="save_kv", on_call=4)
-    llm = LLM(**SMALL, **LIVES[way], kv_transfer_config=kv)
+    llm = LLM(**sized(LIVES[way], experts), kv_transfer_config=kv)
     workers = Watched(pids_of(llm.llm_engine).values())
     with pytest.raises(EngineDeadError) as caught:
         generate(llm, LIVES[way])

@@ -19,7 +19,7 @@ from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.pooling import Pooling
 from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.records.pooling_params import PoolingParams
-from fleetfoot.records.step import NewRequest, SchedulerOutput, WarmUpOutput
+from fleetfoot.records.step import Agreement, NewRequest, SchedulerOutput, WarmUpOutput
 from fleetfoot.runner.base import ModelRunner
 from fleetfoot.runner.step_connector import StepConnector
 from fleetfoot.runner.v2.warm_up import warm_up_steps
@@ -64,8 +64,10 @@ def life_of_a_request(num_drafts: int, *, is_pooled: bool) -> dict[str, Schedule
         "rest": SchedulerOutput(1, [0], [2], 0, 1, 2, num_to_propose=num_drafts),
         "decode": SchedulerOutput(2, [0], [1 + num_drafts], 1, 1, 1 + num_drafts, num_drafts=num_drafts),
         "idle": SchedulerOutput(3, [], [], 0, 0, 0, finished=[("r", 0)], finished_req_ids={"r"}),
-        "padding": SchedulerOutput(4, [], [], 0, 0, 0, num_padding_tokens=3),
-        "idle again": SchedulerOutput(5, [], [], 0, 0, 0),
+        "padding": SchedulerOutput(4, [], [], 0, 0, 0, agreement=Agreement(3)),
+        "padding in a graph": SchedulerOutput(5, [], [], 0, 0, 0, agreement=Agreement(2, "decode")),
+        "padding in a mixed graph": SchedulerOutput(6, [], [], 0, 0, 0, agreement=Agreement(16, "mixed")),
+        "idle again": SchedulerOutput(7, [], [], 0, 0, 0),
     }
     steps["decode"].awaited_step = 1
     if is_pooled:

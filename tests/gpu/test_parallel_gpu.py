@@ -29,11 +29,15 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 EXPERTS: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+DATA: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
 EPLB = {"step_interval": 8, "num_redundant_experts": 3}
 EXPERT_WAYS: dict[str, dict[str, Any]] = {
     "experts": EXPERTS,
     "experts, v1": {**EXPERTS, "model_runner": "v1"},
     "balanced": {**EXPERTS, "enable_eplb": True, "eplb_config": EPLB},
+    "data ranks": DATA,
+    "data ranks, v1": {**DATA, "model_runner": "v1"},
+    "data ranks, balanced": {**DATA, "enable_eplb": True, "eplb_config": EPLB},
 }
 
 

@@ -11,7 +11,7 @@ from fleetfoot.kv_transfer.base.connector import TransferContext, WorkerConnecto
 from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.runner import base
 from fleetfoot.runner.step_barrier import StepBarrier
-from tests.helpers.faulty_connector import OFFLOADING, FaultyConnector, InjectedError, connector
+from tests.helpers.faulty_connector import OFFLOADING, FaultyConnector, InjectedError, connector, world_rank
 
 
 class CountingBarrier(StepBarrier):
@@ -64,7 +64,7 @@ class BarrierConnector(FaultyConnector):
     @staticmethod
     def worker_side(context: TransferContext) -> WorkerConnector:
         base.NoBarrier = CountingBarrier  # type: ignore[assignment, misc]
-        CountingBarrier.log = Path(context.config.kv_connector_extra_config["folder"]) / str(context.rank)
+        CountingBarrier.log = Path(context.config.kv_connector_extra_config["folder"]) / str(world_rank(context))
         return FaultyConnector.worker_side(context)
 
 

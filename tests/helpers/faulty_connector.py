@@ -11,6 +11,7 @@ from functools import partialmethod
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.kv_transfer.base.connector import (
@@ -96,6 +97,11 @@ class Faults:
             if self.error == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError(f"injected at {point}") if self.error == "ValueError" else InjectedError(point, self.rank)
+
+
+def world_rank(context: TransferContext) -> int:
+    """Of a worker, also where each data-parallel rank is an engine for its connector."""
+    return dist.get_rank() if dist.is_initialized() else context.rank
 
 
 def _call(side: Any, point: str, *arguments: Any, **options: Any) -> Any:
@@ -219,7 +225,7 @@ class FaultyConnector(KVConnector):
         inner, faults = inner_context(context), context.config.kv_connector_extra_config["faults"]
         worker = find_connector(inner.config).worker_side(inner)
         if isinstance(faults, dict):
-            if faults["rank"] != context.rank:
+            if faults["rank"] != world_rank(context):
                 return worker
             faults = Faults(**faults)
         return FaultyWorker(worker, faults)

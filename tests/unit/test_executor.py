@@ -205,7 +205,7 @@ def outputs_of(**settings: int) -> StepOutputs:
 
 def test_without_a_connector_one_rank_replies() -> None:
     outputs = outputs_of(tensor_parallel_size=2, pipeline_parallel_size=2)
-    assert outputs.pop(5) is None
+    assert not outputs.has(5)
     outputs.add(StepOutput(2, 5, records.ModelRunnerOutput([[7]])))  # the first of the last stage
     assert outputs.pop(5) == records.ModelRunnerOutput([[7]])
 
@@ -223,9 +223,9 @@ def test_connector_outputs_of_all_ranks_are_merged_in_the_order_of_steps() -> No
         for number, transfers in enumerate(steps):
             result = records.ModelRunnerOutput([[number]] * rank, kv_connector_output=transfers)
             outputs.add(StepOutput(rank, number, result))
-            output = outputs.pop(number)
-            assert (output is None) == (rank == 0)
-            if output is not None:
+            assert outputs.has(number) == (rank == 1)
+            if outputs.has(number):
+                output = outputs.pop(number)
                 assert output.sampled_token_ids == [[number]]
                 merged.append(output.kv_connector_output)
     # nothing has ended on both after the first step

@@ -69,7 +69,7 @@ Without flags of the machine, the plan is for this one. With them it is for the 
   workers: executor, uni (one, in the engine's process) or mp (a process for each rank); on_error, raise or restart;
     max_restarts, within an hour
   parallel: tensor_parallel_size, pipeline_parallel_size, data_parallel_size (replicas; all else is of one),
-    vocab_rows (of a rank); stages: for each pipeline rank, its
+    shares_experts (whether replicas are one engine), vocab_rows (of a rank); stages: for each pipeline rank, its
     ranks (first and last in the world), layers (first and last), num_heads and num_kv_heads (of a rank), and the parts
     of a rank's memory
   drafter: of speculative decoding, else null: method, model (null for n-grams), num_speculative_tokens,
@@ -426,7 +426,9 @@ def _parallel(plan: EnginePlan) -> dict[str, Any]:
         stages.append({**stage, **memory.parts(), "left": memory.left})
     names = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
     sizes = dict(zip(names, (tensor_size, pipeline_size, plan.config.data_parallel_size), strict=True))
-    return {**sizes, "vocab_rows": vocab_rows(model.vocab_size, tensor_size), "stages": stages}
+    shares_experts = plan.config.num_data_ranks > 1
+    rows = vocab_rows(model.vocab_size, tensor_size)
+    return {**sizes, "shares_experts": shares_experts, "vocab_rows": rows, "stages": stages}
 
 
 def _drafter(plan: EnginePlan) -> dict[str, Any] | None:

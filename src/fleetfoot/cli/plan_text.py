@@ -133,7 +133,11 @@ def _pooling_lines(pooling: dict[str, Any]) -> _Lines:
 def _parallel_lines(parallel: dict[str, Any]) -> _Lines:
     tensor_size, pipeline_size = parallel["tensor_parallel_size"], parallel["pipeline_parallel_size"]
     if (replicas := parallel["data_parallel_size"]) > 1:
-        yield "replicas", f"{replicas} engines of {count(tensor_size * pipeline_size, 'rank')}; all else is of one"
+        ranks = count(tensor_size * pipeline_size, "rank")
+        kind = f"engines of {ranks}"
+        if parallel["shares_experts"]:
+            kind = f"of {ranks} in one engine, which share experts and step together"
+        yield "replicas", f"{replicas} {kind}; all else is of one"
     if tensor_size * pipeline_size == 1:
         return
     sizes = f"{tensor_size} tensor parallel x {pipeline_size} pipeline parallel"

@@ -261,7 +261,9 @@ class EngineConfig:
 
     tensor_parallel_size: int = _count(1, "GPUs that share each layer")
     pipeline_parallel_size: int = _count(1, "GPUs that the layers are spread over")
-    data_parallel_size: int = _count(1, "replicas of fleetfoot serve, each with GPUs and a KV cache of its own")
+    data_parallel_size: int = _count(
+        1, "replicas, each with GPUs and a KV cache of its own; with enable_expert_parallel they share experts"
+    )
     enable_expert_parallel: bool = _flag(
         False, "give each rank whole experts, instead of a part of each: those of a layer are spread over the ranks"
     )
@@ -344,23 +346,39 @@ class EngineConfig:
     @property
     def world_size(self) -> int:
         """Workers of the engine, on all nodes."""
+        return self.replica_size * self.num_data_ranks
+
+    @property
+    def replica_size(self) -> int:
+        """Workers that hold one copy of all but the experts."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Data-parallel ranks of one engine, which share experts and step together."""
+        return self.data_parallel_size if self.enable_expert_parallel else 1
+
+    @property
+    def num_replicas(self) -> int:
+        """Engines that share nothing; one runs in this process."""
+        return self.data_parallel_size // self.num_data_ranks
 
     @property
     def group_sizes(self) -> dict[str, int]:
         """The sizes of a worker's groups, by the names of `fleetfoot.distributed.groups.Groups`."""
         split = self.expert_split
         sizes = {"tensor": self.tensor_parallel_size, "pipeline": self.pipeline_parallel_size}
-        return {**sizes, "expert": 1 if split is None else split.num_ranks, "data": 1}
+        return {**sizes, "expert": 1 if split is None else split.num_ranks, "data": self.num_data_ranks}
 
     @property
     def expert_split(self) -> ExpertSplit | None:
         """How experts are spread over ranks; None: each rank has a part of each."""
-        if not self.enable_expert_parallel or self.tensor_parallel_size == 1:
+        num_ranks = self.tensor_parallel_size * self.num_data_ranks
+        if not self.enable_expert_parallel or num_ranks == 1:
             return None
         eplb = self.eplb_config or EPLBConfig()
         redundant = eplb.num_redundant_experts if self.enable_eplb else 0
-        return ExpertSplit(self.tensor_parallel_size, redundant, self.enable_eplb)
+        return ExpertSplit(num_ranks, redundant, self.enable_eplb)
 
     @property
     def local_world_size(self) -> int:
@@ -408,7 +426,7 @@ class EngineConfig:
             raise FieldError(
                 "enable_eplb",
                 "is set, and experts are not spread over ranks: set enable_expert_parallel, and tensor_parallel_size "
-                "to more than 1",
+                "or data_parallel_size to more than 1",
                 True,
             )
         if self.eplb_config is not None and not self.enable_eplb:
@@ -418,9 +436,10 @@ class EngineConfig:
 
     def _check_processes(self) -> None:
         size, nodes = self.world_size, self.nnodes
+        of_data = f" times data_parallel_size {self.num_data_ranks}" if self.num_data_ranks > 1 else ""
         sizes = (
             f"tensor_parallel_size {self.tensor_parallel_size} times pipeline_parallel_size "
-            f"{self.pipeline_parallel_size} is {size} {'worker' if size == 1 else 'workers'}"
+            f"{self.pipeline_parallel_size}{of_data} is {size} {'worker' if size == 1 else 'workers'}"
         )
         if self.distributed_executor_backend == "uni" and size > 1:
             raise FieldError(
@@ -436,7 +455,7 @@ class EngineConfig:
             )
         if nodes > 1 and self.data_parallel_size > 1:
             raise FieldError("nnodes", f"is {nodes}, and replicas (data_parallel_size) are on one machine alone", nodes)
-        if self.max_restarts is not None and self.on_error == "raise" and self.data_parallel_size == 1:
+        if self.max_restarts is not None and self.on_error == "raise" and self.num_replicas == 1:
             raise FieldError(
                 "max_restarts",
                 f"is {self.max_restarts}, but on_error is 'raise'; set it to 'restart'",

@@ -6,7 +6,7 @@ import sys
 from fleetfoot.kernels.linear.rank_sums import rank_sum_words
 
 MIB = 1 << 20
-_COLLECTIVE_BYTES, _POINT_TO_POINT_BYTES = 1008 * MIB, 760 * MIB
+COLLECTIVE_BYTES, _POINT_TO_POINT_BYTES = 1008 * MIB, 760 * MIB
 """NCCL's memory for a communicator of collectives, and for one between two ranks, each with its kernels in the driver
 and what steps add to it: measured on two H200s with the NCCL of torch 2.11."""
 ALL_REDUCE_ROWS, ALL_REDUCE_SETS = 128, 2
@@ -32,7 +32,7 @@ def peer_memory_words(num_ranks: int, row_bytes: int) -> int:
 
 def tensor_group_bytes(num_ranks: int, row_bytes: int) -> int:
     """Bytes on each GPU of a tensor-parallel group; NCCL's by estimate. ``row_bytes``: of one token's hidden state."""
-    return _COLLECTIVE_BYTES + peer_memory_words(num_ranks, row_bytes) * 8 if num_ranks > 1 else 0
+    return COLLECTIVE_BYTES + peer_memory_words(num_ranks, row_bytes) * 8 if num_ranks > 1 else 0
 
 
 def pipeline_group_bytes(rank: int, num_ranks: int, step_bytes: int, *, on_gpu: bool) -> int:

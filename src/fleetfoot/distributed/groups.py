@@ -3,8 +3,8 @@
 A single worker has groups of size 1; their operations are identities, so that no caller checks for parallelism. Others
 communicate through torch.distributed: NCCL between GPUs, gloo between CPUs.
 
-The world has ``T * P`` ranks. Pipeline rank p and tensor rank t have rank ``p * T + t``, so that the ranks of a tensor
-group, which communicate twice per layer, are adjacent.
+The world has ``D * P * T`` ranks. Tensor rank t of stage p of replica d has rank ``(d * P + p) * T + t``, so that the
+ranks of a tensor group, which communicate twice per layer, are adjacent.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ _NO_MULTICAST_IN_NCCL = "NCCL_NVLS_ENABLE", "0"
 _UNLIMITED = timedelta(days=365)
 """Time limit of operations in which a rank waits for another that sleeps; the end of a process ends them."""
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.12
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class RankGroup:
@@ -117,6 +118,18 @@ class PipelineGroup(RankGroup):
         raise RuntimeError("a pipeline of one rank sends no packets")
 
 
+class DataGroup(RankGroup):
+    """The replicas that step together; each has its own requests. This class is a group of size 1."""
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [n, m]``, of the same shape on each rank -> ``[size * n, m]``, in rank order."""
+        return x
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks of ``x [size * n, m]``, of which each gets its part ``[n, m]``."""
+        return x
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertGroup(RankGroup):
     """The ranks that the experts of each layer are spread over."""
@@ -129,7 +142,7 @@ class ExpertGroup(RankGroup):
     """Group of gloo, for what ranks agree on beside their steps."""
 
 
-SINGLE_GROUP, SINGLE_EXPERT_GROUP = RankGroup(), ExpertGroup()
+SINGLE_DATA_GROUP, SINGLE_EXPERT_GROUP = DataGroup(), ExpertGroup()
 SINGLE_TENSOR_GROUP, SINGLE_PIPELINE_GROUP = TensorGroup(), PipelineGroup()
 
 
@@ -141,8 +154,7 @@ class Groups(Mapping[str, RankGroup]):
     pipeline: PipelineGroup = SINGLE_PIPELINE_GROUP
     expert: ExpertGroup = SINGLE_EXPERT_GROUP
     """The ranks that the experts of each layer are spread over."""
-    data: RankGroup = SINGLE_GROUP
-    """The replicas that step together; each has its own requests."""
+    data: DataGroup = SINGLE_DATA_GROUP
 
     def __getitem__(self, name: str) -> RankGroup:
         by_name: dict[str, RankGroup] = {each: getattr(self, each) for each in self}
@@ -198,6 +210,32 @@ class TorchTensorGroup(TensorGroup):
             own = x.contiguous().view(-1).view(torch.uint8)
             _all_gather(gathered.view(-1).view(torch.uint8), own, group=self.process_group)
         return gathered
+
+
+class TorchDataGroup(DataGroup):
+    """A data group on any backend. With gloo sums are in rank order and float32."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._group, self._can_reduce = group, dist.get_backend(group) == "nccl"
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        gathered = x.new_empty((self.size * len(x), x.shape[1]))
+        _all_gather(gathered, x.contiguous(), group=self._group)
+        return gathered
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        if self._can_reduce:
+            total = x.new_empty((len(x) // self.size, x.shape[1]))
+            _reduce_scatter(total, x.contiguous(), group=self._group)
+            return total
+        parts = torch.empty_like(x)
+        dist.all_to_all_single(parts.view(torch.uint8), x.contiguous().view(torch.uint8), group=self._group)
+        first, *others = parts.view(self.size, -1, x.shape[1])
+        total = first.float()
+        for part in others:
+            total = total + part
+        return total.to(x.dtype)
 
 
 class CudaTensorGroup(TorchTensorGroup):
@@ -390,26 +428,26 @@ class StepShape:
 
 def make_groups(sizes: Mapping[str, int], shape: StepShape) -> Groups:
     """Make this rank's groups. A collective call, after ``torch.distributed.init_process_group``. ``sizes``: by the
-    names of `Groups`; others are 1. An expert group has the ranks of the tensor group.
+    names of `Groups`; others are 1. An expert group has the ranks of one stage in all replicas.
 
     Connections are made here: their first use could be during a graph capture, or while the peer waits for something
     else. NCCL takes seconds to connect a tensor group of GPUs, in a thread, while kernels are compiled: see
-    `TensorGroup.connect`. Raises ValueError if the size of the world is not the product of the tensor group's and the
-    pipeline's, or there are other groups of more than one rank.
+    `TensorGroup.connect`. Raises ValueError if the size of the world is not the product of the other groups', or the
+    expert group has other ranks.
     """
     world, tensor_size, pipeline_size = dist.get_world_size(), sizes.get("tensor", 1), sizes.get("pipeline", 1)
-    if world != tensor_size * pipeline_size:
+    data_size = sizes.get("data", 1)
+    if world != tensor_size * pipeline_size * data_size:
         raise ValueError(
             f"{world} processes are in the world, and tensor_parallel_size {tensor_size} times pipeline_parallel_size "
-            f"{pipeline_size} is {tensor_size * pipeline_size}"
+            f"{pipeline_size} times {data_size} replicas is {tensor_size * pipeline_size * data_size}"
         )
-    if (expert_size := sizes.get("expert", 1)) not in (1, tensor_size):
+    if (expert_size := sizes.get("expert", 1)) not in (1, tensor_size * data_size):
         raise ValueError(
-            f"the expert group has {expert_size} ranks; it can have those of a tensor group, {tensor_size}"
+            f"the expert group has {expert_size} ranks; it can have those of a stage, {tensor_size * data_size}"
         )
-    if sizes.get("data", 1) > 1:
-        raise ValueError(f"the data group has {sizes['data']} ranks; it can have one")
-    by_pipeline_rank = torch.arange(world).view(pipeline_size, tensor_size)
+    all_ranks = torch.arange(world).view(data_size, pipeline_size, tensor_size)
+    by_pipeline_rank = all_ranks.view(-1, tensor_size)
     backend = "nccl" if shape.device.type == "cuda" else "gloo"
     tensor, pipeline = SINGLE_TENSOR_GROUP, SINGLE_PIPELINE_GROUP
     if tensor_size > 1:
@@ -418,27 +456,39 @@ def make_groups(sizes: Mapping[str, int], shape: StepShape) -> Groups:
             on_host = _subgroup(by_pipeline_rank, "gloo")
             custom = _make_custom(group, on_host, shape.hidden_size, shape.dtype, shape.device)
             connecting = None
-            if pipeline_size == 1:
+            if pipeline_size == data_size == 1:
                 connecting = _connect_beside(group, shape.device)
-            else:  # not beside the connections of the pipeline
+            else:  # not beside other connections
                 _connect(group, shape.device)
             tensor = CudaTensorGroup(group, *custom, connecting)
         else:
             tensor = TorchTensorGroup(group)
     if pipeline_size > 1:
-        by_tensor_rank, channel = by_pipeline_rank.t(), None
+        by_tensor_rank, channel = all_ranks.transpose(1, 2).reshape(-1, pipeline_size), None
         activations, token_group = (_subgroup(by_tensor_rank, backend) for _ in range(2))
         with env.variable(*_NO_MULTICAST_IN_NCCL):
             if backend == "nccl":
                 hidden = shape.max_num_tokens, shape.hidden_size, shape.dtype, shape.device
                 channel = make_channel(activations, _subgroup(by_tensor_rank, "gloo"), *hidden)
             pipeline = TorchPipelineGroup(activations, token_group, shape, channel)
-    expert = SINGLE_EXPERT_GROUP
+    data, expert = SINGLE_DATA_GROUP, SINGLE_EXPERT_GROUP
+    if data_size > 1:
+        replicas = _subgroup(all_ranks.permute(1, 2, 0).reshape(-1, data_size), backend)
+        if backend == "nccl":
+            _connect(replicas, shape.device)
+        data = TorchDataGroup(replicas)
     if expert_size > 1:
-        assert isinstance(tensor, TorchTensorGroup)
-        beside = _subgroup(by_pipeline_rank, "gloo", timeout=_UNLIMITED)
-        expert = ExpertGroup(tensor.rank, tensor.size, tensor.process_group, beside)
-    return Groups(tensor, pipeline, expert)
+        of_stages = all_ranks.transpose(0, 1).reshape(pipeline_size, -1)
+        beside = _subgroup(of_stages, "gloo", timeout=_UNLIMITED)
+        if data_size > 1:
+            on_device = _subgroup(of_stages, backend)
+            if backend == "nccl":
+                _connect(on_device, shape.device)
+        else:
+            assert isinstance(tensor, TorchTensorGroup)
+            on_device = tensor.process_group
+        expert = ExpertGroup(dist.get_rank(beside), expert_size, on_device, beside)
+    return Groups(tensor, pipeline, expert, data)
 
 
 def _subgroup(ranks: torch.Tensor, backend: str, timeout: timedelta | None = None) -> dist.ProcessGroup:

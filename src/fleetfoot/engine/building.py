@@ -21,6 +21,7 @@ from fleetfoot.records.weights import WeightError
 from fleetfoot.sampling.shape import mask_size
 from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.drafting import DraftController
+from fleetfoot.scheduler.ranks import AnyScheduler, SchedulerOfRanks, of_ranks
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.speculative.controller import AdaptiveDrafts
 from fleetfoot.structured.compiler import GrammarCompiler
@@ -44,13 +45,17 @@ def _depth(plan: EnginePlan) -> int:
 def make_mask_memory(plan: EnginePlan) -> MaskMemory:
     """What the engine computes token masks in, for its executor and for `build_core`."""
     max_masks = plan.config.max_num_seqs * (1 + plan.drafter.num_drafts)
-    return MaskMemory(mask_size(plan.model.vocab_size), max_masks, num_steps=_depth(plan) + 2)
+    num_steps = (_depth(plan) + 2) * plan.config.num_data_ranks
+    return MaskMemory(mask_size(plan.model.vocab_size), max_masks, num_steps=num_steps)
 
 
 def build_core(plan: EnginePlan, executor: Executor, masks: MaskMemory) -> EngineCore:
-    """The loop over a new scheduler and an executor that has started. Raises ValueError as `make_connector`."""
+    """The loop over a new scheduler and an executor that has started. Raises ValueError as `make_connectors`."""
     masker = TokenMasker(masks, num_mask_processes(plan.device))
-    scheduler = _build_scheduler(plan, executor.layout)
+    schedulers = [_build_scheduler(plan, executor.layout, connector) for connector in make_connectors(plan)]
+    scheduler: AnyScheduler = schedulers[0]
+    if len(schedulers) > 1:
+        scheduler = SchedulerOfRanks(schedulers, plan.capture_table.agree)
     return EngineCore(scheduler, executor, StatsCollector(), masker=masker, depth=_depth(plan))
 
 
@@ -72,13 +77,13 @@ def start_again(plan: EnginePlan, masks: MaskMemory) -> tuple[Executor, Schedule
     plan = replace(plan, engine_id=uuid.uuid4().hex)  # for other engines it is another one, without the old KV
     executor = start_executor(plan, masks)
     try:
-        return executor, make_connector(plan), executor.layout.num_blocks
+        return executor, of_ranks(make_connectors(plan)), executor.layout.num_blocks
     except BaseException:
         executor.shutdown()
         raise
 
 
-def _build_scheduler(plan: EnginePlan, layout: KVLayout) -> Scheduler:
+def _build_scheduler(plan: EnginePlan, layout: KVLayout, own_connector: SchedulerConnector) -> Scheduler:
     config, num_drafts, connector = plan.config, plan.drafter.num_drafts, plan.connector
     controller: DraftController | None = None
     if (speculative := config.speculative_config) is not None:
@@ -100,21 +105,23 @@ def _build_scheduler(plan: EnginePlan, layout: KVLayout) -> Scheduler:
             groups=layout.groups,
             kv_load_failure_policy="recompute" if connector is None else connector.config.kv_load_failure_policy,
         ),
-        connector=make_connector(plan),
+        connector=own_connector,
         controller=controller,
         weights="" if connector is None else engine_fingerprint(plan),
     )
 
 
-def make_connector(plan: EnginePlan) -> SchedulerConnector:
-    """The scheduler's side of the plan's KV connector.
+def make_connectors(plan: EnginePlan) -> list[SchedulerConnector]:
+    """The scheduler's side of the plan's KV connector for each data-parallel rank.
 
     Raises:
         ValueError: the connector's settings do not fit this engine.
     """
+    firsts = range(0, plan.config.world_size, plan.config.replica_size)
     if plan.connector is None:
-        return NoSchedulerConnector()
-    return plan.connector.connector_class.scheduler_side(transfer_context(plan))
+        return [NoSchedulerConnector() for _ in firsts]
+    make = plan.connector.connector_class.scheduler_side
+    return [make(transfer_context(plan, rank=first)) for first in firsts]
 
 
 def load_tokenizer(plan: EnginePlan) -> Tokenizer | None:

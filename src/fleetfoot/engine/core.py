@@ -12,8 +12,15 @@ from fleetfoot.engine.stats import StatsCollector, StepStats
 from fleetfoot.executor.protocol import Executor, WorkerError
 from fleetfoot.records.kv_connector import SchedulerConnector
 from fleetfoot.records.request import Request, RequestStatus
-from fleetfoot.records.step import EngineOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput, TokenMasks
-from fleetfoot.scheduler.scheduler import Scheduler
+from fleetfoot.records.step import (
+    EngineOutput,
+    MasksOfRanks,
+    ModelRunnerOutput,
+    PendingOutput,
+    SchedulerOutput,
+    TokenMasks,
+)
+from fleetfoot.scheduler.ranks import AnyScheduler
 from fleetfoot.structured.mask_space import MaskMemory
 from fleetfoot.structured.masks import TokenMasker
 from fleetfoot.utils.process import run_all
@@ -51,7 +58,7 @@ class EngineCore:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: AnyScheduler,
         executor: Executor,
         stats: StatsCollector,
         *,
@@ -59,7 +66,7 @@ class EngineCore:
         depth: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.scheduler = scheduler
+        self.scheduler: AnyScheduler = scheduler
         self.executor: Executor = executor
         self.stats = stats
         self.clock = clock
@@ -149,11 +156,18 @@ class EngineCore:
         step.structured = requests = [batch[index] for index in output.structured]
         while len(self._in_flight) > 1 and any(request.num_in_flight > 1 for request in requests):
             outputs += self._retire(before_update)
-        masks, failed = self.masker.compute(output, requests)
-        for request, reason in failed:
-            self.scheduler.finish(request.request_id, RequestStatus.FINISHED_UNFIT, reason)
-            outputs.append(EngineOutput(request, [], -1))
-        return masks
+        found: list[TokenMasks | None] = []
+        for part in output.of_ranks:
+            own, requests = requests[: len(part.structured)], requests[len(part.structured) :]
+            masks, failed = self.masker.compute(part, own) if own else (None, [])
+            found.append(masks)
+            for request, reason in failed:
+                self.scheduler.finish(request.request_id, RequestStatus.FINISHED_UNFIT, reason)
+                outputs.append(EngineOutput(request, [], -1))
+        present = [masks for masks in found if masks is not None]
+        if len(found) == 1 or not present:
+            return found[0]
+        return MasksOfRanks([], present[0].masks, parts=tuple(found))
 
     def _retire(self, before_update: Callable[[], object] = no_callback) -> list[EngineOutput]:
         """Wait for the oldest step in flight, and update the scheduler with its result."""
@@ -163,9 +177,12 @@ class EngineCore:
         model_output = step.pending.get()
         arrived = self.clock()
         self._num_retired += 1
-        if model_output.draft_token_ids:
-            for index, request in zip(output.structured, step.structured, strict=True):
-                request.grammar.drafts = model_output.draft_token_ids[index]
+        if output.structured:
+            structured = iter(step.structured)
+            for part, result in zip(output.of_ranks, model_output.of_ranks, strict=True):
+                for index, request in zip(part.structured, structured, strict=False):
+                    if result.draft_token_ids:
+                        request.grammar.drafts = result.draft_token_ids[index]
         before_update()
         outputs = self.scheduler.update(output, model_output)
         if output.is_idle:
@@ -173,7 +190,8 @@ class EngineCore:
         else:
             seconds = arrived - max(step.began, self._last_arrival)
             drafting.observe(output, seconds)
-            num_prompt_tokens = sum(output.num_scheduled_tokens[output.num_decodes :])
+            prompts = (part.num_scheduled_tokens[part.num_decodes :] for part in output.of_ranks)
+            num_prompt_tokens = sum(map(sum, prompts))
             self.scheduler.pace.observe(output.num_decodes, num_prompt_tokens, seconds)
             self._last_arrival = arrived
             self.stats.step(

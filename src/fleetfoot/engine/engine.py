@@ -483,10 +483,11 @@ def build_engine(config: EngineConfig, *, output_processor: Callable[..., Any] =
     """See `LLMEngine.from_config`. The tokenizer is loaded for the default ``output_processor`` alone."""
     if EXIT_GUARD.is_forked:
         raise RuntimeError(f"process {os.getpid()} was forked from one in which an engine had started; {_SPAWN}")
-    if config.data_parallel_size > 1:
+    if config.num_replicas > 1:
         raise FieldError(
             "data_parallel_size",
-            f"is {config.data_parallel_size}, and this is one engine: fleetfoot serve runs several, with one port",
+            f"is {config.data_parallel_size}, and this is one engine: fleetfoot serve runs several, with one port; "
+            "enable_expert_parallel makes them ranks of one engine",
             config.data_parallel_size,
         )
     plan, forced = resolve_plan(config, Machine.detect()), next(forced_runners(), None)

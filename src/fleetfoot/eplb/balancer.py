@@ -84,10 +84,19 @@ class BalanceReport:
 
 
 class Balancer(StepBarrier):
-    """Implements `StepBarrier`. ``num_nodes``: machines that the group's ranks are on."""
+    """Implements `StepBarrier`. ``num_nodes``: machines that the group's ranks are on; ``ranks_per_replica``: ranks of
+    the group that count the same tokens."""
 
-    def __init__(self, settings: EPLBConfig, split: ExpertSplit, group: ExpertGroup, num_nodes: int = 1) -> None:
+    def __init__(
+        self,
+        settings: EPLBConfig,
+        split: ExpertSplit,
+        group: ExpertGroup,
+        num_nodes: int = 1,
+        ranks_per_replica: int = 1,
+    ) -> None:
         self._settings, self._split, self._group, self._num_nodes = settings, split, group, num_nodes
+        self._ranks_per_replica = ranks_per_replica
         self.num_steps = 0
         """Calls of `step`."""
         self._since = settings.step_interval - settings.step_interval // 4
@@ -224,9 +233,10 @@ class Balancer(StepBarrier):
         if event is not None:
             event.synchronize()
         self._past.append(load)
-        load = torch.stack(tuple(self._past)).sum(dim=0)  # [layers, experts]
+        load = torch.stack(tuple(self._past)).sum(dim=0)  # [layers, experts] int64
         self._enter()
-        dist.broadcast(load, group=self._group.on_host, group_src=0)
+        dist.all_reduce(load, group=self._group.on_host)  # of the tokens of all replicas
+        load //= self._ranks_per_replica
         before: list[float] = []
         after: list[float] = []
         for loads, (number, layer) in zip(load.tolist(), self._layers.items(), strict=True):

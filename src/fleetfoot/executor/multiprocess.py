@@ -38,6 +38,7 @@ from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.step import (
     KVConnectorOutput,
     ModelRunnerOutput,
+    OutputOfRanks,
     PendingOutput,
     SchedulerOutput,
     TokenMasks,
@@ -76,11 +77,11 @@ class MultiprocessExecutor:
         self._num_rpcs = 0
         self._rpc_results: dict[int, RpcResult] = {}  # of the last call, by rank
         self._ready: dict[int, Ready] = {}
-        self._outputs = StepOutputs(plan.output_rank, len(plan.reply_ranks))
-        self._num_workers = config.world_size
-        stage = config.tensor_parallel_size
-        self._last_ranks = range(self._num_workers - stage, self._num_workers)  # of the stage that samples
-        self._middle_ranks = range(stage, self._num_workers - stage)  # of the stages that read no tokens
+        self._num_workers, stage = config.world_size, config.tensor_parallel_size
+        self._data_ranks = [
+            _DataRank(range(first, first + config.replica_size), stage, plan)
+            for first in range(0, self._num_workers, config.replica_size)
+        ]
         is_shared = masks is not None and masks.descriptor >= 0 and config.nnodes == 1
         self._masks = masks if is_shared else None
         self._rendezvous = EngineNodes(plan) if config.nnodes > 1 else RendezvousDir()
@@ -121,7 +122,10 @@ class MultiprocessExecutor:
             raise RuntimeError("sample_tokens was called without an execute_model before it")
         step, self._step = self._step, None
         if step.structured:
-            self._send(encode_masks(masks, is_shared=self._masks is not None), self._last_ranks)
+            each = (None,) * len(self._data_ranks) if masks is None else masks.of_ranks
+            for rank, part, own in zip(self._data_ranks, step.of_ranks, each, strict=True):
+                if part.structured:
+                    self._send(encode_masks(own, is_shared=self._masks is not None), rank.last)
         else:
             self._send_step(step)
         number = self._num_steps
@@ -130,19 +134,20 @@ class MultiprocessExecutor:
 
     def _send_step(self, step: SchedulerOutput) -> None:
         number = self._num_steps
-        if self._middle_ranks and step.new_requests:
-            others = [rank for rank in range(self._num_workers) if rank not in self._middle_ranks]
-            self._send(encode_call(number, step), others)
-            self._send(encode_call(number, without_token_ids(step)), self._middle_ranks)
-        else:
-            self._send(encode_call(number, step))
+        for rank, part in zip(self._data_ranks, step.of_ranks, strict=True):
+            if rank.middle and part.new_requests:
+                self._send(encode_call(number, part), [each for each in rank.all if each not in rank.middle])
+                self._send(encode_call(number, without_token_ids(part)), rank.middle)
+            else:
+                self._send(encode_call(number, part), rank.all)
 
     def wait_for(self, number: int) -> ModelRunnerOutput:
         """The output of a step, once."""
         self._check_alive()
-        while (output := self._outputs.pop(number)) is None:
+        while not all(rank.outputs.has(number) for rank in self._data_ranks):
             self._poll()
-        return output
+        outputs = tuple(rank.outputs.pop(number) for rank in self._data_ranks)
+        return outputs[0] if len(outputs) == 1 else OutputOfRanks([], parts=outputs)
 
     def collective_rpc(
         self, method: str | Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -215,7 +220,7 @@ class MultiprocessExecutor:
                 logger.warning("a reply of rank %d is ignored: the plan has %d ranks", reply.rank, self._num_workers)
                 continue
             if isinstance(reply, StepOutput):
-                self._outputs.add(reply)
+                self._data_ranks[reply.rank // len(self._data_ranks[0].all)].outputs.add(reply)
             elif isinstance(reply, RpcResult):
                 if reply.number == self._num_rpcs:
                     self._rpc_results[reply.rank] = reply
@@ -282,6 +287,15 @@ def _abandon(pid: int, processes: WorkerProcesses, rendezvous: RendezvousDir | E
     rendezvous.close("node 0 has ended without a shutdown of the engine")
 
 
+class _DataRank:
+    """The workers of a data-parallel rank: ``all``; ``last``, of the stage that samples; ``middle``, of stages that
+    read no tokens. ``stage``: workers of a stage."""
+
+    def __init__(self, ranks: range, stage: int, plan: EnginePlan) -> None:
+        self.all, self.last, self.middle = ranks, ranks[-stage:], ranks[stage:-stage]
+        self.outputs = StepOutputs(ranks[plan.output_rank], sum(rank in ranks for rank in plan.reply_ranks))
+
+
 # --- merging the ranks' outputs -------------------------------------------------------------------------------------
 
 
@@ -299,10 +313,12 @@ class StepOutputs:
         """Add the output of one rank."""
         self._steps[reply.number][reply.rank] = reply.output
 
-    def pop(self, number: int) -> ModelRunnerOutput | None:
-        """The output of a step, with the merged KV connector outputs of all ranks; None until all have replied."""
-        if len(self._steps[number]) < self._num_replies:
-            return None
+    def has(self, number: int) -> bool:
+        """Whether all have replied."""
+        return len(self._steps[number]) == self._num_replies
+
+    def pop(self, number: int) -> ModelRunnerOutput:
+        """The output of a step to which all have replied, with their merged KV connector outputs."""
         outputs = self._steps.pop(number)
         output = outputs[self._output_rank]
         output.kv_connector_output = self._merger.merge(each.kv_connector_output for each in outputs.values())

@@ -103,11 +103,12 @@ def check_devices(plan: EnginePlan) -> None:
     num_gpus = plan.machine.num_gpus
     if plan.device != "cuda" or config.local_world_size <= num_gpus:
         return
+    of_data = f" times data_parallel_size {config.num_data_ranks}" if config.num_data_ranks > 1 else ""
     spread = f", spread over nnodes {config.nnodes}," if config.nnodes > 1 else ""
     raise ValueError(
         f"tensor_parallel_size {config.tensor_parallel_size} times pipeline_parallel_size "
-        f"{config.pipeline_parallel_size}{spread} needs {config.local_world_size} GPUs on each machine, and torch "
-        f"finds {num_gpus} here"
+        f"{config.pipeline_parallel_size}{of_data}{spread} needs {config.local_world_size} GPUs on each machine, and "
+        f"torch finds {num_gpus} here"
     )
 
 

@@ -55,8 +55,9 @@ class Executor(Protocol):
 def planned_parts(plan: EnginePlan, rank: int) -> dict[str, object]:
     """The parts of a worker that the plan names for a rank. Ranks before the last pipeline stage have no drafter."""
     speculative, config = plan.config.speculative_config, plan.config
-    layers = pipeline_layers(plan.model, rank // config.tensor_parallel_size, config.pipeline_parallel_size)
-    drafts = rank >= config.world_size - config.tensor_parallel_size
+    stage = rank % config.replica_size // config.tensor_parallel_size
+    layers = pipeline_layers(plan.model, stage, config.pipeline_parallel_size)
+    drafts = stage == config.pipeline_parallel_size - 1
     fused = [layer for layer, fusion in enumerate(plan.drafter_fusion) if drafts and fusion.is_fused]
     return {
         "runner": plan.runner,

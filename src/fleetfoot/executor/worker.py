@@ -302,7 +302,7 @@ class Worker:
         """The layout of this rank's layers, a drafter's included, with as many blocks as fit on all ranks."""
         plan, size, pipeline = self.plan, self._groups.tensor.size, self._groups.pipeline
         num_blocks = self._fitting_blocks()
-        if size * pipeline.size > 1:
+        if self.plan.config.world_size > 1:
             smallest = torch.tensor([num_blocks])
             dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
             num_blocks = int(smallest.item())
@@ -353,7 +353,8 @@ def make_balancer(config: EngineConfig, group: ExpertGroup) -> Balancer:
     split = config.expert_split
     assert split is not None
     num_nodes = max(1, group.size // config.local_world_size)
-    return Balancer(config.eplb_config or EPLBConfig(), split, group, num_nodes)
+    settings = config.eplb_config or EPLBConfig()
+    return Balancer(settings, split, group, num_nodes, config.tensor_parallel_size)
 
 
 def make_connector(plan: EnginePlan, rank: int) -> StepConnector:

@@ -11,6 +11,7 @@ from torch import nn
 
 from fleetfoot.config.model import ExpertsSpec, MLPSpec, ModelConfig
 from fleetfoot.config.sharding import ExpertSplit
+from fleetfoot.distributed.groups import DataGroup
 from fleetfoot.kernels.experts.experts import ExpertPlacement, Routing
 from fleetfoot.layers.context import ModelContext, WeightModule
 from fleetfoot.layers.linear import ColumnParallelLinear
@@ -54,6 +55,7 @@ class Experts(WeightModule):
     def __init__(self, context: ModelContext, spec: ExpertsSpec, hidden_size: int, names: ExpertNames) -> None:
         super().__init__()
         group, path = context.groups.tensor, context.within("experts").prefix
+        self._data = context.groups.data
         self.spec = spec
         method = context.linear_methods.of_experts(path.removesuffix("."))
         self.placement: ExpertPlacement | None = None
@@ -74,13 +76,22 @@ class Experts(WeightModule):
             self._write_placement(experts)
         self.weight = method.make_weight(shape, context.ops, context.dtype, context.device)
 
-    def forward(self, x: torch.Tensor, routing: Routing, *, is_selected: bool = False) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, routing: Routing, *, is_selected: bool = False, rows_of_ranks: int = 0
+    ) -> torch.Tensor:
         """``x [n, hidden_size]`` -> the same shape, this rank's part of a sum over the ranks. ``is_selected``: whether
-        it has the rows of logits alone."""
-        if self.placement is not None:
-            counted = None if self._counted is None else self._counted[is_selected]
-            routing = self._local_routing(routing, self.placement, counted)
-        return self.weight.apply(x, routing)
+        it has the rows of logits alone; ``rows_of_ranks``: as of `ForwardContext`."""
+        if self.placement is None:
+            return self.weight.apply(x, routing)
+        counted = None if self._counted is None else self._counted[is_selected]
+        if self._data.size == 1:
+            return self.weight.apply(x, self._local_routing(routing, self.placement, counted))
+        if counted is not None:  # each rank counts its own tokens
+            self._local_routing(routing, self.placement, counted)
+        own = len(x)
+        x, routing = gather_tokens(self._data, x, routing, rows_of_ranks or own)  # [size * rows, hidden_size]
+        routing = self._local_routing(routing, self.placement, None)
+        return self._data.reduce_scatter(self.weight.apply(x, routing))[:own]
 
     # --- balancing ----------------------------------------------------------------------------------------------------
 
@@ -127,6 +138,21 @@ def make_placement(num_experts: int, split: ExpertSplit, num_slots: int, device:
     )
 
 
+def gather_tokens(group: DataGroup, x: torch.Tensor, routing: Routing, num_rows: int) -> tuple[torch.Tensor, Routing]:
+    """The tokens of all ranks of a group and their experts, ``num_rows`` of each, in one operation. Padding has no
+    experts."""
+    parts = x, routing.experts, routing.weights
+    words = torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)  # [n, bytes of a row]
+    if num_rows > len(x):
+        padding = words.new_zeros((num_rows - len(x), words.shape[1]))
+        padding[:, x.shape[1] * x.itemsize :][:, : 4 * routing.experts.shape[1]] = 0xFF  # -1
+        words = torch.cat((words, padding))
+    sizes = [part.shape[1] * part.itemsize for part in parts]
+    gathered = group.gather(words).split(sizes, dim=1)
+    x, experts, weights = (each.contiguous().view(part.dtype) for each, part in zip(gathered, parts, strict=True))
+    return x, routing._replace(experts=experts, weights=weights)
+
+
 class SparseMLP(nn.Module):
     """A router, the experts that it chooses for each token, and an MLP for every token where the model has one."""
 
@@ -153,7 +179,9 @@ class SparseMLP(nn.Module):
     def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """``x [num_tokens, hidden_size]`` -> the same shape."""
         is_selected = len(x) != len(ctx.attention.positions)
-        output = self._group.all_reduce(self.experts(x, self.gate.choose(x), is_selected=is_selected))
+        rows_of_ranks = ctx.rows_of_ranks
+        output = self.experts(x, self.gate.choose(x), is_selected=is_selected, rows_of_ranks=rows_of_ranks)
+        output = self._group.all_reduce(output)
         if not self._shared_name:
             return output
         shared = self.get_submodule(self._shared_name)(x, ctx)

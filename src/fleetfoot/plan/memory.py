@@ -17,7 +17,7 @@ from functools import cached_property
 from fleetfoot.config.engine import KV_DTYPES, EngineConfig
 from fleetfoot.config.model import DTYPE_BYTES, AttentionSpec, ExpertsSpec, MLPSpec, ModelConfig, RecurrentSpec
 from fleetfoot.config.sharding import num_kv_heads, pipeline_layers, vocab_rows
-from fleetfoot.distributed import pipeline_group_bytes, tensor_group_bytes
+from fleetfoot.distributed import COLLECTIVE_BYTES, pipeline_group_bytes, tensor_group_bytes
 from fleetfoot.kernels.attention import sdpa_workspace_bytes
 from fleetfoot.kernels.interface import NO_LAYER_CHAIN, KernelPlan, LayerChainPlan
 from fleetfoot.kernels.prepare.tables import (
@@ -291,7 +291,10 @@ def _mlp_bytes(shape: EngineShape, mlp: MLPSpec | ExpertsSpec) -> int:
         if shape.config.expert_split is None:
             part //= shape.config.tensor_parallel_size
         between = part * (size if shape.kernels["experts"] == "triton" else 2 * size + 3 * _FLOAT32)
-        of_experts = shape.max_num_batched_tokens * mlp.num_chosen * (between + shape.model.hidden_size * _FLOAT32)
+        of_expert = mlp.num_chosen * (between + shape.model.hidden_size * _FLOAT32)
+        if (num_ranks := shape.config.num_data_ranks) > 1:  # tokens of all ranks, as they are sent and after that
+            of_expert = num_ranks * (of_expert + 3 * shape.model.hidden_size * size)
+        of_experts = shape.max_num_batched_tokens * of_expert
         return of_experts + (_mlp_bytes(shape, MLPSpec(mlp.shared_size)) if mlp.shared_size else 0)
     # the references of silu_and_mul and gelu_and_mul compute in float32, with a tensor for each of their three steps
     product = 3 * _FLOAT32 if shape.kernels["silu_and_mul"] == "torch" else size
@@ -347,6 +350,8 @@ def communication_bytes(shape: EngineShape) -> int:
     """NCCL's memory and the buffers between ranks."""
     row_bytes, on_gpu = shape.model.hidden_size * DTYPE_BYTES[shape.dtype], shape.device == "cuda"
     tensor = tensor_group_bytes(shape.config.tensor_parallel_size, row_bytes) if on_gpu else 0
+    if on_gpu and shape.config.num_data_ranks > 1:  # of the replicas, and of all ranks that share experts
+        tensor += 2 * COLLECTIVE_BYTES
     step_bytes = shape.max_num_batched_tokens * row_bytes
     rank, size = shape.pipeline_rank, shape.config.pipeline_parallel_size
     return tensor + pipeline_group_bytes(rank, size, step_bytes, on_gpu=on_gpu) + on_gpu * _move_bytes(shape)

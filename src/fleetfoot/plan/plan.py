@@ -96,15 +96,16 @@ class EnginePlan:
 
     @property
     def output_rank(self) -> int:
-        """The rank that reports sampled tokens: the first of the last pipeline stage; its ranks sample the same."""
-        return self.config.world_size - self.config.tensor_parallel_size
+        """The rank of a replica that reports sampled tokens: the first of the last pipeline stage; its ranks sample the
+        same."""
+        return self.config.replica_size - self.config.tensor_parallel_size
 
     @property
     def reply_ranks(self) -> range:
         """The ranks that reply to each step: all if there is a KV connector, from which each rank reports."""
         if self.connector is not None:
             return range(self.config.world_size)
-        return range(self.output_rank, self.output_rank + 1)
+        return range(self.output_rank, self.config.world_size, self.config.replica_size)
 
     @property
     def max_restarts(self) -> int:
@@ -183,21 +184,24 @@ def check_connector_settings(plan: EnginePlan) -> None:
 
 def transfer_context(plan: EnginePlan, *, rank: int = 0) -> TransferContext:
     """What one side of the plan's connector gets. ``rank``: of a worker, 0 .. world_size - 1; the scheduler's side
-    has 0."""
+    has that of its data-parallel rank's first worker. For its connector a data-parallel rank is an engine."""
     return _context(plan, identity=partial(engine_fingerprint, plan), rank=rank)
 
 
 def _context(plan: EnginePlan, *, identity: str | Callable[[], str], rank: int) -> TransferContext:
     assert plan.connector is not None
     config, engine = plan.connector.config, plan.config
+    engine_id = config.engine_id or plan.engine_id
+    if engine.num_data_ranks > 1:
+        engine_id += f"-{rank // engine.replica_size}"
     of_stages = (plan.memory.stage(rank).bytes_per_block for rank in range(engine.pipeline_parallel_size))
     return TransferContext(
         config=config,
         block_size=engine.block_size,
         identity=identity,
-        engine_id=config.engine_id or plan.engine_id,
-        num_ranks=engine.world_size,
-        rank=rank,
+        engine_id=engine_id,
+        num_ranks=engine.replica_size,
+        rank=rank % engine.replica_size,
         tensor_parallel_size=engine.tensor_parallel_size,
         pipeline_parallel_size=engine.pipeline_parallel_size,
         bytes_per_block=sum(of_stages) * engine.tensor_parallel_size,

@@ -84,7 +84,7 @@ def resolve_plan(
         )
     _ = shape.max_num_batched_tokens  # settings that do not go together are refused first
     total = machine.memory_bytes(device)
-    total //= config.world_size * config.data_parallel_size if device == "cpu" else 1  # ranks share a CPU's
+    total //= config.world_size * config.num_replicas if device == "cpu" else 1  # ranks share a CPU's
     shape, memory = fit_engine(shape, total)
     asked = config.max_num_seqs
     if model.has_states and (most := memory.concurrency(LEAST_TOKENS, asked)) < asked:

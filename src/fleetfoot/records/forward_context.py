@@ -135,6 +135,8 @@ class ForwardContext:
     """The slots of recurrent states; None: the model has none."""
     family_inputs: Any = None
     """What the `ModelState` of the model's family has prepared; None: it has none."""
+    rows_of_ranks: int = 0
+    """Rows that each data-parallel rank has in a layer with experts, with padding; 0: those that the layer gets."""
 
     def attention_of(self, layer: int) -> AttentionMetadata:
         """The metadata of a layer by its place in ``kv_caches``."""

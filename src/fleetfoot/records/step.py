@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -75,6 +76,17 @@ class NewRequest:
         )
 
 
+class Agreement(NamedTuple):
+    """What data-parallel ranks have in common in a step."""
+
+    num_tokens: int = 0
+    """Rows that each rank has in layers with experts, its own tokens and padding; 0: there is no agreement."""
+    kind: str = ""
+    """The kind of a graph with so many tokens that every rank replays (`fleetfoot.runner.graphs.StepShape`); empty: all
+    run eagerly."""
+
+
+NO_AGREEMENT = Agreement()
 FEW_DECODES = 8
 """Decodes of a step up to which its `SchedulerOutput.longest_decode` is known."""
 
@@ -129,9 +141,9 @@ class SchedulerOutput:
     `FEW_DECODES`; else 0."""
     kv_connector_metadata: object | None = None
     """From the scheduler's side of the KV connector to the workers' side."""
-    num_padding_tokens: int = 0
-    """Tokens of padding that a step without requests computes, beside replicas whose layers communicate with this
-    one's; 0: none. They write no KV."""
+    agreement: Agreement = NO_AGREEMENT
+    """Made with other data-parallel ranks whose layers communicate with this one's. A step without requests computes
+    padding beside them, which writes no KV."""
     structured: list[int] = field(default_factory=list)
     """Batch indices of the requests that sample under a grammar. If there are any, `TokenMasks` follow the step: the
     forward pass is queued before they are known."""
@@ -139,6 +151,45 @@ class SchedulerOutput:
     @property
     def is_idle(self) -> bool:
         return not self.rows
+
+    @property
+    def of_ranks(self) -> tuple[SchedulerOutput, ...]:
+        """The parts of data-parallel ranks that step together; this one alone if there is one rank."""
+        return (self,)
+
+
+@dataclass(slots=True)
+class StepOfRanks(SchedulerOutput):
+    """A step of data-parallel ranks. Its requests, ``rows`` and counts are those of one rank after the other's."""
+
+    parts: tuple[SchedulerOutput, ...] = ()
+    """The step of each rank."""
+    is_scheduled: tuple[bool, ...] = ()
+    """Which ranks' schedulers have made their part, and await its result."""
+
+    @classmethod
+    def of(cls, step: int, parts: Sequence[SchedulerOutput], is_scheduled: Sequence[bool]) -> StepOfRanks:
+        """The step of these parts."""
+        rows, structured = list[int](), list[int]()
+        for part in parts:
+            structured += [len(rows) + index for index in part.structured]
+            rows += part.rows
+        return cls(
+            step,
+            rows,
+            [count for part in parts for count in part.num_scheduled_tokens],
+            sum(part.num_decodes for part in parts),
+            sum(part.num_sampled for part in parts),
+            sum(part.total_num_scheduled_tokens for part in parts),
+            new_requests=[new for part in parts for new in part.new_requests],
+            structured=structured,
+            parts=tuple(parts),
+            is_scheduled=tuple(is_scheduled),
+        )
+
+    @property
+    def of_ranks(self) -> tuple[SchedulerOutput, ...]:
+        return self.parts
 
 
 @dataclass(slots=True)
@@ -154,6 +205,23 @@ class TokenMasks:
     step has been retired. None: they are in other memory."""
     offset: int = 0
     """int32 of ``memory`` before the masks."""
+
+    @property
+    def of_ranks(self) -> tuple[TokenMasks | None, ...]:
+        """As of `SchedulerOutput`."""
+        return (self,)
+
+
+@dataclass(slots=True)
+class MasksOfRanks(TokenMasks):
+    """The masks of `StepOfRanks`."""
+
+    parts: tuple[TokenMasks | None, ...] = ()
+    """The masks of each rank; None: every token is allowed."""
+
+    @property
+    def of_ranks(self) -> tuple[TokenMasks | None, ...]:
+        return self.parts
 
 
 @dataclass(slots=True)
@@ -229,6 +297,22 @@ class ModelRunnerOutput:
     def get(self) -> ModelRunnerOutput:
         """This output: `PendingOutput` without copies in flight."""
         return self
+
+    @property
+    def of_ranks(self) -> tuple[ModelRunnerOutput, ...]:
+        """As of `SchedulerOutput`."""
+        return (self,)
+
+
+@dataclass(slots=True)
+class OutputOfRanks(ModelRunnerOutput):
+    """The results of `StepOfRanks`."""
+
+    parts: tuple[ModelRunnerOutput, ...] = ()
+
+    @property
+    def of_ranks(self) -> tuple[ModelRunnerOutput, ...]:
+        return self.parts
 
 
 class PendingOutput(Protocol):

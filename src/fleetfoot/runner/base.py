@@ -23,7 +23,14 @@ from fleetfoot.kernels.runtime.compile_ahead import CompiledKernels
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import IntermediateTensors
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.records.step import ModelRunnerOutput, PendingOutput, SchedulerOutput, TokenMasks, WarmUpOutput
+from fleetfoot.records.step import (
+    Agreement,
+    ModelRunnerOutput,
+    PendingOutput,
+    SchedulerOutput,
+    TokenMasks,
+    WarmUpOutput,
+)
 from fleetfoot.runner.step_barrier import NoBarrier, StepBarrier
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
 from fleetfoot.speculative.drafter import NO_DRAFTING, DraftSettings
@@ -163,12 +170,12 @@ class ModelRunner(ABC):
             self.barrier.begin(scheduler_output)
             if scheduler_output.is_idle:
                 self._free_rows(scheduler_output)
-            if scheduler_output.is_idle and not scheduler_output.num_padding_tokens:
+            if scheduler_output.is_idle and not scheduler_output.agreement.num_tokens:
                 kv_output = connector.no_forward(scheduler_output)
             else:
                 connector.pre_forward(scheduler_output)
                 if scheduler_output.is_idle:
-                    self._compute_padding(scheduler_output.num_padding_tokens)
+                    self._compute_padding(scheduler_output.agreement)
                 else:
                     self._forward(scheduler_output)
                 if self._execute_state is not None:
@@ -198,11 +205,11 @@ class ModelRunner(ABC):
             raise
         return output
 
-    def _compute_padding(self, num_tokens: int) -> None:
-        """See `SchedulerOutput.num_padding_tokens`."""
-        output = self._forward_padding(num_tokens)
+    def _compute_padding(self, agreement: Agreement) -> None:
+        """See `SchedulerOutput.agreement`."""
+        output = self._forward_padding(agreement)
         if isinstance(output, IntermediateTensors):
-            self._pipeline.send(output.first(num_tokens))
+            self._pipeline.send(output)
 
     def _run_warm_up_step(self, step: WarmUpOutput) -> None:
         """A step of no request, which the KV connector never gets."""
@@ -226,7 +233,7 @@ class ModelRunner(ABC):
         """See `execute_model`. On a rank that samples it sets ``_execute_state``."""
 
     @abstractmethod
-    def _forward_padding(self, num_tokens: int) -> torch.Tensor | IntermediateTensors:
+    def _forward_padding(self, agreement: Agreement) -> torch.Tensor | IntermediateTensors:
         """The output of this rank's layers for tokens of no request, with what the previous rank has sent of them."""
 
     @abstractmethod

@@ -4,12 +4,13 @@ them."""
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
-from fleetfoot.records.step import SchedulerOutput
+from fleetfoot.kernels.runtime.row_buckets import row_bucket
+from fleetfoot.records.step import Agreement, SchedulerOutput
 from fleetfoot.sampling.shape import PLAIN, TOP_K, VARIANTS, SamplingVariant
 
 MIXED_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -175,8 +176,34 @@ class CaptureTable:
         mixed = tuple(sorted((coarse | fine) - {full_step}))
         return cls(sizes, num_drafts, uniform, mixed, full_step, max_num_seqs, short_contexts)
 
+    def agree(self, outputs: Sequence[SchedulerOutput], reads_all: bool) -> Agreement:
+        """What data-parallel ranks agree on, of which these have requests: a graph if one kind holds all of them.
+        ``reads_all``: hidden states of all tokens of a prompt are read."""
+        shapes = [self.dispatch(output) for output in outputs]
+        kinds = {shape.kind if shape.is_decode else "mixed" for shape in shapes if shape is not None}
+        most = max(shape.num_tokens for shape in shapes if shape is not None) if kinds else 0
+        has_splits = most in self.split or all(shape is None or shape.kind != "split" for shape in shapes)
+        if None in shapes or len(kinds) > 1 or not has_splits or (reads_all and kinds == {"mixed"}):
+            # kernels of a bucket's rows are known at the start
+            return Agreement(row_bucket(max(output.total_num_scheduled_tokens for output in outputs)))
+        return Agreement(most, kinds.pop())
+
+    def agreed(self, agreement: Agreement, longest_decode: int = 0) -> StepShape | None:
+        """The shape of a rank's step; None: it runs eagerly."""
+        size, kind = agreement
+        if not kind or not self.decode:
+            return None
+        if kind == "mixed":
+            is_split = longest_decode > LONGEST_MIXED_DECODE
+            return self._mixed_shape("split" if is_split else "mixed", size)
+        num_reqs = size // (1 + self.num_drafts) if kind == "uniform" else size
+        short = self._short_context(num_reqs)
+        return StepShape(kind, num_reqs, size, short if 0 < longest_decode <= short else 0)
+
     def dispatch(self, output: SchedulerOutput) -> StepShape | None:
         """The smallest shape that holds a step; None: it runs eagerly."""
+        if output.agreement.num_tokens:
+            return self.agreed(output.agreement, output.longest_decode)
         num_reqs, num_tokens = len(output.rows), output.total_num_scheduled_tokens
         if output.num_decodes == num_reqs:
             if output.num_drafts not in (0, self.num_drafts):

@@ -674,7 +674,11 @@ class Scheduler:
 
     def schedule_transfers(self) -> SchedulerOutput | None:
         """An idle step for the KV connector, whatever else could be computed; None if it needs none."""
-        return self._make_output(_Batch(self.config.max_num_batched_tokens), 0) if self.has_idle_work else None
+        return self.schedule_idle() if self.has_idle_work else None
+
+    def schedule_idle(self) -> SchedulerOutput:
+        """An idle step, in which a KV connector goes on."""
+        return self._make_output(_Batch(self.config.max_num_batched_tokens), 0)
 
     def preempt_running(self) -> None:
         """Preempt every running request, so that none has blocks or a row once the steps in flight have retired."""

@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,19 +18,13 @@ from fleetfoot.engine.child_process import EngineProcess
 from fleetfoot.engine.client import EngineClient
 from fleetfoot.engine.wire import AddRequest, ClientMessage, Stop
 from fleetfoot.plan.machine import Machine
+from fleetfoot.scheduler.prefix_routing import PrefixRouting
 from fleetfoot.server.engine_group import EngineGroup, GroupLink
 from fleetfoot.server.own_engine import RestartLimit
 from fleetfoot.utils.process import num_cores
 from fleetfoot.utils.validation import FieldError
 
 logger = logging.getLogger(__name__)
-
-_CHUNK = 64
-"""Tokens of a prompt that have one entry of what engines know."""
-_MOST_CHUNKS = 1 << 16
-_MOST_AHEAD = 4
-"""Requests that an engine with a prompt's beginning may have beyond those of the least busy one, and as a part of
-them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +42,7 @@ class ReplicasLink(GroupLink):
 
     def __init__(self, replicas: Replicas) -> None:
         super().__init__(EngineGroup((), replicas.addresses, engine_timeout=None))
-        self._known: OrderedDict[int, Any] = OrderedDict()
-        """Hash of the beginning of a prompt -> the engine that has computed it last."""
+        self._routing: PrefixRouting[Any] = PrefixRouting()
         for index, engine in enumerate(self._engines):
             engine.name = f"replica-{index}"
 
@@ -67,30 +58,11 @@ class ReplicasLink(GroupLink):
         usable = [engine for engine in self._engines if engine.is_usable]
         if not usable:
             return None
-        least = min(usable, key=lambda engine: engine.load)
-        chunks = list(_beginnings(request.prompt_token_ids))
-        known = (self._known.get(chunk) for chunk in reversed(chunks))
-        best = next((engine for engine in known if engine is not None and engine.is_usable), least)
-        chosen = best if best.load <= least.load + max(_MOST_AHEAD, least.load // _MOST_AHEAD) else least
-        for chunk in chunks:
-            self._known[chunk] = chosen
-            self._known.move_to_end(chunk)
-        while len(self._known) > _MOST_CHUNKS:
-            self._known.popitem(last=False)
-        return chosen
+        return self._routing.choose(request.prompt_token_ids, {engine: engine.load for engine in usable})
 
     def _leave(self, engine: Any) -> None:
-        for chunk in [chunk for chunk, known in self._known.items() if known is engine]:
-            del self._known[chunk]
+        self._routing.forget(engine)
         super()._leave(engine)
-
-
-def _beginnings(token_ids: bytes) -> Iterator[int]:
-    """A hash of each beginning of whole chunks. ``token_ids``: int32."""
-    number, size = 0, 4 * _CHUNK
-    for first in range(0, len(token_ids) - size + 1, size):
-        number = hash((number, token_ids[first : first + size]))
-        yield number
 
 
 class ReplicaProcesses:

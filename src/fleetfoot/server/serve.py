@@ -67,7 +67,7 @@ def serve(engine: EngineConfig | EngineGroup, settings: ServerSettings) -> int:
         if isinstance(engine, EngineGroup):
             backend: Backend = _Elsewhere(engine)
         else:
-            kind = OwnEngineProcess if engine.data_parallel_size == 1 else ReplicaProcesses
+            kind = OwnEngineProcess if engine.num_replicas == 1 else ReplicaProcesses
             backend = kind(engine, settings.log_level, settings.log_format)
         try:
             run = _serve_here if settings.api_server_count == 1 else _supervise

@@ -83,16 +83,18 @@ class ExpertPlacement:
 def local_routing_torch(
     routing: Routing, placement: ExpertPlacement, num_counted: torch.Tensor | None = None
 ) -> Routing:
-    """The part of a routing that this rank computes, by slots. Tokens take turns at the replicas of an expert.
+    """The part of a routing that this rank computes, by slots. Tokens take turns at the replicas of an expert. Those of
+    padding have experts -1.
 
     ``num_counted``: ``[1]`` int32: tokens at the front that count as load; None: none.
     """
-    experts = routing.experts.long()  # [n, k]
+    is_token, experts = routing.experts >= 0, routing.experts.clamp(min=0).long()  # [n, k]
     rows = torch.arange(len(experts), device=experts.device)[:, None]
     if placement.load is not None and num_counted is not None:
-        is_counted = (rows < num_counted).to(torch.int32).expand_as(experts)
+        is_counted = ((rows < num_counted) & is_token).to(torch.int32)
         placement.load.index_add_(0, experts.flatten(), is_counted.flatten())
     slots = placement.slots[experts, (rows + experts) % placement.num_replicas[experts]]
+    slots = torch.where(is_token, slots, -1)
     slots, order = torch.where(slots >= 0, slots, placement.num_slots).sort(dim=1, stable=True)
     is_here = slots < placement.num_slots
     weights = torch.where(is_here, routing.weights.gather(1, order), 0.0)

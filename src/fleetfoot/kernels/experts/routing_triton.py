@@ -406,11 +406,12 @@ def _local_kernel(
     is_row = row < num_rows
     wait_for_inputs(shape.overlap)
     for j in tl.static_range(num_chosen):
-        given = tl.load(experts_ptr + row * num_chosen + j, mask=is_row, other=0)
+        given = tl.load(experts_ptr + row * num_chosen + j, mask=is_row, other=-1)
         weight = tl.load(weights_ptr + row * num_chosen + j, mask=is_row, other=0.0)
-        replica = (row + given) % tl.load(replicas_ptr + given)
-        found = tl.load(slots_ptr + given * shape.most_replicas + replica)
-        is_here = (found[:, None] == slot[None, :]) & is_row[:, None]
+        is_token = given >= 0
+        replica = (row + given) % tl.load(replicas_ptr + given, mask=is_token, other=1)
+        found = tl.load(slots_ptr + given * shape.most_replicas + replica, mask=is_token, other=-1)
+        is_here = found[:, None] == slot[None, :]
         chosen += is_here.to(tl.int32)
         weights = tl.where(is_here, weight[:, None], weights)
         if shape.has_load:

@@ -12,10 +12,14 @@ from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext,
 
 
 def run_padding(
-    model: CausalLM, kv_caches: Sequence[torch.Tensor], num_tokens: int, received: IntermediateTensors | None
+    model: CausalLM,
+    kv_caches: Sequence[torch.Tensor],
+    num_tokens: int,
+    received: IntermediateTensors | None,
+    rows_of_ranks: int = 0,
 ) -> torch.Tensor | IntermediateTensors:
     """Run ``num_tokens`` through the layers as one sequence, without writing KV or states. ``received``: as of
-    `CausalLM`."""
+    `CausalLM`; ``rows_of_ranks``: as of `ForwardContext`."""
     device = kv_caches[0].device
     positions = torch.arange(num_tokens, device=device)  # [num_tokens]
     metadata = AttentionMetadata(
@@ -31,4 +35,5 @@ def run_padding(
     )
     no_slot = torch.full((1, 1), -1, dtype=torch.int32, device=device)
     states = make_state_batch(metadata.query_start_loc, torch.zeros_like(no_slot[0]), no_slot, num_tokens)
-    return model(torch.zeros_like(positions), ForwardContext(metadata, kv_caches, states=states), received)
+    ctx = ForwardContext(metadata, kv_caches, states=states, rows_of_ranks=rows_of_ranks)
+    return model(torch.zeros_like(positions), ctx, received)

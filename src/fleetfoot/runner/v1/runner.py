@@ -15,7 +15,7 @@ from fleetfoot.kernels.prepare.ngram import prompt_lookup
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
+from fleetfoot.records.step import Agreement, ModelRunnerOutput, SchedulerOutput, TokenMasks
 from fleetfoot.runner.base import ModelRunner, SampledTokenSync
 from fleetfoot.runner.v1.host_state import HostState, StepInputs, draft_batch, logits_indices, prepare_inputs
 from fleetfoot.runner.v1.padding import run_padding
@@ -84,7 +84,13 @@ class ModelRunnerV1(ModelRunner):
         host.num_computed[inputs.rows] += inputs.query_lens
         received = self._pipeline.receive(len(inputs.positions))
         of_layers = inputs.metadata_of_layers
-        ctx = ForwardContext(inputs.metadata, self._kv_caches, attention_of_layers=of_layers, states=inputs.states)
+        ctx = ForwardContext(
+            inputs.metadata,
+            self._kv_caches,
+            attention_of_layers=of_layers,
+            states=inputs.states,
+            rows_of_ranks=scheduler_output.agreement.num_tokens,
+        )
         hidden_states = self._model(inputs.input_ids, ctx, received)
         if isinstance(hidden_states, IntermediateTensors):
             sampled_rows = inputs.rows[: scheduler_output.num_sampled]
@@ -93,9 +99,9 @@ class ModelRunnerV1(ModelRunner):
             self._execute_state = scheduler_output, (hidden_states, inputs)
 
     @torch.inference_mode()
-    def _forward_padding(self, num_tokens: int) -> torch.Tensor | IntermediateTensors:
+    def _forward_padding(self, agreement: Agreement) -> torch.Tensor | IntermediateTensors:
         assert self._model is not None
-        return run_padding(self._model, self._kv_caches, num_tokens, self._pipeline.receive(num_tokens))
+        return run_padding(self._model, self._kv_caches, 1, self._pipeline.receive(1), agreement.num_tokens)
 
     @torch.inference_mode()
     def _sample(self, masks: TokenMasks | None) -> ModelRunnerOutput:

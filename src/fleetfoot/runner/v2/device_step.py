@@ -64,20 +64,29 @@ class DeviceStep:
     """``[max_num_seqs + 1]`` int32: 0, 1, ..."""
 
     def forward(
-        self, batch: InputBatch, receive: Receive, *, reads_all: bool = False, splits_decodes: bool = False
+        self,
+        batch: InputBatch,
+        receive: Receive,
+        *,
+        reads_all: bool = False,
+        splits_decodes: bool = False,
+        rows_of_ranks: int = 0,
     ) -> StepOutput:
         """Prepare the inputs and run the layers. The last layer computes only the tokens that sampling or a drafter
-        reads. ``reads_all``: the hidden states of all tokens are read."""
+        reads. ``reads_all``: the hidden states of all tokens are read; ``rows_of_ranks``: as of `ForwardContext`."""
         self.buffers.fill(batch)
         if splits_decodes:
             split_decodes(batch, self.iota)
         rows = metadata = None
+        # other ranks wait in the last layer's experts
+        reads_all = reads_all or bool(rows_of_ranks and not batch.shape.num_sampled)
         if not (reads_all or self.drafting.reads_hidden or batch.shape.is_decode) and self.model.is_last:
             rows = logits_batch(batch, batch.shape.num_sampled)
             metadata = logits_metadata(batch, rows, self.iota)
         inputs = self.family.prepare_inputs(batch)
         first = self.family.embed(batch, receive(batch.shape.padded_tokens))
-        ctx = ForwardContext(batch.metadata, self.kv_caches, metadata, batch.metadata_of_layers, batch.states, inputs)
+        of_layers, states = batch.metadata_of_layers, batch.states
+        ctx = ForwardContext(batch.metadata, self.kv_caches, metadata, of_layers, states, inputs, rows_of_ranks)
         hidden_states = self.model(batch.input_ids, ctx, first)
         if isinstance(hidden_states, IntermediateTensors):  # the step ends here, with every draft taken as accepted
             self._post_update(batch, None)

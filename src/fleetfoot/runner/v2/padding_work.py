@@ -143,7 +143,7 @@ class PaddingWork:
         step, table = key.shape, self._table
         shape = BatchShape.of_graph(step)
         batch = self._step.buffers.batch(shape, [], is_warm_up=True)
-        self._step.state.staging.clear_on_device(self._step.buffers.query_start_loc(shape, [0] * step.num_reqs))
+        self.clear(step)
         reads_all = bool(table.num_drafts) and not step.is_decode  # to verify and to propose drafts, eagerly
 
         def forward() -> StepOutput:
@@ -169,12 +169,18 @@ class PaddingWork:
         }
         return parts[key.part]
 
-    def forward(self, num_tokens: int) -> torch.Tensor | IntermediateTensors:
-        """The output of the layers for decodes of no request, beside those of other ranks."""
-        shape = BatchShape.of_graph(StepShape("decode", num_tokens, num_tokens))
-        batch = self._step.buffers.batch(shape, [], is_warm_up=True)
-        self._step.state.staging.clear_on_device(self._step.buffers.query_start_loc(shape, [0] * num_tokens))
-        return self._step.forward(batch, self._pipeline.receive, reads_all=True).hidden_states
+    def forward(self, rows_of_ranks: int) -> torch.Tensor | IntermediateTensors:
+        """The output of the layers for a decode of no request, beside the steps of other ranks (`ForwardContext`)."""
+        shape = StepShape("decode", 1, 1)
+        self.clear(shape)
+        batch = self._step.buffers.batch(BatchShape.of_graph(shape), [], is_warm_up=True)
+        output = self._step.forward(batch, self._pipeline.receive, reads_all=True, rows_of_ranks=rows_of_ranks)
+        return output.hidden_states
+
+    def clear(self, step: StepShape) -> None:
+        """Queue that the requests of the next step are padding."""
+        starts = self._step.buffers.query_start_loc(BatchShape.of_graph(step), [0] * step.num_reqs)
+        self._step.state.staging.clear_on_device(starts)
 
     def eager(self, step: EagerStep) -> Callable[[], object]:
         """A step without a graph, of padding requests; not what samplers other than the plain one launch."""

@@ -28,9 +28,9 @@ from fleetfoot.models.interface import CausalLM
 from fleetfoot.models.model_state import StateSizes
 from fleetfoot.records.forward_context import IntermediateTensors
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.records.step import SchedulerOutput, TokenMasks, WarmUpOutput
+from fleetfoot.records.step import Agreement, SchedulerOutput, TokenMasks, WarmUpOutput
 from fleetfoot.runner.base import ModelRunner
-from fleetfoot.runner.graphs import BatchShape, CaptureTable
+from fleetfoot.runner.graphs import BatchShape, CaptureTable, GraphKey
 from fleetfoot.runner.v2.async_output import AsyncOutput
 from fleetfoot.runner.v2.device import Device, open_device
 from fleetfoot.runner.v2.device_step import DeviceStep, StepOutput
@@ -166,7 +166,10 @@ class ModelRunnerV2(ModelRunner):
         is_warm_up = isinstance(scheduler_output, WarmUpOutput)
         batch = self._buffers.batch(shape, scheduler_output.rows, is_warm_up=is_warm_up)
         if graph is None:
-            step_output = self._step_on_device.forward(batch, self._pipeline.receive, reads_all=reads_all)
+            rows_of_ranks = scheduler_output.agreement.num_tokens
+            step_output = self._step_on_device.forward(
+                batch, self._pipeline.receive, reads_all=reads_all, rows_of_ranks=rows_of_ranks
+            )
         else:
             self._pipeline.receive(shape.num_tokens)  # into the buffer that the graph reads
             step_output = graph.replay()
@@ -271,8 +274,16 @@ class ModelRunnerV2(ModelRunner):
             output.send_logprobs(logprobs, counts)
 
     @torch.inference_mode()
-    def _forward_padding(self, num_tokens: int) -> torch.Tensor | IntermediateTensors:
-        return self._padding.forward(num_tokens)
+    def _forward_padding(self, agreement: Agreement) -> torch.Tensor | IntermediateTensors:
+        shape = self.graphs.table.agreed(agreement)
+        graph = None if shape is None else self.graphs.captured.get(GraphKey("forward", shape))
+        if shape is None or graph is None:
+            return self._padding.forward(agreement.num_tokens)
+        self._padding.clear(shape)
+        self._pipeline.receive(shape.num_tokens)
+        graph.replay()
+        hidden_states: torch.Tensor | IntermediateTensors = graph.output.hidden_states
+        return hidden_states
 
     def shutdown(self) -> None:
         if self._ahead is not None:

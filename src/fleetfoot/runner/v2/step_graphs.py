@@ -80,6 +80,8 @@ class StepGraphs:
         for each request; ``reads_all``: hidden states of all tokens are read, which mixed graphs only have with drafts.
         """
         shape = self.table.dispatch(output)
+        is_agreed = bool(output.agreement.num_tokens)
+        reads_all = reads_all and not is_agreed  # the request that reads them has ended
         if shape is None or not self.captured or (reads_all and not shape.is_decode and not self.table.num_drafts):
             self.num_steps["eager"] += 1
             return BatchShape.of_step(output, None), None
