@@ -19,14 +19,22 @@ from tests.helpers.faulty_connector import OFFLOADING, connector, faulty
 from tests.helpers.int8_method import Int8, quantize
 from tests.helpers.kernels import cpu_kernels
 from tests.helpers.kv_pair import opened
-from tests.helpers.paged_models import MULTIPLIERS, PagedCache, prompt
+from tests.helpers.paged_models import MODELS, MULTIPLIERS, PagedCache, prompt
 from tests.helpers.prefill_decode import REQUESTS, ROOMY, SIZE, Tokens, decodes, nixl, prefilled, settle, tokens_of
 from tests.helpers.runner_lives import DRAFT
 from tests.helpers.schedules import Life, assert_lives_agree, live_alone, random_lives
 from tests.helpers.specs import changed
 
 from fleetfoot.assets import embedded_eagle_path, embedded_model_path
-from fleetfoot.config.model import RopeConfig
+from fleetfoot.config.model import (
+    GatedDeltaNetSpec,
+    LayerSpec,
+    Mamba2Spec,
+    ModelConfig,
+    RecurrentSpec,
+    RopeConfig,
+    ShortConvSpec,
+)
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, Groups, StepShape, TensorGroup, make_groups
@@ -102,11 +110,13 @@ def load(
     return ModelLoader(load_model_config(folder), ctx, folder, **options).load()
 
 
-def steps(model: CausalLM) -> Iterator[tuple[torch.Tensor, ForwardContext]]:
-    """Inputs, the same on every rank: prompts, a decode beside the rest of a prompt, and decodes."""
-    attention = model.model.layers[str(model.layers[0])].self_attn
-    num_layers, num_kv_heads = len(model.layers), attention.num_kv_heads
-    part = changed(model.config, num_layers=num_layers, num_kv_heads=num_kv_heads, window=None, rope=RopeConfig())
+def steps(model: CausalLM, part: ModelConfig | None = None) -> Iterator[tuple[torch.Tensor, ForwardContext]]:
+    """Inputs, the same on every rank: prompts, a decode beside the rest of a prompt, and decodes. ``part``: the layers
+    of a rank; None: all have attention with as many KV heads as the first."""
+    if part is None:
+        attention = model.model.layers[str(model.layers[0])].self_attn
+        num_layers, num_kv_heads = len(model.layers), attention.num_kv_heads
+        part = changed(model.config, num_layers=num_layers, num_kv_heads=num_kv_heads, window=None, rope=RopeConfig())
     cache = PagedCache(part, block_size=4)
     for number, lengths in enumerate(((20, 3), (1, 27), (1, 1))):
         prompts = [prompt(length, part.vocab_size, seed=10 * number + length) for length in lengths]
@@ -114,9 +124,9 @@ def steps(model: CausalLM) -> Iterator[tuple[torch.Tensor, ForwardContext]]:
 
 
 @torch.inference_mode()
-def run_steps(model: CausalLM) -> list[torch.Tensor]:
-    """Logits ``[num_tokens, vocab_size]`` of each step."""
-    return [model.compute_logits(model(input_ids, ctx)).clone() for input_ids, ctx in steps(model)]
+def run_steps(model: CausalLM, part: ModelConfig | None = None) -> list[torch.Tensor]:
+    """Logits ``[num_tokens, vocab_size]`` of each step; ``part``: as of `steps`."""
+    return [model.compute_logits(model(input_ids, ctx)).clone() for input_ids, ctx in steps(model, part)]
 
 
 def on_ranks(way: str, size: int, function: Callable[[TensorGroup], Any]) -> list[Any]:
@@ -208,6 +218,60 @@ def test_logits_equal_the_whole_models(folders: dict[str, Path], name: str, size
     assert_close(first, logits_of_the_whole(folders[name]))
     for logits in others:
         assert_equal(logits, first)  # or else ranks could choose different tokens
+
+
+STATES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: MODELS[name] for name in ("qwen3_5", "qwen3-next", "lfm2-bias-untied", "bamba", "granite-hybrid")},
+    "bamba-one-group": ("bamba", {**MODELS["bamba"][1], "mamba_n_groups": 1}),
+}
+"""Models with recurrent states."""
+
+
+@pytest.mark.parametrize("way", ["exact", "fused summed"])
+@pytest.mark.parametrize(
+    ("name", "size"), [*((name, 2) for name in STATES), ("lfm2-bias-untied", 4), ("bamba-one-group", 4)]
+)
+def test_layers_with_states(name: str, size: int, way: str, tmp_path: Path) -> None:
+    is_fused, way = way.startswith("fused"), way.removeprefix("fused ")
+    kind, fields = STATES[name]
+    make_checkpoint(tmp_path, kind, **fields)
+    whole = load_model_config(tmp_path)
+    expected = run_steps(load(tmp_path), whole)
+
+    def part(layer: LayerSpec) -> LayerSpec:
+        if layer.recurrent is not None:
+            return replace(layer, mixer=layer.recurrent.part(size))
+        return replace(layer, mixer=replace(layer.mixer, num_kv_heads=max(1, layer.mixer.num_kv_heads // size)))
+
+    share = replace(whole, layers=tuple(map(part, whole.layers)))
+
+    def work(group: TensorGroup) -> list[torch.Tensor]:
+        model = load(tmp_path, group)
+        return run_steps(fused(model, group) if is_fused else model, share)
+
+    first, *others = on_ranks(way, size, work)
+    assert_close(first, expected)
+    for logits in others:
+        assert_equal(logits, first)
+
+
+@pytest.mark.parametrize(
+    ("spec", "num_ranks", "is_shared"),
+    [
+        (GatedDeltaNetSpec(4, 8, 16, 16, 4), 4, True),
+        (GatedDeltaNetSpec(4, 8, 16, 16, 4), 8, False),
+        (Mamba2Spec(8, 16, 1, 16, 4), 8, True),
+        (Mamba2Spec(6, 16, 1, 16, 4), 4, False),
+        (Mamba2Spec(8, 16, 2, 16, 4), 2, True),
+        (Mamba2Spec(8, 16, 2, 16, 4), 4, False),
+        (ShortConvSpec(3, 96), 3, True),
+        (ShortConvSpec(3, 96), 5, False),
+    ],
+)
+def test_states_that_ranks_cannot_share_are_refused(spec: RecurrentSpec, num_ranks: int, is_shared: bool) -> None:
+    assert bool(spec.problem(num_ranks)) != is_shared
+    if is_shared:  # nothing is lost
+        assert num_ranks * spec.states(num_ranks).num_recurrent == spec.states().num_recurrent
 
 
 def test_dummy_and_reloaded_weights(folders: dict[str, Path]) -> None:
@@ -381,6 +445,28 @@ def test_load_that_fails_on_one_rank_has_failed(
         transfers = engine.stats().transfers
     assert transfers.loads_failed == transfers.loads_started > 0
     assert transfers.tokens_loaded == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "runner"),
+    [("qwen3-next", "pipeline", "v2"), ("bamba-one-group", "tensor", "v2"), ("lfm2-bias-untied", "pipeline", "v1")],
+)
+def test_ranks_with_states(name: str, way: str, runner: str, tmp_path: Path) -> None:
+    """In chunks, with prefix hits, and with states that every rank loads from host memory."""
+    kind, fields = STATES[name]
+    make_checkpoint(tmp_path, kind, **fields)
+    settings = {"model": str(tmp_path), "skip_tokenizer_init": True, **ROOMY}
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    prompts = [prompt(length, 89, seed=1) for length in (30, 45, 30)]
+    requests = {str(number): (tokens, params) for number, tokens in enumerate(prompts)}
+    with running(model_runner="v1", **settings) as engine:
+        expected = tokens_of(run_requests(engine, requests))
+    with running(model_runner=runner, kv_transfer_config=OFFLOADING, **settings, **WAYS[way]) as engine:
+        for _ in range(2):
+            assert tokens_of(run_requests(engine, requests)) == expected
+            engine.reset_prefix_cache()
+        transfers = engine.stats().transfers
+        assert (transfers.loads_failed, transfers.tokens_loaded >= 28) == (0, True)
 
 
 @pytest.fixture(scope="module")

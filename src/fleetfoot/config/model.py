@@ -139,20 +139,27 @@ class GatedDeltaNetSpec:
         """The linear layers on one of ``num_ranks``: q, k, v and the output's gate; rates and decays; the output."""
         names = (("qkvz",), ("ba",)) if self.is_grouped else (("qkv", "z"), ("b", "a"))
         states, heads = (tuple(f"linear_attn.in_proj_{part}" for part in parts) for parts in names)
-        value_size = self.value_size // num_ranks
+        part = self.part(num_ranks)
         return (
-            Linear(states, self.conv_channels // num_ranks + value_size, hidden_size, has_bias=False),
-            Linear(heads, 2 * self.num_v_heads // num_ranks, hidden_size, has_bias=False),
-            Linear(("linear_attn.out_proj",), hidden_size, value_size, has_bias=False),
+            Linear(states, part.conv_channels + part.value_size, hidden_size, has_bias=False),
+            Linear(heads, 2 * part.num_v_heads, hidden_size, has_bias=False),
+            Linear(("linear_attn.out_proj",), hidden_size, part.value_size, has_bias=False),
         )
 
     def own_parameters(self, num_ranks: int = 1) -> int:
         """Weights of the convolution and the output's norm, and the decays' parameters."""
-        return (self.conv_channels * self.num_taps + 2 * self.num_v_heads) // num_ranks + self.head_v_dim
+        part = self.part(num_ranks)
+        return part.conv_channels * self.num_taps + 2 * part.num_v_heads + self.head_v_dim
+
+    def part(self, num_ranks: int) -> GatedDeltaNetSpec:
+        """What one of ``num_ranks`` has."""
+        heads = self.num_k_heads // num_ranks, self.num_v_heads // num_ranks
+        return replace(self, num_k_heads=heads[0], num_v_heads=heads[1])
 
     def states(self, num_ranks: int = 1) -> StateShapes:
-        heads, channels = self.num_v_heads // num_ranks, self.conv_channels // num_ranks
-        return StateShapes((heads, self.head_v_dim, self.head_k_dim), (self.num_taps - 1, channels))
+        part = self.part(num_ranks)
+        matrices = part.num_v_heads, self.head_v_dim, self.head_k_dim
+        return StateShapes(matrices, (self.num_taps - 1, part.conv_channels))
 
     def problem(self, num_ranks: int) -> str:
         """Why ``num_ranks`` cannot share it; empty: they can."""
@@ -185,23 +192,32 @@ class Mamba2Spec:
         return self.value_size + 2 * self.num_groups * self.state_size
 
     def linears(self, hidden_size: int, num_ranks: int = 1) -> tuple[Linear, ...]:
-        """The linear layers: the output's gate, x, B, C and steps; the output."""
-        num_outputs = self.value_size + self.conv_channels + self.num_heads
+        """The linear layers on one of ``num_ranks``: the output's gate, x, B, C and steps; the output."""
+        part = self.part(num_ranks)
+        num_outputs = part.value_size + part.conv_channels + part.num_heads
         return (
             Linear(("mamba.in_proj",), num_outputs, hidden_size, self.has_bias),
-            Linear(("mamba.out_proj",), hidden_size, self.value_size, self.has_bias),
+            Linear(("mamba.out_proj",), hidden_size, part.value_size, self.has_bias),
         )
 
     def own_parameters(self, num_ranks: int = 1) -> int:
         """Weights of the convolution and the output's norm, and three parameters for each head."""
-        return self.conv_channels * (self.num_taps + self.has_conv_bias) + self.value_size + 3 * self.num_heads
+        part = self.part(num_ranks)
+        return part.conv_channels * (self.num_taps + self.has_conv_bias) + part.value_size + 3 * part.num_heads
+
+    def part(self, num_ranks: int) -> Mamba2Spec:
+        """What one of ``num_ranks`` has: some groups with their heads, or some heads of the only group."""
+        return replace(self, num_heads=self.num_heads // num_ranks, num_groups=max(1, self.num_groups // num_ranks))
 
     def states(self, num_ranks: int = 1) -> StateShapes:
-        return StateShapes((self.num_heads, self.head_dim, self.state_size), (self.num_taps - 1, self.conv_channels))
+        part = self.part(num_ranks)
+        return StateShapes((part.num_heads, self.head_dim, self.state_size), (self.num_taps - 1, part.conv_channels))
 
     def problem(self, num_ranks: int) -> str:
         """Why ``num_ranks`` cannot share it; empty: they can."""
-        return "the norm of a Mamba-2 mixer is over all heads" if num_ranks > 1 else ""
+        if self.num_groups > 1 and self.num_groups % num_ranks:
+            return f"{self.num_groups} groups of Mamba-2's heads cannot be shared evenly"
+        return f"{self.num_heads} heads of Mamba-2 cannot be shared evenly" if self.num_heads % num_ranks else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +231,7 @@ class ShortConvSpec:
 
     def linears(self, hidden_size: int, num_ranks: int = 1) -> tuple[Linear, ...]:
         """The linear layers on one of ``num_ranks``: two gates and the input; the output."""
-        channels = self.channels // num_ranks
+        channels = self.part(num_ranks).channels
         return (
             Linear(("conv.in_proj",), 3 * channels, hidden_size, self.has_bias),
             Linear(("conv.out_proj",), hidden_size, channels, self.has_bias),
@@ -223,10 +239,14 @@ class ShortConvSpec:
 
     def own_parameters(self, num_ranks: int = 1) -> int:
         """Weights of the convolution."""
-        return self.channels // num_ranks * (self.num_taps + self.has_bias)
+        return self.part(num_ranks).channels * (self.num_taps + self.has_bias)
+
+    def part(self, num_ranks: int) -> ShortConvSpec:
+        """What one of ``num_ranks`` has."""
+        return replace(self, channels=self.channels // num_ranks)
 
     def states(self, num_ranks: int = 1) -> StateShapes:
-        return StateShapes((), (self.num_taps - 1, self.channels // num_ranks))
+        return StateShapes((), (self.num_taps - 1, self.part(num_ranks).channels))
 
     def problem(self, num_ranks: int) -> str:
         """Why ``num_ranks`` cannot share it; empty: they can."""

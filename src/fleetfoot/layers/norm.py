@@ -8,19 +8,20 @@ from typing import Literal
 import torch
 
 from fleetfoot.layers.context import ModelContext, WeightModule
-from fleetfoot.records.weights import Rows, WeightSpec
+from fleetfoot.records.weights import Rows, WeightSpec, count_rows
 
 
 class RMSNorm(WeightModule):
     """``x / sqrt(mean(x^2) + eps) * (weight + offset)`` over the last dimension (Zhang and Sennrich 2019). ``rows``:
-    the weight's elements in the order in which they are stored; None: that of the checkpoint."""
+    those of the weight's elements that are stored, in that order; None: all of the checkpoint's."""
 
     def __init__(
         self, context: ModelContext, size: int, eps: float, offset: float = 0.0, *, rows: Rows | None = None
     ) -> None:
         super().__init__()
-        self.weight = torch.empty(size, dtype=context.dtype, device=context.device)
-        self.eps, self.offset = eps, offset
+        num_elements = size if rows is None else count_rows(rows)
+        self.weight = torch.empty(num_elements, dtype=context.dtype, device=context.device)
+        self.eps, self.offset, self._size = eps, offset, size
         self._part: tuple[Rows, ...] = () if rows is None else (rows,)
         self._rms_norm = context.ops.rms_norm
 
@@ -29,6 +30,5 @@ class RMSNorm(WeightModule):
         return self._rms_norm(x, self.weight, self.eps, self.offset)
 
     def own_weight_specs(self, prefix: str, name: str) -> Iterator[WeightSpec]:
-        shape = tuple(self.weight.shape)
         init: Literal["zeros", "ones"] = "zeros" if self.offset else "ones"
-        yield WeightSpec(f"{prefix}{name}.weight", shape, lambda: self.weight, init=init, part=self._part)
+        yield WeightSpec(f"{prefix}{name}.weight", (self._size,), lambda: self.weight, init=init, part=self._part)

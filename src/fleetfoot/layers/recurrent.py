@@ -170,25 +170,38 @@ def _grouped_rows(sizes: Sequence[int], heads: slice) -> list[list[slice]]:
     ]
 
 
+def _shifted(rows: slice, distance: int) -> slice:
+    return slice(rows.start + distance, rows.stop + distance)
+
+
 class Mamba2(StateMixer):
     """A Mamba-2 mixer (Dao and Gu 2024): the output is gated and then has an RMSNorm for each group."""
 
     def __init__(self, config: ModelConfig, context: ModelContext, layer: int, kv_index: int) -> None:
-        spec, hidden = config.layers[layer].mixer, config.hidden_size
+        spec, group, hidden = config.layers[layer].mixer, context.groups.tensor, config.hidden_size
         assert isinstance(spec, Mamba2Spec)
         super().__init__(config, context, layer, kv_index)
-        size, channels, heads = spec.value_size, spec.conv_channels, slice(0, spec.num_heads)
+        part, size, channels = spec.part(group.size), spec.value_size, spec.conv_channels
+        values, heads = (even_span(total, group.rank, group.size) for total in (size, spec.num_heads))
+        # the groups of B and C; the only one is on every rank
+        place, places = (0, 1) if spec.num_groups == 1 else (group.rank, group.size)
+        of_groups = even_span(spec.num_groups * spec.state_size, place, places)
+        firsts = size, size + spec.num_groups * spec.state_size  # after x
+        mixed = [values, *(_shifted(of_groups, first) for first in firsts)]
+        rows = [values, *(_shifted(run, size) for run in mixed), _shifted(heads, size + channels)]
         parts = (("in_proj", size + channels + spec.num_heads),)
-        self.in_proj = ColumnParallelLinear(context, hidden, parts, spec.has_bias)
-        self.conv1d = ConvWeight(context, spec.num_taps, channels, slice(0, channels), has_bias=spec.has_conv_bias)
+        self.in_proj = ColumnParallelLinear(context, hidden, parts, spec.has_bias, rows=(join_rows(rows),))
+        self.conv1d = ConvWeight(context, spec.num_taps, channels, join_rows(mixed), has_bias=spec.has_conv_bias)
         self.A_log = HeadParameter(context, spec.num_heads, heads, "zeros")
         self.dt_bias = HeadParameter(context, spec.num_heads, heads, "ones")
         self.D = HeadParameter(context, spec.num_heads, heads, "ones")
-        self.norm = RMSNorm(context, size, config.rms_norm_eps)
-        self.out_proj = RowParallelLinear(context, "out_proj", size, hidden, spec.has_bias, slice(0, size))
+        self.norm = RMSNorm(context, size, config.rms_norm_eps, rows=values)
+        self.out_proj = RowParallelLinear(context, "out_proj", size, hidden, spec.has_bias, values)
+        self._group, self._size = group, size
         self._taps = CausalConv(self.conv1d.weight, self.conv1d.bias, has_silu=True)
         self._decay = Recurrence(self.A_log.values, self.dt_bias.values, self.D.values)
-        self._spec = spec
+        self._spec = part
+        self._is_norm_shared = group.size > 1 and spec.num_groups == 1
 
     def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """``x [num_tokens, hidden_size]`` -> the same shape. Writes the layer's states."""
@@ -200,8 +213,19 @@ class Mamba2(StateMixer):
         v, k, q = mixed.split((spec.value_size, group_size, group_size), dim=1)
         v = v.unflatten(1, (spec.num_heads, spec.head_dim))
         tokens = RecurrenceInputs(q.unflatten(1, groups), k.unflatten(1, groups), v, step)
+        if self._is_norm_shared:
+            return self.out_proj(self._norm(self._recurrence(tokens, matrices, self._decay, batch, None), gate))
         norm = GatedNorm(gate, self.norm.weight, self.norm.eps, spec.value_size // spec.num_groups, is_gate_last=False)
         return self.out_proj(self._recurrence(tokens, matrices, self._decay, batch, norm))
+
+    def _norm(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """`GatedNorm` of rows ``[num_tokens, size of this rank]`` that the ranks share."""
+        value = x.float() * torch.nn.functional.silu(gate.float())
+        if self._group.bitwise_reproducible:
+            mean = self._group.all_gather(value, self._size).square().mean(dim=-1, keepdim=True)
+        else:
+            mean = self._group.all_reduce(value.square().sum(dim=-1, keepdim=True)) / self._size
+        return (value * torch.rsqrt(mean + self.norm.eps) * self.norm.weight.float()).to(x.dtype)
 
 
 class ShortConv(StateMixer):
