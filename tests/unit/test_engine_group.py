@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,9 @@ from tests.helpers.streams import async_test
 
 from fleetfoot.engine.client import EngineClient
 from fleetfoot.engine.errors import EngineDeadError
-from fleetfoot.engine.input_processor import InputProcessor
+from fleetfoot.engine.input_processor import EngineRequest, InputProcessor
 from fleetfoot.engine.link import EngineLink, engine_keys
 from fleetfoot.engine.wire import (
-    AddRequest,
     Call,
     ClientMessage,
     Dead,
@@ -35,6 +35,7 @@ from fleetfoot.engine.wire import (
     SequenceEnd,
     Stop,
     Tokens,
+    decode_as,
 )  # fmt: skip
 from fleetfoot.records.request import RequestStatus
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
@@ -65,13 +66,13 @@ class PlayedEngine:
         self.address = str(self._socket.last_endpoint, "ascii").rstrip("\0")
         self._facts = facts
         self._client = b""
-        self._decoder = msgspec.msgpack.Decoder(ClientMessage)
+        self._decode = decode_as(ClientMessage)
 
     async def next(self) -> Any:
         """The next message, but for the first of each client, which is answered."""
         while True:
             self._client, content = await self._socket.recv_multipart()
-            message: ClientMessage = self._decoder.decode(content)
+            message: ClientMessage = self._decode(content)
             if not isinstance(message, Hello):
                 return message
             self.send(self._facts)
@@ -79,7 +80,7 @@ class PlayedEngine:
     def send(self, message: EngineMessage) -> None:
         self._socket.send_multipart((self._client, msgspec.msgpack.encode(message)))
 
-    def generate(self, request: AddRequest, *tokens: int, end: RequestStatus | None = None, **fields: Any) -> None:
+    def generate(self, request: EngineRequest, *tokens: int, end: RequestStatus | None = None, **fields: Any) -> None:
         """Send tokens of the request's first sequence."""
         last = None if end is None else SequenceEnd(int(end), None, 0, 0, 0, 0.0, fields.get("transfer"), None)
         self.send(Outputs(0.0, [Tokens(request.number, list(tokens), end=last)]))
@@ -247,9 +248,9 @@ async def test_default_seeds_are_those_of_the_engine_that_is_lost() -> None:
         again = await second.next()
         assert (again.resumed, again.seed_number) == ([[1]], 41)
     numbers = InputProcessor(vocab_size=99, max_model_len=64, eos_token_ids=[0], tokenizer=None, max_logprobs=0, seed=7)
-    (begun,) = numbers.make_requests(request.routed(b""))
-    (resumed,) = numbers.make_requests(again.routed(b""))
-    (later,) = numbers.make_requests(request.routed(b""))
+    (begun,) = numbers.make_requests(copy(request))
+    (resumed,) = numbers.make_requests(again)
+    (later,) = numbers.make_requests(request)
     assert begun.seed == request_seed(None, 0, 7, 0)
     assert resumed.seed == request_seed(None, 0, 7, 41)
     assert later.seed == request_seed(None, 0, 7, 42)
@@ -308,7 +309,7 @@ async def test_replicas_get_requests_by_prefix_and_load(tmp_path: Path) -> None:
         (done,), others = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         for task in others:
             task.cancel()
-        assert isinstance(done.result(), AddRequest)
+        assert isinstance(done.result(), EngineRequest)
         return waiting.index(done)
 
     one, other = [*range(40)] * 4, [*range(50, 90)] * 4

@@ -4,13 +4,13 @@ import json
 import random
 import signal
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jsonschema
-import msgspec
 import numpy as np
 import pytest
 from llguidance import LLMatcher
@@ -18,7 +18,8 @@ from tests.helpers.engines import EOS
 
 from fleetfoot import SamplingParams, StructuredOutputsParams
 from fleetfoot.assets import embedded_model_path
-from fleetfoot.engine.wire import AddRequest
+from fleetfoot.engine import wire
+from fleetfoot.engine.input_processor import EngineRequest
 from fleetfoot.records.request import Request
 from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.records.structured_outputs import with_closed_objects
@@ -86,8 +87,8 @@ def test_forms_of_the_same_parameters() -> None:
     assert made.clone() == made
     with pytest.raises(TypeError, match=r"guided_decoding.*give one of them"):
         SamplingParams(structured_outputs=params, guided_decoding=params)  # type: ignore[call-arg]
-    coded = msgspec.msgpack.encode(AddRequest(0, "r", b"", made, 1, 0, 0.0, [], None, None, None))
-    assert msgspec.msgpack.decode(coded, type=AddRequest).params == made
+    request = EngineRequest("r", None, array("i", [5, 700]), made, [[3]], None, 1, 0, None, 0.0)
+    assert wire.decode_as(wire.ClientMessage)(wire.encoder().encode(request)) == request
 
 
 # --- schemas ----------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from fleetfoot.utils.validation import FieldError
 
 
 @dataclass(slots=True, eq=False)
-class _Sequence:
+class _RemoteSequence:
     """What an `OutputProcessor` reads of a sequence that another process generates."""
 
     request_id: str
@@ -149,7 +149,7 @@ class EngineClient:
         self._link: Link = EngineLink(engine) if isinstance(engine, str) else engine
         self._numbers = count()
         self._streams: dict[str, OutputStream] = {}
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, _RemoteSequence] = {}
         self._counts: Counter[str] = Counter()  # of the streams, by owner
         self._request_ids: dict[int, str] = {}  # the first sequence's number -> the request's id
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -333,13 +333,14 @@ class EngineClient:
         request.flow = flow
         first = next(self._numbers)
         numbers = [first, *(next(self._numbers) for _ in range(request.params.n - 1))]
-        sequences: list[Any] = [_Sequence(f"{request_id}/{number}", number) for number in numbers]
+        sequences: list[Any] = [_RemoteSequence(f"{request_id}/{number}", number) for number in numbers]
         self._sequences.update(zip(numbers, sequences, strict=True))
         stream = self._streams[request_id] = OutputStream(self, request_id, request.params.output_kind, owner)
         self._counts[owner] += 1
         self._request_ids[first] = request_id
         self._outputs.add(request, sequences, time.perf_counter())
-        self._send(wire.AddRequest.of(first, request))
+        request.number, request.prompt = first, None  # the engine reads tokens alone
+        self._send(request)
         return stream
 
     async def _compile_grammar(self, params: SamplingParams | PoolingParams) -> None:
@@ -423,7 +424,7 @@ class EngineClient:
                 if output.finished:
                     self._remove(output.request_id)
 
-    def _engine_output(self, sequence: _Sequence, tokens: wire.Tokens) -> EngineOutput:
+    def _engine_output(self, sequence: _RemoteSequence, tokens: wire.Tokens) -> EngineOutput:
         request: Any = sequence
         if tokens.num_cached_tokens >= 0:
             sequence.num_cached_tokens = tokens.num_cached_tokens

@@ -6,10 +6,10 @@ import pickle
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from fleetfoot.config.pooling import Pooling, check_dimensions
@@ -36,6 +36,10 @@ from fleetfoot.utils.validation import FieldError, FieldTypeError
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
 
+    TokenIds = array[int]
+else:
+    TokenIds = array  # Python 3.11 has no generic one
+
 COPY_MARK = "\x1f"
 """Separates request id and index in the ids of sequences if ``n`` is above 1. Not allowed in users' ids."""
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
@@ -51,14 +55,13 @@ _LARGE = 1 << 62
 """Above any number of tokens, and fits in messages between processes."""
 
 
-@dataclass(slots=True)
-class EngineRequest:
-    """A validated and tokenized request."""
+class EngineRequest(msgspec.Struct, array_like=True, tag=True):
+    """A validated and tokenized request: the one record of it from here to the scheduler, between processes too."""
 
     request_id: str
     prompt: str | None
-    """Text, if known."""
-    prompt_token_ids: array[int]
+    """Text, if known. It does not travel between processes."""
+    prompt_token_ids: TokenIds
     """int32."""
     params: SamplingParams
     """Validated; not shared with the caller, but possibly with other requests."""
@@ -79,6 +82,10 @@ class EngineRequest:
     `InputProcessor.make_requests`; given for a request that another engine has begun."""
     flow: str = ""
     """See `Request.flow`."""
+    number: int = 0
+    """The number of its first sequence, which its client assigns. Its ``n`` sequences have consecutive ones."""
+    client: bytes = b""
+    """The address of its client, which the engine's process sets."""
 
 
 class InputProcessor:

@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
-import msgspec
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from fleetfoot.engine import wire
 from fleetfoot.engine.wire import HEARTBEAT_MS, ClientMessage, Dead, EngineMessage, Hello, Outputs, Ready
 from fleetfoot.utils.cluster_key import ClusterKey
 from fleetfoot.utils.curve import KeyPair, connect_with, curve_pair, frames_of, message_of
@@ -72,8 +72,7 @@ class EngineLink:
         events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _REFUSALS
         self._monitor = self.socket.get_monitor_socket(events)  # before there is anything to miss
         self.socket.connect(address)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(EngineMessage)
+        self._encode, self._decode = wire.encoder().encode, wire.decode_as(EngineMessage)
         self._arrived: deque[EngineMessage] = deque()
         self._without_waiting = zmq.Socket.shadow(self.socket.underlying)  # the same socket
 
@@ -106,7 +105,7 @@ class EngineLink:
 
     def send(self, message: ClientMessage) -> None:
         # without a limit on its queue, it is sent or queued at once
-        self.socket.send_multipart(frames_of(self._encoder.encode(message)))
+        self.socket.send_multipart(frames_of(self._encode(message)))
 
     async def receive(self) -> EngineMessage:
         if not self._arrived:
@@ -115,7 +114,7 @@ class EngineLink:
             with contextlib.suppress(zmq.Again):
                 while True:
                     contents.append(message_of(self._without_waiting.recv_multipart(zmq.NOBLOCK)))
-            self._arrived.extend(merge_steps(map(self._decoder.decode, contents)))
+            self._arrived.extend(merge_steps(map(self._decode, contents)))
         return self._arrived.popleft()
 
     def close(self, linger: int = 1000) -> None:

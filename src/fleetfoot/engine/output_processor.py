@@ -61,6 +61,8 @@ class _RequestState:
     """A request and its sequences."""
 
     request: EngineRequest
+    prompt: str | None
+    """Its text, if known."""
     kind: RequestOutputKind
     detokenize: bool
     queued_ts: float
@@ -116,7 +118,7 @@ class OutputProcessor:
         prompt_logprobs: list[dict[int, Logprob] | None] | None = None if params.prompt_logprobs is None else [None]
         is_plain = request.pooling_params is None and prompt_logprobs is None
         is_delta = kind is DELTA and len(sequences) == 1 and is_plain
-        state = _RequestState(request, kind, detokenize, now, len(sequences), is_delta, prompt_logprobs)
+        state = _RequestState(request, request.prompt, kind, detokenize, now, len(sequences), is_delta, prompt_logprobs)
         self._requests[request.request_id] = state
         for index, sequence in enumerate(sequences):
             text = TextStream(
@@ -309,7 +311,7 @@ class OutputProcessor:
         delta.weight_version, delta.weight_versions = version, versions
         return RequestOutput(
             request_id=request.request_id,
-            prompt=request.prompt,
+            prompt=state.prompt,
             prompt_token_ids=state.prompt_token_ids,
             outputs=[delta],
             finished=False,
@@ -329,7 +331,7 @@ class OutputProcessor:
         first = state.sequences[0].request
         output = RequestOutput(
             request_id=request.request_id,
-            prompt=request.prompt,
+            prompt=state.prompt,
             prompt_token_ids=state.prompt_token_ids,
             outputs=outputs,
             finished=finished,

@@ -10,7 +10,7 @@ from typing import Any
 
 from fleetfoot.engine.input_processor import EngineRequest
 from fleetfoot.engine.stats import Histogram, StatsCollector
-from fleetfoot.engine.wire import Finish, Outputs, RoutedRequest, SequenceEnd, Tokens
+from fleetfoot.engine.wire import Finish, Outputs, SequenceEnd, Tokens
 from fleetfoot.outputs import RequestMetrics
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import EngineOutput
@@ -56,8 +56,8 @@ class EngineGauges:
 
 
 @dataclass(slots=True, eq=False)
-class _Sequence:
-    """A sequence of a client."""
+class _Route:
+    """The way of a sequence's outputs to its client."""
 
     client: bytes
     number: int
@@ -83,7 +83,7 @@ class OutputRouter:
     def __init__(self, tokenizer: None, finish: Callable[..., object], stats: StatsCollector) -> None:
         self._stats = stats
         self._finish = finish
-        self._sequences: dict[str, _Sequence] = {}
+        self._sequences: dict[str, _Route] = {}
         self._numbers: dict[tuple[bytes, int], str] = {}
         self._weight_version = 0
         self._open: Counter[str] = Counter()  # the unfinished sequences of each request
@@ -103,15 +103,12 @@ class OutputRouter:
         return request_id in self._open
 
     def add(self, request: EngineRequest, sequences: list[Request], now: float) -> None:
-        assert isinstance(request, RoutedRequest)
         self._open[request.request_id] = len(sequences)
         resumed = [[]] * len(sequences) if request.resumed is None else request.resumed
         numbers = [number for number, tokens in enumerate(resumed, start=request.number) if tokens is not None]
         for number, sequence in zip(numbers, sequences, strict=True):
             seed_number = request.seed_number or 0
-            route = _Sequence(
-                request.client, number, sequence, request.request_id, request.arrival_time, now, seed_number
-            )
+            route = _Route(request.client, number, sequence, request.request_id, request.arrival_time, now, seed_number)
             route.num_sent = sequence.num_output_tokens
             self._sequences[sequence.request_id] = route
             self._numbers[request.client, number] = sequence.request_id
@@ -241,7 +238,7 @@ class OutputRouter:
         """Tokens from now on are sampled with another version of the weights."""
         self._weight_version = version
 
-    def _end(self, sequence: _Sequence, pooled: tuple[list[int], bytes] | None) -> SequenceEnd:
+    def _end(self, sequence: _Route, pooled: tuple[list[int], bytes] | None) -> SequenceEnd:
         request = sequence.request
         self._remove(sequence)
         return SequenceEnd(
@@ -255,7 +252,7 @@ class OutputRouter:
             pooled,
         )
 
-    def _remove(self, sequence: _Sequence) -> None:
+    def _remove(self, sequence: _Route) -> None:
         request = sequence.request
         del self._sequences[request.request_id], self._numbers[sequence.client, sequence.number]
         self._open[sequence.name] -= 1

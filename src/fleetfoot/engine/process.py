@@ -20,6 +20,7 @@ import zmq
 
 from fleetfoot.engine import wire
 from fleetfoot.engine.engine import LLMEngine, build_engine
+from fleetfoot.engine.input_processor import EngineRequest
 from fleetfoot.engine.output_router import EngineGauges, OutputRouter
 from fleetfoot.engine.remote_calls import RemoteCalls
 from fleetfoot.plan.forced_runner import begin_forcing
@@ -52,8 +53,7 @@ class EngineServer:
         self._can_stop = can_stop
         self._clients: set[bytes] = set()
         self._stopping = False
-        self._decoder = msgspec.msgpack.Decoder(wire.ClientMessage)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encode, self._decode = wire.encoder().encode, wire.decode_as(wire.ClientMessage)
         engine.watch_restarts(self._report_restart)
         engine.watch_holds(lambda is_held: self._send_all(wire.Held(is_held)))
         self._calls = RemoteCalls(engine, self._announce)
@@ -64,7 +64,7 @@ class EngineServer:
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(lifeline, zmq.POLLIN)
-        self._compiling: list[tuple[Future[Any], bytes, wire.AddRequest | wire.Call]] = []
+        self._compiling: list[tuple[Future[Any], bytes, EngineRequest | wire.Call]] = []
         self._compiled, self._note_compiled = os.pipe()  # a byte for each grammar
         self._poller.register(self._compiled, zmq.POLLIN)
 
@@ -104,7 +104,7 @@ class EngineServer:
         while True:
             try:
                 client, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-                message = self._decoder.decode(message_of(frames))
+                message = self._decode(message_of(frames))
             except zmq.Again:
                 return
             except (IndexError, msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -114,7 +114,7 @@ class EngineServer:
                 self._handle(client, message)
 
     def _handle(self, client: bytes, message: wire.ClientMessage) -> None:
-        if isinstance(message, wire.AddRequest):
+        if isinstance(message, EngineRequest):
             self._add(client, message)
         elif isinstance(message, wire.Finish):
             self._router.finish(client, message)
@@ -132,7 +132,7 @@ class EngineServer:
     def _current_facts(self) -> wire.Ready:
         return facts(self._engine, self._settings, is_as_started=self._calls.is_as_started)
 
-    def _add(self, client: bytes, message: wire.AddRequest) -> None:
+    def _add(self, client: bytes, message: EngineRequest) -> None:
         """Queue a request; one with a grammar that is not compiled yet, when it is."""
         structured = message.params.structured_outputs
         future = None
@@ -144,7 +144,7 @@ class EngineServer:
         else:
             self._wait_for(future, client, message)
 
-    def _wait_for(self, future: Future[Any], client: bytes, message: wire.AddRequest | wire.Call) -> None:
+    def _wait_for(self, future: Future[Any], client: bytes, message: EngineRequest | wire.Call) -> None:
         """Go on with a message when its grammar is compiled."""
         self._compiling.append((future, client, message))
         future.add_done_callback(lambda _: os.write(self._note_compiled, b"."))
@@ -153,13 +153,14 @@ class EngineServer:
         error = future.exception()
         self._send(client, wire.Reply(call.number, error=None if error is None else wire.Failed.of(error)))
 
-    def _submit(self, client: bytes, message: wire.AddRequest) -> None:
+    def _submit(self, client: bytes, message: EngineRequest) -> None:
         if client not in self._clients:
             return  # it has gone away while the grammar was compiled
         try:
             self._engine.check_request_id(message.request_id)
             self._engine.input_processor.check_further(message.params)  # clients have no logits processors
-            self._engine.submit(message.routed(client))
+            message.client = client
+            self._engine.submit(message)
         except (ValueError, TypeError) as error:
             self._send(client, wire.Refused(message.number, wire.Failed.of(error)))
         except BaseException as error:
@@ -198,7 +199,7 @@ class EngineServer:
         if client not in self._clients:
             return
         try:
-            self._socket.send_multipart((client, *frames_of(self._encoder.encode(message))))
+            self._socket.send_multipart((client, *frames_of(self._encode(message))))
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
@@ -227,7 +228,7 @@ def engine_socket(context: zmq.Context[Any], keys: KeyPair | None = None) -> zmq
     return socket
 
 
-def _is_of(number: int, client: bytes, owner: bytes, message: wire.AddRequest | wire.Call) -> bool:
+def _is_of(number: int, client: bytes, owner: bytes, message: EngineRequest | wire.Call) -> bool:
     """Whether a client's sequence belongs to a request that waits for its grammar."""
     if isinstance(message, wire.Call):
         return False

@@ -1,13 +1,14 @@
 """Messages between an engine's process and its clients, which are API servers. No torch.
 
-A client connects to the engine's socket and sends `Hello`. Sequences have numbers that the client assigns: a request
-with ``n`` sequences takes ``n`` consecutive ones from `AddRequest.number` on.
+A client connects to the engine's socket and sends `Hello`. A request is its `EngineRequest`; the replies are `Outputs`
+or `Refused`, by the numbers of its sequences.
 """
 
 from __future__ import annotations
 
 import signal
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,6 @@ from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.pooling import Pooling
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.input_processor import EngineRequest
-from fleetfoot.records.pooling_params import PoolingParams
-from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import PackedLogprobs
 from fleetfoot.utils.validation import FieldError, FieldTypeError
 
@@ -80,75 +79,6 @@ class Failed(_Message):
 
 class Hello(_Message):
     """The first message. The reply is `Ready`. Without it, others are ignored."""
-
-
-class AddRequest(_Message):
-    """A validated request. The replies are `Outputs` or `Refused`."""
-
-    number: int
-    """The number of its first sequence."""
-    request_id: str
-    prompt_token_ids: bytes
-    """int32."""
-    params: SamplingParams
-    max_tokens: int
-    priority: int
-    arrival_time: float
-    bad_words_token_ids: list[list[int]]
-    kv_transfer_params: dict[str, Any] | None
-    cache_salt: str | None
-    pooling_params: PoolingParams | None
-    resumed: list[list[int] | None] | None = None
-    """See `EngineRequest.resumed`."""
-    seed_number: int | None = None
-    """See `EngineRequest.seed_number`."""
-    flow: str = ""
-    """See `Request.flow`."""
-
-    @classmethod
-    def of(cls, number: int, request: EngineRequest) -> AddRequest:
-        return cls(
-            number,
-            request.request_id,
-            request.prompt_token_ids.tobytes(),
-            request.params,
-            request.max_tokens,
-            request.priority,
-            request.arrival_time,
-            request.bad_words_token_ids,
-            request.kv_transfer_params,
-            request.cache_salt,
-            request.pooling_params,
-            flow=request.flow,
-        )
-
-    def routed(self, client: bytes) -> RoutedRequest:
-        return RoutedRequest(
-            request_id=self.request_id,
-            prompt=None,
-            prompt_token_ids=array("i", self.prompt_token_ids),
-            params=self.params,
-            bad_words_token_ids=self.bad_words_token_ids,
-            kv_transfer_params=self.kv_transfer_params,
-            max_tokens=self.max_tokens,
-            priority=self.priority,
-            cache_salt=self.cache_salt,
-            arrival_time=self.arrival_time,
-            pooling_params=self.pooling_params,
-            resumed=self.resumed,
-            seed_number=self.seed_number,
-            flow=self.flow,
-            client=client,
-            number=self.number,
-        )
-
-
-@dataclass(slots=True)
-class RoutedRequest(EngineRequest):
-    """A request in the engine's process."""
-
-    client: bytes = b""
-    number: int = 0
 
 
 class Finish(_Message):
@@ -287,5 +217,15 @@ class Dead(_Message):
     trace: str
 
 
-ClientMessage = Hello | AddRequest | Finish | Call | Stop
+ClientMessage = Hello | EngineRequest | Finish | Call | Stop
 EngineMessage = Ready | Outputs | Refused | Reply | Interruption | Held | Dead
+
+
+def encoder() -> msgspec.msgpack.Encoder:
+    """An encoder of messages of both sides. Tokens of prompts are the bytes of int32."""
+    return msgspec.msgpack.Encoder(enc_hook=array.tobytes)
+
+
+def decode_as(messages: Any) -> Callable[[bytes], Any]:
+    """Decodes `ClientMessage` or `EngineMessage`."""
+    return msgspec.msgpack.Decoder(messages, dec_hook=lambda _, content: array("i", content)).decode

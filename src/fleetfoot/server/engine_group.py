@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
+from fleetfoot.engine.input_processor import EngineRequest
 from fleetfoot.engine.link import EngineLink
 from fleetfoot.engine.wire import (
     COMPILE_GRAMMAR,
-    AddRequest,
     Call,
     ClientMessage,
     Dead,
@@ -134,7 +134,7 @@ class _Engine:
 class _Route:
     """A request on its way."""
 
-    request: AddRequest
+    request: EngineRequest
     tokens: list[list[int] | None]
     """So far, of each sequence; None: it has ended."""
     engine: _Engine | None = None
@@ -216,7 +216,7 @@ class GroupLink:
 
     def send(self, message: ClientMessage) -> None:
         """Requests are routed, calls go to all engines. The engines do not end with their clients."""
-        if isinstance(message, AddRequest):
+        if isinstance(message, EngineRequest):
             route = _Route(message, [[] for _ in range(message.params.n)])
             self._routes.update(dict.fromkeys(route.unfinished, route))
             route.task = self._begin(self._start(route))
@@ -434,7 +434,7 @@ class GroupLink:
             )
         engine.send(request)
 
-    def _generating_engine(self, request: AddRequest) -> _Engine | None:
+    def _generating_engine(self, request: EngineRequest) -> _Engine | None:
         """The least busy decode engine; without any, a prefill engine."""
         usable = [engine for engine in self._engines if engine.is_usable]
         return min(usable, key=lambda engine: (engine.is_prefill, engine.load), default=None)
@@ -658,7 +658,7 @@ def _unwrapped(call: Call) -> Call:
     return Call(call.number, given["method"], list(given.get("args") or ()), dict(given.get("kwargs") or {}))
 
 
-def _prefill_request(request: AddRequest, number: int, name: str) -> AddRequest:
+def _prefill_request(request: EngineRequest, number: int, name: str) -> EngineRequest:
     """Computes the prompt, and one token that is discarded; the KV is held for a decode engine."""
     return msgspec.structs.replace(
         request,

@@ -16,7 +16,8 @@ from typing import Any
 from fleetfoot.config.engine import MAX_RESTARTS, EngineConfig
 from fleetfoot.engine.child_process import EngineProcess
 from fleetfoot.engine.client import EngineClient
-from fleetfoot.engine.wire import AddRequest, ClientMessage, Stop
+from fleetfoot.engine.input_processor import EngineRequest
+from fleetfoot.engine.wire import ClientMessage, Stop
 from fleetfoot.plan.machine import Machine
 from fleetfoot.scheduler.prefix_routing import PrefixRouting
 from fleetfoot.server.engine_group import EngineGroup, GroupLink
@@ -53,12 +54,12 @@ class ReplicasLink(GroupLink):
         else:
             super().send(message)
 
-    def _generating_engine(self, request: AddRequest) -> Any:
+    def _generating_engine(self, request: EngineRequest) -> Any:
         """The engine with the longest beginning of the prompt, unless it is far busier than the least busy one."""
         usable = [engine for engine in self._engines if engine.is_usable]
         if not usable:
             return None
-        return self._routing.choose(request.prompt_token_ids, {engine: engine.load for engine in usable})
+        return self._routing.choose(request.prompt_token_ids.tobytes(), {engine: engine.load for engine in usable})
 
     def _leave(self, engine: Any) -> None:
         self._routing.forget(engine)
