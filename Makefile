@@ -14,12 +14,16 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
 # the CPU build, pinned and installed first: a later resolution would otherwise bring several GB of CUDA libraries
 TORCH := torch==2.13.0
-# two processes, each of which takes over tests that the other has not begun
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+# a process for each core, from 2 to 8, each of which takes over tests that others have not begun
+PROCESSES := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 8 ? 8 : n)))
+PYTEST := $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal
 
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, and each would compile the package again
 
-.PHONY: demo serve test test-kernels test-quick check bench clean
+# the files that have them: others need not be collected
+KERNEL_TESTS = $(shell grep -rlE 'helpers.interpreter|mark\.(interpreter|compiler|kernels)' tests --include='test_*.py')
+
+.PHONY: demo serve test test-kernels kernel-tests test-quick check bench clean
 
 demo: .venv/demo
 	$(BIN)/fleetfoot generate --stream --prompt "Once upon a time, there was a"
@@ -31,7 +35,10 @@ test: .venv/dev
 	$(PYTEST) -m "not kernels" $(PYTEST_ARGS)
 
 test-kernels: .venv/dev
-	$(PYTEST) -m kernels $(PYTEST_ARGS)
+	$(PYTEST) -m kernels $(KERNEL_TESTS) $(PYTEST_ARGS)
+
+kernel-tests:
+	@echo $(KERNEL_TESTS)
 
 test-quick: .venv/dev
 	$(PYTEST) -m "not (slow or kernels)" tests/unit tests/engine/test_quick.py $(PYTEST_ARGS)

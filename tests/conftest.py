@@ -3,6 +3,7 @@
 Where there is no GPU, Triton kernels run in Triton's interpreter, which must be chosen before Triton is imported.
 """
 
+import gc
 import logging
 import os
 import signal
@@ -37,6 +38,15 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 _PROBLEM = native_problem()
+
+
+def pytest_collection() -> None:
+    """What is collected stays: looking for garbage among it takes a sixth of the collection's time."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -144,7 +144,6 @@ def balance_of(worker: Worker) -> tuple[int, dict[str, Any], list[list[int]]]:
 DATA: dict[str, Any] = {"tensor_parallel_size": 1, "data_parallel_size": 2}
 WAYS: dict[str, dict[str, Any]] = {
     "v1": {"model_runner": "v1"},
-    "v2": {"model_runner": "v2", "async_scheduling": True},
     "pipeline": {"model_runner": "v2", "pipeline_parallel_size": 2},
     "data, v1": {**DATA, "model_runner": "v1"},
     "data": {**DATA, "model_runner": "v2", "async_scheduling": True},
@@ -157,6 +156,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "data of tensor ranks": {"model_runner": "v2", "data_parallel_size": 2},
     "drafts": {
         "model_runner": "v2",
+        "async_scheduling": True,
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1},
     },
 }

@@ -2,7 +2,7 @@
 connectors and parallelism in worker processes, of which every two meet on either runner: tokens of one process."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -314,7 +314,7 @@ def test_pipeline_of_tensor_groups_computes_what_a_tensor_group_does(folders: di
         assert_equal(logits, expected)
 
 
-SEEDS = (6, 9)
+SEED = 6
 TIGHT: dict[str, Any] = {"num_gpu_blocks_override": 26, "max_num_batched_tokens": 24}
 """Prompts come in chunks, requests are preempted, blocks are evicted, rows change hands."""
 
@@ -343,7 +343,7 @@ COMBINATIONS = [
     ("eagle", "host", "both", "v2"),
 ]
 WITHOUT_DRAFTS = [("none", "none", "tensor", "v1"), ("none", "none", "pipeline", "v2"), ("none", "none", "both", "v2")]
-Expected = dict[int, dict[str, RequestOutput]]
+Expected = dict[str, RequestOutput]
 
 
 @pytest.fixture(scope="module")
@@ -358,22 +358,21 @@ def files(folder: Path) -> dict[str, Any]:
     return connector("SharedStorageConnector", shared_storage_path=str(folder))
 
 
-def lives_of(seed: int) -> list[Life]:
+def lives() -> list[Life]:
     """One of them repeats itself, which n-grams can foresee."""
-    lives = random_lives(seed, 2048)
-    lives[0].prompt[:] = [40, 50, 60, 40, 50, 60, 40, 50]
-    return lives
+    made = random_lives(SEED, 2048)
+    made[0].prompt[:] = [40, 50, 60, 40, 50, 60, 40, 50]
+    return made
 
 
 @pytest.fixture(scope="module")
 def expected(story: str) -> Expected:
     with running(model=story, model_runner="v1", enable_prefix_caching=False, max_num_seqs=1) as engine:
-        return {seed: live_alone(engine, lives_of(seed)) for seed in SEEDS}
+        return live_alone(engine, lives())
 
 
-def check(engine: LLMEngine, expected: Expected, seeds: Iterable[int] = SEEDS) -> None:
-    for seed in seeds:
-        assert_lives_agree(engine, lives_of(seed), expected[seed], f"seed {seed}", tolerance=1e-4)
+def check(engine: LLMEngine, expected: Expected) -> None:
+    assert_lives_agree(engine, lives(), expected, f"seed {SEED}", tolerance=1e-4)
 
 
 def test_every_pair_is_there() -> None:
@@ -396,14 +395,13 @@ def test_outputs_are_those_of_one_process(
         settings["kv_transfer_config"] = OFFLOADING if store == "host" else files(tmp_path)
     if store == "files":  # what one engine saves, another one loads
         with running(**settings) as engine:
-            check(engine, expected, SEEDS[:1])
+            check(engine, expected)
     with running(**settings) as engine:
         assert engine.runner_name == runner
         assert len(pids_of(engine)) == (4 if way == "both" else 2)
-        seeds = SEEDS[:1] if way == "both" else SEEDS  # the schedules are those of the other ways
-        check(engine, expected, seeds)
+        check(engine, expected)
         if store == "host":  # a second time: what was evicted since the first comes back
-            check(engine, expected, SEEDS[:1])
+            check(engine, expected)
         stats = engine.stats()
     drafts, transfers = stats.drafts, stats.transfers
     assert stats.scheduler.num_preemptions > 0
@@ -441,7 +439,8 @@ def test_load_that_fails_on_one_rank_has_failed(
 ) -> None:
     settings = {"model": story, "model_runner": runner, **TIGHT, **WAYS[way]}
     with running(kv_transfer_config=faulty(OFFLOADING, {"rank": rank, "loads": "corrupt"}), **settings) as engine:
-        check(engine, expected, (*SEEDS, SEEDS[0]))
+        for _ in range(2):
+            check(engine, expected)
         transfers = engine.stats().transfers
     assert transfers.loads_failed == transfers.loads_started > 0
     assert transfers.tokens_loaded == 0

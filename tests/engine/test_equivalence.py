@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tests.helpers import paged_models
 from tests.helpers.checkpoints import UNTRAINED, make_checkpoint, reference_logits
 from tests.helpers.engines import TEXT_MODEL, drain, make_engine, prompt_of, run_requests
@@ -85,7 +83,7 @@ def engine(request: pytest.FixtureRequest, text_model: Path) -> Iterator[LLMEngi
     engine.shutdown()
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("depth", [0, 2])
 def test_random_requests(depth: int, engine: LLMEngine, catalogue: Catalogue, request: pytest.FixtureRequest) -> None:
     rng = random.Random(request.node.name)  # other requests in each case
     core = EngineCore(engine.core.scheduler, engine.core.executor, engine.core.stats, depth=depth)
@@ -252,8 +250,8 @@ def assert_every_way_agrees(engines: dict[Way | None, LLMEngine], seed: int) -> 
 
 
 def test_every_way_gives_the_same_tokens(engines: dict[Way | None, LLMEngine], request: pytest.FixtureRequest) -> None:
-    """The first seed is one with which tight ways preempt, hit prefixes and accept drafts. Most others are for the
-    llama: it runs in every way, and other models differ in their layers alone."""
+    """The first seed is one with which tight ways preempt, hit prefixes and accept drafts. Others are for trained
+    models: the rest differ in their layers alone."""
     model = request.node.callspec.params["engines"]
     before = {way: engine.stats() for way, engine in engines.items()}
     assert_every_way_agrees(engines, 6)
@@ -265,9 +263,5 @@ def test_every_way_gives_the_same_tokens(engines: dict[Way | None, LLMEngine], r
         assert way.method is None or after.drafts.num_drafted > before[way].drafts.num_drafted
         assert way.method in (None, "ngram") or after.drafts.num_accepted > before[way].drafts.num_accepted
 
-    @settings(max_examples=3 if model == "llama" else 1, deadline=None)
-    @given(seed=st.integers(0, 2**32 - 1))
-    def check(seed: int) -> None:
-        assert_every_way_agrees(engines, seed)
-
-    check()
+    if model in MODELS:
+        assert_every_way_agrees(engines, 7)

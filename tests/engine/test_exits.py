@@ -102,13 +102,19 @@ def test_a_program_ends_while_requests_run(way: str, exit_code: int, code: str) 
     assert errors == "" or (way == "exception" and errors.endswith("ValueError: of the program\n")), errors
 
 
-@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
-    "engine",
+    ("engine", "size"),
     [
-        "llm = LLM(device='cpu', tensor_parallel_size={size})\n"
-        "call = lambda: llm.generate('Once upon', SHORT, use_tqdm=False)\n",
-        "llm = AsyncLLM(device='cpu', tensor_parallel_size={size})\ncall = lambda: asyncio.run(stream(llm, SHORT))\n",
+        (
+            "llm = LLM(device='cpu', tensor_parallel_size={size})\n"
+            "call = lambda: llm.generate('Once upon', SHORT, use_tqdm=False)\n",
+            2,
+        ),
+        (
+            "llm = AsyncLLM(device='cpu', tensor_parallel_size={size})\n"
+            "call = lambda: asyncio.run(stream(llm, SHORT))\n",
+            1,
+        ),
     ],
     ids=["LLM", "AsyncLLM"],
 )

@@ -27,7 +27,6 @@ STATES = {"lfm2", "qwen3-next"}
 """Models whose prefixes have recurrent states."""
 ENGINES: dict[str, dict[str, Any]] = {
     "roomy": {},
-    "chunks": {"max_num_batched_tokens": 11, "block_size": 4},
     "chunks within a block": {"max_num_batched_tokens": 9, "block_size": 16},
     "tight": {"max_num_batched_tokens": 40, "block_size": 2},
     "whole": {"enable_chunked_prefill": False, "max_model_len": 120, "max_num_batched_tokens": 120, "block_size": 4},
@@ -105,10 +104,11 @@ def test_tokens_are_those_of_transformers(
     name, folder, expected = model
     runner = "v1" if ([*MODELS].index(name) + [*ENGINES].index(setting)) % 3 == 0 else "v2"
     options: dict[str, Any] = {"model_runner": runner, "skip_tokenizer_init": True, **ENGINES[setting]}
+    num_blocks = TIGHT[name] * (1 if "tight" in setting else 4)
     is_tight, has_connector = "tight" in setting, "kv_transfer_config" in options
     if "files" in setting:
         options["kv_transfer_config"]["kv_connector_extra_config"]["shared_storage_path"] = str(tmp_path)
-    engine = make_engine(folder, num_gpu_blocks_override=TIGHT[name] if is_tight else None, **options)
+    engine = make_engine(folder, num_gpu_blocks_override=num_blocks, **options)
     try:
         assert len(engine.core.scheduler.config.groups) == 2
         for _ in range(2):  # the second time with cached prefixes, or loaded ones
@@ -162,6 +162,7 @@ def test_new_weights_sleep_and_restarts(model: tuple[str, Path, list[list[int]]]
         enable_sleep_mode=True,
         skip_tokenizer_init=True,
         block_size=4,
+        num_gpu_blocks_override=4 * TIGHT[name],
     )
     try:
         assert run(engine) == expected

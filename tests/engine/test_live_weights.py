@@ -561,8 +561,7 @@ def leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     assert not list(tmp_path.glob("*/fleetfoot-weights-*"))
 
 
-@pytest.mark.parametrize("limit", [4.0, 0.0], ids=["memory", "disk"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("limit", "model"), [*zip((4.0, 0.0, 4.0), MODELS, strict=True)])  # in memory, and on a disk
 def test_restarted_workers(
     model: str, limit: float, versions: Any, monkeypatch: pytest.MonkeyPatch, leftovers: Callable[[], dict[str, int]]
 ) -> None:

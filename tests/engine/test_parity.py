@@ -1,4 +1,5 @@
-"""Greedy tokens against `transformers`, through the whole engine: alone, batched, chunked, cached, preempted."""
+"""Greedy tokens against `transformers`, through the whole engine: alone, batched and cached. `test_kv_groups.py` has
+the same in chunks and with preemptions, `test_equivalence.py` all ways against one request alone."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.engines import drain, prompt_of
+from tests.helpers.engines import prompt_of
 from tests.helpers.paged_models import LLAMA3
 
 from fleetfoot import LLM, SamplingParams
@@ -82,62 +83,6 @@ def test_alone_then_batched_with_prefix_hits(case: Case) -> None:
         (output,) = llm.generate({"prompt_token_ids": longer}, PARAMS, use_tqdm=False)
         assert output.num_cached_tokens == 48
         assert output.outputs[0].token_ids[: NUM_TOKENS - 40] == case.expected[1][40:]
-
-
-FEW_BLOCKS = {"num_gpu_blocks_override": 30, "block_size": 8}
-WAYS: dict[str, dict[str, Any]] = {
-    "uncached": {"enable_prefix_caching": False, "max_num_seqs": 3, "block_size": 5},  # the fourth waits for a row
-    "chunks of 4": {"max_num_batched_tokens": 4},
-    "chunks of 11": {"max_num_batched_tokens": 11},
-    "whole prompts": {"enable_chunked_prefill": False, "max_model_len": 300},
-    # the longest needs 15 blocks of 8, all four together 41
-    "preempted": FEW_BLOCKS,
-    "preempted, chunks": {**FEW_BLOCKS, "max_num_batched_tokens": 16},
-    "preempted, chunks, uncached": {**FEW_BLOCKS, "max_num_batched_tokens": 16, "enable_prefix_caching": False},
-}
-
-
-PAIRS = [
-    (case, way) for number, case in enumerate(CASES) for other, way in enumerate(WAYS) if (other - number) % 3 == 0
-]
-"""Each model runs in two ways or three, and each way with two models: `test_equivalence.py` has all kinds of ways."""
-
-
-@pytest.mark.parametrize(("case", "way"), PAIRS, indirect=["case"])
-def test_batched(case: Case, way: str) -> None:
-    settings = WAYS[way]
-    with _start(case, **settings) as llm:
-        assert _tokens(llm, PROMPTS) == case.expected
-        steps, stats = list(llm.llm_engine.stats_collector.steps), llm.stats().scheduler
-        has_room = "num_gpu_blocks_override" not in settings
-        assert has_room <= (stats.num_preemptions == 0)
-        if not has_room and len(llm.llm_engine.plan.memory.groups) == 1:  # windows that are freed may leave enough
-            assert stats.num_preemptions > 0
-        if way.startswith("chunks"):  # the prompts were cut, and steps were full
-            assert max(step.num_tokens for step in steps) == settings["max_num_batched_tokens"]
-        if way == "whole prompts":  # every prompt in the first step
-            assert len(steps) == NUM_TOKENS
-        assert _tokens(llm, PROMPTS[::-1]) == case.expected[::-1]  # with hits, unless there is no cache
-        if way == "uncached":
-            assert llm.stats().scheduler.prefix_cache_hits == 0
-
-
-def test_requests_that_join_and_leave(case: Case) -> None:
-    """Each step has another batch: requests arrive one by one, and one is aborted half-way."""
-    with _start(case, max_num_seqs=5, max_num_batched_tokens=32) as llm:
-        engine = llm.llm_engine
-        finished = {}
-        for number, prompt in enumerate([*PROMPTS, PROMPTS[0]]):
-            engine.add_request(str(number), prompt, PARAMS)
-            for _ in range(15):
-                finished |= {output.request_id: output for output in engine.step() if output.finished}
-        engine.abort_request("4")
-        finished |= {output.request_id: output for output in drain(engine) if output.finished}
-    aborted = finished.pop("4").outputs[0]
-    assert aborted.finish_reason == "abort"
-    assert 0 < len(aborted.token_ids) <= 15
-    assert aborted.token_ids == case.expected[0][: len(aborted.token_ids)]
-    assert [finished[str(number)].outputs[0].token_ids for number in range(4)] == case.expected
 
 
 def test_in_bfloat16_every_path_agrees() -> None:

@@ -15,9 +15,9 @@ from fleetfoot.outputs import CompletionOutput, Logprob
 DRAFT = Path(__file__).parents[1] / "assets" / "story-draft"
 
 
-def test_every_output_is_that_of_the_weights_served(runner: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_output_is_that_of_the_weights_served(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL + 1, "fleetfoot")  # records that are kept hold tracebacks, and these the engine
-    settings = {"model_runner": runner, "async_scheduling": runner == "v2", "speculative_config": DRAFTERS["ngram"]}
+    settings = {"model_runner": "v2", "async_scheduling": True, "speculative_config": DRAFTERS["ngram"]}
     sizes = {"num_cases": 24, "num_weights": 2, "num_reports": 2, "num_live": 36, "seed": 1}
     report = soak(240, model=DRAFT, mean_steps=30, event_share=0.15, load_failures=0.5, **sizes, **settings)
     assert report["requests"] >= 240 and report["ends"].keys() <= {"abort", "length", "stop"}

@@ -214,7 +214,6 @@ def test_fewest_and_most_drafts(num_drafts: int, method: str, runner: str, cases
 
 WAYS = {
     "v1": {"model_runner": "v1"},
-    "v2": {"model_runner": "v2"},
     "v2-overlapped": {"model_runner": "v2", "async_scheduling": True},
 }
 WAY = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)

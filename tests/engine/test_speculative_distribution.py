@@ -131,10 +131,15 @@ def drafts_of(models: dict[str, Any], drafter: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("drafter", "features"),
-    [("close", {}), ("different", {}), ("ngram", {}), ("close", {"temperature": 1.5, "top_k": 4})],
+    ("runner", "drafter", "features"),
+    [
+        ("v2", "close", {}),
+        ("v1", "different", {}),
+        ("v1", "ngram", {}),
+        ("v2", "close", {"temperature": 1.5, "top_k": 4}),
+    ],
 )
-def test_drafts_keep_distributions(models: dict[str, Any], drafter: str, features: dict[str, Any], runner: str) -> None:
+def test_drafts_keep_distributions(models: dict[str, Any], runner: str, drafter: str, features: dict[str, Any]) -> None:
     folder, reference = models["target"]
     triples, drafts = sample(folder, runner, drafts_of(models, drafter), **features)
     assert p_value(triples, probabilities_of(reference, **features)) > SUSPICIOUS

@@ -60,8 +60,7 @@ def stray(monkeypatch: pytest.MonkeyPatch, step: int, change: Callable[[ModelRun
     ("model", "flags"),
     [
         ("story-llama", []),
-        ("story-llama", ["--dtype", "float32", "--max-num-seqs", "3", "--max-num-batched-tokens", "24"]),
-        (str(ASSETS / "story-qwen3"), ["--dtype", "float32"]),
+        (str(ASSETS / "story-qwen3"), ["--dtype", "float32", "--max-num-seqs", "3", "--max-num-batched-tokens", "24"]),
         (str(ASSETS / "story-mistral"), ["--dtype", "float32", "--async-scheduling"]),
     ],
 )

@@ -253,12 +253,12 @@ def test_direct_launches_are_those_of_triton(tmp_path: Path) -> None:
 
 
 @compiled
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(2))
 def test_dry_passes_of_every_kind_of_engine_are_dry_and_complete(part: int) -> None:
     """They read and write nothing, request the kernels that random steps launch, and import nothing large."""
-    reports = json.loads(run_python("-m", "tests.helpers.dry_passes_without_gpu", str(part), "4"))
+    reports = json.loads(run_python("-m", "tests.helpers.dry_passes_without_gpu", str(part), "2"))
     assert reports.pop("imports") == []  # see `fleetfoot.kernels.runtime.dry_tensors`
-    assert len(reports) in (5, 6)
+    assert len(reports) == 9
     for kind, report in reports.items():
         assert min(len(report.pop("requested")), report.pop("launched")) > 20, kind
         assert report == {"missing": [], "changed": [], "kept": []}, kind

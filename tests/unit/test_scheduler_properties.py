@@ -112,7 +112,7 @@ def run_random_requests(engine: FakeEngine, rng: random.Random) -> None:
         assert not engine.connector.held
 
 
-@settings(max_examples=800)
+@settings(max_examples=300)
 @given(
     config=configs(),
     behaviour=behaviours(),
