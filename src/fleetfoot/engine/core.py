@@ -183,6 +183,7 @@ class EngineCore:
                 for index, request in zip(part.structured, structured, strict=False):
                     if result.draft_token_ids:
                         request.grammar.drafts = result.draft_token_ids[index]
+        self.stats.balance = model_output.of_ranks[0].balance or self.stats.balance
         before_update()
         outputs = self.scheduler.update(output, model_output)
         if output.is_idle:

@@ -82,6 +82,14 @@ def engine_metrics(collector: StatsCollector, scheduler: SchedulerStats, model: 
             Counter("spec_decode_num_accepted_tokens", labels, drafts.num_accepted),
             Vector("spec_decode_num_accepted_tokens_per_pos", labels, [*drafts.accepted_at]),
         ]
+    if (balance := collector.balance) is not None:
+        metrics += [
+            Gauge("expert_balancedness", labels, balance.balancedness),
+            Gauge("expert_balancedness_least", labels, balance.least),
+            Gauge("expert_balancedness_expected", labels, balance.expected),
+            Counter("expert_rebalancings", labels, balance.num_rounds),
+            Counter("expert_moves", labels, balance.num_moved),
+        ]
     times = {"time_to_first_token": collector.ttft, "inter_token_latency": collector.itl}
     samples = {name: sorted(values) for name, values in times.items()}
     requests = [request for request in collector.requests if request.first_token_ts]

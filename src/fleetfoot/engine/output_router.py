@@ -175,7 +175,7 @@ class OutputRouter:
                 ({"position": str(position)}, count) for position, count in enumerate(drafts.accepted_at)
             ],
         }
-        counters = {
+        counters: dict[str, float] = {
             "num_preemptions": scheduler.num_preemptions,
             "prompt_tokens": stats.num_prompt_tokens,
             "generation_tokens": stats.num_generation_tokens,
@@ -192,6 +192,18 @@ class OutputRouter:
             counters["spec_decode_num_drafts"] = drafts.num_rows
             counters["spec_decode_num_draft_tokens"] = drafts.num_drafted
             counters["spec_decode_num_accepted_tokens"] = drafts.num_accepted
+        gauges = {
+            "num_requests_running": scheduler.num_running,
+            "num_requests_waiting": scheduler.num_waiting,
+            "kv_cache_usage_perc": scheduler.kv_cache_usage,
+        }
+        if (balance := stats.balance) is not None:
+            gauges["expert_balancedness"] = balance.balancedness
+            gauges["expert_balancedness_least"] = balance.least
+            gauges["expert_balancedness_expected"] = balance.expected
+            counters["expert_rebalancings"] = balance.num_rounds
+            counters["expert_moves"] = balance.num_moved
+            counters["expert_rebalancing_seconds"] = balance.seconds
         histograms = {
             "time_to_first_token_seconds": self._ttft,
             "inter_token_latency_seconds": self._itl,
@@ -199,11 +211,7 @@ class OutputRouter:
             **self._requests,
         }
         return {
-            "gauges": {
-                "num_requests_running": scheduler.num_running,
-                "num_requests_waiting": scheduler.num_waiting,
-                "kv_cache_usage_perc": scheduler.kv_cache_usage,
-            },
+            "gauges": gauges,
             "counters": counters,
             "labelled": labelled,
             "finished": dict(stats.num_finished),

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fleetfoot.outputs import RequestMetrics
+from fleetfoot.records.step import BalanceReport
 from fleetfoot.scheduler.stats import DraftStats, SchedulerStats, TransferStats
 
 WINDOW = 100_000
@@ -78,6 +79,8 @@ class StatsCollector:
         self.requests: deque[RequestMetrics] = deque(maxlen=REQUEST_WINDOW)  # that have finished
         self.num_steps = self.num_idle_steps = self.num_prompt_tokens = self.num_generation_tokens = 0
         self.num_restarts = 0
+        self.balance: BalanceReport | None = None
+        """None: no experts have been placed anew."""
         self.num_finished: Counter[str] = Counter()
 
     def clear_samples(self) -> None:

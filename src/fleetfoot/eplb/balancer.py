@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Condition, Event, Lock, Thread
@@ -36,7 +37,7 @@ from fleetfoot.distributed.groups import ExpertGroup
 from fleetfoot.distributed.placement import balancedness, rank_loads, rebalanced
 from fleetfoot.eplb.exchange import Move, make_exchange, moves_between
 from fleetfoot.layers.experts import Experts
-from fleetfoot.records.step import SchedulerOutput, WarmUpOutput
+from fleetfoot.records.step import BalanceReport, SchedulerOutput, WarmUpOutput
 from fleetfoot.runner.step_barrier import StepBarrier
 from fleetfoot.weights.store import WeightStore
 
@@ -69,20 +70,6 @@ class _Switch:
     """`WeightStore.num_changes` on all ranks when it was staged; None: they differed."""
 
 
-@dataclass(slots=True)
-class BalanceReport:
-    """What has been done so far; the same on all ranks of a group."""
-
-    num_rounds: int = 0
-    num_moved: int = 0
-    """Experts that came to another slot."""
-    balancedness: float = 1.0
-    """The mean of the ranks' loads by the largest, of the last round's load where experts were before it; of the layers
-    the mean."""
-    expected: float = 1.0
-    """The same where the round has placed them."""
-
-
 class Balancer(StepBarrier):
     """Implements `StepBarrier`. ``num_nodes``: machines that the group's ranks are on; ``ranks_per_replica``: ranks of
     the group that count the same tokens."""
@@ -103,7 +90,7 @@ class Balancer(StepBarrier):
         """Steps since a round has begun, as if one had before the start."""
         self._is_moving = False
         self._layers: dict[int, Experts] = {}
-        self.report = BalanceReport()
+        self.report = self._taken = BalanceReport()
         num_windows = max(1, -(-settings.window_size // settings.step_interval))
         self._past: deque[torch.Tensor] = deque(maxlen=num_windows)
         self._rounds: SimpleQueue[tuple[torch.Tensor, Any]] = SimpleQueue()
@@ -200,6 +187,11 @@ class Balancer(StepBarrier):
             self._event.record()
         self._switched.set()
 
+    def take_report(self) -> BalanceReport | None:
+        report, taken = self.report, self._taken
+        self._taken = report
+        return None if report is taken else report
+
     def abandon(self) -> None:
         self._is_over = True
 
@@ -232,6 +224,7 @@ class Balancer(StepBarrier):
     def _run_round(self, load: torch.Tensor, event: Any) -> None:
         if event is not None:
             event.synchronize()
+        began = time.perf_counter()
         self._past.append(load)
         load = torch.stack(tuple(self._past)).sum(dim=0)  # [layers, experts] int64
         self._enter()
@@ -248,9 +241,15 @@ class Balancer(StepBarrier):
                 found.append(balancedness(rank_loads(loads, placement, self._slots)))
             if new != old:
                 self._move_layer(number, layer, new)
-        report, count = self.report, len(self._layers)
-        report.num_rounds += 1
-        report.balancedness, report.expected = sum(before) / count, sum(after) / count
+        count = len(self._layers)
+        report = self.report = replace(
+            self.report,
+            num_rounds=self.report.num_rounds + 1,
+            balancedness=sum(before) / count,
+            least=min(before),
+            expected=sum(after) / count,
+            seconds=self.report.seconds + time.perf_counter() - began,
+        )
         is_logged = self._settings.log_balancedness and self._group.is_first_rank
         if is_logged and report.num_rounds % self._settings.log_balancedness_interval == 0:
             logger.info(
@@ -276,7 +275,7 @@ class Balancer(StepBarrier):
             if self._event is not None:
                 self._event.synchronize()
             if self._was_applied:
-                self.report.num_moved += len(moves)
+                self.report = replace(self.report, num_moved=self.report.num_moved + len(moves))
                 return
 
     def _due_after_agreement(

@@ -90,7 +90,7 @@ class Experts(WeightModule):
             self._local_routing(routing, self.placement, counted)
         own = len(x)
         x, routing = gather_tokens(self._data, x, routing, rows_of_ranks or own)  # [size * rows, hidden_size]
-        routing = self._local_routing(routing, self.placement, None)
+        routing = self._local_routing(routing, self.placement, None)  # all ranks' tokens
         return self._data.reduce_scatter(self.weight.apply(x, routing))[:own]
 
     # --- balancing ----------------------------------------------------------------------------------------------------

@@ -269,6 +269,24 @@ PackedLogprobs = bytes
 has many, most of which are read late or never; an object without references is not visited by garbage collections."""
 
 
+@dataclass(frozen=True, slots=True)
+class BalanceReport:
+    """What the balancing of experts has done so far; all but the seconds is the same on all ranks that share experts.
+    Balancedness is the mean of the ranks' loads by the largest, for the load of the last round."""
+
+    num_rounds: int = 0
+    num_moved: int = 0
+    """Experts that came to another slot."""
+    balancedness: float = 1.0
+    """Where experts were before the round, the mean of the layers."""
+    least: float = 1.0
+    """The same of the layer with the least."""
+    expected: float = 1.0
+    """Where the round has placed experts, the mean of the layers."""
+    seconds: float = 0.0
+    """Time of all rounds, beside steps."""
+
+
 @dataclass(slots=True)
 class ModelRunnerOutput:
     """The results of a step, in the order of `SchedulerOutput.rows`."""
@@ -293,6 +311,8 @@ class ModelRunnerOutput:
     """Batch index -> shape and float32 values of the result of a pooling request; it has no tokens."""
     kv_connector_output: KVConnectorOutput | None = None
     """Transfers that have ended."""
+    balance: BalanceReport | None = None
+    """None: as in the step before."""
 
     def get(self) -> ModelRunnerOutput:
         """This output: `PendingOutput` without copies in flight."""

@@ -200,6 +200,7 @@ class ModelRunner(ABC):
                 output = self._sample(masks)
                 output.kv_connector_output = self._connector.post_forward(step.finished_req_ids)
             self.barrier.step(step)
+            output.balance = self.barrier.take_report()
         except BaseException:
             self._abandon_step()
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from fleetfoot.records.step import SchedulerOutput
+from fleetfoot.records.step import BalanceReport, SchedulerOutput
 
 
 class StepBarrier(ABC):
@@ -23,6 +23,10 @@ class StepBarrier(ABC):
     def step(self, scheduler_output: SchedulerOutput) -> None:
         """All work of this step is queued, the KV connector's included; what is queued now comes before the next step.
         A `WarmUpOutput` and a step without requests have no load to be counted, even if they compute padding."""
+
+    def take_report(self) -> BalanceReport | None:
+        """What has been done, if that has changed since the last call."""
+        return None
 
     def abandon(self) -> None:  # noqa: B027
         """A step of this rank has raised: it enters no collective any more."""

@@ -14,6 +14,9 @@ _GAUGES = {
     "proxy_engines_refused": "Engines that a proxy does not use, because their answers would differ.",
     "proxy_engines_unavailable": "Engines of a proxy that serve nothing now: lost, stuck, interrupted or refused.",
     "kv_cache_usage_perc": "Share of the KV blocks in use, 0 to 1.",
+    "expert_balancedness": "Mean load of a rank by the largest in the last rebalancing, before it; mean of the layers.",
+    "expert_balancedness_least": "The same of the layer with the least.",
+    "expert_balancedness_expected": "The same of all layers where the rebalancing has placed experts.",
 }
 _COUNTERS = {
     "num_preemptions": "Requests that lost their KV blocks to others.",
@@ -30,6 +33,9 @@ _COUNTERS = {
     "proxy_prefills": "Prompts that prefill engines have computed.",
     "proxy_prefills_failed": "Prompts that decode engines compute, because no prefill engine has.",
     "proxy_requests_resumed": "Requests that continue on another engine, because theirs was lost.",
+    "expert_rebalancings": "Rounds in which experts were placed anew by their load.",
+    "expert_moves": "Experts that came to another place.",
+    "expert_rebalancing_seconds": "Time of rebalancings, beside steps.",
     "spec_decode_num_drafts": "Verifications of draft tokens.",
     "spec_decode_num_draft_tokens": "Draft tokens verified.",
     "spec_decode_num_accepted_tokens": "Draft tokens accepted.",

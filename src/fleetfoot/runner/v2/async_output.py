@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fleetfoot.kernels.prepare.staging import Event
-from fleetfoot.records.step import KVConnectorOutput, ModelRunnerOutput, PackedLogprobs
+from fleetfoot.records.step import BalanceReport, KVConnectorOutput, ModelRunnerOutput, PackedLogprobs
 from fleetfoot.runner.v2.device import Device
 from fleetfoot.sampling.logprobs import LogprobsTensors
 from fleetfoot.sampling.verification import INVALID_MESSAGE
@@ -23,6 +23,7 @@ class AsyncOutput:
 
     device: Device
     kv_connector_output: KVConnectorOutput | None = None
+    balance: BalanceReport | None = None
     _tokens: torch.Tensor | None = None
     _num_decodes: int = 0
     _num_drafts: int = 0
@@ -60,7 +61,7 @@ class AsyncOutput:
         """Wait for the copies, and convert them."""
         if self._event is not None:
             self._event.synchronize()
-        output = ModelRunnerOutput(sampled_token_ids=[], kv_connector_output=self.kv_connector_output)
+        output = ModelRunnerOutput([], kv_connector_output=self.kv_connector_output, balance=self.balance)
         if self._tokens is not None:
             read = self._read_drafts if self._num_drafts else self._read_tokens
             read(self._tokens.tolist(), output)
