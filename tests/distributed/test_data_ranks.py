@@ -1,7 +1,10 @@
 """Data-parallel ranks that share experts and step together: tokens of one rank, whatever the others do."""
 
 import os
+import re
+import shutil
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +17,13 @@ from tests.helpers.kernels import cpu_kernels
 from tests.helpers.recording_device import RecordingDevice
 
 from fleetfoot import EngineDeadError
+from fleetfoot.assets import embedded_model_path
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.executor.worker import Worker
 from fleetfoot.kv_transfer.base.connector import TransferContext, WorkerConnector
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import Agreement, SchedulerOutput
+from fleetfoot.records.structured_outputs import StructuredOutputsParams
 from fleetfoot.runner.graphs import CaptureTable
 from fleetfoot.runner.v2 import runner as v2
 from fleetfoot.runner.v2.runner import ModelRunnerV2
@@ -154,6 +159,27 @@ def test_requests_go_where_their_prefix_is(model: str) -> None:
             drain(engine)
         assert [rank.stats().prefix_cache_hits for rank in ranks] == [200] * 2
         assert engine.stats().scheduler.prefix_cache_hits == 400
+
+
+@pytest.mark.parametrize("drafts", [{}, {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}])
+def test_grammars_on_each_rank(drafts: dict[str, Any], tmp_path: Path) -> None:
+    """Masks go to the rank of their requests."""
+    model_type, fields = UNTRAINED["qwen3-moe"]
+    make_checkpoint(tmp_path, model_type, **fields, vocab_size=2048)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(embedded_model_path() / name, tmp_path)
+    patterns = {"letters": "[a-c]{9}", "none": None, "digits": "[0-9]{12}", "names": "(Tom|Lily)+ and (Ben|Anna)"}
+    requests = {
+        name: ("once upon", params(12, structured_outputs=pattern and StructuredOutputsParams(regex=pattern)))
+        for name, pattern in patterns.items()
+    }
+    settings = {**ROOM, "model": str(tmp_path), "model_runner": "v2", "skip_tokenizer_init": False}
+    found = []
+    for ranks in ({}, DATA):
+        with running(**{**settings, **ranks}, speculative_config=drafts or None, max_num_seqs=4) as engine:
+            found.append({name: output.outputs[0].text for name, output in run_requests(engine, requests).items()})
+    assert found[0] == found[1]
+    assert re.fullmatch("[a-c]{9}", found[1]["letters"]) and re.fullmatch("[0-9]{12}", found[1]["digits"])
 
 
 @pytest.mark.parametrize("on_error", ["raise", "restart"])

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,16 +113,28 @@ def load_of(worker: Worker) -> list[int]:
     return worker.balancer._load.sum(dim=1).tolist()
 
 
+DATA: dict[str, Any] = {"tensor_parallel_size": 1, "data_parallel_size": 2}
+
+
 @pytest.mark.parametrize("runner", ["v1", "v2"])
-def test_the_load_is_that_of_tokens_of_requests(runner: str, model: str, expected: dict[str, list[int]]) -> None:
-    """Not of padding, of the warm-up, or of idle steps. In the last layer V2 computes rows of logits alone."""
-    settings = {**ROOM, **PARALLEL, "model": model, "model_runner": runner, "enable_eplb": True}
+@pytest.mark.parametrize("ranks", [{}, DATA], ids=["tensor", "data"])
+def test_the_load_is_that_of_tokens_of_requests(
+    runner: str, ranks: dict[str, Any], model: str, expected: dict[str, list[int]]
+) -> None:
+    """Not of padding, of the warm-up, or of idle steps; of replicas each has that of its own. In the last layer V2
+    computes rows of logits alone, or all of a chunk without any beside another replica."""
+    settings = {**ROOM, **PARALLEL, **ranks, "model": model, "model_runner": runner, "enable_eplb": True}
     with running(**settings, eplb_config={"step_interval": 10**6}) as engine:
         assert engine.collective_rpc(load_of) == [[0, 0]] * 2
         assert tokens_of(engine) == expected
         num_tokens, num_logits = sum(len(prompt) + 11 for prompt, _ in REQUESTS.values()), 12 * len(REQUESTS)
-        last = num_tokens if runner == "v1" else num_logits
-        assert engine.collective_rpc(load_of) == [[2 * num_tokens, 2 * last]] * 2
+        last = num_tokens if runner == "v1" else num_logits + (24 if ranks else 0)
+        loads = engine.collective_rpc(load_of)
+        if ranks:
+            first, second = loads
+            loads = [[sum(layer) for layer in zip(first, second, strict=True)]] * 2
+            assert min(*first, *second) > 0
+        assert loads == [[2 * num_tokens, 2 * last]] * 2
 
 
 # --- balancing ------------------------------------------------------------------------------------------------------
@@ -138,10 +151,11 @@ def balance_of(worker: Worker) -> tuple[int, dict[str, Any], list[list[int]]]:
     """Steps, what was moved, and where experts are."""
     assert worker.balancer is not None
     placements = [list(layer.experts) for layer in worker.balancer._layers.values()]
-    return worker.balancer.num_steps, worker.balance_report() or {}, placements
+    report = worker.balance_report() or {}
+    assert (report.pop("seconds") > 0) == (report["num_rounds"] > 0)
+    return worker.balancer.num_steps, report, placements
 
 
-DATA: dict[str, Any] = {"tensor_parallel_size": 1, "data_parallel_size": 2}
 WAYS: dict[str, dict[str, Any]] = {
     "v1": {"model_runner": "v1"},
     "pipeline": {"model_runner": "v2", "pipeline_parallel_size": 2},
@@ -182,6 +196,9 @@ def test_balanced_experts(way: str, model: str, expected: dict[str, list[int]], 
             _, report, placements = first
             assert report["num_rounds"] > 1 and report["num_moved"] > 0
             assert all(sorted({*experts}) == [*range(6)] and len(experts) == 9 for experts in placements)
+        metrics = {metric.name: getattr(metric, "value", None) for metric in engine.get_metrics()}
+        assert 0 < metrics["fleetfoot:expert_moves"] <= report["num_moved"]
+        assert 0 < metrics["fleetfoot:expert_balancedness_least"] <= metrics["fleetfoot:expert_balancedness"] <= 1
         assert engine.weight_checksums() == before
         for level in (1, 2):
             engine.sleep(level=level)
@@ -221,6 +238,52 @@ def break_mover(worker: Worker, rank: int, way: str, is_moving: bool) -> None:
             worker.balancer._exchange.stage = fail  # type: ignore[method-assign]
         else:
             worker.balancer._due_after_agreement = fail  # type: ignore[method-assign]
+
+
+def hold_mover(worker: Worker) -> None:
+    """Stop the mover when it has copied the next experts to buffers, until `release_mover`."""
+    assert worker.balancer is not None
+    exchange = worker.balancer._exchange
+    stage, has_staged, goes_on = exchange.stage, threading.Event(), threading.Event()
+
+    def held(*arguments: Any) -> None:
+        stage(*arguments)
+        has_staged.set()
+        goes_on.wait()
+
+    exchange.stage = held  # type: ignore[method-assign]
+    worker.held = has_staged, goes_on  # type: ignore[attr-defined]
+
+
+def is_held(worker: Worker) -> bool:
+    return worker.held[0].is_set()  # type: ignore[attr-defined, no-any-return]
+
+
+def release_mover(worker: Worker) -> None:
+    worker.held[1].set()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("way", ["v2", "data"])
+def test_sleep_in_the_middle_of_a_move(way: str, level: int, model: str, expected: dict[str, list[int]]) -> None:
+    """Experts that were staged before it are not mixed with those that are read after it."""
+    eplb = {"step_interval": 8, "num_redundant_experts": 3}
+    settings = {**ROOM, **PARALLEL, **WAYS[way], "model": model, "enable_eplb": True, "eplb_config": eplb}
+    with running(**settings, enable_sleep_mode=True) as engine:
+        before = engine.weight_checksums()
+        engine.collective_rpc(hold_mover)
+        while not all(engine.collective_rpc(is_held)):
+            assert tokens_of(engine) == expected
+        engine.sleep(level=level)
+        engine.wake_up()
+        if level == 2:
+            engine.reload_weights()
+        engine.collective_rpc(release_mover)
+        for _ in range(3):
+            assert tokens_of(engine) == expected
+        assert engine.weight_checksums() == before
+        found = balances(engine)
+        assert found == [found[0]] * 2 and found[0][1]["num_moved"] > 0
 
 
 @pytest.mark.parametrize("way", ["raises", "killed"])
