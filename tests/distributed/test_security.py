@@ -17,6 +17,8 @@ from tests.helpers.listening import descendants, listening
 from tests.helpers.processes import running_child
 from tests.helpers.server import RunningServer
 
+from fleetfoot.utils import get_open_port
+
 DOCS = Path(__file__).parents[2] / "docs" / "security.md"
 SIDE_CHANNEL = {
     "kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"backend": "tcp"}
@@ -64,6 +66,15 @@ def test_engines_in_this_process() -> None:
         assert of_process(os.getpid()) == before
     with running(tensor_parallel_size=2):
         check("ranks", of_process(os.getpid()) - before)
+
+
+def test_kv_events(port: int) -> None:
+    before = of_process(os.getpid())
+    first, second = str(port), str(get_open_port())
+    addresses = {"endpoint": f"tcp://127.0.0.1:{first}", "replay_endpoint": f"tcp://127.0.0.1:{second}"}
+    with running(kv_events_config={"enable_kv_cache_events": True, **addresses}):
+        ports = {"endpoint": first, "replay_endpoint": second}
+        check("events", of_process(os.getpid()) - before, ports)
 
 
 def test_nodes(port: int) -> None:

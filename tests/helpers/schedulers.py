@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from fleetfoot.records.kv_events import NO_KV_EVENTS, KVEvents
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import EngineOutput, ModelRunnerOutput, SchedulerOutput
@@ -11,9 +12,12 @@ LIMITS = {"num_blocks": 32, "block_size": 4, "max_num_seqs": 4, "max_num_batched
 REQUEST_FIELDS = ("priority", "flow", "cache_salt", "eos_token_ids", "kv_transfer_params")
 
 
-def make_scheduler(*requests: Request, connector: Any = None, controller: Any = None, **config: Any) -> Scheduler:
+def make_scheduler(
+    *requests: Request, connector: Any = None, controller: Any = None, events: KVEvents = NO_KV_EVENTS, **config: Any
+) -> Scheduler:
     """A scheduler with small limits and ``requests``."""
-    scheduler = Scheduler(SchedulerConfig(**{**LIMITS, **config}), connector=connector, controller=controller)
+    options: dict[str, Any] = {"connector": connector, "controller": controller, "events": events}
+    scheduler = Scheduler(SchedulerConfig(**{**LIMITS, **config}), **options)
     for request in requests:
         scheduler.add_request(request)
     return scheduler

@@ -42,7 +42,7 @@ ENGINE_VALUES: dict[str, Any] = {
     "profiler_config": '{"profiler": "torch", "torch_profiler_dir": "traces"}',
     "enable_sleep_mode": True, "tensor_parallel_size": 2, "pipeline_parallel_size": 3,
     "prefill_context_parallel_size": 4, "hf_overrides": '{"rope_theta": 5}',
-    "weight_transfer_config": '{"backend": "gloo"}',
+    "weight_transfer_config": '{"backend": "gloo"}', "kv_events_config": '{"topic": "kv@pod@model"}',
     "on_error": "restart", "max_restarts": 3, "cluster_key_file": "a/key",
     "eplb_config": '{"num_redundant_experts": 2}',
 }  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 from fleetfoot.config import env
 from fleetfoot.config.eplb import EPLBConfig
 from fleetfoot.config.json_fields import ABOVE_ZERO, Bounds, JSONSettings, check_fields
+from fleetfoot.config.kv_events import KVEventsConfig
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.config.model import GenerationOverride, HFConfig
 from fleetfoot.config.pooling import PoolerConfig
@@ -242,6 +243,12 @@ class EngineConfig:
         "kv_connector_module_path; without a connector and a role it is not active",
         record=KVTransferConfig,
     )
+    kv_events_config: KVEventsConfig | None = _flag(
+        None,
+        "JSON: enable_kv_cache_events, endpoint (tcp://127.0.0.1:5557), replay_endpoint, topic, hash_key: publish "
+        "which KV blocks there are",
+        record=KVEventsConfig,
+    )
     weight_transfer_config: WeightTransferConfig | None = _flag(
         None,
         "JSON: backend (auto, nccl, gloo, ipc) of weights from a trainer; check_finite",
@@ -331,6 +338,8 @@ class EngineConfig:
                 "contradict each other; leave one of them out",
                 self.model_runner,
             )
+        if (events := self.kv_events_config) is not None and events.is_active and not self.enable_prefix_caching:
+            raise FieldError("kv_events_config", "is of the prefix cache; set enable_prefix_caching", events)
         self._check_processes()
         self._check_experts()
         self._check_batched_tokens()

@@ -79,7 +79,7 @@ _BY_ADVICE: dict[str, dict[str, tuple[Any, ...]]] = {
          "disable_cascade_attn": _SWITCH, "disable_hybrid_kv_cache_manager": _SWITCH, "stream_interval": (1,),
          "prefix_caching_hash_algo": ("builtin", "sha256"), "scheduler_cls": (), "worker_cls": ("auto",),
          "worker_extension_cls": (), "attention_backend": (), "kv_sharing_fast_prefill": (False,),
-         "kv_events_config": (), "additional_config": (),
+         "additional_config": (),
          "attention_config": (), "kernel_config": (), "ec_transfer_config": (), "kv_offloading_backend": ("native",),
          "optimization_level": (), "pt_load_map_location": ("cpu",), "mamba_cache_dtype": ("auto",),
          "mamba_block_size": (), "override_attention_dtype": (),

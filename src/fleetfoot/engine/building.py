@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from fleetfoot.engine.core import EngineCore
 from fleetfoot.engine.input_processor import InputProcessor, params_check
+from fleetfoot.engine.kv_events import KVEventPublisher
 from fleetfoot.engine.stats import StatsCollector
 from fleetfoot.executor.build import start_executor
 from fleetfoot.executor.protocol import Executor
 from fleetfoot.plan.plan import EnginePlan, engine_fingerprint, transfer_context
 from fleetfoot.records.kv_connector import NoSchedulerConnector, SchedulerConnector
+from fleetfoot.records.kv_events import NO_KV_EVENTS, KVEvents
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.weights import WeightError
 from fleetfoot.sampling.shape import mask_size
@@ -52,7 +54,8 @@ def make_mask_memory(plan: EnginePlan) -> MaskMemory:
 def build_core(plan: EnginePlan, executor: Executor, masks: MaskMemory) -> EngineCore:
     """The loop over a new scheduler and an executor that has started. Raises ValueError as `make_connectors`."""
     masker = TokenMasker(masks, num_mask_processes(plan.device))
-    schedulers = [_build_scheduler(plan, executor.layout, connector) for connector in make_connectors(plan)]
+    connectors = enumerate(make_connectors(plan))
+    schedulers = [_build_scheduler(plan, executor.layout, connector, rank) for rank, connector in connectors]
     scheduler: AnyScheduler = schedulers[0]
     if len(schedulers) > 1:
         scheduler = SchedulerOfRanks(schedulers, plan.capture_table.agree)
@@ -83,8 +86,11 @@ def start_again(plan: EnginePlan, masks: MaskMemory) -> tuple[Executor, Schedule
         raise
 
 
-def _build_scheduler(plan: EnginePlan, layout: KVLayout, own_connector: SchedulerConnector) -> Scheduler:
+def _build_scheduler(plan: EnginePlan, layout: KVLayout, own_connector: SchedulerConnector, rank: int) -> Scheduler:
     config, num_drafts, connector = plan.config, plan.drafter.num_drafts, plan.connector
+    events: KVEvents = NO_KV_EVENTS
+    if config.kv_events_config is not None and config.kv_events_config.is_active:
+        events = KVEventPublisher(config.kv_events_config.moved(rank), layout.groups, layout.block_size)
     controller: DraftController | None = None
     if (speculative := config.speculative_config) is not None:
         kind = AdaptiveDrafts if speculative.adaptive else DraftController
@@ -108,6 +114,7 @@ def _build_scheduler(plan: EnginePlan, layout: KVLayout, own_connector: Schedule
         connector=own_connector,
         controller=controller,
         weights="" if connector is None else engine_fingerprint(plan),
+        events=events,
     )
 
 

@@ -279,4 +279,5 @@ class EngineCore:
     def shutdown(self) -> None:
         """Release all resources; unfinished transfers are abandoned."""
         self._in_flight.clear()
-        run_all(self.executor.shutdown, self.scheduler.transfers.connector.shutdown, self.masker.close)
+        connector = self.scheduler.transfers.connector
+        run_all(self.executor.shutdown, connector.shutdown, self.masker.close, self.scheduler.close_events)

@@ -52,7 +52,7 @@ class EngineGauges:
             "gpu_memory_utilization": config.gpu_memory_utilization,
             "num_gpu_blocks": scheduler.config.num_blocks,
         }
-        return cls(engine.suspension.level, scheduler.transfers.connector.is_active, cache)
+        return cls(engine.suspension.level, plan.connector is not None, cache)
 
 
 @dataclass(slots=True, eq=False)

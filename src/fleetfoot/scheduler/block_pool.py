@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
+from fleetfoot.records.kv_events import NO_KV_EVENTS, KVEvents
 from fleetfoot.records.kv_layout import ONE_GROUP, KVGroup
 
 FREE, FILLING, READY, HELD = range(4)
@@ -25,7 +26,13 @@ class BlockPool:
     that its prefix can be hit again. Blocks without a cached prefix are reused first (the last freed first: it is the
     warmest in the CPU's caches), then cached ones, least recently used first. Without ``enable_caching``, `lookup`
     finds nothing. Ids before ``first`` are never used.
+
+    Attributes:
+        events, group: what is told of blocks that cannot be hit any more, and the group's number for it.
     """
+
+    events: KVEvents = NO_KV_EVENTS
+    group = 0
 
     def __init__(self, num_blocks: int, block_size: int, enable_caching: bool = True, *, first: int = 0) -> None:
         if num_blocks < 1 or block_size < 1:
@@ -104,14 +111,16 @@ class BlockPool:
         """How many of ``blocks`` have no references besides ``holds``."""
         return sum(self._references[block] == holds[block] for block in blocks)
 
-    def publish(self, block: int, digest: bytes) -> None:
+    def publish(self, block: int, digest: bytes) -> bool:
         """Mark ``block`` as full of the tokens that ``digest`` stands for, so that it can be hit. If another block has
-        the same hash, that one stays the cached one."""
+        the same hash, that one stays the cached one. Returns whether this one is."""
         if self._references[block] > self._holds[block]:
             self._states[block] = READY
-        if self.enable_caching and self._hashes[block] is None and digest not in self._by_hash:
-            self._hashes[block] = digest
-            self._by_hash[digest] = block
+        if not self.enable_caching or self._hashes[block] is not None or digest in self._by_hash:
+            return False
+        self._hashes[block] = digest
+        self._by_hash[digest] = block
+        return True
 
     def hold(self, blocks: Iterable[int], *, add_reference: bool = False) -> None:
         """Hold each of ``blocks`` until `release`. The owner's reference becomes the hold, unless ``add_reference``."""
@@ -169,6 +178,7 @@ class BlockPool:
         assert digest is not None  # only published blocks are in _cached
         del self._by_hash[digest]
         self._hashes[block] = None
+        self.events.removed(self.group, digest)
 
     # --- what a group of several overrides --------------------------------------------------------------------------
 
@@ -428,9 +438,15 @@ class BlockPools:
     """The blocks of all groups. With several groups, ``num_blocks`` slabs are shared by those that have layers."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, groups: Sequence[KVGroup] = ONE_GROUP, enable_caching: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        groups: Sequence[KVGroup] = ONE_GROUP,
+        enable_caching: bool = True,
+        events: KVEvents = NO_KV_EVENTS,
     ) -> None:
         self.groups = groups
+        self.events = events
         self.num_blocks = num_blocks
         self._slabs = slabs = _Slabs(num_blocks + 1)
         self._sharing: list[SlabPool] = []
@@ -445,6 +461,8 @@ class BlockPools:
                 self.all.append(self._sharing[-1])
             else:
                 self.all.append(BlockPool((num_blocks + 1) * size, block_size, enable_caching, first=size))
+        for number, pool in enumerate(self.all):
+            pool.events, pool.group = events, number
         self.first = self.all[0]
         """Pool of the group that keeps all tokens."""
 
@@ -514,6 +532,7 @@ class BlockPools:
         """See `BlockPool.clear_cache`."""
         for pool in self.all:
             pool.clear_cache()
+        self.events.cleared()
 
     def hold(self, blocks: Sequence[Sequence[int]], *, add_reference: bool = False) -> None:
         """See `BlockPool.hold`; ``blocks`` of each group, as in the next ones."""

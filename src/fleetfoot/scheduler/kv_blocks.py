@@ -232,11 +232,11 @@ class RequestBlocks:
             return 0
         self.hash(request, last)
         first, hashes = request.num_published, request.block_hashes
-        for block in range(first, last):
-            self.pools.first.publish(request.block_ids[block], hashes[block])
+        publish, block_ids, stored = self.pools.first.publish, request.block_ids, self.pools.events.stored
+        stored(0, request, [block for block in range(first, last) if publish(block_ids[block], hashes[block])])
         for (pool, _), block_ids, freed in zip(self._windows, request.group_block_ids, request.num_freed, strict=True):
-            for block in range(max(first, freed), min(last, len(block_ids))):
-                pool.publish(block_ids[block], hashes[block])
+            blocks = range(max(first, freed), min(last, len(block_ids)))
+            stored(pool.group, request, [b for b in blocks if pool.publish(block_ids[b], hashes[b])])
         request.num_published = last
         return last
 

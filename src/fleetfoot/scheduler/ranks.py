@@ -266,6 +266,7 @@ class SchedulerOfRanks:
 
     admit_only = _on_each(Scheduler.admit_only)
     change_config = _on_each(Scheduler.change_config)
+    close_events = _on_each(Scheduler.close_events)
     change_weights = _on_each(Scheduler.change_weights)
     reset_prefix_cache = _on_each(Scheduler.reset_prefix_cache)
     hold_new = _on_each(Scheduler.hold_new)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from fleetfoot.records.kv_connector import NoSchedulerConnector, SchedulerConnector
+from fleetfoot.records.kv_events import NO_KV_EVENTS, KVEvents
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import FEW_DECODES, EngineOutput, ModelRunnerOutput, NewRequest, SchedulerOutput
 from fleetfoot.scheduler.block_pool import BlockPool, BlockPools
@@ -63,7 +64,7 @@ class Scheduler:
     by chunk, and freed when the steps that read them have retired; a chunk is as long as there is room.
 
     ``connector``: moves KV in and out of the engine; None: there is none. ``controller``: decides which steps propose
-    drafts; None: all of them, if ``config.num_drafts`` is above 0.
+    drafts; None: all of them, if ``config.num_drafts`` is above 0. ``events``: gets those of the prefix cache.
     """
 
     def __init__(
@@ -73,9 +74,11 @@ class Scheduler:
         connector: SchedulerConnector | None = None,
         controller: DraftController | None = None,
         weights: str = "",
+        events: KVEvents = NO_KV_EVENTS,
     ) -> None:
         self.config = config
         self._weights = weights
+        self.events = events
         self.drafting = Drafting(config.num_drafts, controller or DraftController(config.num_drafts))
         self._waiting = WaitingQueue()
         self.pace = PromptPace(config.prompt_step_s, config.max_num_batched_tokens)
@@ -87,7 +90,9 @@ class Scheduler:
     def _reset(self, connector: SchedulerConnector) -> None:
         """Without requests: every block and every row is free."""
         config = self.config
-        self.pools = BlockPools(config.num_blocks, config.block_size, config.groups, config.enable_prefix_caching)
+        sizes = config.num_blocks, config.block_size, config.groups
+        self.pools = BlockPools(*sizes, config.enable_prefix_caching, self.events)
+        self.events.cleared()
         self.blocks = RequestBlocks(config, self.pools, connector)
         self.blocks.weights = self._weights
         self.transfers = Transfers(connector, self.blocks, fail_on_error=config.kv_load_failure_policy == "fail")
@@ -111,6 +116,10 @@ class Scheduler:
         """Schedule the next steps within other limits of a step."""
         self.config = config
         self.pace = PromptPace(config.prompt_step_s, config.max_num_batched_tokens)
+
+    def close_events(self) -> None:
+        """Send the last events of the prefix cache: the engine ends."""
+        self.events.close()
 
     @property
     def pool(self) -> BlockPool:
@@ -442,6 +451,7 @@ class Scheduler:
         if self.config.num_stages > 1:
             record_microbatch(output, requests, self._newest_updated)
         self._attach_finished(output)
+        self.events.flush()
         self._step += 1
         self._in_flight.append((output, requests))
         self._is_scheduling = False
@@ -519,6 +529,7 @@ class Scheduler:
             self._num_ended = 0
             self.running = [request for request in self.running if request.status is RUNNING]
         self._updating = []
+        self.events.flush()
         return results
 
     def _append_tokens(self, request: Request, new_token_ids: list[int]) -> list[int]:
@@ -644,6 +655,7 @@ class Scheduler:
             if request.block_ids:  # of a load in progress, too
                 request.num_published = sys.maxsize
         self._waiting.push(*self.transfers.invalidate(identity if is_shared else ""))
+        self.events.flush()
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False, reset_connector: bool = False) -> None:
         """Drop every cached prefix, and with ``reset_connector`` what the KV connector holds, because the weights have
@@ -656,6 +668,7 @@ class Scheduler:
             self.preempt_running()
         if reset_connector:
             self._waiting.push(*self.transfers.invalidate())
+        self.events.flush()
 
     # --- holding ----------------------------------------------------------------------------------------------------
 

@@ -66,7 +66,8 @@ class RequestStates:
         return within
 
     def _publish(self, slot: int, digest: bytes, worth: int) -> None:
-        self.pool.publish(slot, digest)
+        if self.pool.publish(slot, digest):
+            self.pool.events.state_stored(digest, self.pool.group)
         self.pool.set_worth(slot, worth)
 
     def publish(self, request: Request, num_tokens: int) -> None:

@@ -66,6 +66,11 @@ class ReplicasLink(GroupLink):
         super()._leave(engine)
 
 
+def _of_replica(config: EngineConfig, number: int) -> EngineConfig:
+    events = config.kv_events_config
+    return config if events is None else replace(config, kv_events_config=events.moved(number))
+
+
 class ReplicaProcesses:
     """The engines' processes for a server; implements `fleetfoot.server.serve.Backend`. Each has GPUs of its own.
 
@@ -94,7 +99,9 @@ class ReplicaProcesses:
         self._limit = limit or RestartLimit(config.max_restarts or MAX_RESTARTS)
         threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, num_cores() // count))}
         self._processes = [
-            EngineProcess(own, log_level, log_format, devices_of(index, size) if has_gpus else threads)
+            EngineProcess(
+                _of_replica(own, index), log_level, log_format, devices_of(index, size) if has_gpus else threads
+            )
             for index in range(count)
         ]
         self._exit_code = 0
