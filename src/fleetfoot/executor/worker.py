@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,9 +32,8 @@ from fleetfoot.plan.plan import EnginePlan, transfer_context
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import PendingOutput, SchedulerOutput, TokenMasks
 from fleetfoot.runner.base import ModelRunner
+from fleetfoot.runner.capabilities import V1_ROOM
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
-from fleetfoot.runner.v1.pooling import PoolingModelRunner
-from fleetfoot.runner.v1.runner import ModelRunnerV1
 from fleetfoot.runner.v2.padding_work import open_compiler
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.sampling.custom_processors import EngineProcessor
@@ -109,9 +109,12 @@ class Worker:
             if plan.pooling is None:
                 resolved = replace(plan.config, max_model_len=plan.max_model_len, dtype=cast("Dtype", plan.dtype))
                 processors = [EngineProcessor(kind, resolved, self.device) for kind in plan.logits_processors]
-                self.runner = ModelRunnerV1(loader, logits_processors=processors, **common)
+                self.runner = import_module(f"{V1_ROOM}.runner").ModelRunnerV1(
+                    loader, logits_processors=processors, **common
+                )
             else:
-                self.runner = PoolingModelRunner(loader, pooling=plan.pooling, **common)
+                kind = import_module(f"{V1_ROOM}.pooling").PoolingModelRunner
+                self.runner = kind(loader, pooling=plan.pooling, **common)
         else:
             self.runner = ModelRunnerV2(
                 loader,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from typing import Any
 
 from fleetfoot.config import env
@@ -23,7 +24,7 @@ from fleetfoot.plan.connector import ConnectorPlan, resolve_connector
 from fleetfoot.plan.logits_processors import listed_processors
 from fleetfoot.plan.machine import Machine
 from fleetfoot.records.kv_layout import ARENA
-from fleetfoot.runner.capabilities import BLOCKS_WITH_KERNELS, CAPABILITIES, KV_LAYOUTS, Feature
+from fleetfoot.runner.capabilities import BLOCKS_WITH_KERNELS, CAPABILITIES, KV_LAYOUTS, V1_ROOM, Feature
 
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
@@ -232,6 +233,8 @@ def decide(
     lacks_triton = device == "cuda" and not machine.has_triton
     required = required_features(config, model)
     lacking = {runner: unsupported_features(runner, required) for runner in NAMES}
+    if find_spec(V1_ROOM) is None:
+        lacking["v1"] += (Unsupported(NAMES["v1"], "it is to run", f"There is no {V1_ROOM}: it was deleted."),)
     rules = [] if choice is not None else _rules_for_v1(model, connector, lacks_triton, lacking["v2"])
     if connector is not None:
         refused = {runner: _refused_layout(connector, runner) for runner in NAMES}

@@ -9,6 +9,9 @@ import enum
 
 from fleetfoot.records.kv_layout import ARENA, BLOCK_CONTIGUOUS_HND, TOKEN_MAJOR_NHD
 
+V1_ROOM = "fleetfoot.runner.v1"
+"""Model Runner V1, which nothing else needs: it can be deleted."""
+
 
 class Feature(enum.Enum):
     """A feature that a runner may support; the value is its display name."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -19,15 +22,6 @@ from starlette.routing import Match, Route
 
 from fleetfoot._version import __version__
 from fleetfoot.server.admin import admin_endpoints
-from fleetfoot.server.anthropic.messages import MessagesEndpoints
-from fleetfoot.server.anthropic.protocol import (
-    AnthropicError,
-    AssistantMessage,
-    CountTokensRequest,
-    Event,
-    MessagesRequest,
-    TokenCount,
-)
 from fleetfoot.server.http import (
     JSON,
     OPEN_PATHS,
@@ -60,7 +54,6 @@ from fleetfoot.server.openai.responses import responses_endpoints
 from fleetfoot.server.openai.token_generation import Generated, GeneratedChunk, GenerateRequest, TokenGeneration
 from fleetfoot.server.openai.tokens import ModelEndpoints
 from fleetfoot.server.openapi import READS, RUNS, Endpoint, openapi_document
-from fleetfoot.server.pooling.endpoints import pooling_endpoints
 from fleetfoot.server.service import Service
 from fleetfoot.server.store import ResponseStore
 
@@ -143,9 +136,21 @@ def _cors_options(cors: CorsSettings) -> dict[str, Any]:
     }
 
 
+FURTHER_APIS = ("anthropic.messages", "pooling.endpoints")
+"""Modules with APIs besides OpenAI's, each with a function ``endpoints``. What was deleted is not served."""
+
+
+def further_endpoints(service: Service) -> Iterator[Endpoint]:
+    """The endpoints of FURTHER_APIS."""
+    for name in FURTHER_APIS:
+        room = f"fleetfoot.server.{name}"
+        if find_spec(room.rpartition(".")[0]) is not None:
+            yield from import_module(room).endpoints(service)
+
+
 def make_endpoints(service: Service) -> list[Endpoint]:
     """The table of endpoints."""
-    models, state, messages = ModelEndpoints(service), StateEndpoints(service), MessagesEndpoints(service)
+    models, state = ModelEndpoints(service), StateEndpoints(service)
     completions, chats = Completions(service), ChatCompletions(service)
     return [
         Endpoint(
@@ -177,18 +182,6 @@ def make_endpoints(service: Service) -> list[Endpoint]:
             errors=READS,
         ),
         Endpoint(
-            *("POST", "/v1/messages", messages.create, "Continue a conversation, in Anthropic's form."),
-            *(MessagesRequest, AssistantMessage, Event),
-            errors=RUNS,
-            envelope=AnthropicError,
-        ),
-        Endpoint(
-            *("POST", "/v1/messages/count_tokens", messages.count, "The number of tokens of a conversation."),
-            *(CountTokensRequest, TokenCount),
-            errors=READS,
-            envelope=AnthropicError,
-        ),
-        Endpoint(
             *("POST", "/tokenize", models.tokenize, "The token ids of a prompt or a conversation."),
             *(TokenizeRequest, TokenizeResponse),
             errors=READS,
@@ -198,7 +191,7 @@ def make_endpoints(service: Service) -> list[Endpoint]:
             *(DetokenizeRequest, DetokenizeResponse),
             errors=READS,
         ),
-        *pooling_endpoints(service),
+        *further_endpoints(service),
         Endpoint("GET", "/v1/models", models.models, "The models that are served.", response=ModelList),
         Endpoint(
             "GET", "/v1/models/{name:path}", models.model, "One of the models.", response=ModelCard, errors=(404,)

@@ -45,9 +45,30 @@ from fleetfoot.server.anthropic.protocol import (
 )
 from fleetfoot.server.conversation import GeneratedMessages, Turn, generate, prompt_token_ids
 from fleetfoot.server.http import ENCODER, JSON, ApiError, invalid, renamed, until_disconnected
+from fleetfoot.server.openapi import READS, RUNS, Endpoint
 from fleetfoot.server.service import Service, check_stop_strings, response_size
 from fleetfoot.server.streaming import PushedEvents
 from fleetfoot.utils.validation import FieldError, is_one_of
+
+
+def endpoints(service: Service) -> list[Endpoint]:
+    """The table of these endpoints."""
+    messages = MessagesEndpoints(service)
+    return [
+        Endpoint(
+            *("POST", "/v1/messages", messages.create, "Continue a conversation, in Anthropic's form."),
+            *(MessagesRequest, AssistantMessage, Event),
+            errors=RUNS,
+            envelope=AnthropicError,
+        ),
+        Endpoint(
+            *("POST", "/v1/messages/count_tokens", messages.count, "The number of tokens of a conversation."),
+            *(CountTokensRequest, TokenCount),
+            errors=READS,
+            envelope=AnthropicError,
+        ),
+    ]
+
 
 _MESSAGE = msgspec.json.Decoder(MessagesRequest)
 _COUNT = msgspec.json.Decoder(CountTokensRequest)

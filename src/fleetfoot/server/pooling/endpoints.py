@@ -59,7 +59,7 @@ _PARAMS = (
 """Fields that are parameters of the same name."""
 
 
-def pooling_endpoints(service: Service) -> list[Endpoint]:
+def endpoints(service: Service) -> list[Endpoint]:
     """The table of these endpoints."""
     pooling = PoolingEndpoints(service)
     rows: list[tuple[tuple[str, ...], Any, str, Any, Any]] = [
