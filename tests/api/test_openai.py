@@ -326,6 +326,15 @@ def test_request_ids(client: httpx.Client) -> None:
     assert client.post("/v1/completions", json=body).json()["id"].startswith("cmpl-")
 
 
+def test_a_rank_is_one_of_those_that_there_are(client: httpx.Client) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 1}
+    for rank, status in (("0", 200), ("1", 400), ("-1", 400), ("x", 400), ("9" * 30, 400)):
+        headers = {"X-data-parallel-rank": rank, "X-Session-ID": "a conversation"}
+        response = client.post("/v1/completions", json=body, headers=headers)
+        assert response.status_code == status
+        assert status == 200 or response.json()["error"]["param"] == "x-data-parallel-rank"
+
+
 def test_tokenize_and_detokenize(client: httpx.Client, story: LLM) -> None:
     expected = story.get_tokenizer().encode(PROMPT)
     answer = client.post("/tokenize", json={"prompt": PROMPT}).json()

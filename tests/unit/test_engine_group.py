@@ -303,8 +303,8 @@ async def test_replicas_get_requests_by_prefix_and_load(tmp_path: Path) -> None:
         greeting.cancel()
     names = iter(range(99))
 
-    async def goes_to(prompt: list[int]) -> int:
-        await client.submit(prompt, PARAMS, f"r{next(names)}", 0)
+    async def goes_to(prompt: list[int], **options: Any) -> int:
+        await client.submit(prompt, PARAMS, f"r{next(names)}", 0, **options)
         waiting = [asyncio.ensure_future(engine.next()) for engine in engines]
         (done,), others = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         for task in others:
@@ -322,6 +322,11 @@ async def test_replicas_get_requests_by_prefix_and_load(tmp_path: Path) -> None:
     assert [await goes_to(one) for _ in range(5)].count(1 - first) > 0  # it has much more to do
     loads = [engine.load for engine in client._link._engines]  # type: ignore[attr-defined]
     assert await goes_to([7]) == loads.index(min(loads))
+    assert [await goes_to([8], rank=rank) for rank in (1, 0, 0)] == [1, 0, 0]
+    place = await goes_to([9], session="a conversation")
+    await goes_to([10], rank=1 - place)
+    await goes_to([10], rank=1 - place)
+    assert await goes_to([11], session="a conversation") == place
     await client.stop()
     assert [type(await engine.next()) for engine in engines] == [Stop, Stop]
     client.close()

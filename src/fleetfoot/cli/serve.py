@@ -178,6 +178,7 @@ def server_settings(arguments: argparse.Namespace, default_names: tuple[str, ...
         tool_call_parser=arguments.tool_call_parser,
         reasoning_parser=arguments.reasoning_parser,
         trusts_chat_templates=arguments.trust_request_chat_template,
+        data_parallel_size=getattr(arguments, "data_parallel_size", None) or 1,  # a proxy has no such flag
         strict_schemas=arguments.strict_schemas,
         accepts_kv_offers=arguments.enable_kv_offers,
         max_stored_responses=arguments.max_stored_responses,

@@ -307,12 +307,15 @@ class EngineClient:
         *,
         owner: str = "",
         flow: str = "",
+        session: str = "",
+        rank: int = -1,
     ) -> OutputStream:
         """Validate, tokenize and send a request; the outputs can be iterated afterwards. Raises as `generate`.
 
         Args:
             owner: who has sent the request, for `count_of`.
             flow: requests of different flows take turns in the engine's queue.
+            session, rank: see `fleetfoot.records.request.Request`.
         """
         self._check_alive()
         if request_id in self._streams:
@@ -330,7 +333,7 @@ class EngineClient:
             self._check_alive()
         else:
             request = process(request_id, prompt, params, priority=priority)
-        request.flow = flow
+        request.flow, request.session, request.rank = flow, session, rank
         first = next(self._numbers)
         numbers = [first, *(next(self._numbers) for _ in range(request.params.n - 1))]
         sequences: list[Any] = [_RemoteSequence(f"{request_id}/{number}", number) for number in numbers]

@@ -81,7 +81,9 @@ class EngineRequest(msgspec.Struct, array_like=True, tag=True):
     """What default seeds depend on besides the engine's seed. None: the number of earlier requests, set by
     `InputProcessor.make_requests`; given for a request that another engine has begun."""
     flow: str = ""
-    """See `Request.flow`."""
+    """See `Request.flow`, as of the next two."""
+    session: str = ""
+    rank: int = -1
     number: int = 0
     """The number of its first sequence, which its client assigns. Its ``n`` sequences have consecutive ones."""
     client: bytes = b""
@@ -284,6 +286,8 @@ class InputProcessor:
                 bad_words_token_ids=request.bad_words_token_ids,
                 priority=request.priority,
                 flow=request.flow,
+                session=request.session,
+                rank=request.rank,
                 cache_salt=request.cache_salt,
                 kv_transfer_params=request.kv_transfer_params,
                 pooling_params=request.pooling_params,

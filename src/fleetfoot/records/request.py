@@ -83,6 +83,10 @@ class Request:
     """Lower runs sooner."""
     flow: str = ""
     """Requests of different flows, such as those of different clients, take turns."""
+    session: str = ""
+    """Requests of a session go to the same data-parallel rank; empty: to any."""
+    rank: int = -1
+    """The data-parallel rank; -1: any."""
     cache_salt: str | None = None
     """Requests with different salts share no cached prefix."""
     kv_transfer_params: dict[str, Any] | None = None

@@ -23,15 +23,17 @@ class PrefixRouting(Generic[_Place]):
         self._known: OrderedDict[int, _Place] = OrderedDict()
         """Hash of the beginning of a prompt -> where it was computed last."""
 
-    def choose(self, token_ids: bytes, loads: Mapping[_Place, int]) -> _Place:
-        """The place with the longest beginning of a prompt, unless it is far busier than the least busy one.
+    def choose(self, token_ids: bytes, loads: Mapping[_Place, int], session: str = "") -> _Place:
+        """The place of the session, or with the longest beginning of a prompt, unless it is far busier than the least
+        busy one.
 
         Args:
             token_ids: of the prompt, int32.
             loads: requests of each place that can be used; not empty.
+            session: empty: there is none.
         """
         least = min(loads, key=loads.__getitem__)
-        chunks = list(_beginnings(token_ids))
+        chunks = [*_beginnings(token_ids), *([hash(session)] if session else ())]
         known = (self._known.get(chunk) for chunk in reversed(chunks))
         best = next((place for place in known if place is not None and place in loads), least)
         chosen = best if loads[best] <= loads[least] + max(_MOST_AHEAD, loads[least] // _MOST_AHEAD) else least

@@ -148,8 +148,10 @@ class SchedulerOfRanks:
         self._choose(request).add_request(request)
 
     def _choose(self, request: Request) -> Scheduler:
-        loads = {number: len(rank.requests) for number, rank in enumerate(self.ranks)}
-        return self.ranks[self._routing.choose(request.token_ids[: request.num_prompt_tokens].tobytes(), loads)]
+        numbers = range(len(self.ranks)) if request.rank < 0 else (request.rank,)
+        loads = {number: len(self.ranks[number].requests) for number in numbers}
+        prompt = request.token_ids[: request.num_prompt_tokens].tobytes()
+        return self.ranks[self._routing.choose(prompt, loads, request.session)]
 
     def finish(self, request_id: str, status: RequestStatus, stop_reason: int | str | None = None) -> Request | None:
         """See `Scheduler.finish`."""

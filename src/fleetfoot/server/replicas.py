@@ -55,11 +55,14 @@ class ReplicasLink(GroupLink):
             super().send(message)
 
     def _generating_engine(self, request: EngineRequest) -> Any:
-        """The engine with the longest beginning of the prompt, unless it is far busier than the least busy one."""
-        usable = [engine for engine in self._engines if engine.is_usable]
+        """The engine with the longest beginning of the prompt, unless it is far busier than the least busy one. That of
+        the request's rank, unless it is lost."""
+        asked = [self._engines[request.rank]] if request.rank >= 0 else self._engines
+        usable = [one for one in asked if one.is_usable] or [one for one in self._engines if one.is_usable]
         if not usable:
             return None
-        return self._routing.choose(request.prompt_token_ids.tobytes(), {engine: engine.load for engine in usable})
+        loads = {engine: engine.load for engine in usable}
+        return self._routing.choose(request.prompt_token_ids.tobytes(), loads, request.session)
 
     def _leave(self, engine: Any) -> None:
         self._routing.forget(engine)

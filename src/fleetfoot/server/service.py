@@ -35,7 +35,7 @@ from fleetfoot.server.template_process import Messages, render_apart
 from fleetfoot.server.unknown_fields import UnknownFields
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 from fleetfoot.utils.process import num_cores
-from fleetfoot.utils.validation import FieldError
+from fleetfoot.utils.validation import FieldError, shown
 from fleetfoot.utils.work_pool import WorkPool
 
 _T = TypeVar("_T")
@@ -50,6 +50,7 @@ MAX_STOP_CHARS = 4096
 _MESSAGE_CHARS = 32
 """A message takes about as long to render as so many characters take to tokenize."""
 _MAX_TEMPLATE_PROCESSES = 4
+_RANK_HEADER = "x-data-parallel-rank"
 _RESERVED = 8
 """One of so many parts of the queue is added for clients that need no more than that."""
 _CHOICE_BYTES, _ENTRY_BYTES = 1024, 128
@@ -86,6 +87,8 @@ class ServiceSettings:
     reasoning_parser: str | None = None
     trusts_chat_templates: bool = False
     """Whether a request may bring a chat template."""
+    data_parallel_size: int = 1
+    """Ranks that a request may ask for."""
     strict_schemas: bool = False
     """Whether objects of requests' schemas have only the properties that these name."""
     accepts_kv_offers: bool = False
@@ -119,6 +122,7 @@ class Service:
         self._submitting: Counter[str] = Counter()
         """Prompts that have a place in the queue, and that the engine does not count yet; by client."""
         self._client: ContextVar[str] = ContextVar("client", default="")
+        self._placement: ContextVar[tuple[str, int]] = ContextVar("placement", default=("", -1))
         self._body_size: ContextVar[int] = ContextVar("body_size", default=0)
         engine.run_native = self.run_native
 
@@ -160,6 +164,7 @@ class Service:
     async def read(self, http: Request, decoder: msgspec.json.Decoder[_T]) -> _T:
         """The body of a request, for a model that is served. Raises ApiError."""
         self._client.set(http.scope.get("client_name", ""))
+        self._placement.set((http.headers.get("x-session-id", ""), self._rank_of(http)))
         content = await read_body(http, self.settings.max_body_bytes)
         self._body_size.set(cost_of(content))
         body = await self._decode(content, decoder)
@@ -177,6 +182,15 @@ class Service:
         if must_scan(content, limits):
             return decode(scan(content, limits), decoder, self._unknown_fields)
         return decode_body(content, decoder, self._unknown_fields)
+
+    def _rank_of(self, http: Request) -> int:
+        """The data-parallel rank that a request asks for; -1: none. Raises ApiError."""
+        given, size = http.headers.get(_RANK_HEADER), self.settings.data_parallel_size
+        if given is None:
+            return -1
+        if not (given.isdecimal() and len(given) < 10 and int(given) < size):
+            raise invalid(_RANK_HEADER, f"{_RANK_HEADER} is {shown(given)}; it can be 0 to {size - 1}")
+        return int(given)
 
     def add_size(self, size: int) -> None:
         """What belongs to the body is larger by so many bytes: a stored conversation."""
@@ -279,6 +293,7 @@ class Service:
         streams: list[OutputStream] = []
         owner = self._client.get()
         flow = f"{owner} {len(prompts).bit_length() // _BATCH_BITS}"  # a batch and single prompts take turns
+        session, rank = self._placement.get()
         suffix = secrets.token_hex(4)  # clients may repeat the id of a request that has not ended
         num_left = len(prompts)
         self._submitting[owner] += num_left
@@ -288,7 +303,8 @@ class Service:
                 if index:
                     await asyncio.sleep(0)  # others go on
                 try:
-                    stream = await self.engine.submit(prompt, params, name, priority or 0, owner=owner, flow=flow)
+                    options: dict[str, Any] = {"owner": owner, "flow": flow, "session": session, "rank": rank}
+                    stream = await self.engine.submit(prompt, params, name, priority or 0, **options)
                     streams.append(stream)
                     self._submitting[owner] -= 1
                     num_left -= 1
