@@ -1,11 +1,14 @@
 """Experts that are spread over ranks: logits and tokens of one rank."""
 
 import json
+import math
 import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +24,9 @@ from tests.helpers.kernels import cpu_kernels
 from fleetfoot import EngineDeadError
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.sharding import ExpertSplit
-from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, Groups, TensorGroup
+from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, ExpertGroup, Groups, TensorGroup
 from fleetfoot.engine.engine import LLMEngine
+from fleetfoot.eplb import exchange
 from fleetfoot.executor.worker import Worker
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.interface import CausalLM
@@ -139,6 +143,7 @@ def test_the_load_is_that_of_tokens_of_requests(
 
 # --- balancing ------------------------------------------------------------------------------------------------------
 
+DTYPES = torch.bfloat16, torch.uint8
 EXPERT = "model.layers.2.mlp.experts.{}.down_proj.weight"
 
 
@@ -238,6 +243,33 @@ def break_mover(worker: Worker, rank: int, way: str, is_moving: bool) -> None:
             worker.balancer._exchange.stage = fail  # type: ignore[method-assign]
         else:
             worker.balancer._due_after_agreement = fail  # type: ignore[method-assign]
+
+
+def test_moves_through_the_memory_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks in one process; rows that are no whole words, too."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device, synchronize=lambda: None))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    slots, rows = [range(3), range(3, 5)], [(4, 6), (5,)]  # two stacks: 48 and 5 bytes an expert
+    words = sum(exchange._words_of(torch.empty(*shape, dtype=kind)) for shape, kind in zip(rows, DTYPES, strict=True))
+    buffers = [torch.zeros(3 * words, dtype=torch.int64) for _ in slots]
+    memory: Any = SimpleNamespace(of_rank=buffers.__getitem__, local=buffers[0])
+    ranks = [exchange.PeerExchange(ExpertGroup(rank, 2), slots, memory, words) for rank in range(2)]
+    numbers = [torch.arange(5 * math.prod(shape)).view(5, *shape) for shape in rows]
+    whole = [each.to(kind) for each, kind in zip(numbers, DTYPES, strict=True)]
+    stacks = [[stack[own.start : own.stop].clone() for stack in whole] for own in slots]
+    before, after = (0, 1, 2, 3, 4), (4, 1, 0, 2, 3)
+    moves = exchange.moves_between(before, after, slots)
+    for rank in ranks:
+        rank.check()
+    for rank, own in zip(ranks, stacks, strict=True):
+        rank.stage(own, moves, nullcontext())
+    for number, (rank, own) in enumerate(zip(ranks, stacks, strict=True)):
+        for move in moves:
+            if move.target_rank == number:
+                rank.write(own, move.target)
+    for found, stack in zip(zip(*stacks, strict=True), whole, strict=True):
+        assert torch.equal(torch.cat(found), stack[[*after]])
 
 
 def hold_mover(worker: Worker) -> None:

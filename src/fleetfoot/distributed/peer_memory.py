@@ -45,10 +45,9 @@ class PeerMemory:
     """The handle of the mapping, which must live as long as the buffers."""
 
     def of_rank(self, rank: int) -> torch.Tensor:
-        """The whole buffer of a rank, as bytes, to be written by copies."""
-        size = self.local.nbytes
-        place = self.local.data_ptr() - self.keep.buffer_ptrs[self.keep.rank]
-        buffer: torch.Tensor = self.keep.get_buffer(rank, (size,), torch.uint8, place)
+        """The whole buffer of a rank, ``[num_words]`` int64, to be read and written by kernels."""
+        place = (self.local.data_ptr() - self.keep.buffer_ptrs[self.keep.rank]) // 8
+        buffer: torch.Tensor = self.keep.get_buffer(rank, (self.local.numel(),), torch.int64, place)
         return buffer
 
     def split(self, num_words: int) -> tuple[PeerMemory, PeerMemory]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,8 @@ import torch.distributed as dist
 
 from fleetfoot.distributed.groups import ExpertGroup
 from fleetfoot.distributed.peer_memory import PeerMemory, share_memory
+
+logger = logging.getLogger(__name__)
 
 
 class Move(NamedTuple):
@@ -106,13 +109,23 @@ def _bytes_of(row: torch.Tensor) -> torch.Tensor:
 
 
 class PeerExchange(Exchange):
-    """Each GPU writes to the memory of others, on a stream beside the steps. ``memory``: `words_of_slot` words for each
-    slot of the rank with the most."""
+    """Each GPU writes to the memory of others, on a stream beside the steps. ``memory``: ``words_per_slot`` words for
+    each slot of the rank with the most.
+
+    Kernels copy: the driver's copies refuse memory of a peer that is mapped as this one.
+    """
 
     def __init__(self, group: ExpertGroup, slots: Sequence[range], memory: PeerMemory, words_per_slot: int) -> None:
         super().__init__(group, slots)
-        self._buffers, self._slot_bytes = [memory.of_rank(rank) for rank in range(group.size)], 8 * words_per_slot
+        self._buffers, self._words_per_slot = [memory.of_rank(rank) for rank in range(group.size)], words_per_slot
         self._stream = torch.cuda.Stream(memory.local.device)
+
+    def check(self) -> None:
+        """Write to the memory of each rank, and read this one's, before the first step. Raises RuntimeError."""
+        for buffer in self._buffers:
+            _copy_words(buffer[:2].new_zeros(2), buffer[:2])
+        _copy_words(self._buffers[self._group.rank][:2], self._buffers[0].new_zeros(2))
+        torch.cuda.synchronize(self._stream.device)
 
     def stage(
         self, stacks: Sequence[torch.Tensor], moves: Sequence[Move], reading: AbstractContextManager[Any]
@@ -122,20 +135,29 @@ class PeerExchange(Exchange):
                 if move.source_rank == self._group.rank:
                     rows = [stack[move.source - self._first] for stack in stacks]
                     for place, row in zip(self._places(move.target_rank, move.target, rows), rows, strict=True):
-                        place.copy_(_bytes_of(row))
+                        row = _bytes_of(row)
+                        padding = row.new_zeros(8 * len(place) - len(row))
+                        _copy_words((torch.cat((row, padding)) if len(padding) else row).view(torch.int64), place)
             self._stream.synchronize()
 
     def write(self, stacks: Sequence[torch.Tensor], target: int) -> None:
         rows = [stack[target - self._first] for stack in stacks]
         for place, row in zip(self._places(self._group.rank, target, rows), rows, strict=True):
-            _bytes_of(row).copy_(place)
+            own = torch.empty(len(place), dtype=torch.int64, device=row.device)
+            _copy_words(place, own)
+            _bytes_of(row).copy_(own.view(torch.uint8)[: row.nbytes])
 
     def _places(self, rank: int, target: int, rows: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Where the parts of an expert are in the buffer of a rank, as bytes."""
-        begin = (target - self._firsts[rank]) * self._slot_bytes
+        """Where the parts of an expert are in the buffer of a rank, as words."""
+        begin = (target - self._firsts[rank]) * self._words_per_slot
         for row in rows:
-            yield self._buffers[rank][begin : begin + row.nbytes]
-            begin += 8 * _words_of(row)
+            yield self._buffers[rank][begin : begin + _words_of(row)]
+            begin += _words_of(row)
+
+
+def _copy_words(source: torch.Tensor, target: torch.Tensor) -> None:
+    """``[n]`` int64, by a kernel."""
+    torch.bitwise_or(source, 0, out=target)
 
 
 def _words_of(row: torch.Tensor) -> int:
@@ -151,5 +173,13 @@ def make_exchange(group: ExpertGroup, slots: Sequence[range], layers: Sequence[S
         num_words = words_per_slot * max(map(len, slots))
         memory = share_memory(group.on_device, group.on_host, num_words, device, "moves of experts take the host, not")
         if memory is not None:
-            return PeerExchange(group, slots, memory, words_per_slot)
+            exchange, works = PeerExchange(group, slots, memory, words_per_slot), torch.ones(1, dtype=torch.int32)
+            try:
+                exchange.check()
+            except RuntimeError as error:
+                logger.warning("moves of experts take the host, for a GPU's memory cannot be written: %s", error)
+                works.zero_()
+            dist.all_reduce(works, op=dist.ReduceOp.MIN, group=group.on_host)
+            if works.item():
+                return exchange
     return HostExchange(group, slots)
