@@ -1,0 +1,238 @@
+"""Mutations of the contract of steps (`fleetfoot.runner.step_barrier`), each of which a test must catch.
+
+python tools/mutations.py [PART OF A NAME]   applies each to a copy of the source, and runs the test that is to fail
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+TIMEOUT_S = 90
+"""A test that waits longer has caught the mutation too: a rank waits for one that does not come."""
+
+
+class Mutation(NamedTuple):
+    """A change of the source."""
+
+    name: str
+    file: str
+    """In `src/fleetfoot`."""
+    old: str
+    new: str
+    test: str
+    """Arguments of pytest."""
+
+
+CALL = "            self.barrier.step(step)\n"
+TABLE = "tests/engine/test_step_barrier.py -k test_each_rank"
+LOAD = "tests/distributed/test_experts_of_ranks.py -k test_the_load"
+MOVES = "tests/distributed/test_experts_of_ranks.py -k test_balanced_experts[{}]"
+DATA = "tests/distributed/test_data_ranks.py -k {}"
+RANKS = "tests/distributed/test_steps_of_ranks.py -k {}"
+MUTATIONS = (
+    Mutation(
+        "stages that are not last",
+        "runner/base.py",
+        CALL,
+        f"            if self._pipeline.is_last_rank:\n    {CALL}",
+        TABLE,
+    ),
+    Mutation(
+        "idle steps",
+        "runner/base.py",
+        CALL,
+        f"            if step.rows or step.agreement.num_tokens:\n    {CALL}",
+        TABLE,
+    ),
+    Mutation(
+        "steps of padding",
+        "runner/base.py",
+        CALL,
+        f"            if step.rows or not step.agreement.num_tokens:\n    {CALL}",
+        TABLE,
+    ),
+    Mutation(
+        "steps of prompts alone",
+        "runner/base.py",
+        CALL,
+        f"            if not step.rows or step.num_sampled:\n    {CALL}",
+        TABLE,
+    ),
+    Mutation("twice in a step", "runner/base.py", CALL, 2 * CALL, TABLE),
+    Mutation(
+        "before the connector",
+        "runner/base.py",
+        "        try:\n            if output is None:\n",
+        f"        try:\n{CALL}            if output is None:\n",
+        TABLE,
+    ),
+    Mutation(
+        "steps of the warm-up",
+        "runner/base.py",
+        "            self._sample(None).get()\n        self.barrier.step(step)\n",
+        "            self._sample(None).get()\n",
+        TABLE,
+    ),
+    Mutation(
+        "a rank goes on after an error",
+        "runner/base.py",
+        "        self.has_failed, self._step = True, None\n",
+        "        self._step = None\n",
+        "tests/engine/test_step_barrier.py -k whose_barrier_raises",
+    ),
+    Mutation(
+        "load of the warm-up",
+        "eplb/balancer.py",
+        "step.is_idle or isinstance(step, WarmUpOutput)",
+        "step.is_idle",
+        LOAD,
+    ),
+    Mutation(
+        "load of padding",
+        "eplb/balancer.py",
+        "        for place, (new, old) in enumerate(",
+        "        if step.agreement.num_tokens and step.is_idle:\n"
+        "            counted = 1, 1\n"
+        "        for place, (new, old) in enumerate(",
+        LOAD,
+    ),
+    Mutation(
+        "idle steps of the balancing",
+        "eplb/balancer.py",
+        "        self.num_steps += 1\n",
+        "        if scheduler_output.is_idle:\n            return\n        self.num_steps += 1\n",
+        MOVES.format("data"),
+    ),
+    Mutation(
+        "load of one replica",
+        "eplb/balancer.py",
+        "        dist.all_reduce(load, group=self._group.on_host)  # of the tokens of all replicas\n",
+        "",
+        MOVES.format("data"),
+    ),
+    Mutation(
+        "load of all replicas on each",
+        "layers/experts.py",
+        "self.placement, None)  # all ranks' tokens",
+        "self.placement, counted)",
+        LOAD,
+    ),
+    Mutation(
+        "a mover that fails in silence",
+        "eplb/balancer.py",
+        "                self._failure = error\n",
+        "                pass\n",
+        "tests/distributed/test_experts_of_ranks.py -k test_the_first_cause",
+    ),
+    Mutation(
+        "no padding beside others",
+        "scheduler/ranks.py",
+        "            for part in parts:\n                part.agreement",
+        "            for part in computing:\n                part.agreement",
+        DATA.format("[v1]"),
+    ),
+    Mutation(
+        "rows of a rank's own, V1",
+        "runner/v1/runner.py",
+        "rows_of_ranks=scheduler_output.agreement.num_tokens",
+        "rows_of_ranks=0",
+        DATA.format("[v1]"),
+    ),
+    Mutation(
+        "rows of a rank's own, V2",
+        "runner/v2/runner.py",
+        "rows_of_ranks = scheduler_output.agreement.num_tokens",
+        "rows_of_ranks = 0",
+        DATA.format("[v2]"),
+    ),
+    Mutation(
+        "the last layer without rows",
+        "runner/v2/device_step.py",
+        "        reads_all = reads_all or bool(rows_of_ranks and not batch.shape.num_sampled)\n",
+        "",
+        DATA.format("[v2]"),
+    ),
+    Mutation("graphs of different kinds", "runner/graphs.py", "len(kinds) > 1 or ", "", DATA.format("test_agreements")),
+    Mutation(
+        "padding is eager beside graphs",
+        "runner/v2/runner.py",
+        "        if shape is None or graph is None:\n            return self._padding",
+        "        if True:\n            return self._padding",
+        DATA.format("[graphs]"),
+    ),
+    Mutation(
+        "idle ranks without connectors",
+        "scheduler/ranks.py",
+        "part or (rank.schedule_idle() if has_connector else ",
+        "part or (",
+        RANKS.format("'test_all_ranks and V2 and data'"),
+    ),
+    Mutation(
+        "a rank's results at another",
+        "executor/multiprocess.py",
+        "self._data_ranks[reply.rank // len(self._data_ranks[0].all)]",
+        "self._data_ranks[0]",
+        DATA.format("[v1]"),
+    ),
+    Mutation(
+        "steps while nobody has work",
+        "scheduler/ranks.py",
+        "        if all(part is None for part in found):\n            return None\n",
+        "",
+        DATA.format("[v1]"),
+    ),
+)
+
+
+def run(mutation: Mutation) -> tuple[str, float]:
+    """What the test says of it, and the seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(ROOT / "src", Path(folder) / "src", ignore=shutil.ignore_patterns("__pycache__"))
+        path = Path(folder) / "src" / "fleetfoot" / mutation.file
+        text = path.read_text()
+        if text.count(mutation.old) != 1:
+            return f"STALE: {text.count(mutation.old)} places", 0.0
+        path.write_text(text.replace(mutation.old, mutation.new))
+        test, _, selected = mutation.test.partition(" -k ")
+        arguments = [test, *(["-k", selected.strip("'")] if selected else [])]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments]
+        environment = {**os.environ, "PYTHONPATH": f"{folder}/src:{ROOT}"}
+        begin = time.perf_counter()
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            found = {0: "SURVIVES", 1: "caught"}.get(process.wait(TIMEOUT_S), "ERROR")
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            found = "caught: a rank waits"
+        return found, time.perf_counter() - begin
+
+
+def main() -> int:
+    """0 if all are caught."""
+    selected = [each for each in MUTATIONS if all(part in each.name for part in sys.argv[1:2])]
+    failed = 0
+    for mutation in selected:
+        found, seconds = run(mutation)
+        failed += not found.startswith("caught")
+        print(f"{found:22} {seconds:5.0f} s  {mutation.name} ({mutation.file})", flush=True)
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
