@@ -18,6 +18,8 @@ TRITON_CACHE_DIR = "TRITON_CACHE_DIR"
 """The folder of Triton's compiled kernels, by default ``~/.triton/cache``."""
 CLUSTER_KEY = "FLEETFOOT_CLUSTER_KEY"
 """The secret that the processes of a deployment share (`fleetfoot.utils.cluster_key`), where no file has it."""
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+"""Which GPUs a process sees, by number or name."""
 NO_COLOR = "NO_COLOR"
 """Any non-empty value: no colours on terminals (https://no-color.org)."""
 
@@ -54,6 +56,16 @@ def _parse_flag(name: str, value: str | None, allowed: str) -> bool | None:
 def no_color() -> bool:
     """Whether terminal output must have no colours."""
     return bool(os.environ.get(NO_COLOR))
+
+
+def visible_gpus() -> list[str]:
+    """The numbers or names in ``CUDA_VISIBLE_DEVICES``; empty: all GPUs are visible."""
+    return [each.strip() for each in os.environ.get(VISIBLE_GPUS, "").split(",") if each.strip()]
+
+
+def share_of_threads(number: int) -> dict[str, str]:
+    """The variable for a process that shares the cores, unless the user has set it."""
+    return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(number)}
 
 
 def for_child(variables: Mapping[str, str]) -> dict[str, str]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fleetfoot.config import env
 from fleetfoot.config.engine import MAX_RESTARTS, EngineConfig
 from fleetfoot.engine.child_process import EngineProcess
 from fleetfoot.engine.client import EngineClient
@@ -100,7 +100,7 @@ class ReplicaProcesses:
                 count,
             )
         self._limit = limit or RestartLimit(config.max_restarts or MAX_RESTARTS)
-        threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, num_cores() // count))}
+        threads = env.share_of_threads(max(1, num_cores() // count))
         self._processes = [
             EngineProcess(
                 _of_replica(own, index), log_level, log_format, devices_of(index, size) if has_gpus else threads
@@ -143,6 +143,5 @@ class ReplicaProcesses:
 
 def devices_of(index: int, size: int) -> dict[str, str]:
     """The variable for a replica that takes ``size`` GPUs, of those of this process."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    all_devices = range((index + 1) * size) if visible is None else [each.strip() for each in visible.split(",")]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, all_devices[index * size : (index + 1) * size]))}
+    all_devices = env.visible_gpus() or list(map(str, range((index + 1) * size)))
+    return {env.VISIBLE_GPUS: ",".join(all_devices[index * size : (index + 1) * size])}
