@@ -3,13 +3,14 @@ the Triton kernels against both."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from tests.helpers.interpreter import compiled, interpreted, run_python
-from tests.helpers.kernels import reference_kernels, triton_kernels
+from tests.helpers.kernels import NATIVE_VARIANTS, native_kernels, reference_kernels, triton_kernels
 from tests.helpers.recurrent_cases import CASES, SCHEDULES, make_batch, random, run_schedule, take, total_tokens
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
     GraniteMoeHybridRMSNormGated,
@@ -27,7 +28,14 @@ from fleetfoot.kernels.recurrent.conv import CausalConv
 from fleetfoot.kernels.recurrent.gated_norm import GatedNorm, gated_rms_norm_torch, gated_rms_norm_triton
 from fleetfoot.records.forward_context import MAX_STEPS
 
-KERNELS = [pytest.param(reference_kernels, id="torch"), pytest.param(triton_kernels, id="triton", marks=interpreted)]
+KERNELS = [
+    pytest.param(reference_kernels, id="torch"),
+    pytest.param(triton_kernels, id="triton", marks=interpreted),
+    *(
+        pytest.param(partial(native_kernels, *variant.values), id=str(variant.values[0]), marks=variant.marks)
+        for variant in NATIVE_VARIANTS
+    ),
+]
 Load = Callable[[], Kernels]
 
 
@@ -107,16 +115,17 @@ def test_snapshots_within_a_step(name: str, load: Load) -> None:
     assert torch.equal(taps[kept], before[1][kept])
 
 
-@interpreted
+@pytest.mark.parametrize("load", KERNELS[1:])
+@pytest.mark.parametrize("lengths", [[1, 70, 5], [1, 30, 5]])
 @pytest.mark.parametrize("name", ["delta", "mamba-groups"])
-def test_bfloat16(name: str) -> None:
-    case, lengths, states = CASES[name], [1, 70, 5], []
-    inputs, parameters = case.inputs(76, torch.bfloat16), case.parameters()
+def test_bfloat16(name: str, lengths: list[int], load: Load) -> None:
+    case, states = CASES[name], []
+    inputs, parameters = case.inputs(sum(lengths), torch.bfloat16), case.parameters()
     outputs = []
-    for load in (reference_kernels, triton_kernels):
+    for each in (reference_kernels, load):
         states.append(case.state(4))
         batch = make_batch(lengths, [1, 2, 3], [[1], [2], [3]])
-        outputs.append(load().recurrence(inputs, states[-1], parameters, batch, None).float())
+        outputs.append(each().recurrence(inputs, states[-1], parameters, batch, None).float())
     for expected, got in (outputs, states):
         assert (got - expected).norm() < 1e-2 * expected.norm()
 

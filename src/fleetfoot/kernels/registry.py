@@ -107,8 +107,12 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "native": "native_layers:chain_layers",
             **dict.fromkeys(("triton", "torch"), "linear.linear:NO_CHAIN"),
         },
-        "causal_conv": {"triton": "recurrent.conv_triton", "torch": "recurrent.conv"},
-        "recurrence": {"triton": "recurrent.recurrence_triton", "torch": "recurrent.recurrence"},
+        "causal_conv": {"triton": "recurrent.conv_triton", "native": "native_recurrent", "torch": "recurrent.conv"},
+        "recurrence": {
+            "triton": "recurrent.recurrence_triton",
+            "native": "native_recurrent",
+            "torch": "recurrent.recurrence",
+        },
         "route": {"triton": "experts.routing_triton", "torch": "experts.experts"},
         "local_routing": {"triton": "experts.routing_triton", "torch": "experts.experts"},
         "experts": {

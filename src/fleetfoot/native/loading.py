@@ -23,6 +23,8 @@ _SIGNATURES = {
     "add_rms_norm": "PPPPPFLLII",
     "silu_and_mul": "PPLLIII",
     "rope_and_cache": "PPLPLLLLLPPPLPPFFLIIIIII -> I",
+    "recurrence_steps": "PPPPLPPPPLPPPLLLLLLFIPLPFII",
+    "convolution_steps": "PPLPPPLPPPLLLLLLFIIII",
     "prepare_decode": "PLLPPPPLPPLLPPPPPPPLL",
     "post_update": "PLPPLPPLPP",
     "sample": "PPLLLPPPII -> I",
