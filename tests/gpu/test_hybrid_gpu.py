@@ -101,8 +101,8 @@ def test_conv(options: dict[str, Any], lengths: str, dtype: torch.dtype) -> None
 
 # --- engines --------------------------------------------------------------------------------------------------------
 
-HEADS = {"linear_key_head_dim": 16, "linear_value_head_dim": 32, "head_dim": 16, "hidden_size": 64}
-WIDE_MAMBA = {**WIDE, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
+HEADS = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "head_dim": 16, "hidden_size": 64}
+WIDE_MAMBA = {**WIDE, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 32}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", {**QWEN3_5, **HEADS}),
     "qwen3-next": (MODELS["qwen3-next"][0], {**MODELS["qwen3-next"][1], **HEADS}),
