@@ -145,8 +145,10 @@ def _paths(arguments: argparse.Namespace, v2: list[RequestOutput]) -> dict[str, 
         "prompts in chunks": {"max_num_seqs": 4, "max_num_batched_tokens": 32, "enable_chunked_prefill": True},
         "preempted": {"max_model_len": longest, "num_gpu_blocks_override": longest // config.block_size + 2},
     }
-    if max(config.tensor_parallel_size, config.pipeline_parallel_size) > 1:
-        paths["one rank"] = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    if config.world_size > 1:
+        sizes = dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), 1)
+        off = {"enable_expert_parallel": False, "enable_eplb": False, "eplb_config": None}
+        paths["one rank"] = {**sizes, **off}
     return paths
 
 
