@@ -33,6 +33,9 @@ from fleetfoot.utils.progress import loading_bar
 
 logger = logging.getLogger(__name__)
 
+MOST_ADDED = 64
+"""Requests that are added between two steps, 10 ms of work: thousands are sent as fast as they are read."""
+
 
 class EngineServer:
     """The loop of an engine's process: messages in, steps, messages out.
@@ -88,7 +91,8 @@ class EngineServer:
         return 0
 
     def _receive(self, *, wait: bool = False) -> None:
-        """Handle the messages that have arrived; with ``wait`` at least one, or the end of the lifeline."""
+        """Handle the messages that have arrived, up to `MOST_ADDED` requests; with ``wait`` at least one, or the end of
+        the lifeline."""
         ready = dict(self._poller.poll(None if wait else 0))
         if self._lifeline in ready:
             self._stopping = True
@@ -101,7 +105,8 @@ class EngineServer:
                     self._report_compiled(client, message, future)
                 else:
                     self._submit(client, message)
-        while True:
+        num_added = 0
+        while num_added < MOST_ADDED:  # others wait for the next step
             try:
                 client, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
                 message = self._decode(message_of(frames))
@@ -112,6 +117,7 @@ class EngineServer:
                 continue
             if client in self._clients or isinstance(message, wire.Hello):
                 self._handle(client, message)
+                num_added += isinstance(message, EngineRequest)
 
     def _handle(self, client: bytes, message: wire.ClientMessage) -> None:
         if isinstance(message, EngineRequest):

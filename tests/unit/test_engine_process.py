@@ -1,0 +1,47 @@
+"""The loop of an engine's process, with an engine that computes nothing."""
+
+import os
+from array import array
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import zmq
+
+from fleetfoot.engine import process, wire
+from fleetfoot.engine.input_processor import EngineRequest
+from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.utils.curve import frames_of
+
+
+def test_a_batch_of_requests_leaves_time_for_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "output_settings", lambda plan: {})
+    monkeypatch.setattr(process, "facts", lambda *arguments, **keywords: MagicMock())
+    engine: Any = MagicMock()
+    ours, theirs = zmq.Context.instance().socket(zmq.ROUTER), zmq.Context.instance().socket(zmq.DEALER)
+    lifeline, end = os.pipe()
+    try:
+        ours.bind("inproc://engine-process")
+        theirs.connect("inproc://engine-process")
+        server = process.EngineServer(engine, ours, lifeline)
+        monkeypatch.setattr(server, "_send", lambda client, message: None)
+        encode = wire.encoder().encode
+        theirs.send_multipart(frames_of(encode(wire.Hello())))
+        for number in range(100):
+            request = EngineRequest(
+                request_id=f"r{number}", prompt=None, prompt_token_ids=array("i", [5]), params=SamplingParams(),
+                bad_words_token_ids=[], kv_transfer_params=None, max_tokens=1, priority=0, cache_salt=None,
+                arrival_time=0.0, number=number,
+            )  # fmt: skip
+            theirs.send_multipart(frames_of(encode(request)))
+        counts = []
+        for _ in range(3):
+            server._receive()
+            counts.append(engine.submit.call_count)
+        assert counts == [process.MOST_ADDED, 100, 100]
+        assert [call.args[0].number for call in engine.submit.call_args_list] == [*range(100)]
+    finally:
+        ours.close(linger=0)
+        theirs.close(linger=0)
+        for one in (lifeline, end, server._compiled, server._note_compiled):
+            os.close(one)
