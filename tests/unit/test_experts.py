@@ -18,10 +18,11 @@ from fleetfoot.kernels.experts.experts import (
     Routing,
     TorchExperts,
     activate_torch,
+    add_shared_torch,
     local_routing_torch,
     route_torch,
 )
-from fleetfoot.kernels.experts.experts_triton import TritonExperts, choose_group_tiling
+from fleetfoot.kernels.experts.experts_triton import OneTiling, TritonExperts, add_shared_triton, choose_group_tiling
 from fleetfoot.kernels.experts.routing_triton import FEW_ROWS, group, local_routing_triton, route_triton
 from fleetfoot.kernels.native_ops import NativeExperts, experts_native
 from fleetfoot.kernels.quantized.packed import PackedMatrix, pack_words
@@ -151,6 +152,27 @@ def test_c_kernels_equal_the_reference(case: str, dtype: torch.dtype, rows: int)
         native.close()
         matrix[2].zero_()
     torch.testing.assert_close(native(x, routing), layer.experts(x, routing), rtol=bound, atol=bound, equal_nan=True)
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [1, 20])
+def test_the_shared_expert_is_added(rows: int) -> None:
+    output, shared, x = torch.randn(3, rows, 72).unbind()
+    gate = torch.randn(72)
+    expected = add_shared_torch(output, shared, x, gate)
+    torch.testing.assert_close(expected, output + shared * (x @ gate).sigmoid()[:, None])
+    torch.testing.assert_close(add_shared_triton(output, shared, x, gate), expected)
+
+
+@interpreted
+def test_one_token_through_experts_of_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts_triton, "_SPAN", 16)
+    monkeypatch.setattr(experts_triton, "choose_one_tiling", lambda *, is_down: OneTiling(16, 1, 4))
+    monkeypatch.setitem(CASES, "long", (ExpertSizes(4, 144, 144), 2, RouterSpec()))
+    layer = Layer("long")
+    x = layer.inputs(1)
+    output = layer.other(TritonExperts)(x, layer.route(x, route_triton))
+    torch.testing.assert_close(output, layer.experts(x, layer.route(x)), rtol=1e-4, atol=1e-4)
 
 
 @interpreted

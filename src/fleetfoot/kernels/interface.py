@@ -250,6 +250,9 @@ class Kernels:
     local_routing: Callable[[Routing, ExpertPlacement, torch.Tensor | None], Routing]
     """The part of a routing that a rank with some of the experts computes, which also counts their load: see
     `fleetfoot.kernels.experts.experts.local_routing_torch`."""
+    add_shared: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    """The experts' output with that of an expert of every token, times its gate: see
+    `fleetfoot.kernels.experts.experts.add_shared_torch`."""
     experts: MakeExperts
     """Makes the matrices of a layer's experts, or takes quantized ones; a call multiplies with them: `TorchExperts`, or
     a subclass."""

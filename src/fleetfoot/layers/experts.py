@@ -166,6 +166,7 @@ class SparseMLP(nn.Module):
         assert isinstance(spec, ExpertsSpec)
         self.gate = Router(context, spec, hidden_size, self.router_name)
         self.experts = Experts(context, spec, hidden_size, self.names)
+        self._add_shared = context.ops.add_shared
         self._group, self._shared_name = context.groups.tensor, spec.shared_name if spec.shared_size else ""
         self.shared_gate: ColumnParallelLinear | None = None
         if spec.shared_size:
@@ -185,6 +186,8 @@ class SparseMLP(nn.Module):
         if not self._shared_name:
             return output
         shared = self.get_submodule(self._shared_name)(x, ctx)
-        if self.shared_gate is not None:
-            shared = shared * self.shared_gate(x).sigmoid()
-        return output + shared
+        if self.shared_gate is None:
+            return output + shared
+        if (dense := self.shared_gate.weight.dense) is None:
+            return output + shared * self.shared_gate(x).sigmoid()
+        return self._add_shared(output, shared, x, dense[0][0])

@@ -155,6 +155,19 @@ def activate_torch(gate: torch.Tensor, up: torch.Tensor, sizes: ExpertSizes) -> 
     return (up + 1) * gate * torch.sigmoid(gate * sizes.alpha)
 
 
+def add_shared_torch(output: torch.Tensor, shared: torch.Tensor, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """``output + shared * sigmoid(x @ gate)``.
+
+    Args:
+        output: of the chosen experts, ``[n, hidden]``.
+        shared: of the expert that every token has, ``[n, hidden]``.
+        x: their input, ``[n, hidden]``.
+        gate: ``[hidden]``.
+    """
+    factor = (x.float() @ gate.float()).sigmoid()
+    return (output.float() + shared.float() * factor[:, None]).to(output.dtype)
+
+
 class TorchExperts:
     """The matrices of the experts of a layer, contiguous, and their products on any device. Products with ``stacks``,
     which their owner fills, are those of the dequantized weights, in float32, with inputs as they are."""

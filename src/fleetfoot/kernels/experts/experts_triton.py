@@ -4,10 +4,11 @@ Weights are the first operand of every product and tokens the second one, so tha
 rows of a tensor core instruction. The first product ends with the activation and each token's weight of the expert, so
 that the second one is only a sum.
 
-Up to `FEW_ROWS` tokens, a program of the first product reads some outputs of one slot, for all tokens, and one of the
-second product some outputs of the slots with a part of the experts: each chosen expert is read once, and the last
-program that is done adds the sums of the parts. More tokens are grouped by experts in tiles, and a last kernel adds the
-outputs of each token's experts. All sums have one order, which does not depend on the batch.
+One token's experts are read straight into registers, all loads of a program in flight at once: there is nothing to
+share. Up to `FEW_ROWS` tokens, a program of either product reads some outputs of one slot, for all tokens: each chosen
+expert is read once. What the second product makes of each pair of a token and an expert is added by the last program
+that is done, in the order of the token's experts. More tokens are grouped by experts in tiles, and a last kernel adds
+the outputs of each token's experts. No sum depends on which other experts are in the batch.
 
 Grids are those of the most slots and tiles that there can be; programs without work end. So graphs can hold the
 launches, and the host reads nothing.
@@ -35,8 +36,29 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 _SUM_TILE = 1024
-_SPLITS = 4
-"""Parts of the experts, for programs of the second product of few tokens: a multiprocessor has several of them."""
+_SPAN = 128
+"""Inputs of a span in products of one token; fewer where fewer share a scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneTiling:
+    """The tile of a product of one token; see `choose_one_tiling`."""
+
+    outputs: int
+    spans: int
+    """Spans of inputs in a step. Those of a span share a scale."""
+    num_warps: int
+
+
+def choose_one_tiling(*, is_down: bool) -> OneTiling:
+    """Small tiles in many programs. On an H100, us of both products of Qwen3-30B-A3B's experts in FP8 with other tiles
+    of the first one: 4 outputs of 8 spans 21.5, 8 of 8 21.4, 8 of 4 25.9, 16 of 2 24.4 (in bfloat16 30.5, 33.9, 35.3
+    and 30.5); with 1, 2, 4 and 8 outputs of the second one 20.3, 20.9, 23.3 and 21.1.
+
+    Args:
+        is_down: of the second product.
+    """
+    return OneTiling(1, 1, 4) if is_down else OneTiling(4, 8, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +74,25 @@ class FewTiling:
 
 
 def choose_few_tiling(num_rows: int, form: str, element_size: int, shared: int, *, is_down: bool) -> FewTiling:
-    """A step has 256 inputs. On an H100, us of the products of Qwen3-30B-A3B's experts for 1 and 8 tokens, with as many
-    steps in flight: 6 of the first product 33.1 and 187.7, 10 of them 37.8 and 170.1, 3 of twice the size 37.5 and 186;
-    6 of the second one 34.9 and 198.8, 10 of them 37.4 and 185.1.
+    """A program has a few steps, so that few stages hold most of its inputs, and more programs have room beside it.
+
+    On an H100, us of both products of Qwen3-30B-A3B's experts in FP8 for 8 tokens with other tiles of the second one:
+    32 outputs in 2 slices of 128 inputs and 2 stages 93.6, 16 outputs 94.7, 4 slices of 64 in 3 stages 96.1, in 6
+    stages 112, in 10 143. In bfloat16, 4 slices of 64 in 3 stages take 169.4, in 10 214.6; GPT-OSS-20B's in MXFP4
+    168.9 with 32 outputs and 2 stages, 177 with 16, 221 with 4 stages.
 
     Args:
         form: as of `ProductShape`.
         shared: bytes of a program at most.
         is_down: of the second product.
     """
-    slices, inputs = (2, BLOCK) if form == "packed" else (4, 128 // element_size)
-    stages = 6 if num_rows == 1 else 10
-    if form != "plain" and not is_down:  # several programs have room on a multiprocessor
-        stages = 6 if num_rows == 1 and form == "scaled" else 4
+    if form == "plain":
+        outputs, inputs, slices, stages = 16, 128 // element_size, 4, 3
+    elif num_rows == 1 and form == "packed":
+        outputs, inputs, slices, stages = (16, BLOCK, 2, 6) if is_down else (16, BLOCK, 4, 2)
+    else:
+        outputs, inputs, slices, stages = 32 if is_down else 16, BLOCK, 2, 2
     weight_bytes = slices * inputs * {"plain": 2 * element_size, "scaled": 2, "packed": 1}[form] // 2
-    outputs = 32 if form == "scaled" and num_rows > 1 and not is_down else 16
     x_bytes = padded_few_rows(num_rows, form) * slices * inputs * element_size
     step_bytes = outputs * (1 if is_down else 2) * weight_bytes + x_bytes
     return FewTiling(outputs, inputs, slices, max(2, min(stages, shared // step_bytes)))
@@ -173,6 +199,8 @@ class TritonExperts(TorchExperts):
         if routing.grouping is None or x.dtype is not self.dtype or not self._is_supported:
             return super().__call__(x, routing)
         x = x if x.stride(1) == 1 else x.contiguous()
+        if len(x) == 1 and self._form("down") != "packed":
+            return self._of_one(x, routing)
         if isinstance(routing.grouping, Slots):
             return self._of_few(x, routing, routing.grouping)
         return self._of_groups(x, routing)
@@ -193,8 +221,23 @@ class TritonExperts(TorchExperts):
         stack = None if self.stacks is None else self.stacks[matrix]
         return "plain" if stack is None else "packed" if isinstance(stack, PackedMatrix) else "scaled"
 
+    def _of_one(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        sizes, num_chosen = self.sizes, routing.experts.shape[1]
+        between, output = x.new_empty(num_chosen, sizes.size), x.new_empty(1, sizes.hidden_size)
+        for name in ("gate_up", "down"):
+            tiling, is_down = choose_one_tiling(is_down=name == "down"), name == "down"
+            shape = self._shape(name, routing, tiling.outputs, _SPAN, tiling.spans, 1)
+            programs = cdiv(shape.num_outputs, tiling.outputs)
+            kernel = _one_down_kernel[(programs,)] if is_down else _one_gate_up_kernel[(programs, num_chosen)]
+            kernel(
+                output if is_down else between, between if is_down else x, *self._tensors(name),
+                routing.experts, routing.weights, padded_chosen=next_power_of_2(num_chosen), shape=shape,
+                num_warps=tiling.num_warps, **launch_options(shape.overlap),
+            )  # fmt: skip
+        return output
+
     def _of_few(self, x: torch.Tensor, routing: Routing, slots: Slots) -> torch.Tensor:
-        num_rows, (num_slots,) = len(x), slots.experts.shape
+        (num_rows, num_chosen), (num_slots,) = routing.experts.shape, slots.experts.shape
         rows, shared = padded_few_rows(num_rows, self._form("down")), gpu_limits(x.device).shared_bytes
         hidden, size = self.sizes.hidden_size, self.sizes.size
         between = x.new_empty(num_slots, num_rows, size)
@@ -210,12 +253,11 @@ class TritonExperts(TorchExperts):
             num_rows, x.stride(0), shape=shape, num_stages=gate_up.num_stages, num_warps=gate_up.slices, **options,
         )  # fmt: skip
         shape = self._shape("down", routing, down.outputs, down.inputs, down.slices, rows)
-        parts = torch.empty(_SPLITS, rows, hidden, dtype=torch.float32, device=x.device)
-        _few_down_kernel[(cdiv(hidden, down.outputs), _SPLITS)](
-            output, parts, arrivals(x.device), between, *self._tensors("down"), slots.experts, slots.weights,
-            slots.count, num_rows, num_experts=self.sizes.num_experts, splits=_SPLITS,
-            padded_experts=next_power_of_2(self.sizes.num_experts), shape=shape, num_stages=down.num_stages,
-            num_warps=down.slices, **options,
+        parts = torch.empty(num_rows * num_chosen, hidden, dtype=torch.float32, device=x.device)
+        _few_down_kernel[(cdiv(hidden, down.outputs), num_slots)](
+            output, parts, arrivals(x.device), between, *self._tensors("down"), slots.experts, slots.count,
+            routing.experts, routing.weights, num_rows, padded_chosen=next_power_of_2(num_chosen), shape=shape,
+            num_stages=down.num_stages, num_warps=down.slices, **options,
         )  # fmt: skip
         return output
 
@@ -277,6 +319,22 @@ class TritonExperts(TorchExperts):
             sizes.has_bias, sizes.activation == "clamped", sizes.alpha, sizes.limit,
             routing.experts.shape[1], outputs, inputs, slices, rows, FEW_ROWS, can_overlap(self.device),
         )  # fmt: skip
+
+
+def add_shared_triton(output: torch.Tensor, shared: torch.Tensor, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """See `add_shared_torch`."""
+    num_rows, hidden = x.shape
+    if not num_rows:
+        return output
+    result = torch.empty_like(output)
+    overlap = can_overlap(x.device)
+    # Few rows have several programs each, which all make the factor.
+    tile = max(16, next_power_of_2(cdiv(hidden, 8)) if num_rows <= FEW_ROWS else next_power_of_2(hidden))
+    _add_shared_kernel[(num_rows, cdiv(hidden, tile))](
+        result, output, shared, x, gate, x.stride(0), hidden=hidden, padded=next_power_of_2(hidden), tile=tile,
+        overlap=overlap, num_warps=4, **launch_options(overlap),
+    )  # fmt: skip
+    return result
 
 
 @triton_kernel()
@@ -407,50 +465,170 @@ def _few_gate_up_kernel(
 @triton_kernel(unspecialized=("num_rows",))
 def _few_down_kernel(
     output_ptr, parts_ptr, arrivals_ptr, between_ptr, weight_ptr, scales_ptr, zeros_ptr, bias_ptr, slot_experts_ptr,
-    slot_weights_ptr, count_ptr, num_rows,
-    num_experts: tl.constexpr, splits: tl.constexpr, padded_experts: tl.constexpr, shape: tl.constexpr,
+    count_ptr, experts_ptr, weights_ptr, num_rows,
+    padded_chosen: tl.constexpr, shape: tl.constexpr,
 ):  # fmt: skip
-    """Some outputs of the slots with a part of the experts, added; the last part's program adds all of them."""
+    """Some outputs of the expert of a slot, for the tokens that it was chosen for; the last slot's program adds."""
     launch_dependents(shape.overlap)
     outputs: tl.constexpr = shape.outputs
     rows: tl.constexpr = shape.rows
+    slices: tl.constexpr = shape.slices
+    num_chosen: tl.constexpr = shape.num_chosen
+    slot = tl.program_id(1)
     output = tl.program_id(0) * outputs + tl.arange(0, outputs)
     row = tl.arange(0, rows)
-    slices: tl.constexpr = shape.slices
-    sums = tl.zeros((slices, outputs, rows), tl.float32)
-    chunk: tl.constexpr = slices * shape.inputs
-    steps: tl.constexpr = (shape.num_inputs + chunk - 1) // chunk
-    wait_for_inputs(shape.overlap)
-    num_slots = tl.load(count_ptr)
-    index = tl.arange(0, padded_experts)
-    experts = tl.load(slot_experts_ptr + index, mask=index < num_slots, other=num_experts)
-    split = tl.program_id(1)
-    first = tl.sum((experts < split * num_experts // splits).to(tl.int32), 0)
-    last = tl.sum((experts < (split + 1) * num_experts // splits).to(tl.int32), 0)
-    for step in tl.range(first * steps, last * steps):
-        slot = step // steps
-        stack_row = _rows_of(tl.load(slot_experts_ptr + slot), output, shape)
-        x_ptrs = between_ptr + (slot * num_rows + row)[None, None, :] * shape.num_inputs
-        sums, _ = _few_step(
-            sums, sums, x_ptrs, (row < num_rows)[None, None, :], weight_ptr, scales_ptr, zeros_ptr, stack_row,
-            step % steps * chunk, False, shape,
-        )  # fmt: skip
+    place = tl.arange(0, padded_chosen)
+    is_place = (row < num_rows)[:, None] & (place < num_chosen)[None, :]
     offset = row[None, :] * shape.num_outputs + output[:, None]
     mask = (output < shape.num_outputs)[:, None] & (row < num_rows)[None, :]
-    part_stride: tl.constexpr = rows * shape.num_outputs
-    tl.store(parts_ptr + split * part_stride + offset, tl.sum(sums, 0), mask=mask)
-    tl.debug_barrier()  # all threads have written their sums before one signals it
-    if tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel") == splits - 1:
-        tl.store(arrivals_ptr + tl.program_id(0), 0)
-        result = tl.zeros((outputs, rows), tl.float32)
-        for part in tl.static_range(splits):
-            result += tl.load(parts_ptr + part * part_stride + offset, mask=mask, other=0.0, cache_modifier=".cg")
+    wait_for_inputs(shape.overlap)
+    count = tl.load(count_ptr)
+    expert = tl.load(slot_experts_ptr + slot)  # not set, and not used, beyond the count
+    chosen = tl.load(
+        experts_ptr + row[:, None] * num_chosen + place[None, :], mask=is_place, other=-1
+    )  # [rows, places]
+    if slot < count:
+        stack_row = _rows_of(expert, output, shape)
+        x_ptrs = between_ptr + (slot * num_rows + row)[None, None, :] * shape.num_inputs
+        sums = tl.zeros((slices, outputs, rows), tl.float32)
+        for begin in tl.range(0, shape.num_inputs, slices * shape.inputs):
+            sums, _ = _few_step(
+                sums, sums, x_ptrs, (row < num_rows)[None, None, :], weight_ptr, scales_ptr, zeros_ptr, stack_row,
+                begin, False, shape,
+            )  # fmt: skip
+        is_here = (chosen == expert).to(tl.int32)
+        pair = row * num_chosen + tl.sum(is_here * place[None, :], 1)  # [rows]
+        part_ptrs = parts_ptr + pair[None, :] * shape.num_outputs + output[:, None]
+        tl.store(part_ptrs, tl.sum(sums, 0), mask=mask & (tl.sum(is_here, 1) > 0)[None, :])
+        tl.debug_barrier()  # all threads have written their sums before one signals it
+        if tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel") == count - 1:
+            tl.store(arrivals_ptr + tl.program_id(0), 0)
+            result = tl.zeros((outputs, rows), tl.float32)
+            for j in tl.static_range(num_chosen):
+                own = tl.load(experts_ptr + row * num_chosen + j, mask=row < num_rows, other=-1)
+                part_ptrs = parts_ptr + (row * num_chosen + j)[None, :] * shape.num_outputs + output[:, None]
+                result += tl.load(part_ptrs, mask=mask & (own >= 0)[None, :], other=0.0, cache_modifier=".cg")
+                if shape.has_bias:
+                    weight = tl.load(weights_ptr + row * num_chosen + j, mask=row < num_rows, other=0.0)
+                    rows_of = own[None, :].to(tl.int64) * shape.stack_rows + output[:, None]
+                    bias = tl.load(bias_ptr + rows_of, mask=mask & (own >= 0)[None, :], other=0.0)
+                    result += bias.to(tl.float32) * weight[None, :]
+            tl.store(output_ptr + offset, result.to(output_ptr.dtype.element_ty), mask=mask)
+    if (slot == 0) & (count == 0):  # of a rank that has no chosen expert
+        tl.store(output_ptr + offset, tl.zeros((outputs, rows), output_ptr.dtype.element_ty), mask=mask)
+
+
+@triton_kernel()
+def _wide(weight, shape: tl.constexpr):
+    """A weight in float32."""
+    if shape.form == "scaled":
+        weight = widened(weight, tl.float16)
+    return weight.to(tl.float32)
+
+
+@triton_kernel()
+def _one_gate_up_kernel(
+    output_ptr, x_ptr, weight_ptr, scales_ptr, zeros_ptr, bias_ptr, experts_ptr, weights_ptr,
+    padded_chosen: tl.constexpr, shape: tl.constexpr,
+):  # fmt: skip
+    """Some outputs of one of the experts of the only token."""
+    launch_dependents(shape.overlap)
+    outputs: tl.constexpr = shape.outputs
+    spans: tl.constexpr = shape.slices
+    span: tl.constexpr = shape.inputs
+    step: tl.constexpr = spans * span
+    num_steps: tl.constexpr = (shape.num_inputs + step - 1) // step
+    at_once: tl.constexpr = min(num_steps, 8)
+    up_distance: tl.constexpr = shape.up_offset * shape.row_stride
+    up_scales: tl.constexpr = shape.up_offset // shape.scale_rows * shape.num_scales
+    output = tl.program_id(0) * outputs + tl.arange(0, outputs)
+    in_step = tl.arange(0, spans)
+    wait_for_inputs(shape.overlap)
+    expert = tl.load(experts_ptr + tl.program_id(1))
+    factor = tl.load(weights_ptr + tl.program_id(1))
+    if expert >= 0:
+        stack_row = _rows_of(expert, output, shape)
+        row_ptrs = weight_ptr + (stack_row * shape.row_stride)[:, None, None]
+        scale_ptrs = scales_ptr + (stack_row // shape.scale_rows * shape.num_scales)[:, None]
+        gates = tl.zeros((outputs, spans, span), tl.float32)
+        ups = tl.zeros((outputs, spans, span), tl.float32)
+        for first in tl.range(0, num_steps, at_once, num_stages=1):
+            for index in tl.static_range(at_once):
+                place = (first + index) * spans + in_step  # [spans]
+                column = (place[:, None] * span + tl.arange(0, span)[None, :])[None, :, :]
+                x = _load_one(x_ptr + column, column, step * at_once, shape).to(tl.float32)
+                gate = _wide(_load_one(row_ptrs + column, column, step * at_once, shape), shape) * x
+                up = _wide(_load_one(row_ptrs + up_distance + column, column, step * at_once, shape), shape) * x
+                if shape.group > 0:
+                    group = tl.minimum(place * span // shape.group, shape.num_scales - 1)[None, :]
+                    gate *= tl.load(scale_ptrs + group)[:, :, None]
+                    up *= tl.load(scale_ptrs + up_scales + group)[:, :, None]
+                gates += gate
+                ups += up
+        gate = tl.sum(tl.sum(gates, 2), 1)[:, None]
+        up = tl.sum(tl.sum(ups, 2), 1)[:, None]
+        gate = _scaled_sums(gate, scales_ptr, stack_row, shape)
+        up = _scaled_sums(up, scales_ptr, stack_row + shape.up_offset, shape)
         if shape.has_bias:
-            for slot in tl.range(0, num_slots):
-                stack_row = _rows_of(tl.load(slot_experts_ptr + slot), output, shape)
-                weight = tl.load(slot_weights_ptr + slot * shape.slot_rows + row)
-                result += tl.load(bias_ptr + stack_row).to(tl.float32)[:, None] * weight[None, :]
-        tl.store(output_ptr + offset, result.to(output_ptr.dtype.element_ty), mask=mask)
+            gate = _add_bias(gate, bias_ptr, stack_row)
+            up = _add_bias(up, bias_ptr, stack_row + shape.up_offset)
+        result = tl.where(factor == 0.0, 0.0, _activate(gate, up, shape) * factor)
+        out_ptrs = output_ptr + tl.program_id(1) * shape.num_outputs + output[:, None]
+        tl.store(out_ptrs, result.to(output_ptr.dtype.element_ty), mask=(output < shape.num_outputs)[:, None])
+
+
+@triton_kernel()
+def _load_one(pointers, column, step: tl.constexpr, shape: tl.constexpr):
+    """``step``: inputs of a step."""
+    if shape.num_inputs % step == 0:
+        values = tl.load(pointers)
+    else:
+        values = tl.load(pointers, mask=column < shape.num_inputs, other=0.0)
+    return values
+
+
+@triton_kernel()
+def _one_down_kernel(
+    output_ptr, between_ptr, weight_ptr, scales_ptr, zeros_ptr, bias_ptr, experts_ptr, weights_ptr,
+    padded_chosen: tl.constexpr, shape: tl.constexpr,
+):  # fmt: skip
+    """Some outputs of the only token, of all its experts."""
+    launch_dependents(shape.overlap)
+    outputs: tl.constexpr = shape.outputs
+    span: tl.constexpr = shape.inputs
+    num_steps: tl.constexpr = (shape.num_inputs + span - 1) // span
+    at_once: tl.constexpr = min(num_steps, 8)
+    output = tl.program_id(0) * outputs + tl.arange(0, outputs)
+    chosen = tl.arange(0, padded_chosen)
+    wait_for_inputs(shape.overlap)
+    expert = tl.load(experts_ptr + chosen, mask=chosen < shape.num_chosen, other=-1)
+    is_here = expert >= 0  # [chosen]
+    stack_row = _rows_of(tl.where(is_here, expert, 0)[:, None], output[None, :], shape)  # [chosen, outputs]
+    row_ptrs = weight_ptr + (stack_row * shape.row_stride)[:, :, None]
+    scale_ptrs = scales_ptr + stack_row // shape.scale_rows * shape.num_scales
+    x_ptrs = between_ptr + chosen[:, None, None] * shape.num_inputs
+    sums = tl.zeros((padded_chosen, outputs, span), tl.float32)
+    for first in tl.range(0, num_steps, at_once, num_stages=1):
+        for index in tl.static_range(at_once):
+            begin = (first + index) * span
+            column = (begin + tl.arange(0, span))[None, None, :]
+            mask = is_here[:, None, None]
+            if shape.num_inputs % (span * at_once) != 0:
+                mask = mask & (column < shape.num_inputs)
+            x = tl.load(x_ptrs + column, mask=mask, other=0.0).to(tl.float32)
+            part = _wide(tl.load(row_ptrs + column, mask=mask, other=0.0), shape) * x
+            if shape.group > 0:
+                part *= tl.load(scale_ptrs + tl.minimum(begin // shape.group, shape.num_scales - 1))[:, :, None]
+            sums += part
+    result = tl.sum(sums, 2)  # [chosen, outputs]
+    if shape.form == "scaled" and shape.group == 0:
+        result *= tl.load(scales_ptr + stack_row // shape.scale_rows)
+    if shape.has_bias:
+        factor = tl.load(weights_ptr + chosen, mask=chosen < shape.num_chosen, other=0.0)
+        bias = tl.load(bias_ptr + stack_row, mask=is_here[:, None], other=0.0)
+        result += bias.to(tl.float32) * factor[:, None]
+    out_ptrs = output_ptr + output
+    tl.store(out_ptrs, tl.sum(result, 0).to(output_ptr.dtype.element_ty), mask=output < shape.num_outputs)
 
 
 @triton_kernel()
@@ -589,3 +767,24 @@ def _sum_kernel(
         is_here = tl.load(experts_ptr + pair) >= 0
         total += tl.load(outputs_ptr + pair * hidden_size + column, mask=mask & is_here, other=0.0).to(tl.float32)
     tl.store(output_ptr + row * hidden_size + column, total.to(output_ptr.dtype.element_ty), mask=mask)
+
+
+@triton_kernel()
+def _add_shared_kernel(
+    result_ptr, output_ptr, shared_ptr, x_ptr, gate_ptr, x_stride,
+    hidden: tl.constexpr, padded: tl.constexpr, tile: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """Some outputs of a row."""
+    launch_dependents(overlap)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, padded)
+    gate = tl.load(gate_ptr + column, mask=column < hidden, other=0.0).to(tl.float32)
+    written = tl.program_id(1) * tile + tl.arange(0, tile)
+    is_written = written < hidden
+    wait_for_inputs(overlap)
+    x = tl.load(x_ptr + row * x_stride + column, mask=column < hidden, other=0.0).to(tl.float32)
+    output = tl.load(output_ptr + row * hidden + written, mask=is_written, other=0.0).to(tl.float32)
+    shared = tl.load(shared_ptr + row * hidden + written, mask=is_written, other=0.0).to(tl.float32)
+    factor = 1.0 / (1.0 + tl.exp(-tl.sum(x * gate, 0)))
+    result = output + shared * factor
+    tl.store(result_ptr + row * hidden + written, result.to(result_ptr.dtype.element_ty), mask=is_written)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 FEW_ROWS = 16
 """Most tokens whose experts are not sorted."""
 MAX_EXPERTS = 512
-_MOST_SPLITS = 16
+_MOST_SPLITS = 32
 _AT_ONCE = 16  # parts of the logits that are loaded at once
 _MAX_TILES = 1 << 16
 _MAX_COUNTED = 64  # tiles of counts that are added at once
@@ -249,19 +249,30 @@ def _route_kernel(
     total = tl.zeros((rows, padded), tl.float32)
     part_stride = tl.num_programs(0) * rows * padded
     part_ptrs = parts_ptr + row[:, None] * padded + expert[None, :]
-    wait_for_inputs(shape.overlap)
-    first = tl.program_id(1) * shape.num_steps // shape.splits
-    last = (tl.program_id(1) + 1) * shape.num_steps // shape.splits
-    for index in tl.range(first, last):
-        begin = index * shape.inputs
+    if shape.splits == shape.num_steps:
+        # One step: the weight is read while the kernel before still runs.
+        begin = tl.program_id(1) * shape.inputs
         is_input = (column + begin < shape.num_inputs)[None, :]
-        x = tl.load(x_ptrs + begin, mask=(row < num_rows)[:, None] & is_input, other=0.0)
         weight = tl.load(weight_ptrs + begin, mask=is_expert[:, None] & is_input, other=0.0)
-        sums = tl.dot(x, weight.T, input_precision="ieee")
+        wait_for_inputs(shape.overlap)
+        x = tl.load(x_ptrs + begin, mask=(row < num_rows)[:, None] & is_input, other=0.0)
+        total = tl.dot(x, weight.T, input_precision="ieee")
         if shape.splits > 1:
-            tl.store(part_ptrs + index * part_stride, sums)
-        else:
-            total += sums
+            tl.store(part_ptrs + tl.program_id(1) * part_stride, total)
+    else:
+        wait_for_inputs(shape.overlap)
+        first = tl.program_id(1) * shape.num_steps // shape.splits
+        last = (tl.program_id(1) + 1) * shape.num_steps // shape.splits
+        for index in tl.range(first, last):
+            begin = index * shape.inputs
+            is_input = (column + begin < shape.num_inputs)[None, :]
+            x = tl.load(x_ptrs + begin, mask=(row < num_rows)[:, None] & is_input, other=0.0)
+            weight = tl.load(weight_ptrs + begin, mask=is_expert[:, None] & is_input, other=0.0)
+            sums = tl.dot(x, weight.T, input_precision="ieee")
+            if shape.splits > 1:
+                tl.store(part_ptrs + index * part_stride, sums)
+            else:
+                total += sums
     if shape.splits > 1:
         tl.debug_barrier()  # all threads have written their parts before one signals it
         if tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel") == shape.splits - 1:
