@@ -89,7 +89,7 @@ class DecodeTiling:
 
 
 def choose_decode_tiling(
-    rows: int, padded_dim: int, element_size: int, shared_bytes: int, *, is_fused: bool = False
+    rows: int, padded_dim: int, element_size: int, shared_bytes: int, *, is_fused: bool = False, is_fp8: bool = False
 ) -> DecodeTiling:
     """Small tiles and many resident programs, which hide each other's latency.
 
@@ -102,6 +102,8 @@ def choose_decode_tiling(
         rows: rows of the query tile. padded_dim: head_dim, rounded up to a power of 2.
         shared_bytes: maximum shared memory of a program.
         is_fused: the kernel applies norm and rotation and writes K and V itself.
+        is_fp8: K and V are in FP8. With 64 rows and heads of 64, four warps would multiply halves of 32 columns by the
+            instructions of a warp group, which Triton 3.6 compiles to wrong addresses on an H200.
     """
     row_bytes = padded_dim * element_size
     # More rows need all the registers of a thread.
@@ -110,6 +112,8 @@ def choose_decode_tiling(
     tile, num_stages = fit_tile(rows, max(16, min(128, tile_bytes // row_bytes)), row_bytes, shared_bytes)
     if is_fused and padded_dim > 128:
         num_warps, max_programs = 4, 2
+    if is_fp8 and rows >= 64 and padded_dim <= 64:
+        num_warps = 2
     programs_per_sm = max(1, min(max_programs, shared_bytes // ((rows + 4 * tile) * row_bytes)))
     return DecodeTiling(tile, 1, 4 if is_small else 8, PAIR_TILES, programs_per_sm, num_warps, num_stages)
 
@@ -149,7 +153,8 @@ def paged_attention_decode(
     if tiling is None:
         shared_bytes = gpu_limits(query.device).shared_bytes
         size = query.element_size()
-        tiling = choose_decode_tiling(rows, padded_dim, size, shared_bytes, is_fused=rotary is not None)
+        kind = {"is_fused": rotary is not None, "is_fp8": scales is not None}
+        tiling = choose_decode_tiling(rows, padded_dim, size, shared_bytes, **kind)
     num_programs = workspace.num_programs(tiling.programs_per_sm)
     # Sized for the maximum number of rows, so that no later shape needs more.
     max_floats = num_programs * 2 * MAX_ROWS * (padded_dim + 2)

@@ -1,11 +1,11 @@
 """Linear layers with FP8 and int8 weights in Triton: see `fleetfoot.kernels.quantized.scaled`.
 
 One row is quantized by every program of the product that reads it, which has all of it at once for that, and multiplied
-value by value in float32; more rows are quantized by a kernel of their own before it. Up to 8 rows, warps process
-slices of the inputs, and values become float16, which holds each of 8 bits exactly: such a product is bound by reading
-the weight. From 9 rows on, values are multiplied as they are, and sums of 128 inputs in FP8, or those of a block, are
-added in float32; with few tiles of outputs, programs have ranges of the inputs, and another kernel adds their sums. The
-library multiplies many rows of FP8 where scales are those of outputs.
+value by value in float32 where blocks have scales; more rows are quantized by a kernel of their own before it. Up to 8
+rows, warps process slices of the inputs, and values become float16, which holds each of 8 bits exactly: such a product
+is bound by reading the weight. From 9 rows on, values are multiplied as they are, and sums of 128 inputs in FP8, or
+those of a block, are added in float32; with few tiles of outputs, programs have ranges of the inputs, and another
+kernel adds their sums. The library multiplies many rows of FP8 where scales are those of outputs.
 """
 
 from __future__ import annotations
@@ -77,16 +77,17 @@ def scaled_tiling(
     """
     has_blocks = columns < num_inputs
     inputs = min(128, columns & -columns) if has_blocks else 128
-    if num_rows == 1:
+    if num_rows == 1 and has_blocks:
         # On an H100, us with blocks of 128: 5,120 outputs of 2,048 inputs 7.1 (16 outputs by the tensor cores: 12.8),
         # 2,048 of 4,096 6.4 (13.6), 12,288 of 2,048 15.2, 1,024 of 2,048 3.5.
-        return ScaledTiling("few", 8, inputs, 1, 3, 4 if num_inputs <= 2048 else 8)
+        is_small = num_inputs > 2048 and cdiv(num_outputs, 16) <= 2 * num_sms
+        return ScaledTiling("few", 8, inputs, 1, 3, 8 if is_small else 4)
     if num_rows <= FEW_ROWS:
-        row_tile, programs = 8, cdiv(num_outputs, 32)
+        row_tile, programs = 1 if num_rows == 1 else 8, cdiv(num_outputs, 32)
         if programs <= num_sms:
             return ScaledTiling("few", 32, inputs, row_tile, 8)
         if programs > 4 * num_sms:
-            return ScaledTiling("few", 16, inputs, row_tile, 4)
+            return ScaledTiling("few", 16, inputs, row_tile, 4, 8 if num_rows == 1 else 4)
         return (
             ScaledTiling("few", 16, inputs, row_tile, 4, 8)
             if has_blocks
@@ -356,10 +357,10 @@ def _write_scaled_kernel(
 
 
 @triton_kernel()
-def _multiplied(weight, values, row_tile: tl.constexpr):
+def _multiplied(weight, values, is_one: tl.constexpr):
     """The products of ``weight [slices, outputs, inputs]``: with ``values [slices, 1, inputs]`` of one row each, else
     with ``[slices, inputs, row_tile]`` their sums."""
-    if row_tile == 1:
+    if is_one:
         result = widened(weight, tl.float16 if values.dtype != tl.bfloat16 else values.dtype).to(tl.float32)
         result *= values.to(tl.float32)
     else:
@@ -394,13 +395,14 @@ def _scaled_few_rows_kernel(
     slice_begin = tl.arange(0, slices)[:, None, None] * inputs
     in_slice = tl.arange(0, inputs)
     weight_column = slice_begin + in_slice[None, None, :]  # [slices, 1, inputs]
-    # One row is multiplied value by value, without the tensor cores: nothing is shared between threads.
-    x_column = weight_column if row_tile == 1 else slice_begin + in_slice[None, :, None]
+    # One row with scales of blocks is multiplied value by value: nothing is shared between threads.
+    is_one: tl.constexpr = row_tile == 1 and scale_columns > 0
+    x_column = weight_column if is_one else slice_begin + in_slice[None, :, None]
     x_row = tl.arange(0, row_tile)[None, None, :]
     chunk: tl.constexpr = slices * inputs
     scales_of_rows = scales_ptr + ((first + in_tile) // scale_rows) * num_column_scales  # [outputs]
     scales_of_ups = scales_ptr + ((num_outputs + first + in_tile) // scale_rows) * num_column_scales
-    sums = tl.zeros((slices, outputs, inputs if row_tile == 1 else row_tile), tl.float32)
+    sums = tl.zeros((slices, outputs, inputs if is_one else row_tile), tl.float32)
     up_sums = tl.zeros_like(sums)
     is_row = x_row < num_rows
     norm_weight = output
@@ -438,10 +440,10 @@ def _scaled_few_rows_kernel(
         else:
             wide = x.to(tl.float32)
             if kind == 2:
-                own_scale = _scale_of(tl.max(tl.abs(wide), axis=2 if row_tile == 1 else 1)[:, None], dtype)
+                own_scale = _scale_of(tl.max(tl.abs(wide), axis=2 if is_one else 1)[:, None], dtype)
                 own_scale = tl.reshape(own_scale, (slices, 1, row_tile))
             values = _quantized(wide, own_scale, dtype).to(tl.float16)
-        part = _multiplied(weight, values, row_tile)
+        part = _multiplied(weight, values, is_one)
         if scale_columns > 0:
             column = tl.minimum((begin + slice_begin) // scale_columns, num_column_scales - 1)  # [slices, 1, 1]
             if kind == 5:
@@ -455,13 +457,13 @@ def _scaled_few_rows_kernel(
                 weight = tl.load(weight_ptrs + up_distance)
             else:
                 weight = tl.load(weight_ptrs + up_distance, mask=begin + weight_column < num_inputs, other=0.0)
-            part = _multiplied(weight, values, row_tile)
+            part = _multiplied(weight, values, is_one)
             if scale_columns > 0:
                 part *= tl.load(scales_of_ups[None, :, None] + column)
             if kind == 2 or kind == 5:
                 part *= own_scale
             up_sums += part
-    if row_tile == 1:
+    if is_one:
         sums = tl.sum(sums, 2)[:, :, None]
         up_sums = tl.sum(up_sums, 2)[:, :, None]
     if scale_columns == 0:
