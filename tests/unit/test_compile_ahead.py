@@ -169,6 +169,26 @@ def test_kernels_are_ready_behind_a_wait(monkeypatch: pytest.MonkeyPatch, ahead:
     assert [each.asm for each in kernel.ready.values()] == [{"cubin": b""}] * 4
 
 
+def test_a_cached_kernel_that_comes_while_all_threads_compile_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiling, is_queued = threading.Semaphore(0), threading.Event()
+
+    def compile_slowly(ahead: CompileAhead, job: Any) -> None:
+        compiling.release()
+        is_queued.wait()
+
+    monkeypatch.setattr(compile_ahead, "is_cached", lambda future: future._key == "cached")
+    monkeypatch.setattr(CompileAhead, "_compile", compile_slowly)
+    ahead, kernel = CompileAhead(1), SlowKernel()
+    ahead.queue(lambda: [launcher(kernel, (1,))(torch.zeros(4), name) for name in "ab"])
+    for _ in range(2):
+        compiling.acquire()
+    ahead.queue(lambda: launcher(kernel, (1,))(torch.zeros(4), "cached"))
+    is_queued.set()
+    ahead.wait()
+    assert set(kernel.ready) == {"a", "b", "cached"}
+    ahead.close()
+
+
 def test_a_kernel_that_does_not_compile_ends_the_start_with_its_name(
     monkeypatch: pytest.MonkeyPatch, ahead: CompileAhead
 ) -> None:

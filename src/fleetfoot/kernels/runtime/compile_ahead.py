@@ -22,7 +22,7 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from importlib.util import find_spec
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Lock, Thread, current_thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -134,7 +134,7 @@ class CompileAhead:
         hold up the dry passes, and their kernels take longer than the processes' start."""
         self._num_compiled = 0
         self._interval = sys.getswitchinterval()
-        self._opening, self._loading, self._counting = Lock(), Lock(), Lock()
+        self._opening, self._loading, self._counting, self._choosing = Lock(), Lock(), Lock(), Lock()
         self._is_closed = False
         keep_launchers_apart()
         parse_again()
@@ -226,28 +226,34 @@ class CompileAhead:
     def _start_threads(self) -> None:
         # what waits for the interpreter's lock while a thread loads kernels gets it sooner
         sys.setswitchinterval(min(self._interval, _SWITCH_INTERVAL_S))
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        room = max(0, self.num_processes + 1 - len(self._threads))
-        works = [self._load_all] * bool(self._to_load) + [self._compile_all] * len(self._to_compile)
-        for work in works[:room]:
-            # a daemon: unlike for the threads of a pool, the interpreter does not wait for it at its end
-            thread = Thread(target=work, name="fleetfoot-compile", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        with self._choosing:
+            room = max(0, self.num_processes + 1 - len(self._threads))
+            works = [self._load_all] * bool(self._to_load) + [self._compile_all] * len(self._to_compile)
+            for work in works[:room]:
+                # a daemon: unlike for the threads of a pool, the interpreter does not wait for it at its end
+                thread = Thread(target=work, name="fleetfoot-compile", daemon=True)
+                self._threads.append(thread)
+                thread.start()
 
     def _load_all(self) -> None:
-        self._run_all(self._to_load, compiles=False)
-        self._compile_all()
+        self._run_all((self._to_load, False), (self._to_compile, True))
 
     def _compile_all(self) -> None:
-        self._run_all(self._to_compile, compiles=True)
+        self._run_all((self._to_compile, True), (self._to_load, False))
 
-    def _run_all(self, jobs: deque[_Job], *, compiles: bool) -> None:
-        while jobs and not self._is_closed:
-            try:
+    def _run_all(self, *order: tuple[deque[_Job], bool]) -> None:
+        """Do the jobs of both queues, and those of the first one first: any job may come while no thread is free.
+
+        ``order``: jobs, and whether their kernels are to be compiled.
+        """
+        while True:
+            with self._choosing:
+                jobs, compiles = next((each for each in order if each[0]), (None, False))
+                if jobs is None or self._is_closed:
+                    # under the lock: who queues a job later sees that this thread does not do it
+                    self._threads = [thread for thread in self._threads if thread is not current_thread()]
+                    return
                 job = jobs.popleft()
-            except IndexError:  # another thread was faster
-                return
             try:
                 if compiles:
                     self._compile(job)
@@ -295,13 +301,15 @@ class CompileAhead:
     def close(self) -> None:
         """Cancel what has not started, and end the rest. No thread or process is left."""
         self._is_closed = True
+        with self._choosing:
+            threads = [self._hashing, *self._threads]
         for job in (*self._to_compile, *self._to_load):
             job.future.cancel()
         with self._opening:
             pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
-        for thread in (self._hashing, *self._threads):
+        for thread in threads:
             thread.join()
         sys.setswitchinterval(self._interval)
 
