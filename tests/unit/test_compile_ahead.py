@@ -255,7 +255,7 @@ def test_a_start_compiles_before_it_launches(tmp_path: Path) -> None:
 def test_an_unknown_triton_launches_itself(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = FakeKernel()
     monkeypatch.setattr(kernel, "device_caches", {}, raising=False)
-    monkeypatch.setattr("triton.__version__", version)
+    monkeypatch.setattr(internals, "version", lambda name: version)
     internals.is_tested_triton.cache_clear()
     launcher(kernel, (1,))(1, 2)
     internals.is_tested_triton.cache_clear()

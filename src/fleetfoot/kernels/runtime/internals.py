@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache, partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from threading import Lock
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,13 @@ _MOST_SYSTEM_ERRORS = 5
 @cache
 def is_tested_triton() -> bool:
     """Whether the installed Triton is a version of `_VERSIONS`."""
-    return version("triton").startswith(_VERSIONS)
+    try:
+        found = version("triton")
+    except PackageNotFoundError:  # under another name, as with torch for ROCm
+        import triton
+
+        found = triton.__version__
+    return found.startswith(_VERSIONS)
 
 
 # --- compilation ------------------------------------------------------------------------------------------------------
