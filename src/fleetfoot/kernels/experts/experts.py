@@ -225,7 +225,7 @@ class TorchExperts:
             for some in torch.arange(len(chosen), device=x.device).split(step):
                 product = self._product(x[some // num_chosen][:, None], chosen[some].clamp(min=0))[:, 0]
                 outputs[some] = torch.where(chosen[some, None] >= 0, product, 0.0)
-        weighted = outputs.view(num_rows, num_chosen, -1) * routing.weights[:, :, None]
+        weighted = outputs.view(num_rows, num_chosen, x.shape[1]) * routing.weights[:, :, None]
         return weighted.sum(dim=1).to(x.dtype)
 
     def _product(self, x: torch.Tensor, expert: Any) -> torch.Tensor:
