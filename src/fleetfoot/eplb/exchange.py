@@ -109,14 +109,13 @@ def _bytes_of(row: torch.Tensor) -> torch.Tensor:
 
 
 class PeerExchange(Exchange):
-    """Each GPU writes to the memory of others, on a stream beside the steps. ``memory``: ``words_per_slot`` words for
-    each slot of the rank with the most.
-
-    Kernels copy: the driver's copies refuse memory of a peer that is mapped as this one.
+    """Each GPU writes to the memory of others by kernels, on a stream beside the steps. ``memory``: ``words_per_slot``
+    words for each slot of the rank with the most.
     """
 
     def __init__(self, group: ExpertGroup, slots: Sequence[range], memory: PeerMemory, words_per_slot: int) -> None:
         super().__init__(group, slots)
+        self._memory = memory  # the buffers do not own the mapping, which ends with it
         self._buffers, self._words_per_slot = [memory.of_rank(rank) for rank in range(group.size)], words_per_slot
         self._stream = torch.cuda.Stream(memory.local.device)
 

@@ -39,7 +39,8 @@ class SDPABackend(AttentionBackend):
         allocate = torch.empty if starts[-1] == query.shape[0] else torch.zeros
         output = allocate(query.shape, dtype=query.dtype, device=query.device)
         for first, last in _decode_groups(seq_lens[: metadata.num_decodes], kv_cache):
-            tokens, rows = slice(starts[first], starts[last]), slice(first, last)
+            # one token each; in a warm-up step all may start at 0
+            tokens, rows = slice(starts[first], starts[first] + last - first), slice(first, last)
             tables, lens = metadata.block_tables[rows], metadata.seq_lens[rows]
             shape = max(seq_lens[rows]), scale, window, soft_cap, sinks, kv_scales
             output[tokens] = _decode(query[tokens], kv_cache, tables, lens, *shape)

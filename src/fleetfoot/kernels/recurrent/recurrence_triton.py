@@ -39,8 +39,8 @@ ONE, MANY = Tiling(128 * 128, 8), Tiling(32 * 128, 2)
 """The recurrent form of single tokens of a few heads, which are as many programs, and of any others, whose programs
 share multiprocessors."""
 _LEAST_TILE = 32
-"""Elements of a head of keys in a tile: with 16, the chunked kernels had wrong sums in bfloat16 on an H100, where these
-had not with 32."""
+"""Elements of a head in a tile, at least: with 16 of keys, or of values, the chunked kernels had wrong sums in bfloat16
+on an H100 and an H200, and with 32 they had not."""
 MOST_OF_ONE = 264
 """Two for each multiprocessor of an H100."""
 SOLVE, SOLVE_FLOAT32 = Tiling(0, 4), Tiling(0, 8)
@@ -91,8 +91,8 @@ def recurrence_triton(
 
 
 def _rows(tiling: Tiling, shape: dict[str, Any]) -> int:
-    """Rows of a head's state that a program has: a power of two, at least 16."""
-    return max(16, min(tiling.elements // shape["k_tile"], next_power_of_2(shape["v_size"])))
+    """Rows of a head's state that a program has: a power of two."""
+    return max(_LEAST_TILE, min(tiling.elements // shape["k_tile"], next_power_of_2(shape["v_size"])))
 
 
 def _compute_chunks(
@@ -119,8 +119,8 @@ def _compute_chunks(
             reads, updates, totals, k, v, gate, beta, log_decay, step_bias, batch.query_start_loc, batch.chunk_starts,
             *strides[:3], batch.num_reqs, search_steps(batch.num_reqs),
             num_heads=num_heads, group=shape["group"], k_size=shape["k_size"], v_size=shape["v_size"],
-            k_tile=shape["k_tile"], v_tile=max(16, next_power_of_2(shape["v_size"])), chunk=CHUNK, precision=precision,
-            num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+            k_tile=shape["k_tile"], v_tile=max(_LEAST_TILE, next_power_of_2(shape["v_size"])), chunk=CHUNK,
+            precision=precision, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
         )  # fmt: skip
     starts = batch.query_start_loc, batch.chunk_starts
     options: dict[str, Any] = {**shape, "chunk": CHUNK, "precision": precision}
