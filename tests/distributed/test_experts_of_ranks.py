@@ -296,11 +296,13 @@ def release_mover(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("way", ["v2", "data"])
-def test_sleep_in_the_middle_of_a_move(way: str, level: int, model: str, expected: dict[str, list[int]]) -> None:
+@pytest.mark.parametrize("ranks", [{"model_runner": "v2"}, WAYS["data"]], ids=["tensor", "data"])
+def test_sleep_in_the_middle_of_a_move(
+    ranks: dict[str, Any], level: int, model: str, expected: dict[str, list[int]]
+) -> None:
     """Experts that were staged before it are not mixed with those that are read after it."""
     eplb = {"step_interval": 8, "num_redundant_experts": 3}
-    settings = {**ROOM, **PARALLEL, **WAYS[way], "model": model, "enable_eplb": True, "eplb_config": eplb}
+    settings = {**ROOM, **PARALLEL, **ranks, "model": model, "enable_eplb": True, "eplb_config": eplb}
     with running(**settings, enable_sleep_mode=True) as engine:
         before = engine.weight_checksums()
         engine.collective_rpc(hold_mover)

@@ -18,7 +18,7 @@ from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.config.model import RopeConfig
-from fleetfoot.engine.building import make_connector as scheduler_connector
+from fleetfoot.engine.building import make_connectors
 from fleetfoot.executor.worker import make_connector as worker_connector
 from fleetfoot.kv_transfer.base import registry
 from fleetfoot.kv_transfer.base.connector import TransferContext
@@ -194,7 +194,7 @@ def test_invalid_transfer_settings(settings: dict[str, Any], message: str) -> No
 def test_no_connector() -> None:
     for config in (None, {}, {"kv_connector": "NixlConnector"}, {**SHARED, "kv_role": None}):
         plan = plan_of(kv_transfer_config=config)
-        assert isinstance(scheduler_connector(plan), NoSchedulerConnector)
+        assert isinstance(make_connectors(plan)[0], NoSchedulerConnector)
         assert type(worker_connector(plan, 0)) is NoConnector
         assert plan.connector is None
 
@@ -204,7 +204,7 @@ def test_offloading_implies_its_connector() -> None:
     assert plan.connector is not None
     config = plan.connector.config
     assert (config.kv_connector, config.kv_role) == ("OffloadingConnector", "kv_both")
-    scheduler = scheduler_connector(plan)
+    scheduler = make_connectors(plan)[0]
     assert isinstance(scheduler, connector.BlockStoreScheduler) and isinstance(scheduler.index, connector.HostIndex)
     assert scheduler.index.pools.num_blocks == GIB // 4 // layout_of(plan).bytes_per_block
     assert type(worker_connector(plan, 0)) is StepConnector
@@ -245,7 +245,7 @@ def test_offloading_beside_another_connector(tmp_path: Path) -> None:
     assert shared == plan.config.kv_transfer_config
     for part in (config, offload, shared):
         assert (part.engine_id, part.kv_transfer_timeout, part.kv_load_failure_policy) == ("me", 7, "fail")
-    assert isinstance(scheduler_connector(plan), MultiScheduler)
+    assert isinstance(make_connectors(plan)[0], MultiScheduler)
     worker_connector(plan, 0).shutdown()
 
 
@@ -258,7 +258,7 @@ def test_the_context_of_both_sides(monkeypatch: pytest.MonkeyPatch, tensor: int,
     parallel = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
     config = dataclasses.replace(plan.config, kv_offloading_size=1, **parallel)
     plan = dataclasses.replace(plan, config=config, connector=resolve_connector(config))
-    scheduler_connector(plan)
+    make_connectors(plan)[0]
     for rank in range(tensor * pipeline):
         worker_connector(plan, rank)
     assert [context.rank for context in contexts] == [0, *range(tensor * pipeline)]
