@@ -19,7 +19,7 @@ from fleetfoot.kernels_hopper.cluster.layer_blocks import (
 )
 
 HERE = Path(__file__).parent
-KERNELS = FOLDER.parent
+PACKAGE = FOLDER.parent.parent
 
 
 def _compile(source: str, folders: list[Path], macros: list[str], library: Path) -> ctypes.CDLL:
@@ -57,7 +57,7 @@ class ProductOnCpu:
 
     def __init__(self, kernel: CudaKernel, folder: Path) -> None:
         self._kernel = kernel
-        source = KERNELS / kernel.source
+        source = PACKAGE / kernel.source
         macros = [f"-D{name}={value}" for name, value in kernel.defines]
         macros += [f'-DSOURCE="{source}"', f"-DFUNCTION={kernel.function}"]
         # its header of the GPU's functions is the one beside; others are those of the kernel
