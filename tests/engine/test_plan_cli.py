@@ -320,6 +320,7 @@ def test_experts(run: Command, tmp_path: Path) -> None:
     assert "active: experts 2 of 8" in run("plan", folder, *H100)
     table = run("plan", folder, *H100, "--kernels")
     assert "8 experts [1024, 4096] of layers 1-3, by rows" in table
+    assert "one, 4 and 1 outputs" in table
 
     # whole experts on each rank
     flags = (*H100, "--enable-expert-parallel", "--tensor-parallel-size", "4")

@@ -17,7 +17,13 @@ from fleetfoot.config.model import DTYPE_BYTES, BranchNorms, LayerSpec
 from fleetfoot.kernels.attention import AttentionInputs
 from fleetfoot.kernels.attention.triton_backend import TritonBackend, prompt_bucket
 from fleetfoot.kernels.experts.experts import ExpertSizes
-from fleetfoot.kernels.experts.experts_triton import choose_few_tiling, choose_group_tiling, padded_few_rows
+from fleetfoot.kernels.experts.experts_triton import (
+    choose_few_tiling,
+    choose_group_tiling,
+    choose_one_tiling,
+    is_one,
+    padded_few_rows,
+)
 from fleetfoot.kernels.experts.routing_triton import FEW_ROWS
 from fleetfoot.kernels.linear.choices import LinearChoices, ProductKind
 from fleetfoot.kernels.linear.linear_triton import TritonLinear
@@ -222,11 +228,14 @@ class _PlainLayer:
         form = "plain"
         if isinstance(method, QuantizedExpertMethod):
             form = "scaled" if method.form.has_8_bits else "packed"
+        if is_one(rows, form):
+            outputs = " and ".join(str(choose_one_tiling(is_down=down).outputs) for down in (False, True))
+            return f"one, {outputs} outputs"
         if rows <= FEW_ROWS:
             first, second = (
                 choose_few_tiling(rows, form, element_size, shared, is_down=down) for down in (False, True)
             )
-            tile = f"{first.outputs}x{first.inputs * first.slices}x{padded_few_rows(rows, form)}"
+            tile = f"{first.outputs}x{first.inputs * first.slices}x{padded_few_rows(rows)}"
             return f"few {tile} stages={first.num_stages}, {second.num_stages}"
         split = plan.config.expert_split
         held = spec.num_experts if split is None else split.most_slots(spec.num_experts)

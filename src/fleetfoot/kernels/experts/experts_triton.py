@@ -50,6 +50,12 @@ class OneTiling:
     num_warps: int
 
 
+def is_one(num_rows: int, form: str) -> bool:
+    """Whether a token is multiplied value by value: codes of 4 bits are by the tensor cores alone. ``form``: as of
+    `ProductShape`."""
+    return num_rows == 1 and form != "packed"
+
+
 def choose_one_tiling(*, is_down: bool) -> OneTiling:
     """Small tiles in many programs. On an H100, us of both products of Qwen3-30B-A3B's experts in FP8 with other tiles
     of the first one: 4 outputs of 8 spans 21.5, 8 of 8 21.4, 8 of 4 25.9, 16 of 2 24.4 (in bfloat16 30.5, 33.9, 35.3
@@ -93,14 +99,14 @@ def choose_few_tiling(num_rows: int, form: str, element_size: int, shared: int, 
     else:
         outputs, inputs, slices, stages = 32 if is_down else 16, BLOCK, 2, 2
     weight_bytes = slices * inputs * {"plain": 2 * element_size, "scaled": 2, "packed": 1}[form] // 2
-    x_bytes = padded_few_rows(num_rows, form) * slices * inputs * element_size
+    x_bytes = padded_few_rows(num_rows) * slices * inputs * element_size
     step_bytes = outputs * (1 if is_down else 2) * weight_bytes + x_bytes
     return FewTiling(outputs, inputs, slices, max(2, min(stages, shared // step_bytes)))
 
 
-def padded_few_rows(num_rows: int, form: str) -> int:
-    """The tokens that a product of few computes. Codes of 4 bits are multiplied by the tensor cores alone."""
-    return 1 if num_rows == 1 and form != "packed" else 8 if num_rows <= 8 else FEW_ROWS
+def padded_few_rows(num_rows: int) -> int:
+    """The tokens that a product of few computes: the tensor cores have no fewer than 8."""
+    return 8 if num_rows <= 8 else FEW_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +205,7 @@ class TritonExperts(TorchExperts):
         if routing.grouping is None or x.dtype is not self.dtype or not self._is_supported:
             return super().__call__(x, routing)
         x = x if x.stride(1) == 1 else x.contiguous()
-        if len(x) == 1 and self._form("down") != "packed":
+        if is_one(len(x), self._form("down")):
             return self._of_one(x, routing)
         if isinstance(routing.grouping, Slots):
             return self._of_few(x, routing, routing.grouping)
@@ -238,7 +244,7 @@ class TritonExperts(TorchExperts):
 
     def _of_few(self, x: torch.Tensor, routing: Routing, slots: Slots) -> torch.Tensor:
         (num_rows, num_chosen), (num_slots,) = routing.experts.shape, slots.experts.shape
-        rows, shared = padded_few_rows(num_rows, self._form("down")), gpu_limits(x.device).shared_bytes
+        rows, shared = padded_few_rows(num_rows), gpu_limits(x.device).shared_bytes
         hidden, size = self.sizes.hidden_size, self.sizes.size
         between = x.new_empty(num_slots, num_rows, size)
         output = torch.empty_like(x, memory_format=torch.contiguous_format)
