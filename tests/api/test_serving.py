@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import socket
 import ssl
@@ -21,7 +22,9 @@ from typing import Any
 
 import httpx
 import pytest
+from safetensors.torch import load_file, save_file
 
+from fleetfoot.assets import embedded_model_path
 from fleetfoot.cli.main import main
 from tests.helpers import zygote
 from tests.helpers.server import RunningServer
@@ -30,8 +33,9 @@ BODY = {"prompt": "Once upon a time", "temperature": 0, "ignore_eos": True}
 FLAGS = ("--dtype", "float32")
 
 
-def generate(url: str, max_tokens: int, **options: Any) -> httpx.Response:
-    return httpx.post(f"{url}/v1/completions", json={**BODY, "max_tokens": max_tokens}, timeout=60, **options)
+def generate(url: str, max_tokens: int, headers: Any = None, **fields: Any) -> httpx.Response:
+    body = {**BODY, "max_tokens": max_tokens, **fields}
+    return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
 
 
 def begun_stream(url: str, pool: ThreadPoolExecutor, max_tokens: int) -> Future[list[str]]:
@@ -230,15 +234,50 @@ def test_a_replica_that_is_lost_is_replaced() -> None:
     assert sum("it is started again" in line for line in server.log) == 2
 
 
-def test_an_engine_that_calls_have_changed_is_not_started_again() -> None:
-    """The new process would not be paused, for example."""
-    flags = ("--on-error", "restart", "--enable-admin-routes", "--admin-key", "admin")
-    with RunningServer(*FLAGS, *flags) as server:
-        answer = httpx.post(f"{server.url}/pause", headers={"Authorization": "Bearer admin"}, timeout=60)
-        assert answer.json()["is_paused"]
+def test_another_process_of_the_engine_is_what_calls_have_made_of_it(tmp_path: Path) -> None:
+    """With two API servers, of which each has handled some of the calls. Weights of no folder end the service."""
+    folder = tmp_path / "other"
+    shutil.copytree(embedded_model_path(), folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = -weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    flags = ("--on-error", "restart", "--enable-admin-routes", "--admin-key", "admin", "--enable-sleep-mode")
+    with RunningServer(*FLAGS, *flags, "--api-server-count", "2") as server, ThreadPoolExecutor(1) as pool:
+
+        def post(path: str, **fields: Any) -> dict[str, Any]:
+            headers = {"Authorization": "Bearer admin"}
+            found: dict[str, Any] = httpx.post(server.url + path, json=fields, headers=headers, timeout=60).json()
+            return found
+
+        def killed() -> dict[str, Any]:
+            """The state of the next process."""
+            end = os.pidfd_open(engine_of(server))
+            signal.pidfd_send_signal(end, signal.SIGKILL)
+            select.select([end], [], [])
+            os.close(end)
+            while "error" in (found := post("/abort_requests", request_ids=[])):  # until it is ready
+                pass
+            return {name: found[name] for name in ("is_paused", "is_sleeping", "weight_version")}
+
+        post("/update_weights", weights_path=str(folder), weight_version=5)
+        changed = post("/update_config", overrides={"max_logprobs": 0, "override_generation_config": {"top_k": 1}})
+        assert changed["weight_version"] == 5
+        expected = generate(server.url, 24).json()["choices"]
+        assert killed() == {"is_paused": False, "is_sleeping": False, "weight_version": 5}
+        assert generate(server.url, 24).json()["choices"] == expected
+        assert generate(server.url, 1, logprobs=1).status_code == 400
+        for begin, end in (("/pause", "/resume"), ("/sleep?level=2", "/wake_up")):
+            post(begin)
+            waiting = pool.submit(generate, server.url, 24)
+            assert killed() == {"is_paused": True, "is_sleeping": begin != "/pause", "weight_version": 5}
+            assert not waiting.done()
+            post(end)
+            assert waiting.result().json()["choices"] == expected
+        patch = {"name": "model.norm.weight", "indices": [0], "values": [1.0]}
+        assert post("/update_weights", patches=[patch])["weight_version"] == 6
         os.kill(engine_of(server), signal.SIGKILL)
         assert server.wait() == 1
-    assert "is not started again, because calls have changed" in "".join(server.log)
+    assert "its weights of version 6 were given as tensors or patches" in "".join(server.log)
 
 
 def test_no_process_outlives_a_killed_server() -> None:

@@ -24,6 +24,7 @@ from fleetfoot.engine.wire import (
     ClientMessage,
     Dead,
     EngineMessage,
+    EngineState,
     Failed,
     Finish,
     Hello,
@@ -503,37 +504,59 @@ async def metrics(client: EngineClient, *engines: PlayedEngine) -> Any:
 
 @async_test
 async def test_an_engine_that_comes_back_with_earlier_weights() -> None:
-    """It is not used before it has those of the group, which the proxy gives it."""
+    """It is not used before it has those of the group, which each proxy can give it. It is paused if they are."""
+    state = EngineState(1, "folder", is_paused=True)
     async with played(0, 2) as (client, (first, second)):
         update = asyncio.ensure_future(client.call("reload_weights", "folder", mode="keep"))
         for engine in (first, second):
             call = await engine.next()
             assert (call.method, call.arguments) == ("reload_weights", ["folder"])
             assert call.keywords == {"mode": "keep", "weight_version": 1}  # of the proxy: the same for all
-            engine.send(other_facts(weights="w-version-1", weight_version=1))
+            engine.send(other_facts(weights="w-version-1", weight_version=1, state=state))
             engine.send(Reply(call.number, 1))
         assert await update == 1
         assert client.facts.weight_version == 1
         second.close()
         again = PlayedEngine(FACTS, second.address)
         call = await again.next()
-        assert (call.method, call.arguments) == ("reload_weights", ["folder"])
-        assert call.keywords == {"mode": "keep", "weight_version": 1}
+        assert (call.method, msgspec.convert(call.arguments[0], EngineState)) == ("bring_to", state)
         assert (await metrics(client, first, again))["gauges"]["proxy_engines_refused"] == 1
         assert await used_by(client, first) == {first}
-        again.send(other_facts(weights="w-version-1", weight_version=1))
-        again.send(Reply(call.number, 1))
+        again.send(other_facts(weights="w-version-1", weight_version=1, state=state))
+        again.send(Reply(call.number))
         await until(client, lambda: refusals(client) == [False, False])
         assert await used_by(client, first, again) == {first, again}
+        again.close()
+        again = PlayedEngine(other_facts(weights="w-version-1", weight_version=1), second.address)
+        call = await again.next()  # it has the weights, and is not paused
+        assert call.method == "bring_to" and refusals(client) == [False, True]
+        again.send(Reply(call.number))
+        await until(client, lambda: refusals(client) == [False, False])
         again.close()
 
 
 @async_test
+async def test_weights_that_came_by_another_proxy() -> None:
+    """An engine without them has come first: the one that has them says where they are."""
+    old, new = PlayedEngine(), PlayedEngine(other_facts(weights="w", weight_version=7, state=EngineState(7, "there")))
+    client = EngineClient(GroupLink(EngineGroup((), (old.address, new.address))))
+    greetings = [asyncio.ensure_future(engine.next()) for engine in (old, new)]
+    await client.start()
+    greetings[1].cancel()
+    call = await greetings[0]
+    assert (call.method, call.arguments[0][:2]) == ("bring_to", [7, "there"])
+    client.close()
+    for engine in (old, new):
+        engine.close()
+
+
+@async_test
 async def test_weights_that_the_proxy_cannot_give(caplog: pytest.LogCaptureFixture) -> None:
-    """They came as patches, or by another client. Without an engine that has them, no request is answered."""
+    """They came as patches. Without an engine that has them, no request is answered."""
     async with played(0, 2, engine_timeout=0.0) as (client, (first, second)):
-        first.send(other_facts(weights="w-version-5", weight_version=5))
-        second.send(other_facts(weights="w-version-5", weight_version=5))
+        state = EngineState(5, has_own_weights=True)
+        for engine in (first, second):
+            engine.send(other_facts(weights="w-version-5", weight_version=5, state=state))
         await until(client, lambda: [engine.facts.weight_version for engine in client._link._engines] == [5, 5])
         second.close()
         again = PlayedEngine(FACTS, second.address)

@@ -10,11 +10,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from fleetfoot.config import env
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.engine.wire import ENGINE_IGNORES, ProcessSettings
+from fleetfoot.engine.wire import ENGINE_IGNORES, EngineState, ProcessSettings
 from fleetfoot.plan.forced_runner import forced_runners
 from fleetfoot.utils.own_files import OwnFolder
 from fleetfoot.utils.process import write_to
@@ -71,15 +72,15 @@ class EngineProcess:
         self._settings = ProcessSettings(config, self.address, log_level, log_format, runner)
         self.start_again()
 
-    def start_again(self) -> None:
-        """Start the process, or, when it has ended, another one at the same address."""
+    def start_again(self, state: EngineState | None = None) -> None:
+        """Start the process, or, when it has ended, another one at the same address. ``state``: of the one before."""
         with _signals_blocked():  # in the process, too, until it ignores them: a terminal sends them while it imports
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "fleetfoot.engine.process"],
                 stdin=subprocess.PIPE,
                 env={**env.for_engine(), **self._variables},
             )
-        write_to(self._process, pickle.dumps(self._settings))
+        write_to(self._process, pickle.dumps(replace(self._settings, state=state)))
 
     @property
     def pid(self) -> int:

@@ -50,6 +50,10 @@ class LiveWeights:
         self._core, self._plan = core, plan
         self.path, self.load_format = str(plan.model_path), plan.config.load_format
         """What `reload` reads by default."""
+        self.source: str | None = None
+        """The folder or hub id of the last update with all tensors; None: the model of the start."""
+        self.settings: dict[str, Any] = {}
+        """What `update_settings` has changed."""
         self.config = plan.config.weight_transfer_config or WeightTransferConfig()
         self._is_connected = self._is_open = self._is_written = False
         self._base: _Base = (self._read(self.path), plan.weights)  # the last update that had all tensors
@@ -57,6 +61,7 @@ class LiveWeights:
         self._identity: str | None = None  # None: is computed when it is needed
         self._states_identity = False
         call: Callable[..., Any] = lambda method, *args: self._core.executor.collective_rpc(method, args)  # noqa: E731
+        self._is_drawn_anew = False  # by a ``load_format`` that has changed
         self._kept = (
             KeptWeights(call, self.config) if plan.max_restarts and plan.config.nnodes == 1 else NoKeptWeights()
         )
@@ -64,6 +69,11 @@ class LiveWeights:
         """Whether the weights have no memory; see `fleetfoot.engine.sleep`."""
         self._can_reload = True  # whether weights that sleep has dropped can be read again
         self._change, self._failing = change, failing
+
+    @property
+    def has_own_weights(self) -> bool:
+        """Whether weights in use are in no folder: they were given as tensors or patches, or drawn anew."""
+        return bool(self._changed) or self._is_drawn_anew
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method of every rank's `WeightStore`."""
@@ -82,7 +92,13 @@ class LiveWeights:
             stage = self._read(str(folder), is_default=weights is None)
             is_drawn = stage[0] == "stage_dummy"
             base = (stage, self._plan.weights if is_drawn else self._plan.weights.with_folder(Path(folder)))
-            return self._apply([(*stage[:2], {} if is_drawn else {"check_finite": check_finite})], version, base)
+            options = {} if is_drawn else {"check_finite": check_finite}
+            new = self._apply([(*stage[:2], options)], version, base)
+            of_start = str(self._plan.model_path), self._plan.config.load_format
+            is_of_start = weights is None and (self.path, self.load_format) == of_start
+            self.source = None if is_of_start or is_drawn else os.fspath(self.path if weights is None else weights)
+            self._is_drawn_anew = is_drawn and self._plan.config.load_format != "dummy"
+            return new
         pairs = _read_all(weights)
         is_local = hasattr(self._core.executor, "runner")
         options = {"check_finite": check_finite, "keeps_parts": not is_local}
@@ -397,6 +413,7 @@ def update_settings(
     defaults = read_sampling_defaults(config.generation_config, config.override_generation_config, plan.model_path)
     core.scheduler.change_config(scheduling)
     live.path, live.load_format = str(path), flat.get("load_format", live.load_format)
+    live.settings |= flat
     processor.max_logprobs = flat.get("max_logprobs", processor.max_logprobs)
     if "override_generation_config" in flat:
         processor.sampling_defaults = defaults

@@ -22,7 +22,7 @@ from fleetfoot.engine import wire
 from fleetfoot.engine.engine import LLMEngine, build_engine
 from fleetfoot.engine.input_processor import EngineRequest
 from fleetfoot.engine.output_router import EngineGauges, OutputRouter
-from fleetfoot.engine.remote_calls import RemoteCalls
+from fleetfoot.engine.remote_calls import RemoteCalls, bring_to, state_of
 from fleetfoot.plan.forced_runner import begin_forcing
 from fleetfoot.plan.output_settings import output_settings
 from fleetfoot.records.structured_outputs import as_structured_outputs
@@ -136,7 +136,7 @@ class EngineServer:
             self._stopping = self._can_stop
 
     def _current_facts(self) -> wire.Ready:
-        return facts(self._engine, self._settings, is_as_started=self._calls.is_as_started)
+        return facts(self._engine, self._settings)
 
     def _add(self, client: bytes, message: EngineRequest) -> None:
         """Queue a request; one with a grammar that is not compiled yet, when it is."""
@@ -241,7 +241,7 @@ def _is_of(number: int, client: bytes, owner: bytes, message: EngineRequest | wi
     return owner == client and 0 <= number - message.number < message.params.n
 
 
-def facts(engine: LLMEngine, settings: dict[str, str], *, is_as_started: bool = True) -> wire.Ready:
+def facts(engine: LLMEngine, settings: dict[str, str]) -> wire.Ready:
     """What clients need to validate requests, and to compare engines. ``settings``: `output_settings`."""
     plan, inputs, scheduling = engine.plan, engine.input_processor, engine.core.scheduler.config
     connector, takes_params = plan.connector, engine.core.scheduler.transfers.connector.takes_params
@@ -259,7 +259,7 @@ def facts(engine: LLMEngine, settings: dict[str, str], *, is_as_started: bool = 
         sampling_defaults=inputs.sampling_defaults,
         pooling=inputs.pooling,
         runner_name=engine.runner_name,
-        is_as_started=is_as_started,
+        state=state_of(engine),
         computes_on_cpu=plan.device == "cpu",
         settings=settings,
         weights=engine.live.stated_identity,
@@ -289,6 +289,14 @@ def _run(settings: wire.ProcessSettings) -> int:
         print(f"fleetfoot: error: {error_text(error)}", file=sys.stderr)
         logger.debug("the engine does not start", exc_info=True)
         return 2 if isinstance(error, ValueError | TypeError | FileNotFoundError) else 1
+    if (state := settings.state) is not None:
+        try:
+            engine.run_held(lambda: bring_to(engine, state))
+        except Exception as error:
+            problem = "the new process cannot be as the one before"
+            print(f"fleetfoot: error: {problem}: {error_text(error)}", file=sys.stderr)
+            engine.shutdown()
+            return wire.EXIT_OTHER_STATE
     tune_collections()
     context = zmq.Context()
     try:

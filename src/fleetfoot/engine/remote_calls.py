@@ -11,7 +11,8 @@ from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.hold import Hold
 from fleetfoot.engine.live_weights import ENGINE_METHODS, WeightCalls
 from fleetfoot.engine.sleep import SleepCalls
-from fleetfoot.engine.wire import Call, Failed, Reply
+from fleetfoot.engine.wire import Call, EngineState, Failed, Reply
+from fleetfoot.records.weights import WeightError
 from fleetfoot.utils.validation import FieldError
 
 Send = Callable[[Reply], object]
@@ -21,7 +22,7 @@ STATE_METHODS = ("stats", "check_integrity", "ping", "state", "abort_requests")
 """Methods that return at once, also while the engine is paused."""
 HELD_METHODS = (
     *(name for owner in (SleepCalls, WeightCalls) for name in vars(owner) if not name.startswith("_")),
-    *("reset_prefix_cache", "collective_rpc"),
+    *("reset_prefix_cache", "collective_rpc", "bring_to"),
 )
 """Methods that run between steps, when no step is in flight; the reply is sent then."""
 
@@ -37,14 +38,6 @@ class RemoteCalls:
         self._engine = engine
         self._announce = announce
         self._drains: list[tuple[Call, Send]] = []
-        self._has_new_settings = False
-
-    @property
-    def is_as_started(self) -> bool:
-        """See `Ready.is_as_started`."""
-        engine = self._engine
-        is_same = not self._has_new_settings and engine.weight_version == 0
-        return is_same and not engine.is_paused and not engine.is_sleeping()
 
     def run(self, call: Call, send: Send) -> None:
         """Run a call, and send its reply now or later. Exceptions of the method are sent."""
@@ -72,7 +65,6 @@ class RemoteCalls:
         except Exception as error:
             send(Reply(call.number, error=Failed.of(error)))
             return
-        self._has_new_settings |= call.method == "update_config"
         if call.method not in STATE_METHODS:
             self._announce()
         send(Reply(call.number, value))
@@ -119,6 +111,50 @@ class RemoteCalls:
         return [given for given in request_ids if given in found.values()]
 
 
+def state_of(engine: LLMEngine) -> EngineState:
+    """What calls have made of the engine."""
+    live, suspension = engine.live, engine.suspension
+    return EngineState(
+        weight_version=live.version,
+        weights=live.source,
+        has_own_weights=live.has_own_weights,
+        settings=dict(live.settings),
+        is_paused=suspension.is_paused,
+        asleep=suspension.asleep,
+        sleep_level=suspension.level,
+    )
+
+
+def bring_to(engine: LLMEngine, state: EngineState) -> None:
+    """Give an engine that was started again the state of another one; in the function of a hold. Does nothing to an
+    engine that has been brought to it, so several clients may ask for the same.
+
+    Raises:
+        WeightError: the weights are nowhere, or do not fit.
+        ValueError: the settings do not fit.
+    """
+    before, suspension = state_of(engine), engine.suspension
+    if before.weight_version < state.weight_version:
+        if state.has_own_weights:
+            raise WeightError(
+                f"the weights of version {state.weight_version} were given as tensors or patches, and ended with the "
+                "process that had them; give all tensors again, or start with them"
+            )
+        engine.live.reload(state.weights, check_finite=None, version=state.weight_version)
+    if state.weight_version < before.weight_version:
+        return  # an update has come since
+    if state.settings != before.settings:
+        engine.update_settings(state.settings)
+    if state.is_paused and not before.is_paused:
+        suspension.pause(clear_cache=False)
+    elif before.is_paused and not state.is_paused:
+        suspension.resume()
+    if state.asleep and not suspension.asleep:
+        suspension.sleep(state.sleep_level if "weights" in state.asleep else 1)
+    if awake := [tag for tag in suspension.asleep if tag not in state.asleep]:
+        suspension.wake_up(awake)
+
+
 class _HeldCall(SleepCalls, WeightCalls):
     """One call, queued as a `Hold`. ``on_done`` is called when it has run, or cannot."""
 
@@ -133,6 +169,11 @@ class _HeldCall(SleepCalls, WeightCalls):
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> Hold:
         """See `LLMEngine.reset_prefix_cache`."""
         return self._held(lambda engine: engine.reset_prefix_cache(reset_running_requests, reset_connector), "keep")
+
+    def bring_to(self, state: Any) -> Hold:
+        """See the function `bring_to`."""
+        wanted = msgspec.convert(state, EngineState)
+        return self._held(lambda engine: bring_to(engine, wanted), "drain")
 
     def collective_rpc(self, method: str, args: Any = (), kwargs: Any = None) -> Any:
         """See `LLMEngine.collective_rpc`."""

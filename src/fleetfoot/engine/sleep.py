@@ -49,6 +49,16 @@ class Suspension:
         return self._level if self._asleep else 0
 
     @property
+    def is_paused(self) -> bool:
+        """Whether `pause` was called, and `resume` was not."""
+        return self._is_paused
+
+    @property
+    def asleep(self) -> list[str]:
+        """The tags that sleep."""
+        return [tag for tag in TAGS if tag in self._asleep]
+
+    @property
     def reason(self) -> str:
         """Why requests are not computed, and what changes that; empty: they are."""
         if self._asleep:

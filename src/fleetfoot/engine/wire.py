@@ -33,10 +33,14 @@ class ProcessSettings:
     log_format: str
     forced_runner: str | None = None
     """The runner that the code forces which has created the engine, see `fleetfoot.plan.forced_runner`."""
+    state: EngineState | None = None
+    """The engine is brought to it before it serves."""
 
 
 ENGINE_IGNORES = signal.SIGINT, signal.SIGTERM
 """Signals that the engine's process ignores: a terminal or a service manager sends them to the parent too."""
+EXIT_OTHER_STATE = 3
+"""The exit code of an engine's process that cannot be brought to the state in its settings."""
 MAX_MESSAGE_BYTES = 256 << 20
 """The largest message of a client."""
 HEARTBEAT_MS = 2000
@@ -110,6 +114,23 @@ class Stop(_Message):
 # --- from the engine --------------------------------------------------------------------------------------------------
 
 
+class EngineState(msgspec.Struct, array_like=True, frozen=True):
+    """What calls have made of an engine. Another process that starts with the same settings can be brought to it, see
+    `fleetfoot.engine.remote_calls.bring_to`; the default is the state after a start."""
+
+    weight_version: int = 0
+    weights: str | None = None
+    """The folder or hub id of the last update with all tensors; None: the engine's own ``model``."""
+    has_own_weights: bool = False
+    """Whether weights were given as tensors or patches since then, or drawn: no other process can have them."""
+    settings: dict[str, Any] = {}
+    """Those that ``update_config`` has changed."""
+    is_paused: bool = False
+    asleep: list[str] = []
+    """What sleeps: ``weights``, ``kv_cache``."""
+    sleep_level: int = 0
+
+
 class Ready(_Message):
     """Facts about the engine that clients validate requests with; sent again when they change."""
 
@@ -128,9 +149,7 @@ class Ready(_Message):
     sampling_defaults: dict[str, Any]
     pooling: Pooling | None
     runner_name: str
-    is_as_started: bool = True
-    """Whether a new process would be the same: no call has changed weights or settings, and the engine is neither
-    paused nor asleep."""
+    state: EngineState = EngineState()
     computes_on_cpu: bool = False
     settings: dict[str, str] = {}
     """What else outputs depend on, see `fleetfoot.plan.output_settings`."""

@@ -24,6 +24,7 @@ from fleetfoot.engine.wire import (
     ClientMessage,
     Dead,
     EngineMessage,
+    EngineState,
     Failed,
     Finish,
     Held,
@@ -90,6 +91,8 @@ class _Engine:
     """Whether it was asked for a sign of life."""
     is_held: bool = False
     """Whether a call runs between its steps, which may take long."""
+    follows: bool = False
+    """Whether it was started again, and has yet to be brought to the state of the group."""
     is_stuck: bool = False
     """Whether it has given no sign of life for `STUCK_S`, though it is connected."""
     routes: dict[int, _Route] = field(default_factory=dict)
@@ -187,7 +190,7 @@ class GroupLink:
         self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._facts: Ready | None = None
         self._newest: tuple[int, str] | None = None  # version and identity of the weights that answers come from
-        self._reload: Call | None = None  # the last call that has replaced all weights
+        self._state: EngineState | None = None  # of an engine with these weights
         self._interruption = Interruption("")
         self._has_started = False
         self.counts = dict.fromkeys(("proxy_prefills", "proxy_prefills_failed", "proxy_requests_resumed"), 0)
@@ -273,17 +276,16 @@ class GroupLink:
         facts = await link.hello()
         self._check_transfers(engine, facts)
         self._check_settings(engine, facts)
+        is_back = engine.facts is not None
         engine.link, engine.facts, engine.interruption, engine.refusal = link, facts, "", ""
         engine.is_held = False
+        engine.follows = is_back and self._state is not None and _suspension(facts.state) != _suspension(self._state)
         self._note_progress(engine)
         logger.info("the engine %s is connected", engine.title)
-        if self._facts is None and not engine.is_prefill:
-            self._facts = facts
-        elif not engine.is_prefill:
-            self._incoming.put_nowait(facts)
-        self._compare_weights()
-        if engine.refusal:
-            self._begin(self._catch_up(engine))
+        self._learn(engine, facts)
+        for one in self._engines:
+            if one.link is not None and one.refusal:
+                self._begin(self._catch_up(one))
         while not isinstance(message := await link.receive(), Dead):
             self._take(engine, message)
         self._report_failure(engine, message)
@@ -350,6 +352,17 @@ class GroupLink:
                     f"differently: {'; '.join(found)}; start all engines of a proxy with the same settings and weights"
                 )
 
+    def _learn(self, engine: _Engine, facts: Ready) -> None:
+        """An engine has come, or has changed."""
+        engine.facts = facts
+        self._compare_weights()
+        if not engine.refusal:
+            self._state = facts.state
+        if self._facts is None and not engine.is_prefill:
+            self._facts = facts
+        elif not engine.is_prefill and not engine.refusal:
+            self._incoming.put_nowait(facts)
+
     def _compare_weights(self) -> None:
         """Engines have come, or have other weights: only those with the newest ones are used."""
         connected = [(engine, engine.facts) for engine in self._engines if engine.link is not None and engine.facts]
@@ -366,21 +379,29 @@ class GroupLink:
                 )
                 if refusal != engine.refusal:
                     logger.warning("%s", refusal)
+            elif engine.follows:
+                refusal = f"the engine {engine.title} has lost what calls had made of it"
             elif engine.refusal:
                 logger.info("the engine %s has the weights of the group, and is used", engine.title)
             engine.refusal = refusal
         self._update()
 
     async def _catch_up(self, engine: _Engine) -> None:
-        """Give an engine with earlier weights those of the group, if they came as a whole."""
-        if self._reload is None or self._newest is None or self._reload.keywords["weight_version"] != self._newest[0]:
+        """Give an engine with earlier weights, or one that was started again, the state of the group."""
+        state, facts = self._state, engine.facts
+        if state is None or facts is None:
+            return
+        if state.has_own_weights and state.weight_version > facts.weight_version:
             message = "the engine %s needs weights that this proxy cannot give it: start it with them, or update all"
             logger.error(message, engine.title)
             return
         try:
-            await self._ask(engine, self._reload)
+            await self._ask(engine, Call(0, "bring_to", [state]))
         except (ValueError, TypeError, RuntimeError) as error:
-            logger.error("the engine %s does not take the weights of the group: %s", engine.title, error)
+            logger.error("the engine %s does not take the state of the group: %s", engine.title, error)
+        else:
+            engine.follows = False
+            self._learn(engine, engine.facts or facts)
 
     def _leave(self, engine: _Engine) -> None:
         """An engine is lost."""
@@ -528,10 +549,7 @@ class GroupLink:
         elif isinstance(message, Held):
             engine.is_held = message.is_held
         elif isinstance(message, Ready):
-            engine.facts = message
-            self._compare_weights()
-            if not engine.is_prefill:
-                self._incoming.put_nowait(message)
+            self._learn(engine, message)
 
     def _take_outputs(self, engine: _Engine, message: Outputs) -> None:
         kept = []
@@ -587,9 +605,7 @@ class GroupLink:
         call = _unwrapped(call)
         if call.method in _UPDATES:
             call = self._with_version(call)
-            if call.method == "reload_weights":
-                self._reload = call
-            else:  # patches are of the newest weights
+            if call.method != "reload_weights":  # patches are of the newest weights
                 engines = [engine for engine in engines if not engine.refusal]
         if call.method == "metrics":
             engines = [engine for engine in engines if not engine.is_stuck]
@@ -645,6 +661,11 @@ def _settings_of(facts: Ready) -> dict[str, Any]:
     names = "vocab_size", "eos_token_ids", "pooling", "max_model_len", "max_logprobs", "has_priority"
     found = {name: getattr(facts, name) for name in (*names, "sampling_defaults", "weights")}
     return {**found, **facts.settings}
+
+
+def _suspension(state: EngineState) -> tuple[Any, ...]:
+    """What calls have made of an engine besides its weights."""
+    return state.settings, state.is_paused, state.asleep
 
 
 def _unwrapped(call: Call) -> Call:

@@ -20,7 +20,7 @@ from fleetfoot.engine.child_process import EngineProcess
 from fleetfoot.engine.client import EngineClient
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.link import EngineLink
-from fleetfoot.engine.wire import Call, ClientMessage, Dead, EngineMessage, Failed, Held, Reply, Stop
+from fleetfoot.engine.wire import EXIT_OTHER_STATE, Call, ClientMessage, Dead, EngineMessage, Failed, Held, Reply, Stop
 from fleetfoot.server.engine_group import EngineGroup, GroupLink
 
 logger = logging.getLogger(__name__)
@@ -161,14 +161,17 @@ class OwnEngineProcess:
             was_ready = client.facts.pid == self._process.pid
             if was_ready and code >= 0:  # an error of the engine, after which it restarts no workers; or its stop
                 return cause
-            if not client.facts.is_as_started:
+            state = client.facts.state
+            if state.has_own_weights:
                 return (
-                    f"{cause}; it is not started again, because calls have changed its weights or settings, or it is "
-                    "paused or asleep"
+                    f"{cause}; it is not started again, because its weights of version {state.weight_version} were "
+                    "given as tensors or patches, and have ended with it"
                 )
+            if code == EXIT_OTHER_STATE:
+                return f"{cause}: it cannot have the weights, the settings or the sleep of the one before"
             if (first := await self._limit.wait(cause)) is not None:
                 return f"{first}; it was started again {self._limit.most} times within an hour, the most (max_restarts)"
-            self._process.start_again()
+            self._process.start_again(state)
 
     def stop(self) -> int:
         """End the process. Returns the exit code."""

@@ -128,7 +128,8 @@ class ReplicaProcesses:
                     self._exit_code = code
                     return cause
                 if await self._limit.wait(cause) is None:
-                    process.start_again()
+                    state = client.facts.state
+                    process.start_again(None if state.has_own_weights else state)
                     waiting[asyncio.ensure_future(process.wait())] = process
                 elif not waiting:
                     return f"{cause}, and no other one is left"
