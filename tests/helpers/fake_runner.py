@@ -219,6 +219,7 @@ class FakeRunner:
                 written[slot] = before + tokens[: place + 1 - begin]
         for row, count, slot in output.snapshots:
             assert slot not in written and slot not in read and count % states.CHUNK == 0
+            assert (self.computed[row] + count) % self.block_size == 0, "a snapshot is not at the end of a block"
             self._claim(len(self.groups) - 1, slot)
             written[slot] = self.rows[row].token_ids[: self.computed[row] + count].tolist()
         own = {self._state_slot(row, self.computed[row] - 1) for row in output.rows if self.computed[row]}

@@ -184,9 +184,7 @@ def inject(rng: random.Random, faults: Faults, folder: Path, engine: Engine, *, 
         engine.runner.weights += 1
 
 
-# With `derandomize=False` some runs find a state of another position (kind "offload", groups "all", seed 331104 within
-# pytest), which is an open fault of host memory for recurrent states.
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None)
 @given(
     kind=st.sampled_from(["offload", "shared", "multi"]), policy=st.sampled_from(["recompute", "fail"]),
     caching=st.booleans(), num_ranks=st.integers(1, 2), depth=st.integers(0, 2), seed=st.integers(0, 2**32),

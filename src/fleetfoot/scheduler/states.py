@@ -125,9 +125,9 @@ class RequestStates:
             self._add_pending(states, self._hash(request, end))
 
     def _keep_within(self, request: Request, states: StateSlots, begin: int) -> None:
-        """Snapshots within the tokens of a step, after whole chunks."""
+        """Snapshots within the tokens of a step, after whole chunks that end where blocks do."""
         end, cuts = request.num_computed, request.snapshots_at
-        if end - begin <= MAX_STEPS:
+        if end - begin <= MAX_STEPS or begin % self._size:  # the step before had few tokens left for it
             return
         whole = cuts[0] if cuts else 0
         regular = [] if whole < 2 * _LONG else [whole - whole * part // _REGULAR for part in (3, 2, 1)]
