@@ -3,6 +3,7 @@
 #   make demo         stream text from the embedded model
 #   make test         run the tests, but those of kernels for GPUs
 #   make test-kernels run those of kernels on a CPU, and compile them for GPUs that are not there
+#   make test-contracts  routers of other projects before engines, manifests, and names of metrics
 #   make test-quick   run those that take less than a minute together
 #   make check        lint, formatting, import contracts, budgets of lines, words, and types
 #   make bench        the benchmarks of the host's part, as ratios and microseconds
@@ -23,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, and each 
 # the files that have them: others need not be collected
 KERNEL_TESTS = $(shell grep -rlE 'helpers.interpreter|mark\.(interpreter|compiler|kernels)' tests --include='test_*.py')
 
-.PHONY: demo serve test test-kernels kernel-tests test-quick check bench clean
+.PHONY: demo serve test test-kernels kernel-tests test-contracts test-quick check bench clean
 
 demo: .venv/demo
 	$(BIN)/fleetfoot generate --stream --prompt "Once upon a time, there was a"
@@ -32,16 +33,19 @@ serve: .venv/demo
 	$(BIN)/fleetfoot serve
 
 test: .venv/dev
-	$(PYTEST) -m "not kernels" $(PYTEST_ARGS)
+	$(PYTEST) -m "not (kernels or contracts)" $(PYTEST_ARGS)
 
 test-kernels: .venv/dev
 	$(PYTEST) -m kernels $(KERNEL_TESTS) $(PYTEST_ARGS)
+
+test-contracts: .venv/contracts
+	$(BIN)/python -m pytest -m contracts tests/contracts $(PYTEST_ARGS)
 
 kernel-tests:
 	@echo $(KERNEL_TESTS)
 
 test-quick: .venv/dev
-	$(PYTEST) -m "not (slow or kernels)" tests/unit tests/engine/test_quick.py $(PYTEST_ARGS)
+	$(PYTEST) -m "not (slow or kernels or contracts)" tests/unit tests/engine/test_quick.py $(PYTEST_ARGS)
 
 check: .venv/dev
 	$(BIN)/ruff check .
@@ -68,6 +72,10 @@ bench: .venv/dev
 .venv/dev: .venv/python pyproject.toml setup.py $(wildcard src/fleetfoot/native/*.[ch])
 	$(PIP) --editable '.[dev]'
 	@touch $@ .venv/demo
+
+.venv/contracts: .venv/dev
+	$(PIP) --editable '.[contracts]'
+	@touch $@
 
 clean:
 	rm -rf .venv build src/*.egg-info

@@ -212,6 +212,11 @@ def make_endpoints(service: Service) -> list[Endpoint]:
         ),
         Endpoint("GET", "/version", state.version, "The version of the server.", response=Version),
         Endpoint("GET", "/load", state.load, "The number of unfinished requests.", response=Load),
+        Endpoint("GET", "/get_load", state.loads, "The work of each engine.", response=list[EngineLoad], errors=(503,)),
+        *[
+            Endpoint("GET", path, state.description, "What routers register about the server.", response=Description)
+            for path in ("/server_info", "/get_server_info", "/model_info", "/get_model_info")
+        ],
     ]
 
 
@@ -231,13 +236,35 @@ class Load(msgspec.Struct):
     server_load: int
 
 
+class EngineLoad(msgspec.Struct):
+    """The work of an engine, by SGLang's names."""
+
+    dp_rank: int
+    num_reqs: int
+    num_waiting_reqs: int
+    num_tokens: int
+    """Tokens in its KV cache."""
+
+
+class Description(msgspec.Struct):
+    """What SGLang's router reads of a server and its model. No path: a router would look for a tokenizer there."""
+
+    served_model_name: str
+    is_generation: bool
+    max_context_length: int
+    max_total_num_tokens: int
+    """Tokens that the KV cache holds."""
+    weight_version: str
+    version: str
+
+
 _PATIENCE_S = 0.02
 """Seconds that `/metrics` waits for new values while there are recent ones."""
 _RECENT_S, _REFRESH_S, _INTEREST_S = 3.0, 1.0, 60.0
 
 
 class StateEndpoints:
-    """``/health``, ``/ready``, ``/metrics``, ``/version`` and ``/load``."""
+    """What the server and its engine are, and how they fare."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -278,7 +305,13 @@ class StateEndpoints:
         return JSON(ServerState("ready"))
 
     async def metrics(self, http: Request) -> Response:
-        """While a long step is computed, the values of a moment ago: the engine answers between two steps."""
+        """Statistics as text."""
+        await self._read_metrics()
+        content = render_metrics(self._metrics, self._service.model_name)
+        return PlainTextResponse(content, media_type="text/plain; version=0.0.4")
+
+    async def _read_metrics(self) -> None:
+        """While a long step is computed, keep the values of a moment ago: the engine answers between two steps."""
         engine, self._asked_ts = self._service.engine, time.perf_counter()
         asking = asyncio.ensure_future(self._ask("metrics"))
         if engine.num_unfinished and self._asked_ts - self._metrics_ts < _RECENT_S:
@@ -291,8 +324,6 @@ class StateEndpoints:
             asking.cancel()
         if self._refreshing is None or self._refreshing.done():
             self._refreshing = asyncio.ensure_future(self._refresh_metrics())
-        content = render_metrics(self._metrics, self._service.model_name)
-        return PlainTextResponse(content, media_type="text/plain; version=0.0.4")
 
     def _keep_metrics(self, values: Any) -> None:
         self._metrics, self._metrics_ts = values, time.perf_counter()
@@ -310,3 +341,21 @@ class StateEndpoints:
 
     async def load(self, http: Request) -> Response:
         return JSON(Load(self._service.engine.num_unfinished))
+
+    async def loads(self, http: Request) -> Response:
+        """The work of each engine, for routers that send requests to the least busy one."""
+        await self._read_metrics()
+        engines = self._metrics if isinstance(self._metrics, list) else [self._metrics]
+        found = [each["gauges"] for each in engines if "num_requests_running" in each["gauges"]]
+        num_kv_tokens = self._service.engine.facts.num_kv_tokens
+        loads = []
+        for rank, gauges in enumerate(found):
+            running, waiting = int(gauges["num_requests_running"]), int(gauges["num_requests_waiting"])
+            num_tokens = round(gauges["kv_cache_usage_perc"] * num_kv_tokens)
+            loads.append(EngineLoad(rank, running + waiting, waiting, num_tokens))
+        return JSON(loads)
+
+    async def description(self, http: Request) -> Response:
+        facts, name = self._service.engine.facts, self._service.model_name
+        sizes = facts.max_model_len, facts.num_kv_tokens
+        return JSON(Description(name, facts.pooling is None, *sizes, str(facts.weight_version), __version__))

@@ -19,10 +19,11 @@ HARMLESS: Mapping[str, Any] = {
     "best_of": 1, "chat_template_kwargs": {}, "details": False, "diversity_penalty": 0, "do_sample": True,
     "dynatemp_range": 0, "early_stopping": False, "extra_body": {}, "mirostat": 0, "n_probs": 0,
     "no_repeat_ngram_size": 0, "num_beams": 1, "num_return_sequences": 1, "presence_context_penalty": 0,
-    "repeat_penalty": 1, "return_full_text": False, "tfs_z": 1, "timings_per_token": False, "top_a": 0,
+    "no_stop_trim": False, "repeat_penalty": 1, "return_full_text": False, "return_hidden_states": False,
+    "separate_reasoning": True, "stream_reasoning": True, "tfs_z": 1, "timings_per_token": False, "top_a": 0,
     "typical_p": 1, "watermark": False, "xtc_probability": 0,
     "enable_thinking": None, "max_new_tokens": None, "n_predict": None, "num_ctx": None, "num_predict": None,
-    "thinking": None,
+    "rid": None, "thinking": None,
 }  # fmt: skip
 """Unknown field -> the value besides null that changes nothing here, and that a body may have; ANY: all do not."""
 HINTS = {
@@ -35,6 +36,7 @@ HINTS = {
     "num_ctx": "--max-model-len sets it",
     "num_return_sequences": "it is n",
     "repeat_penalty": "it is repetition_penalty",
+    "rid": "it is request_id",
     "thinking": "chat_template_kwargs takes it",
 }
 _MAX_LOGGED = 256
