@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 import httpx
 import openai
 import pytest
-
 from tests.helpers.routers import MODEL, Router, free_ports, sglang_router, vllm_router
 from tests.helpers.server import RunningServer
 
