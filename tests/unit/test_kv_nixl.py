@@ -209,6 +209,7 @@ def test_invalid_kv_transfer_params(make: MakeEngine) -> None:
         ({**params, "do_remote_decode": True}, "exclude each other"),
         ({**params, "offer": ""}, "offer is ''; it must be that of the prefill engine's output"),
         ({**params, "remote_addresses": ["127.0.0.1:1"]}, "remote_addresses"),
+        ({**params, "remote_host": "127.0.0.1"}, "remote_host is '127.0.0.1'"),
         ({"do_remote_decode": True}, "kv_role is 'kv_consumer' in this engine's"),
     ]:
         with pytest.raises((ValueError, TypeError), match=message):
@@ -216,13 +217,28 @@ def test_invalid_kv_transfer_params(make: MakeEngine) -> None:
     with pytest.raises(ValueError, match="kv_role is 'kv_producer' in this engine's"):
         producer.remote(params)
     assert not consumer.scheduler.has_pending
-    request = consumer.remote({"do_remote_prefill": False, "offer": None})
+    request = consumer.remote(
+        {"do_remote_prefill": False, "offer": None, "remote_host": None, "remote_block_ids": None}
+    )
     assert consumer.matched(request) == 0
 
 
 def test_default_settings() -> None:
     config = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both")
     assert NixlSettings.of(config) == NixlSettings("nixl", "127.0.0.1", 0, 30, 480, 64 << 20, 4)
+
+
+def test_the_side_channel_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "10.0.0.7")
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")
+    settings = [
+        NixlSettings.of(KVTransferConfig("NixlConnector", kv_role="kv_both", kv_connector_extra_config=extra))
+        for extra in ({}, {"side_channel_host": "10.0.0.8", "side_channel_port": 7})
+    ]
+    assert [(one.side_channel_host, one.side_channel_port) for one in settings] == [("10.0.0.7", 5600), ("10.0.0.8", 7)]
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "x")
+    with pytest.raises(ValueError, match="VLLM_NIXL_SIDE_CHANNEL_PORT is 'x'"):
+        NixlSettings.of(KVTransferConfig("NixlConnector", kv_role="kv_both"))
 
 
 def test_port_in_use(make: MakeEngine) -> None:

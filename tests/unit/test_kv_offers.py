@@ -73,6 +73,10 @@ def test_offers_that_are_remembered_are_limited(monkeypatch: pytest.MonkeyPatch)
         (("10.0.0.1",), "127.0.0.1:9", False),
         (("10.0.0.1:9",), "10.0.0.1:9", True),
         (("10.0.0.1:9",), "10.0.0.1:10", False),
+        (("10.1.0.0/16", "other"), "10.1.255.9:9", True),
+        (("10.1.0.0/16", "other"), "10.2.0.1:9", False),
+        (("10.1.0.0/16", "other"), "other:9", True),
+        (("10.1.0.0/16", "other"), "another:9", False),
     ],
 )
 def test_peers(peers: tuple[str, ...], address: str, is_listed: bool) -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 USE_V2_MODEL_RUNNER = "FLEETFOOT_USE_V2_MODEL_RUNNER"
 """Unset: the oracle chooses the model runner; ``0``: V1; ``1``: V2. `use_v2_model_runner` reads it."""
@@ -131,6 +132,22 @@ def engine_key() -> str:
 def cluster_key() -> str | None:
     """``FLEETFOOT_CLUSTER_KEY``: the secret that the processes of a deployment share."""
     return os.environ.get(CLUSTER_KEY) or None
+
+
+class SideChannel(NamedTuple):
+    """The address of an engine for others that hand KV over."""
+
+    host: str | None
+    port: int
+
+
+def nixl_side_channel() -> SideChannel:
+    """vLLM's ``VLLM_NIXL_SIDE_CHANNEL_HOST`` and ``_PORT``, which manifests set to the pod's address; port 0: any.
+    Raises ValueError: the port is no number."""
+    port = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT") or "0"
+    if not port.isdecimal():
+        raise ValueError(f"VLLM_NIXL_SIDE_CHANNEL_PORT is {port!r}; it must be the number of a port")
+    return SideChannel(os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST") or None, int(port))
 
 
 def admin_key() -> str | None:

@@ -113,6 +113,13 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
+def as_network(text: str) -> ipaddress.IPv4Network | None:
+    """The network of a text with a prefix length, such as ``10.1.0.0/16``; None: it is none."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.IPv4Network(text) if "/" in text else None
+    return None
+
+
 def get_open_port() -> int:
     """A TCP port that was free a moment ago."""
     with socket.socket() as probe:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hashlib
+import ipaddress
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +21,7 @@ import msgspec
 from fleetfoot.records.request import Request
 from fleetfoot.utils.cluster_key import SIGNATURE_BYTES, ClusterKey
 from fleetfoot.utils.sockets import parse_address
-from fleetfoot.utils.validation import FieldError, is_loopback
+from fleetfoot.utils.validation import FieldError, as_network, is_loopback
 
 MAX_OFFER_CHARS = 1 << 16
 MAX_REMEMBERED = 1 << 18
@@ -69,7 +71,7 @@ class Offers:
 
     Args:
         key: of the deployment.
-        peers: ``host`` or ``host:port`` of the engines whose offers are accepted; (): those on loopback.
+        peers: ``host``, ``host:port`` or the network of the engines whose offers are accepted; (): those on loopback.
         lifetime: seconds for which an offer can be accepted.
         clock: seconds since the epoch; other engines' clocks must agree with it much better than ``lifetime``.
     """
@@ -78,6 +80,7 @@ class Offers:
         self, key: ClusterKey, peers: Sequence[str], lifetime: float, clock: Callable[[], float] = time.time
     ) -> None:
         self._key, self._peers, self._lifetime, self._clock = key, frozenset(peers), lifetime, clock
+        self._networks = tuple(network for peer in peers if (network := as_network(peer)))
         self._used: dict[bytes, float] = {}  # nonce of an accepted offer -> when it expires
 
     def make(
@@ -135,7 +138,12 @@ class Offers:
 
     def _is_listed(self, address: str) -> bool:
         host = parse_address(address)[0]
-        return not self._peers.isdisjoint((host, address)) if self._peers else is_loopback(host)
+        if not self._peers:
+            return is_loopback(host)
+        with contextlib.suppress(ValueError):  # of a name, which no network has
+            if any(ipaddress.ip_address(host) in network for network in self._networks):
+                return True
+        return not self._peers.isdisjoint((host, address))
 
     def _remember(self, offer: Offer, now: float) -> None:
         if offer.nonce in self._used:

@@ -1,8 +1,9 @@
 """The NIXL connector's settings, the ``kv_transfer_params`` of requests and outputs, and a step's metadata. No torch.
 
 A request for the prefill engine has ``{"do_remote_decode": True}``. The ``kv_transfer_params`` of its output,
-``{"do_remote_prefill": True, "offer": ...}``, go unchanged into the request for the decode engine. Names are vLLM's
-where the meaning is the same.
+``{"do_remote_prefill": True, "offer": ...}``, go unchanged into the request for the decode engine, as llm-d's sidecar
+and vllm-router pass them on. Names are vLLM's where the meaning is the same. Those of addresses and blocks are accepted
+as null: the offer has them.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fleetfoot.config import env
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.kv_transfer.base.connector import MAX_THREADS, ConnectorSettings, TransferContext
 from fleetfoot.kv_transfer.base.offers import Offer
 from fleetfoot.utils.sockets import parse_address
-from fleetfoot.utils.validation import FieldError, is_host, unknown_keyword
+from fleetfoot.utils.validation import FieldError, as_network, is_host, unknown_keyword
 
 BACKENDS = ("nixl", "tcp")
 DEFAULT_HOST = "127.0.0.1"
@@ -31,6 +33,8 @@ DO_REMOTE_DECODE = "do_remote_decode"
 DO_REMOTE_PREFILL = "do_remote_prefill"
 OFFER = "offer"
 _SWITCHES = (DO_REMOTE_DECODE, DO_REMOTE_PREFILL)
+_NULLS = frozenset(f"remote_{name}" for name in ("engine_id", "request_id", "block_ids", "host", "port", "num_tokens"))
+"""Names of vLLM's that routers send without values to a prefill engine."""
 
 
 # --- settings -------------------------------------------------------------------------------------------------------
@@ -55,8 +59,8 @@ class NixlSettings:
     num_threads: int
     """Concurrent loads of a rank."""
     peers: tuple[str, ...] = ()
-    """``host`` or ``host:port`` of the engines that KV is loaded from, as their ``side_channel_host``; (): engines on
-    loopback."""
+    """``host``, ``host:port`` or a network (``10.1.0.0/16``) of the engines that KV is loaded from, as their
+    ``side_channel_host``; (): engines on loopback."""
 
     @classmethod
     def of(cls, config: KVTransferConfig, *, num_ranks: int = 1) -> NixlSettings:
@@ -66,11 +70,12 @@ class NixlSettings:
         backend = settings.text("backend") or BACKENDS[0]
         if backend not in BACKENDS:
             raise settings.error("backend", backend, " or ".join(BACKENDS))
-        host = settings.text("side_channel_host") or DEFAULT_HOST
+        given = env.nixl_side_channel()
+        host = settings.text("side_channel_host") or given.host or DEFAULT_HOST
         if host == "0.0.0.0" or not is_host(host):  # other engines connect to this very address
             expected = "an address of this machine that other engines reach it by, a name or an IPv4 address"
             raise settings.error("side_channel_host", host, f"{expected}; the port is side_channel_port")
-        port = settings.integer("side_channel_port", 0, minimum=0, maximum=MAX_PORT)
+        port = settings.integer("side_channel_port", given.port, minimum=0, maximum=MAX_PORT)
         if port > MAX_PORT + 1 - num_ranks:
             expected = f"at most {MAX_PORT + 1 - num_ranks}: rank r of {num_ranks} takes this plus r"
             raise settings.error("side_channel_port", port, expected)
@@ -81,14 +86,14 @@ class NixlSettings:
         peers = settings.texts("peers")
         for peer in peers:
             if not _is_peer(peer):
-                raise settings.error("peers", peer, "a list of hosts, or of host:port, of other engines' side channels")
+                raise settings.error("peers", peer, "a list of hosts, host:port or networks of other engines")
         settings.check_all_read()
         return cls(backend, host, port, lease_duration, abort_timeout, buffer_bytes, num_threads, peers)
 
 
 def _is_peer(text: str) -> bool:
     with contextlib.suppress(ValueError):
-        return is_host(text) or is_host(parse_address(text)[0])
+        return as_network(text) is not None or is_host(text) or is_host(parse_address(text)[0])
     return False
 
 
@@ -126,8 +131,12 @@ def parse_params(params: Mapping[str, Any]) -> str | None:
     Raises:
         ValueError, TypeError: a name is unknown, or a value is missing or invalid.
     """
-    for name in params:
-        if name not in (*_SWITCHES, OFFER):
+    for name, value in params.items():
+        if name in _NULLS:
+            if value is not None:
+                text = f"is {value!r}; requests name no address and no block, those of KV are in {OFFER}"
+                raise FieldError(f"kv_transfer_params.{name}", text, value)
+        elif name not in (*_SWITCHES, OFFER):
             raise unknown_keyword("kv_transfer_params", name, [*_SWITCHES, OFFER])
     for name in _SWITCHES:
         if not isinstance(params.get(name, False), bool):
