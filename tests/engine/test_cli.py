@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -477,7 +478,10 @@ def test_cold(run: Command) -> None:
 def test_throughput_with_ranges_a_common_prefix_and_arrivals(run: Command, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     flags = ["--num-prompts", "7", "--input-len", "40:50", "--output-len", "2:5", "--prefix-len", "32"]
-    assert run("bench", "throughput", *flags, "--request-rate", "1000", "--output", str(path)) == ""
+    flags += ["--request-rate", "1000", "--output", str(path), "--plot", str(tmp_path / "plot.svg")]
+    assert run("bench", "throughput", *flags) == ""
+    words = {element.text for element in ElementTree.parse(tmp_path / "plot.svg").iter()}
+    assert {"TTFT", "latency", "roofline", "50%"} <= words
     content = json.loads(path.read_text())
     measured = content["results"]
     assert content["settings"]["input_len"] == "40:50" and content["settings"]["num_prompts"] == 7

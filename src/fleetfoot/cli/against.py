@@ -5,20 +5,18 @@ from __future__ import annotations
 import argparse
 import gc
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from xml.sax.saxutils import escape
 
 from fleetfoot.cli.arguments import with_settings
 from fleetfoot.cli.command import (
     UsageError,
-    check_output_file,
     count,
     dump_object,
     read_prompts_file,
     started_engine,
     usage_errors,
 )
+from fleetfoot.cli.drawing import Chart, Curve, check_plot_file, draw
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -58,10 +56,7 @@ def _keeper(kept: list[torch.Tensor]) -> Callable[..., None]:
 
 def run_against(arguments: argparse.Namespace) -> int:
     """Compare, and print the report. Returns the exit code."""
-    if arguments.plot is not None:
-        check_output_file("--plot", arguments.plot)
-        if Path(arguments.plot).suffix != ".svg":
-            raise UsageError(f"--plot {arguments.plot}: the plot is an SVG; end the name in .svg")
+    check_plot_file("--plot", arguments.plot)
     prompts = None if arguments.prompts_file is None else read_prompts_file(arguments.prompts_file)
     other = with_settings(arguments, model=arguments.against, quantization=None, revision=None)
     texts, expected, expected_layers = _record(other, prompts, None, by_layer=arguments.by_layer)
@@ -70,7 +65,7 @@ def run_against(arguments: argparse.Namespace) -> int:
         "against": arguments.against, "num_texts": len(texts), "layers": _layer_errors(expected_layers, found_layers),
     }  # fmt: skip
     if arguments.plot is not None:
-        Path(arguments.plot).write_text(plot(report), encoding="utf-8")
+        plot(report, arguments.plot)
     curve = report.pop("kl_by_share")
     print(dump_object({**report, "kl_by_share": curve}) if arguments.json else _text(report))
     return 0
@@ -183,41 +178,14 @@ def _text(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def plot(report: dict[str, Any]) -> str:
-    """An SVG: the divergence of a share of the positions; and below it each layer's error, where it is known."""
-    width, height, left = 640, 240, 60
-    parts = [
-        _axes(0, "KL in nats, below which a share of the positions is", max(report["kl_by_share"]), width, height, left)
-    ]
-    step, most = (width - left - 20) / 100, max(report["kl_by_share"]) or 1.0
-    points = " ".join(
-        f"{left + number * step:.1f},{height - 40 - (height - 80) * value / most:.1f}"
-        for number, value in enumerate(report["kl_by_share"])
-    )
-    parts.append(f'<polyline points="{points}" fill="none" stroke="#2563eb" stroke-width="2"/>')
-    if layers := report["layers"]:
-        most, bar = max(layers) or 1.0, (width - left - 20) / len(layers)
-        parts.append(_axes(height, "difference of each layer's output", max(layers), width, height, left))
-        for number, error in enumerate(layers):
-            size = (height - 80) * error / most
-            x, y = left + number * bar, 2 * height - 40 - size
-            parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{bar * 0.8:.1f}" height="{size:.1f}" fill="#2563eb"/>')
-    total = height * (2 if layers else 1)
-    title = escape(
+def plot(report: dict[str, Any], file: str) -> None:
+    """Draw the divergence of a share of the positions; and below it each layer's error, where it is known."""
+    title = (
         f"mean KL {report['mean_kl']:.3g}, top-1 agreement {report['top1_agreement']:.1%}, against {report['against']}"
     )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{total}" font-family="sans-serif" '
-        f'font-size="12"><rect width="100%" height="100%" fill="white"/><text x="{left}" y="16">{title}</text>'
-        f"{''.join(parts)}</svg>\n"
-    )
-
-
-def _axes(top: int, title: str, most: float, width: int, height: int, left: int) -> str:
-    bottom = top + height - 40
-    return (
-        f'<path d="M{left} {top + 40}V{bottom}H{width - 20}" fill="none" stroke="black"/>'
-        f'<text x="{left}" y="{top + 34}">{escape(title)}</text>'
-        f'<text x="{left - 6}" y="{top + 48}" text-anchor="end">{most:.2g}</text>'
-        f'<text x="{left - 6}" y="{bottom}" text-anchor="end">0</text>'
-    )
+    curve = [(float(percent), value) for percent, value in enumerate(report["kl_by_share"])]
+    charts = [Chart("KL in nats, below which a share of the positions is", "% of the positions", [Curve("", curve)])]
+    if layers := report["layers"]:
+        bars = [(number + 0.5, error) for number, error in enumerate(layers)]
+        charts.append(Chart("difference of each layer's output", "layer", [Curve("", bars, "bars")]))
+    draw(title, charts, file)

@@ -1,4 +1,4 @@
-"""`fleetfoot bench`: measures latency, throughput or a cold start, prints JSON. docs/benchmarks.md has its fields."""
+"""`fleetfoot bench`: measures latency, throughput, a cold start or a server. docs/benchmarks.md has the results."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetfoot._version import __version__
-from fleetfoot.cli import command
+from fleetfoot.cli import bench_serve, command
 from fleetfoot.cli.arguments import add_engine_arguments, given_settings
 from fleetfoot.cli.bench_cold import ColdSamples, cold_results, cold_summary, run_cold
-from fleetfoot.cli.bench_load import BenchRequest, Lengths, Samples, Workload, results, run_load
-from fleetfoot.cli.bench_roofline import floor_report, measure_floor
+from fleetfoot.cli.bench_load import BenchRequest, Lengths, Samples, Workload, results, run_load, tails_chart
+from fleetfoot.cli.bench_roofline import Roofline, floor_report, measure_floor, roofline_chart
+from fleetfoot.cli.drawing import check_plot_file, draw
 from fleetfoot.inputs import PromptType
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.utils.process import SHORT_COLLECTIONS, progress_bar
@@ -54,12 +55,14 @@ def _run_latency(arguments: argparse.Namespace) -> int:
         warm_up = [workload.random_requests(batch[0], stream=(_WARM_UP, i)) for i in range(arguments.num_warmup)]
         measured = [workload.random_requests(batch[0], stream=(_MEASURED, i)) for i in range(arguments.num_iters)]
         samples = _measure(engine, warm_up, measured, arguments.temperature)
-        floor = floor_report(measure_floor(engine), samples, batch=batch)
+        roofline = measure_floor(engine)
+        floor = floor_report(roofline, samples, batch=batch)
         settings = ("input_len", "output_len", "batch_size", "num_iters", "num_warmup", "temperature", "seed")
         report = _report("latency", engine, start_s) | {
             "settings": {name: getattr(arguments, name) for name in settings},
             "results": results(samples, with_loads=True, floor=floor),
         }
+        _plot(arguments, engine, samples, roofline)
     return _print(report, arguments.output, summary(report["results"]))
 
 
@@ -92,7 +95,8 @@ def _run_throughput(arguments: argparse.Namespace) -> int:
             requests = workload.dataset_requests(prompts, stream=(_MEASURED,))
         requests = workload.with_arrivals(requests, arguments.request_rate)
         samples = _measure(engine, [warm_up], [requests], arguments.temperature)
-        floor = floor_report(measure_floor(engine), samples, is_paced=is_paced)
+        roofline = measure_floor(engine)
+        floor = floor_report(roofline, samples, is_paced=is_paced)
         settings = ("prefix_len", "prompts_file", "num_warmup", "temperature", "seed")
         report = _report("throughput", engine, start_s) | {
             "settings": {name: getattr(arguments, name) for name in settings}
@@ -104,6 +108,7 @@ def _run_throughput(arguments: argparse.Namespace) -> int:
             },
             "results": results(samples, with_loads=False, floor=floor),
         }
+        _plot(arguments, engine, samples, roofline)
     return _print(report, arguments.output, summary(report["results"]))
 
 
@@ -131,6 +136,9 @@ def _run_cold(arguments: argparse.Namespace) -> int:
             | {"duration": arguments.duration, "seed": arguments.seed},
             "results": (measured := cold_results(samples)),
         }
+    if arguments.plot is not None:
+        tails = {"TTFT": samples.ttft, "TTFT alone": samples.ttft_alone, "ITL": samples.itl}
+        draw(f"{report['engine']['architecture']}, right after its start", [tails_chart(tails)], arguments.plot)
     return _print(report, arguments.output, f"ready after {start_s:.1f} s, {cold_summary(measured)}")
 
 
@@ -155,6 +163,8 @@ def _add_shared_arguments(parser: argparse.ArgumentParser, *, has_temperature: b
         parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default: 0)")
     _add_number(parser, "--seed", 0, "of random prompts, lengths and times of arrival", least=0)
     parser.add_argument("--output", metavar="FILE", help="write the JSON there, not to standard output")
+    text = "draw the tails of the times, and the steps below the roofline, to an SVG or PNG file"
+    parser.add_argument("--plot", metavar="FILE", help=text)
     add_engine_arguments(parser, takes_model=True)
 
 
@@ -183,6 +193,7 @@ def _started(arguments: argparse.Namespace) -> AbstractContextManager[tuple[LLME
     """The engine. Random tokens with random weights need no tokenizer, only config.json."""
     if arguments.output is not None:
         command.check_output_file("--output", arguments.output)  # before the work, not after it
+    check_plot_file("--plot", arguments.plot)
     given = given_settings(arguments)
     needs_no_text = getattr(arguments, "prompts_file", None) is None and "tokenizer" not in given
     defaults = {"skip_tokenizer_init": True} if needs_no_text and given.get("load_format") == "dummy" else {}
@@ -272,6 +283,13 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def _plot(arguments: argparse.Namespace, engine: LLMEngine, samples: Samples, floor: Roofline | None) -> None:
+    if arguments.plot is not None:
+        times = {"TTFT": samples.ttft, "TPOT": samples.tpot, "ITL": samples.itl, "latency": samples.request_latency}
+        charts = [tails_chart(times), *([] if floor is None else [roofline_chart(floor, samples)])]
+        draw(f"{engine.plan.model.architecture} in {engine.plan.dtype}, {engine.runner_name}", charts, arguments.plot)
+
+
 def _print(report: dict[str, Any], output: str | None, status: str) -> int:
     text = command.dump_object(report)
     if output is None:
@@ -335,6 +353,9 @@ def _add_benchmarks(parser: argparse.ArgumentParser) -> None:
     cold = command.Command("cold", text, _add_cold_arguments, _run_cold, _EPILOG, "[MODEL] ")
     command.add_command(table, throughput)
     command.add_command(table, cold)
+    command.add_command(table, bench_serve.COMMAND)
 
 
-COMMAND = command.Command("bench", "measure latency, throughput or a cold start", _add_benchmarks, epilog=_EPILOG)
+COMMAND = command.Command(
+    "bench", "measure latency, throughput, a cold start or a server", _add_benchmarks, epilog=_EPILOG
+)

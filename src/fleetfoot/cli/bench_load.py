@@ -9,12 +9,13 @@ import argparse
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, quantiles
 from typing import TYPE_CHECKING, Any
 
 from fleetfoot.cli.command import usage_errors
+from fleetfoot.cli.drawing import Chart, Curve
 from fleetfoot.inputs import PromptType
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.scheduler.stats import DraftStats, SchedulerStats, TransferStats
@@ -232,25 +233,25 @@ def results(samples: Samples, *, with_loads: bool, floor: dict[str, Any] | None 
         "num_requests": num_requests,
         "num_prompt_tokens": num_prompt_tokens,
         "num_output_tokens": num_output_tokens,
-        "requests_per_s": _ratio(num_requests, duration),
-        "output_tokens_per_s": _ratio(num_output_tokens, duration),
-        "total_tokens_per_s": _ratio(num_prompt_tokens + num_output_tokens, duration),
+        "requests_per_s": ratio(num_requests, duration),
+        "output_tokens_per_s": ratio(num_output_tokens, duration),
+        "total_tokens_per_s": ratio(num_prompt_tokens + num_output_tokens, duration),
         "ttft_ms": distribution(samples.ttft, _MS),
         "tpot_ms": distribution(samples.tpot, _MS),
         "itl_ms": distribution(samples.itl, _MS),
         "request_latency_ms": distribution(samples.request_latency, _MS),
         **({"batch_latency_ms": distribution(samples.load_duration, _MS)} if with_loads else {}),
         "num_steps": num_steps,
-        "steps_per_s": _ratio(num_steps, duration),
-        "requests_per_step": _ratio(sum(step.num_requests for step in steps), num_steps),
-        "tokens_per_step": _ratio(sum(step.num_tokens for step in steps), num_steps),
+        "steps_per_s": ratio(num_steps, duration),
+        "requests_per_step": ratio(sum(step.num_requests for step in steps), num_steps),
+        "tokens_per_step": ratio(sum(step.num_tokens for step in steps), num_steps),
         "host_time_per_step_us": distribution((step.host_s for step in steps), _US),
         "schedule_time_per_step_us": distribution((step.schedule_s for step in steps), _US),
         "update_time_per_step_us": distribution((step.update_s for step in steps), _US),
-        "output_time_per_step_us": _ratio((samples.in_steps - in_runner - host) * _US, num_steps),
+        "output_time_per_step_us": ratio((samples.in_steps - in_runner - host) * _US, num_steps),
         "runner_time_per_step_ms": distribution((step.execute_s for step in steps), _MS),
-        "runner_share": _ratio(in_runner, duration),
-        "prefix_cache": {"queried_tokens": queried, "hit_tokens": hits, "hit_rate": _ratio(hits, queried)},
+        "runner_share": ratio(in_runner, duration),
+        "prefix_cache": {"queried_tokens": queried, "hit_tokens": hits, "hit_rate": ratio(hits, queried)},
         "num_preemptions": after.num_preemptions - before.num_preemptions,
         "drafts": _drafts(after.drafts.since(before.drafts)),
         "kv_transfer": _transfers(after.transfers.since(before.transfers)),
@@ -301,5 +302,23 @@ def distribution(values: Iterable[float], scale: float) -> dict[str, float | int
     return {"mean": fmean(ordered) * scale, **percentiles, "max": ordered[-1] * scale, "count": len(ordered)}
 
 
-def _ratio(part: float, whole: float) -> float | None:
+def tails_chart(times: Mapping[str, Sequence[float]]) -> Chart:
+    """The times in seconds, by name, that a share of the samples stays below, in ms. The axis of shares stretches
+    towards the slowest sample: 90%, 99% and 99.9% have equal distances."""
+    curves = []
+    for name, values in times.items():
+        ordered, count = sorted(values), len(values)
+        ranks = sorted(
+            {count * step // 200 for step in range(200)} | {count - 1 - rank for rank in range(min(count, 100))}
+        )
+        curves.append(Curve(name, [(count / (count - rank), ordered[rank] * _MS) for rank in ranks if rank < count]))
+    most = max((x for curve in curves for x, _ in curve.points), default=1.0)
+    labels = {1.0: "0%", 2.0: "50%", 10.0: "90%", 100.0: "99%", 1e3: "99.9%", 1e4: "99.99%"}
+    shown = {place: label for place, label in labels.items() if place <= most}
+    title = "time that a share of the samples stays below, ms"
+    return Chart(title, "share of the samples", curves, x_is_log=True, y_is_log=True, x_labels=shown)
+
+
+def ratio(part: float, whole: float) -> float | None:
+    """None: ``whole`` is 0."""
     return part / whole if whole else None

@@ -16,6 +16,7 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fleetfoot.cli.drawing import Chart, Curve
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
 
 if TYPE_CHECKING:
@@ -158,6 +159,24 @@ def floor_report(
         "share": None if is_paced or not duration else (linear + attention) / duration,
         **({} if batch is None else batch_floors(floor, *batch)),
     }
+
+
+def roofline_chart(floor: Roofline, samples: Samples) -> Chart:
+    """What steps have computed, below what memory and arithmetic allow: TFLOP/s over operations for each byte read.
+    Steps are counted with their linear layers alone."""
+    costs, dots = floor.costs, set()
+    for step in samples.steps:
+        flops = step.num_tokens * costs.flops_per_token + step.num_requests * costs.flops_per_logits
+        seconds = step.execute_s + step.host_s
+        dots.add((float(f"{flops / costs.weight_bytes:.3g}"), float(f"{flops / seconds / 1e12:.3g}")))
+    ridge = floor.flops_per_s / floor.bytes_per_s
+    ends = [x for x, _ in dots] + [ridge / 4]
+    roof = [
+        (x, min(floor.flops_per_s, x * floor.bytes_per_s) / 1e12) for x in (min(ends), ridge, max(*ends, 4 * ridge))
+    ]
+    curves = [Curve("steps", sorted(dots), "dots"), Curve("roofline", roof)]
+    title = "TFLOP/s over operations for each byte of weights"
+    return Chart(title, "operations for each byte", curves, x_is_log=True, y_is_log=True)
 
 
 def batch_floors(floor: Roofline, batch_size: int, input_len: int, output_len: int) -> dict[str, float]:

@@ -99,7 +99,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     against_help = "compare the distributions of next tokens with those of this model, and nothing else"
     parser.add_argument("--against", metavar="MODEL", help=against_help)
     parser.add_argument("--by-layer", action="store_true", help="with --against: the difference of each layer's output")
-    parser.add_argument("--plot", metavar="FILE", help="with --against: draw it to an SVG file")
+    parser.add_argument("--plot", metavar="FILE", help="with --against: draw it to an SVG or PNG file")
     runners_help = "leave out the other paths and the comparison with float32, which takes memory for float32 weights"
     parser.add_argument("--runners-only", action="store_true", help=runners_help)
     add_engine_arguments(parser, leave_out=("model_runner", "use_v2_model_runner", "max_logprobs"), takes_model=True)

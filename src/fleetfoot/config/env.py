@@ -54,6 +54,11 @@ def _parse_flag(name: str, value: str | None, allowed: str) -> bool | None:
     return None if value is None else value == "1"
 
 
+def openai_key() -> str | None:
+    """``OPENAI_API_KEY``, which clients of OpenAI servers send; None: unset or empty."""
+    return os.environ.get("OPENAI_API_KEY") or None
+
+
 def no_color() -> bool:
     """Whether terminal output must have no colours."""
     return bool(os.environ.get(NO_COLOR))
@@ -75,13 +80,18 @@ def for_child(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def for_engine() -> dict[str, str]:
-    """The environment of an engine's process beside API servers.
+    """The environment of an engine's process beside API servers."""
+    return for_child(engine_defaults())
+
+
+def engine_defaults() -> dict[str, str]:
+    """Variables of an engine's process beside API servers, unless the user has set such ones.
 
     A thread of OpenMP that waits for another one spins before it blocks, by default for milliseconds. If a server has
     the other's core, it takes a further core for nothing, so it spins for microseconds only (libgomp).
     """
     is_set = any(name in os.environ for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"))
-    return for_child({} if is_set else {"GOMP_SPINCOUNT": "1000"})
+    return {} if is_set else {"GOMP_SPINCOUNT": "1000"}
 
 
 @contextmanager

@@ -1,0 +1,760 @@
+"""`fleetfoot bench serve`: the load of clients on an OpenAI server, its latencies, and how they grow with the load.
+
+The requests are sent by processes of `fleetfoot.cli.bench_client`. docs/benchmarks.md describes the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import math
+import os
+import pickle
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fleetfoot.cli import command
+from fleetfoot.cli.arguments import add_engine_arguments, engine_config
+from fleetfoot.cli.bench_client import Conversation, Finished, Load, Progress, Sample, Turn, gaps
+from fleetfoot.cli.bench_load import BenchRequest, Lengths, Samples, distribution, ratio, run_load
+from fleetfoot.cli.drawing import Chart, Curve, check_plot_file, draw
+from fleetfoot.config import env
+from fleetfoot.utils.process import num_cores, raise_file_limit, write_to
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_EPILOG = """\
+Load the embedded model's server, or another one:
+
+  fleetfoot bench serve --num-prompts 200 --max-concurrency 1,4,16,64 --plot load.svg
+  fleetfoot bench serve --base-url http://127.0.0.1:8000 --request-rate 1,2,4,8 --duration 60 --goodput ttft:500 tpot:50
+
+With one rate and one concurrency the result is one JSON object with the keys of `vllm bench serve`, with several one
+object on each line. docs/benchmarks.md describes them."""
+
+_METRICS = {
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "inter-token latency",
+    "e2el": "latency",
+}
+_PERCENTILES = (50, 90, 95, 99)
+_BLOCK = 512
+"""Tokens of a prompt that one of a trace's ``hash_ids`` stands for."""
+_WORDS = """
+the of and to in is it you that he was for on are with as his they be at one have this from or had by hot word but what
+some we can out other were all there when up use your how said an each she which do their time if will way
+""".split()  # noqa: SIM905
+"""Words of prompts of chats; most tokenizers have one token for each."""
+_START_S = 600
+_BUSY = 0.9
+"""Share of a core from which on a client's process may be the limit."""
+_LATE_MS = 20
+"""The same of the time that it wakes up late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What requests look like."""
+
+    input_len: Lengths
+    output_len: Lengths
+    prefix_len: int = 0
+    """Tokens that the prompts of a group begin with."""
+    num_prefixes: int = 1
+    """Groups, one of which each conversation is in."""
+    num_turns: int = 1
+    vocab_size: int = 200
+    is_chat: bool = False
+    seed: int = 0
+
+
+def make_conversations(shape: Shape, fields: dict[str, Any], count: int) -> list[Conversation]:
+    """Random prompts: of token ids, or of words in a chat. ``fields``: of each body besides. The same for a seed."""
+    rng, prefix_rng = _rng(shape.seed, 1), _rng(shape.seed, 2)
+    prefixes = [_random(prefix_rng, shape, shape.prefix_len) for _ in range(shape.num_prefixes)]
+    conversations = []
+    for number in range(count):
+        turns, messages = [], []
+        for turn in range(shape.num_turns):
+            (length,), (output_len,) = shape.input_len.draw(rng, 1), shape.output_len.draw(rng, 1)
+            prefix = prefixes[number % len(prefixes)] if turn == 0 else []
+            prompt = prefix + _random(rng, shape, max(1, length - len(prefix)))
+            turns.append(Turn(_body(fields, prompt, output_len, is_chat=shape.is_chat), output_len))
+            messages.append(" ".join(map(str, prompt)))
+        conversations.append(Conversation(number, turns, messages=messages if shape.num_turns > 1 else []))
+    return conversations
+
+
+def read_trace(file: str, shape: Shape, fields: dict[str, Any], speed: float) -> list[Conversation]:
+    """The requests of a trace in the format of Mooncake: on each line ``timestamp`` (ms), ``input_length``,
+    ``output_length``, and ``hash_ids``, of which each stands for 512 tokens that are the same wherever it is; or in
+    place of the lengths ``prompt`` or ``messages``. ``speed``: above 1, requests come faster. Raises UsageError."""
+    conversations = []
+    for number, (where, entry) in enumerate(command.read_json_lines("--trace", file)):
+        given = {name: entry[name] for name in ("prompt", "messages") if name in entry}
+        try:
+            output_len = int(entry.get("output_length", shape.output_len.low))
+            due = float(entry.get("timestamp", 0.0)) / 1e3 / speed
+            if given:
+                body = msgspec.json.encode(fields | given | {"max_tokens": output_len})
+            else:
+                length = int(entry["input_length"])
+                ids = entry.get("hash_ids") or []
+                prompt = [one for name in ids for one in _random(_rng(shape.seed, 3, int(name)), shape, _BLOCK)]
+                prompt += _random(_rng(shape.seed, 4, number), shape, max(0, length - len(prompt)))
+                body = _body(fields, prompt[: max(1, length)], output_len, is_chat=shape.is_chat)
+        except (KeyError, TypeError, ValueError) as error:
+            raise command.UsageError(f"{where} is no request of a trace: {error}") from error
+        conversations.append(Conversation(number, [Turn(body, output_len)], due))
+    return sorted(conversations, key=lambda one: one.due_s or 0.0)
+
+
+def with_arrivals(conversations: Sequence[Conversation], rate: float, seed: int) -> list[Conversation]:
+    """The times of a Poisson process of ``rate`` conversations per second; none for an infinite rate."""
+    if math.isinf(rate):
+        return [*conversations]
+    times = _rng(seed, 5).exponential(1.0 / rate, size=len(conversations)).cumsum().tolist()
+    return [msgspec.structs.replace(one, due_s=due) for one, due in zip(conversations, times, strict=True)]
+
+
+def _rng(*stream: int) -> np.random.Generator:
+    import numpy as np
+
+    return np.random.default_rng(stream)
+
+
+def _random(rng: np.random.Generator, shape: Shape, count: int) -> list[Any]:
+    """Token ids, or words."""
+    if shape.is_chat:
+        return [_WORDS[index] for index in rng.integers(0, len(_WORDS), size=count)]
+    drawn: list[Any] = rng.integers(1, shape.vocab_size, size=count).tolist()
+    return drawn
+
+
+def _body(fields: dict[str, Any], prompt: list[Any], output_len: int, *, is_chat: bool) -> bytes:
+    content = {"messages": [{"role": "user", "content": " ".join(prompt)}]} if is_chat else {"prompt": prompt}
+    return msgspec.json.encode({**fields, **content, "max_tokens": output_len})
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where requests go."""
+
+    url: str
+    headers: dict[str, str]
+    timeout_s: float
+    num_processes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the processes of one load have measured."""
+
+    samples: list[Sample]
+    duration_s: float
+    """From the first request to the last token."""
+    cpu_s: tuple[float, ...]
+    """CPU time of each process."""
+    wall_s: float
+    loop_lags: list[float]
+    """Seconds that processes woke up late."""
+
+
+def run_processes(
+    target: Target, conversations: Sequence[Conversation], concurrency: int, on_progress: Callable[[Progress], object]
+) -> Outcome:
+    """Send conversations from several processes. ``concurrency``: of all together; 0: no limit. ``on_progress`` is
+    called in other threads."""
+    count = min(target.num_processes, len(conversations), concurrency or len(conversations))
+    loads = [
+        Load(target.url, target.headers, concurrency // count + (index < concurrency % count), part, target.timeout_s)
+        for index, part in enumerate(list(conversations[index::count]) for index in range(count))
+    ]
+    words, pipe = [sys.executable, "-m", "fleetfoot.cli.bench_client"], subprocess.PIPE
+    processes = [subprocess.Popen(words, stdin=pipe, stdout=pipe) for _ in loads]
+    try:
+        for process, load in zip(processes, loads, strict=True):
+            data = msgspec.msgpack.encode(load)
+            write_to(process, struct.pack("<I", len(data)) + data)
+        for process in processes:
+            _read(process, 1)
+        begin = time.monotonic() + 0.05
+        for process in processes:
+            write_to(process, struct.pack("<d", begin))
+        with ThreadPoolExecutor(count) as threads:
+            finished = list(threads.map(lambda process: _follow(process, on_progress), processes))
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    samples = sorted((one for part in finished for one in part.samples), key=lambda one: (one.number, one.turn))
+    first, last = min(one.sent for one in samples), max(one.end or one.sent for one in samples)
+    lags = [lag for one in finished for lag in one.loop_lags]
+    cpu, wall = tuple(one.cpu_s for one in finished), max(one.wall_s for one in finished)
+    return Outcome(samples, last - first, cpu, wall, lags)
+
+
+def _follow(process: subprocess.Popen[bytes], on_progress: Callable[[Progress], object]) -> Finished:
+    decode = msgspec.msgpack.Decoder(Progress | Finished).decode
+    while True:
+        (size,) = struct.unpack("<I", _read(process, 4))
+        message = decode(_read(process, size))
+        if isinstance(message, Finished):
+            return message
+        on_progress(message)
+
+
+def _read(process: subprocess.Popen[bytes], size: int) -> bytes:
+    assert process.stdout is not None
+    data = process.stdout.read(size)
+    if len(data) < size:
+        raise RuntimeError("a process that sends requests has ended before its requests")
+    return data
+
+
+def results(outcome: Outcome, goodput: dict[str, float]) -> dict[str, Any]:
+    """The measurements, by the keys of `vllm bench serve`. ``goodput``: limits in ms, by metric."""
+    good = [one for one in outcome.samples if not one.error]
+    duration = outcome.duration_s
+    times = {
+        "ttft": [one.first - one.sent for one in good],
+        "tpot": [_tpot(one) for one in good if one.num_output_tokens > 1],
+        "itl": [gap for one in good for gap in gaps(one)],
+        "e2el": [one.end - one.sent for one in good],
+    }
+    num_input, num_output = (sum(getattr(one, f"num_{name}_tokens") for one in good) for name in ("prompt", "output"))
+    found: dict[str, Any] = {
+        "duration": outcome.duration_s,
+        "completed": len(good),
+        "failed": len(outcome.samples) - len(good),
+        "total_input_tokens": num_input,
+        "total_cached_tokens": sum(one.num_cached_tokens for one in good),
+        "total_output_tokens": num_output,
+        "request_throughput": ratio(len(good), duration),
+        "request_goodput": ratio(sum(_is_good(one, goodput) for one in good), duration) if goodput else None,
+        "output_throughput": ratio(num_output, duration),
+        "total_token_throughput": ratio(num_input + num_output, duration),
+        "max_output_tokens_per_s": _peak_rate(good),
+        "max_concurrent_requests": _peak_running(outcome.samples),
+        "events_per_token": ratio(sum(one.num_events for one in good), num_output),
+    }
+    for name, values in times.items():
+        summary = distribution(values, 1e3)
+        found |= {f"mean_{name}_ms": summary["mean"], f"median_{name}_ms": summary["p50"]}
+        found[f"std_{name}_ms"] = 1e3 * statistics.pstdev(values) if values else None
+        found |= {f"p{percent}_{name}_ms": summary[f"p{percent}"] for percent in _PERCENTILES}
+    busiest = max(outcome.cpu_s) / outcome.wall_s
+    lags = {
+        "send": distribution([one.sent - one.due for one in outcome.samples], 1e3)["p99"],
+        "loop": distribution(outcome.loop_lags, 1e3)["p99"],
+    }
+    found["client"] = {
+        "processes": len(outcome.cpu_s),
+        "cpu_us_per_token": ratio(1e6 * sum(outcome.cpu_s), num_output),
+        "busiest_cpu_share": busiest,
+        **{f"p99_{name}_lag_ms": lag for name, lag in lags.items()},
+        "is_limit": busiest > _BUSY or (lags["loop"] or 0.0) > _LATE_MS,
+    }
+    found["errors"] = dict(Counter(one.error for one in outcome.samples if one.error).most_common(5))
+    return found
+
+
+def _tpot(sample: Sample) -> float:
+    return (sample.end - sample.first) / (sample.num_output_tokens - 1)
+
+
+def _is_good(sample: Sample, limits: dict[str, float]) -> bool:
+    found = {"ttft": sample.first - sample.sent, "e2el": sample.end - sample.sent}
+    found["tpot"] = _tpot(sample) if sample.num_output_tokens > 1 else 0.0
+    return all(1e3 * found[name] <= limit for name, limit in limits.items())
+
+
+def _peak_rate(samples: Sequence[Sample]) -> float:
+    """Most tokens of a second."""
+    counts = Counter[int]()
+    for sample in samples:
+        weight = sample.num_output_tokens / max(1, sample.num_events)
+        at = sample.first
+        counts[int(at)] += weight  # type: ignore[assignment]
+        for gap in gaps(sample):
+            at += gap
+            counts[int(at)] += weight  # type: ignore[assignment]
+    return float(max(counts.values(), default=0))
+
+
+def _peak_running(samples: Sequence[Sample]) -> int:
+    changes = sorted([(one.sent, 1) for one in samples] + [(one.end, -1) for one in samples])
+    running = most = 0
+    for _, change in changes:
+        running += change
+        most = max(most, running)
+    return most
+
+
+# --- the live table ---------------------------------------------------------------------------------------------------
+
+
+class LiveTable:
+    """Rows of loads on a terminal: those that have ended, and the one that runs. Nothing where it is not shown."""
+
+    _HEADS = ("load", "done", "running", "failed", "tokens/s", "TTFT p50", "p99", "TPOT p50", "p99", "good")
+
+    def __init__(self, *, is_shown: bool, goodput: dict[str, float]) -> None:
+        self._goodput = goodput
+        self._rows: list[tuple[str, ...]] = []
+        self._lock = threading.Lock()
+        self._begin_load("", 0)
+        self._live: Any = None
+        if is_shown:
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(console=Console(stderr=True), auto_refresh=False)
+
+    def __enter__(self) -> LiveTable:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def _begin_load(self, name: str, total: int) -> None:
+        self._name, self._total, self._events, self._begin = name, total, 0, time.monotonic()
+        self._running = 0
+        self._ended: list[Sample] = []
+
+    def begin(self, name: str, total: int) -> None:
+        self._begin_load(name, total)
+        self._draw()
+
+    def update(self, progress: Progress) -> None:
+        """A process has reported; the rate is that since the begin of the load."""
+        with self._lock:
+            self._events += progress.events
+            self._ended += progress.ended
+            self._running = progress.running
+            self._draw()
+
+    def end(self, outcome: Outcome) -> str:
+        """The row of a load that has ended, as text."""
+        self._ended, self._running = outcome.samples, 0
+        tokens = sum(one.num_output_tokens for one in outcome.samples if not one.error)
+        self._rows.append(self._row(tokens / (outcome.duration_s or math.nan)))
+        self._name = ""
+        self._draw()
+        return ", ".join(f"{head} {cell}" for head, cell in zip(self._HEADS, self._rows[-1], strict=True) if cell)
+
+    def _row(self, rate: float) -> tuple[str, ...]:
+        good = [one for one in self._ended if not one.error]
+        times = [
+            distribution([one.first - one.sent for one in good], 1e3),
+            distribution([_tpot(one) for one in good if one.num_output_tokens > 1], 1e3),
+        ]
+        cells = [f"{one[key]:.2f} ms" if one["count"] else "" for one in times for key in ("p50", "p99")]
+        share = sum(_is_good(one, self._goodput) for one in good) / len(good) if good and self._goodput else None
+        counts = f"{len(self._ended)}/{self._total}", str(self._running), str(len(self._ended) - len(good))
+        return (self._name, *counts, f"{rate:,.0f}", *cells, "" if share is None else f"{share:.0%}")
+
+    def _draw(self) -> None:
+        if self._live is None:
+            return
+        from rich.table import Table
+
+        table = Table(*self._HEADS, box=None, padding=(0, 1))
+        seconds = time.monotonic() - self._begin
+        for row in [*self._rows, *([self._row(self._events / seconds)] if self._name else [])]:
+            table.add_row(*row)
+        self._live.update(table, refresh=True)
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def plot(points: Sequence[dict[str, Any]], goodput: dict[str, float], file: str) -> None:
+    """Latencies and throughput over the load: over the rate of requests, or over the concurrency where that differs."""
+    by_rate = len({one["request_rate"] for one in points}) > 1
+    name, unit = ("request_rate", "requests/s") if by_rate else ("max_concurrency", "requests at once")
+    places = [float(one[name] or 0) if one[name] != "inf" else math.inf for one in points]
+    charts = []
+    for metric, title in _METRICS.items():
+        curves = [
+            Curve(label, [(x, one[key]) for x, one in zip(places, points, strict=True) if one[key]], "marked")
+            for label, key in (("p50", f"median_{metric}_ms"), ("p99", f"p99_{metric}_ms"))
+        ]
+        if (limit := goodput.get(metric)) and all(map(math.isfinite, places)):
+            curves.append(Curve("limit", [(x, limit) for x in places], "dashed"))
+        charts.append(Chart(f"{title}, ms", unit, curves, y_is_log=True))
+    rates = {"request_throughput": "all", "request_goodput": "within the limits"}
+    curves = [
+        Curve(label, [(x, one[key]) for x, one in zip(places, points, strict=True) if one[key] is not None], "marked")
+        for key, label in rates.items()
+        if goodput or key == "request_throughput"
+    ]
+    charts.append(Chart("requests/s that were answered", unit, curves))
+    tokens = [(x, one["output_throughput"]) for x, one in zip(places, points, strict=True)]
+    charts.append(Chart("output tokens/s", unit, [Curve("", tokens, "marked")]))
+    draw(f"{points[0]['model_id']}, {points[0]['label']}", charts, file)
+
+
+# --- a server of its own ----------------------------------------------------------------------------------------------
+
+
+class OwnServer:
+    """``fleetfoot serve`` with the flags of the engine, in a child process."""
+
+    _PROGRAM = (
+        "import pickle, sys; from fleetfoot.server.serve import serve; sys.exit(serve(*pickle.load(sys.stdin.buffer)))"
+    )
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        from fleetfoot.cli.serve import add_server_arguments, server_settings
+
+        parser = argparse.ArgumentParser()
+        parser.set_defaults(verbose=arguments.verbose)
+        add_server_arguments(parser)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        count = arguments.api_server_count or max(1, min(4, num_cores() // 4))
+        flags = ["--port", str(port), "--api-server-count", str(count), "--max-queue", str(1 << 16)]
+        with command.usage_errors():
+            config = engine_config(arguments)
+            settings = server_settings(parser.parse_args(flags), default_names=(config.model,))
+        self.url = f"http://127.0.0.1:{port}"
+        log = None if arguments.verbose else subprocess.DEVNULL
+        self._process = subprocess.Popen([sys.executable, "-c", self._PROGRAM], stdin=subprocess.PIPE, stderr=log)
+        assert self._process.stdin is not None
+        pickle.dump((config, settings), self._process.stdin)
+        self._process.stdin.flush()
+
+    def wait_ready(self) -> None:
+        """Raises RuntimeError: the server has ended, or is not ready in time."""
+        deadline = time.monotonic() + _START_S
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise RuntimeError("the server has not started; --verbose shows its log")
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/ready", timeout=5):
+                return
+            time.sleep(0.05)
+        raise RuntimeError(f"the server is not ready after {_START_S} s")
+
+    def cpu_s(self) -> dict[str, float]:
+        """Seconds of the engine's process, and of all API servers together; {} where there is no /proc."""
+        parent, seconds = self._process.pid, Counter[str]()
+        with contextlib.suppress(OSError):
+            children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+            for pid in [str(parent), *children]:
+                is_engine = "fleetfoot.engine.process" in Path(f"/proc/{pid}/cmdline").read_text()
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                ticks = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+                seconds["engine" if is_engine else "api_servers"] += ticks  # type: ignore[assignment]
+        return dict(seconds)
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+def measure_offline(arguments: argparse.Namespace, conversations: Sequence[Conversation]) -> dict[str, float]:
+    """The same requests in this process, all at once and without a server."""
+    requests = []
+    for conversation in conversations:
+        for turn in conversation.turns:
+            prompt = msgspec.json.decode(turn.body)["prompt"]
+            requests.append(BenchRequest({"prompt_token_ids": prompt}, turn.max_tokens))
+    with env.defaults(env.engine_defaults()), command.started_engine(arguments) as (engine, _):
+        run_load(engine, requests[:8], Samples())
+        engine.reset_prefix_cache()
+        samples, cpu = Samples(), time.process_time()
+        run_load(engine, requests, samples)
+        cpu = time.process_time() - cpu
+    num_tokens = sum(work.num_output_tokens for work in samples.work)
+    rate = num_tokens / sum(samples.load_duration)
+    return {"tokens_per_s": rate, "cpu_us_per_token": 1e6 * cpu / num_tokens}
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("target")
+    add = group.add_argument
+    add(
+        "--base-url", metavar="URL", help="an OpenAI server that runs (default: one is started with the engine's flags)"
+    )
+    add("--endpoint", choices=("completions", "chat"), default="completions", help="(default: completions)")
+    add("--request-model", metavar="NAME", help="model of the requests (default: the first that the server lists)")
+    add("--header", action="append", default=[], metavar="NAME:VALUE", help="a header of requests; may be repeated")
+    add("--target-key", metavar="KEY", help="API key of the target, or OPENAI_API_KEY")
+    add("--extra-body", type=_json_object, default={}, metavar="JSON", help="further fields of each request")
+    add("--api-server-count", type=int, metavar="N", help="of the server that is started (default: as of serve)")
+    add("--timeout", type=float, default=3600.0, metavar="S", help="seconds of one request (default: 3600)")
+    group = parser.add_argument_group("load")
+    add = group.add_argument
+    text = (
+        "conversations that arrive in a second, in a Poisson process; several with commas: one load each (default: inf)"
+    )
+    add("--request-rate", type=_rates, default=(math.inf,), metavar="X[,X]", help=text)
+    text = "most requests at once; several with commas: one load each (default: no limit)"
+    add("--max-concurrency", type=_counts, default=(0,), metavar="N[,N]", help=text)
+    add("--num-prompts", type=int, metavar="N", help="conversations of each load (default: 100, or all of a trace)")
+    add("--duration", type=float, metavar="S", help="as many as arrive in so many seconds, instead of --num-prompts")
+    add("--num-warmup", type=int, default=2, metavar="N", help="conversations before, which do not count (default: 2)")
+    add("--client-processes", type=int, metavar="N", help="that send requests (default: one for each 4 cores, up to 4)")
+    group = parser.add_argument_group("requests")
+    add = group.add_argument
+    add("--input-len", type=Lengths.parse, default=Lengths(128, 128), metavar="N[:M]", help="tokens (default: 128)")
+    add("--output-len", type=Lengths.parse, default=Lengths(128, 128), metavar="N[:M]", help="tokens (default: 128)")
+    add("--prefix-len", type=int, default=0, metavar="N", help="first tokens that prompts have in common (default: 0)")
+    add("--num-prefixes", type=int, default=1, metavar="N", help="different ones of these, in turn (default: 1)")
+    add("--turns", type=int, default=1, metavar="N", help="requests of a conversation, with all before (default: 1)")
+    add("--trace", metavar="FILE", help="requests and their times, in the format of Mooncake's traces (.jsonl)")
+    add("--trace-speed", type=float, default=1.0, metavar="X", help="how much faster than the trace (default: 1)")
+    add("--vocab-size", type=int, default=200, metavar="N", help="token ids of prompts are below (default: 200)")
+    add("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default: 0)")
+    add("--allow-eos", action="store_true", help="outputs may end before --output-len")
+    add("--seed", type=int, default=0, metavar="N", help="of prompts, lengths and times (default: 0)")
+    group = parser.add_argument_group("result")
+    add = group.add_argument
+    text = "limits in ms of ttft, tpot or e2el: requests within all of them are good"
+    add("--goodput", nargs="+", type=_limit, default=[], metavar="NAME:MS", help=text)
+    add("--plot", metavar="FILE", help="draw latencies and throughput over the load, .svg or .png")
+    add("--offline", action="store_true", help="measure the same requests without a server before, and compare")
+    add("--label", default="fleetfoot", metavar="TEXT", help="a name of the target in the result (default: fleetfoot)")
+    add("--save-detailed", action="store_true", help="add the times of each request to the result")
+    add("--output", metavar="FILE", help="write the JSON there, not to standard output")
+    add_engine_arguments(parser, takes_model=True)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure each load, and print the results."""
+    _check(arguments)
+    raise_file_limit()  # a connection for each request at once
+    shape = Shape(
+        *(arguments.input_len, arguments.output_len, arguments.prefix_len, arguments.num_prefixes, arguments.turns),
+        *(arguments.vocab_size, arguments.endpoint == "chat", arguments.seed),
+    )
+    with contextlib.ExitStack() as stack:
+        offline = server = None
+        if arguments.offline:
+            offline = measure_offline(arguments, make_conversations(shape, {}, arguments.num_prompts or 100))
+        if arguments.base_url is None:
+            server = OwnServer(arguments)
+            stack.callback(server.stop)
+            server.wait_ready()
+        url = (arguments.base_url or (server.url if server else "")).rstrip("/").removesuffix("/v1")
+        headers = _headers(arguments)
+        model = arguments.request_model or _first_model(url, headers)
+        path = "/v1/chat/completions" if shape.is_chat else "/v1/completions"
+        count = arguments.client_processes or max(1, min(4, num_cores() // 4))
+        target = Target(url + path, headers, arguments.timeout, count)
+        fields = {
+            "model": model, "stream": True, "stream_options": {"include_usage": True},
+            "temperature": arguments.temperature, **({} if arguments.allow_eos else {"ignore_eos": True}),
+            **arguments.extra_body,
+        }  # fmt: skip
+        points = _run_loads(arguments, target, shape, fields, server, offline)
+    if arguments.plot is not None:
+        plot(points, dict(arguments.goodput), arguments.plot)
+    text = command.dump_object(points[0]) if len(points) == 1 else "\n".join(json.dumps(one) for one in points)
+    if arguments.output is None:
+        print(text)
+    else:
+        Path(arguments.output).write_text(text + "\n", encoding="utf-8")
+    return 1 if any(one["failed"] for one in points) else 0
+
+
+def _run_loads(
+    arguments: argparse.Namespace,
+    target: Target,
+    shape: Shape,
+    fields: dict[str, Any],
+    server: OwnServer | None,
+    offline: dict[str, float] | None,
+) -> list[dict[str, Any]]:
+    goodput, points = dict(arguments.goodput), []
+    if arguments.num_warmup:
+        warm_up = make_conversations(replace(shape, seed=shape.seed + 1_000_003), fields, arguments.num_warmup)
+        outcome = run_processes(target, warm_up, 1, lambda progress: None)
+        if all(one.error for one in outcome.samples):
+            raise command.UsageError(f"{target.url} answers no request: {outcome.samples[0].error}")
+    with LiveTable(is_shown=sys.stderr.isatty(), goodput=goodput) as table:
+        for rate, concurrency in [
+            (rate, most) for rate in arguments.request_rate for most in arguments.max_concurrency
+        ]:
+            conversations = _conversations(arguments, shape, fields, rate)
+            name = "trace" if arguments.trace else f"{rate:g}/s"
+            name += f", {concurrency} at once" if concurrency else ""
+            table.begin(name, sum(len(one.turns) for one in conversations))
+            before = {} if server is None else server.cpu_s()
+            outcome = run_processes(target, conversations, concurrency, table.update)
+            point = {
+                "date": datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S"),
+                "backend": "openai-chat" if shape.is_chat else "openai",
+                "label": arguments.label,
+                "model_id": fields["model"],
+                "num_prompts": len(outcome.samples),
+                "request_rate": rate if math.isfinite(rate) else "inf",
+                "burstiness": 1.0,
+                "max_concurrency": concurrency or None,
+                **results(outcome, goodput),
+            }
+            if server is not None:
+                point["server"] = _compared(point, before, server.cpu_s(), offline)
+            if arguments.save_detailed:
+                point |= _details(outcome)
+            points.append(point)
+            row = table.end(outcome)
+            if not sys.stderr.isatty():
+                command.print_status(f"[{row}]")
+            _warn(point)
+    return points
+
+
+def _conversations(
+    arguments: argparse.Namespace, shape: Shape, fields: dict[str, Any], rate: float
+) -> list[Conversation]:
+    if arguments.trace is not None:
+        return read_trace(arguments.trace, shape, fields, arguments.trace_speed)[: arguments.num_prompts]
+    count = arguments.num_prompts or 100
+    if arguments.duration is not None:
+        count = max(1, round(rate * arguments.duration))
+    return with_arrivals(make_conversations(shape, fields, count), rate, arguments.seed)
+
+
+def _compared(
+    point: dict[str, Any], before: dict[str, float], after: dict[str, float], offline: dict[str, float] | None
+) -> dict[str, Any]:
+    """CPU times of the server for each token, and shares of the offline engine's rate."""
+    tokens = point["total_output_tokens"] or 1
+    cpu = {name: 1e6 * (value - before.get(name, 0.0)) / tokens for name, value in after.items()}
+    found: dict[str, Any] = {"cpu_us_per_token": cpu}
+    if offline is not None:
+        found |= {"offline": offline, "share": ratio(point["output_throughput"], offline["tokens_per_s"])}
+        everything = sum(cpu.values()) + (point["client"]["cpu_us_per_token"] or 0.0)
+        found["cpu_share"] = offline["cpu_us_per_token"] / everything if cpu else None
+    return found
+
+
+def _details(outcome: Outcome) -> dict[str, Any]:
+    samples = outcome.samples
+    return {
+        "input_lens": [one.num_prompt_tokens for one in samples],
+        "output_lens": [one.num_output_tokens for one in samples],
+        "start_times": [one.sent for one in samples],
+        "ttfts": [max(0.0, one.first - one.sent) for one in samples],
+        "itls": [[*gaps(one)] for one in samples],
+        "request_errors": [one.error for one in samples],
+    }
+
+
+def _warn(point: dict[str, Any]) -> None:
+    client = point["client"]
+    if client["is_limit"]:
+        command.print_status(
+            f"warning: the client may be the limit (a process uses {client['busiest_cpu_share']:.0%} of a core, and is "
+            f"{client['p99_loop_lag_ms']:.0f} ms late); give more --client-processes, or free cores"
+        )
+    for reason, number in point["errors"].items():
+        command.print_status(f"warning: {command.count(number, 'request')} failed: {reason}")
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises UsageError: flags do not fit together."""
+    if arguments.output is not None:
+        command.check_output_file("--output", arguments.output)
+    check_plot_file("--plot", arguments.plot)
+    if arguments.offline and (arguments.base_url is not None or arguments.trace or arguments.endpoint == "chat"):
+        raise command.UsageError(
+            "--offline goes with completions of random prompts, and without --base-url and --trace"
+        )
+    if arguments.turns > 1 and arguments.endpoint != "chat":
+        raise command.UsageError("--turns needs --endpoint chat")
+    if arguments.duration is not None and (
+        arguments.num_prompts or not all(map(math.isfinite, arguments.request_rate))
+    ):
+        raise command.UsageError("--duration goes with --request-rate, and in place of --num-prompts")
+    if arguments.prefix_len > arguments.input_len.low:
+        raise command.UsageError(f"--prefix-len {arguments.prefix_len} is more than --input-len {arguments.input_len}")
+    if arguments.trace is not None and arguments.request_rate != (math.inf,):
+        raise command.UsageError("--trace has the times of its requests; leave out --request-rate")
+
+
+def _headers(arguments: argparse.Namespace) -> dict[str, str]:
+    headers = {}
+    for given in arguments.header:
+        name, colon, value = given.partition(":")
+        if not colon:
+            raise command.UsageError(f"--header {given!r} has no colon; write NAME:VALUE")
+        headers[name.strip()] = value.strip()
+    if key := arguments.target_key or env.openai_key():
+        headers["Authorization"] = f"Bearer {key}"
+    return headers
+
+
+def _first_model(url: str, headers: dict[str, str]) -> str:
+    try:
+        request = urllib.request.Request(f"{url}/v1/models", headers=headers)
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return str(json.load(response)["data"][0]["id"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise command.UsageError(f"{url}/v1/models lists no model ({error}); give --request-model") from error
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    try:
+        rates = tuple(map(float, text.split(",")))
+    except ValueError:
+        rates = ()
+    if not rates or not all(rate > 0 for rate in rates):  # NaN is not
+        raise argparse.ArgumentTypeError(f"{text!r} is no rate above 0; write 2.5, inf, or 1,2,4")
+    return rates
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    counts = tuple(int(part) if part.isdecimal() else 0 for part in text.split(","))
+    if not all(counts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no count of at least 1; write 16, or 1,4,16")
+    return counts
+
+
+def _limit(text: str) -> tuple[str, float]:
+    name, _, limit = text.partition(":")
+    with contextlib.suppress(ValueError):
+        if name in ("ttft", "tpot", "e2el") and float(limit) > 0:
+            return name, float(limit)
+    raise argparse.ArgumentTypeError(f"{text!r} is no limit; write ttft:500, tpot:50 or e2el:5000, in ms")
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        if isinstance(value := json.loads(text), dict):
+            return value
+    raise argparse.ArgumentTypeError(f"{text} is no JSON object")
+
+
+COMMAND = command.Command("serve", "measure a server under load", add_arguments, run, _EPILOG, "[MODEL] ")
