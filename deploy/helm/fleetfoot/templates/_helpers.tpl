@@ -1,0 +1,192 @@
+{{- define "fleetfoot.name" -}}
+{{- if contains .Chart.Name .Release.Name -}}
+{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" (.Release.Name | trunc 40 | trimSuffix "-") .Chart.Name -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Labels that select the pods which answer requests. */}}
+{{- define "fleetfoot.selector" -}}
+app.kubernetes.io/name: fleetfoot
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "fleetfoot.labels" -}}
+{{ include "fleetfoot.selector" . }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end -}}
+
+{{- define "fleetfoot.secretVariable" -}}
+- name: {{ index . 0 }}
+  valueFrom:
+    secretKeyRef:
+      name: {{ index . 1 }}
+      key: key
+{{- end -}}
+
+{{/* Arguments: (dict "root" $ "isWorker" bool) */}}
+{{- define "fleetfoot.container" -}}
+{{- $values := .root.Values -}}
+- name: fleetfoot
+  image: {{ printf "%s:%s" $values.image.repository (default .root.Chart.Version $values.image.tag) | quote }}
+  imagePullPolicy: {{ $values.image.pullPolicy }}
+  args:
+    {{- with $values.model }}
+    - {{ . | quote }}
+    {{- end }}
+    - --port={{ $values.port }}
+    - --shutdown-timeout={{ $values.shutdownSeconds }}
+    {{- with $values.servedModelNames }}
+    - --served-model-name
+    {{- range . }}
+    - {{ . | quote }}
+    {{- end }}
+    {{- end }}
+    {{- if $values.adminKeySecret }}
+    - --enable-admin-routes
+    {{- end }}
+    {{- if gt (int $values.nodes) 1 }}
+    - --nnodes=$(LWS_GROUP_SIZE)
+    - --node-rank=$(LWS_WORKER_INDEX)
+    - --master-addr=$(LWS_LEADER_ADDRESS)
+    - --trusted-network
+    {{- if .isWorker }}
+    - --headless
+    {{- end }}
+    {{- end }}
+    {{- if $values.kvEvents.enabled }}
+    - {{ printf "--kv-events-config=%s" (dict "enable_kv_cache_events" true "endpoint" (printf "tcp://*:%d" (int $values.kvEvents.port)) "replay_endpoint" (printf "tcp://*:%d" (int $values.kvEvents.replayPort)) "topic" (printf "kv@$(POD_IP)@%s" (default $values.model (first (default (list "") $values.servedModelNames)))) | toJson) | quote }}
+    {{- end }}
+    {{- range $values.args }}
+    - {{ . | toString | quote }}
+    {{- end }}
+  env:
+    - name: POD_IP
+      valueFrom:
+        fieldRef:
+          fieldPath: status.podIP
+    - name: VLLM_NIXL_SIDE_CHANNEL_HOST
+      value: $(POD_IP)
+    {{- with $values.apiKeySecret }}
+    {{- include "fleetfoot.secretVariable" (list "FLEETFOOT_API_KEY" .) | nindent 4 }}
+    {{- end }}
+    {{- with $values.adminKeySecret }}
+    {{- include "fleetfoot.secretVariable" (list "FLEETFOOT_ADMIN_KEY" .) | nindent 4 }}
+    {{- end }}
+    {{- with $values.clusterKeySecret }}
+    {{- include "fleetfoot.secretVariable" (list "FLEETFOOT_CLUSTER_KEY" .) | nindent 4 }}
+    {{- end }}
+    {{- with $values.hfTokenSecret }}
+    {{- include "fleetfoot.secretVariable" (list "HF_TOKEN" .) | nindent 4 }}
+    {{- end }}
+    {{- with $values.env }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- if not .isWorker }}
+  ports:
+    - name: http
+      containerPort: {{ $values.port }}
+    {{- if $values.kvEvents.enabled }}
+    - name: kv-events
+      containerPort: {{ $values.kvEvents.port }}
+    - name: kv-replay
+      containerPort: {{ $values.kvEvents.replayPort }}
+    {{- end }}
+  startupProbe:
+    httpGet: {path: /health, port: http}
+    periodSeconds: 5
+    failureThreshold: {{ div (add (int $values.startupSeconds) 4) 5 }}
+  livenessProbe:
+    httpGet: {path: /health, port: http}
+    periodSeconds: 10
+    timeoutSeconds: 5
+    failureThreshold: 6
+  readinessProbe:
+    httpGet: {path: /ready, port: http}
+    periodSeconds: 5
+    timeoutSeconds: 5
+  {{- end }}
+  resources:
+    {{- $gpus := ternary dict (dict $values.gpuResource (int $values.gpus)) (eq (int $values.gpus) 0) }}
+    {{- $limits := merge (dict) (default dict $values.resources.limits) $gpus }}
+    {{- toYaml (merge (dict "limits" $limits) $values.resources) | nindent 4 }}
+  securityContext:
+    runAsNonRoot: true
+    runAsUser: 1000
+    allowPrivilegeEscalation: false
+    capabilities:
+      drop: [ALL]
+  volumeMounts:
+    - {name: cache, mountPath: /cache}
+    - {name: shared-memory, mountPath: /dev/shm}
+    {{- with $values.extraVolumeMounts }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end -}}
+
+{{/* Arguments: (dict "root" $ "isWorker" bool) */}}
+{{- define "fleetfoot.pod" -}}
+{{- $root := .root -}}
+{{- $values := .root.Values -}}
+metadata:
+  labels:
+    {{- if .isWorker }}
+    app.kubernetes.io/name: fleetfoot-worker
+    app.kubernetes.io/instance: {{ $root.Release.Name }}
+    {{- else }}
+    {{- include "fleetfoot.selector" $root | nindent 4 }}
+    llm-d.ai/engine-type: vllm
+    {{- end }}
+    {{- with $values.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with $values.podAnnotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  terminationGracePeriodSeconds: {{ add (int $values.shutdownSeconds) 30 }}
+  automountServiceAccountToken: false
+  {{- with $values.serviceAccountName }}
+  serviceAccountName: {{ . }}
+  {{- end }}
+  {{- with $values.imagePullSecrets }}
+  imagePullSecrets:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  securityContext:
+    fsGroup: 1000
+    seccompProfile:
+      type: RuntimeDefault
+  containers:
+    {{- include "fleetfoot.container" . | nindent 4 }}
+  volumes:
+    - name: cache
+      {{- if or $values.cache.existingClaim $values.cache.size }}
+      persistentVolumeClaim:
+        claimName: {{ default (printf "%s-cache" (include "fleetfoot.name" $root)) $values.cache.existingClaim }}
+      {{- else }}
+      emptyDir: {}
+      {{- end }}
+    - name: shared-memory
+      emptyDir:
+        medium: Memory
+        sizeLimit: {{ $values.sharedMemory }}
+    {{- with $values.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with $values.nodeSelector }}
+  nodeSelector:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $values.tolerations }}
+  tolerations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $values.affinity }}
+  affinity:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end -}}

@@ -1,0 +1,218 @@
+"""The image, the compose file, the chart and the examples: by linters, by Helm, and by the schemas of Kubernetes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.helpers.routers import tool
+
+from fleetfoot._version import __version__
+
+pytestmark = pytest.mark.contracts
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+CHART = DEPLOY / "helm" / "fleetfoot"
+ODD: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "a CPU": {"gpus": 0, "resources": {"requests": {"cpu": 2}, "limits": {"memory": "4Gi"}}},
+    "everything": {
+        "model": "owner/a model: with \"quotes\" and #", "servedModelNames": ["small", "a: b"],
+        "args": ["--max-model-len=8192", "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}', 7],
+        "env": [{"name": "UCX_TLS", "value": "tcp"}], "image": {"repository": "host:5000/fleetfoot", "tag": "1"},
+        "imagePullSecrets": [{"name": "pull"}], "replicas": 0, "gpus": 8, "resources": {"limits": {"memory": "64Gi"}},
+        "apiKeySecret": "api", "adminKeySecret": "admin", "clusterKeySecret": "cluster", "hfTokenSecret": "hub",
+        "cache": {"size": "100Gi", "storageClass": "fast"}, "port": 8200, "service": {"type": "NodePort", "port": 443},
+        "kvEvents": {"enabled": True}, "podMonitor": {"enabled": True, "labels": {"team": "a"}},
+        "inferencePool": {"enabled": True, "endpointPicker": "picker", "failureMode": "FailClose"},
+        "autoscaling": {"enabled": True, "maxReplicas": 9}, "podLabels": {"a/b": "c"}, "podAnnotations": {"a": "1"},
+        "nodeSelector": {"zone": "a"}, "tolerations": [{"operator": "Exists"}], "serviceAccountName": "server",
+        "affinity": {"podAntiAffinity": {}}, "extraVolumes": [{"name": "models", "emptyDir": {}}],
+        "extraVolumeMounts": [{"name": "models", "mountPath": "/models"}],
+    },
+    "several nodes": {"nodes": 2, "clusterKeySecret": "cluster", "cache": {"existingClaim": "own"}},
+    "an example": yaml.safe_load((DEPLOY / "examples" / "llm-d.yaml").read_text()),
+}  # fmt: skip
+FIELDS: dict[str, dict[str, Any]] = {
+    "LeaderWorkerSet": {
+        "apiVersion": "leaderworkerset.x-k8s.io/v1",
+        "spec": {"replicas", "leaderWorkerTemplate"},
+        "spec.leaderWorkerTemplate": {"size", "restartPolicy", "leaderTemplate", "workerTemplate"},
+    },
+    "PodMonitor": {"apiVersion": "monitoring.coreos.com/v1", "spec": {"selector", "podMetricsEndpoints"}},
+    "InferencePool": {
+        "apiVersion": "inference.networking.k8s.io/v1",
+        "spec": {"selector", "targetPorts", "endpointPickerRef"},
+        "spec.endpointPickerRef": {"name", "port", "failureMode"},
+    },
+    "LLMInferenceService": {
+        "apiVersion": "serving.kserve.io/v1alpha1",
+        "spec": {"model", "replicas", "router", "template"},
+        "spec.model": {"uri", "name"},
+    },
+    "RayService": {
+        "apiVersion": "ray.io/v1",
+        "spec": {"serveConfigV2", "rayClusterConfig"},
+        "spec.rayClusterConfig": {"headGroupSpec", "workerGroupSpecs"},
+    },
+}
+"""Custom resources, which the validator has no schemas of: the fields that their projects document, of those used."""
+
+
+def rendered(**values: Any) -> list[dict[str, Any]]:
+    """The manifests that Helm makes."""
+    from helm_python import Chart
+
+    with Chart.load(CHART) as chart:
+        chart.validate_schema(values)
+        texts = chart.render(values, name="story", namespace="test")
+    return [one for text in texts.values() for one in yaml.safe_load_all(text) if one]
+
+
+def at(content: Any, path: str) -> Any:
+    for name in path.split(".") if path else ():
+        content = content[name]
+    return content
+
+
+def check(manifests: list[dict[str, Any]], folder: Path) -> set[str]:
+    """Validate manifests; the pods of custom resources as Deployments. Returns the kinds."""
+    standard = [one for one in manifests if one["kind"] not in FIELDS]
+    for one in manifests:
+        if (fields := FIELDS.get(one["kind"])) is not None:
+            assert one["apiVersion"] == fields["apiVersion"]
+            for path, names in fields.items():
+                assert path == "apiVersion" or at(one, path).keys() <= names, (one["kind"], path)
+        if one["kind"] == "LeaderWorkerSet":
+            templates = one["spec"]["leaderWorkerTemplate"]
+            for name in ("leaderTemplate", "workerTemplate"):
+                labels = templates[name]["metadata"]["labels"]
+                spec = {"selector": {"matchLabels": labels}, "template": templates[name]}
+                standard.append(
+                    {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "x"}, "spec": spec}
+                )
+    path = folder / "manifests.yaml"
+    path.write_text(yaml.safe_dump_all(standard))
+    result = subprocess.run([tool("kubernetes-validate"), "--strict", str(path)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return {one["kind"] for one in manifests}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_the_chart_makes_valid_manifests(name: str, tmp_path: Path) -> None:
+    manifests = rendered(**ODD[name])
+    kinds = check(manifests, tmp_path)
+    assert {"Service", "LeaderWorkerSet" if name == "several nodes" else "Deployment"} <= kinds
+    if name == "everything":
+        assert kinds >= {"PersistentVolumeClaim", "PodMonitor", "InferencePool", "HorizontalPodAutoscaler"}
+        container = next(one for one in manifests if one["kind"] == "Deployment")["spec"]["template"]["spec"][
+            "containers"
+        ][0]
+        assert container["args"][0] == ODD[name]["model"] and container["args"][-1] == "7"
+        assert container["resources"]["limits"] == {"memory": "64Gi", "nvidia.com/gpu": 8}
+        events = next(one for one in container["args"] if one.startswith("--kv-events-config="))
+        assert json.loads(events.partition("=")[2])["topic"] == "kv@$(POD_IP)@small"
+
+
+@pytest.mark.parametrize("name", ["everything", "several nodes"])
+def test_the_arguments_of_the_chart_are_flags_of_the_server(name: str) -> None:
+    from fleetfoot.cli.main import make_parser
+
+    values = {"$(LWS_GROUP_SIZE)": "2", "$(LWS_WORKER_INDEX)": "1", "$(LWS_LEADER_ADDRESS)": "10.0.0.1"}
+    specs = [one["spec"] for one in rendered(**ODD[name]) if one["kind"] in ("Deployment", "LeaderWorkerSet")]
+    pods = [spec["template"] for spec in specs if "template" in spec]
+    for spec in specs:
+        pods += [pod for key, pod in spec.get("leaderWorkerTemplate", {}).items() if key.endswith("Template")]
+    assert len(pods) == (2 if name == "several nodes" else 1)
+    for pod in pods:
+        words = [word for word in pod["spec"]["containers"][0]["args"] if word != "7"]
+        words = [re.sub(r"\$\(LWS_\w+\)", lambda found: values[found[0]], word) for word in words]
+        arguments = make_parser().parse_args(["serve", *words])
+        assert (arguments.port, arguments.headless) == (ODD[name].get("port", 8000), "--headless" in words)
+        assert arguments.served_model_name == ODD[name].get("servedModelNames")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"nodes": 2},
+        {"gpus": -1},
+        {"port": 70000},
+        {"replica": 3},
+        {"inferencePool": {"enabled": True}},
+        {"nodes": "two"},
+    ],
+)
+def test_values_that_cannot_be_meant_are_refused(values: dict[str, Any]) -> None:
+    from helm_python import HelmError
+
+    with pytest.raises(HelmError):
+        rendered(**values)
+
+
+def test_the_chart_passes_helms_own_linter() -> None:
+    import helm_python
+
+    findings = helm_python.lint(str(CHART))
+    assert findings["errors"] == [] and [one["severity"] for one in findings["messages"]] == [1]  # it has no icon
+
+
+def test_examples_of_custom_resources_have_known_fields(tmp_path: Path) -> None:
+    kinds: set[str] = set()
+    for path in (DEPLOY / "examples").glob("*.yaml"):
+        manifests = [one for one in yaml.safe_load_all(path.read_text()) if one and "kind" in one]
+        kinds |= check(manifests, tmp_path) if manifests else set()
+    assert kinds >= {"LLMInferenceService"}
+
+
+def test_the_image_is_clean_by_hadolint() -> None:
+    """But for versions: those of Debian go with the base image, and hadolint does not see those that arguments have."""
+    command = [tool("hadolint"), "--ignore", "DL3008", "--ignore", "DL3013", str(DEPLOY / "Dockerfile")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+    text = (DEPLOY / "Dockerfile").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"Python :: {re.search(r'ARG PYTHON=(.*)', text)[1]}" in str(project["classifiers"])  # type: ignore[index]
+    assert f"torch=={re.search(r'ARG TORCH=(.*)', text)[1]}" in (ROOT / "Makefile").read_text()  # type: ignore[index]
+
+
+def test_the_compose_file_names_what_is_there() -> None:
+    services: dict[str, Any] = {}
+    for name in ("compose.yaml", "gpu.yaml"):
+        for service, content in yaml.safe_load((DEPLOY / "compose" / name).read_text())["services"].items():
+            services[service] = services.get(service, {}) | content
+    build = services["fleetfoot"]["build"]
+    assert (DEPLOY / "compose" / build["context"] / build["dockerfile"]).is_file()
+    mounts = [volume for service in services.values() for volume in service.get("volumes", ()) if volume[0] == "."]
+    assert mounts and all((DEPLOY / "compose" / mount.partition(":")[0]).is_file() for mount in mounts)
+    ports = [port for service in services.values() for port in service.get("ports", ())]
+    assert ports and all(port.startswith("127.0.0.1:") for port in ports)
+
+
+def test_the_board_asks_for_metrics_that_exist() -> None:
+    from fleetfoot.server import metrics
+
+    board = json.loads((DEPLOY / "compose" / "grafana" / "fleetfoot.json").read_text())
+    asked = {
+        name
+        for panel in board["panels"]
+        for target in panel.get("targets", ())
+        for name in re.findall(r"fleetfoot:(\w+)", target["expr"])
+    }
+    known = {
+        *metrics._GAUGES,
+        *(f"{name}_total" for name in metrics._COUNTERS),
+        *metrics._HISTOGRAMS,
+        "request_success_total",
+    }
+    known |= {f"{name}{'_total' if kind == 'counter' else ''}" for name, (kind, _) in metrics._LABELLED.items()}
+    assert len(asked) > 10
+    assert {re.sub("_(bucket|sum|count)$", "", name) for name in asked} <= known
+    assert CHART.joinpath("Chart.yaml").read_text().count(f"\nversion: {__version__}\n") == 1
