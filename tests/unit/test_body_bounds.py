@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from fleetfoot.server import bounds
 from fleetfoot.server.bounds import SMALL_BYTES, BodyLimits, cost_of, decode, must_scan, scan
-from fleetfoot.server.http import ApiError, decode_body
+from fleetfoot.server.conversion import decode_body
+from fleetfoot.server.http import ApiError
 from fleetfoot.server.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest
 
 LIMITS = BodyLimits(
@@ -151,7 +152,11 @@ def test_a_list_in_pieces_is_decoded_as_the_whole(
     monkeypatch.setattr(bounds, "_PIECE", 8)
     body, decoder = json.dumps(content).encode(), msgspec.json.Decoder(kind)
     calls: list[int] = []
-    monkeypatch.setattr(bounds, "decode_body", lambda text, *more: calls.append(len(text)) or decode_body(text, *more))
+    monkeypatch.setattr(
+        bounds,
+        "decode_body",
+        lambda text, *more, **options: calls.append(len(text)) or decode_body(text, *more, **options),
+    )
 
     def outcome(function: Any, *arguments: Any) -> Any:
         try:

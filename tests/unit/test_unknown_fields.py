@@ -4,12 +4,13 @@ import json
 import logging
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import pytest
 
-from fleetfoot.server.http import ApiError, decode_body
+from fleetfoot.server.conversion import decode_body
+from fleetfoot.server.http import ApiError
 from fleetfoot.server.openai.protocol import ChatRequest, CompletionRequest
 from fleetfoot.server.unknown_fields import ANY, HARMLESS, UnknownFields
 
@@ -48,6 +49,59 @@ def test_what_would_change_a_result_is_refused(fields: dict[str, Any], param: st
     error = raised.value
     assert (error.status, error.code, error.param) == (400, "unknown_field", param)
     assert hint in error.message
+
+
+class Inner(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="inner"):
+    value: int | list[int]
+    more: dict[str, int | None] = {}
+
+
+class Other(msgspec.Struct, tag_field="type", tag="other"):
+    text: str
+
+
+class Outer(msgspec.Struct, forbid_unknown_fields=True):
+    required: int
+    parts: list[Inner | Other] | str | None = None
+    limited: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    anything: Any = None
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"required": "1"}, "required"),
+        ({"required": True}, "required"),
+        ({"required": 1.5}, "required"),
+        ({"required": ...}, "required"),
+        ({"limited": -1}, "limited"),
+        ({"limited": -1.0}, "limited"),
+        ({"parts": 5}, "parts"),
+        ({"parts": {}}, "parts"),
+        ({"parts": [5]}, "parts[0]"),
+        ({"parts": [{}]}, "parts[0].type"),
+        ({"parts": [{"type": "inner"}]}, "parts[0].value"),
+        ({"parts": [{"type": 5, "value": 1}]}, "parts[0].type"),
+        ({"parts": [{"type": "no", "value": 1}]}, "parts[0].type"),
+        ({"parts": [{"type": "other", "text": "x"}, {"type": "other", "text": None}]}, "parts[1].text"),
+        ({"parts": [{"type": "inner", "value": [1, 2, "3"]}]}, "parts[0].value[2]"),
+        ({"parts": [{"type": "inner", "value": [1] * 900 + [None]}]}, "parts[0].value[900]"),
+        ({"parts": [{"type": "inner", "value": 1, "more": {"a": 1.0, "b c": "x"}}]}, "parts[0].more.b c"),
+        ({"parts": [{"type": "inner", "value": 1, "x": 1}]}, "parts[0].x"),
+        ({"x": 1}, "x"),
+    ],
+)
+def test_the_place_of_what_does_not_fit(fields: dict[str, Any], place: str) -> None:
+    body = {name: value for name, value in {"required": 1.0, **fields}.items() if value is not ...}
+    with pytest.raises(ApiError) as raised:
+        decode_body(json.dumps(body).encode(), msgspec.json.Decoder(Outer))
+    assert (raised.value.status, raised.value.param) == (400, place)
+
+
+def test_numbers_that_are_integers() -> None:
+    fields = {"required": 2.0, "anything": 1.0, "parts": [{"type": "inner", "value": [3.0], "more": {"a": 4.0}}]}
+    found = decode_body(json.dumps(fields).encode(), msgspec.json.Decoder(Outer))
+    assert found == Outer(2, [Inner([3], {"a": 4})], anything=1.0) and isinstance(found.anything, float)
 
 
 def test_unknown_fields_are_ignored_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:

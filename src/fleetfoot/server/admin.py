@@ -11,7 +11,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fleetfoot.server.http import JSON, ApiError, Handler, decode_body, invalid, read_body
+from fleetfoot.server.conversion import converted, decode_body
+from fleetfoot.server.http import JSON, ApiError, Handler, invalid, read_body
 from fleetfoot.server.openapi import Endpoint
 from fleetfoot.server.service import Service
 
@@ -241,4 +242,4 @@ class _Routes:
         has_body = http.headers.get("content-length", "0") != "0" or "transfer-encoding" in http.headers
         if has_body and (body := await read_body(http, self._service.settings.max_body_bytes)):
             given |= decode_body(body, msgspec.json.Decoder(dict[str, Any]))
-        return decode_body(msgspec.json.encode(given), msgspec.json.Decoder(kind, strict=False))
+        return converted(given, kind, strict=False)

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from fleetfoot.server.http import ApiError, decode_body, invalid
+from fleetfoot.server.conversion import decode_body
+from fleetfoot.server.http import ApiError, invalid
 from fleetfoot.server.unknown_fields import NO_UNKNOWN_FIELDS, UnknownFields
 
 _T = TypeVar("_T")
@@ -101,7 +102,8 @@ def _count_openings(body: bytes) -> int:
 def cost_of(body: bytes) -> int:
     """The bytes of a body; more than SMALL_BYTES if it has many lists and objects, each of which costs as much as
     hundreds of characters: 1,000 tools in 0.13 MB take 0.2 s, and so do 300 lists of depth 200 in a template."""
-    return len(body) if _count_openings(body) <= _MANY_CONTAINERS else max(len(body), SMALL_BYTES + 1)
+    is_long = len(body) > SMALL_BYTES or _count_openings(body) <= _MANY_CONTAINERS
+    return len(body) if is_long else SMALL_BYTES + 1
 
 
 def must_scan(body: bytes, limits: BodyLimits) -> bool:
@@ -264,10 +266,7 @@ def decode(found: Scan, decoder: msgspec.json.Decoder[_T], unknown_fields: Unkno
     for name, pieces in lists:
         entries = getattr(body, name)
         for piece in pieces:
-            try:
-                entries += decode_body(piece, _list_decoder(kind, name), unknown_fields)
-            except ApiError as error:
-                raise _moved(error, name, len(entries)) from None
+            entries += decode_body(piece, _list_decoder(kind, name), unknown_fields, place=name, first=len(entries))
     return body
 
 
@@ -281,13 +280,20 @@ def _take_texts(found: Scan) -> tuple[bytes, dict[str, str]]:
         if match is None or match.end() > end or body[end] != _QUOTE:
             continue
         begin = match.end()
-        if body.count(b'"', begin, end) != body.count(b'\\"', begin, end):
+        if not _is_one_text(body, begin, end):
             continue  # several texts, such as a long name of a field
         name = secrets.token_hex(16)
         texts[name] = "".join([_decode_text(piece) for piece in _text_pieces(body, begin, end)])
         kept += [body[copied:begin], name.encode()]
         copied = end
     return b"".join([*kept, body[copied:]]) if texts else body, texts
+
+
+def _is_one_text(body: bytes, begin: int, end: int) -> bool:
+    """Whether all quotes are escaped. A part at a time: a call keeps the interpreter."""
+    parts = range(begin, end, _CHUNK)
+    quotes = sum(body.count(b'"', part, min(part + _CHUNK, end)) for part in parts)
+    return quotes == sum(body.count(b'\\"', part, min(part + _CHUNK + 1, end)) for part in parts)
 
 
 def _text_pieces(body: bytes, begin: int, end: int) -> Iterator[bytes]:
@@ -369,13 +375,3 @@ def _lists_of(kind: Any) -> dict[str, Any]:
 @functools.cache
 def _list_decoder(kind: Any, name: str) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(_lists_of(kind)[name])
-
-
-def _moved(error: ApiError, name: str, first: int) -> ApiError:
-    """An error in a piece of a list, with the place in the whole."""
-    match = re.match(r"\[(\d+)\]", error.param or "")
-    if match is None:
-        return dataclasses.replace(error, param=name)
-    place = f"{name}[{first + int(match[1])}]"
-    message = error.message.replace(f"`$[{match[1]}]", f"`$.{place}")
-    return dataclasses.replace(error, message=message, param=place + (error.param or "")[match.end() :])

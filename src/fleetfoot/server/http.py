@@ -22,7 +22,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.input_processor import is_of_prompt
-from fleetfoot.server.unknown_fields import NO_UNKNOWN_FIELDS, UnknownFields, advice
 from fleetfoot.utils.logs import REQUEST_ID
 from fleetfoot.utils.process import as_exception
 from fleetfoot.utils.validation import FieldError, shown
@@ -41,8 +40,7 @@ _MAX_MESSAGE = 2000
 _MAX_PARAM = 200
 _BODY_NAMES = {"extra_args": "vllm_xargs"}
 """Fields of a body that the engine knows by other names."""
-_MAX_UNKNOWN_PLACES = 16
-"""Kinds of objects of a body that may have unknown fields."""
+_LARGE_JOIN = 1 << 20
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 _T = TypeVar("_T")
@@ -194,56 +192,9 @@ async def read_body(request: Request, limit: int) -> bytes:
         raise disconnected() from None
     except TimeoutError:
         raise ApiError(408, f"the body has not ended after {BODY_S:g} s, which is the limit") from None
+    if size >= _LARGE_JOIN:
+        return await asyncio.to_thread(b"".join, parts)  # which leaves the interpreter to others
     return b"".join(parts)
-
-
-def decode_body(
-    body: bytes, decoder: msgspec.json.Decoder[_T], unknown_fields: UnknownFields = NO_UNKNOWN_FIELDS
-) -> _T:
-    """The body as the decoder's type. Raises ApiError 400 that names the field."""
-    try:
-        try:
-            return decoder.decode(body)
-        except msgspec.ValidationError:
-            return _converted(msgspec.json.decode(body), decoder.type, unknown_fields)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        has_surrogate = re.search(rb"\\u[dD][89a-fA-F]", body) and "truncated" in str(error)
-        problem = "a string has a lone surrogate, such as \\ud800" if has_surrogate else error
-        raise ApiError(400, f"the body is not valid JSON: {problem}") from None
-
-
-def _converted(content: Any, kind: type[_T], unknown_fields: UnknownFields) -> _T:
-    """A body that is not valid as it stands: without fields that may be ignored, and with 1.0 as 1."""
-    has_integers = False
-    for _ in range(_MAX_UNKNOWN_PLACES):
-        try:
-            return msgspec.convert(content, kind)
-        except msgspec.ValidationError as error:
-            message = str(error)
-            path = re.search(r" - at `(\$[^`]*)`", message)
-            place = path[1] if path else "$"
-            unknown = re.search(r"unknown field `([^`]*)`", message)
-            if unknown and unknown_fields.remove(content, kind, place, unknown[1]):
-                continue
-            if "got `float`" in message and not has_integers:
-                content, has_integers = _with_integers(content), True
-                continue
-            param = place.removeprefix("$").removeprefix(".") or None
-            if name := unknown or re.search(r"missing required field `([^`]*)`", message):
-                param = f"{param}.{name[1]}" if param else name[1]  # the path is that of the object around it
-            if unknown:
-                message += f"; {advice(unknown[1], kind if place == '$' else None)}"
-            raise ApiError(400, message, "unknown_field" if unknown else None, param) from None
-    raise ApiError(400, f"the body has unknown fields in more than {_MAX_UNKNOWN_PLACES} places", "unknown_field")
-
-
-def _with_integers(value: Any) -> Any:
-    """JSON with 1.0 as 1: some clients write all numbers so."""
-    if isinstance(value, dict):
-        return {key: _with_integers(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_with_integers(one) for one in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def check_request_id(given: str) -> None:

@@ -29,7 +29,8 @@ from fleetfoot.records.pooling_params import PoolingParams
 from fleetfoot.records.sampling_params import EXTRA_ARGS, SamplingParams
 from fleetfoot.records.structured_outputs import with_closed_objects
 from fleetfoot.server.bounds import SMALL_BYTES, BodyLimits, cost_of, decode, must_scan, over_limit, scan
-from fleetfoot.server.http import ENCODER, JSON, ApiError, check_request_id, decode_body, invalid, read_body
+from fleetfoot.server.conversion import decode_body
+from fleetfoot.server.http import ENCODER, JSON, ApiError, check_request_id, invalid, read_body
 from fleetfoot.server.liveness import Liveness
 from fleetfoot.server.template_process import Messages, render_apart
 from fleetfoot.server.unknown_fields import UnknownFields
@@ -57,6 +58,8 @@ _CHOICE_BYTES, _ENTRY_BYTES = 1024, 128
 """Bytes of a response, for each choice and each logprob."""
 _BATCH_BITS = 3
 """Batches of 1 to 3, 4 to 31, 32 to 255 prompts and so on are different flows in the engine's queue."""
+_PART = 64
+"""Outputs that are taken at a time."""
 _MAX_WAITING = 1024
 """Most pieces of work of clients that wait for a thread."""
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
@@ -295,7 +298,7 @@ class Service:
         flow = f"{owner} {len(prompts).bit_length() // _BATCH_BITS}"  # a batch and single prompts take turns
         session, rank = self._placement.get()
         suffix = secrets.token_hex(4)  # clients may repeat the id of a request that has not ended
-        num_left = len(prompts)
+        num_left, is_checked = len(prompts), False
         self._submitting[owner] += num_left
         try:
             for index, prompt in enumerate(prompts):
@@ -304,8 +307,10 @@ class Service:
                     await asyncio.sleep(0)  # others go on
                 try:
                     options: dict[str, Any] = {"owner": owner, "flow": flow, "session": session, "rank": rank}
+                    options["is_checked"] = is_checked
                     stream = await self.engine.submit(prompt, params, name, priority or 0, **options)
                     streams.append(stream)
+                    params, is_checked = stream.params, True
                     self._submitting[owner] -= 1
                     num_left -= 1
                 except FieldError as error:
@@ -509,12 +514,15 @@ class RequestOutputs:
 
         for index, stream in enumerate(self._streams):
             stream.listen(partial(take, index))
-        num_left = len(self._streams)
+        num_left, num_taken = len(self._streams), 0
         while num_left:
             arrived.clear()
             if not ready:
                 await arrived.wait()
+            elif num_taken % _PART == 0:
+                await asyncio.sleep(0)  # others go on
             index, item = ready.popleft()
+            num_taken += 1
             if isinstance(item, BaseException):
                 raise item
             if item.finished:

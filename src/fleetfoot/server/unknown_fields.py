@@ -63,22 +63,6 @@ class UnknownFields:
             logger.warning("a request has the unknown field %.100r, which is ignored; later ones are not logged", name)
         return self._allow
 
-    def remove(self, content: Any, kind: Any, path: str, name: str) -> bool:
-        """Remove a field below ``path`` (``$.messages[...]``), if that is allowed; of the body all unknown ones.
-
-        Args:
-            kind: type of the body.
-        """
-        is_top = path == "$"
-        names = content.keys() - set(_fields(kind)) if is_top else {name}
-        is_removed = False
-        for holder in _holders(content, path):
-            for one in names & holder.keys():
-                if self.takes(one, holder[one], is_top=is_top):
-                    del holder[one]
-                    is_removed = is_removed or one == name
-        return is_removed
-
 
 NO_UNKNOWN_FIELDS = UnknownFields()
 
@@ -94,14 +78,3 @@ def advice(name: str, kind: Any) -> str:
 def _fields(kind: Any) -> list[str]:
     is_struct = isinstance(kind, type) and issubclass(kind, msgspec.Struct)
     return [field.encode_name for field in msgspec.structs.fields(kind)] if is_struct else []
-
-
-def _holders(content: Any, path: str) -> list[dict[str, Any]]:
-    """The objects at a path of msgspec's, in which a list stands for all of its entries."""
-    found = [content]
-    for part in path.removeprefix("$").replace("[...]", ".[...]").split(".")[1:]:
-        if part == "[...]":
-            found = [one for each in found for one in (each.values() if isinstance(each, dict) else each)]
-        else:
-            found = [each[part] for each in found if isinstance(each, dict) and part in each]
-    return [one for one in found if isinstance(one, dict)]

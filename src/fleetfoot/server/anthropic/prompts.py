@@ -7,8 +7,6 @@ import binascii
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-import msgspec
-
 from fleetfoot.server.anthropic.protocol import (
     BlockParam,
     CountTokensRequest,
@@ -21,6 +19,7 @@ from fleetfoot.server.anthropic.protocol import (
     ToolResultParam,
     ToolUseParam,
 )
+from fleetfoot.server.conversion import converted
 from fleetfoot.server.http import invalid
 from fleetfoot.utils.validation import shown
 
@@ -141,20 +140,13 @@ def _read_block(place: str, entry: Mapping[str, Any]) -> BlockParam:
     if kind not in known:
         message = f"{place} has the type {shown(kind)}; this model reads {', '.join(known)} blocks"
         raise invalid(place, message, "unsupported_content")
-    return _convert(place, entry, BlockParam)
+    block: Any = BlockParam
+    return converted(entry, block, place=place)
 
 
 def _check_role(place: str, kind: str, role: str, expected: str) -> None:
     if role != expected:
         raise invalid(place, f"{place} is a {kind} block in a message of the role {role!r}; it must be {expected!r}")
-
-
-def _convert(place: str, value: Any, kind: Any) -> Any:
-    """A value of the body as a type. Raises ApiError that names its place."""
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise invalid(place, f"{place}: {error}") from None
 
 
 # --- thinking ---------------------------------------------------------------------------------------------------------
@@ -184,7 +176,7 @@ def read_tools(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if entry.get("type") not in (None, "custom"):
             message = f"{place}.type is {shown(entry['type'])}; only tools with an input_schema are supported"
             raise invalid(f"{place}.type", message, "unsupported_parameter")
-        tool: ToolParam = _convert(place, entry, ToolParam)
+        tool = converted(entry, ToolParam, place=place)
         schema = tool.input_schema
         if tool.input_examples:
             schema = {**schema, "examples": tool.input_examples}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from fleetfoot.server.conversation import (
     generate,
     prompt_token_ids,
 )
+from fleetfoot.server.conversion import converted
 from fleetfoot.server.http import (
     ENCODER,
     JSON,
@@ -242,11 +242,7 @@ def _pieces(encode: Callable[[Any], bytes], values: Sequence[Any]) -> list[bytes
 
 def read_query(http: Request, kind: type[_T]) -> _T:
     """The parameters of the query. Raises ApiError that names one."""
-    try:
-        return msgspec.convert(dict(http.query_params), kind, strict=False)
-    except msgspec.ValidationError as error:
-        named = re.search(r"`\$\.([a-z_]+)`", str(error))
-        raise invalid(named[1] if named else "query", str(error)) from None
+    return converted(dict(http.query_params), kind, strict=False)
 
 
 async def _encoded(events: Sequence[str]) -> AsyncIterator[bytes]:
