@@ -27,19 +27,25 @@ def test_a_batch_of_requests_leaves_time_for_steps(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(server, "_send", lambda client, message: None)
         encode = wire.encoder().encode
         theirs.send_multipart(frames_of(encode(wire.Hello())))
-        for number in range(100):
+        for number, flow in enumerate([*["batch"] * 50, "other", "batch"]):
             request = EngineRequest(
                 request_id=f"r{number}", prompt=None, prompt_token_ids=array("i", [5]), params=SamplingParams(),
                 bad_words_token_ids=[], kv_transfer_params=None, max_tokens=1, priority=0, cache_salt=None,
-                arrival_time=0.0, number=number,
+                arrival_time=0.0, number=number, flow=flow,
             )  # fmt: skip
             theirs.send_multipart(frames_of(encode(request)))
-        counts = []
-        for _ in range(3):
-            server._receive()
-            counts.append(engine.submit.call_count)
-        assert counts == [process.MOST_ADDED, 100, 100]
-        assert [call.args[0].number for call in engine.submit.call_args_list] == [*range(100)]
+        theirs.send_multipart(frames_of(encode(wire.Finish(49, 0))))
+
+        def added() -> list[int]:
+            return [call.args[0].number for call in engine.submit.call_args_list]
+
+        server._receive()
+        assert added() == [0, 50, *range(1, process.MOST_ADDED - 1)]  # flows take turns
+        server._receive()
+        assert len(added()) == 2 * process.MOST_ADDED
+        theirs.send_multipart(frames_of(encode(wire.Call(0, "abort_requests", [["r48"]]))))
+        server._receive()
+        assert added() == [0, 50, *range(1, 49), 51]  # what came before the call, without what has ended
     finally:
         ours.close(linger=0)
         theirs.close(linger=0)

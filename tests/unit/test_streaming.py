@@ -4,6 +4,8 @@ an engine's process makes of several steps at once."""
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -249,3 +251,26 @@ def test_tokens_of_many_steps_at_once(tmp_path: Path) -> None:
     assert found == [[text], [text.partition("was")[0]], [text, text]]
     reasons = [[one.finish_reason for one in outputs[-1].outputs] for outputs in results]
     assert reasons == [["length"], ["stop"], ["length", "length"]]
+
+
+def test_a_stream_that_has_ended_is_freed_without_a_collection() -> None:
+    """A server collects garbage seldom, because that stops all threads."""
+
+    class Listener:
+        def __init__(self) -> None:
+            self.stream = OutputStream(Client(), "r", RequestOutputKind.DELTA)  # type: ignore[arg-type]
+            self.stream.listen(self.take)
+
+        def take(self, item: object) -> bool:
+            return True
+
+    for end in (lambda stream: stream.put(ValueError()), lambda stream: stream.close()):
+        listener = Listener()
+        freed = weakref.ref(listener)
+        gc.disable()
+        try:
+            end(listener.stream)
+            del listener
+            assert freed() is None
+        finally:
+            gc.enable()

@@ -57,6 +57,8 @@ class _RemoteSequence:
         return FINISH_REASONS.get(self.status)
 
 
+_PART = 64
+"""Sequences whose tokens are processed at a time, a few milliseconds."""
 Listener = Callable[[Any], bool]
 """Takes an output or an exception. Returns whether it takes another one; while not, they are merged and kept."""
 
@@ -65,10 +67,15 @@ class OutputStream:
     """The outputs of a request that the engine has accepted: an async iterator, or calls of a listener. `aclose` aborts
     what is unfinished."""
 
-    __slots__ = ("_client", "_finished", "_is_held", "_items", "_kind", "_listener", "_request_id", "_waiter", "owner")
+    __slots__ = (
+        *("_client", "_finished", "_is_held", "_items", "_kind", "_listener", "_request_id", "_waiter"),
+        *("owner", "params"),
+    )
 
     def __init__(self, client: EngineClient, request_id: str, kind: RequestOutputKind, owner: str = "") -> None:
         self.owner = owner
+        self.params: Any = None
+        """The checked parameters of the request."""
         self._client = client
         self._request_id = request_id
         self._kind = kind
@@ -93,6 +100,8 @@ class OutputStream:
         assert self._listener is not None
         self._finished = isinstance(item, BaseException) or item.finished
         self._is_held = not self._listener(item)
+        if self._finished:
+            self._listener = None  # it may refer to this stream
 
     def put(self, item: RequestOutput | BaseException) -> None:
         """Called by the client."""
@@ -127,9 +136,18 @@ class OutputStream:
         self.close()
 
     def close(self) -> None:
+        self._listener = None
         if not self._finished:
             self._finished = True
             self._client.discard(self._request_id, self)
+
+
+def _parts(message: wire.EngineMessage) -> Iterable[wire.EngineMessage]:
+    """The message, or one with many outputs as several."""
+    if not isinstance(message, wire.Outputs) or len(message.tokens) <= _PART:
+        return (message,)
+    parts = [message.tokens[begin : begin + _PART] for begin in range(0, len(message.tokens), _PART)]
+    return [wire.Outputs(message.now, part, message.weight_version) for part in parts]
 
 
 async def _run_in_thread(cost: int, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -309,6 +327,7 @@ class EngineClient:
         flow: str = "",
         session: str = "",
         rank: int = -1,
+        is_checked: bool = False,
     ) -> OutputStream:
         """Validate, tokenize and send a request; the outputs can be iterated afterwards. Raises as `generate`.
 
@@ -316,6 +335,7 @@ class EngineClient:
             owner: who has sent the request, for `count_of`.
             flow: requests of different flows take turns in the engine's queue.
             session, rank: see `fleetfoot.records.request.Request`.
+            is_checked: ``params`` is that of another stream.
         """
         self._check_alive()
         if request_id in self._streams:
@@ -324,21 +344,22 @@ class EngineClient:
             raise FieldError(
                 "priority", f"is {priority!r}, but scheduling_policy is 'fcfs'; it can be 'priority'", priority
             )
-        process = self.input_processor.process
-        if needs_grammar(params):
+        process = partial(self.input_processor.process, priority=priority, params_checked=is_checked)
+        if not is_checked and needs_grammar(params):
             await self._compile_grammar(params)
             self._check_alive()
         if (cost := input_size(prompt, params)) >= LONG_TEXT:
-            request = await self.run_native(cost, partial(process, request_id, prompt, params, priority=priority))
+            request = await self.run_native(cost, partial(process, request_id, prompt, params))
             self._check_alive()
         else:
-            request = process(request_id, prompt, params, priority=priority)
+            request = process(request_id, prompt, params)
         request.flow, request.session, request.rank = flow, session, rank
         first = next(self._numbers)
         numbers = [first, *(next(self._numbers) for _ in range(request.params.n - 1))]
         sequences: list[Any] = [_RemoteSequence(f"{request_id}/{number}", number) for number in numbers]
         self._sequences.update(zip(numbers, sequences, strict=True))
         stream = self._streams[request_id] = OutputStream(self, request_id, request.params.output_kind, owner)
+        stream.params = request.pooling_params or request.params
         self._counts[owner] += 1
         self._request_ids[first] = request_id
         self._outputs.add(request, sequences, time.perf_counter())
@@ -386,7 +407,9 @@ class EngineClient:
     async def _receive(self) -> None:
         try:
             while True:
-                self._take(await self._link.receive())
+                for message in _parts(await self._link.receive()):
+                    self._take(message)
+                    await asyncio.sleep(0)  # others go on
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # a panic of a library, too

@@ -17,6 +17,8 @@ from fleetfoot.engine.wire import HEARTBEAT_MS, ClientMessage, Dead, EngineMessa
 from fleetfoot.utils.cluster_key import ClusterKey
 from fleetfoot.utils.curve import KeyPair, connect_with, curve_pair, frames_of, message_of
 
+_MOST_MERGED = 16
+"""Messages that are decoded at a time."""
 MAX_REFUSALS = 3
 """An engine that ends so many connections in a row before the proof has another key, and is not about to end."""
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -112,7 +114,7 @@ class EngineLink:
             await asyncio.sleep(0)  # connections have their turn, also while messages keep coming
             contents = [message_of(await self.socket.recv_multipart())]
             with contextlib.suppress(zmq.Again):
-                while True:
+                while len(contents) < _MOST_MERGED:
                     contents.append(message_of(self._without_waiting.recv_multipart(zmq.NOBLOCK)))
             self._arrived.extend(merge_steps(map(self._decode, contents)))
         return self._arrived.popleft()

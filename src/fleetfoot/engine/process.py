@@ -22,7 +22,7 @@ from fleetfoot.engine import wire
 from fleetfoot.engine.engine import LLMEngine, build_engine
 from fleetfoot.engine.input_processor import EngineRequest
 from fleetfoot.engine.output_router import EngineGauges, OutputRouter
-from fleetfoot.engine.remote_calls import RemoteCalls, bring_to, state_of
+from fleetfoot.engine.remote_calls import ORDERED_METHODS, RemoteCalls, bring_to, state_of
 from fleetfoot.plan.forced_runner import begin_forcing
 from fleetfoot.plan.output_settings import output_settings
 from fleetfoot.records.structured_outputs import as_structured_outputs
@@ -33,8 +33,47 @@ from fleetfoot.utils.progress import loading_bar
 
 logger = logging.getLogger(__name__)
 
-MOST_ADDED = 64
-"""Requests that are added between two steps, 10 ms of work: thousands are sent as fast as they are read."""
+MOST_ADDED = 16
+"""Requests that are added at a time, 2 ms of work: a step waits for it, and thousands may have arrived."""
+MOST_READ = 64
+"""Messages that are read at a time, 2 to 5 ms of work."""
+
+
+class Arrivals:
+    """Requests that have been read, and are not added to the engine yet. Flows take turns."""
+
+    def __init__(self) -> None:
+        self._flows: dict[str, dict[tuple[bytes, int], EngineRequest]] = {}  # by client and first number
+        self._first: dict[tuple[bytes, int], tuple[str, int]] = {}  # of each sequence: its flow and first number
+
+    def __bool__(self) -> bool:
+        return bool(self._flows)
+
+    def put(self, client: bytes, message: EngineRequest) -> None:
+        self._flows.setdefault(message.flow, {})[client, message.number] = message
+        for number in range(message.number, message.number + message.params.n):
+            self._first[client, number] = message.flow, message.number
+
+    def pop(self) -> tuple[bytes, EngineRequest]:
+        """The first request of the flow whose turn it is."""
+        client, number = next(iter(next(iter(self._flows.values()))))
+        message = self.remove(client, number)
+        assert message is not None
+        if (others := self._flows.pop(message.flow, None)) is not None:
+            self._flows[message.flow] = others
+        return client, message
+
+    def remove(self, client: bytes, number: int) -> EngineRequest | None:
+        """Remove the request of a client's sequence; None: there is none."""
+        if (found := self._first.get((client, number))) is None:
+            return None
+        flow, first = found
+        message = self._flows[flow].pop((client, first))
+        for number in range(first, first + message.params.n):
+            del self._first[client, number]
+        if not self._flows[flow]:
+            del self._flows[flow]
+        return message
 
 
 class EngineServer:
@@ -67,6 +106,7 @@ class EngineServer:
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(lifeline, zmq.POLLIN)
+        self._arrivals = Arrivals()
         self._compiling: list[tuple[Future[Any], bytes, EngineRequest | wire.Call]] = []
         self._compiled, self._note_compiled = os.pipe()  # a byte for each grammar
         self._poller.register(self._compiled, zmq.POLLIN)
@@ -77,12 +117,13 @@ class EngineServer:
         try:
             while not self._stopping:
                 has_work = engine.can_step or engine.has_transfers()
-                self._receive(wait=not has_work)
+                self._receive(wait=not (has_work or self._arrivals))
                 if has_work or engine.can_step:
                     messages: list[Any] = engine.step(self._receive)
                     for client, message in messages:
                         self._send(client, message)
-                self._calls.finish_drains()
+                if not self._arrivals:
+                    self._calls.finish_drains()
         except Exception as error:
             logger.exception("the engine has failed")
             cause = error.__cause__ or error
@@ -91,8 +132,8 @@ class EngineServer:
         return 0
 
     def _receive(self, *, wait: bool = False) -> None:
-        """Handle the messages that have arrived, up to `MOST_ADDED` requests; with ``wait`` at least one, or the end of
-        the lifeline."""
+        """Handle the messages that have arrived, and add up to `MOST_ADDED` requests; with ``wait`` wait for a message,
+        or for the end of the lifeline."""
         ready = dict(self._poller.poll(None if wait else 0))
         if self._lifeline in ready:
             self._stopping = True
@@ -105,8 +146,13 @@ class EngineServer:
                     self._report_compiled(client, message, future)
                 else:
                     self._submit(client, message)
-        num_added = 0
-        while num_added < MOST_ADDED:  # others wait for the next step
+        self._read()
+        for _ in range(MOST_ADDED):  # others wait for the next step
+            if self._arrivals:
+                self._add(*self._arrivals.pop())
+
+    def _read(self) -> None:
+        for _ in range(MOST_READ):
             try:
                 client, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
                 message = self._decode(message_of(frames))
@@ -117,12 +163,12 @@ class EngineServer:
                 continue
             if client in self._clients or isinstance(message, wire.Hello):
                 self._handle(client, message)
-                num_added += isinstance(message, EngineRequest)
 
     def _handle(self, client: bytes, message: wire.ClientMessage) -> None:
         if isinstance(message, EngineRequest):
-            self._add(client, message)
+            self._arrivals.put(client, message)
         elif isinstance(message, wire.Finish):
+            self._arrivals.remove(client, message.number)
             self._router.finish(client, message)
             self._compiling = [
                 waiting for waiting in self._compiling if not _is_of(message.number, client, *waiting[1:])
@@ -188,6 +234,8 @@ class EngineServer:
             except (ValueError, TypeError) as error:
                 self._send(client, wire.Reply(call.number, error=wire.Failed.of(error)))
         else:
+            while call.method in ORDERED_METHODS and self._arrivals:  # it concerns requests that came before
+                self._add(*self._arrivals.pop())
             self._calls.run(call, lambda reply: self._send(client, reply))
 
     def _announce(self) -> None:

@@ -25,6 +25,8 @@ HELD_METHODS = (
     *("reset_prefix_cache", "collective_rpc", "bring_to"),
 )
 """Methods that run between steps, when no step is in flight; the reply is sent then."""
+ORDERED_METHODS = (*HELD_METHODS, "abort_requests", "drain")
+"""Methods that concern the requests that came before the call."""
 
 
 class RemoteCalls:

@@ -47,7 +47,7 @@ from fleetfoot.sampling.shape import grammar_mask_size, row_size
 from fleetfoot.speculative.find import NO_DRAFTER, DrafterShape
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
-_CPU_PROMPT_STEP_S = 0.05
+_CPU_PROMPT_STEP_S = 0.016
 _LAUNCH_BOUND_PRODUCTS = 42 * 10**9
 """Weights times tokens that a GPU multiplies while the host launches a decoder layer's kernels one by one: 0.34 ms, or
 2,700 tokens of Qwen3-0.6B, measured on an H100. Graphs pay up to about so many; beyond, padding to them costs more."""

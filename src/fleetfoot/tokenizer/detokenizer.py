@@ -31,6 +31,8 @@ REPLACEMENT = "\ufffd"
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 # An unfinished UTF-8 character has at most three bytes, so no more of a prompt can reach into the output.
+_MAX_EMPTY = 64
+"""Tokens without text after which the end of a prompt is not searched further for an unfinished character."""
 _MAX_UNFINISHED_BYTES = 3
 # Releases (usually of one token) that are decoded before the window, because a decoder may drop a space at the
 # beginning of a text. Each release begins with a character, so they are never split.
@@ -370,7 +372,7 @@ class WindowStream:
 def _last_bytes(pieces: PieceTable[Any], token_ids: Sequence[int]) -> bytes:
     """The last bytes of a prompt, enough to hold any unfinished character."""
     tail = b""
-    for piece in map(pieces.__getitem__, reversed(token_ids)):
+    for piece in map(pieces.__getitem__, itertools.islice(reversed(token_ids), _MAX_EMPTY)):
         if piece and isinstance(piece, str):
             break
         tail = (piece or b"") + tail

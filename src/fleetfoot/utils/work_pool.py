@@ -45,9 +45,13 @@ class _Job:
 
 def trim_memory() -> None:
     """Give freed memory back to the system, where the C library can."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
+    if (trim := _malloc_trim()) is not None:
         trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Any:
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 class WorkPool:
