@@ -240,6 +240,8 @@ class _PlainLayer:
         split = plan.config.expert_split
         held = spec.num_experts if split is None else split.most_slots(spec.num_experts)
         sizes = ExpertSizes(held, plan.model.hidden_size, spec.intermediate_size)
+        if isinstance(method, QuantizedExpertMethod) and method.form.tensors == "mxfp4" and plan.dtype == "bfloat16":
+            form = "e2m1"
         tiling = choose_group_tiling(rows * spec.num_chosen, sizes, form, element_size, shared)
         options = {"stages": tiling.num_stages, "warps": tiling.num_warps, "down": tiling.down_outputs}
         return f"grouped {tiling.outputs}x{tiling.inputs}x{tiling.rows}{options_text(options)}"

@@ -16,7 +16,7 @@ launches, and the host reads nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +26,7 @@ from fleetfoot.kernels.experts.experts import ExpertSizes, Routing, TorchExperts
 from fleetfoot.kernels.experts.routing_triton import FEW_ROWS, Groups, Slots, arrivals, group
 from fleetfoot.kernels.quantized import packed_triton, scaled_triton
 from fleetfoot.kernels.quantized.packed import BLOCK, PackedMatrix
-from fleetfoot.kernels.quantized.packed_triton import few_packed_step, packed_step
+from fleetfoot.kernels.quantized.packed_triton import few_packed_step, packed_step, packed_sums
 from fleetfoot.kernels.quantized.scaled_triton import widened
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
 from fleetfoot.kernels.runtime.gpu_limits import GPULimits, gpu_limits
@@ -123,14 +123,33 @@ class GroupTiling:
     num_stages: int
 
 
-_TILINGS = (
-    GroupTiling(16, 64, 128, 128, 4, 3),
-    GroupTiling(32, 64, 128, 128, 4, 3),
-    GroupTiling(64, 128, 128, 64, 8, 4),
-    GroupTiling(128, 128, 256, 64, 8, 4),
-)
-_EFFICIENCY = (0.12, 0.22, 0.45, 0.75)
-"""The part, for each tiling, of the arithmetic throughput that its products reach while weights come from L2."""
+_TILINGS: dict[str, tuple[tuple[GroupTiling, float], ...]] = {
+    "plain": (
+        (GroupTiling(16, 64, 128, 128, 4, 3), 0.12),
+        (GroupTiling(32, 128, 128, 128, 8, 3), 0.22),
+        (GroupTiling(64, 128, 128, 64, 8, 4), 0.45),
+        (GroupTiling(128, 128, 256, 64, 8, 4), 0.75),
+    ),
+    # Each step's sums are scaled before they are added, so that more rows or outputs have no room in registers.
+    "scaled": (
+        (GroupTiling(16, 64, 64, 128, 4, 3), 0.13),
+        (GroupTiling(32, 64, 64, 128, 4, 3), 0.17),
+        (GroupTiling(64, 64, 64, 128, 4, 3), 0.30),
+    ),
+    "packed": (
+        (GroupTiling(16, 64, 64, BLOCK, 4, 3), 0.19),
+        (GroupTiling(32, 64, 64, BLOCK, 4, 3), 0.23),
+        (GroupTiling(64, 64, 64, BLOCK, 4, 3), 0.39),
+    ),
+    "e2m1": (
+        (GroupTiling(16, 64, 64, BLOCK, 4, 3), 0.15),
+        (GroupTiling(32, 64, 128, BLOCK, 4, 3), 0.27),
+        (GroupTiling(64, 64, 128, BLOCK, 4, 3), 0.34),
+        (GroupTiling(128, 128, 128, BLOCK, 8, 3), 0.49),
+    ),
+}
+"""For each form of weights its tilings, and the part of the arithmetic throughput that their products reach while
+weights come from L2; see `docs/experiments/experts.md`."""
 _FLOPS_PER_BYTE = 220.0
 """Operations on the tensor cores in the time of a byte from memory."""
 _L2_RATE = 2.0
@@ -140,25 +159,27 @@ _L2_RATE = 2.0
 @lru_cache(maxsize=4096)
 def choose_group_tiling(num_pairs: int, sizes: ExpertSizes, form: str, element_size: int, shared: int) -> GroupTiling:
     """The tiling that takes the least time by estimate: the weights of all experts from memory, those of further tiles
-    of an expert from L2, and the arithmetic with that of rows without a pair. ``form``: as of `ProductShape`;
-    ``shared``: bytes of a program at most.
+    of an expert from L2, and the arithmetic with that of rows without a pair.
+
+    Args:
+        form: as of `ProductShape`; ``e2m1``: packed for products in bfloat16, where scales are factors of the weights.
+        shared: bytes of a program at most.
     """
     active = min(sizes.num_experts, num_pairs)
     weights = 3 * sizes.size * sizes.hidden_size
-    weight_size = {"plain": element_size, "scaled": 1, "packed": 0.53}[form]
+    weight_size = {"plain": element_size, "scaled": 1}.get(form, 0.53)
 
-    def cost(index: int) -> float:
-        rows = _TILINGS[index].rows
+    def cost(choice: tuple[GroupTiling, float]) -> float:
+        rows, efficiency = choice[0].rows, choice[1]
         tiles = active * max(1.0, num_pairs / active / rows + 0.5)
         read = (active + (tiles - active) / _L2_RATE) * weights * weight_size
-        computed = tiles * rows * weights * 2 / (_FLOPS_PER_BYTE * _EFFICIENCY[index])
+        computed = tiles * rows * weights * 2 / (_FLOPS_PER_BYTE * efficiency)
         return max(read, computed)
 
-    found = _TILINGS[min(range(len(_TILINGS)), key=cost)]
-    inputs, stages = BLOCK if form == "packed" else found.inputs * 2 // element_size, found.num_stages
-    while stages > 2 and (2 * found.outputs + found.rows) * inputs * element_size * stages > shared:
-        stages -= 1
-    return GroupTiling(found.rows, found.outputs, found.down_outputs, inputs, found.num_warps, stages)
+    found = min(_TILINGS[form], key=cost)[0]
+    inputs = found.inputs if form in ("packed", "e2m1") else found.inputs * 2 // element_size
+    step_bytes = int((2 * found.outputs * weight_size + found.rows * element_size) * inputs)
+    return replace(found, inputs=inputs, num_stages=max(2, min(found.num_stages, shared // step_bytes)))
 
 
 class ProductShape(NamedTuple):
@@ -271,7 +292,10 @@ class TritonExperts(TorchExperts):
         num_rows, num_chosen = routing.experts.shape
         sizes, num_pairs = self.sizes, num_rows * num_chosen
         limits: GPULimits = gpu_limits(x.device)
-        tiling = choose_group_tiling(num_pairs, sizes, self._form("down"), x.element_size(), limits.shared_bytes)
+        form, down = self._form("down"), self.stacks and self.stacks["down"]
+        if isinstance(down, PackedMatrix) and down.is_e2m1 and x.dtype is torch.bfloat16:
+            form = "e2m1"
+        tiling = choose_group_tiling(num_pairs, sizes, form, x.element_size(), limits.shared_bytes)
         groups: Groups = group(routing, sizes.num_experts, tiling.rows)
         num_tiles = len(groups.experts)
         between = x.new_empty(num_tiles * tiling.rows, sizes.size)
@@ -573,8 +597,8 @@ def _one_gate_up_kernel(
                 ups += up
         gate = tl.sum(tl.sum(gates, 2), 1)[:, None]
         up = tl.sum(tl.sum(ups, 2), 1)[:, None]
-        gate = _scaled_sums(gate, scales_ptr, stack_row, shape)
-        up = _scaled_sums(up, scales_ptr, stack_row + shape.up_offset, shape)
+        gate = _scaled_sums(gate, scales_ptr, stack_row, x_ptr.dtype.element_ty, shape)
+        up = _scaled_sums(up, scales_ptr, stack_row + shape.up_offset, x_ptr.dtype.element_ty, shape)
         if shape.has_bias:
             gate = _add_bias(gate, bias_ptr, stack_row)
             up = _add_bias(up, bias_ptr, stack_row + shape.up_offset)
@@ -676,10 +700,12 @@ def _grouped_step(
 
 
 @triton_kernel()
-def _scaled_sums(sums, scales_ptr, row, shape: tl.constexpr):
+def _scaled_sums(sums, scales_ptr, row, dtype: tl.constexpr, shape: tl.constexpr):
     """Sums times the scale of all inputs, where they have one."""
     if shape.form == "scaled" and shape.group == 0:
         sums = sums * tl.load(scales_ptr + row // shape.scale_rows)[:, None]
+    if shape.form == "packed":
+        sums = packed_sums(sums, shape.is_e2m1, dtype)
     return sums
 
 
@@ -711,8 +737,8 @@ def _grouped_gate_up_kernel(
             gate, up = _grouped_step(
                 gate, up, x_ptrs, weight_ptr, scales_ptr, zeros_ptr, stack_row, begin, True, shape
             )  # fmt: skip
-        gate = _scaled_sums(gate, scales_ptr, stack_row, shape)
-        up = _scaled_sums(up, scales_ptr, stack_row + shape.up_offset, shape)
+        gate = _scaled_sums(gate, scales_ptr, stack_row, x_ptr.dtype.element_ty, shape)
+        up = _scaled_sums(up, scales_ptr, stack_row + shape.up_offset, x_ptr.dtype.element_ty, shape)
         if shape.has_bias:
             gate = _add_bias(gate, bias_ptr, stack_row)
             up = _add_bias(up, bias_ptr, stack_row + shape.up_offset)
@@ -747,7 +773,7 @@ def _grouped_down_kernel(
             sums, _ = _grouped_step(
                 sums, sums, between_ptrs, weight_ptr, scales_ptr, zeros_ptr, stack_row, begin, False, shape
             )  # fmt: skip
-        sums = _scaled_sums(sums, scales_ptr, stack_row, shape)
+        sums = _scaled_sums(sums, scales_ptr, stack_row, between_ptr.dtype.element_ty, shape)
         if shape.has_bias:
             factor = tl.load(weights_ptr + pair, mask=pair < num_pairs, other=0.0)
             sums += tl.load(bias_ptr + stack_row).to(tl.float32)[:, None] * factor[None, :]

@@ -208,9 +208,13 @@ def launch_packed_few_rows(
 
 
 @triton_kernel()
-def codes_of(words, place: tl.constexpr, dtype: tl.constexpr, is_e2m1: tl.constexpr, is_hopper: tl.constexpr):
+def codes_of(
+    words, place: tl.constexpr, dtype: tl.constexpr, is_e2m1: tl.constexpr, is_hopper: tl.constexpr,
+    is_small: tl.constexpr = False,
+):  # fmt: skip
     """The codes of a place as numbers of ``dtype``: from 128 on in bfloat16, from 1024 on in float16; e2m1: the values.
-    ``is_hopper``: two words at once, and bits of e2m1 become those of a number that is too small by a power of 2."""
+    ``is_hopper``: two words at once, and bits of e2m1 become those of a number that is too small by a power of 2, which
+    ``is_small`` keeps (2**126 in bfloat16)."""
     if is_hopper:
         is_bfloat16: tl.constexpr = dtype == tl.bfloat16
         halves: tl.constexpr = "prmt.b32 t, $1, $2, 0x5410; " if place < 4 else "prmt.b32 t, $1, $2, 0x7632; "
@@ -218,7 +222,9 @@ def codes_of(words, place: tl.constexpr, dtype: tl.constexpr, is_e2m1: tl.conste
             if is_bfloat16:
                 moves: tl.constexpr = ("shl.b32 m, t, 6;", "shl.b32 m, t, 2;", "shr.u32 m, t, 2;", "shr.u32 m, t, 6;")
                 masked: tl.constexpr = "and.b32 m, m, 0x01c001c0; "
-                scaled: tl.constexpr = "mov.b32 m, 0x7e807e80; mul.rn.bf16x2 $0, t, m; }"
+                scaled: tl.constexpr = (
+                    "mov.b32 $0, t; }" if is_small else "mov.b32 m, 0x7e807e80; mul.rn.bf16x2 $0, t, m; }"
+                )
             else:
                 moves: tl.constexpr = ("shl.b32 m, t, 9;", "shl.b32 m, t, 5;", "shl.b32 m, t, 1;", "shr.u32 m, t, 3;")  # type: ignore[no-redef]
                 masked: tl.constexpr = "and.b32 m, m, 0x0e000e00; "  # type: ignore[no-redef]
@@ -361,7 +367,7 @@ def packed_step(
     is_hopper: tl.constexpr,
 ):  # fmt: skip
     """`few_packed_step` with a block, for ``sums [outputs, rows]``, ``x_ptrs``, ``is_row [1, rows]`` and the other
-    pointers ``[outputs]``: zero points are subtracted from the codes."""
+    pointers ``[outputs]``: zero points are subtracted from the codes. See `packed_sums`."""
     dtype: tl.constexpr = x_ptrs.dtype.element_ty
     span = tl.arange(0, 16)
     size: tl.constexpr = 128 if group == 0 else min(group, 128)
@@ -375,28 +381,35 @@ def packed_step(
         other_words = tl.load(word_ptrs[:, None] + up_words + begin // 8 + span[None, :])
     scale = scales
     up_scale = up_scaling
-    places: tl.constexpr = size // 16
-    in_group = tl.arange(0, size)[:, None]
+    # In bfloat16 scales of e2m1 are exact factors of the weights, so that a block is one product.
+    is_exact: tl.constexpr = is_e2m1 and dtype == tl.bfloat16
+    places: tl.constexpr = 8 if is_exact else size // 16
+    in_group = tl.arange(0, places * 16)[:, None]
     for place in tl.static_range(0, 8, places):
         column = begin + place * 16 + in_group
         if whole:
             x = tl.load(x_ptrs + column, mask=is_row, other=0.0)
         else:
             x = tl.load(x_ptrs + column, mask=(column < num_inputs) & is_row, other=0.0)
-        of_group = tl.minimum(first + place // places, num_groups - 1)
-        if is_e2m1:
-            scale = _e2m1_scale(scales, place // places)
-            up_scale = _e2m1_scale(up_scaling, place // places)
-        elif place > 0:
-            scale = tl.load(scale_ptrs + of_group)
+        if is_exact:
+            sums = tl.dot(_scaled_codes(words, scales, is_hopper), x, sums)
             if gated:
-                up_scale = tl.load(scale_ptrs + up_scales + of_group)
-        weight = _centred(words, place, places, zero_ptrs + of_group, dtype, has_zeros, is_e2m1, is_hopper)
-        sums += tl.dot(weight, x) * scale.to(tl.float32)[:, None]
-        if gated:
-            other_zeros = zero_ptrs + up_scales + of_group
-            other = _centred(other_words, place, places, other_zeros, dtype, has_zeros, is_e2m1, is_hopper)
-            ups += tl.dot(other, x) * up_scale.to(tl.float32)[:, None]
+                ups = tl.dot(_scaled_codes(other_words, up_scaling, is_hopper), x, ups)
+        else:
+            of_group = tl.minimum(first + place // places, num_groups - 1)
+            if is_e2m1:
+                scale = _e2m1_scale(scales, place // places)
+                up_scale = _e2m1_scale(up_scaling, place // places)
+            elif place > 0:
+                scale = tl.load(scale_ptrs + of_group)
+                if gated:
+                    up_scale = tl.load(scale_ptrs + up_scales + of_group)
+            weight = _centred(words, place, places, zero_ptrs + of_group, dtype, has_zeros, is_e2m1, is_hopper)
+            sums += tl.dot(weight, x) * scale.to(tl.float32)[:, None]
+            if gated:
+                other_zeros = zero_ptrs + up_scales + of_group
+                other = _centred(other_words, place, places, other_zeros, dtype, has_zeros, is_e2m1, is_hopper)
+                ups += tl.dot(other, x) * up_scale.to(tl.float32)[:, None]
     return sums, ups
 
 
@@ -425,6 +438,50 @@ def _codes_of_block(
 def _in_order(low, high):
     """``[outputs, 2 * n]`` of two ``[outputs, n]``."""
     return tl.join(low, high).permute(0, 2, 1).reshape(low.shape[0], 2 * low.shape[1])
+
+
+@triton_kernel()
+def _scaled_codes(words, scales, is_hopper: tl.constexpr):
+    """``[outputs, 128]`` bfloat16: the values of a block of e2m1, with the scales of its 4 groups in ``scales``, times
+    2**-62. So one multiplication scales bits and makes them values."""
+    first = _scaled_pair(words, scales, 0, is_hopper)
+    third = _scaled_pair(words, scales, 4, is_hopper)
+    return _in_order(
+        _in_order(first, _scaled_pair(words, scales, 2, is_hopper)),
+        _in_order(third, _scaled_pair(words, scales, 6, is_hopper)),
+    )
+
+
+@triton_kernel()
+def packed_sums(sums, is_e2m1: tl.constexpr, dtype: tl.constexpr):
+    """What the sums of `packed_step` stand for, with inputs of ``dtype``."""
+    if is_e2m1 and dtype == tl.bfloat16:
+        sums = sums * 4611686018427387904.0
+    return sums
+
+
+@triton_kernel()
+def _scaled_pair(words, scales, place: tl.constexpr, is_hopper: tl.constexpr):
+    """The values of a group of e2m1, which has two places, from ``place`` on."""
+    low = codes_of(words, place, tl.bfloat16, True, is_hopper, True)  # [outputs, span]
+    high = codes_of(words, place + 1, tl.bfloat16, True, is_hopper, True)
+    exponents = ((scales >> (4 * place)) & 255)[:, None]
+    return _in_order(_small_product(low, exponents, is_hopper), _small_product(high, exponents, is_hopper))
+
+
+@triton_kernel()
+def _small_product(values, exponents, is_hopper: tl.constexpr):
+    """Values of e2m1 times 2 to the power of ``exponents`` less 127 + 62, as of `_scaled_codes`."""
+    if is_hopper:  # the compiler would go by float32
+        scale = (tl.minimum(exponents + 64, 254) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        values, scale = tl.broadcast(values, scale)
+        result = tl.inline_asm_elementwise(
+            "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [values, scale], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        scale = (tl.maximum(exponents - 62, 0) << 23).to(tl.float32, bitcast=True)
+        result = (values.to(tl.float32) * scale).to(tl.bfloat16)
+    return result
 
 
 @triton_kernel()
@@ -520,6 +577,7 @@ def _packed_tiled_kernel(
             sums, sums, x_ptrs, is_row, tile_ptr + in_tile * num_words, 0, scales_ptr + group_row, 0,
             zeros_ptr + group_row, begin, num_inputs, num_groups, False, whole, group, has_zeros, is_e2m1, overlap,
         )  # fmt: skip
+    sums = packed_sums(sums, is_e2m1, x_ptr.dtype.element_ty)
     if has_bias and not is_split:
         sums += tl.load(bias_ptr + first + in_tile).to(tl.float32)[:, None]
     is_written = (output[:, None] < num_valid) & is_row
