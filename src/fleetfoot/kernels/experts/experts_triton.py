@@ -148,7 +148,7 @@ _TILINGS: dict[str, tuple[tuple[GroupTiling, float], ...]] = {
         (GroupTiling(128, 128, 128, BLOCK, 8, 3), 0.49),
     ),
 }
-"""For each form of weights its tilings, and the part of the arithmetic throughput that their products reach while
+"""Tilings for each form of weights, and the part of the arithmetic throughput that their products reach while
 weights come from L2; see `docs/experiments/experts.md`."""
 _FLOPS_PER_BYTE = 220.0
 """Operations on the tensor cores in the time of a byte from memory."""
