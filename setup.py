@@ -7,7 +7,7 @@ runs on torch alone.
 from __future__ import annotations
 
 import os
-import platform
+import sysconfig
 import tempfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -49,6 +49,7 @@ X86_VARIANTS["avx512"] = [
 X86_VARIANTS["avx512_bf16"] = [*X86_VARIANTS["avx512"], "-mavx512bf16"]
 BLOCK_VARIANTS = {name: X86_VARIANTS[name] for name in ("sse4", "avx2")}
 BLOCK_VARIANTS["avx512_vnni"] = [*X86_VARIANTS["avx512"], "-mavx512vnni"]
+ARM_BLOCK_VARIANTS = {"generic": [], "dotprod": ["-march=armv8.2-a+dotprod"]}
 X86_VARIANTS["amx"] = [*X86_VARIANTS["avx512_bf16"], "-mamx-tile", "-mamx-bf16"]
 
 
@@ -60,12 +61,14 @@ class BuildNative(build_ext):
         return str(Path(*fullname.split(".")).with_suffix(".so"))
 
     def build_extension(self, ext: Extension) -> None:
-        x86 = platform.machine().lower() in ("x86_64", "amd64")
+        machine = sysconfig.get_platform().rpartition("-")[2]  # or a cross compiler's, by _PYTHON_HOST_PLATFORM
+        x86 = machine in ("x86_64", "amd64")
         variants = {name: flags for name, flags in X86_VARIANTS.items() if self._accepts(flags)} if x86 else {}
         jobs: list[tuple[str, str, list[str]]] = [(source, "common", []) for source in COMMON]
         for name, flags in (variants or {"generic": []}).items():
             jobs += [(kernel, name, flags) for kernel in KERNELS]
-        blocks = {name: flags for name, flags in BLOCK_VARIANTS.items() if self._accepts(flags)} if x86 else {}
+        of_blocks = BLOCK_VARIANTS if x86 else ARM_BLOCK_VARIANTS if machine in ("aarch64", "arm64") else {}
+        blocks = {name: flags for name, flags in of_blocks.items() if self._accepts(flags)}
         jobs += [(BLOCKS, name, flags) for name, flags in (blocks or {"generic": []}).items()]
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # each job waits for a compiler of its own
             objects = [path for paths in pool.map(lambda job: self._compile(*job), jobs) for path in paths]

@@ -162,6 +162,8 @@ static float multiply_plain(const product *p, const block_part *part, int64_t ou
 
 #if defined(__AVX2__)
 #include "blocks_avx2.h"
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include "blocks_neon.h"
 #endif
 
 /* Outputs of a part, 8 at a time, from group `first` on. */
@@ -169,6 +171,11 @@ static void multiply_part(const product *p, const block_part *part, int64_t firs
 #if defined(__AVX2__)
     if (!is_float(part->type) && part->num_rows >= 8) {
         multiply_part_avx2(p, part, first, last, thread);
+        return;
+    }
+#elif defined(__ARM_FEATURE_DOTPROD)
+    if (!is_float(part->type)) {
+        multiply_part_neon(p, part, first, last);
         return;
     }
 #endif

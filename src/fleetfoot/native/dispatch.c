@@ -3,6 +3,9 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 #if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
@@ -55,6 +58,8 @@ EXPORTED int ff_supports(const char *variant) {
     const int bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
     if (strcmp(variant, "avx512_bf16") == 0) return bf16 && __builtin_cpu_is("intel") ? 2 : bf16;
     if (strcmp(variant, "amx") == 0) return bf16 && has_tiles();
+#elif defined(__aarch64__) && defined(__linux__)
+    if (strcmp(variant, "dotprod") == 0) return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
 #endif
     return 0;
 }

@@ -105,6 +105,8 @@ def load_library(variant: str | None = None) -> NativeLibrary:
 
 def _block_variant(library: ctypes.CDLL, variant: str) -> str:
     """What `blocks.c` was compiled for and goes with a variant of the others."""
+    if variant == "generic" and library.ff_supports(b"dotprod"):
+        return "dotprod"
     if not variant.startswith(("avx512", "amx")):
         return variant
     return "avx512_vnni" if library.ff_supports(b"avx512_vnni") else "avx2"
