@@ -42,7 +42,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add_server_arguments(parser)
     text = "no server: run the workers of a machine that is not the first (--nnodes, --node-rank, --master-addr)"
     parser.add_argument("--headless", action="store_true", help=text)
-    add_engine_arguments(parser, takes_model=True, leave_out=("served_model_name", "reasoning_parser"))
+    add_engine_arguments(
+        parser, takes_model=True, leave_out=("served_model_name", "reasoning_parser", "otlp_traces_endpoint")
+    )
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,6 +106,8 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-stored-mib", type=_count, default=256, metavar="N", help="of all stored responses (default: 256)")
     text = "seconds that unfinished requests have after SIGTERM (default: 30)"
     add("--shutdown-timeout", type=_seconds, default=30.0, metavar="X", help=text)
+    text = "send spans of requests to this collector of OpenTelemetry (the extra otel), by OTLP over HTTP"
+    add("--otlp-traces-endpoint", metavar="URL", help=text)
     add("--chat-template", metavar="FILE", help="a Jinja file, or the name of one of the model's chat templates")
     text = "format of tool calls, such as hermes, llama3_json or mistral (default: that of the chat template)"
     add("--tool-call-parser", metavar="NAME", help=text)
@@ -183,6 +187,7 @@ def server_settings(arguments: argparse.Namespace, default_names: tuple[str, ...
         accepts_kv_offers=arguments.enable_kv_offers,
         max_stored_responses=arguments.max_stored_responses,
         max_stored_bytes=arguments.max_stored_mib << 20,
+        otlp_traces_endpoint=arguments.otlp_traces_endpoint,
     )
     return ServerSettings(
         service,

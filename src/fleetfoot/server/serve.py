@@ -36,6 +36,7 @@ from fleetfoot.server.engine_group import EngineGroup
 from fleetfoot.server.own_engine import OwnEngineProcess
 from fleetfoot.server.replicas import ReplicaProcesses
 from fleetfoot.server.store import MemoryStore, StoreServer
+from fleetfoot.server.tracing import make_tracing
 from fleetfoot.utils.logs import log_to_stderr
 from fleetfoot.utils.own_files import OwnFolder, bound_unix_socket
 from fleetfoot.utils.process import num_cores, raise_file_limit
@@ -57,6 +58,7 @@ def serve(engine: EngineConfig | EngineGroup, settings: ServerSettings) -> int:
     begin = time.perf_counter()
     with log_to_stderr(settings.log_level, settings.log_format), listening(settings) as listener:
         check_tls(settings)
+        make_tracing(settings.service.otlp_traces_endpoint, "").close()  # so that an error ends the start
         if (limit := raise_file_limit()) < (needed := settings.service.max_queue + _FILES_BESIDE):
             logger.warning(
                 "this process may open %d files (ulimit -Hn), and with as many connections as requests (--max-queue) "

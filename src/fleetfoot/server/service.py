@@ -33,6 +33,7 @@ from fleetfoot.server.conversion import decode_body
 from fleetfoot.server.http import ENCODER, JSON, ApiError, check_request_id, invalid, read_body
 from fleetfoot.server.liveness import Liveness
 from fleetfoot.server.template_process import Messages, render_apart
+from fleetfoot.server.tracing import RequestSpan, Tracing, make_tracing
 from fleetfoot.server.unknown_fields import UnknownFields
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 from fleetfoot.utils.process import num_cores
@@ -105,6 +106,8 @@ class ServiceSettings:
     max_queue_per_key: int | None = None
     """Unfinished requests of one client from which on its others are refused with 429; None: as many as there is room
     for. Clients differ by key if there are several, and else by address."""
+    otlp_traces_endpoint: str | None = None
+    """The collector of spans; None: nothing is traced."""
 
 
 class Service:
@@ -128,9 +131,15 @@ class Service:
         self._placement: ContextVar[tuple[str, int]] = ContextVar("placement", default=("", -1))
         self._body_size: ContextVar[int] = ContextVar("body_size", default=0)
         engine.run_native = self.run_native
+        self._headers: ContextVar[Mapping[str, str]] = ContextVar("headers", default=NO_VARIABLES)
+
+    @functools.cached_property
+    def _tracing(self) -> Tracing:
+        return make_tracing(self.settings.otlp_traces_endpoint, self.model_name)
 
     def close(self) -> None:
         """End the threads."""
+        self._tracing.close()
         self.native.close()
         self.python.close()
 
@@ -170,6 +179,7 @@ class Service:
         self._placement.set((http.headers.get("x-session-id", ""), self._rank_of(http)))
         content = await read_body(http, self.settings.max_body_bytes)
         self._body_size.set(cost_of(content))
+        self._headers.set(http.headers)
         body = await self._decode(content, decoder)
         if (name := getattr(body, "request_id", None)) is not None:
             check_request_id(name)
@@ -325,7 +335,12 @@ class Service:
             self._submitting[owner] -= num_left
             if not self._submitting[owner]:
                 del self._submitting[owner]
-        return RequestOutputs(streams)
+        headers, spans = self._headers.get(), {}
+        for index in range(len(streams)):
+            name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
+            if (span := self._tracing.span(headers, name, params)) is not None:
+                spans[index] = span
+        return RequestOutputs(streams, spans)
 
     def _check_queue(self, num_prompts: int, field: str) -> None:
         """Raises ApiError 429: the queue is full, or this client's part of it. Clients with few requests have room
@@ -468,8 +483,8 @@ class RequestOutputs:
     """The outputs of the prompts of one request, as they come: ``(prompt index, output)``. A completion that has ended
     is not in later outputs."""
 
-    def __init__(self, streams: Sequence[OutputStream]) -> None:
-        self._streams = streams
+    def __init__(self, streams: Sequence[OutputStream], spans: dict[int, RequestSpan] | None = None) -> None:
+        self._streams, self._spans = streams, spans or {}
         self.num_prompts = len(streams)
         self._ended: set[tuple[int, int]] = set()
 
@@ -483,11 +498,21 @@ class RequestOutputs:
 
     def _without_ended(self, index: int, item: Any) -> Any:
         """Deltas of the engine repeat completions that have ended, without text."""
+        if self._spans:
+            self._trace(index, item)
         if not isinstance(item, RequestOutput) or len(item.outputs) == 1:
             return item
         item.outputs = [one for one in item.outputs if (index, one.index) not in self._ended]
         self._ended.update((index, one.index) for one in item.outputs if one.finish_reason is not None)
         return item
+
+    def _trace(self, index: int, item: Any) -> None:
+        if index not in self._spans:
+            return
+        if isinstance(item, BaseException):
+            self._spans.pop(index).fail(str(item))
+        elif item.finished:
+            self._spans.pop(index).end(item)
 
     def resume(self) -> None:
         """Call the listener again, after it has returned False."""
@@ -498,11 +523,17 @@ class RequestOutputs:
         """Abort what is unfinished."""
         for stream in self._streams:
             stream.close()
+        while self._spans:
+            self._spans.popitem()[1].fail("aborted")
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         if len(self._streams) == 1:
-            async for output in self._streams[0]:
-                yield 0, self._without_ended(0, output)
+            try:
+                async for output in self._streams[0]:
+                    yield 0, self._without_ended(0, output)
+            except Exception as error:
+                self._without_ended(0, error)
+                raise
             return
         ready: deque[tuple[int, Any]] = deque()  # at most one item of each stream, which merges further ones
         arrived = asyncio.Event()
@@ -523,13 +554,14 @@ class RequestOutputs:
                 await asyncio.sleep(0)  # others go on
             index, item = ready.popleft()
             num_taken += 1
+            output = self._without_ended(index, item)
             if isinstance(item, BaseException):
                 raise item
             if item.finished:
                 num_left -= 1
             else:
                 self._streams[index].resume()
-            yield index, self._without_ended(index, item)
+            yield index, output
 
     async def collect(self) -> list[RequestOutput]:
         """The last output of each prompt; for parameters with `RequestOutputKind.FINAL_ONLY`."""
