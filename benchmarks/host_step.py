@@ -6,8 +6,11 @@ vocabulary is small, so that sampling costs what its calls cost.
 With --prompts it is the host time of prompts that are given one token each: in all, up to the launch of the first
 kernel, and after that of the last one. Here what a GPU would do does not count.
 
+With --watched it is what a viewer of the engine adds to steps of decodes: for each step, and for each look, of which
+there are four in a second.
+
 Usage: python benchmarks/host_step.py [--requests 256] [--steps 1000] [--runner v2] [--logprobs 5] [--no-overlap]
-           [--profile]
+           [--watched] [--profile]
        python benchmarks/host_step.py --prompts 64x512 [--steps 100] [--no-overlap] [--profile]
 """
 
@@ -21,6 +24,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -28,7 +32,9 @@ from fleetfoot.config.model import AttentionSpec, LayerSpec, MLPSpec, ModelConfi
 from fleetfoot.engine.core import EngineCore
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.input_processor import InputProcessor
+from fleetfoot.engine.output_router import OutputRouter
 from fleetfoot.engine.stats import StatsCollector
+from fleetfoot.engine.watch import Watch
 from fleetfoot.fusion import LayerFusion
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.registry import DeviceFacts, load_kernels, plan_kernels
@@ -47,6 +53,10 @@ from fleetfoot.weights.loading import ModelLoader
 VOCAB_SIZE = 64
 PROMPT_VOCAB_SIZE = 128_000
 BLOCK_SIZE = 16
+INTERVAL_S = 0.25
+"""Between two looks of a viewer."""
+STEP_S = 0.004
+"""What a step takes, about, of 256 requests and a small model on a fast GPU."""
 
 
 class NullModel(CausalLM):
@@ -77,7 +87,7 @@ class NullLoader(ModelLoader):
 
 
 def build(
-    requests: int, max_model_len: int, runner_name: str, overlap: bool, enable_prefix_caching: bool = True
+    requests: int, max_model_len: int, runner_name: str, overlap: bool, enable_prefix_caching: bool = True, **more: Any
 ) -> tuple[LLMEngine, ModelRunnerV1 | ModelRunnerV2]:
     model = ModelConfig(
         "LlamaForCausalLM", VOCAB_SIZE, 1, (LayerSpec(AttentionSpec(1, 1, 16), MLPSpec(1)),), max_model_len
@@ -110,7 +120,7 @@ def build(
         seed=0,
     )
     core = EngineCore(Scheduler(limits), _Executor(runner), StatsCollector(), depth=int(overlap))
-    return LLMEngine(core, input_processor, None), runner
+    return LLMEngine(core, input_processor, None, **more), runner
 
 
 class _Executor:
@@ -226,6 +236,49 @@ def measure_steps(args: argparse.Namespace, profiler: cProfile.Profile) -> dict[
     }
 
 
+class TimedWatch(Watch):
+    """Keeps the times of its records."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        super().__init__(engine, dict)
+        self.seconds: list[float] = []
+
+    def record(self, *step: Any) -> None:
+        begin = time.perf_counter()
+        super().record(*step)
+        self.seconds.append(time.perf_counter() - begin)
+
+
+def measure_watched(args: argparse.Namespace, profiler: cProfile.Profile) -> dict[str, object]:
+    """Steps of decodes of an engine with clients, and four looks in a second."""
+    engine, _ = build(args.requests, args.steps + 512, args.runner, args.overlap, output_processor=OutputRouter)
+    params = SamplingParams(
+        max_tokens=args.steps + 300, temperature=args.temperature, ignore_eos=True, detokenize=False
+    )
+    for number in range(args.requests):
+        prompt = {"prompt_token_ids": [(number * 31 + place * 7) % VOCAB_SIZE for place in range(17 + number % 64)]}
+        request = engine.process_inputs(str(number), prompt, params)
+        request.number = number
+        engine.submit(request)
+    while engine.stats().num_generation_tokens < args.requests * 4:
+        engine.step()
+    watch, looks, size = TimedWatch(engine), [], 0
+    for number in range(args.steps):
+        if number % round(INTERVAL_S / STEP_S) == 0:
+            begin = time.perf_counter()
+            size = len(msgspec.msgpack.encode(msgspec.to_builtins(watch.look("viewer"))))
+            looks.append(time.perf_counter() - begin)
+        engine.step()
+    record_s, look_s = statistics.median(watch.seconds), statistics.median(looks)
+    return {
+        "requests": args.requests,
+        "record_us": round(1e6 * record_s, 2),
+        "look_us": round(1e6 * look_s, 1),
+        "look_bytes": size,
+        "share_of_4_ms_steps": round((record_s + look_s * STEP_S / INTERVAL_S) / STEP_S, 5),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=256)
@@ -235,11 +288,13 @@ def main() -> None:
     parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--logprobs", type=int, help="top logprobs of each token")
+    parser.add_argument("--watched", action="store_true", help="what a viewer of the engine adds")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     profiler = cProfile.Profile()
-    measured = measure_prompts(args, profiler) if args.prompts else measure_steps(args, profiler)
+    measure = measure_prompts if args.prompts else measure_watched if args.watched else measure_steps
+    measured = measure(args, profiler)
     if args.profile:
         profiler.print_stats("tottime")
     print(json.dumps(measured))

@@ -29,6 +29,11 @@ def test_host_step(runner: str, overlap: tuple[str, ...]) -> None:
     assert report["step_us"] > 0
 
 
+def test_a_viewer_costs_little() -> None:
+    report = json.loads(run("host_step", "--requests", "3", "--steps", "4", "--watched"))
+    assert 0 < report["record_us"] < report["look_us"] and 0 < report["share_of_4_ms_steps"] < 1
+
+
 def test_sleep() -> None:
     model = str(BENCHMARKS.parent / "tests" / "assets" / "story-qwen3")
     sizes = "--num-blocks", "600", "--prompt-tokens", "20", "--device", "cpu"

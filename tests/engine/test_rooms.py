@@ -44,6 +44,7 @@ def without(room: str, folder: Path) -> None:
         ("runner/v1", []),
         ("server/anthropic", ["/v1/messages", "/v1/messages/count_tokens"]),
         ("server/pooling", ["/v1/embeddings", "/v1/rerank"]),
+        ("server/page", ["/live/events"]),
     ],
 )
 def test_a_room_that_is_deleted(room: str, lost: list[str], tmp_path: Path) -> None:
@@ -56,4 +57,5 @@ def test_a_room_that_is_deleted(room: str, lost: list[str], tmp_path: Path) -> N
     assert num_tokens == 3
     assert (code != 0) == (room == "runner/v1") == ("fleetfoot.runner.v1" in printed)
     apis = {"/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/v1/rerank"}
+    apis |= {"/live/events"}
     assert apis - {*paths} == {*lost}

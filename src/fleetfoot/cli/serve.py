@@ -127,6 +127,8 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--allowed-methods", type=_names, default=("*",), metavar="LIST", help="their methods (default: all)")
     add("--allowed-headers", type=_names, default=("*",), metavar="LIST", help="their headers (default: all)")
+    text = "names that the Host header may have on a loopback address, besides localhost, as behind a proxy; '*': any"
+    add("--allowed-hosts", type=_names, default=(), metavar="LIST", help=text)
     add("--allow-credentials", action="store_true", help="they may send cookies and other credentials")
     add("--uvicorn-log-level", metavar="LEVEL", help="no effect: --verbose logs more")
     add("--disable-uvicorn-access-log", action="store_true", help="no effect: --access-log is needed to log requests")
@@ -206,6 +208,7 @@ def server_settings(arguments: argparse.Namespace, default_names: tuple[str, ...
         log_format=arguments.log_format,
         access_log=arguments.access_log,
         cors=_cors(arguments),
+        allowed_hosts=arguments.allowed_hosts,
     )
 
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from fleetfoot.engine.stats import StatsCollector, StepStats
+from fleetfoot.engine.stats import NO_WATCH, NoWatch, StatsCollector, StepStats
 from fleetfoot.executor.protocol import Executor, WorkerError
 from fleetfoot.records.kv_connector import SchedulerConnector
 from fleetfoot.records.request import Request, RequestStatus
@@ -71,6 +71,7 @@ class EngineCore:
         self.stats = stats
         self.clock = clock
         self.depth = depth
+        self.watch: NoWatch = NO_WATCH
         self.masker = masker or TokenMasker(MaskMemory(1, 1))
         self._in_flight: deque[_StepInFlight] = deque()
         self._last_arrival = clock()  # when the last result arrived
@@ -195,6 +196,7 @@ class EngineCore:
             num_prompt_tokens = sum(map(sum, prompts))
             self.scheduler.pace.observe(output.num_decodes, num_prompt_tokens, seconds)
             self._last_arrival = arrived
+            self.watch.record(output, arrived - seconds, seconds, (drafting.last_drafted, drafting.last_accepted))
             self.stats.step(
                 StepStats(
                     len(output.rows),

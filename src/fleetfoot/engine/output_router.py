@@ -218,6 +218,15 @@ class OutputRouter:
             "histograms": {name: {"buckets": one.cumulative(), "sum": one.sum} for name, one in histograms.items()},
         }
 
+    def latencies(self) -> dict[str, list[tuple[str, int]]]:
+        """Times to the first token, and between tokens: samples up to limits in seconds, since the start."""
+        return {"ttft": self._ttft.cumulative(), "itl": self._itl.cumulative()}
+
+    def queued_ts(self, sequence_id: str) -> float | None:
+        """When a sequence was queued; None: it has ended for its client."""
+        sequence = self._sequences.get(sequence_id)
+        return None if sequence is None else sequence.queued_ts
+
     def finish(self, client: bytes, message: Finish) -> None:
         """End a sequence for its client; one that has ended is ignored."""
         sequence_id = self._numbers.get((client, message.number))

@@ -11,6 +11,7 @@ from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.hold import Hold
 from fleetfoot.engine.live_weights import ENGINE_METHODS, WeightCalls
 from fleetfoot.engine.sleep import SleepCalls
+from fleetfoot.engine.watch import Watch, plan_facts
 from fleetfoot.engine.wire import Call, EngineState, Failed, Reply
 from fleetfoot.records.weights import WeightError
 from fleetfoot.utils.validation import FieldError
@@ -18,7 +19,7 @@ from fleetfoot.utils.validation import FieldError
 Send = Callable[[Reply], object]
 """Sends the reply to the client."""
 
-STATE_METHODS = ("stats", "check_integrity", "ping", "state", "abort_requests")
+STATE_METHODS = ("stats", "check_integrity", "ping", "state", "abort_requests", "watch")
 """Methods that return at once, also while the engine is paused."""
 HELD_METHODS = (
     *(name for owner in (SleepCalls, WeightCalls) for name in vars(owner) if not name.startswith("_")),
@@ -40,6 +41,7 @@ class RemoteCalls:
         self._engine = engine
         self._announce = announce
         self._drains: list[tuple[Call, Send]] = []
+        self.watch = Watch(engine, lambda: plan_facts(engine.plan, engine.runner_name)).look
 
     def run(self, call: Call, send: Send) -> None:
         """Run a call, and send its reply now or later. Exceptions of the method are sent."""

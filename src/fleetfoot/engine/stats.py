@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fleetfoot.outputs import RequestMetrics
-from fleetfoot.records.step import BalanceReport
+from fleetfoot.records.step import BalanceReport, SchedulerOutput
 from fleetfoot.scheduler.stats import DraftStats, SchedulerStats, TransferStats
 
 WINDOW = 100_000
@@ -101,6 +101,16 @@ class StatsCollector:
     def snapshot(self, scheduler: SchedulerStats) -> EngineStats:
         counts = self.num_steps, self.num_prompt_tokens, self.num_generation_tokens
         return EngineStats(*counts, dict(self.num_finished), scheduler, self.num_idle_steps, self.num_restarts)
+
+
+class NoWatch:
+    """What is told of each step while nobody looks; see `fleetfoot.engine.watch.Watch`."""
+
+    def record(self, output: SchedulerOutput, began: float, seconds: float, drafts: tuple[int, int]) -> None:
+        """A step has retired."""
+
+
+NO_WATCH = NoWatch()
 
 
 class Histogram:

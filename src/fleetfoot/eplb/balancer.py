@@ -232,13 +232,16 @@ class Balancer(StepBarrier):
         load //= self._ranks_per_replica
         before: list[float] = []
         after: list[float] = []
+        of_ranks = [0.0] * len(self._slots)
         for loads, (number, layer) in zip(load.tolist(), self._layers.items(), strict=True):
             spec, old = layer.spec, layer.experts
             loads = loads[: spec.num_experts]
             groups = {"num_groups": spec.router.num_groups, "num_nodes": self._num_nodes}
             new = rebalanced(loads, old, self._slots, **groups)
-            for placement, found in ((old, before), (new, after)):
-                found.append(balancedness(rank_loads(loads, placement, self._slots)))
+            now, then = (rank_loads(loads, placement, self._slots) for placement in (old, new))
+            before.append(balancedness(now))
+            after.append(balancedness(then))
+            of_ranks = [so_far + one for so_far, one in zip(of_ranks, now, strict=True)]
             if new != old:
                 self._move_layer(number, layer, new)
         count = len(self._layers)
@@ -249,6 +252,7 @@ class Balancer(StepBarrier):
             least=min(before),
             expected=sum(after) / count,
             seconds=self.report.seconds + time.perf_counter() - began,
+            rank_loads=tuple(one / (sum(of_ranks) or 1.0) for one in of_ranks),
         )
         is_logged = self._settings.log_balancedness and self._group.is_first_rank
         if is_logged and report.num_rounds % self._settings.log_balancedness_interval == 0:

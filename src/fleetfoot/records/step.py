@@ -285,6 +285,8 @@ class BalanceReport:
     """Where the round has placed experts, the mean of the layers."""
     seconds: float = 0.0
     """Time of all rounds, beside steps."""
+    rank_loads: tuple[float, ...] = ()
+    """The share of the tokens of the last round that each rank's experts computed."""
 
 
 @dataclass(slots=True)

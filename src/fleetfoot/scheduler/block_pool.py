@@ -521,6 +521,17 @@ class BlockPools:
             for pool in self.all
         )
 
+    def counts(self) -> list[tuple[str, int, int, int]]:
+        """The kind of each group, its blocks with references, those with a cached prefix alone, and all that it can
+        have. Groups share the memory of slabs."""
+        found = []
+        for group, pool in zip(self.groups, self.all, strict=True):
+            kind = "states" if group.is_state else "all tokens" if group.window is None else f"window {group.window:,}"
+            total = pool.num_blocks - pool._first
+            used = pool.num_used if isinstance(pool, SlabPool) else total - pool.num_free
+            found.append((kind, used, len(pool._cached), total))
+        return found
+
     @property
     def usage(self) -> float:
         """The share of the blocks, or slabs, with references."""

@@ -122,6 +122,11 @@ class Scheduler:
         self.events.close()
 
     @property
+    def ranks(self) -> tuple[Scheduler, ...]:
+        """As of `fleetfoot.scheduler.ranks.SchedulerOfRanks`."""
+        return (self,)
+
+    @property
     def pool(self) -> BlockPool:
         """The blocks of the first group of layers."""
         return self.pools.first

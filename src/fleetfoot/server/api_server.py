@@ -30,6 +30,7 @@ from fleetfoot.server.service import Service, ServiceSettings
 from fleetfoot.server.store import ResponseStore, StoreClient
 from fleetfoot.utils.logs import log_to_stderr
 from fleetfoot.utils.process import tune_collections
+from fleetfoot.utils.validation import is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,19 @@ class ServerSettings:
     access_log: bool = False
     cors: CorsSettings | None = None
     """None: pages of other origins may send no requests."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names that the Host header may have besides the machine's own, on loopback; ``*``: any."""
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether other machines cannot reach the address."""
+        return is_loopback(self.host)
+
+    @property
+    def hosts(self) -> tuple[str, ...] | None:
+        """See `fleetfoot.server.http.RequestGate`."""
+        is_checked = self.uds is None and self.is_loopback and "*" not in self.allowed_hosts
+        return tuple(map(str.lower, self.allowed_hosts)) if is_checked else None
 
 
 Address = str | OwnEngine | Replicas | EngineGroup
@@ -161,6 +175,7 @@ class ApiServer:
             make_app(
                 *(self._service, self._store, settings.api_keys, settings.root_path, settings.admin_key, settings.cors),
                 logs_requests=settings.access_log,
+                hosts=settings.hosts,
             ),
             http=LimitedHttp,
             ws="none",

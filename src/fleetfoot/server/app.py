@@ -78,6 +78,7 @@ def make_app(
     cors: CorsSettings | None = None,
     *,
     logs_requests: bool = False,
+    hosts: tuple[str, ...] | None = None,
 ) -> Starlette:
     """The application.
 
@@ -87,10 +88,10 @@ def make_app(
         admin_key: of the routes that change the engine; None: there are none.
         root_path: the path of the application behind a proxy.
         cors: None: pages of other origins may send none.
+        hosts: see `RequestGate`.
     """
-    endpoints = make_endpoints(service) + responses_endpoints(service, store)
-    if admin_key is not None:
-        endpoints += admin_endpoints(service)
+    endpoints = make_endpoints(service) + responses_endpoints(service, store) + admin_endpoints(service)
+    endpoints = [endpoint for endpoint in endpoints if admin_key is not None or not endpoint.is_admin]
     document = JSON(openapi_document(endpoints, has_keys=bool(keys), root_path=root_path)).body
     envelopes: dict[str, Envelope] = {endpoint.path: endpoint.envelope.of for endpoint in endpoints}
     routes = [
@@ -116,11 +117,13 @@ def make_app(
         return response
 
     routes.append(Route("/openapi.json", openapi, methods=["GET"]))
-    keys_by_path: dict[str, tuple[str, ...]] = dict.fromkeys(OPEN_PATHS, ())
+    page = page_routes()
+    routes += page
+    keys_by_path: dict[str, tuple[str, ...]] = dict.fromkeys((*OPEN_PATHS, *(route.path for route in page)), ())
     if admin_key is not None:
         keys_by_path |= {endpoint.path: (admin_key,) for endpoint in endpoints if endpoint.is_admin}
     options: dict[str, Any] = {"root_path": root_path, "envelopes": envelopes, "keys_by_path": keys_by_path}
-    middleware = [Middleware(RequestGate, keys=keys, logs=logs_requests, **options)]
+    middleware = [Middleware(RequestGate, keys=keys, logs=logs_requests, hosts=hosts, **options)]
     if cors is not None:  # it answers a browser's OPTIONS, which has no key
         middleware.insert(0, Middleware(CORSMiddleware, **_cors_options(cors)))
     return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: on_http_error})
@@ -136,7 +139,7 @@ def _cors_options(cors: CorsSettings) -> dict[str, Any]:
     }
 
 
-FURTHER_APIS = ("anthropic.messages", "pooling.endpoints")
+FURTHER_APIS = ("anthropic.messages", "pooling.endpoints", "page.routes")
 """Modules with APIs besides OpenAI's, each with a function ``endpoints``. What was deleted is not served."""
 
 
@@ -146,6 +149,12 @@ def further_endpoints(service: Service) -> Iterator[Endpoint]:
         room = f"fleetfoot.server.{name}"
         if find_spec(room.rpartition(".")[0]) is not None:
             yield from import_module(room).endpoints(service)
+
+
+def page_routes() -> list[Route]:
+    """Those of the page; none where its room was deleted."""
+    room = "fleetfoot.server.page"
+    return [] if find_spec(room) is None else import_module(f"{room}.routes").page_routes()
 
 
 def make_endpoints(service: Service) -> list[Endpoint]:

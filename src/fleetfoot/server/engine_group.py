@@ -607,7 +607,7 @@ class GroupLink:
             call = self._with_version(call)
             if call.method != "reload_weights":  # patches are of the newest weights
                 engines = [engine for engine in engines if not engine.refusal]
-        if call.method == "metrics":
+        if call.method in ("metrics", "watch"):
             engines = [engine for engine in engines if not engine.is_stuck]
         if call.method in ("ping", "state", COMPILE_GRAMMAR):
             engines = [engine for engine in engines if engine.is_usable][:1]
@@ -618,9 +618,10 @@ class GroupLink:
             if not replies:
                 raise RuntimeError(self.no_engine)
             value = replies[0]
-            if call.method == "metrics":
+            if call.method in ("metrics", "watch"):
                 names = [engine.name for engine in engines]
                 value = [{**reply, "engine": name} for name, reply in zip(names, replies, strict=True)]
+            if call.method == "metrics":
                 gauges = {
                     "proxy_engines_refused": sum(bool(engine.refusal) for engine in self._engines),
                     "proxy_engines_unavailable": sum(not engine.is_usable for engine in self._engines),

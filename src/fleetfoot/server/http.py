@@ -24,7 +24,7 @@ from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.input_processor import is_of_prompt
 from fleetfoot.utils.logs import REQUEST_ID
 from fleetfoot.utils.process import as_exception
-from fleetfoot.utils.validation import FieldError, shown
+from fleetfoot.utils.validation import FieldError, is_loopback, shown
 from fleetfoot.utils.work_pool import PoolFullError
 
 logger = logging.getLogger(__name__)
@@ -292,6 +292,8 @@ class RequestGate:
         envelopes: of the errors of paths; others have OpenAI's.
         keys_by_path: other keys of single paths; (): none is needed.
         logs: whether each request is logged.
+        hosts: names that the Host header may have, besides those of this machine itself; None: any. A page of another
+            origin whose name is made to point to this machine sends its own name.
     """
 
     def __init__(
@@ -302,6 +304,7 @@ class RequestGate:
         envelopes: Mapping[str, Envelope],
         keys_by_path: Mapping[str, tuple[str, ...]],
         logs: bool,
+        hosts: tuple[str, ...] | None = None,
     ) -> None:
         self._app = app
         self._envelopes = envelopes
@@ -309,6 +312,7 @@ class RequestGate:
         self._keys_by_path = keys_by_path
         self._root_path = root_path
         self._logs = logs
+        self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -332,7 +336,11 @@ class RequestGate:
         keys, app = self._keys_by_path.get(path, self._keys), self._app
         host, key = (scope["client"] or ("-",))[0], _key_number(headers, keys)
         scope["client_name"] = f"key {key}" if len(keys) > 1 else host
-        if keys and scope["method"] != "OPTIONS" and key is None:
+        named = _host_name(headers.get(b"host", b"").decode("latin-1"))
+        if self._hosts is not None and named and not (_is_own(named) or named in self._hosts):
+            message = f"the Host header is {shown(named)}, which is not this server (--allowed-hosts)"
+            app = error_response(ApiError(403, message, "unknown_host"), scope, envelope_of(path, self._envelopes))
+        elif keys and scope["method"] != "OPTIONS" and key is None:
             which = "key" if keys is self._keys else "key of this route (--admin-key)"
             hint = "send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'"
             error = ApiError(401, f"the {which} is missing or wrong; {hint}", "invalid_api_key")
@@ -342,6 +350,18 @@ class RequestGate:
             milliseconds = 1000 * (time.perf_counter() - begin)
             path = quote(scope["path"], safe=_PATH_CHARACTERS)  # no field of the line has a space
             logger.info("%s %s %s %d %.1f ms", host, scope["method"], path, status, milliseconds)
+
+
+def _host_name(header: str) -> str:
+    """The name without the port, in small letters."""
+    name = header.strip().lower()
+    if name.startswith("["):
+        return name[1:].partition("]")[0]
+    return name.partition(":")[0].rstrip(".")
+
+
+def _is_own(name: str) -> bool:
+    return is_loopback(name) or name.endswith(".localhost")
 
 
 def _key_number(headers: dict[bytes, bytes], keys: tuple[str, ...]) -> int | None:

@@ -293,13 +293,9 @@ def announce(settings: ServerSettings, listener: socket.socket, begin: float) ->
         host, port = listener.getsockname()[:2]
         where = f"{'https' if settings.ssl_certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
     logger.info("ready after %.1f s, listening on %s", time.perf_counter() - begin, where)
-    if settings.uds is None and not _is_loopback(settings.host) and not settings.api_keys:
+    if settings.uds is None and not settings.is_loopback and not settings.api_keys:
         logger.warning("%s can be reached from other machines, and no key is required (--api-key)", where)
     notify_service_manager(f"READY=1\nSTATUS=listening on {where}")
-
-
-def _is_loopback(host: str) -> bool:
-    return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
 def default_api_servers() -> int:

@@ -1,0 +1,97 @@
+"""What is told of an engine's steps, with an executor that computes nothing and a clock that stands still."""
+
+from typing import Any
+
+import pytest
+from tests.helpers.engines import ScriptedExecutor, scripted_engine
+
+from fleetfoot.engine.stats import NO_WATCH
+from fleetfoot.engine.watch import MOST_LANES, MOST_STEPS, PATIENCE_S, Watch
+from fleetfoot.records.sampling_params import SamplingParams
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def engine(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = scripted_engine(ScriptedExecutor(), clock=clock, num_blocks=24, max_num_batched_tokens=16)
+    made.output_processor.latencies = dict
+    made.output_processor.queued_ts = lambda name: clock.now - 1.5
+    return made
+
+
+def add(engine: Any, name: str, length: int, max_tokens: int = 4) -> None:
+    prompt = {"prompt_token_ids": [5 + (7 * place + len(name)) % 90 for place in range(length)]}
+    engine.add_request(name, prompt, SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True))
+
+
+def test_steps_are_kept_while_somebody_looks(engine: Any, clock: Clock) -> None:
+    watch = Watch(engine, lambda: {"runner": "v2"})
+    add(engine, "before", 20)
+    engine.step()
+    assert engine.core.watch is NO_WATCH
+    first = watch.look("a")
+    assert (first["plan"], first["steps"]) == ({"runner": "v2"}, [])
+    (lane,) = first["lanes"]
+    assert lane[:5] == [0, "p", 20, 16, 0] and lane[-1] == 1.5
+    add(engine, "after", 6)
+    engine.step()
+    second = watch.look("a")
+    ((_, _, rows, decodes, prompt, _, _, begun, chunks, left),) = second["steps"]
+    assert (rows, decodes, prompt, begun, left) == (2, 0, 10, [(1, 6, 0)], [])
+    assert chunks == [(0, 4), (1, 6)] and "plan" not in second
+    assert [lane[:2] for lane in second["lanes"]] == [[0, "d"], [1, "d"]]
+    assert watch.look("b")["steps"] == []  # another viewer, from now on
+    while engine.has_unfinished_requests():
+        engine.step()
+    ends = watch.look("a")
+    assert ends["steps"] == watch.look("b")["steps"] != []
+    assert ends["lanes"] == [] and sum(step[3] for step in ends["steps"]) == 2 * 3
+    clock.now += PATIENCE_S + 1
+    add(engine, "later", 4, max_tokens=70)
+    for _ in range(66):
+        engine.step()
+    assert engine.core.watch is NO_WATCH  # both have gone
+    again = watch.look("a")
+    assert "plan" in again and again["steps"] == [] and [lane[0] for lane in again["lanes"]] == [0]
+
+
+def test_many_steps_and_many_requests_are_counted_and_not_told(engine: Any, clock: Clock) -> None:
+    watch = Watch(engine, dict)
+    for number in range(MOST_LANES + 9):
+        add(engine, f"r{number}", 5, max_tokens=9)
+    seen = watch.look("a")
+    assert len(seen["lanes"]) == MOST_LANES and seen["waiting"] == MOST_LANES + 9
+    assert {lane[1] for lane in seen["lanes"]} == {"w"}
+    output = engine.core.scheduler.schedule()
+    for _ in range(MOST_STEPS + 5):
+        watch.record(output, 0.0, 0.0, (0, 0))
+    seen = watch.look("a")
+    assert (len(seen["steps"]), seen["missed"]) == (MOST_STEPS, 5)
+
+
+def test_a_preempted_request_is_told_from_one_that_has_ended(engine: Any) -> None:
+    watch = Watch(engine, dict)
+    watch.look("a")
+    for name in ("one", "two", "three"):
+        add(engine, name, 12, max_tokens=25)
+    seen: list[dict[str, Any]] = []
+    while engine.has_unfinished_requests():
+        engine.step()
+        seen.append(watch.look("a"))
+    left = [entry for look in seen for step in look["steps"] for entry in step[9]]
+    num_preemptions = seen[-1]["preemptions"]
+    assert num_preemptions > 0 and sum(is_preempted for _, is_preempted in left) == num_preemptions
+    assert any(lane[1] == "x" for look in seen for lane in look["lanes"])
+    ((kind, used, _, total),) = seen[0]["kv"][0]
+    assert (kind, total) == ("all tokens", 24) and 0 < used <= 24
