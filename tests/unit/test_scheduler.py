@@ -85,8 +85,10 @@ def test_prompts_of_several_clients_are_cut_to_a_time() -> None:
     scheduler.add_request(request_of("other", 200, 1, flow="b"))
     assert drive.step() == {"long": 458}
     scheduler.add_request(request_of("small", 2, 1, flow="c"))
-    assert drive.step() == {"long": 458 - 114, "small": 2, "other": 112}  # the short one does not wait for the long one
-    assert drive.step() == {"long": 174, "other": 88}
+    scheduler.add_request(request_of("tiny", 1, 1, flow="d"))
+    # the short ones do not wait for the long one, and leave it the rest: no further prompt begins beside it
+    assert drive.step() == {"long": 455, "small": 2, "tiny": 1}
+    assert drive.step() == {"long": 63, "other": 200}
     for _ in range(20):
         scheduler.pace.observe(0, 1024, 60)
     assert scheduler.pace.limit == 128

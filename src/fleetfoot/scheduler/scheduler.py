@@ -212,16 +212,16 @@ class Scheduler:
         if self.config.num_stages > 1 and self.config.enable_chunked_prefill:
             share = prefill_share(prefills, self._waiting, len(self._free_rows), self.config.num_stages)
             batch.budget = min(batch.budget, share)
-        kept = self._pace(batch, prefills)
-        batch.budget -= kept
+        kept, can_admit = self._pace(batch, prefills), num_preemptions == self._num_preemptions
+        rest, batch.budget = batch.budget - kept, kept
+        while can_admit and self._is_short(batch.budget) and self._begin_next(batch):
+            pass
+        batch.budget += rest
         for request in prefills:
             if batch.budget > 0:
                 self._schedule_chunk(batch, request)
-        batch.budget += kept
-        if num_preemptions == self._num_preemptions:
-            while batch.budget > 0 and (admitted := self._admit(batch)):
-                batch.new_requests.append(NewRequest.of(admitted))
-                self._schedule_chunk(batch, admitted)
+        while can_admit and batch.budget > 0 and self._begin_next(batch):
+            pass
 
         if not (batch.decodes or batch.last_chunks or batch.other_chunks):
             if prefills and not self._in_flight and not self.transfers.make_room(1):
@@ -258,15 +258,26 @@ class Scheduler:
         return prefills
 
     def _pace(self, batch: _Batch, prefills: list[Request]) -> int:
-        """Limit the prompts in a step with requests of clients. Returns how many tokens prefills in progress leave to a
-        short prompt that waits."""
-        waiting = self._waiting.first
-        first = prefills[0] if prefills else waiting
+        """Limit the prompts in a step with requests of clients. Returns how many tokens prefills in progress leave to
+        short prompts that wait."""
+        first = prefills[0] if prefills else self._waiting.first
         if len(self.requests) == 1 or first is None or not first.flow or self.config.prompt_step_s is None:
             return 0
         batch.budget = min(batch.budget, self.pace.limit)
         part = batch.budget // _SHORT
-        return part if waiting is not None and waiting.num_tokens <= part else 0
+        return part if prefills and self._is_short(part) else 0
+
+    def _is_short(self, most: int) -> bool:
+        """Whether the next request that waits has at most so many tokens."""
+        return (first := self._waiting.first) is not None and first.num_tokens <= most
+
+    def _begin_next(self, batch: _Batch) -> bool:
+        """Start the next request with its first chunk; False if none can start."""
+        if (admitted := self._admit(batch)) is None:
+            return False
+        batch.new_requests.append(NewRequest.of(admitted))
+        self._schedule_chunk(batch, admitted)
+        return True
 
     def _append_blocks(self, batch: _Batch, request: Request, num_positions: int) -> bool:
         """Allocate blocks for a decode, preempting others if necessary; False if it cannot join this step."""
