@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 MOST_ADDED = 16
 """Requests that are added at a time, 2 ms of work: a step waits for it, and thousands may have arrived."""
-MOST_READ = 64
-"""Messages that are read at a time, 2 to 5 ms of work."""
+MOST_READ = 256
+"""Messages that are read at a time, 10 ms of work: calls and small requests may be after thousands of a batch."""
 
 
 class Arrivals:

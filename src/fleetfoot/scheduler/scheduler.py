@@ -34,6 +34,8 @@ from fleetfoot.scheduler.stats import SchedulerStats
 from fleetfoot.scheduler.transfers import Transfers
 
 RUNNING = RequestStatus.RUNNING
+_START_COST = 8
+"""Tokens that take as long as the start and the end of a request, about, where steps have a set time."""
 _SHORT = 4
 """A prompt of at most 1 / this of a step's tokens does not wait for the end of a long one."""
 
@@ -44,6 +46,8 @@ class _Batch:
 
     budget: int
     """Tokens that may still join the step."""
+    start_cost: int = 0
+    """Tokens that count for the start of a request."""
     decodes: list[Request] = field(default_factory=list)
     last_chunks: list[tuple[Request, int]] = field(default_factory=list)
     """Prefills that reach the end of their known tokens in this step, and sample; with their tokens in this step."""
@@ -263,7 +267,7 @@ class Scheduler:
         first = prefills[0] if prefills else self._waiting.first
         if len(self.requests) == 1 or first is None or not first.flow or self.config.prompt_step_s is None:
             return 0
-        batch.budget = min(batch.budget, self.pace.limit)
+        batch.budget, batch.start_cost = min(batch.budget, self.pace.limit), _START_COST
         part = batch.budget // _SHORT
         return part if prefills and self._is_short(part) else 0
 
@@ -277,6 +281,7 @@ class Scheduler:
             return False
         batch.new_requests.append(NewRequest.of(admitted))
         self._schedule_chunk(batch, admitted)
+        batch.budget -= batch.start_cost
         return True
 
     def _append_blocks(self, batch: _Batch, request: Request, num_positions: int) -> bool:
