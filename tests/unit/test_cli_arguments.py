@@ -205,7 +205,7 @@ OVERRIDE = ["--override-generation-config"]
         (["xyzzy"], "there is no command 'xyzzy'; there are generate, chat, serve, bench, plan"),
         (["run-batch", "M"], "there is no command 'run-batch'; fleetfoot generate takes a file of prompts"),
         (["plan", "--pp=2"], "unknown argument '--pp'; it is --pipeline-parallel-size"),
-        (["plan", "--data-parallel-rank", "2"], "does not support data_parallel_rank=2; leave it out"),
+        (["plan", "--data-parallel-rank", "2"], "data_parallel_rank is 2"),
         (["plan", "--enable_dbo"], "does not support enable_dbo=True; leave it out"),
         (["plan", "--speculative-model", "x"], "does not support speculative_model='x'; set speculative_config="),
         (["bench", "latency", "--output", "/"], "--output /: it is a folder"),

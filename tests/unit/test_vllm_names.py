@@ -11,6 +11,7 @@ from fleetfoot.config import vllm_names
 from fleetfoot.config.engine import CompilationConfig, EngineConfig
 from fleetfoot.config.speculative import SpeculativeConfig
 from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.utils.validation import FieldError
 
 SETTINGS = {field.name for field in dataclasses.fields(EngineConfig)}
 
@@ -31,7 +32,7 @@ def call(self: object, prompts: object, lora_request: None = None, *, use_tqdm: 
         ("calculate_kv_scales", True, "scales of KV in FP8 are the checkpoint's, or 1"),
         ("rope_theta", 1e6, "set hf_overrides={...}: fields in place of those of config.json"),
         ("limit_mm_per_prompt", {"image": 1}, "text alone"),
-        ("data_parallel_rank", 2, "processes of one machine"),
+        ("data_parallel_backend", "ray", "processes of one machine"),
         ("speculative_model", "x/y", "speculative_config="),
         ("max_lora_rank", 8, "merge the adapter"),
         ("guided_decoding_backend", "xgrammar", "compiled by llguidance"),
@@ -67,9 +68,36 @@ def test_values_that_change_nothing_are_taken() -> None:
     config = EngineConfig.from_keywords(named, owner="LLM")
     assert config == EngineConfig(dtype="float16", compilation_config=CompilationConfig())
     assert [EngineConfig(dtype=name).dtype for name in ("float", torch.half)] == ["float32", "float16"]  # type: ignore[arg-type]
-    for name, value in (("data_parallel_rank", True), ("enable_dbo", 0), ("tokenizer_mode", object())):
+    for name, value in (("data_parallel_backend", True), ("enable_dbo", 0), ("tokenizer_mode", object())):
         with pytest.raises(TypeError, match=f"LLM does not support {name}="):
             EngineConfig.from_keywords({name: value}, owner="LLM")
+
+
+EVENTS = {"enable_kv_cache_events": True, "endpoint": "tcp://*:5557"}
+
+
+def test_a_process_serves_its_share_of_the_replicas_of_several() -> None:
+    """By the flags of vLLM's manifests: a process for each replica, or for those of a machine."""
+    share = {"data_parallel_address": "10.0.0.1", "data_parallel_rpc_port": 5555, "kv_events_config": EVENTS}
+    for given, count, port in (
+        ({"data_parallel_rank": 2, "data_parallel_external_lb": True}, 1, 5559),
+        ({"data_parallel_hybrid_lb": True, "data_parallel_size_local": 2, "data_parallel_start_rank": 2}, 2, 5559),
+        ({"data_parallel_size_local": 4}, 4, 5557),
+    ):
+        config = EngineConfig.from_keywords({"data_parallel_size": 4, **share, **given}, owner="LLM")
+        assert config.data_parallel_size == count
+        assert config.kv_events_config is not None and config.kv_events_config.endpoint == f"tcp://*:{port}"
+    for given, field in (
+        ({"data_parallel_rank": 4}, "data_parallel_rank"),
+        ({"data_parallel_rank": True}, "data_parallel_rank"),
+        ({"data_parallel_size_local": 2}, "data_parallel_size_local"),
+        ({"data_parallel_hybrid_lb": True, "data_parallel_start_rank": 1}, "data_parallel_start_rank"),
+    ):
+        with pytest.raises(FieldError) as error:
+            EngineConfig.from_keywords({"data_parallel_size": 4, **given}, owner="LLM")
+        assert error.value.field == field
+    with pytest.raises(TypeError, match="data_parallel_address='x'; replicas that share experts"):
+        EngineConfig.from_keywords({"enable_expert_parallel": True, "data_parallel_address": "x"}, owner="LLM")
 
 
 def test_misspelt_settings_and_what_vllm_calls_runner() -> None:

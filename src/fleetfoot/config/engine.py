@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, get_args
 
 from fleetfoot.config import env
@@ -18,7 +18,7 @@ from fleetfoot.config.pooling import PoolerConfig
 from fleetfoot.config.profiler import ProfilerConfig
 from fleetfoot.config.sharding import ExpertSplit
 from fleetfoot.config.speculative import SpeculativeConfig
-from fleetfoot.config.vllm_names import ENGINE_KEYWORDS, check_engine_keyword, implies_pooling
+from fleetfoot.config.vllm_names import ENGINE_KEYWORDS, check_engine_keyword, implies_pooling, replicas_here
 from fleetfoot.config.weight_transfer import WeightTransferConfig
 from fleetfoot.utils.cluster_key import ClusterKey, find_cluster_key
 from fleetfoot.utils.validation import FieldError, FieldTypeError, is_host, is_loopback, unknown_keyword
@@ -492,6 +492,7 @@ class EngineConfig:
         """Build from keyword arguments; None is a setting's default. Raises TypeError for an unknown one: names
         ``owner``, and near matches or advice."""
         known = [item.name for item in fields(cls)]
+        keywords, first = replicas_here(keywords)
         for name, value in keywords.items():
             if name in ENGINE_KEYWORDS:
                 check_engine_keyword(owner, name, value)
@@ -500,7 +501,10 @@ class EngineConfig:
         given = {name: keywords[name] for name in known if keywords.get(name) is not None}
         if implies_pooling(keywords) and given.get("runner", "auto") == "auto":
             given["runner"] = "pooling"
-        return cls(**given)
+        config = cls(**given)
+        if first and config.kv_events_config is not None:  # its ports and its number are those of the replica
+            config = replace(config, kv_events_config=config.kv_events_config.moved(first))
+        return config
 
 
 VllmConfig = EngineConfig

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from fleetfoot.utils.validation import is_neutral, unknown_keyword
+from fleetfoot.utils.validation import FieldError, is_neutral, unknown_keyword
 from fleetfoot.utils.vllm_paths import NO_LORA, NO_MULTIMODAL, NO_PARSER
 
 _CONFIG = "set hf_overrides={...}: fields in place of those of config.json"
 _SWITCH = (False, True)
+_REPLICAS = "replicas that share experts are ranks of one engine: leave it out, and set nnodes for several machines"
 _BY_ADVICE: dict[str, dict[str, tuple[Any, ...]]] = {
     "leave it out: a preempted request is computed again; kv_offloading_size keeps KV in CPU memory":
         {"swap_space": (0, 4)},
@@ -43,10 +44,12 @@ _BY_ADVICE: dict[str, dict[str, tuple[Any, ...]]] = {
     NO_LORA: {"max_loras": (1,), "max_lora_rank": (16,), "max_cpu_loras": (), "lora_dtype": ("auto",),
                "fully_sharded_loras": (False,), "enable_lora_bias": (False,), "default_mm_loras": (),
                "lora_extra_vocab_size": (256,), "enable_prompt_adapter": (False,)},
-    "leave it out: the replicas of data_parallel_size are processes of one machine":
-        {"data_parallel_rank": (0,), "data_parallel_backend": ("mp",),
-         "data_parallel_size_local": (1,), "data_parallel_start_rank": (0,), "data_parallel_address": (),
-         "data_parallel_rpc_port": (), "data_parallel_hybrid_lb": (False,), "data_parallel_external_lb": (False,)},
+    "leave it out: the replicas of data_parallel_size are processes of one machine; distributed_executor_backend='ray' "
+    "spreads their ranks": {"data_parallel_backend": ("mp",)},
+    _REPLICAS:
+        {"data_parallel_rank": (), "data_parallel_size_local": (), "data_parallel_start_rank": (),
+         "data_parallel_address": (), "data_parallel_rpc_port": (), "data_parallel_hybrid_lb": (False,),
+         "data_parallel_external_lb": (False,)},
     "it is a key of eplb_config": {"num_redundant_experts": (0,)},
     "leave it out: `fleetfoot plan` prints how experts are placed, multiplied and sent":
         {"expert_placement_strategy": ("linear",), "all2all_backend": ("allgather_reducescatter",),
@@ -114,6 +117,33 @@ def check_engine_keyword(owner: str, name: str, value: Any) -> None:
     neutral, advice = ENGINE_KEYWORDS[name]
     if not is_neutral(value, neutral):
         raise TypeError(f"{owner} does not support {name}={value!r}; {advice}")
+
+
+def replicas_here(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """The keywords of an engine for the replicas that this process serves, and the number of the first one.
+
+    vLLM's manifests start a process for each replica (``data_parallel_rank``), or for those of a machine
+    (``data_parallel_hybrid_lb``), with a balancer before them. Without shared experts replicas need nothing of each
+    other, so ``data_parallel_address`` and ``data_parallel_rpc_port`` have no effect.
+
+    Raises FieldError: a number is not one of ``data_parallel_size``, or requests of this process would be for others.
+    """
+    given = {name: keywords[name] for name in _BY_ADVICE[_REPLICAS] if keywords.get(name) not in (None, False)}
+    if not given or keywords.get("enable_expert_parallel"):
+        return dict(keywords), 0
+    kept = {name: value for name, value in keywords.items() if name not in _BY_ADVICE[_REPLICAS]}
+    size = int(keywords.get("data_parallel_size") or 1)
+    rank, local = given.get("data_parallel_rank"), given.get("data_parallel_size_local", size)
+    first = given.get("data_parallel_start_rank", 0) if rank is None else rank
+    number = local if rank is None else 1
+    name = "data_parallel_start_rank" if rank is None else "data_parallel_rank"
+    if not (type(first) is type(number) is int and 0 <= first <= size - number < size):
+        raise FieldError(name, f"is {first!r}, for {number!r} of the replicas of data_parallel_size {size}", first)
+    if number < size and rank is None and not given.get("data_parallel_hybrid_lb"):
+        text = f"is {number}, and data_parallel_size {size}: one process does not serve the replicas of others; set "
+        text += "data_parallel_hybrid_lb, or data_parallel_rank, and put a balancer before all"
+        raise FieldError("data_parallel_size_local", text, number)
+    return {**kept, "data_parallel_size": number}, first
 
 
 ENGINE_FLAGS = {
