@@ -169,7 +169,7 @@ def test_examples_of_custom_resources_have_known_fields(tmp_path: Path) -> None:
     for path in (DEPLOY / "examples").glob("*.yaml"):
         manifests = [one for one in yaml.safe_load_all(path.read_text()) if one and "kind" in one]
         kinds |= check(manifests, tmp_path) if manifests else set()
-    assert kinds >= {"LLMInferenceService"}
+    assert kinds >= {"LLMInferenceService", "RayService"}
 
 
 def test_the_image_is_clean_by_hadolint() -> None:

@@ -35,7 +35,7 @@ Runner = Literal["auto", "generate", "pooling"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 MAX_RESTARTS = 16
 """The default of ``max_restarts``."""
-ExecutorBackend = Literal["auto", "uni", "mp"]
+ExecutorBackend = Literal["auto", "uni", "mp", "ray"]
 OnError = Literal["raise", "restart"]
 
 EMBEDDED_MODEL = "story-llama"
@@ -286,7 +286,8 @@ class EngineConfig:
     prefill_context_parallel_size: int = _count(1, "GPUs that share a long prompt")
     distributed_executor_backend: ExecutorBackend = _flag(
         "auto",
-        "where workers run: uni, in the engine's process; mp, each in its own; auto: mp where there are several",
+        "where workers run: uni, in the engine's process; mp, each in its own; ray: on a Ray cluster; auto: mp where "
+        "there are several",
         choices=ExecutorBackend,
     )
     nnodes: int = _count(1, "machines that the workers are spread over, equally many on each")
@@ -455,6 +456,8 @@ class EngineConfig:
                 "distributed_executor_backend",
                 f"is 'uni', one worker in the engine's process, but {sizes}; set it to 'mp' or 'auto'",
             )
+        if self.distributed_executor_backend == "ray" and nodes > 1:
+            raise FieldError("nnodes", f"is {nodes}, and Ray places the workers; leave it out", nodes)
         if size % nodes:
             raise FieldError(
                 "nnodes",

@@ -33,11 +33,10 @@ from fleetfoot.engine.output_processor import OutputProcessor
 from fleetfoot.engine.restart import NoRestarts, Rebuild, Restarts, release_frames
 from fleetfoot.engine.sleep import SleepCalls, Suspension
 from fleetfoot.engine.stats import EngineStats, StatsCollector
-from fleetfoot.executor.build import start_executor
+from fleetfoot.executor.build import find_machine, start_executor
 from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.plan.forced_runner import forced_runners
-from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import resolve_plan
 from fleetfoot.records.request import RequestStatus
@@ -490,7 +489,7 @@ def build_engine(config: EngineConfig, *, output_processor: Callable[..., Any] =
             "enable_expert_parallel makes them ranks of one engine",
             config.data_parallel_size,
         )
-    plan, forced = resolve_plan(config, Machine.detect()), next(forced_runners(), None)
+    plan, forced = resolve_plan(config, find_machine(config)), next(forced_runners(), None)
     plan.decision.check()
     for warning in plan.warnings:
         logger.warning(warning)

@@ -62,9 +62,8 @@ class LiveWeights:
         self._states_identity = False
         call: Callable[..., Any] = lambda method, *args: self._core.executor.collective_rpc(method, args)  # noqa: E731
         self._is_drawn_anew = False  # by a ``load_format`` that has changed
-        self._kept = (
-            KeptWeights(call, self.config) if plan.max_restarts and plan.config.nnodes == 1 else NoKeptWeights()
-        )
+        is_here = plan.config.nnodes == 1 and plan.executor != "ray"
+        self._kept = KeptWeights(call, self.config) if plan.max_restarts and is_here else NoKeptWeights()
         self.is_asleep = False
         """Whether the weights have no memory; see `fleetfoot.engine.sleep`."""
         self._can_reload = True  # whether weights that sleep has dropped can be read again

@@ -1,11 +1,23 @@
-"""An executor for a plan: in this process if one worker is enough, else with a process for each rank."""
+"""An executor for a plan: in this process if one worker is enough, else with a process for each rank, here or on a
+cluster."""
 
 from __future__ import annotations
 
+from fleetfoot.config.engine import EngineConfig
 from fleetfoot.executor.protocol import Executor
 from fleetfoot.kernels.runtime.compile_worker import CompilePool
+from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.structured.mask_space import MaskMemory
+
+
+def find_machine(config: EngineConfig) -> Machine:
+    """The machine that workers will run on: this one, or one of a cluster."""
+    if config.distributed_executor_backend == "ray":
+        from fleetfoot.executor import ray_cluster
+
+        return ray_cluster.find_machine(config)
+    return Machine.detect()
 
 
 def start_executor(plan: EnginePlan, masks: MaskMemory | None = None) -> Executor:
@@ -17,6 +29,10 @@ def start_executor(plan: EnginePlan, masks: MaskMemory | None = None) -> Executo
     what a worker raises when it starts: ValueError if there is no memory or the weights do not fit, and the errors of
     `Worker`.
     """
+    if plan.executor == "ray":
+        from fleetfoot.executor.ray_cluster import RayExecutor
+
+        return RayExecutor(plan, masks)
     if plan.executor == "mp":
         from fleetfoot.executor.multiprocess import MultiprocessExecutor  # it needs zmq
 

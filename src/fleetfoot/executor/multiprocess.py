@@ -64,12 +64,6 @@ class MultiprocessExecutor:
 
     def __init__(self, plan: EnginePlan, masks: MaskMemory | None = None) -> None:
         config = plan.config
-        if config.node_rank != 0:
-            raise ValueError(
-                f"node_rank is {config.node_rank}: the engine starts on node 0, and this machine runs `fleetfoot "
-                "worker` with the same settings"
-            )
-        check_devices(plan)
         self._failure: WorkerError | None = None
         self._is_shut_down = False
         self._step: SchedulerOutput | None = None
@@ -82,10 +76,9 @@ class MultiprocessExecutor:
             _DataRank(range(first, first + config.replica_size), stage, plan)
             for first in range(0, self._num_workers, config.replica_size)
         ]
-        is_shared = masks is not None and masks.descriptor >= 0 and config.nnodes == 1
+        self._rendezvous, self._processes = self._open(plan)
+        is_shared = masks is not None and masks.descriptor >= 0 and isinstance(self._rendezvous, RendezvousDir)
         self._masks = masks if is_shared else None
-        self._rendezvous = EngineNodes(plan) if config.nnodes > 1 else RendezvousDir()
-        self._processes = WorkerProcesses()
         # for programs that do not call shutdown; at exit another thread may still use the sockets
         weakref.finalize(self, _abandon, os.getpid(), self._processes, self._rendezvous)
         self._channel = EngineChannel(self._rendezvous.place, self._num_workers, self._rendezvous.worker_key)
@@ -104,6 +97,18 @@ class MultiprocessExecutor:
             raise
         self.layout = self._ready[0].layout
         self.runner_name = self._ready[0].runner
+
+    def _open(self, plan: EnginePlan) -> tuple[Any, Any]:
+        """What workers find the engine by, and what starts them: an `EngineNodes` or what is like it, and
+        `WorkerProcesses` or what is like them."""
+        config = plan.config
+        if config.node_rank != 0:
+            raise ValueError(
+                f"node_rank is {config.node_rank}: the engine starts on node 0, and this machine runs `fleetfoot "
+                "worker` with the same settings"
+            )
+        check_devices(plan)
+        return EngineNodes(plan) if config.nnodes > 1 else RendezvousDir(), WorkerProcesses()
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -278,7 +283,7 @@ class _PendingStep:
         return self.output
 
 
-def _abandon(pid: int, processes: WorkerProcesses, rendezvous: RendezvousDir | EngineNodes) -> None:
+def _abandon(pid: int, processes: Any, rendezvous: Any) -> None:
     """Safe in any thread. Does nothing in a process that was forked from the engine's."""
     if os.getpid() != pid:
         return

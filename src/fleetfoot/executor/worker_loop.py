@@ -36,6 +36,7 @@ from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.step import PendingOutput
 from fleetfoot.runner.v2.padding_work import open_compiler
 from fleetfoot.structured.mask_space import MaskMemory
+from fleetfoot.utils.cluster_key import ClusterKey
 from fleetfoot.utils.process import SHORT_COLLECTIONS
 
 _SWITCH_INTERVAL_S = 0.0005
@@ -50,20 +51,23 @@ def run_worker_loop(
     store: Store,
     memory: MaskMemory | None = None,
     pool: CompilePool | None = None,
+    key: ClusterKey | None = None,
+    device_index: int | None = None,
 ) -> None:
     """Return when the engine ends the worker; arguments as of `fleetfoot.executor.processes.run_worker`, and ``pool``
-    as of `open_compiler`.
+    as of `open_compiler`. ``key``: of the sockets between machines; None: the cluster's. ``device_index``: the GPU;
+    None: that of the rank on its machine.
 
     A worker that raises reports it, and keeps all its connections until the engine ends it: closing them would make
     other ranks raise too, and hide the cause. What it raised, or raises after the last message, is raised here.
     """
     keys = None
     if addresses.engine_key is not None:
-        keys = worker_keys(plan.config.find_cluster_key(plan.config.master_addr), plan.engine_id)
+        keys = worker_keys(key or plan.config.find_cluster_key(plan.config.master_addr), plan.engine_id)
     channel = WorkerChannel(addresses, keys)
     try:
         load_general_plugins()
-        worker = _start(plan, rank, store, pool)
+        worker = _start(plan, rank, store, pool, device_index)
         with channel.open_replies() as reply:
             reply(Ready(rank, worker.layout, worker.runner_name))
         with channel.open_replies() as reply, _reply_sender(worker, channel) as send, SHORT_COLLECTIONS:
@@ -103,10 +107,12 @@ def _run_rpc(worker: Worker, message: bytes) -> RpcResult:
     return RpcResult(worker.rank, number, value)
 
 
-def _start(plan: EnginePlan, rank: int, store: Store, pool: CompilePool | None = None) -> Worker:
+def _start(
+    plan: EnginePlan, rank: int, store: Store, pool: CompilePool | None = None, device_index: int | None = None
+) -> Worker:
     config, device = plan.config, torch.device(plan.device)
     if plan.device == "cuda":
-        device = torch.device("cuda", rank % config.local_world_size)
+        device = torch.device("cuda", rank % config.local_world_size if device_index is None else device_index)
         torch.cuda.set_device(device)
     ahead, groups = None, None
     if plan.runner == "v2":

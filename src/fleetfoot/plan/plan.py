@@ -85,7 +85,7 @@ class EnginePlan:
     weights: WeightsIdentity = field(default_factory=WeightsIdentity, compare=False, repr=False)
     """What identifies the weights of the start, a drafter's included."""
     executor: str = "uni"
-    """``uni``: one worker, in the engine's process; ``mp``: a process for each rank."""
+    """``uni``: one worker, in the engine's process; ``mp``: a process for each rank; ``ray``: an actor for each."""
     engine_id: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
     """This engine's id for other engines, unless kv_transfer_config names it: the same in all of its processes."""
 

@@ -260,6 +260,8 @@ def _executor(config: EngineConfig, device: str) -> str:
             "on_error is 'restart', but distributed_executor_backend is 'uni': a process cannot use a GPU again after "
             "an error of it; set distributed_executor_backend to 'mp' or 'auto'"
         )
+    if backend == "ray":
+        return "ray"
     return "mp" if backend == "mp" or config.world_size > 1 or restarts_gpu else "uni"
 
 

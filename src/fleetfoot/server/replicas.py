@@ -91,7 +91,8 @@ class ReplicaProcesses:
     ) -> None:
         machine, own = Machine.detect(), replace(config, data_parallel_size=1)
         count, size = config.data_parallel_size, config.world_size
-        has_gpus = machine.choose_device(config.device) == "cuda"
+        is_here = config.distributed_executor_backend != "ray"
+        has_gpus = is_here and machine.choose_device(config.device) == "cuda"
         if has_gpus and machine.num_gpus < count * size:
             raise FieldError(
                 "data_parallel_size",
