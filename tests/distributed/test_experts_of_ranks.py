@@ -265,9 +265,7 @@ def test_moves_through_the_memory_of_peers(monkeypatch: pytest.MonkeyPatch) -> N
     for rank, own in zip(ranks, stacks, strict=True):
         rank.stage(own, moves, nullcontext())
     for number, (rank, own) in enumerate(zip(ranks, stacks, strict=True)):
-        for move in moves:
-            if move.target_rank == number:
-                rank.write(own, move.target)
+        rank.write(own, [move.target for move in moves if move.target_rank == number])
     for found, stack in zip(zip(*stacks, strict=True), whole, strict=True):
         assert torch.equal(torch.cat(found), stack[[*after]])
 

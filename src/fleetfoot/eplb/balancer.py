@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -176,9 +177,7 @@ class Balancer(StepBarrier):
         layer = self._layers[due.layer]
         self._was_applied = due.version == self._weights.num_changes
         if self._was_applied:
-            stacks = layer.weight.stacks()
-            for move in due.moves:
-                self._exchange.write(stacks, move.target)
+            self._exchange.write(layer.weight.stacks(), [move.target for move in due.moves])
             layer.place(due.placement)
             self._weights.outdate()
         self._event = None
@@ -213,7 +212,9 @@ class Balancer(StepBarrier):
                 torch.cuda.set_device(device)
             with torch.no_grad():
                 while True:
-                    self._run_round(*self._rounds.get())
+                    load, event = self._rounds.get()
+                    with _frequent_switches():
+                        self._run_round(load, event)
         except _OverError:
             pass
         except BaseException as error:
@@ -310,6 +311,18 @@ class Balancer(StepBarrier):
     def _reading_weights(self) -> Iterator[None]:
         with self._reading:
             yield
+
+
+@contextmanager
+def _frequent_switches() -> Iterator[None]:
+    """Let threads take the interpreter after 0.1 ms in place of 5. What launches the kernels of a prompt gives it up in
+    each operation, and would get it back from the mover that late."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(min(interval, 1e-4))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def save_placement(folder: Path, load: torch.Tensor, placements: dict[int, Sequence[int]]) -> None:

@@ -58,8 +58,9 @@ class Exchange(ABC):
         returned. ``reading``: entered while stacks are read, when this rank waits for no other."""
 
     @abstractmethod
-    def write(self, stacks: Sequence[torch.Tensor], target: int) -> None:
-        """Write the expert for a slot from the buffers, in the order of the current stream."""
+    def write(self, stacks: Sequence[torch.Tensor], targets: Sequence[int]) -> None:
+        """Write the experts for slots from the buffers, in the order of the current stream. ``targets``: those of this
+        rank in the moves that were staged."""
 
 
 class HostExchange(Exchange):
@@ -98,9 +99,10 @@ class HostExchange(Exchange):
             assert work is not None
             work.wait()
 
-    def write(self, stacks: Sequence[torch.Tensor], target: int) -> None:
-        for stack, row in zip(stacks, self._staged[target], strict=True):
-            stack[target - self._first].copy_(row)
+    def write(self, stacks: Sequence[torch.Tensor], targets: Sequence[int]) -> None:
+        for target in targets:
+            for stack, row in zip(stacks, self._staged[target], strict=True):
+                stack[target - self._first].copy_(row)
 
 
 def _bytes_of(row: torch.Tensor) -> torch.Tensor:
@@ -109,54 +111,58 @@ def _bytes_of(row: torch.Tensor) -> torch.Tensor:
 
 
 class PeerExchange(Exchange):
-    """Each GPU writes to the memory of others by kernels, on a stream beside the steps. ``memory``: ``words_per_slot``
-    words for each slot of the rank with the most.
+    """Each GPU writes to the memory of others by kernels, on a stream beside the steps: two for each stack and rank.
+    ``memory``: ``words_per_slot`` words for each slot of the rank with the most.
     """
 
     def __init__(self, group: ExpertGroup, slots: Sequence[range], memory: PeerMemory, words_per_slot: int) -> None:
         super().__init__(group, slots)
         self._memory = memory  # the buffers do not own the mapping, which ends with it
-        self._buffers, self._words_per_slot = [memory.of_rank(rank) for rank in range(group.size)], words_per_slot
+        self._buffers = [memory.of_rank(rank).view(-1, words_per_slot) for rank in range(group.size)]
         self._stream = torch.cuda.Stream(memory.local.device)
+        self._targets = self._index(())
 
     def check(self) -> None:
         """Write to the memory of each rank, and read this one's, before the first step. Raises RuntimeError."""
         for buffer in self._buffers:
-            _copy_words(buffer[:2].new_zeros(2), buffer[:2])
-        _copy_words(self._buffers[self._group.rank][:2], self._buffers[0].new_zeros(2))
+            buffer[:1].index_copy_(0, self._index((0,)), torch.zeros_like(buffer[:1]))
+        self._buffers[self._group.rank].index_select(0, self._index((0,)))
         torch.cuda.synchronize(self._stream.device)
 
     def stage(
         self, stacks: Sequence[torch.Tensor], moves: Sequence[Move], reading: AbstractContextManager[Any]
     ) -> None:
+        rank = self._group.rank
         with reading, torch.cuda.stream(self._stream):
-            for move in moves:
-                if move.source_rank == self._group.rank:
-                    rows = [stack[move.source - self._first] for stack in stacks]
-                    for place, row in zip(self._places(move.target_rank, move.target, rows), rows, strict=True):
-                        row = _bytes_of(row)
-                        padding = row.new_zeros(8 * len(place) - len(row))
-                        _copy_words((torch.cat((row, padding)) if len(padding) else row).view(torch.int64), place)
+            for target_rank, first in enumerate(self._firsts):
+                own = [move for move in moves if (move.source_rank, move.target_rank) == (rank, target_rank)]
+                if own:
+                    sources = self._index([move.source - self._first for move in own])
+                    targets = self._index([move.target - first for move in own])
+                    for part, rows in self._parts(target_rank, stacks):
+                        part.index_copy_(0, targets, rows.index_select(0, sources))
+            self._targets = self._index([move.target - self._first for move in moves if move.target_rank == rank])
             self._stream.synchronize()
 
-    def write(self, stacks: Sequence[torch.Tensor], target: int) -> None:
-        rows = [stack[target - self._first] for stack in stacks]
-        for place, row in zip(self._places(self._group.rank, target, rows), rows, strict=True):
-            own = torch.empty(len(place), dtype=torch.int64, device=row.device)
-            _copy_words(place, own)
-            _bytes_of(row).copy_(own.view(torch.uint8)[: row.nbytes])
+    def write(self, stacks: Sequence[torch.Tensor], targets: Sequence[int]) -> None:
+        assert len(targets) == len(self._targets)
+        if targets:
+            for part, rows in self._parts(self._group.rank, stacks):
+                rows.index_copy_(0, self._targets, part.index_select(0, self._targets))
 
-    def _places(self, rank: int, target: int, rows: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Where the parts of an expert are in the buffer of a rank, as words."""
-        begin = (target - self._firsts[rank]) * self._words_per_slot
-        for row in rows:
-            yield self._buffers[rank][begin : begin + _words_of(row)]
-            begin += _words_of(row)
+    def _index(self, slots: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(slots, dtype=torch.int64, device=self._memory.local.device)
 
-
-def _copy_words(source: torch.Tensor, target: torch.Tensor) -> None:
-    """``[n]`` int64, by a kernel."""
-    torch.bitwise_or(source, 0, out=target)
+    def _parts(self, rank: int, stacks: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each stack's part of a rank's buffer, ``[slots, n]``, and the stack, ``[slots, n]`` of the same type: words,
+        or bytes where rows are no whole words."""
+        begin, buffer = 0, self._buffers[rank]
+        for stack in stacks:
+            rows = stack.view(len(stack), -1).view(torch.uint8)
+            kind = torch.int64 if rows.shape[1] % 8 == 0 else torch.uint8
+            rows, words = rows.view(kind), buffer[:, begin : begin + _words_of(stack[0])].view(kind)
+            yield words[:, : rows.shape[1]], rows
+            begin += _words_of(stack[0])
 
 
 def _words_of(row: torch.Tensor) -> int:
