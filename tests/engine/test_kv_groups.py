@@ -12,6 +12,7 @@ from tests.helpers.faulty_connector import OFFLOADING, Faults, connector, faulty
 from tests.helpers.paged_models import MODELS as PAGED
 
 from fleetfoot import LLMEngine, RequestOutput, SamplingParams
+from fleetfoot.assets import embedded_model_path
 from fleetfoot.utils.validation import FieldError
 
 VOCAB = 101
@@ -130,6 +131,9 @@ def test_states_in_two_bytes(model: tuple[str, Path, list[list[int]]]) -> None:
     """Rounded states have the same tokens on both runners, in batches and with prefix hits; models without matrices in
     their states refuse the setting."""
     name, folder, expected = model
+    with pytest.raises(FieldError) as caught:
+        make_engine(embedded_model_path(), max_state_snapshots=4)  # it has no states
+    assert (caught.value.field, caught.value.value) == ("max_state_snapshots", 4)
     settings: dict[str, Any] = {"skip_tokenizer_init": True, "block_size": 4, "mamba_ssm_cache_dtype": "bfloat16"}
     if name != "qwen3-next":
         with pytest.raises(FieldError) as caught:

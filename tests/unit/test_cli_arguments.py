@@ -44,7 +44,7 @@ ENGINE_VALUES: dict[str, Any] = {
     "prefill_context_parallel_size": 4, "hf_overrides": '{"rope_theta": 5}',
     "weight_transfer_config": '{"backend": "gloo"}', "kv_events_config": '{"topic": "kv@pod@model"}',
     "on_error": "restart", "max_restarts": 3, "cluster_key_file": "a/key",
-    "eplb_config": '{"num_redundant_experts": 2}',
+    "eplb_config": '{"num_redundant_experts": 2}', "max_state_snapshots": 32,
 }  # fmt: skip
 
 

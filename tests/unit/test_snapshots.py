@@ -17,8 +17,8 @@ GROUPS = KVGroup(blocks_per_slab=192), KVGroup(is_state=True)
 """Of Qwen3.6-35B-A3B: a state is as large as KV of 3,072 tokens."""
 
 
-def scheduler_of(num_slabs: int) -> Scheduler:
-    limits = {"block_size": BLOCK, "max_num_seqs": 16, "max_num_batched_tokens": 8192}
+def scheduler_of(num_slabs: int, max_snapshots: int | None = None) -> Scheduler:
+    limits = {"block_size": BLOCK, "max_num_seqs": 16, "max_num_batched_tokens": 8192, "max_snapshots": max_snapshots}
     return make_scheduler(num_blocks=num_slabs, groups=GROUPS, **limits)
 
 
@@ -35,14 +35,18 @@ def run(scheduler: Scheduler, requests: Sequence[Request]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_prefixes", "num_slabs", "is_at_once"), [(1, 60, False), (1, 60, True), (8, 100, False), (8, 160, True)]
-)
+    ("num_prefixes", "num_slabs", "is_at_once", "most"),
+    [
+        (1, 60, False, None), (1, 60, True, None), (8, 100, False, None), (8, 160, True, None),
+        (1, 200, False, 32), (1, 200, True, 32),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("shifts", [(0, 1, 100, 1000), (7, 800, 333, 0)])
 def test_prompts_that_share_most_of_a_prefix_hit(
-    num_prefixes: int, num_slabs: int, is_at_once: bool, shifts: Sequence[int]
+    num_prefixes: int, num_slabs: int, is_at_once: bool, most: int | None, shifts: Sequence[int]
 ) -> None:
     """In little memory: one prefix and its tails have KV in 3 slabs, running requests a slab each or two."""
-    rng, scheduler, size = random.Random(1), scheduler_of(num_slabs), 8192
+    rng, scheduler, size = random.Random(1), scheduler_of(num_slabs, most), 8192
 
     def tokens(number: int) -> list[int]:
         return [rng.randrange(VOCAB) for _ in range(number)]
@@ -58,6 +62,9 @@ def test_prompts_that_share_most_of_a_prefix_hit(
     hits = sum(request.num_cached_tokens >= 0.9 * length for request, length in zip(requests, shared, strict=True))
     stats = scheduler.stats()
     assert hits >= 60
+    states = scheduler.blocks.states
+    assert states is not None
+    assert most is None or states.pool.num_published <= most
     assert stats.prefix_cache_hits == sum(request.num_cached_tokens for request in requests)
     assert stats.prefix_cache_lost < 0.1 * stats.prefix_cache_hits
 

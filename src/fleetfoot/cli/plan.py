@@ -86,8 +86,9 @@ Without flags of the machine, the plan is for this one. With them it is for the 
   kv_layout: name, reason (why it is not the runner's first one; null: it is), cost (bytes_per_request: KV of a request
     of max_model_len where no windows are freed, in_an_arena: where they are; null: as much), dimensions, shape (of a
     tensor, on a rank), num_layers (of the model), dtype, bytes_per_block (over all layers of a rank; with several
-    groups, of a slab), groups (window, states of a running request, number of layers, blocks in a slab, and
-    their bytes; the first has no window; a block of states is one, which a prefix in the prefix cache needs too)
+    groups, of a slab), groups (window, states of a running request, max_snapshots of the prefix cache, number of
+    layers, blocks in a slab, and their bytes; the first has no window; a block of states is one, which a prefix in the
+    prefix cache needs too)
   memory: of a rank, the one with the least room: total; budget (what the engine may use), which is weights + kv_cache
     + graphs + activations + runner_state + rotary_table + sampling_scratch + communication + driver + left;
     num_blocks (slabs, with several groups), block_size, num_tokens (of one request in the KV cache), kv_cache_is (what
@@ -297,6 +298,7 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
                 {
                     "window": group.window,
                     "states": group.num_slots if group.is_state else 0,
+                    "max_snapshots": plan.config.max_state_snapshots if group.is_state else 0,
                     "layers": layout.group_of_layers.count(index),
                     "blocks": group.blocks_per_slab,
                     "bytes_per_block": layout.group_bytes[index],

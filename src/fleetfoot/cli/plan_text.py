@@ -208,7 +208,8 @@ def _memory_lines(report: dict[str, Any]) -> _Lines:
             states = f"{count(group['blocks'], 'state')} of {readable(group['bytes_per_block'])} for {layers}"
             yield "", f"a slab is {states}; a running request has {group['states']}, a cached prefix 1"
             room, used = memory["num_blocks"] * group["blocks"], report["max_num_seqs"] * group["states"]
-            yield "", f"room for {room:,} states: {used:,} of {report['max_num_seqs']:,} requests, others of prefixes"
+            others = "others" if group["max_snapshots"] is None else f"at most {group['max_snapshots']:,}"
+            yield "", f"room for {room:,} states: {used:,} of {report['max_num_seqs']:,} requests, {others} of prefixes"
         elif group["layers"]:
             yield "", f"a slab is {count(group['blocks'], 'block')} of {size} tokens for {layers} with {kind}"
     requests = count(capacity["requests_at_longest_context"], "such request")

@@ -229,6 +229,7 @@ class EngineConfig:
     mamba_ssm_cache_dtype: StateDtype = _flag(
         "auto", "of recurrent states, of gated delta nets as of Mamba-2: auto is float32", choices=StateDtype
     )
+    max_state_snapshots: int | None = _count(None, "most recurrent states in the prefix cache; default: what fits")
     gpu_memory_utilization: float = _flag(
         0.9,
         "share of the GPU's memory for weights, KV and activations together",

@@ -486,6 +486,12 @@ class ModelConfig:
             raise FieldError(name, f"is {dtype!r}, and {self.architecture} keeps no such states; leave it out", dtype)
         return replace(self, state_dtype=dtype)
 
+    def check_snapshots(self, most: int | None) -> None:
+        """Raises FieldError if ``max_state_snapshots`` is set and there are no states."""
+        if most is not None and not self.has_states:
+            why = f"is {most}, and {self.architecture} keeps no recurrent states; leave it out"
+            raise FieldError("max_state_snapshots", why, most)
+
     @property
     def has_states(self) -> bool:
         """Whether a layer has a recurrent state."""

@@ -109,6 +109,7 @@ def _build_scheduler(plan: EnginePlan, layout: KVLayout, own_connector: Schedule
             num_stages=config.pipeline_parallel_size,
             prompt_step_s=plan.prompt_step_s,
             groups=layout.groups,
+            max_snapshots=config.max_state_snapshots,
             kv_load_failure_policy="recompute" if connector is None else connector.config.kv_load_failure_policy,
         ),
         connector=own_connector,

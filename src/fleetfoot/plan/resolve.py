@@ -66,6 +66,7 @@ def resolve_plan(
     if callable(config.hf_overrides):  # a worker process could not import it, and needs the result alone
         config = replace(config, hf_overrides=None)
     model = model.with_state_dtype(config.mamba_ssm_cache_dtype)
+    model.check_snapshots(config.max_state_snapshots)
     found = find_drafter(config, model, model_path, config_only=config_only)
     if found is not None and found.config.has_states:
         raise ConfigError(

@@ -265,10 +265,12 @@ class SlabPool(BlockPool):
         self.num_used = 0
         """Blocks with references."""
         self._worth: dict[int, int] = {}
+        self._hit = set[int]()
         self._ranks: dict[int, int] = {}
         self._rank = 0  # of the block that was reused last
 
     def set_worth(self, block: int, worth: int) -> None:
+        self._hit.discard(block)
         """A cached block without references is reused before others that are worth more, unless these have not been
         used for long (Cao and Irani 1997, "Cost-aware WWW proxy caching algorithms"). Blocks with equal worth, or
         without one, are reused in the order of their last use."""
@@ -278,8 +280,30 @@ class SlabPool(BlockPool):
         """Whether a cached block is reused before one of this worth would be; else, with ``ages``, it counts as if one
         had been."""
         is_less = not self._cached or min(map(self._ranks.__getitem__, self._cached)) <= self._rank + worth
-        self._rank += 0 if is_less or not ages else worth
+        self._rank += 0 if is_less or not ages else worth // 8
         return is_less
+
+    def _age(self, block: int) -> None:
+        """A block is reused: what is cached from now on outlasts what is as old. One that was never hit says little of
+        what is worth keeping, and counts an eighth: else what nobody shares ages what many do."""
+        gain = max(0, self._ranks.get(block, 0) - self._rank)
+        self._rank += gain if block in self._hit else gain // 8
+
+    @property
+    def num_published(self) -> int:
+        """Blocks that can be hit."""
+        return len(self._by_hash)
+
+    def drop_least(self, worth: int) -> bool:
+        """Drop the cached block without references that would be reused first, if it makes way for this worth. Returns
+        whether one was dropped."""
+        if not self._cached or not self.makes_way(worth, ages=False):
+            return False
+        block = min(self._cached, key=self._ranks.__getitem__)
+        self._age(block)
+        self._references[self._take_cached(block)] = 1
+        self.free([block])
+        return True
 
     @property
     def num_free(self) -> int:
@@ -310,7 +334,7 @@ class SlabPool(BlockPool):
                 self._adopt(slabs.free.pop())
             elif self._cached and not saves_slabs:
                 block = min(self._cached, key=self._ranks.__getitem__) if self._worth else next(iter(self._cached))
-                self._rank = self._ranks.get(block, 0)
+                self._age(block)
                 return self._take_cached(block)
             else:
                 slab, pool = next(iter(slabs.idle.items()))
@@ -371,6 +395,7 @@ class SlabPool(BlockPool):
 
     def _reuse(self, block: int) -> None:
         del self._cached[block]
+        self._hit.add(block)
         self._occupy(block)
 
     def _add_plain(self, block: int) -> None:

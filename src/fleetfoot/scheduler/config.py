@@ -38,6 +38,8 @@ class SchedulerConfig:
     prompt_step_s: float | None = None
     """Seconds that the prompts in a step take at most while several clients have requests; None: any."""
     groups: tuple[KVGroup, ...] = ONE_GROUP
+    max_snapshots: int | None = None
+    """Most states in the prefix cache; None: what fits."""
     """Groups of layers; a request has a list of blocks in each."""
 
     def __post_init__(self) -> None:

@@ -53,8 +53,10 @@ class RequestBlocks:
         self._windows = self._others[: len(self._others) - has_states]
         self._lookahead = config.num_lookahead
         self._publishes = keeps = config.enable_prefix_caching or connector.is_active
-        self.states = RequestStates(pools, config.block_size, keeps=keeps) if has_states else None
+        self.states: RequestStates | None = None
         """None: the model has none."""
+        if has_states:
+            self.states = RequestStates(pools, config.block_size, keeps=keeps, max_snapshots=config.max_snapshots)
         self._connector = connector
         self.weights = ""
         """Identifies the weights that the KV of new blocks is computed with."""
@@ -79,7 +81,8 @@ class RequestBlocks:
                 return None
             # where an earlier prompt diverged, and where the next turn of a conversation does
             request.num_lost = (whole - count) * self.block_size
-            places = {usable, whole if 16 * (whole - count) > whole else count}
+            least = whole // (16 if self.states.has_spare else 10)
+            places = {usable, whole if whole - count > least else count}
             request.snapshots_at = sorted((self.block_size * place for place in places - {count}), reverse=True)
         del hits[0][count:]
         for pool, group in self._others:

@@ -276,11 +276,14 @@ class Scheduler:
         return (first := self._waiting.first) is not None and first.num_tokens <= most
 
     def _begin_next(self, batch: _Batch) -> bool:
-        """Start the next request with its first chunk; False if none can start."""
+        """Start the next request with its first chunk; False if none can start, or if it computes nothing yet."""
         if (admitted := self._admit(batch)) is None:
             return False
+        budget = batch.budget
         batch.new_requests.append(NewRequest.of(admitted))
         self._schedule_chunk(batch, admitted)
+        if batch.budget == budget:
+            return False
         batch.budget -= batch.start_cost
         return True
 
@@ -339,7 +342,10 @@ class Scheduler:
         missing, begin, states = request.num_prefill - request.num_computed, request.num_computed, self.blocks.states
         count = min(missing, batch.budget)
         if states is not None and self.config.enable_chunked_prefill:
-            count = states.chunk(request, count)
+            chunk = states.chunk(request, count)
+            if not chunk and (batch.last_chunks or batch.other_chunks):
+                return
+            count = chunk or count
         if request.num_computed + count > request.capacity:
             count = self._extend_windows(batch, request, count)
             if not count:

@@ -34,12 +34,15 @@ class RequestStates:
     """Gives slots to requests, and snapshots to the prefix cache.
 
     A request keeps the newest state at the end of a block while it decodes, for the case that it ends: the next turn of
-    a conversation begins with the same tokens. Where slots are scarce, these are dropped. ``keeps``: there is a prefix
-    cache.
+    a conversation begins with the same tokens. Where slots are scarce, these are dropped.
+
+    Args:
+        keeps: there is a prefix cache.
+        max_snapshots: most states in it; None: what fits.
     """
 
-    def __init__(self, pools: BlockPools, block_size: int, *, keeps: bool) -> None:
-        self._pools, self._size, self._keeps = pools, block_size, keeps
+    def __init__(self, pools: BlockPools, block_size: int, *, keeps: bool, max_snapshots: int | None = None) -> None:
+        self._pools, self._size, self._keeps, self._max_snapshots = pools, block_size, keeps, max_snapshots
         self._table = len(pools.groups) - 1
         pool = pools.all[-1]
         assert isinstance(pool, SlabPool)  # there is another group for token ids
@@ -66,6 +69,8 @@ class RequestStates:
         return within
 
     def _publish(self, slot: int, digest: bytes, worth: int) -> None:
+        if self._is_full and self.pool.find(digest) is None and not self.pool.drop_least(worth):
+            return
         if self.pool.publish(slot, digest):
             self.pool.events.state_stored(digest, self.pool.group)
         self.pool.set_worth(slot, worth)
@@ -90,7 +95,8 @@ class RequestStates:
     # --- chunks of prompts ------------------------------------------------------------------------------------------
 
     def chunk(self, request: Request, count: int) -> int:
-        """How many of the next ``count`` tokens of a prompt a step computes: to the next snapshot, or whole blocks."""
+        """How many of the next ``count`` tokens of a prompt a step computes: to the next snapshot, or whole blocks. 0:
+        there are fewer, and a step that ends within a block leaves none of the next one's snapshots a place."""
         begin, end = request.num_computed, request.num_computed + count
         if not self._keeps or request.num_published == sys.maxsize:
             return count
@@ -100,7 +106,7 @@ class RequestStates:
         if cuts and cuts[-1] < end and end - begin < _LONG and not self._has(request, cuts[-1]):
             return cuts[-1] - begin
         whole = end // self._size * self._size - begin
-        return whole if end < request.num_prefill and whole > 0 else count
+        return max(0, whole) if end < request.num_prefill else count
 
     def end_chunk(self, request: Request, begin: int) -> Iterator[TableEntry]:
         """The entries in the tables of a request, the tokens of which from ``begin`` to ``num_computed`` join the step
@@ -120,9 +126,9 @@ class RequestStates:
         self._keep_within(request, states, begin)
         if end % self._size or end == request.num_prefill:
             return
-        is_wanted = end in request.snapshots_at or self._pools.has_spare(self._table)
+        is_wanted = end in request.snapshots_at or self.has_spare
         if is_wanted and not self._has(request, end) and self._keep(states, end, ages=True):
-            self._add_pending(states, self._hash(request, end))
+            self._add_pending(request, states)
 
     def _keep_within(self, request: Request, states: StateSlots, begin: int) -> None:
         """Snapshots within the tokens of a step, after whole chunks that end where blocks do."""
@@ -134,14 +140,14 @@ class RequestStates:
         places = sorted([(place, True) for place in cuts] + [(place, False) for place in regular])
         for place, is_wanted in places:
             position = begin + (place - begin) // self._unit * self._unit
-            if not begin < position < end or not (is_wanted or self._pools.has_spare(self._table)):
+            if not begin < position < end or not (is_wanted or self.has_spare or self._is_full):
                 continue
             if self._has(request, position):
                 continue
             if (slot := self._take(max(0, position - states.newest), is_needed=states.for_connector)) is not None:
                 states.kept.append((position, slot))
                 self.within.append((request.row, position - begin, slot))
-                self._add_pending(states, self._hash(request, position))
+                self._add_pending(request, states)
 
     def _has(self, request: Request, position: int) -> bool:
         """Whether there is a state after so many tokens of the request, which need not be kept again."""
@@ -149,10 +155,13 @@ class RequestStates:
         digest = self._hash(request, position)
         return not request.states.for_connector and (digest in self._pending or self.pool.find(digest) is not None)
 
-    def _add_pending(self, states: StateSlots, digest: bytes) -> None:
-        """Make the newest of the states that are kept a snapshot of this step."""
+    def _add_pending(self, request: Request, states: StateSlots) -> None:
+        """Make the newest of the states that are kept a snapshot of this step. That of the end of a prompt counts an
+        eighth of what it saves: most prompts are not sent with another end, but many share most of their tokens."""
         position, slot = states.kept[-1]
-        self._pending[digest] = slot, max(0, position - states.newest)
+        worth = max(0, position - states.newest)
+        is_end = position + self._unit >= request.num_prefill
+        self._pending[self._hash(request, position)] = slot, worth // 8 if is_end and states.newest else worth
         states.newest = position
 
     # --- decodes ----------------------------------------------------------------------------------------------------
@@ -184,6 +193,17 @@ class RequestStates:
 
     # --- slots ------------------------------------------------------------------------------------------------------
 
+    @property
+    def _is_full(self) -> bool:
+        """Whether there are as many snapshots as there may be."""
+        most = self._max_snapshots
+        return most is not None and self.pool.num_published + len(self._pending) >= most
+
+    @property
+    def has_spare(self) -> bool:
+        """Whether another snapshot takes the place of none."""
+        return not self._is_full and self._pools.has_spare(self._table)
+
     def _keep(self, states: StateSlots, position: int, *, ages: bool = False) -> bool:
         """Leave the state after ``position`` tokens as it is, if another slot is free. ``ages``: as of `_take`."""
         is_needed = states.for_connector and ages
@@ -200,7 +220,7 @@ class RequestStates:
         needs = [0] * self._table + [1]
         if self._pools.num_missing(needs) > 0:
             return None
-        has_room = is_needed or self._pools.has_spare(self._table) or self.pool.makes_way(worth, ages=ages)
+        has_room = is_needed or self.has_spare or self.pool.makes_way(worth, ages=ages)
         return self._pools.take(needs)[-1][0] if has_room else None
 
     def _entry(self, request: Request, position: int, slot: int) -> TableEntry:
