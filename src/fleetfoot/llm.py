@@ -30,7 +30,8 @@ from fleetfoot.inputs import ChatMessage, PromptType
 from fleetfoot.outputs import Logprob, PoolingRequestOutput, RequestOutput
 from fleetfoot.records.pooling_params import PoolingParams
 from fleetfoot.records.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, is_integer
-from fleetfoot.utils.process import SHORT_COLLECTIONS, StopSignal, deferred_interrupts, progress_bar
+from fleetfoot.utils.process import SHORT_COLLECTIONS, StopSignal, deferred_interrupts
+from fleetfoot.utils.progress import progress_bar
 from fleetfoot.utils.validation import FieldError, FieldTypeError
 from fleetfoot.utils.vllm_paths import missing_attribute
 

@@ -478,7 +478,7 @@ def test_a_path_that_is_absent_never_goes_to_the_hub(tmp_path: Path, monkeypatch
 def test_a_hub_id_is_downloaded_or_the_error_lists_what_was_tried(tmp_path: Path, monkeypatch: Patch) -> None:
     calls = []
 
-    def download(name: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+    def download(name: str, *, revision: str | None, allow_patterns: list[str], **_: object) -> str:
         calls.append((name, revision))
         assert {"*.json", "*.safetensors", "*.jinja"} <= set(allow_patterns)
         if revision == "main":

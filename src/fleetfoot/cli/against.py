@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from fleetfoot.cli.command import (
 )
 from fleetfoot.cli.drawing import Chart, Curve, check_plot_file, draw
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
+from fleetfoot.utils.progress import progress_bar
 
 if TYPE_CHECKING:
     import torch
@@ -87,14 +89,15 @@ def _record(
         recorders: list[_Recorder] = []
         engine.collective_rpc(lambda worker: recorders.append(_Recorder(worker.runner.model, by_layer=by_layer)))
         (recorder,) = recorders
-        for number, tokens in enumerate(texts):
-            recorder.last.clear()
-            _generate(
-                engine, f"text {number}", {"prompt_token_ids": tokens}, max_tokens=1, temperature=0.0, prompt_logprobs=0
-            )
-            hidden = recorder.last
-            recorder.last[:] = [_joined(hidden, len(tokens))]
-            logprobs += [recorder.logprobs(begin, begin + _ROWS) for begin in range(0, len(tokens), _ROWS)]
+        with progress_bar(sys.stderr.isatty(), total=len(texts), description="Reading texts") as advance:
+            for number, tokens in enumerate(texts):
+                recorder.last.clear()
+                prompt, settings = {"prompt_token_ids": tokens}, {"temperature": 0.0, "prompt_logprobs": 0}
+                _generate(engine, f"text {number}", prompt, max_tokens=1, **settings)
+                hidden = recorder.last
+                recorder.last[:] = [_joined(hidden, len(tokens))]
+                logprobs += [recorder.logprobs(begin, begin + _ROWS) for begin in range(0, len(tokens), _ROWS)]
+                advance(len(tokens))
         layers = recorder.layers
     recorders.clear()
     del engine, recorder
@@ -116,10 +119,12 @@ def _write_texts(engine: LLMEngine, prompts: Sequence[Any] | None) -> list[list[
     given = [{"prompt_token_ids": [first]}] * NUM_TEXTS if prompts is None else prompts
     most = min(TEXT_TOKENS, engine.max_request_len // 2)
     texts = []
-    for number, prompt in enumerate(given):
-        settings = {"temperature": 1.0, "seed": number, "max_tokens": most, "ignore_eos": True}
-        output = _generate(engine, f"prompt {number}", prompt, **settings)
-        texts.append([*output.prompt_token_ids, *output.outputs[0].token_ids])
+    with progress_bar(sys.stderr.isatty(), total=len(given), description="Writing texts") as advance:
+        for number, prompt in enumerate(given):
+            settings = {"temperature": 1.0, "seed": number, "max_tokens": most, "ignore_eos": True}
+            output = _generate(engine, f"prompt {number}", prompt, **settings)
+            texts.append([*output.prompt_token_ids, *output.outputs[0].token_ids])
+            advance(len(output.outputs[0].token_ids))
     return texts
 
 

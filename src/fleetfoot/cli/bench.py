@@ -21,7 +21,8 @@ from fleetfoot.cli.bench_roofline import Roofline, floor_report, measure_floor, 
 from fleetfoot.cli.drawing import check_plot_file, draw
 from fleetfoot.inputs import PromptType
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.utils.process import SHORT_COLLECTIONS, progress_bar
+from fleetfoot.utils.process import SHORT_COLLECTIONS
+from fleetfoot.utils.progress import progress_bar
 
 if TYPE_CHECKING:
     from fleetfoot.engine.engine import LLMEngine
@@ -130,7 +131,9 @@ def _run_cold(arguments: argparse.Namespace) -> int:
                 f"--input-len and --output-len allow {longest} tokens, and max_model_len is {limit}"
             )
         samples = ColdSamples()
-        run_cold(engine, samples, seconds=arguments.duration, seed=arguments.seed, **lengths)
+        load = {"seconds": arguments.duration, "seed": arguments.seed, **lengths}
+        with progress_bar(sys.stderr.isatty(), total=arguments.duration, description="Seconds of load") as advance:
+            run_cold(engine, samples, **load, on_round=lambda seconds, tokens: advance(tokens, by=seconds))
         report = _report("cold", engine, start_s) | {
             "settings": {name: str(value) for name, value in lengths.items()}
             | {"duration": arguments.duration, "seed": arguments.seed},

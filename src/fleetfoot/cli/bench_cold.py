@@ -65,6 +65,7 @@ def run_cold(
     output_len: Lengths,
     seed: int = 0,
     clock: Callable[[], float] = time.perf_counter,
+    on_round: Callable[[float, int], object] = lambda seconds, tokens: None,
 ) -> None:
     """Run rounds until ``seconds`` have passed, and the last one to its end.
 
@@ -73,15 +74,17 @@ def run_cold(
 
     Args:
         clock: seconds; the engine's.
+        on_round: called after each round, with its seconds and its tokens.
 
     Raises:
         RuntimeError: a request has failed.
     """
     begin = clock()
     for number, (prompts, params) in enumerate(_rounds(engine, input_len, output_len, seed)):
-        if clock() - begin >= seconds:
+        if (began := clock()) - begin >= seconds:
             break
         last: dict[str, float] = {}
+        num_tokens = 0
         for index, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
             name = f"{number}-{index}"
             last[name] = clock()
@@ -106,6 +109,8 @@ def run_cold(
                 last[name] = now
             sizes = {"batch": len(prompts), "longest": max(map(len, prompts)), **counts}
             samples.step(step_begin - begin, now - step_begin, **sizes)
+            num_tokens += counts["tokens"]
+        on_round(clock() - began, num_tokens)
     samples.duration = clock() - begin
 
 

@@ -19,6 +19,7 @@ from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import RequestMetrics
 from fleetfoot.scheduler.stats import DraftStats
 from fleetfoot.utils.process import deferred_interrupts
+from fleetfoot.utils.progress import loading_bar
 from fleetfoot.weights.hub import ModelNotFoundError
 
 if TYPE_CHECKING:
@@ -95,7 +96,8 @@ def started_engine(arguments: argparse.Namespace, **defaults: Any) -> Iterator[t
         from fleetfoot.engine.engine import LLMEngine
 
         try:
-            engine = LLMEngine.from_config(config)
+            with loading_bar(is_shown=sys.stderr.isatty()):
+                engine = LLMEngine.from_config(config)
         except ModelNotFoundError as error:
             is_word = hasattr(arguments, "prompt") and error.setting == "model"
             raise UsageError(f"{error}{'; a prompt goes to --prompt' * is_word}") from error

@@ -18,7 +18,7 @@ from fleetfoot.config import env
 from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
-from fleetfoot.utils.process import progress_bar
+from fleetfoot.utils.progress import progress_bar
 
 if TYPE_CHECKING:
     from fleetfoot.engine.engine import LLMEngine

@@ -7,6 +7,7 @@ import argparse
 import gc
 import math
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from operator import itemgetter
@@ -27,6 +28,7 @@ from fleetfoot.config.engine import EMBEDDED_MODEL
 from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import CompletionOutput, Logprob, RequestOutput
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
+from fleetfoot.utils.progress import progress_bar
 
 if TYPE_CHECKING:
     from fleetfoot.engine.engine import LLMEngine
@@ -269,8 +271,13 @@ def _generate(
                 )  # fmt: skip
                 engine.add_request(f"{number} {name}", prompt, params)
     finished: dict[str, RequestOutput] = {}
-    while engine.has_unfinished_requests():
-        finished |= {output.request_id: output for output in engine.step() if output.finished}
+    total, title = len(prompts) * len(names), f"Model Runner {engine.runner_name.upper()}"
+    with progress_bar(sys.stderr.isatty(), total=total, description=title) as advance:
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    finished[output.request_id] = output
+                    advance(output.metrics.num_generation_tokens)
     return [finished[f"{number} {name}"] for number in range(len(prompts)) for name in names]
 
 

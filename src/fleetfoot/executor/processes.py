@@ -29,6 +29,7 @@ from fleetfoot.utils.logs import TextFormatter
 from fleetfoot.utils.network import interface_of, local_address_to
 from fleetfoot.utils.own_files import OwnFolder
 from fleetfoot.utils.process import num_cores
+from fleetfoot.utils.progress import is_shown
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,8 @@ class WorkerProcesses:
         log_level = logging.getLogger("fleetfoot").getEffectiveLevel()
         with self._reader, env.defaults(_variables(plan, size)), _spawning():
             for rank in range(plan.config.node_rank * size, (plan.config.node_rank + 1) * size):
-                arguments = (plan, rank, addresses[rank], store, masks, self._reader, parent, log_level)
+                shows_progress = is_shown() and not self.by_rank  # the first one, for all
+                arguments = (plan, rank, addresses[rank], store, masks, self._reader, parent, log_level, shows_progress)
                 name = f"fleetfoot-worker-{rank}"
                 process = self._context.Process(target=run_worker, args=arguments, name=name, daemon=True)
                 process.start()
@@ -168,11 +170,13 @@ def run_worker(
     lifeline: Connection,
     parent: int | None,
     log_level: int,
+    shows_progress: bool = False,
 ) -> None:
     """The main function of a worker process. Torch is imported after the process is certain to end with its parent.
 
     ``masks``: as of `WorkerProcesses.start`. ``lifeline``: the reading end of a pipe that is closed, by whatever means,
     when the parent ends. ``parent``: its process id; None: the thread that started this process may end before it.
+    ``shows_progress``: whether this worker's start is shown on the terminal.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the engine decides
     signal.signal(signal.SIGTERM, _end_later)
@@ -189,7 +193,7 @@ def run_worker(
     logger.info("imports: %.2f s", time.perf_counter() - begin)
     exit_code = 0
     try:
-        run_worker_loop(plan, rank, addresses, store, masks, pool)
+        run_worker_loop(plan, rank, addresses, store, masks, pool, shows_progress=shows_progress)
     except BaseException:
         logger.exception("the worker could not shut down cleanly")
         exit_code = 1

@@ -38,6 +38,7 @@ from fleetfoot.runner.v2.padding_work import open_compiler
 from fleetfoot.structured.mask_space import MaskMemory
 from fleetfoot.utils.cluster_key import ClusterKey
 from fleetfoot.utils.process import SHORT_COLLECTIONS
+from fleetfoot.utils.progress import loading_bar
 
 _SWITCH_INTERVAL_S = 0.0005
 """How long the thread that queues steps may hold Python's lock while another replies; the default, 5 ms, is as long
@@ -53,6 +54,8 @@ def run_worker_loop(
     pool: CompilePool | None = None,
     key: ClusterKey | None = None,
     device_index: int | None = None,
+    *,
+    shows_progress: bool = False,
 ) -> None:
     """Return when the engine ends the worker; arguments as of `fleetfoot.executor.processes.run_worker`, and ``pool``
     as of `open_compiler`. ``key``: of the sockets between machines; None: the cluster's. ``device_index``: the GPU;
@@ -67,7 +70,8 @@ def run_worker_loop(
     channel = WorkerChannel(addresses, keys)
     try:
         load_general_plugins()
-        worker = _start(plan, rank, store, pool, device_index)
+        with loading_bar(is_shown=shows_progress):
+            worker = _start(plan, rank, store, pool, device_index)
         with channel.open_replies() as reply:
             reply(Ready(rank, worker.layout, worker.runner_name))
         with channel.open_replies() as reply, _reply_sender(worker, channel) as send, SHORT_COLLECTIONS:

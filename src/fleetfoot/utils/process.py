@@ -1,4 +1,4 @@
-"""The process while an engine runs: interrupts, its exit, garbage collection, clean-up, progress bars on stderr."""
+"""The process while an engine runs: interrupts, its exit, garbage collection, clean-up."""
 
 from __future__ import annotations
 
@@ -323,36 +323,3 @@ def run_all(*actions: Callable[[], object]) -> None:
         logger.error("another error during clean-up", exc_info=later)
     if errors:
         raise errors[0]
-
-
-Advance = Callable[[int], object]
-"""Adds one finished request; takes the number of its generated tokens."""
-
-
-@contextmanager
-def progress_bar(bar: bool | Callable[..., Any], *, total: int, description: str) -> Iterator[Advance]:
-    """Show a progress bar over ``total`` requests for the length of the block.
-
-    Args:
-        bar: True: on the terminal; False: none; else a factory such as ``tqdm``, of objects with ``update(n)`` and
-            ``close()``.
-    """
-    bar = bar if callable(bar) else bool(bar)
-    if bar is False:
-        yield lambda num_tokens: None
-    elif bar is True:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-        tokens = TextColumn("{task.fields[tokens]} tokens")
-        with Progress(*columns, tokens, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-            progress.add_task(description, total=total, tokens=0)
-            (task,) = progress.tasks
-            yield lambda num_tokens: progress.update(task.id, advance=1, tokens=task.fields["tokens"] + num_tokens)
-    else:
-        custom = bar(total=total, desc=description)
-        try:
-            yield lambda num_tokens: custom.update(1)
-        finally:
-            custom.close()

@@ -1,9 +1,13 @@
-"""Progress of a start: its phases report it, and a bar on a terminal shows it."""
+"""Bars on a terminal where people wait: for starts and downloads, requests, comparisons. One kind for all.
+
+What is far from a terminal reports with `report_progress`, which costs nothing while no bar is shown.
+"""
 
 from __future__ import annotations
 
+import io
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,48 +15,119 @@ _LEVEL = 5
 """Below DEBUG: reports are for the bar alone."""
 _LOGGER = logging.getLogger(__name__)
 
+Advance = Callable[..., object]
+"""Called with the tokens of one finished part, a request; ``by``: how much of the total that is, if it is not 1."""
+
 
 def report_progress(phase: str, done: int = 0, total: int | None = None) -> None:
     """A phase of the start begins, or has ``done`` so many parts of ``total``. Does nothing while there is no bar."""
     _LOGGER.log(_LEVEL, "%s", phase, extra={"done": done, "total": total})
 
 
-class _BarHandler(logging.Handler):
-    """Shows one phase at a time, and how long it has taken."""
+def is_shown() -> bool:
+    """Whether reports are shown."""
+    return _LOGGER.isEnabledFor(_LEVEL)
 
-    def __init__(self, progress: Any) -> None:
+
+def _bar(*, is_transient: bool) -> Any:
+    """A bar on standard error: what is done of what, a note, and the time that it has taken."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}")
+    return Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=is_transient)
+
+
+class _BarHandler(logging.Handler):
+    """Shows one phase at a time. Between phases the terminal is left to others, such as workers of this process."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self._progress = progress
-        self._phase = "start"
-        self._task = progress.add_task(self._phase, total=None)
+        self._shown: Any = None
+        self._phase: tuple[str, bool] | None = None
 
     def emit(self, record: Any) -> None:
-        phase = record.getMessage()
-        if phase != self._phase or record.total is None:
-            self._progress.remove_task(self._task)
-            self._phase, self._task = phase, self._progress.add_task(phase, total=record.total)
-        self._progress.update(self._task, completed=record.done, total=record.total)
+        phase = record.getMessage(), record.total is None
+        if phase != self._phase or self._shown is None:
+            self.stop()
+            self._phase, self._shown = phase, _bar(is_transient=True)
+            self._shown.add_task(phase[0], total=record.total, note="")
+            self._shown.start()
+        (task,) = self._shown.tasks
+        self._shown.update(task.id, completed=record.done, total=record.total)
+        if record.done == record.total:
+            self.stop()
+
+    def stop(self) -> None:
+        if self._shown is not None:
+            self._shown.stop()
+            self._shown = None
 
 
 @contextmanager
 def loading_bar(*, is_shown: bool) -> Iterator[None]:
-    """Show the progress of this process on standard error, a terminal, for the length of the block. Log records appear
+    """Show what this process reports on standard error, a terminal, for the length of the block. Log records appear
     above it."""
     if not is_shown:
         yield
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    handler = _BarHandler()
+    level, propagates = _LOGGER.level, _LOGGER.propagate
+    _LOGGER.addHandler(handler)
+    _LOGGER.setLevel(_LEVEL)
+    _LOGGER.propagate = False
+    try:
+        yield
+    finally:
+        _LOGGER.removeHandler(handler)
+        _LOGGER.setLevel(level)
+        _LOGGER.propagate = propagates
+        handler.stop()
 
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        handler = _BarHandler(progress)
-        _LOGGER.addHandler(handler)
-        _LOGGER.setLevel(_LEVEL)
-        _LOGGER.propagate = False
+
+@contextmanager
+def progress_bar(bar: bool | Callable[..., Any], *, total: float, description: str) -> Iterator[Advance]:
+    """Show a progress bar over ``total`` parts for the length of the block.
+
+    Args:
+        bar: True: on the terminal; False: none; else a factory such as ``tqdm``, of objects with ``update(n)`` and
+            ``close()``.
+    """
+    bar = bar if callable(bar) else bool(bar)
+    if bar is False:
+        yield lambda num_tokens, by=1: None
+    elif bar is True:
+        with _bar(is_transient=False) as progress:
+            progress.add_task(description, total=total, note="")
+            (task,) = progress.tasks
+            num_tokens = 0
+
+            def advance(tokens: int, by: float = 1) -> None:
+                nonlocal num_tokens
+                num_tokens += tokens
+                progress.update(task.id, advance=by, note=f"{num_tokens:,} tokens" if num_tokens else "")
+
+            yield advance
+    else:
+        custom = bar(total=total, desc=description)
         try:
-            yield
+            yield lambda num_tokens, by=1: custom.update(by)
         finally:
-            _LOGGER.removeHandler(handler)
-            _LOGGER.setLevel(logging.NOTSET)
-            _LOGGER.propagate = True
+            custom.close()
+
+
+def download_bar() -> type[Any] | None:
+    """A class of bars for `huggingface_hub` that reports its bytes, in MB; None while no bar is shown: its own."""
+    if not is_shown():
+        return None
+    from tqdm.std import tqdm
+
+    class Reporting(tqdm):
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **{**keywords, "disable": False, "file": io.StringIO()})
+
+        def display(self, *_: object, **__: object) -> None:
+            if self.unit == "B" and self.total:
+                report_progress("download, MB", round(self.n / 1e6), round(self.total / 1e6))
+
+    return Reporting

@@ -6,8 +6,10 @@ import logging
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from fleetfoot.config.sentence_transformers import FILES as SENTENCE_TRANSFORMERS
+from fleetfoot.utils.progress import download_bar
 from fleetfoot.weights.gguf import first_parts, is_gguf
 from fleetfoot.weights.gguf_folder import folder_of
 
@@ -96,8 +98,9 @@ def _download_gguf(repository: str, quantized: str, revision: str | None, settin
 def _download(name: str, revision: str | None, patterns: list[str], setting: str) -> Path:
     from huggingface_hub import snapshot_download
 
+    what: dict[str, Any] = {"revision": revision, "allow_patterns": patterns, "ignore_patterns": _IGNORED}
     try:
-        folder = snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=_IGNORED)
+        folder = snapshot_download(name, **what, tqdm_class=download_bar())
     except Exception as error:  # the exception types depend on the version of huggingface_hub
         at = "" if revision is None else f" at revision {revision!r}"
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
