@@ -496,7 +496,18 @@ def _reads_whole_prompt(params: PoolingParams | None, pooling: Pooling | None) -
     return pooling.needs_whole_prompt or str(params.task).startswith("token_")
 
 
+_PART = 1 << 16
 _NO_TOKENS = str, bytes, bytearray, memoryview, Mapping, Set
+
+
+def _array_of(entries: Any) -> array[int]:
+    """The entries as int64: a part at a time, because a call keeps the interpreter."""
+    if len(entries) <= _PART:
+        return array("q", entries)
+    whole = array("q")
+    for begin in range(0, len(entries), _PART):
+        whole.extend(array("q", entries[begin : begin + _PART]))
+    return whole
 
 
 def _as_token_ids(token_ids: object, name: str = "prompt_token_ids", allowed: str = "a list of ints") -> np.ndarray:
@@ -505,7 +516,7 @@ def _as_token_ids(token_ids: object, name: str = "prompt_token_ids", allowed: st
         raise FieldTypeError(name, f"is {token_ids!r:.200}; it must be {allowed}", token_ids)
     entries: Any = token_ids if hasattr(token_ids, "__getitem__") else list(token_ids)
     try:
-        ids = np.frombuffer(array("q", entries), np.int64)  # checks the types of all entries, in C
+        ids = np.frombuffer(_array_of(entries), np.int64)  # checks the types of all entries, in C
     except (TypeError, OverflowError):
         for position, token in enumerate(entries):
             name = f"prompt_token_ids[{position}]"
