@@ -223,6 +223,8 @@ def test_requests_go_on_in_another_process_of_the_engine() -> None:
 def test_a_replica_that_is_lost_is_replaced() -> None:
     """Its requests continue on the other one. Then that one is lost too."""
     with RunningServer(*FLAGS, "--data-parallel-size", "2") as server, ThreadPoolExecutor(4) as many:
+        ranks = [generate(server.url, 1, {"X-data-parallel-rank": str(rank)}).status_code for rank in range(3)]
+        assert ranks == [200, 200, 400]
         expected = generate(server.url, 800).json()["choices"][0]["text"]
         for lost in engines_of(server):
             streams = [begun_stream(server.url, many, 800) for _ in range(4)]

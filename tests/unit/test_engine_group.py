@@ -536,6 +536,30 @@ async def test_an_engine_that_comes_back_with_earlier_weights() -> None:
 
 
 @async_test
+async def test_an_engine_that_comes_while_others_are_called() -> None:
+    """It is as it was before the call, which it has not got."""
+    asleep = EngineState(asleep=["weights", "kv_cache"], sleep_level=1)
+    async with played(0, 2, facts=other_facts(state=asleep)) as (client, (first, second)):
+        second.close()
+        await until(client, lambda: client._link._engines[1].link is None)  # type: ignore[attr-defined]
+        wake_up = asyncio.ensure_future(client.call("wake_up"))
+        call = await first.next()
+        again = PlayedEngine(other_facts(state=asleep), second.address)
+        asked = asyncio.ensure_future(again.next())
+        await until(client, lambda: client._link._engines[1].link is not None)  # type: ignore[attr-defined]
+        first.send(FACTS)
+        first.send(Reply(call.number))
+        await wake_up
+        sent = await asked
+        assert (sent.method, msgspec.convert(sent.arguments[0], EngineState)) == ("bring_to", EngineState())
+        assert refusals(client) == [False, True]
+        again.send(FACTS)
+        again.send(Reply(sent.number))
+        await until(client, lambda: refusals(client) == [False, False])
+        again.close()
+
+
+@async_test
 async def test_weights_that_came_by_another_proxy() -> None:
     """An engine without them has come first: the one that has them says where they are."""
     old, new = PlayedEngine(), PlayedEngine(other_facts(weights="w", weight_version=7, state=EngineState(7, "there")))

@@ -145,7 +145,7 @@ def _run(arguments: argparse.Namespace) -> int:
         from fleetfoot.server.serve import default_api_servers, serve
 
         arguments.api_server_count = arguments.api_server_count or min(default_api_servers(), arguments.max_queue)
-        return serve(config, server_settings(arguments, default_names=(config.model,)))
+        return serve(config, server_settings(arguments, (config.model,), config.data_parallel_size))
 
 
 def run_workers(config: EngineConfig) -> int:
@@ -160,7 +160,9 @@ def run_workers(config: EngineConfig) -> int:
     return 0
 
 
-def server_settings(arguments: argparse.Namespace, default_names: tuple[str, ...] = ()) -> ServerSettings:
+def server_settings(
+    arguments: argparse.Namespace, default_names: tuple[str, ...] = (), data_parallel_size: int = 1
+) -> ServerSettings:
     """The settings of an HTTP server. ``default_names``: of the model; (): the name that its engine has.
 
     Raises UsageError: a key or a file cannot be used.
@@ -184,7 +186,7 @@ def server_settings(arguments: argparse.Namespace, default_names: tuple[str, ...
         tool_call_parser=arguments.tool_call_parser,
         reasoning_parser=arguments.reasoning_parser,
         trusts_chat_templates=arguments.trust_request_chat_template,
-        data_parallel_size=getattr(arguments, "data_parallel_size", None) or 1,  # a proxy has no such flag
+        data_parallel_size=data_parallel_size,
         strict_schemas=arguments.strict_schemas,
         accepts_kv_offers=arguments.enable_kv_offers,
         max_stored_responses=arguments.max_stored_responses,

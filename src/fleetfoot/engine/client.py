@@ -407,9 +407,11 @@ class EngineClient:
     async def _receive(self) -> None:
         try:
             while True:
-                for message in _parts(await self._link.receive()):
-                    self._take(message)
+                first, *more = _parts(await self._link.receive())
+                self._take(first)
+                for message in more:
                     await asyncio.sleep(0)  # others go on
+                    self._take(message)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # a panic of a library, too

@@ -48,6 +48,9 @@ _FIRST_NUMBER = 1 << 40
 """The first number of the group's own prompts and calls. Clients count from 0."""
 _ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
 _UPDATES = ("reload_weights", "apply_sparse_weight_patches")
+_OF_ONE = "ping", "state", COMPILE_GRAMMAR
+"""Calls of one engine."""
+_STATELESS = *_OF_ONE, "metrics", "stats", "check_integrity", "abort_requests"
 _TRAINER_CALLS = ("init_weight_transfer", "update_weights", "start_weight_update", "finish_weight_update")
 _JOIN_S = 1.0
 """Seconds from the first decode engine on, in which others are waited for."""
@@ -279,7 +282,7 @@ class GroupLink:
         is_back = engine.facts is not None
         engine.link, engine.facts, engine.interruption, engine.refusal = link, facts, "", ""
         engine.is_held = False
-        engine.follows = is_back and self._state is not None and _suspension(facts.state) != _suspension(self._state)
+        engine.follows = is_back and self._differs(engine)
         self._note_progress(engine)
         logger.info("the engine %s is connected", engine.title)
         self._learn(engine, facts)
@@ -351,6 +354,11 @@ class GroupLink:
                     f"the engines {other.title} ({other.facts.model}) and {engine.title} ({facts.model}) would answer "
                     f"differently: {'; '.join(found)}; start all engines of a proxy with the same settings and weights"
                 )
+
+    def _differs(self, engine: _Engine) -> bool:
+        """Whether calls have made something else of the group than of an engine."""
+        ours, facts = self._state, engine.facts
+        return not (ours is None or facts is None or _suspension(facts.state) == _suspension(ours))
 
     def _learn(self, engine: _Engine, facts: Ready) -> None:
         """An engine has come, or has changed."""
@@ -609,7 +617,7 @@ class GroupLink:
                 engines = [engine for engine in engines if not engine.refusal]
         if call.method in ("metrics", "watch"):
             engines = [engine for engine in engines if not engine.is_stuck]
-        if call.method in ("ping", "state", COMPILE_GRAMMAR):
+        if call.method in _OF_ONE:
             engines = [engine for engine in engines if engine.is_usable][:1]
         try:
             if call.method in _TRAINER_CALLS:
@@ -632,9 +640,11 @@ class GroupLink:
             self._incoming.put_nowait(Reply(call.number, value))
         except (ValueError, TypeError, RuntimeError) as error:
             self._incoming.put_nowait(Reply(call.number, error=Failed.of(error)))
-        if call.method == "reload_weights":
-            for engine in self._engines:  # those that have come meanwhile
-                if engine.link is not None and engine.refusal and engine not in engines:
+        for engine in self._engines:
+            if engine.link is not None and engine not in engines and call.method not in _STATELESS:  # it came meanwhile
+                engine.follows = self._differs(engine)
+                self._compare_weights()
+                if engine.refusal:
                     self._begin(self._catch_up(engine))
 
     def _with_version(self, call: Call) -> Call:
