@@ -200,6 +200,7 @@ def test_balanced_experts(way: str, model: str, expected: dict[str, list[int]], 
             assert others == [first] * len(others)
             _, report, placements = first
             assert report["num_rounds"] > 1 and report["num_moved"] > 0
+            assert len(report["rank_loads"]) > 1 and sum(report["rank_loads"]) == pytest.approx(1)
             assert all(sorted({*experts}) == [*range(6)] and len(experts) == 9 for experts in placements)
         metrics = {metric.name: getattr(metric, "value", None) for metric in engine.get_metrics()}
         assert 0 < metrics["fleetfoot:expert_moves"] <= report["num_moved"]
