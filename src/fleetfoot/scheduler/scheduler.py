@@ -52,7 +52,6 @@ class _Batch:
     last_chunks: list[tuple[Request, int]] = field(default_factory=list)
     """Prefills that reach the end of their known tokens in this step, and sample; with their tokens in this step."""
     other_chunks: list[tuple[Request, int]] = field(default_factory=list)
-    new_requests: list[NewRequest] = field(default_factory=list)
     new_block_ids: list[tuple[int, int, list[int]]] = field(default_factory=list)
     new_group_block_ids: list[tuple[int, int, int, list[int]]] = field(default_factory=list)
 
@@ -112,6 +111,7 @@ class Scheduler:
         self._num_structured = 0  # of `requests`, those under a grammar
         self._is_scheduling = False  # stays set if `schedule` raises
         self._updating: list[Request] = []  # stays set if `update` raises
+        self._begun: dict[int, NewRequest] = {}  # by row: admitted requests that the runner does not know yet
         self._num_held = 0  # blocks that the steps in flight will free
         self._num_held_reserved = 0  # of these, blocks that requests of the current step wait for
         self._num_ended = 0  # requests of `running` that have ended in the current update
@@ -228,7 +228,7 @@ class Scheduler:
             pass
 
         if not (batch.decodes or batch.last_chunks or batch.other_chunks):
-            if prefills and not self._in_flight and not self.transfers.make_room(1):
+            if (prefills or self._begun) and not self._in_flight and not self.transfers.make_room(1):
                 # there is no room for the next chunk of a prefill; alone it has room where no prefix keeps a slab
                 if len(self.running) == 1:
                     self.pools.clear_cache()
@@ -280,7 +280,7 @@ class Scheduler:
         if (admitted := self._admit(batch)) is None:
             return False
         budget = batch.budget
-        batch.new_requests.append(NewRequest.of(admitted))
+        self._begun[admitted.row] = NewRequest.of(admitted)
         self._schedule_chunk(batch, admitted)
         if batch.budget == budget:
             return False
@@ -462,7 +462,7 @@ class Scheduler:
             num_decodes=num_decodes,
             num_sampled=num_sampled,
             total_num_scheduled_tokens=sum(num_scheduled_tokens),
-            new_requests=batch.new_requests,
+            new_requests=[*self._begun.values()] if requests else [],
             new_block_ids=batch.new_block_ids,
             new_group_block_ids=batch.new_group_block_ids,
             changed_slabs=self.pools.take_changed(),
@@ -470,6 +470,8 @@ class Scheduler:
             num_to_propose=self.drafting.choose(num_sampled),
             longest_decode=max((each.num_computed for each in batch.decodes), default=0) if has_context else 0,
         )
+        if requests:
+            self._begun.clear()
         if self._num_structured:
             sampling = enumerate(requests[:num_sampled])
             output.structured = [index for index, request in sampling if request.grammar is not None]
@@ -633,7 +635,8 @@ class Scheduler:
             if request.is_held:
                 self._num_held -= self.blocks.num_owned(request)
             self.blocks.free(request)
-            self._freed_rows.append((request.request_id, request.row))
+            if self._begun.pop(request.row, None) is None:
+                self._freed_rows.append((request.request_id, request.row))
             self._free_rows.append(request.row)
             request.row = -1
         elif request.row >= 0 and not request.is_held:
