@@ -23,7 +23,7 @@ from fleetfoot.engine.chat import ChatFormats
 from fleetfoot.engine.client import EngineClient, OutputStream
 from fleetfoot.engine.input_processor import LONG_TEXT, is_of_prompt
 from fleetfoot.inputs import PromptType
-from fleetfoot.kv_transfer.nixl.params import parse_params
+from fleetfoot.kv_transfer.base.offers import parse_params
 from fleetfoot.outputs import CompletionOutput, RequestOutput
 from fleetfoot.records.pooling_params import PoolingParams
 from fleetfoot.records.sampling_params import EXTRA_ARGS, SamplingParams

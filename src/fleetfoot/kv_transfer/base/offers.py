@@ -2,6 +2,11 @@
 
 The engine signs it with the cluster key. Another engine accepts it once, for the same prompt, before it expires,
 and only if it names peers that the operator has listed. All of that is checked before anything is sent.
+
+A request for the prefill engine has ``kv_transfer_params`` ``{"do_remote_decode": True}``. Those of its output,
+``{"do_remote_prefill": True, "offer": ...}``, go unchanged into the request for the decode engine, as llm-d's sidecar
+and vllm-router pass them on. Names are vLLM's where the meaning is the same. Those of addresses and blocks are accepted
+as null: the offer has them.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import hashlib
 import ipaddress
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -21,11 +26,17 @@ import msgspec
 from fleetfoot.records.request import Request
 from fleetfoot.utils.cluster_key import SIGNATURE_BYTES, ClusterKey
 from fleetfoot.utils.sockets import parse_address
-from fleetfoot.utils.validation import FieldError, as_network, is_loopback
+from fleetfoot.utils.validation import FieldError, as_network, is_loopback, unknown_keyword
 
 MAX_OFFER_CHARS = 1 << 16
 MAX_REMEMBERED = 1 << 18
 """Accepted offers that have not expired. Further ones are refused: a replay would not be noticed."""
+DO_REMOTE_DECODE = "do_remote_decode"
+DO_REMOTE_PREFILL = "do_remote_prefill"
+OFFER = "offer"
+_SWITCHES = (DO_REMOTE_DECODE, DO_REMOTE_PREFILL)
+_NULLS = frozenset(f"remote_{name}" for name in ("engine_id", "request_id", "block_ids", "host", "port", "num_tokens"))
+"""Names of vLLM's that routers send without values to a prefill engine."""
 FIELD = "kv_transfer_params.offer"
 _PURPOSE = "kv-offer"
 
@@ -153,3 +164,48 @@ class Offers:
         if len(self._used) >= MAX_REMEMBERED:
             raise OfferError(FIELD, f"is one of more than {MAX_REMEMBERED} within its lifetime; try again later")
         self._used[offer.nonce] = offer.expires_at
+
+
+# --- kv_transfer_params ---------------------------------------------------------------------------------------------
+
+
+def is_remote_decode(params: Mapping[str, Any] | None) -> bool:
+    """Whether the parameters hold the prompt's KV for another engine."""
+    return params is not None and bool(params.get(DO_REMOTE_DECODE))
+
+
+def parse_params(params: Mapping[str, Any]) -> str | None:
+    """The offer of KV that a request is to be loaded from; None: ``do_remote_prefill`` is not set.
+
+    Raises:
+        ValueError, TypeError: a name is unknown, or a value is missing or invalid.
+    """
+    for name, value in params.items():
+        if name in _NULLS:
+            if value is not None:
+                text = f"is {value!r}; requests name no address and no block, those of KV are in {OFFER}"
+                raise FieldError(f"kv_transfer_params.{name}", text, value)
+        elif name not in (*_SWITCHES, OFFER):
+            raise unknown_keyword("kv_transfer_params", name, [*_SWITCHES, OFFER])
+    for name in _SWITCHES:
+        if not isinstance(params.get(name, False), bool):
+            raise FieldError(
+                f"kv_transfer_params.{name}", f"is {params[name]!r}; it must be true or false", params[name]
+            )
+    if not params.get(DO_REMOTE_PREFILL):
+        return None
+    if params.get(DO_REMOTE_DECODE):
+        raise FieldError(
+            "kv_transfer_params", f"has {DO_REMOTE_DECODE} and {DO_REMOTE_PREFILL}, which exclude each other"
+        )
+    offer = params.get(OFFER)
+    if not isinstance(offer, str) or not offer:
+        raise FieldError(
+            f"kv_transfer_params.{OFFER}", f"is {offer!r}; it must be that of the prefill engine's output", offer
+        )
+    return offer
+
+
+def offer_params(offer: str) -> dict[str, Any]:
+    """The ``kv_transfer_params`` of the prefill engine's output."""
+    return {DO_REMOTE_PREFILL: True, DO_REMOTE_DECODE: False, OFFER: offer}

@@ -17,10 +17,16 @@ from fleetfoot.kv_transfer.base.connector import (
     WorkerConnector,
     warn_of_unused_fields,
 )
-from fleetfoot.kv_transfer.base.offers import Offer, Offers
-from fleetfoot.kv_transfer.nixl.params import (
+from fleetfoot.kv_transfer.base.offers import (
     DO_REMOTE_DECODE,
     DO_REMOTE_PREFILL,
+    Offer,
+    Offers,
+    is_remote_decode,
+    offer_params,
+    parse_params,
+)
+from fleetfoot.kv_transfer.nixl.params import (
     RENEW_SECONDS,
     Hold,
     LoadSpec,
@@ -28,9 +34,6 @@ from fleetfoot.kv_transfer.nixl.params import (
     NixlSettings,
     differences,
     engine_description,
-    is_remote_decode,
-    offer_params,
-    parse_params,
 )
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import KVConnectorOutput, SchedulerOutput

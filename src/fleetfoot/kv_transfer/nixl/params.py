@@ -1,10 +1,4 @@
-"""The NIXL connector's settings, the ``kv_transfer_params`` of requests and outputs, and a step's metadata. No torch.
-
-A request for the prefill engine has ``{"do_remote_decode": True}``. The ``kv_transfer_params`` of its output,
-``{"do_remote_prefill": True, "offer": ...}``, go unchanged into the request for the decode engine, as llm-d's sidecar
-and vllm-router pass them on. Names are vLLM's where the meaning is the same. Those of addresses and blocks are accepted
-as null: the offer has them.
-"""
+"""The NIXL connector's settings, and a step's metadata. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +12,7 @@ from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.kv_transfer.base.connector import MAX_THREADS, ConnectorSettings, TransferContext
 from fleetfoot.kv_transfer.base.offers import Offer
 from fleetfoot.utils.sockets import parse_address
-from fleetfoot.utils.validation import FieldError, as_network, is_host, unknown_keyword
+from fleetfoot.utils.validation import as_network, is_host
 
 BACKENDS = ("nixl", "tcp")
 DEFAULT_HOST = "127.0.0.1"
@@ -29,12 +23,6 @@ RENEW_SECONDS = 2.0
 DEFAULT_ABORT_SECONDS = 480
 DEFAULT_BUFFER_BYTES = 64 << 20
 DEFAULT_NUM_THREADS = 4
-DO_REMOTE_DECODE = "do_remote_decode"
-DO_REMOTE_PREFILL = "do_remote_prefill"
-OFFER = "offer"
-_SWITCHES = (DO_REMOTE_DECODE, DO_REMOTE_PREFILL)
-_NULLS = frozenset(f"remote_{name}" for name in ("engine_id", "request_id", "block_ids", "host", "port", "num_tokens"))
-"""Names of vLLM's that routers send without values to a prefill engine."""
 
 
 # --- settings -------------------------------------------------------------------------------------------------------
@@ -97,7 +85,7 @@ def _is_peer(text: str) -> bool:
     return False
 
 
-# --- kv_transfer_params ---------------------------------------------------------------------------------------------
+# --- descriptions ---------------------------------------------------------------------------------------------------
 
 
 def engine_description(context: TransferContext, weights: str = "") -> dict[str, Any]:
@@ -118,48 +106,6 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
         for name in {**ours, **theirs}
         if theirs.get(name) != ours.get(name)
     )
-
-
-def is_remote_decode(params: Mapping[str, Any] | None) -> bool:
-    """Whether the parameters hold the prompt's KV for another engine."""
-    return params is not None and bool(params.get(DO_REMOTE_DECODE))
-
-
-def parse_params(params: Mapping[str, Any]) -> str | None:
-    """The offer of KV that a request is to be loaded from; None: ``do_remote_prefill`` is not set.
-
-    Raises:
-        ValueError, TypeError: a name is unknown, or a value is missing or invalid.
-    """
-    for name, value in params.items():
-        if name in _NULLS:
-            if value is not None:
-                text = f"is {value!r}; requests name no address and no block, those of KV are in {OFFER}"
-                raise FieldError(f"kv_transfer_params.{name}", text, value)
-        elif name not in (*_SWITCHES, OFFER):
-            raise unknown_keyword("kv_transfer_params", name, [*_SWITCHES, OFFER])
-    for name in _SWITCHES:
-        if not isinstance(params.get(name, False), bool):
-            raise FieldError(
-                f"kv_transfer_params.{name}", f"is {params[name]!r}; it must be true or false", params[name]
-            )
-    if not params.get(DO_REMOTE_PREFILL):
-        return None
-    if params.get(DO_REMOTE_DECODE):
-        raise FieldError(
-            "kv_transfer_params", f"has {DO_REMOTE_DECODE} and {DO_REMOTE_PREFILL}, which exclude each other"
-        )
-    offer = params.get(OFFER)
-    if not isinstance(offer, str) or not offer:
-        raise FieldError(
-            f"kv_transfer_params.{OFFER}", f"is {offer!r}; it must be that of the prefill engine's output", offer
-        )
-    return offer
-
-
-def offer_params(offer: str) -> dict[str, Any]:
-    """The ``kv_transfer_params`` of the prefill engine's output."""
-    return {DO_REMOTE_PREFILL: True, DO_REMOTE_DECODE: False, OFFER: offer}
 
 
 # --- a step's metadata ----------------------------------------------------------------------------------------------
