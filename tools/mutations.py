@@ -1,4 +1,5 @@
-"""Mutations of the contract of steps (`fleetfoot.runner.step_barrier`), each of which a test must catch.
+"""Mutations of the contract of steps (`fleetfoot.runner.step_barrier`) and of the promise of the same tokens, each of
+which a test must catch.
 
 python tools/mutations.py [PART OF A NAME]   applies each to a copy of the source, and runs the test that is to fail
 """
@@ -37,6 +38,10 @@ LOAD = "tests/distributed/test_experts_of_ranks.py -k test_the_load"
 MOVES = "tests/distributed/test_experts_of_ranks.py -k test_balanced_experts[{}]"
 DATA = "tests/distributed/test_data_ranks.py -k {}"
 RANKS = "tests/distributed/test_steps_of_ranks.py -k {}"
+MATRIX = "tests/engine/test_matrix.py -k 'test_tokens and {}'"
+SCHEDULER = (
+    "tests/unit/test_scheduler.py tests/unit/test_scheduler_transfers.py tests/unit/test_scheduler_properties.py"
+)
 MUTATIONS = (
     Mutation(
         "stages that are not last",
@@ -189,6 +194,76 @@ MUTATIONS = (
         "",
         DATA.format("[v1]"),
     ),
+    Mutation(
+        "no idle step for the last finished ids",
+        "engine/core.py",
+        "        if not self.has_work and self.scheduler.has_unreported_ids:\n            self.step()\n",
+        "",
+        "tests/engine/test_engine_transfers.py",
+    ),
+    Mutation(
+        "KV of earlier weights is published",
+        "scheduler/scheduler.py",
+        "            if request.block_ids:  # of a load",
+        "            if not request:  # of a load",
+        SCHEDULER,
+    ),
+    Mutation(
+        "blocks that steps in flight held are missing",
+        "scheduler/scheduler.py",
+        "                self._num_held -= self.blocks.num_owned(request)\n",
+        "                pass\n",
+        f"{SCHEDULER} tests/unit/test_scheduler_properties.py",
+    ),
+    Mutation(
+        "a preempted request loses its last token",
+        "scheduler/scheduler.py",
+        "        if request.status is RequestStatus.PREEMPTED and (",
+        "        if not request and (",
+        MATRIX.format("story and tight"),
+    ),
+    Mutation(
+        "a request is forgotten whose first chunk has no room",
+        "scheduler/scheduler.py",
+        "[*self._begun.values()] if requests else []",
+        "[new for new in self._begun.values() if new.row in [request.row for request in requests]]",
+        MATRIX.format("gemma3 and tight"),
+    ),
+    Mutation(
+        "a block is found by its own tokens alone",
+        "scheduler/kv_blocks.py",
+        "parent = hashes[-1] if hashes else root_hash(",
+        "parent = root_hash(",
+        MATRIX.format("gpt and (on or reset)"),
+    ),
+    Mutation(
+        "windows are freed a block early",
+        "scheduler/kv_blocks.py",
+        "group.first_block(position, self.block_size)",
+        "group.first_block(position + self.block_size, self.block_size)",
+        MATRIX.format("(mistral or gemma3)"),
+    ),
+    Mutation(
+        "blocks of rejected drafts are cached",
+        "scheduler/kv_blocks.py",
+        "final = min(request.num_computed, request.num_tokens, request.max_total_tokens - 1)",
+        "final = min(request.num_computed, request.max_total_tokens - 1)",
+        MATRIX.format("story and (ngram or eagle)"),
+    ),
+    Mutation(
+        "wrong drafts are accepted",
+        "sampling/verification.py",
+        "proposed[accepted] == tokens[accepted] and ",
+        "",
+        MATRIX.format("story and v1"),
+    ),
+    Mutation(
+        "a snapshot of the token after its prefix",
+        "scheduler/states.py",
+        "states.slots[(end - 1) % len(states.slots)]",
+        "states.slots[end % len(states.slots)]",
+        MATRIX.format("next"),
+    ),
 )
 
 
@@ -202,7 +277,7 @@ def run(mutation: Mutation) -> tuple[str, float]:
             return f"STALE: {text.count(mutation.old)} places", 0.0
         path.write_text(text.replace(mutation.old, mutation.new))
         test, _, selected = mutation.test.partition(" -k ")
-        arguments = [test, *(["-k", selected.strip("'")] if selected else [])]
+        arguments = [*test.split(), *(["-k", selected.strip("'")] if selected else [])]
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments]
         environment = {**os.environ, "PYTHONPATH": f"{folder}/src:{ROOT}"}
         begin = time.perf_counter()

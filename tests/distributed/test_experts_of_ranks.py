@@ -161,23 +161,12 @@ def balance_of(worker: Worker) -> tuple[int, dict[str, Any], list[list[int]]]:
     return worker.balancer.num_steps, report, placements
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
 WAYS: dict[str, dict[str, Any]] = {
     "v1": {"model_runner": "v1"},
-    "pipeline": {"model_runner": "v2", "pipeline_parallel_size": 2},
-    "data, v1": {**DATA, "model_runner": "v1"},
     "data": {**DATA, "model_runner": "v2", "async_scheduling": True},
-    "data, drafts": {
-        **DATA,
-        "model_runner": "v2",
-        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1},
-    },
-    "data of pipelines": {**DATA, "model_runner": "v2", "pipeline_parallel_size": 2},
-    "data of tensor ranks": {"model_runner": "v2", "data_parallel_size": 2},
-    "drafts": {
-        "model_runner": "v2",
-        "async_scheduling": True,
-        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1},
-    },
+    "data of pipelines": {**DATA, "model_runner": "v2", "pipeline_parallel_size": 2, "speculative_config": NGRAM},
+    "data of tensor ranks": {"model_runner": "v1", "data_parallel_size": 2},
 }
 
 
@@ -192,9 +181,7 @@ def test_balanced_experts(way: str, model: str, expected: dict[str, list[int]], 
             assert tokens_of(engine) == expected
         found = balances(engine)
         stage_size = 2 if "pipeline" in way else 1
-        stages = (
-            [found[stage::stage_size] for stage in range(stage_size)] if way != "pipeline" else [found[:2], found[2:]]
-        )
+        stages = [found[stage::stage_size] for stage in range(stage_size)]
         assert len({steps for steps, _, _ in found}) == 1
         for first, *others in stages:
             assert others == [first] * len(others)
@@ -294,8 +281,7 @@ def release_mover(worker: Worker) -> None:
     worker.held[1].set()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("ranks", [{"model_runner": "v2"}, WAYS["data"]], ids=["tensor", "data"])
+@pytest.mark.parametrize(("ranks", "level"), [({"model_runner": "v2"}, 1), (WAYS["data"], 2)], ids=["tensor", "data"])
 def test_sleep_in_the_middle_of_a_move(
     ranks: dict[str, Any], level: int, model: str, expected: dict[str, list[int]]
 ) -> None:

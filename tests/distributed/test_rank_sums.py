@@ -26,6 +26,7 @@ from fleetfoot.kernels.runtime.gpu_limits import GPULimits
 from fleetfoot.layers.linear import RowParallelLinear
 from fleetfoot.weights.loading import ModelLoader
 
+pytestmark = pytest.mark.kernels
 CPU, DTYPE = torch.device("cpu"), torch.bfloat16
 WIDTH, EPS = 128, 1e-5
 CALLS = ((1, 128, 64), (8, 128, 128), (3, 64, 72), (1, 128, 64), (1, 128, 64), (5, 48, 64), (8, 128, 64))

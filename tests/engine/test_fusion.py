@@ -1,8 +1,9 @@
 """Fused decoder layers against the plain ones that they replace, and what a fused run may and may not keep."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -189,18 +190,31 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) 
         assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
 
 
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Finds the checkpoint of a case, which is written once."""
+
+    @cache
+    def write(case: str) -> Path:
+        checkpoint(folder := tmp_path_factory.mktemp(case), case)
+        return folder
+
+    return write
+
+
 @pytest.mark.parametrize(
     ("case", "fused", "ops"),
     [(*case, ops) for i, case in enumerate(CASES) for j, ops in enumerate(OPS) if ops == "chain" or i % 2 == j],
     ids=str,
 )
-def test_fused_and_plain_layers_agree(case: str, fused: tuple[bool, ...], ops: str, tmp_path: Path) -> None:
-    checkpoint(tmp_path, case)
-    model_context = context(ops=OPS[ops](), attention=cpu_kernels().attention)
-    config = load_model_config(tmp_path)
+def test_fused_and_plain_layers_agree(
+    case: str, fused: tuple[bool, ...], ops: str, folder_of: Callable[[str], Path]
+) -> None:
+    folder, model_context = folder_of(case), context(ops=OPS[ops](), attention=cpu_kernels().attention)
+    config = load_model_config(folder)
     plain_cache, fused_cache = PagedCache(config, 4), PagedCache(config, 4)
-    expected = outputs(make(tmp_path, model_context), plain_cache, SCHEDULE)
-    actual = outputs(make(tmp_path, model_context, fused), fused_cache, SCHEDULE)
+    expected = outputs(make(folder, model_context), plain_cache, SCHEDULE)
+    actual = outputs(make(folder, model_context, fused), fused_cache, SCHEDULE)
     for (_, num_read), one, other in zip(SCHEDULE, actual, expected, strict=True):
         assert num_read is None or len(one) == num_read
         assert_near(one, other, 1e-5)

@@ -1,5 +1,4 @@
-"""Models with sliding windows and recurrent states: blocks before a window are freed, tokens are those of transformers,
-and a freed block may hold anything."""
+"""Models with sliding windows and recurrent states through new weights, sleep and restarts, and with rounded states."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ import pytest
 import torch
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import make_engine, prompt_of
-from tests.helpers.faulty_connector import OFFLOADING, Faults, connector, faulty
+from tests.helpers.faulty_connector import OFFLOADING, Faults, faulty
 from tests.helpers.paged_models import MODELS as PAGED
 
 from fleetfoot import LLMEngine, RequestOutput, SamplingParams
@@ -26,25 +25,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 STATES = {"lfm2", "qwen3-next"}
 """Models whose prefixes have recurrent states."""
-ENGINES: dict[str, dict[str, Any]] = {
-    "roomy": {},
-    "chunks within a block": {"max_num_batched_tokens": 9, "block_size": 16},
-    "tight": {"max_num_batched_tokens": 40, "block_size": 2},
-    "whole": {"enable_chunked_prefill": False, "max_model_len": 120, "max_num_batched_tokens": 120, "block_size": 4},
-    "drafts": {"block_size": 4, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-    "overlapped": {"block_size": 4, "max_num_batched_tokens": 16, "async_scheduling": True},
-    "host memory": {"block_size": 4, "kv_transfer_config": OFFLOADING},
-    "little host memory, tight": {
-        "max_num_batched_tokens": 40,
-        "block_size": 2,
-        "kv_transfer_config": connector("OffloadingConnector", num_cpu_blocks=20),
-    },
-    "files, drafts": {
-        "block_size": 4,
-        "kv_transfer_config": connector("SharedStorageConnector", max_bytes_in_flight=1 << 20),
-        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
-    },
-}
 TIGHT = {"mistral": 14, "gemma3": 70, "qwen3": 70, "lfm2": 30, "qwen3-next": 5}
 """Slabs of "tight": requests with a layer that attends to all tokens are preempted."""
 PROMPTS = [prompt_of(length, VOCAB, seed=length) for length in (3, 61, 40, 9, 24)]
@@ -70,19 +50,7 @@ def model(
     return request.param, folder, outputs
 
 
-def poison(engine: LLMEngine, value: float) -> None:
-    """A value in every block that is not in use and has no cached prefix."""
-    pools, runner, layout = engine.core.scheduler.pools, engine.core.executor.runner, engine.core.executor.layout
-    for group, pool in enumerate(pools.all):
-        free = [block for block in pool._plain_blocks() if pool.state(block) == "FREE" and block >= pool._first]
-        owned = {block // pool.size for block in free} & pool._plain_of.keys() if hasattr(pool, "size") else None
-        blocks = [block for block in free if owned is None or block // pool.size in owned]
-        for layer, kv_cache in enumerate(runner._kv_caches):
-            if layout.group_of_layers[layer] == group:
-                kv_cache[blocks] = value
-
-
-def run(engine: LLMEngine, value: float | None = None) -> list[list[int]]:
+def run(engine: LLMEngine) -> list[list[int]]:
     """All prompts, half of them first; tokens of each."""
     outputs: dict[str, RequestOutput] = {}
     for number, prompt in enumerate(PROMPTS):
@@ -92,39 +60,8 @@ def run(engine: LLMEngine, value: float | None = None) -> list[list[int]]:
     while engine.has_unfinished_requests():
         outputs |= {output.request_id: output for output in engine.step()}
         engine.check_integrity()
-        if value is not None and not engine.core.scheduler.transfers.connector.has_pending:  # else they are still read
-            poison(engine, value)
     engine.core.scheduler.check_idle()
     return [list(outputs[str(number)].outputs[0].token_ids) for number in range(len(PROMPTS))]
-
-
-@pytest.mark.parametrize("setting", ENGINES)
-def test_tokens_are_those_of_transformers(
-    model: tuple[str, Path, list[list[int]]], setting: str, tmp_path: Path
-) -> None:
-    name, folder, expected = model
-    runner = "v1" if ([*MODELS].index(name) + [*ENGINES].index(setting)) % 3 == 0 else "v2"
-    options: dict[str, Any] = {"model_runner": runner, "skip_tokenizer_init": True, **ENGINES[setting]}
-    num_blocks = TIGHT[name] * (1 if "tight" in setting else 4)
-    is_tight, has_connector = "tight" in setting, "kv_transfer_config" in options
-    if "files" in setting:
-        options["kv_transfer_config"]["kv_connector_extra_config"]["shared_storage_path"] = str(tmp_path)
-    engine = make_engine(folder, num_gpu_blocks_override=num_blocks, **options)
-    try:
-        assert len(engine.core.scheduler.config.groups) == 2
-        for _ in range(2):  # the second time with cached prefixes, or loaded ones
-            assert run(engine, None if setting == "overlapped" else float("nan")) == expected
-            if has_connector:
-                engine.reset_prefix_cache()
-        stats = engine.stats().scheduler
-        # a prompt that is not divided leaves no state at the end of a block
-        assert stats.prefix_cache_hits > 0 or is_tight or (setting == "whole" and name in STATES)
-        assert (stats.num_preemptions > 0) == (is_tight and name != "mistral")  # it stops to grow
-        if has_connector:
-            assert stats.transfers.loads_failed == 0
-            assert stats.transfers.tokens_loaded > 0 or is_tight
-    finally:
-        engine.shutdown()
 
 
 def test_states_in_two_bytes(model: tuple[str, Path, list[list[int]]]) -> None:

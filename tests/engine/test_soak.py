@@ -27,8 +27,8 @@ def test_every_output_is_that_of_the_weights_served(caplog: pytest.LogCaptureFix
 
 
 def test_soak_over_http() -> None:
-    report = http_soak(60, model=DRAFT, num_cases=12, num_weights=2, num_reports=2, event_every=10, seed=1)
-    assert report["requests"] == 60 and report["compared"] > 40
+    report = http_soak(24, model=DRAFT, num_cases=6, num_weights=2, num_reports=2, event_every=6, seed=1)
+    assert report["requests"] == 24 and report["compared"] > 12
     assert any(name.startswith("update_mode_") for name in report), report
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import ctypes
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -210,3 +211,9 @@ print(*wheel.get_tag()[:2])
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=root)
     assert done.stdout.split() == ["py3", "none"]
+
+
+def test_tests_of_gpus_can_be_imported() -> None:
+    """They are not collected where there is no GPU."""
+    for path in sorted((Path(__file__).parents[1] / "gpu").glob("test_*.py")):
+        importlib.import_module(f"tests.gpu.{path.stem}")
