@@ -220,7 +220,7 @@ MUTATIONS = (
         "scheduler/scheduler.py",
         "        if request.status is RequestStatus.PREEMPTED and (",
         "        if not request and (",
-        MATRIX.format("story and tight"),
+        f"{SCHEDULER} tests/unit/test_scheduler_properties.py",
     ),
     Mutation(
         "a request is forgotten whose first chunk has no room",
