@@ -234,7 +234,7 @@ MUTATIONS = (
         "scheduler/kv_blocks.py",
         "parent = hashes[-1] if hashes else root_hash(",
         "parent = root_hash(",
-        MATRIX.format("gpt and (on or reset)"),
+        f"{SCHEDULER} tests/unit/test_block_pool.py",
     ),
     Mutation(
         "windows are freed a block early",
