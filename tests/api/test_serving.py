@@ -350,7 +350,7 @@ def test_connections_beyond_the_limit_of_files_wait() -> None:
         address = httpx.URL(server.url)
         idle = [socket.create_connection((address.host, address.port)) for _ in range(96)]
         with socket.create_connection((address.host, address.port)) as last:
-            last.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            last.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             server.wait_for("connections cannot be accepted, and wait: ")
             for one in idle:
                 one.close()

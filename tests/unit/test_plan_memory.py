@@ -116,7 +116,7 @@ def test_only_default_steps_of_a_cpu_are_paced() -> None:
     explicit, whole = EngineConfig(max_num_batched_tokens=4096), EngineConfig(enable_chunked_prefill=False)
     cases = (("cpu", None), ("cuda", None), ("cpu", explicit), ("cpu", whole))
     steps = [shape_of(SMALL, device, config).prompt_step_s for device, config in cases]
-    assert steps == [0.05, None, None, None]
+    assert steps == [0.016, None, None, None]
 
 
 def test_a_captured_full_step_keeps_all_its_activations(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ from operator import add, mul, sub, truediv
 from typing import Any
 
 _STRING = re.compile(
-    r"""(?P<prefix>(?<!\w)[rRbBuUfF]{0,2})(?P<quote>'''|\"""|'|")(?P<body>(?:\\.|(?!(?P=quote))[^\\])*+)(?P=quote)"""
+    r"""(?P<prefix>(?<!\w)[rRbBuUfF]{0,2})(?P<quote>'''|\"""|'|")"""
+    r"""(?=(?P<body>(?:\\.|(?!(?P=quote))[^\\])*))(?P=body)(?P=quote)"""  # possessive: *+ is wrong before Python 3.11.5
     r"""|\\.|['"].*""",
     re.DOTALL,
 )
