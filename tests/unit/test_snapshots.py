@@ -98,3 +98,12 @@ def test_snapshots_are_at_ends_of_blocks() -> None:
         scheduler.update(output, ModelRunnerOutput([[7]] * output.num_sampled))
     assert places
     assert [place % BLOCK for place in places] == [0] * len(places)
+
+
+def test_one_snapshot_is_kept() -> None:
+    """From the step on that writes it: it does not count twice while it is written."""
+    scheduler = scheduler_of(60, 1)
+    scheduler.add_request(request_of("first", list(range(1000)), max_tokens=1))
+    assert scheduler.schedule() is not None
+    assert scheduler.blocks.states is not None
+    assert scheduler.blocks.states.pool.num_published == 1

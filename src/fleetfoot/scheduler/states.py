@@ -69,7 +69,8 @@ class RequestStates:
         return within
 
     def _publish(self, slot: int, digest: bytes, worth: int) -> None:
-        if self._is_full and self.pool.find(digest) is None and not self.pool.drop_least(worth):
+        is_full = self._max_snapshots is not None and self.pool.num_published >= self._max_snapshots
+        if is_full and self.pool.find(digest) is None and not self.pool.drop_least(worth):
             return
         if self.pool.publish(slot, digest):
             self.pool.events.state_stored(digest, self.pool.group)
