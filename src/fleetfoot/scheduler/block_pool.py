@@ -299,10 +299,7 @@ class SlabPool(BlockPool):
         whether one was dropped."""
         if not self._cached or not self.makes_way(worth, ages=False):
             return False
-        block = min(self._cached, key=self._ranks.__getitem__)
-        self._age(block)
-        self._references[self._take_cached(block)] = 1
-        self.free([block])
+        self.free(self._filling([self._take_least()]))
         return True
 
     @property
@@ -333,9 +330,7 @@ class SlabPool(BlockPool):
             if slabs.free:
                 self._adopt(slabs.free.pop())
             elif self._cached and not saves_slabs:
-                block = min(self._cached, key=self._ranks.__getitem__) if self._worth else next(iter(self._cached))
-                self._age(block)
-                return self._take_cached(block)
+                return self._take_least()
             else:
                 slab, pool = next(iter(slabs.idle.items()))
                 pool.give_up(slab)
@@ -349,6 +344,12 @@ class SlabPool(BlockPool):
         block = self._plain_of[slab].pop()
         self._occupy(block)
         return block
+
+    def _take_least(self) -> int:
+        """The cached block without references that is reused first."""
+        block = min(self._cached, key=self._ranks.__getitem__) if self._worth else next(iter(self._cached))
+        self._age(block)
+        return self._take_cached(block)
 
     def _take_cached(self, block: int) -> int:
         self._reuse(block)
