@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,9 @@ def test_no_file_makes_markup_of_text_or_loads_from_elsewhere() -> None:
 
 @pytest.mark.parametrize("key", ["", "chat-key", "wrong"])
 def test_the_engine_is_shown_for_the_admin_key_alone(http: httpx.Client, key: str) -> None:
-    answer = http.get("/live/events", headers=bearer(key) if key else {})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+    for path in ("/live/events", "/live/trace"):
+        answer = http.get(path, headers=bearer(key) if key else {})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
 
 
 def test_without_an_admin_key_there_is_no_view(server: RunningServer, client: httpx.Client) -> None:
@@ -109,6 +111,20 @@ def test_events_tell_what_the_engine_does_without_ids_or_texts(http: httpx.Clien
     assert (kind, used, total) == ("all tokens", 0, 200) and cached > 0
     assert last["latencies"]["ttft"][-1] == ["+Inf", 2] and last["latencies"]["itl"][-1] == ["+Inf", 10]
     assert name not in json.dumps(seen)
+
+
+def test_a_trace_for_perfetto_is_saved_on_request(http: httpx.Client) -> None:
+    for query in ("seconds=0", "seconds=61", "seconds=nan", "seconds=x", "time=3"):
+        refused = http.get(f"/live/trace?{query}", headers=bearer("admin-key"))
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, query.split("=")[0])
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(http.get, "/live/trace?seconds=0.6", headers=bearer("admin-key"))
+        while not answer.done():
+            body = {"prompt": [9, 8, 7], "max_tokens": 6, "ignore_eos": True}
+            http.post("/v1/completions", json=body, headers=bearer("chat-key"))
+    names = {event["name"] for event in answer.result().json()["traceEvents"]}
+    assert {"step", "prompt", "decode", "requests", "process_name"} <= names
+    assert any(name.startswith("request ") for name in names)
 
 
 def test_more_viewers_than_an_engine_has_time_for_are_sent_away(http: httpx.Client) -> None:
@@ -472,6 +488,13 @@ def test_the_engine_is_drawn_while_it_works(tab: Page, tmp_path: Path) -> None:
     )
     assert min(colours) >= 2, colours
     assert "Model Runner" in tab.run("document.getElementById('plan').innerText")
+    tab.run(
+        "window.saved = []; window.real = URL.createObjectURL; "
+        "URL.createObjectURL = blob => { window.saved.push(blob); return window.real.call(URL, blob) }"
+    )
+    tab.run("document.getElementById('trace').click()")
+    tab.until("window.saved.length == 1 && !document.getElementById('trace').disabled")
+    assert json.loads(tab.run("window.saved[0].text()"))["displayTimeUnit"] == "ms"
     assert "blocks" in tab.run("document.getElementById('kv').innerText")
     tab.run("document.getElementById('tab-chat').click()")  # nobody looks
     assert tab.run("document.getElementById('pause').disabled")

@@ -57,6 +57,25 @@ async def test_an_asynchronous_engine_without_stacks(text_model: Path, tmp_path:
     llm.shutdown()
 
 
+def test_a_trace_of_the_engines_steps(text_model: Path, tmp_path: Path) -> None:
+    config = {"profiler": "steps", "torch_profiler_dir": tmp_path}
+    with LLM(text_model, **SETTINGS, profiler_config=config) as llm:
+        with pytest.raises(RuntimeError):
+            llm.stop_profile()
+        for prefix in (None, "second"):
+            with pytest.raises(ValueError):
+                llm.start_profile("../outside")
+            llm.start_profile(prefix)
+            with pytest.raises(RuntimeError):
+                llm.start_profile()
+            llm.generate([PROMPT] * 3, GREEDY, use_tqdm=False)
+            (path,) = llm.stop_profile()
+            assert Path(path).name.startswith("second_steps." if prefix else "steps.")
+            names = events(path)
+            assert {"step", "prompt", "decode", "requests"} <= names
+            assert sum(name.startswith("request ") for name in names) == 3
+
+
 def test_what_is_refused(text_model: Path) -> None:
     with LLM(text_model, **SETTINGS) as llm, pytest.raises(ValueError, match="no profiler is set; start the engine"):
         llm.start_profile()

@@ -12,7 +12,7 @@ LOST = {
     "runner/v1": [],
     "server/anthropic": ["/v1/messages", "/v1/messages/count_tokens"],
     "server/pooling": ["/v1/embeddings", "/v1/rerank"],
-    "server/page": ["/live/events"],
+    "server/page": ["/live/events", "/live/trace"],
     "server/disaggregation": [],
     "kv_transfer/nixl": [],
     "kernels_hopper": [],

@@ -1,19 +1,23 @@
 """What is told of an engine's steps, with an executor that computes nothing and a clock that stands still."""
 
+import itertools
+import json
 from typing import Any
 
 import pytest
 from tests.helpers.engines import ScriptedExecutor, scripted_engine
 
 from fleetfoot.engine.stats import NO_WATCH
+from fleetfoot.engine.step_trace import StepTrace, encoded
 from fleetfoot.engine.watch import MOST_LANES, MOST_STEPS, PATIENCE_S, Watch
 from fleetfoot.records.sampling_params import SamplingParams
 
 
 class Clock:
-    now = 100.0
+    now, tick = 100.0, 0.0
 
     def __call__(self) -> float:
+        self.now += self.tick
         return self.now
 
 
@@ -25,7 +29,6 @@ def clock() -> Clock:
 @pytest.fixture
 def engine(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Any:
     made = scripted_engine(ScriptedExecutor(), clock=clock, num_blocks=24, max_num_batched_tokens=16)
-    made.output_processor.latencies = dict
     made.output_processor.queued_ts = lambda name: clock.now - 1.5
     return made
 
@@ -48,7 +51,7 @@ def test_steps_are_kept_while_somebody_looks(engine: Any, clock: Clock) -> None:
     engine.step()
     second = watch.look("a")
     ((_, _, rows, decodes, prompt, _, _, begun, chunks, left),) = second["steps"]
-    assert (rows, decodes, prompt, begun, left) == (2, 0, 10, [(1, 6, 0)], [])
+    assert (rows, decodes, prompt, begun, left) == (2, 0, 10, [(1, 6, 0, 1.5)], [])
     assert chunks == [(0, 4), (1, 6)] and "plan" not in second
     assert [lane[:2] for lane in second["lanes"]] == [[0, "d"], [1, "d"]]
     assert watch.look("b")["steps"] == []  # another viewer, from now on
@@ -95,3 +98,44 @@ def test_a_preempted_request_is_told_from_one_that_has_ended(engine: Any) -> Non
     assert any(lane[1] == "x" for look in seen for lane in look["lanes"])
     ((kind, used, _, total),) = seen[0]["kv"][0]
     assert (kind, total) == ("all tokens", 24) and 0 < used <= 24
+
+
+def test_a_trace_for_perfetto_has_steps_phases_of_requests_and_counters(engine: Any, clock: Clock) -> None:
+    trace, watch = StepTrace("engine", wall=lambda: 1000.0), Watch(engine, lambda: {"runner": "v2"})
+    clock.tick = 0.001
+    for name in ("one", "two", "three"):
+        add(engine, name, 12, max_tokens=25)
+    while True:
+        trace.take(watch.look("a"))
+        if not engine.has_unfinished_requests():
+            break
+        clock.now += 2.0
+        engine.step()
+    for name in ("four", "five"):  # on tracks that are free again
+        clock.now += 2.0
+        add(engine, name, 5)
+    engine.step()
+    trace.take(watch.look("a"))
+    found = json.loads(encoded([trace]))
+    assert found["otherData"]["engine"] == {"runner": "v2", "steps that are missing": 0}
+    events = found["traceEvents"]
+    steps = [one for one in events if one["name"] == "step"]
+    assert sum(one["args"]["decodes"] + one["args"]["prompt tokens"] > 0 for one in steps) == len(steps) > 25
+    assert {one["name"] for one in events if one["ph"] == "C"} >= {"requests", "tokens of a step", "KV in use, %"}
+    requests = {one["name"]: one for one in events if one["name"].startswith("request ")}
+    assert sorted(requests) == [f"request {number}" for number in range(5)]
+    assert {one["tid"] for one in requests.values()} == {1, 2, 3}
+    preempted = 0
+    for request in requests.values():
+        begin, end = request["ts"], request["ts"] + request["dur"]
+        inside = [
+            one for one in events
+            if one["ph"] == "X" and one is not request and one["tid"] == request["tid"]
+            and begin <= one["ts"] and one["ts"] + one["dur"] <= end
+        ]  # fmt: skip
+        inside.sort(key=lambda one: (one["ts"], one["dur"]))
+        names = [one["name"] for one in inside]
+        assert all(one["ts"] + one["dur"] <= other["ts"] for one, other in itertools.pairwise(inside)), names
+        assert "prompt" in names and (names[-1] == "decode" or request["name"] in ("request 3", "request 4"))
+        preempted += names.count("preempted")
+    assert preempted == engine.core.scheduler.stats().num_preemptions > 0

@@ -33,6 +33,8 @@ from fleetfoot.engine.output_processor import OutputProcessor
 from fleetfoot.engine.restart import NoRestarts, Rebuild, Restarts, release_frames
 from fleetfoot.engine.sleep import SleepCalls, Suspension
 from fleetfoot.engine.stats import EngineStats, StatsCollector
+from fleetfoot.engine.step_trace import EngineProfiler
+from fleetfoot.engine.watch import Watch, plan_facts
 from fleetfoot.executor.build import find_machine, start_executor
 from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import RequestOutput
@@ -90,6 +92,8 @@ class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
             restore = no_callback if self._live is None else self._live.restore
             self._restarts = Restarts(core, self.output_processor, rebuild, max_restarts, restore)
         self._aborted: list[RequestOutput] = []  # last outputs of aborted requests, returned by the next step
+        self.watching = Watch(self, lambda: plan_facts(self.plan, self.runner_name))
+        self.profiler = EngineProfiler(self)
         self._holds = HoldQueue(core, lambda: self.abort_request(self.output_processor.request_ids))
         can_sleep = plan is not None and plan.config.enable_sleep_mode
         self.suspension = Suspension(core, self._holds, self._live, can_sleep=can_sleep)

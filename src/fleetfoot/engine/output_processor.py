@@ -148,6 +148,11 @@ class OutputProcessor:
     def has(self, request_id: str) -> bool:
         return request_id in self._requests
 
+    def queued_ts(self, sequence_id: str) -> float | None:
+        """When a sequence's request was added; None: it has ended."""
+        sequence = self._sequences.get(sequence_id)
+        return None if sequence is None else sequence.state.queued_ts
+
     def resumed(self) -> list[Request]:
         """The unfinished sequences, to be computed on. Tokens of theirs that no output has are dropped: the step that
         sampled them has failed."""

@@ -11,7 +11,6 @@ from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.hold import Hold
 from fleetfoot.engine.live_weights import ENGINE_METHODS, WeightCalls
 from fleetfoot.engine.sleep import SleepCalls
-from fleetfoot.engine.watch import Watch, plan_facts
 from fleetfoot.engine.wire import Call, EngineState, Failed, Reply
 from fleetfoot.records.weights import WeightError
 from fleetfoot.utils.validation import FieldError
@@ -41,7 +40,6 @@ class RemoteCalls:
         self._engine = engine
         self._announce = announce
         self._drains: list[tuple[Call, Send]] = []
-        self.watch = Watch(engine, lambda: plan_facts(engine.plan, engine.runner_name)).look
 
     def run(self, call: Call, send: Send) -> None:
         """Run a call, and send its reply now or later. Exceptions of the method are sent."""
@@ -88,6 +86,10 @@ class RemoteCalls:
     def _checked_stats(self) -> Any:
         self._engine.check_integrity()
         return self._engine.stats()
+
+    def watch(self, viewer: str) -> dict[str, Any]:
+        """What the engine has done since the viewer's last look; see `Watch.look`."""
+        return self._engine.watching.look(viewer) | {"latencies": self._engine.output_processor.latencies()}
 
     def ping(self) -> None:
         """The loop is running."""

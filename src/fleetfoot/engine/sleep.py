@@ -195,15 +195,16 @@ class SleepCalls:
         return self._held(lambda engine: engine.suspension.wake_up(tags), "keep")
 
     def start_profile(self, profile_prefix: str | None = None) -> Any:
-        """Let each rank begin a trace of its steps. ``profile_prefix``: before the names of the files.
+        """Begin a trace: of the engine's steps, or of what each rank computes, as ``profiler_config`` says.
+        ``profile_prefix``: before the names of the files.
 
         Raises:
             ValueError: the engine was started without a ``profiler_config``.
             RuntimeError: a trace has begun already.
         """
-        return self._held(lambda engine: engine.collective_rpc("start_profile", args=(profile_prefix,)), "keep")
+        return self._held(lambda engine: engine.profiler.start(profile_prefix), "keep")
 
     def stop_profile(self) -> Any:
-        """Write the traces. Returns the file of each rank, Chrome's JSON, which https://ui.perfetto.dev opens. Raises
+        """Write the traces. Returns the file of each trace, Chrome's JSON, which https://ui.perfetto.dev opens. Raises
         RuntimeError: `start_profile` was not called."""
-        return self._held(lambda engine: engine.collective_rpc("stop_profile"), "keep")
+        return self._held(lambda engine: engine.profiler.stop(), "keep")

@@ -16,7 +16,6 @@ from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import SchedulerOutput
 
 if TYPE_CHECKING:
-    from fleetfoot.engine.engine import LLMEngine
     from fleetfoot.plan.plan import EnginePlan
 
 PATIENCE_S = 3.0
@@ -31,12 +30,14 @@ class Watch(NoWatch):
     """The records of an engine's last steps. `EngineCore` calls `record` while ``core.watch`` is this object.
 
     Args:
+        engine: the `LLMEngine`.
         facts: what a viewer is told at first; see `plan_facts`.
     """
 
-    def __init__(self, engine: LLMEngine, facts: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, engine: Any, facts: Callable[[], dict[str, Any]]) -> None:
         self._engine, self._facts = engine, facts
         self._viewers: dict[str, tuple[float, int]] = {}  # the last look, and the first step after it
+        self._follower: Callable[[float], object] | None = None
         self._steps: deque[list[Any]] = deque(maxlen=MOST_STEPS)
         self._num_steps = 0
         self._forget_lanes()
@@ -61,7 +62,8 @@ class Watch(NoWatch):
             for new in part.new_requests:
                 if (lane := self._lane(new.request_id)) is not None:
                     self._rows[rank, new.row] = new.request_id
-                    begun.append((lane, new.num_prompt_tokens, new.num_computed_tokens))
+                    waited = began - (self._engine.output_processor.queued_ts(new.request_id) or began)
+                    begun.append((lane, new.num_prompt_tokens, new.num_computed_tokens, max(0.0, waited)))
             first = part.num_decodes
             num_decodes += first
             for row, size in zip(part.rows[first:], part.num_scheduled_tokens[first:], strict=True):
@@ -71,6 +73,8 @@ class Watch(NoWatch):
         self._num_steps += 1
         counts = len(output.rows), num_decodes, num_prompt_tokens
         self._steps.append([began, seconds, *counts, *drafts, begun, chunks, left])
+        if self._follower is not None:
+            self._follower(began + seconds)
         if self._num_steps % 64 == 0:
             self._drop_viewers()
 
@@ -88,11 +92,16 @@ class Watch(NoWatch):
     def _drop_viewers(self) -> None:
         """Forget viewers that have left. Without any, steps are not recorded any more."""
         now, core = self._engine.core.clock(), self._engine.core
-        self._viewers = {name: seen for name, seen in self._viewers.items() if now - seen[0] < PATIENCE_S}
+        if self._follower is None:
+            self._viewers = {name: seen for name, seen in self._viewers.items() if now - seen[0] < PATIENCE_S}
         if not self._viewers:
             core.watch = NO_WATCH
             self._steps.clear()
             self._forget_lanes()
+
+    def follow(self, follower: Callable[[float], object] | None) -> None:
+        """Call ``follower(now)`` after each step, which may look; meanwhile no viewer is forgotten. None: no more."""
+        self._follower = follower
 
     def look(self, viewer: str) -> dict[str, Any]:
         """What has happened since the viewer's last look, plain data; with its first one, what the plan has decided.
@@ -130,7 +139,6 @@ class Watch(NoWatch):
                 "loads": list(balance.rank_loads), "balancedness": balance.balancedness, "least": balance.least,
                 "expected": balance.expected, "rounds": balance.num_rounds, "moved": balance.num_moved,
             },
-            "latencies": engine.output_processor.latencies(),
             "finished": dict(stats.num_finished),
         }  # fmt: skip
         return seen | ({"plan": self._facts()} if is_new else {})

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,6 @@ from torch.profiler import ProfilerActivity, profile
 from fleetfoot.config.profiler import ProfilerConfig
 
 logger = logging.getLogger(__name__)
-
-_PREFIX = re.compile(r"[\w.-]{0,128}", re.ASCII)
 
 
 class WorkerProfiler:
@@ -31,21 +27,9 @@ class WorkerProfiler:
     def start(self, prefix: str | None) -> None:
         """Begin a trace. Raises ValueError: no profiler is set, the prefix is a path; RuntimeError: it has begun."""
         config = self._config
-        if prefix is not None and (not isinstance(prefix, str) or not _PREFIX.fullmatch(prefix)):
-            raise ValueError(
-                f"profile_prefix is {prefix!r:.100}; it must be the beginning of a file's name, up to 128 letters, "
-                "digits, '.', '-' and '_', and no path"
-            )
-        if config.profiler is None:
-            raise ValueError(
-                "no profiler is set; start the engine with "
-                "profiler_config={'profiler': 'torch', 'torch_profiler_dir': './traces'}"
-            )
+        path = config.new_file(prefix, f"rank{self._rank}", "pt.trace.json")
         if self._running is not None:
             raise RuntimeError("start_profile was called before; call stop_profile first")
-        folder = Path(config.torch_profiler_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        name = f"{f'{prefix}_' if prefix else ''}rank{self._rank}.{time.time_ns()}.pt.trace.json"
         profiler = profile(
             activities=self._activities,
             record_shapes=config.torch_profiler_record_shapes,
@@ -54,7 +38,7 @@ class WorkerProfiler:
             with_flops=config.torch_profiler_with_flops,
         )
         profiler.start()
-        self._running = profiler, folder / (f"{name}.gz" if config.torch_profiler_use_gzip else name)
+        self._running = profiler, path
 
     def stop(self) -> str:
         """End the trace. Returns the file's path. Raises RuntimeError: none has begun."""

@@ -1,7 +1,7 @@
 // Conversations: trees of messages, of which one path is shown. They are kept in the browser's own storage.
 
 import { markdown } from "./markdown.js";
-import { HttpError, events, request } from "./stream.js";
+import { HttpError, events, request, save } from "./stream.js";
 
 const STORE = "fleetfoot.conversations";
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed"];
@@ -101,9 +101,7 @@ export class Chat {
 
   exportAll() {
     const content = JSON.stringify({ format: "fleetfoot.conversations", version: 1, conversations: this.conversations.filter((one) => one.nodes.length) }, null, 2);
-    const url = URL.createObjectURL(new Blob([content], { type: "application/json" }));
-    make("a", { href: url, download: "conversations.json" }).click();
-    setTimeout(() => URL.revokeObjectURL(url), 1000);
+    save(new Blob([content], { type: "application/json" }), "conversations.json");
   }
 
   async importFile() {

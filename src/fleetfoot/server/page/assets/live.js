@@ -1,6 +1,6 @@
 // The view of the engine: one stream of events, drawn on canvases, with the same numbers as text.
 
-import { events, request } from "./stream.js";
+import { events, request, save } from "./stream.js";
 
 const $ = (id) => document.getElementById(id);
 const WINDOW_S = 20;
@@ -110,6 +110,7 @@ export class Live {
       this.watch();
     });
     $("pause").addEventListener("click", () => this.stop("Stopped."));
+    $("trace").addEventListener("click", () => this.saveTrace());
     $("engines").addEventListener("change", () => this.showEngine());
     addEventListener("resize", () => this.redraw());
     document.addEventListener("visibilitychange", () => this.setVisible(this.isVisible));
@@ -135,7 +136,7 @@ export class Live {
   stop(reason) {
     this.running?.abort();
     this.running = null;
-    $("pause").disabled = true;
+    $("pause").disabled = $("trace").disabled = true;
     this.say(reason);
   }
 
@@ -143,7 +144,7 @@ export class Live {
     this.stop("");
     const running = new AbortController();
     this.running = running;
-    $("pause").disabled = false;
+    $("pause").disabled = $("trace").disabled = false;
     this.say("Connecting…");
     this.engines.clear();
     try {
@@ -170,6 +171,20 @@ export class Live {
       };
       this.stop(error.name === "AbortError" ? "" : (reasons[error.status] ?? error.message));
     }
+  }
+
+  async saveTrace() {
+    $("trace").disabled = true;
+    const { running } = this;
+    this.say("Recording 5 seconds…");
+    try {
+      const response = await request("live/trace?seconds=5", { key: $("admin-key").value.trim() });
+      save(await response.blob(), "steps.json");
+      this.say("Watching. steps.json is for ui.perfetto.dev.");
+    } catch (error) {
+      this.say(error.message);
+    }
+    $("trace").disabled = !this.running || this.running !== running;
   }
 
   listEngines() {

@@ -28,6 +28,12 @@ export async function request(path, { key = "", body = null, signal = null } = {
   return response;
 }
 
+export function save(blob, name) {
+  const url = URL.createObjectURL(blob);
+  Object.assign(document.createElement("a"), { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 1000);
+}
+
 // The JSON of each event, until [DONE] or the end.
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
