@@ -88,14 +88,17 @@ def compile_instead(jit: Any, grid: tuple[int, ...]) -> Callable[..., None]:
         names = jit.arg_names
         options = {name: keywords.pop(name) for name in _OPTIONS if name in keywords and name not in names}
         values = dict(zip(names, arguments, strict=False)) | keywords
-        types, attributes = {}, {}
+        types, attributes, constants = {}, {}, dict(keywords)
         for index, name in enumerate(names):
             value = values[name]
-            types[name] = "constexpr" if name in keywords else triton.runtime.jit.mangle_type(value)
+            is_one = type(value) is int and value == 1 and not is_gluon and name not in jit.do_not_specialize
+            types[name] = "constexpr" if name in keywords or is_one else triton.runtime.jit.mangle_type(value)
+            if is_one and name not in keywords:  # Triton makes a constant of it
+                constants[name] = 1
             is_aligned = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
             if name not in keywords and is_aligned and not is_gluon and name not in jit.do_not_specialize:
                 attributes[(index,)] = [["tt.divisibility", 16]]
-        source = (GluonASTSource if is_gluon else ASTSource)(jit, types, keywords, attributes)
+        source = (GluonASTSource if is_gluon else ASTSource)(jit, types, constants, attributes)
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         stack, registers = usage(compiled.asm["cubin"])
         shared = f"{compiled.metadata.shared} bytes of shared memory"
@@ -225,6 +228,9 @@ def quantized() -> None:
     for matrix, rows in ((by_output, (1, 8, 64)), (by_block, (1, 64, 300)), (plain, (8,))):
         for num_rows in rows:
             scaled_linear_triton(x[num_rows], matrix)
+    gate = ScaledMatrix(fp8[:1], empty(1, 32, dtype=torch.float32), 128, 128, "group")
+    for num_rows in (1, 8, 300):  # one output, as the gate of a shared expert
+        scaled_linear_triton(x[num_rows], gate)
     words = empty(4096, 512, dtype=torch.int32)
     for zeros, is_e2m1 in ((empty(4096, 32, dtype=torch.uint8), False), (None, True)):
         scales = empty(4096, 128, dtype=torch.uint8) if is_e2m1 else empty(4096, 32)

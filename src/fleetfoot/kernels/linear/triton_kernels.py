@@ -134,7 +134,7 @@ def _linear_few_rows_kernel(
     if staged:
         prefetched_bytes = num_inputs * 2
     gate_ptr = weight_ptr + first.to(tl.int64) * num_inputs
-    up_ptr = gate_ptr + num_outputs.to(tl.int64) * num_inputs
+    up_ptr = gate_ptr + tl.cast(num_outputs, tl.int64) * num_inputs
     prefetch_rows(gate_ptr, num_inputs * 2, num_valid, prefetched_bytes, overlap)
     if gated:
         prefetch_rows(up_ptr, num_inputs * 2, num_valid, prefetched_bytes, overlap)
@@ -315,7 +315,7 @@ def _linear_tiled_kernel(
         prefetched = tl.minimum(prefetched, split_inputs)
     tile_ptr = weight_ptr + first.to(tl.int64) * num_inputs + begin
     prefetch_rows(tile_ptr, num_inputs * 2, num_valid, prefetched * 2, overlap)
-    up_distance = num_outputs.to(tl.int64) * num_inputs
+    up_distance = tl.cast(num_outputs, tl.int64) * num_inputs
     if gated:
         prefetch_rows(tile_ptr + up_distance, num_inputs * 2, num_valid, prefetched * 2, overlap)
 

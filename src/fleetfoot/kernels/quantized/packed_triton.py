@@ -515,7 +515,7 @@ def _packed_few_rows_kernel(
     first = tl.program_id(0) * outputs
     num_valid = tl.minimum(outputs, num_outputs - first)
     tile_ptr = words_ptr + first.to(tl.int64) * num_words
-    up_distance = num_outputs.to(tl.int64) * num_words
+    up_distance = tl.cast(num_outputs, tl.int64) * num_words
     prefetch_rows(tile_ptr, num_words * 4, num_valid, prefetched_bytes, overlap)
     if gated:
         prefetch_rows(tile_ptr + up_distance, num_words * 4, num_valid, prefetched_bytes, overlap)
@@ -537,7 +537,7 @@ def _packed_few_rows_kernel(
     for begin in tl.range(0, num_inputs, slices * 8 * span, num_stages=stages):
         sums, up_sums = few_packed_step(
             sums, up_sums, x_ptr + x_row * x_stride, x_row < num_rows, word_ptrs, up_distance,
-            scales_ptr + group_row, num_outputs.to(tl.int64) * num_groups, zeros_ptr + group_row,
+            scales_ptr + group_row, tl.cast(num_outputs, tl.int64) * num_groups, zeros_ptr + group_row,
             begin, num_inputs, num_groups, gated > 0, slices, whole, group, has_zeros, is_e2m1, overlap,
         )  # fmt: skip
     write_outputs(

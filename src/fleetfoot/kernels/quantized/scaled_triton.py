@@ -385,7 +385,7 @@ def _scaled_few_rows_kernel(
     first = tl.program_id(0) * outputs
     num_valid = tl.minimum(outputs, num_outputs - first)
     tile_ptr = weight_ptr + first.to(tl.int64) * num_inputs
-    up_distance = num_outputs.to(tl.int64) * num_inputs
+    up_distance = tl.cast(num_outputs, tl.int64) * num_inputs
     prefetch_rows(tile_ptr, num_inputs, num_valid, prefetched, overlap)
     if gated:
         prefetch_rows(tile_ptr + up_distance, num_inputs, num_valid, prefetched, overlap)
