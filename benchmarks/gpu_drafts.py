@@ -34,7 +34,9 @@ def force_acceptance(probability: float) -> None:
     def accept_by_chance(accept: Any, idx_mapping: Any, sampled: Any, invalid: Any, rows: Any, counts: Any) -> None:
         num_drafts = sampled.shape[1] - 1
         row = torch.where(idx_mapping >= 0, idx_mapping, rows.draft_tokens.shape[0] - 1).long()  # the last: padding
-        place = rows.num_computed[row].long()[:, None] * 64 + torch.arange(num_drafts, device=row.device)  # [n, d]
+        place = rows.num_computed[idx_mapping.clamp(min=0)].long()[:, None] * 64 + torch.arange(
+            num_drafts, device=row.device
+        )  # [n, d]
         chance = ((place * 2654435761) >> 12) & 0xFFFF
         tokens = sampled[:, :-1]
         chosen = torch.where(chance < probability * 0x10000, tokens, (tokens + 1) % 1000)

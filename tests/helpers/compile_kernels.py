@@ -30,7 +30,7 @@ from fleetfoot.distributed.peer_gather import CustomAllGather
 from fleetfoot.distributed.peer_memory import CustomAllReduce, P2PChannel, PeerMemory
 from fleetfoot.kernels.attention import decode, prefill
 from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
-from fleetfoot.kernels.experts.experts import ExpertPlacement, ExpertSizes
+from fleetfoot.kernels.experts.experts import ExpertPlacement, ExpertSizes, SharedExpert
 from fleetfoot.kernels.experts.experts_triton import TritonExperts
 from fleetfoot.kernels.experts.routing_triton import local_routing_triton, route_triton
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
@@ -166,6 +166,19 @@ def experts() -> None:
                 slots = zeros(sizes.num_experts, 1 if load is None else 17, dtype=torch.int32)
                 placement = ExpertPlacement(sizes.num_experts // 2 + 8, slots, counts, load)
                 local_routing_triton(routing, placement, None if load is None else counts[:1])
+    sizes, fp8 = ExpertSizes(256, 2048, 512), torch.float8_e4m3fn  # of Qwen3.6-35B-A3B, with a shared expert
+    linear = SimpleNamespace(dense=(empty(256, 2048), None))
+
+    def blocks(rows: int, columns: int) -> ScaledMatrix:
+        scales = empty(rows // 128, columns // 128, dtype=torch.float32)
+        return ScaledMatrix(empty(rows, columns, dtype=fp8), scales, 128, 128, "group")
+
+    stacks = {"gate_up": blocks(256 * 1024, 2048), "down": blocks(256 * 2048, 512)}
+    shared = SharedExpert(blocks(1024, 2048), blocks(2048, 512), empty(2048))
+    products = TritonExperts(sizes, torch.bfloat16, torch.device("cpu"), stacks)
+    for rows in (1, 8, 16):
+        x = empty(rows, 2048)
+        products.with_shared(x, route_triton(x, linear, None, RouterSpec(), 8, shared), shared)
 
 
 def operations() -> None:

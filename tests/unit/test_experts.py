@@ -16,6 +16,7 @@ from fleetfoot.kernels.experts.experts import (
     ExpertPlacement,
     ExpertSizes,
     Routing,
+    SharedExpert,
     TorchExperts,
     activate_torch,
     add_shared_torch,
@@ -289,6 +290,42 @@ def test_quantized_kernels_equal_the_reference(form: str, case: str, rows: int) 
     assert (expected.isnan() == kernels.isnan()).all() and kernels.nan_to_num().abs().max() > 0.1
     torch.testing.assert_close(reference, expected.to(torch.bfloat16), rtol=0.01, atol=0.01, equal_nan=True)
     torch.testing.assert_close(kernels, expected.to(torch.bfloat16), rtol=0.03, atol=0.03, equal_nan=True)
+
+
+@interpreted
+@pytest.mark.parametrize("form", ["plain", *FORMS])
+@pytest.mark.parametrize(("case", "rows", "is_gated"), [("sigmoid", 1, True), ("groups", 5, False), ("sigmoid", 16, 1)])
+def test_a_shared_expert_joins_the_chosen_ones(form: str, case: str, rows: int, is_gated: bool) -> None:
+    """Of few tokens: the reference's sum is that of layers of its own, and the kernels' is as the reference's."""
+    layer = Layer(case, torch.bfloat16)
+    sizes, x = layer.sizes, layer.inputs(rows)
+    shapes = {"gate_up": (2 * sizes.size, sizes.hidden_size), "down": (sizes.hidden_size, sizes.size)}
+    make = FORMS.get(form, lambda height, width: (torch.randn(height, width) * width**-0.5).to(torch.bfloat16))
+    stacks = {name: make(sizes.num_experts * height, width) for name, (height, width) in shapes.items()}
+    gate = (torch.randn(sizes.hidden_size) * sizes.hidden_size**-0.5).to(torch.bfloat16) if is_gated else None
+    shared = SharedExpert(*(make(*shape) for shape in shapes.values()), gate)
+    if form == "plain":
+        plain, kernels = layer.experts, layer.other(TritonExperts)
+    else:
+        plain, kernels = (kind(sizes, torch.bfloat16, CPU, stacks) for kind in (TorchExperts, TritonExperts))
+
+    arguments = x, layer.linear, layer.correction, layer.router, layer.num_chosen, shared
+    routing, found = route_torch(*arguments), route_triton(*arguments)
+    torch.testing.assert_close(found[:2], routing[:2], equal_nan=True)
+    factor = torch.ones(rows, 1) if gate is None else (x.float() @ gate.float()).sigmoid()[:, None]
+    dense = [each if isinstance(each, torch.Tensor) else each.dequantized() for each in (shared.gate_up, shared.down)]
+    own = (
+        activate_torch(*(x.float() @ dense[0].float().T).chunk(2, dim=1), sizes).bfloat16().float() @ dense[1].float().T
+    )
+    expected = (plain(x, layer.route(x)).float() + factor * own).bfloat16()
+    bound = 0.02 * expected.nan_to_num().abs().max().item()
+    assert (expected - plain(x, layer.route(x))).nan_to_num().abs().max() > bound
+    near = partial(torch.testing.assert_close, expected=expected, rtol=0.03, atol=bound, equal_nan=True)
+    near(plain.with_shared(x, routing, shared))
+    assert kernels.can_join(rows, shared) and not kernels.can_join(FEW_ROWS + 1, shared)
+    near(kernels.with_shared(x, found, shared))
+    other = SharedExpert(make(4 * sizes.size, sizes.hidden_size), make(sizes.hidden_size, 2 * sizes.size), gate)
+    assert not kernels.can_join(rows, other)
 
 
 @interpreted

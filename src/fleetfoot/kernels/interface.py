@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         ExpertSizes,
         RouterLinear,
         Routing,
+        SharedExpert,
         Stacks,
         TorchExperts,
     )
@@ -128,6 +129,7 @@ class Route(Protocol):
         correction: torch.Tensor | None,
         router: RouterSpec,
         num_chosen: int,
+        shared: SharedExpert | None = None,
     ) -> Routing: ...
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from fleetfoot.config.model import ExpertsSpec, MLPSpec, ModelConfig
 from fleetfoot.config.sharding import ExpertSplit
 from fleetfoot.distributed.groups import DataGroup
-from fleetfoot.kernels.experts.experts import ExpertPlacement, Routing
+from fleetfoot.kernels.experts.experts import ExpertPlacement, Routing, SharedExpert
 from fleetfoot.layers.context import ModelContext, WeightModule
 from fleetfoot.layers.linear import ColumnParallelLinear
 from fleetfoot.layers.mlp import GatedMLP
@@ -33,9 +33,9 @@ class Router(ColumnParallelLinear):
         if spec.router.has_correction:
             self.correction = torch.zeros(spec.num_experts, dtype=torch.float32, device=context.device)
 
-    def choose(self, x: torch.Tensor) -> Routing:
-        """The experts of ``x [n, hidden_size]``."""
-        return self._route(x, self.weight, self.correction, self._spec, self._num_chosen)
+    def choose(self, x: torch.Tensor, shared: SharedExpert | None = None) -> Routing:
+        """The experts of ``x [n, hidden_size]``, and one that all have."""
+        return self._route(x, self.weight, self.correction, self._spec, self._num_chosen, shared)
 
     def own_weight_specs(self, prefix: str, name: str) -> Iterator[WeightSpec]:
         yield from super().own_weight_specs(prefix, name)
@@ -92,6 +92,14 @@ class Experts(WeightModule):
         x, routing = gather_tokens(self._data, x, routing, rows_of_ranks or own)  # [size * rows, hidden_size]
         routing = self._local_routing(routing, self.placement, None)  # all ranks' tokens
         return self._data.reduce_scatter(self.weight.apply(x, routing))[:own]
+
+    def can_join(self, num_rows: int, shared: SharedExpert) -> bool:
+        """Whether `with_shared` multiplies with a shared expert too: ranks with whole experts have a part of it."""
+        return self.placement is None and self.weight.can_join(num_rows, shared)
+
+    def with_shared(self, x: torch.Tensor, routing: Routing, shared: SharedExpert) -> torch.Tensor:
+        """`forward`, and the shared expert, which is the last one of each token."""
+        return self.weight.with_shared(x, routing, shared)
 
     # --- balancing ----------------------------------------------------------------------------------------------------
 
@@ -179,6 +187,8 @@ class SparseMLP(nn.Module):
 
     def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """``x [num_tokens, hidden_size]`` -> the same shape."""
+        if (joined := self._joined(len(x))) is not None:
+            return self._group.all_reduce(self.experts.with_shared(x, self.gate.choose(x, joined), joined))
         is_selected = len(x) != len(ctx.attention.positions)
         rows_of_ranks = ctx.rows_of_ranks
         output = self.experts(x, self.gate.choose(x), is_selected=is_selected, rows_of_ranks=rows_of_ranks)
@@ -191,3 +201,16 @@ class SparseMLP(nn.Module):
         if (dense := self.shared_gate.weight.dense) is None:
             return output + shared * self.shared_gate(x).sigmoid()
         return self._add_shared(output, shared, x, dense[0][0])
+
+    def _joined(self, num_rows: int) -> SharedExpert | None:
+        """The shared expert, where it is one of those of ``num_rows`` tokens; None: it has layers of its own."""
+        if not self._shared_name:
+            return None
+        mlp = self.get_submodule(self._shared_name)
+        assert isinstance(mlp, GatedMLP)
+        gate_up, down = mlp.gate_up_proj.weight.expert_matrix, mlp.down_proj.weight.expert_matrix
+        dense = None if self.shared_gate is None else self.shared_gate.weight.dense
+        if gate_up is None or down is None or (self.shared_gate is not None and dense is None):
+            return None
+        shared = SharedExpert(gate_up, down, None if dense is None else dense[0][0])
+        return shared if self.experts.can_join(num_rows, shared) else None

@@ -38,7 +38,7 @@ from fleetfoot.quantization.base import LinearMethod
 from fleetfoot.quantization.experts import QuantizedExpertMethod
 from fleetfoot.quantization.packed import Packed
 from fleetfoot.quantization.scaled import Scaled
-from fleetfoot.quantization.unquantized import UNQUANTIZED
+from fleetfoot.quantization.unquantized import UNQUANTIZED, UnquantizedExpertMethod
 from fleetfoot.records.kv_layout import KVLayout
 
 _HOPPER_BYTES = 232448
@@ -215,7 +215,31 @@ class _PlainLayer:
         split = plan.config.expert_split
         held = experts.num_experts if split is None else split.most_slots(experts.num_experts)
         name = f"{held} experts [{2 * experts.intermediate_size}, {hidden}]{{}}, by rows"
-        return {name: (rows, self._experts), **{f"shared {m.name}{{}}, by rows": (rows, m.text) for m in shared}}
+        return {
+            name: (rows, self._experts),
+            **{f"shared {m.name}{{}}, by rows": (rows, self._shared(m)) for m in shared},
+        }
+
+    def _shared(self, matrix: _Matrix) -> Callable[[int], str]:
+        """The kernel of a product of the shared expert, which is one of the others where it has their form."""
+        spec, plan = self._spec.experts, self._plan
+        assert spec is not None
+        path = f"model.layers.{self._index}.mlp"
+        experts = plan.linear_methods.of_experts(f"{path}.experts")
+        own, *gate = (
+            plan.linear_methods.of([f"{path}.{spec.shared_name}{part}"])
+            for part in (".down_proj", *(["_gate"] if spec.has_shared_gate else []))
+        )
+        joins = (
+            plan.kernels["experts"] == "triton"
+            and plan.config.expert_split is None
+            and spec.shared_size == spec.intermediate_size
+            and not spec.has_bias
+            and isinstance(experts, QuantizedExpertMethod | UnquantizedExpertMethod)
+            and own.name == experts.name
+            and all(method == UNQUANTIZED.default for method in gate)
+        )
+        return lambda rows: "with the experts" if joins and rows <= FEW_ROWS else matrix.text(rows)
 
     def _experts(self, rows: int) -> str:
         """The products of experts, with the size of a tile of the first one: outputs, inputs, rows."""

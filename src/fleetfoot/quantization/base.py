@@ -21,7 +21,7 @@ from fleetfoot.records.weights import Rows, Span, WeightSpec, count_rows, join_r
 if TYPE_CHECKING:
     import torch
 
-    from fleetfoot.kernels.experts.experts import Routing
+    from fleetfoot.kernels.experts.experts import Matrix, Routing, SharedExpert
     from fleetfoot.kernels.interface import Kernels
     from fleetfoot.kernels.linear.linear import PreparedLinear
     from fleetfoot.kernels.linear.roles import ChainedInput, ChainedOutput, InputRole, OutputRole
@@ -77,6 +77,12 @@ class LinearWeight(ABC):
     def dense(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Weight ``[out, in]``, contiguous and at a fixed address, and bias ``[out]``, for a router's kernel; None:
         the weight is not stored so."""
+        return None
+
+    @property
+    def expert_matrix(self) -> Matrix | None:
+        """The weight as kernels of experts may read it, at fixed addresses and without a bias; None: it is not stored
+        so."""
         return None
 
     @overload
@@ -177,6 +183,14 @@ class ExpertWeight(ABC):
     @abstractmethod
     def apply(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """``x [n, hidden]`` -> the weighted sum of the outputs of each token's experts, the same shape."""
+
+    def can_join(self, num_rows: int, shared: SharedExpert) -> bool:
+        """See `TorchExperts.can_join`."""
+        return False
+
+    def with_shared(self, x: torch.Tensor, routing: Routing, shared: SharedExpert) -> torch.Tensor:
+        """`apply` with a shared expert as well, where it `can_join`."""
+        raise NotImplementedError
 
     @abstractmethod
     def weight_specs(self, prefix: str) -> Iterator[WeightSpec]:

@@ -20,7 +20,7 @@ from fleetfoot.records.weights import Span, Stack, WeightSpec, join_rows
 if TYPE_CHECKING:
     import torch
 
-    from fleetfoot.kernels.experts.experts import Routing
+    from fleetfoot.kernels.experts.experts import Matrix, Routing, SharedExpert
     from fleetfoot.kernels.interface import Kernels
 
 
@@ -31,6 +31,10 @@ class StackWeight(LinearWeight):
     @abstractmethod
     def matrix(self) -> Any:
         """The matrix that products read."""
+
+    @property
+    def expert_matrix(self) -> Matrix | None:
+        return self.matrix
 
     @abstractmethod
     def tensors(self) -> list[torch.Tensor]:
@@ -75,6 +79,12 @@ class QuantizedExperts(ExpertWeight):
 
     def apply(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         return self._experts(x, routing)
+
+    def can_join(self, num_rows: int, shared: SharedExpert) -> bool:
+        return self._experts.can_join(num_rows, shared)
+
+    def with_shared(self, x: torch.Tensor, routing: Routing, shared: SharedExpert) -> torch.Tensor:
+        return self._experts.with_shared(x, routing, shared)
 
     def stacks(self) -> list[torch.Tensor]:
         tensors = [tensor for weight in self._weights.values() for tensor in weight.tensors()]

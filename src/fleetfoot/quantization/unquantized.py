@@ -21,7 +21,7 @@ from fleetfoot.records.weights import Span, Stack, WeightSpec, join_rows
 if TYPE_CHECKING:
     import torch
 
-    from fleetfoot.kernels.experts.experts import Routing
+    from fleetfoot.kernels.experts.experts import Matrix, Routing, SharedExpert
     from fleetfoot.kernels.interface import Kernels
     from fleetfoot.kernels.linear.linear import PreparedLinear
 
@@ -48,6 +48,10 @@ class UnquantizedWeight(LinearWeight):
     @property
     def dense(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         return (self._loaded.weight(), self._bias) if self._loaded.is_dense else None
+
+    @property
+    def expert_matrix(self) -> Matrix | None:
+        return self._loaded.weight() if self._loaded.is_dense and self._bias is None else None
 
     def chain(self, role: Any) -> Any:
         chain = self._chain if self._loaded.is_dense else None
@@ -135,6 +139,12 @@ class UnquantizedExperts(ExpertWeight):
 
     def apply(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         return self._stack(x, routing)
+
+    def can_join(self, num_rows: int, shared: SharedExpert) -> bool:
+        return self._stack.can_join(num_rows, shared)
+
+    def with_shared(self, x: torch.Tensor, routing: Routing, shared: SharedExpert) -> torch.Tensor:
+        return self._stack.with_shared(x, routing, shared)
 
     def stacks(self) -> list[torch.Tensor]:
         return self._stack.tensors()

@@ -54,8 +54,25 @@ class RouterLinear(Protocol):
     def apply_unrounded(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
+Matrix = torch.Tensor | ScaledMatrix | PackedMatrix
+"""A weight ``[out, in]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """An expert that every token has, beside those that are chosen for it, in their form."""
+
+    gate_up: Matrix
+    """``[2 * size, hidden]``, all gates first."""
+    down: Matrix
+    """``[hidden, size]``"""
+    gate: torch.Tensor | None
+    """``[hidden]``: the output's factor is ``sigmoid(x @ gate)``; None: it is 1."""
+
+
 class Routing(NamedTuple):
-    """The experts of each token, in the order of their numbers, and their weights."""
+    """The experts of each token, in the order of their numbers, and their weights. A shared expert is the last one, and
+    has the number of the experts."""
 
     experts: torch.Tensor
     """``[n, k]`` int32; of a `local_routing` slots, and -1 at the end of a row for each expert of another rank."""
@@ -110,13 +127,19 @@ def router_logits(x: torch.Tensor, linear: RouterLinear) -> torch.Tensor:
 
 
 def route_torch(
-    x: torch.Tensor, linear: RouterLinear, correction: torch.Tensor | None, router: RouterSpec, num_chosen: int
+    x: torch.Tensor,
+    linear: RouterLinear,
+    correction: torch.Tensor | None,
+    router: RouterSpec,
+    num_chosen: int,
+    shared: SharedExpert | None = None,
 ) -> Routing:
     """The experts of ``x [n, hidden]``.
 
     Args:
         linear: makes the logits.
         correction: ``[num_experts]`` float32, added to the scores for the choice alone.
+        shared: one more of each token; None: there is none, or it is added to the output of the chosen ones.
     """
     logits = router_logits(x, linear)
     num_rows, num_experts = logits.shape
@@ -138,7 +161,12 @@ def route_torch(
         weights = logits.gather(1, experts).softmax(dim=1)
     else:
         weights = logits.softmax(dim=1).gather(1, experts)
-    return Routing(experts.to(torch.int32), torch.where(is_valid, weights * router.scale, float("nan")))
+    weights, experts = weights * router.scale, experts.to(torch.int32)
+    if shared is not None:
+        experts = F.pad(experts, (0, 1), value=num_experts)
+        factor = x.float() @ shared.gate.float() if shared.gate is not None else x.new_full((num_rows,), torch.inf)
+        weights = torch.cat((weights, factor.float().sigmoid()[:, None]), dim=1)
+    return Routing(experts, torch.where(is_valid, weights, float("nan")))
 
 
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
@@ -205,6 +233,17 @@ class TorchExperts:
         """All matrices and biases, each ``[num_experts, ...]``."""
         return [*self.matrices.values(), *(bias for bias in self.biases.values() if bias is not None)]
 
+    def can_join(self, num_rows: int, shared: SharedExpert) -> bool:
+        """Whether `with_shared` is faster than a shared expert's own layers."""
+        return False
+
+    def with_shared(self, x: torch.Tensor, routing: Routing, shared: SharedExpert) -> torch.Tensor:
+        """A call, with the last expert of each token, which is shared."""
+        chosen = Routing(routing.experts[:, :-1], routing.weights[:, :-1])
+        between = self._activate(x @ _plain(shared.gate_up, x.dtype).T)
+        output = (between @ _plain(shared.down, x.dtype).T).float() * routing.weights[:, -1:]
+        return (self(x, chosen).float() + output).to(x.dtype)
+
     def __call__(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """The weighted sum of the outputs of each token's experts: ``x [n, hidden]`` -> the same shape."""
         num_rows, num_chosen = routing.experts.shape
@@ -248,3 +287,7 @@ class TorchExperts:
             weight = self.stacks[matrix].of_stack(self.sizes.num_experts, expert)
             product = x.float() @ weight.transpose(-1, -2)
         return product if bias is None else product + bias[expert].view(*product.shape[:-2], 1, product.shape[-1])
+
+
+def _plain(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor:
+    return matrix if isinstance(matrix, torch.Tensor) else matrix.dequantized().to(dtype)

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fleetfoot.kernels.experts.experts import ExpertSizes, Routing, TorchExperts
+from fleetfoot.kernels.experts.experts import ExpertSizes, Matrix, Routing, SharedExpert, TorchExperts
 from fleetfoot.kernels.experts.routing_triton import FEW_ROWS, Groups, Slots, arrivals, group
 from fleetfoot.kernels.quantized import packed_triton, scaled_triton
 from fleetfoot.kernels.quantized.packed import BLOCK, PackedMatrix
 from fleetfoot.kernels.quantized.packed_triton import few_packed_step, packed_step, packed_sums
+from fleetfoot.kernels.quantized.scaled import ScaledMatrix
 from fleetfoot.kernels.quantized.scaled_triton import widened
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
 from fleetfoot.kernels.runtime.gpu_limits import GPULimits, gpu_limits
@@ -209,6 +210,10 @@ class ProductShape(NamedTuple):
     alpha: float
     limit: float
     num_chosen: int
+    """A shared expert is the last one."""
+    num_experts: int
+    """The number of a shared expert."""
+    has_shared: bool
     outputs: int
     inputs: int
     """Inputs of a step; for few tokens, of each of ``slices`` in a step."""
@@ -227,10 +232,43 @@ class TritonExperts(TorchExperts):
             return super().__call__(x, routing)
         x = x if x.stride(1) == 1 else x.contiguous()
         if is_one(len(x), self._form("down")):
-            return self._of_one(x, routing)
+            return self._of_one(x, routing, None)
         if isinstance(routing.grouping, Slots):
-            return self._of_few(x, routing, routing.grouping)
+            return self._of_few(x, routing, routing.grouping, None)
         return self._of_groups(x, routing)
+
+    def can_join(self, num_rows: int, shared: SharedExpert) -> bool:
+        """Where tokens are few, launches count: more tokens are multiplied faster by layers than in groups."""
+        if not 0 < num_rows <= FEW_ROWS or not self._is_supported or self.sizes.activation != "silu":
+            return False
+        pairs = (("gate_up", shared.gate_up), ("down", shared.down))
+        return not self.sizes.has_bias and all(self._has_form(name, matrix) for name, matrix in pairs)
+
+    def _has_form(self, name: str, matrix: Matrix) -> bool:
+        """Whether a matrix could be that of one of the experts."""
+        if self.stacks is None:
+            return (
+                isinstance(matrix, torch.Tensor)
+                and matrix.shape == self.shapes[name]
+                and matrix.dtype is self.dtype
+                and matrix.is_contiguous()
+            )
+        stack = self.stacks[name]
+        if type(matrix) is not type(stack) or isinstance(matrix, torch.Tensor):
+            return False
+        if isinstance(matrix, PackedMatrix) and matrix.order is not None:
+            return False
+        own, other = _form_of(stack), _form_of(matrix)
+        return own == other and matrix.bias is None and len(_stored(matrix)[0]) == self.shapes[name][0]
+
+    def with_shared(self, x: torch.Tensor, routing: Routing, shared: SharedExpert) -> torch.Tensor:
+        """See `TorchExperts`. At most `FEW_ROWS` tokens, where `can_join`."""
+        if not isinstance(routing.grouping, Slots) or x.dtype is not self.dtype:
+            return super().with_shared(x, routing, shared)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        if is_one(len(x), self._form("down")):
+            return self._of_one(x, routing, shared)
+        return self._of_few(x, routing, routing.grouping, shared)
 
     @cached_property
     def _is_supported(self) -> bool:
@@ -248,22 +286,25 @@ class TritonExperts(TorchExperts):
         stack = None if self.stacks is None else self.stacks[matrix]
         return "plain" if stack is None else "packed" if isinstance(stack, PackedMatrix) else "scaled"
 
-    def _of_one(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        sizes, num_chosen = self.sizes, routing.experts.shape[1]
+    def _of_one(self, x: torch.Tensor, routing: Routing, shared: SharedExpert | None) -> torch.Tensor:
+        sizes, num_chosen, has_shared = self.sizes, routing.experts.shape[1], shared is not None
         between, output = x.new_empty(num_chosen, sizes.size), x.new_empty(1, sizes.hidden_size)
         for name in ("gate_up", "down"):
             tiling, is_down = choose_one_tiling(is_down=name == "down"), name == "down"
-            shape = self._shape(name, routing, tiling.outputs, _SPAN, tiling.spans, 1)
+            shape = self._shape(name, routing, tiling.outputs, _SPAN, tiling.spans, 1, has_shared=has_shared)
             programs = cdiv(shape.num_outputs, tiling.outputs)
             kernel = _one_down_kernel[(programs,)] if is_down else _one_gate_up_kernel[(programs, num_chosen)]
             kernel(
                 output if is_down else between, between if is_down else x, *self._tensors(name),
-                routing.experts, routing.weights, padded_chosen=next_power_of_2(num_chosen), shape=shape,
+                *self._shared_tensors(name, shared), routing.experts, routing.weights,
+                padded_chosen=next_power_of_2(num_chosen - has_shared), shape=shape,
                 num_warps=tiling.num_warps, **launch_options(shape.overlap),
             )  # fmt: skip
         return output
 
-    def _of_few(self, x: torch.Tensor, routing: Routing, slots: Slots) -> torch.Tensor:
+    def _of_few(
+        self, x: torch.Tensor, routing: Routing, slots: Slots, shared_expert: SharedExpert | None
+    ) -> torch.Tensor:
         (num_rows, num_chosen), (num_slots,) = routing.experts.shape, slots.experts.shape
         rows, shared = padded_few_rows(num_rows), gpu_limits(x.device).shared_bytes
         hidden, size = self.sizes.hidden_size, self.sizes.size
@@ -273,16 +314,21 @@ class TritonExperts(TorchExperts):
             choose_few_tiling(num_rows, self._form(name), x.element_size(), shared, is_down=name == "down")
             for name in ("gate_up", "down")
         )
-        shape = self._shape("gate_up", routing, gate_up.outputs, gate_up.inputs, gate_up.slices, rows)
+        has_shared = shared_expert is not None
+        shape = self._shape(
+            "gate_up", routing, gate_up.outputs, gate_up.inputs, gate_up.slices, rows, has_shared=has_shared
+        )
         options = launch_options(shape.overlap)
         _few_gate_up_kernel[(cdiv(size, gate_up.outputs), num_slots)](
-            between, x, *self._tensors("gate_up"), slots.experts, slots.weights, slots.count,
+            between, x, *self._tensors("gate_up"), *self._shared_tensors("gate_up", shared_expert),
+            slots.experts, slots.weights, slots.count,
             num_rows, x.stride(0), shape=shape, num_stages=gate_up.num_stages, num_warps=gate_up.slices, **options,
         )  # fmt: skip
-        shape = self._shape("down", routing, down.outputs, down.inputs, down.slices, rows)
+        shape = self._shape("down", routing, down.outputs, down.inputs, down.slices, rows, has_shared=has_shared)
         parts = torch.empty(num_rows * num_chosen, hidden, dtype=torch.float32, device=x.device)
         _few_down_kernel[(cdiv(hidden, down.outputs), num_slots)](
-            output, parts, arrivals(x.device), between, *self._tensors("down"), slots.experts, slots.count,
+            output, parts, arrivals(x.device), between, *self._tensors("down"),
+            *self._shared_tensors("down", shared_expert), slots.experts, slots.count,
             routing.experts, routing.weights, num_rows, padded_chosen=next_power_of_2(num_chosen), shape=shape,
             num_stages=down.num_stages, num_warps=down.slices, **options,
         )  # fmt: skip
@@ -322,16 +368,26 @@ class TritonExperts(TorchExperts):
     def _tensors(self, matrix: str) -> tuple[torch.Tensor, ...]:
         """The weight, its scales, zero points and bias, or what stands in their places."""
         stack, bias = None if self.stacks is None else self.stacks[matrix], self.biases[matrix]
-        if stack is None:
-            weight = scales = zeros = self.matrices[matrix]
-        elif isinstance(stack, PackedMatrix):
-            weight, scales = stack.words, packed_triton.scale_words(stack)
-            zeros = scales if stack.zeros is None else stack.zeros
-        else:
-            weight, scales, zeros = stack.values, stack.scales, stack.scales
+        weight, scales, zeros = _stored(self.matrices[matrix] if stack is None else stack)
         return weight, scales, zeros, weight if bias is None else bias
 
-    def _shape(self, matrix: str, routing: Routing, outputs: int, inputs: int, slices: int, rows: int) -> ProductShape:
+    def _shared_tensors(self, matrix: str, shared: SharedExpert | None) -> tuple[torch.Tensor, ...]:
+        """The weight, the scales and the zero points of a shared expert."""
+        if shared is None:
+            return self._tensors(matrix)[:3]
+        return _stored(shared.gate_up if matrix == "gate_up" else shared.down)
+
+    def _shape(
+        self,
+        matrix: str,
+        routing: Routing,
+        outputs: int,
+        inputs: int,
+        slices: int,
+        rows: int,
+        *,
+        has_shared: bool = False,
+    ) -> ProductShape:
         sizes, stack = self.sizes, None if self.stacks is None else self.stacks[matrix]
         (stack_rows, num_inputs), is_down = self.shapes[matrix], matrix == "down"
         strides = (1, 0) if is_down else (2, 1) if sizes.is_interleaved else (1, sizes.size)
@@ -347,8 +403,27 @@ class TritonExperts(TorchExperts):
         return ProductShape(  # type: ignore[call-arg]
             sizes.hidden_size if is_down else sizes.size, num_inputs, stack_rows, *strides, self._form(matrix), *stored,
             sizes.has_bias, sizes.activation == "clamped", sizes.alpha, sizes.limit,
-            routing.experts.shape[1], outputs, inputs, slices, rows, FEW_ROWS, can_overlap(self.device),
+            routing.experts.shape[1], sizes.num_experts, has_shared, outputs, inputs, slices, rows, FEW_ROWS,
+            can_overlap(self.device),
         )  # fmt: skip
+
+
+def _stored(matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The weight, its scales and zero points, or what stands in their places."""
+    if isinstance(matrix, torch.Tensor):
+        return matrix, matrix, matrix
+    if isinstance(matrix, PackedMatrix):
+        scales = packed_triton.scale_words(matrix)
+        return matrix.words, scales, scales if matrix.zeros is None else matrix.zeros
+    return matrix.values, matrix.scales, matrix.scales
+
+
+def _form_of(matrix: ScaledMatrix | PackedMatrix) -> tuple[Any, ...]:
+    """What rows of matrices have in common that a kernel multiplies alike."""
+    stored = [(each.dtype, each.shape[1]) for each in _stored(matrix)]
+    if isinstance(matrix, PackedMatrix):
+        return *stored, matrix.group, matrix.num_inputs, matrix.is_e2m1, matrix.zeros is None
+    return *stored, matrix.rows, matrix.columns
 
 
 def add_shared_triton(output: torch.Tensor, shared: torch.Tensor, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -382,6 +457,20 @@ def _activate(gate, up, shape: tl.constexpr):
 def _add_bias(sums, bias_ptr, row):
     """``sums [outputs, rows]`` with the bias of ``row [outputs]`` of the stack."""
     return sums + tl.load(bias_ptr + row).to(tl.float32)[:, None]
+
+
+@triton_kernel()
+def _tensors_of(
+    expert, weight_ptr, scales_ptr, zeros_ptr, shared_ptr, shared_scales_ptr, shared_zeros_ptr, shape: tl.constexpr
+):  # fmt: skip
+    """Where an expert's rows are, and its number there."""
+    if shape.has_shared:
+        is_shared = expert == shape.num_experts
+        weight_ptr = tl.where(is_shared, shared_ptr, weight_ptr)
+        scales_ptr = tl.where(is_shared, shared_scales_ptr, scales_ptr)
+        zeros_ptr = tl.where(is_shared, shared_zeros_ptr, zeros_ptr)
+        expert = tl.where(is_shared, 0, expert)
+    return expert, weight_ptr, scales_ptr, zeros_ptr
 
 
 @triton_kernel()
@@ -454,7 +543,8 @@ def _few_step(
 
 @triton_kernel(unspecialized=("num_rows",))
 def _few_gate_up_kernel(
-    output_ptr, x_ptr, weight_ptr, scales_ptr, zeros_ptr, bias_ptr, slot_experts_ptr, slot_weights_ptr, count_ptr,
+    output_ptr, x_ptr, weight_ptr, scales_ptr, zeros_ptr, bias_ptr,
+    shared_ptr, shared_scales_ptr, shared_zeros_ptr, slot_experts_ptr, slot_weights_ptr, count_ptr,
     num_rows, x_stride,
     shape: tl.constexpr,
 ):  # fmt: skip
@@ -472,13 +562,16 @@ def _few_gate_up_kernel(
     expert = tl.load(slot_experts_ptr + slot)  # not set, and not used, beyond the count
     if slot < count:
         weight = tl.load(slot_weights_ptr + slot * shape.slot_rows + row)[None, :]
-        stack_row = _rows_of(expert, output, shape)
+        of_expert, of_weight, of_scales, of_zeros = _tensors_of(
+            expert, weight_ptr, scales_ptr, zeros_ptr, shared_ptr, shared_scales_ptr, shared_zeros_ptr, shape
+        )  # fmt: skip
+        stack_row = _rows_of(of_expert, output, shape)
         gates = tl.zeros((slices, outputs, rows), tl.float32)
         ups = tl.zeros((slices, outputs, rows), tl.float32)
         step: tl.constexpr = slices * shape.inputs
         for begin in tl.range(0, shape.num_inputs, step):
             gates, ups = _few_step(
-                gates, ups, x_ptrs, (row < num_rows)[None, None, :], weight_ptr, scales_ptr, zeros_ptr, stack_row,
+                gates, ups, x_ptrs, (row < num_rows)[None, None, :], of_weight, of_scales, of_zeros, stack_row,
                 begin, True, shape,
             )  # fmt: skip
         gate = tl.sum(gates, 0)  # [outputs, rows]
@@ -494,7 +587,8 @@ def _few_gate_up_kernel(
 
 @triton_kernel(unspecialized=("num_rows",))
 def _few_down_kernel(
-    output_ptr, parts_ptr, arrivals_ptr, between_ptr, weight_ptr, scales_ptr, zeros_ptr, bias_ptr, slot_experts_ptr,
+    output_ptr, parts_ptr, arrivals_ptr, between_ptr, weight_ptr, scales_ptr, zeros_ptr, bias_ptr,
+    shared_ptr, shared_scales_ptr, shared_zeros_ptr, slot_experts_ptr,
     count_ptr, experts_ptr, weights_ptr, num_rows,
     padded_chosen: tl.constexpr, shape: tl.constexpr,
 ):  # fmt: skip
@@ -518,12 +612,15 @@ def _few_down_kernel(
         experts_ptr + row[:, None] * num_chosen + place[None, :], mask=is_place, other=-1
     )  # [rows, places]
     if slot < count:
-        stack_row = _rows_of(expert, output, shape)
+        of_expert, of_weight, of_scales, of_zeros = _tensors_of(
+            expert, weight_ptr, scales_ptr, zeros_ptr, shared_ptr, shared_scales_ptr, shared_zeros_ptr, shape
+        )  # fmt: skip
+        stack_row = _rows_of(of_expert, output, shape)
         x_ptrs = between_ptr + (slot * num_rows + row)[None, None, :] * shape.num_inputs
         sums = tl.zeros((slices, outputs, rows), tl.float32)
         for begin in tl.range(0, shape.num_inputs, slices * shape.inputs):
             sums, _ = _few_step(
-                sums, sums, x_ptrs, (row < num_rows)[None, None, :], weight_ptr, scales_ptr, zeros_ptr, stack_row,
+                sums, sums, x_ptrs, (row < num_rows)[None, None, :], of_weight, of_scales, of_zeros, stack_row,
                 begin, False, shape,
             )  # fmt: skip
         is_here = (chosen == expert).to(tl.int32)
@@ -558,7 +655,8 @@ def _wide(weight, shape: tl.constexpr):
 
 @triton_kernel()
 def _one_gate_up_kernel(
-    output_ptr, x_ptr, weight_ptr, scales_ptr, zeros_ptr, bias_ptr, experts_ptr, weights_ptr,
+    output_ptr, x_ptr, weight_ptr, scales_ptr, zeros_ptr, bias_ptr,
+    shared_ptr, shared_scales_ptr, shared_zeros_ptr, experts_ptr, weights_ptr,
     padded_chosen: tl.constexpr, shape: tl.constexpr,
 ):  # fmt: skip
     """Some outputs of one of the experts of the only token."""
@@ -577,9 +675,12 @@ def _one_gate_up_kernel(
     expert = tl.load(experts_ptr + tl.program_id(1))
     factor = tl.load(weights_ptr + tl.program_id(1))
     if expert >= 0:
-        stack_row = _rows_of(expert, output, shape)
-        row_ptrs = weight_ptr + (stack_row * shape.row_stride)[:, None, None]
-        scale_ptrs = scales_ptr + (stack_row // shape.scale_rows * shape.num_scales)[:, None]
+        of_expert, of_weight, of_scales, _ = _tensors_of(
+            expert, weight_ptr, scales_ptr, zeros_ptr, shared_ptr, shared_scales_ptr, shared_zeros_ptr, shape
+        )  # fmt: skip
+        stack_row = _rows_of(of_expert, output, shape)
+        row_ptrs = of_weight + (stack_row * shape.row_stride)[:, None, None]
+        scale_ptrs = of_scales + (stack_row // shape.scale_rows * shape.num_scales)[:, None]
         gates = tl.zeros((outputs, spans, span), tl.float32)
         ups = tl.zeros((outputs, spans, span), tl.float32)
         for first in tl.range(0, num_steps, at_once, num_stages=1):
@@ -597,8 +698,8 @@ def _one_gate_up_kernel(
                 ups += up
         gate = tl.sum(tl.sum(gates, 2), 1)[:, None]
         up = tl.sum(tl.sum(ups, 2), 1)[:, None]
-        gate = _scaled_sums(gate, scales_ptr, stack_row, x_ptr.dtype.element_ty, shape)
-        up = _scaled_sums(up, scales_ptr, stack_row + shape.up_offset, x_ptr.dtype.element_ty, shape)
+        gate = _scaled_sums(gate, of_scales, stack_row, x_ptr.dtype.element_ty, shape)
+        up = _scaled_sums(up, of_scales, stack_row + shape.up_offset, x_ptr.dtype.element_ty, shape)
         if shape.has_bias:
             gate = _add_bias(gate, bias_ptr, stack_row)
             up = _add_bias(up, bias_ptr, stack_row + shape.up_offset)
@@ -619,7 +720,8 @@ def _load_one(pointers, column, step: tl.constexpr, shape: tl.constexpr):
 
 @triton_kernel()
 def _one_down_kernel(
-    output_ptr, between_ptr, weight_ptr, scales_ptr, zeros_ptr, bias_ptr, experts_ptr, weights_ptr,
+    output_ptr, between_ptr, weight_ptr, scales_ptr, zeros_ptr, bias_ptr,
+    shared_ptr, shared_scales_ptr, shared_zeros_ptr, experts_ptr, weights_ptr,
     padded_chosen: tl.constexpr, shape: tl.constexpr,
 ):  # fmt: skip
     """Some outputs of the only token, of all its experts."""
@@ -631,13 +733,16 @@ def _one_down_kernel(
     output = tl.program_id(0) * outputs + tl.arange(0, outputs)
     chosen = tl.arange(0, padded_chosen)
     wait_for_inputs(shape.overlap)
-    expert = tl.load(experts_ptr + chosen, mask=chosen < shape.num_chosen, other=-1)
+    num_chosen: tl.constexpr = shape.num_chosen - shape.has_shared
+    expert = tl.load(experts_ptr + chosen, mask=chosen < num_chosen, other=-1)
     is_here = expert >= 0  # [chosen]
     stack_row = _rows_of(tl.where(is_here, expert, 0)[:, None], output[None, :], shape)  # [chosen, outputs]
     row_ptrs = weight_ptr + (stack_row * shape.row_stride)[:, :, None]
     scale_ptrs = scales_ptr + stack_row // shape.scale_rows * shape.num_scales
     x_ptrs = between_ptr + chosen[:, None, None] * shape.num_inputs
     sums = tl.zeros((padded_chosen, outputs, span), tl.float32)
+    shared_row = _rows_of(tl.program_id(0) * 0, output, shape)  # [outputs]
+    shared_sums = tl.zeros((1, outputs, span), tl.float32)
     for first in tl.range(0, num_steps, at_once, num_stages=1):
         for index in tl.static_range(at_once):
             begin = (first + index) * span
@@ -650,6 +755,16 @@ def _one_down_kernel(
             if shape.group > 0:
                 part *= tl.load(scale_ptrs + tl.minimum(begin // shape.group, shape.num_scales - 1))[:, :, None]
             sums += part
+            if shape.has_shared:
+                pointers = between_ptr + num_chosen * shape.num_inputs + column
+                x = _load_one(pointers, column, span * at_once, shape).to(tl.float32)
+                pointers = shared_ptr + (shared_row * shape.row_stride)[None, :, None] + column
+                part = _wide(_load_one(pointers, column, span * at_once, shape), shape) * x
+                if shape.group > 0:
+                    group = tl.minimum(begin // shape.group, shape.num_scales - 1)
+                    scales = shared_scales_ptr + shared_row // shape.scale_rows * shape.num_scales + group
+                    part *= tl.load(scales)[None, :, None]
+                shared_sums += part
     result = tl.sum(sums, 2)  # [chosen, outputs]
     if shape.form == "scaled" and shape.group == 0:
         result *= tl.load(scales_ptr + stack_row // shape.scale_rows)
@@ -657,8 +772,13 @@ def _one_down_kernel(
         factor = tl.load(weights_ptr + chosen, mask=chosen < shape.num_chosen, other=0.0)
         bias = tl.load(bias_ptr + stack_row, mask=is_here[:, None], other=0.0)
         result += bias.to(tl.float32) * factor[:, None]
-    out_ptrs = output_ptr + output
-    tl.store(out_ptrs, tl.sum(result, 0).to(output_ptr.dtype.element_ty), mask=output < shape.num_outputs)
+    result = tl.sum(result, 0)
+    if shape.has_shared:
+        shared = tl.sum(tl.sum(shared_sums, 2), 0)
+        if shape.form == "scaled" and shape.group == 0:
+            shared *= tl.load(shared_scales_ptr + shared_row // shape.scale_rows)
+        result += shared
+    tl.store(output_ptr + output, result.to(output_ptr.dtype.element_ty), mask=output < shape.num_outputs)
 
 
 @triton_kernel()

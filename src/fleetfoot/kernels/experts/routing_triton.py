@@ -22,6 +22,7 @@ from fleetfoot.kernels.experts.experts import (
     ExpertPlacement,
     RouterLinear,
     Routing,
+    SharedExpert,
     local_routing_torch,
     route_torch,
 )
@@ -80,6 +81,10 @@ class RouterShape(NamedTuple):
     has_correction: bool
     num_groups: int
     num_chosen_groups: int
+    shared: str
+    """The factor of a shared expert: ``gated``, ``plain``: 1; empty: there is none."""
+    row_size: int
+    """``num_chosen`` and the shared expert."""
     num_inputs: int
     inputs: int
     """Inputs of a step of the product, of which there is a sum."""
@@ -97,12 +102,17 @@ class RouterShape(NamedTuple):
 
 
 def route_triton(
-    x: torch.Tensor, linear: RouterLinear, correction: torch.Tensor | None, router: RouterSpec, num_chosen: int
+    x: torch.Tensor,
+    linear: RouterLinear,
+    correction: torch.Tensor | None,
+    router: RouterSpec,
+    num_chosen: int,
+    shared: SharedExpert | None = None,
 ) -> Routing:
-    """See `route_torch`."""
+    """See `route_torch`. A shared expert is for at most `FEW_ROWS` tokens."""
     dense = linear.dense
     if dense is None or dense[0].shape[0] > MAX_EXPERTS or x.dtype is not dense[0].dtype or not len(x):
-        return route_torch(x, linear, correction, router, num_chosen)
+        return route_torch(x, linear, correction, router, num_chosen, shared)
     weight, bias = dense
     x = x if x.stride(1) == 1 else x.contiguous()
     num_rows, num_inputs = x.shape
@@ -112,29 +122,34 @@ def route_triton(
     inputs = max(16, min(16384 // padded // x.element_size() * 2, 128))
     num_steps, few = cdiv(num_inputs, inputs), num_rows <= FEW_ROWS
     overlap = can_overlap(device)
+    row_size, gate = num_chosen + (shared is not None), None if shared is None else shared.gate
+    kind = "" if shared is None else "plain" if gate is None else "gated"
     shape = RouterShape(
         num_experts, padded, num_chosen, router.scores == "sigmoid", router.is_normalized, router.scale,
-        bias is not None, correction is not None, router.num_groups, router.num_chosen_groups, num_inputs, inputs,
-        num_steps, min(splits, num_steps), rows, min(rows, next_power_of_2(num_rows)), few, FEW_ROWS, overlap,
+        bias is not None, correction is not None, router.num_groups, router.num_chosen_groups, kind, row_size,
+        num_inputs, inputs, num_steps, min(splits, num_steps), rows, min(rows, next_power_of_2(num_rows)), few,
+        FEW_ROWS, overlap,
     )  # fmt: skip
     num_tiles = cdiv(num_rows, rows)
 
     def integers(*sizes: int) -> torch.Tensor:
         return torch.empty(sizes, dtype=torch.int32, device=device)
 
-    experts = integers(num_rows, num_chosen)
-    weights = torch.empty(num_rows, num_chosen, dtype=torch.float32, device=device)
-    parts = weights
+    experts = integers(num_rows, row_size)
+    weights = torch.empty(num_rows, row_size, dtype=torch.float32, device=device)
+    parts = gate_parts = weights
     if shape.splits > 1:
         parts = torch.empty(num_steps, num_tiles * rows, padded, dtype=torch.float32, device=device)
-    num_slots = min(num_rows * num_chosen, num_experts) if few else 1
+    if shape.splits > 1 and gate is not None:
+        gate_parts = torch.empty(num_steps, num_tiles * rows, dtype=torch.float32, device=device)
+    num_slots = min(num_rows * num_chosen, num_experts) + row_size - num_chosen if few else 1
     slot_weights = torch.empty(num_slots, FEW_ROWS, dtype=torch.float32, device=device) if few else weights
     slots = Slots(integers(num_slots), slot_weights, integers(1))
     counts = slots.count if few else integers(num_tiles, padded)
     _route_kernel[(num_tiles, shape.splits)](
         experts, weights, parts, arrivals(device), slots.experts, slots.weights, counts,
         x, weight, weight if bias is None else bias, weights if correction is None else correction,
-        num_rows, x.stride(0),
+        weight if gate is None else gate, gate_parts, num_rows, x.stride(0),
         shape=shape, at_once=_AT_ONCE if shape.choosing_rows * padded <= 1024 else _AT_ONCE // 4,
         num_warps=8 if rows * padded > 4096 else 4, num_stages=3, **launch_options(overlap),
     )  # fmt: skip
@@ -161,8 +176,10 @@ class LocalShape(NamedTuple):
     """The rank's slots, rounded up to a power of 2."""
     num_chosen: int
     padded_chosen: int
-    few: bool
+    shared: str
     """As of `RouterShape`, like the next ones."""
+    row_size: int
+    few: bool
     slot_rows: int
     has_load: bool
     overlap: bool
@@ -181,7 +198,7 @@ def local_routing_triton(
     load = placement.load if num_counted is not None else None
     shape = LocalShape(
         num_experts, max(16, next_power_of_2(num_experts)), most_replicas, padded, num_chosen,
-        next_power_of_2(num_chosen), few, FEW_ROWS, load is not None, can_overlap(device),
+        next_power_of_2(num_chosen), "", num_chosen, few, FEW_ROWS, load is not None, can_overlap(device),
     )  # fmt: skip
     experts, weights = torch.empty_like(routing.experts), torch.empty_like(routing.weights)
     num_tiles = cdiv(num_rows, rows)
@@ -233,7 +250,7 @@ def group(routing: Routing, num_experts: int, rows: int) -> Groups:
 @triton_kernel(unspecialized=("num_rows",))
 def _route_kernel(
     experts_ptr, weights_ptr, parts_ptr, arrivals_ptr, slot_experts_ptr, slot_weights_ptr, counts_ptr,
-    x_ptr, weight_ptr, bias_ptr, correction_ptr,
+    x_ptr, weight_ptr, bias_ptr, correction_ptr, gate_ptr, gate_parts_ptr,
     num_rows, x_stride,
     shape: tl.constexpr, at_once: tl.constexpr,
 ):  # fmt: skip
@@ -249,6 +266,8 @@ def _route_kernel(
     total = tl.zeros((rows, padded), tl.float32)
     part_stride = tl.num_programs(0) * rows * padded
     part_ptrs = parts_ptr + row[:, None] * padded + expert[None, :]
+    gate_total = tl.zeros((rows,), tl.float32)  # the logit of the shared expert's factor
+    gate_stride = tl.num_programs(0) * rows
     if shape.splits == shape.num_steps:
         # One step: the weight is read while the kernel before still runs.
         begin = tl.program_id(1) * shape.inputs
@@ -257,8 +276,12 @@ def _route_kernel(
         wait_for_inputs(shape.overlap)
         x = tl.load(x_ptrs + begin, mask=(row < num_rows)[:, None] & is_input, other=0.0)
         total = tl.dot(x, weight.T, input_precision="ieee")
+        if shape.shared == "gated":
+            gate_total = _gate_products(x, gate_ptr + column + begin, is_input)
         if shape.splits > 1:
             tl.store(part_ptrs + tl.program_id(1) * part_stride, total)
+            if shape.shared == "gated":
+                tl.store(gate_parts_ptr + tl.program_id(1) * gate_stride + row, gate_total)
     else:
         wait_for_inputs(shape.overlap)
         first = tl.program_id(1) * shape.num_steps // shape.splits
@@ -269,6 +292,11 @@ def _route_kernel(
             x = tl.load(x_ptrs + begin, mask=(row < num_rows)[:, None] & is_input, other=0.0)
             weight = tl.load(weight_ptrs + begin, mask=is_expert[:, None] & is_input, other=0.0)
             sums = tl.dot(x, weight.T, input_precision="ieee")
+            if shape.shared == "gated":
+                products = _gate_products(x, gate_ptr + column + begin, is_input)
+                gate_total += products
+                if shape.splits > 1:
+                    tl.store(gate_parts_ptr + index * gate_stride + row, products)
             if shape.splits > 1:
                 tl.store(part_ptrs + index * part_stride, sums)
             else:
@@ -281,27 +309,38 @@ def _route_kernel(
             few_row = tl.program_id(0) * rows + tl.arange(0, few)
             few_ptrs = parts_ptr + few_row[:, None] * padded + expert[None, :]
             logits = tl.zeros((few, padded), tl.float32)
+            gates = tl.zeros((few,), tl.float32)
             for begin in tl.range(0, shape.num_steps, at_once, num_stages=1):
                 for i in tl.static_range(at_once):
                     pointers = few_ptrs + (begin + i) * part_stride
                     logits += tl.load(pointers, mask=begin + i < shape.num_steps, other=0.0, cache_modifier=".cg")
+                    if shape.shared == "gated":
+                        pointers = gate_parts_ptr + (begin + i) * gate_stride + few_row
+                        gates += tl.load(pointers, mask=begin + i < shape.num_steps, other=0.0, cache_modifier=".cg")
             _choose(
-                logits, few_row, num_rows, experts_ptr, weights_ptr, slot_experts_ptr, slot_weights_ptr, counts_ptr,
-                bias_ptr, correction_ptr, few, shape,
+                logits, gates, few_row, num_rows, experts_ptr, weights_ptr, slot_experts_ptr, slot_weights_ptr,
+                counts_ptr, bias_ptr, correction_ptr, few, shape,
             )  # fmt: skip
     else:
         _choose(
-            total, row, num_rows, experts_ptr, weights_ptr, slot_experts_ptr, slot_weights_ptr, counts_ptr,
+            total, gate_total, row, num_rows, experts_ptr, weights_ptr, slot_experts_ptr, slot_weights_ptr, counts_ptr,
             bias_ptr, correction_ptr, rows, shape,
         )  # fmt: skip
 
 
 @triton_kernel()
+def _gate_products(x, gate_ptrs, is_input):
+    """``[rows]``: the sum of ``x [rows, inputs]`` times a part of the shared expert's gate."""
+    gate = tl.load(gate_ptrs[None, :], mask=is_input, other=0.0)
+    return tl.sum(x.to(tl.float32) * gate.to(tl.float32), 1)
+
+
+@triton_kernel()
 def _choose(
-    logits, row, num_rows, experts_ptr, weights_ptr, slot_experts_ptr, slot_weights_ptr, counts_ptr,
+    logits, gates, row, num_rows, experts_ptr, weights_ptr, slot_experts_ptr, slot_weights_ptr, counts_ptr,
     bias_ptr, correction_ptr, rows: tl.constexpr, shape: tl.constexpr,
 ):  # fmt: skip
-    """Choose and weight the experts of a tile, with sums ``logits [rows, padded]``."""
+    """Choose and weight the experts of a tile, with sums ``logits [rows, padded]`` and ``gates [rows]``."""
     expert = tl.arange(0, shape.padded)
     is_expert = (expert < shape.num_experts)[None, :]
     lowest: tl.constexpr = float("-inf")
@@ -346,6 +385,15 @@ def _choose(
     _record(
         chosen, weights, row, experts_ptr, weights_ptr, slot_experts_ptr, slot_weights_ptr, counts_ptr, shape
     )  # fmt: skip
+    if shape.shared != "":
+        factor = 1.0 / (1.0 + tl.exp(-gates)) if shape.shared == "gated" else tl.full((rows,), 1.0, tl.float32)
+        factor = tl.where(tl.sum(is_valid.to(tl.int32), 1) > 0, factor, float("nan"))
+        place = row * shape.row_size + shape.num_chosen
+        tl.store(experts_ptr + place, tl.full((rows,), shape.num_experts, tl.int32), mask=row < num_rows)
+        tl.store(weights_ptr + place, factor, mask=row < num_rows)
+        slot = tl.sum((tl.sum(chosen.to(tl.int32), 0) > 0).to(tl.int32), 0)  # after those of the chosen ones
+        tl.store(slot_experts_ptr + slot, shape.num_experts)
+        tl.store(slot_weights_ptr + slot * shape.slot_rows + row, tl.where(row < num_rows, factor, 0.0))
 
 
 @triton_kernel()
@@ -356,7 +404,7 @@ def _record(
     """Write the routing of a tile: ``chosen``, ``weights [rows, padded]``."""
     expert = tl.arange(0, shape.padded)
     position = tl.cumsum(chosen.to(tl.int32), 1) - 1
-    place = row[:, None] * shape.num_chosen + position
+    place = row[:, None] * shape.row_size + position
     tl.store(experts_ptr + place, tl.zeros_like(place) + expert[None, :], mask=chosen)
     tl.store(weights_ptr + place, weights, mask=chosen)
     counts = tl.sum(chosen.to(tl.int32), 0)  # [padded]
@@ -365,7 +413,7 @@ def _record(
         tl.store(slot_experts_ptr + slot, expert, mask=counts > 0)
         slot_ptrs = slot_weights_ptr + slot[None, :] * shape.slot_rows + row[:, None]
         tl.store(slot_ptrs, tl.where(chosen, weights, 0.0), mask=(counts > 0)[None, :] & (row[:, None] >= 0))
-        tl.store(counts_ptr, tl.sum((counts > 0).to(tl.int32), 0))
+        tl.store(counts_ptr, tl.sum((counts > 0).to(tl.int32), 0) + (shape.row_size - shape.num_chosen))
     else:
         tl.store(counts_ptr + tl.program_id(0) * shape.padded + expert, counts)
 
