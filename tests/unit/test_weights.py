@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from typing import Any, Literal
 import huggingface_hub
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tests.helpers.kernels import cpu_kernels, reference_kernels
 from tests.helpers.paged_models import Rank
@@ -24,6 +27,7 @@ from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.native_ops import NativeLinear
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.interface import CausalLM
+from fleetfoot.native.loading import native_problem
 from fleetfoot.records.weights import Rows, WeightError, WeightSpec, slices_of
 from fleetfoot.weights.checkpoint import Checkpoint, load_safetensors
 from fleetfoot.weights.dummy import fill_dummy
@@ -264,6 +268,40 @@ def test_a_half_prefixed_checkpoint_and_a_truncated_file(tmp_path: Path) -> None
     path.write_bytes(path.read_bytes()[:-50])
     with pytest.raises(WeightError, match=r"00002-of-00003.safetensors is not a whole safetensors file \(\d+ bytes;"):
         load(tmp_path)
+
+
+@pytest.mark.skipif(bool(native_problem()), reason="reads of a file that was cut end the process")
+@pytest.mark.parametrize("left", [-1, 3 * 4096 + 8], ids=["last-page", "middle"])
+def test_a_file_that_is_cut_while_it_is_open(left: int, tmp_path: Path) -> None:
+    tensors = {f"w{number}": torch.ones(64, 64) for number in range(4)}
+    save_file(tensors, path := tmp_path / ONE)
+    with pytest.raises(WeightError, match=rf"{ONE}: {'w3' if left < 0 else 'w0'} "), Checkpoint(tmp_path) as checkpoint:
+        os.truncate(path, path.stat().st_size + left if left < 0 else left)
+        assert checkpoint.tensor("w3").sum() <= 4096
+    save_file(tensors, path)
+    with Checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.tensor("w3").sum() == 4096
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_changed_and_cut_files_are_read_or_refused(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "fuzzed"
+    folder.mkdir(exist_ok=True)
+    save_file({"a": torch.ones(4, 3), "b": torch.ones(2, dtype=torch.int8), "c": torch.ones(0)}, folder / "whole")
+    content = bytearray((folder / "whole").read_bytes())
+    for _ in range(data.draw(st.integers(0, 4))):
+        place = data.draw(st.integers(0, len(content) - 1))
+        content[place] = data.draw(st.sampled_from([*b'0123456789{}[]",:', 0, 255]))
+    (folder / ONE).write_bytes(content[: data.draw(st.integers(0, len(content)))])
+    try:
+        with Checkpoint(folder / ONE) as checkpoint:
+            sizes = [checkpoint.tensor(name).nbytes for name in checkpoint.names()]
+    except WeightError:
+        return
+    assert sum(sizes) <= len(content)
 
 
 def test_load_formats(tmp_path: Path) -> None:

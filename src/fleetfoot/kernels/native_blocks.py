@@ -10,7 +10,8 @@ import torch
 from fleetfoot.kernels.native_ops import DTYPES
 from fleetfoot.kernels.quantized.blocks import BlockLinear, BlockRows
 from fleetfoot.kernels.quantized.scaled import ScaledMatrix, scaled_linear_torch
-from fleetfoot.native.loading import NativeLibrary, check_status
+from fleetfoot.native.loading import NativeLibrary
+from fleetfoot.native.mappings import check_status
 
 
 class _Part(ctypes.Structure):

@@ -11,7 +11,8 @@ import torch
 from fleetfoot.kernels.interface import LayerParts
 from fleetfoot.kernels.native_blocks import NativeBlockLinear
 from fleetfoot.kernels.native_ops import DTYPES, MAX_HEAD_DIM, NO_WINDOW, NativeLinear
-from fleetfoot.native.loading import NativeLibrary, check_status
+from fleetfoot.native.loading import NativeLibrary
+from fleetfoot.native.mappings import check_status
 from fleetfoot.records.forward_context import ForwardContext
 
 

@@ -18,7 +18,8 @@ from fleetfoot.kernels.elementwise import (
 from fleetfoot.kernels.experts.experts import ExpertSizes, Stacks, TorchExperts
 from fleetfoot.kernels.linear.linear import PreparedLinear, check_replacement, prepare_linear_torch
 from fleetfoot.kernels.sampling.sample import RandomRows, draw_filtered, mark_invalid, sample_cpu
-from fleetfoot.native.loading import NativeLibrary, check_status, load_library
+from fleetfoot.native.loading import NativeLibrary, load_library
+from fleetfoot.native.mappings import check_status
 from fleetfoot.records.forward_context import AttentionMetadata, RotaryInputs
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}

@@ -115,20 +115,9 @@ def _block_variant(library: ctypes.CDLL, variant: str) -> str:
 def open_mappings() -> ctypes.CDLL:
     """The library with the functions of ``mappings.c``. Raises NativeUnavailableError: it does not load."""
     library = open_library()
-    library.ff_guard_mapping.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+    library.ff_guard.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
+    library.ff_cut_at.restype = ctypes.c_int64
     return library
-
-
-def check_status(status: int, kernel: str) -> None:
-    """Raise the error of a kernel's return value."""
-    if status == 3:
-        raise OSError("a file with weights was cut while it was mapped; start again once it is complete")
-    if status == 1:
-        raise MemoryError(f"{kernel}: no memory for the workspace")
-    if status == 2:
-        raise ValueError(
-            f"{kernel}: the step's metadata is invalid: a block id, slot, position or length is outside of its tensor"
-        )
 
 
 @cache

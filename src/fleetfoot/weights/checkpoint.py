@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fleetfoot.native.mappings import file_was_cut
+from fleetfoot.native.mappings import CutFileError, Guard
 from fleetfoot.records.weights import BLOCK_TYPES_BY_NAME, Rows, Stack, WeightError, WeightSpec, slices_of
 from fleetfoot.utils.memory import release_pages
 from fleetfoot.utils.progress import report_progress
@@ -43,18 +43,34 @@ class Checkpoint:
         file is incomplete."""
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}  # tensor name -> open file
+        self._guards: list[Guard | GGUFTensors] = []
         try:
             for path in [folder] if folder.is_file() else checkpoint_files(folder):
                 self._open(path)
         except BaseException:
-            self._stack.close()
+            self.close()
             raise
 
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: object, *exc_info: object) -> None:
+        try:
+            if kind is None:
+                self.check()
+        finally:
+            self.close()
+
+    def close(self) -> None:
         self._stack.close()
+
+    def check(self) -> None:
+        """Raises WeightError: a file was cut since it was opened, and values beyond its end are zeros."""
+        try:
+            for each in self._guards:
+                each.check()
+        except CutFileError as error:
+            raise WeightError(str(error)) from error
 
     def names(self) -> Iterator[str]:
         """In the order of the values on disk, so that reading all of them is sequential."""
@@ -102,12 +118,32 @@ class Checkpoint:
             if name in self._files:
                 raise WeightError(f"tensor {name} is in {path} and in another file of the folder; keep one of them")
             self._files[name] = file
+        if (guard := _guard_safetensors(path, file)) is not None:
+            self._guards.append(guard)
+            self._stack.callback(guard.release)
 
     def _open_gguf(self, first: Path) -> None:
         """All parts of a model, of which this is the first one."""
         if not self._files:
             file = GGUFTensors(first)
             self._files = dict.fromkeys(file.keys(), file)
+            self._guards.append(file)
+
+
+def _guard_safetensors(path: Path, file: Any) -> Guard | None:
+    """Guards the memory to which an open file is mapped; None: it has no values."""
+    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    ends = {each.data_ptr() + each.nbytes: name for name, each in tensors.items() if each.nbytes}
+    if not ends:
+        return None
+    with path.open("rb") as opened:
+        header = 8 + int.from_bytes(opened.read(8), "little")
+    first = min(each.data_ptr() for each in tensors.values() if each.nbytes) - header
+
+    def name_at(place: int) -> str:
+        return ends[min(end for end in ends if end > first + place)]
+
+    return Guard(path, first, max(ends) - first, name_at)
 
 
 def _likely_cause(path: Path) -> str:
@@ -172,8 +208,6 @@ def load_safetensors(
                 values = checkpoint.tensor(name, index or spec.part)
                 write_values(spec, place_of(values, spec) if index else values)
                 release_pages(values.data_ptr(), values.nbytes)  # of the file, and read once
-        if file_was_cut():
-            raise WeightError(f"a file of {folder} was cut while it was loaded; start again once it is complete")
 
 
 def _adopt(spec: WeightSpec, blocks: torch.Tensor) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mmap
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from fleetfoot.kernels.quantized.blocks import dequantize
-from fleetfoot.native.mappings import guard_mapping
+from fleetfoot.native.mappings import Guard
 from fleetfoot.weights.gguf import GGUFError, GGUFModel, StoredTensor, read_gguf, tensor_names
 
 _EXPERTS = ".mlp.experts."
@@ -36,8 +37,13 @@ class GGUFTensors:
 
     def __init__(self, path: Path) -> None:
         self._model = read_gguf(path)
-        self._maps = {file: _Mapping(file) for file in self._model.files}
+        self._maps = {file: _Mapping(file, self._model.tensors) for file in self._model.files}
         self._places = dict(_places(self._model))
+
+    def check(self) -> None:
+        """Raises CutFileError: a file was cut since it was mapped."""
+        for each in self._maps.values():
+            each.check()
 
     def keys(self) -> Iterator[str]:
         """In the order of the values in the files."""
@@ -111,15 +117,28 @@ class GGUFSlice:
 class _Mapping:
     """A mapped file, which stays mapped as long as tensors of it are there."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, tensors: Mapping[str, StoredTensor]) -> None:
         try:
             with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ, flags=mmap.MAP_PRIVATE)
+                mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ, flags=mmap.MAP_PRIVATE)
         except (OSError, ValueError) as error:
             raise GGUFError(path, "the file", str(error), "it cannot be mapped") from error
-        self._path, self._array = path, np.frombuffer(self._map, np.uint8)
-        if not guard_mapping(self._array.ctypes.data, len(self._array)):
+
+        def name_at(place: int) -> str:
+            found = (
+                name for name, each in tensors.items() if each.path == path and place < each.offset + each.num_bytes
+            )
+            return min(found, key=lambda name: tensors[name].offset, default="the end")
+
+        self._path, self._array = path, np.frombuffer(mapped, np.uint8)
+        self._guard = Guard(path, self._array.ctypes.data, len(self._array), name_at)
+        if self._guard:
+            weakref.finalize(self._array, self._guard.release)
+        else:
             self._array = np.fromfile(path, np.uint8)
+
+    def check(self) -> None:
+        self._guard.check()
 
     def bytes(self, offset: int, count: int) -> torch.Tensor:
         if offset + count > len(self._array):

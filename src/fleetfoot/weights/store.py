@@ -186,6 +186,7 @@ class WeightStore:
             for name in needed
             if name not in self._found and not name.startswith(DRAFTER)
         ]
+        checkpoint.check()
         return report
 
     def stage_dummy(self, seed: int, *, only_lost: bool = False) -> StageReport:
@@ -369,6 +370,8 @@ class WeightStore:
         self.num_changes += 1
         for write in self._staged:
             write()
+        if self._checkpoint is not None:
+            self._checkpoint.check()
         for tree in self._trees:
             tree.process_weights_after_loading()
         if self._device.type == "cuda":
@@ -382,7 +385,7 @@ class WeightStore:
         """Forget what is staged."""
         self._staged, self._found, self._whole, self._announced = [], {}, set(), None
         if self._checkpoint is not None:
-            self._checkpoint.__exit__()
+            self._checkpoint.close()
         self._checkpoint = None
 
     # --- sleep --------------------------------------------------------------------------------------------------------
