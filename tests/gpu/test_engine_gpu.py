@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.helpers.checkpoints import UNTRAINED, make_checkpoint
 from tests.helpers.engines import make_engine, run_requests
+from tests.helpers.gguf_files import write_gguf
 from tests.helpers.schedules import assert_lives_agree, live_alone, random_lives
 
 from fleetfoot import SamplingParams
@@ -118,3 +119,28 @@ def test_most_drafts_are_accepted(method: str) -> None:
     run_requests(tried, {str(number): ([*OPENING, number], params) for number in range(4, 12)})
     assert tried.stats().scheduler.drafts.acceptance_rate > 0.5
     tried.shutdown()
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_a_gguf_file_keeps_its_codes(runner: str, tmp_path: Path) -> None:
+    """In graphs and without: the first tokens of a CPU, which quantizes inputs; fewer bytes than dequantized."""
+    pytest.importorskip("gguf")
+    path = write_gguf(MODELS["llama"], tmp_path / "story.gguf", _types_of_parts)
+    found = []
+    for device in ("cpu", "cuda"):
+        made = make_engine(path, device=device, dtype="bfloat16", max_model_len=80, num_gpu_blocks_override=64,
+                           skip_tokenizer_init=True, model_runner=runner)  # fmt: skip
+        made.add_request(
+            "0", {"prompt_token_ids": OPENING}, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        )
+        outputs = [each for _ in range(20) for each in made.step() if each.finished]
+        found.append([list(each.outputs[0].token_ids) for each in outputs])
+        assert (
+            "Q4_1, Q8_0" in made._plan.linear_methods.of(f"model.layers.0.self_attn.{each}_proj" for each in "qkv").name
+        )
+        made.shutdown()
+    assert found[0] == found[1] and len(found[0][0]) == 4
+
+
+def _types_of_parts(module: str) -> str:
+    return "Q8_0" if module.endswith(("v_proj", "down_proj")) else "Q5_1" if "layers.1" in module else "Q4_1"

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import platform
+import shutil
 import struct
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +17,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.gguf_files import paired, random_blocks, write_gguf
+from tests.helpers.interpreter import interpreted
+from tests.helpers.kernels import triton_kernels
 
 from fleetfoot.kernels.native_blocks import block_linear_native
+from fleetfoot.kernels.quantized import block_form
+from fleetfoot.kernels.quantized.block_matrices import empty_matrix, write_blocks
 from fleetfoot.kernels.quantized.blocks import BlockLinear, BlockRows, dequantize
+from fleetfoot.kernels.quantized.packed import PackedMatrix
+from fleetfoot.kernels.quantized.scaled import ScaledMatrix
 from fleetfoot.native.loading import load_library, native_problem
+from fleetfoot.native.mappings import CutFileError
+from fleetfoot.quantization.base import LinearShape
+from fleetfoot.quantization.gguf import MatrixWeight
 from fleetfoot.records.weights import BLOCK_TYPES_BY_NAME
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 from fleetfoot.weights.gguf import GGUFError, GGUFModel, read_gguf
 from fleetfoot.weights.gguf_config import config_of
+from fleetfoot.weights.gguf_tensors import GGUFTensors
 from fleetfoot.weights.gguf_tokenizer import tokenizer_files
 
 QUANTIZED = [name for name, each in BLOCK_TYPES_BY_NAME.items() if not each.is_float]
@@ -63,6 +78,69 @@ def test_products_in_c_are_the_reference_of_quantized_inputs(kind: str, dtype: t
     x[2, 7] = float("nan")
     assert linear.unrounded(x)[2].isnan().all()
     assert torch.equal(linear.unrounded(x)[3:], found[3:])
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_matrices_of_a_gpu_have_the_values_of_blocks(kind: str) -> None:
+    """Codes of 4 bits with scales in 16 bits; int8 exactly, or within its own rounding; groups with a scale of 0."""
+    number, blocks = BLOCK_TYPES_BY_NAME[kind].number, random_blocks(kind, (7, 512), np.random.default_rng(3))
+    if kind in ("Q4_1", "Q4_0"):
+        blocks[2, :2] = 0
+    data, device = torch.from_numpy(blocks), torch.device("cpu")
+    matrix = empty_matrix(block_form(number), 9, 512, torch.bfloat16, device, None)
+    write_blocks(matrix, 1, number, data)
+    assert isinstance(matrix, PackedMatrix | ScaledMatrix)
+    found, expected = matrix.dequantized()[1:8], dequantize(number, data)
+    tolerance = 2**-8 if isinstance(matrix, PackedMatrix) else 0.0 if kind in ("Q8_0", "Q5_0") else 1 / 254
+    largest = expected.unflatten(1, (-1, 32)).abs().amax(2).repeat_interleave(32, 1)
+    if kind in ("Q4_K", "Q4_1"):  # of what the minimum is subtracted from
+        largest = largest * 4
+    assert ((found - expected).abs() <= tolerance * largest * 1.01).all()
+    assert matrix.dequantized()[[0, 8]].abs().max() == 0
+
+
+@interpreted
+@pytest.mark.parametrize("kind", ["Q4_K", "Q4_1", "Q6_K", "Q8_0", "MXFP4"])
+def test_a_gpus_products_of_blocks(kind: str) -> None:
+    """A matrix of two forms, its bias, and numbers of rows for each kind of kernel."""
+    rng, kinds = np.random.default_rng(4), (kind, kind, "Q5_K")
+    sizes, types = (20, 12, 16), [BLOCK_TYPES_BY_NAME[each] for each in kinds]
+    shape = LinearShape(
+        512, (("q", 20), ("k", 12), ("v", 16)), tuple(slice(0, size) for size in sizes), slice(0, 512), has_bias=True
+    )
+    weight = MatrixWeight(types, shape, triton_kernels(), torch.bfloat16, torch.device("cpu"))
+    values, generator = [], torch.Generator().manual_seed(0)
+    for spec in weight.weight_specs("m."):
+        if spec.kind == "blocks":
+            data = torch.from_numpy(random_blocks(kinds[len(values)], (spec.shape[0], 512), rng))
+            assert spec.adopt is not None
+            spec.adopt(data)
+            values.append(dequantize(types[len(values)].number, data))
+        else:
+            spec.destination().normal_(generator=generator)
+    weight.process_weights_after_loading()
+    bias = torch.cat([spec.destination() for spec in weight.weight_specs("m.") if spec.kind == "float"]).float()
+    for num_rows in (1, 3, 20):
+        x = torch.randn(num_rows, 512, generator=generator).bfloat16()
+        expected = x.float() @ torch.cat(values).T + bias
+        assert (weight.apply(x).float() - expected).norm() < 0.01 * expected.norm()
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("cc"), reason="needs a C compiler")
+@pytest.mark.parametrize("flags", ["-msse4.2 -mpopcnt", "-mavx2 -mfma -mbmi -mbmi2 -mf16c"])
+def test_random_blocks_and_shapes_under_sanitizers(flags: str, tmp_path: Path) -> None:
+    """Addresses and undefined behaviour; a row alone has the bits that it has in a batch (`fuzz_blocks.c`)."""
+    if "avx2" in flags and not load_library().variant.startswith(("avx", "amx")):
+        pytest.skip("the processor has no AVX2")
+    native, program = Path("src/fleetfoot/native"), tmp_path / "fuzz"
+    sources = ["tests/helpers/fuzz_blocks.c", *(str(native / name) for name in ("blocks.c", "threads.c", "mappings.c"))]
+    sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    options = ["-std=gnu11", "-O1", "-w", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-pthread"]
+    command = ["cc", *options, *sanitizers, *flags.split(), f"-I{native}", *sources, "-lm", "-o", str(program)]
+    subprocess.run(command, check=True)
+    done = subprocess.run([str(program), "1", "400"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 # --- headers ----------------------------------------------------------------------------------------------------------
@@ -148,6 +226,34 @@ def test_changed_and_cut_headers_are_read_or_refused(
     except GGUFError:
         return
     assert all(each.offset + each.num_bytes <= path.stat().st_size for each in model.tensors.values())
+
+
+@pytest.mark.skipif(bool(native_problem()), reason="files are copied")
+@pytest.mark.parametrize("left", [-1, 1_000_000], ids=["last-page", "middle"])
+def test_a_file_that_is_cut_while_it_is_mapped(left: int, tmp_path: Path) -> None:
+    """Products raise an error that names file and tensor, until the mapping is gone; others work after that."""
+    pytest.importorskip("gguf")
+    path = write_gguf(STORY, tmp_path / "story.gguf")
+    model, file, name = read_gguf(path), GGUFTensors(path), "model.layers.0.mlp.down_proj.weight"
+    x = torch.ones(3, file.shape(name)[1])
+
+    def linear(tensors: GGUFTensors) -> BlockLinear:
+        parts = [BlockRows(BLOCK_TYPES_BY_NAME["Q8_0"].number, tensors.blocks(name))]
+        return block_linear_native(load_library(), parts, x.shape[1], torch.float32)
+
+    first, whole, size = linear(file), path.read_bytes(), path.stat().st_size
+    expected = first(x)
+    os.truncate(path, size + left if left < 0 else left)
+    with pytest.raises(CutFileError) as caught:
+        first(x)
+    assert caught.value.filename == str(path)
+    assert caught.value.size == path.stat().st_size
+    place = model.tensors[caught.value.field]
+    assert place.offset <= caught.value.size < place.offset + place.num_bytes
+    del first, file, caught  # the traceback has them, too
+    gc.collect()
+    path.write_bytes(whole)
+    assert torch.equal(linear(GGUFTensors(path))(x), expected)
 
 
 def test_the_header_is_that_of_the_gguf_package(tmp_path: Path) -> None:

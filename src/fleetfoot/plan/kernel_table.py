@@ -27,6 +27,7 @@ from fleetfoot.kernels.experts.experts_triton import (
 from fleetfoot.kernels.experts.routing_triton import FEW_ROWS
 from fleetfoot.kernels.linear.choices import LinearChoices, ProductKind
 from fleetfoot.kernels.linear.linear_triton import TritonLinear
+from fleetfoot.kernels.quantized import BLOCK_GROUP, block_form
 from fleetfoot.kernels.quantized.packed_triton import has_hopper_groups, packed_tiling
 from fleetfoot.kernels.quantized.scaled_triton import FEW_ROWS as FEW_QUANTIZED_ROWS
 from fleetfoot.kernels.quantized.scaled_triton import scaled_tiling
@@ -36,6 +37,7 @@ from fleetfoot.kernels.runtime.triton_support import options_text
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.quantization.base import LinearMethod
 from fleetfoot.quantization.experts import QuantizedExpertMethod
+from fleetfoot.quantization.gguf import Matrices
 from fleetfoot.quantization.packed import Packed
 from fleetfoot.quantization.scaled import Scaled
 from fleetfoot.quantization.unquantized import UNQUANTIZED, UnquantizedExpertMethod
@@ -149,7 +151,17 @@ class _Matrix:
             # more rows: a product, then the gate
             num_outputs = choices.num_outputs if few else choices.num_rows
             return str(packed_tiling(rows, num_outputs, choices.num_inputs, num_sms, hopper=hopper))
+        if isinstance(self._method, Matrices):  # of a part, where they are several
+            kinds = dict.fromkeys(block_form(each.number)[0] for each in self._method.types)
+            return ", ".join(self._form_text(kind, rows, sizes, num_sms) for kind in kinds)
         return self.choices.text(rows)
+
+    def _form_text(self, kind: str, rows: int, sizes: tuple[int, int, int], num_sms: int) -> str:
+        if kind == "float":
+            return "library"
+        if kind == "int8":
+            return str(scaled_tiling(*sizes, BLOCK_GROUP, num_sms, has_library=False))
+        return str(packed_tiling(*sizes, num_sms, hopper=has_hopper_groups(BLOCK_GROUP, sizes[2])))
 
 
 Operations = dict[str, tuple[int, Callable[[int], str]]]

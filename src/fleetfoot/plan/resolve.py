@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.architectures import ARCHITECTURES
@@ -176,10 +176,15 @@ def _engine_shape(
     models = [model] if found is None else [model, found.config]
     layer_chain = NO_LAYER_CHAIN
     quantized = choose_quantization(config.quantization, model.quantization)
-    # blocks of GGUF files; elsewhere they are dequantized while they are loaded
-    reads_blocks = device == "cpu" and machine.has_native and config.world_size == 1 and config.expert_split is None
+    # of GGUF files; elsewhere they are dequantized while they are loaded
+    blocks: Literal["read", "matrices", ""] = ""
+    if config.world_size == 1 and config.expert_split is None:
+        if device == "cpu" and machine.has_native:
+            blocks = "read"
+        elif device == "cuda" and machine.has_triton and dtype != "float32":
+            blocks = "matrices"
     has_biased_experts = any(layer.experts is not None and layer.experts.has_bias for layer in model.layers)
-    if quantized.method == "gguf" and has_biased_experts and not reads_blocks:
+    if quantized.method == "gguf" and has_biased_experts and blocks != "read":
         raise ConfigError(
             f"{model.architecture} from a GGUF file runs on a CPU with the C kernels, in one rank; take its safetensors"
         )
@@ -227,9 +232,9 @@ def _engine_shape(
             found,
             dtype,
             device,
-            UNQUANTIZED if found is None else _linear_methods(found.config, reads_blocks=reads_blocks),
+            UNQUANTIZED if found is None else _linear_methods(found.config, blocks=blocks),
         ),
-        linear_methods=_linear_methods(replace(model, quantization=quantized), reads_blocks=reads_blocks),
+        linear_methods=_linear_methods(replace(model, quantization=quantized), blocks=blocks),
     )
 
 
@@ -243,8 +248,8 @@ def _expert_placements(config: EngineConfig, model: ModelConfig) -> Mapping[int,
     return read_placements(Path(folder).expanduser(), sizes, slots, setting="eplb_config: load_initial")
 
 
-def _linear_methods(model: ModelConfig, *, reads_blocks: bool) -> LinearMethods:
-    return linear_methods(model.quantization, has_tied_head=model.tie_word_embeddings, reads_blocks=reads_blocks)
+def _linear_methods(model: ModelConfig, *, blocks: Literal["read", "matrices", ""]) -> LinearMethods:
+    return linear_methods(model.quantization, has_tied_head=model.tie_word_embeddings, blocks=blocks)
 
 
 def _has_dynamic_rope(model: ModelConfig) -> bool:

@@ -1,4 +1,5 @@
-"""Weights in the blocks of GGUF files, which a CPU reads where they lie: mapped files are not copied.
+"""Weights in the blocks of GGUF files, which a CPU reads where they lie: mapped files are not copied. A GPU has their
+codes in the layout of its kernels.
 
 The parts of a matrix, as q, k and v, may be stored in different ways.
 """
@@ -7,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, overload
 
-from fleetfoot.config.model import ExpertsSpec
+from fleetfoot.config.model import DTYPE_BYTES, ExpertsSpec
 from fleetfoot.config.quantization import WeightFormat
+from fleetfoot.kernels.quantized import BLOCK_GROUP, WRITTEN_OUTPUTS, block_form
 from fleetfoot.quantization.base import (
     ExpertMethod,
     ExpertsShape,
     ExpertWeight,
     LinearMethod,
     LinearShape,
+    LinearWeight,
     PreparedEmbedding,
 )
 from fleetfoot.quantization.unquantized import Unquantized
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
     from fleetfoot.kernels.experts.experts import Routing
     from fleetfoot.kernels.interface import Kernels
+    from fleetfoot.kernels.linear.roles import ChainedInput, ChainedOutput, InputRole, OutputRole
     from fleetfoot.kernels.quantized.blocks import BlockLinear
 
 
@@ -42,57 +46,53 @@ class _Slot:
         self._shape = num_rows, num_inputs // type_of.size * type_of.num_bytes
         self._name = name
         self.data: torch.Tensor | None = None
+        self._opened: torch.Tensor | None = None
 
     def spec(self) -> WeightSpec:
-        return WeightSpec(self._name, self._shape, self._copy, kind="blocks", init=self._draw, adopt=self._adopt)
+        return WeightSpec(
+            self._name, self._shape, self._open, kind="blocks", init=self._draw, adopt=self._adopt, filled=self._fill
+        )
 
     def _adopt(self, data: torch.Tensor) -> None:
         self.data = data
         self._changed()
 
-    def _copy(self) -> torch.Tensor:
+    def _open(self) -> torch.Tensor:
+        """A copy: a mapped file is not written to."""
         import torch
 
-        if self.data is None:
-            self.data = torch.empty(self._shape, dtype=torch.uint8)
-        return self.data
+        if self._opened is None:
+            self._opened = torch.empty(self._shape, dtype=torch.uint8) if self.data is None else self.data.clone()
+        return self._opened
 
-    def _draw(self, target: torch.Tensor) -> None:
+    def _fill(self) -> None:
+        assert self._opened is not None
+        self._adopt(self._opened)
+
+    def close(self) -> None:
+        """Forget a copy that was not written to."""
+        self._opened = None
+
+    @staticmethod
+    def _draw(target: torch.Tensor) -> None:
         """Dummy weights: bytes that are small and finite in all types."""
         target.random_(0, 32)
-        self._changed()
 
 
-class BlockWeight(PreparedEmbedding):
-    """A matrix in blocks, of one or several parts. It is also what an embedding looks up rows in."""
+class _BlockStorage(LinearWeight):
+    """A matrix in blocks, of one or several parts."""
 
-    def __init__(self, types: Sequence[BlockType], shape: LinearShape, ops: Kernels, dtype: torch.dtype) -> None:
+    def __init__(
+        self, types: Sequence[BlockType], shape: LinearShape, dtype: torch.dtype, device: torch.device
+    ) -> None:
         import torch
 
-        self._types, self._shape, self._dtype, self._make = types, shape, dtype, ops.block_linear
-        self._bias = torch.zeros(shape.num_outputs, dtype=dtype) if shape.has_bias else None
+        self._types = tuple(types) * (len(shape.parts) if len(types) == 1 else 1)
+        self._shape, self._dtype = shape, dtype
+        num_outputs = shape.num_outputs + shape.padding
+        self._bias = torch.zeros(num_outputs, dtype=dtype, device=device) if shape.has_bias else None
         self._slots: list[_Slot] = []
-        self._loaded: BlockLinear | None = None
-
-    @property
-    def product(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        return self._linear
-
-    @property
-    def _linear(self) -> BlockLinear:
-        if self._loaded is None:
-            raise RuntimeError("a linear layer was called before process_weights_after_loading")
-        return self._loaded
-
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        return self._linear(x)
-
-    def apply_unrounded(self, x: torch.Tensor) -> torch.Tensor:
-        return self._linear.unrounded(x)
-
-    def rows(self, index: torch.Tensor) -> torch.Tensor:
-        """See `PreparedLinear.rows`."""
-        return self._linear.rows(index)
+        self._is_loaded = False
 
     def weight_specs(self, prefix: str) -> Iterator[WeightSpec]:
         parts = [*self._shape.row_spans()]
@@ -107,18 +107,59 @@ class BlockWeight(PreparedEmbedding):
                 yield WeightSpec(f"{prefix}{name}.bias", (size,), partial(self._bias.__getitem__, span))
 
     def _change(self) -> None:
-        self._loaded = None
+        self._is_loaded = False
 
     def process_weights_after_loading(self) -> None:
-        from fleetfoot.kernels.quantized.blocks import BlockRows
+        for slot in self._slots:
+            slot.close()
+        if not self._is_loaded:
+            self._load()
+            self._is_loaded = True
 
-        if self._loaded is None:
-            parts = [BlockRows(slot.type.number, slot.data) for slot in self._slots if slot.data is not None]
-            self._loaded = self._make(parts, self._shape.in_features, self._dtype, self._bias)
+    def _load(self) -> None:
+        """Read the slots."""
+        raise NotImplementedError
 
     def stored(self) -> Iterator[Span]:
         if self._bias is not None:
             yield self._bias.data_ptr(), self._bias.nbytes
+
+
+class BlockWeight(_BlockStorage, PreparedEmbedding):
+    """Blocks that products read in place. It is also what an embedding looks up rows in."""
+
+    def __init__(
+        self, types: Sequence[BlockType], shape: LinearShape, ops: Kernels, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(types, shape, dtype, device)
+        self._make = ops.block_linear
+        self._linear_or_none: BlockLinear | None = None
+
+    @property
+    def product(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        return self._linear
+
+    @property
+    def _linear(self) -> BlockLinear:
+        if self._linear_or_none is None or not self._is_loaded:
+            raise RuntimeError("a linear layer was called before process_weights_after_loading")
+        return self._linear_or_none
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        return self._linear(x)
+
+    def apply_unrounded(self, x: torch.Tensor) -> torch.Tensor:
+        return self._linear.unrounded(x)
+
+    def rows(self, index: torch.Tensor) -> torch.Tensor:
+        """See `PreparedLinear.rows`."""
+        return self._linear.rows(index)
+
+    def _load(self) -> None:
+        from fleetfoot.kernels.quantized.blocks import BlockRows
+
+        parts = [BlockRows(slot.type.number, slot.data) for slot in self._slots if slot.data is not None]
+        self._linear_or_none = self._make(parts, self._shape.in_features, self._dtype, self._bias)
 
 
 class Blocks(LinearMethod):
@@ -136,11 +177,10 @@ class Blocks(LinearMethod):
 
     def join(self, methods: Sequence[LinearMethod]) -> LinearMethod | None:
         types = tuple(each.types[0] for each in methods if isinstance(each, Blocks | Floats))
-        return Blocks(types) if len(types) == len(methods) else None
+        return type(self)(types) if len(types) == len(methods) else None
 
-    def make_weight(self, shape: LinearShape, ops: Kernels, dtype: torch.dtype, device: torch.device) -> BlockWeight:
-        types = self.types * len(shape.parts) if len(self.types) == 1 else self.types
-        return BlockWeight(types, shape, ops, dtype)
+    def make_weight(self, shape: LinearShape, ops: Kernels, dtype: torch.dtype, device: torch.device) -> LinearWeight:
+        return BlockWeight(self.types, shape, ops, dtype, device)
 
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: str) -> int:
         """Bytes of the largest type, where there are several."""
@@ -150,7 +190,109 @@ class Blocks(LinearMethod):
         self, name: str, vocab_size: int, hidden_size: int, ops: Kernels, dtype: torch.dtype
     ) -> BlockWeight:
         shape = LinearShape(hidden_size, ((name, vocab_size),), (slice(0, vocab_size),), slice(0, hidden_size))
-        return BlockWeight(self.types, shape, ops, dtype)
+        import torch
+
+        return BlockWeight(self.types, shape, ops, dtype, torch.device("cpu"))
+
+
+class MatrixWeight(_BlockStorage):
+    """Blocks as matrices of a GPU's kernels: one for parts that have codes of the same form."""
+
+    def __init__(
+        self, types: Sequence[BlockType], shape: LinearShape, ops: Kernels, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        import torch
+
+        from fleetfoot.kernels.quantized.block_matrices import empty_matrix
+
+        super().__init__(types, shape, dtype, device)
+        self._ops = ops
+        spans = [span for *_, span in shape.row_spans()]
+        forms = [block_form(each.number) for each in self._types]
+        firsts = [index for index, form in enumerate(forms) if not index or form != forms[index - 1]]
+        self._places: list[tuple[int, int]] = []  # of each part: its matrix, and its first row there
+        self._matrices: list[Any] = []
+        self._biases: list[torch.Tensor | None] = []
+        for index, end in zip(firsts, [*firsts[1:], len(forms)], strict=True):
+            first, last = spans[index].start, spans[end - 1].stop
+            last += shape.padding if end == len(forms) else 0
+            bias = None if self._bias is None else self._bias[first:last]
+            matrix = empty_matrix(forms[index], last - first, shape.in_features, dtype, device, bias)
+            self._places += [(len(self._matrices), span.start - first) for span in spans[index:end]]
+            self._matrices.append(matrix)
+            self._biases.append(bias)
+        self._chain = ops.quantized_chain if dtype is torch.bfloat16 and len(self._matrices) == 1 else None
+
+    @overload
+    def chain(self, role: InputRole) -> ChainedInput | None: ...
+
+    @overload
+    def chain(self, role: OutputRole) -> ChainedOutput | None: ...
+
+    def chain(self, role: InputRole | OutputRole) -> ChainedInput | ChainedOutput | None:
+        return None if self._chain is None else self._chain(self._matrices[0], role)
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        outputs = [*map(partial(self._multiply, x), self._matrices, self._biases)]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def _multiply(self, x: torch.Tensor, matrix: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        import torch
+        import torch.nn.functional as F
+
+        from fleetfoot.kernels.quantized.scaled import ScaledMatrix
+
+        if isinstance(matrix, torch.Tensor):
+            return F.linear(x, matrix, bias)
+        return (self._ops.scaled_linear if isinstance(matrix, ScaledMatrix) else self._ops.packed_linear)(x, matrix)
+
+    def _load(self) -> None:
+        from fleetfoot.kernels.quantized.block_matrices import write_blocks
+
+        for slot, (index, first) in zip(self._slots, self._places, strict=True):
+            if slot.data is not None:
+                write_blocks(self._matrices[index], first, slot.type.number, slot.data)
+
+    def stored(self) -> Iterator[Span]:
+        from fleetfoot.kernels.quantized.block_matrices import tensors_of
+
+        for tensor in (tensor for matrix in self._matrices for tensor in tensors_of(matrix)):
+            yield tensor.data_ptr(), tensor.nbytes
+        yield from super().stored()
+
+
+class Matrices(Blocks):
+    """`MatrixWeight` of some types, as of `Blocks`. Embeddings and experts are dequantized while they are loaded."""
+
+    stores_embeddings = False
+
+    @property
+    def experts(self) -> ExpertMethod:
+        return Unquantized().experts
+
+    def make_weight(self, shape: LinearShape, ops: Kernels, dtype: torch.dtype, device: torch.device) -> LinearWeight:
+        return MatrixWeight(self.types, shape, ops, dtype, device)
+
+    def num_bytes(self, num_outputs: int, num_inputs: int, dtype: str) -> int:
+        """Bytes of the largest form, where there are several."""
+        return num_outputs * max(_matrix_row_bytes(each, num_inputs, DTYPE_BYTES[dtype]) for each in self.types)
+
+    def workspace_bytes(self, num_outputs: int, num_inputs: int, num_rows: int, dtype: str) -> int:
+        """A part of the weight in ``dtype``, and outputs of the parts of a matrix."""
+        written = min(num_outputs, WRITTEN_OUTPUTS) * num_inputs + num_rows * num_outputs * (len(self.types) > 1)
+        return written * DTYPE_BYTES[dtype]
+
+
+def _matrix_row_bytes(kind: BlockType, num_inputs: int, dtype_bytes: int) -> int:
+    form, has_zeros = block_form(kind.number)
+    if form == "float":
+        return num_inputs * dtype_bytes
+    if form == "int8":
+        return num_inputs + num_inputs // BLOCK_GROUP * 4
+    blocks = -(-num_inputs // 128)
+    return blocks * 64 + (blocks * 4 if form == "e2m1" else num_inputs // BLOCK_GROUP * (dtype_bytes + 2 * has_zeros))
 
 
 class Floats(Unquantized):
@@ -167,10 +309,10 @@ class Floats(Unquantized):
         return Floats(self.types) if all(isinstance(each, Floats) for each in methods) else None
 
 
-def block_method(form: WeightFormat) -> Blocks | Floats:
+def block_method(form: WeightFormat, method: type[Blocks]) -> Blocks | Floats:
     """The method of a layer, or of the gates, ups and downs of experts, with the types in ``form.values``."""
     types = tuple(BLOCK_TYPES_BY_NAME[name] for name in form.values.split("+"))
-    return Floats(types) if len(types) == 1 and types[0].is_float else Blocks(types)
+    return Floats(types) if len(types) == 1 and types[0].is_float else method(types)
 
 
 class BlockExpertWeight(ExpertWeight):
@@ -225,6 +367,8 @@ class BlockExpertWeight(ExpertWeight):
     def process_weights_after_loading(self) -> None:
         from fleetfoot.kernels.quantized.blocks import BlockRows
 
+        for slot in (slot for slots in self._slots.values() for slot in slots):
+            slot.close()
         parts = {
             name: [BlockRows(slot.type.number, slot.data) for slot in slots if slot.data is not None]
             for name, slots in self._slots.items()

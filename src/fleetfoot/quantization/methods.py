@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from fleetfoot.config.quantization import QuantizedWeights, WeightFormat
 from fleetfoot.quantization.base import LinearMethod, LinearMethods
-from fleetfoot.quantization.gguf import block_method
+from fleetfoot.quantization.gguf import Blocks, Matrices, block_method
 from fleetfoot.quantization.packed import Packed
 from fleetfoot.quantization.scaled import Scaled
 from fleetfoot.quantization.unquantized import UNQUANTIZED
@@ -13,16 +15,21 @@ _METHODS: dict[str, type[Scaled] | type[Packed]] = {"fp8": Scaled, "int8": Scale
 
 
 def linear_methods(
-    weights: QuantizedWeights, *, has_tied_head: bool = False, reads_blocks: bool = True
+    weights: QuantizedWeights, *, has_tied_head: bool = False, blocks: Literal["read", "matrices", ""] = "read"
 ) -> LinearMethods:
     """The method of each layer. ``has_tied_head``: the head is the embedding, which is never quantized but in GGUF
-    files. ``reads_blocks``: products read their blocks; else these are dequantized while they are loaded."""
-    if not weights.method or (weights.method == "gguf" and not reads_blocks):
+    files that are read in place. ``blocks`` of GGUF files: products read them, they become matrices of a GPU's kernels,
+    or they are dequantized while they are loaded."""
+    if not weights.method or (weights.method == "gguf" and not blocks):
         return UNQUANTIZED
-    if weights.method == "gguf":
-        rules = tuple((name, block_method(form)) for name, form in weights.rules if form is not None)
-        return LinearMethods(UNQUANTIZED.default, rules)
     head = (("lm_head", UNQUANTIZED.default),) * has_tied_head
+    if weights.method == "gguf":
+        kind = Blocks if blocks == "read" else Matrices
+        methods = [(name, block_method(form, kind)) for name, form in weights.rules if form is not None]
+        if blocks == "read":
+            return LinearMethods(UNQUANTIZED.default, tuple(methods))
+        of_experts = (("*.experts*", UNQUANTIZED.default), ("model.embed_tokens", UNQUANTIZED.default))
+        return LinearMethods(UNQUANTIZED.default, (*head, *of_experts, *methods))
     named = ((name.replace("block_sparse_moe", "mlp"), _method(form)) for name, form in weights.rules)
     return LinearMethods(UNQUANTIZED.default, (*head, *named))
 

@@ -78,15 +78,25 @@ def _super_scales(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return scales.float(), minima.float()
 
 
-def _affine(data: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """``codes [..., 8, 32]`` of a block of Q4_K or Q5_K, which begins with scales."""
+def _group_scales(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and minima ``[..., 8]`` of a block of Q4_K or Q5_K, which begins with them."""
     scales, minima = _super_scales(data[..., 4:16])
-    d, dmin = _floats(data[..., :2], torch.float16), _floats(data[..., 2:4], torch.float16)
-    return ((d * scales)[..., None] * codes - (dmin * minima)[..., None]).flatten(-2)
+    return _floats(data[..., :2], torch.float16) * scales, _floats(data[..., 2:4], torch.float16) * minima
+
+
+def _affine(data: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """``codes [..., 8, 32]`` of a block of Q4_K or Q5_K."""
+    scales, minima = _group_scales(data)
+    return (scales[..., None] * codes - minima[..., None]).flatten(-2)
+
+
+def _q4_k_codes(data: torch.Tensor) -> torch.Tensor:
+    """``[..., 8, 32]``"""
+    return _nibbles(data[..., 16:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
 
 
 def _q4_k(data: torch.Tensor) -> torch.Tensor:
-    return _affine(data, _nibbles(data[..., 16:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2))
+    return _affine(data, _q4_k_codes(data))
 
 
 def _q5_k(data: torch.Tensor) -> torch.Tensor:
@@ -108,6 +118,7 @@ _BLOCKS: Mapping[int, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
     13: (176, _q5_k), 14: (210, _q6_k), 39: (17, _mxfp4),
 }  # fmt: skip
 """By numbers of types: bytes of a block, and its values."""
+_Q4_0, _Q4_K, _MXFP4 = 2, 12, 39
 _FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 
 
@@ -117,6 +128,21 @@ def dequantize(number: int, data: torch.Tensor) -> torch.Tensor:
         return _floats(data, _FLOATS[number])
     size, values = _BLOCKS[number]
     return values(data.unflatten(-1, (-1, size))).flatten(-2)
+
+
+def codes_of_4_bits(number: int, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """``[n, bytes]`` of Q4_0, Q4_1, Q4_K or MXFP4 -> codes ``[n, groups, 32]`` uint8, scales ``[n, groups]``, of MXFP4
+    as exponents, and minima ``[n, groups]`` or None."""
+    blocks = data.unflatten(-1, (-1, _BLOCKS[number][0]))
+    if number == _Q4_K:
+        scales, minima = _group_scales(blocks)
+        return _q4_k_codes(blocks).flatten(1, 2), scales.flatten(1), minima.flatten(1)
+    if number == _MXFP4:
+        return _nibbles(blocks[..., 1:]), blocks[..., 0], None
+    scale = _floats(blocks[..., :2], torch.float16)[..., 0]
+    if number == _Q4_0:
+        return _nibbles(blocks[..., 2:]), scale, None
+    return _nibbles(blocks[..., 4:]), scale, -_floats(blocks[..., 2:4], torch.float16)[..., 0]
 
 
 class BlockLinear:

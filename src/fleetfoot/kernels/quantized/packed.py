@@ -32,7 +32,7 @@ class PackedMatrix:
     scales: torch.Tensor
     """``[out, ceil(in / group)]`` in the dtype of the activations; of e2m1 uint8, with those of whole blocks."""
     zeros: torch.Tensor | None
-    """``[out, ceil(in / group)]`` uint8; None: 8, or e2m1."""
+    """``[out, ceil(in / group)]`` uint8, or float16 with fractions; None: 8, or e2m1."""
     group: int
     """Inputs that share a scale."""
     num_inputs: int

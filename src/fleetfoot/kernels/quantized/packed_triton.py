@@ -493,8 +493,11 @@ def _centred(
     weight = _codes_of_block(words, first, places, dtype, is_e2m1, is_hopper)
     if not is_e2m1:
         base: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
-        if has_zeros:
+        if has_zeros and zero_ptrs.dtype.element_ty == tl.uint8:
             weight = weight - (tl.load(zero_ptrs).to(tl.float32) + base).to(dtype)[:, None]
+        elif has_zeros:  # with fractions, which numbers from 128 on do not have
+            weight = weight - tl.full((1, 1), base, tl.float32).to(dtype)
+            weight = weight - tl.load(zero_ptrs).to(dtype)[:, None]
         else:
             weight = weight - tl.full((1, 1), base + 8.0, tl.float32).to(dtype)
     return weight
