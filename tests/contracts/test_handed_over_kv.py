@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from tests.helpers.prefill_decode import nixl
 from tests.helpers.routers import MODEL, vllm_router
 from tests.helpers.server import RunningServer
@@ -86,3 +87,42 @@ def test_vllm_router_hands_kv_over(pair: tuple[RunningServer, RunningServer]) ->
             assert streamed(router.client.post(path, json={**own, "stream": True})) == expected
     finally:
         router.close()
+
+
+_TIMES = "queue", "prefill", "decode", "inference"
+READ_BY_OTHERS = {
+    # the Gateway API's model servers
+    *("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info", "lora_requests_info"),
+    # boards of vLLM and llm-d
+    *("time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds"),
+    *("e2e_request_latency_seconds", *(f"request_{name}_time_seconds" for name in _TIMES)),
+    *("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "request_success"),
+    *("external_prefix_cache_queries", "external_prefix_cache_hits", "num_preemptions", "engine_sleep_state"),
+    *("num_requests_waiting_by_reason", "prompt_tokens_by_source", "iteration_tokens_total"),
+    *("nixl_xfer_time_seconds", "nixl_post_time_seconds", "nixl_bytes_transferred", "nixl_num_descriptors"),
+    *("nixl_num_failed_transfers", "nixl_num_failed_notifications", "nixl_num_kv_expired_reqs"),
+    # production-stack
+    *("gpu_cache_usage_perc", "gpu_prefix_cache_hits", "gpu_prefix_cache_queries"),
+}
+"""Families without ``vllm:``; counters end in ``_total`` besides. With a drafter there is ``spec_decode_*``."""
+
+
+def test_metrics_that_others_read_are_there(pair: tuple[RunningServer, RunningServer]) -> None:
+    for number in range(2):
+        body = {**FIELDS, "prompt": f"{number}: {PROMPT}"}
+        given = {"do_remote_decode": True}
+        for server in pair:
+            answer = httpx.post(
+                f"{server.url}/v1/completions", json={**body, "kv_transfer_params": given}, timeout=60
+            ).json()
+            given = answer.get("kv_transfer_params")
+    families = {one.name.removeprefix("vllm:"): one for one in text_string_to_metric_families(pair[1].stats())}
+    assert READ_BY_OTHERS - {*families} == set()
+    for name in READ_BY_OTHERS:
+        assert all(sample.labels.keys() >= {"model_name", "engine"} for sample in families[name].samples), name
+    values = {sample.name: sample.value for one in families.values() for sample in one.samples}
+    assert values["vllm:nixl_bytes_transferred_sum"] >= 2 * 64 * 1024
+    assert values["vllm:nixl_xfer_time_seconds_sum"] >= values["vllm:nixl_post_time_seconds_sum"] > 0
+    assert values["vllm:nixl_num_descriptors_count"] == values["vllm:nixl_xfer_time_seconds_count"] >= 2
+    adapters = families["lora_requests_info"].samples[0].labels
+    assert (adapters["max_lora"], adapters["running_lora_adapters"]) == ("0", "")

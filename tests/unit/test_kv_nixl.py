@@ -33,6 +33,7 @@ from fleetfoot.kv_transfer.nixl import consumer as nixl_consumer
 from fleetfoot.kv_transfer.nixl import side_channel, transfer_agent
 from fleetfoot.kv_transfer.nixl.params import NixlSettings
 from fleetfoot.kv_transfer.nixl.side_channel import Acquire, Decline, Granted, LeaseError, Leases, ProducerServer, Renew
+from fleetfoot.records.kv_connector import READ_HISTOGRAMS
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout, make_groups
 from fleetfoot.records.request import RequestStatus
 from fleetfoot.records.step import SchedulerOutput
@@ -93,7 +94,13 @@ def test_consumer_loads_what_was_computed(make: MakeEngine, options: dict[str, A
         producer.until_sent(name)
     assert same(consumer.contents([4, 5, 6]), untouched)
     num_bytes = 8 * num_ranks * LAYOUT.bytes_per_block
-    assert consumer.counters == {"blocks_loaded": 8 * num_ranks, "bytes_loaded": num_bytes}
+    counted = {"blocks_loaded": 8 * num_ranks, "bytes_loaded": num_bytes, "read_bytes": num_bytes}
+    assert {name: consumer.counters[name] for name in counted} == counted
+    loads = {
+        name: sum(consumer.counters[one] for one in consumer.counters if one.startswith(f"{name}<="))
+        for name in READ_HISTOGRAMS
+    }
+    assert loads == dict.fromkeys(READ_HISTOGRAMS, 2 * num_ranks) and consumer.counters["read_regions"] >= num_ranks
     assert producer.counters == {"sends_sent": 2 * num_ranks, "blocks_sent": 8 * num_ranks, "bytes_sent": num_bytes}
     assert not consumer.scheduler.has_pending and not producer.scheduler.has_pending
 
@@ -302,7 +309,7 @@ Stalled = tuple[Engine, Engine, Gate, Clock, Any]
 @pytest.fixture
 def stalled(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stalled]:
     """A producer and a consumer with a load that is under way and stalled. No renewal arrives, early or late."""
-    monkeypatch.setattr(side_channel, "notify", lambda *_: None)
+    monkeypatch.setattr(side_channel, "notify", lambda *_: 0)
     clock, gate = Clock(), Gate()
     producer, consumer = make(line=True, clock=clock), make(clock=clock, timeout=20.0)
     producer.lines[0].spoil = gate
@@ -410,7 +417,12 @@ def test_lease_lasts_while_it_is_renewed(make: MakeEngine) -> None:
 
 def test_consumer_renews_while_a_request_waits_or_loads(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     messages, jobs = list[Any](), ManualJobs()
-    monkeypatch.setattr(side_channel, "notify", lambda addresses, message, *_: messages.append((addresses, message)))
+
+    def notify(addresses: list[str], message: Any, *_: object) -> int:
+        messages.append((addresses, message))
+        return 1
+
+    monkeypatch.setattr(side_channel, "notify", notify)
     monkeypatch.setattr(nixl_consumer, "IOThreads", lambda *_: jobs)
     producer, consumer = make(), make(jobs=ManualJobs(), clock=(clock := Clock()))
     request = consumer.remote(params := producer.hold("p"))
@@ -422,7 +434,7 @@ def test_consumer_renews_while_a_request_waits_or_loads(make: MakeEngine, monkey
     jobs.run()
     assert messages == [(opened(params).addresses, Renew([opened(params).lease]))] * 2
     clock.now += 60
-    assert consumer.step().failed["r"].timed_out
+    assert consumer.step().failed["r"].timed_out and consumer.counters["notifications_failed"] == 2
     clock.now += 2
     assert consumer.scheduler.build_connector_meta(SchedulerOutput(0, [], [], 0, 0, 0)) is None
 

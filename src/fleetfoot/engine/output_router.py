@@ -6,12 +6,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from fleetfoot.engine.input_processor import EngineRequest
 from fleetfoot.engine.stats import Histogram, StatsCollector
 from fleetfoot.engine.wire import Finish, Outputs, SequenceEnd, Tokens
 from fleetfoot.outputs import RequestMetrics
+from fleetfoot.records.kv_connector import READ_HISTOGRAMS
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import EngineOutput
 from fleetfoot.scheduler.stats import SchedulerStats
@@ -29,6 +31,12 @@ _OF_REQUESTS = (
 
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 """By level."""
+_NIXL_COUNTERS = {
+    "nixl_num_failed_transfers": "loads_failed",
+    "nixl_num_failed_notifications": "notifications_failed",
+    "nixl_num_kv_expired_reqs": "sends_expired",
+}
+"""vLLM's names -> counters of the connector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +45,7 @@ class EngineGauges:
 
     sleep_level: int
     has_connector: bool
+    has_nixl: bool
     cache: Mapping[str, Any]
     """Settings of the KV cache."""
 
@@ -52,7 +61,16 @@ class EngineGauges:
             "gpu_memory_utilization": config.gpu_memory_utilization,
             "num_gpu_blocks": scheduler.config.num_blocks,
         }
-        return cls(engine.suspension.level, plan.connector is not None, cache)
+        name = None if plan.connector is None else plan.connector.config.kv_connector
+        return cls(engine.suspension.level, name is not None, name == "NixlConnector", cache)
+
+
+def _of_reads(name: str, counters: Mapping[str, int]) -> dict[str, Any]:
+    """A histogram of `READ_HISTOGRAMS`, of the connector's counters."""
+    _, unit, limits = READ_HISTOGRAMS[name]
+    counts = accumulate(counters.get(f"{name}<={limit}", 0) for limit in (*limits, "inf"))
+    labels = [f"{unit * limit:g}" if unit != 1 else str(limit) for limit in limits]
+    return {"buckets": [*zip([*labels, "+Inf"], counts, strict=True)], "sum": unit * counters.get(name, 0)}
 
 
 @dataclass(slots=True, eq=False)
@@ -170,6 +188,9 @@ class OutputRouter:
             "engine_sleep_state": [
                 ({"sleep_state": name}, level == facts.sleep_level) for level, name in enumerate(_SLEEP_STATES)
             ],
+            "lora_requests_info": [
+                ({"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}, time.time())
+            ],
             "cache_config_info": [({name: str(value) for name, value in facts.cache.items()}, 1)],
             "spec_decode_num_accepted_tokens_per_pos": [
                 ({"position": str(position)}, count) for position, count in enumerate(drafts.accepted_at)
@@ -210,12 +231,17 @@ class OutputRouter:
             "iteration_tokens_total": self._step_tokens,
             **self._requests,
         }
+        plain = {name: {"buckets": one.cumulative(), "sum": one.sum} for name, one in histograms.items()}
+        if facts.has_nixl:
+            counted = scheduler.transfers.counters
+            counters |= {name: counted.get(own, 0) for name, own in _NIXL_COUNTERS.items()}
+            plain |= {name: _of_reads(own, counted) for own, (name, *_) in READ_HISTOGRAMS.items()}
         return {
             "gauges": gauges,
             "counters": counters,
             "labelled": labelled,
             "finished": dict(stats.num_finished),
-            "histograms": {name: {"buckets": one.cumulative(), "sum": one.sum} for name, one in histograms.items()},
+            "histograms": plain,
         }
 
     def latencies(self) -> dict[str, list[tuple[str, int]]]:

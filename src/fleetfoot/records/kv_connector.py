@@ -6,12 +6,25 @@ Method names follow vLLM's ``KVConnectorBase_V1`` where the meaning is the same.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from fleetfoot.records.request import Request
     from fleetfoot.records.step import KVConnectorOutput, SchedulerOutput
+
+
+_TIMES = tuple(base * 10**power for power in range(2, 7) for base in (1, 2, 5))
+_SIZES = tuple(4**power for power in range(6, 18))
+_COUNTS = tuple(base * 10**power for power in range(1, 5) for base in (1, 2, 5))
+READ_HISTOGRAMS: Mapping[str, tuple[str, float, tuple[int, ...]]] = {
+    "read_us": ("nixl_xfer_time_seconds", 1e-6, _TIMES),
+    "post_us": ("nixl_post_time_seconds", 1e-6, _TIMES),
+    "read_bytes": ("nixl_bytes_transferred", 1, _SIZES),
+    "read_regions": ("nixl_num_descriptors", 1, _COUNTS),
+}
+"""What a connector counts of each load that reads another engine's memory, as sums and as counts up to limits: vLLM's
+names, the unit, and the limits."""
 
 
 class SchedulerConnector(ABC):

@@ -36,6 +36,9 @@ _COUNTERS = {
     "expert_rebalancings": "Rounds in which experts were placed anew by their load.",
     "expert_moves": "Experts that came to another place.",
     "expert_rebalancing_seconds": "Time of rebalancings, beside steps.",
+    "nixl_num_failed_transfers": "Loads of KV from other engines that have failed.",
+    "nixl_num_failed_notifications": "Messages about KV of other engines that did not reach them.",
+    "nixl_num_kv_expired_reqs": "Prompts whose KV was held for another engine that did not read it in time.",
     "spec_decode_num_drafts": "Verifications of draft tokens.",
     "spec_decode_num_draft_tokens": "Draft tokens verified.",
     "spec_decode_num_accepted_tokens": "Draft tokens accepted.",
@@ -55,10 +58,15 @@ _HISTOGRAMS = {
     "request_params_max_tokens": "The limit of a request's tokens.",
     "request_params_n": "Sequences of a request.",
     "iteration_tokens_total": "Tokens of a step.",
+    "nixl_xfer_time_seconds": "Reads of another engine's memory for a prompt.",
+    "nixl_post_time_seconds": "Of these, until they were under way.",
+    "nixl_bytes_transferred": "Bytes that were read for a prompt.",
+    "nixl_num_descriptors": "Regions of memory that were read for a prompt.",
 }
 
 _LABELLED = {
     "num_requests_waiting_by_reason": ("gauge", "Requests that wait for room, and that wait for KV to be loaded."),
+    "lora_requests_info": ("gauge", "The time; adapters are not supported."),
     "engine_sleep_state": ("gauge", "1 of the state that the engine is in."),
     "cache_config_info": ("gauge", "Settings of the KV cache."),
     "prompt_tokens_by_source": ("counter", "Prompt tokens that were computed, cached, or loaded from elsewhere."),

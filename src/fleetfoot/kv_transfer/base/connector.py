@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from fleetfoot.config.json_fields import check_key
 from fleetfoot.config.kv_transfer import KVTransferConfig
+from fleetfoot.records.kv_connector import READ_HISTOGRAMS
 from fleetfoot.records.kv_connector import SchedulerConnector as SchedulerConnector  # for authors of connectors
 from fleetfoot.records.kv_layout import ARENA as ARENA
 from fleetfoot.records.kv_layout import BLOCK_CONTIGUOUS_HND as BLOCK_CONTIGUOUS_HND
@@ -225,6 +227,13 @@ class TransferCounters(Counter[str]):
 
     def add(self, name: str, count: int = 1) -> None:
         self[name] += count
+
+    def observe(self, name: str, value: int) -> None:
+        """Add a sample of one of `READ_HISTOGRAMS`."""
+        limits = READ_HISTOGRAMS[name][2]
+        at = bisect_left(limits, value)
+        self[f"{name}<={limits[at] if at < len(limits) else 'inf'}"] += 1
+        self[name] += value
 
     def take(self) -> dict[str, int]:
         """The increments since the last call."""

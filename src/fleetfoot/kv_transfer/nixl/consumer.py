@@ -194,6 +194,11 @@ class Load:
     num_arrived: int = 0
     num_bytes: int = 0
     """Bytes of the blocks that have arrived."""
+    num_regions: int = 0
+    read_s: float = 0.0
+    """Of all reads together."""
+    post_s: float = 0.0
+    """Of these, until each read was under way."""
     error: str = ""
 
     def should_stop(self) -> bool:
@@ -242,6 +247,7 @@ class Loads:
         self._clock = clock
         self._loads: list[Load] = []
         self._ended: queue.SimpleQueue[Load] = queue.SimpleQueue()
+        self._unnotified: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     # --- in the worker's thread -------------------------------------------------------------------------------------
 
@@ -257,7 +263,7 @@ class Loads:
     def decline(self, offer: Offer) -> None:
         """Notify the producer's rank of the same number, and every ``num_ranks``-th after it."""
         addresses = offer.addresses[self._rank :: self._num_ranks]
-        self._decline_jobs.submit(partial(side_channel.notify, addresses, Decline(offer.lease), self._key))
+        self._decline_jobs.submit(partial(self._notify, addresses, Decline(offer.lease), side_channel.CONNECT_SECONDS))
 
     def renew(self, offers: Iterable[Offer]) -> None:
         """Renew leases at the ranks of `decline`. A rank that has not taken the last renewal is skipped."""
@@ -268,6 +274,10 @@ class Loads:
         for address in leases.keys() - self._renewing:
             self._renewing.add(address)
             self._renew_jobs.submit(partial(self._renew, address, Renew(leases[address])))
+
+    def _notify(self, addresses: Sequence[str], message: Decline | Renew, timeout: float) -> None:
+        for _ in range(side_channel.notify(addresses, message, self._key, timeout)):
+            self._unnotified.put(None)
 
     def get_finished(self, finished_req_ids: set[str], output: KVConnectorOutput) -> None:
         """Add the loads that have ended to ``output``."""
@@ -281,6 +291,12 @@ class Loads:
             output.loaded.add(load.spec.request_id)
             self._counters.add("blocks_loaded", load.num_arrived)
             self._counters.add("bytes_loaded", load.num_bytes)
+            if load.num_regions:
+                self._counters.observe("read_us", round(1e6 * load.read_s))
+                self._counters.observe("post_us", round(1e6 * load.post_s))
+                self._counters.observe("read_bytes", load.num_bytes)
+                self._counters.observe("read_regions", load.num_regions)
+        self._counters.add("notifications_failed", sum(1 for _ in drain(self._unnotified)))
         now = self._clock()
         for load in list(self._loads):
             if load.spec.request_id in finished_req_ids and not load.is_new:
@@ -324,7 +340,7 @@ class Loads:
     # --- in a thread of its own -------------------------------------------------------------------------------------
 
     def _renew(self, address: str, message: Renew) -> None:
-        side_channel.notify([address], message, self._key, RENEW_SECONDS)
+        self._notify([address], message, RENEW_SECONDS)
         self._renewing.discard(address)
 
     def _run(self, load: Load) -> None:
@@ -363,13 +379,18 @@ class Loads:
                 ours = block_ids[group][begin : begin + count]
                 held = granted.block_ids[group][-len(block_ids[group]) :][begin : begin + count]
                 remote = buffers.remote_regions(granted.caches, group, held)
-                transfer = self._agent.read(peer, remote, buffers.local_regions(buffer, group, count), granted.device)
+                local = buffers.local_regions(buffer, group, count)
+                began = self._clock()
+                transfer = self._agent.read(peer, remote, local, granted.device)
+                load.post_s += self._clock() - began
+                load.num_regions += len(remote)
                 while not transfer.poll():
                     if load.should_stop():
                         raise StoppedError("the load was given up")
                     transfer.wait(_READ_POLL_SECONDS)
                 transfer.release()
                 transfer = None
+                load.read_s += self._clock() - began
                 with load.lock:
                     if load.is_cancelled:
                         raise StoppedError("the load was given up")

@@ -129,14 +129,18 @@ def call(
 
 def notify(
     addresses: Iterable[str], message: Decline | Renew, key: ClusterKey, timeout: float = CONNECT_SECONDS
-) -> None:
-    """Send a message without a reply to ranks of a producer. At ranks that cannot be reached the leases expire."""
+) -> int:
+    """Send a message without a reply to ranks of a producer. At ranks that cannot be reached the leases expire; their
+    number is returned."""
+    num_lost = 0
     for address in addresses:
         try:
             with contextlib.closing(connect(address, timeout, key, SIDE_CHANNEL)) as channel:
                 channel.send(msgspec.msgpack.encode(message))
         except ConnectionLostError as error:
             logger.info("a lease could not be declined or renewed: %s", error)
+            num_lost += 1
+    return num_lost
 
 
 ACQUIRE_SECONDS = 30.0
