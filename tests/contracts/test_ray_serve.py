@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,15 @@ SETTINGS: dict[str, Any] = {
     "model_id": "story",
     "engine_kwargs": {"dtype": "float32", "device": "cpu", "kv_cache_memory_bytes": 1 << 26},
     "deployment_config": {
-        "autoscaling_config": {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 4, "upscale_delay_s": 0}
+        "autoscaling_config": {
+            "min_replicas": 1,
+            "max_replicas": 2,
+            "target_ongoing_requests": 4,
+            "upscale_delay_s": 0,
+            "downscale_delay_s": 1,
+            "look_back_period_s": 1,
+            "metrics_interval_s": 0.2,
+        }
     },
 }
 
@@ -96,3 +105,55 @@ def test_rays_protocol_of_servers(served: tuple[str, Any], expected: str) -> Non
     handle.reset_prefix_cache.remote().result()
     assert call["check_health"].remote().result() is None
     assert handle.llm_config.remote().result().model_id == "story"
+
+
+def num_running() -> int:
+    """Replicas that answer requests."""
+    from ray import serve
+
+    (application,) = serve.status().applications.values()
+    return sum(one.replica_states.get("RUNNING", 0) for one in application.deployments.values())
+
+
+def test_replicas_come_under_load_and_go_after_it(served: tuple[str, Any], expected: str) -> None:
+    """Requests go on until Serve has done as it says; each has the answer of one engine."""
+    options: dict[str, Any] = {"model": "story", "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
+    with openai.OpenAI(base_url=f"{served[0]}/v1", api_key="none", timeout=60) as client:
+
+        def answer(_: int) -> str:
+            return client.completions.create(**options).choices[0].text
+
+        with ThreadPoolExecutor(16) as threads:
+            while num_running() < 2:
+                assert {*threads.map(answer, range(64))} == {expected}
+            assert {*threads.map(answer, range(64))} == {expected}
+        while num_running() > 1:
+            assert answer(0) == expected
+
+
+def test_rays_own_builder_of_applications(served: tuple[str, Any], expected: str) -> None:
+    """``build_openai_app`` with ``server_cls``; it imports the types of an installed vLLM or SGLang."""
+    llm = pytest.importorskip("ray.serve.llm", exc_type=ImportError)
+    from ray import serve
+
+    config = llm.LLMConfig(
+        model_loading_config={"model_id": "story"},
+        server_cls="fleetfoot.server.ray_serve:FleetfootServer",
+        engine_kwargs=SETTINGS["engine_kwargs"],
+        deployment_config={"autoscaling_config": {"min_replicas": 1, "max_replicas": 1}},
+    )
+    serve.run(llm.build_openai_app({"llm_configs": [config]}), name="built", route_prefix="/built")
+    options: dict[str, Any] = {"model": "story", "max_tokens": 20, "temperature": 0}
+    messages = [{"role": "user", "content": PROMPT}]
+    with openai.OpenAI(base_url=f"{served[0]}/built/v1", api_key="none", timeout=60) as client:
+        assert [model.id for model in client.models.list()] == ["story"]
+        assert client.completions.create(**options, prompt=PROMPT).choices[0].text == expected
+        events = list(client.completions.create(**options, prompt=PROMPT, stream=True))
+        assert "".join(event.choices[0].text for event in events) == expected
+        whole = client.chat.completions.create(**options, messages=messages).choices[0].message.content
+        parts = [event.choices[0].delta.content or "" for event in client.chat.completions.create(
+            **options, messages=messages, stream=True)]  # fmt: skip
+        assert "".join(parts) == whole
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(**{**options, "temperature": -1}, prompt=PROMPT)
+    serve.delete("built")

@@ -117,7 +117,7 @@ def _hint(flag: str, known: argparse.ArgumentParser) -> str:
         return "a prompt goes to --prompt"
     if flag in _STRUCTURED and "--structured-outputs" in flags:
         return f"""it is --structured-outputs '{{"{_STRUCTURED[flag]}": ...}}'"""
-    long = f"--{ENGINE_FLAGS.get(flag.lstrip('-'), '').replace('_', '-')}"
+    long = f"--{ENGINE_FLAGS.get('-' + flag.lstrip('-'), '').replace('_', '-')}"
     if long in known._option_string_actions:
         return f"it is {long}"
     near = difflib.get_close_matches(flag, flags, n=3)

@@ -147,15 +147,16 @@ def replicas_here(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
 
 
 ENGINE_FLAGS = {
-    "tp": "tensor_parallel_size",
-    "pp": "pipeline_parallel_size",
-    "pcp": "prefill_context_parallel_size",
-    "dp": "data_parallel_size",
-    "ep": "enable_expert_parallel",
-    "sc": "speculative_config",
-    "cc": "compilation_config",
+    "-tp": "tensor_parallel_size",
+    "-pp": "pipeline_parallel_size",
+    "-pcp": "prefill_context_parallel_size",
+    "-dp": "data_parallel_size",
+    "-ep": "enable_expert_parallel",
+    "-sc": "speculative_config",
+    "-cc": "compilation_config",
+    "--executor": "distributed_executor_backend",
 }
-"""Short flags of vLLM's commands, without their dash, and what they are short for."""
+"""Short flags, those of one letter or two from vLLM's commands, and what they are short for."""
 
 SPECULATIVE_KEYS = {
     "draft_tensor_parallel_size": "leave it out: with tensor parallelism each rank runs the whole drafter",

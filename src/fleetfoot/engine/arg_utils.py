@@ -54,7 +54,7 @@ def add_setting_flags(group: Any, *, prefix: str = "", leave_out: Collection[str
         how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if is_switch else {"type": parse_value}
         options[name] = {"help": argparse.SUPPRESS, **how}
     for name in [name for name in options if name not in leave_out]:
-        flags = [flag_of(name), *(f"-{short}" for short, long in ENGINE_FLAGS.items() if long == name)]
+        flags = [flag_of(name), *(short for short, long in ENGINE_FLAGS.items() if long == name)]
         group.add_argument(*flags, dest=prefix + name, default=argparse.SUPPRESS, **options[name])
 
 
