@@ -31,6 +31,7 @@ from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.utils.process import EXIT_GUARD, EXIT_S, SHORT_COLLECTIONS
+from fleetfoot.utils.progress import loading_bar
 from fleetfoot.utils.validation import FieldTypeError
 
 if TYPE_CHECKING:
@@ -81,8 +82,10 @@ class AsyncLLM(AsyncPoolingCalls, SleepCalls, WeightCalls):
     def __init__(self, model: str | os.PathLike[str] | None = None, **keywords: Any) -> None:
         if model is not None:
             keywords["model"] = model
-        config = EngineConfig.from_keywords(keywords, owner="AsyncLLM")
-        self._start(LLMEngine.from_config(config))
+        with loading_bar():
+            config = EngineConfig.from_keywords(keywords, owner="AsyncLLM")
+            engine = LLMEngine.from_config(config)
+        self._start(engine)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, usage_context: object = None, **unknown: Any) -> Self:

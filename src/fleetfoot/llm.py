@@ -31,7 +31,7 @@ from fleetfoot.outputs import Logprob, PoolingRequestOutput, RequestOutput
 from fleetfoot.records.pooling_params import PoolingParams
 from fleetfoot.records.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, is_integer
 from fleetfoot.utils.process import SHORT_COLLECTIONS, StopSignal, deferred_interrupts
-from fleetfoot.utils.progress import progress_bar
+from fleetfoot.utils.progress import loading_bar, progress_bar
 from fleetfoot.utils.validation import FieldError, FieldTypeError
 from fleetfoot.utils.vllm_paths import missing_attribute
 
@@ -57,8 +57,9 @@ class LLM(ChatCalls, PoolingCalls, SleepCalls, WeightCalls):
     def __init__(self, model: str | os.PathLike[str] | None = None, **keywords: Any) -> None:
         if model is not None:
             keywords["model"] = model
-        self.config = EngineConfig.from_keywords(keywords, owner="LLM")
-        self.llm_engine = LLMEngine.from_config(self.config)
+        with loading_bar():
+            self.config = EngineConfig.from_keywords(keywords, owner="LLM")
+            self.llm_engine = LLMEngine.from_config(self.config)
         self._is_closing = False
         self._numbers = count()
         self._turns = Turns(lambda: self.llm_engine.can_step)

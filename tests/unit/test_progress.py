@@ -3,10 +3,12 @@
 import io
 import sys
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
 
+from fleetfoot import LLM, AsyncLLM
 from fleetfoot.utils import progress
 from fleetfoot.utils.progress import download_bar, loading_bar, progress_bar, report_progress
 
@@ -52,6 +54,19 @@ def test_a_start_shows_one_phase_at_a_time(on_terminal: Callable[[], Terminal]) 
     assert not progress.is_shown()
 
 
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_an_engine_of_a_program_shows_its_start(on_terminal: Callable[[], Terminal], kind: Any) -> None:
+    terminal = on_terminal()
+
+    def build(config: object) -> None:
+        report_progress("weights", 1, 2)
+        raise MemoryError
+
+    with mock.patch("fleetfoot.engine.engine.build_engine", build), pytest.raises(MemoryError):
+        kind()
+    assert "weights" in terminal.getvalue() and not progress.is_shown()
+
+
 def test_requests_are_counted_with_their_tokens(on_terminal: Callable[[], Terminal]) -> None:
     terminal = on_terminal()
     with progress_bar(True, total=4, description="Generating") as advance:
@@ -67,6 +82,9 @@ def test_nothing_is_shown_without_a_terminal(capsys: pytest.CaptureFixture[str])
         report_progress("weights", 1, 2)
         advance(3, by=2)
         assert download_bar() is None
+    with loading_bar(), progress_bar(True, total=3, description="x") as advance:
+        report_progress("weights", 1, 2)
+        advance(3, by=2)
     assert capsys.readouterr() == ("", "")
 
 

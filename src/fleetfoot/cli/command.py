@@ -96,7 +96,7 @@ def started_engine(arguments: argparse.Namespace, **defaults: Any) -> Iterator[t
         from fleetfoot.engine.engine import LLMEngine
 
         try:
-            with loading_bar(is_shown=sys.stderr.isatty()):
+            with loading_bar():
                 engine = LLMEngine.from_config(config)
         except ModelNotFoundError as error:
             is_word = hasattr(arguments, "prompt") and error.setting == "model"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -65,10 +66,12 @@ class _BarHandler(logging.Handler):
 
 
 @contextmanager
-def loading_bar(*, is_shown: bool) -> Iterator[None]:
-    """Show what this process reports on standard error, a terminal, for the length of the block. Log records appear
-    above it."""
-    if not is_shown:
+def loading_bar(*, is_shown: bool | None = None) -> Iterator[None]:
+    """Show what this process reports on standard error for the length of the block. Log records appear above it.
+    ``is_shown``: None: if standard error is a terminal. Within another such block this one does nothing."""
+    if is_shown is None:
+        is_shown = sys.stderr.isatty()
+    if not is_shown or _LOGGER.isEnabledFor(_LEVEL):
         yield
         return
     handler = _BarHandler()
@@ -90,10 +93,10 @@ def progress_bar(bar: bool | Callable[..., Any], *, total: float, description: s
     """Show a progress bar over ``total`` parts for the length of the block.
 
     Args:
-        bar: True: on the terminal; False: none; else a factory such as ``tqdm``, of objects with ``update(n)`` and
-            ``close()``.
+        bar: True: on the terminal, if there is one, or in a notebook; False: none; else a factory such as ``tqdm``, of
+            objects with ``update(n)`` and ``close()``.
     """
-    bar = bar if callable(bar) else bool(bar)
+    bar = bar if callable(bar) else bool(bar) and (sys.stderr.isatty() or "ipykernel" in sys.modules)
     if bar is False:
         yield lambda num_tokens, by=1: None
     elif bar is True:
