@@ -21,8 +21,17 @@ from fleetfoot.cli.drawing import Chart, Curve, draw
 from fleetfoot.cli.main import main
 
 SHAPE = Shape(Lengths(6, 9), Lengths(3, 3), prefix_len=4, num_prefixes=2)
+DRAFTS = {
+    'drafts_total{engine="0"}': 2,
+    'draft_tokens_total{engine="0"}': 6,
+    'accepted_tokens_total{engine="0"}': 3,
+    'accepted_tokens_per_pos_total{engine="0",position="0"}': 2,
+    'accepted_tokens_per_pos_total{engine="0",position="1"}': 1,
+}
+"""What the server's metrics count of each request."""
 VLLM_KEYS = """
-date backend label model_id num_prompts request_rate burstiness max_concurrency duration completed failed
+date endpoint_type tokenizer_id rtfx
+backend label model_id num_prompts request_rate burstiness max_concurrency duration completed failed
 total_input_tokens total_output_tokens request_throughput request_goodput output_throughput total_token_throughput
 max_output_tokens_per_s max_concurrent_requests
 mean_ttft_ms median_ttft_ms std_ttft_ms p99_ttft_ms mean_tpot_ms median_tpot_ms std_tpot_ms
@@ -39,6 +48,7 @@ class OpenAI(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
+        self.profiles: list[tuple[str, str, int]] = []
         self.fails_after = math.inf
         self.url = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -49,9 +59,17 @@ class _Handler(BaseHTTPRequestHandler):
     server: OpenAI
 
     def do_GET(self) -> None:
-        self._send(200, b'{"data": [{"id": "some-model"}]}')
+        if self.path == "/metrics":
+            counts = {name: size * len(self.server.bodies) for name, size in DRAFTS.items()}
+            self._send(200, "".join(f"vllm:spec_decode_num_{one} {size}\n" for one, size in counts.items()).encode())
+        else:
+            self._send(200, b'{"data": [{"id": "some-model"}]}')
 
     def do_POST(self) -> None:
+        if self.path.endswith("_profile"):
+            self.server.profiles.append((self.path, self.headers["Authorization"], len(self.server.bodies)))
+            self._send(200, b'{"files": ["a.json"]}' if self.path.startswith("/stop") else b"")
+            return
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.bodies.append(body)
         self.server.headers.append(dict(self.headers))
@@ -107,7 +125,15 @@ def test_several_loads_are_a_line_each_with_the_keys_of_vllm(
         assert [name for name in VLLM_KEYS if name not in point] == []
         assert (point["completed"], point["failed"], point["request_goodput"]) == (6, 0, 0.0)
         assert (point["total_input_tokens"], point["total_output_tokens"], point["total_cached_tokens"]) == (42, 30, 12)
-        assert point["events_per_token"] == 1.0
+        assert point["events_per_token"] == 1.0 and point["p99_client_queue_time_ms"] == 0.0
+        assert {name.removeprefix("spec_decode_"): point[name] for name in point if name.startswith("spec_")} == {
+            "acceptance_rate": 50.0,
+            "acceptance_length": 2.5,
+            "num_drafts": 12,
+            "draft_tokens": 36,
+            "accepted_tokens": 18,
+            "per_position_acceptance_rates": [1.0, 0.5],
+        }
         assert 0 < point["median_ttft_ms"] <= point["p99_ttft_ms"] <= point["p99_e2el_ms"]
         assert point["max_concurrent_requests"] <= point["max_concurrency"]
     assert len(server.bodies) == 1 + 2 * 6
@@ -118,12 +144,19 @@ def test_several_loads_are_a_line_each_with_the_keys_of_vllm(
     assert "p99" in {element.text for element in drawn.iter() if element.tag.endswith("text")}
 
 
+def test_a_profile_of_the_target(server: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEETFOOT_ADMIN_KEY", "admin")
+    assert main(bench(server, "--profile", "--num-prompts", "2", "--burstiness", "0.5", "--request-rate", "900")) == 0
+    assert server.profiles == [("/start_profile", "Bearer admin", 0), ("/stop_profile", "Bearer admin", 3)]
+
+
 def test_turns_of_a_conversation_have_what_was_said_before(server: OpenAI, capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--endpoint", "chat", "--turns", "3", "--num-prompts", "2", "--request-rate", "1000", "--save-detailed"
     assert main(bench(server, *flags)) == 0
     content = json.loads(capsys.readouterr().out)
     assert (content["completed"], content["output_lens"], content["backend"]) == (6, [5] * 6, "openai-chat")
     assert [len(gaps) for gaps in content["itls"]] == [4] * 6
+    assert content["errors"] == [""] * 6 and len(content["latencies"]) == len(content["queue_times"]) == 6
     conversations: dict[str, list[Any]] = {}
     for body in server.bodies[3:]:  # those after the warm-up
         conversations.setdefault(body["messages"][0]["content"], []).append(body["messages"])
@@ -139,7 +172,7 @@ def test_failures_are_counted_with_their_reasons(server: OpenAI, capsys: pytest.
     server.fails_after = 3
     assert main(bench(server, "--num-prompts", "5", "--max-concurrency", "1")) == 1
     content = json.loads(capsys.readouterr().out)
-    assert (content["completed"], content["failed"], list(content["errors"].values())) == (2, 3, [3])
+    assert (content["completed"], content["failed"], list(content["error_counts"].values())) == (2, 3, [3])
     server.fails_after = 0
     assert main(bench(server)) == 2  # the warm-up fails
 
@@ -154,6 +187,7 @@ def test_failures_are_counted_with_their_reasons(server: OpenAI, capsys: pytest.
         ("--offline",),
         ("--plot", "load.jpg"),
         ("--header", "nothing"),
+        ("--base-url", "localhost:8000"),
         ("--trace", "absent.jsonl"),
     ],
 )

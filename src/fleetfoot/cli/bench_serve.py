@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pickle
+import re
 import socket
 import statistics
 import struct
@@ -21,7 +22,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -128,11 +129,14 @@ def read_trace(file: str, shape: Shape, fields: dict[str, Any], speed: float) ->
     return sorted(conversations, key=lambda one: one.due_s or 0.0)
 
 
-def with_arrivals(conversations: Sequence[Conversation], rate: float, seed: int) -> list[Conversation]:
-    """The times of a Poisson process of ``rate`` conversations per second; none for an infinite rate."""
+def with_arrivals(
+    conversations: Sequence[Conversation], rate: float, seed: int, burstiness: float = 1.0
+) -> list[Conversation]:
+    """The times of a process of ``rate`` conversations per second; none for an infinite rate. ``burstiness``: shape of
+    the gamma distribution of the times between; 1: a Poisson process."""
     if math.isinf(rate):
         return [*conversations]
-    times = _rng(seed, 5).exponential(1.0 / rate, size=len(conversations)).cumsum().tolist()
+    times = _rng(seed, 5).gamma(burstiness, 1.0 / (rate * burstiness), size=len(conversations)).cumsum().tolist()
     return [msgspec.structs.replace(one, due_s=due) for one, due in zip(conversations, times, strict=True)]
 
 
@@ -234,7 +238,7 @@ def _read(process: subprocess.Popen[bytes], size: int) -> bytes:
     return data
 
 
-def results(outcome: Outcome, goodput: dict[str, float]) -> dict[str, Any]:
+def results(outcome: Outcome, goodput: dict[str, float], concurrency: int = 0) -> dict[str, Any]:
     """The measurements, by the keys of `vllm bench serve`. ``goodput``: limits in ms, by metric."""
     good = [one for one in outcome.samples if not one.error]
     duration = outcome.duration_s
@@ -259,7 +263,11 @@ def results(outcome: Outcome, goodput: dict[str, float]) -> dict[str, Any]:
         "max_output_tokens_per_s": _peak_rate(good),
         "max_concurrent_requests": _peak_running(outcome.samples),
         "events_per_token": ratio(sum(one.num_events for one in good), num_output),
+        "rtfx": 0.0,  # of audio
     }
+    if concurrency:
+        times["client_queue_time"] = [one.sent - one.due for one in good]
+        times["e2el_including_client_queue"] = [one.end - one.due for one in good]
     for name, values in times.items():
         summary = distribution(values, 1e3)
         found |= {f"mean_{name}_ms": summary["mean"], f"median_{name}_ms": summary["p50"]}
@@ -277,7 +285,7 @@ def results(outcome: Outcome, goodput: dict[str, float]) -> dict[str, Any]:
         **{f"p99_{name}_lag_ms": lag for name, lag in lags.items()},
         "is_limit": busiest > _BUSY or (lags["loop"] or 0.0) > _LATE_MS,
     }
-    found["errors"] = dict(Counter(one.error for one in outcome.samples if one.error).most_common(5))
+    found["error_counts"] = dict(Counter(one.error for one in outcome.samples if one.error).most_common(5))
     return found
 
 
@@ -519,6 +527,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "conversations that arrive in a second, in a Poisson process; several with commas: one load each (default: inf)"
     )
     add("--request-rate", type=_rates, default=(math.inf,), metavar="X[,X]", help=text)
+    text = "evenness of arrivals: 1 is a Poisson process, below come bursts (default: 1)"
+    add("--burstiness", type=_positive, default=1.0, metavar="X", help=text)
     text = "most requests at once; several with commas: one load each (default: no limit)"
     add("--max-concurrency", type=_counts, default=(0,), metavar="N[,N]", help=text)
     add("--num-prompts", type=int, metavar="N", help="conversations of each load (default: 100, or all of a trace)")
@@ -546,6 +556,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--offline", action="store_true", help="measure the same requests without a server before, and compare")
     add("--label", default="fleetfoot", metavar="TEXT", help="a name of the target in the result (default: fleetfoot)")
     add("--save-detailed", action="store_true", help="add the times of each request to the result")
+    text = "POST /start_profile before the loads and /stop_profile after, with the key FLEETFOOT_ADMIN_KEY if it is set"
+    add("--profile", action="store_true", help=text)
     add("--output", metavar="FILE", help="write the JSON there, not to standard output")
     add_engine_arguments(parser, takes_model=True)
 
@@ -577,6 +589,9 @@ def run(arguments: argparse.Namespace) -> int:
             "temperature": arguments.temperature, **({} if arguments.allow_eos else {"ignore_eos": True}),
             **arguments.extra_body,
         }  # fmt: skip
+        if arguments.profile:
+            _profile(f"{url}/start_profile", headers)
+            stack.callback(_profile, f"{url}/stop_profile", headers)
         points = _run_loads(arguments, target, shape, fields, server, offline)
     if arguments.plot is not None:
         plot(points, dict(arguments.goodput), arguments.plot)
@@ -610,18 +625,20 @@ def _run_loads(
             name = "trace" if arguments.trace else f"{rate:g}/s"
             name += f", {concurrency} at once" if concurrency else ""
             table.begin(name, sum(len(one.turns) for one in conversations))
-            before = {} if server is None else server.cpu_s()
+            before, drafts = {} if server is None else server.cpu_s(), _drafts(target.url)
             outcome = run_processes(target, conversations, concurrency, table.update)
             point = {
                 "date": datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S"),
-                "backend": "openai-chat" if shape.is_chat else "openai",
+                **dict.fromkeys(("endpoint_type", "backend"), "openai-chat" if shape.is_chat else "openai"),
                 "label": arguments.label,
                 "model_id": fields["model"],
+                "tokenizer_id": None,
                 "num_prompts": len(outcome.samples),
                 "request_rate": rate if math.isfinite(rate) else "inf",
-                "burstiness": 1.0,
+                "burstiness": arguments.burstiness,
                 "max_concurrency": concurrency or None,
-                **results(outcome, goodput),
+                **results(outcome, goodput, concurrency),
+                **_acceptance(drafts, _drafts(target.url)),
             }
             if server is not None:
                 point["server"] = _compared(point, before, server.cpu_s(), offline)
@@ -643,7 +660,7 @@ def _conversations(
     count = arguments.num_prompts or 100
     if arguments.duration is not None:
         count = max(1, round(rate * arguments.duration))
-    return with_arrivals(make_conversations(shape, fields, count), rate, arguments.seed)
+    return with_arrivals(make_conversations(shape, fields, count), rate, arguments.seed, arguments.burstiness)
 
 
 def _compared(
@@ -660,6 +677,39 @@ def _compared(
     return found
 
 
+_DRAFTS = re.compile(
+    r"^vllm:spec_decode_num_(drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)_total\{(.*)\} (\S+)$", re.M
+)
+
+
+def _drafts(url: str) -> dict[tuple[str, int], float]:
+    """What the target's metrics count of drafts, of all engines together; positions of the last kind are told apart."""
+    counts: dict[tuple[str, int], float] = defaultdict(float)
+    base = url.removesuffix("/chat/completions").removesuffix("/completions").removesuffix("/v1")
+    with contextlib.suppress(OSError, ValueError), urllib.request.urlopen(f"{base}/metrics", timeout=30) as response:
+        for kind, labels, value in _DRAFTS.findall(response.read().decode("utf-8", "replace")):
+            position = re.search(r'position="(\d+)"', labels)
+            counts[kind, int(position[1]) if position else 0] += float(value)
+    return counts
+
+
+def _acceptance(before: dict[tuple[str, int], float], after: dict[tuple[str, int], float]) -> dict[str, Any]:
+    """Acceptance of drafts in a load, by the keys of `vllm bench serve`; empty without drafts."""
+    count = {key: value - before.get(key, 0.0) for key, value in after.items()}
+    drafts, drafted, accepted = (count.get((kind, 0), 0.0) for kind in ("drafts", "draft_tokens", "accepted_tokens"))
+    if not drafted or not drafts:
+        return {}
+    by_position = sorted((place, value) for (kind, place), value in count.items() if kind == "accepted_tokens_per_pos")
+    return {
+        "spec_decode_acceptance_rate": 100 * accepted / drafted,
+        "spec_decode_acceptance_length": 1 + accepted / drafts,
+        "spec_decode_num_drafts": int(drafts),
+        "spec_decode_draft_tokens": int(drafted),
+        "spec_decode_accepted_tokens": int(accepted),
+        "spec_decode_per_position_acceptance_rates": [value / drafts for _, value in by_position],
+    }
+
+
 def _details(outcome: Outcome) -> dict[str, Any]:
     samples = outcome.samples
     return {
@@ -668,7 +718,9 @@ def _details(outcome: Outcome) -> dict[str, Any]:
         "start_times": [one.sent for one in samples],
         "ttfts": [max(0.0, one.first - one.sent) for one in samples],
         "itls": [[*gaps(one)] for one in samples],
-        "request_errors": [one.error for one in samples],
+        "latencies": [max(0.0, one.end - one.sent) for one in samples],
+        "queue_times": [one.sent - one.due for one in samples],
+        "errors": [one.error for one in samples],
     }
 
 
@@ -679,7 +731,7 @@ def _warn(point: dict[str, Any]) -> None:
             f"warning: the client may be the limit (a process uses {client['busiest_cpu_share']:.0%} of a core, and is "
             f"{client['p99_loop_lag_ms']:.0f} ms late); give more --client-processes, or free cores"
         )
-    for reason, number in point["errors"].items():
+    for reason, number in point["error_counts"].items():
         command.print_status(f"warning: {command.count(number, 'request')} failed: {reason}")
 
 
@@ -692,6 +744,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise command.UsageError(
             "--offline goes with completions of random prompts, and without --base-url and --trace"
         )
+    if arguments.base_url is not None and not re.match(r"https?://[^/]", arguments.base_url):
+        raise command.UsageError(f"--base-url is {arguments.base_url!r}; it must begin with http:// or https://")
     if arguments.turns > 1 and arguments.endpoint != "chat":
         raise command.UsageError("--turns needs --endpoint chat")
     if arguments.duration is not None and (
@@ -716,12 +770,30 @@ def _headers(arguments: argparse.Namespace) -> dict[str, str]:
     return headers
 
 
+def _profile(url: str, headers: dict[str, str]) -> None:
+    """Begin or end a profile of the target. Raises UsageError: it refuses."""
+    own = {"Authorization": f"Bearer {key}"} if (key := env.admin_key()) else {}
+    try:
+        request = urllib.request.Request(url, method="POST", headers=headers | own)
+        with urllib.request.urlopen(request, timeout=600) as response:
+            files = (json.loads(response.read() or b"{}") or {}).get("files", ())
+    except (OSError, ValueError) as error:
+        text = error.read().decode("utf-8", "replace") if isinstance(error, urllib.error.HTTPError) else str(error)
+        raise command.UsageError(f"--profile: {url}: {text:.500}") from error
+    for file in files:
+        command.print_status(f"profile: {file}")
+
+
 def _first_model(url: str, headers: dict[str, str]) -> str:
     try:
         request = urllib.request.Request(f"{url}/v1/models", headers=headers)
         with urllib.request.urlopen(request, timeout=30) as response:
             return str(json.load(response)["data"][0]["id"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except urllib.error.HTTPError as error:
+        raise command.UsageError(f"{url}/v1/models answers {error.code}; give --request-model, or a key") from error
+    except OSError as error:
+        raise command.UsageError(f"{url} cannot be reached: {error}") from error
+    except (ValueError, LookupError, TypeError) as error:
         raise command.UsageError(f"{url}/v1/models lists no model ({error}); give --request-model") from error
 
 
@@ -733,6 +805,13 @@ def _rates(text: str) -> tuple[float, ...]:
     if not rates or not all(rate > 0 for rate in rates):  # NaN is not
         raise argparse.ArgumentTypeError(f"{text!r} is no rate above 0; write 2.5, inf, or 1,2,4")
     return rates
+
+
+def _positive(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
 
 
 def _counts(text: str) -> tuple[int, ...]:
