@@ -37,6 +37,17 @@ ODD: dict[str, dict[str, Any]] = {
         "affinity": {"podAntiAffinity": {}}, "extraVolumes": [{"name": "models", "emptyDir": {}}],
         "extraVolumeMounts": [{"name": "models", "mountPath": "/models"}],
     },
+    "what YAML and numbers bend": {
+        "model": "C:\\x: \"y\" 'z' # {{ .Values }}\n\t é", "servedModelNames": ["null", "0x1F", "yes", ": ", "- a"],
+        "args": ["--max-num-batched-tokens", 1048576, "--seed", 2**53 - 1, "--gpu-memory-utilization", 0.95, "", "on"],
+        "replicas": 2_000_000, "shutdownSeconds": 10_000_000, "startupSeconds": 20_000_000, "sharedMemory": "1",
+        "apiKeySecret": "1234", "adminKeySecret": "true", "serviceAccountName": "0123", "nodeSelector": {"n": "12"},
+        "podLabels": {"app.kubernetes.io/name": "other", "b": "true"}, "podAnnotations": {"x": "1: 2\n#"},
+        "cache": {"size": "100", "storageClass": "-"}, "podMonitor": {"enabled": True, "labels": {"release": "1"}},
+        "inferencePool": {"enabled": True, "endpointPicker": "123"}, "env": [{"name": "A", "value": "1"}],
+        "autoscaling": {"enabled": True, "maxReplicas": 1_000_000, "waitingRequests": 1_500_000},
+        "resources": {"limits": None}, "tolerations": [], "affinity": {},
+    },
     "several nodes": {"nodes": 2, "clusterKeySecret": "cluster", "cache": {"existingClaim": "own"}},
     "an example": yaml.safe_load((DEPLOY / "examples" / "llm-d.yaml").read_text()),
 }  # fmt: skip
@@ -66,13 +77,13 @@ FIELDS: dict[str, dict[str, Any]] = {
 """Custom resources, which the validator has no schemas of: the fields that their projects document, of those used."""
 
 
-def rendered(**values: Any) -> list[dict[str, Any]]:
+def rendered(release: str = "story", **values: Any) -> list[dict[str, Any]]:
     """The manifests that Helm makes."""
     from helm_python import Chart
 
     with Chart.load(CHART) as chart:
         chart.validate_schema(values)
-        texts = chart.render(values, name="story", namespace="test")
+        texts = chart.render(values, name=release, namespace="test")
     return [one for text in texts.values() for one in yaml.safe_load_all(text) if one]
 
 
@@ -121,6 +132,23 @@ def test_the_chart_makes_valid_manifests(name: str, tmp_path: Path) -> None:
         assert json.loads(events.partition("=")[2])["topic"] == "kv@$(POD_IP)@small"
 
 
+@pytest.mark.parametrize("release", ["null", "true", "f", "a" * 53, "fleetfoot" + "-x" * 22])
+def test_odd_values_and_names_stay_what_they_are(release: str, tmp_path: Path) -> None:
+    values = ODD["what YAML and numbers bend"]
+    manifests = rendered(release, **values)
+    check(manifests, tmp_path)
+    found = {one["kind"]: one for one in manifests}
+    assert all(len(one["metadata"]["name"]) <= 56 for one in manifests)
+    pod, claim = found["Deployment"]["spec"]["template"], found["PersistentVolumeClaim"]["spec"]
+    args = pod["spec"]["containers"][0]["args"]
+    assert args[0] == values["model"] and args[3:9] == ["--served-model-name", *values["servedModelNames"]]
+    assert args[-8:] == [str(one) for one in values["args"]] and "--shutdown-timeout=10000000" in args
+    own = {"app.kubernetes.io/name": "fleetfoot", "app.kubernetes.io/instance": release}
+    assert pod["metadata"]["labels"] == {**values["podLabels"], **own, "llm-d.ai/engine-type": "vllm"}
+    assert (claim["storageClassName"], claim["resources"]["requests"]["storage"]) == ("", "100")
+    assert found["HorizontalPodAutoscaler"]["spec"]["maxReplicas"] == 1_000_000
+
+
 @pytest.mark.parametrize("name", ["everything", "several nodes"])
 def test_the_arguments_of_the_chart_are_flags_of_the_server(name: str) -> None:
     from fleetfoot.cli.main import make_parser
@@ -148,6 +176,11 @@ def test_the_arguments_of_the_chart_are_flags_of_the_server(name: str) -> None:
         {"replica": 3},
         {"inferencePool": {"enabled": True}},
         {"nodes": "two"},
+        {"image": None},
+        {"cache": {"size": None}},
+        {"podLabels": {"a": 1}},
+        {"env": [{"name": "A", "value": 1}]},
+        {"servedModelNames": [""]},
     ],
 )
 def test_values_that_cannot_be_meant_are_refused(values: dict[str, Any]) -> None:

@@ -9,20 +9,25 @@
 {{/* Labels that select the pods which answer requests. */}}
 {{- define "fleetfoot.selector" -}}
 app.kubernetes.io/name: fleetfoot
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
+{{- end -}}
+
+{{/* A number or a text of the values as text: numbers are floats there, and large ones would be written as 1e+06. */}}
+{{- define "fleetfoot.text" -}}
+{{- if and (kindIs "float64" .) (eq (floor .) .) }}{{ int64 . }}{{ else }}{{ toString . }}{{ end -}}
 {{- end -}}
 
 {{- define "fleetfoot.labels" -}}
 {{ include "fleetfoot.selector" . }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | quote }}
 {{- end -}}
 
 {{- define "fleetfoot.secretVariable" -}}
 - name: {{ index . 0 }}
   valueFrom:
     secretKeyRef:
-      name: {{ index . 1 }}
+      name: {{ index . 1 | quote }}
       key: key
 {{- end -}}
 
@@ -36,8 +41,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
     {{- with $values.model }}
     - {{ . | quote }}
     {{- end }}
-    - --port={{ $values.port }}
-    - --shutdown-timeout={{ $values.shutdownSeconds }}
+    - --port={{ int $values.port }}
+    - --shutdown-timeout={{ int $values.shutdownSeconds }}
     {{- with $values.servedModelNames }}
     - --served-model-name
     {{- range . }}
@@ -60,7 +65,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
     - {{ printf "--kv-events-config=%s" (dict "enable_kv_cache_events" true "endpoint" (printf "tcp://*:%d" (int $values.kvEvents.port)) "replay_endpoint" (printf "tcp://*:%d" (int $values.kvEvents.replayPort)) "topic" (printf "kv@$(POD_IP)@%s" (default $values.model (first (default (list "") $values.servedModelNames)))) | toJson) | quote }}
     {{- end }}
     {{- range $values.args }}
-    - {{ . | toString | quote }}
+    - {{ include "fleetfoot.text" . | quote }}
     {{- end }}
   env:
     - name: POD_IP
@@ -87,12 +92,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
   {{- if not .isWorker }}
   ports:
     - name: http
-      containerPort: {{ $values.port }}
+      containerPort: {{ int $values.port }}
     {{- if $values.kvEvents.enabled }}
     - name: kv-events
-      containerPort: {{ $values.kvEvents.port }}
+      containerPort: {{ int $values.kvEvents.port }}
     - name: kv-replay
-      containerPort: {{ $values.kvEvents.replayPort }}
+      containerPort: {{ int $values.kvEvents.replayPort }}
     {{- end }}
   startupProbe:
     httpGet: {path: /health, port: http}
@@ -132,16 +137,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $values := .root.Values -}}
 metadata:
   labels:
+    {{- $own := merge (dict "llm-d.ai/engine-type" "vllm") (include "fleetfoot.selector" $root | fromYaml) }}
     {{- if .isWorker }}
-    app.kubernetes.io/name: fleetfoot-worker
-    app.kubernetes.io/instance: {{ $root.Release.Name }}
-    {{- else }}
-    {{- include "fleetfoot.selector" $root | nindent 4 }}
-    llm-d.ai/engine-type: vllm
+    {{- $own = dict "app.kubernetes.io/name" "fleetfoot-worker" "app.kubernetes.io/instance" $root.Release.Name }}
     {{- end }}
-    {{- with $values.podLabels }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+    {{- toYaml (merge $own $values.podLabels) | nindent 4 }}
   {{- with $values.podAnnotations }}
   annotations:
     {{- toYaml . | nindent 4 }}
@@ -150,7 +150,7 @@ spec:
   terminationGracePeriodSeconds: {{ add (int $values.shutdownSeconds) 30 }}
   automountServiceAccountToken: false
   {{- with $values.serviceAccountName }}
-  serviceAccountName: {{ . }}
+  serviceAccountName: {{ . | quote }}
   {{- end }}
   {{- with $values.imagePullSecrets }}
   imagePullSecrets:
@@ -166,14 +166,14 @@ spec:
     - name: cache
       {{- if or $values.cache.existingClaim $values.cache.size }}
       persistentVolumeClaim:
-        claimName: {{ default (printf "%s-cache" (include "fleetfoot.name" $root)) $values.cache.existingClaim }}
+        claimName: {{ default (printf "%s-cache" (include "fleetfoot.name" $root)) $values.cache.existingClaim | quote }}
       {{- else }}
       emptyDir: {}
       {{- end }}
     - name: shared-memory
       emptyDir:
         medium: Memory
-        sizeLimit: {{ $values.sharedMemory }}
+        sizeLimit: {{ $values.sharedMemory | quote }}
     {{- with $values.extraVolumes }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
