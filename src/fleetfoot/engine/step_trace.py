@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-MOST_EVENTS = 2_000_000
+MOST_EVENTS = 500_000
 """Events of a trace at most; what comes later is left out."""
 _LOOK_S = 0.25
 _VIEWER = "profile"

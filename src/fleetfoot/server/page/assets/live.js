@@ -37,8 +37,9 @@ class Engine {
       this.steps.push({ began, seconds, batch, decodes, prompt, drafted, accepted });
       const end = began + seconds;
       for (const [lane, isPreempted] of left) this.close(lane, began, isPreempted ? "lost" : "end");
-      for (const [lane] of begun) {
+      for (const [lane, prompt] of begun) {
         const known = this.lane(lane);
+        known.prompt = prompt;
         known.admitted ??= began;
         if (known.lostFrom !== undefined) this.segment(known, "lost", known.lostFrom, began);
         known.lostFrom = undefined;
@@ -242,7 +243,7 @@ export class Live {
       ["Step, mean of 2 s", recent.length ? `${((1000 * recent.reduce((sum, step) => sum + step.seconds, 0)) / recent.length).toFixed(2)} ms` : "idle"],
       ["Prefix hits, of prompt tokens", share(seen.prefix[1], seen.prefix[0])],
       ...(seen.prefix[2] ? [["Hits lost for want of a state", count(seen.prefix[2])]] : []),
-      ["Drafts accepted", share(seen.drafts[1], seen.drafts[0])],
+      ...(engine.plan?.drafter ? [["Drafts accepted", share(seen.drafts[1], seen.drafts[0])]] : []),
       ...(seen.drafts[2] ? [["No drafts because", seen.drafts[2]]] : []),
       ["Preemptions", count(seen.preemptions)],
       ["KV loads / held blocks", `${seen.transfers[0]} / ${seen.transfers[1]}`],
@@ -263,8 +264,8 @@ export class Live {
       title: `${seen.kv.length > 1 ? `rank ${rank}, ` : ""}${kind}`, parts: [["used", used / total], ["cached", cached / total]],
       text: `${count(used)} used, ${count(cached)} cached, ${count(total - used - cached)} free of ${count(total)} blocks`,
     }))));
-    if (!seen.experts) $("experts").replaceChildren(node("p", "No experts have been balanced.", "faint"));
-    else {
+    $("experts").parentElement.hidden = !seen.experts;
+    if (seen.experts) {
       const most = Math.max(...seen.experts.loads, 1e-9);
       this.showMeters($("experts"), seen.experts.loads.map((load, rank) => ({ title: `rank ${rank}`, parts: [["used", load / most]], text: share(load, 1) })));
       $("experts").append(node("p", `balancedness ${seen.experts.balancedness.toFixed(3)} (least ${seen.experts.least.toFixed(3)}, expected ${seen.experts.expected.toFixed(3)}), ${count(seen.experts.rounds)} rounds, ${count(seen.experts.moved)} moved`, "faint"));
@@ -386,7 +387,8 @@ export class Live {
       context.textAlign = "left";
       const drafts = lane.drafted ? `, ${lane.accepted}/${lane.drafted - lane.accepted}` : "";
       const cached = lane.cached ? ` (${count(lane.cached)} cached)` : "";
-      context.fillText(`${count(lane.prompt ?? 0)}${cached} → ${count(lane.output ?? 0)}${drafts}`, width - right + 6, y + LANE_PX - 6, right - 8);
+      const output = lane.output === undefined ? "" : ` → ${count(lane.output)}`; // it may begin and end between two events
+      context.fillText(`${count(lane.prompt ?? 0)}${cached}${output}${drafts}`, width - right + 6, y + LANE_PX - 6, right - 8);
     }
     this.axis({ context, width: width - right, height }, lanes.length);
     const states = { w: 0, p: 0, d: 0, x: 0 };
