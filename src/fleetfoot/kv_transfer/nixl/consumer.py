@@ -196,9 +196,9 @@ class Load:
     """Bytes of the blocks that have arrived."""
     num_regions: int = 0
     read_s: float = 0.0
-    """Of all reads together."""
+    """All reads together."""
     post_s: float = 0.0
-    """Of these, until each read was under way."""
+    """The part of it before each read was under way."""
     error: str = ""
 
     def should_stop(self) -> bool:
