@@ -5,6 +5,7 @@
 #   make test-kernels run those of kernels on a CPU, and compile them for GPUs that are not there
 #   make test-contracts  routers of other projects before engines, manifests, and names of metrics
 #   make test-quick   run those that take less than a minute together
+#   make test-plain   run those that the C kernels concern without them, as where there is no C compiler
 #   make check        lint, formatting, import contracts, budgets of lines, words, and types
 #   make bench        the benchmarks of the host's part, as ratios and microseconds
 
@@ -23,8 +24,9 @@ unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, and each 
 
 # the files that have them: others need not be collected
 KERNEL_TESTS = $(shell grep -rlE 'helpers.interpreter|mark\.(interpreter|compiler|kernels)' tests --include='test_*.py')
+NATIVE_TESTS = $(shell grep -rlE '\bnative' tests/unit --include='test_*.py')
 
-.PHONY: demo serve test test-kernels kernel-tests test-contracts test-quick check bench clean
+.PHONY: demo serve test test-kernels kernel-tests test-contracts test-quick test-plain check bench clean
 
 demo: .venv/demo
 	$(BIN)/fleetfoot generate --stream --prompt "Once upon a time, there was a"
@@ -39,13 +41,16 @@ test-kernels: .venv/dev
 	$(PYTEST) -m kernels $(KERNEL_TESTS) $(PYTEST_ARGS)
 
 test-contracts: .venv/contracts
-	$(BIN)/python -m pytest -m contracts tests/contracts $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -o cache_dir=.pytest_cache/contracts -m contracts tests/contracts $(PYTEST_ARGS)
 
 kernel-tests:
 	@echo $(KERNEL_TESTS)
 
 test-quick: .venv/dev
 	$(PYTEST) -m "not (slow or kernels or contracts)" tests/unit tests/engine/test_quick.py $(PYTEST_ARGS)
+
+test-plain: .venv/dev
+	FLEETFOOT_USE_NATIVE_KERNELS=0 $(PYTEST) -m "not (slow or kernels or contracts)" tests/engine/test_quick.py $(NATIVE_TESTS) $(PYTEST_ARGS)
 
 check: .venv/dev
 	$(BIN)/ruff check .
