@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import make_checkpoint, reference_logits
 from tests.helpers.engines import make_engine, prompt_of
 from tests.helpers.faulty_connector import OFFLOADING, Faults, faulty
 from tests.helpers.paged_models import MODELS as PAGED
@@ -17,37 +16,26 @@ from fleetfoot.utils.validation import FieldError
 VOCAB = 101
 SIZES = {"vocab_size": VOCAB, "hidden_size": 48, "head_dim": 16, "max_position_embeddings": 512}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "num_hidden_layers": 3}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mistral": ("mistral", {"sliding_window": 7}),
-    "gemma3": ("gemma3_text", {"sliding_window": 5, **ALTERNATING, "query_pre_attn_scalar": 16}),
-    "qwen3": ("qwen3", {"use_sliding_window": True, "sliding_window": 20, **ALTERNATING}),
-    **{name: PAGED[name] for name in ("lfm2", "qwen3-next")},
+GEMMA = {"sliding_window": 5, **ALTERNATING, "query_pre_attn_scalar": 16}
+MODELS: dict[str, tuple[str, dict[str, Any], str, int]] = {
+    "mistral": ("mistral", {"sliding_window": 7}, "v1", 56),
+    "gemma3": ("gemma3_text", GEMMA, "v2", 280),
+    "lfm2": (*PAGED["lfm2"], "v1", 120),
+    "qwen3-next": (*PAGED["qwen3-next"], "v2", 20),
 }
-STATES = {"lfm2", "qwen3-next"}
-"""Models whose prefixes have recurrent states."""
-TIGHT = {"mistral": 14, "gemma3": 70, "qwen3": 70, "lfm2": 30, "qwen3-next": 5}
-"""Slabs of "tight": requests with a layer that attends to all tokens are preempted."""
+"""Model type, fields, runner and slabs: layers with windows alone, beside others, and two kinds of states."""
 PROMPTS = [prompt_of(length, VOCAB, seed=length) for length in (3, 61, 40, 9, 24)]
 PROMPTS += [PROMPTS[1][:48] + prompt_of(7, VOCAB, seed=1), PROMPTS[1]]  # of which a prefix is cached
-PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SETTINGS: dict[str, Any] = {"skip_tokenizer_init": True, "block_size": 4}
+Outputs = list[list[int]]
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def model(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, Path, list[list[int]]]:
-    """Its name, a checkpoint, and the greedy outputs of its reference."""
-    kind, config = MODELS[request.param]
-    folder = tmp_path_factory.mktemp(kind)
-    reference = make_checkpoint(folder, kind, **{**SIZES, **config})
-    outputs = []
-    for prompt in PROMPTS:
-        tokens = list(prompt)
-        for _ in range(PARAMS.max_tokens or 0):
-            with torch.no_grad():
-                tokens.append(int(reference(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-        outputs.append(tokens[len(prompt) :])
-    return request.param, folder, outputs
+def assert_greedy(reference: Any, outputs: Outputs) -> None:
+    for prompt, tokens in zip(PROMPTS, outputs, strict=True):
+        assert len(tokens) == PARAMS.max_tokens
+        logits = reference_logits(reference, prompt + tokens)[len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == tokens
 
 
 def run(engine: LLMEngine) -> list[list[int]]:
@@ -64,49 +52,60 @@ def run(engine: LLMEngine) -> list[list[int]]:
     return [list(outputs[str(number)].outputs[0].token_ids) for number in range(len(PROMPTS))]
 
 
-def test_states_in_two_bytes(model: tuple[str, Path, list[list[int]]]) -> None:
-    """Rounded states have the same tokens on both runners, in batches and with prefix hits; models without matrices in
-    their states refuse the setting."""
-    name, folder, expected = model
-    with pytest.raises(FieldError) as caught:
-        make_engine(embedded_model_path(), max_state_snapshots=4)  # it has no states
-    assert (caught.value.field, caught.value.value) == ("max_state_snapshots", 4)
-    settings: dict[str, Any] = {"skip_tokenizer_init": True, "block_size": 4, "mamba_ssm_cache_dtype": "bfloat16"}
-    if name != "qwen3-next":
-        with pytest.raises(FieldError) as caught:
-            make_engine(folder, **settings)
-        assert (caught.value.field, caught.value.value) == ("mamba_ssm_cache_dtype", "bfloat16")
-        return
+def test_states_in_two_bytes(tmp_path: Path) -> None:
+    """Rounded states have the same tokens on both runners, in batches and with prefix hits."""
+    kind, fields = PAGED["qwen3-next"]
+    reference = make_checkpoint(tmp_path, kind, **{**SIZES, **fields})
     outputs, fingerprints = [], set()
-    for runner, dtype in (("v1", "bfloat16"), ("v2", "bfloat16"), ("v2", "float32")):
-        engine = make_engine(folder, model_runner=runner, **{**settings, "mamba_ssm_cache_dtype": dtype})
+    for runner, dtype in (("v2", "float32"), ("v1", "bfloat16"), ("v2", "bfloat16")):
+        engine = make_engine(tmp_path, model_runner=runner, mamba_ssm_cache_dtype=dtype, **SETTINGS)
         outputs += [run(engine), run(engine)]
         layout = engine.core.executor.layout
         fingerprints.add((layout.fingerprint, layout.group_bytes[-1]))
         engine.shutdown()
+    expected, again, *rounded = outputs
+    assert_greedy(reference, expected)
+    assert again == expected
     # a prompt that is computed at once has no rounded state: which chunks there are decides near-ties
-    same = [sum(one == other for one, other in zip(tokens, expected, strict=True)) for tokens in outputs]
-    assert min(same[:4]) >= len(PROMPTS) - 2 and same[4:] == [len(PROMPTS)] * 2
+    same = [sum(one == other for one, other in zip(tokens, expected, strict=True)) for tokens in rounded]
+    assert min(same) >= len(PROMPTS) - 2
     (_, small), (_, large) = sorted(fingerprints, key=lambda found: found[1])
     assert small < 0.75 * large
 
 
-def test_new_weights_sleep_and_restarts(model: tuple[str, Path, list[list[int]]]) -> None:
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("story", "max_state_snapshots", 4),
+        ("story", "mamba_ssm_cache_dtype", "bfloat16"),
+        ("lfm2", "mamba_ssm_cache_dtype", "bfloat16"),  # its states have no matrices
+    ],
+)
+def test_settings_of_states_that_are_not_there(name: str, field: str, value: Any, tmp_path: Path) -> None:
+    folder = embedded_model_path() if name == "story" else tmp_path
+    if name != "story":
+        make_checkpoint(folder, PAGED[name][0], **{**SIZES, **PAGED[name][1]})
+    with pytest.raises(FieldError) as caught:
+        make_engine(folder, **{**SETTINGS, field: value})
+    assert (caught.value.field, caught.value.value) == (field, value)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_new_weights_sleep_and_restarts(name: str, tmp_path: Path) -> None:
     """KV in host memory, of every group, is that of the weights in use, before and after all of these."""
-    name, folder, expected = model
-    faults = Faults()
+    kind, fields, runner, num_slabs = MODELS[name]
+    reference, faults = make_checkpoint(tmp_path, kind, **{**SIZES, **fields}), Faults()
     engine = make_engine(
-        folder,
-        model_runner="v1" if name == "gemma3" else "v2",
+        tmp_path,
+        model_runner=runner,
         kv_transfer_config=faulty(OFFLOADING, faults),
         on_error="restart",
         enable_sleep_mode=True,
-        skip_tokenizer_init=True,
-        block_size=4,
-        num_gpu_blocks_override=4 * TIGHT[name],
+        num_gpu_blocks_override=num_slabs,
+        **SETTINGS,
     )
     try:
-        assert run(engine) == expected
+        assert_greedy(reference, expected := run(engine))
         engine.reload_weights()
         assert run(engine) == expected
         engine.reset_prefix_cache()

@@ -9,6 +9,7 @@ from tests.helpers.engines import make_engine
 from tests.helpers.runner_lives import MAX_MODEL_LEN, METHODS, NUM_DRAFTS, STORY
 from tests.helpers.schedules import OPENINGS, assert_lives_agree, live_alone, story_lives
 
+from fleetfoot import RequestOutput
 from fleetfoot.config.speculative import MAX_SPECULATIVE_TOKENS
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.records.sampling_params import SamplingParams
@@ -33,22 +34,35 @@ EXTREMES = [
 """Any two of the settings meet in all of theirs."""
 
 
+LIVES = [
+    life
+    for life in story_lives(Tokenizer.from_path(STORY), MAX_MODEL_LEN, "?")
+    if life.request_id in (*FEW, "one-token")
+]
+
+
+@functools.cache
+def alone() -> dict[str, RequestOutput]:
+    engine = story_engine(model_runner="v1", enable_prefix_caching=False)
+    outputs = live_alone(engine, LIVES)
+    engine.shutdown()
+    return outputs
+
+
 @pytest.mark.parametrize(("num_drafts", "method", "runner"), EXTREMES)
 def test_fewest_and_most_drafts(num_drafts: int, method: str, runner: str) -> None:
     """Up to 64 of them, also after prompts that leave room for one token."""
     config = {**METHODS[method], "num_speculative_tokens": num_drafts, "adaptive": False}
     # the drafts of a model for the one token are wrong, which takes many steps
     names = (*FEW, "one-token") if method == "ngram" else FEW
-    lives = [life for life in story_lives(Tokenizer.from_path(STORY), MAX_MODEL_LEN, "?") if life.request_id in names]
-    alone = story_engine(model_runner="v1", enable_prefix_caching=False)
+    lives = [life for life in LIVES if life.request_id in names]
     engine = story_engine(model_runner=runner, speculative_config=config, max_num_batched_tokens=600)
-    assert_lives_agree(engine, lives, live_alone(alone, lives), tolerance=1e-4, ties=False)
+    assert_lives_agree(engine, lives, alone(), tolerance=1e-4, ties=False)
     drafts = engine.stats().drafts
     assert len(drafts.accepted_at) == num_drafts
     assert drafts.num_accepted > 20
     assert method != "ngram" or drafts.accepted_at[-1] > 0  # of a token that comes again and again
-    for each in (alone, engine):
-        each.shutdown()
+    engine.shutdown()
 
 
 WAYS = {

@@ -32,7 +32,6 @@ class RunningServer:
         is_forked: bool = True,
         program: tuple[str, ...] = (),
     ) -> None:
-        is_forked = is_forked and not program
         words = [
             sys.executable,
             *(program or ("-m", "fleetfoot")),

@@ -122,21 +122,6 @@ def test_prepare_decode_takes_uniform_batches(kernels: Callable[[], Kernels], nu
         kernels().prepare_decode(step, row_tables(batch, draft_tokens=batch.draft_tokens[:, :1]))
 
 
-@pytest.mark.slow
-def test_a_cpu_needs_no_triton() -> None:
-    script = """
-import sys
-sys.modules["triton"] = None  # any import of it fails
-from tests.helpers.interpreter import compiled, interpreted, run_python
-from tests.helpers.kernels import cpu_kernels
-from tests.helpers.prepare_runs import OPS, run
-for op in OPS:
-    run(cpu_kernels(), op, "one_decode")
-print("done")
-"""
-    assert run_python("-c", script) == "done\n"
-
-
 @compiled
 def test_kernels_of_a_step_compile_for_a_gpu(tmp_path: Path) -> None:
     """Step preparation, the n-gram drafter, logits processors and logprobs."""

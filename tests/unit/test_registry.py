@@ -83,6 +83,11 @@ try:
     load_kernels(gpu)
 except KernelUnavailableError as error:
     print(error)
+import fleetfoot.kernels.attention.triton_backend
+from tests.helpers.kernels import cpu_kernels
+from tests.helpers.prepare_runs import OPS, run
+for op in OPS:
+    run(cpu_kernels(), op, "one_decode")
 """
     missing = "the plan names 'triton' for attention, but Triton is not installed"
     assert run_python("-c", script).splitlines() == ["('torch', 'cpu', 'numpy', 'sdpa')", missing]

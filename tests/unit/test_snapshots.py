@@ -34,14 +34,17 @@ def run(scheduler: Scheduler, requests: Sequence[Request]) -> None:
     scheduler.check_integrity()
 
 
+ONE_SHIFT, OTHER_SHIFT = (0, 1, 100, 1000), (7, 800, 333, 0)
+
+
 @pytest.mark.parametrize(
-    ("num_prefixes", "num_slabs", "is_at_once", "most"),
+    ("num_prefixes", "num_slabs", "is_at_once", "most", "shifts"),
     [
-        (1, 60, False, None), (1, 60, True, None), (8, 100, False, None), (8, 160, True, None),
-        (1, 200, False, 32), (1, 200, True, 32),
+        (1, 60, False, None, ONE_SHIFT), (1, 60, True, None, OTHER_SHIFT), (8, 100, False, None, ONE_SHIFT),
+        (8, 100, False, None, OTHER_SHIFT), (8, 160, True, None, ONE_SHIFT), (1, 200, False, 32, OTHER_SHIFT),
+        (1, 200, True, 32, ONE_SHIFT),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("shifts", [(0, 1, 100, 1000), (7, 800, 333, 0)])
 def test_prompts_that_share_most_of_a_prefix_hit(
     num_prefixes: int, num_slabs: int, is_at_once: bool, most: int | None, shifts: Sequence[int]
 ) -> None:

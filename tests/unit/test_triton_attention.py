@@ -282,12 +282,6 @@ def test_another_version_of_triton_gets_the_plain_kernel(monkeypatch: pytest.Mon
         assert gpu_limits.has_hopper_kernels.__wrapped__(torch.device("cpu")) == is_supported
 
 
-@pytest.mark.slow
-def test_importing_the_backend_needs_no_triton() -> None:
-    code = "import sys; sys.modules['triton'] = None; import fleetfoot.kernels.attention.triton_backend; print('done')"
-    assert run_python("-c", code) == "done\n"
-
-
 @compiled
 def test_hopper_kernel_for_heads_of_96() -> None:
     """For few requests, the Triton kernel is faster."""
