@@ -172,7 +172,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_balanced_experts(way: str, model: str, expected: dict[str, list[int]], tmp_path: Path) -> None:
-    """Tokens are the same while experts move, live weights find every replica, and sleep and files go with it."""
+    """Tokens are the same while experts move, live weights find every replica, and sleep and files go with it: these
+    on two ranks, files also on those of pipelines."""
     eplb = {"window_size": 8, "step_interval": 8, "num_redundant_experts": 3, "save": str(tmp_path / "saved")}
     settings = {**ROOM, **PARALLEL, **WAYS[way], "model": model, "enable_eplb": True, "enable_sleep_mode": True}
     with running(**settings, eplb_config=eplb) as engine:
@@ -193,7 +194,7 @@ def test_balanced_experts(way: str, model: str, expected: dict[str, list[int]], 
         assert 0 < metrics["fleetfoot:expert_moves"] <= report["num_moved"]
         assert 0 < metrics["fleetfoot:expert_balancedness_least"] <= metrics["fleetfoot:expert_balancedness"] <= 1
         assert engine.weight_checksums() == before
-        for level in (1, 2):
+        for level in (1, 2) if " " not in way else ():
             engine.sleep(level=level)
             engine.wake_up()
             if level == 2:
@@ -201,11 +202,13 @@ def test_balanced_experts(way: str, model: str, expected: dict[str, list[int]], 
             assert tokens_of(engine) == expected
         # one matrix of each expert, where they are now, and back
         tensors = load_file(Path(model) / "model.safetensors")
-        for factor in (-2, 1):
+        for factor in (-2, 1) if " " not in way else ():
             engine.reload_weights({EXPERT.format(index): factor * tensors[EXPERT.format(index)] for index in range(6)})
             changed = {name for name, checksum in engine.weight_checksums().items() if checksum != before[name]}
             assert changed == ({EXPERT.format(index) for index in range(6)} if factor != 1 else set())
             assert (tokens_of(engine) == expected) == (factor == 1)
+    if "tensor" in way:
+        return
     for file in (tmp_path / "saved").iterdir():  # of the same form, with a load that the first placement does not suit
         layers = json.loads(file.read_text())["layers"]
         assert all(sum(layer["load"]) > 0 and sorted({*layer["experts"]}) == [*range(6)] for layer in layers.values())

@@ -103,18 +103,6 @@ def test_killed_worker_ends_every_stream() -> None:
         assert isinstance(end.__cause__, WorkerError)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_error_of_a_step_has_its_traceback(rank: int) -> None:
-    with running(
-        pipeline_parallel_size=2, kv_transfer_config=faulty_rank(rank, "bind_connector_metadata", on_call=3)
-    ) as engine:
-        error = step_until_dead(engine)
-    assert isinstance(error.__cause__, WorkerError)
-    message = str(error)
-    assert f"worker {rank} failed: InjectedError: injected at bind_connector_metadata on rank {rank}" in message
-    assert "Traceback (most recent call last)" in message and "faulty_connector.py" in message
-
-
 RESTARTS = {
     "killed": ({"pipeline_parallel_size": 2}, 1, "save_kv", {"error": "kill", "on_call": 7}),
     "exited": ({"distributed_executor_backend": "mp"}, 0, "start_load_kv", {"error": "exit", "on_call": 4}),

@@ -11,6 +11,7 @@ from tests.helpers.counting_barrier import counting, steps_of
 from tests.helpers.processes import Watched
 
 from fleetfoot import LLM, EngineDeadError, SamplingParams
+from fleetfoot.executor.protocol import WorkerError
 
 DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
 PIPELINE, TENSOR = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}
@@ -75,8 +76,15 @@ def test_all_ranks_are_in_every_step(settings: dict[str, Any], experts: str, tmp
             assert llm.collective_rpc(steps_of) == [steps, steps], event
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("way", ["pipeline of V2 with drafts", "tensor ranks of V2", "data ranks of V2 with drafts"])
+@pytest.mark.parametrize(
+    ("way", "rank"),
+    [
+        ("pipeline of V2 with drafts", 0),
+        ("pipeline of V2 with drafts", 1),
+        ("tensor ranks of V2", 1),
+        ("data ranks of V2 with drafts", 0),
+    ],
+)
 def test_a_step_that_raises_on_one_rank_is_the_last_of_all(way: str, rank: int, experts: str, tmp_path: Path) -> None:
     """The others wait for it in the barrier at the latest, and end with the cause."""
     kv = counting(tmp_path, rank=rank, raise_at="save_kv", on_call=4)
@@ -85,6 +93,7 @@ def test_a_step_that_raises_on_one_rank_is_the_last_of_all(way: str, rank: int, 
     with pytest.raises(EngineDeadError) as caught:
         generate(llm, LIVES[way])
     workers.wait()
+    assert isinstance(caught.value.__cause__, WorkerError)
     assert f"worker {rank} failed: InjectedError: injected at save_kv on rank {rank}" in str(caught.value)
     assert "Traceback (most recent call last)" in str(caught.value) and "faulty_connector.py" in str(caught.value)
     steps = [[int(line) for line in (tmp_path / str(each)).read_text().split()] for each in range(2)]

@@ -20,7 +20,7 @@ from tests.helpers.engines import TEXT_MODEL, make_engine, prompt_of, run_reques
 from tests.helpers.faulty_connector import connector
 from tests.helpers.pairwise import Cell
 
-from fleetfoot import LLM, LLMEngine, PoolingParams, SamplingParams
+from fleetfoot import LLMEngine, PoolingParams, SamplingParams
 from fleetfoot.config.json_fields import ConfigError
 from fleetfoot.outputs import CompletionOutput
 from fleetfoot.plan.oracle import UnsupportedFeatureError
@@ -38,7 +38,6 @@ DECLARED, REFUSED = (
 )
 VOCAB = TEXT_MODEL["vocab_size"]
 PROMPT = prompt_of(21, VOCAB, seed=1)
-TELL = [0, 587, 349, 286, 264, 1008]  # to the embedded model: Once there was a fox
 PROMPTS = [PROMPT, *(prompt_of(length, VOCAB, seed=length) for length in (3, 9, 30, 34))]
 NUM_TOKENS = 10
 
@@ -221,20 +220,13 @@ MODELS: dict[Feature, dict[str, Any]] = {
 CHECKPOINTS = {Feature.WEIGHTS_WITHOUT_KERNELS: QUANTIZED / "fp8-narrow-blocks"}
 """Features that a checkpoint requires which other runners load."""
 
-REQUESTS: dict[Feature, str] = {}
-"""Features that a request would require, by the name that it would have in SamplingParams."""
-
-CALLS: dict[Feature, tuple[str, ...]] = {}
-"""Features that are methods of LLM."""
-
 
 @pytest.mark.parametrize(("runner", "feature"), REFUSED)
 def test_what_is_not_declared_is_refused(runner: str, feature: Feature, text_model: Path, tmp_path: Path) -> None:
     if feature is Feature.GRAPHS:  # no setting demands them: the plan has none
         assert make_engine(text_model, model_runner=runner).plan.capture_table.graphs == ()
         return
-    tables = (SETTINGS, MODELS, CHECKPOINTS, REQUESTS, CALLS)
-    assert any(feature in table for table in tables), f"nothing here needs {feature}"
+    assert any(feature in table for table in (SETTINGS, MODELS, CHECKPOINTS)), f"nothing here needs {feature}"
     if feature in CHECKPOINTS:
         with pytest.raises(UnsupportedFeatureError, match=feature.value):
             make_engine(CHECKPOINTS[feature], model_runner=runner, skip_tokenizer_init=True)
@@ -251,10 +243,6 @@ def test_what_is_not_declared_is_refused(runner: str, feature: Feature, text_mod
         (tmp_path / "config.json").write_text(json.dumps(content))
         with pytest.raises(ConfigError, match=str(tmp_path)):
             make_engine(tmp_path, model_runner=runner)
-    if feature in REQUESTS:
-        with pytest.raises(TypeError, match=f"unknown keyword '{REQUESTS[feature]}'"):
-            SamplingParams(**{REQUESTS[feature]: object()})
-    assert not any(hasattr(LLM, name) for name in CALLS.get(feature, ()))
 
 
 def test_what_v2_lacks_and_v1_has_is_one_warning_and_v1(

@@ -367,11 +367,11 @@ def run_over_an_update(engine: LLMEngine, update: Callable[[], object]) -> list[
     return sorted((output for output in drain(engine) if output.finished), key=lambda output: output.request_id)
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("mode", ["drain", "wait", "keep", "abort"])
-def test_running_requests(mode: str, overlaps: bool, runner: str, versions: Any) -> None:
+def test_running_requests(mode: str, overlaps: bool, versions: Any) -> None:
     known: Versions = versions("untied")
+    runner = "v2" if overlaps == (mode in ("drain", "keep")) else "v1"
     engine = make_engine(known.folders[0], model_runner=runner, max_num_seqs=1, async_scheduling=overlaps, **SIZE)
     update = partial(engine.reload_weights, known.folders[1], mode=mode)
     first, second, third = (output.outputs[0] for output in run_over_an_update(engine, update))
