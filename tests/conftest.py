@@ -21,7 +21,7 @@ from tests.helpers import zygote
 from tests.helpers.commands import CommandRunner
 
 # No test asserts on a duration: a busy machine is no failure.
-settings.register_profile("fleetfoot", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fleetfoot", max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fleetfoot")
 
 # On tensors this small, threads do nothing but wait for each other; so it is in child processes.

@@ -120,7 +120,7 @@ def test_each_sequence_of_a_request_stops_by_itself() -> None:
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_text_cut_anywhere(data: st.DataObject) -> None:
     """Random tokens and random pieces of their text as stop strings: the deltas are the text before the first match."""
@@ -208,7 +208,7 @@ ENDS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(ends=ENDS, num_drafts=st.integers(1, 6), depth=st.integers(0, 2), seed=st.integers(0, 2**32))
 def test_a_request_ends_as_with_single_tokens(ends: dict[str, Any], num_drafts: int, depth: int, seed: int) -> None:
     ends = {**ends, "min_tokens": min(ends.get("min_tokens", 0), ends.get("max_tokens", len(TOKENS)))}

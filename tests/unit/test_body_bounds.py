@@ -88,7 +88,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(body=st.dictionaries(st.text(alphabet="ab"), JSON, max_size=4), chunk=st.sampled_from([1, 5, 1000]))
 def test_the_counts_are_those_of_the_values(body: dict[str, Any], chunk: int) -> None:
     def containers(value: Any) -> list[int]:
@@ -170,7 +170,7 @@ def test_a_list_in_pieces_is_decoded_as_the_whole(
         assert len(calls) > 1 and max(calls) < len(body)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     texts=st.lists(st.text('a"\\\n\U0001f600\u00e9ud8, {[\x01', max_size=120), min_size=3, max_size=3),
     is_ascii=st.booleans(),

@@ -196,7 +196,7 @@ WRAPPERS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     st.sampled_from(WRAPPERS),
     st.lists(PIECES, max_size=25).map("".join) | st.sampled_from([body for body, _ in MENDED + MENDED_PYTHON]),
@@ -216,7 +216,7 @@ def test_calls_of_any_text_are_json(wrapper, body, end, cuts, is_cut):
     sent_back(calls)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

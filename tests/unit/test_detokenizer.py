@@ -87,7 +87,7 @@ def stream_text(detokenizer: IncrementalDetokenizer, ids: Sequence[int], cuts: S
 
 
 @pytest.mark.parametrize("kind", BACKENDS)
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_any_ids(kind: str, data: st.DataObject) -> None:
     """Any cut gives the same text; that of a full decode, where this does not spoil the neighbours of invalid bytes."""
@@ -111,7 +111,7 @@ def test_any_ids(kind: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("kind", BACKENDS)
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(before=st.sampled_from([*CORPUS, "", " "]), text=st.sampled_from(CORPUS) | st.text(max_size=12), data=st.data())
 def test_valid_text_round_trips_behind_a_prompt(kind: str, before: str, text: str, data: st.DataObject) -> None:
     backend = tokenizer(kind)

@@ -210,7 +210,7 @@ def test_a_hostile_header_is_refused_by_the_field(name: str, tmp_path: Path) -> 
     assert caught.value.field == name
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_changed_and_cut_headers_are_read_or_refused(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

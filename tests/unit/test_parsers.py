@@ -450,7 +450,7 @@ def test_transcripts(case):
 FRAGMENTS = sorted({piece for case in TRANSCRIPTS for piece in split(case.text, range(7, 400, 13))})
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(sorted(TOOL_FORMATS)),
     st.sampled_from([None, *sorted(REASONING_FORMATS)]),
@@ -465,7 +465,7 @@ def test_the_split_makes_no_difference(tools, reasoning, is_open, text, cuts, is
     assert parse(make(tools, reasoning, prompt), split(text, cuts), is_cut=is_cut) == whole
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.sampled_from(sorted(set(TOOL_FORMATS) - {"openai"})), st.lists(st.sampled_from(FRAGMENTS), max_size=6))
 def test_text_without_calls_is_content(tools, fragments):
     text = "".join(fragments)

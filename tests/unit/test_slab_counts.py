@@ -99,7 +99,7 @@ def test_a_long_request_holds_its_windows_only() -> None:
     assert len(request.output_token_ids) == 400
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 5), min_size=2, max_size=4),
     num_blocks=st.integers(1, 10),

@@ -34,7 +34,7 @@ def longest_held_back(text: str, stop: list[str]) -> str:
     return next((suffix for suffix in suffixes if any(s.startswith(suffix) for s in stop)), "")
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(chunks=CHUNKS, stop=STOPS, include=st.booleans(), cuts=st.lists(st.integers(0, 60)))
 def test_checker_and_oracle(chunks: list[tuple[str, bool]], stop: list[str], include: bool, cuts: list[int]) -> None:
     checker = StopStringChecker(stop, include)
