@@ -81,7 +81,7 @@ def masks(matcher: Any, drafts: list[int]) -> np.ndarray:
 def test_masks_are_those_of_llguidance(name: str, grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     grammar = grammars.compile(StructuredOutputsParams(**CONSTRAINTS[name]))
     texts = [grammar.source.tokenizer.decode_bytes([token]) for token in range(VOCAB)]
-    beginning = LLMatcher(grammar.source.tokenizer, grammar.source.grammar)
+    beginning = LLMatcher(grammar.source.tokenizer, grammar.source.grammar.text)
     assert isinstance(grammar.matcher, StringMatcher)
     end = Tokenizer.from_path(embedded_model_path()).get_vocab()["<|assistant|>"]
     num_own = 0

@@ -347,7 +347,7 @@ def test_an_answer_within_a_frame(vocabulary):
     rules = Rules(vocabulary[2])
     frame = rules.render(HarmonyFormat.message(TOOLS[:1], rules, answer="@answer"))
     params = StructuredOutputsParams(choice=["yes", "no"])
-    grammar = framed(make_grammar(params, Rules({}), lambda grammar: ""), frame)
+    grammar = framed(make_grammar(params, Rules({}), lambda grammar: ""), frame).text
     json_final = "<|channel|>final <|constrain|>json<|message|>"
     for text in (f"{FINAL}yes", f"{json_final}no", f"{THOUGHT}{FINAL}no", f"{CALL}{PAINT}"):
         assert _accepts(vocabulary, grammar, text)
@@ -359,7 +359,7 @@ def test_an_answer_in_json_or_calls(vocabulary):
     answer = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     frame = forced_calls(TOOL_FORMATS["hermes"], TOOLS, vocabulary[2], is_single=True, has_answer=True)
     framing = StructuredOutputsParams(json=answer)
-    grammar = framed(make_grammar(framing, Rules({}), lambda grammar: ""), frame)
+    grammar = framed(make_grammar(framing, Rules({}), lambda grammar: ""), frame).text
     assert _accepts(vocabulary, grammar, '{"n": 3}')
     assert _accepts(vocabulary, grammar, '<tool_call>\n{"name": "noop", "arguments": {}}\n</tool_call>')
     assert not _accepts(vocabulary, grammar, "text")
@@ -371,7 +371,8 @@ def test_an_answer_in_json_or_calls(vocabulary):
 @pytest.mark.parametrize(("begin", "end"), [("<think>", "</think>"), ("<|start|>", "<|end|>")])
 def test_an_answer_after_reasoning_or_without(vocabulary, begin, end, constraint):
     params = StructuredOutputsParams(**constraint)
-    grammar = after_reasoning(make_grammar(params, Rules({}), lambda grammar: ""), begin, end, Rules(vocabulary[2]))
+    plain = make_grammar(params, Rules({}), lambda grammar: "")
+    grammar = after_reasoning(plain, begin, end, Rules(vocabulary[2])).text
     yes, no = ('"yes"', '"no"') if "json" in constraint else ("yes", "no")
     for text in (yes, f"{begin}Hm, {{}} {no}\n{end}\n\n{no}", f"{begin}{end}{no}"):
         assert _accepts(vocabulary, grammar, text)

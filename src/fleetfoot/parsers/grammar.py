@@ -83,6 +83,10 @@ class Rules:
         parts = (quoted(text) if index % 2 else self._split(text, self._marks) for index, text in enumerate(texts))
         return " ".join(filter(None, parts))
 
+    def mark(self, text: str) -> int | str | None:
+        """The token that is a mark, or its text where that has none. None: it has tokens and other text."""
+        return self._tokens[text] if text in self._tokens else None if self._marks.search(text) else text
+
     def given(self, text: str) -> str:
         """An expression for a user's text in which special tokens are meant as such."""
         return self._split(text, self._special)

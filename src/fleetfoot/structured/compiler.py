@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from fleetfoot.parsers.grammar import Rules, split_added
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
-from fleetfoot.structured.grammars import FindError, after_reasoning, check_size, framed, make_grammar
-from fleetfoot.structured.mask_server import new_matcher
+from fleetfoot.structured.grammars import FindError, GrammarText, after_reasoning, check_size, framed, make_grammar
+from fleetfoot.structured.mask_server import new_matcher, plain_matcher
 from fleetfoot.structured.state import GrammarSource, GrammarState, ReasoningEnd
 from fleetfoot.structured.trial import GrammarTrial
 from fleetfoot.structured.vocabulary import VocabularySource
@@ -172,10 +172,14 @@ class GrammarCompiler:
 
     def _make(self, params: StructuredOutputsParams) -> Grammar:
         vocabulary = self._load_vocabulary()
+        compiled: dict[str, Any] = {}
 
         def find_error(grammar: str) -> str:
             error = "" if self._trial is None else self._trial.run(grammar, self._timeout_s)
-            return error or str(new_matcher(vocabulary.tokenizer, grammar).get_error())
+            if error:
+                return error
+            compiled[grammar] = plain_matcher(vocabulary.tokenizer, grammar)
+            return str(compiled[grammar].get_error())
 
         reasoning, end, begin = None, params.reasoning_end, params.reasoning_begin
         grammar = _grammar_of(params, vocabulary.new_rules(), find_error)
@@ -185,7 +189,7 @@ class GrammarCompiler:
             reasoning = ReasoningEnd(end.encode(), vocabulary.piece)
         if reasoning is not None and end is not None and params.max_reasoning_tokens is not None:
             reasoning.limit(params.max_reasoning_tokens, vocabulary.encode(begin or ""), vocabulary.encode(end))
-        matcher = new_matcher(vocabulary.tokenizer, grammar)
+        matcher = new_matcher(vocabulary.tokenizer, grammar, compiled.get(grammar.text))
         _check_beginning(matcher.deep_copy())
         self.num_compiled += 1
         return Grammar(matcher, GrammarSource(grammar, vocabulary.tokenizer, vocabulary.source), reasoning)
@@ -219,13 +223,13 @@ def _rules_of(tokenizer: Tokenizer) -> Callable[[], Rules]:
     return functools.partial(Rules, special_tokens, text_tokens=text_tokens)
 
 
-def _grammar_of(params: StructuredOutputsParams, rules: Rules, find_error: FindError) -> str:
+def _grammar_of(params: StructuredOutputsParams, rules: Rules, find_error: FindError) -> GrammarText:
     """The grammar of a constraint, and of what is around it."""
     grammar = make_grammar(params, rules, find_error)
     if params.frame is not None:
         check_size("frame", params.frame)
         grammar = framed(grammar, params.frame)
-        if error := find_error(grammar):
+        if error := find_error(grammar.text):
             raise FieldError("structured_outputs.frame", f"cannot be compiled: {error:.500}")
     return grammar
 

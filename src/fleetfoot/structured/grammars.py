@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from fleetfoot.parsers.grammar import Rules, quoted
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
@@ -31,10 +30,22 @@ _REWORDED = (
 )
 
 FindError = Callable[[str], str]
-"""The error of a grammar; empty: it can be compiled."""
+"""The error of a grammar's text; empty: it can be compiled."""
+
+_JSON_BEGINS = ' \n\t\r{["-0123456789tfn'
 
 
-def make_grammar(params: StructuredOutputsParams, rules: Rules, find_error: FindError) -> str:
+class GrammarText(NamedTuple):
+    """A grammar as llguidance reads it, and what it was made of."""
+
+    text: str
+    schema: dict[str, Any] | None = None
+    """The JSON schema that is all of it, but for reasoning before; None: it is something else."""
+    marks: tuple[int | str, ...] = ()
+    """What the reasoning may begin with, and ends with: a token or a text each; none: there is no reasoning."""
+
+
+def make_grammar(params: StructuredOutputsParams, rules: Rules, find_error: FindError) -> GrammarText:
     """The grammar of a constraint. ``rules``: none yet.
 
     Raises:
@@ -55,13 +66,13 @@ def make_grammar(params: StructuredOutputsParams, rules: Rules, find_error: Find
     return _schema_grammar(schema, params, find_error)
 
 
-def _checked(name: str, value: Any, make: Callable[[Any], str], find_error: FindError) -> str:
+def _checked(name: str, value: Any, make: Callable[[Any], str], find_error: FindError) -> GrammarText:
     if isinstance(value, str):
         check_size(name, value)
     grammar = make(value)
     if error := find_error(grammar):
         raise FieldError(f"structured_outputs.{name}", f"cannot be compiled: {_reworded(error)}")
-    return grammar
+    return GrammarText(grammar)
 
 
 def check_size(name: str, text: str) -> None:
@@ -127,50 +138,34 @@ def _choice_rule(choices: list[str]) -> str:
     return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 
 
-def after_reasoning(grammar: str, begin: str, end: str, rules: Rules) -> str:
+def after_reasoning(grammar: GrammarText, begin: str, end: str, rules: Rules) -> GrammarText:
     """The grammar of an output that fits another one, with or without reasoning before. ``rules``: none yet."""
-    is_special = rules.is_special(end)
     lines = [
         "%llguidance {}",
         f"start: ({rules.text(begin)} thought SPACE)? @output",
-        f"thought{'' if is_special else '[lazy]'}: TEXT {rules.text(end) if is_special else quoted(end)}",
+        f"thought: TEXT {rules.text(end)}" if rules.is_special(end) else f"thought[lazy]: TEXT {quoted(end)}",
         "TEXT: /(?s:.*)/",
         r"SPACE: /\n{0,2}/",
     ]
-    return framed(grammar, "\n".join(lines), "output")
+    text = framed(grammar, "\n".join(lines), "output").text
+    first, last = rules.mark(begin), rules.mark(end) if rules.is_special(end) else end
+    # JSON that may begin as the reasoning does cannot be told from it by one character
+    if first is None or last is None or (isinstance(first, str) and first[:1] in _JSON_BEGINS):
+        return GrammarText(text)
+    return GrammarText(text, grammar.schema, (first, last))
 
 
-_MARK = r'(<\[\d+\]>|"(?:\\.|[^"\\])*")'
-_AFTER_REASONING = re.compile(
-    rf"%llguidance {{}}\nstart: \({_MARK} thought SPACE\)\? @output\nthought.*: TEXT {_MARK}\n.+\n.+"
-)
-
-_JSON_BEGINS = ' \n\t\r{["-0123456789tfn'
-
-
-def split_reasoning(grammar: str) -> tuple[str, list[int | str]]:
-    """A JSON schema's grammar without what `after_reasoning` adds, and the two marks that this has, a token or a text
-    each; none: it is not such a grammar."""
-    parts = json.loads(grammar)["grammars"] if grammar.lstrip().startswith("{") else []
-    match = _AFTER_REASONING.fullmatch(parts[0].get("lark_grammar") or "") if len(parts) == 2 else None
-    texts = [] if match is None else match.groups()
-    marks = [int(text[2:-2]) if text.startswith("<[") else str(json.loads(text)) for text in texts]
-    if not marks or (isinstance(marks[0], str) and marks[0][:1] in _JSON_BEGINS):
-        return grammar, []
-    return json.dumps({"grammars": [{"json_schema": parts[1].get("json_schema")}]}), marks
-
-
-def framed(grammar: str, frame: str, name: str = "answer") -> str:
+def framed(grammar: GrammarText, frame: str, name: str = "answer") -> GrammarText:
     """The grammar of a frame, in which another one is ``@name``."""
-    is_list = grammar.lstrip().startswith("{")
-    first, *others = json.loads(grammar)["grammars"] if is_list else [{"lark_grammar": grammar}]
-    return json.dumps({"grammars": [{"lark_grammar": frame}, {**first, "name": name}, *others]})
+    is_list = grammar.text.lstrip().startswith("{")
+    first, *others = json.loads(grammar.text)["grammars"] if is_list else [{"lark_grammar": grammar.text}]
+    return GrammarText(json.dumps({"grammars": [{"lark_grammar": frame}, {**first, "name": name}, *others]}))
 
 
 # --- JSON schemas -----------------------------------------------------------------------------------------------------
 
 
-def _schema_grammar(schema: Any, params: StructuredOutputsParams, find_error: FindError) -> str:
+def _schema_grammar(schema: Any, params: StructuredOutputsParams, find_error: FindError) -> GrammarText:
     from llguidance import LLMatcher
 
     if not isinstance(schema, dict | bool):
@@ -182,13 +177,13 @@ def _schema_grammar(schema: Any, params: StructuredOutputsParams, find_error: Fi
     if schema is True:
         schema = {}
 
-    def compile_schema(schema: Mapping[str, Any], *, has_plain_names: bool = False) -> tuple[str, str]:
+    def compile_schema(schema: Mapping[str, Any], *, has_plain_names: bool = False) -> tuple[GrammarText, str]:
         try:
             prepared = _prepared(schema, params, has_plain_names=has_plain_names)
             grammar = LLMatcher.grammar_from_json_schema(json.dumps(prepared))
         except ValueError as error:  # NaN, for instance
-            return "", str(error)
-        return grammar, find_error(grammar)
+            return GrammarText(""), str(error)
+        return GrammarText(grammar, prepared), find_error(grammar)
 
     for has_plain_names in (True, False):
         grammar, error = compile_schema(schema, has_plain_names=has_plain_names)

@@ -24,6 +24,7 @@ import numpy as np
 from fleetfoot.native.loading import watch
 from fleetfoot.sampling.shape import mask_size
 from fleetfoot.structured.bits import clear_bits, fill_masks
+from fleetfoot.structured.grammars import GrammarText
 from fleetfoot.structured.strings import with_strings
 from fleetfoot.structured.vocabulary import VocabularySource
 from fleetfoot.utils.shared_words import SharedWords
@@ -51,12 +52,16 @@ WRAP = 1 << 31
 SETTLE = "settle"
 
 
-def new_matcher(tokenizer: Any, grammar: str) -> Any:
+def plain_matcher(tokenizer: Any, text: str) -> Any:
     """An `llguidance.LLMatcher` at the beginning, or with an error. ``tokenizer``: an `llguidance.LLTokenizer`."""
     from llguidance import LLMatcher, LLParserLimits
 
-    limits = LLParserLimits(max_items_in_row=_MAX_ITEMS)
-    return with_strings(tokenizer, grammar, lambda *args: LLMatcher(*args, log_level=0, limits=limits))
+    return LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(max_items_in_row=_MAX_ITEMS))
+
+
+def new_matcher(tokenizer: Any, grammar: GrammarText, plain: Any = None) -> Any:
+    """The matcher of a grammar. ``plain``: the `plain_matcher` of its text, if there is one already."""
+    return with_strings(tokenizer, grammar, plain or plain_matcher(tokenizer, grammar.text), plain_matcher)
 
 
 class StepMemory:
@@ -175,14 +180,15 @@ class _Server:
             elif message is not None:
                 self._keep(*message)
 
-    def _keep(self, number: int, grammar: str, dropped: int | None) -> None:
+    def _keep(self, number: int, grammar: list[Any], dropped: int | None) -> None:
         if dropped is not None:
             self._grammars.pop(dropped, None)
         self._threads = [thread for thread in self._threads if thread.is_alive()]
-        self._threads.append(threading.Thread(target=self._compile, args=(number, grammar), daemon=True))
+        arguments = number, GrammarText(*grammar)
+        self._threads.append(threading.Thread(target=self._compile, args=arguments, daemon=True))
         self._threads[-1].start()
 
-    def _compile(self, number: int, grammar: str) -> None:
+    def _compile(self, number: int, grammar: GrammarText) -> None:
         self._grammars[number] = new_matcher(self._tokenizer, grammar)
         self._memory.ready[number % NUM_READY] = number
 

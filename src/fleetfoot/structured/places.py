@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -175,13 +174,3 @@ def _item(schema: Mapping[str, Any], index: int) -> Any:
     if index < len(first):
         return first[index]
     return schema.get("additionalItems" if isinstance(schema.get("items"), list) else "items", True)
-
-
-def schema_of(grammar: str) -> Mapping[str, Any] | None:
-    """The schema that is all of a grammar, as llguidance reads it; None: it is something else."""
-    try:
-        parts = json.loads(grammar)["grammars"]
-    except (ValueError, TypeError, KeyError):
-        return None
-    schema = parts[0].get("json_schema") if len(parts) == 1 else None
-    return schema if isinstance(schema, dict) else None

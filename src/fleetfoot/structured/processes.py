@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from fleetfoot.config import env
 from fleetfoot.native.loading import watch
 from fleetfoot.structured import mask_server
+from fleetfoot.structured.grammars import GrammarText
 from fleetfoot.structured.mask_server import (
     DONE,
     IS_READY,
@@ -66,7 +67,7 @@ class Replicas:
 
     num_processes = 0
 
-    def open(self, grammar: str) -> Replica | None:
+    def open(self, grammar: GrammarText) -> Replica | None:
         """A matcher at the beginning of a grammar; None: there is no room, or no process is ready."""
         return None
 
@@ -236,8 +237,8 @@ class MaskProcesses(Replicas):
         processes = self._processes
         return len(processes) == self.num_processes and all(one.memory.header[IS_READY] for one in processes)
 
-    def open(self, grammar: str) -> Replica | None:
-        if len(grammar) > _MAX_GRAMMAR or not self.is_ready:
+    def open(self, grammar: GrammarText) -> Replica | None:
+        if len(grammar.text) > _MAX_GRAMMAR or not self.is_ready:
             return None
         for one in self._processes:
             one.collect()
@@ -246,9 +247,9 @@ class MaskProcesses(Replicas):
         known = self._keep(chosen, grammar) if chosen.free else None
         return None if known is None else Replica(number, chosen.free.pop(), known, chosen.memory.ready, chosen.freed)
 
-    def _keep(self, chosen: _Process, grammar: str) -> _Grammar | None:
+    def _keep(self, chosen: _Process, grammar: GrammarText) -> _Grammar | None:
         """A grammar that a process keeps, or begins to compile. None: it has too much to read at this time."""
-        known = chosen.grammars.get(grammar)
+        known = chosen.grammars.get(grammar.text)
         if known is None:
             oldest = next(iter(chosen.grammars)) if len(chosen.grammars) == _MAX_GRAMMARS else None
             dropped = None if oldest is None else chosen.grammars[oldest].number
@@ -256,9 +257,9 @@ class MaskProcesses(Replicas):
                 return None
             if oldest is not None:
                 del chosen.grammars[oldest]
-            known = chosen.grammars[grammar] = _Grammar(self._number)
+            known = chosen.grammars[grammar.text] = _Grammar(self._number)
             self._number = _next(self._number)
-        chosen.grammars.move_to_end(grammar)
+        chosen.grammars.move_to_end(grammar.text)
         return known
 
     def add(

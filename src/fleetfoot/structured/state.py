@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleetfoot.sampling.shape import mask_size
+from fleetfoot.structured.grammars import GrammarText
 from fleetfoot.structured.processes import Replica
 from fleetfoot.structured.vocabulary import VocabularySource
 
@@ -15,8 +16,7 @@ from fleetfoot.structured.vocabulary import VocabularySource
 class GrammarSource:
     """What a matcher is made of."""
 
-    grammar: str
-    """As llguidance reads it."""
+    grammar: GrammarText
     tokenizer: Any
     """An `llguidance.LLTokenizer`. Ids after the tokenizer's own, up to the model's vocabulary, are never allowed."""
     vocabulary: VocabularySource

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from fleetfoot.structured.grammars import WHITESPACE, split_reasoning
-from fleetfoot.structured.places import Place, Strings, all_strings, schema_of
+from fleetfoot.structured.grammars import WHITESPACE, GrammarText
+from fleetfoot.structured.places import Place, Strings, all_strings
 from fleetfoot.structured.vocabulary import make_tokenizer
 
 _CHARACTER = (
@@ -45,26 +45,23 @@ MakeMatcher = Callable[[Any, str], Any]
 """An `llguidance.LLMatcher` of a tokenizer and a grammar."""
 
 
-def with_strings(tokenizer: Any, grammar: str, make: MakeMatcher) -> Any:
-    """A matcher of a grammar, which may be a `StringMatcher`."""
-    matcher = make(tokenizer, grammar)
-    if matcher.is_error():
-        return matcher
-    document, marks = split_reasoning(grammar)
-    schema = schema_of(document)
-    if schema is None:
+def with_strings(tokenizer: Any, grammar: GrammarText, matcher: Any, make: MakeMatcher) -> Any:
+    """A matcher of a grammar, or a `StringMatcher` in its place."""
+    schema = grammar.schema
+    if matcher.is_error() or schema is None or len(grammar.text) > _MAX_GRAMMAR:
         return matcher
     kinds = {*all_strings(schema)}
     space = schema.get("x-guidance", {}).get("whitespace_pattern", WHITESPACE)
-    if space != WHITESPACE or all(kind.most is None for kind in kinds) or len(grammar) > _MAX_GRAMMAR:
+    if space != WHITESPACE or all(kind.most is None for kind in kinds):
         return matcher
     texts = _texts_of(tokenizer)
-    follower = make(texts.tokenizer, document)
+    follower = make(texts.tokenizer, json.dumps({"grammars": [{"json_schema": schema}]}))
     classes = {kind.characters: texts.characters(kind.characters, make) for kind in kinds}
     if texts.quote < 0 or follower.is_error() or not all(found.sample for found in classes.values()):
         return matcher
     samples = {pattern: found.sample for pattern, found in classes.items()}
-    return StringMatcher(matcher, follower, texts, classes, _Reader(Place.root(schema), samples, texts.marks(marks)))
+    reader = _Reader(Place.root(schema), samples, texts.marks(grammar.marks))
+    return StringMatcher(matcher, follower, texts, classes, reader)
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
