@@ -243,10 +243,12 @@ def test_damaged_files(
         assert close(third).loads_done > 0
 
 
-@pytest.mark.parametrize("point", [*SCHEDULER_POINTS, *WORKER_POINTS])
-@pytest.mark.parametrize("on_call", [1, 2])
-def test_an_error_at_any_point_ends_the_engine_and_nothing_hangs(start: Start, point: str, on_call: int) -> None:
-    faults = Faults(raise_at=point, on_call=on_call)
+@pytest.mark.parametrize(("number", "point"), [*enumerate([*SCHEDULER_POINTS, *WORKER_POINTS])])
+def test_an_error_at_any_point_ends_the_engine_and_nothing_hangs(
+    start: Start, number: int, point: str, runner: str
+) -> None:
+    """At the first call of each point on one runner, at the second on the other."""
+    faults = Faults(raise_at=point, on_call=1 + (number + (runner == "v1")) % 2)
     engine = start(faulty(OFFLOAD, faults))
     with pytest.raises(EngineDeadError, match=f"injected at {point}") as caught:
         for _ in range(3):

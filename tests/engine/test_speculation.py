@@ -39,7 +39,7 @@ CASES = [
         (drafts, kinds, (i + j) % 3, 64 if kinds in PAIRS else 24)
         for i, drafts in enumerate(("none", "ngram", *SHARES))
         for j, kinds in enumerate([*ALONE, *PAIRS])
-        if (i + j) % 2 or drafts == "mixed"
+        if (i + j) % 3 == 1 or drafts == "mixed"
     ),
 ]
 KIND = pytest.mark.parametrize("kind", ["v1", "v2"])
@@ -116,8 +116,8 @@ def test_drafts_change_no_token(
 @pytest.mark.parametrize(
     ("kinds", "seed", "depth"),
     [
-        *((kinds, 0, depth) for kinds in ALONE for depth in (0, 1)),
-        *((kinds, seed, 1 + seed % 2) for kinds in PAIRS for seed in range(2)),
+        *((kinds, 0, depth) for depth, kinds in enumerate(ALONE)),
+        *((kinds, seed, 1 + seed % 2) for seed, kinds in enumerate(PAIRS)),
     ],
 )
 def test_drafting_can_pause(expected: dict[str, lives.Life], kinds: tuple[str, ...], seed: int, depth: int) -> None:
@@ -170,7 +170,7 @@ def test_graphs_on_every_rank_change_no_token(number: int, draft_settings: Draft
 
 
 @KIND
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_nothing_is_computed_beyond_the_end(kind: str, seed: int) -> None:
     """A request alone, as long as the model's sequences can be: it is in steps in flight when it has ended."""
     expected, params, prompts = longest_life(kind)
@@ -329,11 +329,12 @@ SITUATIONS: dict[str, dict[str, int]] = {
     "preempting": {"num_blocks": 24},
 }
 DRAFTED = [
-    (situation, drafter, kind, float((i + j) % 2))
-    for i, situation in enumerate(SITUATIONS)
-    for j, (drafter, kind) in enumerate([("self", "v1"), ("self", "v2"), ("eagle", "v2")])
+    ("roomy", "self", "v1", 0.0),
+    ("roomy", "self", "v2", 1.0),
+    ("roomy", "eagle", "v2", 0.0),
+    ("chunked", "eagle", "v2", 1.0),
+    ("preempting", "self", "v2", 0.0),
 ]
-"""Any two of the settings meet in all of theirs."""
 
 
 @pytest.mark.parametrize(("situation", "drafter", "kind", "temperature"), DRAFTED)
