@@ -336,6 +336,15 @@ async def test_replicas_get_requests_by_prefix_and_load(tmp_path: Path) -> None:
 
 
 @async_test
+async def test_a_profile_has_the_files_of_all_engines() -> None:
+    async with played(0, 2) as (client, engines):
+        files = asyncio.ensure_future(client.call("stop_profile"))
+        for number, engine in enumerate(engines):
+            engine.send(Reply((await engine.next()).number, [f"{number}.json"]))
+        assert await files == ["0.json", "1.json"]
+
+
+@async_test
 async def test_how_often_processes_are_started_again() -> None:
     now, waits = [1000.0], list[float]()
 

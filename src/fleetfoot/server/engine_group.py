@@ -50,7 +50,7 @@ _ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, detokenize=False, outpu
 _UPDATES = ("reload_weights", "apply_sparse_weight_patches")
 _OF_ONE = "ping", "state", COMPILE_GRAMMAR
 """Calls of one engine."""
-_STATELESS = *_OF_ONE, "metrics", "stats", "check_integrity", "abort_requests"
+_STATELESS = *_OF_ONE, "metrics", "watch", "stats", "check_integrity", "abort_requests", "start_profile", "stop_profile"
 _TRAINER_CALLS = ("init_weight_transfer", "update_weights", "start_weight_update", "finish_weight_update")
 _JOIN_S = 1.0
 """Seconds from the first decode engine on, in which others are waited for."""
@@ -608,7 +608,8 @@ class GroupLink:
     # --- calls --------------------------------------------------------------------------------------------------------
 
     async def _call(self, call: Call) -> None:
-        """Call all engines that are connected. The result is that of the first one, or the first error."""
+        """Call all engines that are connected. The result is that of the first one, or of all where they differ, or the
+        first error."""
         engines = [engine for engine in self._engines if engine.link is not None]
         call = _unwrapped(call)
         if call.method in _UPDATES:
@@ -635,7 +636,7 @@ class GroupLink:
                     "proxy_engines_unavailable": sum(not engine.is_usable for engine in self._engines),
                 }
                 value.append({"engine": "proxy", "counters": self.counts, "gauges": gauges})
-            elif call.method == "abort_requests":
+            elif call.method in ("abort_requests", "stop_profile"):
                 value = list(dict.fromkeys(name for names in replies for name in names))
             self._incoming.put_nowait(Reply(call.number, value))
         except (ValueError, TypeError, RuntimeError) as error:
