@@ -41,8 +41,8 @@ ONE_SHIFT, OTHER_SHIFT = (0, 1, 100, 1000), (7, 800, 333, 0)
     ("num_prefixes", "num_slabs", "is_at_once", "most", "shifts"),
     [
         (1, 60, False, None, ONE_SHIFT), (1, 60, True, None, OTHER_SHIFT), (8, 100, False, None, ONE_SHIFT),
-        (8, 100, False, None, OTHER_SHIFT), (8, 160, True, None, ONE_SHIFT), (1, 200, False, 32, OTHER_SHIFT),
-        (1, 200, True, 32, ONE_SHIFT),
+        (8, 100, False, None, OTHER_SHIFT), (8, 160, True, None, ONE_SHIFT), (8, 200, False, 32, OTHER_SHIFT),
+        (8, 200, True, 32, ONE_SHIFT), (8, 200, True, 32, OTHER_SHIFT),
     ],
 )  # fmt: skip
 def test_prompts_that_share_most_of_a_prefix_hit(

@@ -276,6 +276,12 @@ class SlabPool(BlockPool):
         without one, are reused in the order of their last use."""
         self._worth[block] = worth
 
+    def renew(self, block: int) -> None:
+        """A block counts as hit."""
+        self._hit.add(block)
+        if block in self._cached:
+            self._ranks[block] = self._rank + self._worth.get(block, 0)
+
     def makes_way(self, worth: int, *, ages: bool) -> bool:
         """Whether a cached block is reused before one of this worth would be; else, with ``ages``, it counts as if one
         had been."""

@@ -140,6 +140,7 @@ class RequestBlocks:
                 kept = [(computed, taken[-1].pop())]
             is_held = self._connector.holds_prompt(request)
             request.states = StateSlots(taken[-1], size, kept, newest=num_hits * size, for_connector=is_held)
+            self.states.renew(request.block_hashes[: num_hits + request.num_lost // size])
         request.num_freed = firsts
         self._set_capacity(request)
         request.num_computed = num_hits * size

@@ -93,6 +93,13 @@ class RequestStates:
         self.publish(request, request.num_computed)
         states.newest = request.num_computed
 
+    def renew(self, hashes: Iterable[bytes]) -> None:
+        """Another request has begun with these blocks. All snapshots after one of them count as hit, though it begins
+        with the last one: the next request may diverge before that, and what no other request has stays as it is."""
+        for digest in hashes:
+            if (slot := self.pool.find(digest)) is not None:
+                self.pool.renew(slot)
+
     # --- chunks of prompts ------------------------------------------------------------------------------------------
 
     def chunk(self, request: Request, count: int) -> int:
@@ -128,7 +135,7 @@ class RequestStates:
         if end % self._size or end == request.num_prefill:
             return
         is_wanted = end in request.snapshots_at or self.has_spare
-        if is_wanted and not self._has(request, end) and self._keep(states, end, ages=True):
+        if is_wanted and not self._has(request, end) and self._keep(states, end, self._worth(request, end), ages=True):
             self._add_pending(request, states)
 
     def _keep_within(self, request: Request, states: StateSlots, begin: int) -> None:
@@ -145,7 +152,7 @@ class RequestStates:
                 continue
             if self._has(request, position):
                 continue
-            if (slot := self._take(max(0, position - states.newest), is_needed=states.for_connector)) is not None:
+            if (slot := self._take(self._worth(request, position), is_needed=states.for_connector)) is not None:
                 states.kept.append((position, slot))
                 self.within.append((request.row, position - begin, slot))
                 self._add_pending(request, states)
@@ -157,13 +164,19 @@ class RequestStates:
         return not request.states.for_connector and (digest in self._pending or self.pool.find(digest) is not None)
 
     def _add_pending(self, request: Request, states: StateSlots) -> None:
-        """Make the newest of the states that are kept a snapshot of this step. That of the end of a prompt counts an
-        eighth of what it saves: most prompts are not sent with another end, but many share most of their tokens."""
+        """Make the newest of the states that are kept a snapshot of this step."""
         position, slot = states.kept[-1]
-        worth = max(0, position - states.newest)
-        is_end = position + self._unit >= request.num_prefill
-        self._pending[self._hash(request, position)] = slot, worth // 8 if is_end and states.newest else worth
+        self._pending[self._hash(request, position)] = slot, self._worth(request, position)
         states.newest = position
+
+    def _worth(self, request: Request, position: int) -> int:
+        """How many tokens a snapshot after so many saves. It counts an eighth beyond what the request shares with
+        others, if there is such a part, and at the end of a prompt: most prompts are not sent with another end, but
+        many share most of their tokens."""
+        assert request.states is not None
+        worth, shared = max(0, position - request.states.newest), request.num_hits * self._size + request.num_lost
+        is_end = position + self._unit >= request.num_prefill and request.states.newest > 0
+        return worth // 8 if is_end or position > shared > 0 else worth
 
     # --- decodes ----------------------------------------------------------------------------------------------------
 
@@ -173,7 +186,7 @@ class RequestStates:
         assert states is not None
         for block in range(states.num_blocks, -(-num_positions // self._size)):
             if self._keeps:
-                self._keep(states, block * self._size)
+                self._keep(states, block * self._size, max(0, block * self._size - states.newest))
             yield from self._entries(request, block)
             states.num_blocks = block + 1
 
@@ -205,10 +218,10 @@ class RequestStates:
         """Whether another snapshot takes the place of none."""
         return not self._is_full and self._pools.has_spare(self._table)
 
-    def _keep(self, states: StateSlots, position: int, *, ages: bool = False) -> bool:
+    def _keep(self, states: StateSlots, position: int, worth: int, *, ages: bool = False) -> bool:
         """Leave the state after ``position`` tokens as it is, if another slot is free. ``ages``: as of `_take`."""
         is_needed = states.for_connector and ages
-        if (slot := self._take(max(0, position - states.newest), ages=ages, is_needed=is_needed)) is None:
+        if (slot := self._take(worth, ages=ages, is_needed=is_needed)) is None:
             return False
         index = (position - 1) % len(states.slots)
         states.kept.append((position, states.slots[index]))
