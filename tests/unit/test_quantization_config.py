@@ -74,6 +74,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (compressed(ignore="lm_head"), "ignore"),
     (compressed(transform_config={"config_groups": {"v": {}}, "format": "hadamard"}), "transform_config"),
     (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config"),
+    (compressed(format="nvfp4-pack-quantized"), "format"),
 ]
 
 

@@ -275,7 +275,10 @@ def _read_compressed_tensors(fields: Fields) -> QuantizedWeights:
     groups = Fields(fields.mapping("config_groups"), {}, fields.source, f"{fields.prefix}config_groups.")
     for name in groups.content:
         group = Fields(groups.mapping(name), {}, fields.source, f"{groups.prefix}{name}.")
-        form = _ct_format(group, group.raw("format") or fields.raw("format"))
+        named = group if group.raw("format") else fields
+        if (layout := named.raw("format")) not in _CT_FORMATS:
+            raise named.error("format", f"supported, for the file or a group: {', '.join(_CT_FORMATS)}")
+        form = _ct_format(group, layout)
         for target in _names(group, "targets"):
             if target != "Linear" and not target.startswith("re:") and "." not in target and target != "lm_head":
                 raise group.error("targets", "supported: Linear, names of layers, and regular expressions after re:")
@@ -294,8 +297,6 @@ def _read_compressed_tensors(fields: Fields) -> QuantizedWeights:
 def _ct_format(group: Fields, layout: Any) -> WeightFormat:
     group.refuse("output_activations", because="outputs of layers are not quantized")
     weights = Fields(group.mapping("weights"), {}, group.source, f"{group.prefix}weights.")
-    if layout not in _CT_FORMATS:
-        raise group.error("format", f"the format of the file or of the group must be one of {', '.join(_CT_FORMATS)}")
     bits, kind = _choice(weights, "num_bits", 4, 8), _choice(weights, "type", "int", "float")
     strategy = _choice(weights, "strategy", "tensor", "channel", "group", "block")
     is_symmetric = weights.raw("symmetric") is not False
