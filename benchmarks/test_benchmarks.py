@@ -67,3 +67,10 @@ def test_structured() -> None:
     report = json.loads(run("structured", *sizes, "--turns", "1"))
     assert set(report["ratio"]) == {"free", "mixed, free", "mixed, json", "json", "bounded"}
     assert json.loads(run("structured", *sizes, "--host"))["step_us"]["median"] > 0
+
+
+def test_a_needle_is_found_with_kv_in_fp8() -> None:
+    """In 1,200 tokens; docs/quantization.md has 32,000."""
+    lines = run("needle", "--tokens", "1200", "--needles", "20", "--sharpness", "2", "--device", "cpu").splitlines()
+    found = {report["kv"]: report["found"] for report in map(json.loads, lines)}
+    assert found == {"auto": 1.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0}

@@ -60,7 +60,7 @@ def run_against(arguments: argparse.Namespace) -> int:
     """Compare, and print the report. Returns the exit code."""
     check_plot_file("--plot", arguments.plot)
     prompts = None if arguments.prompts_file is None else read_prompts_file(arguments.prompts_file)
-    other = with_settings(arguments, model=arguments.against, quantization=None, revision=None)
+    other = with_settings(arguments, model=arguments.against, quantization=None, revision=None, kv_cache_dtype="auto")
     texts, expected, expected_layers = _record(other, prompts, None, by_layer=arguments.by_layer)
     _, found, found_layers = _record(arguments, None, texts, by_layer=arguments.by_layer)
     report = compare_logprobs(expected, found) | {
