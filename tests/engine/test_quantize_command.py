@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.helpers.checkpoints import make_checkpoint
 
 from fleetfoot import LLM, SamplingParams
 from fleetfoot.assets import embedded_model_path
@@ -66,6 +67,21 @@ def test_transformers_reads_the_same_weights(name: str, folders: dict[str, Path]
         else:
             expected = checkpoint.tensor(f"{layer}.weight").float() * scales
     torch.testing.assert_close(found.float(), expected)
+
+
+def test_matrices_with_other_names_are_quantized(tmp_path: Path) -> None:
+    """LFM2 has w1, w2 and w3, and layers whose inputs are not matrices."""
+    types = ["conv", "full_attention", "conv"]
+    make_checkpoint(tmp_path / "lfm2", "lfm2", hidden_size=64, head_dim=16, intermediate_size=96, layer_types=types)
+    assert main(["quantize", str(tmp_path / "lfm2"), "--to", "fp8", "--out", str(tmp_path / "out")]) == 0
+    found = []
+    for folder, quantization in (("out", None), ("lfm2", "fp8")):
+        llm = LLM(model=str(tmp_path / folder), quantization=quantization, device="cpu", dtype="float32",
+                  max_model_len=64, skip_tokenizer_init=True)  # fmt: skip
+        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+        outputs = llm.generate([{"prompt_token_ids": [3, 90, 17, 4]}], params, use_tqdm=False)
+        found.append(list(outputs[0].outputs[0].token_ids))
+    assert found[0] == found[1]
 
 
 def test_what_cannot_be_quantized_is_refused(

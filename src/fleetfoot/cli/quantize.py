@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _FORMATS = {"fp8": "float-quantized", "int8": "int-quantized", "int4": "pack-quantized"}
 _GROUPS = (128, 64, 32)
 """Inputs of a group of 4 bits: the first of these that divides the inputs of all matrices."""
-_MATRIX = re.compile(r"(.*\.layers\.\d+\..*_proj)\.weight$")
+_MATRIX = re.compile(r"(.*\.layers\.\d+\..*(?:_proj|\.w[123]))\.weight$")
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth", "*.gguf")
 _INDEX = "model.safetensors.index.json"
 
@@ -83,9 +83,8 @@ def quantize_checkpoint(source: Path, target: Path, to: str) -> dict[str, Any]:
         inputs = {shapes[name][1] for name in matrices}
         group = next((size for size in _GROUPS if not any(each % size for each in inputs)), 0) if to == "int4" else 0
         if to == "int4" and not group:
-            raise UsageError(
-                f"{source} has matrices with {min(inputs)} inputs, which groups of {_GROUPS[-1]} do not divide"
-            )
+            uneven = min(each for each in inputs if each % _GROUPS[-1])
+            raise UsageError(f"{source} has matrices with {uneven} inputs, which groups of {_GROUPS[-1]} do not divide")
     target.mkdir(parents=True, exist_ok=True)
     places: dict[str, str] = {}
     before = after = 0
@@ -104,7 +103,8 @@ def quantize_checkpoint(source: Path, target: Path, to: str) -> dict[str, Any]:
         (target / _INDEX).write_text(json.dumps(index, indent=2))
     _copy_others(source, target)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"] = _description(to, group)
+    others = [name for name, shape in shapes.items() if len(shape) == 2 and ".layers." in name and name not in matrices]
+    config["quantization_config"] = _description(to, group, [name.removesuffix(".weight") for name in others])
     (target / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     return {"output": str(target), "format": to, "num_matrices": len(matrices), "bytes_before": before,
             "bytes_after": after}  # fmt: skip
@@ -129,8 +129,8 @@ def quantized(name: str, values: torch.Tensor, to: str, group: int) -> Iterator[
     yield f"{name}_scale", scales
 
 
-def _description(to: str, group: int) -> dict[str, Any]:
-    """``quantization_config``"""
+def _description(to: str, group: int, others: list[str]) -> dict[str, Any]:
+    """``quantization_config``. ``others``: layers that are left as they are, routers and gates among them."""
     bits, kind = (4, "int") if to == "int4" else (8, "float" if to == "fp8" else "int")
     common: dict[str, Any] = {"num_bits": bits, "type": kind, "symmetric": True}
     weights = {**common, "group_size": group or None, "strategy": "group" if group else "channel", "dynamic": False}
@@ -141,7 +141,7 @@ def _description(to: str, group: int) -> dict[str, Any]:
     }  # fmt: skip
     return {
         "quant_method": "compressed-tensors", "config_groups": {"group_0": layers}, "format": _FORMATS[to],
-        "ignore": ["lm_head", r"re:.*\.mlp\.gate$", r"re:.*\.router$", r"re:.*\.shared_expert_gate$"],
+        "ignore": ["lm_head", *others],
         "quantization_status": "compressed", "kv_cache_scheme": None,
     }  # fmt: skip
 
