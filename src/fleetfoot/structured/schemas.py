@@ -250,8 +250,8 @@ def _inexact(value: Any) -> int | float | None:
 
 
 def plain_regex(pattern: str) -> str:
-    """A regular expression that the compiler reads as Python and JavaScript do: for it ``\\<`` begins a word, and classes
-    have operators."""
+    """A regular expression that the compiler reads as Python and JavaScript do: in its own, ``\\<`` begins a word, and
+    classes have operators."""
 
     def change(match: re.Match[str]) -> str:
         if match[1]:
