@@ -11,7 +11,7 @@ import torch
 from tests.helpers.interpreter import interpreted
 
 from fleetfoot.config.model import RouterSpec
-from fleetfoot.kernels.experts import experts_triton
+from fleetfoot.kernels.experts import experts_triton, routing_triton
 from fleetfoot.kernels.experts.experts import (
     ExpertPlacement,
     ExpertSizes,
@@ -38,6 +38,7 @@ CASES: dict[str, tuple[ExpertSizes, int, RouterSpec]] = {
     "softmax of all": (ExpertSizes(16, 128, 32, is_interleaved=True, **CLAMPED), 4, RouterSpec(is_normalized=False)),
     "biases": (ExpertSizes(16, 48, 32, **CLAMPED), 3, RouterSpec(has_bias=True)),
     "groups": (ExpertSizes(20, 80, 16), 3, GROUPS),
+    "inputs in steps": (ExpertSizes(16, 320, 16), 3, RouterSpec()),
     "sigmoid": (ExpertSizes(5, 64, 16), 5, RouterSpec("sigmoid", False, 0.5)),
 }
 BAD = 2
@@ -293,8 +294,27 @@ def test_quantized_kernels_equal_the_reference(form: str, case: str, rows: int) 
 
 
 @interpreted
+@pytest.mark.parametrize("rows", [2, 7, FEW_ROWS])
+def test_programs_share_the_choice_of_a_few_tokens(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The routing and the slots are those of one program."""
+    layer = Layer("inputs in steps")
+    x = layer.inputs(rows)
+    whole = layer.route(x, route_triton)
+    monkeypatch.setattr(routing_triton, "_LEAST_DIVIDED", 0)
+    divided = layer.route(x, route_triton)
+    torch.testing.assert_close(divided[:2], whole[:2], equal_nan=True)
+    count = int(whole.grouping.count)
+    assert int(divided.grouping.count) == count
+    assert torch.equal(divided.grouping.experts[:count], whole.grouping.experts[:count])
+    weights = (each.grouping.weights[:count, :rows] for each in (divided, whole))
+    torch.testing.assert_close(*weights, equal_nan=True)
+
+
+@interpreted
 @pytest.mark.parametrize("form", ["plain", *FORMS])
-@pytest.mark.parametrize(("case", "rows", "is_gated"), [("sigmoid", 1, True), ("groups", 5, False), ("sigmoid", 16, 1)])
+@pytest.mark.parametrize(
+    ("case", "rows", "is_gated"), [("inputs in steps", 1, True), ("groups", 5, False), ("inputs in steps", 14, 1)]
+)
 def test_a_shared_expert_joins_the_chosen_ones(form: str, case: str, rows: int, is_gated: bool) -> None:
     """Of few tokens: the reference's sum is that of layers of its own, and the kernels' is as the reference's."""
     layer = Layer(case, torch.bfloat16)

@@ -39,6 +39,9 @@ FEW_ROWS = 16
 MAX_EXPERTS = 512
 _MOST_SPLITS = 32
 _AT_ONCE = 16  # parts of the logits that are loaded at once
+_MOST_CHOOSING = 4  # programs that choose the experts of a few tokens
+_LEAST_DIVIDED = 1024  # logits of a few tokens that are divided among these
+_MOST_PAIRS = 8192  # pairs of experts that are compared at once
 _MAX_TILES = 1 << 16
 _MAX_COUNTED = 64  # tiles of counts that are added at once
 
@@ -92,11 +95,15 @@ class RouterShape(NamedTuple):
     splits: int
     """Programs for a tile of tokens."""
     rows: int
-    """Tokens of a tile."""
-    choosing_rows: int
-    """The same of the program that chooses, where parts are added: a few tokens are not padded."""
+    """Tokens of a product."""
+    own_rows: int
+    """Those of them that are computed; `few` tokens are divided, so that several programs choose."""
+    all_rows: int
+    """All tokens, rounded up to a power of 2, where they are divided; else 0."""
+    are_ranked_at_once: bool
+    """Whether each pair of experts is compared."""
     few: bool
-    """Whether slots are made, of the only tile; else the experts of each tile are counted."""
+    """Whether slots are made; else the experts of each tile are counted."""
     slot_rows: int
     overlap: bool
 
@@ -121,16 +128,23 @@ def route_triton(
     rows, splits = _tiling(num_rows, limits.num_sms)
     inputs = max(16, min(16384 // padded // x.element_size() * 2, 128))
     num_steps, few = cdiv(num_inputs, inputs), num_rows <= FEW_ROWS
+    splits = min(splits, num_steps)
+    own_rows = rows
+    if few and splits > 1:
+        own_rows = next_power_of_2(num_rows)
+        if own_rows * padded >= _LEAST_DIVIDED:
+            own_rows = next_power_of_2(cdiv(num_rows, _MOST_CHOOSING))
+    num_tiles = cdiv(num_rows, own_rows)
     overlap = can_overlap(device)
     row_size, gate = num_chosen + (shared is not None), None if shared is None else shared.gate
     kind = "" if shared is None else "plain" if gate is None else "gated"
     shape = RouterShape(
         num_experts, padded, num_chosen, router.scores == "sigmoid", router.is_normalized, router.scale,
         bias is not None, correction is not None, router.num_groups, router.num_chosen_groups, kind, row_size,
-        num_inputs, inputs, num_steps, min(splits, num_steps), rows, min(rows, next_power_of_2(num_rows)), few,
-        FEW_ROWS, overlap,
+        num_inputs, inputs, num_steps, splits, rows, own_rows,
+        next_power_of_2(num_rows) if few and num_tiles > 1 else 0,
+        own_rows * padded * padded <= _MOST_PAIRS, few, FEW_ROWS, overlap,
     )  # fmt: skip
-    num_tiles = cdiv(num_rows, rows)
 
     def integers(*sizes: int) -> torch.Tensor:
         return torch.empty(sizes, dtype=torch.int32, device=device)
@@ -139,18 +153,21 @@ def route_triton(
     weights = torch.empty(num_rows, row_size, dtype=torch.float32, device=device)
     parts = gate_parts = weights
     if shape.splits > 1:
-        parts = torch.empty(num_steps, num_tiles * rows, padded, dtype=torch.float32, device=device)
+        parts = torch.empty(num_steps, num_tiles * own_rows, padded, dtype=torch.float32, device=device)
     if shape.splits > 1 and gate is not None:
-        gate_parts = torch.empty(num_steps, num_tiles * rows, dtype=torch.float32, device=device)
+        gate_parts = torch.empty(num_steps, num_tiles * own_rows, dtype=torch.float32, device=device)
+    all_weights = weights
+    if shape.all_rows:
+        all_weights = torch.empty(shape.all_rows, padded, dtype=torch.float32, device=device)
     num_slots = min(num_rows * num_chosen, num_experts) + row_size - num_chosen if few else 1
     slot_weights = torch.empty(num_slots, FEW_ROWS, dtype=torch.float32, device=device) if few else weights
     slots = Slots(integers(num_slots), slot_weights, integers(1))
     counts = slots.count if few else integers(num_tiles, padded)
     _route_kernel[(num_tiles, shape.splits)](
-        experts, weights, parts, arrivals(device), slots.experts, slots.weights, counts,
+        experts, weights, all_weights, parts, arrivals(device), slots.experts, slots.weights, counts,
         x, weight, weight if bias is None else bias, weights if correction is None else correction,
         weight if gate is None else gate, gate_parts, num_rows, x.stride(0),
-        shape=shape, at_once=_AT_ONCE if shape.choosing_rows * padded <= 1024 else _AT_ONCE // 4,
+        shape=shape, at_once=_AT_ONCE if own_rows * padded <= 1024 else _AT_ONCE // 4,
         num_warps=8 if rows * padded > 4096 else 4, num_stages=3, **launch_options(overlap),
     )  # fmt: skip
     return Routing(experts, weights, slots if few else counts)
@@ -213,7 +230,8 @@ def local_routing_triton(
         experts, weights, slots.experts, slots.weights, counts,
         routing.experts, routing.weights, placement.slots, placement.num_replicas,
         experts if load is None else load, experts if num_counted is None else num_counted,
-        num_rows, shape=shape, rows=rows, num_warps=8 if rows * padded > 4096 else 4, **launch_options(shape.overlap),
+        num_rows, shape=shape, rows=rows, num_warps=8 if rows * (padded + shape.padded_experts) > 4096 else 4,
+        **launch_options(shape.overlap),
     )  # fmt: skip
     return Routing(experts, weights, slots if few else counts)
 
@@ -249,7 +267,7 @@ def group(routing: Routing, num_experts: int, rows: int) -> Groups:
 
 @triton_kernel(unspecialized=("num_rows",))
 def _route_kernel(
-    experts_ptr, weights_ptr, parts_ptr, arrivals_ptr, slot_experts_ptr, slot_weights_ptr, counts_ptr,
+    experts_ptr, weights_ptr, all_weights_ptr, parts_ptr, arrivals_ptr, slot_experts_ptr, slot_weights_ptr, counts_ptr,
     x_ptr, weight_ptr, bias_ptr, correction_ptr, gate_ptr, gate_parts_ptr,
     num_rows, x_stride,
     shape: tl.constexpr, at_once: tl.constexpr,
@@ -257,31 +275,33 @@ def _route_kernel(
     launch_dependents(shape.overlap)
     rows: tl.constexpr = shape.rows
     padded: tl.constexpr = shape.padded
-    row = tl.program_id(0) * rows + tl.arange(0, rows)
+    own_rows: tl.constexpr = shape.own_rows
+    row = tl.program_id(0) * own_rows + tl.arange(0, rows)
+    is_own = (tl.arange(0, rows) < own_rows) & (row < num_rows)
     expert = tl.arange(0, padded)
     column = tl.arange(0, shape.inputs)
     is_expert = expert < shape.num_experts
     weight_ptrs = weight_ptr + expert[:, None] * shape.num_inputs + column[None, :]  # [padded, inputs]
     x_ptrs = x_ptr + row[:, None].to(tl.int64) * x_stride + column[None, :]  # [rows, inputs]
     total = tl.zeros((rows, padded), tl.float32)
-    part_stride = tl.num_programs(0) * rows * padded
+    part_stride = tl.num_programs(0) * own_rows * padded
     part_ptrs = parts_ptr + row[:, None] * padded + expert[None, :]
     gate_total = tl.zeros((rows,), tl.float32)  # the logit of the shared expert's factor
-    gate_stride = tl.num_programs(0) * rows
+    gate_stride = tl.num_programs(0) * own_rows
     if shape.splits == shape.num_steps:
         # One step: the weight is read while the kernel before still runs.
         begin = tl.program_id(1) * shape.inputs
         is_input = (column + begin < shape.num_inputs)[None, :]
         weight = tl.load(weight_ptrs + begin, mask=is_expert[:, None] & is_input, other=0.0)
         wait_for_inputs(shape.overlap)
-        x = tl.load(x_ptrs + begin, mask=(row < num_rows)[:, None] & is_input, other=0.0)
+        x = tl.load(x_ptrs + begin, mask=is_own[:, None] & is_input, other=0.0)
         total = tl.dot(x, weight.T, input_precision="ieee")
         if shape.shared == "gated":
             gate_total = _gate_products(x, gate_ptr + column + begin, is_input)
         if shape.splits > 1:
-            tl.store(part_ptrs + tl.program_id(1) * part_stride, total)
+            tl.store(part_ptrs + tl.program_id(1) * part_stride, total, mask=is_own[:, None])
             if shape.shared == "gated":
-                tl.store(gate_parts_ptr + tl.program_id(1) * gate_stride + row, gate_total)
+                tl.store(gate_parts_ptr + tl.program_id(1) * gate_stride + row, gate_total, mask=is_own)
     else:
         wait_for_inputs(shape.overlap)
         first = tl.program_id(1) * shape.num_steps // shape.splits
@@ -289,42 +309,43 @@ def _route_kernel(
         for index in tl.range(first, last):
             begin = index * shape.inputs
             is_input = (column + begin < shape.num_inputs)[None, :]
-            x = tl.load(x_ptrs + begin, mask=(row < num_rows)[:, None] & is_input, other=0.0)
+            x = tl.load(x_ptrs + begin, mask=is_own[:, None] & is_input, other=0.0)
             weight = tl.load(weight_ptrs + begin, mask=is_expert[:, None] & is_input, other=0.0)
             sums = tl.dot(x, weight.T, input_precision="ieee")
             if shape.shared == "gated":
                 products = _gate_products(x, gate_ptr + column + begin, is_input)
                 gate_total += products
                 if shape.splits > 1:
-                    tl.store(gate_parts_ptr + index * gate_stride + row, products)
+                    tl.store(gate_parts_ptr + index * gate_stride + row, products, mask=is_own)
             if shape.splits > 1:
-                tl.store(part_ptrs + index * part_stride, sums)
+                tl.store(part_ptrs + index * part_stride, sums, mask=is_own[:, None])
             else:
                 total += sums
     if shape.splits > 1:
         tl.debug_barrier()  # all threads have written their parts before one signals it
         if tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel") == shape.splits - 1:
             tl.store(arrivals_ptr + tl.program_id(0), 0)
-            few: tl.constexpr = shape.choosing_rows
-            few_row = tl.program_id(0) * rows + tl.arange(0, few)
-            few_ptrs = parts_ptr + few_row[:, None] * padded + expert[None, :]
-            logits = tl.zeros((few, padded), tl.float32)
-            gates = tl.zeros((few,), tl.float32)
+            own_row = tl.program_id(0) * own_rows + tl.arange(0, own_rows)
+            is_row = own_row < num_rows
+            own_ptrs = parts_ptr + own_row[:, None] * padded + expert[None, :]
+            logits = tl.zeros((own_rows, padded), tl.float32)
+            gates = tl.zeros((own_rows,), tl.float32)
             for begin in tl.range(0, shape.num_steps, at_once, num_stages=1):
                 for i in tl.static_range(at_once):
-                    pointers = few_ptrs + (begin + i) * part_stride
-                    logits += tl.load(pointers, mask=begin + i < shape.num_steps, other=0.0, cache_modifier=".cg")
+                    pointers = own_ptrs + (begin + i) * part_stride
+                    is_part = is_row & (begin + i < shape.num_steps)
+                    logits += tl.load(pointers, mask=is_part[:, None], other=0.0, cache_modifier=".cg")
                     if shape.shared == "gated":
-                        pointers = gate_parts_ptr + (begin + i) * gate_stride + few_row
-                        gates += tl.load(pointers, mask=begin + i < shape.num_steps, other=0.0, cache_modifier=".cg")
+                        pointers = gate_parts_ptr + (begin + i) * gate_stride + own_row
+                        gates += tl.load(pointers, mask=is_part, other=0.0, cache_modifier=".cg")
             _choose(
-                logits, gates, few_row, num_rows, experts_ptr, weights_ptr, slot_experts_ptr, slot_weights_ptr,
-                counts_ptr, bias_ptr, correction_ptr, few, shape,
+                logits, gates, own_row, num_rows, experts_ptr, weights_ptr, all_weights_ptr, arrivals_ptr,
+                slot_experts_ptr, slot_weights_ptr, counts_ptr, bias_ptr, correction_ptr, own_rows, shape,
             )  # fmt: skip
     else:
         _choose(
-            total, gate_total, row, num_rows, experts_ptr, weights_ptr, slot_experts_ptr, slot_weights_ptr, counts_ptr,
-            bias_ptr, correction_ptr, rows, shape,
+            total, gate_total, row, num_rows, experts_ptr, weights_ptr, all_weights_ptr, arrivals_ptr,
+            slot_experts_ptr, slot_weights_ptr, counts_ptr, bias_ptr, correction_ptr, rows, shape,
         )  # fmt: skip
 
 
@@ -337,8 +358,8 @@ def _gate_products(x, gate_ptrs, is_input):
 
 @triton_kernel()
 def _choose(
-    logits, gates, row, num_rows, experts_ptr, weights_ptr, slot_experts_ptr, slot_weights_ptr, counts_ptr,
-    bias_ptr, correction_ptr, rows: tl.constexpr, shape: tl.constexpr,
+    logits, gates, row, num_rows, experts_ptr, weights_ptr, all_weights_ptr, arrivals_ptr,
+    slot_experts_ptr, slot_weights_ptr, counts_ptr, bias_ptr, correction_ptr, rows: tl.constexpr, shape: tl.constexpr,
 ):  # fmt: skip
     """Choose and weight the experts of a tile, with sums ``logits [rows, padded]`` and ``gates [rows]``."""
     expert = tl.arange(0, shape.padded)
@@ -355,8 +376,8 @@ def _choose(
     ranked = tl.where(is_expert, ranked, lowest)
     if shape.num_groups > 1:
         ranked = _of_best_groups(ranked, shape)
-    if rows * shape.padded * shape.padded <= 32768:
-        # Of few rows each pair of experts is compared, which has no steps that wait for each other.
+    if shape.are_ranked_at_once:
+        # Each pair of experts is compared, which has no steps that wait for each other.
         others = ranked[:, None, :]
         is_before = (others > ranked[:, :, None]) | (
             (others == ranked[:, :, None]) & (expert[:, None] > expert[None, :])
@@ -382,40 +403,68 @@ def _choose(
         weights = tl.where(chosen, powers, 0.0) / tl.sum(powers, 1)[:, None]
     weights = tl.where(is_valid, weights * shape.scale, float("nan"))
     chosen &= (row < num_rows)[:, None]
-    _record(
-        chosen, weights, row, experts_ptr, weights_ptr, slot_experts_ptr, slot_weights_ptr, counts_ptr, shape
-    )  # fmt: skip
+    _record(chosen, weights, row, experts_ptr, weights_ptr, counts_ptr, shape)
+    factor = gates
     if shape.shared != "":
         factor = 1.0 / (1.0 + tl.exp(-gates)) if shape.shared == "gated" else tl.full((rows,), 1.0, tl.float32)
         factor = tl.where(tl.sum(is_valid.to(tl.int32), 1) > 0, factor, float("nan"))
         place = row * shape.row_size + shape.num_chosen
         tl.store(experts_ptr + place, tl.full((rows,), shape.num_experts, tl.int32), mask=row < num_rows)
         tl.store(weights_ptr + place, factor, mask=row < num_rows)
-        slot = tl.sum((tl.sum(chosen.to(tl.int32), 0) > 0).to(tl.int32), 0)  # after those of the chosen ones
-        tl.store(slot_experts_ptr + slot, shape.num_experts)
-        tl.store(slot_weights_ptr + slot * shape.slot_rows + row, tl.where(row < num_rows, factor, 0.0))
+    if shape.few and shape.all_rows == 0:
+        _make_slots(chosen, weights, factor, row, num_rows, slot_experts_ptr, slot_weights_ptr, counts_ptr, shape)
+    elif shape.few:  # the last program that has chosen has the experts of all
+        all_ptrs = all_weights_ptr + expert[None, :]
+        tl.store(
+            all_ptrs + row[:, None] * shape.padded, tl.where(chosen, weights, -1.0), mask=(row < num_rows)[:, None]
+        )
+        tl.debug_barrier()  # all threads have written before one signals it
+        if tl.atomic_add(arrivals_ptr + tl.num_programs(0), 1, sem="acq_rel") == tl.num_programs(0) - 1:
+            tl.store(arrivals_ptr + tl.num_programs(0), 0)
+            all_rows: tl.constexpr = shape.all_rows
+            each = tl.arange(0, all_rows)
+            is_row = each < num_rows
+            pointers = all_ptrs + each[:, None] * shape.padded
+            found = tl.load(pointers, mask=is_row[:, None], other=-1.0, cache_modifier=".cg")  # [all_rows, padded]
+            factors = tl.zeros((all_rows,), tl.float32)
+            if shape.shared != "":
+                factor_ptrs = weights_ptr + each * shape.row_size + shape.num_chosen
+                factors = tl.load(factor_ptrs, mask=is_row, other=0.0, cache_modifier=".cg")
+            _make_slots(
+                found != -1.0, found, factors, each, num_rows, slot_experts_ptr, slot_weights_ptr, counts_ptr, shape
+            )  # fmt: skip
 
 
 @triton_kernel()
-def _record(
-    chosen, weights, row, experts_ptr, weights_ptr, slot_experts_ptr, slot_weights_ptr, counts_ptr,
-    shape: tl.constexpr,
-):  # fmt: skip
-    """Write the routing of a tile: ``chosen``, ``weights [rows, padded]``."""
+def _record(chosen, weights, row, experts_ptr, weights_ptr, counts_ptr, shape: tl.constexpr):
+    """Write the routing of a tile: ``chosen``, ``weights [rows, padded]``; of many tokens also the experts' counts."""
     expert = tl.arange(0, shape.padded)
     position = tl.cumsum(chosen.to(tl.int32), 1) - 1
     place = row[:, None] * shape.row_size + position
     tl.store(experts_ptr + place, tl.zeros_like(place) + expert[None, :], mask=chosen)
     tl.store(weights_ptr + place, weights, mask=chosen)
-    counts = tl.sum(chosen.to(tl.int32), 0)  # [padded]
-    if shape.few:
-        slot = tl.cumsum((counts > 0).to(tl.int32), 0) - 1
-        tl.store(slot_experts_ptr + slot, expert, mask=counts > 0)
-        slot_ptrs = slot_weights_ptr + slot[None, :] * shape.slot_rows + row[:, None]
-        tl.store(slot_ptrs, tl.where(chosen, weights, 0.0), mask=(counts > 0)[None, :] & (row[:, None] >= 0))
-        tl.store(counts_ptr, tl.sum((counts > 0).to(tl.int32), 0) + (shape.row_size - shape.num_chosen))
-    else:
+    if not shape.few:
+        counts = tl.sum(chosen.to(tl.int32), 0)  # [padded]
         tl.store(counts_ptr + tl.program_id(0) * shape.padded + expert, counts)
+
+
+@triton_kernel()
+def _make_slots(
+    chosen, weights, factor, row, num_rows, slot_experts_ptr, slot_weights_ptr, count_ptr, shape: tl.constexpr
+):  # fmt: skip
+    """Write the slots of a few tokens: ``chosen``, ``weights [rows, padded]``, ``factor [rows]`` of a shared expert."""
+    expert = tl.arange(0, shape.padded)
+    is_used = tl.sum(chosen.to(tl.int32), 0) > 0  # [padded]
+    slot = tl.cumsum(is_used.to(tl.int32), 0) - 1
+    count = tl.sum(is_used.to(tl.int32), 0)
+    tl.store(slot_experts_ptr + slot, expert, mask=is_used)
+    slot_ptrs = slot_weights_ptr + slot[None, :] * shape.slot_rows + row[:, None]
+    tl.store(slot_ptrs, tl.where(chosen, weights, 0.0), mask=is_used[None, :] & (row[:, None] >= 0))
+    if shape.shared != "":
+        tl.store(slot_experts_ptr + count, shape.num_experts)
+        tl.store(slot_weights_ptr + count * shape.slot_rows + row, tl.where(row < num_rows, factor, 0.0))
+        count += 1
+    tl.store(count_ptr, count)
 
 
 @triton_kernel()
@@ -484,10 +533,10 @@ def _local_kernel(
     place = row[:, None] * num_chosen + index
     tl.store(out_experts_ptr + place, tl.full((rows, padded_chosen), -1, tl.int32), mask=is_absent)
     tl.store(out_weights_ptr + place, tl.zeros((rows, padded_chosen), tl.float32), mask=is_absent)
-    _record(
-        chosen > 0, weights, row, out_experts_ptr, out_weights_ptr, slot_experts_ptr, slot_weights_ptr, counts_ptr,
-        shape,
-    )  # fmt: skip
+    _record(chosen > 0, weights, row, out_experts_ptr, out_weights_ptr, counts_ptr, shape)
+    if shape.few:
+        none = tl.zeros((rows,), tl.float32)
+        _make_slots(chosen > 0, weights, none, row, num_rows, slot_experts_ptr, slot_weights_ptr, counts_ptr, shape)
 
 
 @triton_kernel(unspecialized=("num_rows", "num_programs", "num_tiles"))
