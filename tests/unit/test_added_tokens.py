@@ -122,7 +122,7 @@ def test_reasoning_is_free_before_json(is_spelled: bool) -> None:
     )
     vocab = tokenizer.get_vocab()
     begin, end = vocab["<think>"], vocab["</think>"]
-    matcher, expected = grammar.matcher.deep_copy(), LLMatcher(grammar.source.tokenizer, grammar.source.grammar)
+    matcher, expected = grammar.matcher.deep_copy(), LLMatcher(grammar.source.tokenizer, grammar.source.grammar.text)
     assert isinstance(matcher, StringMatcher)
     first = allowed(matcher)
     assert begin in first and end not in first and vocab["<"] not in first

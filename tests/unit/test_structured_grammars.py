@@ -270,6 +270,7 @@ def test_random_walks_through_random_schemas_are_valid(
         ({"regex": 'a/"\n\\\\.'}, ['a/"\n\\x'], ["a/"]),
         ({"regex": "a|b"}, ["a", "b"], ["ab", ""]),
         ({"choice": ["a\"b\\", "ü\n", "/x/"]}, ["a\"b\\", "ü\n", "/x/"], ["a", "/"]),
+        ({"choice": [f"c{one}" for one in range(9000)]}, ["c0", "c12", "c8999"], ["c", "c9000", "c01"]),
         ({"grammar": 'start: "a" b*\nb: "b" | "c"'}, ["a", "abcb"], ["b", ""]),
         ({"grammar": 'root ::= "a" item*\nitem ::= "b" | [0-9]'}, ["a", "ab7"], ["b"]),
         ({"grammar": json.dumps({"grammars": [{"json_schema": {"type": "null"}}]})}, ["null"], ["1"]),

@@ -11,6 +11,8 @@ from fleetfoot.records.structured_outputs import StructuredOutputsParams
 from fleetfoot.structured.schemas import find, simplified, subschemas
 from fleetfoot.utils.validation import FieldError
 
+_MANY_CHOICES = 1000
+"""From so many on a choice is one lexeme: the parser, which would have a row for each, has at most 8,000."""
 MAX_CHARS = 1 << 19
 """Most characters of a constraint as text."""
 MAX_DEPTH = 128
@@ -135,7 +137,8 @@ def _regex_rule(regex: str) -> str:
 
 
 def _choice_rule(choices: list[str]) -> str:
-    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    rule = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    return f"start: {rule}" if len(choices) < _MANY_CHOICES else f"start: ONE\nONE: {rule}"
 
 
 def after_reasoning(grammar: GrammarText, begin: str, end: str, rules: Rules) -> GrammarText:
